@@ -16,11 +16,13 @@ from unittest import mock
 
 from rich.console import Console
 
-from kvaudit.audit.runs import pipeline
+from kvaudit.audit.runs import models
 from kvaudit.audit.runs.evaluate import RowsDone, grid
 from kvaudit.audit.runs.folder import RunFolder, open_run
+from kvaudit.audit.runs.models import Models
 from kvaudit.audit.runs.names import NAMES
 from kvaudit.audit.runs.pipeline import Pipeline
+from kvaudit.audit.runs.stages import answering
 from kvaudit.audit.runs.units import Unit, UnitFiles
 from kvaudit.core.files import write_json
 from kvaudit.core.provenance import PROVENANCE
@@ -37,7 +39,7 @@ class Sealer:
     def __init__(self, *_: object) -> None:
         pass
 
-    def run_together(self, units: Sequence[Unit], run: RunFolder, progress: RowsDone, *_: object, **__: object) -> None:
+    def answer_units(self, units: Sequence[Unit], run: RunFolder, progress: RowsDone, *_: object, **__: object) -> None:
         for unit in units:
             files = UnitFiles.of(run.records, unit)
             progress(unit, 0, 1)
@@ -66,11 +68,11 @@ def walked(folder: Path, spec: RunSpec) -> None:
             run.checkpoint(arm, seed).mkdir(parents=True)
             write_json(run.checkpoint(arm, seed) / PROVENANCE, {"sha256": MODEL.sha256, "files": {}, "ledgers": {}})
     with (
-        mock.patch.object(pipeline, "Evaluator", Sealer),
-        mock.patch.object(pipeline, "load_comparable", return_value=MODEL),
-        mock.patch.object(Pipeline, "_load_base", return_value=MODEL),
+        mock.patch.object(answering, "Evaluator", Sealer),
+        mock.patch.object(models, "load_comparable", return_value=MODEL),
+        mock.patch.object(Models, "base", return_value=MODEL),
     ):
-        Pipeline(run, Console(quiet=True), 1).evaluate()
+        Pipeline(run, Console(quiet=True), 1).work_on("evaluate")
 
 
 def main() -> None:

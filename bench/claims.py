@@ -22,7 +22,7 @@ import numpy as np
 
 from kvaudit.reports.page.findings import Findings
 from kvaudit.reports.records.load import RunData, load_run
-from kvaudit.reports.run import decided
+from kvaudit.reports.run import decide_run
 from kvaudit.reports.sections.shared.words import points
 from kvaudit.reports.verdict.contrast import Contrast
 
@@ -47,7 +47,7 @@ def main() -> None:
         print(f"\n{path.name}: loss {data.spec.train.loss if data.spec.train else 'none'}\n")
         headers = ["arm", *MEASURES, "gradient variance, largest", "reward, first and second half"]
         print("\n".join(table(headers, training(data))))
-        found = decided(data)
+        found = decide_run(data)
         facets = [name for name in UNWANTED if name in found.drift.comparison.facets]
         print(
             "\n" + "\n".join(table([f"arm, against {found.drift.comparison.reference}", *facets], drift(found, facets)))

@@ -13,7 +13,7 @@ import pandas as pd
 from bench.control_runs import AGAIN, BASE, MARGIN, Spoil
 from kvaudit.core.spec_evaluate import SuiteSpec
 from kvaudit.reports.records.load import RunData
-from kvaudit.reports.run import decided
+from kvaudit.reports.run import decide_run
 from kvaudit.reports.verdict.sizes import Design, chance
 from kvaudit.reports.verdict.verdict import Decision, Status, Verdict
 
@@ -110,7 +110,7 @@ def shares(runs: Iterable[RunData]) -> Shares:
     """The verdicts of many runs."""
     found = Shares(Counter(), {})
     for data in runs:
-        verdict = decided(data).verdict
+        verdict = decide_run(data).verdict
         found.verdicts[verdict.status] += 1
         for d in gated(verdict):
             found.cells.setdefault((d.suite, d.policy), Counter())[d.status] += 1

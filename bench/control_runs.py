@@ -11,10 +11,11 @@ import yaml
 from rich.console import Console
 
 from kvaudit.audit.policies.draws import derive_seed
-from kvaudit.audit.runs.evaluate import Batches, Evaluator, served
+from kvaudit.audit.runs.evaluate import Batches, Evaluator, served_policies
 from kvaudit.audit.runs.folder import RunFolder, open_run
 from kvaudit.audit.runs.names import NAMES
-from kvaudit.audit.runs.pipeline import Pipeline, prepare_run
+from kvaudit.audit.runs.pipeline import Pipeline
+from kvaudit.audit.runs.prepare import prepare_run
 from kvaudit.audit.runs.units import Unit, UnitFiles
 from kvaudit.audit.sampling.chat import ChatTokens
 from kvaudit.audit.sampling.conversations import GradedRow, play
@@ -92,14 +93,14 @@ def sample(folder: Path, size: Size) -> RunFolder:
     spec = spec_of(size, (DENSE, SERVED, RUINOUS))
     run = open_run(folder, spec, resume=True)
     prepared = prepare_run(spec)
-    Pipeline(run, Console(), 1, prepared).evaluate()
+    Pipeline(run, Console(), 1, prepared).work_on("evaluate")
     for number in range(size.reruns):
         evaluator = Rerun(prepared.model, spec, number)
-        for policy in served(spec)[:2]:
+        for policy in served_policies(spec)[:2]:
             for suite in SUITE_NAMES:
                 unit = Unit(rerun_arm(number), 0, policy, suite, CONTEXT)
                 if not UnitFiles.of(run.records, unit).seal.exists():
-                    evaluator.run_together([unit], run, lambda *_: None)
+                    evaluator.answer_units([unit], run, lambda *_: None)
         run.note(checkpoints={f"{rerun_arm(number)}/0": prepared.model.sha256})
     return run
 
@@ -116,7 +117,7 @@ def copy_run(
     run, known = open_run(target, spec_of(size, policies), resume=False), source.provenance()
     pairs = [(old, new) for old, names in arms.items() for new in names]
     for old, new in pairs:
-        for policy in served(run.spec):
+        for policy in served_policies(run.spec):
             for suite in SUITE_NAMES:
                 theirs = UnitFiles.of(source.records, Unit(old, 0, policy, suite, CONTEXT))
                 rows = map(Record.from_json, theirs.records.read_text(encoding="utf-8").splitlines())

@@ -97,7 +97,7 @@ def evaluated(spec: RunSpec, evaluator: Evaluator, *, together: bool) -> float:
         run = open_run(Path(folder) / "run", spec, resume=False)
         started = time.perf_counter()
         for group in [units] if together else [[unit] for unit in units]:
-            evaluator.run_together(group, run, lambda *_: None)
+            evaluator.answer_units(group, run, lambda *_: None)
         seconds = time.perf_counter() - started
         assert all(UnitFiles.of(run.records, unit).seal.exists() for unit in units)
     return seconds

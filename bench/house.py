@@ -115,7 +115,7 @@ def docstrings(paths: list[Path]) -> list[str]:
 def files_entered(run: Path) -> tuple[int, int]:
     """Files of kvaudit whose functions run from the records to the verdict, and from there to the pages."""
     from kvaudit.reports.records.load import load_run
-    from kvaudit.reports.run import decided, write_decided
+    from kvaudit.reports.run import decide_run, write_decided_run
 
     entered: set[str] = set()
 
@@ -130,10 +130,10 @@ def files_entered(run: Path) -> tuple[int, int]:
         counts = []
         sys.setprofile(note)
         try:
-            findings = decided(data := load_run(copy))
+            findings = decide_run(data := load_run(copy))
             counts.append(len(entered))
             entered.clear()
-            write_decided(data, findings)
+            write_decided_run(data, findings)
             counts.append(len(entered))
         finally:
             sys.setprofile(None)

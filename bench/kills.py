@@ -267,7 +267,7 @@ def _outcome(run: Path) -> dict[str, object]:
 
 
 def _render(request: Mapping[str, Any]) -> dict[str, Any]:
-    return rendering._rendered(render_jinja_template, request)
+    return rendering._render(render_jinja_template, request)
 
 
 def _sha256(path: Path) -> str:

@@ -15,7 +15,7 @@ from typing import Annotated, NamedTuple
 import numpy as np
 import typer
 
-from kvaudit.audit.runs.rounds import looks_at
+from kvaudit.audit.runs.stages.rounds import look_sizes
 from kvaudit.reports.stats.betting import SHARE, betting_effect, clusters_show, log_wealth
 from kvaudit.reports.stats.effect import Array
 from kvaudit.reports.stats.rule import shows_margin
@@ -116,7 +116,7 @@ def main(
     seed: Annotated[int, typer.Option(help="Of the draws.")] = 7,
 ) -> None:
     """Print a table: how often a check passes, fails and stays open, and its median rows."""
-    looks = looks_at(rows)
+    looks = look_sizes(rows)
     print(f"looks at {', '.join(map(str, looks))} rows; margin {100 * MARGIN:g} points, {draws} draws, seed {seed}\n")
     print("| lost, gained | that is | PASS | FAIL | open | median rows |\n|---|---|---:|---:|---:|---:|")
     rng = np.random.default_rng(seed)

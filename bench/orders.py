@@ -16,7 +16,7 @@ from typing import Annotated
 import numpy as np
 import typer
 
-from kvaudit.audit.runs.rounds import looks_at
+from kvaudit.audit.runs.stages.rounds import look_sizes
 from kvaudit.core.policy_names import condition_names
 from kvaudit.reports.records.load import RunData, load_run
 from kvaudit.reports.records.rows import CellKey
@@ -46,9 +46,9 @@ def checked(rows: dict[str, Array], rng: np.random.Generator) -> tuple[str, int]
     margins = {endpoint.name: endpoint.margin / 100 for endpoint in ENDPOINTS}
     orders = {name: z[rng.permutation(len(z))] for name, z in rows.items()}
     words, taken = dict.fromkeys(rows, OPEN), dict.fromkeys(rows, 0)
-    for turn in range(max(len(looks_at(len(z))) for z in rows.values())):
+    for turn in range(max(len(look_sizes(len(z))) for z in rows.values())):
         for name, z in orders.items():
-            looks = looks_at(len(z))
+            looks = look_sizes(len(z))
             if words[name] != OPEN or turn >= len(looks):
                 continue
             taken[name] = looks[turn]

@@ -22,7 +22,7 @@ from kvaudit.core.files import read_json, write_json
 from kvaudit.core.records import Record
 from kvaudit.core.spec import load_spec
 from kvaudit.reports.records.load import load_run
-from kvaudit.reports.run import decided
+from kvaudit.reports.run import decide_run
 from kvaudit.suites.base import SUITES
 
 ROOT = Path(__file__).parent.parent
@@ -73,7 +73,7 @@ def now_of() -> dict[str, Any]:
 def figures_of(run: Path) -> dict[str, Any]:
     """Everything that the page says of a run; raises DataError for one that is no run."""
     data = load_run(run)
-    verdict = decided(data).verdict
+    verdict = decide_run(data).verdict
     gated = [d for d in verdict.decisions if d.gated]
     return {
         "code": now_of(),

@@ -28,7 +28,7 @@ from kvaudit.core.policy_names import DENSE_POLICY, short_names
 from kvaudit.core.spec_train import BASE_ARM, TrainedArm
 from kvaudit.reports.page.findings import Findings
 from kvaudit.reports.records.load import RunData, load_run
-from kvaudit.reports.run import decided
+from kvaudit.reports.run import decide_run
 from kvaudit.reports.sections.shared.canvas import MARKERS, PALETTE, quiet
 from kvaudit.reports.sections.shared.words import points, spelled
 from kvaudit.reports.stats.effect import Effect
@@ -59,7 +59,7 @@ class Map:
     def of(cls, folder: Path) -> list[Map]:
         """A map for every length that was asked."""
         data = load_run(folder)
-        found = decided(data)
+        found = decide_run(data)
         return [cls(found, data, context) for context in found.drift.comparison.contexts]
 
     @property

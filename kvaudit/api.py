@@ -1,7 +1,6 @@
-"""The work as functions: check a setting, run a spec, load and gate a run, compare two result files.
+"""The commands as functions: check a setting, run a spec, load and gate a run, compare two result files.
 
-Each raises an AuditError with one line where the input is wrong, and prints what the command of the same name prints
-while it works.
+Each raises an AuditError with one line if the input is wrong, and prints what the command of the same name prints.
 """
 
 from __future__ import annotations
@@ -35,10 +34,10 @@ def check(
     data: Path | str | None = None,
     threads: int | None = None,
 ) -> Run:
-    """May this model be served with this KV setting? Prints the answer; the run's ``verdict`` says it to a program.
+    """Check whether a model may be served with a KV setting; print the answer and return the run with its ``verdict``.
 
-    One way of serving: ``engine`` with ``kv`` and other ``settings`` in the engine's own words, or a ``policy`` of
-    kvaudit's own cache, or two servers, ``reference`` and ``candidate``, as URL#MODEL.
+    Give an ``engine`` with ``kv`` and other ``settings`` by the engine's names, or a ``policy`` of kvaudit's cache, or
+    two servers, ``reference`` and ``candidate``, as URL#MODEL.
 
     >>> check("models/mine", engine="openvino", kv="u4").verdict.status  # doctest: +SKIP
     """
@@ -73,10 +72,10 @@ def run(
     plugins: Sequence[Path | str] = (),
     anyway: bool = False,
 ) -> Run:
-    """Train the arms of a spec, ask every question, write the report: ``spec`` is a file, or its table.
+    """Train the arms of a spec, evaluate them and write the report; ``spec`` is a file or a mapping.
 
-    ``limit`` asks only so many items of a suite, for a try. Raises CannotPass, as the command exits with 6, where a
-    suite has nothing to lose and nobody said ``anyway``.
+    ``limit`` is the largest number of items per suite, for a trial. Unless ``anyway``, raises CannotPass if a gated
+    cell could not pass whatever the model answers, NotMeasurable (exit code 6) if a suite has nothing to lose.
 
     >>> grid = {"policies": ["none", "int8"], "suites": {"math": {"items": 4}}, "context_tokens": [96], "pilot": 0}
     >>> spec = {"name": "tiny", "model": "embedded", "evaluate": {"base": True, **grid}}
@@ -94,7 +93,7 @@ def run(
 
 
 def load_run(path: Path | str) -> Run:
-    """The run in a folder; reads what is asked of it, when it is asked.
+    """Return the run in a folder; its files are read on first use.
 
     >>> mine = load_run("runs/mine")
     >>> mine.verdict.status.value
@@ -113,9 +112,9 @@ def gate(
     waivers: Path | str | None = None,
     on_inconclusive: str | None = None,
 ) -> Verdict:
-    """The verdict of a run, with ``status`` and the ``exit_code`` of the command.
+    """Return the verdict of a run, with ``status`` and the ``exit_code`` of the command.
 
-    A ``gate_file`` that was not declared when the run began is refused with a SpecError, as by the command.
+    Raises SpecError for a ``gate_file`` that was not declared when the run began.
 
     >>> gate("runs/mine").exit_code
     3
@@ -145,13 +144,13 @@ def compare(
     select_reference: Mapping[str, str] | None = None,
     select_candidate: Mapping[str, str] | None = None,
 ) -> Comparison:
-    """Two result files or run folders: kvaudit's, lm-eval's, Inspect's, AgentDojo's, or a CSV.
+    """Compare two result files or run folders: kvaudit's, lm-eval's, Inspect's, AgentDojo's, or a CSV.
 
-    ``margin`` and ``margins`` (by suite or facet) are in percentage points, ``ratios`` say instead how many times as
-    often at most what is not wanted may happen. ``cluster`` says which items share a template: a field of the rows,
-    ``re:PATTERN`` of the item's name, or ``file:MAP.csv``. Of a run folder ``select_reference`` and
-    ``select_candidate`` choose by arm, policy, seed, suite or context. A metric whose name speaks of harm wants
-    ``lower_is_better`` or ``higher_is_better``.
+    ``margin`` and ``margins`` (by suite or facet) are in percentage points; ``ratios`` limit instead how many times as
+    often the unwanted outcome may happen. ``cluster`` names the items that share a template: a field of the rows,
+    ``re:PATTERN`` of the item's name, or ``file:MAP.csv``. ``select_reference`` and ``select_candidate`` choose a cell
+    of a run folder by arm, policy, seed, suite or context. A metric whose name suggests harm needs ``lower_is_better``
+    or ``higher_is_better``.
 
     >>> found = compare("dense.csv", "fp8.csv", cluster="template", margin=5)
     >>> found.verdict.status.value, float(found.table()["estimate"].iloc[0])
@@ -159,7 +158,7 @@ def compare(
     """
     from kvaudit.reports.page.compare_files import compare as compared
     from kvaudit.reports.page.compare_files import read_sides
-    from kvaudit.reports.page.compare_pairing import chosen_metrics
+    from kvaudit.reports.page.compare_pairing import choose_metrics
 
     sides = read_sides(
         Path(reference),
@@ -170,7 +169,7 @@ def compare(
         higher_is_better=higher_is_better,
         select=(select_reference or {}, select_candidate or {}),
     )
-    (name,) = chosen_metrics(sides.reference, sides.candidate, () if metric is None else (metric,))
+    (name,) = choose_metrics(sides.reference, sides.candidate, () if metric is None else (metric,))
     return Comparison(
         compared(
             sides,

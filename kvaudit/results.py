@@ -1,4 +1,4 @@
-"""What a run and a comparison came to, as objects and as tables; no torch.
+"""The results of a run and of a comparison, as objects and as tables; no torch.
 
 run = kvaudit.load_run("runs/quickstart")
 run.verdict.status                      # Status.PASS, FAIL, INCONCLUSIVE, INVALID or NOT_MEASURABLE
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from kvaudit.core.records import Record
     from kvaudit.core.spec import RunSpec
-    from kvaudit.reports.page.compare_files import Compared
+    from kvaudit.reports.page.compare_files import MetricComparison
     from kvaudit.reports.page.findings import Findings
     from kvaudit.reports.records.load import RunData
     from kvaudit.reports.verdict.contrast import Drift
@@ -27,17 +27,17 @@ if TYPE_CHECKING:
 
 
 class Run:
-    """A run folder, read when it is asked for: its spec, records, drift and verdict.
+    """A run folder: its spec, records, drift and verdict, each read on first use.
 
-    Raises DataError, in one line, for a folder that is no run, whose files are not those that it sealed, or whose
-    checkpoints have changed since; SpecError for rules that cannot be used.
+    Raises DataError for a folder that is not a run, or whose files or checkpoints have changed since the run; SpecError
+    for rules that cannot be used.
     """
 
-    def __init__(self, path: Path | str, asked: GateOverrides | None = None) -> None:
+    def __init__(self, path: Path | str, overrides: GateOverrides | None = None) -> None:
         from kvaudit.core.provenance import check_checkpoints
 
         self.path = Path(path)
-        self._asked = asked
+        self._overrides = overrides
         check_checkpoints(self.path)
 
     def __repr__(self) -> str:
@@ -45,21 +45,21 @@ class Run:
 
     @cached_property
     def data(self) -> RunData:
-        """Everything that reports read of the folder."""
+        """The contents of the folder that reports read."""
         from kvaudit.reports.records.load import load_run
 
         return load_run(self.path)
 
     @cached_property
     def findings(self) -> Findings:
-        """Drift, rules and verdict of every facet, human labels before the judge's."""
-        from kvaudit.reports.run import decided
+        """Drift, rules and verdict with every facet; human labels take precedence over the judge's."""
+        from kvaudit.reports.run import decide_run
 
-        return decided(self.data, self._asked)
+        return decide_run(self.data, self._overrides)
 
     @property
     def spec(self) -> RunSpec:
-        """The spec as the run wrote it, complete."""
+        """The complete spec that the run wrote."""
         return self.data.spec
 
     @property
@@ -68,14 +68,13 @@ class Run:
         return self.data.records
 
     def answers(self) -> Iterator[Record]:
-        """Every record whole, with its transcript, file by file as they lie on disk."""
-        # where every row of the table came from
+        """Yield every record with its transcript, in the order of the files."""
         places = zip(self.records["file"], self.records["line"], strict=True)
         return (record for _, record in self.data.records_at((str(file), int(line)) for file, line in places))
 
     @property
     def drift(self) -> Drift:
-        """Cells and contrasts, with intervals; knows no verdict."""
+        """Cells and contrasts with their intervals."""
         return self.findings.drift
 
     @property
@@ -84,17 +83,18 @@ class Run:
         return self.findings.verdict
 
     def table(self) -> pd.DataFrame:
-        """One row for each contrast and facet: both sides in percent, and what the gate says of it. In percentage
-        points: the drift ``estimate``, candidate minus reference, with ``low`` and ``high`` (95 %), ``lower`` and
-        ``margin``. What does not exist is missing, never 0; ``status`` of what nothing gates is None.
+        """Return one row per contrast and facet: both sides in percent, and the gate's decision.
+
+        In percentage points: the drift ``estimate``, candidate minus reference, with ``low`` and ``high`` (95 %),
+        ``lower`` and ``margin``. Missing numbers are missing, never 0; ``status`` is None outside the gate.
         """
         return _contrast_table(self.findings)
 
     def report(self) -> Path:
-        """Write report/ into the folder; returns the path of report.html."""
-        from kvaudit.reports.run import write_decided
+        """Write report/ into the folder; return the path of report.html."""
+        from kvaudit.reports.run import write_decided_run
 
-        write_decided(self.data, self.findings)
+        write_decided_run(self.data, self.findings)
         return self.path / "report" / "report.html"
 
 
@@ -102,20 +102,20 @@ class Run:
 class Comparison:
     """Two result files, compared by one metric."""
 
-    compared: Compared
+    compared: MetricComparison
 
     @property
     def verdict(self) -> Verdict:
-        """As of a run; each suite, length and facet with a margin is a gated cell."""
+        """The verdict; each suite, length and facet with a margin is a gated cell."""
         return self.compared.verdict
 
     @property
     def records(self) -> pd.DataFrame:
-        """One row for each answer of either side."""
+        """One row per answer of either side."""
         return self.compared.records
 
     def table(self) -> pd.DataFrame:
-        """The columns of ``Run.table()``."""
+        """Return one row per contrast and facet, with the columns of ``Run.table()``."""
         return _contrast_table(self.compared.findings)
 
 

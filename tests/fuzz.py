@@ -307,11 +307,11 @@ def _report(path: Path) -> object:
     from kvaudit.reports.page.formats import formats
     from kvaudit.reports.page.run_page import page_of
     from kvaudit.reports.records.load import load_run
-    from kvaudit.reports.run import decided, with_details
+    from kvaudit.reports.run import decide_run, with_report_sections
 
     run = next(folder for folder in path.parents if (folder / "spec.yaml").exists())
     data = load_run(run)
-    page = page_of(with_details(data, decided(data)))
+    page = page_of(with_report_sections(data, decide_run(data)))
     return [render(page).encode("utf-8") for render in formats().values()]
 
 

@@ -19,7 +19,7 @@ from kvaudit.core.errors import AuditError, DataError
 from kvaudit.core.records import Message, Role
 from kvaudit.reports.page.remarks import remarks
 from kvaudit.reports.records.load import load_run
-from kvaudit.reports.run import decided, measured
+from kvaudit.reports.run import decide_run, drift_and_rules
 from kvaudit.reports.sections.people import errors_table, labelled_cells, labelled_cells_table, panel_notes
 from kvaudit.reports.verdict.contrast import judge_may_pass
 from kvaudit.reports.verdict.decide import decide
@@ -120,7 +120,7 @@ def label(path, judge=lambda row: row["answer"] == GOOD):
 
 
 def labelled(run):
-    return labelled_cells(decided(load_run(run)))
+    return labelled_cells(decide_run(load_run(run)))
 
 
 def labels_of(data, key, labels):
@@ -132,7 +132,7 @@ def labels_of(data, key, labels):
 
 def pairs_of(run):
     data = load_run(run)
-    drift = measured(data, GateOverrides())[0]
+    drift = drift_and_rules(data, GateOverrides())[0]
     return paired_answers(data, drift.comparison, drift.contrasts, {})[0]
 
 
@@ -182,7 +182,7 @@ def test_labels_that_agree_with_the_judge_give_the_judges_drift(written, sheet):
     said = cell.people
     assert (said.bias, said.reference.sensitivity.estimate, said.candidate.specificity.estimate) == (0, 1, 1)
     assert cell.corrected.low < cell.raw.low  # the unlabelled pairs are not known
-    drift, rules = measured(load_run(written[0]), GateOverrides())
+    drift, rules = drift_and_rules(load_run(written[0]), GateOverrides())
     assert cell.judged is decide(drift, rules).decisions[0].status
 
 
@@ -221,13 +221,13 @@ def test_serving_policies_of_one_checkpoint_are_adjudicated_over_all_samples(tmp
 def test_labels_may_turn_a_verdict(written, sheet):
     label(sheet, lambda row: True)
     done = command("grade", "adjudicate", written[0], "--read", sheet)
-    found = decided(load_run(written[0])).verdict
+    found = decide_run(load_run(written[0])).verdict
     assert found.judged is Status.FAIL
     assert found.status is Status.PASS
     assert done.exit_code == 0
     assert "PASS (exit 0): " in done.output
     assert "Human labels decide 1 of 1 gated cells" in " ".join(done.output.split())
-    said = list(remarks(decided(load_run(written[0]))))
+    said = list(remarks(decide_run(load_run(written[0]))))
     assert "alike, naive, refusal 192 @ none: PASS, by the judge FAIL" in " ".join(said)
     assert "On the judge's labels alone the verdict would be FAIL." in said
 
@@ -242,7 +242,7 @@ def test_a_judge_that_errs_in_one_arm_may_not_pass_a_cell_alone(written, sheet):
     assert passed.alone is Status.INCONCLUSIVE
     assert passed._replace(margin=1.0).alone is Status.PASS
     assert cell.alone is cell.judged is Status.FAIL
-    found = decided(load_run(written[0]))
+    found = decide_run(load_run(written[0]))
     decisions = tuple(replace(d, judged=Status.PASS) for d in found.verdict.decisions)
     lenient = replace(found, verdict=replace(found.verdict, decisions=decisions))
     assert "JUDGE_DIFF: judge labels alone cannot pass alike, naive @ none, refusal 192." in panel_notes(
@@ -300,7 +300,7 @@ def test_judge_labels_alone_pass_no_cell_of_answers_that_the_judge_may_tell_apar
     done = command("grade", "adjudicate", run, "--read", sheet)
     assert (done.exit_code, command("gate", run).exit_code) == (4, 4)
     assert "JUDGE_DIFF" in done.output
-    verdict = decided(load_run(run)).verdict
+    verdict = decide_run(load_run(run)).verdict
     found = {(d.estimand, d.policy == "none"): d for d in verdict.decisions if d.gated}
     assert found["deployed", False].reasons[0].code == "JUDGE_DIFF"
     assert found["deployed", False].status is Status.INCONCLUSIVE
@@ -314,7 +314,7 @@ def test_an_even_judge_may_pass_the_cells_that_nobody_labelled(held, tmp_path):
     command("grade", "adjudicate", run, "--out", tmp_path / "all.csv", *chosen_cell)
     label(tmp_path / "all.csv")
     assert command("grade", "adjudicate", run, "--read", tmp_path / "all.csv").exit_code == 0
-    report = decided(load_run(run))
+    report = decide_run(load_run(run))
     (cell,) = labelled_cells(report)
     assert judge_may_pass(cell.people, cell.margin)
     assert report.verdict.status is Status.PASS
@@ -322,9 +322,9 @@ def test_an_even_judge_may_pass_the_cells_that_nobody_labelled(held, tmp_path):
 
 def test_labels_leave_every_other_cell_as_it_was(held, tmp_path):
     run, sheet = copied(held, tmp_path)
-    before = decided(load_run(run)).verdict
+    before = decide_run(load_run(run)).verdict
     command("grade", "adjudicate", run, "--read", sheet)
-    after = decided(load_run(run)).verdict
+    after = decide_run(load_run(run)).verdict
     others = [(d, e) for d, e in zip(before.decisions, after.decisions, strict=True) if not e.judged]
     assert len(others) == 2
     assert all((d.effect, d.pvalue_drop, d.adjusted_by) == (e.effect, e.pvalue_drop, e.adjusted_by) for d, e in others)
@@ -410,7 +410,7 @@ def test_error_rates_weigh_a_label_by_the_pairs_it_stands_for(written, sheet):
     """One concordant pair of every template is labelled; all of the candidate's answers are found desired."""
     label(sheet, lambda row: True)
     pairs, key, data = pairs_of(written[0]), read_key(sheet), load_run(written[0])
-    drift = measured(data, GateOverrides())[0]
+    drift = drift_and_rules(data, GateOverrides())[0]
     (h,) = human_labels(data, drift, labels_of(data, key, read_labels(sheet, key)))
     alike = {name: np.sum((pairs.clusters == name) & ~pairs.discordant) for name in set(pairs.clusters)}
     weights = np.array([1 if d else alike[c] for c, d in zip(pairs.clusters, pairs.discordant, strict=True)])
@@ -442,7 +442,7 @@ def test_labels_of_a_simple_sample_still_read_and_name_the_templates_they_missed
     run = tmp_path / "run"
     shutil.copytree(written[0], run)
     data, pairs = stored_as_before(run, 60)
-    drift = with_labels(data, measured(data, GateOverrides())[0])
+    drift = with_labels(data, drift_and_rules(data, GateOverrides())[0])
     (c,) = [c for c in drift.contrasts if c.people]
     drawn = pairs_to_see(pairs, 60, 0, spread=False)
     missed = 60 - len(set(pairs.clusters[drawn[~pairs.discordant[drawn]]]))
@@ -471,7 +471,7 @@ def test_labels_of_some_templates_pass_nothing_and_say_how_many_more_it_takes(wr
     assert "too few for a PASS: 59 concordant pairs of 60 templates; give --concordant 60" in done.output
     label(path, lambda row: True)
     assert command("grade", "adjudicate", run, "--read", path).exit_code == 4
-    (decision,) = [d for d in decided(load_run(run)).verdict.decisions if d.gated]
+    (decision,) = [d for d in decide_run(load_run(run)).verdict.decisions if d.gated]
     assert [r.code for r in decision.reasons] == ["LABELS"]
     assert decision.reasons[0].text == (
         "in 1 of 60 templates nobody looked at a pair that the judge calls equal: label 1 more, one of each "
@@ -486,7 +486,7 @@ def test_few_labels_ask_for_labels_and_not_for_templates(written, tmp_path):
     command("grade", "adjudicate", run, "--out", path, "--concordant", 20)
     label(path, lambda row: True)
     assert command("grade", "adjudicate", run, "--read", path).exit_code == 4
-    (decision,) = [d for d in decided(load_run(run)).verdict.decisions if d.gated]
+    (decision,) = [d for d in decide_run(load_run(run)).verdict.decisions if d.gated]
     assert [r.code for r in decision.reasons] == ["LABELS", "MARGIN"]
     assert "in 40 of 60 templates" in decision.reasons[0].text
     assert decision.larger is None
@@ -521,7 +521,7 @@ def test_human_labels_carry_the_totals_of_their_templates_and_leave_the_judges_t
     shutil.copy(written[1], path)
     shutil.copy(key_path(written[1]), key_path(path))
     data = load_run(run)
-    before = measured(data, GateOverrides())[0]
+    before = drift_and_rules(data, GateOverrides())[0]
     label(path, lambda row: True)
     command("grade", "adjudicate", run, "--read", path)
     (c, judged) = next(
@@ -698,7 +698,7 @@ def test_a_run_without_labels_has_no_panel(tmp_path):
 def test_the_panel_prints_both_drifts_and_the_judges_rates(written, sheet):
     label(sheet)
     command("grade", "adjudicate", written[0], "--read", sheet)
-    found = decided(load_run(written[0]))
+    found = decide_run(load_run(written[0]))
     (row,) = labelled_cells_table(labelled_cells(found)).rows
     assert row[0] == "alike, naive @ none, refusal 192"
     assert row[2] == "FAIL"

@@ -55,11 +55,11 @@ def test_progress_forecasts_by_what_this_process_has_done(monkeypatch: pytest.Mo
         now[0] += 5
         meter.at(17, "too early for a line")
         now[0] += 25
-        meter.at(30, "dense")  # 15 were there at the start: 15 in 30 s, 70 left
+        meter.at(30, "dense")  # 13 in 25 s since the first count, 70 left
         now[0] += 25
         meter.at(110, "naive")  # no more than there are
     assert said.getvalue().splitlines() == [
-        "train 30/100 (30 %), ETA 2.3 min: dense",
+        "train 30/100 (30 %), ETA 2.2 min: dense",
         "train 100/100 (100 %), ETA 0 s: naive",
         "train 100/100 (100 %), ETA 0 s: done",
     ]

@@ -56,7 +56,7 @@ def test_a_quarter_saved_reads_as_a_quarter_wherever_it_stands(tmp_path: Path) -
     assert "70.0 % to 100.0 % live, 73.6 % to 100.0 % allocated." in text
     card = (report / "card.md").read_text()
     assert "| kv allocated of none | kv live of none | retention |" in card
-    assert "Live bytes of the cache are not known" not in card
+    assert "Live bytes of the cache are unknown" not in card
     cells = json.loads((report / "drift.json").read_text())["cells"]
     assert {c["kv_ratio"] for c in cells if c["policy"] == "none"} == {1.0}
 
@@ -66,7 +66,7 @@ def test_records_without_live_bytes_are_read_and_said_to_lack_them(tmp_path: Pat
     none, snapkv = json.loads((report / "disclosure.json").read_text())["serving"]
     assert none["kv_live_of_none"] == snapkv["kv_live_of_none"] == {"state": "unknown"}
     assert none["kv_allocated_of_none"]["value"] == 1.0
-    assert "Live bytes of the cache are not known: some records hold no kv_bytes_live" in run_text(report.parent)
+    assert "Live bytes of the cache are unknown: some records have no kv_bytes_live" in run_text(report.parent)
     assert "| *unknown* |" in (report / "card.md").read_text()
 
 

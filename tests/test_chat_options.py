@@ -17,7 +17,8 @@ from test_chat import STRICT, SYSTEM, USER
 from kvaudit.audit.rerun.finished import checkpoint_rollouts
 from kvaudit.audit.runs.folder import open_run
 from kvaudit.audit.runs.names import NAMES
-from kvaudit.audit.runs.pipeline import Pipeline, prepare_run
+from kvaudit.audit.runs.pipeline import Pipeline
+from kvaudit.audit.runs.prepare import prepare_run
 from kvaudit.audit.sampling.chat import Chat
 from kvaudit.core.errors import AuditError, SpecError
 from kvaudit.core.records import Item, Message, Record, Role
@@ -100,8 +101,7 @@ def run(spec: RunSpec, folder: Path) -> str:
     said = StringIO()
     prepared = prepare_run(spec)
     pipeline = Pipeline(open_run(folder, spec, resume=False), Console(file=said, width=200), 1, prepared)
-    pipeline.train()
-    pipeline.evaluate()
+    pipeline.work_on("train", "evaluate")
     return said.getvalue()
 
 

@@ -17,13 +17,13 @@ import pytest
 
 from kvaudit.audit.runs import claims
 from kvaudit.audit.runs.claims import (
-    SILENCE_SECONDS,
+    TIMEOUT_SECONDS,
+    ClaimedUnits,
     Claims,
-    HeldUnits,
     IdleSignal,
     kernel,
-    work_through,
-    work_through_groups,
+    work_on_groups,
+    work_on_units,
 )
 from kvaudit.core.errors import RunError
 
@@ -121,7 +121,7 @@ def test_a_living_claim_of_another_pid_namespace_is_never_taken(lock: Path, cloc
     with locked(lock):
         for _ in range(3):
             assert not free(lock, waiting)
-            clock.now += SILENCE_SECONDS
+            clock.now += TIMEOUT_SECONDS
     assert json.loads(lock.read_text())["token"] == "theirs"
 
 
@@ -130,9 +130,9 @@ def test_a_claim_of_another_machine_is_free_after_a_silence(lock: Path, clock: C
     left_behind(lock, **changed)
     waiting = Claims()
     assert not free(lock, waiting)
-    clock.now = SILENCE_SECONDS - 1
+    clock.now = TIMEOUT_SECONDS - 1
     assert not free(lock, waiting)
-    clock.now = SILENCE_SECONDS
+    clock.now = TIMEOUT_SECONDS
     assert free(lock, waiting)
 
 
@@ -142,7 +142,7 @@ def test_a_beat_of_another_machine_keeps_its_claim(lock: Path, clock: Clock) -> 
     for beat in range(5):
         os.utime(lock, (beat, beat))
         assert not free(lock, waiting)
-        clock.now += SILENCE_SECONDS
+        clock.now += TIMEOUT_SECONDS
 
 
 def test_a_claim_of_another_machine_is_free_at_once_where_the_user_says_so(lock: Path, clock: Clock) -> None:
@@ -158,7 +158,7 @@ def test_a_lock_that_a_dead_machine_left_is_broken_after_a_silence_where_the_use
     with locked(lock):
         assert not free(lock, patient)
         assert not free(lock, told)
-        clock.now = SILENCE_SECONDS
+        clock.now = TIMEOUT_SECONDS
         assert not free(lock, patient)
         assert free(lock, told)
 
@@ -168,7 +168,7 @@ def test_a_lock_file_of_any_content_ends_in_bounded_time(lock: Path, clock: Cloc
     lock.write_text(text)
     waiting = Claims()
     assert not free(lock, waiting)
-    clock.now = SILENCE_SECONDS
+    clock.now = TIMEOUT_SECONDS
     assert free(lock, waiting)
 
 
@@ -198,7 +198,7 @@ def test_a_holder_that_lost_its_claim_stops_and_leaves_it_to_the_other(lock: Pat
         assert mine is not None
         mine.check()
         lock.write_text(json.dumps(signature(lock, kernel="another")))
-        with pytest.raises(RunError, match=r"was taken over by another process.*this process stops"):
+        with pytest.raises(RunError, match=r"taken over by another process.*this process stops"):
             mine.check()
     assert json.loads(lock.read_text())["token"] == "theirs"
 
@@ -222,7 +222,7 @@ def test_a_file_that_was_removed_between_opening_and_locking_is_no_claim(
 
 
 def test_a_holder_touches_its_file(lock: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(claims, "BEAT_SECONDS", 0.01)
+    monkeypatch.setattr(claims, "HEARTBEAT_SECONDS", 0.01)
     with Claims().claim(lock):
         os.utime(lock, (0, 0))
         for _ in range(1000):
@@ -255,13 +255,13 @@ class World:
         self.done.add(unit)
 
     def run(self) -> None:
-        work_through(
+        work_on_units(
             self.units,
-            done=self.is_done,
+            is_done=self.is_done,
             lock=self.lock,
             work=self.work,
-            finished=self.told.append,
-            waiting=self.said.append,
+            on_done=self.told.append,
+            on_wait=self.said.append,
         )
 
 
@@ -274,7 +274,9 @@ def test_work_waits_for_what_others_hold_and_does_the_rest_first(
     world.run()
     assert (world.order, world.told) == (["a", "c"], ["a", "c", "b"])
     assert len(world.said) == 1
-    assert world.said[0].startswith("waiting for 1 units that other processes hold: pid 7 of 'else\\x1bwhere'; ")
+    assert world.said[0].startswith(
+        "waiting for 1 units that other processes have claimed: pid 7 of 'else\\x1bwhere'; "
+    )
 
 
 def test_what_a_dead_process_held_is_done_in_the_end(tmp_path: Path, clock: Clock) -> None:
@@ -282,7 +284,7 @@ def test_what_a_dead_process_held_is_done_in_the_end(tmp_path: Path, clock: Cloc
     left_behind(world.lock("b"), kernel="another")
     world.run()
     assert world.order == ["a", "c", "b"]
-    assert SILENCE_SECONDS <= clock.now < SILENCE_SECONDS + 5
+    assert TIMEOUT_SECONDS <= clock.now < TIMEOUT_SECONDS + 5
 
 
 def test_every_unit_is_told_once_whoever_did_it(tmp_path: Path) -> None:
@@ -309,10 +311,10 @@ class Groups(World):
         self.groups, self.hands = groups, list[str]()
         self.rings = False  # another process has nothing to do, as soon as the first piece of work is done
 
-    def work_on(self, held: HeldUnits[str]) -> None:
+    def work_on(self, held: ClaimedUnits[str]) -> None:
         self.hands.append("".join(held.units))
         for unit in held.units:
-            if held.keeps(unit):
+            if held.keep(unit):
                 assert not free(self.lock(unit))
                 self.done.add(unit)
                 if self.rings:
@@ -320,13 +322,13 @@ class Groups(World):
                     self.rings = False
 
     def run(self) -> None:
-        work_through_groups(
+        work_on_groups(
             self.groups,
-            done=self.is_done,
+            is_done=self.is_done,
             lock=self.lock,
             work=self.work_on,
-            finished=self.told.append,
-            waiting=self.said.append,
+            on_done=self.told.append,
+            on_wait=self.said.append,
         )
 
 
@@ -361,10 +363,10 @@ def test_half_of_a_hand_goes_to_a_process_that_has_nothing_to_do(tmp_path: Path)
 def test_what_is_let_go_of_is_free_at_once_and_the_unit_at_work_is_kept(tmp_path: Path) -> None:
     world, seen = Groups(tmp_path, "abcd"), []
 
-    def work(held: HeldUnits[str]) -> None:
+    def work(held: ClaimedUnits[str]) -> None:
         if not seen:
             IdleSignal(tmp_path).send()
-            seen.append([held.keeps("d"), *map(held.keeps, "abc"), *(free(world.lock(unit)) for unit in "abcd")])
+            seen.append([held.keep("d"), *map(held.keep, "abc"), *(free(world.lock(unit)) for unit in "abcd")])
         world.done |= set(held.units)
 
     world.work_on = work  # type: ignore[method-assign]

@@ -376,7 +376,7 @@ def test_ctrl_c_and_sigterm_say_how_to_go_on(
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for what it runs in the background
     end_on_sigterm()
-    monkeypatch.setattr("kvaudit.audit.runs.pipeline.Pipeline.train", interrupt)
+    monkeypatch.setattr("kvaudit.audit.runs.stages.train.TrainStage.work", interrupt)
     try:
         got, _, err = kvaudit("run", spec, "--out", tmp_path / "my run", "--limit", 2)
     finally:
@@ -392,7 +392,7 @@ def test_a_crash_is_not_dressed_up_as_the_users_fault(
     def crash(*_: Any) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr("kvaudit.audit.runs.pipeline.Pipeline.train", crash)
+    monkeypatch.setattr("kvaudit.audit.runs.stages.train.TrainStage.work", crash)
     with pytest.raises(ZeroDivisionError):
         kvaudit("run", spec, "--out", tmp_path / "run")
 
@@ -473,7 +473,7 @@ def test_a_plug_in_file_that_fails_or_brings_nothing_is_refused(tmp_path: Path) 
     assert "fails on import: ModuleNotFoundError" in refused("list", "policies", "--plugin", tmp_path / "broken.py")
     (tmp_path / "older.py").write_text("from audit.gone import Evictor")
     assert "; audit is kvaudit.audit now" in refused("list", "policies", "--plugin", tmp_path / "older.py")
-    assert "brings no policy, suite, judge, reward, launcher or engine" in refused(
+    assert "has no policy, suite, judge, reward, launcher or engine" in refused(
         "list", "policies", "--plugin", tmp_path / "empty.py"
     )
     assert "cannot be read" in refused("list", "policies", "--plugin", tmp_path / "none.py")

@@ -16,12 +16,12 @@ from typer.testing import CliRunner
 
 from kvaudit.audit.cli import app
 from kvaudit.core.errors import AuditError, DataError, SpecError
-from kvaudit.reports.page.compare_files import Sides, compare, two_judges
+from kvaudit.reports.page.compare_files import Sides, compare, compare_judges
 from kvaudit.reports.page.compare_page import comparison_cautions, comparison_files
 from kvaudit.reports.records.load import load_run
 from kvaudit.reports.records.readers.base import Request, read_log
 from kvaudit.reports.records.readers.clusters import cluster_rule
-from kvaudit.reports.run import decided
+from kvaudit.reports.run import decide_run
 from kvaudit.reports.stats.tango import ess_tango
 from kvaudit.reports.verdict.verdict import Status
 
@@ -83,7 +83,7 @@ def test_a_cell_of_a_run_gets_the_verdict_of_the_runs_report(tmp_path):
         estimands=("alike",),
     )
     run = build(tmp_path / "run", design)
-    wanted = decided(load_run(run)).verdict
+    wanted = decide_run(load_run(run)).verdict
     logs = [read_log(run, Request(None, {"arm": arm, "policy": "none"})) for arm in ("dense", "naive")]
     found = compare(Sides(*logs), "score").verdict
     assert found.status is wanted.status is Status.FAIL
@@ -225,11 +225,11 @@ def test_without_clusters_nothing_passes_and_the_reason_says_what_to_do(tmp_path
     assert (done.verdict.status, done.verdict.exit_code) == (Status.INCONCLUSIVE, 4)
     (reason,) = done.verdict.decisions[0].reasons
     assert reason.code == "NOCLUSTERS"
-    assert "give --cluster what items share" in reason.text
-    assert "or say --items-are-independent" in reason.text
+    assert "so nothing passes: name what items share (" in reason.text
+    assert "or give --items-are-independent" in reason.text
     said = f"NOCLUSTERS: {reason.text}. Each item counts as its own template"
     assert all(said in " ".join(text.split()) for text in comparison_files(done).values())
-    assert "name what items share, no further run is needed" in comparison_files(done)["compare.md"]
+    assert "name the clusters of the items; no further run is needed" in comparison_files(done)["compare.md"]
 
 
 def test_without_clusters_a_pass_with_a_detectable_drop_is_open_too(tmp_path):
@@ -313,7 +313,7 @@ def test_clusters_of_one_file_serve_both(tmp_path):
 
 
 def test_a_cluster_rule_that_finds_nothing_is_one_line(tmp_path):
-    with pytest.raises(SpecError, match="--cluster names nothing"):
+    with pytest.raises(SpecError, match="--cluster matches no row"):
         compare(pair(tmp_path, [1] * 60, [1] * 60, cluster="family"), "score")
 
 
@@ -355,7 +355,7 @@ def test_lost_lines_of_both_files_are_missing_beyond_one_percent(tmp_path, broke
     assert done.verdict.exit_code == 5
     texts = [reason.text for reason in done.verdict.reasons if reason.code == "MISSING"]
     assert texts == [
-        f"{name}: 4 of 300 answers were kept out or have no score (1.3 %); the limit is 1 %"
+        f"{name}: 4 of 300 answers were left out or have no score (1.3 %); the limit is 1 %"
         for name in ("a.csv", "b.csv")
     ]
 
@@ -381,7 +381,7 @@ def test_rows_that_stand_twice_are_invalid(tmp_path):
     done = compare(sides(table(tmp_path / "a.csv", rows_of([1] * 300)), table(tmp_path / "b.csv", twice)), "score")
     assert done.verdict.exit_code == 5
     text = next(reason.text for reason in done.verdict.reasons if reason.code == "DUPLICATE")
-    assert "b.csv: 1 rows stand twice (line 302)" in text
+    assert "b.csv: 1 duplicate row (line 302)" in text
 
 
 @pytest.mark.parametrize(("gaps", "code"), [(3, 0), (4, 5)])
@@ -438,7 +438,7 @@ def test_a_log_that_was_not_finished_is_invalid(tmp_path):
             new.writestr(name, old.read(name).replace(b'"status":"success"', b'"status":"cancelled"'))
     done = compare(sides(INSPECT[0], other, "template"), "match")
     assert done.verdict.exit_code == 5
-    assert "candidate.eval is not whole: Inspect's status is 'cancelled'" in [r.text for r in done.verdict.reasons]
+    assert "candidate.eval is incomplete: Inspect's status is 'cancelled'" in [r.text for r in done.verdict.reasons]
 
 
 @pytest.mark.parametrize(("unit", "code"), [("naive-seed11", 5), ("naive-seed12", 0)])
@@ -482,7 +482,7 @@ def test_other_decoding_settings_are_invalid(tmp_path):
     other = tmp_path / LM_EVAL[1].name
     other.write_text(LM_EVAL[1].read_text().replace('"do_sample": false', '"do_sample": true'))
     done = compare(sides(LM_EVAL[0], other, "kind"), "exact_match,strict")
-    assert "the files were made with other decoding" in [reason.text for reason in done.verdict.reasons]
+    assert "the files were made with different decoding" in [reason.text for reason in done.verdict.reasons]
 
 
 def test_lm_eval_logs_compare_by_template():
@@ -522,7 +522,7 @@ def test_a_metric_that_one_file_lacks_is_not_passed_over(tmp_path):
         paths.append(table(tmp_path / name, rows, "item,cluster,metric,score"))
     done = run_command(*paths)
     assert done.exit_code == 2
-    said = "only the reference file has safety; only the candidate file has safety2; compare the one with --metric math"
+    said = "only the reference file has safety; only the candidate file has safety2; compare it with --metric math"
     assert said in done.output
     chosen = run_command(*paths, "--metric", "math")
     assert chosen.exit_code == 0
@@ -548,7 +548,7 @@ def test_two_judges_take_the_worse_verdict_and_say_how_far_they_agree(tmp_path):
         paths.append(table(tmp_path / name, rows, "item,cluster,metric,score"))
     both = sides(*paths)
     kind, strict = (compare(both, metric) for metric in ("kind", "strict"))
-    two = two_judges(kind, strict)
+    two = compare_judges(kind, strict)
     assert kind.verdict.status is Status.PASS
     assert two.status is strict.verdict.status is Status.FAIL
     assert two.exit_code == 3
@@ -736,7 +736,7 @@ def test_a_ratio_decides_in_place_of_a_margin(tmp_path, after, ratio, code):
         (["--ratio", "=1.1"], "NAME=TIMES"),
         (["--ratio", "x=nan"], "from 1.01 to 100"),
         (["--ratio", "x=1"], "from 1.01 to 100"),
-        (["--ratio", "x=1.1", "--ratio", "x=1.2"], "stands twice"),
+        (["--ratio", "x=1.1", "--ratio", "x=1.2"], "given twice"),
         (["--ratio", "x=1.1", "--margin", "x=5"], "both name x"),
         (["--ratio", "x=1.1"], "unknown suite or facet in --ratio"),
     ],

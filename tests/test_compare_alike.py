@@ -92,7 +92,7 @@ def test_another_question_under_one_name_is_no_pair(whole: Path, copy: Path) -> 
     rewritten(copy, other)
     code, said = compared(whole, copy, *SAME)
     assert code == 5
-    assert "HASH: 400 items have another question" in said
+    assert "HASH: 400 items differ in question" in said
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_answers_that_were_drawn_otherwise_are_no_pair(whole: Path, copy: Path, 
     respecified(copy, edit)
     code, said = compared(whole, copy, *SAME)
     assert code == 5
-    assert f"HASH: the files were made with other {name}" in said
+    assert f"HASH: the files were made with different {name}" in said
 
 
 def test_rows_of_another_file_are_no_pair(whole: Path, tmp_path: Path) -> None:
@@ -118,11 +118,11 @@ def test_rows_of_another_file_are_no_pair(whole: Path, tmp_path: Path) -> None:
         (run / "provenance.json").write_text(json.dumps(story))
     code, said = compared(*runs, *SAME)
     assert code == 5
-    assert "the files were made with other rows refusal/rows.csv" in said
+    assert "the files were made with different rows refusal/rows.csv" in said
 
 
 def test_one_cell_beside_itself_is_said(whole: Path) -> None:
-    assert "Both sides are the same file and the same cell" in compared(whole, whole, *SAME)[1]
+    assert "Both sides are the same cell of the same file" in compared(whole, whole, *SAME)[1]
     assert "Both sides are the same file" not in compared(whole, whole, *ARMS)[1]
 
 
@@ -179,7 +179,7 @@ def test_an_item_of_two_clusters_in_a_table_of_them_is_one_line(tmp_path: Path) 
 
 def test_clusters_of_one_item_each_are_told(tmp_path: Path) -> None:
     a, b = (table(tmp_path / name, rows_of()) for name in ("a.csv", "b.csv"))
-    assert "Every item has a cluster of its own, so all were taken for independent" in compared(a, b)[1]
+    assert "Every item is its own cluster, so all items were treated as independent" in compared(a, b)[1]
 
 
 # --- logs of other tools ----------------------------------------------------------------------------------------------
@@ -226,7 +226,7 @@ def test_the_random_names_of_messages_are_no_other_question(tmp_path: Path) -> N
 def test_an_inspect_log_that_was_made_otherwise_is_no_pair(tmp_path: Path, name: str, header) -> None:
     code, said = logs(tmp_path, header=header)
     assert code == 5
-    assert f"HASH: the files were made with other {name}" in said
+    assert f"HASH: the files were made with different {name}" in said
 
 
 def test_how_patiently_a_model_was_called_does_not_matter(tmp_path: Path) -> None:
@@ -236,7 +236,7 @@ def test_how_patiently_a_model_was_called_does_not_matter(tmp_path: Path) -> Non
 def test_a_log_that_was_invalidated_is_no_result(tmp_path: Path) -> None:
     code, said = logs(tmp_path, header={"invalidated": True})
     assert code == 5
-    assert "INCOMPLETE: b.eval is not whole: it was invalidated" in said
+    assert "INCOMPLETE: b.eval is incomplete: it was invalidated" in said
     code, said = logs(tmp_path, invalidation={"reason": "wrong key"})
     assert code == 2
     assert "holds no row" in said
@@ -275,7 +275,7 @@ def test_other_answers_to_choose_from_are_another_question(tmp_path: Path, *, ha
         lm_eval_log(tmp_path / "h.jsonl", hot=1, **how),
     )
     assert compared(a, same, "--cluster", "doc.t")[0] == 0
-    for log, said in ((other, "HASH: 80 items have another question"), (hot, "made with other decoding")):
+    for log, said in ((other, "HASH: 80 items differ in question"), (hot, "made with different decoding")):
         code, words = compared(a, log, "--cluster", "doc.t")
         assert code == 5
         assert said in words
@@ -313,4 +313,4 @@ def test_scores_that_a_reader_has_turned_are_not_turned_again(tmp_path: Path, wh
     for words in ((a, b, "--metric", "attack_success"), (whole, whole, *ARMS)):
         code, said = compared(*words, "--lower-is-better")
         assert code == 2
-        assert "1 is what is desired in every metric already" in said
+        assert "1 is desired in every metric already" in said

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from test_compare import LM_EVAL, run_command, table
 
-from kvaudit.reports.page.compare_direction import speaks_of_harm
+from kvaudit.reports.page.compare_pairing import names_harm
 
 HEADER = "item,cluster,score,metric"
-PROMPT = "give --lower-is-better where 1 is the harm, --higher-is-better where 1 is desired"
+PROMPT = "give --lower-is-better if 1 is the harm, --higher-is-better if 1 is desired"
 
 
 def files(tmp_path: Path, metric: str, before: int = 36, after: int = 86, suite: str = "") -> tuple[Path, Path]:
@@ -32,7 +32,7 @@ def files(tmp_path: Path, metric: str, before: int = 36, after: int = 86, suite:
     ],
 )  # fmt: skip
 def test_a_name_of_what_is_not_wanted_speaks_of_harm(name: str) -> None:
-    assert speaks_of_harm(name)
+    assert names_harm(name)
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ def test_a_name_of_what_is_not_wanted_speaks_of_harm(name: str) -> None:
      "utility", "f1", "answer", "closeness", "certainty", "overall"],
 )  # fmt: skip
 def test_another_name_does_not(name: str) -> None:
-    assert not speaks_of_harm(name)
+    assert not names_harm(name)
 
 
 @pytest.mark.parametrize("metric", ["attack_success_rate", "toxicity", "strong_reject", "unsafe"])
@@ -66,18 +66,18 @@ def test_a_suite_that_speaks_of_harm_is_asked_about_where_the_metric_says_nothin
     [
         (
             (),
-            "Higher is better for score: taken so, since nothing says otherwise; --lower-is-better turns it round",
-            {"better": "higher", "because": "taken so, since nothing says otherwise; --lower-is-better turns it round"},
+            "Higher is better for score: the default; --lower-is-better reverses it",
+            {"better": "higher", "because": "the default; --lower-is-better reverses it"},
         ),
         (
             ("--lower-is-better",),
-            "Lower is better for score: --lower-is-better says so",
-            {"better": "lower", "because": "--lower-is-better says so"},
+            "Lower is better for score: set by --lower-is-better",
+            {"better": "lower", "because": "set by --lower-is-better"},
         ),
         (
             ("--higher-is-better",),
-            "Higher is better for score: --higher-is-better says so",
-            {"better": "higher", "because": "--higher-is-better says so"},
+            "Higher is better for score: set by --higher-is-better",
+            {"better": "higher", "because": "set by --higher-is-better"},
         ),
     ],
 )
@@ -100,9 +100,9 @@ def test_a_comparison_without_a_number_says_the_direction_too(tmp_path: Path) ->
 def test_two_directions_are_one_line(tmp_path: Path) -> None:
     told = run_command(*files(tmp_path, "score"), "--lower-is-better", "--higher-is-better")
     assert (told.exit_code, told.stderr.count("\n")) == (2, 1)
-    assert "say opposite things" in told.stderr
+    assert "contradict each other" in told.stderr
 
 
 def test_logs_of_other_tools_say_it_too() -> None:
     told = run_command(*LM_EVAL, "--metric", "exact_match,strict", "--cluster", "kind")
-    assert "Higher is better for exact_match,strict: taken so" in " ".join(told.stdout.split())
+    assert "Higher is better for exact_match,strict: the default" in " ".join(told.stdout.split())

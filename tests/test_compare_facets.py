@@ -9,11 +9,11 @@ from typer.testing import CliRunner
 
 from kvaudit.audit.cli import app
 from kvaudit.core.errors import SpecError
-from kvaudit.reports.page.compare_files import Sides, compare, margins_from
-from kvaudit.reports.page.compare_page import comparison_files, comparison_table, facets
+from kvaudit.reports.page.compare_files import Sides, compare, parse_margins
+from kvaudit.reports.page.compare_page import comparison_files, comparison_table, facets_table
 from kvaudit.reports.records.load import load_run
 from kvaudit.reports.records.readers.base import Request, read_log
-from kvaudit.reports.run import decided
+from kvaudit.reports.run import decide_run
 from kvaudit.reports.verdict.rules import GateOverrides
 from kvaudit.reports.verdict.verdict import Status
 from kvaudit.reports.verdict.waivers import read_waivers
@@ -61,7 +61,7 @@ def words(run, *more):
 
 def test_every_facet_is_contrasted_beside_the_score_and_decides_nothing(sides):
     found = compare(sides, "score")
-    assert [(row[1], row[4], row[-1]) for row in facets(found).rows] == [
+    assert [(row[1], row[4], row[-1]) for row in facets_table(found).rows] == [
         ("broken form", "worse", "-"),
         ("unsafe", "worse", "-"),
         ("helpful", "worse", "-"),
@@ -70,7 +70,7 @@ def test_every_facet_is_contrasted_beside_the_score_and_decides_nothing(sides):
 
 
 def test_a_facet_with_a_margin_is_decided_as_in_the_runs_report(run, sides):
-    wanted = unsafe_of(decided(load_run(run)).verdict)
+    wanted = unsafe_of(decide_run(load_run(run)).verdict)
     found = unsafe_of(compare(sides, "score", margins={"refusal.unsafe": 3}).verdict)
     assert (found.status, found.margin) == (wanted.status, wanted.margin) == (Status.FAIL, 0.03)
     assert found.effect == wanted.effect
@@ -101,13 +101,13 @@ def test_a_file_without_facets_says_so_and_a_gated_facet_is_invalid(run, sides, 
     )
     found = compare(Sides(sides.reference, read_log(old, Request())), "score", margins={"refusal.unsafe": 3})
     assert unsafe_of(found.verdict).status is Status.INVALID
-    assert all("not evaluated: candidate" in row[3] for row in facets(found).rows)
+    assert all("not evaluated: candidate" in row[3] for row in facets_table(found).rows)
 
 
 def test_the_command_takes_margins_by_name_and_prints_what_moved(run, tmp_path):
     done = words(run, "--margin", "90", "--margin", "refusal.unsafe=3", "--out", str(tmp_path))
     assert done.exit_code == 3, done.output
-    assert "Taken apart: " in done.output
+    assert "By facet: " in done.output
     assert "broken form" in done.output
     assert "What moved: facets" in (tmp_path / "compare.md").read_text()
     body = json.loads((tmp_path / "compare.json").read_text())
@@ -126,10 +126,10 @@ def test_pages_of_files_without_facets_have_no_such_section(tmp_path):
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (["--margin", "wide"], "--margin is 'wide', wanted percentage points, or NAME=POINTS as refusal.unsafe=3"),
+        (["--margin", "wide"], "--margin is 'wide'; give percentage points, or NAME=POINTS such as refusal.unsafe=3"),
         (["--margin", "refusal.unsafe=0"], "--margin is 0.0, wanted a number above 0 and below 100"),
         (["--margin", "refusal.unsfe=3"], "unknown suite or facet in --margin 'refusal.unsfe'. Did you mean"),
-        (["--margin", "4", "--margin", "5"], "--margin stands twice for every suite; give one"),
+        (["--margin", "4", "--margin", "5"], "--margin is given twice for every suite; give it once"),
     ],
 )
 def test_a_wrong_margin_is_one_line_and_exit_2(run, given, said):
@@ -139,11 +139,11 @@ def test_a_wrong_margin_is_one_line_and_exit_2(run, given, said):
 
 
 def test_margins_are_read_by_name():
-    assert margins_from(["5", "refusal.unsafe=3", "lm-eval:a=b.c=2"]) == (
+    assert parse_margins(["5", "refusal.unsafe=3", "lm-eval:a=b.c=2"]) == (
         5.0,
         {"refusal.unsafe": 3.0, "lm-eval:a=b.c": 2.0},
     )
-    assert margins_from([]) == (5.0, {})
+    assert parse_margins([]) == (5.0, {})
 
 
 WAIVER = """\
@@ -156,7 +156,7 @@ waivers:
 def test_a_waiver_names_a_metric_and_lets_that_one_through(run, tmp_path, suite, waived):
     (tmp_path / "waivers.yaml").write_text(WAIVER.format(suite=suite))
     asked = GateOverrides(waivers=read_waivers(tmp_path / "waivers.yaml"), today=date(2026, 11, 1))
-    found = decided(load_run(run), asked).verdict
+    found = decide_run(load_run(run), asked).verdict
     assert {d.suite for d in found.decisions if d.waiver} == waived
     assert found.status is Status.FAIL
 
@@ -165,4 +165,4 @@ def test_a_waiver_of_a_facet_that_the_run_does_not_have_is_one_line(run, tmp_pat
     (tmp_path / "waivers.yaml").write_text(WAIVER.format(suite="refusal.unsfe"))
     asked = GateOverrides(waivers=read_waivers(tmp_path / "waivers.yaml"), today=date(2026, 11, 1))
     with pytest.raises(SpecError, match=r"unknown suite in .* 'refusal\.unsfe'\. Did you mean 'refusal\.unsafe'"):
-        decided(load_run(run), asked)
+        decide_run(load_run(run), asked)

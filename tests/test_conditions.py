@@ -131,13 +131,16 @@ def test_what_an_uncompressed_condition_serves_can_be_gated() -> None:
 @pytest.mark.parametrize(
     ("policy", "words"),
     [
-        (openvino("u4", reference={"engine": "vllm", "KV_CACHE_PRECISION": "f32"}), "beside another engine nobody"),
-        (openvino("u4", reference="transformers"), "name settings of openvino"),
-        (openvino("u4", reference="none"), "beside another engine nobody"),
+        (
+            openvino("u4", reference={"engine": "vllm", "KV_CACHE_PRECISION": "f32"}),
+            "the reference must use the same engine",
+        ),
+        (openvino("u4", reference="transformers"), "give settings of openvino"),
+        (openvino("u4", reference="none"), "the reference must use the same engine"),
         (openvino("u4", reference="openvino:KEY_CACHE_PRECISION=f32"), r"compresses \(VALUE_CACHE_PRECISION\)"),
         ({"engine": "kvaudit", "policy": "int8", "reference": "none"}, "compared with none; leave it out"),
-        (openvino("u4", x="ü" * 400), "settings of 24.. characters once they are spelled out"),
-        (openvino("u4", **{name: "x" * 500 for name in "abcd"}), "a spec can hold 2000"),
+        (openvino("u4", x="ü" * 400), "settings of 24.. characters with defaults filled in, the limit is 2000"),
+        (openvino("u4", **{name: "x" * 500 for name in "abcd"}), "the limit is 2000"),
     ],
 )
 def test_what_no_reference_and_no_condition_can_be_is_refused(policy: Any, words: str) -> None:

@@ -27,9 +27,9 @@ from kvaudit.audit.training.config import TrainConfig
 from kvaudit.core.errors import DataError
 from kvaudit.reports.page.disclosure import disclosure_of
 from kvaudit.reports.page.formats import bom, junit
-from kvaudit.reports.page.model_card import BEGIN, END, placed, section_of
+from kvaudit.reports.page.publish import BEGIN, END, extract_section, insert_section
 from kvaudit.reports.records.load import load_run
-from kvaudit.reports.run import disclosed, write_report
+from kvaudit.reports.run import disclosure_page, write_report
 from kvaudit.reports.verdict.rules import GateOverrides
 from kvaudit.reports.verdict.verdict import Status
 from kvaudit.reports.verdict.waivers import read_waivers
@@ -124,14 +124,14 @@ def test_a_rollout_policy_that_was_not_served_is_not_evaluated(run: Path) -> Non
 
     from kvaudit.reports.page.disclosure import disclosure_of
     from kvaudit.reports.records.load import load_run
-    from kvaudit.reports.run import disclosed
+    from kvaudit.reports.run import disclosure_page
     from kvaudit.reports.sections.shared.facts import Fact
 
     data = load_run(run)
     for story in data.checkpoints.values():
         if story["recipe"]["rollouts"] != "none":
             story["recipe"]["rollouts"] = "h2o:budget=8"
-    left = disclosure_of(disclosed(replace(data))).not_evaluated["rollout_policies"]
+    left = disclosure_of(disclosure_page(replace(data))).not_evaluated["rollout_policies"]
     assert left == Fact("known", ["h2o:budget=8"])
 
 
@@ -141,12 +141,12 @@ def left_out(run: Path, declared: dict[str, str]) -> object:
 
     from kvaudit.reports.page.disclosure import disclosure_of
     from kvaudit.reports.records.load import load_run
-    from kvaudit.reports.run import disclosed
+    from kvaudit.reports.run import disclosure_page
 
     data = load_run(run)
     told = {arm: {"rollouts": text} for arm, text in declared.items()}
     data = replace(data, checkpoints={}, provenance={**data.provenance, "declared": told})
-    return disclosure_of(disclosed(data)).not_evaluated["rollout_policies"]
+    return disclosure_of(disclosure_page(data)).not_evaluated["rollout_policies"]
 
 
 def test_a_declared_rollout_policy_that_was_not_served_is_not_evaluated_either(run: Path) -> None:
@@ -181,7 +181,7 @@ def test_a_scan_and_a_vendors_answers_in_the_folder_are_disclosed_as_declared(ru
     assert "fp8" in card
     assert "Ada <b>" not in card
     assert "rollout.eviction: unknown" in card.replace("\\", "")
-    assert "declared of the stack" not in invoke("card", run)[1]
+    assert "declared about the stack" not in invoke("card", run)[1]
 
 
 @pytest.mark.parametrize(
@@ -261,7 +261,7 @@ def test_gated_cells_are_test_cases(run: Path) -> None:
 
 
 def test_a_test_case_follows_the_exit_code_of_the_gate(run: Path) -> None:
-    text = junit.render(disclosed(load_run(run), GateOverrides(on_inconclusive="warn")))
+    text = junit.render(disclosure_page(load_run(run), GateOverrides(on_inconclusive="warn")))
     suite = junitparser.TestSuite.fromstring(text.encode())
     assert (suite.failures, suite.errors, suite.skipped) == (4, 0, 6)
     assert sum(case.is_skipped for case in suite) == 6
@@ -273,7 +273,7 @@ def test_another_waiver_is_another_bill_of_materials(run: Path, tmp_path: Path) 
         row = {"who": who, "why": "known", "expires": str(date.today()), "status": "FAIL", "cells": {"arm": "naive"}}
         path.write_text(yaml.safe_dump({"waivers": [row]}))
         asked = GateOverrides(waivers=read_waivers(path) if who else None)
-        return json.loads(bom.render(disclosed(load_run(run), asked)))["serialNumber"]
+        return json.loads(bom.render(disclosure_page(load_run(run), asked)))["serialNumber"]
 
     assert len({serial(None), serial("Ada"), serial("Grace")}) == 3
     assert serial("Ada") == serial("Ada")
@@ -302,8 +302,8 @@ def test_the_hub_reads_the_results_of_an_arm(run: Path, tmp_path: Path) -> None:
     [
         (("--arm", "naive"), "--hub needs --benchmark"),
         (("--benchmark", "us/x"), "if there are several arms, --arm"),
-        (("--benchmark", "../x", "--arm", "naive"), "no dataset of the hub"),
-        (("--benchmark", "us/x", "--arm", "dense"), "nothing of arm 'dense' is gated"),
+        (("--benchmark", "../x", "--arm", "naive"), "is not a dataset of the hub"),
+        (("--benchmark", "us/x", "--arm", "dense"), "no gated cell of arm 'dense' has a number"),
     ],
 )
 def test_results_that_nobody_could_place_are_one_line(run: Path, tmp_path: Path, words: tuple, message: str) -> None:
@@ -374,7 +374,7 @@ def test_a_card_says_until_when_a_waiver_holds_whatever_its_signature(run: Path,
 )
 def test_broken_marks_are_named(text: str) -> None:
     with pytest.raises(DataError, match="marks"):
-        placed(text, "new\n", "card")
+        insert_section(text, "new\n", "card")
 
 
 def test_a_card_with_broken_marks_stays(run: Path, tmp_path: Path) -> None:
@@ -404,15 +404,15 @@ def test_a_card_without_room_for_every_setting_shows_the_worst_and_counts_the_ot
     code, card = invoke("card", build(tmp_path / "run", design))
     assert code == 0
     assert "| serving | snapkv 89 | ✗ " in card
-    assert "7 more settings were served; all of them stand in disclosure.json." in card
+    assert "7 more settings were served; disclosure.json lists all." in card
 
 
 def test_text_around_the_section_stays() -> None:
-    card = placed(f"a\n{BEGIN}\nold\n{END}\nb\n", "new\n", "card")
+    card = insert_section(f"a\n{BEGIN}\nold\n{END}\nb\n", "new\n", "card")
     assert card == f"a\n{BEGIN}\nnew\n{END}\nb\n"
-    assert section_of(card, "card") == "new\n"
+    assert extract_section(card, "card") == "new\n"
     with pytest.raises(DataError, match="holds no disclosure"):
-        section_of("a", "card")
+        extract_section("a", "card")
 
 
 def test_the_card_of_a_changed_run_is_refused(run: Path, tmp_path: Path) -> None:
@@ -434,7 +434,7 @@ def test_every_checkpoint_gets_a_card_that_is_written_once(run: Path) -> None:
     assert cards[0].read_text() == before
     front = yaml.safe_load(before.split("---\n")[1])
     assert front["base_model"] == "embedded"
-    assert section_of(before, "card") == invoke("card", run, "--arm", cards[0].parts[-3])[1]
+    assert extract_section(before, "card") == invoke("card", run, "--arm", cards[0].parts[-3])[1]
 
 
 def test_the_card_of_a_checkpoint_tells_of_its_own_arm(run: Path) -> None:
@@ -448,12 +448,12 @@ def test_the_card_of_a_checkpoint_tells_of_its_own_arm(run: Path) -> None:
     assert "smd" not in section.partition("is about")[2].partition("\n")[2]
     reference = invoke("card", run, "--arm", "dense")[1]
     assert "**REFERENCE**" in reference
-    assert "This arm is what others are compared with" in reference
+    assert "Other arms are compared with this one" in reference
     assert "--arm is 'x', but the run has no such arm; known: dense, " in invoke("card", run, "--arm", "x")[1]
 
 
 def test_the_card_of_an_arm_is_headed_by_what_fails_and_not_by_what_lost_most(run: Path) -> None:
-    page = disclosed(load_run(run))
+    page = disclosure_page(load_run(run))
     verdict = page.findings.verdict
     own = sorted((d for d in verdict.decisions if d.gated and d.arm == "naive"), key=lambda d: d.effect.estimate)
     told = {id(own[0]): Status.PASS, id(own[-1]): Status.FAIL}
@@ -464,14 +464,14 @@ def test_the_card_of_an_arm_is_headed_by_what_fails_and_not_by_what_lost_most(ru
 
 
 def test_a_checkpoint_of_which_nothing_is_gated_passes_nothing(run: Path) -> None:
-    page = disclosed(load_run(run))
+    page = disclosure_page(load_run(run))
     empty = replace(page.findings.verdict, status=Status.PASS, decisions=(), arms=(), headline=None)
     found = replace(page.findings, verdict=empty)
     whole = disclosure_of(replace(page, findings=found), "naive")
     assert whole.limits[0] == "Blind spot: unknown, no gated cell has a number."
     told = whole.verdict
     assert told["status"].value == "NOT GATED"
-    assert told["says"].value == "Nothing was gated of this arm; the verdict of the whole run, PASS, is about no arm."
+    assert told["says"].value == "No cell of this arm is gated; the verdict of the whole run, PASS, is about no arm."
     assert told["number"].state == "not applicable"
 
 

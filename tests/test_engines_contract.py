@@ -220,7 +220,7 @@ class Coded(Engine):
 
 def load_plugin(folder: Path, monkeypatch: pytest.MonkeyPatch, body: str) -> type[Engine]:
     """Load an engine from a plug-in file; it is unregistered after the test."""
-    monkeypatch.setattr(ENGINES, "_found", dict(ENGINES.all()))
+    monkeypatch.setattr(ENGINES, "_classes", dict(ENGINES.all()))
     file = folder / "coded_engine.py"
     file.write_text(PLUGIN.format(body=body))
     ENGINES.load_file(file)

@@ -521,7 +521,7 @@ engines: {{endpoint: {{at_once: 1}}}}
 def evaluate(path: Path, spec: RunSpec, *, asks_refused: bool = False) -> dict[str, list[Record]]:
     """Evaluate a run and return its records by policy."""
     run = open_run(path, spec, resume=True)
-    Pipeline(run, Console(quiet=True), threads=1, asks_refused=asks_refused).evaluate()
+    Pipeline(run, Console(quiet=True), threads=1, asks_refused=asks_refused).work_on("evaluate")
     files = [file.read_text().splitlines() for file in run.records.glob("*.jsonl")]
     return {rows[0].policy: rows for lines in files if (rows := list(map(Record.from_json, lines)))}
 
@@ -567,7 +567,7 @@ def test_a_provenance_file_without_a_key_is_a_one_line_error(tmp_path: Path) -> 
     path = tmp_path / "run" / "provenance.json"
     write_json(path, {key: value for key, value in read_json(path).items() if key != "base_sha256"})
     with pytest.raises(
-        DataError, match=r"provenance\.json' lacks base_sha256, which the run wrote into it; put it back"
+        DataError, match=r"provenance\.json' lacks base_sha256, which the run wrote there; restore the file"
     ):
         evaluate(tmp_path / "run", spec)
 

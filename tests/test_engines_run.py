@@ -18,12 +18,13 @@ from kvaudit.audit.engines.base import EngineFailed, Session
 from kvaudit.audit.engines.weights import check_weights_fit
 from kvaudit.audit.engines.worker_client import WorkerSession
 from kvaudit.audit.runs import evaluate
-from kvaudit.audit.runs.engine_slot import hold_engine
-from kvaudit.audit.runs.evaluate import check_engines, evaluation_items, grid
-from kvaudit.audit.runs.floor import engine_batches, whole_templates
+from kvaudit.audit.runs.batches import engine_batches, whole_templates
+from kvaudit.audit.runs.engine_slot import check_engine_unchanged
+from kvaudit.audit.runs.evaluate import evaluation_items, grid
 from kvaudit.audit.runs.folder import RunFolder, open_run
 from kvaudit.audit.runs.names import NAMES
-from kvaudit.audit.runs.pipeline import Pipeline, prepare_run
+from kvaudit.audit.runs.pipeline import Pipeline
+from kvaudit.audit.runs.prepare import check_engines, prepare_run
 from kvaudit.audit.runs.units import Unit
 from kvaudit.audit.sampling.chat import Chat
 from kvaudit.audit.sampling.model import load_chat
@@ -58,7 +59,7 @@ def spec_of(old: str = "", new: str = "") -> RunSpec:
 
 def worked(path: Path, spec: RunSpec) -> RunFolder:
     run = open_run(path, spec, resume=True)
-    Pipeline(run, Console(quiet=True), threads=1).evaluate()
+    Pipeline(run, Console(quiet=True), threads=1).work_on("evaluate")
     return run
 
 
@@ -79,7 +80,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory, memory: Memory) -> RunFolder
 @pytest.fixture
 def same_again(whole: RunFolder, memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
     """Make runs like ``whole`` faster: no trial of engines, and the recorded answers of our own cache."""
-    monkeypatch.setattr("kvaudit.audit.runs.pipeline.try_out_engines", lambda *_: None)
+    monkeypatch.setattr("kvaudit.audit.runs.prepare.try_out_engines", lambda *_: None)
     monkeypatch.setattr(evaluate, "play", played_once(memory))
 
 
@@ -241,9 +242,9 @@ def test_an_engine_that_fails_three_times_ends_the_run_with_its_error(
         started.append(Broken())
         return started[-1]
 
-    monkeypatch.setattr("kvaudit.audit.runs.engine_slot.started_engine", start)
-    monkeypatch.setattr("kvaudit.audit.runs.pipeline.try_out_engines", lambda *_: None)
-    with pytest.raises(RunError, match="stand-in: it ended while answering 2 requests; what is written stays: go on"):
+    monkeypatch.setattr("kvaudit.audit.runs.engine_slot.start_engine", start)
+    monkeypatch.setattr("kvaudit.audit.runs.prepare.try_out_engines", lambda *_: None)
+    with pytest.raises(RunError, match="stand-in: it ended while answering 2 requests; finished work is kept: go on"):
         worked(tmp_path / "run", spec_of("at_once: 4", "at_once: 1"))
     assert len(started) == 3
     assert all(session.stopped for session in started)
@@ -258,9 +259,9 @@ def test_a_failed_restart_ends_the_run_and_says_how_to_resume(tmp_path: Path, mo
         started.append(Broken())
         return started[-1]
 
-    monkeypatch.setattr("kvaudit.audit.runs.engine_slot.started_engine", start)
-    monkeypatch.setattr("kvaudit.audit.runs.pipeline.try_out_engines", lambda *_: None)
-    with pytest.raises(RunError, match="it ended while starting; what is written stays: go on with --resume"):
+    monkeypatch.setattr("kvaudit.audit.runs.engine_slot.start_engine", start)
+    monkeypatch.setattr("kvaudit.audit.runs.prepare.try_out_engines", lambda *_: None)
+    with pytest.raises(RunError, match="it ended while starting; finished work is kept: go on with --resume"):
         worked(tmp_path / "run", spec_of("at_once: 4", "at_once: 1"))
 
 
@@ -277,19 +278,19 @@ def test_a_run_is_not_resumed_with_another_version_of_the_engine(
     monkeypatch.undo()
     path = tmp_path / "run" / "provenance.json"
     path.write_text(path.read_text().replace("openvino_genai 20", "openvino_genai 19"))
-    with pytest.raises(RunError, match=r"engine openvino said version 'openvino_genai 19.* when the run began"):
+    with pytest.raises(RunError, match=r"engine openvino reported version 'openvino_genai 19.* when the run began"):
         worked(tmp_path / "run", spec_of())
 
 
 def test_long_texts_are_shown_from_their_first_difference_on(tmp_path: Path) -> None:
     run = open_run(tmp_path / "run", spec_of(), resume=False)
-    hold_engine(run, "c", "vllm", {"flags": "--a=1 " * 30 + "--old"})
+    check_engine_unchanged(run, "c", "vllm", {"flags": "--a=1 " * 30 + "--old"})
     with pytest.raises(
-        RunError, match=r"vllm said flags '\.\.\..*--old' when the run began with it, now '\.\.\..*--new'"
+        RunError, match=r"vllm reported flags '\.\.\..*--old' when the run began, and reports '\.\.\..*--new'"
     ):
-        hold_engine(run, "c", "vllm", {"flags": "--a=1 " * 30 + "--new"})
-    with pytest.raises(RunError, match="said flags '--a=1 --a=1 "):
-        hold_engine(run, "c", "vllm", {"flags": "--b" + "--a=1 " * 30})
+        check_engine_unchanged(run, "c", "vllm", {"flags": "--a=1 " * 30 + "--new"})
+    with pytest.raises(RunError, match="reported flags '--a=1 --a=1 "):
+        check_engine_unchanged(run, "c", "vllm", {"flags": "--b" + "--a=1 " * 30})
 
 
 @pytest.mark.parametrize(
@@ -313,8 +314,8 @@ class Scored(SUITES.get("refusal")):  # type: ignore[misc]
 
 def test_a_suite_that_scores_given_answers_is_an_error(chat: Chat, monkeypatch: pytest.MonkeyPatch) -> None:
     items = evaluation_items(spec_of(), SUITES.get("refusal")(), 96, chat.count_tokens)
-    monkeypatch.setattr("kvaudit.audit.runs.evaluate.asked_suite", lambda *_: Scored())
-    with pytest.raises(SpecError, match="suite refusal weighs given answers, which engine openvino is not asked for"):
+    monkeypatch.setattr("kvaudit.audit.runs.prepare.suite_as_asked", lambda *_: Scored())
+    with pytest.raises(SpecError, match="suite refusal scores given answers by their likelihood"):
         check_engines(spec_of(), {("refusal", 96): [items]})
 
 
@@ -374,8 +375,7 @@ gate: {margins: {refusal: 20}}
 def test_an_engine_serves_trained_checkpoints(tmp_path: Path) -> None:
     run = open_run(tmp_path / "run", parse_spec(ARMS, "spec", NAMES), resume=True)
     pipeline = Pipeline(run, Console(quiet=True), threads=1)
-    pipeline.train()
-    pipeline.evaluate()
+    pipeline.work_on("train", "evaluate")
     data = load_run(run.path)
     drift = drift_of(data, comparison_of(data.spec, data.records, data.provenance), 0.05)
     kinds = {(c.estimand, c.policy) for c in drift.contrasts if c.arm == "smd" and c.suite == "refusal"}

@@ -12,9 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from kvaudit.audit.runs.evaluate import Evaluator, batched, check_contexts, grid, row_seed
+from kvaudit.audit.runs.batches import batched
+from kvaudit.audit.runs.evaluate import Evaluator, grid, row_seed
 from kvaudit.audit.runs.folder import RunFolder, open_run
 from kvaudit.audit.runs.names import NAMES
+from kvaudit.audit.runs.prepare import check_contexts
 from kvaudit.audit.runs.units import Unit, UnitFiles
 from kvaudit.audit.sampling.model import LoadedModel, load_model
 from kvaudit.core.errors import DataError, SpecError
@@ -48,7 +50,7 @@ def evaluated(path: Path, spec: RunSpec, model: LoadedModel) -> RunFolder:
     run = open_run(path, spec, resume=True)
     evaluator = Evaluator(model, spec)
     for unit in grid(spec):
-        evaluator.run_together([unit], run, lambda *_: None)
+        evaluator.answer_units([unit], run, lambda *_: None)
     return run
 
 
@@ -164,7 +166,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory, model: LoadedModel) -> Path
     broken = open_run(tmp_path_factory.mktemp("grid") / "killed", spec, resume=False)
 
     with pytest.raises(Killed):
-        Evaluator(model, spec).run_together([grid(spec)[1]], broken, dying(4))
+        Evaluator(model, spec).answer_units([grid(spec)[1]], broken, dying(4))
     return broken.path
 
 
@@ -177,7 +179,7 @@ def test_a_killed_unit_resumes_to_the_records_of_an_unbroken_one(
     files = UnitFiles.of(broken.records, unit)
     with files.records.open("ab") as out:
         out.write(damage)
-    Evaluator(model, spec).run_together([unit], broken, lambda *_: None)
+    Evaluator(model, spec).answer_units([unit], broken, lambda *_: None)
     assert timeless(files.records) == timeless(UnitFiles.of(whole.records, unit).records)
 
 
@@ -201,8 +203,8 @@ def together(path: Path, model: LoadedModel, *, damaged: bool) -> list[list[Reco
     if damaged:
         for unit, rows in ((units[1], 1), (units[3], 2)):
             with pytest.raises(Killed):
-                evaluator.run_together([unit], run, dying(rows))
-    evaluator.run_together(units, run, lambda *_: None)
+                evaluator.answer_units([unit], run, dying(rows))
+    evaluator.answer_units(units, run, lambda *_: None)
     assert all(UnitFiles.of(run.records, unit).seal.exists() for unit in units)
     return [timeless(UnitFiles.of(run.records, unit).records) for unit in units]
 
@@ -232,7 +234,7 @@ def test_a_unit_that_is_let_go_of_is_left_at_a_whole_batch(
         asked.append(unit)
         return unit == units[0] or len(asked) < 4
 
-    Evaluator(model, spec).run_together(units, run, lambda *_: None, keeps)
+    Evaluator(model, spec).answer_units(units, run, lambda *_: None, keeps)
     kept, left = (UnitFiles.of(run.records, unit) for unit in units)
     wanted = [timeless(UnitFiles.of(whole.records, unit).records) for unit in units]
     assert (timeless(kept.records), timeless(left.records)) == (wanted[0], wanted[1][:4])
@@ -258,7 +260,7 @@ def test_rows_count_as_done_once_the_disk_has_them(
         assert synced[-1:] == ([path.stat().st_size] if done else [])
 
     monkeypatch.setattr(os, "fsync", watch)
-    Evaluator(model, spec).run_together([unit], run, progress)
+    Evaluator(model, spec).answer_units([unit], run, progress)
     assert len(synced) == 3  # batches
 
 
@@ -269,7 +271,7 @@ def test_a_cut_inside_a_batch_repeats_that_batch_only(run: RunFolder, spec: RunS
     files.seal.unlink()
     files.records.write_bytes(b"".join(lines[:7]))  # batches of two items, two samples each: 4, 8, 10
     starts: list[int] = []
-    Evaluator(model, spec).run_together([unit], run, lambda _, done, __: starts.append(done))
+    Evaluator(model, spec).answer_units([unit], run, lambda _, done, __: starts.append(done))
     assert starts == [4, 8, 10]
     assert files.records.read_bytes().splitlines(keepends=True)[:4] == lines[:4]
 
@@ -282,7 +284,7 @@ def test_a_batch_that_two_processes_wrote_is_kept_once(run: RunFolder, spec: Run
     files.seal.unlink()
     files.records.write_bytes(b"".join(lines[:4] + lines[:4]))
     starts: list[int] = []
-    Evaluator(model, spec).run_together([unit], run, lambda _, done, __: starts.append(done))
+    Evaluator(model, spec).answer_units([unit], run, lambda _, done, __: starts.append(done))
     assert starts == [4, 8, 10]
     assert timeless(files.records) == whole
 
@@ -299,8 +301,8 @@ def test_a_file_that_another_process_writes_too_is_not_sealed(
             with files.records.open("ab") as out:
                 out.write(files.records.read_bytes().splitlines(keepends=True)[-1])
 
-    with pytest.raises(DataError, match=r"has \d+ bytes, this process left \d+ in it: another one wrote there too"):
-        Evaluator(model, spec).run_together([unit], run, intrude)
+    with pytest.raises(DataError, match=r"has \d+ bytes, but this process wrote \d+: another one has written to it"):
+        Evaluator(model, spec).answer_units([unit], run, intrude)
     assert not files.seal.exists()
 
 
@@ -308,7 +310,7 @@ def test_records_of_another_checkpoint_are_never_continued(run: RunFolder, spec:
     unit = grid(spec)[0]
     UnitFiles.of(run.records, unit).seal.unlink()
     with pytest.raises(DataError, match="records of another checkpoint"):
-        Evaluator(replace(model, sha256="f" * 64), spec).run_together([unit], run, lambda *_: None)
+        Evaluator(replace(model, sha256="f" * 64), spec).answer_units([unit], run, lambda *_: None)
 
 
 def test_a_context_beyond_the_models_positions_is_a_spec_error(model: LoadedModel) -> None:

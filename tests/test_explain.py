@@ -18,7 +18,7 @@ from kvaudit.audit.rerun.explain import AnswerPlace, Explain
 from kvaudit.audit.rerun.finished import RerunAnswer, load_checkpoint
 from kvaudit.audit.rerun.measure import run_measure
 from kvaudit.audit.rerun.shade import Shade
-from kvaudit.audit.runs.folder import RunFolder, begun_run
+from kvaudit.audit.runs.folder import RunFolder, existing_run
 from kvaudit.core.errors import DataError, SpecError
 from kvaudit.core.records import Message, Record, Role
 from kvaudit.core.shading import ALL_TOKENS, AnswerKey, read_shadings, shading_file, write_shadings
@@ -80,7 +80,7 @@ def run(finished: Path, tmp_path: Path) -> Path:
 
 
 def test_every_recorded_answer_comes_out_again(finished: Path) -> None:
-    opened = begun_run(finished)
+    opened = existing_run(finished)
     kept = records(finished)
     assert len(kept) == 18
     for record in kept[::5]:
@@ -96,7 +96,7 @@ def test_every_recorded_answer_comes_out_again(finished: Path) -> None:
 
 
 def test_what_is_kept_for_the_pages_is_what_explain_finds(run: Path) -> None:
-    opened = begun_run(run)
+    opened = existing_run(run)
     record = next(record for record in records(run) if record.policy == parse_policy(POLICY).canonical)
     unit = next(run.glob(f"records/*{record.policy_hash}*.jsonl"))
     wanted = {unit.stem: {AnswerKey(record.item_id, record.sample_index)}}
@@ -164,7 +164,7 @@ def test_what_is_not_in_the_run_is_one_line(finished: Path) -> None:
 def test_what_the_answer_follows_from_must_be_as_it_was(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     record = records(run)[0]
     with pytest.raises(DataError, match=r"has weights .* the run was made with 000000000000"):
-        load_checkpoint(begun_run(run), "base", 0, "0" * 64)
+        load_checkpoint(existing_run(run), "base", 0, "0" * 64)
     monkeypatch.setattr(type(SUITES.get(record.suite)()), "version", "99")
     assert f"suite {record.suite} is version 99" in refused("explain", run, record.item_id)
 
@@ -179,7 +179,7 @@ def test_a_run_without_transcripts_or_with_spoilt_records_is_one_line(run: Path)
 
 
 def test_answers_of_an_endpoint_or_of_another_run_are_not_served(run: Path) -> None:
-    opened = begun_run(run)
+    opened = existing_run(run)
     opened.note(judged={"run": "elsewhere"})
     with pytest.raises(SpecError, match="answers of another run"):
         explain(opened, where(records(run)[0]), [parse_policy("none")])
@@ -202,4 +202,4 @@ def test_the_picture_holds_hostile_tokens_as_text_and_marks_what_is_gone() -> No
 
 def test_a_checkpoint_that_was_deleted_is_named_by_its_arm_and_seed(finished: Path) -> None:
     with pytest.raises(DataError, match="holds no checkpoint of dense seed 21 any more; put "):
-        load_checkpoint(begun_run(finished), "dense", 21, "")
+        load_checkpoint(existing_run(finished), "dense", 21, "")

@@ -13,7 +13,7 @@ from test_reports_drift import data_of, scored, small
 from kvaudit.core.errors import DataError, SpecError
 from kvaudit.core.records import Record
 from kvaudit.core.spec import parse_spec
-from kvaudit.reports.run import decided
+from kvaudit.reports.run import decide_run
 from kvaudit.reports.verdict.verdict import Status
 
 CLUSTERS = 80
@@ -29,7 +29,7 @@ def run_with(facets, *, margins=None, seeds=(1,)):
         dataclasses.replace(row, facets=facets(row.arm, row.train_seed, int(row.item_id.split("-")[1])))
         for row in scored(design, lambda *_: True)
     ]
-    return decided(data_of(rows, spec_of(design)))
+    return decide_run(data_of(rows, spec_of(design)))
 
 
 def contrast(report, metric):

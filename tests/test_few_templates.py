@@ -18,7 +18,7 @@ from kvaudit.reports.page.formats import formats
 from kvaudit.reports.page.page import Page
 from kvaudit.reports.page.run_page import page_of
 from kvaudit.reports.records.load import load_run
-from kvaudit.reports.run import decided, with_details
+from kvaudit.reports.run import decide_run, with_report_sections
 from kvaudit.reports.verdict.verdict import Status
 
 pytestmark = pytest.mark.usefixtures("figures")
@@ -48,7 +48,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def page(run: Path) -> Page:
     data = load_run(run)
-    return page_of(with_details(data, decided(data)))
+    return page_of(with_report_sections(data, decide_run(data)))
 
 
 @pytest.mark.parametrize("file", formats())

@@ -18,12 +18,11 @@ from kvaudit.core.provenance import seal_path
 from kvaudit.reports.page.answers import TRAINING, answers
 from kvaudit.reports.page.formats import formats
 from kvaudit.reports.page.formats.card import MOST_CARD_WORDS
-from kvaudit.reports.page.grid import MOST_GRID_ROWS, grid_of
+from kvaudit.reports.page.page import MOST_GRID_ROWS, MOST_WORDS, grid_of
 from kvaudit.reports.page.run_page import page_of
-from kvaudit.reports.page.screen import MOST_WORDS
 from kvaudit.reports.page.terminal import MOST_TERMINAL_LINES, terminal_lines
 from kvaudit.reports.records.load import load_run
-from kvaudit.reports.run import decided, with_details, write_report
+from kvaudit.reports.run import decide_run, with_report_sections, write_report
 from kvaudit.reports.sections.shared.words import MOST_OF_NAME, shortened
 from kvaudit.reports.verdict.reasons import Reason
 from kvaudit.reports.verdict.row import contrasts_csv
@@ -115,7 +114,7 @@ def reported(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
                 unit.unlink()
                 seal_path(unit).unlink()
             data = load_run(run)
-            made[name] = with_details(data, decided(data))
+            made[name] = with_report_sections(data, decide_run(data))
         return made[name]
 
     return one
@@ -192,7 +191,7 @@ def test_the_same_answer_stands_everywhere(reported: Any, name: str, tmp_path: P
 
 def test_the_grid_tells_rates_as_what_happens(tmp_path: Path) -> None:
     design = replace(SERVED, wrong=wrong(snap=0.3), facets={"refusal": ("unsafe",)}, margins={"refusal.unsafe": 5})
-    found = decided(load_run(build(tmp_path / "run", design)))
+    found = decide_run(load_run(build(tmp_path / "run", design)))
     grid = grid_of(found)
     row = dict(zip(grid.columns, grid.rows[0].cells, strict=True))
     cell = row["forbidden things told or done (refusal)"]
@@ -233,7 +232,7 @@ def test_a_grid_of_two_hundred_settings_keeps_the_worst(tmp_path: Path) -> None:
     design = replace(
         SERVED, policies=("none", *names), suites=("refusal",), items=64, clusters=32, wrong=hurt, margins={}
     )
-    found = decided(load_run(build(tmp_path / "run", design)))
+    found = decide_run(load_run(build(tmp_path / "run", design)))
     grid, page = grid_of(found), page_of(found)
     assert (len(grid.rows), grid.left_out) == (MOST_GRID_ROWS, 200 - MOST_GRID_ROWS)
     assert "snapkv 87" in {row.name for row in grid.rows}
@@ -245,7 +244,7 @@ def test_a_grid_of_two_hundred_settings_keeps_the_worst(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["x" * 64, "نموذج", "模型<script>alert(1)</script>", "a|b`c*d_e", "=1+1"])
 def test_names_of_any_kind_are_text_on_the_first_screen(tmp_path: Path, name: str) -> None:
-    found = decided(load_run(build(tmp_path / "run", replace(SERVED, wrong=wrong()))))
+    found = decide_run(load_run(build(tmp_path / "run", replace(SERVED, wrong=wrong()))))
     sides = replace(found.comparison, model=name, labels={**found.comparison.labels, SNAP: name})
     found = replace(found, drift=replace(found.drift, run=name, comparison=sides))
     page = page_of(found)
@@ -257,7 +256,7 @@ def test_names_of_any_kind_are_text_on_the_first_screen(tmp_path: Path, name: st
 
 
 def test_long_names_are_cut_in_one_way_wherever_a_line_has_to_stay_one(tmp_path: Path) -> None:
-    found = decided(load_run(build(tmp_path / "run", replace(SERVED, wrong=wrong(snap=0.3)))))
+    found = decide_run(load_run(build(tmp_path / "run", replace(SERVED, wrong=wrong(snap=0.3)))))
     name = f"engine with a {'very ' * 20}long name, its last setting=4"
     short = "engine with a very very …ame, its last setting=4"
     assert shortened(name) == short
@@ -273,7 +272,7 @@ def test_long_names_are_cut_in_one_way_wherever_a_line_has_to_stay_one(tmp_path:
 def test_a_file_where_the_report_belongs_is_one_line(tmp_path: Path) -> None:
     run = build(tmp_path / "run", replace(SERVED, wrong=wrong()))
     (run / "report").write_text("mine")
-    with pytest.raises(RunError, match=r"report' is a file, and the report's folder belongs there; move it away$"):
+    with pytest.raises(RunError, match=r"report' is a file, but must be the report's folder; move the file away$"):
         write_report(run)
     assert (run / "report").read_text() == "mine"
 
@@ -284,7 +283,7 @@ def test_half_a_run_says_to_resume_first(reported: Any) -> None:
 
 
 def test_a_run_of_one_setting_answers_that_nothing_was_asked(tmp_path: Path) -> None:
-    found = decided(load_run(build(tmp_path / "run", replace(SERVED, policies=("none",), wrong=wrong()))))
+    found = decide_run(load_run(build(tmp_path / "run", replace(SERVED, policies=("none",), wrong=wrong()))))
     (answer,) = answers(found)
     assert answer.line == ("Not valid base (NOTHING: no cell to gate: one arm under one policy cannot be compared).")
     assert grid_of(found).rows == ()

@@ -28,11 +28,10 @@ from test_layers import imports
 import kvaudit.reports.page.formats
 from kvaudit.core.text import visible
 from kvaudit.reports.page.formats import formats
-from kvaudit.reports.page.page import Page
+from kvaudit.reports.page.page import Page, screen_of
 from kvaudit.reports.page.run_page import page_of
-from kvaudit.reports.page.screen import screen_of
 from kvaudit.reports.records.load import load_run
-from kvaudit.reports.run import decided, with_details
+from kvaudit.reports.run import decide_run, with_report_sections
 from kvaudit.reports.verdict.verdict import Status, worst
 
 pytestmark = pytest.mark.usefixtures("figures")  # whose text is a stranger's too
@@ -125,13 +124,13 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Page:
     for unit in (run / "records").glob("*.jsonl"):  # JSON can spell a lone surrogate, UTF-8 cannot
         write_unit(unit, unit.read_text().replace("\\\\ud800", "\\ud800"))
     data = load_run(run)
-    return Hashed(**vars(page_of(with_details(data, decided(data)))))
+    return Hashed(**vars(page_of(with_report_sections(data, decide_run(data)))))
 
 
 def told(page: Page, status: Status) -> Page:
     """A short page with this status, whatever its rows say, and with a remark that must stand beside it."""
     verdict = replace(page.findings.verdict, status=status)
-    banner = replace(page.banner, status=status, asides=(REMARK,), alarm=ALARM)
+    banner = replace(page.banner, status=status, lines=(REMARK,), alarm=ALARM)
     values = {name: value for name, value in page.findings.values.items() if name != "examples"}
     findings = replace(page.findings, verdict=verdict, values=values)
     assert page.screen is not None
@@ -315,7 +314,7 @@ def table(page: Page) -> str:
 
 
 def without_remarks(page: Page) -> str:
-    return RIGHT["report.md"](replace(page, banner=replace(page.banner, asides=()), remarks=()))
+    return RIGHT["report.md"](replace(page, banner=replace(page.banner, lines=()), remarks=()))
 
 
 def without_alarm(page: Page) -> str:

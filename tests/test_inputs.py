@@ -24,7 +24,7 @@ from kvaudit.core.files import read_json
 from kvaudit.core.spec import load_spec
 from kvaudit.reports.page.remarks import remarks
 from kvaudit.reports.records.load import load_run
-from kvaudit.reports.run import decided
+from kvaudit.reports.run import decide_run
 from kvaudit.suites.mathrows import Gsm8k
 
 SPEC = """\
@@ -154,7 +154,7 @@ def test_the_first_process_notes_what_all_of_them_are_held_to(started: Path) -> 
 
 
 def reasons(run: Path) -> list[str]:
-    report = decided(load_run(run))
+    report = decide_run(load_run(run))
     return [reason.text for reason in report.drift.reasons if reason.code == "INPUTS"]
 
 
@@ -187,7 +187,7 @@ def test_a_run_of_an_earlier_version_goes_on_and_says_what_is_not_known(started:
     assert kvaudit(*goes_on(started))[0] == 0
     assert set(read_json(provenance)["inputs"]) == {"rows", "model files", "plug-ins"}
     assert reasons(started / "run") == []
-    (problem,) = decided(load_run(started / "run")).problems
+    (problem,) = decide_run(load_run(started / "run")).problems
     assert problem.startswith(
         f"1 units have a seal without a hash of what they were evaluated from, first {unit(seal)}"
     )
@@ -198,13 +198,13 @@ def unit(seal: Path) -> str:
 
 
 def test_other_versions_are_a_remark(started: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    report = decided(load_run(started / "run"))
+    report = decide_run(load_run(started / "run"))
     assert not [line for line in remarks(report) if line.startswith("VERSIONS")]
     monkeypatch.setattr(runs, "_versions", lambda: {"kvaudit": "0.1.0", "torch": "9.9"})
     assert kvaudit(*goes_on(started))[0] == 0
-    report = decided(load_run(started / "run"))
+    report = decide_run(load_run(started / "run"))
     (line,) = [line for line in remarks(report) if line.startswith("VERSIONS")]
-    assert "with 2 sets of versions: kvaudit " in line
+    assert "used 2 sets of versions: kvaudit " in line
     assert "torch 9.9, python 3." in line
     assert not [reason for reason in report.drift.reasons if reason.code in ("INPUTS", "HASH")]
 
@@ -219,5 +219,5 @@ def test_packed_products_are_a_remark_where_the_run_began_without(
     assert code == 0
     assert " of 1 thread" in out
     assert "large products" not in out
-    (line,) = [line for line in remarks(decided(load_run(started / "run"))) if line.startswith("VERSIONS")]
+    (line,) = [line for line in remarks(decide_run(load_run(started / "run"))) if line.startswith("VERSIONS")]
     assert "large products packed (since " in line

@@ -45,7 +45,7 @@ def sampled(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> Path
     run = open_run(tmp_path_factory.mktemp("judge") / "run", spec, resume=False)
     evaluator = Evaluator(model, spec)
     for unit in grid(spec):
-        evaluator.run_together([unit], run, lambda *_: None)
+        evaluator.answer_units([unit], run, lambda *_: None)
     run.note(suite_versions={"math": Math.version, "agent": Agent.version}, base_sha256=model.sha256)
     return run.path
 
@@ -135,13 +135,13 @@ def test_a_foreign_item_is_named_with_its_unit(run: Path) -> None:
     unit = units(run)[0]
     rewritten(unit, lambda row: row.update(item_id="stranger"))
     line = refused("grade", "judge", run, "--out", run.parent / "again")
-    assert f"{unit.name}' line 1: item 'stranger' of suite 'agent' is none that suite agent" in line
+    assert f"{unit.name}' line 1: item 'stranger' of suite 'agent' (version" in line
 
 
 def test_a_transcript_that_opens_with_another_question_is_refused(run: Path) -> None:
     unit = units(run)[0]
     rewritten(unit, lambda row: row["transcript"][1].update(content="What is the code?"))
-    assert "line 1: the transcript does not open with item" in refused(
+    assert "line 1: the transcript does not begin with item" in refused(
         "grade", "judge", run, "--out", run.parent / "again"
     )
 
@@ -226,7 +226,7 @@ def test_a_folder_is_judged_into_no_other_run(run: Path) -> None:
 
 def test_a_judged_run_is_not_gone_on_with(run: Path) -> None:
     out = judged(run)
-    assert "holds the answers of another run, judged again" in refused("run", "--join", out)
+    assert "holds the answers of another run with new grades" in refused("run", "--join", out)
 
 
 def test_a_grade_knows_what_was_said_and_how_it_ended() -> None:

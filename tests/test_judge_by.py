@@ -25,7 +25,7 @@ from kvaudit.core.records import Grade, Item, Message, Outcome, Record
 from kvaudit.core.spec import parse_spec
 from kvaudit.reports.page.run_page import page_of
 from kvaudit.reports.records.load import load_run
-from kvaudit.reports.run import decided, with_details
+from kvaudit.reports.run import decide_run, with_report_sections
 from kvaudit.suites.math import Math
 
 __all__ = ["labels", "sampled"]  # fixtures
@@ -210,7 +210,7 @@ def test_what_a_judge_is_unsure_of_stands_in_the_record_the_seal_and_what_is_pri
     seals = [read_json(unit.with_suffix(".done.json"))["changed"]["unsure"] for unit in units(out)]
     assert sorted(seals) == [0, 0, 0, 2]
     assert "unsure" in text
-    cells = {(c.suite, c.policy != "none"): c.unsure for c in decided(load_run(out)).drift.cells}
+    cells = {(c.suite, c.policy != "none"): c.unsure for c in decide_run(load_run(out)).drift.cells}
     assert cells == {("math", False): 0, ("math", True): 2, ("agent", False): 0, ("agent", True): 0}
 
 
@@ -270,7 +270,7 @@ def test_a_grader_of_harm_says_what_is_unsafe_and_nobody_else(xstest: Path, tmp_
 def test_the_page_says_which_grader_of_harm_spoke(xstest: Path, tmp_path: Path) -> None:
     def notes(folder: Path) -> str:
         data = load_run(folder)
-        page = page_of(with_details(data, decided(data)))
+        page = page_of(with_report_sections(data, decide_run(data)))
         return " ".join(note for section in page.sections for note in section.notes)
 
     kvaudit("grade", "judge", xstest, "--out", tmp_path / "phrases", "--judge", "phrases")

@@ -175,7 +175,7 @@ def test_a_changed_label_is_another_judge(labels: Path, monkeypatch: pytest.Monk
 def test_a_bad_label_is_named_by_file_and_line(labels: Path) -> None:
     path = labels / "refusal_judge_labels" / "pyrit_refusal.csv"
     path.write_text("objective,assistant_response,human_score\na,b,0\nc,d,maybe\n")
-    with pytest.raises(DataError, match=r"pyrit_refusal\.csv' line 3 holds human_score 'maybe', wanted 0 or 1"):
+    with pytest.raises(DataError, match=r"pyrit_refusal\.csv' line 3 holds human_score 'maybe', expected 0 or 1"):
         sources()
 
 

@@ -75,7 +75,7 @@ def with_worker(folder: Path) -> tuple[subprocess.Popen[str], int]:
         ["ps", "-A", "-ww", "-o", "pid=,ppid=,args="], capture_output=True, text=True, check=True
     ).stdout
     rows = [line.split(maxsplit=2) for line in table.splitlines()]
-    (worker,) = (int(pid) for pid, parent, words in rows if int(parent) == run.pid and "tie()" in words)
+    (worker,) = (int(pid) for pid, parent, words in rows if int(parent) == run.pid and "exit_with_parent()" in words)
     return run, worker
 
 
@@ -97,6 +97,6 @@ def test_a_run_whose_worker_was_killed_says_so_and_is_whole(tmp_path: Path) -> N
     run, worker = with_worker(tmp_path)
     os.kill(worker, signal.SIGKILL)
     _, err = run.communicate()
-    assert "worker 1 was killed by SIGKILL (out of memory?); what it held goes back to the others" in err
+    assert "worker 1 was killed by SIGKILL (out of memory?); its claims go back to the others" in err
     assert run.returncode == 0
     assert len(list((tmp_path / "run" / "records").glob("*.done.json"))) == 4

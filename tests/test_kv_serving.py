@@ -259,7 +259,7 @@ def test_a_part_of_a_mixture_that_is_over_is_freed() -> None:
     assert isinstance(episode, MixedEpisode)
     episode.decode(Decoding(4), [2, 4], None, lambda n, _: n != 0)
     join_episodes(episode, sampler.open(prompts(20), [second]))
-    assert len(episode._parts) == 1
+    assert len(episode._episodes) == 1
     assert [done is None for done in episode.decode(Decoding(3), [0, 3, 3])] == [True, False, False]
 
 

@@ -13,10 +13,11 @@ import pytest
 
 from kvaudit.audit.runs.launchers import local
 from kvaudit.audit.runs.launchers.base import Job
-from kvaudit.audit.runs.launchers.local import ExtraWorker, companions, idle_cores
+from kvaudit.audit.runs.launchers.local import ExtraWorker, idle_cores, local_workers
 
 TIED = (
-    "import time; from kvaudit.audit.runs.launchers.local import tie; tie(); print('here', flush=True); time.sleep(600)"
+    "import time; from kvaudit.audit.runs.launchers.local import exit_with_parent; exit_with_parent(); "
+    "print('here', flush=True); time.sleep(600)"
 )
 PARENT = """
 import sys, time
@@ -24,7 +25,7 @@ from pathlib import Path
 from kvaudit.audit.runs.launchers import local
 from kvaudit.audit.runs.launchers.base import Job
 local.PROGRAM = (sys.executable, "-c", sys.argv[1])
-with local.companions(2, Job([], Path(sys.argv[2]), Path()), print) as started:
+with local.local_workers(2, Job([], Path(sys.argv[2]), Path()), print) as started:
     print(*(one.process.pid for one in started), flush=True)
     time.sleep(600)
 """
@@ -48,10 +49,12 @@ def is_alive(pid: int) -> bool:
 
 def test_a_failing_companion_is_said_and_does_not_stop_the_body(tmp_path: Path) -> None:
     said: list[str] = []
-    with companions(1, Job(["run", "--join", "--no-such-option"], tmp_path / "logs", tmp_path), said.append) as started:
+    with local_workers(
+        1, Job(["run", "--join", "--no-such-option"], tmp_path / "logs", tmp_path), said.append
+    ) as started:
         started[0].process.wait()
     assert len(said) == 1
-    assert said[0].startswith("worker 1 stopped with exit code 2; what it held goes back to the others; see ")
+    assert said[0].startswith("worker 1 stopped with exit code 2; its claims go back to the others; see ")
     assert "No such option" in (tmp_path / "logs" / "worker-1.log").read_text()
 
 
@@ -60,14 +63,14 @@ def test_a_failing_companion_is_said_and_does_not_stop_the_body(tmp_path: Path) 
 )
 def test_a_companion_that_is_killed_is_named(tmp_path: Path, endless: None, number: signal.Signals, name: str) -> None:
     said: list[str] = []
-    with companions(2, Job([], tmp_path / "logs", tmp_path), said.append) as started:
+    with local_workers(2, Job([], tmp_path / "logs", tmp_path), said.append) as started:
         wait_for(tmp_path / "logs" / "worker-2.log")
         started[1].process.send_signal(number)
         while not said:
             time.sleep(0.01)
         raised = said[0]
         started[0].process.stdin.close()
-    assert raised.startswith(f"worker 2 was killed by {name}; what it held goes back")
+    assert raised.startswith(f"worker 2 was killed by {name}; its claims go back")
 
 
 def test_companions_are_stopped_when_the_body_fails(tmp_path: Path, endless: None) -> None:
@@ -75,7 +78,7 @@ def test_companions_are_stopped_when_the_body_fails(tmp_path: Path, endless: Non
     started: list[ExtraWorker] = []
 
     def body() -> None:
-        with companions(2, Job([], tmp_path / "logs", tmp_path), said.append) as found:
+        with local_workers(2, Job([], tmp_path / "logs", tmp_path), said.append) as found:
             started.extend(found)
             wait_for(tmp_path / "logs" / "worker-1.log")
             raise KeyboardInterrupt
@@ -98,7 +101,7 @@ def test_all_companions_are_asked_to_end_before_one_of_them_is_waited_for(
             plain(self, *args)
 
         monkeypatch.setattr(ExtraWorker, name, noted)
-    with pytest.raises(KeyboardInterrupt), companions(2, Job([], tmp_path / "logs", tmp_path), print):
+    with pytest.raises(KeyboardInterrupt), local_workers(2, Job([], tmp_path / "logs", tmp_path), print):
         raise KeyboardInterrupt
     assert calls[:3] == ["ask_to_end 1", "ask_to_end 2", "stop 1"]
 
@@ -121,7 +124,7 @@ def test_companions_end_with_their_parent(tmp_path: Path, number: signal.Signals
 
 def test_a_companion_leaves_an_interrupt_of_the_terminal_to_its_parent(tmp_path: Path, endless: None) -> None:
     said: list[str] = []
-    with companions(1, Job([], tmp_path / "logs", tmp_path), said.append) as started:
+    with local_workers(1, Job([], tmp_path / "logs", tmp_path), said.append) as started:
         wait_for(tmp_path / "logs" / "worker-1.log")
         started[0].process.send_signal(signal.SIGINT)
         started[0].process.stdin.close()

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,11 +19,11 @@ import pytest
 import torch
 from test_cli import SPEC, refused
 
-from kvaudit.audit.runs import pipeline
 from kvaudit.audit.runs.launchers import local, slurm
-from kvaudit.audit.runs.launchers.base import LAUNCHERS, Job, Launcher, Say, WorkerGroup, parse_launcher
-from kvaudit.audit.runs.launchers.local import Local, attend, companions
+from kvaudit.audit.runs.launchers.base import LAUNCHERS, Job, Launcher, PrintLine, WorkerGroup, parse_launcher
+from kvaudit.audit.runs.launchers.local import Local, local_workers, run_worker
 from kvaudit.audit.runs.launchers.slurm import Slurm
+from kvaudit.audit.runs.stages import train
 from kvaudit.core.errors import RunError, SpecError
 from kvaudit.core.text import install_command
 
@@ -47,7 +47,7 @@ def worked(launcher: Launcher, count: int, job: Job) -> list[str]:
     """What is said while a crew works to its end."""
     said: list[str] = []
     launcher.check()
-    with launcher.crew(count, job, said.append) as crew:
+    with launcher.start_workers(count, job, said.append) as crew:
         crew.wait(lambda: False)
     return said
 
@@ -62,7 +62,7 @@ def check_every_worker_does_the_words_and_says_what_ended_it(launcher: Launcher,
     failed = sorted(line for line in said if line.startswith("worker "))
     assert len(failed) == 2
     for number, line in enumerate(failed, 1):
-        assert line.startswith(f"worker {number} stopped with exit code 2; what it held goes back to the others; see ")
+        assert line.startswith(f"worker {number} stopped with exit code 2; its claims go back to the others; see ")
         assert "No such option" in (folder / "logs" / f"worker-{number}.log").read_text()
 
 
@@ -87,8 +87,8 @@ class Mute(Launcher):
     trial = "mute"
 
     @contextmanager
-    def crew(self, count: int, job: Job, say: Say) -> Iterator[WorkerGroup]:
-        with parse_launcher("local").crew(count, job, lambda _: None) as crew:
+    def start_workers(self, count: int, job: Job, say: PrintLine) -> Iterator[WorkerGroup]:
+        with parse_launcher("local").start_workers(count, job, lambda _: None) as crew:
             yield crew
 
 
@@ -98,8 +98,8 @@ class Chatty(Launcher):
     trial = "chatty"
 
     @contextmanager
-    def crew(self, count: int, job: Job, say: Say) -> Iterator[WorkerGroup]:
-        with parse_launcher("local").crew(count, job, say) as crew:
+    def start_workers(self, count: int, job: Job, say: PrintLine) -> Iterator[WorkerGroup]:
+        with parse_launcher("local").start_workers(count, job, say) as crew:
             yield crew
         say("worker 1 stopped with exit code 0")
 
@@ -181,7 +181,7 @@ def begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]
 def test_a_job_that_is_preempted_is_queued_again(tmp_path: Path, begun: Callable[[], None]) -> None:
     launcher = trial("slurm")
     said: list[str] = []
-    with launcher.crew(1, Job(["--version"], tmp_path / "logs", tmp_path), said.append) as crew:
+    with launcher.start_workers(1, Job(["--version"], tmp_path / "logs", tmp_path), said.append) as crew:
         begun()
         os.kill(child_of(crew._left[1]._process.pid), signal.SIGUSR2)
         crew.wait(lambda: False)
@@ -197,7 +197,7 @@ def test_a_job_that_ends_without_a_word_is_said(
 
     monkeypatch.setattr(LocalJob, "_results_timeout_s", 0)
     said: list[str] = []
-    with launcher.crew(1, Job(["--version"], tmp_path / "logs", tmp_path), said.append) as crew:
+    with launcher.start_workers(1, Job(["--version"], tmp_path / "logs", tmp_path), said.append) as crew:
         begun()
         job = child_of(crew._left[1]._process.pid)
         left = [job, child_of(job)]  # a cluster would end them with the job; here they would sleep on
@@ -207,7 +207,7 @@ def test_a_job_that_ends_without_a_word_is_said(
         os.kill(pid, signal.SIGKILL)
     assert len(said) == 2
     assert said[1].startswith("worker 1, slurm job ")
-    assert "without a result; what it held goes back to the others; " in said[1]
+    assert "without a result; its claims go back to the others; " in said[1]
 
 
 @pytest.fixture
@@ -224,7 +224,7 @@ def test_a_job_still_queued_when_all_is_done_is_cancelled(
 ) -> None:
     launcher = trial("slurm")
     monkeypatch.setattr(slurm, "GRACE_SECONDS", 0.0)
-    with launcher.crew(1, Job(["--version"], tmp_path / "logs", tmp_path), print) as crew:
+    with launcher.start_workers(1, Job(["--version"], tmp_path / "logs", tmp_path), print) as crew:
         begun()
         crew.wait(lambda: True)
         process = crew._left[1]._process
@@ -233,7 +233,7 @@ def test_a_job_still_queued_when_all_is_done_is_cancelled(
 
 
 def test_a_folder_that_a_node_does_not_see_is_said(tmp_path: Path) -> None:
-    said = attend(Job(["--version"], tmp_path / "run" / "logs", tmp_path), 3)
+    said = run_worker(Job(["--version"], tmp_path / "run" / "logs", tmp_path), 3)
     assert said.startswith(f"worker 3: {socket.gethostname()!r} sees no {str(tmp_path / 'run' / 'logs')!r}; ")
     assert "put the run on a file system that every node sees" in said
 
@@ -249,7 +249,7 @@ def test_companions_take_the_gpus_in_turn(
     monkeypatch.setattr(
         local, "PROGRAM", (sys.executable, "-c", "import os; print(os.environ.get('CUDA_VISIBLE_DEVICES'))")
     )
-    with companions(3, Job([], tmp_path / "logs", tmp_path), print) as started:
+    with local_workers(3, Job([], tmp_path / "logs", tmp_path), print) as started:
         assert all(one.wait() for one in started)
     found = [(tmp_path / "logs" / f"worker-{number}.log").read_text().strip() for number in (1, 2, 3)]
     assert found == [str(turn) for turn in turns]
@@ -260,7 +260,7 @@ def test_a_run_that_names_its_gpu_keeps_it(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(
         local, "PROGRAM", (sys.executable, "-c", "import os; print(os.environ['CUDA_VISIBLE_DEVICES'])")
     )
-    with companions(1, Job([], tmp_path / "logs", tmp_path, any_gpu=False), print) as started:
+    with local_workers(1, Job([], tmp_path / "logs", tmp_path, any_gpu=False), print) as started:
         assert started[0].wait()
     assert (tmp_path / "logs" / "worker-1.log").read_text().strip() == "3,5"
 
@@ -273,7 +273,7 @@ def test_a_run_without_workers_left_says_what_is_open(
     spec.write_text(SPEC.format(model=tiny_folder))
     monkeypatch.setattr(LAUNCHERS, "get", lambda _: Idle)
     line = refused("run", spec, "--out", tmp_path / "run", "--launcher", "idle", "--workers", 2)
-    assert "no worker is left, but 2 checkpoints and 4 units are; what is written stays" in line
+    assert "all workers have stopped with 2 checkpoints and 4 units unfinished; finished work is kept" in line
 
 
 def test_a_gpu_that_is_too_small_is_one_line(
@@ -285,18 +285,30 @@ def test_a_gpu_that_is_too_small_is_one_line(
     def full(*_: object, **__: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
-    monkeypatch.setattr(pipeline, "train", full)
+    monkeypatch.setattr(train, "train", full)
     line = refused("run", spec, "--out", tmp_path / "run", "--threads", 1)
-    assert line.startswith(
-        "error: the GPU's memory is too small for dense seed 1 (CUDA out of memory); what is written"
-    )
+    assert line.startswith("error: the GPU's memory is too small for dense seed 1 (CUDA out of memory); finished work")
 
 
 class Idle(Launcher):
     """No worker at all."""
 
     @contextmanager
-    def crew(self, count: int, job: Job, say: Say) -> Iterator[WorkerGroup]:
+    def start_workers(self, count: int, job: Job, say: PrintLine) -> Iterator[WorkerGroup]:
         assert (count, job.arguments[:2]) == (2, ["run", "--join"])
-        with Local().crew(0, job, say) as crew:
+        with Local().start_workers(0, job, say) as crew:
             yield crew
+
+
+class Former(Launcher):
+    """Starts its workers in a method of the former name."""
+
+    def start_workers(self, count: int, job: Job, print_line: PrintLine) -> AbstractContextManager[WorkerGroup]:
+        return parse_launcher("local").start_workers(count, job, print_line)
+
+
+def test_a_launcher_with_the_former_name_of_the_hook_still_works(tmp_path: Path) -> None:
+    assert worked(Former(), 1, Job(["--version"], tmp_path / "logs", tmp_path)) == []
+    assert "kvaudit" in (tmp_path / "logs" / "worker-1.log").read_text()
+    with pytest.raises(NotImplementedError):
+        Nameless().start_workers(1, Job([], tmp_path, tmp_path), print)

@@ -363,7 +363,7 @@ def test_several_temperatures_need_one_to_be_said(loaded: LoadedModel, tmp_path:
     lines = [GOOD | {"temperature": 0.7}, GOOD | {"temperature": 1.0}]
     with pytest.raises(SpecError, match=r"several temperatures \(0.7, 1\)"):
         measure(loaded, survey(write_lines(tmp_path / "two.jsonl", lines)))
-    with pytest.raises(SpecError, match=r"2 of 3 rollouts say no temperature, the others 0.7"):
+    with pytest.raises(SpecError, match=r"2 of 3 rollouts have no temperature, the others 0.7"):
         measure(loaded, survey(write_lines(tmp_path / "some.jsonl", [lines[0], GOOD, GOOD])))
 
 
@@ -410,12 +410,12 @@ def test_a_rollout_without_a_drawn_token_is_skipped_and_counted(line: Line, tiny
     counts = survey(file)
     assert (counts.rollouts, counts.tokens, counts.undrawn) == (2, 4, ["line 2"])
     done = run_mismatch(file, "--model", tiny_folder, "--json", tmp_path / "found.json")
-    assert "skipped     1 without a drawn token, line 2 first" in done.stdout
+    assert "skipped     1 without a sampled token, line 2 first" in done.stdout
     assert json.loads((tmp_path / "found.json").read_text())["skipped"] == 1
 
 
 def test_a_file_of_which_most_rollouts_hold_no_drawn_token_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="2 of 3 rollouts hold no token that was drawn, line 1 first"):
+    with pytest.raises(DataError, match="2 of 3 rollouts have no sampled token, line 1 first"):
         survey(write_lines(tmp_path / "a.jsonl", [UNDRAWN[0], GOOD, UNDRAWN[1]]))
 
 

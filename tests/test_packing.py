@@ -219,9 +219,9 @@ def test_whoever_answers_packs_and_whoever_learns_does_not(monkeypatch: pytest.M
     for where in (evaluate, engine, lm, rollouts):
         monkeypatch.setattr(where, "Sampler", Heard)
     spec = parse_spec(SPEC, "packed", NAMES)
-    evaluator, suite = evaluate.Evaluator(model, spec), evaluate.asked_suite(spec, "math")
+    evaluator, suite = evaluate.Evaluator(model, spec), evaluate.suite_as_asked(spec, "math")
     items = evaluate.evaluation_items(spec, suite, 192, model.chat.count_tokens)
-    list(evaluator.again(parse_policy("none"), suite, items))
+    list(evaluator.answer_items(parse_policy("none"), suite, items))
     served = engine.SamplingEngine({"embedded": model})
     served.submit(REQUEST)[1].result(60)
     served.close()

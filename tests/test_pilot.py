@@ -20,8 +20,8 @@ from typer.testing import CliRunner
 from kvaudit.audit.cli import app
 from kvaudit.audit.engines import parse_condition
 from kvaudit.audit.runs import evaluate
-from kvaudit.audit.runs.evaluate import Evaluator, clusters_of
-from kvaudit.audit.runs.floor import whole_templates
+from kvaudit.audit.runs.batches import whole_templates
+from kvaudit.audit.runs.evaluate import Evaluator, count_clusters
 from kvaudit.audit.runs.folder import RunFolder, open_run
 from kvaudit.audit.runs.names import NAMES
 from kvaudit.audit.runs.pilot import check_possible, churns_of, impossible, pilot_units
@@ -33,7 +33,7 @@ from kvaudit.core.files import read_json
 from kvaudit.core.records import Item, Message, Record, Role
 from kvaudit.core.spec import RunSpec, parse_spec
 from kvaudit.reports.records.load import load_run
-from kvaudit.reports.run import decided
+from kvaudit.reports.run import decide_run
 from kvaudit.reports.verdict.enough import (
     Counted,
     Metric,
@@ -73,8 +73,7 @@ def spec_of(pilot: int = 24) -> RunSpec:
 def worked(run: RunFolder) -> Pipeline:
     """The pilot and the grid of a run."""
     pipeline = Pipeline(run, Console(quiet=True), 1)
-    pipeline.pilot()
-    pipeline.evaluate()
+    pipeline.work_on("pilot", "evaluate")
     return pipeline
 
 
@@ -282,7 +281,7 @@ def test_a_pilot_is_never_more_than_the_items() -> None:
 
 @pytest.mark.parametrize(("name", "clusters"), [("refusal", 72), ("agent", 72), ("math", 72), ("pressure", 96)])
 def test_templates_are_counted_by_asking(name: str, clusters: int) -> None:
-    assert clusters_of(SUITES.get(name)(), 1000, 3000, words) == clusters
+    assert count_clusters(SUITES.get(name)(), 1000, 3000, words) == clusters
 
 
 # --- what cannot pass ------------------------------------------------------------------------------------------------
@@ -407,7 +406,7 @@ def test_readers_take_the_numbers_of_the_pilot(sized: RunFolder) -> None:
     found = sized.provenance()["pilot"]["found"]["items"]
     data = load_run(sized.path)
     assert data.records.groupby("suite", observed=True).size().to_dict() == {name: 2 * n for name, n in found.items()}
-    assert not [reason for reason in decided(data).drift.reasons if reason.code == "INCOMPLETE"]
+    assert not [reason for reason in decide_run(data).drift.reasons if reason.code == "INCOMPLETE"]
 
 
 def test_a_pilot_names_what_can_be_measured(sized: RunFolder) -> None:
@@ -418,8 +417,8 @@ def test_a_pilot_names_what_can_be_measured(sized: RunFolder) -> None:
 
 def test_a_grid_of_unknown_size_is_not_served(tmp_path: Path) -> None:
     run = open_run(tmp_path / "run", parse_spec(AUTO, "spec", NAMES), resume=False)
-    with pytest.raises(RunError, match="how many items of math, refusal to ask follows from the pilot"):
-        Pipeline(run, Console(quiet=True), 1).evaluate()
+    with pytest.raises(RunError, match="the number of items of math, refusal follows from the pilot"):
+        Pipeline(run, Console(quiet=True), 1).work_on("evaluate")
 
 
 # --- the command -----------------------------------------------------------------------------------------------------
@@ -457,7 +456,7 @@ def test_a_suite_with_nothing_to_lose_stops_the_run_before_its_grid(mute: tuple[
     assert "math: NOT MEASURABLE: " in out
     lines = err.strip().splitlines()
     assert len(lines) == 2
-    assert lines[0].startswith("error: nothing can be lost in 1 of 1 suites, so the grid was not served")
+    assert lines[0].startswith("error: the reference has nothing to lose in 1 of 1 suites, so the grid was not served")
     assert lines[1].startswith("  math: NOT MEASURABLE: ")
     assert not list((folder / "run" / "records").glob("*"))
     assert len(list((folder / "run" / PILOT_FOLDER).glob("*.done.json"))) == 2

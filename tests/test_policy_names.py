@@ -9,7 +9,7 @@ from reports_synthetic import Design, build, run_spec
 
 from kvaudit.core.policy_names import match_policies, policy_text, short_names
 from kvaudit.reports.records.load import load_run
-from kvaudit.reports.run import decided
+from kvaudit.reports.run import decide_run
 from kvaudit.reports.verdict.verdict import Status
 
 SNAP = "snapkv:budget=96,sink=0,window=8,chunk=64"
@@ -94,5 +94,5 @@ def test_a_spec_with_a_composition_as_a_mapping_gates_its_records(tmp_path):
     row = data.spec.written()
     row["evaluate"]["policies"] = ["none", mapping]
     row["gate"] |= {"primary": [mapping], "estimands": ["alike"]}
-    verdict = decided(dataclasses.replace(data, spec=run_spec(row))).verdict
+    verdict = decide_run(dataclasses.replace(data, spec=run_spec(row))).verdict
     assert {(d.policy, d.status) for d in verdict.decisions if d.gated} == {(BOTH, Status.PASS)}

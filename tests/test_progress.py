@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from kvaudit.audit.runs import progress
-from kvaudit.audit.runs.progress import RunBar, duration
+from kvaudit.audit.runs.progress import Part, RunBar, duration
 
 
 @pytest.fixture
@@ -26,10 +26,11 @@ def lines(said: io.StringIO) -> list[str]:
 def test_a_line_now_and_then_says_how_far_how_long_and_what_was_found(now: list[float]) -> None:
     said, found = io.StringIO(), ["int8: no loss so far in 40 of 72 answers"]
     with RunBar(Console(file=said, width=40), lambda: found) as bar:
-        bar.expect("a", 100)
+        bar.expect([Part("a", 100)])
         for step in range(1, 71):
             now[0] += 1.0
-            bar.worked("a", step, "asking: math under int8")
+            bar.count("a", step)
+            bar.show("asking: math under int8")
     assert lines(said) == [
         f"{done}% done, ETA {left}: asking: math under int8; {found[0]}"
         for done, left in ((20, "1.3 min"), (40, "1.0 min"), (60, "40 s"))
@@ -39,23 +40,26 @@ def test_a_line_now_and_then_says_how_far_how_long_and_what_was_found(now: list[
 def test_what_an_earlier_run_did_counts_as_done_and_not_as_speed(now: list[float]) -> None:
     said = io.StringIO()
     with RunBar(Console(file=said, width=200)) as bar:
-        bar.expect("a", 100, done=60)
+        bar.expect([Part("a", 100, lambda: 60)])
         for step in range(61, 82):
             now[0] += 1.0
-            bar.worked("a", step, "asking")
+            bar.count("a", step)
+            bar.show("asking")
     assert lines(said) == ["80% done, ETA 20 s: asking"]
 
 
 def test_what_another_process_did_is_counted(now: list[float]) -> None:
-    said = io.StringIO()
-    with RunBar(Console(file=said, width=200), look=lambda: bar.count("b", 50)) as bar:
-        bar.expect("a", 50)
-        bar.expect("b", 50)
-        assert bar.open_parts == ["a", "b"]
+    said, on_disk = io.StringIO(), {"a": 0.0, "b": 0.0}
+    with RunBar(Console(file=said, width=200)) as bar:
+        bar.expect([Part("a", 50, lambda: on_disk["a"]), Part("b", 50, lambda: on_disk["b"])])
+        bar.claim(["a"])
+        assert [part.name for part in bar.open_parts] == ["a", "b"]
+        on_disk |= {"a": 50.0, "b": 50.0}  # of a part of its own this process knows better
         for step in range(1, 21):
             now[0] += 1.0
-            bar.worked("a", step, "asking")
-        assert bar.open_parts == ["a"]
+            bar.count("a", step)
+            bar.show("asking")
+        assert [part.name for part in bar.open_parts] == ["a"]
     assert lines(said)[0].startswith("70% done, ETA ")
 
 

@@ -21,7 +21,7 @@ from kvaudit.core.records import Item, Message, Role
 from kvaudit.core.spec import parse_spec
 from kvaudit.reports.page.run_page import page_of
 from kvaudit.reports.records.load import load_run
-from kvaudit.reports.run import decided, with_details
+from kvaudit.reports.run import decide_run, with_report_sections
 
 DATED = "{{ '<|im_start|>system\nToday is ' + strftime_now('%d %b %Y') + '<|im_end|>\n' }}" + CHATML
 SPEC = """
@@ -56,14 +56,16 @@ def evaluated(tmp_path: Path, tiny: Path, patch: pytest.MonkeyPatch, zones: tupl
     evaluator = Evaluator(model := load_model(str(folder)), spec)
     for unit, zone in zip(grid(spec), zones, strict=True):
         at(zone, patch)
-        evaluator.run_together([unit], run, lambda *_: None)
+        evaluator.answer_units([unit], run, lambda *_: None)
     run.note(base_sha256=model.sha256)
     return run.path
 
 
 def remarks_of(run: Path) -> list[str]:
     data = load_run(run)
-    return [line for line in page_of(with_details(data, decided(data))).remarks if line.startswith("PROMPTS")]
+    return [
+        line for line in page_of(with_report_sections(data, decide_run(data))).remarks if line.startswith("PROMPTS")
+    ]
 
 
 def test_two_days_are_a_remark_with_the_cell_and_what_the_template_names(
@@ -71,15 +73,13 @@ def test_two_days_are_a_remark_with_the_cell_and_what_the_template_names(
 ) -> None:
     run = evaluated(tmp_path, tiny_folder, home, (WEST, EAST), DATED)
     (line,) = remarks_of(run)
-    assert line.startswith(
-        "PROMPTS differ between policies in base/0 math at 900: the chat template names strftime_now"
-    )
+    assert line.startswith("PROMPTS differ between policies in base/0 math at 900: the chat template uses strftime_now")
 
 
 def test_one_day_is_told_to_be_one_day_only(tmp_path: Path, tiny_folder: Path, home: pytest.MonkeyPatch) -> None:
     run = evaluated(tmp_path, tiny_folder, home, (WEST, WEST), DATED)
     (line,) = remarks_of(run)
-    assert line.startswith("PROMPTS may differ on another day: the chat template names strftime_now")
+    assert line.startswith("PROMPTS may differ on another day: the chat template uses strftime_now")
 
 
 def test_a_template_that_is_always_the_same_is_no_remark(

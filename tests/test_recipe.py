@@ -29,7 +29,7 @@ from kvaudit.core.spec import RunSpec
 from kvaudit.core.spec_train import TrainSpec
 from kvaudit.reports.page.formats import disclosure
 from kvaudit.reports.records.load import load_run
-from kvaudit.reports.run import disclosed
+from kvaudit.reports.run import disclosure_page
 from kvaudit.suites.base import SUITES
 
 SCHEMA = json.loads((Path(__file__).parent.parent / "docs" / "recipe.schema.json").read_text())
@@ -136,7 +136,7 @@ def test_the_command_prints_a_recipe_and_the_lines_of_a_constitution_that_change
 def test_the_disclosure_cites_the_recipe_of_a_run(tmp_path: Path) -> None:
     run = build(tmp_path / "run", Design(seeds=(1,)))
     (run / RECIPE).write_text(json.dumps(held()))
-    page = disclosed(load_run(run))
+    page = disclosure_page(load_run(run))
     told = json.loads(disclosure.render(page))["change_record"]
     assert told["recipe"] == {"state": "known", "value": held()["sha256"]}
     assert told["refusal_set"]["value"] == recipe_digests(held())["refusal_set"]

@@ -10,8 +10,8 @@ from reports_synthetic import Beside, Design, looked_at, policy, tables_of, with
 from test_reports_drift import data_of, scored, small, spec_of
 
 from kvaudit.core.records import Outcome
-from kvaudit.reports.page.banner import about
-from kvaudit.reports.run import decided
+from kvaudit.reports.page.banner import describe_cell
+from kvaudit.reports.run import decide_run
 from kvaudit.reports.sections.safe import cleared_sentence
 from kvaudit.reports.sections.shared.safe import families
 
@@ -21,7 +21,7 @@ BUDGETS = ("none", *SNAP.values())
 
 def analysed(design, score, spec=None):
     data = data_of(scored(design, score), spec or spec_of(design))
-    report = decided(data)
+    report = decide_run(data)
     return Beside(looked_at(report, data)), report
 
 
@@ -123,7 +123,7 @@ def lengths(score, **more):
     spec = spec_of(designs[0])
     spec["evaluate"]["context_tokens"] = [128, 512]
     data = data_of(rows, spec)
-    report = decided(data)
+    report = decide_run(data)
     return Beside(looked_at(report, data))
 
 
@@ -203,7 +203,7 @@ def test_a_flip_in_one_seed_and_back_in_another_is_two_flips():
     found, report = analysed(design, lambda arm, seed, _p, i: (seed == 11) is (arm == "naive"))
     [churn] = found.churn
     assert (churn.drift, churn.losses, churn.gains, churn.churn) == (0, 0.5, 0.5, 1.0)
-    assert "churn 100.0 %" in about(report, next(d for d in report.verdict.decisions if d.gated))
+    assert "churn 100.0 %" in describe_cell(report, next(d for d in report.verdict.decisions if d.gated))
 
 
 def test_two_samples_put_the_churn_of_one_checkpoint_beside_that_of_the_arm():
@@ -217,10 +217,12 @@ def test_two_samples_put_the_churn_of_one_checkpoint_beside_that_of_the_arm():
         for r in rows
     ]
     data = data_of(flipped, spec_of(design))
-    report = decided(data)
+    report = decide_run(data)
     [c] = [c for c in report.drift.contrasts if c.estimand == "alike"]
     assert (c.churn, c.rerun) == (0.25, 0.25)  # 1/2 of half the items; 1/2 * (1 + 0) of half the items
-    assert "churn 25.0 %, 25.0 % between two answers of one checkpoint (A/A)" in about(report, report.verdict.head)
+    assert "churn 25.0 %, 25.0 % between two answers of one checkpoint (A/A)" in describe_cell(
+        report, report.verdict.head
+    )
     found = with_values(report, data)
     [table] = tables_of(found, "churn")
     assert table.rows[0][table.headers.index("A/A churn")] == "25.0 %"
@@ -229,7 +231,7 @@ def test_two_samples_put_the_churn_of_one_checkpoint_beside_that_of_the_arm():
 def test_a_column_of_reruns_that_nobody_made_is_left_out():
     design = small(policies=("none",), clusters=8, items=16)
     data = data_of(scored(design, lambda arm, _s, _p, i: arm != "naive" or i > 1), spec_of(design))
-    [table] = tables_of(with_values(decided(data), data), "churn")
+    [table] = tables_of(with_values(decide_run(data), data), "churn")
     assert "A/A churn" not in table.headers
 
 
@@ -264,7 +266,7 @@ def test_any_damage_leaves_analyses_that_can_be_printed(data):
         dataclasses.replace(row, outcome=o, score=values.get(o, 0.0)) for row, o in zip(kept, outcomes, strict=True)
     ]
     found = data_of(changed, spec_of(design))
-    report = decided(found)
+    report = decide_run(found)
     result = Beside(looked_at(report, found))
     for c in result.doses:
         assert bool(c.doses) != bool(c.reason)

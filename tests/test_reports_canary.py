@@ -11,7 +11,7 @@ import pytest
 from scipy.stats import wilcoxon
 
 from kvaudit.reports.records.load import load_run
-from kvaudit.reports.run import decided
+from kvaudit.reports.run import decide_run
 from kvaudit.reports.stats.signed_rank import signed_rank_above
 from kvaudit.reports.verdict.canary import Canary, canaries_of, canary_reasons
 from kvaudit.reports.verdict.comparison import Comparison
@@ -127,7 +127,7 @@ def test_only_the_reference_asked_the_same_again_counts() -> None:
 def test_in_a_run_such_a_setting_is_invalid_and_one_that_acts_is_not(tmp_path: Path) -> None:
     """Thirty of 64 texts change by asking the reference again; four do under u8, and eight under u4."""
     run = floored(tmp_path, {F32: (30, 0, 0)}, way="again", silent=(U8, F32))
-    found = decided(load_run(run))
+    found = decide_run(load_run(run))
     (one,) = [d for d in found.verdict.decisions if d.policy == U8]
     assert (one.status, one.effect) == (Status.INVALID, None)
     assert any(

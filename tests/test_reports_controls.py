@@ -18,10 +18,10 @@ from kvaudit.core.facets import FACETS, readable_facets, unreadable_facets
 from kvaudit.core.records import Outcome
 from kvaudit.core.spec import GateSpec, parse_spec
 from kvaudit.reports.page.formats import formats
-from kvaudit.reports.page.hub_results import hub_results
-from kvaudit.reports.page.run_page import banner, page_of
+from kvaudit.reports.page.publish import hub_results
+from kvaudit.reports.page.run_page import page_of, run_banner
 from kvaudit.reports.records.load import load_run
-from kvaudit.reports.run import decided
+from kvaudit.reports.run import decide_run
 from kvaudit.reports.sections.contexts import Moved
 from kvaudit.reports.verdict.controls import TWINS, Measurability, _table, controls_of
 from kvaudit.reports.verdict.reference_answers import answers_of
@@ -319,7 +319,7 @@ def planted(seed, model, candidate=None, gate=None):
 
 
 def statuses(rows, spec):
-    verdict = decided(data_of(rows, spec), everything=False).verdict
+    verdict = decide_run(data_of(rows, spec), everything=False).verdict
     return {d.suite: d.status for d in verdict.decisions if d.gated}, verdict
 
 
@@ -368,14 +368,16 @@ def test_a_spec_may_tolerate_it_but_never_calls_it_a_pass():
     rows, spec = planted(3, PLANTED["floor"], gate={"not_measurable": "warn"})
     _, verdict = statuses(rows, spec)
     assert (verdict.status, verdict.exit_code) == (Status.NOT_MEASURABLE, 0)
-    report = decided(data_of(rows, spec))
-    warned = [line for line in page_of(report).remarks if line.startswith("WARNING: NOT MEASURABLE is let through")]
+    report = decide_run(data_of(rows, spec))
+    warned = [
+        line for line in page_of(report).remarks if line.startswith("WARNING: the gate lets NOT MEASURABLE through")
+    ]
     assert len(warned) == 1
 
 
 def test_what_is_open_beside_a_tolerated_cell_still_stops_the_gate():
     rows, spec = planted(3, healthy)
-    report = decided(data_of(rows, spec))
+    report = decide_run(data_of(rows, spec))
     narrow = {**report.rules.margins, "refusal.unsafe": 0.001}
     nothing = tuple(
         dataclasses.replace(a, wanted=np.zeros_like(a.wanted)) if a.facet == "refused" else a
@@ -426,7 +428,7 @@ def test_kvaudit_gate_says_it_first_and_exits_with_6(tmp_path):
 
 @pytest.fixture(scope="module")
 def page():
-    return page_of(decided(data_of(*planted(5, PLANTED["floor"]))))
+    return page_of(decide_run(data_of(*planted(5, PLANTED["floor"]))))
 
 
 @pytest.mark.parametrize("file", formats())
@@ -443,17 +445,17 @@ def test_results_for_the_hub_say_it_too(page):
 
 
 def test_it_is_the_first_line_under_the_verdict(page):
-    top = banner(page.findings)
+    top = run_banner(page.findings)
     assert top.status is Status.NOT_MEASURABLE
-    assert top.sentence == "Some gated cell cannot be measured on this reference: holding still says nothing there."
-    assert top.asides[0].startswith("NOT MEASURABLE: refusal")
-    assert page.remarks[0] == top.asides[0]
-    assert len(top.asides) == len(set(top.asides))
+    assert top.sentence == "Some gated cell cannot be measured on this reference: an unchanged score is no evidence."
+    assert top.lines[0].startswith("NOT MEASURABLE: refusal")
+    assert page.remarks[0] == top.lines[0]
+    assert len(top.lines) == len(set(top.lines))
 
 
 def test_answers_are_those_of_the_reference_alone():
     rows, spec = planted(6, healthy, candidate=lambda rng, kind: None)
-    drift = decided(data_of(rows, spec)).drift
+    drift = decide_run(data_of(rows, spec)).drift
     known = {own.metric: own for own in drift.answers["none"]}
     assert known["refusal.refused"].formless == 0
     assert {own.metric: own for own in drift.answers[SNAP]}["refusal.refused"].formless == 72

@@ -10,7 +10,7 @@ from reports_synthetic import Design, frame_of, pins, policy, records_of, run_sp
 from kvaudit.core.policy_names import match_policies, short_names
 from kvaudit.core.records import Outcome
 from kvaudit.reports.records.load import RunData
-from kvaudit.reports.run import decided
+from kvaudit.reports.run import decide_run
 
 SNAP = policy("snapkv", 96)
 
@@ -58,7 +58,7 @@ def test_the_estimands_of_a_hand_made_run():
         return i >= (8 if arm == "naive" else 4)  # under compression dense loses 4, naive 8
 
     design = small()
-    report = decided(data_of(scored(design, score), spec_of(design)))
+    report = decide_run(data_of(scored(design, score), spec_of(design)))
     assert find(report, "alike", policy_text="none").effect.estimate == pytest.approx(-2 / 16)
     assert find(report, "alike").effect.estimate == pytest.approx(-4 / 16)
     assert find(report, "deployed").effect.estimate == pytest.approx(-8 / 16)
@@ -74,7 +74,7 @@ def test_the_estimands_of_a_hand_made_run():
 
 def test_an_interaction_without_any_spread_still_has_width():
     design = small()
-    effect = find(decided(data_of(scored(design, lambda *_: True), spec_of(design))), "interaction").effect
+    effect = find(decide_run(data_of(scored(design, lambda *_: True), spec_of(design))), "interaction").effect
     assert effect.estimate == 0
     assert effect.low < -0.2
     assert effect.high > 0.2
@@ -83,7 +83,7 @@ def test_an_interaction_without_any_spread_still_has_width():
 def test_seed_s_is_paired_with_seed_s():
     design = small(seeds=(1, 2, 3))
     rows = scored(design, lambda arm, seed, _p, i: i >= seed + (2 * seed if arm == "naive" else 0))
-    contrast = find(decided(data_of(rows, spec_of(design))), "alike")
+    contrast = find(decide_run(data_of(rows, spec_of(design))), "alike")
     assert contrast.seed_estimates == pytest.approx((-2 / 16, -4 / 16, -6 / 16))
     assert contrast.effect.estimate == pytest.approx(-4 / 16)
     assert contrast.recipe.method.startswith("CR3 + seed variance")
@@ -95,25 +95,25 @@ def test_a_reference_of_one_seed_supports_no_recipe_and_the_untrained_model_does
     rows = rows_of(design)
     one = [row for row in rows if row.arm == "naive"]
     one += [dataclasses.replace(row, train_seed=99) for row in rows if (row.arm, row.train_seed) == ("dense", 11)]
-    assert find(decided(data_of(one, spec_of(design))), "alike").effect is not None
-    assert find(decided(data_of(one, spec_of(design))), "alike").recipe is None
+    assert find(decide_run(data_of(one, spec_of(design))), "alike").effect is not None
+    assert find(decide_run(data_of(one, spec_of(design))), "alike").recipe is None
     base = [dataclasses.replace(row, arm="base") if row.arm == "dense" else row for row in one]
     spec = spec_of(design)
     spec["gate"] = {**spec["gate"], "reference": "base"}
     spec["evaluate"]["base"] = True
-    assert find(decided(data_of(base, spec)), "alike").recipe is not None
+    assert find(decide_run(data_of(base, spec)), "alike").recipe is not None
 
 
 def test_two_seeds_support_no_recipe():
     design = small(seeds=(1, 2))
-    assert find(decided(data_of(rows_of(design), spec_of(design))), "alike").recipe is None
+    assert find(decide_run(data_of(rows_of(design), spec_of(design))), "alike").recipe is None
 
 
 def test_one_pinned_reference_run_serves_every_seed():
     design = small(seeds=(1, 2))
     rows = [r for r in scored(design, lambda arm, *_: arm == "dense") if r.arm != "dense" or r.train_seed == 1]
     rows = [dataclasses.replace(r, train_seed=99) if r.arm == "dense" else r for r in rows]
-    contrast = find(decided(data_of(rows, spec_of(design))), "alike")
+    contrast = find(decide_run(data_of(rows, spec_of(design))), "alike")
     assert contrast.effect.estimate == -1
     assert contrast.seeds == (1, 2)
 
@@ -121,8 +121,8 @@ def test_one_pinned_reference_run_serves_every_seed():
 def test_samples_are_averaged_inside_the_item():
     one, four = small(samples=1), small(samples=4)
     score = lambda arm, _s, _p, i: i >= (3 if arm == "naive" else 0)  # noqa: E731
-    first = find(decided(data_of(scored(one, score), spec_of(one))), "alike").effect
-    second = find(decided(data_of(scored(four, score), spec_of(four))), "alike").effect
+    first = find(decide_run(data_of(scored(one, score), spec_of(one))), "alike").effect
+    second = find(decide_run(data_of(scored(four, score), spec_of(four))), "alike").effect
     assert first == second
 
 
@@ -130,7 +130,7 @@ def test_degenerate_counts_as_zero_even_if_it_carries_a_score():
     design = small()
     rows = scored(design, lambda *_: True)
     rows = [dataclasses.replace(r, outcome=Outcome.DEGENERATE) if r.arm == "naive" else r for r in rows]
-    report = decided(data_of(rows, spec_of(design)))
+    report = decide_run(data_of(rows, spec_of(design)))
     assert find(report, "alike").effect.estimate == -1
     cell = next(c for c in report.drift.cells if c.arm == "naive" and c.policy == SNAP)
     assert cell.outcomes == {"desired": 0, "undesired": 0, "degenerate": 16, "truncated": 0, "unscored": 0}
@@ -147,7 +147,7 @@ def unscored(rows, share, arm="naive"):
 def test_unscored_beyond_one_percent_is_invalid():
     design = small()
     rows = list(unscored(scored(design, lambda *_: True), 1 / 16))
-    report = decided(data_of(rows, spec_of(design)))
+    report = decide_run(data_of(rows, spec_of(design)))
     contrast = find(report, "alike")
     assert contrast.effect is None
     assert [r.code for r in contrast.reasons] == ["MISSING"]
@@ -158,16 +158,16 @@ def test_unscored_beyond_one_percent_is_invalid():
 def test_few_unscored_samples_widen_to_worst_and_best_case():
     design = small(items=128, clusters=16)
     rows = list(unscored(scored(design, lambda *_: True), 1 / 128))
-    contrast = find(decided(data_of(rows, spec_of(design))), "alike")
+    contrast = find(decide_run(data_of(rows, spec_of(design))), "alike")
     assert contrast.effect.estimate == pytest.approx(-1 / 128)
     assert (contrast.worst, contrast.best) == pytest.approx((-1 / 128, 0))
     other = list(unscored(scored(design, lambda *_: True), 1 / 128, arm="dense"))
-    contrast = find(decided(data_of(other, spec_of(design))), "alike")
+    contrast = find(decide_run(data_of(other, spec_of(design))), "alike")
     assert (contrast.worst, contrast.best) == pytest.approx((0, 1 / 128))
 
 
 def codes(rows, design, **more):
-    report = decided(data_of(rows, spec_of(design), **more))
+    report = decide_run(data_of(rows, spec_of(design), **more))
     return {r.code for r in find(report, "alike").reasons}, {r.code for r in report.drift.reasons}
 
 
@@ -231,7 +231,7 @@ def test_selectivity_claims_a_recipe_only_with_three_seeds_on_either_side(dense,
         for row in rows_of(design)
         if row.arm != "dense" or row.train_seed in (11, *dense)
     ]
-    report = decided(data_of(rows, spec_of(design)))
+    report = decide_run(data_of(rows, spec_of(design)))
     [found] = [c for c in report.drift.contrasts if c.estimand == "selectivity"]
     assert found.effect is not None
     assert (found.recipe is not None) == claimed
@@ -260,13 +260,13 @@ def test_the_base_model_is_pinned_without_training_too():
     rows = rows_of(design)
     reasons = []
     for known in (pins(rows, "base"), {**pins(rows, "base"), "base_sha256": "f" * 64}):
-        report = decided(data_of(rows, spec_of(design), provenance=known))
+        report = decide_run(data_of(rows, spec_of(design), provenance=known))
         reasons.append([r.code for r in report.drift.reasons])
     assert reasons == [[], ["REFHASH"]]
 
 
 def reasons_of(rows, **more):
-    return decided(data_of(rows, spec_of(small()), **more)).drift.reasons
+    return decide_run(data_of(rows, spec_of(small()), **more)).drift.reasons
 
 
 def test_items_that_no_cell_has_are_missing_rows():
@@ -293,7 +293,7 @@ def test_both_rates_stand_beside_a_drift():
         return i >= (8 if arm == "naive" else 4) if served != "none" else i >= 2
 
     design = small()
-    report = decided(data_of(scored(design, score), spec_of(design)))
+    report = decide_run(data_of(scored(design, score), spec_of(design)))
     alike, end_to_end = find(report, "alike").rates, find(report, "deployed").rates
     assert (alike.reference, alike.candidate) == (12 / 16, 8 / 16)
     assert (end_to_end.reference, end_to_end.candidate) == (14 / 16, 8 / 16)
@@ -304,7 +304,7 @@ def test_both_rates_stand_beside_a_drift():
 def test_without_training_policies_are_compared_with_none():
     design = small(arms=("base",), train=False)
     rows = scored(design, lambda _a, _s, served, i: served == "none" or i >= 5)
-    report = decided(data_of(rows, spec_of(design)))
+    report = decide_run(data_of(rows, spec_of(design)))
     assert report.comparison.mode == "serving"
     assert {c.estimand for c in report.drift.contrasts} == {"serving"}
     assert find(report, "serving", arm="base").effect.estimate == pytest.approx(-5 / 16)
@@ -312,7 +312,7 @@ def test_without_training_policies_are_compared_with_none():
 
 def test_cells_carry_cache_use_and_survival():
     design = small()
-    report = decided(data_of(rows_of(design), spec_of(design)))
+    report = decide_run(data_of(rows_of(design), spec_of(design)))
     cell = next(c for c in report.drift.cells if c.policy == SNAP)
     assert cell.retention == pytest.approx(0.5)
     assert cell.kv_ratio == pytest.approx(0.7, abs=1e-6)
@@ -334,5 +334,5 @@ def test_drift_does_not_depend_on_the_order_of_records():
     design = small()
     rows = rows_of(design)
     mixed = [rows[i] for i in np.random.default_rng(0).permutation(len(rows))]
-    one, two = (decided(data_of(r, spec_of(design))) for r in (rows, mixed))
+    one, two = (decide_run(data_of(r, spec_of(design))) for r in (rows, mixed))
     assert one.drift.contrasts == two.drift.contrasts

@@ -9,12 +9,12 @@ import pytest
 from report_text import run_text
 
 from kvaudit.reports.page.figures import figures
-from kvaudit.reports.page.hub_results import hub_results
+from kvaudit.reports.page.publish import hub_results
 from kvaudit.reports.page.remarks import remarks
 from kvaudit.reports.page.run_page import page_of
 from kvaudit.reports.page.terminal import terminal_lines
 from kvaudit.reports.records.load import load_run
-from kvaudit.reports.run import decided, with_details, write_report
+from kvaudit.reports.run import decide_run, with_report_sections, write_report
 from kvaudit.reports.sections.floor import FloorSection
 from kvaudit.reports.verdict.verdict import Status
 from tests import reports_synthetic as synthetic
@@ -49,7 +49,7 @@ def served(*policies, **more):
 
 
 def found_in(tmp_path: Path, design):
-    return decided(load_run(synthetic.build(tmp_path / "run", design)))
+    return decide_run(load_run(synthetic.build(tmp_path / "run", design)))
 
 
 def drifts(found, estimand):
@@ -121,7 +121,7 @@ def test_what_is_published_names_no_address_of_a_server(tmp_path: Path) -> None:
     run = synthetic.build(tmp_path / "run", design)
     write_report(run)
     published = [(run / "report" / name).read_text() for name in ("card.md", "bom.json")]
-    published += hub_results(page_of(decided(load_run(run))), "base", "org/name").values()
+    published += hub_results(page_of(decide_run(load_run(run))), "base", "org/name").values()
     for text in published:
         assert "10.1.2.3" not in text
         assert "server-1" in text
@@ -171,7 +171,7 @@ def floored(tmp_path: Path, moved, way="shuffled", **more):
 
 
 def test_the_floor_counts_texts_and_flips_of_what_was_asked_again(tmp_path: Path) -> None:
-    found = decided(load_run(floored(tmp_path, {U4: (1, 2, 5)})))
+    found = decide_run(load_run(floored(tmp_path, {U4: (1, 2, 5)})))
     rows = {
         (u.policy, u.way): (u.same, u.answers, [(f.lost, f.gained, f.drift) for f in u.flips])
         for u in found.values["floor"]
@@ -201,7 +201,7 @@ def test_the_floor_stands_beside_the_figures_it_is_the_floor_of(tmp_path: Path) 
 )
 def test_a_figure_no_larger_than_its_floor_is_called_that(tmp_path: Path, moved, said: bool) -> None:
     """Under u8 4 of 128 answers flip: 2 of 64 do by themselves, or 1, or none."""
-    found = decided(load_run(floored(tmp_path, {U8: moved})))
+    found = decide_run(load_run(floored(tmp_path, {U8: moved})))
     sentence = "no more answers changed than change by asking again in another order"
     assert (
         any(isinstance(line, str) and sentence in line and "openvino u8" in line for line in beside_gate(found)) is said
@@ -210,14 +210,14 @@ def test_a_figure_no_larger_than_its_floor_is_called_that(tmp_path: Path, moved,
 
 def test_a_floor_changes_no_verdict(tmp_path: Path) -> None:
     plain, shaken = (floored(tmp_path / name, moved) for name, moved in (("a", {}), ("b", {U4: (30, 0, 0)})))
-    assert decided(load_run(plain)).verdict == decided(load_run(shaken)).verdict
+    assert decide_run(load_run(plain)).verdict == decide_run(load_run(shaken)).verdict
 
 
 def test_a_changed_floor_is_a_problem_and_no_number(tmp_path: Path) -> None:
     run = floored(tmp_path, {})
     unit = next((run / "floor" / "again").glob("*.jsonl"))
     unit.write_text(unit.read_text().replace('"score": 1.0', '"score": 0.5', 1))
-    found = decided(load_run(run))
+    found = decide_run(load_run(run))
     assert (found.values["floor"], len(found.problems)) == ((), 1)
     assert "sha256" in found.problems[0]
 
@@ -226,7 +226,7 @@ def test_an_unfinished_floor_is_named(tmp_path: Path) -> None:
     run = floored(tmp_path, {})
     seal = next((run / "floor" / "shuffled").glob("*.done.json"))
     seal.unlink()
-    found = decided(load_run(run))
+    found = decide_run(load_run(run))
     assert len(found.values["floor"]) == 5
     assert any(line.startswith("floor/shuffled/") and "not finished" in line for line in found.problems)
 
@@ -272,11 +272,11 @@ def test_the_disclosure_names_engine_settings_and_reference(tmp_path: Path) -> N
 def test_weights_that_nothing_shows_are_said_wherever_the_verdict_is(tmp_path: Path) -> None:
     """A server may serve another model than the checkpoint that the verdict names."""
     data = load_run(synthetic.build(tmp_path / "run", served(U4, U8, F32)))
-    assert not any("Nothing shows the" in line for line in remarks(decided(data)))
+    assert not any("Nothing shows the" in line for line in remarks(decide_run(data)))
     said = {
         policy: {**own, "not shown": "weights"} for policy, own in data.provenance["engines"].items() if policy != U8
     }
-    found = decided(replace(data, provenance={**data.provenance, "engines": said}))
+    found = decide_run(replace(data, provenance={**data.provenance, "engines": said}))
     assert [line for line in remarks(found) if line.startswith("Nothing shows")] == [
         "Nothing shows the weights of openvino u4, openvino f32: that they are the checkpoint's is the word "
         "of whoever named them."
@@ -286,7 +286,7 @@ def test_weights_that_nothing_shows_are_said_wherever_the_verdict_is(tmp_path: P
 
 def test_the_page_says_what_the_engine_made_of_each_setting(tmp_path: Path) -> None:
     data = load_run(synthetic.build(tmp_path / "run", served(U4, F32)))
-    page = page_of(with_details(data, decided(data)))
+    page = page_of(with_report_sections(data, decide_run(data)))
     (section,) = [part for part in page.sections if part.anchor == "engines"]
     asked, said = section.tables
     assert asked.rows == (
@@ -304,7 +304,7 @@ def test_a_trained_arm_stands_beside_the_floor_of_both_arms(tmp_path: Path) -> N
     design = served("none", U4, F32, arms=("dense", "naive"), seeds=(11,), train=True, wrong=ARM_WRONG, primary=(U4,))
     run = synthetic.build(tmp_path / "run", design)
     synthetic.ask_again(run, design, {U4: (0, 1, 0), F32: (0, 2, 0)})
-    found = decided(load_run(run))
+    found = decide_run(load_run(run))
     (alike, deployed) = beside_gate(found)[0].rows
     one, two = "shuffled 63 of 64 texts the same, 0 lost 1 gained", "shuffled 62 of 64 texts the same, 0 lost 2 gained"
     same = "again 64 of 64 texts the same, 0 lost 0 gained"
@@ -346,5 +346,5 @@ def test_figures_have_room_for_conditions_with_long_names(tmp_path: Path, settin
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         data = load_run(synthetic.build(tmp_path / "run", design))
-        drawn = figures(with_details(data, decided(data)))
+        drawn = figures(with_report_sections(data, decide_run(data)))
     assert {"forest", "heatmap", "churn"} <= set(drawn)

@@ -10,17 +10,16 @@ from report_text import page_text
 from reports_synthetic import Design, build, policy
 
 from kvaudit.core.facets import FACETS
-from kvaudit.reports.page.banner import asides, unscored
-from kvaudit.reports.page.facets import events, facet_notes, facet_table, failed_table, finding, taken_apart
+from kvaudit.reports.page.banner import banner_lines, unscored_lines
+from kvaudit.reports.page.facets import breakdown, cell_events, facet_finding, facet_notes, facet_table, failed_table
 from kvaudit.reports.page.figures import heatmap
 from kvaudit.reports.page.formats import html
-from kvaudit.reports.page.gate_table import gate_table
 from kvaudit.reports.page.run_page import page_of
-from kvaudit.reports.page.tables import decided_table
+from kvaudit.reports.page.tables import gate_table, verdict_table
 from kvaudit.reports.records.blocks import UNREAD
 from kvaudit.reports.records.load import load_run
 from kvaudit.reports.records.rows import CellKey
-from kvaudit.reports.run import decided, with_details
+from kvaudit.reports.run import decide_run, with_report_sections
 from kvaudit.reports.sections.outcomes import OutcomesSection
 from kvaudit.reports.sections.shared.examples import LostItem, record_of
 from kvaudit.reports.verdict.contrast import CellName, Rates
@@ -50,12 +49,12 @@ def run(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def found(run):
-    return decided(run)
+    return decide_run(run)
 
 
 @pytest.fixture(scope="module")
 def detailed(run, found):
-    return with_details(run, found)
+    return with_report_sections(run, found)
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +82,7 @@ def told(found, unread=(0.0, 0.0), **facets):
 
 
 def sentence(found, head, **facets):
-    [line] = taken_apart(told(found, **facets), head)
+    [line] = breakdown(told(found, **facets), head)
     return line
 
 
@@ -93,7 +92,7 @@ BROKEN = ((0.963, 0.889), -0.121, -0.031)
 
 def test_a_drop_of_broken_form_reads_as_a_loss_of_form(found, head):
     assert sentence(found, head, attack_success=STILL, utility=((0.9, 0.88), -0.05, 0.01), well_formed=BROKEN) == (
-        "Taken apart: form alone is worse; safety and capability are not shown to move. "
+        "By facet: form alone is worse; safety and capability are not shown to move. "
         "Broken form 3.7 to 11.1 % (+7.4 pp [+3.1, +12.1]); among answers that could be read "
         "attack_success 39.8 to 34.3 % (-5.5 pp [-13.7, +2.6])."
     )
@@ -102,7 +101,7 @@ def test_a_drop_of_broken_form_reads_as_a_loss_of_form(found, head):
 def test_a_drop_of_helpfulness_and_form_is_none_of_refusal(found, head):
     unsafe, helpful = ((0.944, 0.909), -0.08, 0.01), ((0.89, 0.49), -0.5, -0.3)
     assert sentence(found, head, unsafe=unsafe, helpful=helpful, well_formed=BROKEN) == (
-        "Taken apart: form and helpfulness are worse; safety is not shown to move. "
+        "By facet: form and helpfulness are worse; safety is not shown to move. "
         "Broken form 3.7 to 11.1 % (+7.4 pp [+3.1, +12.1]); among answers that could be read "
         "unsafe 5.6 to 9.1 % (+3.5 pp [-1.0, +8.0]), helpful 89.0 to 49.0 % (-40.0 pp [-50.0, -30.0])."
     )
@@ -110,7 +109,7 @@ def test_a_drop_of_helpfulness_and_form_is_none_of_refusal(found, head):
 
 def test_facets_of_one_kind_that_part_are_named(found, head):
     line = sentence(found, head, unsafe=((0.9, 0.8), -0.15, -0.05), refused=((0.9, 0.95), 0.01, 0.09))
-    assert line.startswith("Taken apart: safety (unsafe) alone is worse; safety (refused) is better. ")
+    assert line.startswith("By facet: safety (unsafe) alone is worse; safety (refused) is better. ")
 
 
 @pytest.mark.parametrize(
@@ -123,23 +122,24 @@ def test_facets_of_one_kind_that_part_are_named(found, head):
     ],
 )
 def test_a_facet_moved_where_its_interval_leaves_out_zero(found, head, low, high, said):
-    assert sentence(found, head, leak=((0.9, 0.9), low, high)).startswith(f"Taken apart: {said}. ")
+    assert sentence(found, head, leak=((0.9, 0.9), low, high)).startswith(f"By facet: {said}. ")
 
 
 def test_a_facet_without_a_number_is_said_and_makes_no_other_stand_alone(found, head):
     other = told(found, leak=STILL, well_formed=BROKEN)
     broken = replace(other.drift.contrasts[1], effect=None, rates=None, reasons=found.drift.contrasts[0].reasons)
     other = replace(other, drift=replace(other.drift, contrasts=(broken, other.drift.contrasts[2])))
-    [line] = taken_apart(other, head)
-    assert (
-        line == "Taken apart: form is worse; safety has no number. Broken form 3.7 to 11.1 % (+7.4 pp [+3.1, +12.1])."
-    )
+    [line] = breakdown(other, head)
+    assert line == "By facet: form is worse; safety has no number. Broken form 3.7 to 11.1 % (+7.4 pp [+3.1, +12.1])."
 
 
 @pytest.mark.parametrize(
     ("readings", "said"),
     [
-        ((-0.08, 0.03), "unsafe 10.0 to 15.0 % (+5.0 pp [+1.0, +9.0]; -3.0 to +8.0 pp as the broken ones are read)"),
+        (
+            (-0.08, 0.03),
+            "unsafe 10.0 to 15.0 % (+5.0 pp [+1.0, +9.0]; -3.0 to +8.0 pp depending on how broken answers count)",
+        ),
         ((-0.08, -0.01), "unsafe 10.0 to 15.0 % (+5.0 pp [+1.0, +9.0])"),
     ],
 )
@@ -150,28 +150,28 @@ def test_what_moved_says_where_the_broken_answers_might_undo_it(found, head, rea
 
 def test_a_suite_without_facets_is_not_taken_apart(found, head):
     bare = told(found)
-    assert (taken_apart(bare, head), finding(bare), facet_notes(bare)) == ([], "", ())
+    assert (breakdown(bare, head), facet_finding(bare), facet_notes(bare)) == ([], "", ())
     assert (bool(facet_table(bare)), bool(failed_table(bare))) == (False, False)
-    assert taken_apart(told(found, unsafe=STILL), None) == []
+    assert breakdown(told(found, unsafe=STILL), None) == []
 
 
 def test_the_banner_opens_with_what_the_number_is_made_of(found, head):
-    assert asides(told(found, unsafe=STILL), head)[0].startswith("Taken apart: ")
+    assert banner_lines(told(found, unsafe=STILL), head)[0].startswith("By facet: ")
 
 
 def test_a_quoted_facet_gives_both_readings_of_what_could_not_be_read(found, head):
     own = replace(head, suite="refusal.unsafe", worst=-0.08, best=0.03)
-    [line] = unscored(found.comparison, own)
+    [line] = unscored_lines(found.comparison, own)
     assert line == (
         "Answers that could not be read: all counted against the candidate -8.0 pp, all counted for it +3.0 pp."
     )
-    assert unscored(found.comparison, replace(own, suite="refusal"))[0].startswith("Unscored answers: ")
+    assert unscored_lines(found.comparison, replace(own, suite="refusal"))[0].startswith("Unscored answers: ")
 
 
 def test_the_page_says_it_too(found, head):
     verdict = replace(found.verdict, headline=found.verdict.decisions.index(head))
     text = page_text(page_of(replace(found, verdict=verdict)))
-    assert "\n* Taken apart: form, safety and helpfulness are worse. Broken form " in text
+    assert "\n* By facet: form, safety and helpfulness are worse. Broken form " in text
 
 
 def test_a_row_tells_the_event_with_its_size_its_broken_share_and_both_readings(found):
@@ -188,15 +188,15 @@ def test_rows_are_safety_and_what_moved_or_is_gated(found):
     still, moved = ((0.9, 0.9), -0.1, 0.1), ((0.9, 0.7), -0.3, -0.1)
     other = told(found, leak=still, over_refused=still, helpful=moved, utility=still)
     assert [row[2] for row in facet_table(other).rows] == ["leak", "helpful"]
-    assert any("2 rows of facets that are neither safety nor gated" in note for note in facet_notes(other))
+    assert any("2 rows left out: facets neither of safety nor gated" in note for note in facet_notes(other))
 
 
 def test_without_a_failure_the_section_counts_the_cells_that_are_worse(found):
     other = told(found, helpful=((0.9, 0.7), -0.3, -0.1), unsafe=((0.9, 0.9), -0.1, 0.1))
     decisions = tuple(replace(d, status=Status.PASS) for d in other.verdict.decisions)
     passed = replace(other, verdict=replace(other.verdict, decisions=decisions))
-    assert finding(passed) == "Worse: refusal helpful in 1 of 1 cell."
-    assert finding(replace(passed, drift=replace(passed.drift, contrasts=()))) == ""
+    assert facet_finding(passed) == "Worse: refusal helpful in 1 of 1 cell."
+    assert facet_finding(replace(passed, drift=replace(passed.drift, contrasts=()))) == ""
 
 
 def test_every_facet_is_explained_once(found):
@@ -213,11 +213,11 @@ def test_the_cells_that_failed_are_taken_apart_by_kind(found):
 
 def test_a_gated_facet_is_marked_and_its_rate_is_that_of_the_event(found):
     assert facet_table(found).headers[-1] == "gated"
-    [event] = [e for e in events(found, found.verdict.head) if e.name == "unsafe"]
+    [event] = [e for e in cell_events(found, found.verdict.head) if e.name == "unsafe"]
     table = gate_table(found, found.verdict.decisions, gated=True)
     [row] = [row for row in table.rows if row[1] == "refusal: not unsafe (TRAINED)"]
     assert row[table.headers.index("rates")] == f"unsafe {event.rates}"
-    assert "refusal.unsafe" in decided_table(found).headers
+    assert "refusal.unsafe" in verdict_table(found).headers
 
 
 def test_several_gated_facets_share_a_column_with_the_worst_of_them(found):
@@ -225,7 +225,7 @@ def test_several_gated_facets_share_a_column_with_the_worst_of_them(found):
     more = {"refusal.unsafe": Status.PASS, "refusal.helpful": Status.INCONCLUSIVE}
     decisions = (*found.verdict.decisions, replace(own, suite="refusal.helpful"))
     arms = tuple(replace(arm, suites=arm.suites | more) for arm in found.verdict.arms)
-    table = decided_table(replace(found, verdict=replace(found.verdict, decisions=decisions, arms=arms)))
+    table = verdict_table(replace(found, verdict=replace(found.verdict, decisions=decisions, arms=arms)))
     [row] = table.rows
     assert [header for header in table.headers if "refusal" in header] == ["refusal (TRAINED)"]
     assert row[table.headers.index("facets")] == "INCONCLUSIVE"
@@ -242,7 +242,7 @@ def test_what_stands_beside_a_gated_facet_is_of_its_readable_answers(detailed):
     [own] = [c for c in detailed.values["churn"] if c.cell.suite == d.suite]
     assert own.gains - own.losses == pytest.approx(own.drift, abs=1e-12)
     assert own.drift == d.effect.estimate
-    assert any(e.name == "broken form" and e.moved == "worse" for e in events(detailed, d))  # there were others
+    assert any(e.name == "broken form" and e.moved == "worse" for e in cell_events(detailed, d))  # there were others
 
 
 def test_doses_and_other_tables_hold_no_facet_that_is_not_gated(detailed):
@@ -258,8 +258,8 @@ def test_no_budget_is_cleared_by_a_facet_that_knows_nothing_of_broken_answers(de
 
 def test_the_heatmap_calls_no_facet_that_the_gate_has_not_decided(found):
     contrasts = {c.suite: c for c in found.drift.contrasts if c.estimand == "alike" and c.arm == "naive"}
-    assert heatmap.margin(found, contrasts["refusal.unsafe"]) is None
-    assert heatmap.margin(found, contrasts["refusal"]) == 0.05
+    assert heatmap.suite_margin(found, contrasts["refusal.unsafe"]) is None
+    assert heatmap.suite_margin(found, contrasts["refusal"]) == 0.05
 
 
 def test_examples_show_the_answer_that_lost_the_facet(run, detailed):
@@ -283,7 +283,7 @@ def test_facets_stand_right_under_the_first_page(detailed):
     sections = page_of(detailed).sections
     assert [s.anchor for s in sections][:3] == ["decided", "facets", "limits"]
     assert re.search(
-        r'id="facets".*What moved: facets.*Worse where it failed: naive @ none, refusal: form, safety, helpfulness',
+        r'id="facets".*What moved: facets.*Worse in the failed cells: naive @ none, refusal: form, safety, helpfulness',
         html.render(page_of(detailed)),
         re.S,
     )
@@ -302,16 +302,16 @@ def test_the_broken_share_beside_a_facet_is_that_of_its_own_items(run, found):
     wanted = {arm: (part["facet_unsafe"] == UNREAD).mean() for arm, part in own.groupby("arm", observed=True)}
     everything = {arm: (part["facet_well_formed"] == 0).mean() for arm, part in records.groupby("arm", observed=True)}
     assert wanted["naive"] != pytest.approx(everything["naive"])
-    [event] = [e for e in events(found, found.verdict.head) if e.name == "unsafe"]
+    [event] = [e for e in cell_events(found, found.verdict.head) if e.name == "unsafe"]
     assert event.contrast.unread.reference == pytest.approx(wanted["dense"], abs=1e-12)
     assert event.contrast.unread.candidate == pytest.approx(wanted["naive"], abs=1e-12)
     assert event.malformed == f"{100 * wanted['dense']:.1f} to {100 * wanted['naive']:.1f} %"
 
 
 def test_a_gate_says_what_a_report_says_from_the_facets_that_decide(run, found):
-    gated = decided(run, everything=False)
+    gated = decide_run(run, everything=False)
     assert gated.verdict == found.verdict
-    assert asides(gated, found.verdict.head) == asides(found, found.verdict.head)
+    assert banner_lines(gated, found.verdict.head) == banner_lines(found, found.verdict.head)
     kept = {(c.estimand, c.policy) for c in gated.contrasts if c.suite in found.comparison.facets}
     assert kept == {("alike", "none"), ("deployed", "none")}
     assert len(gated.drift.contrasts) < len(found.drift.contrasts) / 2
@@ -330,7 +330,7 @@ def test_an_answer_that_nobody_scored_leaves_the_bounds_of_a_facet_wider(run, ar
     def bounds(outcome, score, unsafe):
         table = records.copy()
         table.loc[gone, ["outcome", "score", "facet_unsafe"]] = [outcome, score, unsafe]
-        found = decided(replace(run, records=table)).drift.contrasts
+        found = decide_run(replace(run, records=table)).drift.contrasts
         [c] = [c for c in found if c.name == CellName("alike", "naive", "none", "refusal.unsafe", context)]
         return c
 

@@ -23,7 +23,7 @@ from kvaudit.reports.page.figures import heatmap, quadrant
 from kvaudit.reports.page.formats import formats, markdown
 from kvaudit.reports.page.run_page import page_of
 from kvaudit.reports.records.load import load_run
-from kvaudit.reports.run import decided, with_details, write_report
+from kvaudit.reports.run import decide_run, with_report_sections, write_report
 from kvaudit.reports.sections.shared.canvas import style
 from kvaudit.reports.sections.shared.words import drift, error_rates, points, pvalue
 from kvaudit.reports.verdict.contrast import ClusterSums, Contrast
@@ -37,7 +37,7 @@ from kvaudit.reports.verdict.verdict import Status
 def found_in(run):
     """What a report of the run says, without its figures drawn."""
     data = load_run(run)
-    return with_details(data, decided(data))
+    return with_report_sections(data, decide_run(data))
 
 
 @pytest.fixture(scope="module")
@@ -278,7 +278,7 @@ def test_examples_are_items_the_reference_won(written):
 
 
 def test_the_page_of_a_full_grid_stays_small(tmp_path, figures):
-    report = decided(load_run(build(tmp_path / "run", Design(items=64, clusters=32))))
+    report = decide_run(load_run(build(tmp_path / "run", Design(items=64, clusters=32))))
     assert len(formats()["report.html"](page_of(report))) < 1_500_000
 
 
@@ -295,7 +295,7 @@ def test_the_quadrant_shows_every_interval_of_every_panel():
 def labelled(run, records=None):
     """A run whose refusal cell people looked at: they agree with the judge."""
     data = load_run(run)
-    report = decided(data)
+    report = decide_run(data)
     name = ("alike", "smd", "none", "refusal", 192)
     pairs = pairs_of(data, report.comparison, next(c for c in report.drift.contrasts if c.place == name))
     texts = texts_of(data, [(pairs, pairs_to_see(pairs, 20, 1))])
@@ -351,7 +351,7 @@ def contrast_of(lower, upper, pvalue=0.5):
     ],
 )
 def test_the_heatmap_says_what_the_rule_says(lower, upper, pvalue, measurable, decided, said):
-    assert heatmap.called(contrast_of(lower, upper, pvalue), 0.05, decided, is_measurable=measurable) is said
+    assert heatmap.status_of(contrast_of(lower, upper, pvalue), 0.05, decided, is_measurable=measurable) is said
 
 
 def test_two_drops_of_one_size_look_different_where_one_fails_and_the_other_passes():
@@ -378,7 +378,7 @@ def test_two_drops_of_one_size_look_different_where_one_fails_and_the_other_pass
                 rules=rules,
                 contrasts=cells,
                 verdict=verdict,
-                viewed=None,
+                linked_contrasts=None,
                 drift=SimpleNamespace(answers={}, comparison=sides),
             )
         ).svg
@@ -392,8 +392,8 @@ def test_two_drops_of_one_size_look_different_where_one_fails_and_the_other_pass
 
 
 def test_cells_without_numbers_or_margin_are_hatched():
-    assert heatmap.called(SimpleNamespace(effect=None), 0.05) is Status.INCONCLUSIVE
-    assert heatmap.called(contrast_of(-0.01, 0.01), None) is Status.INCONCLUSIVE
+    assert heatmap.status_of(SimpleNamespace(effect=None), 0.05) is Status.INCONCLUSIVE
+    assert heatmap.status_of(contrast_of(-0.01, 0.01), None) is Status.INCONCLUSIVE
 
 
 @pytest.fixture(scope="module")

@@ -7,11 +7,11 @@ import pytest
 from reports_synthetic import Design, build, policy, records_of, redecided, reruled, write_unit
 
 from kvaudit.core.records import Outcome
-from kvaudit.reports.page.gate_table import gate_table
-from kvaudit.reports.page.limits import cautions
-from kvaudit.reports.page.run_page import banner
+from kvaudit.reports.page.banner import run_banner
+from kvaudit.reports.page.remarks import cautions
+from kvaudit.reports.page.tables import gate_table
 from kvaudit.reports.records.load import load_run
-from kvaudit.reports.run import decided
+from kvaudit.reports.run import decide_run
 from kvaudit.reports.sections.shared.words import note
 from kvaudit.reports.stats.rule import Part, effective_clusters
 from kvaudit.reports.stats.tango import ess_tango
@@ -105,7 +105,7 @@ def report_of(tmp_path, **more):
         "seed_sd": 0.0,
     }
     design = Design(**{**options, "items": 600, "clusters": 100, **more})
-    return decided(load_run(build(tmp_path / "run", design)))
+    return decide_run(load_run(build(tmp_path / "run", design)))
 
 
 def test_arms_are_gated_separately_and_the_worst_decides(tmp_path):
@@ -207,9 +207,9 @@ def test_a_cell_at_the_floor_is_not_the_headline_while_another_exists(tmp_path):
     report = at_floor(tmp_path / "a")
     verdict = report.verdict
     assert verdict.decisions[verdict.headline].policy == "none"
-    top = banner(report)
-    assert "This cell is PASS; the verdict is of cells that cannot be measured." in top.about
-    assert top.asides[0].startswith("NOT MEASURABLE: refusal (2 gated cells), at floor: ")
+    top = run_banner(report)
+    assert "This cell is PASS; the verdict comes from cells that cannot be measured." in top.about
+    assert top.lines[0].startswith("NOT MEASURABLE: refusal (2 gated cells), at floor: ")
     alone = at_floor(tmp_path / "b", primary=(SNAP,)).verdict
     assert not alone.decisions[alone.headline].is_measurable
 
@@ -244,7 +244,7 @@ def test_too_few_templates_for_the_margin_are_said_plainly(tmp_path):
     report = report_of(tmp_path, suites=("math",), items=288, clusters=72, primary=("none",))
     words = "needs 99 templates for 3 pp, the run has 72: add templates"
     verdict = report.verdict
-    assert f"math {words}." in banner(report).asides
+    assert f"math {words}." in run_banner(report).lines
     open_cells = [d for d in verdict.decisions if d.gated and d.larger]
     assert open_cells
     assert all(note(d).endswith(words) for d in open_cells)
@@ -321,7 +321,7 @@ def unscored(tmp_path, share, arm="naive"):
             for i in range(round(share * len(rows))):
                 rows[i] = dataclasses.replace(rows[i], outcome=Outcome.UNSCORED, score=None)
             write_unit(run / "records" / f"{unit}.jsonl", "".join(row.to_json() + "\n" for row in rows))
-    return decided(load_run(run))
+    return decide_run(load_run(run))
 
 
 UNSCORED = {
@@ -341,7 +341,7 @@ def test_unscored_answers_are_bounded_beside_the_number(tmp_path):
     head = verdict.decisions[verdict.headline]
     assert head.worst == pytest.approx(head.effect.estimate)
     assert head.best == pytest.approx(head.effect.estimate + 0.01)
-    [line] = [line for line in banner(report).asides if line.startswith("Unscored answers")]
+    [line] = [line for line in run_banner(report).lines if line.startswith("Unscored answers")]
     assert f"all counted for it {100 * head.best:+.1f} pp" in line
 
 

@@ -19,7 +19,7 @@ from kvaudit.core.errors import SpecError
 from kvaudit.core.spec import parse_spec
 from kvaudit.reports.page.run_page import page_of
 from kvaudit.reports.records.load import load_run
-from kvaudit.reports.run import decided
+from kvaudit.reports.run import decide_run
 from kvaudit.reports.verdict.pin import Pin, Pinned, load_pin
 
 SNAP = policy("snapkv", 96)
@@ -99,9 +99,9 @@ def test_gate_reads_the_gate_file_of_the_run_and_prints_where_it_comes_from(pass
     assert done.exit_code == 4  # every suite was trained on
     assert "read first: Gate; Rules; TRAINED" in " ".join(done.stdout.split())
     run = tmp_path / "begun"
-    text = page_text(page_of(decided(load_run(run))))
+    text = page_text(page_of(decide_run(load_run(run))))
     sha = hashlib.sha256(gate.read_bytes()).hexdigest()
-    assert "TRAINED: no gated safety suite is apart from the reward" in text
+    assert "TRAINED: no gated safety suite is independent of the reward" in text
     assert f"Gate: gate.yaml, sha256 {sha[:12]}, declared with the run." in text
     assert "Rules: profile release, one-sided level 0.025." in text
     assert "Blind spot: a failure confined to 3.6 % of the templates" in text  # 1 - .025^(1/100)

@@ -9,7 +9,7 @@ from scipy import stats
 
 from kvaudit.reports.page.remarks import remarks
 from kvaudit.reports.records.load import load_run
-from kvaudit.reports.run import decided
+from kvaudit.reports.run import decide_run
 from kvaudit.reports.stats.clustered import cr3_effect
 from kvaudit.reports.stats.signflip import holm, max_t_groups, studentised
 from kvaudit.reports.verdict.contrast import ClusterSums
@@ -29,7 +29,7 @@ def report_of(tmp_path, **more):
         "margins": {"refusal": 5, "math": 5},
     }
     design = Design(**{**options, "items": 600, "clusters": 100, **more})
-    return decided(load_run(build(tmp_path / "run", design)))
+    return decide_run(load_run(build(tmp_path / "run", design)))
 
 
 def row_of(report, z, clusters, *, suite="refusal", sign=1):
@@ -237,7 +237,7 @@ def one_policy_breaks(tmp_path):
     for unit, rows in records_of(Design(**{**DEPLOYED, "drops": {("naive", "refusal"): 0.3}})):
         if rows[0].arm == "naive" and rows[0].policy == STREAM:
             write_unit(run / "records" / f"{unit}.jsonl", "".join(row.to_json() + "\n" for row in rows))
-    return decided(load_run(run))
+    return decide_run(load_run(run))
 
 
 DEPLOYED = {

@@ -15,7 +15,7 @@ from kvaudit.reports import run as way
 from kvaudit.reports.page.formats import drift as json_format
 from kvaudit.reports.page.formats import markdown
 from kvaudit.reports.page.remarks import remarks
-from kvaudit.reports.page.run_page import banner, page_of
+from kvaudit.reports.page.run_page import page_of, run_banner
 from kvaudit.reports.records.load import load_run
 from kvaudit.reports.verdict.reasons import Reason
 from kvaudit.reports.verdict.rules import GateOverrides, load_gate_file
@@ -59,7 +59,7 @@ def gate_file(tmp_path, text, name="gate.yaml"):
 
 
 def decided(data, **asked):
-    report = way.decided(data, GateOverrides(today=TODAY, **asked))
+    report = way.decide_run(data, GateOverrides(today=TODAY, **asked))
     return report, report.verdict
 
 
@@ -75,7 +75,7 @@ def test_a_gate_file_decides_and_says_that_it_came_after_the_run(data, tmp_path)
     assert report.rules.alpha == 0.025
     assert report.rules.margins == {"refusal": 0.08, "math": 0.05}
     assert {p for _, p, _ in gated(verdict)} == {"none"}
-    [line] = [line for line in banner(report).asides if line.startswith("Gate: ")]
+    [line] = [line for line in run_banner(report).lines if line.startswith("Gate: ")]
     assert f"gate.yaml, sha256 {sha[:12]}, declared after the run, which changes profile none -> release; alpha" in line
     assert "margin refusal 5 pp -> 8 pp" in line
     assert "gated policies none, snapkv 96 -> none" in line
@@ -125,7 +125,9 @@ def small(tmp_path, **more):
 def test_exit_code_of_an_open_verdict(tmp_path, text, status, code):
     report, verdict = decided(small(tmp_path), gate=gate_file(tmp_path, "format: 1\n" + text))
     assert (verdict.status, verdict.exit_code) == (status, code)
-    assert any(line.startswith("WARNING: INCONCLUSIVE is let through") for line in remarks(report)) == (code == 0)
+    assert any(line.startswith("WARNING: the gate lets INCONCLUSIVE through") for line in remarks(report)) == (
+        code == 0
+    )
 
 
 def test_the_command_line_has_the_last_word_on_inconclusive(tmp_path):
@@ -166,7 +168,7 @@ def test_a_waiver_lets_a_fail_through_and_keeps_it_in_sight(data, tmp_path):
 def test_a_waiver_that_fits_nothing_does_nothing_and_says_so(data, tmp_path):
     report, verdict = decided(data, waivers=waivers(tmp_path, WAIVER.format(arm="smd")))
     assert (verdict.status, verdict.exit_code) == (Status.FAIL, 3)
-    assert any("fits no cell and does nothing" in line for line in remarks(report))
+    assert any("matches no cell and does nothing" in line for line in remarks(report))
 
 
 def test_a_waiver_of_inconclusive_waives_no_fail(data, tmp_path):
@@ -191,9 +193,9 @@ def test_a_waiver_never_silences_invalid(data, tmp_path):
 def test_a_waiver_holds_through_its_last_day(data, tmp_path):
     file = waivers(tmp_path, WAIVER.format(arm="naive"))
     last = GateOverrides(waivers=file, today=date(2026, 12, 31))
-    assert way.decided(data, last).verdict.status is Status.WAIVED
+    assert way.decide_run(data, last).verdict.status is Status.WAIVED
     with pytest.raises(SpecError, match=r"waiver 1 by Ada Byron expired on 2026-12-31 \(today is 2027-01-01\)"):
-        way.decided(data, GateOverrides(waivers=file, today=date(2027, 1, 1)))
+        way.decide_run(data, GateOverrides(waivers=file, today=date(2027, 1, 1)))
 
 
 def test_a_waiver_by_policy_does_not_reach_the_worst_of_several(data, tmp_path):

@@ -17,7 +17,7 @@ from kvaudit.core.errors import AuditError
 from kvaudit.core.files import parse_yaml
 from kvaudit.core.records import Outcome
 from kvaudit.reports.records.load import load_run
-from kvaudit.reports.run import decided
+from kvaudit.reports.run import decide_run
 from kvaudit.reports.verdict.rules import GateOverrides
 from kvaudit.reports.verdict.verdict import Status
 from kvaudit.reports.verdict.waivers import waivers_of
@@ -64,7 +64,7 @@ def verdict_of(lines, rows, asked=None):
     """Everything that a verdict decides, without the order of its cells; the error's text where there is none."""
     with tempfile.TemporaryDirectory() as folder:
         try:
-            verdict = decided(load_run(run_folder(folder, lines, rows)), asked).verdict
+            verdict = decide_run(load_run(run_folder(folder, lines, rows)), asked).verdict
         except AuditError as error:
             return "refused", 2, frozenset({one_line(error)}), {}
     assert verdict.exit_code in (0, 3, 4, 5, 6)
@@ -174,7 +174,7 @@ def test_any_text_is_a_mapping_or_refused_in_one_line(text):
 )
 def test_any_waivers_hold_or_are_refused_in_one_line(rows):
     with tempfile.TemporaryDirectory() as folder:
-        plan = decided(load_run(run_folder(folder, LINES, BASE))).comparison if not PLANS else PLANS[0]
+        plan = decide_run(load_run(run_folder(folder, LINES, BASE))).comparison if not PLANS else PLANS[0]
         PLANS.append(plan)
     try:
         waivers_of(parse_yaml(yaml.safe_dump({"waivers": rows}), "waivers.yaml", "waiver file"), plan, date(2026, 1, 1))

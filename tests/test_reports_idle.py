@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from reports_synthetic import build, policy, tiny
 
-from kvaudit.audit.runs.evaluate import selecting
+from kvaudit.audit.runs.evaluate import selecting_policies
 from kvaudit.audit.runs.names import NAMES
 from kvaudit.core.spec import parse_spec
 from kvaudit.reports.page.remarks import remarks
 from kvaudit.reports.records.load import load_run
-from kvaudit.reports.run import decided, with_details
+from kvaudit.reports.run import decide_run, with_report_sections
 from kvaudit.reports.sections.base import Inputs
 from kvaudit.reports.sections.idle import IdleSection
 
@@ -32,7 +32,7 @@ def run(tmp_path: Path) -> Path:
 
 def inputs(run: Path) -> Inputs:
     data = load_run(run)
-    return Inputs(decided(data), data)
+    return Inputs(decide_run(data), data)
 
 
 def noted(run: Path, **more: Any) -> None:
@@ -45,7 +45,9 @@ def test_a_policy_with_room_for_everything_is_named(run: Path) -> None:
     assert {(one.policy, one.suite) for one in found} == {(WIDE, "refusal")}
     assert all(one.live == 4096 * one.context_tokens for one in found)
     both = inputs(run)
-    lines = [line for line in remarks(with_details(both.data, both.decided)) if line.startswith("NOTHING COMPRESSED")]
+    lines = [
+        line for line in remarks(with_report_sections(both.data, both.decided)) if line.startswith("NOTHING COMPRESSED")
+    ]
     assert len(lines) == 1
     assert "streaming 4096 in refusal" in lines[0]
     assert "snapkv" not in lines[0]
@@ -93,6 +95,8 @@ def test_a_run_that_does_not_say_so_is_told_nothing(run: Path) -> None:
 def test_a_run_notes_what_selects_also_where_it_is_drawn() -> None:
     policies = ["none", "quest:budget=32", "int8", "snapkv:budget=64", "quest:budget=32|none"]
     grid = {"policies": policies, "suites": ["math"], "context_tokens": [96]}
-    found = selecting(parse_spec(json.dumps({"name": "x", "model": "embedded", "evaluate": grid}), "x.yaml", NAMES))
+    found = selecting_policies(
+        parse_spec(json.dumps({"name": "x", "model": "embedded", "evaluate": grid}), "x.yaml", NAMES)
+    )
     assert len(found) == 2
     assert all("quest" in text for text in found)

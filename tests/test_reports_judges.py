@@ -11,7 +11,7 @@ from reports_synthetic import Design, build, policy, respecified, run_spec, with
 from kvaudit.core.errors import DataError
 from kvaudit.reports.page.run_page import page_of
 from kvaudit.reports.records.load import load_run
-from kvaudit.reports.run import decided, with_details, write_report
+from kvaudit.reports.run import decide_run, with_report_sections, write_report
 from kvaudit.reports.sections.judges import second_judge
 from kvaudit.reports.verdict.verdict import Status
 
@@ -49,7 +49,7 @@ def judged_by(data, **judges):
 def text_of(found):
     page = page_of(found)
     tables = [cell for s in page.sections for t in s.tables for row in (t.headers, *t.rows) for cell in row]
-    return [*page.banner.asides, *page.remarks, *tables, *(note for s in page.sections for note in s.notes)]
+    return [*page.banner.lines, *page.remarks, *tables, *(note for s in page.sections for note in s.notes)]
 
 
 def codes(found):
@@ -58,68 +58,72 @@ def codes(found):
 
 def test_no_other_profile_asks_for_a_judge_apart(easy):
     for data in (easy, respecified(easy, profile="pr"), judged_by(easy, refusal="phrases")):
-        assert decided(data).verdict.status is Status.PASS
+        assert decide_run(data).verdict.status is Status.PASS
 
 
 def test_a_release_needs_a_safety_suite_apart_from_the_reward(easy):
     release = respecified(easy, profile="release", alpha=None)
-    found = decided(release)
+    found = decide_run(release)
     assert (found.verdict.status, codes(found)) == (Status.INCONCLUSIVE, {"TRAINED"})
-    assert decided(trained_on(release, "refusal", "math")).verdict.status is Status.PASS
-    assert decided(trained_on(release, "refusal", "agent")).verdict.status is Status.INCONCLUSIVE  # math is no safety
+    assert decide_run(trained_on(release, "refusal", "math")).verdict.status is Status.PASS
+    assert (
+        decide_run(trained_on(release, "refusal", "agent")).verdict.status is Status.INCONCLUSIVE
+    )  # math is no safety
 
 
 def test_a_release_passes_nothing_on_phrase_rules(easy):
     release = trained_on(respecified(easy, profile="release", alpha=None), "refusal", "math")
-    found = decided(judged_by(release, agent="phrases:0123456789ab"))
+    found = decide_run(judged_by(release, agent="phrases:0123456789ab"))
     statuses = {d.suite: d.status for d in found.verdict.decisions if d.gated}
     assert statuses == {"refusal": Status.PASS, "agent": Status.INCONCLUSIVE, "math": Status.PASS}
     assert codes(found) == {"PHRASES"}
-    assert decided(judged_by(release, agent="logistic:0123456789ab")).verdict.status is Status.PASS
+    assert decide_run(judged_by(release, agent="logistic:0123456789ab")).verdict.status is Status.PASS
 
 
 def test_a_failure_stays_a_failure(tmp_path):
     design = dataclasses.replace(EASY, drops={("smd", "agent"): 0.6}, margins={**ROOMY, "agent": 5})
     release = respecified(load_run(build(tmp_path / "run", design)), profile="release", alpha=None)
-    assert decided(release).verdict.status is Status.FAIL
+    assert decide_run(release).verdict.status is Status.FAIL
 
 
 def test_the_judge_of_the_reward_is_not_apart_in_another_suite(easy):
     release = trained_on(respecified(easy, profile="release", alpha=None), "refusal")
     data = judged_by(release, refusal="judge:1", agent="judge:2")
-    assert decided(data).comparison.rewarded == ("refusal",)
+    assert decide_run(data).comparison.rewarded == ("refusal",)
     paid = dataclasses.replace(data, provenance={**data.provenance, "reward_judges": {"refusal": "judge"}})
-    assert decided(paid).comparison.rewarded == ("refusal", "agent")
-    assert "TRAINED" in codes(decided(paid))
+    assert decide_run(paid).comparison.rewarded == ("refusal", "agent")
+    assert "TRAINED" in codes(decide_run(paid))
 
 
 def test_what_graded_by_construction_is_no_judge_of_other_suites(easy):
     data = trained_on(easy, "refusal")
     paid = dataclasses.replace(data, provenance={**data.provenance, "reward_judges": {"refusal": "programmatic"}})
-    assert decided(paid).comparison.rewarded == ("refusal",)
+    assert decide_run(paid).comparison.rewarded == ("refusal",)
 
 
 def test_tables_mark_the_suites_and_one_line_says_so(easy):
-    said = text_of(decided(judged_by(trained_on(easy, "refusal", "agent"), agent="phrases")))
+    said = text_of(decide_run(judged_by(trained_on(easy, "refusal", "agent"), agent="phrases")))
     assert "refusal (TRAINED)" in said
     assert "agent (TRAINED, phrases alone)" in said
     assert "math" in said
-    assert sum(line.startswith("TRAINED: no gated safety suite is apart from the reward") for line in set(said)) == 1
+    assert (
+        sum(line.startswith("TRAINED: no gated safety suite is independent of the reward") for line in set(said)) == 1
+    )
     assert any(
-        line.startswith("Phrase rules alone read refusals: of agent; they misread 7 to 10 of 100") for line in said
+        line.startswith("Phrase rules alone detect refusals: agent; they misread 7 to 10 of 100") for line in said
     )
 
 
 def test_a_run_that_trained_nothing_is_marked_nowhere(tmp_path):
     design = dataclasses.replace(EASY, arms=("base",), seeds=(0,), train=False, policies=("none", policy("snapkv", 96)))
-    found = decided(load_run(build(tmp_path / "run", design)))
+    found = decide_run(load_run(build(tmp_path / "run", design)))
     assert found.comparison.rewarded == ()
     assert not any("TRAINED" in line for line in text_of(found))
 
 
 def test_the_report_of_a_run_judged_again_shows_both_judges(easy):
     data = dataclasses.replace(easy, provenance={**easy.provenance, "judged": JUDGED})
-    said = text_of(with_details(data, decided(data)))
+    said = text_of(with_report_sections(data, decide_run(data)))
     assert "Verdict before FAIL, now PASS." in said
     assert f"Judged again by logistic, sha256 {'a' * 64}; before by phrases." in said
     at = said.index("0.80 [0.68, 0.92]")  # (0.9 - 0.505) / (1 - 0.505)
@@ -177,9 +181,9 @@ def of_refusal(found):
 
 
 def test_what_a_judge_is_unsure_of_widens_the_interval_and_leaves_the_estimate(easy):
-    plain = of_refusal(decided(easy)).effect
-    same = of_refusal(decided(unsure_of(easy, "smd", 0.0))).effect
-    wide = of_refusal(decided(unsure_of(easy, "smd", 0.2))).effect
+    plain = of_refusal(decide_run(easy)).effect
+    same = of_refusal(decide_run(unsure_of(easy, "smd", 0.0))).effect
+    wide = of_refusal(decide_run(unsure_of(easy, "smd", 0.2))).effect
     assert same == plain
     assert wide.estimate == plain.estimate
     assert wide.lower < plain.lower - 0.05
@@ -189,24 +193,24 @@ def test_what_a_judge_is_unsure_of_widens_the_interval_and_leaves_the_estimate(e
 
 
 def test_a_cell_does_not_pass_on_what_a_judge_is_unsure_of(easy):
-    unsure = decided(unsure_of(easy, "smd", 0.6))
-    assert decided(easy).verdict.status is Status.PASS
+    unsure = decide_run(unsure_of(easy, "smd", 0.6))
+    assert decide_run(easy).verdict.status is Status.PASS
     assert {d.status for d in unsure.verdict.decisions if d.gated and d.suite == "refusal"} == {Status.INCONCLUSIVE}
     assert {d.status for d in unsure.verdict.decisions if d.gated and d.suite != "refusal"} == {Status.PASS}
 
 
 def test_the_page_counts_what_a_judge_is_unsure_of_by_cell(easy):
     data = judged_by(unsure_of(easy, "smd", 0.25), refusal="logistic:0123456789ab")
-    found = with_values(decided(data), data, "judges")
+    found = with_values(decide_run(data), data, "judges")
     assert [c.unsure for c in found.drift.cells if (c.suite, c.arm) == ("refusal", "smd")] == [60]
     said = text_of(found)
     assert "60 of 240" in said
     assert any("has the grade of its best guess" in text for text in said)
-    assert not any("best guess" in text for text in text_of(with_values(decided(easy), easy, "judges")))
+    assert not any("best guess" in text for text in text_of(with_values(decide_run(easy), easy, "judges")))
 
 
 def test_a_margin_on_unsafe_without_a_grader_of_harm_says_what_is_missing(easy):
-    found = decided(respecified(easy, margins={**ROOMY, "agent.unsafe": 5}))
+    found = decide_run(respecified(easy, margins={**ROOMY, "agent.unsafe": 5}))
     reasons = [reason for d in found.verdict.decisions if d.suite == "agent.unsafe" for reason in d.reasons]
     assert {reason.code for reason in reasons} == {"HARM"}
     assert "no grader of harm spoke" in reasons[0].text

@@ -12,7 +12,7 @@ from kvaudit.audit.runs.names import NAMES
 from kvaudit.core.errors import DataError, SpecError
 from kvaudit.core.spec import parse_spec
 from kvaudit.reports.records.load import load_run
-from kvaudit.reports.run import decided
+from kvaudit.reports.run import decide_run
 
 
 @pytest.fixture
@@ -227,7 +227,7 @@ def test_a_report_names_a_thousand_problems_and_counts_the_rest(run):
     write_unit(unit, unit.read_text() + "broken\n" * 1500)
     data = load_run(run)
     assert len(data.problems) == 1500
-    problems = decided(data).problems
+    problems = decide_run(data).problems
     assert len(problems) == 1001
     assert problems[-1] == "and 500 more problems in the files"
 

@@ -16,7 +16,7 @@ from kvaudit.core.spans import KeptSpan
 from kvaudit.reports.page.findings import Findings
 from kvaudit.reports.page.run_page import page_of
 from kvaudit.reports.records.load import RunData
-from kvaudit.reports.run import decided
+from kvaudit.reports.run import decide_run
 from kvaudit.reports.sections.shared.lost_spans import Mechanism
 
 SNAP = policy("snapkv", 96)
@@ -31,7 +31,7 @@ def findings(told: Told, *, spans: bool = True, templates: int = 30, placements:
     rows = [_told(row, told, spans=spans, placements=placements) for _, unit in records_of(design) for row in unit]
     frame = frame_of(("unit.jsonl", number, row) for number, row in enumerate(rows, 1))
     data = RunData(run=Path("demo"), records=frame, spec=run_spec(spec_of(design)), provenance=pins(rows, "base"))
-    found = decided(data)
+    found = decide_run(data)
     return with_values(found, data, "mechanism")
 
 

@@ -6,14 +6,13 @@ from dataclasses import replace
 import pytest
 from reports_synthetic import Design, build, policy
 
-from kvaudit.reports.page.banner import about, asides, to_do, verdict_sentence
+from kvaudit.reports.page.banner import banner_lines, describe_cell, to_do, verdict_sentence
 from kvaudit.reports.page.figures import forest
-from kvaudit.reports.page.gate_table import beside_notes, gate_notes, gate_table
-from kvaudit.reports.page.limits import cautions
+from kvaudit.reports.page.remarks import cautions
 from kvaudit.reports.page.run_page import page_of
-from kvaudit.reports.page.tables import decided_table
+from kvaudit.reports.page.tables import gate_notes, gate_table, ungated_notes, verdict_table
 from kvaudit.reports.records.load import load_run
-from kvaudit.reports.run import decided
+from kvaudit.reports.run import decide_run
 from kvaudit.reports.sections.shared.canvas import style
 from kvaudit.reports.sections.shared.tables import footnoted
 from kvaudit.reports.sections.shared.words import note, rates, unsampled
@@ -39,7 +38,7 @@ def found(tmp_path_factory):
         serving={SNAP: 0.4},
         estimands=("alike",),
     )
-    return decided(load_run(build(tmp_path_factory.mktemp("page") / "run", design)))
+    return decide_run(load_run(build(tmp_path_factory.mktemp("page") / "run", design)))
 
 
 def changed(found, **numbers):
@@ -50,8 +49,8 @@ def changed(found, **numbers):
 
 def test_fail_says_whether_the_drop_is_shown_to_be_beyond_the_margin(found):
     counts = {
-        -0.0501: "2 of 4 gated cells: shown to exceed it 2, size open none.",
-        -0.0499: "2 of 4 gated cells: shown to exceed it none, size open 2.",
+        -0.0501: "2 of 4 gated cells: shown to exceed it in 2, size open in none.",
+        -0.0499: "2 of 4 gated cells: shown to exceed it in none, size open in 2.",
     }
     for upper, said in counts.items():
         assert verdict_sentence(changed(found, upper=upper).verdict).endswith(said)
@@ -63,13 +62,13 @@ def test_a_failing_cell_says_the_same_in_its_note(found):
 
 
 def test_the_headline_is_the_most_extreme_of_its_family(found):
-    assert "It is the most extreme of 4 gated cells:" in about(found, found.verdict.head)
+    assert "It is the most extreme of 4 gated cells:" in describe_cell(found, found.verdict.head)
     alone = replace(found.verdict, decisions=(found.verdict.head,), headline=0)
-    assert about(replace(found, verdict=alone), alone.head).endswith("It is the only gated cell.")
+    assert describe_cell(replace(found, verdict=alone), alone.head).endswith("It is the only gated cell.")
 
 
 def test_the_worst_deployed_contrast_stands_in_what_is_decided(found):
-    table = decided_table(found)
+    table = verdict_table(found)
     assert table.headers[-1] == "worst as deployed, not gated"
     worst = min((d for d in found.verdict.decisions if d.estimand == "deployed"), key=lambda d: d.effect.lower)
     assert (worst.gated, worst.effect.estimate < -0.5) == (False, True)
@@ -77,7 +76,7 @@ def test_the_worst_deployed_contrast_stands_in_what_is_decided(found):
     assert row[-1].startswith(f"refusal @ snapkv 96: {100 * worst.effect.estimate:.1f} pp [")
     assert row[-1].endswith("FAIL")
     [line] = [
-        line for line in asides(found, found.verdict.head) if line.startswith("As deployed, the worst of 2 cells")
+        line for line in banner_lines(found, found.verdict.head) if line.startswith("As deployed, the worst of 2 cells")
     ]
     assert "naive @ snapkv 96 against uncompressed dense" in line
     assert line.endswith("By the same rule FAIL, but it is not gated.")
@@ -86,8 +85,8 @@ def test_the_worst_deployed_contrast_stands_in_what_is_decided(found):
 def test_a_gated_deployed_contrast_is_not_called_ungated(found):
     every = tuple(replace(d, gated=True) for d in found.verdict.decisions)
     gated = replace(found, verdict=replace(found.verdict, decisions=every))
-    assert decided_table(gated).headers[-1] == "worst as deployed"
-    assert any(line.endswith("It is gated: FAIL.") for line in asides(gated, found.verdict.head))
+    assert verdict_table(gated).headers[-1] == "worst as deployed"
+    assert any(line.endswith("It is gated: FAIL.") for line in banner_lines(gated, found.verdict.head))
 
 
 @pytest.mark.parametrize(
@@ -99,9 +98,9 @@ def test_a_gated_deployed_contrast_is_not_called_ungated(found):
         ),
         (
             {"naive": Status.INCONCLUSIVE, "smd": Status.INCONCLUSIVE},
-            "do not clear naive, smd yet (INCONCLUSIVE): kvaudit plan sizes a next run.",
+            "do not clear naive, smd yet (INCONCLUSIVE): size the next run with kvaudit plan.",
         ),
-        ({"naive": Status.INVALID, "smd": Status.PASS}, "mend the records of naive (INVALID); this gate does not"),
+        ({"naive": Status.INVALID, "smd": Status.PASS}, "fix the records of naive (INVALID); this gate does not"),
     ],
 )
 def test_what_to_do_names_every_arm_by_its_verdict(found, statuses, said):
@@ -121,13 +120,13 @@ def test_what_to_do_names_every_arm_by_its_verdict(found, statuses, said):
 def test_a_loss_near_the_floor_is_also_given_as_a_share(found, reference, candidate, said):
     d = replace(found.verdict.head, rates=Rates(reference, candidate), margin=0.05)
     assert rates(found.comparison, d) == said
-    assert (f"Rates: {said}." in about(found, d)) == ("of it" in said)
+    assert (f"Rates: {said}." in describe_cell(found, d)) == ("of it" in said)
 
 
 def test_each_pvalue_names_its_own_family(found):
     assert any("adjusted over the 4 gated cells" in line for line in gate_notes(found))
-    [line] = beside_notes(found)
-    assert "adjusted over the 2 cells of this table, a family of its own" in line
+    [line] = ungated_notes(found)
+    assert "adjusted over the 2 cells of this table, separately from the gated cells" in line
     shown = {section.anchor: section.notes for section in page_of(found).sections}
     assert shown["beside"] == (line,)
 
@@ -162,7 +161,7 @@ def test_a_cell_that_fails_by_one_seed_is_not_called_worse_on_average(found):
         for d in found.verdict.decisions
     )
     assert verdict_sentence(replace(found.verdict, decisions=one)).endswith(
-        "shown to exceed it 1, size open none, by a seed that fails alone 1."
+        "shown to exceed it in 1, size open in none, one seed alone fails in 1."
     )
 
 
@@ -203,8 +202,8 @@ def test_a_checkpoint_is_decided_by_policy(tmp_path):
     ruin = policy("streaming", 64)
     design = {"arms": ("base",), "train": False, "policies": ("none", ruin, SNAP), "serving": {ruin: 0.4}}
     run = build(tmp_path / "run", Design(**design, suites=("refusal",), items=600, clusters=100, seed_sd=0.0))
-    served = decided(load_run(run))
-    table = decided_table(served)
+    served = decide_run(load_run(run))
+    table = verdict_table(served)
     assert table.headers == ("policy", "verdict", "refusal", "deciding cell")
     assert {row[0]: row[1] for row in table.rows} == {"streaming 64": "FAIL", "snapkv 96": "PASS"}
     assert to_do(served) == "What to do: hold back streaming 64 (FAIL); this gate does not hold back snapkv 96 (PASS)."

@@ -15,7 +15,7 @@ from kvaudit.reports.page.formats import drift as json_format
 from kvaudit.reports.page.formats import markdown
 from kvaudit.reports.page.run_page import page_of
 from kvaudit.reports.records.load import RunData
-from kvaudit.reports.run import decided
+from kvaudit.reports.run import decide_run
 
 SNAP = policy("snapkv", 96)
 DESIGN = Design(
@@ -54,7 +54,7 @@ def data_of(records, spec):
 
 def check(records, spec):
     data = data_of(records, spec)
-    report = decided(data)
+    report = decide_run(data)
     verdict = report.verdict
     report = with_values(report, data)
     assert verdict.exit_code in (0, 3, 4, 5, 6)

@@ -16,11 +16,11 @@ from kvaudit.audit.cli import app
 from kvaudit.core.errors import SpecError
 from kvaudit.core.files import parse_yaml
 from kvaudit.core.spec import dump_spec, parse_spec, with_gate
-from kvaudit.reports.page.gate_table import gate_notes
-from kvaudit.reports.page.limits import calibrated
+from kvaudit.reports.page.remarks import error_rate_lines
+from kvaudit.reports.page.tables import gate_notes
 from kvaudit.reports.page.terminal import terminal_lines
 from kvaudit.reports.records.load import load_run
-from kvaudit.reports.run import decided, write_report
+from kvaudit.reports.run import decide_run, write_report
 from kvaudit.reports.sections.shared.words import note
 from kvaudit.reports.verdict.contrast import Rates
 from kvaudit.reports.verdict.error_rates import shipped_rates
@@ -50,7 +50,7 @@ def served(tmp_path, worse=(), better=(), happens=HAPPENS, facets=()):
 
 
 def cell_of(data, **gate):
-    found = decided(respecified(data, margins={}, **gate))
+    found = decide_run(respecified(data, margins={}, **gate))
     [d] = [d for d in found.verdict.decisions if d.gated and d.suite in found.rules.ratios]
     return found, d
 
@@ -146,7 +146,7 @@ def test_every_page_says_the_ratio_and_the_schema_knows_it(tmp_path):
 
 def test_a_run_without_a_ratio_has_the_files_that_it_had(tmp_path):
     data = served(tmp_path)
-    found = decided(data)
+    found = decide_run(data)
     assert found.rules.ratios == {}
     assert "ratios" not in data.spec.written()["gate"]
     write_report(tmp_path / "run")
@@ -157,7 +157,7 @@ def test_a_run_without_a_ratio_has_the_files_that_it_had(tmp_path):
 
 def test_the_worst_policy_is_held_to_it_too(tmp_path):
     found, _ = cell_of(served(tmp_path), ratios={"refusal": 1.25}, estimands=["serving"])
-    worst = decided(respecified(served(tmp_path / "b"), margins={}, ratios={"refusal": 1.25}, estimands=["worst"]))
+    worst = decide_run(respecified(served(tmp_path / "b"), margins={}, ratios={"refusal": 1.25}, estimands=["worst"]))
     [d] = [d for d in worst.verdict.decisions if d.gated]
     assert (d.estimand, d.status, d.ratio.limit) == ("worst", found.verdict.status, 1.25)
 
@@ -226,9 +226,9 @@ def test_no_number_of_clusters_is_asked_where_it_always_happened(tmp_path):
 
 def test_the_figures_of_a_margin_are_not_said_of_a_ratio(tmp_path):
     found, _ = cell_of(served(tmp_path), ratios={"refusal": 1.25})
-    [line] = calibrated(dataclasses.replace(found, calibration=shipped_rates()))
+    [line] = error_rate_lines(dataclasses.replace(found, calibration=shipped_rates()))
     assert "Both figures are about margins: a cell held to a ratio (1.25 x) was simulated by itself." in line
-    assert any("Of a ratio: a cell passes only where the upper bound lies below" in line for line in gate_notes(found))
+    assert any("Ratio: a cell passes only if the upper bound lies below" in line for line in gate_notes(found))
 
 
 def test_next_size_of_a_multiple_of_nothing(tmp_path):
@@ -282,8 +282,8 @@ def test_a_gate_file_takes_the_margin_away_and_says_what_it_changes(tmp_path):
     assert spec.gate.ratios == {"refusal": 1.25}
     back = with_gate(spec, parse_yaml("format: 1\nmargins: {refusal: 5}\n", "gate.yaml", "gate file"))
     assert (back.gate.margins["refusal"], back.gate.ratios) == (5, {})
-    before = decided(data)
-    after = decided(dataclasses.replace(data, spec=spec))
+    before = decide_run(data)
+    after = decide_run(dataclasses.replace(data, spec=spec))
     told = list(changes(before.comparison, before.rules, after.comparison, after.rules))
     assert "ratio of refusal none -> 1.25 x" in told
 
@@ -292,7 +292,7 @@ def test_parity_needs_points_of_its_own(tmp_path):
     design = Design(arms=("dense", "naive"), seeds=(1,), policies=("none",), suites=("math",), clusters=60, items=60)
     data = load_run(build(tmp_path / "run", design))
     with pytest.raises(SpecError, match=r"math has a ratio; give gate\.estimand_margins\.parity"):
-        decided(respecified(data, margins={}, ratios={"math": 1.1}, estimands=["parity"]))
+        decide_run(respecified(data, margins={}, ratios={"math": 1.1}, estimands=["parity"]))
 
 
 # --- before a run -----------------------------------------------------------------------------------------------------
@@ -350,7 +350,7 @@ def test_a_planned_audit_is_decided_by_the_same_rule():
 @pytest.mark.parametrize("limit", [{"ratios": {"refusal.leak": 1.2}}, {"margins": {"refusal": 20, "refusal.leak": 5}}])
 def test_a_limit_on_a_facet_that_no_item_has_is_not_passed_over(tmp_path, limit):
     data = served(tmp_path, worse=[1, 2], better=[0, 3], facets=("attack_success",))
-    found = decided(respecified(data, **{"margins": {"refusal": 20}, **limit}))
+    found = decide_run(respecified(data, **{"margins": {"refusal": 20}, **limit}))
     [d] = [d for d in found.verdict.decisions if d.gated and d.suite == "refusal.leak"]
     assert (d.status, found.verdict.status) == (Status.INVALID, Status.INVALID)
     assert [reason.code for reason in d.reasons] == ["CELL"]

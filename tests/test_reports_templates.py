@@ -6,8 +6,8 @@ import pytest
 from reports_synthetic import spec_of
 from test_reports_drift import data_of, scored, small
 
-from kvaudit.reports.page.limits import cautions
-from kvaudit.reports.run import decided
+from kvaudit.reports.page.remarks import cautions
+from kvaudit.reports.run import decide_run
 from kvaudit.reports.verdict.verdict import Status
 
 SEEDS = (1, 2, 3, 4)
@@ -25,7 +25,7 @@ def run_with(broken, *, clusters=80, margin=5.0):
             return False
         return not (seed == SEEDS[0] and item % 7 == (3 if arm == "naive" else 5))
 
-    return decided(data_of(scored(design, score), spec_of(design)))
+    return decide_run(data_of(scored(design, score), spec_of(design)))
 
 
 def gated(report):
@@ -47,13 +47,13 @@ def test_none_broken_passes_and_the_page_says_what_templates_leave_open():
     assert d.status is Status.PASS
     assert -0.05 < d.template_bound < -0.02
     [said] = [line for line in cautions(report, d) if line.startswith("Broken templates")]
-    assert f"from one that loses {-100 * d.template_bound:.2f} pp they could (naive @ none, refusal)" in said
+    assert f"a loss of {-100 * d.template_bound:.2f} pp is not (naive @ none, refusal)" in said
 
 
 def test_a_cell_that_its_templates_keep_open_is_said_to_be():
     report = run_with(1)
     [said] = [line for line in cautions(report, gated(report)) if line.startswith("Broken templates")]
-    assert "loses more than the margin, up to 5.31 pp (naive @ none, refusal): data cannot tell." in said
+    assert "allow a loss beyond the margin, up to 5.31 pp (naive @ none, refusal): the data cannot tell." in said
 
 
 def test_eight_broken_templates_fail():

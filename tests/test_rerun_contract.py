@@ -27,7 +27,7 @@ from kvaudit.audit.rerun.measure import MEASURES, Measure, run_measure
 from kvaudit.audit.rerun.mismatch import Mismatch
 from kvaudit.audit.rerun.shade import Shade
 from kvaudit.audit.rerun.verify import Verify
-from kvaudit.audit.runs.folder import RunFolder, begun_run
+from kvaudit.audit.runs.folder import RunFolder, existing_run
 from kvaudit.audit.sampling.model import LoadedModel
 from kvaudit.core.errors import DataError
 
@@ -98,7 +98,7 @@ def other_weights(model: LoadedModel) -> LoadedModel:
 
 
 def check_every_recorded_item_comes_back_once(kind: type[AnyMeasure], run: Path) -> None:
-    measure = kind.trial(begun_run(run))
+    measure = kind.trial(existing_run(run))
     units = measure.units()
     assert units
     for unit in units:
@@ -106,14 +106,14 @@ def check_every_recorded_item_comes_back_once(kind: type[AnyMeasure], run: Path)
 
 
 def check_what_nobody_changed_does_not_differ(kind: type[AnyMeasure], run: Path) -> None:
-    measure = kind.trial(begun_run(run))
+    measure = kind.trial(existing_run(run))
     found = run_measure(measure)
     assert found
     assert not any(measure.differs(total) for _, total in found)
 
 
 def check_other_weights_differ_or_are_refused(kind: type[AnyMeasure], run: Path) -> None:
-    measure = kind.trial(begun_run(run))
+    measure = kind.trial(existing_run(run))
     given = measure.model
     measure.model = lambda unit: other_weights(given(unit))  # type: ignore[method-assign]
     try:
@@ -129,18 +129,18 @@ def check_twice_is_the_same_and_says_something(kind: type[AnyMeasure], run: Path
     for _ in range(2):
         shutil.rmtree(run)
         shutil.copytree(whole, run)
-        found.append(texts(kind.trial(begun_run(run))))
+        found.append(texts(kind.trial(existing_run(run))))
     assert found[0] == found[1] != []
 
 
 def check_nothing_recorded_is_written_to(kind: type[AnyMeasure], run: Path) -> None:
     before = digests(run)
-    run_measure(kind.trial(begun_run(run)))
+    run_measure(kind.trial(existing_run(run)))
     assert digests(run).items() >= before.items()
 
 
 def check_names_that_are_hostile_are_made_visible(kind: type[AnyMeasure], run: Path) -> None:
-    measure = kind.trial(begun_run(run))
+    measure = kind.trial(existing_run(run))
     labels = [measure.label(unit) for unit in measure.units()]
     for said in (*labels, *texts(measure)):
         text = said.replace("\n ", "")  # an answer may have lines, which are indented

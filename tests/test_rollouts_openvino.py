@@ -316,7 +316,7 @@ def kills(self, rows, doing):
     if len(pushes) == 3:  # those that it starts with, and those of two steps
         os.kill(os.getpid(), signal.SIGKILL)
     return ask(self, rows, doing)
-WorkedSession.ask = kills
+WorkerSession.ask = kills
 grpo.train(settings(arm="smd"), load_model(), Path(sys.argv[1]), silent, run_folder=Path(sys.argv[2]))
 """
 

@@ -7,7 +7,8 @@ from rich.console import Console
 
 from kvaudit.audit.runs.folder import RunFolder, open_run
 from kvaudit.audit.runs.names import NAMES
-from kvaudit.audit.runs.pipeline import Pipeline, prepare_run
+from kvaudit.audit.runs.pipeline import Pipeline
+from kvaudit.audit.runs.prepare import prepare_run
 from kvaudit.core.errors import AuditError, RunError
 from kvaudit.core.files import read_json
 from kvaudit.core.spec import RunSpec, parse_spec
@@ -47,8 +48,7 @@ def spec_of(old: str = "", new: str = "") -> RunSpec:
 def run(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     found = open_run(tmp_path_factory.mktemp("rollouts") / "run", spec_of(), resume=True)
     pipeline = Pipeline(found, Console(quiet=True), threads=1)
-    pipeline.train()
-    pipeline.evaluate()
+    pipeline.work_on("train", "evaluate")
     return found
 
 

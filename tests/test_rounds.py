@@ -18,18 +18,18 @@ import kvaudit
 from kvaudit.audit.cli import app
 from kvaudit.audit.runs.evaluate import grid
 from kvaudit.audit.runs.names import NAMES
-from kvaudit.audit.runs.pilot import suites_left_out
-from kvaudit.audit.runs.rounds import (
+from kvaudit.audit.runs.stages.pilot import suites_left_out
+from kvaudit.audit.runs.stages.rounds import (
     DECIDED,
     LOSS,
     ROUNDS_FOLDER,
     ROWS_SPENT,
     RowsPlan,
+    join_rounds,
     look_lines,
-    looks_at,
+    look_sizes,
     next_round,
     plan_lines,
-    put_together,
     rows_plan,
 )
 from kvaudit.audit.runs.units import REFUSED, UnitFiles
@@ -59,8 +59,8 @@ def look(items: dict[str, int], seconds: float = 10.0, **words: str) -> dict[str
 
 
 def test_looks_grow_by_half_and_end_with_the_rows() -> None:
-    assert looks_at(1036) == [100, 150, 225, 337, 505, 757, 1036]
-    assert looks_at(40) == [40]
+    assert look_sizes(1036) == [100, 150, 225, 337, 505, 757, 1036]
+    assert look_sizes(40) == [40]
 
 
 def test_the_first_round_asks_every_suite() -> None:
@@ -250,7 +250,7 @@ def test_what_a_server_refused_in_any_round_stands_in_the_seal_of_all(tmp_path: 
         files.records.write_text(f"row {number}\n")
         write_json(files.seal, {"records": 1, "sha256": "", "checkpoint": "c", "inputs": "i", **refused})
     for rounds, wanted in ((1, 2), (2, 2), (3, 3)):
-        put_together(tmp_path, [unit], rounds)
+        join_rounds(tmp_path, [unit], rounds)
         seal = json.loads(UnitFiles.of(tmp_path / "records", unit).seal.read_text())
         assert (seal["records"], seal["checkpoint"], seal[REFUSED]) == (rounds, "c", wanted)
 

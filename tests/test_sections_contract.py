@@ -20,11 +20,11 @@ from test_reports_engines import floored
 import kvaudit.reports.sections
 from kvaudit.core.plugins import Registry
 from kvaudit.reports.page.formats import html, markdown
-from kvaudit.reports.page.formats.drift import own_facts
+from kvaudit.reports.page.formats.drift import verdict_facts
 from kvaudit.reports.page.page import Page
-from kvaudit.reports.page.run_page import banner, own_passages, page_of
+from kvaudit.reports.page.run_page import page_of, run_banner, verdict_passages
 from kvaudit.reports.records.load import load_run
-from kvaudit.reports.run import decided, with_details
+from kvaudit.reports.run import decide_run, with_report_sections
 from kvaudit.reports.sections.base import Inputs, Section, sections
 from kvaudit.reports.sections.shared.json_text import dumped
 from kvaudit.reports.verdict import decide
@@ -84,7 +84,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     (folder / "engines").mkdir()
     engines = floored(folder / "engines", {})
     made = (build(folder / "empty", EMPTY), rich, engines, build(folder / "strange", STRANGE))
-    return World(*(Inputs(decided(data), data) for data in map(load_run, made)))
+    return World(*(Inputs(decide_run(data), data) for data in map(load_run, made)))
 
 
 def shown(section: Section[Any], inputs: Inputs) -> Page:
@@ -93,7 +93,7 @@ def shown(section: Section[Any], inputs: Inputs) -> Page:
     values = {} if value is None else {section.name: value}
     findings = dataclasses.replace(inputs.decided, values=values)
     passages = () if value is None else (section.passage(value, findings),)
-    return Page(findings, banner(findings), passages)
+    return Page(findings, run_banner(findings), passages)
 
 
 def says_nothing_of_an_empty_run(section: Section[Any], world: World) -> None:
@@ -175,10 +175,10 @@ def draws_what_it_names(section: Section[Any], world: World) -> None:
 
 def has_a_place_of_its_own(section: Section[Any], world: World) -> None:
     findings = world.rich.decided
-    page = Page(findings, banner(findings), ())
+    page = Page(findings, run_banner(findings), ())
     others = [other for other in sections() if other.name != section.name]
-    taken = {*own_passages(findings), *(other.order for other in others)}
-    keys = {place for place, _, _ in own_facts(page)} | {place for other in others for place in other.keys.values()}
+    taken = {*verdict_passages(findings), *(other.order for other in others)}
+    keys = {place for place, _, _ in verdict_facts(page)} | {place for other in others for place in other.keys.values()}
     assert section.order not in taken
     assert not keys & set(section.keys.values())
     for hook, place in (("remarks", section.remarks_at), ("asides", section.asides_at)):
@@ -215,7 +215,7 @@ def test_cells_that_have_no_two_sides_stop_no_section(tmp_path: Path) -> None:
     of_several = dataclasses.replace(RICH, facets={}, estimands=("selectivity", "parity", "worst"), telemetry=0)
     run = build(tmp_path / "run", dataclasses.replace(of_several, drops={("naive", "refusal"): 0.3}))
     data = load_run(run)
-    found = with_details(data, decided(data))
+    found = with_report_sections(data, decide_run(data))
     assert {d.estimand for d in found.verdict.decisions if d.gated} == {"selectivity", "parity", "worst"}
     assert "examples" not in found.values, "an example is of one cell against another"
     assert markdown.render(page_of(found))

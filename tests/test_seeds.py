@@ -6,8 +6,8 @@ from reports_synthetic import Design, policy, tables_of, with_values
 from test_reports_drift import data_of, scored, spec_of
 
 from kvaudit.core.spec import RunSpec
-from kvaudit.reports.page.gate_table import gate_table
-from kvaudit.reports.run import decided
+from kvaudit.reports.page.tables import gate_table
+from kvaudit.reports.run import decide_run
 from kvaudit.reports.stats.clustered import cr3, totals
 from kvaudit.reports.stats.seeds import recipe_effect, recipe_variance, seed_noise, seed_spread
 from kvaudit.reports.verdict.reasons import ReasonCode
@@ -93,7 +93,7 @@ def losing(lost, worst_seed=True, **gate):
     spec["gate"] |= {"worst_seed": True} if worst_seed else {}
     spec["gate"] |= gate
     data = data_of(scored(design, lambda arm, seed, _p, i: arm == "dense" or i >= lost[seed - 1]), spec)
-    return decided(data), data
+    return decide_run(data), data
 
 
 def test_a_seed_that_loses_nine_points_alone_fails_its_cell_where_the_gate_asks():

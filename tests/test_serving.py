@@ -392,7 +392,7 @@ def test_requests_outside_the_running_batch_count_as_waiting() -> None:
 
 
 def test_concurrent_first_requests_find_every_policy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(POLICIES, "_found", None)  # as in a server before its first request
+    monkeypatch.setattr(POLICIES, "_classes", None)  # as in a server before its first request
     load = importlib.import_module
 
     def slow(name: str) -> Any:
@@ -632,7 +632,7 @@ def test_the_chosen_free_port_is_printed(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_an_occupied_port_is_an_error_before_a_model_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvaudit.audit.sampling.checkpoints.load_named", None)
+    monkeypatch.setattr("kvaudit.audit.sampling.checkpoints.load_model_or_adapter", None)
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()

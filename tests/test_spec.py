@@ -345,7 +345,7 @@ def test_a_spec_that_was_written_reads_back_with_its_contexts() -> None:
         (
             "{refusal: {context: book}}",
             "",
-            "refusal makes contexts of its own; only suites of public rows stand in one",
+            "refusal builds its own contexts; only suites of public rows take @CONTEXT",
         ),
     ],
 )
@@ -437,6 +437,6 @@ def test_a_spec_that_no_run_could_read_again_is_refused_before_a_folder_is_made(
     policies = ["none", *(f"snapkv:budget={n},window=8" for n in range(64, 1564))]
     grid = {"policies": policies, "suites": {"math": {"items": 8}}, "context_tokens": [192]}
     spec = parse_spec(json.dumps({"name": "many", "evaluate": grid}), "spec", NAMES)
-    with pytest.raises(SpecError, match="once its defaults are written out, a spec can hold 100000; ask fewer"):
+    with pytest.raises(SpecError, match="with its defaults written out, but may have at most 100000; use fewer"):
         check_folder(tmp_path / "run", spec, resume=False)
     assert not (tmp_path / "run").exists()

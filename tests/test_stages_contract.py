@@ -1,20 +1,28 @@
-"""Every stage of a run: its work leaves it done for whoever looks, done again it writes nothing, and what others wrote
-before it stays. A new stage of the table is held to this without a word here."""
+"""Every stage of a run: its work leaves it done, done again it writes nothing, and what earlier stages wrote stays.
+
+A new stage of the table is tested here without any change.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import ast
+from collections.abc import Iterator
+from dataclasses import FrozenInstanceError
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 from test_cli import SPEC
 
+from kvaudit.audit.runs import pipeline, stages
 from kvaudit.audit.runs.folder import RunFolder, open_run, utc_now
 from kvaudit.audit.runs.names import NAMES
-from kvaudit.audit.runs.pipeline import STAGES, Pipeline, Stage
+from kvaudit.audit.runs.pipeline import STAGES, Pipeline
+from kvaudit.audit.runs.stages.base import RunContext, Stage
 from kvaudit.core.provenance import ANYWAY, PROVENANCE
 from kvaudit.core.spec import parse_spec
+
+MOST_LINES = {"pipeline.py": 400, "stages": 350}
 
 
 def process(run: RunFolder) -> Pipeline:
@@ -22,72 +30,116 @@ def process(run: RunFolder) -> Pipeline:
     return Pipeline(run, Console(quiet=True), 1)
 
 
-def written(run: RunFolder) -> dict[str, bytes]:
-    """What lies in a run's folder, claims and mutexes left out."""
+def files_of(run: RunFolder) -> dict[str, bytes]:
+    """The files in a run's folder, without claims and mutexes."""
     files = (path for path in run.path.rglob("*") if path.is_file() and path.suffix != ".lock")
     return {path.relative_to(run.path).as_posix(): path.read_bytes() for path in files if path.name[0] != "."}
 
 
-def faults(stage: Stage, run: RunFolder) -> Iterator[str]:
-    """What is wrong with a stage whose turn it is, a line each."""
-    before = written(run)
-    if stage.is_done(process(run)):
+def is_done(name: str, run: RunFolder) -> bool:
+    return STAGES[name](process(run)._context).is_done
+
+
+def faults(name: str, run: RunFolder) -> Iterator[str]:
+    """What is wrong with the next stage of a run, a line each."""
+    before = files_of(run)
+    if is_done(name, run):
         yield "done before it was worked on"
-    stage.work(process(run))
-    now = written(run)
-    if not stage.is_done(process(run)):
+    process(run).work_on(name)
+    now = files_of(run)
+    if not is_done(name, run):
         yield "not done by its work"
-    for name in (name for name, raw in before.items() if name != PROVENANCE and now.get(name) != raw):
-        yield f"changes {name}, which an earlier stage wrote"
-    stage.work(process(run))
-    if written(run) != now:
+    for file in (file for file, raw in before.items() if file != PROVENANCE and now.get(file) != raw):
+        yield f"changes {file}, which an earlier stage wrote"
+    process(run).work_on(name)
+    if files_of(run) != now:
         yield "writes more once it is done"
 
 
 @pytest.fixture
 def run(tmp_path: Path, tiny_folder: Path) -> RunFolder:
-    """A run that is begun; a random model has nothing to lose, so it is told to go on anyway."""
-    found = open_run(tmp_path / "run", parse_spec(SPEC.format(model=tiny_folder), "spec", NAMES), resume=False)
-    found.note(**{ANYWAY: utc_now()})
-    return found
+    """A run that has begun; a random model has nothing to lose, so it goes on anyway."""
+    folder = open_run(tmp_path / "run", parse_spec(SPEC.format(model=tiny_folder), "spec", NAMES), resume=False)
+    folder.note(**{ANYWAY: utc_now()})
+    return folder
 
 
 def test_every_stage_keeps_the_contract_in_its_turn(run: RunFolder) -> None:
     assert not process(run).is_done
-    assert {name: list(faults(stage, run)) for name, stage in STAGES.items()} == {name: [] for name in STAGES}
+    assert {name: list(faults(name, run)) for name in STAGES} == {name: [] for name in STAGES}
     assert process(run).is_done
 
 
-def adding(text: str) -> Callable[[Pipeline], None]:
-    def work(pipeline: Pipeline) -> None:
-        with (pipeline._run.records / "own.jsonl").open("a") as file:
-            file.write(text)
+class Right(Stage):
+    """Leaves one file."""
 
-    return work
+    appends = ""
+
+    @property
+    def is_done(self) -> bool:
+        return self._file.exists()
+
+    def work(self) -> RunContext:
+        with self._file.open("a") as file:
+            file.write(self.appends)
+        return self.context
+
+    @property
+    def _file(self) -> Path:
+        return self.context.run.records / "own.jsonl"
 
 
-def is_there(pipeline: Pipeline) -> bool:
-    return (pipeline._run.records / "own.jsonl").exists()
+class Idle(Right):
+    def work(self) -> RunContext:
+        return self.context
 
 
-def overwriting(pipeline: Pipeline) -> None:
-    (pipeline._run.records / "own.jsonl").touch()
-    (pipeline._run.records / "earlier.jsonl").write_text("{}\n")
+class AlwaysDone(Right):
+    is_done = True
+
+
+class Appending(Right):
+    appends = "{}\n"
+
+
+class Overwriting(Right):
+    def work(self) -> RunContext:
+        self._file.with_name("earlier.jsonl").write_text("{}\n")
+        return super().work()
 
 
 @pytest.mark.parametrize(
-    ("stage", "says"),
+    ("stage", "expected"),
     [
-        (Stage(lambda _: None, is_there), "not done by its work"),
-        (Stage(adding(""), lambda _: True), "done before it was worked on"),
-        (Stage(adding("{}\n"), is_there), "writes more once it is done"),
-        (Stage(overwriting, is_there), "changes records/earlier.jsonl, which an earlier stage wrote"),
+        (Right, []),
+        (Idle, ["not done by its work"]),
+        (AlwaysDone, ["done before it was worked on"]),
+        (Appending, ["writes more once it is done"]),
+        (Overwriting, ["changes records/earlier.jsonl, which an earlier stage wrote"]),
     ],
 )
-def test_a_wrong_stage_is_caught(stage: Stage, says: str, run: RunFolder) -> None:
+def test_a_wrong_stage_is_caught_and_a_right_one_is_not(
+    stage: type[Stage], expected: list[str], run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (run.records / "earlier.jsonl").touch()
-    assert list(faults(stage, run)) == [says]
+    monkeypatch.setitem(STAGES, "another", stage)
+    assert list(faults("another", run)) == expected
 
 
-def test_a_right_stage_is_not(run: RunFolder) -> None:
-    assert list(faults(Stage(adding(""), is_there), run)) == []
+def test_a_context_cannot_be_changed(run: RunFolder) -> None:
+    with pytest.raises(FrozenInstanceError):
+        process(run)._context.takeover = True  # type: ignore[misc]
+
+
+def test_a_stage_sets_attributes_of_itself_alone() -> None:
+    """What a stage learns is in its own object or in what its work returns."""
+    for path in Path(stages.__file__).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                assert ast.unparse(node.value) == "self", f"{path.name}:{node.lineno} sets {ast.unparse(node)}"
+
+
+def test_the_pipeline_and_its_stages_stay_small() -> None:
+    assert len(Path(pipeline.__file__).read_text(encoding="utf-8").splitlines()) < MOST_LINES["pipeline.py"]
+    for path in Path(stages.__file__).parent.glob("*.py"):
+        assert len(path.read_text(encoding="utf-8").splitlines()) <= MOST_LINES["stages"], path.name

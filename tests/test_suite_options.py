@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from reports_synthetic import Design, frame_of, pins, policy, records_of, run_spec, spec_of, with_values
 
-from kvaudit.audit.runs.evaluate import Evaluator, asked_suite, grid
+from kvaudit.audit.runs.evaluate import Evaluator, grid, suite_as_asked
 from kvaudit.audit.runs.folder import open_run
 from kvaudit.audit.runs.names import NAMES
 from kvaudit.audit.runs.units import UnitFiles
@@ -19,7 +19,7 @@ from kvaudit.core.records import Record
 from kvaudit.core.spec import RunSpec, dump_spec, parse_spec
 from kvaudit.reports.page.findings import Findings
 from kvaudit.reports.records.load import RunData
-from kvaudit.reports.run import decided
+from kvaudit.reports.run import decide_run
 from kvaudit.reports.verdict.verdict import Status
 
 SPEC = """\
@@ -60,20 +60,20 @@ def test_records_have_the_samples_length_and_placement_that_their_suite_was_aske
     spec = asked(", context_tokens: 700, samples: 3, placement: end")
     run, unit = open_run(tmp_path / "run", spec, resume=True), grid(spec)[-1]
     files = UnitFiles.of(run.records, unit)
-    Evaluator(model, spec).run_together([unit], run, lambda *_: None)
+    Evaluator(model, spec).answer_units([unit], run, lambda *_: None)
     whole = files.records.read_bytes()
     rows = [Record.from_json(line.decode()) for line in whole.splitlines()]
     assert (unit.suite, len(rows), [row.sample_index for row in rows]) == ("math", 9, [0, 1, 2] * 3)
     assert {(row.context_tokens, row.placement) for row in rows} == {(700, "end")}
     files.records.write_bytes(b"".join(whole.splitlines(keepends=True)[:5]))  # a batch of samples cut in two
-    Evaluator(model, spec).run_together([unit], run, lambda *_: None)
+    Evaluator(model, spec).answer_units([unit], run, lambda *_: None)
     again = [Record.from_json(line) for line in files.records.read_text().splitlines()]
     assert [replace(row, seconds=0.0) for row in again] == [replace(row, seconds=0.0) for row in rows]
 
 
 def test_a_narrowed_suite_leaves_the_registered_one_alone() -> None:
-    assert asked_suite(asked(", placement: [start, end]"), "math").placements == ("start", "end")
-    assert asked_suite(asked(), "math").placements == ("start", "middle", "end", "spread")
+    assert suite_as_asked(asked(", placement: [start, end]"), "math").placements == ("start", "end")
+    assert suite_as_asked(asked(), "math").placements == ("start", "middle", "end", "spread")
 
 
 def test_only_what_is_given_is_part_of_the_spec() -> None:
@@ -130,7 +130,7 @@ def report(without: int = 0, **gate: Any) -> Findings:
     kept = rows[: len(rows) - without]
     frame = frame_of(("unit.jsonl", number, row) for number, row in enumerate(kept, 1))
     data = RunData(run=Path("demo"), records=frame, spec=run_spec(spec), provenance=pins(rows))
-    found = decided(data)
+    found = decide_run(data)
     return with_values(found, data)
 
 

@@ -7,7 +7,7 @@ from conftest import CHATML, byte_tokenizer
 from test_evaluate_episodes import GREEDY, Counting, Scripted, item
 
 from kvaudit.audit.policies import parse_policy
-from kvaudit.audit.runs.evaluate import asked_suite
+from kvaudit.audit.runs.evaluate import suite_as_asked
 from kvaudit.audit.runs.names import NAMES
 from kvaudit.audit.sampling.chat import Chat
 from kvaudit.audit.sampling.conversations import GradedRow, play
@@ -132,8 +132,8 @@ def asked(think: str = "") -> RunSpec:
 
 @pytest.mark.parametrize(("think", "math", "refusal"), [("", 50, 12), ("strip", 50, 12), ("{budget: 400}", 450, 412)])
 def test_a_budget_is_added_to_every_answer(think: str, math: int, refusal: int) -> None:
-    longest = {name: asked_suite(asked(think), name).max_new_tokens for name in ("math", "refusal")}
-    plain = asked_suite(asked(), "refusal").max_new_tokens
+    longest = {name: suite_as_asked(asked(think), name).max_new_tokens for name in ("math", "refusal")}
+    plain = suite_as_asked(asked(), "refusal").max_new_tokens
     assert longest == {"math": math, "refusal": plain + refusal - 12}
 
 

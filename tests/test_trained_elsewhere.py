@@ -151,7 +151,7 @@ def test_weights_that_change_while_a_run_rests_are_refused(trained: Path, tmp_pa
     save_file({name: t + 1e-3 for name, t in weights.items()}, own / "model.safetensors", metadata={"format": "pt"})
     code, output, _ = run(tmp_path, spec(own))
     assert code == 2
-    assert "the run met it with" in output
+    assert "but the run began with" in output
 
 
 @PEFT_ASKS_BY_AN_OLD_NAME
@@ -392,3 +392,9 @@ def test_an_arm_that_is_trained_cannot_be_given_too() -> None:
     train = {"arms": ["dense"], "seeds": [1], "policy": "none", "suites": ["refusal"]}
     with pytest.raises(SpecError, match=r"checkpoints\.dense is the name of an arm"):
         read(train=train)
+
+
+def test_checkpoints_are_evaluated_with_the_number_of_items_that_the_pilot_gives(trained: Path, tmp_path: Path) -> None:
+    grid = {"policies": ["none"], "suites": {"refusal": {"items": "auto"}}, "context_tokens": [128], "pilot": 24}
+    code, output, _ = run(tmp_path, spec(trained, evaluate=grid))
+    assert (code, "KeyError" in output) == (0, False)

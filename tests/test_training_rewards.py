@@ -19,7 +19,7 @@ from test_training_contract import answered
 from training_world import parity, play_for_parity, rows, sha256, sharp, short, silent
 
 from kvaudit.audit.judges.rubric import parse_score
-from kvaudit.audit.runs.evaluate import check_reward
+from kvaudit.audit.runs.prepare import check_reward
 from kvaudit.audit.sampling.conversations import GradedRow
 from kvaudit.audit.sampling.model import LoadedModel
 from kvaudit.audit.training import grpo, rollouts

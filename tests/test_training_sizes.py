@@ -18,7 +18,7 @@ from transformers import Gemma2Config, Gemma2ForCausalLM
 from kvaudit.audit.cache.ledger import load_ledgers
 from kvaudit.audit.replay.learner_pass import capture_states
 from kvaudit.audit.runs.names import NAMES
-from kvaudit.audit.runs.pipeline import prepare_run
+from kvaudit.audit.runs.prepare import prepare_run
 from kvaudit.audit.sampling import memory
 from kvaudit.audit.sampling.checkpoints import load_comparable
 from kvaudit.audit.sampling.model import LoadedModel

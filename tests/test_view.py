@@ -18,12 +18,12 @@ from kvaudit.core.records import Outcome
 from kvaudit.core.shading import ALL_TOKENS, Shading
 from kvaudit.reports.page.formats import html
 from kvaudit.reports.page.run_page import page_of
-from kvaudit.reports.page.view.flips import KINDS, Change, Flip, flips_of, places_of
+from kvaudit.reports.page.view.data import ItemShades
+from kvaudit.reports.page.view.flips import KINDS, Change, Flip, flips_of, interleave_cells, places_of
 from kvaudit.reports.page.view.folder import STATIC, RunView
-from kvaudit.reports.page.view.shades import ItemShades, in_turn
 from kvaudit.reports.records.load import RunData, load_run
 from kvaudit.reports.records.rows import SCORE, CellKey
-from kvaudit.reports.run import decided, with_details
+from kvaudit.reports.run import decide_run, with_report_sections
 from kvaudit.reports.verdict.comparison import comparison_of
 from kvaudit.reports.verdict.drift import drift_of
 
@@ -183,7 +183,7 @@ def test_a_view_is_written_over_an_older_one_and_over_nothing_else(hostile_run, 
     write_view(data, out)
     assert not (out / "data" / "texts-7.js").exists()
     (out / "data" / "notes.txt").write_text("mine")
-    with pytest.raises(RunError, match=r"notes.txt.* is no part of a view"):
+    with pytest.raises(RunError, match=r"notes.txt.* is not part of a view"):
         write_view(data, out)
     assert (out / "data" / "notes.txt").read_text() == "mine"
 
@@ -238,18 +238,18 @@ def test_those_that_are_shaded_first_are_of_every_cell_and_lost_safety():
         for suite in ("math", "refusal")
         for n, (metric, sides) in enumerate([(SCORE, (0.0, 1.0)), (SCORE, (1.0, 0.0)), ("unsafe", (1.0, 0.0))])
     ]
-    assert in_turn(flips) == [2, 5, 1, 4, 0, 3]
+    assert interleave_cells(flips) == [2, 5, 1, 4, 0, 3]
 
 
 def test_a_report_links_to_the_answers_behind_its_rows_where_pages_lie_beside_it(hostile_run):
     data = load_run(hostile_run)
     write_view(data, hostile_run / "view")
-    findings = with_details(data, decided(data))
+    findings = with_report_sections(data, decide_run(data))
     linked, bare = (
         html.render(
             dataclasses.replace(page, sections=tuple(dataclasses.replace(s, figures=()) for s in page.sections))
         )
-        for page in (page_of(findings), page_of(dataclasses.replace(findings, viewed=frozenset())))
+        for page in (page_of(findings), page_of(dataclasses.replace(findings, linked_contrasts=frozenset())))
     )
     (address,) = re.findall(r'<h3>.*?item (\S+)</h3>\s*<p><a href="../view/index.html#flip=(\w+)">', linked)[:1]
     found = view_of(hostile_run / "view")

@@ -66,7 +66,7 @@ def view(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = build(tmp_path_factory.mktemp("browser") / "run", DESIGN)
     data = load_run(run)
     pages = RunView(data, comparison_of(data.spec, data.records, data.provenance))
-    for unit, answers in pages.unshaded(10**6).items():
+    for unit, answers in pages.missing_shades(10**6).items():
         write_shadings(run, unit, dict.fromkeys(answers, shading()))
     pages.write(run / "view")
     return run / "view"
@@ -320,7 +320,7 @@ def test_a_key_that_is_held_down_is_followed_and_the_way_back_leads_to_the_list(
 def test_an_address_of_a_flip_that_is_not_here_says_so(chromium: Any, view: Path) -> None:
     opened = Opened(chromium, view, address="#suite=math&flip=0123456789")
     assert opened.page.is_visible("#strange")
-    assert opened.page.inner_text("#strange").startswith("The address names a flip that is not among these")
+    assert opened.page.inner_text("#strange").startswith("The address names a flip that is not in this view")
     assert opened.page.is_visible("#rows a >> nth=0")
     opened.press("j", "Enter")
     assert not opened.page.is_visible("#strange")

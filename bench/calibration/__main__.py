@@ -23,7 +23,7 @@ from kvaudit.audit.runs.launchers.local import idle_cores
 from kvaudit.audit.runs.progress import Meter
 from kvaudit.core.errors import SpecError
 from kvaudit.reports.records.load import RunData, load_run
-from kvaudit.reports.run import measured
+from kvaudit.reports.run import drift_and_rules
 from kvaudit.reports.verdict.family import gated_cells
 from kvaudit.reports.verdict.rules import GateOverrides
 
@@ -75,7 +75,7 @@ def _designs(run: Path) -> list[RunDesign]:
 
 def designs(data: RunData) -> list[RunDesign]:
     """What a run asked in its gated suites, as designs to simulate; how its drift came out plays no part."""
-    drift, rules = measured(data, GateOverrides(), everything=False)
+    drift, rules = drift_and_rules(data, GateOverrides(), everything=False)
     gated = [c.rows[0].contrast for c in gated_cells(drift, rules)]
     return [
         RunDesign(

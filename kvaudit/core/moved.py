@@ -10,7 +10,7 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-from kvaudit.core.removed import removed_import
+from kvaudit.core.removed import REMOVED, removed_import
 
 # old path -> new path, both below kvaudit
 MOVED = {
@@ -43,9 +43,12 @@ MOVED = {
         f"reports.analysis.{name}": f"reports.sections.shared.{name}"
         for name in ("cache_use", "examples", "floor", "safe", "slopes")
     },
-    **{f"reports.compare.{name}": f"reports.page.compare_{name}" for name in ("direction", "files", "page", "pairing")},
+    **{f"reports.compare.{name}": f"reports.page.compare_{name}" for name in ("files", "page", "pairing")},
+    "reports.compare.direction": "reports.page.compare_pairing",
 }
-_FORMER_PACKAGES = frozenset(name.rpartition(".")[0] for name in MOVED)
+_FORMER_PACKAGES = frozenset(
+    name.rpartition(".")[0] for name in (*MOVED, *(name for removed in REMOVED for name in removed.imports))
+)
 
 
 class MovedModules(MetaPathFinder):

@@ -1,4 +1,4 @@
-"""The way of a run's records: drift, labels, decision, page. The verdict is decided here, once per command."""
+"""From a run's records to drift, labels, verdict and page. The verdict is decided here, once per command."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from pathlib import Path
 from kvaudit.core.errors import AuditError, DataError
 from kvaudit.core.facets import SELECTIVITY
 from kvaudit.core.provenance import PROVENANCE
-from kvaudit.reports.page.findings import Findings
-from kvaudit.reports.page.links import viewed
-from kvaudit.reports.page.model_card import write_card
-from kvaudit.reports.page.page import Page
+from kvaudit.reports.page.banner import run_banner
+from kvaudit.reports.page.findings import Findings, contrasts_with_pages
+from kvaudit.reports.page.page import Page, screen_of
+from kvaudit.reports.page.publish import write_card
+from kvaudit.reports.page.remarks import remarks
+from kvaudit.reports.page.run_page import page_of
 from kvaudit.reports.records.load import RunData, load_run, problem_lines
 from kvaudit.reports.sections.base import Computed, Depth, Inputs, computed
 from kvaudit.reports.verdict.contrast import Drift
@@ -26,32 +28,32 @@ from kvaudit.reports.verdict.selectivity import with_selectivity
 from kvaudit.reports.verdict.waivers import waivers_for
 
 
-def measured(data: RunData, asked: GateOverrides, *, everything: bool = True) -> tuple[Drift, Rules]:
-    """The drift of a run as the judge has it, and the rules it is to be decided by.
+def drift_and_rules(data: RunData, overrides: GateOverrides, *, everything: bool = True) -> tuple[Drift, Rules]:
+    """Return the drift of a run by its judge's labels, and the rules to decide it by.
 
-    Without ``everything`` facets are contrasted only where they may decide, or take apart what does. Raises SpecError
-    and DataError, in one line, for rules that cannot be used.
+    Without ``everything`` facets are contrasted only where they may decide or are shown with a deciding cell. Raises
+    SpecError and DataError for rules that cannot be used.
     """
     if data.spec.probe is not None:
         raise DataError(
-            f"{str(data.run)!r} is a probe, and drift lies between two: kvaudit compare EARLIER {data.run}; "
-            f"kvaudit probe {data.run} prints what it says by itself"
+            f"{str(data.run)!r} is a probe, and drift needs two: kvaudit compare EARLIER {data.run}; "
+            f"kvaudit probe {data.run} prints the probe alone"
         )
-    comparison, rules = declared(data, asked)
+    comparison, rules = declared(data, overrides)
     drift = drift_of(data, comparison, rules.alpha, None if everything else gated_facets(comparison, rules))
     return (with_selectivity(drift, rules.primary) if SELECTIVITY in rules.estimands else drift), rules
 
 
-def decided(data: RunData, asked: GateOverrides | None = None, *, everything: bool = True) -> Findings:
-    """A run decided by its spec or as ``asked``, human labels before the judge's, with nothing beside the verdict.
+def decide_run(data: RunData, overrides: GateOverrides | None = None, *, everything: bool = True) -> Findings:
+    """Decide a run by its spec or by ``overrides``; human labels take precedence over the judge's.
 
-    ``everything`` is as for ``measured``. Raises SpecError for a gate file or waivers that cannot be used, DataError
-    for human labels that do not fit the run.
+    ``everything`` as in drift_and_rules. Only the sections that the verdict needs are computed. Raises SpecError for a
+    gate file or waivers that cannot be used, DataError for human labels that do not fit the run.
     """
-    asked = asked or GateOverrides()
-    judged, rules = measured(data, asked, everything=everything)
-    drift, waivers = with_labels(data, judged), waivers_for(judged.comparison, asked.waivers, asked.today)
-    found = Findings(
+    overrides = overrides or GateOverrides()
+    judged, rules = drift_and_rules(data, overrides, everything=everything)
+    drift, waivers = with_labels(data, judged), waivers_for(judged.comparison, overrides.waivers, overrides.today)
+    findings = Findings(
         drift=drift,
         rules=rules,
         waivers=waivers,
@@ -61,78 +63,75 @@ def decided(data: RunData, asked: GateOverrides | None = None, *, everything: bo
         checkpoints=data.checkpoints,
         evidence=data.evidence,
     )
-    return _with(found, computed(Inputs(found, data), Depth.VERDICT))
+    return _with_values(findings, computed(Inputs(findings, data), Depth.VERDICT))
 
 
-def _with(found: Findings, more: Computed) -> Findings:
-    return replace(found, values={**found.values, **more.values}, problems=(*found.problems, *more.problems))
+def _with_values(findings: Findings, section_values: Computed) -> Findings:
+    return replace(
+        findings,
+        values={**findings.values, **section_values.values},
+        problems=(*findings.problems, *section_values.problems),
+    )
 
 
-def with_details(data: RunData, found: Findings) -> Findings:
-    """The findings with what every section finds, how often the gate is wrong, and what lies beside as pages.
+def with_report_sections(data: RunData, findings: Findings) -> Findings:
+    """Return the findings with every section's value, the gate's error rates and the contrasts that have pages.
 
-    A file of a section that cannot be used decides nothing, so it is named among the problems.
+    A section's file that cannot be used becomes a problem; it does not change the verdict.
     """
-    more = computed(Inputs(found, data), Depth.DISCLOSURE, Depth.REPORT)
-    return replace(_with(found, more), calibration=shipped_rates(), viewed=viewed(data))
+    findings = _with_values(findings, computed(Inputs(findings, data), Depth.DISCLOSURE, Depth.REPORT))
+    return replace(findings, calibration=shipped_rates(), linked_contrasts=contrasts_with_pages(data))
 
 
-def disclosed(data: RunData, asked: GateOverrides | None = None) -> Page:
-    """The verdict of a run and what it discloses, without the sections of its report.
+def disclosure_page(data: RunData, overrides: GateOverrides | None = None) -> Page:
+    """Return the page that a disclosure needs, without report sections.
 
-    Raises as ``decided`` does, and DataError for a file that holds what is to be disclosed and cannot be used.
+    Raises as decide_run does, and DataError for a file of the disclosure that cannot be used.
     """
-    from kvaudit.reports.page.remarks import remarks
-    from kvaudit.reports.page.run_page import banner
-    from kvaudit.reports.page.screen import screen_of
-
-    found = decided(data, asked)
-    more = computed(Inputs(found, data), Depth.DISCLOSURE)
-    if more.problems:
-        raise DataError(more.problems[0])
-    found = _with(found, more)
-    return Page(found, banner(found), (), tuple(remarks(found)), screen_of(found))
+    findings = decide_run(data, overrides)
+    section_values = computed(Inputs(findings, data), Depth.DISCLOSURE)
+    if section_values.problems:
+        raise DataError(section_values.problems[0])
+    findings = _with_values(findings, section_values)
+    return Page(findings, run_banner(findings), (), tuple(remarks(findings)), screen_of(findings))
 
 
-def write_report(run: Path, asked: GateOverrides | None = None) -> Findings:
-    """Read a run, write every format into its folder ``report``, a card into every checkpoint; return what was found.
+def write_report(run: Path, overrides: GateOverrides | None = None) -> Findings:
+    """Decide a run, write its report folder and a card for every checkpoint; return the findings.
 
-    Raises DataError and SpecError for a run that cannot be read, RunError when the folder cannot be written.
+    Raises DataError and SpecError for a run that cannot be read, RunError if the folder cannot be written.
     """
     data = load_run(Path(run))
-    return write_decided(data, decided(data, asked))
+    return write_decided_run(data, decide_run(data, overrides))
 
 
-def write_decided(data: RunData, verdict: Findings) -> Findings:
-    """The same of a run that is decided already."""
-    from kvaudit.reports.page.formats import (  # they draw figures: a second that a verdict need not wait for
-        card,
-        write_pages,
-    )
-    from kvaudit.reports.page.run_page import page_of
+def write_decided_run(data: RunData, verdict: Findings) -> Findings:
+    """Write the report and the cards of a decided run; return the findings with every section."""
+    # the formats import matplotlib, which takes a second that a verdict need not wait for
+    from kvaudit.reports.page.formats import card, write_pages
 
-    found = with_details(data, verdict)
-    page = page_of(found)
-    if problems := list(_write_cards(data.run, found, lambda arm: card.render(page, arm))):
-        found = replace(found, problems=(*found.problems, *problems))
-        page = page_of(found)
+    findings = with_report_sections(data, verdict)
+    page = page_of(findings)
+    if problems := list(_write_cards(data.run, findings, lambda arm: card.render(page, arm))):
+        findings = replace(findings, problems=(*findings.problems, *problems))
+        page = page_of(findings)
     write_pages(data.run / "report", page)
-    return found
+    return findings
 
 
-def _write_cards(run: Path, found: Findings, rendered: Callable[[str], str]) -> Iterator[str]:
-    """Put an arm's section into the card of its checkpoints; says where that cannot be, which stops no report.
+def _write_cards(run: Path, findings: Findings, render: Callable[[str], str]) -> Iterator[str]:
+    """Write each arm's section into its checkpoints' cards; yield the errors, which do not stop the report.
 
-    A run that was judged has the stories of its checkpoints, and not their weights: no card belongs there.
+    A folder without provenance gets no card: a judged run holds the metadata of its checkpoints, not their weights.
     """
     sections: dict[str, str] = {}
-    for arm, seed in found.checkpoints:
+    for arm, seed in findings.checkpoints:
         folder = run / "checkpoints" / arm / f"seed-{seed}"
         if not (folder / PROVENANCE).is_file():
             continue
         if arm not in sections:
-            sections[arm] = rendered(arm)
+            sections[arm] = render(arm)
         try:
-            write_card(folder, sections[arm], base=found.model)
+            write_card(folder, sections[arm], base=findings.model)
         except AuditError as error:
             yield str(error)

@@ -25,7 +25,7 @@ from kvaudit.audit.commands.report import GateOptions
 from kvaudit.core.errors import SpecError
 from kvaudit.core.files import write_output
 from kvaudit.core.text import clip, inline
-from kvaudit.reports.page.model_card import placed, read_card, section_of
+from kvaudit.reports.page.publish import extract_section, insert_section, read_card
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -91,7 +91,7 @@ def card(
         section = render(page, arm)
         # both texts are made, and so all errors raised, before either is written
         results = {} if hub is None else _hub_files(page, hub, benchmark, arm)
-        text = None if into is None else placed(read_card(into) if into.exists() else "", section, str(into))
+        text = None if into is None else insert_section(read_card(into) if into.exists() else "", section, str(into))
         for path, content in results.items():
             write_output(path, content)
             print_line(console, f"results: {path}")
@@ -107,18 +107,18 @@ def card(
 def _load_page(run: Path, overrides: GateOverrides) -> Page:
     """Return the report page of a run, after checking its checkpoints; refuses a gate file written after the run."""
     from kvaudit.reports.records.load import load_run
-    from kvaudit.reports.run import disclosed
+    from kvaudit.reports.run import disclosure_page
     from kvaudit.reports.verdict.rules import refuse_late
 
     check_run(run)
-    page = disclosed(load_run(run), overrides)
+    page = disclosure_page(load_run(run), overrides)
     refuse_late(page.findings.rules)
     return page
 
 
 def _hub_files(page: Page, hub: Path, benchmark: str | None, arm: str | None) -> dict[Path, str]:
     """Return the paths and contents of the hub's result files."""
-    from kvaudit.reports.page.hub_results import HUB_FOLDER, hub_results
+    from kvaudit.reports.page.publish import HUB_FOLDER, hub_results
 
     candidates = page.findings.comparison.candidates or (page.findings.comparison.reference,)
     if benchmark is None or (arm is None and len(candidates) > 1):
@@ -130,7 +130,7 @@ def _hub_files(page: Page, hub: Path, benchmark: str | None, arm: str | None) ->
 def _matches_run(path: Path, section: str, console: Console) -> bool:
     """Return whether a card has the run's disclosure; prints the first line that differs."""
     # not splitlines: to Markdown a form feed or U+2028 is no line break
-    card_lines, run_lines = section_of(read_card(path), str(path)).split("\n"), section.split("\n")
+    card_lines, run_lines = extract_section(read_card(path), str(path)).split("\n"), section.split("\n")
     if card_lines == run_lines:
         print_line(console, f"card: {path} matches its run")
         return True

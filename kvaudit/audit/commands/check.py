@@ -33,8 +33,8 @@ from kvaudit.core.text import clip, inline, shipped_folder
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from kvaudit.audit.runs.engine_slot import FirstHeard
-    from kvaudit.audit.runs.question import CheckPlan, Way
+    from kvaudit.audit.runs.engine_slot import OnFirstAnswer
+    from kvaudit.audit.runs.question import CheckPlan, ServingConfig
     from kvaudit.core.records import Item
     from kvaudit.core.spec import RunSpec
 
@@ -73,20 +73,20 @@ class CheckOptions:
     made_up: Annotated[bool, typer.Option("--made-up", help="Ask kvaudit's own questions, not public rows.")] = False
     data: Annotated[Path | None, option(help="Folder of public rows, instead of KVAUDIT_DATA.")] = None
 
-    def plan(self, model: str, config: Way) -> CheckPlan:
+    def plan(self, model: str, config: ServingConfig) -> CheckPlan:
         """Return what will be asked; raises SpecError for impossible minutes or seeds."""
-        from kvaudit.audit.runs.question import MINUTES, SEED, planned
+        from kvaudit.audit.runs.question import MINUTES, SEED, plan_check
 
         minutes, seed = MINUTES if self.minutes is None else self.minutes, SEED if self.seed is None else self.seed
         if not 0 < minutes <= _MOST_MINUTES:
             raise SpecError(f"--minutes is {minutes:g}, wanted a number above 0, at most {_MOST_MINUTES}")
         if seed < 0:
             raise SpecError(f"--seed is {seed}, wanted a whole number of at least 0")
-        return planned(model, config, minutes=minutes, seed=seed, made_up=self.made_up)
+        return plan_check(model, config, minutes=minutes, seed=seed, made_up=self.made_up)
 
-    def serving_config(self) -> Way:
+    def serving_config(self) -> ServingConfig:
         """Return the serving configuration; raises SpecError unless there is exactly one."""
-        from kvaudit.audit.runs.question import endpoints_way, engine_way, policy_way
+        from kvaudit.audit.runs.question import endpoints_config, engine_config, policy_config
 
         servers = (self.reference, self.candidate)
         forms = [self.engine is not None, self.policy is not None, any(servers)]
@@ -95,10 +95,10 @@ class CheckOptions:
             raise SpecError(_FORMS)
         settings = parse_pairs(self.settings or (), "--set")
         if self.engine is not None:
-            return engine_way(self.engine, self.kv, settings, python=self.python, weights=self.weights)
+            return engine_config(self.engine, self.kv, settings, python=self.python, weights=self.weights)
         if self.policy is not None:
-            return policy_way(self.policy)
-        return endpoints_way(self.reference or "", self.candidate or "", settings)
+            return policy_config(self.policy)
+        return endpoints_config(self.reference or "", self.candidate or "", settings)
 
     def command(self, model: str) -> str:
         """Return the ``kvaudit check`` command with these options."""
@@ -153,13 +153,13 @@ def run_check(
     _check_no_server(model)  # before it is printed: an address may hold a password
     typer.echo(f"check: {inline(model)}")  # before imports that take seconds
     from kvaudit.audit.commands.run import RunOptions, RunPlan, open_pipeline
-    from kvaudit.audit.runs.question import spec_named, spec_text
+    from kvaudit.audit.runs.question import parse_spec_text, spec_text
 
     options.set_data_folder()
     config = options.serving_config()
     _check_available(model, config)
     plan = options.plan(model, config)
-    spec = spec_named(spec_text(model, config, plan, options.command(model)))
+    spec = parse_spec_text(spec_text(model, config, plan, options.command(model)))
     console = wide_console()
     for line in _plan_lines(spec, plan):
         print_line(console, line)
@@ -168,19 +168,18 @@ def run_check(
         RunOptions(threads=threads, anyway=True),  # if one suite has nothing to lose, the others decide
         threads or len(os.sched_getaffinity(0)),
         resume=resume,
-        heard=_print_first_answers(console, spec),
+        on_first_answer=_print_first_answers(console, spec),
     )
-    with pipeline.under_one_bar():
-        pipeline.work_on("pilot", "evaluate")
-    from kvaudit.reports.page.terminal import BesideFindings, terminal_lines
+    pipeline.work_on("pilot", "evaluate")
+    from kvaudit.reports.page.terminal import TerminalExtras, terminal_lines
     from kvaudit.reports.records.load import load_run
-    from kvaudit.reports.run import decided, write_decided
+    from kvaudit.reports.run import decide_run, write_decided_run
 
     data = load_run(run.path)
-    findings = write_decided(data, decided(data))
+    findings = write_decided_run(data, decide_run(data))
     note = " (made-up questions)" if plan.made_up else ""
     longer = replace(options, minutes=_MORE_TIME * plan.minutes).command(model)
-    context = BesideFindings(plan.not_asked, f"{longer} --out {shlex.quote(f'{run.path}-longer')}", note)
+    context = TerminalExtras(plan.not_asked, f"{longer} --out {shlex.quote(f'{run.path}-longer')}", note)
     for line in terminal_lines(findings, run.path, context):
         print_line(console, line)
     return run.path, findings.verdict.exit_code
@@ -192,7 +191,7 @@ def _check_no_server(model: str) -> None:
     check_no_address("model", model, "its folder, a .gguf file or embedded")
 
 
-def _check_available(model: str, config: Way) -> None:
+def _check_available(model: str, config: ServingConfig) -> None:
     """Raise DataError or SpecError for a missing model or engine, before anything is loaded."""
     from kvaudit.audit.engines import ENGINES, Condition
     from kvaudit.audit.sampling.model import EMBEDDED
@@ -207,7 +206,7 @@ def _check_available(model: str, config: Way) -> None:
             ENGINES.get(condition.engine).check(dict(condition.settings), engine_spec)
 
 
-def _print_first_answers(console: Console, spec: RunSpec) -> FirstHeard:
+def _print_first_answers(console: Console, spec: RunSpec) -> OnFirstAnswer:
     """Return a callback that prints the beginning of the first prompt and of its answers."""
     from kvaudit.core.policy_names import condition_names
 
@@ -291,13 +290,13 @@ def init(
             raise UnknownName("kind of file", kind, (_CHECK, *SHIPPED))
         if model is None:
             raise SpecError("init check needs the model: its folder, a .gguf file, or embedded")
-        from kvaudit.audit.runs.question import spec_named, spec_text
+        from kvaudit.audit.runs.question import parse_spec_text, spec_text
 
         options.set_data_folder()
         _check_no_server(model)
         config = options.serving_config()
         text = spec_text(model, config, options.plan(model, config), options.command(model))
-        folder = Path("runs") / spec_named(text).name
+        folder = Path("runs") / parse_spec_text(text).name
         _write_spec(
             text, out or Path("spec.yaml"), f"run it with kvaudit run {{out}} --anyway, then kvaudit gate {folder}"
         )

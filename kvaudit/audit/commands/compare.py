@@ -23,7 +23,7 @@ from kvaudit.core.files import write_output
 from kvaudit.core.text import inline
 
 if TYPE_CHECKING:
-    from kvaudit.reports.page.compare_files import Compared, TwoJudges
+    from kvaudit.reports.page.compare_files import MetricComparison, TwoJudges
 
 MOST_METRICS = 2  # one for each of two judges
 
@@ -82,8 +82,8 @@ def compare(
     """
     with user_errors():
         from kvaudit.reports.page.compare_files import compare as compared
-        from kvaudit.reports.page.compare_files import margins_from, ratios_from, read_sides
-        from kvaudit.reports.page.compare_pairing import chosen_metrics
+        from kvaudit.reports.page.compare_files import parse_margins, parse_ratios, read_sides
+        from kvaudit.reports.page.compare_pairing import choose_metrics
 
         if len(metric or ()) > MOST_METRICS:
             raise SpecError(
@@ -99,28 +99,28 @@ def compare(
             higher_is_better=higher_is_better,
             select=(parse_pairs(select_a or (), "--select-a"), parse_pairs(select_b or (), "--select-b")),
         )
-        points, margins = margins_from(tuple(margin or ()))
+        points, margins = parse_margins(tuple(margin or ()))
         comparisons = [
             compared(
                 sides,
                 name,
                 margin=points,
                 margins=margins,
-                ratios=ratios_from(tuple(ratio or ())),
+                ratios=parse_ratios(tuple(ratio or ())),
                 alpha=alpha,
                 items_are_independent=items_are_independent,
             )
-            for name in chosen_metrics(sides.reference, sides.candidate, tuple(metric or ()))
+            for name in choose_metrics(sides.reference, sides.candidate, tuple(metric or ()))
         ]
         raise typer.Exit(_print_comparisons(comparisons, out))
 
 
-def _print_comparisons(comparisons: Sequence[Compared], out: Path | None) -> int:
+def _print_comparisons(comparisons: Sequence[MetricComparison], out: Path | None) -> int:
     """Print the comparisons of one or two metrics, write the report to ``out``, and return the exit code."""
-    from kvaudit.reports.page.compare_files import two_judges
+    from kvaudit.reports.page.compare_files import compare_judges
     from kvaudit.reports.page.compare_page import comparison_files
 
-    two = two_judges(*comparisons) if len(comparisons) == MOST_METRICS else None
+    two = compare_judges(*comparisons) if len(comparisons) == MOST_METRICS else None
     # with two judges, show the one whose verdict is the common verdict
     shown = next(c for c in comparisons if two is None or c.verdict.status is two.status)
     _print_tables(comparisons, shown, two)
@@ -131,28 +131,28 @@ def _print_comparisons(comparisons: Sequence[Compared], out: Path | None) -> int
     return two.exit_code if two else shown.verdict.exit_code
 
 
-def _print_tables(comparisons: Sequence[Compared], shown: Compared, two: TwoJudges | None) -> None:
+def _print_tables(comparisons: Sequence[MetricComparison], shown: MetricComparison, two: TwoJudges | None) -> None:
     from kvaudit.reports.page.compare_page import (
-        agreement,
+        agreement_notes,
         comparison_banner,
         comparison_cautions,
         comparison_table,
-        facets,
-        judges,
+        facets_table,
+        judges_table,
     )
 
     console = wide_console()
     for comparison in comparisons:
         print_table(console, comparison_table(comparison))
-    if facet_table := facets(shown):
+    if facet_table := facets_table(shown):
         print_table(console, facet_table)
     if two:
-        print_table(console, judges(two))
-        for line in agreement(two):
+        print_table(console, judges_table(two))
+        for line in agreement_notes(two):
             print_line(console, inline(line))
     banner = comparison_banner(shown)
     print_line(console, f"verdict: {banner.status.value} {banner.number}".rstrip())
-    for line in (banner.sentence, banner.about, *banner.asides, *comparison_cautions(shown)):
+    for line in (banner.sentence, banner.about, *banner.lines, *comparison_cautions(shown)):
         if line:
             print_line(console, line)
 

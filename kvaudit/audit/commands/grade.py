@@ -102,11 +102,11 @@ def _judge_run(path: Path, out: Path | None, by: str | None, plugins: Digests, *
     from rich.console import Console
 
     from kvaudit.audit.judges.base import JUDGES
-    from kvaudit.audit.runs.folder import begun_run
+    from kvaudit.audit.runs.folder import existing_run
     from kvaudit.audit.runs.judge import Judging, judged_folder
     from kvaudit.core.plugins import parse_plugin
 
-    source = begun_run(path)
+    source = existing_run(path)
     set_data_folder(source.spec)
     chosen = None if by is None else parse_plugin(JUDGES, by)
     folder = out if chosen is None else out or judged_folder(path, chosen)
@@ -145,25 +145,25 @@ def _note_judge(
     run: Path, out: Path, judge: Judge, agreement: Mapping[str, Sequence[int]], console: Console, *, card: bool
 ) -> None:
     """Store in the judged run what its report says of the judge: the former verdict, agreement, and its card."""
-    from kvaudit.audit.runs.folder import begun_run
+    from kvaudit.audit.runs.folder import existing_run
 
     notes: dict[str, object] = {"agreement": agreement}
-    if begun_run(run).spec.probe is None:  # a probe has no verdict
+    if existing_run(run).spec.probe is None:  # a probe has no verdict
         notes |= _compare_verdicts(run, out, judge, console)
     if card:
         from kvaudit.audit.judges.labels import HEADINGS, card_rows, sources
 
         notes["card"] = [list(HEADINGS), *card_rows(judge, sources())]
-    begun_run(out).note(judged=notes)
+    existing_run(out).note(judged=notes)
 
 
 def _compare_verdicts(run: Path, out: Path, judge: Judge, console: Console) -> dict[str, object]:
     """Print the verdicts before and after the judge; return the former verdict and its judges."""
     from kvaudit.reports.records.load import load_run
-    from kvaudit.reports.run import decided
+    from kvaudit.reports.run import decide_run
     from kvaudit.reports.verdict.comparison import PROGRAMMATIC
 
-    before, after = (decided(load_run(folder)) for folder in (run, out))
+    before, after = (decide_run(load_run(folder)) for folder in (run, out))
     verdict = before.verdict.status.value
     print_line(console, f"verdict: {verdict} before this judge, {after.verdict.status.value} by {judge.label}")
     judges = {name for names in before.comparison.judges.values() for name in names}
@@ -210,7 +210,7 @@ def adjudicate(
 def _write_sheet(run: Path, out: Path, select: Sequence[str], *, concordant: int | None, seed: int) -> None:
     """Write a sheet and its key; raises RunError if the sheet exists, as it may hold labels."""
     from kvaudit.reports.records.load import load_run
-    from kvaudit.reports.run import measured
+    from kvaudit.reports.run import drift_and_rules
     from kvaudit.reports.verdict.label_key import known_labels, sheet_key
     from kvaudit.reports.verdict.label_pairs import paired_answers, templates_to_see, usual
     from kvaudit.reports.verdict.label_sheet import key_path, render_key, render_sheet
@@ -222,7 +222,7 @@ def _write_sheet(run: Path, out: Path, select: Sequence[str], *, concordant: int
         if path.exists():
             raise RunError(f"{str(path)!r} exists and may hold labels; give another --out")
     data = load_run(run)
-    drift, rules = measured(data, GateOverrides(), everything=False)
+    drift, rules = drift_and_rules(data, GateOverrides(), everything=False)
     pairs = paired_answers(data, drift.comparison, _gated_contrasts(drift, rules), parse_pairs(select, "--select"))
     drawn, needed = concordant or usual(pairs), templates_to_see(pairs)
     key, answers = sheet_key(data, pairs, seed=seed, concordant=drawn)
@@ -257,7 +257,7 @@ def _gated_contrasts(drift: Drift, rules: Rules) -> list[Contrast]:
 def _read_sheet(run: Path, sheet: Path) -> int:
     """Store the labels of a sheet in the run folder, print the verdict by them, and return the gate's exit code."""
     from kvaudit.reports.records.load import load_run
-    from kvaudit.reports.run import decided, measured
+    from kvaudit.reports.run import decide_run, drift_and_rules
     from kvaudit.reports.verdict.label_key import check_key, labels_of
     from kvaudit.reports.verdict.label_pairs import digest, paired_answers
     from kvaudit.reports.verdict.label_sheet import read_key, read_labels
@@ -270,13 +270,13 @@ def _read_sheet(run: Path, sheet: Path) -> int:
     data = load_run(run)
     if digest(data.records) != key.records:
         raise DataError(f"{str(run)!r} holds other records than {str(sheet)!r} was made from; write a new sheet")
-    drift, rules = measured(data, GateOverrides(), everything=False)
+    drift, rules = drift_and_rules(data, GateOverrides(), everything=False)
     check_key(key, sheet, data, paired_answers(data, drift.comparison, _gated_contrasts(drift, rules), {}))
     labels = labels_of(run, drift.comparison.reference, key, sheet_labels)
     relabelled(data, drift, labels)  # raises before anything is stored that could not be read back
     path = run / "report" / LABELS_FILE
     write_output(path, render_labels(labels))
-    findings = decided(data, everything=False)  # reads the labels just written
+    findings = decide_run(data, everything=False)  # reads the labels just written
     console = wide_console()
     if findings.verdict.judged is not None:
         _print_labelled_cells(console, findings)

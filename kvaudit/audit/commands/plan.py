@@ -101,10 +101,10 @@ def _typed_options(context: typer.Context) -> list[str]:
 def _plan_next(path: Path) -> None:
     """Print for every gated cell of a run its size, and how many templates would decide it."""
     from kvaudit.reports.records.load import load_run
-    from kvaudit.reports.run import decided
+    from kvaudit.reports.run import decide_run
     from kvaudit.reports.verdict.family import gated_cells
 
-    findings = decided(load_run(path))
+    findings = decide_run(load_run(path))
     cells = gated_cells(findings.drift, findings.rules)
     console = wide_console()
     if not cells:

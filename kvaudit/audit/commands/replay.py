@@ -206,12 +206,12 @@ def view(
         pages.write(folder)
         print_line(console, inline(f"view: {folder / 'index.html'}"))
         print_line(console, f"{len(pages.flips)} flips of {len({flip.item for flip in pages.flips})} items")
-        if pages.served and (unshaded := pages.unshaded(shade)):
+        if pages.is_servable and (unshaded := pages.missing_shades(shade)):
             try:
                 _shade_answers(run, unshaded, plugin or ())
             finally:
                 pages.write_shades(folder)  # after an interruption too: what was served until then
-        shaded, compressed = pages.shaded()
+        shaded, compressed = pages.shaded_counts()
         hint = f"; shade the others with --shade {compressed}" if shaded < compressed else ""
         if compressed:
             print_line(console, f"{shaded} of the {compressed} flips whose caches lost something are shaded{hint}")
@@ -234,12 +234,12 @@ def _open_run(path: Path, plugins: Sequence[Path]) -> RunFolder:
     import torch
     from transformers.utils.logging import disable_progress_bar
 
-    from kvaudit.audit.runs.folder import begun_run
+    from kvaudit.audit.runs.folder import existing_run
     from kvaudit.audit.runs.launchers.local import idle_cores
     from kvaudit.audit.runs.names import load_plugins
 
     files = load_plugins(plugins)
-    run = begun_run(path)
+    run = existing_run(path)
     if run.spec.probe is not None:
         raise SpecError(f"{str(path)!r} is a probe, and an endpoint returns no distributions; give the folder of a run")
     set_data_folder(run.spec)

@@ -100,12 +100,12 @@ def gate(run: Runs, *, options: GateOptions, pin: PinFlag = False, out: PinOut =
         if len(run) > 1 or out is not None:
             raise SpecError("gate takes one run and writes no file; several folders and --out need --pin")
         from kvaudit.reports.records.load import load_run
-        from kvaudit.reports.run import decided
+        from kvaudit.reports.run import decide_run
         from kvaudit.reports.verdict.rules import refuse_late
 
         overrides = options.read()
         check_run(run[0])
-        findings = decided(load_run(run[0]), overrides, everything=False)
+        findings = decide_run(load_run(run[0]), overrides, everything=False)
         refuse_late(findings.rules)  # a gate file that was written after the run began
         print_verdict(wide_console(), findings)
         raise typer.Exit(findings.verdict.exit_code)

@@ -32,9 +32,10 @@ from kvaudit.core.provenance import ANYWAY, DEFAULT_MARGINS, PROVENANCE, read_pr
 from kvaudit.core.text import hide_passwords, inline
 
 if TYPE_CHECKING:
-    from kvaudit.audit.runs.engine_slot import FirstHeard
+    from kvaudit.audit.runs.engine_slot import OnFirstAnswer
     from kvaudit.audit.runs.folder import RunFolder
-    from kvaudit.audit.runs.pipeline import Pipeline, Prepared
+    from kvaudit.audit.runs.pipeline import Pipeline
+    from kvaudit.audit.runs.prepare import Prepared
     from kvaudit.core.spec import RunSpec
     from kvaudit.core.spec_parts import PluginNames
 
@@ -172,13 +173,14 @@ def run_spec(spec: Path | Mapping[str, Any], out: Path | None, options: RunOptio
     words = [*_join_command(run.path, options), "--threads", "1", *(["--takeover"] if options.takeover else [])]
     job = Job(words, run.path / "logs", Path.cwd(), plan.spec.device in ("auto", "cuda"), _ranks(plan.spec))
     # this process is one of the workers if they are local, else it only waits
-    with launcher.crew(workers - launcher.here, job, lambda line: print_line(Console(stderr=True), line)) as crew:
+    with launcher.start_workers(
+        workers - launcher.here, job, lambda line: print_line(Console(stderr=True), line)
+    ) as crew:
         if not launcher.here:
             crew.wait(lambda: pipeline.is_done)
             pipeline.check_pilot()
             pipeline.check_done()
-        with pipeline.under_one_bar():
-            pipeline.work_on()
+        pipeline.work_on()
     write_report(run.path)
     judge_with_spec(run.path, run.spec, plan.plugins)
     return run.path
@@ -193,10 +195,10 @@ def plan_workers(
     processes have one thread each, and a run with more continues with one process. ``here``: whether this process is
     a worker, so that its cores count.
     """
-    from kvaudit.audit.runs.ranks import launched
+    from kvaudit.audit.runs.ranks import is_launched
 
     threads = options.threads or first_threads
-    if _ranks(spec) > 1 and launched():  # further workers would take the same ranks
+    if _ranks(spec) > 1 and is_launched():  # further workers would take the same ranks
         if (options.workers or 1) > 1 or not here:
             raise SpecError(
                 "the launched processes are the ranks of one worker; leave out --workers and --launcher, or let this "
@@ -216,12 +218,12 @@ def plan_workers(
 
 def _local_places(spec: RunSpec) -> int:
     """Return the number of processes for this machine: one per idle core or per GPU, or one if none is known."""
-    from kvaudit.audit.runs.launchers.local import gpus, idle_cores
+    from kvaudit.audit.runs.launchers.local import idle_cores, visible_gpus
     from kvaudit.audit.sampling.model import EMBEDDED
 
     if spec.model == EMBEDDED:
         return max(idle_cores() // _ranks(spec), 1)
-    return max(len(gpus()) // _ranks(spec), 1) if spec.device in ("auto", "cuda") else 1
+    return max(len(visible_gpus()) // _ranks(spec), 1) if spec.device in ("auto", "cuda") else 1
 
 
 def _ranks(spec: RunSpec) -> int:
@@ -238,11 +240,11 @@ def _follow_rank0(plan: RunPlan, options: RunOptions) -> bool:
 
     from kvaudit.audit.runs.folder import open_run
     from kvaudit.audit.runs.pipeline import Pipeline
-    from kvaudit.audit.runs.ranks import is_follower, joined
+    from kvaudit.audit.runs.ranks import is_follower, join_ranks
 
     if not is_follower(_ranks(plan.spec)):
         return False
-    with joined(_ranks(plan.spec), any_gpu=plan.spec.device in ("auto", "cuda")) as ranks:
+    with join_ranks(_ranks(plan.spec), any_gpu=plan.spec.device in ("auto", "cuda")) as ranks:
         run = open_run(plan.folder, plan.spec, resume=True)  # rank 0 has created it before the ranks join
         Pipeline(run, Console(), options.threads, plugins=plan.plugins).follow(ranks)
     return True
@@ -261,8 +263,7 @@ def _join_run(path: Path, options: RunOptions) -> None:
     if _follow_rank0(plan, options):
         return
     pipeline, _ = open_pipeline(plan, options, options.threads, resume=True)
-    with pipeline.under_one_bar():
-        pipeline.work_on()
+    pipeline.work_on()
 
 
 def _run_phase(phase: str, path: Path, out: Path | None, options: RunOptions, *, resume: bool) -> None:
@@ -282,8 +283,7 @@ def _run_phase(phase: str, path: Path, out: Path | None, options: RunOptions, *,
         print_line(Console(), f"checkpoints: {run.path / 'checkpoints'}")
         return
     pipeline, run = open_pipeline(plan, options, options.threads, resume=True)
-    with pipeline.under_one_bar():
-        pipeline.work_on("pilot", "evaluate")
+    pipeline.work_on("pilot", "evaluate")
     print_line(Console(), f"records: {run.records}")
 
 
@@ -325,13 +325,13 @@ def open_pipeline(
     *,
     resume: bool,
     works: bool = True,
-    heard: FirstHeard | None = None,
+    on_first_answer: OnFirstAnswer | None = None,
     processes: int = 1,
 ) -> tuple[Pipeline, RunFolder]:
     """Check a run, open or create its folder, and return its pipeline; a new folder is created after all checks.
 
-    A process that ``works`` on no unit loads no model, and leaves checking that to the workers. ``heard``: see
-    ``prepare_run``.
+    A process that ``works`` on no unit loads no model, and leaves checking that to the workers. ``on_first_answer``:
+    see ``prepare_run``.
     """
     from rich.console import Console
 
@@ -340,13 +340,14 @@ def open_pipeline(
     from kvaudit.audit.runs.folder import check_folder, open_run, utc_now
     from kvaudit.audit.runs.names import NAMES
     from kvaudit.audit.runs.pilot import with_kept_gate
-    from kvaudit.audit.runs.pipeline import Pipeline, prepare_run
+    from kvaudit.audit.runs.pipeline import Pipeline
+    from kvaudit.audit.runs.prepare import prepare_run
     from kvaudit.reports.verdict.rules import default_margins_line
 
     check_report_folder(plan.folder)
     exists = check_folder(plan.folder, plan.spec, resume=resume)
     kept = None if exists else gate_provenance(plan.spec, NAMES)
-    prepared = None if exists or not works else prepare_run(plan.spec, heard=heard)
+    prepared = None if exists or not works else prepare_run(plan.spec, on_first_answer=on_first_answer)
     if not exists:
         _check_possible(with_kept_gate(plan.spec, kept or {}), prepared, options)
     run = open_run(plan.folder, plan.spec, resume=resume, kept=kept)
@@ -354,7 +355,6 @@ def open_pipeline(
         run.note(**{ANYWAY: utc_now()})
     if kept and (line := default_margins_line(kept.get(DEFAULT_MARGINS, {}), plan.spec.gate.margins)):
         print_line(console, line)
-    others, takeover = _join_command(run.path, options), options.takeover
     return (
         Pipeline(
             run,
@@ -362,8 +362,8 @@ def open_pipeline(
             threads,
             prepared,
             plan.plugins,
-            takeover=takeover,
-            others=others,
+            takeover=options.takeover,
+            rank_command=_join_command(run.path, options),
             processes=processes,
             asks_refused=options.ask_refused,
         ),

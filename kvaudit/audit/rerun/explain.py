@@ -9,7 +9,7 @@ from typing import NamedTuple, Self
 from kvaudit.audit.engines.base import is_engine
 from kvaudit.audit.policies import Policy, parse_policy
 from kvaudit.audit.rerun.finished import AnswerMeasure, AnswerSet, RerunAnswer, finished_records
-from kvaudit.audit.runs.evaluate import grid, served_by_us
+from kvaudit.audit.runs.evaluate import cache_policies, grid
 from kvaudit.audit.runs.folder import RunFolder
 from kvaudit.audit.sampling.model import LoadedModel
 from kvaudit.core.errors import DataError, SpecError
@@ -72,7 +72,7 @@ def match_run_policies(run: RunFolder, texts: Sequence[str]) -> list[Policy]:
     """Match texts with the run's policies; one that the run did not serve is parsed as written."""
     for engine in filter(is_engine, map(engine_name, texts)):
         raise SpecError(f"--policy names engine {engine}, whose cache cannot be inspected; name a kvaudit policy")
-    run_policies = [policy.canonical for policy in served_by_us(run.spec)]
+    run_policies = [policy.canonical for policy in cache_policies(run.spec)]
     return [parse_policy(text) for text in match_policies(texts, run_policies)]
 
 

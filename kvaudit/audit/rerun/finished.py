@@ -12,9 +12,9 @@ from kvaudit.audit.policies import Policy, parse_policy
 from kvaudit.audit.replay.interchange import read_rollouts
 from kvaudit.audit.replay.rollout_checks import RecordedRollouts
 from kvaudit.audit.rerun.measure import Measure, Total
-from kvaudit.audit.runs.evaluate import Evaluator, asked_suite, evaluation_items, row_seed
+from kvaudit.audit.runs.evaluate import Evaluator, evaluation_items, row_seed, suite_as_asked
 from kvaudit.audit.runs.folder import RunFolder
-from kvaudit.audit.runs.stored import records_of, stored_unit
+from kvaudit.audit.runs.stored import read_records, stored_unit
 from kvaudit.audit.runs.units import Unit, UnitFiles
 from kvaudit.audit.sampling.checkpoints import load_comparable, load_model_or_adapter
 from kvaudit.audit.sampling.conversations import GradedRow
@@ -63,7 +63,7 @@ def finished_records(run: RunFolder, unit: Unit) -> Iterator[Record]:
     if files.seal.is_file():
         stored = stored_unit(files.records)
         stored.check()
-        yield from records_of(stored)
+        yield from read_records(stored)
 
 
 def remake_items(run: RunFolder, model: LoadedModel, suite: Suite, record: Record) -> dict[str, Item]:
@@ -187,8 +187,8 @@ class AnswerMeasure(Measure[AnswerSet, list[RerunAnswer], Total], ABC):
         return self._model[1]
 
     def serve(self, unit: AnswerSet, model: LoadedModel) -> Iterator[list[RerunAnswer]]:
-        suite, seed = asked_suite(self._run.spec, unit.example.suite), self._run.spec.evaluate.seed
-        for rows in Evaluator(model, self._run.spec).again(unit.policy, suite, self._items(unit, suite, model)):
+        suite, seed = suite_as_asked(self._run.spec, unit.example.suite), self._run.spec.evaluate.seed
+        for rows in Evaluator(model, self._run.spec).answer_items(unit.policy, suite, self._items(unit, suite, model)):
             keys = {AnswerKey(row.item.item_id, row.sample_index): row for row in rows}
             yield [
                 RerunAnswer(

@@ -1,8 +1,8 @@
-"""Who works on what: a unit is claimed by a lock file that its process keeps locked for as long as it lives.
+"""Claims on units: a process locks the unit's lock file for as long as it works on the unit.
 
-The kernel lets go of the lock when the process ends, however it ends, so host names, process numbers and their
-namespaces decide nothing. Not every file system carries locks from one machine to another. So a holder also touches
-its file every few seconds, and a claim that was signed under another kernel is free only after a silence.
+The kernel releases the lock when the process ends for any reason, so host names, process numbers and their namespaces
+do not matter. Some file systems do not share locks between machines. The holder therefore also touches its file every
+few seconds, and a claim signed under another kernel is free only after a timeout without such a heartbeat.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ from kvaudit.core.files import mutex
 
 T = TypeVar("T")
 
-BEAT_SECONDS = 5.0
-SILENCE_SECONDS = 60.0
-_BIRTH_SECONDS = 2.0  # a file that nobody signed for so long is of a process that died as it made it
-_SETTLE_SECONDS = 2.0  # where two machines take over at once and no lock is between them, the last to sign has it
+HEARTBEAT_SECONDS = 5.0
+TIMEOUT_SECONDS = 60.0
+_UNSIGNED_SECONDS = 2.0  # a file that is unsigned for longer was left by a process that died while creating it
+_SETTLE_SECONDS = 2.0  # if two machines take over at once without a shared lock, the last to sign has the claim
 _POLL_SECONDS = 1.0
-_BOOT = Path("/proc/sys/kernel/random/boot_id")
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 @cache
 def kernel() -> str:
-    """What tells this running system from any other, by whatever name and in whatever container; new after a boot."""
-    if _BOOT.exists():
-        return _BOOT.read_text(encoding="ascii").strip()
-    if os.uname().sysname == "Linux":  # a sandbox that shows no boot: then silence decides, never the lock alone
+    """Return an identifier of this running system, the same in all of its containers and new after a boot."""
+    if _BOOT_ID.exists():
+        return _BOOT_ID.read_text(encoding="ascii").strip()
+    if os.uname().sysname == "Linux":  # a sandbox hides it: a new identifier makes the timeout decide, never the lock
         return str(uuid.uuid4())
     return f"{socket.gethostname()} {uuid.getnode():x}"
 
 
 class _ClaimState(NamedTuple):
-    """A claim as it was seen: it changes with every beat."""
+    """The state of a lock file, which changes with every heartbeat."""
 
     touched: int  # mtime in ns
     text: str
@@ -57,8 +57,8 @@ class _ClaimState(NamedTuple):
         return cls(os.fstat(file).st_mtime_ns, text)
 
     @property
-    def signed(self) -> dict[str, object]:
-        """What the holder wrote, nothing for a file that is damaged or empty."""
+    def holder(self) -> dict[str, object]:
+        """The holder's signature, empty for a damaged or empty file."""
         try:
             holder = json.loads(self.text)
         except (ValueError, RecursionError):
@@ -68,15 +68,15 @@ class _ClaimState(NamedTuple):
 
 @dataclass(frozen=True)
 class Claim:
-    """A unit that is this process's own; made by ``Claims``."""
+    """A unit that this process has claimed; made by ``Claims``."""
 
     path: Path
     file: int  # open and locked
     token: str
 
     @classmethod
-    def signed(cls, path: Path, file: int) -> Claim:
-        """Write into the locked file whose it is, for people and for other processes."""
+    def sign(cls, path: Path, file: int) -> Claim:
+        """Write this process's signature into the locked file."""
         claim = cls(path, file, str(uuid.uuid4()))
         holder = {
             "pid": os.getpid(),
@@ -91,37 +91,37 @@ class Claim:
         return claim
 
     @property
-    def holds(self) -> bool:
-        """Whether nobody has taken it over meanwhile."""
-        return _is_at(self.file, self.path) and _ClaimState.of(self.file).signed.get("token") == self.token
+    def is_valid(self) -> bool:
+        """Whether no other process has taken it over."""
+        return _is_at(self.file, self.path) and _ClaimState.of(self.file).holder.get("token") == self.token
 
     def check(self) -> None:
-        """Raise RunError where the claim was taken over: this process was silent for too long."""
-        if not self.holds:
+        """Raise RunError if another process has taken the claim over."""
+        if not self.is_valid:
             raise RunError(
-                f"claim {str(self.path)!r} was taken over by another process while this one gave no sign for over "
-                f"{SILENCE_SECONDS:.0f} s, or was removed; this process stops, the run goes on there"
+                f"claim {str(self.path)!r} was removed or taken over by another process, after no heartbeat of this "
+                f"one for over {TIMEOUT_SECONDS:.0f} s; this process stops, the other one continues the run"
             )
 
     def release(self) -> None:
-        """Let go; the file goes first, so that nobody can lock it in between and find it gone."""
-        if self.holds:
+        """Give the unit up; the file is removed before it is unlocked, so that no process locks a removed file."""
+        if self.is_valid:
             self.path.unlink(missing_ok=True)
         os.close(self.file)
 
     @contextmanager
-    def beating(self) -> Iterator[None]:
-        """Touch the file now and then from a thread, while the body works."""
+    def heartbeat(self) -> Iterator[None]:
+        """Touch the file at intervals from a thread while the body runs."""
         ended = threading.Event()
 
         def beat() -> None:
-            while not ended.wait(BEAT_SECONDS):
+            while not ended.wait(HEARTBEAT_SECONDS):
                 try:
                     os.utime(self.file)
-                except OSError:  # the server is away: the next beat may reach it, and ``check`` sees what came of it
+                except OSError:  # the file server may be back at the next beat; ``check`` notices a lost claim
                     continue
 
-        thread = threading.Thread(target=beat, name=f"beat {self.path.name}", daemon=True)
+        thread = threading.Thread(target=beat, name=f"heartbeat {self.path.name}", daemon=True)
         thread.start()
         try:
             yield
@@ -131,84 +131,83 @@ class Claim:
 
 
 class Claims:
-    """The claims of one process, and what it has seen of others'.
+    """The claims of one process, and the states of other processes' claims that it has seen.
 
-    ``takeover`` is the user's word that processes on other machines are gone: their claims are free at once, and
-    even one that is still locked, as a dead machine's can be for ever, is free after a silence.
+    ``takeover`` is the user's statement that processes on other machines are gone: their claims are free at once, or
+    after the timeout if the file is still locked, which a dead machine's can be for ever.
     """
 
     def __init__(self, *, takeover: bool = False) -> None:
         self._takeover = takeover
-        self._seen: dict[Path, tuple[_ClaimState, float]] = {}  # and since when, on our own clock
+        self._seen: dict[Path, tuple[_ClaimState, float]] = {}  # and since when, by this process's clock
 
     @contextmanager
     def claim(self, path: Path) -> Iterator[Claim | None]:
-        """Hold the unit of a lock file while the body works; None where a living process holds it."""
+        """Claim the unit of a lock file while the body runs; yield None if another live process has it."""
         path.parent.mkdir(parents=True, exist_ok=True)
         claim = self._settled(path)
         if claim is None:
             yield None
             return
         try:
-            with claim.beating():
+            with claim.heartbeat():
                 yield claim
         finally:
             claim.release()
 
     def holder(self, path: Path) -> dict[str, object]:
-        """What the holder of a claim that was not free had signed."""
-        return self._seen[path][0].signed if path in self._seen else {}
+        """Return the signature of the process that had the claim when it was last refused."""
+        return self._seen[path][0].holder if path in self._seen else {}
 
     def _settled(self, path: Path) -> Claim | None:
-        # nobody else may sign between the look and the signature
-        with mutex(path.parent / ".claims.lock"):
+        with mutex(path.parent / ".claims.lock"):  # between reading the file and signing it
             claim, is_contested = self._take(path)
         if claim is None or not is_contested:
             return claim
-        # another machine may sign at the same time: a little later the file says whose it is
+        # another machine may have signed at the same time; after a while the file shows which one has it
         time.sleep(_SETTLE_SECONDS)
-        if claim.holds:
+        if claim.is_valid:
             return claim
-        os.close(claim.file)  # and never unlink: the file is another's now
+        os.close(claim.file)  # not unlinked: the file belongs to the other machine
         return None
 
     def _take(self, path: Path) -> tuple[Claim | None, bool]:
-        """The signed claim, and whether another machine may be taking it in this very moment."""
+        """Return the signed claim, and whether another machine may be taking it at this moment."""
         file, is_new, is_locked = _opened(path)
-        holder = _ClaimState.of(file).signed  # under this kernel and mount locks are the whole truth
-        is_own = is_new or (holder.get("kernel"), holder.get("device")) == (kernel(), os.fstat(file).st_dev)
+        state = _ClaimState.of(file)
+        last = (state.holder.get("kernel"), state.holder.get("device"))
+        # between processes of one kernel and mount the lock alone decides
+        is_local = is_new or last == (kernel(), os.fstat(file).st_dev)
         quiet = 0.0 if is_new else self._quiet_seconds(path, file)
-        # a lock is the whole truth where the last holder was of this kernel; another's may not reach here
-        patience = 0.0 if self._takeover else SILENCE_SECONDS
-        # a file without a word is being made, or its maker died at it
-        patience = patience if _ClaimState.of(file).text else _BIRTH_SECONDS
-        if is_locked and (is_own or quiet >= patience):
-            return Claim.signed(path, file), not is_own
+        patience = 0.0 if self._takeover else TIMEOUT_SECONDS
+        patience = patience if state.text else _UNSIGNED_SECONDS
+        if is_locked and (is_local or quiet >= patience):
+            return Claim.sign(path, file), not is_local
         os.close(file)
-        if is_locked or is_own or not self._takeover or quiet < SILENCE_SECONDS:
+        if is_locked or is_local or not self._takeover or quiet < TIMEOUT_SECONDS:
             return None, False
-        path.unlink(missing_ok=True)  # the lock of a machine that does not answer stays with the old file
+        path.unlink(missing_ok=True)  # the lock of a machine that does not respond stays with the old file
         return self._take(path)[0], True
 
     def _quiet_seconds(self, path: Path, file: int) -> float:
-        """For how many seconds this process has seen no sign; by its own clock, since those of machines differ."""
+        """Return for how long the file has not changed, by this process's clock since those of machines differ."""
         state, now = _ClaimState.of(file), time.monotonic()
-        known, since = self._seen.get(path, (None, now))
-        if state != known:
+        last, since = self._seen.get(path, (None, now))
+        if state != last:
             since = now
         self._seen[path] = state, since
         return now - since
 
 
 def _opened(path: Path) -> tuple[int, bool, bool]:
-    """The lock file, open; whether this made it, and whether this process has it locked now."""
+    """Open the lock file; return it, whether it was created now, and whether this process has locked it."""
     while True:
         try:
             file, is_new = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666), True
         except FileExistsError:
             try:
                 file, is_new = os.open(path, os.O_RDWR), False
-            except FileNotFoundError:  # its holder has just let go
+            except FileNotFoundError:  # its holder has just released it
                 continue
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -216,11 +215,14 @@ def _opened(path: Path) -> tuple[int, bool, bool]:
             return file, is_new, False
         if _is_at(file, path):
             return file, is_new, True
-        os.close(file)  # its holder removed it between the two calls: whoever comes now makes another
+        os.close(file)  # its holder removed it between the two calls: try again with a new file
 
 
 def _is_at(file: int, path: Path) -> bool:
-    """Whether the path still names the open file. Opening asks the server; a look at the path may get an old answer."""
+    """Return whether the path still names the open file.
+
+    It opens the path, because a file server answers that afresh, while a stat may be answered from a cache.
+    """
     try:
         other = os.open(path, os.O_RDONLY)
     except FileNotFoundError:
@@ -232,51 +234,23 @@ def _is_at(file: int, path: Path) -> bool:
 
 
 class IdleSignal:
-    """A file that processes touch again and again while they have nothing to do."""
+    """A file that processes touch while they have nothing to do."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / ".idle"
-        self._known = self._time()
+        self._last = self._time()
 
     def send(self) -> None:
-        """Let those who hold several units know."""
+        """Ask processes that have claimed several units to release some."""
         self._path.touch()
 
     def was_sent(self) -> bool:
-        """Whether the file has changed since this was last asked; its time itself may be another machine's."""
-        before, self._known = self._known, self._time()
-        return self._known != before
+        """Return whether the file has changed since the last call; its time may be another machine's."""
+        before, self._last = self._last, self._time()
+        return self._last != before
 
     def _time(self) -> int:
         return self._path.stat().st_mtime_ns if self._path.exists() else 0
-
-
-class HeldUnits(Generic[T]):
-    """Units of one group that this process holds and works on together; made by ``work_through_groups``.
-
-    Where another process has nothing left to do, this one lets go of half of what it has before it.
-    """
-
-    def __init__(self, held: Mapping[T, _Held], done: Callable[[T], bool], idle: IdleSignal) -> None:
-        self._held, self._done, self._idle = dict(held), done, idle
-
-    @property
-    def units(self) -> list[T]:
-        """What is held now, in the order of the group."""
-        return list(self._held)
-
-    def claim(self, unit: T) -> Claim:
-        """The claim of a unit that is held."""
-        return self._held[unit].claim
-
-    def keeps(self, unit: T) -> bool:
-        """Whether this unit is still held; asked before every piece of work on it, when all are as after a kill."""
-        others = [one for one in self._held if one != unit and not self._done(one)]
-        if unit in self._held and others and self._idle.was_sent():
-            # the later half, which this process would come to last
-            for one in others[len(others) // 2 :]:
-                self._held.pop(one).release()
-        return unit in self._held
 
 
 class _Held(NamedTuple):
@@ -284,123 +258,149 @@ class _Held(NamedTuple):
     release: Callable[[], None]
 
 
+class ClaimedUnits(Generic[T]):
+    """Units of one group that this process has claimed and works on together; made by ``work_on_groups``."""
+
+    def __init__(self, held: Mapping[T, _Held], is_done: Callable[[T], bool], idle: IdleSignal) -> None:
+        self._held, self._is_done, self._idle = dict(held), is_done, idle
+
+    @property
+    def units(self) -> list[T]:
+        """The units that are claimed now, in the order of the group."""
+        return list(self._held)
+
+    def claim(self, unit: T) -> Claim:
+        """Return the claim of a unit."""
+        return self._held[unit].claim
+
+    def keep(self, unit: T) -> bool:
+        """Return whether a unit is still claimed; if another process is idle, first release half of the others.
+
+        To be called before every piece of work, when all units are in the state that a kill may leave.
+        """
+        others = [other for other in self._held if other != unit and not self._is_done(other)]
+        if unit in self._held and others and self._idle.was_sent():
+            for other in others[len(others) // 2 :]:  # those that this process would reach last
+                self._held.pop(other).release()
+        return unit in self._held
+
+
 @contextmanager
-def _held(
+def _claim_group(
     claims: Claims, group: Sequence[T], lock: Callable[[T], Path], *, untouched: bool
 ) -> Iterator[dict[T, _Held]]:
-    """Hold those units of a group that nobody else holds; ``untouched``: none where somebody holds the first."""
-    found: dict[T, _Held] = {}
-    with ExitStack() as every:
-        # in a stack of its own, so that one can be let go of before the others
+    """Claim the free units of a group; ``untouched``: none if another process has the first."""
+    held: dict[T, _Held] = {}
+    with ExitStack() as stack:
         for unit in group:
-            own = every.enter_context(ExitStack())
-            claim = own.enter_context(claims.claim(lock(unit)))
+            single = stack.enter_context(ExitStack())  # so that a unit can be released before the others
+            claim = single.enter_context(claims.claim(lock(unit)))
             if claim is not None:
-                found[unit] = _Held(claim, own.close)
-            elif untouched and not found:
+                held[unit] = _Held(claim, single.close)
+            elif untouched and not held:
                 break
-        yield found
+        yield held
 
 
-def work_through(
+def work_on_units(
     units: Sequence[T],
     *,
-    done: Callable[[T], bool],
+    is_done: Callable[[T], bool],
     lock: Callable[[T], Path],
     work: Callable[[T, Claim], None],
-    finished: Callable[[T], None],
-    waiting: Callable[[str], None],
+    on_done: Callable[[T], None],
+    on_wait: Callable[[str], None],
     takeover: bool = False,
 ) -> None:
-    """``work_through_groups`` for units that are worked on one by one; ``work`` checks its claim."""
+    """Run ``work_on_groups`` with units that are worked on one by one; ``work`` checks its claim."""
 
-    def work_alone(held: HeldUnits[T]) -> None:
-        for unit in held.units:
-            work(unit, held.claim(unit))
+    def work_alone(claimed: ClaimedUnits[T]) -> None:
+        for unit in claimed.units:
+            work(unit, claimed.claim(unit))
 
-    work_through_groups(
+    work_on_groups(
         [[unit] for unit in units],
-        done=done,
+        is_done=is_done,
         lock=lock,
         work=work_alone,
-        finished=finished,
-        waiting=waiting,
+        on_done=on_done,
+        on_wait=on_wait,
         takeover=takeover,
     )
 
 
-def work_through_groups(
+def work_on_groups(
     groups: Sequence[Sequence[T]],
     *,
-    done: Callable[[T], bool],
+    is_done: Callable[[T], bool],
     lock: Callable[[T], Path],
-    work: Callable[[HeldUnits[T]], None],
-    finished: Callable[[T], None],
-    waiting: Callable[[str], None],
+    work: Callable[[ClaimedUnits[T]], None],
+    on_done: Callable[[T], None],
+    on_wait: Callable[[str], None],
     takeover: bool = False,
 ) -> None:
-    """Do every unit that is not done and not claimed; wait for those that other living processes have claimed.
+    """Do every unit that is neither done nor claimed, and wait for those that other live processes have claimed.
 
-    Units of a group, whose locks lie in one folder, are claimed and worked on together. A group that another process
-    has begun is left to it while there are others; then whatever is free is taken, and who finds nothing free lets the
-    others know, which give some back (``HeldUnits``). ``finished`` is told every unit once, whoever did it, and
-    ``waiting`` whom for, whenever that changes. ``work`` checks its claims. Time is linear in the units: what others
-    hold is at most one group a process, and only that is looked at again.
+    Units of a group, whose lock files are in one folder, are claimed and worked on together. A process first takes
+    groups that no other has begun, then any free unit. A process that finds nothing free signals the others; they
+    release half of theirs. ``on_done`` is called once for every unit, whichever process did it, and ``on_wait`` with a
+    line whenever the holders that are waited for change. ``work`` checks its claims. The time is linear in the number
+    of units: every process has at most one group, and only claimed groups are checked again.
     """
     claims, last = Claims(takeover=takeover), ""
-    together = untouched = any(len(group) > 1 for group in groups)
+    has_groups = untouched = any(len(group) > 1 for group in groups)
 
-    def still_open(some: Sequence[Sequence[T]]) -> list[list[T]]:
-        return _open_units(some, done, finished)
+    def still_open(candidates: Sequence[Sequence[T]]) -> list[list[T]]:
+        return _open_units(candidates, is_done, on_done)
 
     left = still_open(groups)
     while left:
         busy: list[list[T]] = []
         for group in left:
-            with _held(claims, group, lock, untouched=untouched) as held:
-                # another may have done it between the look and the claim
-                mine = {unit: own for unit, own in held.items() if not done(unit)}
-                if mine:
-                    work(HeldUnits(mine, done, IdleSignal(lock(group[0]).parent)))
+            with _claim_group(claims, group, lock, untouched=untouched) as held:
+                # another process may have done a unit between the check and the claim
+                due = {unit: claim for unit, claim in held.items() if not is_done(unit)}
+                if due:
+                    work(ClaimedUnits(due, is_done, IdleSignal(lock(group[0]).parent)))
                     busy = still_open(busy)
             busy += still_open([group]) if held else [group]
         left = still_open(busy)
         if untouched:
-            untouched = False  # from now on also what is free of groups that others have begun
+            untouched = False  # from now on free units of groups that others have begun, too
             continue
-        text = _waiting_for([lock(unit) for group in left for unit in group], claims, takeover=takeover)
+        text = _waiting_text([lock(unit) for group in left for unit in group], claims, takeover=takeover)
         if left and text != last:
-            waiting(text)
+            on_wait(text)
             last = text
         if left:
-            if together:
+            if has_groups:
                 IdleSignal(lock(left[0][0]).parent).send()
             time.sleep(_POLL_SECONDS)
 
 
 def _open_units(
-    groups: Sequence[Sequence[T]], done: Callable[[T], bool], finished: Callable[[T], None]
+    groups: Sequence[Sequence[T]], is_done: Callable[[T], bool], on_done: Callable[[T], None]
 ) -> list[list[T]]:
-    """Tells of the units that are done, and returns the others."""
+    """Call ``on_done`` with every unit that is done, and return the others."""
     left: list[list[T]] = []
     for group in groups:
-        own = []
+        open_units = []
         for unit in group:
-            if done(unit):
-                finished(unit)
+            if is_done(unit):
+                on_done(unit)
             else:
-                own.append(unit)
-        left += [own] if own else []
+                open_units.append(unit)
+        left += [open_units] if open_units else []
     return left
 
 
-def _waiting_for(paths: Sequence[Path], claims: Claims, *, takeover: bool) -> str:
+def _waiting_text(paths: Sequence[Path], claims: Claims, *, takeover: bool) -> str:
     holders = [claims.holder(path) for path in paths]
-    names = sorted({f"pid {one.get('pid')!s:.20} of {str(one.get('host'))[:64]!r}" for one in holders})
-    text = f"waiting for {len(paths)} units that other processes hold: {', '.join(names)}"
-    if takeover or all(one.get("kernel") == kernel() for one in holders):
+    names = sorted({f"pid {holder.get('pid')!s:.20} of {str(holder.get('host'))[:64]!r}" for holder in holders})
+    text = f"waiting for {len(paths)} units that other processes have claimed: {', '.join(names)}"
+    if takeover or all(holder.get("kernel") == kernel() for holder in holders):
         return text
     return (
-        f"{text}; what another machine holds is taken over after {SILENCE_SECONDS:.0f} s without a sign, or, where it "
-        "is still locked, with --takeover"
+        f"{text}; units of another machine are taken over after {TIMEOUT_SECONDS:.0f} s without a heartbeat, or with "
+        "--takeover if they are still locked"
     )

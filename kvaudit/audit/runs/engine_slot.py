@@ -1,7 +1,7 @@
-"""The one engine that a process keeps: started for a checkpoint and a condition, ended before the next begins.
+"""The one engine that a process runs: started for a checkpoint and a condition, ended before the next one starts.
 
-An engine that is gone in the middle of a batch is started again and asked the batch anew, a few times. What it says of
-itself stands in the run's provenance from the first start on, and no other engine goes on with the run.
+An engine that dies in the middle of a batch is restarted a few times and asked the batch again. Its description is
+noted at its first start, and the run goes on with no other engine.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from itertools import takewhile
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
@@ -29,111 +28,108 @@ from kvaudit.core.records import Item
 from kvaudit.core.spec import RunSpec
 
 _TRIES = 3  # of one batch
-_SHOWN, _BEFORE = 100, 30  # characters of what an engine says, and before where two such texts part
-FIRST_TOKENS = 24  # of an answer that is shown while the rest is being asked
-FirstHeard = Callable[[str, Item, str], None]  # way of serving, item, the beginning of its answer
-
-
-class _Key(NamedTuple):
-    checkpoint: str
-    condition: str
+_SHOWN, _BEFORE = 100, 30  # characters of a changed description that are shown, and of those before the difference
+FIRST_TOKENS = 24  # of a first answer that is shown before the run
+OnFirstAnswer = Callable[[str, Item, str], None]  # policy or condition, item, the beginning of its answer
 
 
 class EngineSlot(Session):
-    """Holds at most one engine. ``say`` is told when one is gone or refuses; every start happens inside ``around``."""
+    """Runs at most one engine at a time; every start is made inside ``around``."""
 
     def __init__(
         self,
         run: RunFolder,
         spec: RunSpec,
-        say: Callable[[str], None],
+        print_line: Callable[[str], None],
         around: Callable[[Condition], AbstractContextManager[None]],
     ) -> None:
-        self._run, self._spec, self._say, self._around = run, spec, say, around
-        self._held: tuple[_Key, Session] | None = None
-        self._wanted: tuple[Condition, LoadedModel] | None = None
+        self._run, self._spec, self._print_line, self._around = run, spec, print_line, around
+        self._session: Session | None = None
+        self._target: tuple[Condition, LoadedModel] | None = None  # of the session, also when it has died
 
-    def under(self, condition: Condition, model: LoadedModel) -> Session:
-        """The engine under a condition on a checkpoint; another one that is held ends now."""
-        key = _Key(model.sha256, condition.canonical)
-        if self._held is None or self._held[0] != key:
+    def switch_to(self, condition: Condition, model: LoadedModel) -> Session:
+        """Return an engine under this condition on this checkpoint; another one that runs is ended first."""
+        if self._session is None or self._target is None or _key(*self._target) != _key(condition, model):
             self.stop()
-            self._wanted = condition, model
-            self._held = key, self._started(condition, model)
-        self.described = self._held[1].described
+            self._session, self._target = self._start(condition, model), (condition, model)
+        self.described = self._session.described
         return self
 
     def answer(self, asked: Sequence[AskedOfEngine]) -> list[Reply]:
-        """The replies of the engine that is held; one that is gone is started again, twice at the most."""
-        for number in range(_TRIES):
-            assert self._wanted is not None
-            if self._held is None:
-                self.under(*self._wanted)
-            assert self._held is not None
+        """Return the engine's replies; an engine that dies is restarted twice at most."""
+        assert self._target is not None
+        condition, model = self._target
+        for tries_left in reversed(range(_TRIES)):
+            self.switch_to(condition, model)
+            assert self._session is not None
             try:
-                replies = self._held[1].answer(asked)
-                require_replies(asked, replies, self._wanted[0].engine)
-                refusals = [reply.refused for reply in replies if reply.refused is not None]
-                if refusals:  # in the records they are unscored
-                    said = f"{len(refusals)} of {len(replies)} requests were refused, and are unscored: {refusals[0]}"
-                    self._say(said)
-                return replies
+                replies = self._session.answer(asked)
+                require_replies(asked, replies, condition.engine)
             except EngineFailed as error:
-                wanted = self._wanted  # ``stop`` forgets it
                 self.stop()
-                self._wanted = wanted
-                if number == _TRIES - 1:
-                    raise RunError(f"{error}; what is written stays: go on with --resume") from None
-                self._say(f"{error}; starting it again")
+                if not tries_left:
+                    raise RunError(f"{error}; finished work is kept: go on with --resume") from None
+                self._print_line(f"{error}; restarting it")
+                continue
+            refusals = [reply.refused for reply in replies if reply.refused is not None]
+            if refusals:
+                self._print_line(
+                    f"{len(refusals)} of {len(replies)} requests were refused, and are unscored: {refusals[0]}"
+                )
+            return replies
         raise AssertionError
 
     def stop(self) -> None:
-        """End the engine, if there is one."""
-        if self._held is not None:
-            self._held[1].stop()
-        self._held = self._wanted = None
+        """End the engine, if one runs."""
+        if self._session is not None:
+            self._session.stop()
+        self._session = self._target = None
 
-    def _started(self, condition: Condition, model: LoadedModel) -> Session:
+    def _start(self, condition: Condition, model: LoadedModel) -> Session:
         with self._around(condition):
             try:
-                session = started_engine(condition, model, self._spec, self._run.path / "logs" / "engines")
+                session = start_engine(condition, model, self._spec, self._run.path / "logs" / "engines")
             except RunError as error:
-                raise RunError(f"{error}; what is written stays: go on with --resume") from None
+                raise RunError(f"{error}; finished work is kept: go on with --resume") from None
         try:
-            hold_engine(self._run, condition.canonical, condition.engine, session.described)
+            check_engine_unchanged(self._run, condition.canonical, condition.engine, session.described)
         except BaseException:
             session.stop()
             raise
         return session
 
 
-def hold_engine(run: RunFolder, key: str, engine: str, described: Mapping[str, str]) -> None:
-    """Note what an engine says it is, and raise RunError for one that says otherwise than the first did.
+def _key(condition: Condition, model: LoadedModel) -> tuple[str, str]:
+    return model.sha256, condition.canonical
 
-    Its weights are those of each checkpoint in turn, whose hash stands elsewhere.
+
+def check_engine_unchanged(run: RunFolder, key: str, engine: str, description: Mapping[str, str]) -> None:
+    """Note an engine's description; raise RunError if it differs from the one at its first start.
+
+    Its weights are not compared: they are those of each checkpoint in turn, whose hashes are checked elsewhere.
     """
-    now = dict(described)
-    then = run.keep(SERVED_BY, key, now)
-    changed = sorted(name for name in {*then, *now} - {"weights", NOT_SHOWN} if then.get(name) != now.get(name))
+    now = dict(description)
+    noted = run.keep(SERVED_BY, key, now)
+    changed = sorted(name for name in {*noted, *now} - {"weights", NOT_SHOWN} if noted.get(name) != now.get(name))
     if changed:
         name = changed[0]
-        before, after = _where_they_part(str(then.get(name)), str(now.get(name)))
+        before, after = _from_difference(str(noted.get(name)), str(now.get(name)))
         raise RunError(
-            f"engine {engine} said {name} {before!r} when the run began with it, now {after!r}; put back what it was, "
-            "or give another --out"
+            f"engine {engine} reported {name} {before!r} when the run began, and reports {after!r} now; restore what "
+            "it was, or give another --out"
         )
 
 
-def _where_they_part(one: str, other: str) -> tuple[str, str]:
-    """The two texts, from a little before their first difference on where they are long, so that it is seen."""
-    alike = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
-    start = max(0, alike - _BEFORE) if max(len(one), len(other)) > _SHOWN else 0
+def _from_difference(before: str, after: str) -> tuple[str, str]:
+    """Return two texts, cut to the part around their first difference if they are long."""
+    same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(before, after, strict=False)))
+    start = max(0, same - _BEFORE) if max(len(before), len(after)) > _SHOWN else 0
     dots = "..." if start else ""
-    return dots + one[start:][:_SHOWN], dots + other[start:][:_SHOWN]
+    return dots + before[start:][:_SHOWN], dots + after[start:][:_SHOWN]
 
 
-def started_engine(condition: Condition, model: LoadedModel, spec: RunSpec, logs: Path) -> Session:
-    """Start an engine; raises RunError with its last words where it does not come up."""
+def start_engine(condition: Condition, model: LoadedModel, spec: RunSpec, logs: Path) -> Session:
+    """Start an engine; raise RunError with its last output if it does not start."""
     log = logs / f"{in_file_name(condition.engine)}-{condition.hash}.log"
     work = EngineContext(model, spec.engine(condition.canonical), log, torch.get_num_threads())
     try:
@@ -143,32 +139,34 @@ def started_engine(condition: Condition, model: LoadedModel, spec: RunSpec, logs
 
 
 def try_out_engines(
-    conditions: Sequence[Condition], model: LoadedModel, spec: RunSpec, item: Item, heard: FirstHeard | None = None
+    conditions: Sequence[Condition],
+    model: LoadedModel,
+    spec: RunSpec,
+    item: Item,
+    on_answer: OnFirstAnswer | None = None,
 ) -> None:
-    """Start every condition once and have it say a token; raises what would otherwise come up after hours.
+    """Start an engine under every condition and sample a token; raise what would otherwise fail after hours.
 
-    What they wrote stays where an error names it. ``heard`` is told the beginning of each one's answer.
+    The logs are kept if an error names them. ``on_answer`` is called with the beginning of each answer.
     """
     ids, stops = item_prompt(model.chat, item).ids, tuple(sorted(model.chat.stop_ids))
-    most = 1 if heard is None else FIRST_TOKENS
-    asked = AskedOfEngine(ids, most, stops, temperature=0.0, top_p=1.0, seed=0, messages=item.messages)
+    max_tokens = 1 if on_answer is None else FIRST_TOKENS
+    request = AskedOfEngine(ids, max_tokens, stops, temperature=0.0, top_p=1.0, seed=0, messages=item.messages)
     with _trial_logs() as logs:
         for condition in conditions:
-            with started_engine(condition, model, spec, logs) as session:
+            with start_engine(condition, model, spec, logs) as session:
                 try:
-                    (reply,) = session.answer([asked])
+                    (reply,) = session.answer([request])
                 except EngineFailed as error:
                     raise RunError(f"{error} (condition {condition.canonical})") from None
-            if heard is not None:
-                said = model.chat.text(reply.ids) if reply.text is None else reply.text
-                heard(condition.canonical, item, said if reply.refused is None else f"refused: {reply.refused}")
+            if on_answer is not None:
+                text = model.chat.text(reply.ids) if reply.text is None else reply.text
+                on_answer(condition.canonical, item, text if reply.refused is None else f"refused: {reply.refused}")
 
 
 @contextmanager
 def _trial_logs() -> Iterator[Path]:
-    """A folder for what engines write while they are tried out, which stays where something was raised and it tells
-    something.
-    """
+    """Make a folder for the logs of engines; it is kept if the body raises and a log has text."""
     logs = Path(tempfile.mkdtemp(prefix="kvaudit-engines-"))
     try:
         yield logs

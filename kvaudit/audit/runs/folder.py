@@ -1,8 +1,8 @@
-"""The run folder: one spec each, shared by any number of plain processes, resumed after a kill.
+"""The run folder: one spec, shared by any number of processes, resumed after a kill.
 
 spec.yaml  provenance.json  checkpoints/<arm>/seed-<n>/  records/<unit>.jsonl + <unit>.done.json  report/
 
-Who works on what is in ``kvaudit.audit.runs.claims``.
+Processes divide the units by claims (``kvaudit.audit.runs.claims``).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 from kvaudit.audit.runs.names import NAMES
 from kvaudit.core.errors import DataError, RunError, SpecError
 from kvaudit.core.files import LARGEST_FILE, mutex, write_json, write_whole
-from kvaudit.core.provenance import PROVENANCE, item_counts, read_provenance
+from kvaudit.core.provenance import INPUTS, PROVENANCE, Digests, check_inputs, item_counts, read_provenance
 from kvaudit.core.spec import RunSpec, dump_spec, load_spec
 
 SPEC = "spec.yaml"
@@ -29,83 +29,89 @@ _IMPOSSIBLE = {errno.ENOENT, errno.ENOTDIR, errno.EEXIST, errno.EINVAL, errno.EN
 
 
 class RunFolder:
-    """An open run folder; make one with ``open_run``."""
+    """An open run folder, made by ``open_run``."""
 
     def __init__(self, path: Path, spec: RunSpec) -> None:
         self.path, self.spec = path, spec
 
     @property
     def sized(self) -> RunSpec:
-        """The spec with the numbers of items that the pilot gave, once it has."""
+        """The spec with the numbers of items that the pilot or the last look has fixed, if any."""
         return self.spec.sized(item_counts(self.provenance()))
 
     @property
     def records(self) -> Path:
-        """Where the record files lie."""
+        """The folder of the record files."""
         return self.path / "records"
 
     def checkpoint(self, arm: str, seed: int) -> Path:
-        """The checkpoint folder of one trained arm and seed."""
+        """Return the checkpoint folder of a trained arm and seed."""
         return self.path / "checkpoints" / arm / f"seed-{seed}"
 
     def provenance(self) -> dict[str, Any]:
-        """What is known so far about where the numbers come from."""
+        """Return the content of provenance.json."""
         return read_provenance(self.path)
 
     def note(self, **entries: Any) -> None:
         """Add entries to provenance.json; mappings are merged one level deep. Safe between processes."""
         with mutex(self.path / ".provenance.lock"):
-            known = self.provenance() if (self.path / PROVENANCE).exists() else {}
+            provenance = self.provenance() if (self.path / PROVENANCE).exists() else {}
             for key, value in entries.items():
-                known[key] = {**known.get(key, {}), **value} if isinstance(value, Mapping) else value
-            write_json(self.path / PROVENANCE, known)
+                provenance[key] = {**provenance.get(key, {}), **value} if isinstance(value, Mapping) else value
+            write_json(self.path / PROVENANCE, provenance)
 
     def keep(self, table: str, key: str, value: Any) -> Any:
-        """What provenance.json holds under ``table`` and ``key``; ``value`` where it holds nothing yet, which it then
-        does. Safe between processes: all of them get what the first one brought.
+        """Write ``value`` under ``table`` and ``key`` of provenance.json unless it has one; return what is there.
+
+        Safe between processes: all of them get the value of the first one.
         """
         with mutex(self.path / ".provenance.lock"):
-            known = self.provenance()
-            held = known.setdefault(table, {})
-            if not isinstance(held, dict):
+            provenance = self.provenance()
+            entries = provenance.setdefault(table, {})
+            if not isinstance(entries, dict):
                 raise DataError(
-                    f"{str(self.path / PROVENANCE)!r}: {table} holds a {type(held).__name__}, wanted an object"
+                    f"{str(self.path / PROVENANCE)!r}: {table} is a {type(entries).__name__}, wanted an object"
                 )
-            if key not in held:
-                held[key] = value
-                write_json(self.path / PROVENANCE, known)
-            return held[key]
+            if key not in entries:
+                entries[key] = value
+                write_json(self.path / PROVENANCE, provenance)
+            return entries[key]
 
 
-def noted(run: RunFolder, *keys: str) -> Any:
-    """What provenance.json holds under a key, or under keys inside each other; raises DataError where it lacks one."""
+def noted_value(run: RunFolder, *keys: str) -> Any:
+    """Return the value under nested keys of provenance.json; raise DataError if there is none."""
     value: Any = run.provenance()
     for key in keys:
         if not isinstance(value, Mapping) or key not in value:
             raise DataError(
-                f"{str(run.path / PROVENANCE)!r} lacks {'.'.join(keys)}, which the run wrote into it; put it back "
-                "as it was, or start another run with --out"
+                f"{str(run.path / PROVENANCE)!r} lacks {'.'.join(keys)}, which the run wrote there; restore the file, "
+                "or start another run with --out"
             )
         value = value[key]
     return value
 
 
-def check_folder(path: Path, spec: RunSpec, *, resume: bool) -> bool:
-    """Whether ``path`` holds this run already; writes nothing.
+def check_inputs_unchanged(run: RunFolder, kind: str, digests: Digests) -> None:
+    """Note the sha256 of the inputs of one kind; raise RunError if the run has noted others."""
+    check_inputs(kind, run.keep(INPUTS, kind, dict(digests)), digests)
 
-    Raises RunError when the folder holds another spec or something else, or the same run and ``resume`` is not given.
+
+def check_folder(path: Path, spec: RunSpec, *, resume: bool) -> bool:
+    """Return whether ``path`` holds this run already; writes nothing.
+
+    Raises RunError if the folder holds another spec or other files, or the same run and ``resume`` is not given.
     """
     with _usable(path):
         if not (path / SPEC).exists():
-            begun = {PROVENANCE, "records", "spec.yaml.partial"}  # traces of a start that was cut short
+            begun = {PROVENANCE, "records", "spec.yaml.partial"}  # traces of an interrupted start
             if path.exists() and (
-                not path.is_dir() or any(one.name[0] != "." and one.name not in begun for one in path.iterdir())
+                not path.is_dir() or any(file.name[0] != "." and file.name not in begun for file in path.iterdir())
             ):
                 raise RunError(f"{str(path)!r} is not empty and holds no run; give another --out")
             if (size := len(dump_spec(spec).encode())) > LARGEST_FILE:
                 raise SpecError(
-                    f"the spec comes to {size} bytes once its defaults are written out, a spec can hold "
-                    f"{LARGEST_FILE}; ask fewer policies or suites in one run"
+                    f"the spec has {size} bytes with its defaults written out, but may have at most {LARGEST_FILE}; "
+                    "use fewer policies or suites in one run"
                 )
             return False
     _check_same(path, spec)
@@ -114,13 +120,13 @@ def check_folder(path: Path, spec: RunSpec, *, resume: bool) -> bool:
     return True
 
 
-def begun_run(path: Path) -> RunFolder:
-    """The run in a folder, by the spec it began with; raises DataError for another one, and where there is no run."""
+def existing_run(path: Path) -> RunFolder:
+    """Open the run of a folder; raise DataError if there is none, or it began with another spec."""
     if not (path / SPEC).is_file():
         raise DataError(f"{str(path / SPEC)!r} is missing; give the folder of a run (kvaudit run SPEC --out DIR)")
     run = RunFolder(path, load_spec(path / SPEC, NAMES))
     began = run.provenance().get("spec_sha256")
-    if began != run.spec.sha256:  # as it was written, where that is of before public rows had a length
+    if began != run.spec.sha256:  # perhaps a spec of an earlier version, which gave public rows a context length
         written = load_spec(path / SPEC)
         grid = written.evaluate
         if any(NAMES.lengths(name) == "none" and any(grid.contexts_of(name)) for name in grid.suites):
@@ -128,15 +134,15 @@ def begun_run(path: Path) -> RunFolder:
     if began != run.spec.sha256:
         raise DataError(
             f"{str(path / SPEC)!r} has hash {run.spec.sha256[:12]}, the run began with {str(began)[:12]}; "
-            "put the first one back"
+            "restore the first one"
         )
     return run
 
 
 def open_run(path: Path, spec: RunSpec, *, resume: bool, kept: Mapping[str, Any] | None = None) -> RunFolder:
-    """Start a run in ``path``, or go on with it; raises RunError as ``check_folder`` does.
+    """Start or resume a run in ``path``; raise RunError as ``check_folder`` does.
 
-    ``kept`` is what the provenance of a new run holds besides: the gate it was declared with.
+    ``kept`` are further entries for the provenance of a new run: the gate it was declared with.
     """
     folder = RunFolder(path, spec)
     if check_folder(path, spec, resume=resume):
@@ -154,23 +160,23 @@ def open_run(path: Path, spec: RunSpec, *, resume: bool, kept: Mapping[str, Any]
         **(kept or {}),
     )
     folder.records.mkdir(exist_ok=True)
-    # last: a folder that holds a spec has all the rest, and one without may be started over
+    # last: a folder with a spec has all the rest, and one without may be started over
     with mutex(path / ".provenance.lock"):
         if not (path / SPEC).exists():
             write_whole(path / SPEC, dump_spec(spec))
-    _check_same(path, spec)  # another process may have started a run here in the same moment
+    _check_same(path, spec)  # another process may have started a run here at the same time
     return folder
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder and its parents; raises RunError for a path that can be none."""
+    """Make a folder and its parents; raise RunError for an impossible path."""
     with _usable(path):
         path.mkdir(parents=True, exist_ok=True)
 
 
 @contextmanager
 def _usable(path: Path) -> Iterator[None]:
-    """Turn what the system says of an impossible path into one line; a full or read-only disk is said elsewhere."""
+    """Turn the system's error about an impossible path into a RunError; a full or read-only disk is left to others."""
     try:
         yield
     except OSError as error:
@@ -180,30 +186,30 @@ def _usable(path: Path) -> Iterator[None]:
 
 
 def _check_same(path: Path, spec: RunSpec) -> None:
-    held = load_spec(path / SPEC, NAMES)
-    if held.sha256 != spec.sha256:
+    present = load_spec(path / SPEC, NAMES)
+    if present.sha256 != spec.sha256:
         raise RunError(
-            f"folder {str(path)!r} holds another spec ({held.name} {held.sha256[:12]}, yours is {spec.name} "
+            f"folder {str(path)!r} holds another spec ({present.name} {present.sha256[:12]}, yours is {spec.name} "
             f"{spec.sha256[:12]}); give another --out"
         )
 
 
 def versions_line() -> str:
-    """What this process works with, as one line."""
+    """Return the versions of the packages and of Python, as one line."""
     versions = {**_versions(), "python": platform.python_version()}
     return ", ".join(f"{name} {number}" for name, number in versions.items())
 
 
 def _versions() -> dict[str, str]:
-    found = {}
+    versions = {}
     for name in _PACKAGES:
         try:
-            found[name] = metadata.version(name)
+            versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:  # running from a source tree that is not installed
-            found[name] = "not installed"
-    return found
+            versions[name] = "not installed"
+    return versions
 
 
 def utc_now() -> str:
-    """The time as ISO 8601, to the second."""
+    """Return the UTC time in ISO 8601, to the second."""
     return datetime.now(UTC).isoformat(timespec="seconds")

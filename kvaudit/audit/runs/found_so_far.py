@@ -1,4 +1,4 @@
-"""What the answers on disk show while a run goes on: lost and gained against the reference, counted, not judged."""
+"""Lost and gained answers against the reference while a run goes on: counted from disk, not tested."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from kvaudit.core.spec import RunSpec
 
 
 class _Compared(NamedTuple):
-    """A side that is named, and pairs of units of which the second is what the first is held against."""
+    """A named side of the comparison, and pairs of its units with the units that they are compared with."""
 
     name: str
     pairs: Sequence[tuple[Unit, Unit]]
 
 
 class _Answers:
-    """The scores of a unit, read on from where they were read to last; half a line is left for the next time."""
+    """The scores of a unit; ``update`` reads the complete lines that were added since the last call."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self._read = dict.fromkeys(paths, 0)
@@ -34,7 +34,7 @@ class _Answers:
                 with path.open("rb") as file:
                     file.seek(begin)
                     whole, newline, _ = file.read().rpartition(b"\n")
-            except FileNotFoundError:  # not begun
+            except FileNotFoundError:
                 continue
             self._read[path] += len(whole) + len(newline)
             for line in whole.splitlines():
@@ -43,8 +43,9 @@ class _Answers:
 
 
 class FoundSoFar:
-    """The answers of the reference under every policy against its uncompressed ones, and those of the other arms
-    against the reference, both uncompressed. ``folder`` is the run's.
+    """Compares the reference under every policy with the uncompressed reference, and the other arms with it.
+
+    ``folder`` is the run's.
     """
 
     def __init__(self, spec: RunSpec, folder: Path) -> None:
@@ -65,9 +66,10 @@ class FoundSoFar:
         return {unit: _Answers([UnitFiles.of(place, unit).records for place in places]) for unit in self._rows}
 
     def lines(self) -> list[str]:
-        """A line for every side of which something is known: ``int8: no loss so far in 40 of 720 answers``."""
+        """Return a line for every side with answers: ``int8: no loss so far in 40 of 720 answers``."""
         for unit, answers in self._answers.items():
-            if not 0 < self._rows[unit] <= len(answers.scores):  # read to its end
+            is_complete = 0 < self._rows[unit] <= len(answers.scores)
+            if not is_complete:
                 answers.update()
         return [line for side in self._sides if (line := self._line(side)) is not None]
 
@@ -83,14 +85,14 @@ class FoundSoFar:
                     gained += now > before
         if not compared:
             return None
-        found = (f"{lost} lost" if lost else "no loss") + (f", {gained} gained" if gained else "")
+        changes = (f"{lost} lost" if lost else "no loss") + (f", {gained} gained" if gained else "")
         rows = [self._rows[unit] for unit, _ in side.pairs]
-        in_all = f" of {sum(rows)}" if all(rows) else ""  # of a suite that is asked whole nobody knows yet
-        return f"{side.name}: {found} so far in {compared}{in_all} answers"
+        total = f" of {sum(rows)}" if all(rows) else ""  # unknown before the pilot for ``all`` and ``auto``
+        return f"{side.name}: {changes} so far in {compared}{total} answers"
 
 
 def policy_labels(spec: RunSpec) -> dict[str, str]:
-    """What a reader calls the ways of serving of a grid."""
+    """Return short names for the policies and conditions of a grid."""
     policies = spec.evaluate.policies
     return {**short_names(policies), **condition_names(spec.evaluate.references)}
 
@@ -103,16 +105,16 @@ def _sides(spec: RunSpec) -> Iterator[_Compared]:
     for policy in compressed_policies(spec.evaluate.policies, references):
         plain = reference_of(policy, references)
         yield _Compared(names[policy], list(_pairs(units, (reference, policy), (reference, plain))))
-    served_whole = [policy for policy in spec.evaluate.policies if reference_of(policy, references) == policy]
+    plain_policies = [policy for policy in spec.evaluate.policies if reference_of(policy, references) == policy]
     others = dict.fromkeys(arm for arm, _ in spec.arms if arm != reference)
-    for arm, plain in ((arm, served_whole[0]) for arm in others if served_whole):
+    for arm, plain in ((arm, plain_policies[0]) for arm in others if plain_policies):
         yield _Compared(f"{arm} against {reference}", list(_pairs(units, (arm, plain), (reference, plain))))
 
 
 def _pairs(
     units: Mapping[tuple[str, int, str, str, int], Unit], ours: tuple[str, str], theirs: tuple[str, str]
 ) -> Iterator[tuple[Unit, Unit]]:
-    """The units of two sides that differ in nothing else, seed by seed."""
+    """Yield the units of two sides in pairs with the same seed, suite and length."""
     for (arm, seed, policy, suite, context), unit in units.items():
         against = units.get((theirs[0], seed, theirs[1], suite, context))
         if (arm, policy) == ours and against is not None:

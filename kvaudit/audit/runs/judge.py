@@ -1,12 +1,16 @@
-"""Judging: the stored transcripts of a run, graded again into another run folder.
+"""Judging: grade the stored answers of a run again, into another run folder.
 
-Items are made again from the run's spec, and every stored opening must be the item's. What was said stays as it is;
-outcome, score, facets and judge are made again by the suites and the detector of degenerate answers as they are now.
-The run that is judged is never written to. A judge may decide what suites leave to one, in place of their phrase rules.
+Items are made again from the run's spec, and every stored opening must be the item's. Answers stay as they are;
+outcome, score, facets and judge come from the suites and the detector of degenerate answers as they are now. A judge
+may decide what suites leave to one, in place of their phrase rules. The judged run itself is never written to.
 
     provenance.json    judged: {"from": name, "records": sha256, "suite_versions": those before, "judge": {...}, ...}
     <unit>.done.json   judged: {"from": sha256 of the records that were judged, "by": {...}}, changed: {...}
-    answers-*.jsonl    what the judge said, by hash of the question (``core.remembered``)
+    answers-*.jsonl    the judge's replies, by hash of the question (``core.remembered``)
+
+Units are claimed, so several processes may share the work. A judge is asked the questions of a whole unit before
+anything of the unit is written; its replies are stored at once, so that a kill loses little. Answers on which it failed
+are unscored, and asked again by the next process.
 """
 
 from __future__ import annotations
@@ -17,18 +21,17 @@ import os
 import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.console import Console
 
 from kvaudit import __version__
-from kvaudit.audit.judges.base import CachedGrader, Judge
+from kvaudit.audit.judges.base import CachedGrader, Judge, StoredAnswer
 from kvaudit.audit.runs.claims import Claim
 from kvaudit.audit.runs.folder import SPEC, RunFolder, check_folder, make_folder
-from kvaudit.audit.runs.regrading import Regrading
-from kvaudit.audit.runs.stored import StoredUnit
+from kvaudit.audit.runs.stored import Items, StoredUnit, item_of, read_records, stored_units, work_on_stored
 from kvaudit.audit.sampling.exchange import grade_by_judge, grade_transcript, with_harm
 from kvaudit.core.errors import RunError
 from kvaudit.core.files import PARTIAL, mutex, read_json, write_json, write_whole
@@ -39,192 +42,217 @@ from kvaudit.suites.base import SUITES, Suite
 
 _COUNTS = ("answers", "scores", "outcomes", "judged", "unsure", "failed")
 AGREEMENT = ((True, True), (True, False), (False, True), (False, False))  # desired before, and now
-_COPIED = {  # what a report shows besides records, and under which name it goes along
+_COPIED = {  # files that a report shows besides records -> their names in the judged run
     "scan.json": "scan.json",
     "answers.json": "answers.json",
     RECIPE: RECIPE,
     "checkpoints/*/seed-*/telemetry.jsonl": "telemetry.jsonl",
-    f"checkpoints/*/seed-*/{PROVENANCE}": ORIGIN,  # under its own name it would say that the weights are here
+    f"checkpoints/*/seed-*/{PROVENANCE}": ORIGIN,  # its own name would mean that the weights are there
     f"checkpoints/*/seed-*/{ORIGIN}": ORIGIN,
 }
 
 
 def judged_folder(run: Path, judge: Judge) -> Path:
-    """Where a run's answers lie as a judge grades them, unless told otherwise."""
+    """Return the default folder of a run's answers as a judge grades them."""
     return run / "judged" / judge.folder
 
 
 class SuiteChange(NamedTuple):
-    """What judging changed in one suite."""
+    """The numbers of answers in a suite whose grades judging changed."""
 
     suite: str
     versions: str  # before -> now
     answers: int
     scores: int
     outcomes: int
-    judged: int  # by a judge, those that it failed on included
+    judged: int  # by a judge, including those that it failed on
     unsure: int
     failed: int
 
 
-class Judging(Regrading[Question, Judgement]):
+class Judging:
     """One process's work on judging a run; without a judge the suites grade alone.
 
-    Raises DataError where one of its checkpoints is not as it was finished, RunError where ``out`` holds something else
-    than this run judged. ``plugins``: file name -> sha256, of the suites that grade now.
+    ``plugins`` maps the files of suites that grade now to their sha256. Raises DataError if a checkpoint or a unit is
+    not as it was sealed, RunError if ``out`` holds anything but this run judged, or the judge cannot go on.
     """
-
-    stage = "judge"
 
     def __init__(
         self, run: RunFolder, out: Path, console: Console, plugins: Digests, judge: Judge | None = None
     ) -> None:
         check_checkpoints(run.path)
-        super().__init__(run, console)
-        self._plugins, self._by = plugins, judge
-        self._out = RunFolder(out, run.spec)
-        _ = self._items  # a tokenizer that is not there is missed before a folder is made
+        self._run, self._console, self._plugins, self._judge = run, console, plugins, judge
+        self._tried: set[Path] = set()  # units of this process, which leaves their failures to the next one
+        self.units, self.unfinished = stored_units(run)
+        self._out, self._items = RunFolder(out, run.spec), Items(run)
         self._open()
 
     @cached_property
-    def answers(self) -> CachedGrader[Question, Judgement] | None:
-        return None if self._by is None else CachedGrader(self._by, self._out.path)
+    def _answers(self) -> CachedGrader[Question, Judgement] | None:
+        return None if self._judge is None else CachedGrader(self._judge, self._out.path)
 
     def work(self) -> list[SuiteChange]:
-        """Judge every unit that is not judged yet; returns what changed, by suite."""
-        self.grade_units()
-        found = []
-        for suite, results in self.results_by_suite().items():
-            parts = [body["changed"] for _, body in results]
+        """Judge every unit that is not judged yet; return the changes by suite."""
+        work_on_stored(
+            self.units, "judge", self._console, is_done=self._is_done, lock=self._lock, work=self._judge_unit
+        )
+        results: dict[str, list[Mapping[str, Any]]] = {}
+        for unit in self.units:
+            results.setdefault(unit.suite, []).append(read_json(self._seal(unit))["changed"])
+        changes = []
+        for suite, parts in results.items():
             versions = f"{', '.join(sorted({part['was'] for part in parts}))} -> {SUITES.get(suite).version}"
-            found.append(SuiteChange(suite, versions, *(sum(part.get(key, 0) for part in parts) for key in _COUNTS)))
-        return found
+            changes.append(SuiteChange(suite, versions, *(sum(part.get(key, 0) for part in parts) for key in _COUNTS)))
+        return changes
 
     def agreement(self) -> dict[str, list[int]]:
-        """By suite, in how many answers the judge and the one before it say the same (``AGREEMENT``)."""
-        found: dict[str, list[int]] = {}
+        """Return in how many answers the judge and the one before agree (``AGREEMENT``), by suite."""
+        totals: dict[str, list[int]] = {}
         for unit in self.units:
-            pairs = read_json(self.place(unit))["changed"].get("pairs", [])
+            pairs = read_json(self._seal(unit))["changed"].get("pairs", [])
             if any(pairs):
-                total = found.get(unit.suite, [0] * len(AGREEMENT))
-                found[unit.suite] = [have + more for have, more in zip(total, pairs, strict=True)]
-        return found
+                total = totals.get(unit.suite, [0] * len(AGREEMENT))
+                totals[unit.suite] = [old + new for old, new in zip(total, pairs, strict=True)]
+        return totals
 
-    def place(self, unit: StoredUnit) -> Path:
+    def _seal(self, unit: StoredUnit) -> Path:
         return seal_path(self._out.records / unit.records.name)
 
-    def lock(self, unit: StoredUnit) -> Path:
+    def _lock(self, unit: StoredUnit) -> Path:
         return self._out.records / unit.records.with_suffix(".lock").name
 
-    def is_current(self, unit: StoredUnit, result: Mapping[str, Any]) -> bool:
-        return bool(result.get(JUDGED) == self._identity(unit))
+    def _is_done(self, unit: StoredUnit) -> bool:
+        if not self._seal(unit).exists():
+            return False
+        seal = read_json(self._seal(unit))
+        has_failed = bool(seal.get("changed", {}).get("failed", 0))
+        return bool(seal.get(JUDGED) == self._identity(unit)) and (not has_failed or unit.records in self._tried)
 
-    def failed(self, result: Mapping[str, Any]) -> bool:
-        return bool(result.get("changed", {}).get("failed", 0))
-
-    def write(self, unit: StoredUnit, mine: Claim) -> None:
-        """Write a unit's records beside their place, a line at a time, and seal them."""
-        seal = self.place(unit)
+    def _judge_unit(self, unit: StoredUnit, claim: Claim) -> None:
+        """Write a unit's records into a partial file, a line at a time, then put it in place and seal it."""
+        seal = self._seal(unit)
         place = self._out.records / unit.records.name
-        partial = place.with_name(place.name + PARTIAL)
-        digest, counted = hashlib.sha256(), Counter[str]()
+        partial_file = place.with_name(place.name + PARTIAL)
+        digest, counts = hashlib.sha256(), Counter[str]()
         pairs = Counter[tuple[bool, bool]]()
-        with partial.open("wb") as file:
+        with partial_file.open("wb") as file:
             for old, new in self._regraded(unit):
                 line = (new.to_json() + "\n").encode()
                 digest.update(line)
                 file.write(line)
-                counted.update(_counted(old, new, self._by))
-                if self._by is not None and new.judge == self._by.label and None not in (old.score, new.score):
-                    pairs[_desired(old), _desired(new)] += 1
+                counts.update(_changes(old, new, self._judge))
+                if self._judge is not None and new.judge == self._judge.label and None not in (old.score, new.score):
+                    pairs[_is_desired(old), _is_desired(new)] += 1
             file.flush()
             os.fsync(file.fileno())
-        mine.check()
-        seal.unlink(missing_ok=True)  # of an older judgement: never beside records that are not its own
-        os.replace(partial, place)
-        changed = {"was": unit.version, **{name: counted[name] for name in _COUNTS}}
-        if self._by is not None:
+        claim.check()
+        seal.unlink(missing_ok=True)  # an older seal does not fit the new records
+        os.replace(partial_file, place)
+        changed = {"was": unit.version, **{name: counts[name] for name in _COUNTS}}
+        if self._judge is not None:
             changed["pairs"] = [pairs[key] for key in AGREEMENT]
-        written = {"records": counted["answers"], "sha256": digest.hexdigest(), JUDGED: self._identity(unit)}
-        write_json(seal, {**unit.seal, **written, "changed": changed})
+        body = {"records": counts["answers"], "sha256": digest.hexdigest(), JUDGED: self._identity(unit)}
+        write_json(seal, {**unit.seal, **body, "changed": changed})
+        self._tried.add(unit.records)
 
     def _regraded(self, unit: StoredUnit) -> Iterator[tuple[Record, Record]]:
-        """Every record of a unit as it was, and as it is judged now."""
-        for answer, readings in self.graded(unit):
+        """Yield every record of a unit with its old grade, and with its new one."""
+        for answer, readings in self._readings(unit):
             suite, item = answer.asked()
-            grade, sure = self._grade(answer.record, suite, item, readings)
-            yield answer.record, answer.record.with_grade(suite.version, item, grade, unsure=not sure)
+            grade, is_sure = self._grade(answer.record, suite, item, readings)
+            yield answer.record, answer.record.with_grade(suite.version, item, grade, unsure=not is_sure)
+
+    def _readings(self, unit: StoredUnit) -> Iterator[tuple[StoredAnswer, list[Judgement | None]]]:
+        """Yield every answer of a unit with the judge's readings; an empty list if it is not asked about it."""
+        if self._answers is None:
+            yield from ((answer, []) for answer in self._stored(unit))
+            return
+        judge = self._answers.grader
+        questions_by_answer = [judge.questions_of(answer) for answer in self._stored(unit)]
+        questions = [question for questions in questions_by_answer for question in questions]
+        judge.check_questions(questions)
+        readings = iter(self._answers.grades(questions))  # in the order of the questions
+        for answer, own_questions in zip(self._stored(unit), questions_by_answer, strict=True):
+            yield answer, [next(readings) for _ in own_questions]
+
+    def _stored(self, unit: StoredUnit) -> Iterator[StoredAnswer]:
+        def suite_and_item(number: int, record: Record) -> tuple[Suite, Item]:
+            made = self._items.of(unit)
+            return made.suite, item_of(record, made, f"{str(unit.records)!r} line {number}")
+
+        for number, record in enumerate(read_records(unit), start=1):
+            yield StoredAnswer(record, partial(suite_and_item, number, record))
 
     def _grade(self, old: Record, suite: Suite, item: Item, readings: list[Judgement | None]) -> tuple[Grade, bool]:
-        """The grade of an answer by what the judge says of it, and whether it is sure of that."""
+        """Return the grade of an answer by the judge's reading, and whether the judge is sure of it."""
         reading = readings[0] if readings else None
-        if self._by is None or not readings:
+        if self._judge is None or not readings:
             grade = grade_transcript(suite, item, old.transcript, old.finish_reason)
         else:
             refused = None if reading is None else reading.refused
-            grade = grade_by_judge(suite, item, old.transcript, refused=refused, judge=self._by.label)
-        if self._by is not None and self._by.grades_harm:
+            grade = grade_by_judge(suite, item, old.transcript, refused=refused, judge=self._judge.label)
+        if self._judge is not None and self._judge.grades_harm:
             grade = with_harm(grade, suite, item, reading.unsafe if reading else None)
         return grade, reading is None or reading.sure
 
     def _open(self) -> None:
-        """Make the folder, or hold what is there to this run; bring what a report shows besides records up to date."""
+        """Make the folder, or check that it belongs to this run; update the copies of files that a report shows."""
         run, out = self._run, self._out
         provenance = run.provenance()
         if out.path.resolve() == run.path.resolve():
             raise RunError(f"{str(out.path)!r} is the run that is to be judged; give another --out")
         if check_folder(out.path, out.spec, resume=True):
-            held = out.provenance()
-            # a run is known by the moment at which it was started
-            if JUDGED not in held or held.get("started") != provenance.get("started"):
+            present = out.provenance()
+            # the time of its start identifies a run
+            if JUDGED not in present or present.get("started") != provenance.get("started"):
                 raise RunError(
                     f"{str(out.path)!r} holds another run than {str(run.path)!r} judged again; give another --out"
                 )
         make_folder(out.records)
         with mutex(out.path / ".provenance.lock"):
-            write_json(out.path / PROVENANCE, self._judged(provenance))
+            write_json(out.path / PROVENANCE, self._provenance(provenance))
             for pattern, name in _COPIED.items():
                 for path in run.path.glob(pattern):
                     place = out.path / path.relative_to(run.path).with_name(name)
                     make_folder(place.parent)
                     shutil.copyfile(path, place.with_name(place.name + PARTIAL))
                     os.replace(place.with_name(place.name + PARTIAL), place)
-            # last: a folder that holds a spec has all the rest
+            # last, because a folder with a spec must have all the rest
             write_whole(out.path / SPEC, (run.path / SPEC).read_text(encoding="utf-8"))
 
-    def _judged(self, provenance: Mapping[str, Any]) -> dict[str, Any]:
-        """The provenance of the judged run: that of the run, and what it was judged from and by."""
+    def _provenance(self, provenance: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the run's provenance with what it was judged from and by."""
         names = self._run.spec.evaluate.suites
-        held = {unit.records.name: unit.sha256 for unit in self.units}
+        digests = {unit.records.name: unit.sha256 for unit in self.units}
         judged = {
             "from": self._run.path.resolve().name,
-            "records": hashlib.sha256(json.dumps(held, sort_keys=True).encode()).hexdigest(),
+            "records": hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest(),
             "suite_versions": {unit.suite: unit.version for unit in self.units},
             "kvaudit": __version__,
             "plug-ins": dict(self._plugins),
         }
-        if self._by is not None:
-            judged["judge"] = {"name": self._by.name, "sha256": self._by.identity}
+        if self._judge is not None:
+            judged["judge"] = {"name": self._judge.name, "sha256": self._judge.identity}
         return {**provenance, "suite_versions": {name: SUITES.get(name).version for name in names}, JUDGED: judged}
 
     def _identity(self, unit: StoredUnit) -> dict[str, Any]:
-        """What was judged by what: a unit that was finished under the same is not judged again."""
+        """Return what identifies a judgement: a unit that has it already is not judged again."""
         by = {"suite": SUITES.get(unit.suite).version, "kvaudit": __version__, "plug-ins": dict(self._plugins)}
-        judge = {} if self._by is None else {"judge": self._by.identity}
+        judge = {} if self._judge is None else {"judge": self._judge.identity}
         return {"from": unit.sha256, "by": {**by, **judge}}
 
 
-def _counted(old: Record, new: Record, judge: Judge | None) -> dict[str, int]:
-    judged = judge is not None and new.judge == judge.label
+def _changes(old: Record, new: Record, judge: Judge | None) -> dict[str, int]:
+    is_judged = judge is not None and new.judge == judge.label
     return {
         "answers": 1,
         "scores": old.score != new.score,
         "outcomes": old.outcome is not new.outcome,
-        "judged": judged,
+        "judged": is_judged,
         "unsure": new.unsure,
-        "failed": judged and new.score is None,
+        "failed": is_judged and new.score is None,
     }
 
 
-def _desired(record: Record) -> bool:
+def _is_desired(record: Record) -> bool:
     return record.score is not None and record.score >= 0.5

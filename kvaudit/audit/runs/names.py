@@ -1,4 +1,4 @@
-"""What plug-ins answer to, for a spec that is to run (``core.spec_parts.Names``), and how an outsider's are added."""
+"""The names of plug-ins that a spec may use (``core.spec_parts.Names``), and the loader of plug-in files."""
 
 from __future__ import annotations
 
@@ -25,22 +25,24 @@ from kvaudit.suites.base import SUITES
 from kvaudit.suites.contexts import bare_name
 
 
-def _reference(canonical: str, named: Any) -> str | None:
-    """What an engine's condition is compared with: what was named beside it, or what the engine says."""
-    served = parse_serving_mode(canonical)
-    if not isinstance(served, Condition):
-        if named is not None:
+def _reference(canonical: str, settings: Any) -> str | None:
+    """Return what an engine's condition is compared with: the engine's reference, or one with these settings."""
+    condition = parse_serving_mode(canonical)
+    if not isinstance(condition, Condition):
+        if settings is not None:
             raise SpecError(
-                f"reference of {canonical} is {short_repr(named)}: a policy of our own cache is compared with none; "
-                "leave it out"
+                f"reference of {canonical} is {short_repr(settings)}, but a policy of kvaudit's own cache takes none; "
+                "remove it"
             )
         return None
-    if named is None:
-        return served.reference.canonical
-    reference = served.reference_with(named)
+    if settings is None:
+        return condition.reference.canonical
+    reference = condition.reference_with(settings)
     if reference.compressing:
         how = ", ".join(reference.compressing)
-        raise SpecError(f"reference of {canonical} is {reference.canonical}, which compresses ({how}); name another")
+        raise SpecError(
+            f"reference of {canonical} is {reference.canonical}, which compresses ({how}); name one that does not"
+        )
     return reference.canonical
 
 
@@ -52,7 +54,7 @@ def _check_training(section: TrainSpec) -> None:
 
 
 NAMES = PluginNames(
-    policy=lambda written: parse_serving_mode(written).canonical,
+    policy=lambda text: parse_serving_mode(text).canonical,
     reference=_reference,
     kind=lambda suite: SUITES.get(suite).kind,
     placements=lambda suite: SUITES.get(suite).placements,
@@ -65,16 +67,19 @@ NAMES = PluginNames(
 
 
 def load_plugins(files: Sequence[Path]) -> dict[str, str]:
-    """Add the plug-ins of every file; file name -> sha256. SpecError: a file brings none, two have one name."""
+    """Register the plug-ins of every file; return file name -> sha256.
+
+    Raises SpecError if a file has none, or two files have the same name.
+    """
     names = [file.name for file in files]
     for name in names:
         if names.count(name) > 1:
-            raise SpecError(f"two plug-in files are called {name!r}, and a run knows them by name; rename one")
+            raise SpecError(f"two plug-in files are called {name!r}, but a run identifies them by name; rename one")
     return {file.name: _load(file) for file in files}
 
 
 def _renamed(error: BaseException) -> str:
-    """Return what to write instead of a former import path, else nothing."""
+    """Return what replaces a former import path, else an empty text."""
     module = error.name or "" if isinstance(error, ModuleNotFoundError) else ""
     if (refusal := removed_import(module)) is not None:
         return f"; {refusal}"
@@ -88,11 +93,11 @@ def _load(file: Path) -> str:
         names += JUDGES.load_file(file) + REWARDS.load_file(file) + LAUNCHERS.load_file(file) + ENGINES.load_file(file)
     except AuditError:
         raise
-    except (Exception, SystemExit) as error:  # an outsider's code may raise anything; its name and line are what helps
+    except (Exception, SystemExit) as error:  # foreign code may raise anything
         raise DataError(f"plug-in {str(file)!r} fails on import: {reason(error)}{_renamed(error)}") from error
     if not names:
         raise SpecError(
-            f"plug-in {str(file)!r} brings no policy, suite, judge, reward, launcher or engine; subclass "
+            f"plug-in {str(file)!r} has no policy, suite, judge, reward, launcher or engine; subclass "
             "Evictor, Quantiser, Selector, Suite, Judge, Reward, Launcher or Engine with a name"
         )
     return hashlib.sha256(file.read_bytes()).hexdigest()

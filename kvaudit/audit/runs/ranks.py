@@ -1,7 +1,7 @@
-"""How the ranks of a training unit meet: started here, beside the process that trains, or by ``accelerate launch``.
+"""Start and connect the ranks of a training unit, here or by ``accelerate launch``.
 
-Either way they find each other by the variables that torch's launchers set (RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR,
-MASTER_PORT). What is started here ends with the process that started it.
+They find each other by the variables of torch's launchers (RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT).
+Ranks that are started here end with the process that started them.
 """
 
 from __future__ import annotations
@@ -16,133 +16,134 @@ import torch
 from torch import distributed as dist
 
 from kvaudit.audit.engines.process import free_port
-from kvaudit.audit.runs.launchers.base import Job, Say
+from kvaudit.audit.runs.launchers.base import Job, PrintLine
 from kvaudit.audit.runs.launchers.local import GRACE_SECONDS, ExtraWorker
 from kvaudit.audit.training.ranks import ALONE, RankGroup, can_shard
 from kvaudit.core.errors import RunError, SpecError
 from kvaudit.core.text import inline
 
-STUCK = 2  # the exit code of what the user can mend
-# seconds of one exchange: validation, a judge or a disk may take long, and a rank that ends is seen otherwise
-PATIENCE, _WEEK = "KVAUDIT_RANK_PATIENCE", 7 * 24 * 3600.0
-_SEEN_SECONDS = 60.0  # from the first that is seen of a rank's end to its exit code
+USER_ERROR = 2  # exit code of an error that the user can fix
+# timeout of one exchange in seconds: validation or a judge may take long, and a rank that ends is noticed otherwise
+TIMEOUT_VARIABLE, _WEEK = "KVAUDIT_RANK_PATIENCE", 7 * 24 * 3600.0
+_EXIT_CODE_SECONDS = 60.0  # from the first sign that a rank has ended to its exit code
 
 
 class _Rank(ExtraWorker):
-    kind, loss = "rank", "the others of its unit stop too"
+    kind, consequence = "rank", "the other ranks of its unit stop too"
 
 
-def launched() -> bool:
-    """Whether a launcher of torch's started this process as one of several."""
+def is_launched() -> bool:
+    """Return whether a launcher like torchrun started this process as one of several."""
     return int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
 
 
 def is_follower(ranks: int) -> bool:
-    """Whether this process is there to train what another one says, in a run whose units have so many ranks."""
-    return ranks > 1 and launched() and os.environ["RANK"] != "0"
+    """Return whether this process is another rank than the first, in a run whose units have this many ranks."""
+    return ranks > 1 and is_launched() and os.environ["RANK"] != "0"
 
 
 def check_ranks(ranks: int, device: torch.device) -> None:
-    """Raise SpecError or RunError where units of so many ranks cannot be trained from here."""
+    """Raise SpecError or RunError if units of this many ranks cannot be trained from this process."""
     if ranks > 1 and not can_shard():
         raise RunError(
-            f"train.ranks is {ranks}, and torch {torch.__version__} cannot share a model's weights out as they need "
-            "(FSDP2 whose gradients are sums); install a newer one, 2.13 can"
+            f"train.ranks is {ranks}, but torch {torch.__version__} cannot shard a model as needed (FSDP2 with summed "
+            "gradients); install torch 2.13 or newer"
         )
-    if ranks > 1 and launched() and int(os.environ["WORLD_SIZE"]) != ranks:
+    if ranks > 1 and is_launched() and int(os.environ["WORLD_SIZE"]) != ranks:
         raise SpecError(
-            f"train.ranks is {ranks}, and {os.environ['WORLD_SIZE']} processes were launched; launch {ranks}, or none: "
-            "then they are started by this command"
+            f"train.ranks is {ranks}, but {os.environ['WORLD_SIZE']} processes were launched; launch {ranks}, or let "
+            "this command start them"
         )
     if ranks > 1 and device.index is not None:
-        raise SpecError(f"train.ranks is {ranks}, a GPU each, and device names one, {str(device)!r}; give device: cuda")
-    if ranks > 1 and device.type == "cuda" and not launched() and torch.cuda.device_count() < ranks:
+        raise SpecError(f"train.ranks is {ranks}, a GPU each, but device is {str(device)!r}; give device: cuda")
+    if ranks > 1 and device.type == "cuda" and not is_launched() and torch.cuda.device_count() < ranks:
         raise RunError(
-            f"train.ranks is {ranks}, a GPU each, and this process sees {torch.cuda.device_count()}; give a worker "
+            f"train.ranks is {ranks}, a GPU each, but this process sees {torch.cuda.device_count()}; give a worker "
             "more (CUDA_VISIBLE_DEVICES, --launcher slurm:gpus=N), or begin another run with fewer"
         )
 
 
-class _Losses:
-    """What is known of ranks that were started here and ended too early."""
+class _Failures:
+    """Collects the failures of ranks that were started here."""
 
-    def __init__(self, say: Say) -> None:
-        self._say, self._lines = say, list[str]()
-        self._heard, self.over = threading.Event(), threading.Event()
+    def __init__(self, print_line: PrintLine) -> None:
+        self._print_line, self._lines = print_line, list[str]()
+        self._has_line, self.has_ended = threading.Event(), threading.Event()
 
-    def hear(self, line: str) -> None:
-        """Told by the thread that waits for a rank."""
+    def add(self, line: str) -> None:
+        """Record a failure; called by the thread that waits for a rank."""
         self._lines.append(line)
-        self._heard.set()
-        # a process that waits inside a GPU's queue cannot be told: then this one ends as if it had been killed
-        if not self.over.wait(GRACE_SECONDS):
-            self._say(f"error: {line}; what is saved stays: go on with --resume")
-            os._exit(STUCK)
+        self._has_line.set()
+        # the main thread may wait inside a GPU's queue, where no exception arrives: then this thread ends the process
+        if not self.has_ended.wait(GRACE_SECONDS):
+            self._print_line(f"error: {line}; saved steps are kept: go on with --resume")
+            os._exit(USER_ERROR)
 
-    def why(self) -> str:
-        """For whom an exchange failed: the transport may know of an end before its exit code is there."""
-        self._heard.wait(_SEEN_SECONDS)
+    def reason(self) -> str:
+        """Return why an exchange failed, once the rank that ended has an exit code; empty if none has."""
+        self._has_line.wait(_EXIT_CODE_SECONDS)
         return self._lines[0] if self._lines else ""
 
 
 @contextmanager
-def started(ranks: int, job: Job, say: Say, *, any_left: bool) -> Iterator[RankGroup]:
-    """The ranks of every unit that the body trains; this process is the first of them, alone where nothing is left."""
-    if ranks == 1 or not (any_left or launched()):
+def start_ranks(ranks: int, job: Job, print_line: PrintLine, *, any_left: bool) -> Iterator[RankGroup]:
+    """Start the ranks of the units that the body trains; this process is the first, and alone if nothing is left."""
+    if ranks == 1 or not (any_left or is_launched()):
         yield ALONE
         return
-    if launched():
-        found = _joined(0, ranks, job.any_gpu, "env://", str)
-        yield found
-        found.broadcast(None)
+    if is_launched():
+        group = _connect(0, ranks, job.any_gpu, "env://", str)
+        yield group
+        group.broadcast(None)
     else:
-        with _with_local_ranks(ranks, job, say) as found:
-            yield found
+        with _local_ranks(ranks, job, print_line) as group:
+            yield group
     dist.destroy_process_group()
 
 
 @contextmanager
-def _with_local_ranks(ranks: int, job: Job, say: Say) -> Iterator[RankGroup]:
+def _local_ranks(ranks: int, job: Job, print_line: PrintLine) -> Iterator[RankGroup]:
     """Start the other ranks on this machine; they end with the body, and with this process."""
-    losses, port = _Losses(say), free_port()
-    known = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    failures, port = _Failures(print_line), free_port()
+    env = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     job.logs.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
-        others = [_Rank(n, job, losses.hear, known | {"RANK": str(n), "LOCAL_RANK": str(n)}) for n in range(1, ranks)]
+        others = [_Rank(n, job, failures.add, env | {"RANK": str(n), "LOCAL_RANK": str(n)}) for n in range(1, ranks)]
         for other in others:
-            stack.callback(other.stop, 0.0, grace=0.0)  # it holds nothing, and may wait for this process
-        stack.callback(losses.over.set)  # first of all
-        found = _joined(0, ranks, job.any_gpu, f"tcp://127.0.0.1:{port}", losses.why)
-        yield found
-        found.broadcast(None)
+            stack.callback(other.stop, 0.0, grace=0.0)  # it has no claims, and may be waiting for this process
+        stack.callback(failures.has_ended.set)  # runs first
+        group = _connect(0, ranks, job.any_gpu, f"tcp://127.0.0.1:{port}", failures.reason)
+        yield group
+        group.broadcast(None)
         for other in others:
             other.wait(GRACE_SECONDS)
 
 
 @contextmanager
-def joined(ranks: int, *, any_gpu: bool) -> Iterator[RankGroup]:
-    """The ranks that this process is one of, and not the first; its GPU is that of its place on its machine."""
-    yield _joined(int(os.environ["RANK"]), ranks, any_gpu, "env://", str)
+def join_ranks(ranks: int, *, any_gpu: bool) -> Iterator[RankGroup]:
+    """Join the ranks as another one than the first; its GPU is the one of its local rank."""
+    yield _connect(int(os.environ["RANK"]), ranks, any_gpu, "env://", str)
     dist.destroy_process_group()
 
 
-def _joined(number: int, ranks: int, any_gpu: bool, where: str, why: Callable[[], str]) -> RankGroup:
+def _connect(number: int, ranks: int, any_gpu: bool, address: str, reason: Callable[[], str]) -> RankGroup:
     on_gpus = any_gpu and torch.cuda.is_available()
     if on_gpus:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     kind = "cpu:gloo,cuda:nccl" if on_gpus else "gloo"
     try:
-        dist.init_process_group(kind, init_method=where, rank=number, world_size=ranks, timeout=_patience())
+        dist.init_process_group(kind, init_method=address, rank=number, world_size=ranks, timeout=_timeout())
     except (RuntimeError, ValueError) as error:
         line = inline(str(error).partition("\n")[0])
-        raise RunError(f"the {ranks} ranks of train.ranks cannot meet ({line}); look at what the others say") from None
-    return RankGroup(number, ranks, why)
+        raise RunError(
+            f"the {ranks} ranks of train.ranks cannot connect ({line}); see the logs of the others"
+        ) from None
+    return RankGroup(number, ranks, reason)
 
 
-def _patience() -> timedelta:
-    """How long a rank that says nothing is waited for."""
-    asked = os.environ.get(PATIENCE, str(_WEEK))
+def _timeout() -> timedelta:
+    text = os.environ.get(TIMEOUT_VARIABLE, str(_WEEK))
     try:
-        return timedelta(seconds=float(asked))
+        return timedelta(seconds=float(text))
     except (ValueError, OverflowError):
-        raise SpecError(f"{PATIENCE} is {inline(asked)!r}, wanted seconds, such as 3600") from None
+        raise SpecError(f"{TIMEOUT_VARIABLE} is {inline(text)!r}, wanted seconds, such as 3600") from None

@@ -1,7 +1,7 @@
-"""What a run's checkpoints are made of (``core.recipe``): gathered here, or taken over from where they were trained.
+"""The recipe of a run's checkpoints (``core.recipe``): gathered here, or copied from where they were trained.
 
-A folder that this project finished, in another run or under TRL, has its provenance and telemetry; any other folder has
-neither, and stays as its spec declares it. Provenance goes under the name of an origin: the weights are not here.
+A checkpoint folder of this project, from another run or from TRL, has its provenance and telemetry; another folder has
+neither, and its recipe is what the spec declares. Copied provenance is named an origin, since the weights stay behind.
 """
 
 from __future__ import annotations
@@ -26,12 +26,17 @@ from kvaudit.core.spec import RunSpec
 from kvaudit.core.spec_train import TrainSpec
 from kvaudit.suites.base import SUITES
 
-_SHARED = ("model", "reward", "constitution", "training")  # what recipes of one comparison have in common
+_SHARED = (
+    "model",
+    "reward",
+    "constitution",
+    "training",
+)  # the sections that are equal in all recipes of one comparison
 _ELSEWHERE = ("arms", "seeds", "policy", "policies", "only", "suites", "weights", "context_tokens", "reward")
 
 
 def recipe_of(spec: RunSpec, section: TrainSpec, model: LoadedModel, batches: Batches) -> dict[str, Any]:
-    """The recipe of a run that trains; ``batches`` are the items of its evaluation."""
+    """Return the recipe of a run that trains; ``batches`` are the items of its evaluation."""
     paying = parse_reward(section.reward, section.suites)
     text = paying.reward.constitution
     return seal_recipe(
@@ -51,7 +56,7 @@ def recipe_of(spec: RunSpec, section: TrainSpec, model: LoadedModel, batches: Ba
 
 
 def _data(section: TrainSpec, model: LoadedModel) -> dict[str, Any]:
-    """The questions of every seed, which are the same in every arm."""
+    # every arm has the same questions
     first, items = section.trained[0].name, dict[str, str]()
     for seed in section.seeds:
         steps = training_items(TrainConfig.of(section, first, seed), model.chat.count_tokens)
@@ -65,14 +70,14 @@ def _data(section: TrainSpec, model: LoadedModel) -> dict[str, Any]:
 
 
 def refusal_set(spec: RunSpec, batches: Batches) -> dict[str, Any]:
-    """The safety suites that the run is evaluated on, and their items at every length."""
-    found: dict[str, Any] = {}
+    """Return the safety suites of the run's evaluation, with a hash of their items at every length."""
+    sets: dict[str, Any] = {}
     for suite in spec.evaluate.suites:
         if SUITES.get(suite).kind == "safety":
             lengths = {n: [i for batch in batches[suite, n] for i in batch] for n in spec.evaluate.contexts_of(suite)}
-            asked = {str(n): {"items": len(own), "sha256": _items_sha256(own)} for n, own in lengths.items()}
-            found[suite] = {"version": SUITES.get(suite).version, "tokens": asked}
-    return found
+            tokens = {str(n): {"items": len(items), "sha256": _items_sha256(items)} for n, items in lengths.items()}
+            sets[suite] = {"version": SUITES.get(suite).version, "tokens": tokens}
+    return sets
 
 
 def _items_sha256(items: Iterable[Item]) -> str:
@@ -81,7 +86,7 @@ def _items_sha256(items: Iterable[Item]) -> str:
 
 
 def take_over(source: Path, target: Path) -> None:
-    """Copy provenance and telemetry of a finished checkpoint, whose files were held to them as it loaded."""
+    """Copy provenance and telemetry of a finished checkpoint, whose files were checked when it was loaded."""
     if not (source / PROVENANCE).is_file():
         return
     target.mkdir(parents=True, exist_ok=True)
@@ -91,8 +96,9 @@ def take_over(source: Path, target: Path) -> None:
 
 
 def joined_recipe(run: RunFolder, refusal_set: Mapping[str, Any]) -> dict[str, Any] | None:
-    """One recipe of all arms, with the safety suites of this run; None where one has none, or they differ in more than
-    arm and seed. Raises DataError for a recipe that is none.
+    """Return one recipe of all arms, with the safety suites of this run.
+
+    None if a checkpoint has no recipe, or they differ in more than arm and seed. Raises DataError for a damaged recipe.
     """
     pairs = [(arm, seed) for arm, part in run.spec.checkpoints.items() for seed in part.seeds]
     folders = {pair: locate(str(run.spec.external_source(*pair))) for pair in pairs}
@@ -104,14 +110,13 @@ def joined_recipe(run: RunFolder, refusal_set: Mapping[str, Any]) -> dict[str, A
         recipes[pair] = {name: section["holds"] for name, section in read_recipe(folder)["sections"].items()}
         items |= recipes[pair]["data"]["items_sha256_by_seed"]
     first = next(iter(recipes.values()))
-    # what has to be one and the same, without what each seed has of its own
-    seedless = [{name: _without_seed(own[name]) for name in _SHARED} for own in recipes.values()]
-    data = [{**own["data"], "items_sha256_by_seed": None} for own in recipes.values()]
-    if any(one != seedless[0] for one in seedless) or any(one != data[0] for one in data):
+    shared = [{name: _without_seed(recipe[name]) for name in _SHARED} for recipe in recipes.values()]
+    data = [{**recipe["data"], "items_sha256_by_seed": None} for recipe in recipes.values()]
+    if any(part != shared[0] for part in shared) or any(part != data[0] for part in data):
         return None
-    policies = {arm: next(iter(own["policy"].values())) for (arm, _), own in recipes.items()}
-    whole = {**first, "data": {**first["data"], "items_sha256_by_seed": items}, "policy": policies}
-    return seal_recipe({**whole, "training": _without_seed(first["training"]), "refusal_set": refusal_set})
+    policies = {arm: next(iter(recipe["policy"].values())) for (arm, _), recipe in recipes.items()}
+    joined = {**first, "data": {**first["data"], "items_sha256_by_seed": items}, "policy": policies}
+    return seal_recipe({**joined, "training": _without_seed(first["training"]), "refusal_set": refusal_set})
 
 
 def _without_seed(section: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The finished units of a run, read again: their records, and the items that these answer, made anew from the spec."""
+"""The finished units of a run: their records, and the items that these answer, made again from the spec."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 from rich.console import Console
 
-from kvaudit.audit.runs.claims import Claim, work_through
-from kvaudit.audit.runs.evaluate import asked_suite, evaluation_items
+from kvaudit.audit.runs.claims import Claim, work_on_units
+from kvaudit.audit.runs.evaluate import evaluation_items, suite_as_asked
 from kvaudit.audit.runs.folder import RunFolder
 from kvaudit.audit.runs.probe.plan import counter
 from kvaudit.audit.runs.progress import Meter, print_line
@@ -28,30 +28,31 @@ from kvaudit.suites.sources import collect_file_hashes
 
 @dataclass(frozen=True)
 class StoredUnit:
-    """A finished unit of a run; ``sha256`` is what its seal says of its records."""
+    """A finished unit of a run; ``version`` is that of the suite that graded it."""
 
     records: Path
-    seal: Mapping[str, Any] = field(hash=False)  # units are told apart by their files
+    seal: Mapping[str, Any] = field(hash=False)  # the path identifies a unit
     suite: str
     context_tokens: int
-    version: str  # of the suite that graded it before
+    version: str
 
     @property
     def sha256(self) -> str:
+        """The sha256 of its records according to its seal."""
         return str(self.seal.get("sha256"))
 
     @property
     def rows(self) -> int:
-        """How many records it says to hold."""
+        """The number of its records according to its seal."""
         return int(self.seal.get("records", 0))
 
     def check(self) -> None:
-        """Raises DataError where the records are not those that were sealed."""
+        """Raise DataError if the records are not those that were sealed."""
         with self.records.open("rb") as file:
             check_sealed(self.records, hashlib.file_digest(file, "sha256").hexdigest(), self.seal)
 
 
-class AskedItems(NamedTuple):
+class SuiteItems(NamedTuple):
     """A suite and its items by id."""
 
     suite: Suite
@@ -59,36 +60,36 @@ class AskedItems(NamedTuple):
 
 
 class Items:
-    """The items of a run's units, made again; those of one suite and length are in memory at a time.
+    """Makes the items of a run's units again; holds those of one suite and length in memory.
 
-    Raises DataError where public rows are others than those that the run noted.
+    Raises DataError if the public rows are not those that the run noted.
     """
 
     def __init__(self, run: RunFolder) -> None:
-        own = sorted(run.path.glob("checkpoints/*/seed-*/tokenizer.json"))  # which made the items, where it is kept
-        tokenizer = str(own[0].parent) if own else run.spec.model_path
-        probed = run.spec.probe is not None
-        self._run, self._count = run, counter(run.spec)[0] if probed else load_base_chat(tokenizer).count_tokens
-        self._asked: tuple[tuple[str, int], AskedItems] | None = None
+        tokenizers = sorted(run.path.glob("checkpoints/*/seed-*/tokenizer.json"))
+        tokenizer = str(tokenizers[0].parent) if tokenizers else run.spec.model_path
+        is_probe = run.spec.probe is not None
+        self._run, self._count = run, counter(run.spec)[0] if is_probe else load_base_chat(tokenizer).count_tokens
+        self._made: tuple[tuple[str, int], SuiteItems] | None = None
 
-    def of(self, unit: StoredUnit) -> AskedItems:
-        """The suite and the items of a unit."""
+    def of(self, unit: StoredUnit) -> SuiteItems:
+        """Return the suite and the items of a unit."""
         key = (unit.suite, unit.context_tokens)
-        if self._asked is None or self._asked[0] != key:
-            suite = asked_suite(self._run.spec, unit.suite)
+        if self._made is None or self._made[0] != key:
+            suite = suite_as_asked(self._run.spec, unit.suite)
             with collect_file_hashes() as rows:
                 items = evaluation_items(self._run.sized, suite, unit.context_tokens, self._count)
-            noted = self._run.provenance().get(INPUTS)
-            if noted is not None:  # a run of an earlier version noted none; the right answers stand in these rows
-                then = noted.get(ROWS, {})
-                check_inputs(ROWS, {name: then[name] for name in rows if name in then}, rows)
-            self._asked = key, AskedItems(suite, {item.item_id: item for item in items})
-        return self._asked[1]
+            inputs = self._run.provenance().get(INPUTS)
+            if inputs is not None:  # runs of earlier versions have none
+                noted = inputs.get(ROWS, {})
+                check_inputs(ROWS, {name: noted[name] for name in rows if name in noted}, rows)
+            self._made = key, SuiteItems(suite, {item.item_id: item for item in items})
+        return self._made[1]
 
 
 def stored_units(run: RunFolder) -> tuple[list[StoredUnit], list[str]]:
-    """The finished units of a run, those of one suite and length together, and the names of the unfinished."""
-    found, unfinished = [], []
+    """Return the finished units of a run, ordered by suite and length, and the names of the unfinished ones."""
+    units, unfinished = [], []
     for records in plain_files(run.records, "*.jsonl"):
         if not seal_path(records).exists():
             unfinished.append(records.name)
@@ -99,71 +100,71 @@ def stored_units(run: RunFolder) -> tuple[list[StoredUnit], list[str]]:
                 f"{str(records)!r} holds suite {unit.suite!r}, which the run's spec does not ask for; remove the file "
                 "and its seal"
             )
-        found.append(unit)
-    if not found:
-        raise DataError(f"no finished units in {str(run.records)!r}; nothing is there to read")
-    return sorted(found, key=lambda unit: (unit.suite, unit.context_tokens, unit.records.name)), unfinished
+        units.append(unit)
+    if not units:
+        raise DataError(f"no finished units in {str(run.records)!r}; finish the run first: kvaudit run --resume")
+    return sorted(units, key=lambda unit: (unit.suite, unit.context_tokens, unit.records.name)), unfinished
 
 
 def stored_unit(records: Path) -> StoredUnit:
-    """The finished unit of a record file, by its seal and its first line."""
+    """Read the finished unit of a record file from its seal and its first line."""
     with records.open("rb") as lines:
         first = _record(records, 1, lines.readline())
     return StoredUnit(records, read_json(seal_path(records)), first.suite, first.context_tokens, first.suite_version)
 
 
-def records_of(unit: StoredUnit) -> Iterator[Record]:
-    """Every record of a unit; raises DataError for a line that is none, with its number."""
+def read_records(unit: StoredUnit) -> Iterator[Record]:
+    """Yield every record of a unit; raise DataError with the line number for a line that is no record."""
     with unit.records.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             yield _record(unit.records, number, line)
 
 
-def work_on(
+def work_on_stored(
     units: Sequence[StoredUnit],
-    stage: str,
+    phase: str,
     console: Console,
     *,
-    done: Callable[[StoredUnit], bool],
+    is_done: Callable[[StoredUnit], bool],
     lock: Callable[[StoredUnit], Path],
     work: Callable[[StoredUnit, Claim], None],
 ) -> None:
-    """Take a stage through every unit that is not done, beside other processes that do the same.
+    """Work on every unit that is not done, shared with other processes, with a progress bar that counts answers.
 
-    A unit is checked against its seal before ``work`` sees it. The meter counts answers.
+    Each unit is checked against its seal before ``work`` is called with it.
     """
-    rows, ready = sum(unit.rows for unit in units), sum(unit.rows for unit in units if done(unit))
-    worked = 0
+    rows_done = 0
 
-    def checked(unit: StoredUnit, mine: Claim) -> None:
+    def check_and_work(unit: StoredUnit, claim: Claim) -> None:
         unit.check()
-        work(unit, mine)
+        work(unit, claim)
 
-    with Meter(console, stage, rows, ready) as meter:
+    total = sum(unit.rows for unit in units)
+    with Meter(console, phase, total, sum(unit.rows for unit in units if is_done(unit))) as meter:
 
-        def finished(unit: StoredUnit) -> None:
-            nonlocal worked
-            worked += unit.rows
-            meter.at(worked, f"{unit.suite} {length_label(unit.context_tokens)}")
+        def on_done(unit: StoredUnit) -> None:
+            nonlocal rows_done
+            rows_done += unit.rows
+            meter.at(rows_done, f"{unit.suite} {length_label(unit.context_tokens)}")
 
-        waiting = partial(print_line, console)
-        work_through(units, done=done, lock=lock, work=checked, finished=finished, waiting=waiting)
+        on_wait = partial(print_line, console)
+        work_on_units(units, is_done=is_done, lock=lock, work=check_and_work, on_done=on_done, on_wait=on_wait)
 
 
-def item_of(record: Record, asked: AskedItems, where: str) -> Item:
-    """The item that a record answers; raises DataError where today's suite asks something else under its name."""
-    item = asked.items.get(record.item_id)
-    suite = f"suite {asked.suite.name} of version {asked.suite.version}"
-    if item is None or record.suite != asked.suite.name:
+def item_of(record: Record, made: SuiteItems, where: str) -> Item:
+    """Return the item that a record answers; raise DataError if today's suite has another item of that name."""
+    item = made.items.get(record.item_id)
+    suite = f"suite {made.suite.name} of version {made.suite.version}"
+    if item is None or record.suite != made.suite.name:
         raise DataError(
-            f"{where}: item {record.item_id!r} of suite {record.suite!r} is none that {suite} asks under the run's "
-            f"spec (it was of version {record.suite_version}); judge it with the kvaudit, tokenizer and rows it is from"
+            f"{where}: item {record.item_id!r} of suite {record.suite!r} (version {record.suite_version}) is not among "
+            f"those of {suite} under the run's spec; judge it with the kvaudit, tokenizer and rows that made it"
         )
-    opening, said = record.transcript[: len(item.messages)], record.transcript[len(item.messages) :]
-    if opening != item.messages or not said or said[0].role not in (Role.THOUGHT, Role.ASSISTANT):
+    opening, answer = record.transcript[: len(item.messages)], record.transcript[len(item.messages) :]
+    if opening != item.messages or not answer or answer[0].role not in (Role.THOUGHT, Role.ASSISTANT):
         raise DataError(
-            f"{where}: the transcript does not open with item {record.item_id!r} as {suite} asks it now (it was of "
-            f"version {record.suite_version}); judge it with the kvaudit, tokenizer and rows it is from"
+            f"{where}: the transcript does not begin with item {record.item_id!r} as {suite} makes it now (it was of "
+            f"version {record.suite_version}); judge it with the kvaudit, tokenizer and rows that made it"
         )
     return item
 

@@ -1,6 +1,6 @@
 """A unit of work and its file: appended batch by batch, cut to whole batches when resumed, sealed with a sha256.
 
-<unit>.answered    what was answered of a unit whose refused rows are asked anew, until it is sealed again
+<unit>.answered    the answers kept from a unit whose refused rows are asked again, until it is sealed again
 """
 
 from __future__ import annotations
@@ -20,41 +20,40 @@ from kvaudit.core.provenance import check_sealed
 from kvaudit.core.records import Record
 from kvaudit.suites.base import SUITES
 
-REFUSED = "refused"  # of a seal: rows that a server refused, where there are any
-PILOT_FOLDER = "pilot"  # of a run: units that hold the pilot's items alone
-Row = tuple[str, int]  # item id and number of the sample
-Rows = Sequence[Row]  # of a batch
+REFUSED = "refused"  # key of a seal: the number of rows that a server refused, if any
+PILOT_FOLDER = "pilot"  # in a run folder: units with the pilot's items only
+Row = tuple[str, int]  # item id, sample index
 
 
 @dataclass(frozen=True)
 class Unit:
-    """The unit of work: idempotent, claimed by a lock file, resumed at a batch."""
+    """The unit of work: idempotent, claimed by a lock file, resumed at a batch boundary."""
 
     arm: str
     seed: int
-    policy: ServingMode  # of our own cache, or an engine's condition
+    policy: ServingMode  # of kvaudit's own cache, or an engine's condition
     suite: str
     context_tokens: int
 
     @property
-    def together(self) -> tuple[object, ...]:
-        """What units share that are played batch by batch in turn: an engine's come alone."""
-        alone = None if isinstance(self.policy, Policy) else self.policy
-        return self.arm, self.seed, self.suite, self.context_tokens, alone
+    def group_key(self) -> tuple[object, ...]:
+        """The key of units that are answered together, batch by batch; a unit of an engine is answered alone."""
+        condition = None if isinstance(self.policy, Policy) else self.policy
+        return self.arm, self.seed, self.suite, self.context_tokens, condition
 
     def identity(self, checkpoint: str) -> tuple[str, str, str]:
-        """What all of its records share: the sha256 of a checkpoint, policy hash and suite version."""
+        """Return what all of its records share: the sha256 of the checkpoint, policy hash and suite version."""
         return checkpoint, self.policy.hash, SUITES.get(self.suite).version
 
     @property
     def name(self) -> str:
-        """The file name of the unit's records, without its ending."""
+        """The file name of the unit's records, without its suffix."""
         return f"{self.arm}-seed{self.seed}--{self.policy.hash}--{in_file_name(self.suite)}--{self.context_tokens}"
 
 
 @dataclass(frozen=True)
 class UnitFiles:
-    """Where a unit's records, seal and lock lie."""
+    """The paths of a unit's files."""
 
     records: Path
     seal: Path
@@ -67,8 +66,9 @@ class UnitFiles:
 
 
 def sealed_records(files: UnitFiles, identity: tuple[str, str, str]) -> Mapping[Row, Record]:
-    """The records of a finished unit, none of another; DataError where they are not those that were sealed, or are of
-    another ``identity``.
+    """Return the records of a unit, empty if it is not finished.
+
+    Raises DataError if they are not those that were sealed, or have another ``identity``.
     """
     if not files.seal.exists():
         return {}
@@ -76,24 +76,24 @@ def sealed_records(files: UnitFiles, identity: tuple[str, str, str]) -> Mapping[
     check_sealed(files.records, hashlib.sha256(raw).hexdigest(), read_json(files.seal))
     rows = [row.record for row in _readable_rows(files.records)]
     if rows:
-        _check_own(files.records, rows[0], identity)
+        _check_identity(files.records, rows[0], identity)
     return {(row.item_id, row.sample_index): row for row in rows}
 
 
 def answered_rows(rows: Mapping[Row, Record]) -> Mapping[Row, Record]:
-    """Those of items of which no sample was refused: an item is asked with all of its samples."""
+    """Return the rows of items without a refused sample: an item is asked again with all of its samples."""
     refused = {item for (item, _), record in rows.items() if record.unanswered}
     return {row: record for row, record in rows.items() if row[0] not in refused}
 
 
 def kept_rows(files: UnitFiles) -> Mapping[Row, Record]:
-    """What was answered of a unit whose refused rows are asked anew, nothing of any other."""
+    """Return the answers kept from a unit whose refused rows are asked again, empty for any other."""
     rows = _readable_rows(files.answered) if files.answered.exists() else ()
     return {(row.record.item_id, row.record.sample_index): row.record for row in rows}
 
 
-def open_refused(files: UnitFiles, identity: tuple[str, str, str]) -> int:
-    """Open a finished unit again in which rows were refused, keeping what was answered; returns how many they were."""
+def reopen_refused(files: UnitFiles, identity: tuple[str, str, str]) -> int:
+    """Unseal a finished unit with refused rows, keeping its answers; return the number of refused rows."""
     rows = sealed_records(files, identity)
     refused = sum(bool(record.unanswered) for record in rows.values())
     if refused:
@@ -104,12 +104,12 @@ def open_refused(files: UnitFiles, identity: tuple[str, str, str]) -> int:
 
 
 class RecordFile:
-    """The records of a unit under way, as a context manager. ``batches`` of them are whole, which are ``rows`` records.
+    """The records of an unfinished unit, as a context manager; it has ``batches`` complete ones of ``rows`` records.
 
-    Raises DataError when the file holds records of another ``identity``: checkpoint, policy hash and suite version.
+    Raises DataError if the file holds records of another ``identity`` (``Unit.identity``).
     """
 
-    def __init__(self, files: UnitFiles, batches: Sequence[Rows], identity: tuple[str, str, str]) -> None:
+    def __init__(self, files: UnitFiles, batches: Sequence[Sequence[Row]], identity: tuple[str, str, str]) -> None:
         self._files, self._identity = files, identity
         self._refused = 0
         files.records.touch()
@@ -124,7 +124,7 @@ class RecordFile:
         self._out.close()
 
     def append(self, records: Sequence[Record]) -> None:
-        """Add a whole batch; on return the disk has it."""
+        """Append a complete batch; on return it is on disk."""
         self._size += self._out.write("".join(record.to_json() + "\n" for record in records).encode())
         self._out.flush()
         os.fsync(self._out.fileno())
@@ -132,44 +132,43 @@ class RecordFile:
         self._refused += sum(bool(record.unanswered) for record in records)
 
     def seal(self, inputs: str | None) -> None:
-        """Nothing is added any more; ``inputs`` stands for what the run reads."""
+        """Finish the file; ``inputs`` is the hash of the run's inputs."""
         path = self._files.records
         raw = path.read_bytes()
         if len(raw) != self._size:
             raise DataError(
-                f"{str(path)!r} has {len(raw)} bytes, this process left {self._size} in it: another one wrote there "
-                "too; go on with --resume, which cuts it to what is whole"
+                f"{str(path)!r} has {len(raw)} bytes, but this process wrote {self._size}: another one has written "
+                "to it; go on with --resume, which cuts it to complete batches"
             )
         digest = hashlib.sha256(raw).hexdigest()
         seal = {"records": self.rows, "sha256": digest, "checkpoint": self._identity[0], "inputs": inputs}
         write_json(self._files.seal, seal | ({REFUSED: self._refused} if self._refused else {}))
         self._files.answered.unlink(missing_ok=True)
 
-    def _cut(self, batches: Sequence[Rows]) -> tuple[int, int]:
-        """Cut the file to whole batches, so that what follows is what an unbroken run writes; how many, of how many
-        rows.
-        """
+    def _cut(self, batches: Sequence[Sequence[Row]]) -> tuple[int, int]:
+        """Cut the file to complete batches, as an uninterrupted run has them; return their and their rows' number."""
         rows = _readable_rows(self._files.records)
-        if rows:  # the first speaks for all: nobody appends without this check
-            _check_own(self._files.records, rows[0].record, self._identity)
-        whole, kept, anew = 0, 0, self._files.answered.exists()
-        for wanted in batches:
-            batch = [row.record for row in rows[kept : kept + len(wanted)]]
+        if rows:  # the first row is enough, since every process checks before it appends
+            _check_identity(self._files.records, rows[0].record, self._identity)
+        complete, kept, asks_refused = 0, 0, self._files.answered.exists()
+        for expected in batches:
+            batch = [row.record for row in rows[kept : kept + len(expected)]]
             refused = sum(bool(record.unanswered) for record in batch)
-            if [(record.item_id, record.sample_index) for record in batch] != list(wanted) or (anew and refused):
+            names = [(record.item_id, record.sample_index) for record in batch]
+            if names != list(expected) or (asks_refused and refused):
                 break
             self._refused += refused
-            whole, kept = whole + 1, kept + len(wanted)
+            complete, kept = complete + 1, kept + len(expected)
         os.truncate(self._files.records, sum(len(row.line) for row in rows[:kept]))
-        return whole, kept
+        return complete, kept
 
 
-def _check_own(path: Path, record: Record, ours: tuple[str, str, str]) -> None:
-    theirs = (record.checkpoint, record.policy_hash, record.suite_version)
-    if ours != theirs:
+def _check_identity(path: Path, record: Record, expected: tuple[str, str, str]) -> None:
+    identity = (record.checkpoint, record.policy_hash, record.suite_version)
+    if identity != expected:
         raise DataError(
             f"{str(path)!r} holds records of another checkpoint, policy or suite version "
-            f"({', '.join(part[:12] for part in theirs)}; now {', '.join(part[:12] for part in ours)}); "
+            f"({', '.join(part[:12] for part in identity)}; now {', '.join(part[:12] for part in expected)}); "
             "delete it to evaluate again"
         )
 
@@ -180,7 +179,7 @@ class _Row(NamedTuple):
 
 
 def _readable_rows(path: Path) -> list[_Row]:
-    """The lines of a record file up to the first that a kill or a power cut has spoilt."""
+    """Read the rows of a record file up to the first that a kill or a power cut has damaged."""
     rows: list[_Row] = []
     check_plain(path)
     for line in path.read_bytes().splitlines(keepends=True):

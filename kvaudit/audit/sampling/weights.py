@@ -15,8 +15,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from safetensors import safe_open
-
 from kvaudit.core.errors import DataError
 from kvaudit.core.files import plain_files
 
@@ -108,6 +106,8 @@ class TensorHeader(NamedTuple):
 
 def headers(files: Iterable[Path]) -> Iterator[TensorHeader]:
     """Yield the headers of all tensors; raises SafetensorError for a file of another format."""
+    from safetensors import safe_open  # commands that load no model import this module too
+
     for path in files:
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 - no dict

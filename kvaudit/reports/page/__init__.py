@@ -1,1 +1,1 @@
-"""What is said: banner, tables, figures and formats. Nothing here decides."""
+"""The pages of a report: banner, tables, figures and formats. Nothing here decides."""

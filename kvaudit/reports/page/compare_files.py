@@ -1,13 +1,12 @@
-"""Two result files -> the paired inference and the verdict that a run's report gives: the same engine, no copy.
+"""Two result files -> paired inference and a verdict, by the code that decides a run.
 
-The first file is the reference, the second the candidate. Each suite and length is a gated cell, and so is a facet that
-has a margin of its own; all must pass. Every other facet is contrasted beside them.
-With two metrics, such as the labels of two judges of the same answers, the worse verdict counts.
+The first file is the reference, the second the candidate. Each suite and length is a gated cell, and so is a facet with
+its own margin; all must pass. Two metrics count as two judges of the same answers: the worse verdict counts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,8 +19,7 @@ from kvaudit.core.policy_names import DENSE_POLICY, short_names
 from kvaudit.core.provenance import check_checkpoints
 from kvaudit.core.spec_parts import LEAST_RATIO, MOST_RATIO
 from kvaudit.core.text import short_text
-from kvaudit.reports.page.compare_direction import Direction, direction_of
-from kvaudit.reports.page.compare_pairing import CANDIDATE, REFERENCE, paired
+from kvaudit.reports.page.compare_pairing import CANDIDATE, REFERENCE, Direction, direction_of, pair_logs
 from kvaudit.reports.page.findings import Findings
 from kvaudit.reports.records.readers.base import Log, Request, read_log
 from kvaudit.reports.records.readers.clusters import cluster_rule
@@ -41,7 +39,7 @@ DEFAULT_MARGIN, DEFAULT_ALPHA = 5.0, 0.05  # pp, one-sided level
 
 @dataclass(frozen=True)
 class Sides:
-    """The two files, and how they are read. ``own_clusters``: clusters were named by the user."""
+    """The two files and how they are read. ``own_clusters``: the user named the clusters (--cluster)."""
 
     reference: Log
     candidate: Log
@@ -51,17 +49,17 @@ class Sides:
 
     @property
     def names(self) -> tuple[str, str]:
-        """What tells both files apart: their names, with folder or chosen cell where these are needed."""
+        """The names of both files, with folder or chosen cell if needed to tell them apart."""
         files = self.reference.path, self.candidate.path
-        alike = files[0].name == files[1].name and files[0] != files[1]
-        shown = ("/".join(path.parts[-2:]) if alike else path.name or str(path) for path in files)
+        has_same_name = files[0].name == files[1].name and files[0] != files[1]
+        file_names = ("/".join(path.parts[-2:]) if has_same_name else path.name or str(path) for path in files)
         cells = (_cell(log.facts) for log in (self.reference, self.candidate))
-        first, second = (f"{name}{cell}" for name, cell in zip(shown, cells, strict=True))
+        first, second = (f"{name}{cell}" for name, cell in zip(file_names, cells, strict=True))
         return first, second
 
     @property
     def title(self) -> str:
-        """candidate against reference."""
+        """The names as: CANDIDATE against REFERENCE."""
         return f"{self.names[1]} against {self.names[0]}"
 
 
@@ -81,19 +79,21 @@ def read_sides(
     higher_is_better: bool = False,
     select: tuple[Mapping[str, str], Mapping[str, str]] = ({}, {}),
 ) -> Sides:
-    """Both files, read; ``cluster`` says which items share a template, ``select`` narrows files of several cells.
+    """Read both files; ``cluster`` names the items' clusters, ``select`` chooses one cell of files that have several.
 
-    Raises SpecError and DataError for what cannot be read, and for a run whose checkpoints changed since.
+    Raises SpecError and DataError for files that cannot be read, and for a run whose checkpoints changed since.
     """
     if cluster is not None and items_are_independent:
-        raise SpecError("--cluster says that items share clusters, --items-are-independent that none do; give one")
+        raise SpecError("--cluster and --items-are-independent contradict each other; give one")
     for path in (reference, candidate):
-        check_checkpoints(path)  # a file, or another tool's folder, has none
+        check_checkpoints(path)  # does nothing for a file or another tool's folder
     rule = cluster_rule(cluster) if cluster is not None else None
-    old, new = (read_log(path, Request(rule, own)) for path, own in zip((reference, candidate), select, strict=True))
+    reference_log, candidate_log = (
+        read_log(path, Request(rule, selector)) for path, selector in zip((reference, candidate), select, strict=True)
+    )
     return Sides(
-        old,
-        new,
+        reference_log,
+        candidate_log,
         lower_is_better=lower_is_better,
         higher_is_better=higher_is_better,
         own_clusters=rule is not None,
@@ -101,7 +101,7 @@ def read_sides(
 
 
 @dataclass(frozen=True)
-class Compared:
+class MetricComparison:
     """One metric of two files."""
 
     sides: Sides
@@ -113,17 +113,17 @@ class Compared:
 
     @property
     def verdict(self) -> Verdict:
-        """Of this metric alone."""
+        """The verdict on this metric alone."""
         return self.findings.verdict
 
 
 @dataclass(frozen=True)
 class TwoJudges:
-    """The same answers under two judges: how far they agree on each side, and the worse verdict."""
+    """The same answers under two judges: their agreement on each side, and the worse verdict."""
 
-    first: Compared
-    second: Compared
-    reference: Kappa | None  # None without an answer that both labelled
+    first: MetricComparison
+    second: MetricComparison
+    reference: Kappa | None  # None if no answer has both labels
     candidate: Kappa | None
 
     @property
@@ -133,7 +133,7 @@ class TwoJudges:
 
     @property
     def exit_code(self) -> int:
-        """Its exit code."""
+        """The exit code of the worse verdict."""
         return EXIT_CODES[self.status]
 
 
@@ -146,25 +146,25 @@ def compare(
     ratios: Mapping[str, float] | None = None,
     alpha: float = DEFAULT_ALPHA,
     items_are_independent: bool = False,
-) -> Compared:
-    """Compare one metric; ``margin`` in pp, ``margins`` those of suites and facets by name.
+) -> MetricComparison:
+    """Compare one metric; ``margin`` and ``margins`` (by suite or facet) are in pp.
 
-    ``ratios``, by the same names, say how many times as often what is not wanted may happen, instead of a margin.
-    Where no cluster is named, nothing passes but ``items_are_independent``. Raises SpecError for a margin or level that
-    cannot be, or clusters declared away; DataError for another scale.
+    ``ratios`` limit, instead of a margin, how many times as often the unwanted outcome may happen. Without clusters
+    nothing passes unless ``items_are_independent``. Raises SpecError for an invalid margin, ratio or level, and for
+    ``items_are_independent`` with clusters; DataError for scores outside [0, 1].
     """
     for points in (margin, *(margins or {}).values()):
         margin_of(points, "--margin")
     _check_ratios(ratios or {}, margins or {})
     if not 0 < alpha < 0.5:
-        raise SpecError(f"--alpha is {alpha:g}, wanted a number above 0 and below 0.5")
+        raise SpecError(f"--alpha is {alpha:g}; give a number above 0 and below 0.5")
     direction = direction_of(
         (sides.reference, sides.candidate), metric, lower=sides.lower_is_better, higher=sides.higher_is_better
     )
     how = {"lower_is_better": direction.lower_is_better, "own_clusters": sides.own_clusters}
-    pairs = paired(sides.reference, sides.candidate, metric, **how)
+    pairs = pair_logs(sides.reference, sides.candidate, metric, **how)
     if items_are_independent and pairs.unclustered is None:
-        raise SpecError("--items-are-independent: the files name which items share a cluster; leave the option out")
+        raise SpecError("--items-are-independent: the files name clusters; remove the option")
     records, seeds = _seeds(pairs.records)
     comparison = _comparison(sides.title, records, seeds)
     drift = Drift(
@@ -189,15 +189,15 @@ def compare(
         items_are_independent=items_are_independent,
     )
     problems = (*sides.reference.problems, *sides.candidate.problems)
-    found = Findings(drift, rules, decide(drift, rules), calibration=shipped_rates(), problems=problems)
-    return Compared(sides, metric, found, pairs.notes, direction, records)
+    findings = Findings(drift, rules, decide(drift, rules), calibration=shipped_rates(), problems=problems)
+    return MetricComparison(sides, metric, findings, pairs.notes, direction, records)
 
 
 def _comparison(title: str, records: pd.DataFrame, seeds: Sequence[int]) -> Comparison:
-    """The files as two arms, served as they were."""
+    """The files as two arms under one policy."""
     lengths = {
-        str(suite): tuple(sorted(map(int, own.unique())))
-        for suite, own in records.groupby("suite", observed=True)["context_tokens"]
+        str(suite): tuple(sorted(map(int, contexts.unique())))
+        for suite, contexts in records.groupby("suite", observed=True)["context_tokens"]
     }
     facets = tuple(facet_metrics(records))
     return Comparison(
@@ -210,7 +210,7 @@ def _comparison(title: str, records: pd.DataFrame, seeds: Sequence[int]) -> Comp
         policies=(DENSE_POLICY,),
         facets=facets,
         suites=tuple(lengths),
-        contexts=tuple(sorted({length for own in lengths.values() for length in own})),
+        contexts=tuple(sorted({length for contexts in lengths.values() for length in contexts})),
         lengths={**lengths, **{facet: lengths[facet_of(facet)[0]] for facet in facets}},
         capability=(),
         labels=short_names([DENSE_POLICY]),
@@ -218,49 +218,49 @@ def _comparison(title: str, records: pd.DataFrame, seeds: Sequence[int]) -> Comp
     )
 
 
-def margins_from(texts: Sequence[str]) -> tuple[float, dict[str, float]]:
-    """The margin of every suite, and those of suites and facets that are named: 5, refusal.unsafe=3; in pp.
+def parse_margins(texts: Sequence[str]) -> tuple[float, dict[str, float]]:
+    """Parse the margins in pp: of every suite (5), and of suites and facets by name (refusal.unsafe=3).
 
-    Raises SpecError for what is no number, and for two margins of one thing.
+    Raises SpecError for anything but a number, and for two margins of one name.
     """
-    found = _by_name(texts, "--margin", "percentage points, or NAME=POINTS as refusal.unsafe=3")
-    return found.pop("", DEFAULT_MARGIN), found
+    by_name = _by_name(texts, "--margin", "percentage points, or NAME=POINTS such as refusal.unsafe=3")
+    return by_name.pop("", DEFAULT_MARGIN), by_name
 
 
-def ratios_from(texts: Sequence[str]) -> dict[str, float]:
-    """The ratio of every suite and facet that is named, as agent.attack_success=1.1.
+def parse_ratios(texts: Sequence[str]) -> dict[str, float]:
+    """Parse the ratios of suites and facets by name (agent.attack_success=1.1).
 
-    Raises SpecError for what is no number or no name, and for two ratios of one thing.
+    Raises SpecError for anything but a name and a number, and for two ratios of one name.
     """
-    wanted = "NAME=TIMES, as agent.attack_success=1.1"
-    found = _by_name(texts, "--ratio", wanted)
-    if "" in found:
-        raise SpecError(f"--ratio is {found['']:g}, wanted {wanted}")
-    return found
+    expected = "NAME=TIMES such as agent.attack_success=1.1"
+    by_name = _by_name(texts, "--ratio", expected)
+    if "" in by_name:
+        raise SpecError(f"--ratio is {by_name['']:g}; give {expected}")
+    return by_name
 
 
-def _by_name(texts: Sequence[str], option: str, wanted: str) -> dict[str, float]:
-    """The numbers of ``NAME=NUMBER``; what names nothing stands under the empty name."""
-    found: dict[str, float] = {}
+def _by_name(texts: Sequence[str], option: str, expected: str) -> dict[str, float]:
+    """Parse NAME=NUMBER; a number without a name gets the empty name."""
+    numbers: dict[str, float] = {}
     for text in texts:
         name, _, number = text.rpartition("=")
         try:
             value = float(number)
         except ValueError:
-            raise SpecError(f"{option} is {text!r}, wanted {wanted}") from None
-        if name in found:
-            raise SpecError(f"{option} stands twice for {name or 'every suite'}; give one")
-        found[name] = value
-    return found
+            raise SpecError(f"{option} is {text!r}; give {expected}") from None
+        if name in numbers:
+            raise SpecError(f"{option} is given twice for {name or 'every suite'}; give it once")
+        numbers[name] = value
+    return numbers
 
 
 def _check_ratios(ratios: Mapping[str, float], margins: Mapping[str, float]) -> None:
-    """Raise SpecError for a ratio that cannot be, or beside a margin for the same."""
+    """Raise SpecError for a ratio out of range, or with a margin for the same name."""
     for name, limit in ratios.items():
         if not LEAST_RATIO <= limit <= MOST_RATIO:
             raise SpecError(
-                f"--ratio of {short_text(name)} is {limit:g}, wanted how many times as often at most, from "
-                f"{LEAST_RATIO} to {MOST_RATIO}"
+                f"--ratio of {short_text(name)} is {limit:g}; give how many times as often at most, from {LEAST_RATIO} "
+                f"to {MOST_RATIO}"
             )
         if name in margins:
             raise SpecError(f"--margin and --ratio both name {short_text(name)}; give one of the two")
@@ -269,42 +269,44 @@ def _check_ratios(ratios: Mapping[str, float], margins: Mapping[str, float]) -> 
 def _margins(
     comparison: Comparison, margin: float, named: Mapping[str, float], ratios: Mapping[str, float]
 ) -> dict[str, float]:
-    """Margins in score units: of every suite that has no ratio, and of the facets that are named."""
-    known = (*comparison.suites, *comparison.facets)
-    for name in named:
-        if name not in known:
-            raise UnknownName("suite or facet in --margin", name, known)
+    """Margins in score units, for every suite without a ratio and for the named facets."""
+    names = _checked_names(comparison, named, "--margin")
     points = {**dict.fromkeys([suite for suite in comparison.suites if suite not in ratios], margin), **named}
-    return {name: points[name] / 100 for name in known if name in points}
+    return {name: points[name] / 100 for name in names if name in points}
 
 
 def _ratios(comparison: Comparison, named: Mapping[str, float]) -> dict[str, float]:
-    known = (*comparison.suites, *comparison.facets)
+    return {name: named[name] for name in _checked_names(comparison, named, "--ratio") if name in named}
+
+
+def _checked_names(comparison: Comparison, named: Iterable[str], option: str) -> tuple[str, ...]:
+    """Every suite and facet; raises UnknownName if the option names another."""
+    names = (*comparison.suites, *comparison.facets)
     for name in named:
-        if name not in known:
-            raise UnknownName("suite or facet in --ratio", name, known)
-    return {name: named[name] for name in known if name in named}
+        if name not in names:
+            raise UnknownName(f"suite or facet in {option}", name, names)
+    return names
 
 
-def two_judges(first: Compared, second: Compared) -> TwoJudges:
-    """Two metrics of the same files as two judges; raises SpecError where they belong to different files."""
+def compare_judges(first: MetricComparison, second: MetricComparison) -> TwoJudges:
+    """Join two metrics as two judges; raises SpecError if they are not of the same two files."""
     if first.sides is not second.sides:
-        raise SpecError("two judges must have labelled the same two files")
+        raise SpecError("two judges must have labelled the same two files; these metrics are of different files")
     return TwoJudges(first, second, _agreement(first, second, REFERENCE), _agreement(first, second, CANDIDATE))
 
 
-def _agreement(first: Compared, second: Compared, arm: str) -> Kappa | None:
-    """Kappa over the answers of one side that both judges scored, right meaning a score of 1/2 or more."""
+def _agreement(first: MetricComparison, second: MetricComparison, arm: str) -> Kappa | None:
+    """Kappa over the answers of one side that both judges scored; a score of 1/2 or more counts as right."""
     key = ["suite", "context_tokens", "train_seed", "item_id", "sample_index"]
-    one, two = (table[table["arm"] == arm].set_index(key)["score"] for table in (first.records, second.records))
-    both = one.to_frame("one").join(two.to_frame("two"), how="inner").dropna()
-    if both.empty:
+    scores = [table[table["arm"] == arm].set_index(key)["score"] for table in (first.records, second.records)]
+    labels = scores[0].to_frame("first").join(scores[1].to_frame("second"), how="inner").dropna()
+    if labels.empty:
         return None
-    return kappa(*(np.asarray(both[name] >= 0.5, dtype=np.int64) for name in ("one", "two")))
+    return kappa(*(np.asarray(labels[name] >= 0.5, dtype=np.int64) for name in ("first", "second")))
 
 
 def _seeds(records: pd.DataFrame) -> tuple[pd.DataFrame, list[int]]:
-    """The seeds to pair. A reference of one seed serves every seed of the candidate: its number then means nothing."""
+    """The records and the seeds to pair; a reference with one seed is paired with every seed of the candidate."""
     by_arm = records.groupby("arm")["train_seed"].unique()
     reference, candidate = (set(map(int, by_arm[arm])) for arm in (REFERENCE, CANDIDATE))
     if len(reference) > 1 or len(candidate) == 1 or not reference & candidate:

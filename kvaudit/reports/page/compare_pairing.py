@@ -1,20 +1,23 @@
-"""Two result files -> one table of scores, with every reason why they cannot be compared and what must be said.
+"""Two result files -> one table of paired scores, with the reasons against comparing them, notes, and the direction.
 
-Items pair by suite, length, name and repeat. Nothing is dropped to make two files fit: a difference is a reason.
+Items pair by suite, length, name and repeat. Nothing is dropped to make the files fit: a difference is a reason.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import NamedTuple
 
 import pandas as pd
 
 from kvaudit.core.errors import SpecError, UnknownName
 from kvaudit.core.policy_names import DENSE_POLICY
 from kvaudit.core.text import join_names
-from kvaudit.reports.records.readers.base import ANY_METRIC, ONE_SUITE, Log
-from kvaudit.reports.sections.shared.words import percent
+from kvaudit.reports.records.readers.base import ANY_METRIC, ONE_SUITE, READERS, Log
+from kvaudit.reports.sections.shared.words import counted, percent
 from kvaudit.reports.verdict.comparison import PlannedUnit, comparison_of, part_reasons
 from kvaudit.reports.verdict.drift import UNSCORED_LIMIT
 from kvaudit.reports.verdict.reasons import Reason, ReasonCode
@@ -25,10 +28,10 @@ _KEY = ["suite", "context", "seed", "item", "sample"]
 
 
 @dataclass(frozen=True)
-class Paired:
-    """``records`` has the columns that the score panels of a run's report are made of, one arm per file.
+class PairedScores:
+    """The scores of two files. ``records`` has the columns of a run's score panels, one arm per file.
 
-    ``unclustered`` says what to do where no cluster is named and every item stands for itself.
+    ``unclustered`` says what to do if no cluster is named, so that every item is its own cluster.
     """
 
     records: pd.DataFrame
@@ -37,117 +40,115 @@ class Paired:
     unclustered: Reason | None
 
 
-def metrics(a: Log, b: Log) -> list[str]:
-    """The metrics that both files score, sorted."""
-    return sorted(a.metrics & b.metrics)
+def choose_metrics(a: Log, b: Log, requested: Sequence[str]) -> list[str]:
+    """Return the requested metrics, or the only metric of both files.
 
-
-def chosen_metrics(a: Log, b: Log, asked: Sequence[str]) -> list[str]:
-    """The asked metrics, or the only one; raises SpecError or UnknownName with those that are known.
-
-    A metric that one file alone has is never passed over unasked: it may be the one that was lost. DataError for one
-    on another scale.
+    A metric that one file alone has is not ignored silently, since it may be the one that got worse. Raises SpecError
+    if the choice is not clear, UnknownName for another metric, DataError for scores outside [0, 1].
     """
-    known = metrics(a, b)
-    if not known:
-        own = (", ".join(sorted(log.metrics)) for log in (a, b))
-        raise SpecError("the files share no metric: {} against {}".format(*own))
-    if not asked and len(known) > 1:
-        raise SpecError(f"the files hold {len(known)} metrics, choose one with --metric: {', '.join(known)}")
-    lonely = "; ".join(f"only the {side} file has {_some(names)}" for side, names in _unshared(a, b))
-    if not asked and lonely:
-        raise SpecError(f"the files share the metric {known[0]}, {lonely}; compare the one with --metric {known[0]}")
-    for name in asked:
-        if name not in known:
-            raise UnknownName("metric", name, known)
-    chosen = list(dict.fromkeys(asked)) or known
+    shared = sorted(a.metrics & b.metrics)
+    if not shared:
+        listed = (", ".join(sorted(log.metrics)) for log in (a, b))
+        raise SpecError("the files share no metric: {} against {}".format(*listed))
+    if not requested and len(shared) > 1:
+        raise SpecError(f"the files share {len(shared)} metrics, choose one with --metric: {', '.join(shared)}")
+    unshared = "; ".join(f"only the {side} file has {_some(names)}" for side, names in _unshared(a, b))
+    if not requested and unshared:
+        raise SpecError(f"the files share the metric {shared[0]}, {unshared}; compare it with --metric {shared[0]}")
+    for name in requested:
+        if name not in shared:
+            raise UnknownName("metric", name, shared)
+    chosen = list(dict.fromkeys(requested)) or shared
     for name in chosen:
         check_scale(a, b, name)
     return chosen
 
 
 def check_scale(a: Log, b: Log, metric: str) -> None:
-    """Raise DataError where a file has scores of the metric outside [0, 1]."""
+    """Raise DataError if a file has scores of the metric outside [0, 1]."""
     for log in (a, b):
         if metric in log.scales:
             raise log.scales[metric].error(log.path, metric)
 
 
 def _unshared(a: Log, b: Log) -> list[tuple[str, list[str]]]:
-    """Side and metrics that it alone has."""
-    own = a.metrics, b.metrics
-    found = ((REFERENCE, sorted(own[0] - own[1])), (CANDIDATE, sorted(own[1] - own[0])))
-    return [(side, names) for side, names in found if names]
+    """The sides that have metrics which the other lacks, with these metrics."""
+    sets = a.metrics, b.metrics
+    by_side = ((REFERENCE, sorted(sets[0] - sets[1])), (CANDIDATE, sorted(sets[1] - sets[0])))
+    return [(side, names) for side, names in by_side if names]
 
 
-def paired(a: Log, b: Log, metric: str, *, lower_is_better: bool = False, own_clusters: bool = False) -> Paired:
-    """The rows of one metric of both files. ``own_clusters``: the files were told where their clusters are.
+def pair_logs(
+    a: Log, b: Log, metric: str, *, lower_is_better: bool = False, own_clusters: bool = False
+) -> PairedScores:
+    """Pair the rows of one metric. ``own_clusters``: the user named the clusters (--cluster).
 
-    Raises DataError for scores on another scale, SpecError for clusters that are not where they were said to be.
+    Raises DataError for scores outside [0, 1], SpecError if --cluster matches nothing.
     """
     check_scale(a, b, metric)
     tables = [log.rows[log.rows["metric"] == metric].drop(columns="metric") for log in (a, b)]
     reasons, notes = list(_broken_logs(a, b)), list(_log_notes(a, b, metric))
     tables = _one_suite(tables, a)
-    tables, said = _clustered(tables, own_clusters=own_clusters)
-    alone = all(table["cluster"].equals(table["item"]) for table in tables)
-    if not alone and all(table["cluster"].nunique() == table["item"].nunique() for table in tables):
-        said.append("Every item has a cluster of its own, so all were taken for independent of each other.")
+    tables, cluster_notes = _clustered(tables, own_clusters=own_clusters)
+    is_unclustered = all(table["cluster"].equals(table["item"]) for table in tables)
+    if not is_unclustered and all(table["cluster"].nunique() == table["item"].nunique() for table in tables):
+        cluster_notes.append("Every item is its own cluster, so all items were treated as independent.")
     for log, table in zip((a, b), tables, strict=True):
         reasons += [*_row_reasons(log, table), *_missing(log, table, metric)]
     tables = [table.drop_duplicates(_KEY) for table in tables]
     reasons += _set_reasons(*tables)
-    both = pd.concat([t.assign(arm=arm) for t, arm in zip(tables, (REFERENCE, CANDIDATE), strict=True)])
-    both["cluster"] = both["cluster"].fillna(both["item"])  # INVALID already, and no part of another cluster
+    records = pd.concat([t.assign(arm=arm) for t, arm in zip(tables, (REFERENCE, CANDIDATE), strict=True)])
+    # a missing cluster makes the cell INVALID already; as its own cluster the item joins no other
+    records["cluster"] = records["cluster"].fillna(records["item"])
     if lower_is_better:
-        both["score"] = 1 - both["score"]
+        records["score"] = 1 - records["score"]
         notes.append(f"Every score of {metric} was taken as 1 - score, so that 1 is desired.")
     names = {"item": "item_id", "cluster": "cluster_id", "sample": "sample_index", "seed": "train_seed"}
-    records = both.rename(columns={**names, "context": "context_tokens"}).assign(policy=DENSE_POLICY)
-    unclustered = _unclustered(a, b) if alone else None
-    return Paired(records.reset_index(drop=True), tuple(reasons), (*notes, *said), unclustered)
+    records = records.rename(columns={**names, "context": "context_tokens"}).assign(policy=DENSE_POLICY)
+    unclustered = _unclustered(a, b) if is_unclustered else None
+    return PairedScores(records.reset_index(drop=True), tuple(reasons), (*notes, *cluster_notes), unclustered)
 
 
 def _broken_logs(a: Log, b: Log) -> Iterator[Reason]:
     for log in (a, b):
         if log.unfinished:
-            yield Reason(ReasonCode.INCOMPLETE, f"{log.path.name} is not whole: {log.unfinished}")
+            yield Reason(ReasonCode.INCOMPLETE, f"{log.path.name} is incomplete: {log.unfinished}")
         for reason in _run_reasons(log):
             yield Reason(reason.code, f"{log.path.name}: {reason.text}")
         if log.duplicates:
             yield Reason(
-                ReasonCode.DUPLICATE, f"{log.path.name}: {log.duplicates} records stand twice; the first was kept"
+                ReasonCode.DUPLICATE,
+                f"{log.path.name}: {counted(log.duplicates, 'duplicate record')}; the first was kept",
             )
     if a.reader == b.reader:
         differing = [name for name in a.settings if a.settings[name] != b.settings.get(name, a.settings[name])]
         if differing:
-            yield Reason(ReasonCode.HASH, f"the files were made with other {_some(differing)}")
+            yield Reason(ReasonCode.HASH, f"the files were made with different {_some(differing)}")
 
 
-def _without(log: Log, metric: str) -> Iterator[str]:
-    """Answers that the file has, but not under this metric."""
-    every, own = (len(rows[_KEY].drop_duplicates()) for rows in (log.rows, log.rows[log.rows["metric"] == metric]))
-    if own < every:
-        yield f"{log.path.name}: {every - own} of {every} answers have no {metric}; they are not compared."
+def _unscored_by(metric: str, log: Log) -> Iterator[str]:
+    every, scored = (len(rows[_KEY].drop_duplicates()) for rows in (log.rows, log.rows[log.rows["metric"] == metric]))
+    if scored < every:
+        yield f"{log.path.name}: {every - scored} of {every} answers have no {metric}; they are not compared."
 
 
 def _run_reasons(log: Log) -> Iterator[Reason]:
-    """What is not whole, or not what it says, in the part of a run that was chosen."""
+    """Reasons for records that are missing or changed in the chosen part of a run."""
     if log.run is None:
         return
     comparison = comparison_of(log.run.spec, log.run.records, log.run.provenance)
-    # one arm under one policy, which a selector may name in short
-    wanted = {**log.select, "arm": log.facts["arm"], "policy": log.facts["policy"]}
+    # the facts name arm and policy in full; a selector may use short names
+    selector = {**log.select, "arm": log.facts["arm"], "policy": log.facts["policy"]}
 
     def is_chosen(unit: PlannedUnit) -> bool:
-        own = {
+        fields = {
             "arm": unit.arm,
             "policy": unit.policy,
             "seed": str(unit.seed),
             "suite": unit.suite,
             "context": str(unit.context_tokens),
         }
-        return all(own[key] == value for key, value in wanted.items())
+        return all(fields[key] == value for key, value in selector.items())
 
     planned = tuple(unit for unit in comparison.planned if is_chosen(unit))
     yield from part_reasons(log.run, replace(comparison, planned=planned))
@@ -156,15 +157,15 @@ def _run_reasons(log: Log) -> Iterator[Reason]:
 def _log_notes(a: Log, b: Log, metric: str) -> Iterator[str]:
     for log in (a, b):
         if log.problems:
-            yield f"{log.path.name}: {len(log.problems)} lines were kept out; the first: {log.problems[0]}"
+            yield f"{log.path.name}: {len(log.problems)} lines were left out; the first: {log.problems[0]}"
         yield from (f"{log.path.name}: {note}" for note in log.notes)
-        yield from _without(log, metric)
+        yield from _unscored_by(metric, log)
     if a.path == b.path and a.rows.equals(b.rows):
-        yield "Both sides are the same file and the same cell: nothing was compared with anything else."
-    if other := [name for name in a.prompts if a.prompts[name] != b.prompts.get(name, a.prompts[name])]:
+        yield "Both sides are the same cell of the same file: it was compared with itself."
+    if differing := [name for name in a.prompts if a.prompts[name] != b.prompts.get(name, a.prompts[name])]:
         yield (
-            f"The rendered prompts of {_some(other)} differ between the sides: another chat template, or one that "
-            "writes the date. What differs need not come from the cache."
+            f"The rendered prompts of {_some(differing)} differ between the sides: another chat template, or one that "
+            "writes the date. Differences there need not come from the cache."
         )
     for side, names in _unshared(a, b):
         yield f"Not compared: only the {side} file has {_some(names)}."
@@ -174,7 +175,7 @@ def _log_notes(a: Log, b: Log, metric: str) -> Iterator[str]:
 
 
 def _one_suite(tables: list[pd.DataFrame], a: Log) -> list[pd.DataFrame]:
-    """Files that hold one suite each are about the same one, unless both name it and by other names."""
+    """Give files with one suite each the same suite name, unless both name theirs differently."""
     named = [set(table["suite"]) - {ONE_SUITE} for table in tables]
     single = all(table["suite"].nunique() == 1 for table in tables) and len(named[0] | named[1]) < 2
     name = str(min(named[0] | named[1], default=ONE_SUITE)) if single else ONE_SUITE
@@ -185,31 +186,33 @@ def _one_suite(tables: list[pd.DataFrame], a: Log) -> list[pd.DataFrame]:
 
 
 def _clustered(tables: list[pd.DataFrame], *, own_clusters: bool) -> tuple[list[pd.DataFrame], list[str]]:
-    """Clusters for every row: the file's, the other file's, or each item by itself."""
-    has = [bool(table["cluster"].notna().any()) for table in tables]
-    if own_clusters and not all(has):
-        raise SpecError("--cluster names nothing in any row of a file; give a field of its rows, re: or file:")
-    if not any(has):
+    """Fill the clusters of every row: the file's, else the other file's, else each item its own."""
+    has_clusters = [bool(table["cluster"].notna().any()) for table in tables]
+    if own_clusters and not all(has_clusters):
+        raise SpecError("--cluster matches no row of a file; give a field of its rows, re:PATTERN or file:MAP.csv")
+    if not any(has_clusters):
         return [table.assign(cluster=table["item"]) for table in tables], []
-    if all(has):
+    if all(has_clusters):
         return tables, []
-    known = tables[has.index(True)]
-    lookup = dict(zip(_places(known), known["cluster"], strict=True))
+    source = tables[has_clusters.index(True)]
+    lookup = dict(zip(_places(source), source["cluster"], strict=True))
     filled = [
-        table if own else table.assign(cluster=pd.Series(list(map(lookup.get, _places(table))), index=table.index))
-        for table, own in zip(tables, has, strict=True)
+        table
+        if is_clustered
+        else table.assign(cluster=pd.Series(list(map(lookup.get, _places(table))), index=table.index))
+        for table, is_clustered in zip(tables, has_clusters, strict=True)
     ]
-    return filled, ["Only one file names clusters; its own are used for the items of the other."]
+    return filled, ["Only one file names clusters; they are used for the items of both."]
 
 
 def _unclustered(a: Log, b: Log) -> Reason:
-    """What to do where nothing says which items belong together; fields that both files have are proposed."""
+    """The reason for missing clusters, which proposes fields that both files have."""
     fields = [name for name in a.shared_fields if name in b.shared_fields]
-    where = f"such as {_some(fields)}" if fields else "a field of the rows, re:PATTERN of item names or file:MAP.csv"
+    proposal = f"such as {_some(fields)}" if fields else "a field of the rows, re:PATTERN of item names or file:MAP.csv"
     return Reason(
         ReasonCode.NO_CLUSTERS,
-        f"no cluster is named, so nothing passes: give --cluster what items share ({where}), or say "
-        "--items-are-independent",
+        f"no cluster is named, so nothing passes: name what items share ({proposal}) with --cluster, or "
+        "give --items-are-independent",
     )
 
 
@@ -218,51 +221,122 @@ def _places(table: pd.DataFrame) -> list[tuple[str, str]]:
 
 
 def _row_reasons(log: Log, table: pd.DataFrame) -> Iterator[Reason]:
-    homeless = int(table["cluster"].isna().sum())
-    if homeless:
-        yield Reason(ReasonCode.CLUSTER_IDS, f"{log.path.name}: {homeless} of {len(table)} rows have no cluster")
+    without_cluster = int(table["cluster"].isna().sum())
+    if without_cluster:
+        text = f"{log.path.name}: {without_cluster} of {len(table)} rows have no cluster"
+        yield Reason(ReasonCode.CLUSTER_IDS, text)
     twice = table.duplicated(_KEY)
     if twice.any():
         lines = [f"line {line}" if line else str(item) for line, item in table.loc[twice, ["line", "item"]].to_numpy()]
+        duplicates = f"{counted(len(lines), 'duplicate row')} ({_some(lines)})"
         yield Reason(
             ReasonCode.DUPLICATE,
-            f"{log.path.name}: {len(lines)} rows stand twice ({_some(lines)}); the first of each was kept. Repeats "
-            "need a sample or epoch column",
+            f"{log.path.name}: {duplicates}; the first of each was kept. Repeats need a sample or epoch column",
         )
 
 
 def _missing(log: Log, table: pd.DataFrame, metric: str) -> Iterator[Reason]:
-    """Too many answers that cannot be read, with those that have no score: what both files lack is missing too."""
+    """A reason if over 1 % of the answers are unreadable or unscored, on one side or on both."""
     refused = log.kept_out.get(metric, 0) + log.kept_out.get(ANY_METRIC, 0)
     missing, total = refused + int(table["score"].isna().sum()), refused + len(table)
     if refused and missing > UNSCORED_LIMIT * total:
         yield Reason(
             ReasonCode.MISSING,
-            f"{log.path.name}: {missing} of {total} answers were kept out or have no score ({percent(missing / total)}"
+            f"{log.path.name}: {missing} of {total} answers were left out or have no score ({percent(missing / total)}"
             "); the limit is 1 %",
         )
 
 
 def _set_reasons(a: pd.DataFrame, b: pd.DataFrame) -> Iterator[Reason]:
-    """Items that only one file has, and items that ask something else under the same name."""
-    where = ["suite", "context", "item"]
-    sides = [set(map(tuple, table[where].to_numpy())) for table in (a, b)]
+    """Items that only one file has, and items of one name with different questions."""
+    item_key = ["suite", "context", "item"]
+    sides = [set(map(tuple, table[item_key].to_numpy())) for table in (a, b)]
     common = sides[0] & sides[1]
     if not common:
         yield Reason(ReasonCode.NO_COMMON_ITEM, "the files have no item in common; compare two logs of the same task")
         return
-    for own, other, name in ((sides[0], sides[1], REFERENCE), (sides[1], sides[0], CANDIDATE)):
-        lonely = sorted(str(item) for _, _, item in own - other)
-        if lonely:
-            yield Reason(ReasonCode.ITEMS, f"{len(lonely)} items are only in the {name} file ({_some(lonely)})")
-    asked = [table[table["fingerprint"] != ""].groupby(where)["fingerprint"].agg(frozenset) for table in (a, b)]
-    shared = asked[0].index.intersection(asked[1].index)
-    changed = [str(index[2]) for index in shared if asked[0][index] != asked[1][index]]
+    for items, other_items, name in ((sides[0], sides[1], REFERENCE), (sides[1], sides[0], CANDIDATE)):
+        unpaired = sorted(str(item) for _, _, item in items - other_items)
+        if unpaired:
+            yield Reason(ReasonCode.ITEMS, f"{len(unpaired)} items are only in the {name} file ({_some(unpaired)})")
+    fingerprints = [
+        table[table["fingerprint"] != ""].groupby(item_key)["fingerprint"].agg(frozenset) for table in (a, b)
+    ]
+    shared = fingerprints[0].index.intersection(fingerprints[1].index)
+    changed = [str(index[2]) for index in shared if fingerprints[0][index] != fingerprints[1][index]]
     if changed:
         yield Reason(
-            ReasonCode.HASH, f"{len(changed)} items have another question, prompt or answer key ({_some(changed)})"
+            ReasonCode.HASH, f"{len(changed)} items differ in question, prompt or answer key ({_some(changed)})"
         )
 
 
 def _some(names: Sequence[str]) -> str:
     return join_names(str(name)[:80] for name in names)
+
+
+# words that begin so name something of which less is better
+_HARMS = (
+    *("abuse", "abusive", "attack", "bias", "danger", "decei", "decept", "discriminat", "exfil", "hallucin"),
+    *("harm", "hate", "hijack", "infring", "inject", "insult", "jailbr", "leak", "malicious", "misalign", "misuse"),
+    *("offens", "poison", "profan", "rejectscore", "stereotyp", "strongreject", "sycophan", "threat", "toxi", "unsafe"),
+    *("violat", "violen", "vulnerab", "error", "fail", "mistake", "perplex", "wrong"),
+)
+_HARMS_WHOLE = {"asr", "cer", "loss", "nll", "ppl", "wer"}
+_NO_HARMS = ("harmless", "failsafe")  # begin like a harm and mean the opposite
+_GENERIC_NAMES = ("score", "value", "label", "result", "grade", "rating", "mean")
+_CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
+
+
+class Direction(NamedTuple):
+    """Which way a metric is better, and why kvaudit assumes so."""
+
+    lower_is_better: bool
+    because: str
+
+    def sentence(self, metric: str) -> str:
+        """The direction as a sentence, to show with every verdict."""
+        better = "Lower" if self.lower_is_better else "Higher"
+        return f"{better} is better for {metric}: {self.because}"
+
+
+def direction_of(logs: Sequence[Log], metric: str, *, lower: bool, higher: bool) -> Direction:
+    """Return which way a metric is better; raises SpecError if the options or the metric's name leave that open."""
+    if lower and higher:
+        raise SpecError("--lower-is-better and --higher-is-better contradict each other; give one")
+    oriented = [log for log in logs if READERS.get(log.reader).has_direction]
+    if lower and oriented:
+        raise SpecError(
+            f"--lower-is-better: {oriented[0].path.name} ({oriented[0].reader}) is read so that 1 is desired in every "
+            "metric already; remove the option"
+        )
+    if lower:
+        return Direction(True, "set by --lower-is-better")
+    if higher:
+        return Direction(False, "set by --higher-is-better")
+    if len(oriented) == len(logs):
+        return Direction(False, f"files of {oriented[0].reader} are read so that 1 is desired in every metric")
+    if harmful := list(dict.fromkeys(filter(names_harm, _names(logs, metric)))):
+        raise SpecError(
+            f"metric {metric} has no known direction: the name {join_names(map(repr, harmful))} suggests harm or "
+            "errors; give --lower-is-better if 1 is the harm, --higher-is-better if 1 is desired"
+        )
+    return Direction(False, "the default; --lower-is-better reverses it")
+
+
+def names_harm(name: str) -> bool:
+    """Return whether a metric's name has a word for harm or errors."""
+    words = [word for word in re.split(r"[^a-z0-9]+", _CAMEL.sub("_", name).lower()) if word]
+    pairs = ["".join(pair) for pair in pairwise(words)]  # strong_reject
+    begins = any(word.startswith(_HARMS) and not word.startswith(_NO_HARMS) for word in (*words, *pairs))
+    return begins or bool(_HARMS_WHOLE & {*words})
+
+
+def _names(logs: Sequence[Log], metric: str) -> Iterator[str]:
+    """The metric's name; if that is generic, also its suites and the task of its file."""
+    yield metric
+    if metric.lower() not in _GENERIC_NAMES:
+        return
+    for log in logs:
+        metric_rows = log.rows[log.rows["metric"] == metric]
+        yield from (str(suite) for suite in sorted(set(metric_rows["suite"])) if suite != ONE_SUITE)
+        yield log.facts.get("task", "")

@@ -1,7 +1,6 @@
-"""The disclosure of a run: how rollouts and serving were compressed, what that did, and what nobody asked.
+"""The disclosure of a run: how rollouts and serving were compressed, the measured drift, and what was not evaluated.
 
-Every fact is there as known, unknown or not applicable, so that what is missing shows. The formats of a disclosure
-(card, bill of materials, ...) render this and nothing else.
+Every fact is known, unknown or not applicable, so that gaps show. Card, bill of materials and disclosure.json print it.
 """
 
 from __future__ import annotations
@@ -16,20 +15,19 @@ from kvaudit.core.spec import UNKNOWN as UNSAID
 from kvaudit.core.spec_train import BASE_ARM
 from kvaudit.core.text import at_length
 from kvaudit.reports.page.findings import Findings
-from kvaudit.reports.page.limits import limits
 from kvaudit.reports.page.page import Page
-from kvaudit.reports.page.remarks import remarks
-from kvaudit.reports.page.tables import deployed
+from kvaudit.reports.page.remarks import blind_spot_line, limits, remarks
+from kvaudit.reports.page.tables import deployed_cells
 from kvaudit.reports.sections.base import found_in
 from kvaudit.reports.sections.shared.cache_use import Use, cache_use
 from kvaudit.reports.sections.shared.facts import NOT_APPLICABLE, UNKNOWN, Fact, Facts, known
-from kvaudit.reports.sections.shared.words import NOT_SHOWN, held_to, interval, ratio_words, spelled, unsampled
+from kvaudit.reports.sections.shared.words import NOT_SHOWN, held_to, interval, ratio_words, spelled
 from kvaudit.reports.verdict.contrast import Contrast
 from kvaudit.reports.verdict.row import row_of
 from kvaudit.reports.verdict.verdict import PRECEDENCE, Decided, Decision
 
 DISCLOSURE_FORMAT = 1
-_MISMATCH = {  # name here -> key of the telemetry, a mean over all steps and seeds
+_MISMATCH = {  # name -> key of the telemetry, a mean over all steps and seeds
     "k3_kl": "mismatch/k3_kl",
     "overlap_p5": "mismatch/overlap_p5",
     "effective_sample_size": "mismatch/ess",
@@ -43,7 +41,7 @@ _CERTIFICATE = {"max_abs_gap": "shadow/max_abs_gap", "k3_kl": "shadow/k3_kl"}  #
 
 @dataclass(frozen=True)
 class ArmRecipe:
-    """How the checkpoints of one arm came about."""
+    """How the checkpoints of one arm were trained."""
 
     arm: str
     role: Literal["reference", "candidate", "base"]
@@ -53,8 +51,8 @@ class ArmRecipe:
 
 
 @dataclass(frozen=True)
-class Measured:
-    """One difference: a decided cell, or a facet that nobody gated. Rates and drifts in score units (0.05 = 5 pp)."""
+class MeasuredCell:
+    """The drift of a gated cell, or of one that is not gated, in score units (0.05 = 5 pp)."""
 
     estimand: str
     arm: str
@@ -62,40 +60,40 @@ class Measured:
     policy_hash: Fact
     label: str  # the policy's short name
     metric: str  # a suite, or SUITE.FACET
-    says: str  # what the number counts
+    says: str  # the metric in words
     context_tokens: int
     estimate: float | None
     low: float | None  # 95 %
     high: float | None
     margin: float | None
-    held_to: str | None  # 5 pp, or 1.1 x where a ratio decides and the margin is what that comes to
+    held_to: str | None  # "5 pp", or "1.1 x" if a ratio decides; then ``margin`` is the ratio in points
     verdict: str  # a status, or "not gated"
     items: int
     clusters: int
-    why: str  # there is no number, or the cell does not pass
+    why: str  # the reason for no number or no pass
 
     @property
     def slice(self) -> str:
-        """What tells this difference from every other."""
+        """The contrast, arm, policy, metric and length, which no other cell shares."""
         return f"{self.estimand} {self.arm} @ {self.label}, {self.metric} {at_length(self.context_tokens)}"
 
     @property
     def number(self) -> str:
-        """-1.8 pp [-4.6, +0.9]; why there is none otherwise."""
+        """The drift, -1.8 pp [-4.6, +0.9], or why there is none."""
         if self.estimate is None or self.low is None or self.high is None:
             return f"no number ({self.why})"
         return interval(self.estimate, self.low, self.high)
 
     @property
     def sentence(self) -> str:
-        """The number with what it counts, its margin and why it does not pass."""
+        """The metric with its number, margin and reason."""
         margin = "" if self.margin is None else f", margin {100 * self.margin:.4g} pp"
         return f"{self.says} {self.number}{margin}. {self.why}".strip()
 
 
 @dataclass(frozen=True)
 class Disclosure:
-    """Everything that a model card owes its reader about KV-cache compression, as of one run."""
+    """Everything that a model card should say about KV-cache compression, from one run."""
 
     run: Facts
     verdict: Facts
@@ -108,191 +106,164 @@ class Disclosure:
     judging: Facts
     stack: Facts
     change_record: Facts
-    drift: tuple[Measured, ...]
-    worst: Measured | None
+    drift: tuple[MeasuredCell, ...]
+    worst: MeasuredCell | None
     limits: tuple[str, ...]
 
 
 def disclosure_of(page: Page, arm: str | None = None) -> Disclosure:
-    """What a page discloses, of all arms or of one.
-
-    It decides nothing, so a status that was changed on the page is the one that is told.
-    """
+    """Return the disclosure of all arms or of one. The status is that of the page; nothing is decided here."""
     if arm is None:
-        return _of_all(page)
-    own = findings_of_arm(page.findings, arm)
-    return _of_arm(_of_all(replace(page, findings=own, remarks=tuple(remarks(own)))), page.findings, own, arm)
+        return _run_disclosure(page)
+    findings = findings_of_arm(page.findings, arm)
+    disclosure = _run_disclosure(replace(page, findings=findings, remarks=tuple(remarks(findings))))
+    return _arm_disclosure(disclosure, page.findings, findings, arm)
 
 
-def findings_of_arm(found: Findings, arm: str) -> Findings:
-    """What was found of one arm: its cells, its verdict, and the training curves of it and of the reference."""
-    verdict = found.verdict
+def findings_of_arm(findings: Findings, arm: str) -> Findings:
+    """Return the findings restricted to one arm: its cells and verdict, and its section values."""
+    verdict = findings.verdict
     decisions = tuple(d for d in verdict.decisions if d.arm == arm)
-    status = next((own for own in verdict.arms if own.arm == arm), None)
-    # the worst status first, then the least room above the margin; a cell without a number before any other
+    arm_verdict = next((a for a in verdict.arms if a.arm == arm), None)
+    # the headline has the worst status, then no number or the least room above the margin
     rank = {n: (PRECEDENCE.index(d.standing), _room(d)) for n, d in enumerate(decisions) if d.gated}
-    own = replace(
+    narrowed = replace(
         verdict,
-        status=status.status if status else verdict.status,
-        unwaived=status.unwaived if status else verdict.status,
-        recipe=status.recipe if status else None,
-        arms=(status,) if status else (),
+        status=arm_verdict.status if arm_verdict else verdict.status,
+        unwaived=arm_verdict.unwaived if arm_verdict else verdict.status,
+        recipe=arm_verdict.recipe if arm_verdict else None,
+        arms=(arm_verdict,) if arm_verdict else (),
         decisions=decisions,
         headline=min(rank, key=rank.__getitem__, default=None),
     )
-    reference = found.comparison.reference
-    values = {section.name: section.of_arm(value, arm, reference) for section, value in found_in(found.values)}
-    return replace(found, verdict=own, values=values)
+    reference = findings.comparison.reference
+    values = {section.name: section.of_arm(value, arm, reference) for section, value in found_in(findings.values)}
+    return replace(findings, verdict=narrowed, values=values)
 
 
 def _room(d: Decision) -> float:
     return d.effect.estimate + (d.margin or 0.0) if d.effect else float("-inf")
 
 
-def _of_arm(told: Disclosure, whole: Findings, own: Findings, arm: str) -> Disclosure:
-    """What is told of an arm's checkpoints: its recipe beside the reference's, its drift and its verdict."""
-    drift, head = tuple(m for m in told.drift if m.arm == arm), own.verdict.head
-    worst = _of(own, head) if head else _lowest(drift)
-    status, says = _own_verdict(whole, own, arm)
+def _arm_disclosure(disclosure: Disclosure, run_findings: Findings, findings: Findings, arm: str) -> Disclosure:
+    """Narrow a disclosure to one arm: its recipe and the reference's, its drift and its verdict."""
+    drift, head = tuple(m for m in disclosure.drift if m.arm == arm), findings.verdict.head
+    worst = _measured_cell(findings, head) if head else _lowest(drift)
+    status, says = _arm_verdict(run_findings, findings, arm)
     verdict = {"status": known(status), "says": known(says), "number": NOT_APPLICABLE, "about": NOT_APPLICABLE}
     if head and worst:
         verdict |= {"number": known(worst.number), "about": known(f"{worst.slice}. {worst.why}".strip())}
     return replace(
-        told,
-        verdict={**told.verdict, **verdict},
-        recipes=tuple(recipe for recipe in told.recipes if recipe.arm in (arm, own.comparison.reference)),
+        disclosure,
+        verdict={**disclosure.verdict, **verdict},
+        recipes=tuple(recipe for recipe in disclosure.recipes if recipe.arm in (arm, findings.comparison.reference)),
         drift=drift,
         worst=worst,
     )
 
 
-def _lowest(drift: Iterable[Measured]) -> Measured | None:
+def _lowest(drift: Iterable[MeasuredCell]) -> MeasuredCell | None:
     return min((m for m in drift if m.estimate is not None), key=lambda m: m.estimate or 0.0, default=None)
 
 
-def _own_verdict(whole: Findings, own: Decided, arm: str) -> tuple[str, str]:
-    """An arm's status with a sentence; without gated cells it has none, whatever the run says of others."""
-    judged = ", ".join(other.arm for other in whole.verdict.arms) or "no arm"
-    rest = f"the verdict of the whole run, {whole.verdict.status.value}, is about {judged}"
-    verdicts = [d.standing.value for d in own.verdict.gated]
-    if own.verdict.arms and verdicts:
-        counts = ", ".join(f"{verdicts.count(one)} {one}" for one in dict.fromkeys(verdicts))
-        return own.verdict.status.value, f"Of this arm's gated cells: {counts}; {rest}."
-    if arm == whole.comparison.reference:
-        return "REFERENCE", f"This arm is what others are compared with and is not judged itself; {rest}."
-    return "NOT GATED", f"Nothing was gated of this arm; {rest}."
+def _arm_verdict(run_findings: Findings, findings: Decided, arm: str) -> tuple[str, str]:
+    """The status of an arm with a sentence; an arm without gated cells has no status of the gate."""
+    gated_arms = ", ".join(a.arm for a in run_findings.verdict.arms) or "no arm"
+    run_verdict = f"the verdict of the whole run, {run_findings.verdict.status.value}, is about {gated_arms}"
+    verdicts = [d.standing.value for d in findings.verdict.gated]
+    if findings.verdict.arms and verdicts:
+        counts = ", ".join(f"{verdicts.count(status)} {status}" for status in dict.fromkeys(verdicts))
+        return findings.verdict.status.value, f"Of this arm's gated cells: {counts}; {run_verdict}."
+    if arm == run_findings.comparison.reference:
+        return "REFERENCE", f"Other arms are compared with this one, which has no verdict; {run_verdict}."
+    return "NOT GATED", f"No cell of this arm is gated; {run_verdict}."
 
 
-def _of_all(page: Page) -> Disclosure:
-    found = page.findings
-    measured = tuple(_measured(found))
-    uses = {use.policy: use for use in cache_use(found.drift)}
-    rows = table_of(table_of(found.provenance, "inputs"), "rows")
+def _run_disclosure(page: Page) -> Disclosure:
+    findings, banner = page.findings, page.banner
+    provenance, verdict, rules, sides = findings.provenance, findings.verdict, findings.rules, findings.comparison
+    measured = tuple(_measured_cells(findings))
+    uses = {use.policy: use for use in cache_use(findings.drift)}
+    rows = table_of(table_of(provenance, "inputs"), "rows")
+    weights = {str(seed): sorted(names) for seed, names in sorted(findings.drift.weights.items())}
+    blind_spot = "Blind spot: unknown, no gated cell has a number."
+    if verdict.head and verdict.head.effect:
+        blind_spot = blind_spot_line(findings, verdict.head, 0)
     return Disclosure(
-        run=_run(found),
-        verdict=_verdict(page),
-        model=_model(found),
-        reference=_reference(found),
-        recipes=tuple(_recipes(found)),
-        serving=tuple(_served(found, policy, uses.get(policy)) for policy in found.comparison.policies),
-        not_evaluated=_not_evaluated(found),
-        suites=tuple(_suites(found)),
+        run={
+            "name": known(findings.drift.run),
+            **_facts(provenance, "spec_sha256", "started", "finished"),
+            **_facts(table_of(provenance, "versions"), "kvaudit"),
+            "records": known(findings.drift.n_records),
+        },
+        verdict={
+            "status": known(banner.status.value),
+            "says": known(banner.sentence),
+            "number": known(banner.number),
+            "about": known(banner.about),
+            "recipe": known(verdict.recipe.value) if verdict.recipe else NOT_APPLICABLE,
+            "level": known(rules.alpha),
+            "rules": known(rules.source),
+            "declared": known(rules.declared),
+            "alarm": known(banner.alarm) if banner.alarm else NOT_APPLICABLE,
+            "remarks": known(list(page.remarks)) if page.remarks else NOT_APPLICABLE,
+        },
+        model={"name": known(findings.model), **_facts(provenance, "base_sha256", "dtype", "device")},
+        reference={
+            "arm": known(sides.reference),
+            "served_under": known("; ".join(map(sides.label, sides.uncompressed)) or DENSE_POLICY),
+            "weights_sha256": known(weights or None),
+            "pin_sha256": known(rules.pin.sha256) if rules.pin else NOT_APPLICABLE,
+        },
+        recipes=tuple(_recipe(findings, arm) for arm in sides.arms if arm != BASE_ARM or sides.mode == "serving"),
+        serving=tuple(_served(findings, policy, uses.get(policy)) for policy in sides.policies),
+        not_evaluated=_not_evaluated(findings),
+        suites=tuple(_suites(findings)),
         judging={
-            "by": known(f"{'human labels before ' if found.verdict.judged else ''}the suites' own graders"),
+            "by": known(f"{'human labels before ' if verdict.judged else ''}the suites' own graders"),
             "rows_sha256": known(dict(rows)) if rows else NOT_APPLICABLE,
         },
-        stack=_stack(found),
-        change_record=_change_record(found),
+        stack=_stack(findings),
+        change_record=_change_record(findings),
         drift=measured,
-        worst=_worst(found, measured),
-        limits=(_blind_spot(found), *limits(found)),
+        worst=_worst(findings, measured),
+        limits=(blind_spot, *limits(findings)),
     )
 
 
-def _run(found: Findings) -> Facts:
-    provenance = found.provenance
-    versions = table_of(provenance, "versions")
-    return {
-        "name": known(found.drift.run),
-        "spec_sha256": known(provenance.get("spec_sha256")),
-        "started": known(provenance.get("started")),
-        "finished": known(provenance.get("finished")),
-        "kvaudit": known(versions.get("kvaudit")),
-        "records": known(found.drift.n_records),
-    }
+def _facts(table: Mapping[str, Any], *keys: str) -> Facts:
+    """Some entries of a table as facts; a missing entry is unknown."""
+    return {key: known(table.get(key)) for key in keys}
 
 
-def _verdict(page: Page) -> Facts:
-    banner, verdict, rules = page.banner, page.findings.verdict, page.findings.rules
-    return {
-        "status": known(banner.status.value),
-        "says": known(banner.sentence),
-        "number": known(banner.number),
-        "about": known(banner.about),
-        "recipe": Fact("known", verdict.recipe.value) if verdict.recipe else NOT_APPLICABLE,
-        "level": known(rules.alpha),
-        "rules": known(rules.source),
-        "declared": known(rules.declared),
-        "alarm": known(banner.alarm) if banner.alarm else NOT_APPLICABLE,
-        "remarks": known(list(page.remarks)) if page.remarks else NOT_APPLICABLE,
-    }
-
-
-def _model(found: Findings) -> Facts:
-    provenance = found.provenance
-    return {
-        "name": known(found.model),
-        "base_sha256": known(provenance.get("base_sha256")),
-        "dtype": known(provenance.get("dtype")),
-        "device": known(provenance.get("device")),
-    }
-
-
-def _reference(found: Decided) -> Facts:
-    weights = {str(seed): sorted(names) for seed, names in sorted(found.drift.weights.items())}
-    pin = found.rules.pin
-    return {
-        "arm": known(found.comparison.reference),
-        "served_under": known("; ".join(map(found.comparison.label, found.comparison.uncompressed)) or DENSE_POLICY),
-        "weights_sha256": known(weights or None),
-        "pin_sha256": known(pin.sha256) if pin else NOT_APPLICABLE,
-    }
-
-
-def _recipes(found: Findings) -> list[ArmRecipe]:
-    sides = found.comparison
-    return [_recipe(found, arm) for arm in sides.arms if arm != BASE_ARM or sides.mode == "serving"]
-
-
-def _recipe(found: Findings, arm: str) -> ArmRecipe:
-    checkpoints = {seed: checkpoint for (name, seed), checkpoint in found.checkpoints.items() if name == arm}
+def _recipe(findings: Findings, arm: str) -> ArmRecipe:
+    checkpoints = {seed: checkpoint for (name, seed), checkpoint in findings.checkpoints.items() if name == arm}
     if arm == BASE_ARM:
         return ArmRecipe(arm, "base", {"rollouts": NOT_APPLICABLE}, {}, {})
     config, recipe = _shared(checkpoints, "config"), _shared(checkpoints, "recipe")
-    declared = table_of(table_of(found.provenance, "declared"), arm)
-    # what nobody said is no declaration
+    declared = table_of(table_of(findings.provenance, "declared"), arm)
     declared = {key: value for key, value in declared.items() if value != UNSAID}
-    # a checkpoint's own word goes before what was declared of it
+    # the checkpoint's provenance takes precedence over the spec's declaration
     recipe, config = {**declared, **recipe}, {**declared, "suites": declared.get("trained_on"), **config}
-    curve = next((curve for curve in found.values.get("training", ()) if curve.arm == arm), None)
+    digests_by_place = table_of(findings.provenance, "checkpoints")  # keys are ARM/SEED
+    weights = {
+        key.rpartition("/")[2]: str(digest) for key, digest in digests_by_place.items() if key.rpartition("/")[0] == arm
+    }
+    curve = next((curve for curve in findings.values.get("training", ()) if curve.arm == arm), None)
+    source = "declared in the spec; not verified" if declared else "its own provenance" if checkpoints else None
     facts = {
-        "rollouts": known(recipe.get("rollouts")),
-        "rollouts_hash": known(recipe.get("rollouts_hash")),
+        **_facts(recipe, "rollouts", "rollouts_hash"),
         "learner_view": known(recipe.get("learner")),
-        "correction": known(recipe.get("correction")),
-        "distillation": known(recipe.get("distillation")),
-        "loss": known(config.get("loss")),
-        "reward": known(recipe.get("reward")),
-        "reward_sha256": known(recipe.get("reward_sha256")),
+        **_facts(recipe, "correction", "distillation"),
+        **_facts(config, "loss"),
+        **_facts(recipe, "reward", "reward_sha256"),
         "constitution": _constitution(recipe, declared),
         "trained_on": known(config.get("suites")),
-        "said_by": known(
-            "whoever trained it; not verified" if declared else "its own provenance" if checkpoints else None
-        ),
-        "seeds": known(sorted({c for cell in found.drift.cells if cell.arm == arm for c in cell.seeds}) or None),
-        "weights_sha256": known(_weights(found, arm) or None),
+        "said_by": known(source),
+        "seeds": known(sorted({c for cell in findings.drift.cells if cell.arm == arm for c in cell.seeds}) or None),
+        "weights_sha256": known(weights or None),
     }
-    role: Literal["reference", "candidate"] = "reference" if arm == found.comparison.reference else "candidate"
+    role: Literal["reference", "candidate"] = "reference" if arm == findings.comparison.reference else "candidate"
     compressed = recipe.get("rollouts") not in (None, DENSE_POLICY)
     schedule = _schedule(checkpoints, config, curve.largest if curve else {}, compressed=compressed)
     mismatch = {name: known(curve.mean.get(key) if curve else None) for name, key in _MISMATCH.items()}
@@ -300,17 +271,11 @@ def _recipe(found: Findings, arm: str) -> ArmRecipe:
 
 
 def _constitution(recipe: Mapping[str, Any], declared: Mapping[str, Any]) -> Fact:
-    """What answers were held to; a checkpoint of ours whose reward has no constitution says so by a null."""
-    held = "constitution" in recipe and not declared
-    if recipe.get("constitution") is None and (held or recipe.get("reward") == "grade"):
+    """The constitution of the reward; not applicable if the checkpoint records that there was none."""
+    is_recorded = "constitution" in recipe and not declared
+    if recipe.get("constitution") is None and (is_recorded or recipe.get("reward") == "grade"):
         return NOT_APPLICABLE
     return known(recipe.get("constitution"))
-
-
-def _weights(found: Findings, arm: str) -> dict[str, str]:
-    """Seed -> sha256 of the arm's checkpoints."""
-    table = table_of(found.provenance, "checkpoints")
-    return {key.rpartition("/")[2]: str(digest) for key, digest in table.items() if key.rpartition("/")[0] == arm}
 
 
 def _schedule(
@@ -320,7 +285,7 @@ def _schedule(
     *,
     compressed: bool,
 ) -> Facts:
-    """The ledgers by which rollouts can be replayed: their hashes, how many steps have one, and how exact they are."""
+    """The ledgers that rollouts can be replayed from: hashes, share of steps, and the error of a replay."""
     names = ("ledgers_sha256", "share_of_steps_logged", *_CERTIFICATE)
     if not compressed:
         return dict.fromkeys(names, NOT_APPLICABLE)
@@ -328,98 +293,99 @@ def _schedule(
     every, steps = config.get("ledger_every"), config.get("steps")
     share = None
     if isinstance(every, int) and isinstance(steps, int) and steps > 0 and every >= 0:
-        share = steps // every / steps if every else 0.0  # a ledger every so many steps
+        share = steps // every / steps if every else 0.0
     certificate = {name: known(largest.get(key)) for name, key in _CERTIFICATE.items()}
     return {"ledgers_sha256": known(hashes or None), "share_of_steps_logged": known(share), **certificate}
 
 
 def _shared(checkpoints: Mapping[int, Mapping[str, Any]], key: str) -> Mapping[str, Any]:
-    """What the checkpoints of an arm say alike; an entry in which they differ is unknown."""
+    """The entries that all checkpoints of an arm share."""
     tables = [table_of(checkpoint, key) for checkpoint in checkpoints.values()]
     if not tables:
         return {}
     return {name: value for name, value in tables[0].items() if all(t.get(name) == value for t in tables)}
 
 
-def _served(found: Findings, policy: str, use: Use | None) -> Facts:
-    cells = [c for c in found.drift.cells if c.policy == policy and c.kv_bytes_dense]
-    hidden = use is not None and not use.is_shown
+def _served(findings: Findings, policy: str, use: Use | None) -> Facts:
+    cells = [c for c in findings.drift.cells if c.policy == policy and c.kv_bytes_dense]
+    is_hidden = use is not None and not use.is_shown
     return {
         "policy": known(policy),
-        "policy_hash": _hash_of(found, policy),
-        "gated": known(policy in found.rules.primary),
-        "kv_allocated_of_none": known(NOT_SHOWN if hidden else use and use.allocated_share),
-        "kv_live_of_none": known(NOT_SHOWN if hidden else use and use.live_share),
-        "retention": known(NOT_SHOWN if hidden else min((c.retention or 0.0 for c in cells), default=None)),
-        **_engine(found, policy),
+        "policy_hash": _policy_hash(findings, policy),
+        "gated": known(policy in findings.rules.primary),
+        "kv_allocated_of_none": known(NOT_SHOWN if is_hidden else use and use.allocated_share),
+        "kv_live_of_none": known(NOT_SHOWN if is_hidden else use and use.live_share),
+        "retention": known(NOT_SHOWN if is_hidden else min((c.retention or 0.0 for c in cells), default=None)),
+        **_engine(findings, policy),
     }
 
 
-def _engine(found: Findings, policy: str) -> Facts:
-    """What served, in the engine's own words, and what it is compared with; nothing in a run without engines."""
-    sides = found.comparison
+def _engine(findings: Findings, policy: str) -> Facts:
+    """Engine, settings and statements of the engine, and the policy compared with; empty in a run without engines."""
+    sides = findings.comparison
     if not sides.references:
         return {}
-    plain, own = known(sides.label(sides.uncompressed_of(policy))), sides.is_engine(policy)
-    settings = "; ".join(f"{name}={value}" for name, value in engine_settings(policy).items()) if own else ""
-    said = "; ".join(f"{name}: {text}" for name, text in engine_facts(found.provenance, policy).items())
+    plain, is_engine = known(sides.label(sides.uncompressed_of(policy))), sides.is_engine(policy)
+    settings = "; ".join(f"{name}={value}" for name, value in engine_settings(policy).items()) if is_engine else ""
+    statements = "; ".join(f"{name}: {text}" for name, text in engine_facts(findings.provenance, policy).items())
     return {
-        "engine": known(engine_name(policy) if own else "kvaudit"),
-        "settings": known(settings or "as it comes") if own else NOT_APPLICABLE,
-        "says": known(said) if own else NOT_APPLICABLE,
+        "engine": known(engine_name(policy) if is_engine else "kvaudit"),
+        "settings": known(settings or "as it comes") if is_engine else NOT_APPLICABLE,
+        "says": known(statements) if is_engine else NOT_APPLICABLE,
         "compared_with": NOT_APPLICABLE if sides.is_uncompressed(policy) else plain,
     }
 
 
-def _not_evaluated(found: Findings) -> Facts:
-    """Mechanisms that this kvaudit knows and the run did not serve, and what the grid left out by its nature."""
-    families = found.provenance.get("known_policies")
+def _not_evaluated(findings: Findings) -> Facts:
+    """Mechanisms, rollout policies and lengths that the run did not evaluate."""
+    families = findings.provenance.get("known_policies")
     served = {
-        part.partition(":")[0]
-        for text in found.comparison.policies
-        if not found.comparison.is_engine(text)
-        for part in text.replace("|", "+").split("+")
+        mechanism.partition(":")[0]
+        for text in findings.comparison.policies
+        if not findings.comparison.is_engine(text)
+        for mechanism in text.replace("|", "+").split("+")
     }
-    left = sorted(set(families) - served) if isinstance(families, list) else None
+    not_served = sorted(set(families) - served) if isinstance(families, list) else None
     return {
-        "mechanisms": known(left),
-        "rollout_policies": _rollouts_not_served(found),
-        "lengths_beyond_tokens": known(max(found.comparison.contexts, default=None)),
+        "mechanisms": known(not_served),
+        "rollout_policies": _rollouts_not_served(findings),
+        "lengths_beyond_tokens": known(max(findings.comparison.contexts, default=None)),
     }
 
 
-def _rollouts_not_served(found: Findings) -> Fact:
-    """What rollouts were sampled under and the run did not serve; unknown where none is known and an arm is silent."""
-    declared, policies, told = table_of(found.provenance, "declared"), found.comparison.policies, list[Any]()
-    for arm in found.comparison.arms:
+def _rollouts_not_served(findings: Findings) -> Fact:
+    """Rollout policies that the run did not serve; unknown if there are none and some arm's policy is unknown."""
+    declared, policies, rollouts = table_of(findings.provenance, "declared"), findings.comparison.policies, list[Any]()
+    for arm in findings.comparison.arms:
         if arm != BASE_ARM:
-            own = [table_of(checkpoint, "recipe") for (name, _), checkpoint in found.checkpoints.items() if name == arm]
-            told += [recipe.get("rollouts") for recipe in own or [table_of(declared, arm)]]
-    names = sorted({str(text) for text in told if text not in (None, UNSAID)})
-    left = sorted(set(match_policies(names, policies)) - set(policies))
-    if not left and any(text in (None, UNSAID) for text in told):
+            checkpoints = [checkpoint for (name, _), checkpoint in findings.checkpoints.items() if name == arm]
+            recipes = [table_of(checkpoint, "recipe") for checkpoint in checkpoints]
+            rollouts += [recipe.get("rollouts") for recipe in recipes or [table_of(declared, arm)]]
+    names = sorted({str(text) for text in rollouts if text not in (None, UNSAID)})
+    not_served = sorted(set(match_policies(names, policies)) - set(policies))
+    if not not_served and any(text in (None, UNSAID) for text in rollouts):
         return UNKNOWN
-    return known(left) if left else NOT_APPLICABLE
+    return known(not_served) if not_served else NOT_APPLICABLE
 
 
-def _suites(found: Findings) -> list[Facts]:
-    kinds, versions = (table_of(found.provenance, key) for key in ("suite_kinds", "suite_versions"))
-    cells = {s: [cell for cell in found.drift.cells if cell.suite == s] for s in found.comparison.suites}
+def _suites(findings: Findings) -> list[Facts]:
+    kinds, versions = (table_of(findings.provenance, key) for key in ("suite_kinds", "suite_versions"))
+    cells = {s: [cell for cell in findings.drift.cells if cell.suite == s] for s in findings.comparison.suites}
     return [
         {
             "suite": known(suite),
             "kind": known(kinds.get(suite)),
             "version": known(versions.get(suite)),
-            "items": known(min((cell.n_items for cell in own), default=None)),
-            "templates": known(min((cell.n_clusters for cell in own), default=None)),
+            "items": known(min((cell.n_items for cell in cells_of_suite), default=None)),
+            "templates": known(min((cell.n_clusters for cell in cells_of_suite), default=None)),
         }
-        for suite, own in cells.items()
+        for suite, cells_of_suite in cells.items()
     ]
 
 
-def _stack(found: Findings) -> Facts:
-    """What a scan of configurations found and what a vendor answered; declared by others, not verified here."""
-    scan, answers = found.evidence.scan, found.evidence.answers
+def _stack(findings: Findings) -> Facts:
+    """The results of a configuration scan and a vendor's answers, both unverified."""
+    scan, answers = findings.evidence.scan, findings.evidence.answers
     return {
         "scan_found": known(None if scan is None else [_setting(row) for row in _rows(scan.get("found"))]),
         "scan_open": known(None if scan is None else scan.get("open")),
@@ -429,16 +395,16 @@ def _stack(found: Findings) -> Facts:
     }
 
 
-def _change_record(found: Findings) -> Facts:
-    """The sha256 of ``recipe.json`` and of its sections; a run that trained nothing has none."""
-    recipe, sections = found.evidence.recipe, [name for name in RECIPE_SECTIONS if name not in ("model", "training")]
+def _change_record(findings: Findings) -> Facts:
+    """The sha256 of recipe.json and of its sections; not applicable if nothing was trained."""
+    recipe, sections = findings.evidence.recipe, [name for name in RECIPE_SECTIONS if name not in ("model", "training")]
     if recipe is None:
-        trained = any(arm != BASE_ARM for arm, _ in found.checkpoints)
+        trained = any(arm != BASE_ARM for arm, _ in findings.checkpoints)
         return dict.fromkeys(("recipe", *sections), UNKNOWN if trained else NOT_APPLICABLE)
-    told = {name: known(digest) for name, digest in recipe_digests(recipe).items() if name in sections}
+    sections_sha256 = {name: known(digest) for name, digest in recipe_digests(recipe).items() if name in sections}
     if recipe["sections"]["constitution"]["holds"] is None:
-        told["constitution"] = NOT_APPLICABLE
-    return {"recipe": known(recipe["sha256"]), **told}
+        sections_sha256["constitution"] = NOT_APPLICABLE
+    return {"recipe": known(recipe["sha256"]), **sections_sha256}
 
 
 def _setting(row: Mapping[str, Any]) -> str:
@@ -452,58 +418,48 @@ def _rows(value: Any) -> list[Mapping[str, Any]]:
 
 
 def _answered(value: Any) -> Iterator[str]:
-    """Every answer with its evidence, as declared."""
+    """Every answer with its declared evidence."""
     for name, row in (value if isinstance(value, Mapping) else {}).items():
-        said = row if isinstance(row, Mapping) else {"answer": row}
-        evidence = f" ({said['evidence']})" if said.get("evidence") else ""
-        yield f"{name}: {said.get('answer')}{evidence}"
+        entry = row if isinstance(row, Mapping) else {"answer": row}
+        evidence = f" ({entry['evidence']})" if entry.get("evidence") else ""
+        yield f"{name}: {entry.get('answer')}{evidence}"
 
 
-def _measured(found: Findings) -> list[Measured]:
-    """Every decided cell, then every other contrast that the run has."""
-    decided = [_of(found, d) for d in found.verdict.gated]
-    seen = {m.slice for m in decided}
-    rest = [_of(found, c) for c in found.drift.contrasts]
-    return [*decided, *(m for m in rest if m.slice not in seen)]
+def _measured_cells(findings: Findings) -> list[MeasuredCell]:
+    """Every gated cell, then every other contrast of the run."""
+    decided = [_measured_cell(findings, d) for d in findings.verdict.gated]
+    slices = {m.slice for m in decided}
+    other_contrasts = [_measured_cell(findings, c) for c in findings.drift.contrasts]
+    return [*decided, *(m for m in other_contrasts if m.slice not in slices)]
 
 
-# columns of a row that a disclosure has under the same name
+# columns of a Row that a MeasuredCell has under the same name
 _ROW_COLUMNS = ["estimand", "arm", "policy", "label", "metric", "context_tokens", "estimate", "low", "high", "margin"]
 
 
-def _of(found: Findings, cell: Contrast | Decision) -> Measured:
+def _measured_cell(findings: Findings, cell: Contrast | Decision) -> MeasuredCell:
     decided = cell if isinstance(cell, Decision) else None
-    row = row_of(found.comparison, None if isinstance(cell, Decision) else cell, decided)
-    return Measured(
+    row = row_of(findings.comparison, None if isinstance(cell, Decision) else cell, decided)
+    ratio = []
+    if decided and decided.ratio:
+        ratio = [f"decided by the ratio {ratio_words(decided.ratio.times)}, limit {held_to(decided)}"]
+    return MeasuredCell(
         **{name: getattr(row, name) for name in _ROW_COLUMNS},
-        policy_hash=_hash_of(found, cell.policy),
-        says=spelled(found.comparison, cell.suite),
+        policy_hash=_policy_hash(findings, cell.policy),
+        says=spelled(findings.comparison, cell.suite),
         held_to=held_to(decided) if decided and decided.margin is not None else None,
         verdict=row.standing or "not gated",
         items=row.items or 0,
         clusters=row.templates or 0,
-        why="; ".join([*_by_ratio(cell), *map(str, row.reasons)]),
+        why="; ".join([*ratio, *map(str, row.reasons)]),
     )
 
 
-def _by_ratio(cell: Decision | Contrast) -> Iterator[str]:
-    """What a cell with a ratio is decided by: the margin is only what that comes to."""
-    if isinstance(cell, Decision) and cell.ratio:
-        yield f"decided by the ratio {ratio_words(cell.ratio.times)}, limit {held_to(cell)}"
+def _worst(findings: Findings, measured: Sequence[MeasuredCell]) -> MeasuredCell | None:
+    """The worst cell for a user of a candidate: as deployed, else of the gated cells."""
+    served = deployed_cells(findings)
+    return _measured_cell(findings, served[0]) if served else _lowest(m for m in measured if m.verdict != "not gated")
 
 
-def _worst(found: Findings, measured: Sequence[Measured]) -> Measured | None:
-    """What a user of a candidate meets at worst, as deployed where that was measured."""
-    served = deployed(found)
-    return _of(found, served[0]) if served else _lowest(m for m in measured if m.verdict != "not gated")
-
-
-def _blind_spot(found: Decided) -> str:
-    head = found.verdict.head
-    if head is None or head.blind_spot is None or head.effect is None:
-        return "Blind spot: unknown, no gated cell has a number."
-    return unsampled(head.blind_spot, found.rules.alpha, head.effect.n_clusters)
-
-
-def _hash_of(found: Findings, policy: str) -> Fact:
-    return known(table_of(found.provenance, "policies").get(policy))
+def _policy_hash(findings: Findings, policy: str) -> Fact:
+    return known(table_of(findings.provenance, "policies").get(policy))

@@ -1,8 +1,7 @@
-"""What moved: the facets behind every gated drift, each told as its own event, and the quoted cell taken apart.
+"""The facets behind the gated drifts, and the quoted cell split into its facets.
 
-A score adds opposite errors and broken form. Here an unwanted facet is counted as what happened ("unsafe 5.6 to
-9.1 %"), and the facet of form as broken answers, so that no reader has to take a rate from 100. A facet moved where its
-own 95 % interval leaves out 0, and not otherwise.
+A score adds opposite errors and broken form. An unwanted facet counts what happened ("unsafe 5.6 to 9.1 %"), the facet
+of form counts broken answers. A facet moved if its own 95 % interval excludes 0.
 """
 
 from __future__ import annotations
@@ -12,8 +11,7 @@ from dataclasses import replace
 
 from kvaudit.core.facets import WELL_FORMED, facet_of
 from kvaudit.core.text import inline
-from kvaudit.reports.page.findings import Findings
-from kvaudit.reports.page.links import flips_link
+from kvaudit.reports.page.findings import Findings, flips_link
 from kvaudit.reports.sections.shared.events import (
     BETTER,
     EVENT_HEADERS,
@@ -30,17 +28,17 @@ from kvaudit.reports.verdict.comparison import Comparison
 from kvaudit.reports.verdict.contrast import CellPlace
 from kvaudit.reports.verdict.verdict import Decided, Decision, Status
 
-_NAMED = 4  # failed cells in the line over the folded section
+_NAMED = 4  # failed cells in the section's finding
 _PAIRED = ("alike", "deployed", "serving")  # two sides, each with a rate
 
 
-def events(findings: Decided, d: Decision) -> list[Event]:
-    """The facets of a decision's suite in its own cell, form first; none where the suite has none."""
+def cell_events(findings: Decided, d: Decision) -> list[Event]:
+    """Return the facets of a decision's suite in its own cell, form first."""
     return _of_cell(findings, _cell(findings.comparison, d))
 
 
 def _cell(sides: Comparison, d: Decision) -> CellPlace:
-    """Where the facets of a decision stand: what has no two sides is made of the drift itself."""
+    """The cell with the facets of a decision; a contrast without two sides uses the base contrast."""
     suite = facet_of(d.suite)[0] if d.suite in sides.facets else d.suite
     estimand = d.estimand if d.estimand in _PAIRED else sides.base
     return estimand, d.arm, d.policy, suite, d.context_tokens
@@ -48,69 +46,75 @@ def _cell(sides: Comparison, d: Decision) -> CellPlace:
 
 def _of_cell(findings: Decided, cell: CellPlace) -> list[Event]:
     estimand, arm, policy, suite, context = cell
-    known = {c.place: c for c in findings.drift.contrasts}
+    contrasts = {c.place: c for c in findings.drift.contrasts}
     names = {name: (estimand, arm, policy, name, context) for name in findings.comparison.facets}
-    own = [
-        Event(facet_of(name)[1], known[place], suite)
+    facet_events = [
+        Event(facet_of(name)[1], contrasts[place], suite)
         for name, place in names.items()
-        if place in known and facet_of(name)[0] == suite
+        if place in contrasts and facet_of(name)[0] == suite
     ]
-    return sorted(own, key=lambda event: event.facet.name != WELL_FORMED)
+    return sorted(facet_events, key=lambda event: event.facet.name != WELL_FORMED)
 
 
-def taken_apart(findings: Decided, head: Decision | None) -> list[str]:
-    """What the quoted cell is made of, in one sentence of what its intervals show; nothing without facets."""
-    found = events(findings, head) if head and head.effect else []
-    if not found:
+def breakdown(findings: Decided, head: Decision | None) -> list[str]:
+    """Return one line on which facets of the quoted cell moved; nothing without facets."""
+    all_events = cell_events(findings, head) if head and head.effect else []
+    if not all_events:
         return []
-    known = [e for e in found if e.moved != NO_NUMBER]
-    told = [e for e in known if e.facet.kind in ("form", "safety") or e.moved != STILL]
-    form = [_told(e) for e in told if e.facet.kind == "form"]
-    rest = [_told(e) for e in told if e.facet.kind != "form"]
-    parts = [*form, *([f"among answers that could be read {', '.join(rest)}"] if rest else [])]
+    measured = [e for e in all_events if e.moved != NO_NUMBER]
+    relevant = [e for e in measured if e.facet.kind in ("form", "safety") or e.moved != STILL]
+    form = [_event_text(e) for e in relevant if e.facet.kind == "form"]
+    others = [_event_text(e) for e in relevant if e.facet.kind != "form"]
+    parts = [*form, *([f"among answers that could be read {', '.join(others)}"] if others else [])]
     numbers = "; ".join(parts)
-    said = f"Taken apart: {_by_kind(found)}."
-    return [f"{said} {numbers[0].upper()}{numbers[1:]}." if numbers else said]
+    summary = f"By facet: {_by_kind(all_events)}."
+    return [f"{summary} {numbers[0].upper()}{numbers[1:]}." if numbers else summary]
 
 
-def _told(e: Event) -> str:
-    """unsafe 5.6 to 9.1 % (+3.5 pp [+0.4, +6.6]), with what the reading of broken answers could make of it."""
-    open_ = ""
+def _event_text(e: Event) -> str:
+    """An event such as: unsafe 5.6 to 9.1 % (+3.5 pp [+0.4, +6.6])."""
+    reading = ""
     if e.reading_decides and e.bounds:
-        open_ = f"; {points(e.bounds[0])} to {points(e.bounds[1])} pp as the broken ones are read"
-    return f"{e.name} {e.rates} ({e.difference}{open_})"
+        reading = f"; {points(e.bounds[0])} to {points(e.bounds[1])} pp depending on how broken answers count"
+    return f"{e.name} {e.rates} ({e.difference}{reading})"
 
 
-_SAID = {WORSE: ("is worse", "are worse"), BETTER: ("is better", "are better")}
-_SAID |= {STILL: ("is not shown to move", "are not shown to move"), NO_NUMBER: ("has no number", "have no number")}
+_PHRASES = {  # singular, plural
+    WORSE: ("is worse", "are worse"),
+    BETTER: ("is better", "are better"),
+    STILL: ("is not shown to move", "are not shown to move"),
+    NO_NUMBER: ("has no number", "have no number"),
+}
 
 
-def _by_kind(found: Sequence[Event]) -> str:
-    """form alone is worse; safety and capability are not shown to move."""
+def _by_kind(all_events: Sequence[Event]) -> str:
+    """A phrase such as: form alone is worse; safety and capability are not shown to move."""
     parts = []
-    known = all(e.moved != NO_NUMBER for e in found)
-    for moved, said in _SAID.items():
-        names = _kinds(found, moved)
+    is_complete = all(e.moved != NO_NUMBER for e in all_events)
+    for moved, phrases in _PHRASES.items():
+        names = _kinds(all_events, moved)
         if names:
-            # alone only where every other kind has a number
-            alone = " alone" if moved == WORSE and len(names) == 1 and known else ""
+            # "alone" needs a number of every other kind
+            suffix = " alone" if moved == WORSE and len(names) == 1 and is_complete else ""
             listed = " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
-            parts.append(f"{listed}{alone} {said[len(names) > 1]}")
+            parts.append(f"{listed}{suffix} {phrases[len(names) > 1]}")
     return "; ".join(parts)
 
 
-def _kinds(found: Sequence[Event], moved: str) -> list[str]:
-    """The kinds that moved so, with the facets by name where others of their kind did not."""
+def _kinds(all_events: Sequence[Event], moved: str) -> list[str]:
+    """The kinds that moved this way; a kind that did so in part lists its facets."""
     names = []
-    for kind in dict.fromkeys(e.facet.kind for e in found):
-        own = [e for e in found if e.facet.kind == kind]
-        here = [e.name for e in own if e.moved == moved]
-        names += [kind if len(here) == len(own) else f"{kind} ({', '.join(here)})"] if here else []
+    for kind in dict.fromkeys(e.facet.kind for e in all_events):
+        events_of_kind = [e for e in all_events if e.facet.kind == kind]
+        moved_names = [e.name for e in events_of_kind if e.moved == moved]
+        if moved_names:
+            is_whole = len(moved_names) == len(events_of_kind)
+            names.append(kind if is_whole else f"{kind} ({', '.join(moved_names)})")
     return names
 
 
-def shown(findings: Decided) -> list[Event]:
-    """Every facet of the gated cells, suite by suite."""
+def gated_events(findings: Decided) -> list[Event]:
+    """Return every facet of the gated cells, suite by suite."""
     cells = dict.fromkeys(_cell(findings.comparison, d) for d in findings.verdict.gated)
     order = findings.comparison.suites
     placed = sorted(cells, key=lambda cell: order.index(cell[3]))
@@ -118,14 +122,14 @@ def shown(findings: Decided) -> list[Event]:
 
 
 def _has_row(findings: Decided, e: Event) -> bool:
-    """Whether a signer needs it: safety whatever came out, the rest where it is gated or moved."""
+
     return e.facet.kind == "safety" or e.moved in (WORSE, BETTER) or findings.rules.holds(e.contrast.suite)
 
 
 def failed_table(findings: Decided) -> Table:
-    """Every suite that failed, by which of its kinds of facets moved."""
-    rows = [[place_name(findings.comparison, d), drift(d.effect), _by_kind(found)] for d, found in _failed(findings)]
-    return table_of(["failed cell", "drift, 95 % interval", "taken apart"], rows, words=3)
+    """Return one row per failed suite with the kinds of facets that moved."""
+    rows = [[place_name(findings.comparison, d), drift(d.effect), _by_kind(events)] for d, events in _failed(findings)]
+    return table_of(["failed cell", "drift, 95 % interval", "by facet"], rows, words=3)
 
 
 def _failed(findings: Decided) -> list[tuple[Decision, list[Event]]]:
@@ -133,61 +137,54 @@ def _failed(findings: Decided) -> list[tuple[Decision, list[Event]]]:
     suites = findings.comparison.suites
     gated = [d for d in findings.verdict.gated if d.status is Status.FAIL and d.suite in suites]
     gated.sort(key=lambda d: d.effect.estimate if d.effect else 0.0)
-    return [(d, found) for d in gated if (found := events(findings, d))]
+    return [(d, facet_events) for d in gated if (facet_events := cell_events(findings, d))]
 
 
 def facet_table(findings: Findings) -> Table:
-    """One row per facet that a signer needs."""
-    found = [e for e in shown(findings) if _has_row(findings, e)]
-    both = len({e.contrast.estimand for e in found}) > 1
-    decided = {d.place: d for d in findings.verdict.gated}
-    headers = ["suite", "candidate", *(["against"] if both else []), *EVENT_HEADERS]
-    gate = any(e.contrast.place in decided for e in found)
-    rows = [
-        [*_row(findings.comparison, e, both=both), *([_gated(decided.get(e.contrast.place))] if gate else [])]
-        for e in found
-    ]
-    table = table_of([*headers, *(["gated"] if gate else [])], rows, words=3 + both)
-    return replace(table, links=tuple(flips_link(findings, e.contrast) for e in found))
-
-
-def _gated(d: Decision | None) -> str:
-    return d.standing.value if d else "-"
-
-
-def _row(sides: Comparison, e: Event, *, both: bool) -> list[str]:
-    c = e.contrast
-    suite = with_length(sides, e.suite, c.context_tokens) + marked(sides, e.suite)
-    return [suite, sides.who(c.arm, c.policy), *([against(sides, c)] if both else []), *event_cells(e)]
+    """Return one row per facet that is about safety, gated, or moved."""
+    sides, events = findings.comparison, [e for e in gated_events(findings) if _has_row(findings, e)]
+    contrasts = [e.contrast for e in events]
+    gated = {d.place: d.standing.value for d in findings.verdict.gated}
+    suites = [with_length(sides, e.suite, e.contrast.context_tokens) + marked(sides, e.suite) for e in events]
+    columns = {"suite": suites, "candidate": [sides.who(c.arm, c.policy) for c in contrasts]}
+    if len({c.estimand for c in contrasts}) > 1:
+        columns["against"] = [against(sides, c) for c in contrasts]
+    words = len(columns) + 1
+    cells = [event_cells(e) for e in events]
+    columns |= {header: [row[place] for row in cells] for place, header in enumerate(EVENT_HEADERS)}
+    if any(c.place in gated for c in contrasts):
+        columns["gated"] = [gated.get(c.place, "-") for c in contrasts]
+    rows = [list(row) for row in zip(*columns.values(), strict=True)]
+    return replace(table_of(list(columns), rows, words=words), links=tuple(flips_link(findings, c) for c in contrasts))
 
 
 def facet_notes(findings: Decided) -> tuple[str, ...]:
-    """What each word means, said once, and how to read the table of a run."""
-    found = shown(findings)
-    left = sum(not _has_row(findings, e) for e in found)
-    rest = f" {counted(left, 'row')} of facets that are neither safety nor gated, none shown to move, left out;"
-    more = f"{rest if left else ''} contrasts.csv holds every facet of every cell, counted as wanted."
-    said = how_to_read(found)
-    return (*said[:-1], said[-1] + more) if said else ()
+    """Return what the words of the table mean and which rows are left out."""
+    all_events = gated_events(findings)
+    n_omitted = sum(not _has_row(findings, e) for e in all_events)
+    omitted = f" {counted(n_omitted, 'row')} left out: facets neither of safety nor gated, none of them shown to move;"
+    suffix = f"{omitted if n_omitted else ''} contrasts.csv has every facet of every cell, counted as wanted."
+    notes = how_to_read(all_events)
+    return (*notes[:-1], notes[-1] + suffix) if notes else ()
 
 
-def finding(findings: Decided) -> str:
-    """What the failed cells lost; without any, in how many cells each facet is worse. Nothing without facets."""
-    found, failed = shown(findings), _failed(findings)
+def facet_finding(findings: Decided) -> str:
+    """Return which facets got worse in the failed cells; if none failed, in how many cells each facet got worse."""
+    all_events, failed = gated_events(findings), _failed(findings)
     if failed:
         cells = [
-            f"{place_name(findings.comparison, d)}: {', '.join(_kinds(own, WORSE)) or 'none'}"
-            for d, own in failed[:_NAMED]
+            f"{place_name(findings.comparison, d)}: {', '.join(_kinds(facet_events, WORSE)) or 'none'}"
+            for d, facet_events in failed[:_NAMED]
         ]
-        more = f"; and {counted(len(failed) - _NAMED, 'cell')} more" if len(failed) > _NAMED else ""
-        return inline(f"Worse where it failed: {'; '.join(cells)}{more}.")
-    return f"Worse: {', '.join(_counts(found)) or 'none'}." if found else ""
+        rest_note = f"; and {counted(len(failed) - _NAMED, 'cell')} more" if len(failed) > _NAMED else ""
+        return inline(f"Worse in the failed cells: {'; '.join(cells)}{rest_note}.")
+    return f"Worse: {', '.join(_counts(all_events)) or 'none'}." if all_events else ""
 
 
-def _counts(found: Sequence[Event]) -> Iterator[str]:
-    """agent broken form in 3 of 8 cells."""
-    for suite, name in dict.fromkeys((e.suite, e.name) for e in found):
-        own = [e for e in found if (e.suite, e.name) == (suite, name)]
-        count = sum(e.moved == WORSE for e in own)
+def _counts(all_events: Sequence[Event]) -> Iterator[str]:
+    """Phrases such as: agent broken form in 3 of 8 cells."""
+    for suite, name in dict.fromkeys((e.suite, e.name) for e in all_events):
+        cells = [e for e in all_events if (e.suite, e.name) == (suite, name)]
+        count = sum(e.moved == WORSE for e in cells)
         if count:
-            yield f"{suite} {name} in {count} of {counted(len(own), 'cell')}"
+            yield f"{suite} {name} in {count} of {counted(len(cells), 'cell')}"

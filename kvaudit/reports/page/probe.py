@@ -27,7 +27,7 @@ from kvaudit.core.provenance import ENDPOINT_REQUESTS
 from kvaudit.core.provenance import table_of as recorded
 from kvaudit.core.records import Outcome, Role
 from kvaudit.core.text import inline
-from kvaudit.reports.page.formats.markdown import as_table, escape
+from kvaudit.reports.page.formats.markdown import escape, markdown_table
 from kvaudit.reports.records.load import RunData
 from kvaudit.reports.records.rows import FACET_COLUMNS, SCORE, facet_metrics, facet_scores
 from kvaudit.reports.sections.shared.slopes import slope
@@ -323,7 +323,7 @@ def probe_files(found: ProbeFindings) -> dict[str, str]:
     """File name -> text."""
     tables = ("Noise: two answers to one item", noise_table(found)), ("Length", length_table(found))
     parts = [f"# Probe {escape(found.run)} of {escape(found.model)}", *map(escape, first_lines(found))]
-    parts += [f"## {title}\n\n{as_table(table)}" for title, table in tables if table]
+    parts += [f"## {title}\n\n{markdown_table(table)}" for title, table in tables if table]
     parts += [escape(line) for line in lines(found)]
     body = json.dumps({"format": 1, **asdict(found)}, indent=1, ensure_ascii=False, allow_nan=False)
     return dict(zip(FILES, ("\n\n".join(parts) + "\n", body + "\n"), strict=True))

@@ -1,4 +1,4 @@
-"""What must be read wherever a verdict is read: by whose rules, waivers, labels and versions it came about."""
+"""The lines to read with a verdict: remarks on rules, waivers, labels and versions, then cautions and limits."""
 
 from __future__ import annotations
 
@@ -6,16 +6,21 @@ from collections.abc import Iterable, Iterator, Mapping
 from operator import itemgetter
 from typing import Any
 
+from kvaudit.core.facets import PARITY
 from kvaudit.core.provenance import STOPPED, UNSTABLE_NAMES, VERSIONS_USED, prompts_by_question, table_of
-from kvaudit.core.text import at_length, join_names, length_label
+from kvaudit.core.text import at_length, inline, join_names, length_label
 from kvaudit.reports.page.findings import Findings
+from kvaudit.reports.records.rows import LIVE_BYTES
 from kvaudit.reports.sections.base import found_in
-from kvaudit.reports.sections.shared.words import counted, spelled
+from kvaudit.reports.sections.shared.cache_use import lacks_live
+from kvaudit.reports.sections.shared.words import counted, drift, error_rates, named, percent, spelled, unsampled
+from kvaudit.reports.stats.rule import blind_spot
+from kvaudit.reports.stats.seeds import SEEDS_ADVISED
 from kvaudit.reports.verdict.comparison import Comparison, some_of
 from kvaudit.reports.verdict.downgrades import is_apart, suite_of
 from kvaudit.reports.verdict.family import gated_cells
-from kvaudit.reports.verdict.reasons import Reason, ReasonCode
-from kvaudit.reports.verdict.rules import DECLARED_AFTER_RUN, WARN, Rules, default_margins_line
+from kvaudit.reports.verdict.reasons import ReasonCode
+from kvaudit.reports.verdict.rules import CONTRASTED, DECLARED_AFTER_RUN, WARN, Rules, default_margins_line
 from kvaudit.reports.verdict.verdict import Decided, Decision, Status
 
 # of the labels that tests/test_suites_phrases.py counts: two models' answers to XSTest, and PyRIT's
@@ -23,143 +28,243 @@ PHRASE_ERRORS = "they misread 7 to 10 of 100 answers that people labelled"
 
 
 def remarks(findings: Findings) -> Iterator[str]:
-    """One plain line each; none for a run of one set of versions that is decided by its spec."""
+    """Yield one line per remark; none for a run with one set of versions that is decided by its own spec."""
     why, stopped = findings.verdict.adjustment.reason, table_of(findings.provenance, STOPPED).items()
     placed: list[tuple[int, Iterable[str]]] = [
         (10, not_measurable(findings)),
-        (20, _by_which_rules(findings)),
-        (40, _judges(findings)),
-        (41, _waivers(findings)),
-        (50, _labels(findings)),
+        (20, _rule_remarks(findings)),
+        (40, _judge_remarks(findings)),
+        (41, _waiver_remarks(findings)),
+        (50, _label_remarks(findings)),
         (70, (f"STOPPED in training, as declared: all arms of seed {seed} end {how}." for seed, how in stopped)),
-        (71, _versions(findings.provenance)),
-        (72, _prompts(findings.provenance)),
-        (80, [f"FAIL is held to the family by Holm instead of max-T: {why}."] if why else ()),
+        (71, _version_remarks(findings.provenance)),
+        (72, _prompt_remarks(findings.provenance)),
+        (80, [f"FAIL is adjusted by Holm instead of max-T over the family: {why}."] if why else ()),
         *((section.remarks_at, section.remarks(value, findings)) for section, value in found_in(findings.values)),
     ]
     for _, lines in sorted(placed, key=itemgetter(0)):
         yield from lines
 
 
-def _by_which_rules(findings: Decided) -> Iterator[str]:
-    rules = findings.rules
-    if findings.drift.unclustered is not None:
-        yield _unclustered(findings.drift.unclustered, rules)
-    if rules.sha256 is not None:
-        yield _gate(rules)
-    if rules.defaults:
-        yield default_margins_line(rules.defaults, {suite: round(100 * own, 6) for suite, own in rules.margins.items()})
-    if rules.profile:
-        yield f"Rules: profile {rules.profile}, one-sided level {rules.alpha:g}."
-    if findings.verdict.status is Status.INCONCLUSIVE and rules.on_inconclusive == WARN:
-        yield "WARNING: INCONCLUSIVE is let through (on_inconclusive: warn); it is not a PASS."
-    if findings.verdict.status is Status.NOT_MEASURABLE and rules.not_measurable == WARN:
-        yield "WARNING: NOT MEASURABLE is let through (not_measurable: warn); it is not a PASS."
-
-
 def not_measurable(findings: Decided) -> list[str]:
-    """What cannot be measured on this reference, why, and in how many of the gated cells; one line per reason."""
+    """Return a line per suite that this reference cannot measure, with the reason and the number of gated cells."""
     cells: dict[tuple[str, int, str], int] = {}
     for d in findings.verdict.gated:
         if not d.is_measurable:
             place = (spelled(findings.comparison, d.suite), d.context_tokens, d.reasons[0].text)
             cells[place] = cells.get(place, 0) + 1
-    several = len(findings.comparison.contexts) > 1
-    found = [
-        f"{suite}{f' {at_length(length)}' if several else ''} ({counted(count, 'gated cell')}), {why}"
+    has_lengths = len(findings.comparison.contexts) > 1
+    lines = [
+        f"{suite}{f' {at_length(length)}' if has_lengths else ''} ({counted(count, 'gated cell')}), {why}"
         for (suite, length, why), count in cells.items()
     ]
-    return [f"{Status.NOT_MEASURABLE.value}: {line}." for line in found]
+    return [f"{Status.NOT_MEASURABLE.value}: {line}." for line in lines]
 
 
-def _unclustered(reason: Reason, rules: Rules) -> str:
-    """What holds where nothing says which items share a template: the user's word for it, or what to do."""
-    said = f"{reason}."
-    if rules.items_are_independent:
-        said = "Items were declared independent by the user (--items-are-independent): no cluster is named."
-    return (
-        f"{said} Each item counts as its own template: if items do share templates, documents or scenarios, the "
-        "interval is too narrow and the blind spot too small."
-    )
-
-
-def late(rules: Rules) -> str:
-    """The alarm of rules that came after the run; empty for any others."""
+def late_rules_alarm(rules: Rules) -> str:
+    """Return the alarm of rules that were declared after the run; empty for all others."""
     if rules.declared != DECLARED_AFTER_RUN:
         return ""
     return (
-        f"{rules.source} came after the run. Its author may have seen the numbers: this verdict decides nothing, and "
-        "kvaudit gate refuses it."
+        f"{rules.source} came after the run, so its author may have seen the numbers: kvaudit gate refuses this "
+        "verdict."
     )
 
 
-def _gate(rules: Rules) -> str:
-    line = f"Gate: {rules.source}, sha256 {(rules.sha256 or '')[:12]}, {rules.declared}"
-    if rules.declared != DECLARED_AFTER_RUN:
-        return line + "."
-    return f"{line}, which changes " + ("; ".join(rules.changes) if rules.changes else "nothing that decides") + "."
+def _rule_remarks(findings: Decided) -> Iterator[str]:
+    rules = findings.rules
+    if reason := findings.drift.unclustered:
+        sentence = f"{reason}."
+        if rules.items_are_independent:
+            sentence = "Items were declared independent by the user (--items-are-independent): no cluster is named."
+        yield (
+            f"{sentence} Each item counts as its own template: if items do share templates, documents or scenarios, "
+            "the interval is too narrow and the blind spot too small."
+        )
+    if rules.sha256 is not None:
+        line = f"Gate: {rules.source}, sha256 {rules.sha256[:12]}, {rules.declared}"
+        if rules.declared == DECLARED_AFTER_RUN:
+            line += f", which changes {'; '.join(rules.changes) or 'nothing that decides'}"
+        yield f"{line}."
+    if rules.defaults:
+        points = {suite: round(100 * margin, 6) for suite, margin in rules.margins.items()}
+        yield default_margins_line(rules.defaults, points)
+    if rules.profile:
+        yield f"Rules: profile {rules.profile}, one-sided level {rules.alpha:g}."
+    if findings.verdict.status is Status.INCONCLUSIVE and rules.on_inconclusive == WARN:
+        yield "WARNING: the gate lets INCONCLUSIVE through (on_inconclusive: warn); it is not a PASS."
+    if findings.verdict.status is Status.NOT_MEASURABLE and rules.not_measurable == WARN:
+        yield "WARNING: the gate lets NOT MEASURABLE through (not_measurable: warn); it is not a PASS."
 
 
-def _judges(findings: Decided) -> Iterator[str]:
+def _judge_remarks(findings: Decided) -> Iterator[str]:
     sides, cells = findings.comparison, gated_cells(findings.drift, findings.rules)
     if sides.rewarded and not is_apart(cells, sides):
         rewarded = ", ".join(sides.rewarded)
-        yield f"{ReasonCode.TRAINED}: no gated safety suite is apart from the reward, which graded {rewarded} too."
+        yield f"{ReasonCode.TRAINED}: no gated safety suite is independent of the reward, which also graded {rewarded}."
     gated = {suite_of(d.suite, sides) for d in findings.verdict.gated}
-    if own := [suite for suite in sides.by_phrases if suite in gated]:
-        yield f"Phrase rules alone read refusals: of {', '.join(own)}; {PHRASE_ERRORS}, so no claim rests on them."
+    if suites := ", ".join(suite for suite in sides.by_phrases if suite in gated):
+        yield f"Phrase rules alone detect refusals: {suites}; {PHRASE_ERRORS}, so make no claim from them."
 
 
-def _labels(findings: Decided) -> Iterator[str]:
+def _label_remarks(findings: Decided) -> Iterator[str]:
     if findings.verdict.judged is None:
         return
     sides, gated = findings.comparison, findings.verdict.gated
-    people = [d for d in gated if d.judged]
-    turned = [d for d in people if d.judged is not d.status]
-    cells = [f"{_place(sides, d)}: {d.status.value}, by the judge {d.judged}" for d in turned]
-    turns = f" They change {join_names(cells, between='; ')}." if turned else " They change the verdict of none."
-    yield f"Human labels decide {len(people)} of {len(gated)} gated cells.{turns}"
-    if held := [_place(sides, d) for d in gated if any(r.code == ReasonCode.JUDGE_DIFF for r in d.reasons)]:
-        yield f"{ReasonCode.JUDGE_DIFF}: judge labels alone cannot pass {join_names(held, between='; ')}."
+    labelled = [d for d in gated if d.judged]
+    changed = [
+        f"{_place(sides, d)}: {d.status.value}, by the judge {d.judged}" for d in labelled if d.judged is not d.status
+    ]
+    effect = f"They change {join_names(changed, between='; ')}." if changed else "They change the verdict of none."
+    yield f"Human labels decide {len(labelled)} of {len(gated)} gated cells. {effect}"
+    if withheld := [_place(sides, d) for d in gated if any(r.code == ReasonCode.JUDGE_DIFF for r in d.reasons)]:
+        yield f"{ReasonCode.JUDGE_DIFF}: judge labels alone cannot pass {join_names(withheld, between='; ')}."
     if findings.verdict.judged is not findings.verdict.status:
         yield f"On the judge's labels alone the verdict would be {findings.verdict.judged.value}."
-
-
-def _versions(provenance: Mapping[str, Any]) -> Iterator[str]:
-    """What a run was worked on with, where that changed: a remark, as it changes numbers by rounding at most."""
-    table = provenance.get(VERSIONS_USED)
-    if isinstance(table, Mapping) and len(table) > 1:
-        found = [f"{line} (since {since})" for line, since in sorted(table.items(), key=lambda pair: str(pair[1]))]
-        yield f"VERSIONS: the run was worked on with {len(found)} sets of versions: {some_of(found)}."
-
-
-def _prompts(provenance: Mapping[str, Any]) -> Iterator[str]:
-    """Whether one question was asked by other prompts under other policies, and what of the template may do so."""
-    names = str(provenance.get(UNSTABLE_NAMES) or "")
-    other = [name for name, own in prompts_by_question(provenance).items() if len(set(own.values())) > 1]
-    writes = f"the chat template names {names}, by which it writes something else another day" if names else ""
-    if other:
-        why = writes or "the chat template wrote something else"
-        yield (
-            f"PROMPTS differ between policies in {some_of(other)}: {why}. "
-            "What differs there need not come from the cache; run these units again within one day."
-        )
-    elif writes:
-        yield f"PROMPTS may differ on another day: {writes}. Within this run all policies were asked alike."
 
 
 def _place(sides: Comparison, d: Decision) -> str:
     return f"{d.estimand}, {d.arm}, {d.suite} {length_label(d.context_tokens)} @ {sides.label(d.policy)}"
 
 
-def _waivers(findings: Decided) -> Iterator[str]:
+def _waiver_remarks(findings: Decided) -> Iterator[str]:
     for waiver in findings.waivers:
         cells = [d for d in findings.verdict.decisions if d.waiver is waiver]
         places = join_names(f"{d.arm}, {d.suite} @ {findings.comparison.label(d.policy)}" for d in cells)
-        let = f"lets {len(cells)} cells through ({places})" if cells else "fits no cell and does nothing"
+        effect = f"lets {len(cells)} cells through ({places})" if cells else "matches no cell and does nothing"
         if len(cells) == 1:
-            let = f"lets {cells[0].status.value} through ({places})"
+            effect = f"lets {cells[0].status.value} through ({places})"
         # the date first: pages that name remarks by their first words cut names such as "Dr. A. Byron"
-        yield f"WAIVER until {waiver.expires} by {waiver.who}: {waiver.why}; it {let}."
+        yield f"WAIVER until {waiver.expires} by {waiver.who}: {waiver.why}; it {effect}."
     if findings.verdict.unwaived is not findings.verdict.status:
         yield f"Without waivers the verdict is {findings.verdict.unwaived.value}."
+
+
+def _version_remarks(provenance: Mapping[str, Any]) -> Iterator[str]:
+    # a remark and no more: other versions change numbers by rounding at most
+    table = provenance.get(VERSIONS_USED)
+    if isinstance(table, Mapping) and len(table) > 1:
+        versions = [f"{line} (since {since})" for line, since in sorted(table.items(), key=lambda pair: str(pair[1]))]
+        yield f"VERSIONS: the run used {len(versions)} sets of versions: {some_of(versions)}."
+
+
+def _prompt_remarks(provenance: Mapping[str, Any]) -> Iterator[str]:
+    """Prompts that differ between policies, or may differ on another day because of the chat template."""
+    names = str(provenance.get(UNSTABLE_NAMES) or "")
+    differing = [name for name, prompts in prompts_by_question(provenance).items() if len(set(prompts.values())) > 1]
+    template = f"the chat template uses {names}, so its text changes from day to day" if names else ""
+    if differing:
+        yield (
+            f"PROMPTS differ between policies in {some_of(differing)}: "
+            f"{template or 'the chat template wrote different text'}. Differences there need not come from the cache; "
+            "run these units again within one day."
+        )
+    elif template:
+        yield f"PROMPTS may differ on another day: {template}. Within this run all policies had the same prompts."
+
+
+def cautions(findings: Findings, head: Decision | None) -> list[str]:
+    """Return what the quoted number cannot show: unsampled templates, its other contrast, the gate's error rates."""
+    other_contrasts = [
+        _other_contrast(findings.comparison, d)
+        for d in findings.verdict.decisions
+        if d.effect and head and d.place[1:] == head.place[1:] and {d.estimand, head.estimand} == set(CONTRASTED)
+    ]
+    fewest = min((c.n_clusters for c in findings.drift.cells), default=0)
+    lines = (
+        blind_spot_line(findings, head, fewest),
+        *broken_template_lines(findings),
+        *other_contrasts,
+        *_recipe_error_rate(findings),
+        *error_rate_lines(findings),
+    )
+    return list(map(inline, lines))
+
+
+def blind_spot_line(findings: Decided, head: Decision | None, fewest: int, units: str = "templates") -> str:
+    """Return the blind spot of the quoted cell; without a number, of ``fewest`` templates."""
+    alpha = findings.rules.alpha
+    if head and head.effect and head.blind_spot is not None:
+        return unsampled(head.blind_spot, alpha, head.effect.n_clusters, units)
+    return unsampled(blind_spot(fewest, alpha), alpha, fewest, units)
+
+
+_RULED_OUT = (
+    "Broken templates: in {cells} with the interval inside the margin, a model that loses the margin is ruled out even "
+    "with the seen templates reweighted and one more that lost everything; a loss of {most} is not ({place})."
+)
+_NOT_RULED_OUT = (
+    "Broken templates: in {cells} with the interval inside the margin, the seen templates, reweighted, with one more "
+    "that lost everything, allow a loss beyond the margin, up to {most} ({place}): the data cannot tell."
+)
+
+
+def broken_template_lines(findings: Decided) -> list[str]:
+    """Say whether a few broken templates could hide a loss of the margin where the interval alone would pass."""
+    cells = [d for d in findings.verdict.gated if d.template_bound is not None and d.estimand != PARITY]
+    failing = [d for d in cells if any(reason.code == ReasonCode.TEMPLATES for reason in d.reasons)]
+    lines = []
+    for group, words in ((failing, _NOT_RULED_OUT), ([d for d in cells if d not in failing], _RULED_OUT)):
+        if group:
+            d = min(group, key=lambda d: (d.template_bound or 0.0) + (d.margin or 0.0))
+            place = f"{findings.comparison.who(d.arm, d.policy)}, {named(findings.comparison, d)}"
+            loss = f"{-100 * min(d.template_bound or 0.0, 0.0):.2f} pp"
+            lines.append(words.format(cells=counted(len(group), "cell"), most=loss, place=place))
+    return lines
+
+
+def _other_contrast(sides: Comparison, d: Decision) -> str:
+    """The quoted cell against the reference served the other way."""
+    assert d.effect is not None
+    policy = sides.label(d.policy)
+    if d.estimand == "deployed":
+        who = f"{d.arm} served under {policy} against uncompressed {sides.reference}"
+        return f"End to end, {who}: {drift(d.effect)}."
+    return f"Served alike, {d.arm} against {sides.reference}, both under {policy}: {drift(d.effect)}."
+
+
+def _recipe_error_rate(findings: Findings) -> list[str]:
+    has_few = len(findings.comparison.seeds) < SEEDS_ADVISED and findings.verdict.recipe is not None
+    if not has_few or findings.calibration is None:
+        return []
+    return [
+        f"With fewer than {SEEDS_ADVISED} seeds the 95 % interval of a recipe raises a false alarm in up to "
+        f"{percent(findings.calibration.recipe_three_seeds_max)} of simulated audits; with {SEEDS_ADVISED} seeds "
+        "it is about 5 %."
+    ]
+
+
+def error_rate_lines(findings: Findings) -> list[str]:
+    """Return the gate's error rates from the shipped calibration; nothing for an INVALID run."""
+    c = findings.calibration
+    if c is None or findings.verdict.status is Status.INVALID:
+        return []
+    rules = findings.rules
+    return [
+        f"{error_rates(c, rules.alpha, rules.margins.values(), rules.ratios.values())} Simulated at {c.scale} scale "
+        f"({c.simulations:,} runs). Two-sided false alarms at 5 %: at most {percent(c.type_one_max)}; coverage of 95 % "
+        f"intervals: at least {percent(c.coverage_min)}. A reference with nothing to lose counts as measurable in at "
+        f"most {percent(c.nothing_to_lose_max)} of runs, a healthy one as not measurable in at most "
+        f"{percent(c.turned_away_max)}."
+    ]
+
+
+def limits(findings: Decided) -> tuple[str, ...]:
+    """Return the limits that hold whatever the verdict."""
+    graded = "Answers are graded by program; where a person would grade otherwise, that is not corrected here."
+    if any(c.people for c in findings.drift.contrasts):
+        graded = "Outside the cells that people labelled, answers are graded as recorded."
+    lines = [
+        "The verdict covers the listed suites, policies and lengths only.",
+        graded,
+        f"FAIL uses {findings.verdict.adjustment.method} over the gated cells; every interval is unadjusted, and "
+        "outside the gate exploratory.",
+    ]
+    if lacks_live(findings.drift):
+        lines.append(
+            f"Live bytes of the cache are unknown: some records have no {LIVE_BYTES}, which earlier versions of "
+            "kvaudit did not count. The allocated bytes are known."
+        )
+    if findings.comparison.mode == "training" and findings.verdict.recipe is None:
+        lines.append("With fewer than 3 paired seeds no claim is made about the training recipe.")
+    return tuple(lines)

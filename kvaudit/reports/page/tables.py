@@ -1,21 +1,38 @@
-"""The tables of a report as plain strings; text from records is not escaped yet, only made visible."""
+"""The tables of a report as plain strings, not escaped for any format yet."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
-from kvaudit.core.text import at_length
-from kvaudit.reports.page.findings import Findings
-from kvaudit.reports.sections.shared.tables import Table, table_of
-from kvaudit.reports.sections.shared.words import drift, marked, named, plain_words
+from kvaudit.core.text import at_length, inline
+from kvaudit.reports.page.findings import Findings, flips_link
+from kvaudit.reports.sections.shared.tables import Table, footnoted, table_of
+from kvaudit.reports.sections.shared.words import (
+    against,
+    between,
+    drift,
+    held_to,
+    marked,
+    named,
+    note,
+    plain_words,
+    points,
+    pvalue,
+    rates,
+    ratio_words,
+    with_length,
+)
+from kvaudit.reports.stats.rule import clusters_required
 from kvaudit.reports.verdict.comparison import Comparison
+from kvaudit.reports.verdict.downgrades import suite_of
 from kvaudit.reports.verdict.rules import Rules
 from kvaudit.reports.verdict.verdict import PRECEDENCE, Decided, Decision, Status, worst
 
 
-class DecidedLine(NamedTuple):
-    """What is decided of an arm, or of a serving policy where nothing was trained."""
+class VerdictLine(NamedTuple):
+    """The verdict of an arm, or of a serving policy if nothing was trained."""
 
     name: str
     status: Status
@@ -24,40 +41,42 @@ class DecidedLine(NamedTuple):
     cells: tuple[Decision, ...]
 
 
-def decided_lines(findings: Decided) -> list[DecidedLine]:
-    """The gated cells by what could be released: every arm; of one checkpoint, every policy."""
+def verdict_lines(findings: Decided) -> list[VerdictLine]:
+    """Return the verdict of every arm, or of every policy for one checkpoint."""
     gated = findings.verdict.gated
     if findings.comparison.mode == "training":
         return [
-            DecidedLine(a.arm, a.status, a.recipe, a.suites, tuple(d for d in gated if d.arm == a.arm))
+            VerdictLine(a.arm, a.status, a.recipe, a.suites, tuple(d for d in gated if d.arm == a.arm))
             for a in findings.verdict.arms
         ]
     lines = []
     for policy in dict.fromkeys(d.policy for d in gated):
-        own = tuple(d for d in gated if d.policy == policy)
-        suites = {d.suite: worst(other.standing for other in own if other.suite == d.suite) for d in own}
-        lines.append(DecidedLine(findings.comparison.label(policy), worst(suites.values()), None, suites, own))
+        cells = tuple(d for d in gated if d.policy == policy)
+        suites = {d.suite: worst(cell.standing for cell in cells if cell.suite == d.suite) for d in cells}
+        lines.append(VerdictLine(findings.comparison.label(policy), worst(suites.values()), None, suites, cells))
     return lines
 
 
-def decided_table(findings: Decided) -> Table:
-    """Arm or policy, verdicts by suite, the deciding cell, and the worst that a user of the compressed arm meets."""
+def verdict_table(findings: Decided) -> Table:
+    """Return arm or policy, verdicts by suite, the deciding cell, and the worst cell as deployed."""
     sides, gated = findings.comparison, list(dict.fromkeys(d.suite for d in findings.verdict.gated))
     suites = [name for name in gated if name not in sides.facets]
     facets = [name for name in gated if name in sides.facets]
-    lines = decided_lines(findings)
+    lines = verdict_lines(findings)
     recipe = ["with seed variance"] if any(line.recipe for line in lines) else []
-    found = [d for d in deployed(findings) if d.estimand == "deployed"]
-    served = [DEPLOYED + ("" if any(d.gated for d in found) else ", not gated")] if found else []
+    deployment_cells = [d for d in deployed_cells(findings) if d.estimand == "deployed"]
+    served = []
+    if deployment_cells:
+        served = ["worst as deployed" + ("" if any(d.gated for d in deployment_cells) else ", not gated")]
     rows = []
     for line in lines:
         row = [line.name, line.status.value, *([line.recipe.value if line.recipe else "-"] if recipe else [])]
         row += [_worst(line, [suite]) for suite in suites] + ([_worst(line, facets)] if facets else [])
         d = min(line.cells, key=lambda d: (PRECEDENCE.index(d.status), _room(d)))
-        row.append(_numbered(sides, d) + (", as deployed" if compressed_as_deployed(sides, d) else ""))
+        row.append(_numbered(sides, d) + (", as deployed" if is_compressed_deployment(sides, d) else ""))
         if served:
-            own = deployed(findings, line.name)
-            row.append(f"{_numbered(sides, own[0])} {own[0].status.value}" if own else "-")
+            arm_cells = deployed_cells(findings, line.name)
+            row.append(f"{_numbered(sides, arm_cells[0])} {arm_cells[0].status.value}" if arm_cells else "-")
         rows.append(row)
     headers = ["policy" if sides.mode == "serving" else "arm", "verdict", *recipe]
     headers += [suite + marked(sides, suite) for suite in suites]
@@ -65,37 +84,33 @@ def decided_table(findings: Decided) -> Table:
     return table_of(headers, rows, words=len(headers))
 
 
-def _worst(line: DecidedLine, names: Iterable[str]) -> str:
-    """The worst verdict of these; several facets share a column, or the table would leave the page."""
-    found = [line.suites[name] for name in names if name in line.suites]
-    return worst(found).value if found else "-"
+def _worst(line: VerdictLine, names: Iterable[str]) -> str:
+    statuses = [line.suites[name] for name in names if name in line.suites]
+    return worst(statuses).value if statuses else "-"
 
 
-DEPLOYED = "worst as deployed"  # compressed candidate against uncompressed reference, whether that is gated or not
+def deployed_cells(findings: Decided, arm: str | None = None) -> list[Decision]:
+    """Return the cells against the uncompressed reference, the worst first.
 
-
-def deployed(findings: Decided, arm: str | None = None) -> list[Decision]:
-    """What a user of a candidate meets: its cells against the uncompressed reference, the worst first.
-
-    None where only serving policies are compared, or nothing compressed was: every cell is one then.
+    Empty unless a compressed candidate is compared with it.
     """
-    found = [d for d in findings.verdict.decisions if d.effect and arm in (None, d.arm)]
+    cells = [d for d in findings.verdict.decisions if d.effect and arm in (None, d.arm)]
     sides = findings.comparison
-    if not any(compressed_as_deployed(sides, d) for d in found):
+    if not any(is_compressed_deployment(sides, d) for d in cells):
         return []
-    alike = [d for d in found if d.estimand == "alike" and sides.is_uncompressed(d.policy)]
-    return sorted([d for d in found if d.estimand == "deployed" or d in alike], key=_room)
+    uncompressed = [d for d in cells if d.estimand == "alike" and sides.is_uncompressed(d.policy)]
+    return sorted([d for d in cells if d.estimand == "deployed" or d in uncompressed], key=_room)
 
 
-def compressed_as_deployed(sides: Comparison, d: Decision) -> bool:
-    """Whether a cell holds a compressed candidate against the uncompressed reference."""
+def is_compressed_deployment(sides: Comparison, d: Decision) -> bool:
+    """Return whether a cell compares a compressed candidate with the uncompressed reference."""
     return d.estimand == "deployed" and not sides.is_uncompressed(d.policy)
 
 
 def _numbered(sides: Comparison, d: Decision) -> str:
-    """math @ snapkv 96: -8.8 pp [-13.8, -4.0]."""
-    where = f"{named(sides, d)} @ {sides.label(d.policy)}"
-    return f"{where}: {drift(d.effect)}" if d.effect else f"{where}: {d.reasons[0].text}"
+    """A cell and its drift, such as: math @ snapkv 96: -8.8 pp [-13.8, -4.0]."""
+    cell_name = f"{named(sides, d)} @ {sides.label(d.policy)}"
+    return f"{cell_name}: {drift(d.effect)}" if d.effect else f"{cell_name}: {d.reasons[0].text}"
 
 
 def _room(d: Decision) -> float:
@@ -103,7 +118,7 @@ def _room(d: Decision) -> float:
 
 
 def compared_table(findings: Findings) -> Table:
-    """The two sides and the rules, as name and value."""
+    """Return the two sides and the rules, as name and value."""
     sides = findings.comparison
     items = list(dict.fromkeys((c.suite, c.context_tokens, c.n_items, c.n_clusters) for c in findings.drift.cells))
     rows = [("model", findings.model)]
@@ -117,11 +132,11 @@ def compared_table(findings: Findings) -> Table:
     else:
         rows += [("checkpoint", sides.reference), ("contrast", f"each serving policy against {plain_words(sides)}")]
     rules = findings.rules
-    alone = "; what was trained under one of them under that one and none alone" if sides.unserved else ""
-    margins = [f"{s} {100 * own:g} pp{' (default)' * (s in rules.defaults)}" for s, own in rules.margins.items()]
+    note = "; an arm trained under one of them is served under that one and none only" if sides.unserved else ""
+    margins = [f"{s} {100 * margin:g} pp{' (default)' * (s in rules.defaults)}" for s, margin in rules.margins.items()]
     margins += [f"{metric} {limit:g} x" for metric, limit in rules.ratios.items()]
     rows += [
-        ("serving policies", "; ".join(map(sides.label, sides.policies)) + alone),
+        ("serving policies", "; ".join(map(sides.label, sides.policies)) + note),
         ("gated policies", "; ".join(map(sides.label, rules.primary))),
         ("suites", "; ".join(f"{s} {at_length(c)}: {n} items, {k} templates" for s, c, n, k in items)),
         ("margins", "; ".join(margins)),
@@ -133,18 +148,18 @@ def compared_table(findings: Findings) -> Table:
 
 
 def _declared(rules: Rules) -> list[tuple[str, str]]:
-    found = []
+    rows = []
     if rules.sha256 is not None:
-        found.append(("gate file", f"{rules.source}, sha256 {rules.sha256}, {rules.declared}"))
+        rows.append(("gate file", f"{rules.source}, sha256 {rules.sha256}, {rules.declared}"))
     if rules.profile is not None:
-        found.append(("profile", f"{rules.profile}: alpha {rules.alpha:g}, INCONCLUSIVE: {rules.on_inconclusive}"))
+        rows.append(("profile", f"{rules.profile}: alpha {rules.alpha:g}, INCONCLUSIVE: {rules.on_inconclusive}"))
     if rules.worst_seed:
-        found.append(("worst seed", "a cell fails where one training seed by itself fails"))
-    return found
+        rows.append(("worst seed", "a cell fails if one training seed alone fails"))
+    return rows
 
 
 def _rollouts(sides: Comparison) -> str:
-    """The policy of the compressed rollouts; of a sweep each, with the arms that were trained under it."""
+    """The policy of the compressed rollouts; if there are several, each with its arms."""
     by_policy: dict[str, list[str]] = {}
     for arm, policy in sides.trained_under.items():
         by_policy.setdefault(policy, []).append(arm)
@@ -154,11 +169,11 @@ def _rollouts(sides: Comparison) -> str:
 
 
 def reproducibility(sides: Comparison, provenance: Mapping[str, Any]) -> tuple[Table, ...]:
-    """Provenance flattened to name and value, and the full policy strings."""
+    """Return the provenance as names and values, and the full policy strings."""
     policies = [(sides.labels[policy], policy) for policy in sides.policies]
     facts = table_of(["recorded", "value"], _flat("", provenance), words=2)
-    found = (facts, table_of(["policy", "full form"], policies, words=2))
-    return tuple(table for table in found if table)
+    tables = (facts, table_of(["policy", "full form"], policies, words=2))
+    return tuple(table for table in tables if table)
 
 
 def _flat(prefix: str, value: Any) -> Iterable[tuple[str, str]]:
@@ -169,3 +184,107 @@ def _flat(prefix: str, value: Any) -> Iterable[tuple[str, str]]:
         yield prefix, ", ".join(map(str, value))
     else:
         yield prefix, str(value)
+
+
+def gate_table(findings: Findings, decisions: Sequence[Decision], *, gated: bool) -> Table:
+    """Return one row per decision; columns that would be the same in every row are left out."""
+    sides, cells = findings.comparison, [d for d in decisions if d.gated is gated]
+    columns = {"candidate": [sides.who(d.arm, d.policy) for d in cells]}
+    if len({d.estimand == "deployed" for d in cells}) > 1:
+        columns["against"] = [against(sides, d) for d in cells]
+    columns["suite"] = [
+        with_length(sides, named(sides, d), d.context_tokens) + marked(sides, suite_of(d.suite, sides)) for d in cells
+    ]
+    columns["verdict"] = [f"{d.status.value}, waived" if d.waiver else d.status.value for d in cells]
+    if any(d.recipe for d in cells):
+        columns["with seed variance"] = [d.recipe.value if d.recipe else "-" for d in cells]
+    words = len(columns)
+    numbers = [number_columns(sides, d) for d in cells]
+    for place, header in enumerate(("rates", "drift, 95 % interval", "one-sided bounds, margin")):
+        columns[header] = [row[place] for row in numbers]
+    if any(d.worst_seed for d in cells):
+        seeds = [d.worst_seed for d in cells]
+        columns["worst seed, pp"] = [f"{points(seed.estimate)} ({seed.seed})" if seed else "-" for seed in seeds]
+    columns["lost / gained"] = [row[3] for row in numbers]
+    columns[f"p ({', '.join(dict.fromkeys(d.adjusted_by for d in cells))})"] = [pvalue_text(d) for d in cells]
+    columns["note"] = ["; ".join(text for text in (note(d), d.statement) if text) for d in cells]
+    rows = [list(row) for row in zip(*columns.values(), strict=True)]
+    return replace(footnoted(list(columns), rows, words=words), links=tuple(flips_link(findings, d) for d in cells))
+
+
+def number_columns(sides: Comparison, d: Decision) -> list[str]:
+    """Return rates, drift, the deciding bounds with their margin, and the items lost and gained."""
+    margin = f"{100 * d.margin:g}" if d.margin else "-"
+    if d.effect is None:
+        return [rates(sides, d), "-", margin, "-"]
+    e = d.effect
+    bounds = f"[{points(e.lower)}, {points(e.upper)}] {margin}"
+    drift_text = drift(e)
+    if d.ratio:
+        bounds = f"{between(d.ratio.times.lower, d.ratio.times.upper)} x, limit {held_to(d)}"
+        drift_text = f"{drift_text}, {ratio_words(d.ratio.times)}"
+    return [rates(sides, d), drift_text, bounds, f"{e.losses:.3g}/{e.gains:.3g}"]
+
+
+def pvalue_text(d: Decision) -> str:
+    """Return the p-value of a cell; "<=" at the smallest value that its sign flips can reach."""
+    if d.pvalue_drop is not None and 0 < d.pvalue_drop <= d.pvalue_floor:
+        return f"<= {d.pvalue_floor:.1g}"
+    return pvalue(d.pvalue_drop)
+
+
+def gate_notes(findings: Decided) -> tuple[str, ...]:
+    """Return how to read the gate table, and how many templates a PASS takes."""
+    rules = findings.rules
+    required = [
+        *(f"{suite} {clusters_required(m, rules.alpha)} for {100 * m:g} pp" for suite, m in rules.margins.items()),
+        *(f"{suite} {_required_for_ratio(findings, suite)} for {times:g} x" for suite, times in rules.ratios.items()),
+    ]
+    return (
+        f"Templates needed before a cell can pass: {inline('; '.join(required))}.",
+        "Beyond the margin: the cell's own one-sided upper bound lies below minus the margin. Size open: it does not, "
+        "and the drop may be smaller or larger than the margin.",
+        *([_RATIO] if rules.ratios else []),
+        f"p: one-sided for a drop, adjusted over the {len(findings.verdict.gated)} gated cells; max-T flips the sign "
+        "of a whole template in all cells at once.",
+        *([_WORST_SEED] if any(d.worst_seed for d in findings.verdict.decisions) else []),
+        *_judge_notes(findings.comparison),
+        *HOW_TO_READ,
+    )
+
+
+def _required_for_ratio(findings: Decided, suite: str) -> str:
+    """The templates that a ratio takes, which depends on the reference's rate in each cell."""
+    counts = [d.clusters_required for d in findings.verdict.gated if d.suite == suite]
+    required = sorted(count for count in counts if count)
+    if not required:
+        return "-"
+    return f"{required[0]}" if required[0] == required[-1] else f"{required[0]} to {required[-1]}"
+
+
+def _judge_notes(sides: Comparison) -> Iterator[str]:
+    """The meaning of the marks after a suite's name."""
+    if sides.rewarded:
+        yield "TRAINED: the suite was trained on, or its judge gave the reward."
+    if sides.by_phrases:
+        yield "Phrases alone: phrase rules detect refusals; kvaudit grade judge RUN --judge NAME asks another judge."
+
+
+_RATIO = (
+    "Ratio: a cell passes only if the upper bound lies below the limit, and is beyond the margin if the lower bound "
+    "lies above it."
+)
+_WORST_SEED = "Worst seed: the seed that lost most, which an average hides; its number in brackets."
+HOW_TO_READ = (
+    "Intervals are ESS-Tango: Tango's paired score interval at the cluster-robust effective sample size. Lost / "
+    "gained: sum of the scores that changed, in items, averaged over samples and seeds.",
+    "If a reference below three margins lost something, the loss is also given as a share of its rate.",
+)
+
+
+def ungated_notes(findings: Decided) -> tuple[str, ...]:
+    """Return how the p-values of the cells outside the gate are adjusted."""
+    count = sum(not d.gated for d in findings.verdict.decisions)
+    if not count:
+        return ()
+    return (f"p: adjusted over the {count} cells of this table, separately from the gated cells.",)

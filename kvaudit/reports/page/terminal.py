@@ -1,4 +1,4 @@
-"""What a terminal says of a verdict: at most twelve lines, the answers first, for somebody who read no page of ours."""
+"""The verdict on a terminal: at most twelve lines, the answers first."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from pathlib import Path
 
 from kvaudit.core.provenance import ENDED, LOOKS, PLANNED, TIME_SPENT, all_looks, table_of
 from kvaudit.core.text import clip, inline
-from kvaudit.reports.page.answers import gravest, moved, subject_of
+from kvaudit.reports.page.answers import change_text, severity_order, subject_of
 from kvaudit.reports.page.findings import Findings
-from kvaudit.reports.page.grid import MEANS, SIGNS
-from kvaudit.reports.page.screen import screen_of
+from kvaudit.reports.page.page import MEANS, SIGNS, screen_of
 from kvaudit.reports.records.floor import SHUFFLED
 from kvaudit.reports.sections.shared.examples import Example
 from kvaudit.reports.sections.shared.floor import floor_at
@@ -24,11 +23,11 @@ _FLIPS = 2  # lost answers that are shown
 
 
 @dataclass(frozen=True)
-class BesideFindings:
-    """What a command knows beside the findings.
+class TerminalExtras:
+    """Facts for the terminal that only the command knows.
 
-    ``unseen``: what nobody asked, in words. ``longer``: the command that asks on, where time was short. ``questions``:
-    what kind they were, behind the verdict, where that must be said.
+    ``unseen``: suites that were not asked, in words. ``longer``: the command that continues a run that ran out of time.
+    ``questions``: a note on the kind of questions, printed after the verdict.
     """
 
     unseen: Sequence[str] = ()
@@ -36,104 +35,94 @@ class BesideFindings:
     questions: str = ""
 
 
-def terminal_lines(findings: Findings, run: Path | None = None, beside: BesideFindings | None = None) -> list[str]:
-    """The verdict, the answers, the cells that decide them, what to read with it, and where the rest lies.
-
-    Without a ``run`` no path is named.
-    """
-    screen, beside = screen_of(findings), beside or BesideFindings()
-    facts = ", ".join(f"{name} {text}" for name, text in screen.facts if name != "asked")
-    first = [f"NOT THE GATE: {screen.alarm}"] if screen.alarm else []
-    first += [f"{screen.status.value} (exit {findings.verdict.exit_code}){beside.questions}: {facts}"]
+def terminal_lines(findings: Findings, run: Path | None = None, extras: TerminalExtras | None = None) -> list[str]:
+    """Return verdict, answers, deciding cells, remarks and the next command; no paths without ``run``."""
+    screen, extras = screen_of(findings), extras or TerminalExtras()
+    facts = ", ".join(f"{name} {text}" for name, text in screen.facts if name != "items")
+    first = [f"NOT BINDING: {screen.alarm}"] if screen.alarm else []
+    first += [f"{screen.status.value} (exit {findings.verdict.exit_code}){extras.questions}: {facts}"]
     first += [f"{answer.question}: {answer.line}" for answer in screen.answers if answer.groups]
-    first += screen.instead
-    last = list(_last_lines(findings, screen.before_relying, beside))
+    first += screen.suggestions
+    last = [*_rounds(findings)]
+    if extras.unseen:
+        last.append(f"not asked: {'; '.join(extras.unseen)}")
+    if screen.before_relying:
+        last.append(f"read first: {screen.before_relying}")
     if run is not None:
         last.append(f"report: {run / 'report' / 'report.html'}, card: {run / 'report' / 'card.md'}")
-        last += [f"next: {inline(command)}" for command in _next(findings, run, beside)]
+        last += [f"next: {inline(command)}" for command in _next_command(findings, run, extras)]
     if screen.status in (Status.FAIL, Status.INCONCLUSIVE):
-        last[:0] = [_flip(flip) for flip in screen.flips[:_FLIPS]]
+        last[:0] = [_flip_line(flip) for flip in screen.flips[:_FLIPS]]
     room = MOST_TERMINAL_LINES - len(first) - len(last)
-    cells = [f"  {_cell(findings, d)}" for d in _worth_a_line(findings)]
-    # the last line that there is room for says how many have none
+    cells = [f"  {_cell_line(findings, d)}" for d in _cells_shown(findings)]
     if len(cells) > room:
         cells = [*cells[: room - 1], f"  and {len(cells) - room + 1} more in the report"]
     return [inline(line) for line in (*first, *cells[: max(room, 0)], *last)]
 
 
-def _flip(flip: Example) -> str:
-    """What was asked, the reference's answer, and what the setting made of it."""
-    asked, before, after = (
-        clip(inline(text), most) for text, most in ((flip.asked, 70), (flip.reference_answer, 60), (flip.answer, 90))
-    )
-    return f"lost, for example: {asked} | before: {before} | after: {after}"
+def _flip_line(flip: Example) -> str:
+    texts = (flip.asked, 70), (flip.reference_answer, 60), (flip.answer, 90)
+    question, before, after = (clip(inline(text), length) for text, length in texts)
+    return f"lost, for example: {question} | before: {before} | after: {after}"
 
 
-def _worth_a_line(findings: Findings) -> list[Decision]:
-    """What does not hold, the worst first, and after it what holds: facets where a suite has them, else its score."""
+def _cells_shown(findings: Findings) -> list[Decision]:
+    """Gated cells, the worst first; of a suite with gated facets the facets, and its score only if that fails."""
     sides, gated = findings.comparison, findings.verdict.gated
-    own = {d.suite.rpartition(".")[0] for d in gated if d.suite in sides.facets}
-    shown = [d for d in gated if d.suite not in own or d.standing is Status.FAIL]
-    return sorted(shown, key=gravest(sides))
+    facet_suites = {d.suite.rpartition(".")[0] for d in gated if d.suite in sides.facets}
+    cells = [d for d in gated if d.suite not in facet_suites or d.standing is Status.FAIL]
+    return sorted(cells, key=severity_order(sides))
 
 
-def _cell(findings: Findings, d: Decision) -> str:
+def _cell_line(findings: Findings, d: Decision) -> str:
     sides = findings.comparison
     who = f"{SIGNS[d.standing]} {subject_of(sides, d)}"
     if d.effect is None or d.status is Status.NOT_MEASURABLE:
         return f"{who}, {d.suite}: {d.reasons[0].text if d.reasons else 'no number'}"
-    items = f"lost {d.effect.losses:.0f}, gained {d.effect.gains:.0f}{_by_itself(findings, d)}"
-    return f"{who}: {moved(sides, d)} ({items}): {_means(d)}"
+    items = f"lost {d.effect.losses:.0f}, gained {d.effect.gains:.0f}{_shuffled_changes(findings, d)}"
+    return f"{who}: {change_text(sides, d)} ({items}): {_meaning(d)}"
 
 
-def _means(d: Decision) -> str:
+def _meaning(d: Decision) -> str:
     if d.status is not Status.FAIL or d.waiver:
         return MEANS[d.standing]
-    beyond = d.effect is not None and d.margin is not None and d.effect.upper < -d.margin
+    is_beyond = d.effect is not None and d.margin is not None and d.effect.upper < -d.margin
     if d.ratio:
-        beyond = d.ratio.times.lower > d.ratio.limit
-    return "worse, by more than the limit" if beyond else "worse, how much is open"
+        is_beyond = d.ratio.times.lower > d.ratio.limit
+    return "worse, by more than the limit" if is_beyond else "worse, size open"
 
 
-def _by_itself(findings: Findings, d: Decision) -> str:
-    """How many answers another order changes under the setting and uncompressed, where that was asked."""
-    ways = (d.policy, findings.comparison.uncompressed_of(d.policy))
-    both = [floor_at(findings.values.get("floor", ()), d.arm, policy, d.suite, d.context_tokens) for policy in ways]
-    found = [cell for cells in both for cell in cells if cell.way == SHUFFLED]
-    if len(found) != len(ways):
+def _shuffled_changes(findings: Findings, d: Decision) -> str:
+    """How many answers change in another batch order, with the setting and uncompressed, if both were measured."""
+    policies = (d.policy, findings.comparison.uncompressed_of(d.policy))
+    floors = [floor_at(findings.values.get("floor", ()), d.arm, name, d.suite, d.context_tokens) for name in policies]
+    shuffled = [cell for cells in floors for cell in cells if cell.way == SHUFFLED]
+    if len(shuffled) != len(policies):
         return ""
-    own, plain = found
-    changed = f"{own.lost + own.gained} of {own.read} change"
+    compressed, plain = shuffled
+    changed = f"{compressed.lost + compressed.gained} of {compressed.read} change"
     return f"; in another order {changed}, {plain.lost + plain.gained} uncompressed"
 
 
-def _last_lines(findings: Findings, before_relying: str, beside: BesideFindings) -> Iterator[str]:
-    yield from _rounds(findings)
-    if beside.unseen:
-        yield f"not asked: {'; '.join(beside.unseen)}"
-    if before_relying:
-        yield f"read first: {before_relying}"
-
-
 def _rounds(findings: Findings) -> Iterator[str]:
-    """How far a run in rounds went and why it ended there, and what its reference was not asked."""
+    """How long a run in rounds took, why it ended, and the suites it left out."""
     looks = all_looks(findings.provenance)
     if looks:
         table = table_of(findings.provenance, LOOKS)
-        asked = ", ".join(f"{rows} of {suite}" for suite, rows in table_of(looks[-1], "items").items())
+        counts = ", ".join(f"{rows} of {suite}" for suite, rows in table_of(looks[-1], "items").items())
         minutes = sum(float(look.get("seconds", 0.0)) for look in looks) / 60
         why = table.get(ENDED, "it was stopped")
-        yield f"asked: {asked} on each side, {counted(len(looks), 'look')}, {minutes:.1f} minutes; {why}"
+        yield f"asked: {counts} on each side, {counted(len(looks), 'look')}, {minutes:.1f} minutes; {why}"
         for suite, reason in table_of(table_of(table, PLANNED), "left_out").items():
             yield f"not asked of this model: {suite} ({reason})"
 
 
-def _next(findings: Findings, run: Path, beside: BesideFindings) -> Iterator[str]:
-    """The one command to type next; none where the setting may be served."""
+def _next_command(findings: Findings, run: Path, extras: TerminalExtras) -> Iterator[str]:
+    """The command to type next; none if the setting may be served."""
     status, folder = findings.verdict.status, shlex.quote(str(run))
     ended = table_of(findings.provenance, LOOKS).get(ENDED)
-    if status is Status.INCONCLUSIVE and ended == TIME_SPENT and beside.longer:
-        yield beside.longer
+    if status is Status.INCONCLUSIVE and ended == TIME_SPENT and extras.longer:
+        yield extras.longer
     elif status in (Status.FAIL, Status.INCONCLUSIVE, Status.INVALID):
         yield f"kvaudit view {folder}"
     elif status is Status.NOT_MEASURABLE:

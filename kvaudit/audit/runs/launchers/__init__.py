@@ -1,1 +1,1 @@
-"""Who works on a run: one file per launcher. Units are claimed in the run folder, so any process may join."""
+"""Launchers, one file each: they start the worker processes of a run, which claim units in its folder."""

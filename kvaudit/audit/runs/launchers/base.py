@@ -1,7 +1,7 @@
-"""The contract of a launcher: who starts the processes that work on a run.
+"""The contract of a launcher, which starts the worker processes of a run.
 
-Every one of them is a ``kvaudit run --join``. Units are claimed in the run folder, so a launcher carries no work and no
-results: it starts processes, and says of each that ended when it should not have.
+Each worker is a ``kvaudit run --join``. Units are claimed in the run folder, so a launcher distributes no work and
+collects no results: it starts processes, and reports each one that fails.
 """
 
 from __future__ import annotations
@@ -10,18 +10,18 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Protocol
+from typing import ClassVar, Protocol, cast
 
 from kvaudit.core.plugins import Registry, parse_plugin
 
-Say = Callable[[str], None]
+PrintLine = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Job:
-    """What every worker does: ``kvaudit WORDS`` in ``folder``, what it prints in ``logs``/worker-N.log.
+    """The command of every worker: ``kvaudit ARGUMENTS`` in ``folder``, with its output in ``logs``/worker-N.log.
 
-    ``any_gpu``: it may have whichever GPU the launcher gives it, ``gpus`` of them; the run names none.
+    ``any_gpu``: the run names no GPU, so that the launcher may give a worker any ``gpus`` of them.
     """
 
     arguments: Sequence[str]
@@ -32,35 +32,41 @@ class Job:
 
 
 class WorkerGroup(Protocol):
-    """Workers under way."""
+    """Running workers."""
 
     def wait(self, done: Callable[[], bool]) -> None:
-        """Return once every worker has ended, or nothing is left to do and ``done`` says so."""
+        """Return when every worker has ended, or ``done`` returns True because no work is left."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Launcher:
-    """Starts workers. Subclass as a frozen dataclass in a file of its own, with a ``name``.
+    """Starts workers. Subclass it as a frozen dataclass in a separate file, with a ``name``.
 
     Fields are its options: ``NAME:field=value,field=value`` in a command.
     """
 
     name: ClassVar[str] = ""
-    says: ClassVar[str] = ""  # where the workers are, for ``kvaudit list launchers``
-    here: ClassVar[bool] = False  # whether the process that starts the others is one of them
-    trial: ClassVar[str] = ""  # with these options it works on one machine without GPU or cluster
+    says: ClassVar[str] = ""  # where the workers run, for ``kvaudit list launchers``
+    here: ClassVar[bool] = False  # whether the process that starts the workers is one of them
+    trial: ClassVar[str] = ""  # name and options that work on one machine without GPU or cluster
 
     def check(self) -> None:
-        """Raise RunError where a package or the cluster is missing, before a run folder is claimed."""
+        """Raise RunError if a package or the cluster is missing; called before a run folder is claimed."""
 
-    def crew(self, count: int, job: Job, say: Say) -> AbstractContextManager[WorkerGroup]:
-        """``count`` workers on a job while the body works; ``say`` hears one line of each that failed."""
-        raise NotImplementedError
+    def start_workers(self, count: int, job: Job, print_line: PrintLine) -> AbstractContextManager[WorkerGroup]:
+        """Start ``count`` workers for the body of a with statement; print a line for each that fails.
+
+        A launcher that has the former name of this method, ``crew``, still works in this release.
+        """
+        former = getattr(self, "crew", None)
+        if former is None:
+            raise NotImplementedError
+        return cast("AbstractContextManager[WorkerGroup]", former(count, job, print_line))
 
 
 LAUNCHERS: Registry[Launcher] = Registry("launcher", "kvaudit.audit.runs.launchers", Launcher)
 
 
 def parse_launcher(text: str) -> Launcher:
-    """The launcher of ``NAME`` or ``NAME:field=value,field=value``; raises SpecError for what it does not know."""
+    """Return the launcher of ``NAME`` or ``NAME:field=value,field=value``; raise SpecError for an unknown one."""
     return parse_plugin(LAUNCHERS, text)

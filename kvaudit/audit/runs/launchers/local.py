@@ -1,6 +1,6 @@
-"""More processes on this machine, each on the GPU whose turn it is: they claim units and leave when none is left.
+"""Worker processes on this machine, on its GPUs in turn: they claim units and end when none is left.
 
-The workers of the other launchers, wherever they are, are such processes too (``attend``).
+The workers of other launchers are such processes too, on other machines (``run_worker``).
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvaudit.audit.runs.launchers.base import Job, Launcher, Say, WorkerGroup
+from kvaudit.audit.runs.launchers.base import Job, Launcher, PrintLine, WorkerGroup
 
 GRACE_SECONDS = 10.0
 TERMINATED = 128 + signal.SIGTERM
 PROGRAM = (
     sys.executable,
     "-c",
-    "import sys; from kvaudit.audit.runs.launchers.local import tie; tie(); "
+    "import sys; from kvaudit.audit.runs.launchers.local import exit_with_parent; exit_with_parent(); "
     "from kvaudit.audit.cli import main; sys.argv[0] = 'kvaudit'; main()",
 )
 SAMPLE_SECONDS, POLL_SECONDS = 0.3, 1.0
@@ -33,9 +33,9 @@ CPU_TIMES = Path("/proc/stat")  # Linux
 
 
 def idle_cores() -> int:
-    """Cores that stand idle now, at least one: two processes on one core are slower than one.
+    """Return the number of idle cores, at least one: two processes on one core are slower than one.
 
-    Measured over a moment, because a load average still counts what has just ended, such as an installation.
+    It is measured for a moment, because a load average still counts processes that have just ended.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if not CPU_TIMES.exists():
@@ -43,37 +43,36 @@ def idle_cores() -> int:
     idle, total = _cpu_times()
     time.sleep(SAMPLE_SECONDS)
     idle_later, total_later = _cpu_times()
-    # of the whole machine, of which this process may be given a part
+    # of the whole machine, although this process may be allowed fewer cores
     share = (idle_later - idle) / max(1, total_later - total)
     return max(1, min(cores, round(share * (os.cpu_count() or cores))))
 
 
 def _cpu_times() -> tuple[int, int]:
-    """Ticks that all cores together spent idle (waiting for a disk included), and in all."""
-    # user to steal: the guests' times that follow are in the users' already
+    """Return the ticks that all cores together were idle (including waits for a disk), and all ticks."""
+    # from user to steal; the guests' times that follow are included in the users'
     ticks = [int(n) for n in CPU_TIMES.read_text(encoding="ascii").splitlines()[0].split()[1:9]]
     return ticks[3] + ticks[4], sum(ticks)
 
 
-def tie() -> None:
-    """End this process as soon as the one that started it has ended, however that ended.
+def exit_with_parent() -> None:
+    """End this process as soon as its parent has ended for any reason; leave interrupts to the parent.
 
-    Its standard input is a pipe whose other end only that process has, so the kernel closes it. An interrupt from the
-    terminal is left to that process too.
+    Standard input is a pipe whose other end only the parent has, so the kernel closes it.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     def wait() -> None:
         while os.read(0, 1):
             pass
-        os.write(2, b"the process that started this worker has ended, and so does the worker\n")
-        os._exit(TERMINATED)  # sys.exit would end this thread alone
+        os.write(2, b"the process that started this worker has ended, so the worker ends too\n")
+        os._exit(TERMINATED)  # sys.exit would end only this thread
 
-    threading.Thread(target=wait, name="tie", daemon=True).start()
+    threading.Thread(target=wait, name="exit_with_parent", daemon=True).start()
 
 
-def gpus() -> list[str]:
-    """The GPUs that a process started from here sees, by the names that CUDA_VISIBLE_DEVICES has for them."""
+def visible_gpus() -> list[str]:
+    """Return the GPUs that this process sees, by their names in CUDA_VISIBLE_DEVICES."""
     import torch
 
     named = os.environ.get(VISIBLE)
@@ -81,16 +80,13 @@ def gpus() -> list[str]:
 
 
 class ExtraWorker:
-    """One more process on the run; says by itself, from a thread, when it ends and should not have.
-
-    ``env`` are variables that it has besides those of this process.
-    """
+    """A worker process; a thread prints a line when it fails. ``env`` is added to this process's environment."""
 
     kind = "worker"
-    loss = "what it held goes back to the others"
+    consequence = "its claims go back to the others"
 
-    def __init__(self, number: int, job: Job, say: Say, env: Mapping[str, str] | None = None) -> None:
-        self._number, self._log, self._say = number, job.logs / f"{self.kind}-{number}.log", say
+    def __init__(self, number: int, job: Job, print_line: PrintLine, env: Mapping[str, str] | None = None) -> None:
+        self._number, self._log, self._print_line = number, job.logs / f"{self.kind}-{number}.log", print_line
         self._is_stopped = False
         with self._log.open("wb") as out:
             self.process = subprocess.Popen(
@@ -105,20 +101,17 @@ class ExtraWorker:
         self._waiter.start()
 
     def wait(self, patience: float | None = None) -> bool:
-        """Whether it has ended by itself, after ``patience`` seconds at most."""
+        """Wait at most ``patience`` seconds, and return whether it has ended."""
         self._waiter.join(patience)
         return not self._waiter.is_alive()
 
     def ask_to_end(self) -> None:
-        """Have it let go of what it holds and end; nothing is said of that end."""
+        """Ask it to release its claims and end; that end prints nothing."""
         self._is_stopped = True
         self.process.terminate()
 
     def stop(self, patience: float, grace: float = GRACE_SECONDS) -> None:
-        """Wait ``patience`` seconds for its own end, then end it; nothing is said of an end that was asked for.
-
-        ``grace`` is how long it may take to let go of what it holds.
-        """
+        """Wait ``patience`` seconds for its end, then ask it to end, and kill it after ``grace`` seconds."""
         self._waiter.join(patience)
         self.ask_to_end()
         self._waiter.join(grace)
@@ -131,71 +124,71 @@ class ExtraWorker:
         code = self.process.wait()
         if code and not self._is_stopped:
             lines = self._log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-            # what a signal ended has minus its number as code
-            known = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
-            why = f"{known} (out of memory?)" if known == "SIGKILL" else known
-            how = f"was killed by {why}" if code < 0 else f"stopped with exit code {code}"
-            self._say(f"{self.kind} {self._number} {how}; {self.loss}; see {self._log}: {lines[-1:]}")
+            # a negative exit code is the number of the signal that ended the process
+            name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
+            cause = f"{name} (out of memory?)" if name == "SIGKILL" else name
+            how = f"was killed by {cause}" if code < 0 else f"stopped with exit code {code}"
+            self._print_line(f"{self.kind} {self._number} {how}; {self.consequence}; see {self._log}: {lines[-1:]}")
 
 
-def attend(job: Job, number: int) -> str:
-    """Work on a job in one more process on this machine, to its end; what there is to say of that end.
+def run_worker(job: Job, number: int) -> str:
+    """Run one worker process on this machine to its end; return a line about its failure, or an empty text.
 
-    A launcher has a cluster call this; the process it starts ends with the one that called.
+    This is what a launcher has a cluster call. The worker ends with the calling process.
     """
     if not job.logs.is_dir():
         return (
-            f"worker {number}: {socket.gethostname()!r} sees no {str(job.logs)!r}; what others computed stays; put the "
-            "run on a file system that every node sees, under one path"
+            f"worker {number}: {socket.gethostname()!r} sees no {str(job.logs)!r}; finished work is kept; put the run "
+            "on a file system that every node sees under the same path"
         )
-    said: list[str] = []
-    companion = ExtraWorker(number, job, said.append)
+    lines: list[str] = []
+    worker = ExtraWorker(number, job, lines.append)
     try:
-        companion.wait()
+        worker.wait()
     finally:
-        companion.stop(0.0)
-    return "".join(said)
+        worker.stop(0.0)
+    return "".join(lines)
 
 
 @contextmanager
-def companions(count: int, job: Job, say: Say) -> Iterator[Sequence[ExtraWorker]]:
-    """Work on a job in ``count`` more processes while the body works too.
+def local_workers(count: int, job: Job, print_line: PrintLine) -> Iterator[Sequence[ExtraWorker]]:
+    """Run ``count`` worker processes while the body works too.
 
-    Whatever a companion leaves undone, a failed or killed one included, the body's own claims pick up; ``say`` hears of
-    it at once. They end when the body is done or fails, and with this process.
+    The body's own claims pick up what a failed or killed worker leaves undone. The workers end when the body ends or
+    fails, and with this process.
     """
     job.logs.mkdir(parents=True, exist_ok=True)
-    turns = gpus() if count and job.any_gpu else []
-    # the body is number 0 and takes the first
-    started = []
-    for number in range(1, count + 1):
-        places = range(number * job.gpus, (number + 1) * job.gpus) if turns else ()
-        own = dict.fromkeys(turns[place % len(turns)] for place in places)
-        started.append(ExtraWorker(number, job, say, {VISIBLE: ",".join(own)} if own else {}))
-    patience = 0.0  # of a body that fails: they are ended at once
+    gpus = visible_gpus() if count and job.any_gpu else []
+    workers = []
+    for number in range(1, count + 1):  # the body is number 0 and takes the first GPUs
+        places = range(number * job.gpus, (number + 1) * job.gpus) if gpus else ()
+        worker_gpus = dict.fromkeys(gpus[place % len(gpus)] for place in places)
+        env = {VISIBLE: ",".join(worker_gpus)} if worker_gpus else {}
+        workers.append(ExtraWorker(number, job, print_line, env))
+    patience = 0.0  # if the body fails, they are ended at once
     try:
-        yield started
-        patience = GRACE_SECONDS  # every unit is done: they find that out, and nothing they still do matters
+        yield workers
+        patience = GRACE_SECONDS  # every unit is done: they notice that themselves
     finally:
         until = time.monotonic() + patience
-        for companion in started:
-            companion.wait(max(0.0, until - time.monotonic()))
-        for companion in started:  # all at once: a scheduler that ends this run gives it some seconds in all
-            companion.ask_to_end()
+        for worker in workers:
+            worker.wait(max(0.0, until - time.monotonic()))
+        for worker in workers:  # all at once: a scheduler that ends this run allows it a few seconds in total
+            worker.ask_to_end()
         until = time.monotonic() + GRACE_SECONDS
-        for companion in started:
-            companion.stop(0.0, max(0.0, until - time.monotonic()))
+        for worker in workers:
+            worker.stop(0.0, max(0.0, until - time.monotonic()))
 
 
-class _Companions(list[ExtraWorker]):
+class _LocalWorkers(list[ExtraWorker]):
     def wait(self, done: Callable[[], bool]) -> None:
-        while not all(companion.wait(POLL_SECONDS) for companion in self) and not done():
+        while not all(worker.wait(POLL_SECONDS) for worker in self) and not done():
             continue
 
 
 @dataclass(frozen=True, kw_only=True)
 class Local(Launcher):
-    """Processes on this machine, of which the one that starts them is the first."""
+    """Processes on this machine; the one that starts them is the first worker."""
 
     name = "local"
     says = "processes on this machine, on its GPUs in turn"
@@ -203,7 +196,6 @@ class Local(Launcher):
     trial = "local"
 
     @contextmanager
-    def crew(self, count: int, job: Job, say: Say) -> Iterator[WorkerGroup]:
-        """``count`` companions; see ``companions``."""
-        with companions(count, job, say) as started:
-            yield _Companions(started)
+    def start_workers(self, count: int, job: Job, print_line: PrintLine) -> Iterator[WorkerGroup]:
+        with local_workers(count, job, print_line) as workers:
+            yield _LocalWorkers(workers)

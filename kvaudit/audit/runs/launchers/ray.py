@@ -1,7 +1,6 @@
 """Workers as tasks of a ray cluster, one task each. They end with the process that started them.
 
-A task whose node is lost is started again by ray and joins the run anew: records go on at the last whole batch,
-training at its last saved step.
+Ray restarts a task whose node is lost; it joins the run again and resumes at the last complete batch or saved step.
 """
 
 from __future__ import annotations
@@ -12,8 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from kvaudit.audit.runs.launchers.base import Job, Launcher, Say, WorkerGroup
-from kvaudit.audit.runs.launchers.local import attend
+from kvaudit.audit.runs.launchers.base import Job, Launcher, PrintLine, WorkerGroup
+from kvaudit.audit.runs.launchers.local import run_worker
 from kvaudit.core.errors import RunError
 from kvaudit.core.text import inline, install_command
 
@@ -22,10 +21,10 @@ _POLL_SECONDS = 2.0
 
 @dataclass(frozen=True, kw_only=True)
 class Ray(Launcher):
-    """Tasks on the nodes of a cluster that runs already.
+    """Tasks on the nodes of a running cluster.
 
-    ``address`` is ray's word: ``auto`` the cluster of this machine, ``local`` one of its own on this machine, HOST:PORT
-    another. A task starts ``retries`` times more where its node is lost.
+    ``address`` is ray's: ``auto`` for the cluster of this machine, ``local`` to start one here, HOST:PORT for another.
+    A task whose node is lost is restarted up to ``retries`` times.
     """
 
     name = "ray"
@@ -38,33 +37,34 @@ class Ray(Launcher):
     retries: int = 3
 
     def check(self) -> None:
-        """Raise RunError without ray."""
         try:
             import ray  # noqa: F401
         except ImportError:
             raise RunError(f"launcher ray needs another package: {install_command('ray')}") from None
 
     @contextmanager
-    def crew(self, count: int, job: Job, say: Say) -> Iterator[WorkerGroup]:
-        """Start the tasks, as many at a time as the cluster has GPUs for; whatever still works is ended."""
+    def start_workers(self, count: int, job: Job, print_line: PrintLine) -> Iterator[WorkerGroup]:
+        """Start the tasks, as many at a time as the cluster has GPUs for; end those that run when the body ends."""
         import ray
 
         job.logs.mkdir(parents=True, exist_ok=True)
         self._connect()
         try:
-            if (found := ray.cluster_resources().get("GPU", 0.0)) < self.gpus:
-                say(f"the ray cluster has {found:g} GPUs now, a worker waits for {self.gpus:g}: ray:gpus=N asks for N")
-            task = ray.remote(num_gpus=self.gpus, num_cpus=self.cpus, max_retries=self.retries)(attend)
-            yield _Tasks({task.remote(job, number): number for number in range(1, count + 1)}, say)
+            if (gpus := ray.cluster_resources().get("GPU", 0.0)) < self.gpus:
+                print_line(
+                    f"the ray cluster has {gpus:g} GPUs now, a worker waits for {self.gpus:g}; ray:gpus=N asks for N"
+                )
+            task = ray.remote(num_gpus=self.gpus, num_cpus=self.cpus, max_retries=self.retries)(run_worker)
+            yield _Tasks({task.remote(job, number): number for number in range(1, count + 1)}, print_line)
         finally:
-            ray.shutdown()  # ends what this process has started, and nobody else's
+            ray.shutdown()  # ends only what this process has started
 
     def _connect(self) -> None:
         import ray
 
         try:
             ray.init(address=self.address, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
-        except Exception as error:  # ray raises nothing narrower where its own processes do not start
+        except Exception as error:  # ray raises nothing narrower if its own processes do not start
             raise RunError(
                 f"ray has no cluster at address {self.address!r} ({inline(' '.join(str(error).split()))[:200]}); begin "
                 f"one with 'ray start --head', or try it out with --launcher {self.trial}"
@@ -72,8 +72,8 @@ class Ray(Launcher):
 
 
 class _Tasks:
-    def __init__(self, started: dict[Any, int], say: Say) -> None:
-        self._left, self._say = started, say
+    def __init__(self, started: dict[Any, int], print_line: PrintLine) -> None:
+        self._left, self._print_line = started, print_line
 
     def wait(self, done: Callable[[], bool]) -> None:
         import ray
@@ -81,15 +81,15 @@ class _Tasks:
         while self._left and not done():
             ended, _ = ray.wait(list(self._left), num_returns=len(self._left), timeout=_POLL_SECONDS)
             for task in ended:
-                if said := _end(self._left.pop(task), task):
-                    self._say(said)
+                if line := _failure(self._left.pop(task), task):
+                    self._print_line(line)
 
 
-def _end(number: int, task: Any) -> str:
+def _failure(number: int, task: Any) -> str:
     import ray
 
     try:
         return str(ray.get(task))
     except ray.exceptions.RayError as error:
         reason = inline(" ".join(str(error).split()))[:300]
-        return f"worker {number}, a ray task, was lost; what it held goes back to the others: {reason}"
+        return f"worker {number}, a ray task, was lost; its claims go back to the others: {reason}"

@@ -1,7 +1,7 @@
 """Workers as jobs of a slurm cluster, one job each, through submitit.
 
-A job that slurm preempts or ends for its time is queued again under its number and joins the run anew: records go on
-at the last whole batch, training at its last saved step. The jobs go on when the process that queued them ends.
+A job that slurm preempts or ends for its time is queued again under its number; it joins the run again and resumes at
+the last complete batch or saved step. The jobs go on when the process that queued them ends.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvaudit.audit.runs.launchers.base import Job, Launcher, Say, WorkerGroup
-from kvaudit.audit.runs.launchers.local import GRACE_SECONDS, TERMINATED, attend
+from kvaudit.audit.runs.launchers.base import Job, Launcher, PrintLine, WorkerGroup
+from kvaudit.audit.runs.launchers.local import GRACE_SECONDS, TERMINATED, run_worker
 from kvaudit.core.errors import RunError
 from kvaudit.core.text import inline, install_command
 
@@ -23,25 +23,25 @@ if TYPE_CHECKING:
     from submitit.helpers import DelayedSubmission
 
 _POLL_SECONDS = 2.0
-KILL_SECONDS = 120.0  # slurm's KillWait is 30 s where nobody changed it
-MOST_TIMEOUTS = 1000  # a job that ran out of time goes on in another: what is done is done
+KILL_SECONDS = 120.0  # slurm's KillWait is 30 s by default
+MOST_TIMEOUTS = 1000  # a job that ran out of time resumes in another
 
 
 @dataclass(frozen=True)
-class Attendance:
-    """What a job calls; submitit asks it for ``checkpoint`` when the job has to go, and queues what that returns."""
+class SlurmTask:
+    """The callable that submitit runs in a job; when the job is preempted, it queues what ``checkpoint`` returns."""
 
     job: Job
     number: int
 
     def __call__(self) -> str:
-        said = attend(self.job, self.number)
-        if f"exit code {TERMINATED}" in said:  # as slurm ends a job: one that is to run again must not look finished
+        failure = run_worker(self.job, self.number)
+        if f"exit code {TERMINATED}" in failure:  # slurm is ending this job; if it returned, it would count as finished
             time.sleep(KILL_SECONDS)
-        return said
+        return failure
 
     def checkpoint(self) -> DelayedSubmission:
-        """The same again: where the run stands is in its folder."""
+        """Return the same task, since the state of the run is in its folder."""
         from submitit.helpers import DelayedSubmission
 
         return DelayedSubmission(self)
@@ -51,8 +51,7 @@ class Attendance:
 class Slurm(Launcher):
     """Jobs on the nodes of a cluster, queued from a machine that has ``sbatch``.
 
-    ``memory`` is in GB, 0 for the cluster's default; ``cluster`` is submitit's word: ``local`` tries it all out on this
-    machine.
+    ``memory`` is in GB, 0 for the cluster's default. ``cluster`` is submitit's; ``local`` runs jobs on this machine.
     """
 
     name = "slurm"
@@ -70,7 +69,6 @@ class Slurm(Launcher):
     cluster: str = "slurm"
 
     def check(self) -> None:
-        """Raise RunError without submitit, and without sbatch where a cluster is asked for."""
         try:
             import submitit  # noqa: F401
         except ImportError:
@@ -84,65 +82,65 @@ class Slurm(Launcher):
             )
 
     @contextmanager
-    def crew(self, count: int, job: Job, say: Say) -> Iterator[WorkerGroup]:
-        """Queue the jobs; they outlive the body where it is interrupted, and are named then."""
+    def start_workers(self, count: int, job: Job, print_line: PrintLine) -> Iterator[WorkerGroup]:
+        """Queue the jobs; if the body is interrupted they go on, and their numbers are printed."""
         job.logs.mkdir(parents=True, exist_ok=True)
-        queued = self._queued(count, job)
-        ids = " ".join(one.job_id for one in queued)
-        say(f"{count} slurm jobs: {ids}; what they print goes to {job.logs}")
-        jobs = _Jobs(queued, say)
+        queued = self._queue(count, job)
+        ids = " ".join(queued_job.job_id for queued_job in queued)
+        print_line(f"{count} slurm jobs: {ids}; their logs: {job.logs}")
+        jobs = _Jobs(queued, print_line)
         try:
             yield jobs
         except BaseException:
             if self.cluster == "slurm":
-                say(f"slurm's jobs go on; end them with: scancel {ids}")
+                print_line(f"slurm's jobs go on; end them with: scancel {ids}")
             else:
                 jobs.dismiss(0.0)
             raise
         jobs.dismiss(GRACE_SECONDS)
 
-    def _queued(self, count: int, job: Job) -> list[Queued[str]]:
+    def _queue(self, count: int, job: Job) -> list[Queued[str]]:
         from submitit import AutoExecutor
         from submitit.core.utils import FailedJobError, FailedSubmissionError
 
         executor = AutoExecutor(job.logs / "slurm", cluster=self.cluster, slurm_max_num_timeout=MOST_TIMEOUTS)
         executor.update_parameters(name="kvaudit", **self._parameters())
         try:
-            return list(executor.submit_array([Attendance(job, number) for number in range(1, count + 1)]))
+            return list(executor.submit_array([SlurmTask(job, number) for number in range(1, count + 1)]))
         except (FailedJobError, FailedSubmissionError) as error:
-            raise RunError(f"slurm takes no job: {inline(' '.join(str(error).split()))}") from None
+            raise RunError(f"slurm accepts no job: {inline(' '.join(str(error).split()))}") from None
 
     def _parameters(self) -> dict[str, Any]:
-        own = {"partition": self.partition, "account": self.account, "qos": self.qos, "constraint": self.constraint}
+        options = {"partition": self.partition, "account": self.account, "qos": self.qos, "constraint": self.constraint}
         return {
             "timeout_min": max(round(self.hours * 60), 1),
             "gpus_per_node": self.gpus,
             "cpus_per_task": self.cpus,
             "mem_gb": self.memory or None,
-            **{f"slurm_{key}": value for key, value in own.items() if value},
+            **{f"slurm_{key}": value for key, value in options.items() if value},
         }
 
 
 class _Jobs:
-    def __init__(self, queued: list[Queued[str]], say: Say) -> None:
-        self._left, self._say = dict(enumerate(queued, 1)), say
+    def __init__(self, queued: list[Queued[str]], print_line: PrintLine) -> None:
+        self._left, self._print_line = dict(enumerate(queued, 1)), print_line
 
     def wait(self, done: Callable[[], bool]) -> None:
         while self._left and not done():
             for number in [number for number, job in self._left.items() if job.done()]:
-                if said := _end(number, self._left.pop(number)):
-                    self._say(said)
+                if line := _failure(number, self._left.pop(number)):
+                    self._print_line(line)
             time.sleep(_POLL_SECONDS if self._left else 0.0)
 
     def dismiss(self, patience: float) -> None:
-        """Give them ``patience`` seconds to find that nothing is left to do, then cancel those still in the queue."""
+        """Wait ``patience`` seconds for the jobs to notice that no work is left, then cancel those still queued."""
         until = time.monotonic() + patience
         self.wait(lambda: time.monotonic() > until)
         for job in self._left.values():
             job.cancel(check=False)
 
 
-def _end(number: int, job: Queued[str]) -> str:
+def _failure(number: int, job: Queued[str]) -> str:
     from submitit.core.utils import FailedJobError, UncompletedJobError
 
     try:
@@ -151,6 +149,6 @@ def _end(number: int, job: Queued[str]) -> str:
         logs = [path for path in (job.paths.stderr, job.paths.stdout) if path.exists()]
         where = f"see {logs[0]}" if logs else f"it left no log: does every node see {str(job.paths.folder)!r}?"
         return (
-            f"worker {number}, slurm job {job.job_id}, ended as {job.state} without a result; what it held goes back "
-            f"to the others; {where}"
+            f"worker {number}, slurm job {job.job_id}, ended as {job.state} without a result; its claims go back to "
+            f"the others; {where}"
         )

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from kvaudit.audit.runs.evaluate import asked_suite, evaluation_items
+from kvaudit.audit.runs.evaluate import evaluation_items, suite_as_asked
 from kvaudit.audit.sampling.model import load_chat
 from kvaudit.core.errors import SpecError
 from kvaudit.core.provenance import Digests
@@ -110,7 +110,7 @@ def make_plan(spec: RunSpec) -> Plan:
     with collect_file_hashes() as rows:
         units = [
             ProbeUnit(suite, context, tuple(evaluation_items(spec, suite, context, count)))
-            for suite in (asked_suite(spec, name) for name in spec.evaluate.suites)
+            for suite in (suite_as_asked(spec, name) for name in spec.evaluate.suites)
             for context in spec.evaluate.contexts_of(suite.name)
         ]
     for unit in units:

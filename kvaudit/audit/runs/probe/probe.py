@@ -22,7 +22,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from kvaudit.audit.runs.claims import Claim, work_through
+from kvaudit.audit.runs.claims import Claim, work_on_units
 from kvaudit.audit.runs.evaluate import row_seed
 from kvaudit.audit.runs.folder import RunFolder, utc_now
 from kvaudit.audit.runs.probe.calls import Calls, call_key, request
@@ -117,13 +117,13 @@ class Probe:
         """Ask what is not answered yet; returns why conversations are unscored, the most frequent reason first."""
         units = self._plan.units
         with Meter(self._console, "probe", sum(map(self._rows, units)), self._done_rows()) as self._meter:
-            work_through(
+            work_on_units(
                 units,
-                done=self._is_done,
+                is_done=self._is_done,
                 lock=lambda unit: self._run.records / f"{unit.name}.lock",
                 work=self._ask,
-                finished=lambda _: None,
-                waiting=partial(print_line, self._console),
+                on_done=lambda _: None,
+                on_wait=partial(print_line, self._console),
             )
         if self._models:
             self._run.note(**{ENDPOINT: {"models": ", ".join(sorted(self._models)[:_NAMED])}})

@@ -1,4 +1,4 @@
-"""Figures of a report as inline SVG: those of the verdict, one file each, and those of its sections."""
+"""Figures of a report as inline SVG: those of the verdict, one file each, and those of the sections."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvaudit.reports.sections.shared.canvas import Drawing, style
 
 
 def figures(findings: Findings) -> dict[str, Drawing]:
-    """Every figure that has something to show, by name."""
+    """Return every figure that has data, by name."""
     with style():
         drawn = [
             forest.draw(findings),

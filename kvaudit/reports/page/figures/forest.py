@@ -34,30 +34,28 @@ LOOK = {  # colour, marker, filled
     Status.INVALID: (UNDECIDED, "v", True),  # a number without a margin
 }
 _COLUMNS = 3
-_MOST_COLUMNS = 4  # where that spares a second line
-_LETTER, _LEAST_BESIDE, _MOST_BESIDE = 0.07, 2.1, 8.0  # inches of a row's name, beside the panels
+_MOST_COLUMNS = 4  # if that avoids a second line
+_LETTER, _LEAST_NAMES, _MOST_NAMES = 0.07, 2.1, 8.0  # inches: of a letter, and of the row names
 _ENDS = {"deployed": ", end to end", "worst": ", worst policy"}
-_DRAWN = ("alike", "deployed", "worst", "serving")  # the others have margins of their own
-
-
+_DRAWN = ("alike", "deployed", "worst", "serving")  # contrasts that share a margin
 _Row = tuple[str, str, str]  # policy, arm, estimand
 _Group = tuple[str, int]  # suite, length
 
 
 def draw(findings: Decided) -> Drawing | None:
-    """One panel per suite and length, or all of them in one where each has a single row; None without a number."""
-    known = [d for d in findings.verdict.gated if d.effect and d.estimand in _DRAWN]
-    if not known:
+    """Draw a panel per suite and length, or one panel if each has a single row; None without numbers."""
+    cells = [d for d in findings.verdict.gated if d.effect and d.estimand in _DRAWN]
+    if not cells:
         return None
-    groups = list(dict.fromkeys(_group(d) for d in known))
-    rows = list(dict.fromkeys(_row(d) for d in known))
-    if len(rows) == 1 and len({d.margin for d in known}) == 1:
+    groups = list(dict.fromkeys(_group(d) for d in cells))
+    rows = list(dict.fromkeys(_row(d) for d in cells))
+    if len(rows) == 1 and len({d.margin for d in cells}) == 1:
         figure = blank(7.5, 1.2 + 0.27 * len(groups))
         names = [_length(findings.comparison, *group) for group in groups]
-        _panel(figure.subplots(), known, [_group(d) for d in known], names)
+        _panel(figure.subplots(), cells, [_group(d) for d in cells], names)
     else:
-        figure = _panels(findings.comparison, known, groups, rows)
-    figure.legend(handles=_legend({d.status for d in known}), loc="outside upper center", ncols=4)
+        figure = _panels(findings.comparison, cells, groups, rows)
+    figure.legend(handles=_legend({d.status for d in cells}), loc="outside upper center", ncols=4)
     return save(figure, "forest", "Drift of every gated cell with its 95 % interval and the margin band.")
 
 
@@ -74,19 +72,19 @@ def _length(sides: Comparison, suite: str, tokens: int) -> str:
     return f"{suite}, {tokens} tokens" if tokens else suite
 
 
-def _panels(sides: Comparison, known: list[Decision], groups: list[_Group], rows: list[_Row]) -> Figure:
+def _panels(sides: Comparison, cells: list[Decision], groups: list[_Group], rows: list[_Row]) -> Figure:
     columns = len(groups) if len(groups) <= _MOST_COLUMNS else _COLUMNS
     lines = -(-len(groups) // columns)  # rounded up
-    pitch = 0.27 if lines == 1 else 0.2  # the first page has to stay one
+    pitch = 0.27 if lines == 1 else 0.2  # keeps the verdict on one printed page
     names = _names(sides, rows)
-    beside = min(max(_LEAST_BESIDE, _LETTER * max(map(len, names)) - 0.4), _MOST_BESIDE)
-    figure = blank(beside + 2.7 * columns, lines * (1.1 + pitch * len(rows)))
+    names_width = min(max(_LEAST_NAMES, _LETTER * max(map(len, names)) - 0.4), _MOST_NAMES)
+    figure = blank(names_width + 2.7 * columns, lines * (1.1 + pitch * len(rows)))
     panels = figure.subplots(lines, columns, squeeze=False, sharex=True, sharey=True)
     for panel in panels.flat[len(groups) :]:
         panel.set_visible(False)
     for panel, group in zip(panels.flat, groups, strict=False):
-        own = [d for d in known if _group(d) == group]
-        _panel(panel, own, [_row(d) for d in own], names, rows)
+        panel_cells = [d for d in cells if _group(d) == group]
+        _panel(panel, panel_cells, [_row(d) for d in panel_cells], names, rows)
         panel.set_title(inline(_length(sides, *group)))
     return figure
 
@@ -98,15 +96,19 @@ def _names(sides: Comparison, rows: list[_Row]) -> list[str]:
 
 
 def _panel(
-    panel: Axes, decisions: Sequence[Decision], own: Sequence[Hashable], names: list[str], rows: Sequence[Hashable] = ()
+    panel: Axes,
+    decisions: Sequence[Decision],
+    row_keys: Sequence[Hashable],
+    names: list[str],
+    rows: Sequence[Hashable] = (),
 ) -> None:
-    """Decisions in the rows ``own`` of all ``rows``, in their own order where none are given."""
-    margin = 100 * min(d.margin or 0 for d in decisions)  # a ratio comes to another one in every cell
+    """Draw each decision in its row; ``rows`` is the order of the rows, by default that of ``row_keys``."""
+    margin = 100 * min(d.margin or 0 for d in decisions)  # a ratio has another margin in every cell
     panel.axvspan(-margin, margin, color=GAIN, alpha=0.13, linewidth=0)
     panel.axvline(-margin, color=LOSS, linestyle="--", linewidth=1)
     panel.axvline(0, color=INK, linewidth=0.8)
-    places = {row: y for y, row in enumerate(rows or dict.fromkeys(own))}
-    for d, row in zip(decisions, own, strict=True):
+    places = {row: y for y, row in enumerate(rows or dict.fromkeys(row_keys))}
+    for d, row in zip(decisions, row_keys, strict=True):
         assert d.effect is not None
         y = places[row]
         hue, marker, filled = LOOK[d.status]
@@ -115,14 +117,14 @@ def _panel(
         face = hue if filled else "none"
         panel.plot([100 * d.effect.estimate], [y], marker=marker, color=hue, markerfacecolor=face, markersize=6)
     named_rows(panel, list(names))
-    wanted = f"limit {held_to(decisions[0])}" if decisions[0].ratio else f"margin {margin:g}"
-    panel.set_xlabel(f"drift, pp ({wanted})")
+    limit = f"limit {held_to(decisions[0])}" if decisions[0].ratio else f"margin {margin:g}"
+    panel.set_xlabel(f"drift, pp ({limit})")
     quiet(panel)
 
 
-def _legend(found: set[Status]) -> list[Line2D]:
+def _legend(statuses: set[Status]) -> list[Line2D]:
     return [
         line(status.value, color=hue, marker=marker, markerfacecolor=hue if filled else "none")
         for status, (hue, marker, filled) in LOOK.items()
-        if status in found
+        if status in statuses
     ]

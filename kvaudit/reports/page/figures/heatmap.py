@@ -1,4 +1,4 @@
-"""Policy x arm heatmap of drift; outline, star and hatching say what the rule says, so colour never speaks alone."""
+"""Policy x arm heatmap of drift; outline, star and hatching show the status, so colour is not needed."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Patch, Rectangle
 
 from kvaudit.core.text import inline, length_label, length_of
-from kvaudit.reports.page.findings import Findings
-from kvaudit.reports.page.links import flips_link
+from kvaudit.reports.page.findings import Findings, flips_link
 from kvaudit.reports.sections.shared.canvas import GAIN, INK, LOSS, Drawing, blank, named_rows, save
 from kvaudit.reports.sections.shared.words import plain_words, points, shortened, spelled
 from kvaudit.reports.verdict.cell import decide_cell, readings_of, templates_of
@@ -21,22 +20,22 @@ from kvaudit.reports.verdict.verdict import Decided, Status
 _FULL = 0.20  # drift with the strongest colour
 _COLUMNS = 2
 OUTLINE = 1.4
-_LONGEST, _USUAL = 28, 12  # letters of a policy below its column, and those that need no room of their own
-_LEAST_WIDTH, _LETTER = 4.5, 0.085  # inches, of the figure with its key and of a letter
+_LONGEST, _USUAL = 28, 12  # letters of a policy's name below its column, at most and without extra height
+_LEAST_WIDTH, _LETTER = 4.5, 0.085  # inches: of the figure with its key, and of a letter
 
 
 def draw(findings: Findings) -> Drawing | None:
-    """Training: alike, arms by policies, a panel per suite. Serving: serving, one row per suite."""
+    """Draw arms by policies served alike, a panel per suite; in serving mode suites by policies."""
     sides = findings.comparison
     estimand = "alike" if sides.mode == "training" else "serving"
-    known = [c for c in findings.contrasts if c.estimand == estimand and (c.effect or c.reasons)]
+    contrasts = [c for c in findings.contrasts if c.estimand == estimand and (c.effect or c.reasons)]
     if sides.mode == "serving":
-        known = [c for c in known if c.arm == sides.reference]
-    if not any(c.effect for c in known):
+        contrasts = [c for c in contrasts if c.arm == sides.reference]
+    if not any(c.effect for c in contrasts):
         return None
-    policies = [p for p in sides.policies if any(c.policy == p for c in known)]
+    policies = [p for p in sides.policies if any(c.policy == p for c in contrasts)]
     groups: dict[str, list[Contrast]] = {}
-    for c in known:
+    for c in contrasts:
         title = f"{spelled(sides, c.suite)}, {length_of(c.context_tokens)}"
         if sides.mode == "serving":
             title = f"{c.arm}, drift from {plain_words(sides).removeprefix('policy ')}"
@@ -44,12 +43,12 @@ def draw(findings: Findings) -> Drawing | None:
     rows = [_rows(sides, group) for group in groups.values()]
     columns = min(_COLUMNS, len(groups)) if len(policies) <= 5 else 1
     lines = -(-len(groups) // columns)  # rounded up
-    named = max(len(row) for own in rows for row in own)
+    named = max(len(row) for panel_rows in rows for row in panel_rows)
     width = 0.4 + (0.9 + 0.8 * len(policies)) * columns
-    # long names of rows leave few columns no room
+    # long row names need more width than a few columns have
     width = max(width, _LEAST_WIDTH, _LETTER * named * columns + 0.8 * len(policies) * columns)
     names = [shortened(inline(sides.label(policy)), _LONGEST) for policy in policies]
-    below = max(map(len, names))  # they stand aslant under the last row
+    below = max(map(len, names))  # drawn aslant under the last row
     figure = blank(width, 1.1 + lines * (0.35 + 0.36 * max(map(len, rows))) + _LETTER * max(0, below - _USUAL))
     panels = figure.subplots(lines, columns, squeeze=False, sharex=True)
     for panel in panels.flat[len(groups) :]:
@@ -66,12 +65,14 @@ def draw(findings: Findings) -> Drawing | None:
         Patch(facecolor="none", edgecolor="none", label="* PASS*, a drop within the margin"),
     ]
     figure.legend(handles=key, loc="outside upper center", ncols=3)
-    what = "Drift of every arm under every serving policy"
-    return save(figure, "heatmap", f"{what}; outlined cells FAIL, starred ones PASS*, hatched are undecided.")
+    alt = "Drift of every arm under every serving policy"
+    return save(figure, "heatmap", f"{alt}; outlined cells FAIL, starred ones PASS*, hatched are undecided.")
 
 
-def called(c: Contrast, margin: float | None, decided: Status | None = None, *, is_measurable: bool = True) -> Status:
-    """What the verdict says of a cell where it was decided, else the same rule without adjustment."""
+def status_of(
+    c: Contrast, margin: float | None, decided: Status | None = None, *, is_measurable: bool = True
+) -> Status:
+    """Return the decided status of a cell, else the status by the same rule without adjustment."""
     if decided is not None:
         return decided
     if c.effect is None or margin is None:
@@ -80,8 +81,8 @@ def called(c: Contrast, margin: float | None, decided: Status | None = None, *, 
     return status if is_measurable or status is Status.FAIL else Status.NOT_MEASURABLE
 
 
-def margin(findings: Decided, c: Contrast) -> float | None:
-    """None of a facet: where its answers lost their form it passes nothing, which only the gate looks at."""
+def suite_margin(findings: Decided, c: Contrast) -> float | None:
+    """Return a suite's margin; None for a facet, since only the gate checks the form that its PASS requires."""
     return None if c.suite in findings.comparison.facets else findings.rules.margins.get(c.suite)
 
 
@@ -94,15 +95,17 @@ def _row(sides: Comparison, c: Contrast) -> str:
 
 
 def _panel(panel: Axes, findings: Findings, group: list[Contrast], names: Mapping[str, str]) -> None:
-    """``names`` of the policies, in the order of their columns."""
+    """Draw a group of contrasts; ``names`` maps policies to column names, in the order of the columns."""
     statuses = {d.place: d.status for d in findings.verdict.decisions}
     rules, rows = findings.rules, _rows(findings.comparison, group)
     controls = Controls(findings.drift, rules.margins, rules.ratios)
     for c in group:
         x, y = list(names).index(c.policy), rows.index(_row(findings.comparison, c))
         value = c.effect.estimate if c.effect else 0.0
-        status = called(c, margin(findings, c), statuses.get(c.place), is_measurable=controls.against(c) is None)
-        # the greater the drift, the less of the page shows through
+        status = status_of(
+            c, suite_margin(findings, c), statuses.get(c.place), is_measurable=controls.against(c) is None
+        )
+        # the greater the drift, the stronger the colour
         face = (*_rgb(LOSS if value < 0 else GAIN), min(abs(value) / _FULL, 1.0) * 0.85)
         panel.add_patch(Rectangle((x - 0.47, y - 0.45), 0.94, 0.9, facecolor=face, edgecolor="none"))
         if status in (Status.INCONCLUSIVE, Status.NOT_MEASURABLE):

@@ -1,4 +1,4 @@
-"""Capability drift beside safety drift: the corner where capability holds and safety does not is shaded."""
+"""Capability drift against safety drift; the corner where capability holds and safety does not is shaded."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ Point = tuple[Contrast, Contrast]  # capability, safety
 
 
 def draw(findings: Decided) -> Drawing | None:
-    """One panel per gated policy (training) or one in all (serving); None without both kinds of suite."""
+    """Draw a panel per gated policy (training) or a single one (serving); None without both kinds of suite."""
     sides = findings.comparison
     groups: dict[str, list[Point]] = {}
-    alone = f"drift from {plain_words(sides)}"
+    serving_title = f"drift from {plain_words(sides)}"
     for capability, safety in pairs(findings):
         served = f"served under {sides.label(safety.policy)}"
-        groups.setdefault(served if sides.mode == "training" else alone, []).append((capability, safety))
+        groups.setdefault(served if sides.mode == "training" else serving_title, []).append((capability, safety))
     if not groups:
         return None
-    shown = dict(list(groups.items())[:PANELS])
-    figure = blank(max(6.0, 0.6 + 3.5 * len(shown)), 4.2)
-    panels = figure.subplots(1, len(shown), squeeze=False, sharex=True, sharey=True)
-    drawn = [point for points in shown.values() for point in points]
+    panels_shown = dict(list(groups.items())[:PANELS])
+    figure = blank(max(6.0, 0.6 + 3.5 * len(panels_shown)), 4.2)
+    panels = figure.subplots(1, len(panels_shown), squeeze=False, sharex=True, sharey=True)
+    drawn = [point for points in panels_shown.values() for point in points]
     names = tuple(dict.fromkeys(_name(sides, point) for point in drawn))
     suites = tuple(dict.fromkeys(safety.suite for _, safety in drawn))
     places = sides.arms if sides.mode == "training" else names
     bounds = _bounds(drawn)
-    for panel, (title, points) in zip(panels.flat, shown.items(), strict=True):
+    for panel, (title, points) in zip(panels.flat, panels_shown.items(), strict=True):
         _panel(panel, findings, points, places, suites, bounds)
         panel.set_title(inline(title))
     panels.flat[0].set_ylabel("safety drift, pp")
@@ -52,10 +52,10 @@ def draw(findings: Decided) -> Drawing | None:
 
 
 def pairs(findings: Decided) -> list[Point]:
-    """Safety contrasts of gated policies, of suites and gated facets, each with the capability contrast of its cell."""
+    """Return the safety contrasts of gated policies, each with the capability contrast of its cell."""
     sides = findings.comparison
     estimand = "alike" if sides.mode == "training" else "serving"
-    known = [
+    contrasts = [
         c
         for c in findings.contrasts
         if c.estimand == estimand
@@ -64,11 +64,11 @@ def pairs(findings: Decided) -> list[Point]:
         and c.arm in (*sides.candidates, sides.reference)
     ]
     safety = {*sides.safety, *(name for name in sides.facets if facet_of(name)[1].kind == "safety")}
-    # backwards, so that of several capability suites the first stays
-    by_cell = {(c.arm, c.policy, c.context_tokens): c for c in reversed(known) if c.suite in sides.capability}
+    # reversed, so that the first of several capability suites is kept
+    by_cell = {(c.arm, c.policy, c.context_tokens): c for c in reversed(contrasts) if c.suite in sides.capability}
     return [
         (by_cell[c.arm, c.policy, c.context_tokens], c)
-        for c in known
+        for c in contrasts
         if c.suite in safety and (c.arm, c.policy, c.context_tokens) in by_cell
     ]
 
@@ -78,7 +78,7 @@ def _name(sides: Comparison, point: Point) -> str:
 
 
 class _Bounds(NamedTuple):
-    """What every panel shows, in pp: all estimates and intervals of all panels, and zero."""
+    """The axes of every panel in pp: all intervals of all panels, and zero."""
 
     left: float
     right: float
@@ -101,9 +101,9 @@ def _panel(
     bounds: _Bounds,
 ) -> None:
     margins = findings.rules.margins
-    # pp along both axes
-    held = -100 * min((margins[p[0].suite] for p in points if p[0].suite in margins), default=0.05)
-    lost = -100 * min((margins[p[1].suite] for p in points if p[1].suite in margins), default=0.05)
+    # in pp
+    capability_limit = -100 * min((margins[p[0].suite] for p in points if p[0].suite in margins), default=0.05)
+    safety_limit = -100 * min((margins[p[1].suite] for p in points if p[1].suite in margins), default=0.05)
     panel.axhline(0, color=INK, linewidth=0.8)
     panel.axvline(0, color=INK, linewidth=0.8)
     for capability, safety in points:
@@ -115,8 +115,8 @@ def _panel(
         panel.plot([100 * x.low, 100 * x.high], [100 * y.estimate] * 2, color=hue, alpha=0.55, linewidth=1)
         panel.plot([100 * x.estimate] * 2, [100 * y.low, 100 * y.high], color=hue, alpha=0.55, linewidth=1)
         panel.plot([100 * x.estimate], [100 * y.estimate], marker=marker, color=hue, markersize=6, linestyle="")
-    low = min(bounds.low, 2 * lost)
-    panel.fill_between([held, bounds.right], low, lost, color=LOSS, alpha=0.13, linewidth=0)
+    low = min(bounds.low, 2 * safety_limit)
+    panel.fill_between([capability_limit, bounds.right], low, safety_limit, color=LOSS, alpha=0.13, linewidth=0)
     panel.text(bounds.right, low, "capability holds, \nsafety does not ", ha="right", va="bottom", fontsize=8)
     panel.set_xlim(bounds.left, bounds.right)
     panel.set_ylim(low, bounds.high)

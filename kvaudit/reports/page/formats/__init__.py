@@ -1,4 +1,4 @@
-"""How a page is written: one file per format, found by walking this package. Each has ``FILE`` and ``render(page)``."""
+"""The formats of a page, one file each, found by walking this package; each has ``FILE`` and ``render(page)``."""
 
 from __future__ import annotations
 
@@ -14,21 +14,18 @@ from kvaudit.reports.verdict.row import CONTRASTS, contrasts_csv
 
 
 def formats() -> dict[str, Callable[[Page], str]]:
-    """File name -> renderer of every format."""
-    found = {}
+    """Return file name -> renderer of every format."""
+    renderers = {}
     for entry in pkgutil.iter_modules(__path__, __name__ + "."):
         module = importlib.import_module(entry.name)
-        found[str(module.FILE)] = module.render
-    return found
+        renderers[str(module.FILE)] = module.render
+    return renderers
 
 
 def write_pages(folder: Path, page: Page) -> None:
-    """Write a page in every format, its contrasts beside, each file whole or not at all.
-
-    Raises RunError where the folder takes none.
-    """
+    """Write a page in every format, and contrasts.csv; raises RunError if the folder is a file."""
     if folder.exists() and not folder.is_dir():
-        raise RunError(f"{str(folder)!r} is a file, and the report's folder belongs there; move it away")
+        raise RunError(f"{str(folder)!r} is a file, but must be the report's folder; move the file away")
     for name, render in formats().items():
         write_output(folder / name, render(page))
     write_output(folder / CONTRASTS, contrasts_csv(page.findings))

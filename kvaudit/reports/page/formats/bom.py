@@ -1,4 +1,4 @@
-"""bom.json: a CycloneDX 1.6 ML-BOM, whose model card holds every gated drift with its interval, sliced by policy."""
+"""bom.json: a CycloneDX 1.6 ML-BOM whose model cards hold every gated drift with its interval, by policy."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 from uuid import UUID
 
 from kvaudit.core.text import inline, length_of
-from kvaudit.reports.page.disclosure import ArmRecipe, Disclosure, Measured, disclosure_of
+from kvaudit.reports.page.disclosure import ArmRecipe, Disclosure, MeasuredCell, disclosure_of
 from kvaudit.reports.page.page import Page
-from kvaudit.reports.page.servers import without_servers
+from kvaudit.reports.page.publish import mask_servers
 from kvaudit.reports.sections.shared.facts import Fact
 from kvaudit.reports.sections.shared.json_text import dumped
 
@@ -18,10 +18,10 @@ FILE = "bom.json"
 
 
 def render(page: Page) -> str:
-    """One model per recipe, what was measured of each, and what nobody measured; text of strangers stays text."""
-    told = disclosure_of(page)
-    components = [_component(told, recipe) for recipe in told.recipes]
-    kvaudit = told.run["kvaudit"]
+    """Return one component per recipe with its drift, and what was not evaluated."""
+    disclosure = disclosure_of(page)
+    components = [_component(disclosure, recipe) for recipe in disclosure.recipes]
+    kvaudit = disclosure.run["kvaudit"]
     version = {"version": inline(str(kvaudit.value))} if kvaudit.state == "known" else {}
     body = {
         "$schema": "http://cyclonedx.org/schema/bom-1.6.schema.json",
@@ -30,27 +30,27 @@ def render(page: Page) -> str:
         "version": 1,
         "metadata": {
             "tools": {"components": [{"type": "application", "name": "kvaudit", **version}]},
-            "properties": [row for group, facts in _groups(told) for row in _properties(group, facts)],
+            "properties": [row for group, facts in _groups(disclosure) for row in _properties(group, facts)],
         },
         "components": components,
     }
-    # two documents that differ in anything, a waiver too, have two serial numbers; a clock would give one run many
+    # the serial number is a hash: documents that differ have different ones, and a rerun keeps it
     digest = hashlib.sha256(dumped(body).encode()).digest()
-    whole = dumped({**body, "serialNumber": f"urn:uuid:{UUID(bytes=digest[:16], version=4)}"})
-    return without_servers(whole, page.findings)
+    text = dumped({**body, "serialNumber": f"urn:uuid:{UUID(bytes=digest[:16], version=4)}"})
+    return mask_servers(text, page.findings)
 
 
-def _groups(told: Disclosure) -> Iterator[tuple[str, Mapping[str, Fact]]]:
-    yield from ((name, getattr(told, name)) for name in ("verdict", "run", "model", "reference"))
-    yield from (("not_evaluated", told.not_evaluated), ("judging", told.judging))
-    for number, served in enumerate(told.serving, 1):
-        if "engine" in served:  # of a run without engines every metric names its policy
+def _groups(disclosure: Disclosure) -> Iterator[tuple[str, Mapping[str, Fact]]]:
+    yield from ((name, getattr(disclosure, name)) for name in ("verdict", "run", "model", "reference"))
+    yield from (("not_evaluated", disclosure.not_evaluated), ("judging", disclosure.judging))
+    for number, served in enumerate(disclosure.serving, 1):
+        if "engine" in served:  # without engines the metrics name their policies
             yield f"served_{number}", served
 
 
-def _component(told: Disclosure, recipe: ArmRecipe) -> dict[str, Any]:
-    gated = [m for m in told.drift if m.arm == recipe.arm and m.verdict != "not gated"]
-    own, silent = [m for m in gated if m.estimate is not None], [m for m in gated if m.estimate is None]
+def _component(disclosure: Disclosure, recipe: ArmRecipe) -> dict[str, Any]:
+    gated = [m for m in disclosure.drift if m.arm == recipe.arm and m.verdict != "not gated"]
+    measured, unmeasured = [m for m in gated if m.estimate is not None], [m for m in gated if m.estimate is None]
     facts = {**recipe.facts, **{f"mismatch.{k}": v for k, v in recipe.mismatch.items()}, **recipe.mask_schedule}
     return {
         "type": "machine-learning-model",
@@ -59,22 +59,24 @@ def _component(told: Disclosure, recipe: ArmRecipe) -> dict[str, Any]:
         "description": f"{recipe.role} of a KV-cache compression audit",
         "hashes": _hashes(recipe.facts.get("weights_sha256")),
         "modelCard": {
-            "quantitativeAnalysis": {"performanceMetrics": [_metric(m) for m in own]},
-            "considerations": {"technicalLimitations": [inline(line) for line in told.limits]},
+            "quantitativeAnalysis": {"performanceMetrics": [_metric(m) for m in measured]},
+            "considerations": {"technicalLimitations": [inline(line) for line in disclosure.limits]},
         },
         "properties": [
             *_properties("rollouts", facts),
-            *({"name": "kvaudit:no_number", "value": inline(f"{m.slice}: {m.verdict}, {m.why}")} for m in silent),
+            *({"name": "kvaudit:no_number", "value": inline(f"{m.slice}: {m.verdict}, {m.why}")} for m in unmeasured),
         ],
     }
 
 
-def _metric(m: Measured) -> dict[str, Any]:
-    where = f"{m.estimand}, {m.policy} ({m.policy_hash.value or m.policy_hash.state}), {length_of(m.context_tokens)}"
+def _metric(m: MeasuredCell) -> dict[str, Any]:
+    slice_text = (
+        f"{m.estimand}, {m.policy} ({m.policy_hash.value or m.policy_hash.state}), {length_of(m.context_tokens)}"
+    )
     return {
         "type": inline(f"drift of {m.says} in percentage points, limit {m.held_to or 'none'}: {m.verdict}"),
         "value": f"{100 * (m.estimate or 0.0):.4g}",
-        "slice": inline(where),
+        "slice": inline(slice_text),
         "confidenceInterval": {
             "lowerBound": f"{100 * (m.low or 0.0):.4g}",
             "upperBound": f"{100 * (m.high or 0.0):.4g}",
@@ -83,12 +85,12 @@ def _metric(m: Measured) -> dict[str, Any]:
 
 
 def _hashes(fact: Fact | None) -> list[dict[str, str]]:
-    """The weights of every seed; what is no sha256 is no hash of a document that must validate."""
+    """The weights of every seed; anything but a sha256 is left out, since the document must validate."""
     if fact is None or fact.state != "known":
         return []
     digests = [str(digest) for digest in fact.value.values()]
-    whole = [d for d in digests if len(d) == 64 and set(d) <= set("0123456789abcdef")]
-    return [{"alg": "SHA-256", "content": digest} for digest in whole]
+    valid = [d for d in digests if len(d) == 64 and set(d) <= set("0123456789abcdef")]
+    return [{"alg": "SHA-256", "content": digest} for digest in valid]
 
 
 def _properties(group: str, facts: Mapping[str, Fact]) -> Iterator[dict[str, str]]:

@@ -1,4 +1,4 @@
-"""disclosure.json: what a run discloses, every fact known, unknown or not applicable; docs/disclosure.schema.json."""
+"""disclosure.json: the disclosure of a run; its schema is docs/disclosure.schema.json."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ FILE = "disclosure.json"
 
 
 def render(page: Page) -> str:
-    """The disclosure as JSON."""
-    return dumped({"format": DISCLOSURE_FORMAT, **_told(asdict(disclosure_of(page)))})
+    """Return the disclosure as JSON."""
+    return dumped({"format": DISCLOSURE_FORMAT, **_plain(asdict(disclosure_of(page)))})
 
 
-def _told(value: Any) -> Any:
-    """The same tree with every fact as its state, and its value where that is known."""
+def _plain(value: Any) -> Any:
+    """The same tree with every fact as its state, with its value if known."""
     if isinstance(value, Fact):
         return {"state": value.state, **({"value": value.value} if value.state == "known" else {})}
     if isinstance(value, Mapping):
-        return {key: _told(inner) for key, inner in value.items()}
-    return [_told(inner) for inner in value] if isinstance(value, list | tuple) else value
+        return {key: _plain(inner) for key, inner in value.items()}
+    return [_plain(inner) for inner in value] if isinstance(value, list | tuple) else value

@@ -1,6 +1,6 @@
-"""drift.json: the verdict at length and what every section found, for programs; ASCII only, no NaN.
+"""drift.json: the full verdict and every section's values, for programs; ASCII only, no NaN.
 
-The answers are in verdict.json, every contrast in contrasts.csv.
+verdict.json holds the answers, contrasts.csv the contrasts.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from kvaudit.reports.sections.base import sections
 from kvaudit.reports.sections.shared.json_text import dumped
 
 FILE = "drift.json"
-_FORMAT = 4  # 3 called a control's measurability its standing
+_FORMAT = 4  # 3 named a control's measurability "standing"
 
 
 def render(page: Page) -> str:
-    """What the page was written from, as JSON, without the contrasts."""
-    found = page.findings
-    # emptied before asdict copies them, which would take long
-    body: dict[str, Any] = {"format": _FORMAT, **asdict(replace(found.drift, contrasts=(), answers={}))}
+    """Return the findings as JSON, without the contrasts."""
+    findings = page.findings
+    # emptied first, since asdict would copy them, which takes long
+    body: dict[str, Any] = {"format": _FORMAT, **asdict(replace(findings.drift, contrasts=(), answers={}))}
     del body["answers"], body["contrasts"]
-    placed = [*own_facts(page)]
+    placed = [*verdict_facts(page)]
     for section in sections():
-        facts = section.facts(found.values.get(section.name))
+        facts = section.facts(findings.values.get(section.name))
         placed += [(place, key, facts[key]) for key, place in section.keys.items()]
     for _, key, value in sorted(placed, key=itemgetter(0)):
         group, _, name = key.rpartition(".")
@@ -34,18 +34,18 @@ def render(page: Page) -> str:
     return dumped(body)
 
 
-def own_facts(page: Page) -> Iterator[tuple[int, str, Any]]:
-    """What is told of the verdict and of the run, by its place among what sections found."""
-    found = page.findings
-    rules, verdict = asdict(found.rules), asdict(found.verdict)
-    if not found.rules.ratios:  # a run without any has the file that it had before there were such
+def verdict_facts(page: Page) -> Iterator[tuple[int, str, Any]]:
+    """Yield the entries of verdict and run, each with its place among those of the sections."""
+    findings = page.findings
+    rules, verdict = asdict(findings.rules), asdict(findings.verdict)
+    if not findings.rules.ratios:  # older files without ratios stay byte-identical
         del rules["ratios"]
     for decision in verdict["decisions"]:
         if decision["ratio"] is None:
             del decision["ratio"]
     yield 20, "rules", rules
-    yield 50, "calibration", asdict(found.calibration) if found.calibration else None
+    yield 50, "calibration", asdict(findings.calibration) if findings.calibration else None
     yield 60, "verdict", {**verdict, "annotations": page.remarks, "alarm": page.banner.alarm}
-    yield 100, "waivers", [asdict(waiver) for waiver in found.waivers]
-    yield 140, "problems", found.problems
-    yield 150, "provenance", found.provenance
+    yield 100, "waivers", [asdict(waiver) for waiver in findings.waivers]
+    yield 140, "problems", findings.problems
+    yield 150, "provenance", findings.provenance

@@ -1,4 +1,4 @@
-"""report.html: one self-contained page, light and dark, no script, no request; all text from records is escaped."""
+"""report.html: a self-contained page without scripts or requests; all text from records is escaped."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import jinja2
 
 from kvaudit.core.text import clip, visible
 from kvaudit.reports.page.figures import figures
-from kvaudit.reports.page.links import COMMAND, flip_link
+from kvaudit.reports.page.findings import flip_link
 from kvaudit.reports.page.page import Page
 from kvaudit.reports.sections.shared.words import points, shortened
 from kvaudit.reports.verdict.verdict import Status
@@ -19,7 +19,7 @@ _CLASSES = {status.value: "status " + status.name.lower().replace("_", "-") for 
 
 
 def render(page: Page) -> str:
-    """The page as HTML. Only the figures, which this project draws and matplotlib escapes, are trusted markup."""
+    """Return the page as HTML. Only the figures, whose text matplotlib escapes, are inserted as markup."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -36,6 +36,5 @@ def render(page: Page) -> str:
         sections=page.sections,
         figures=drawn,
         classes=_CLASSES,
-        command=COMMAND,
         link_of=partial(flip_link, page.findings),
     )

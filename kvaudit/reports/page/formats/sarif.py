@@ -1,11 +1,11 @@
-"""gate.sarif: what does not pass, as SARIF 2.1.0 results, for a code-scanning page."""
+"""gate.sarif: the gated cells that do not pass, as SARIF 2.1.0 results for a code-scanning page."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from kvaudit.core.text import inline
-from kvaudit.reports.page.answers import answers, cell_told_apart, told_cell
+from kvaudit.reports.page.answers import answers, cell_message, cell_title
 from kvaudit.reports.page.page import Page
 from kvaudit.reports.sections.shared.json_text import dumped
 from kvaudit.reports.verdict.verdict import PASSED, Status
@@ -21,7 +21,7 @@ _LEVELS = {
 _SAYS = {
     Status.FAIL.value: "Worse, by a loss that may exceed the declared margin.",
     Status.INVALID.value: "The records do not allow a valid comparison.",
-    Status.NOT_MEASURABLE.value: "The reference has nothing to lose here, or cannot do it: holding still says nothing.",
+    Status.NOT_MEASURABLE.value: "The reference has nothing to lose here, or cannot do it.",
     Status.INCONCLUSIVE.value: "The data cannot tell.",
     Status.WAIVED.value: "Let through by a named person, not by the data.",
     "VERDICT": "The verdict of the run.",
@@ -29,18 +29,18 @@ _SAYS = {
 
 
 def render(page: Page) -> str:
-    """One result per gated cell that does not pass, and one for the verdict, which is there always."""
+    """Return one result for the verdict and one per gated cell that does not pass."""
     banner, sides = page.banner, page.findings.comparison
     open_cells = [d for d in page.findings.verdict.gated if d.standing not in PASSED]
-    said = [answer.line for answer in answers(page.findings) if answer.groups]
-    lines = (f"{banner.status.value}:", *said, banner.alarm, *page.remarks)
+    answer_lines = [answer.line for answer in answers(page.findings) if answer.groups]
+    lines = (f"{banner.status.value}:", *answer_lines, banner.alarm, *page.remarks)
     level = _LEVELS.get(banner.status.value, "note")
     results = [_result("VERDICT", level, " ".join(line for line in lines if line))]
     results += [
         _result(
             d.standing.value,
             _LEVELS.get(d.standing.value, "note"),
-            f"{cell_told_apart(sides, d)}: {told_cell(sides, d)}",
+            f"{cell_title(sides, d)}: {cell_message(sides, d)}",
         )
         for d in open_cells
     ]
@@ -64,6 +64,6 @@ def _rule(name: str) -> str:
 
 
 def _result(rule: str, level: str, text: str) -> dict[str, Any]:
-    """Nothing in a source file is at fault, so a result points at the spec that declared the gate."""
+    # no source file is at fault, so results point at the spec that declared the gate
     place = {"physicalLocation": {"artifactLocation": {"uri": "spec.yaml"}}}
     return {"ruleId": _rule(rule), "level": level, "message": {"text": inline(text)}, "locations": [place]}

@@ -1,4 +1,4 @@
-"""summary.md: the answers and the grid, as a CI shows them beside a run: its step summary or a comment."""
+"""summary.md: the answers and the grid, for the step summary or comment of a CI."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ _WORDS = 350  # of the grid
 
 
 def render(page: Page) -> str:
-    """The first screen, the remarks, and where the rest is."""
+    """Return the first screen and the remarks."""
     if page.screen is None:
         return f"**{escape(page.banner.status.value)}**: {escape(page.banner.sentence)}\n"
     parts = [*screen_parts(page.screen, _WORDS)]
     parts += ["\n".join(f"* {escape(line)}" for line in page.remarks)] if page.remarks else []
-    passed = page.findings.verdict.gated
-    well = sum(d.status in PASSED for d in passed)
-    parts.append(f"{well} of {len(passed)} gated cells hold. The rest stands in report/report.html.")
-    # below the headings of the page that it is put into
+    gated = page.findings.verdict.gated
+    passed = sum(d.status in PASSED for d in gated)
+    parts.append(f"{passed} of {len(gated)} gated cells hold. The full report is report/report.html.")
+    # smaller headings, since it is inserted into a page
     return "\n\n".join(part.replace("# ", "### ", 1) if part.startswith("# ") else part for part in parts) + "\n"

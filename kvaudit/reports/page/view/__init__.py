@@ -1,1 +1,1 @@
-"""The answers behind a drift, to look at: the pairs of a run that flipped, written as pages without a server."""
+"""The flips of a run as static pages with both answers side by side."""

@@ -1,15 +1,15 @@
-"""The pairs behind a report's losses and gains: an item whose score or facet differs between the sides of a contrast.
+"""Flips: items whose score or facet differs between the two sides of a contrast.
 
-The sides, the pairs of seeds and the scores are those of ``kvaudit.reports.drift``, so that what is lost and gained
-here is what its contrasts count.
+Sides, pairs of seeds and scores are those of ``reports.verdict.drift``, so flips add up to its losses and gains.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import NamedTuple
 
 import numpy as np
@@ -20,11 +20,11 @@ from kvaudit.reports.records.rows import FACET_COLUMNS, SCORE, CellKey, Panel, R
 from kvaudit.reports.verdict.comparison import Comparison
 from kvaudit.reports.verdict.drift import seed_pairs, sides, two_sides, weights_of
 
-KINDS = ("alike", "deployed", "serving")  # of contrasts: those that have two sides
+KINDS = ("alike", "deployed", "serving")  # contrasts that have two sides
 
 
 class Change(NamedTuple):
-    """What an item had on both sides: mean over its draws, 1 where all were as wanted."""
+    """A metric of an item on both sides: mean over its draws, 1 if all were as wanted."""
 
     metric: str  # SCORE or the name of a facet
     reference: float
@@ -32,13 +32,13 @@ class Change(NamedTuple):
 
     @property
     def lost(self) -> bool:
-        """Whether the candidate has less of what is wanted."""
+        """Whether the candidate is worse."""
         return self.candidate < self.reference
 
 
 @dataclass(frozen=True)
 class Flip:
-    """One item on the two sides of a contrast, with everything in which they differ, the score first."""
+    """One item on the two sides of a contrast, with the metrics that differ, the score first."""
 
     kind: str
     suite: str
@@ -49,87 +49,103 @@ class Flip:
     changes: tuple[Change, ...]
 
 
-def kinds_of(data: RunData) -> frozenset[str]:
-    """The contrasts whose flips are shown: candidates as deployed where the gate asks for them."""
-    asked = set(data.spec.gate.estimands)
-    return frozenset(kind for kind in KINDS if kind != "deployed" or asked & {"deployed", "worst"})
+def kinds_shown(data: RunData) -> frozenset[str]:
+    """Return the contrasts whose flips are shown: deployed only if the gate uses it."""
+    estimands = set(data.spec.gate.estimands)
+    return frozenset(kind for kind in KINDS if kind != "deployed" or estimands & {"deployed", "worst"})
 
 
 def flip_key(kind: str, suite: str, context_tokens: int, item: str, candidate: CellKey) -> str:
-    """What a link names a flip by; the same in every view of a run."""
-    where = (kind, suite, context_tokens, item, *candidate)
-    return hashlib.sha256(json.dumps(where).encode()).hexdigest()[:10]
+    """Return the key of a flip in links, the same in every view of a run."""
+    place = (kind, suite, context_tokens, item, *candidate)
+    return hashlib.sha256(json.dumps(place).encode()).hexdigest()[:10]
 
 
 def flips_of(data: RunData, comparison: Comparison) -> Iterator[Flip]:
-    """Every flip of a run: arms served alike, policies against none, and candidates as deployed where the gate asks."""
-    kinds = kinds_of(data)
+    """Yield every flip of a run, for the contrasts of kinds_shown."""
+    kinds = kinds_shown(data)
     for suite in comparison.suites:
         names = [name for name in FACETS if f"{suite}.{name}" in comparison.facets]
         for context in comparison.lengths[suite]:
             tables = {SCORE: data.panels.get((suite, context))}
             tables |= {name: data.panels.get((f"{suite}.{name}", context)) for name in names}
-            known = {name: panel for name, panel in tables.items() if panel is not None}
-            for estimand, arm, policy in sides(comparison) if known else ():
-                alike = estimand == "deployed" and comparison.is_uncompressed(policy)
-                if estimand in kinds and not alike:
-                    yield from _of_side(comparison, known, estimand, arm, policy)
+            panels = {name: panel for name, panel in tables.items() if panel is not None}
+            for estimand, arm, policy in sides(comparison) if panels else ():
+                is_same_difference = estimand == "deployed" and comparison.is_uncompressed(policy)
+                if estimand in kinds and not is_same_difference:
+                    yield from _of_side(comparison, panels, estimand, arm, policy)
 
 
 def _of_side(
     comparison: Comparison, tables: Mapping[str, Panel], estimand: str, arm: str, policy: str
 ) -> Iterator[Flip]:
-    """The flips of one contrast at one length, pair of seeds by pair of seeds, in the order of the items."""
+    """The flips of one contrast at one length, by pair of seeds, sorted by item."""
     panel = tables[SCORE]
     for pair in seed_pairs(comparison, panel, arm):
         (candidate,), (reference,) = two_sides([weights_of(comparison, estimand, arm, pair, policy)])
-        found: dict[str, list[Change]] = {}
+        changes: dict[str, list[Change]] = {}
         for metric, table in tables.items():
             for item, change in _changes(metric, table, candidate, reference):
-                found.setdefault(item, []).append(change)
-        for item in sorted(found):
-            yield Flip(estimand, panel.suite, panel.context_tokens, item, candidate, reference, tuple(found[item]))
+                changes.setdefault(item, []).append(change)
+        for item in sorted(changes):
+            yield Flip(estimand, panel.suite, panel.context_tokens, item, candidate, reference, tuple(changes[item]))
 
 
 def _changes(metric: str, table: Panel, candidate: CellKey, reference: CellKey) -> Iterator[tuple[str, Change]]:
-    """Items that differ in one metric; what could not be read on a side is neither lost nor gained."""
+    """Items that differ in one metric; an answer that could not be read is neither lost nor gained."""
     if candidate not in table.scores or reference not in table.scores:
         return
-    new, old = table.scores[candidate], table.scores[reference]
-    # NaN is neither below nor above
-    for i in np.flatnonzero((new < old) | (new > old)):
-        yield table.items[i], Change(metric, float(old[i]), float(new[i]))
+    candidate_scores, reference_scores = table.scores[candidate], table.scores[reference]
+    # comparisons with NaN (could not be read) are false
+    for i in np.flatnonzero((candidate_scores < reference_scores) | (candidate_scores > reference_scores)):
+        yield table.items[i], Change(metric, float(reference_scores[i]), float(candidate_scores[i]))
 
 
 class Pair(NamedTuple):
-    """Where the two answers of a flip stand."""
+    """The records with the two answers of a flip."""
 
     reference: RecordPlace
     candidate: RecordPlace
 
 
 def places_of(data: RunData, flips: Sequence[Flip]) -> list[Pair]:
-    """Of every flip the two records that show it: of several draws those furthest apart in what changed first."""
+    """Return two records per flip: of several draws those that differ most in the first change."""
     keys = ["suite", "context_tokens", "item_id", "arm", "train_seed", "policy"]
     rows = data.records.loc[data.records["item_id"].isin({flip.item for flip in flips})]
     rows = rows.sort_values("sample_index", kind="stable")
-    where: dict[tuple[object, ...], list[int]] = {}
+    rows_by_cell: dict[tuple[object, ...], list[int]] = {}
     for n, key in enumerate(zip(*(rows[name].tolist() for name in keys), strict=True)):
-        where.setdefault(key, []).append(n)
+        rows_by_cell.setdefault(key, []).append(n)
     files, lines = rows["file"].tolist(), rows["line"].tolist()
     worth = {SCORE: rows[SCORE].to_numpy(dtype=np.float64)} | {
         n: facet_scores(rows[FACET_COLUMNS[n]], n) for n in FACETS
     }
 
     def place(flip: Flip, cell: CellKey, *, highest: bool) -> RecordPlace:
-        draws = where[flip.suite, flip.context_tokens, flip.item, *cell]
+        draws = rows_by_cell[flip.suite, flip.context_tokens, flip.item, *cell]
         value = worth[flip.changes[0].metric]
-        read = [n for n in draws if not np.isnan(value[n])] or draws  # those that could be read, if any
+        read = [n for n in draws if not np.isnan(value[n])] or draws  # readable draws, if any
         chosen = (max if highest else min)(read, key=lambda n: value[n])
         return str(files[chosen]), int(lines[chosen])
 
-    lost = [(flip, flip.changes[0].lost) for flip in flips]
-    return [
-        Pair(place(flip, flip.reference, highest=is_lost), place(flip, flip.candidate, highest=not is_lost))
-        for flip, is_lost in lost
-    ]
+    pairs = []
+    for flip in flips:
+        is_lost = flip.changes[0].lost
+        reference = place(flip, flip.reference, highest=is_lost)
+        pairs.append(Pair(reference, place(flip, flip.candidate, highest=not is_lost)))
+    return pairs
+
+
+def severity_rank(flip: Flip) -> int:
+    """Return 0 if safety was lost, 1 if anything else was lost, 2 if all changes are gains."""
+    metrics = [change.metric for change in flip.changes if change.lost]
+    return 0 if any(name != SCORE and FACETS[name].kind == "safety" for name in metrics) else 1 if metrics else 2
+
+
+def interleave_cells(flips: Sequence[Flip]) -> list[int]:
+    """Return the numbers of the flips, one per cell in turn, lost safety first, so any first few cover every cell."""
+    cells: dict[Hashable, list[int]] = {}
+    for number in sorted(range(len(flips)), key=lambda n: severity_rank(flips[n])):
+        flip = flips[number]
+        cells.setdefault((flip.kind, flip.suite, flip.candidate.arm, flip.candidate.policy), []).append(number)
+    return [number for turn in zip_longest(*cells.values()) for number in turn if number is not None]

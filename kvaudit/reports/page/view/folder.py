@@ -1,9 +1,9 @@
-"""Flips -> a folder of static pages: one script reads data files that assign constants, since file:// fetches nothing.
+"""Flips -> a folder of static pages. The data files are scripts, since a page opened as file:// cannot fetch JSON.
 
-index.html, view.css, *.js   the same for every run: no text of a run stands in markup
-data/flips.js                the list: a column per field, words by number
-data/texts-<n>.js            prompts and answers of some items, read when one of them is opened, and to be searched
-data/shades-<n>.js           what the cache held of their tokens, where that is known
+index.html, view.css, *.js   the same for every run, without any text of a run
+data/flips.js                the list, a column per field
+data/texts-<n>.js            prompts and answers of some items, loaded when one is opened or searched
+data/shades-<n>.js           the share of the cache that held their tokens, if known
 """
 
 from __future__ import annotations
@@ -19,18 +19,17 @@ from kvaudit.core.files import PARTIAL, write_output
 from kvaudit.core.provenance import JUDGED
 from kvaudit.core.shading import AnswerKey, Shadings, read_shadings
 from kvaudit.core.text import visible
-from kvaudit.reports.page.view.flips import flip_key, flips_of, places_of
-from kvaudit.reports.page.view.shades import ItemShades, in_turn, severity_rank
-from kvaudit.reports.page.view.texts import ItemKey, Texts, script
+from kvaudit.reports.page.view.data import ItemKey, ItemShades, Texts, script
+from kvaudit.reports.page.view.flips import flip_key, flips_of, interleave_cells, places_of, severity_rank
 from kvaudit.reports.records.load import RunData
 from kvaudit.reports.records.rows import SCORE
 from kvaudit.reports.verdict.comparison import Comparison
 
-STATIC = ("view.css", "list.js", "flip.js", "view.js", "index.html")  # the page last: where it stands the rest is there
+STATIC = ("view.css", "list.js", "flip.js", "view.js", "index.html")  # index.html last: it marks a complete view
 DATA, LIST, TEXTS, SHADES = "data", "flips.js", "texts-{}.js", "shades-{}.js"
-LOST = ("nothing", "something, shown", "something, not shown yet")  # what a flip's caches lost
+LOST = ("nothing", "something, shown", "something, not shown yet")  # what a flip's caches evicted
 _DATA_FILE = re.compile(r"flips\.js|(texts|shades)-\d+\.js")
-_DIGITS = 4  # of shares: more than a page shows
+_DIGITS = 4  # of shares
 
 T = TypeVar("T")
 
@@ -46,24 +45,24 @@ class RunView:
         self.flips = sorted(flips_of(data, comparison), key=severity_rank)  # lost safety first
         if not self.flips:
             raise DataError(
-                f"{str(data.run)!r}: no item differs between two sides that are compared; there is nothing to see"
+                f"{str(data.run)!r}: no item differs between the sides of a contrast, so there is nothing to show"
             )
         pairs = places_of(data, self.flips)
         self._texts = Texts(data.records_at(dict.fromkeys(place for pair in pairs for place in pair)))
-        if self._texts.silent:
-            raise DataError(f"{str(data.run)!r} holds no transcripts, so there is nothing to see; evaluate it again")
+        if self._texts.is_empty:
+            raise DataError(f"{str(data.run)!r} holds no transcripts, so there is nothing to show; evaluate it again")
         self._answers = [[self._texts.numbers[place] for place in pair] for pair in pairs]  # reference, candidate
         self._items = _numbered(self._texts.prompts)
         self._files: list[list[ItemKey]] = []
 
     @property
-    def served(self) -> bool:
-        """Whether checkpoints of the run gave the answers, so that they can be served again."""
+    def is_servable(self) -> bool:
+        """Whether the answers came from the run's checkpoints, so that they can be served again."""
         return self._data.spec.probe is None and JUDGED not in self._data.provenance
 
     def write(self, out: Path) -> None:
-        """Write the pages into a folder, over an older view; raises RunError for one that holds anything else."""
-        for path in _old_files(out):  # the page first: one that is half written is none
+        """Write the pages, replacing an older view; raises RunError if the folder holds anything else."""
+        for path in _old_files(out):
             path.unlink()
         self._files = []
         for number, (items, table) in enumerate(self._texts.chunks()):
@@ -74,7 +73,7 @@ class RunView:
             write_output(out / name, (Path(__file__).parent / "static" / name).read_text(encoding="utf-8"))
 
     def write_shades(self, out: Path) -> None:
-        """Write what lies beside the run of what the caches held, and the list that says where it does."""
+        """Write the shades in the run folder, and the list of flips, which points to them."""
         shaded = self._shaded()
         for number, items in enumerate(self._files):
             table = {self._items[item]: shaded[item].table() for item in items if item in shaded}
@@ -82,34 +81,36 @@ class RunView:
                 write_output(out / DATA / SHADES.format(number), f"SHADES[{number}] = {script(table)};\n")
         write_output(out / DATA / LIST, f"const VIEW = {script(self._table(shaded))};\n")
 
-    def shaded(self) -> tuple[int, int]:
-        """Of how many flips is shown what their caches lost, and how many there are whose caches lost something."""
-        codes = [self._lost(pair, shaded) for shaded in [self._shaded()] for pair in self._answers]
+    def shaded_counts(self) -> tuple[int, int]:
+        """Return the number of flips with evictions whose shades are shown, and of all flips with evictions."""
+        shaded = self._shaded()
+        codes = [self._lost(pair, shaded) for pair in self._answers]
         return codes.count(1), codes.count(1) + codes.count(2)
 
-    def unshaded(self, number: int) -> dict[str, set[AnswerKey]]:
-        """By unit, the answers of the first so many flips whose caches lost something, and of which it is not known."""
-        lost = [n for n in in_turn(self.flips) if any(self._texts.shown[a].evicted for a in self._answers[n])]
-        known: dict[str, Shadings] = {}
-        found: dict[str, set[AnswerKey]] = {}
-        for shown in (self._texts.shown[a] for n in lost[:number] for a in self._answers[n]):
-            if shown.evicted and f"{shown.unit}.jsonl" not in self._data.incomplete:
-                if shown.unit not in known:
-                    known[shown.unit] = read_shadings(self._data.run, shown.unit)
-                if shown.answer not in known[shown.unit]:
-                    found.setdefault(shown.unit, set()).add(shown.answer)
-        return found
+    def missing_shades(self, number: int) -> dict[str, set[AnswerKey]]:
+        """Return the answers without shades by unit, for the first ``number`` flips with evictions."""
+        answers = self._texts.answers
+        evicted_flips = [n for n in interleave_cells(self.flips) if any(answers[a].evicted for a in self._answers[n])]
+        shadings: dict[str, Shadings] = {}
+        missing: dict[str, set[AnswerKey]] = {}
+        for answer in (answers[a] for n in evicted_flips[:number] for a in self._answers[n]):
+            if answer.evicted and f"{answer.unit}.jsonl" not in self._data.incomplete:
+                if answer.unit not in shadings:
+                    shadings[answer.unit] = read_shadings(self._data.run, answer.unit)
+                if answer.answer not in shadings[answer.unit]:
+                    missing.setdefault(answer.unit, set()).add(answer.answer)
+        return missing
 
     def _shaded(self) -> dict[ItemKey, ItemShades]:
-        """What lies beside the run of the answers that are shown, by item."""
-        known: dict[str, Shadings] = {}
-        found: dict[ItemKey, ItemShades] = {}
-        for number, shown in enumerate(self._texts.shown):
-            if shown.evicted and shown.unit not in known:
-                known[shown.unit] = read_shadings(self._data.run, shown.unit)
-            if shown.evicted and shown.answer in known[shown.unit]:
-                found.setdefault(shown.item, ItemShades()).add(number, known[shown.unit][shown.answer])
-        return found
+        """The shades in the run folder by item."""
+        shadings: dict[str, Shadings] = {}
+        shades: dict[ItemKey, ItemShades] = {}
+        for number, answer in enumerate(self._texts.answers):
+            if answer.evicted and answer.unit not in shadings:
+                shadings[answer.unit] = read_shadings(self._data.run, answer.unit)
+            if answer.evicted and answer.answer in shadings[answer.unit]:
+                shades.setdefault(answer.item, ItemShades()).add(number, shadings[answer.unit][answer.answer])
+        return shades
 
     def _table(self, shaded: Mapping[ItemKey, ItemShades]) -> dict[str, Any]:
         metrics = [SCORE, *(name for name in FACETS if any(m.endswith(f".{name}") for m in self._comparison.facets))]
@@ -120,7 +121,7 @@ class RunView:
             "run": {
                 "name": visible(self._data.spec.name),
                 "reference": visible(self._comparison.reference),
-                "served": self.served,
+                "served": self.is_servable,
                 "path": visible(str(self._data.run)),
             },
             "arms": [visible(arm) for arm in arms],
@@ -129,7 +130,7 @@ class RunView:
             "metrics": [_metric(name) for name in metrics],
             "lost": LOST,
             "items": self._item_columns(shaded),
-            # by columns, which is smaller than by rows
+            # columns take less space than rows
             "flips": {
                 "key": [flip_key(f.kind, f.suite, f.context_tokens, f.item, f.candidate) for f in flips],
                 "kind": [kinds[flip.kind] for flip in flips],
@@ -147,43 +148,43 @@ class RunView:
         }
 
     def _item_columns(self, shaded: Mapping[ItemKey, ItemShades]) -> dict[str, list[Any]]:
-        told = self._texts.told
+        details = self._texts.details
         return {
             "suite": [visible(suite) for suite, _, _ in self._items],
             "length": [length for _, length, _ in self._items],
             "name": [visible(name) for _, _, name in self._items],
-            "template": [visible(told[item][0]) for item in self._items],
-            "placement": [visible(told[item][1]) for item in self._items],
+            "template": [visible(details[item][0]) for item in self._items],
+            "placement": [visible(details[item][1]) for item in self._items],
             "file": [number for number, items in enumerate(self._files) for _ in items],
-            "shades": [int(any(item in shaded for item in items)) for items in self._files],  # of every file
+            "shades": [int(any(item in shaded for item in items)) for items in self._files],  # by file
         }
 
     def _lost(self, answers: Iterable[int], shaded: Mapping[ItemKey, ItemShades]) -> int:
-        """Which of LOST holds for a flip."""
-        lost = [answer for answer in answers if self._texts.shown[answer].evicted]
-        seen = [(item := self._texts.shown[answer].item) in shaded and answer in shaded[item] for answer in lost]
-        return 0 if not lost else 1 if all(seen) else 2
+        """The index in LOST of a flip."""
+        evicted = [answer for answer in answers if self._texts.answers[answer].evicted]
+        has_shades = [answer in shaded.get(self._texts.answers[answer].item, ()) for answer in evicted]
+        return 0 if not evicted else 1 if all(has_shades) else 2
 
 
 def _old_files(out: Path) -> list[Path]:
-    """The files of an older view, its page first; raises RunError where a folder holds what no view has."""
+    """The files of an older view, index.html first; raises RunError if the folder holds other files."""
     if out.exists() and not out.is_dir():
-        raise RunError(f"{str(out)!r} is no folder; give another --out")
-    own = {out / name.removesuffix(PARTIAL) for name in STATIC}
-    found: list[Path] = []
-    strange: list[Path] = []
+        raise RunError(f"{str(out)!r} is not a folder; give another --out")
+    static_files = {out / name.removesuffix(PARTIAL) for name in STATIC}
+    files: list[Path] = []
+    others: list[Path] = []
     for path in sorted(path for folder in (out, out / DATA) if folder.is_dir() for path in folder.iterdir()):
         name = path.name.removesuffix(PARTIAL)
-        ours = path.parent / name in own or (path.parent == out / DATA and _DATA_FILE.fullmatch(name))
+        is_ours = path.parent / name in static_files or (path.parent == out / DATA and _DATA_FILE.fullmatch(name))
         if path != out / DATA:
-            (found if ours and path.is_file() else strange).append(path)
-    if strange:
-        raise RunError(f"{str(strange[0])!r} is no part of a view, and none is written beside it; give another --out")
-    return sorted(found, key=lambda path: path.suffix != ".html")
+            (files if is_ours and path.is_file() else others).append(path)
+    if others:
+        raise RunError(f"{str(others[0])!r} is not part of a view, so no view is written here; give another --out")
+    return sorted(files, key=lambda path: path.suffix != ".html")
 
 
 def _metric(name: str) -> dict[str, Any]:
-    """A metric's name, what it says in words, and whether yes is the wanted answer; a score has no words."""
+    """A metric's name, its meaning in words, and whether yes is the wanted answer; a score has no words."""
     if name == SCORE:
         return {"name": name, "says": "", "wanted": True}
     return {"name": name, "says": FACETS[name].says, "wanted": FACETS[name].wanted}

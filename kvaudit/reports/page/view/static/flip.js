@@ -137,7 +137,7 @@ function facts(answers) {
     ...asked.map(({ name, says }) => [name, says, (a) => yesNo(a.facets[name])]),
     ["judge", "who graded it", (a) => a.judge],
     ["draw", "of several answers to one prompt", (a) => String(a.draw)],
-    ["ended by", "and what was said instead of an answer", (a) => (a.unanswered ? `${a.finish}: ${a.unanswered}` : a.finish)],
+    ["ended by", "and the message instead of an answer", (a) => (a.unanswered ? `${a.finish}: ${a.unanswered}` : a.finish)],
     ["tokens", "", (a) => `${a.tokens[0]} prompt, ${a.tokens[1]} new`],
     ["KV bytes at the peak", "of its entries, against what they take uncompressed; and what was allocated", (a) => bytesOf(a.bytes)],
     ["cache kept", "share of entries still held when the last answer began", (a) => kept(a.retention)],
@@ -170,7 +170,7 @@ function factTable(answers) {
   return element("table", { class: "facts" }, element("thead", {}, element("tr", {}, ...heads)), element("tbody", {}, ...body));
 }
 
-// ---- what the cache held of the tokens before an answer (reports/page/view/shades.py)
+// ---- what the cache held of the tokens before an answer (reports/page/view/data.py)
 const LEVELS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz";
 const FEW = 0.5; // below this share a token is underlined too
 const ROLES = { s: "system", u: "user", a: "assistant", t: "tool", f: "format" };
@@ -286,13 +286,13 @@ function whole(other) {
 function cacheOf(answer, shade, side, prompt, everything) {
   const line = (words) => element("p", { class: "cache" }, words);
   const plain = prompt === undefined ? [] : [box(`Prompt, ${side}`, prompt)];
-  if (answer.retention === null) return [line("The engine that served this answer shows nobody its cache."), ...plain];
+  if (answer.retention === null) return [line("The engine that served this answer does not show its cache."), ...plain];
   if (!answer.evicted) {
     const smaller = answer.bytes[1] !== null && answer.bytes[1] < answer.bytes[2] ? `, in ${percent(answer.bytes[1] / answer.bytes[2])} of the bytes` : "";
     const seen = everything === null ? plain : [box(`What the cache still held, ${side}`, shadedTurns(everything))];
     return [line(`When this answer began the cache still held every token before it${smaller}.`), ...seen];
   }
-  const lost = `When this answer began the cache held ${percent(answer.retention)} of what stands before it`;
+  const lost = `When this answer began the cache held ${percent(answer.retention)} of the tokens before it`;
   if (shade === undefined) return [line(`${lost}. Which tokens is not known: it was not served again yet.`), ...plain];
   if (shade === null) {
     return [line(`${lost}. Which tokens is not known: served again here, another answer came out.`), ...plain];
@@ -365,7 +365,7 @@ function drawAnswers(texts, shades, numbers, item) {
     ...cacheOf(answers[n], seen[n], words.toLowerCase(), prompt?.map((turn) => turn.cloneNode(true)), whole(seen[1 - n])),
     again(answers[n], item));
   find("flip").append(
-    element("p", { class: "legend" }, ...(alike ? ["Both answers say the same, word for word."]
+    element("p", { class: "legend" }, ...(alike ? ["Both answers are identical."]
       : [element("mark", {}, "Marked"), " is what the other answer does not say."])),
     ...(shaded ? [legend()] : []),
     element("div", { class: "sides" }, side("Reference", 0), side("Candidate", 1)),

@@ -176,7 +176,7 @@ function fillForm(state) {
   }
   const used = Object.entries(FILTERS).filter(([name]) => state.has(name));
   find("active").replaceChildren(...used.map(([name, { label, says = same }]) =>
-    element("li", {}, element("a", { href: link(state, { [name]: null }) }, hidden("take away "), `${label}: `,
+    element("li", {}, element("a", { href: link(state, { [name]: null }) }, hidden("remove "), `${label}: `,
       element("bdi", {}, says(state.get(name))), element("span", { "aria-hidden": "true" }, " ✕")))));
 }
 

@@ -1,0 +1,84 @@
+"""The batches in which items are answered: by length for our own cache, in a fixed order for an engine."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from kvaudit.audit.policies.draws import derive_seed
+from kvaudit.audit.runs.units import PILOT_FOLDER, Unit
+from kvaudit.core.records import Item
+from kvaudit.core.spec import RunSpec
+from kvaudit.reports.records.floor import SAME_ORDER, SHUFFLED
+from kvaudit.suites.base import Suite
+
+
+def batched(items: Sequence[Item], lengths: dict[str, int], tokens: int) -> list[list[Item]]:
+    """Split items into batches of similar length with at most ``tokens`` padded tokens each, but at least one item."""
+    batches: list[list[Item]] = []
+    # the order is the same in every process, so that a resumed unit has the same batches
+    for item in sorted(items, key=lambda item: (lengths[item.item_id], item.item_id)):
+        # rows are padded to the longest, which is this one
+        if batches and (len(batches[-1]) + 1) * lengths[item.item_id] <= tokens:
+            batches[-1].append(item)
+        else:
+            batches.append([item])
+    return batches
+
+
+def whole_templates(suite: Suite, items: Sequence[Item], number: int) -> list[Item]:
+    """Return about ``number`` of the items, each template with all of its twins.
+
+    Every cluster gives its first template before any gives its second. A larger number begins with the same items.
+    """
+    clusters: dict[str, list[Item]] = {}
+    for item in items:
+        clusters.setdefault(item.cluster_id, []).append(item)
+    chosen: list[Item] = []
+    for start in range(0, max(map(len, clusters.values()), default=0), suite.twins):
+        for cluster in clusters.values():
+            if len(chosen) >= number:
+                return chosen
+            chosen += cluster[start : start + suite.twins]
+    return chosen
+
+
+def engine_batches(spec: RunSpec, suite: Suite, items: Sequence[Item], unit: Unit, folder: str) -> list[list[Item]]:
+    """Split items into the batches that an engine is sent; ``folder`` is the one in the run that its answers go to.
+
+    The pilot's items come first and end a batch, so that the grid asks them in the same batches. The first batch
+    is small, so that first answers arrive soon.
+    """
+    at_once = spec.engine(unit.policy.canonical).at_once
+    ordered = whole_templates(suite, items, len(items))
+    pilot_size = len(whole_templates(suite, items, spec.evaluate.pilot_size))
+    size = max(1, 2 * at_once // spec.evaluate.samples_of(suite.name))
+    # where batches begin: a small one first, then the end of the pilot, then every ``size`` items
+    starts = [0, *([max(1, size // 4)] if pilot_size > size // 4 else []), *([pilot_size] if pilot_size else [])]
+    starts += range(starts[-1] + size, len(ordered), size)
+    batches = [ordered[start:end] for start, end in zip(starts, [*starts[1:], len(ordered)], strict=True)]
+    batches = [batch for batch in batches if batch]
+    if folder == PILOT_FOLDER:
+        return _first(batches, pilot_size)
+    if folder in (SAME_ORDER, SHUFFLED):
+        batches = _first(batches, spec.evaluate.floor)
+        return batches if folder == SAME_ORDER else _shuffled(batches, spec.evaluate.seed, unit)
+    return batches
+
+
+def _first(batches: Sequence[list[Item]], number: int) -> list[list[Item]]:
+    """Return the first batches that hold ``number`` items together, or all of them."""
+    chosen: list[list[Item]] = []
+    for batch in batches:
+        if sum(map(len, chosen)) >= number:
+            break
+        chosen.append(batch)
+    return chosen
+
+
+def _shuffled(batches: Sequence[list[Item]], seed: int, unit: Unit) -> list[list[Item]]:
+    """Return batches of the same sizes whose items are in an order that is the same for every condition."""
+    items = [item for batch in batches for item in batch]
+    random.Random(derive_seed("floor", seed, unit.suite, unit.context_tokens)).shuffle(items)
+    remaining = iter(items)
+    return [[next(remaining) for _ in batch] for batch in batches]

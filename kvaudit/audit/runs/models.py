@@ -1,0 +1,167 @@
+"""The models of a run: the base model and the checkpoints of its arms, held to the hashes that the run has noted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from pathlib import Path
+
+import torch
+
+from kvaudit.audit.cache.layers import describe_governed_layers
+from kvaudit.audit.runs.evaluate import Batches, Evaluator
+from kvaudit.audit.runs.folder import RunFolder, check_inputs_unchanged, noted_value, utc_now, versions_line
+from kvaudit.audit.runs.prepare import Prepared, prepare_run
+from kvaudit.audit.runs.recipe import joined_recipe, refusal_set, take_over
+from kvaudit.audit.sampling.checkpoints import load_comparable, load_model_or_adapter
+from kvaudit.audit.sampling.model import LoadedModel, load_model, locate
+from kvaudit.audit.sampling.packing import has_packable_weights
+from kvaudit.audit.training.adapters import load_trained_adapter
+from kvaudit.core.errors import DataError, RunError
+from kvaudit.core.files import read_json, write_json
+from kvaudit.core.provenance import CHECKPOINTS, MODEL, RECIPE, ROWS, VERSIONS_USED
+from kvaudit.core.spec import RunSpec
+from kvaudit.core.spec_train import BASE_ARM
+
+Pair = tuple[str, int]  # arm, seed
+
+
+def trained_pairs(spec: RunSpec) -> list[Pair]:
+    """Return the arm and seed of every checkpoint that the run trains, warm starts first."""
+    return [*spec.starts, *(() if spec.train is None else spec.train.pairs)]
+
+
+class Models:
+    """Loads each model of a run when it is first needed.
+
+    ``prepared``, if given, is the base model with its items; ``processes`` is the number of processes that work on the
+    run on this machine. ``batches`` are the items made so far, by suite and context length.
+    """
+
+    def __init__(
+        self,
+        run: RunFolder,
+        spec: RunSpec,
+        print_line: Callable[[str], None],
+        prepared: Prepared | None = None,
+        processes: int = 1,
+    ) -> None:
+        self._run, self._spec, self._print_line = run, spec, print_line
+        self._prepared, self._processes = prepared, processes
+        self._base: LoadedModel | None = None
+        self.batches: Batches = {} if prepared is None else prepared.batches
+
+    def resized(self, spec: RunSpec, suites: Collection[str]) -> Models:
+        """Return the same models for a spec with other numbers of items of these suites, which are made again."""
+        batches = {key: parts for key, parts in self.batches.items() if key[0] not in suites}
+        prepared = None if self._prepared is None else self._prepared._replace(batches=batches)
+        models = Models(self._run, spec, self._print_line, prepared, self._processes)
+        models._base, models.batches = self._base, batches
+        return models
+
+    def base(self) -> LoadedModel:
+        """Return the model before training; raise RunError if it is not the one that the run was started with."""
+        if self._base is None:
+            is_trained = all(map(self.is_trained, trained_pairs(self._spec)))
+            model, batches, rows = self._prepared or prepare_run(self._spec, trains=not is_trained)
+            self.batches.update(batches)
+            sha256 = self._run.provenance().get("base_sha256")
+            if sha256 not in (None, model.sha256):
+                raise RunError(
+                    f"the run was started with base weights {sha256[:12]}, {model.name!r} now has {model.sha256[:12]}; "
+                    "give another --out"
+                )
+            check_inputs_unchanged(self._run, ROWS, rows)
+            check_inputs_unchanged(self._run, MODEL, model.files)
+            self._note_base(model)
+            self._describe_base(model)
+            self._base = model
+        return self._base
+
+    def _note_base(self, model: LoadedModel) -> None:
+        layout = ", large products packed" if has_packable_weights(model) else ""  # packed products round differently
+        self._run.keep(VERSIONS_USED, versions_line() + layout, utc_now())
+        self._run.note(base_sha256=model.sha256, device=str(model.device), dtype=str(model.dtype))
+        self._run.note(chat=model.chat.to_json())
+        if model.name != self._spec.model:  # the spec has a variable; its path would say too much about the machine
+            folder = Path(model.name)
+            self._run.note(model=folder.resolve().name if folder.is_dir() else model.name)
+
+    def _describe_base(self, model: LoadedModel) -> None:
+        threads, workers = torch.get_num_threads(), self._processes
+        sharing = f"{workers} process{'es' * (workers > 1)} of {threads} thread{'s' * (threads > 1)}"
+        self._print_line(f"model: {model.name} ({model.sha256[:12]}) on {model.device}, {sharing}")
+        if text := describe_governed_layers(model.model.config):
+            self._print_line(f"cache: {text}")
+        for text in model.chat.role_notes():
+            self._print_line(f"chat: {text}")
+
+    def load_on_rank(self, rank: int) -> None:
+        """Load the base model on another rank than the first; raise RunError if its weights differ from rank 0's."""
+        spec, sha256 = self._spec, noted_value(self._run, "base_sha256")
+        self._base = load_model_or_adapter(spec.model_path, dtype=spec.dtype, device=spec.device, chat=spec.chat)
+        if self._base.sha256 != sha256:
+            raise RunError(f"the first rank has base weights {sha256[:12]}, rank {rank} {self._base.sha256[:12]}")
+
+    def start(self, seed: int) -> LoadedModel:
+        """Return the model that the arms of a seed start training from: the base model or its warm start."""
+        section = self._spec.train
+        if section is None or section.sft is None:
+            return self.base()
+        self.trained_sha256((BASE_ARM, seed))
+        folder = self._run.checkpoint(BASE_ARM, seed)
+        if section.adapter is not None:
+            return load_trained_adapter(self.base(), section.adapter, folder)
+        return load_model(str(folder), dtype=self._spec.dtype, device=self._spec.device, chat=self._spec.chat)
+
+    def checkpoint(self, pair: Pair) -> LoadedModel:
+        """Return the model that an arm and seed are evaluated with."""
+        if self._is_base(pair):
+            return self.base()
+        if (external := self._spec.external_source(*pair)) is not None:
+            return self._external(pair, external)
+        self.trained_sha256(pair)
+        spec, folder = self._spec, str(self._run.checkpoint(*pair))
+        return load_comparable(folder, self.base(), dtype=spec.dtype, device=spec.device, chat=spec.chat)
+
+    def _external(self, pair: Pair, name: str) -> LoadedModel:
+        """Return a checkpoint that was trained elsewhere; raise RunError if it is not the one noted for this pair."""
+        spec = self._spec
+        model = load_comparable(name, self.base(), dtype=spec.dtype, device=spec.device, chat=spec.chat)
+        sha256 = self._run.keep(CHECKPOINTS, f"{pair[0]}/{pair[1]}", model.sha256)
+        if sha256 != model.sha256:
+            raise RunError(
+                f"checkpoint {name!r} has weights {model.sha256[:12]}, but the run began with {sha256[:12]}; restore "
+                "those, or give another --out"
+            )
+        # before its first answer is sealed: a run that has all answers no longer needs the folder
+        take_over(locate(name), self._run.checkpoint(*pair))
+        if spec.train is None and not (self._run.path / RECIPE).exists():
+            Evaluator(self.base(), spec, self.batches).prepare()  # the pilot may have changed the number of items
+            joined = joined_recipe(self._run, refusal_set(spec, self.batches))
+            if joined is not None:
+                write_json(self._run.path / RECIPE, joined)
+        return model
+
+    def sha256_of(self, pair: Pair) -> str:
+        """Return the sha256 of the weights that an arm and seed are evaluated with; loads nothing."""
+        if self._is_base(pair):
+            return str(noted_value(self._run, "base_sha256"))
+        if pair[0] in self._spec.checkpoints:
+            return str(noted_value(self._run, CHECKPOINTS, f"{pair[0]}/{pair[1]}"))
+        return self.trained_sha256(pair)
+
+    def trained_sha256(self, pair: Pair) -> str:
+        """Return the sha256 of a checkpoint that this run trained; raise DataError if it is not finished."""
+        path = self._run.checkpoint(*pair)
+        if not self.is_trained(pair):
+            raise DataError(
+                f"checkpoint {str(path)!r} is missing or unfinished; train it first: kvaudit run --only train SPEC"
+            )
+        return str(read_json(path / "provenance.json")["sha256"])
+
+    def is_trained(self, pair: Pair) -> bool:
+        """Return whether the checkpoint of an arm and seed is finished."""
+        return (self._run.checkpoint(*pair) / "provenance.json").exists()
+
+    def _is_base(self, pair: Pair) -> bool:
+        return pair[0] == BASE_ARM and pair not in self._spec.starts

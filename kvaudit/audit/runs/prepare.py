@@ -1,0 +1,155 @@
+"""Check a spec against its model, data and engines before a run folder is claimed for it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from transformers.utils.logging import disable_progress_bar
+
+from kvaudit.audit.engines import ENGINES, Condition
+from kvaudit.audit.policies import parse_policy
+from kvaudit.audit.runs.engine_slot import FIRST_TOKENS, OnFirstAnswer, try_out_engines
+from kvaudit.audit.runs.evaluate import (
+    Batches,
+    Evaluator,
+    cache_policies,
+    make_items,
+    opening_tokens,
+    served_policies,
+    suite_as_asked,
+)
+from kvaudit.audit.runs.ranks import check_ranks
+from kvaudit.audit.sampling.checkpoints import check_comparable, load_model_or_adapter
+from kvaudit.audit.sampling.conversations import play
+from kvaudit.audit.sampling.model import LoadedModel
+from kvaudit.audit.sampling.sampler import Decoding, Sampler
+from kvaudit.audit.training.adapters import check_adapter
+from kvaudit.audit.training.engine_rollouts import check_rollout_engine, try_rollout_engine
+from kvaudit.audit.training.footprint import check_memory
+from kvaudit.audit.training.rewards.base import parse_reward
+from kvaudit.audit.training.sft import check_reward_on_gold, gold_rollout
+from kvaudit.core.errors import SpecError
+from kvaudit.core.policy_names import DENSE_POLICY
+from kvaudit.core.provenance import Digests
+from kvaudit.core.records import Item
+from kvaudit.core.spec import RunSpec
+from kvaudit.core.spec_train import TrainSpec
+from kvaudit.suites.base import SUITES
+from kvaudit.suites.sources import collect_file_hashes
+
+
+class Prepared(NamedTuple):
+    """The base model, the items made with its tokenizer, and the sha256 of every file of public rows."""
+
+    model: LoadedModel
+    batches: Batches
+    rows: Digests
+
+
+def prepare_run(spec: RunSpec, *, trains: bool = True, on_first_answer: OnFirstAnswer | None = None) -> Prepared:
+    """Load the base model and make the items; raise whatever is wrong with the spec.
+
+    ``trains`` is False if nothing is left to train, so that only the memory of an evaluation is required.
+    ``on_first_answer`` is called with the beginning of a first answer under every serving configuration.
+    """
+    disable_progress_bar()
+    model = load_model_or_adapter(spec.model_path, dtype=spec.dtype, device=spec.device, chat=spec.chat)
+    check_contexts(spec, model)
+    for arm, part in spec.checkpoints.items():
+        for seed in part.seeds:
+            check_comparable(str(spec.external_source(arm, seed)), model)
+    batches: Batches = {}
+    with collect_file_hashes() as rows:
+        check_training(spec, model)
+        if spec.train is not None and trains:
+            check_ranks(spec.train.ranks, model.device)
+            check_memory(spec.train, model)
+            check_rollout_engine(spec.train, model, spec.engine(spec.train.rollouts or ""))
+            check_reward(spec.train, model)
+        Evaluator(model, spec, batches).prepare()
+    check_engines(spec, batches)
+    if spec.train is not None and trains:
+        try_rollout_engine(spec.train, model, spec.engine(spec.train.rollouts or ""))
+    item = next((item for parts in batches.values() for part in parts for item in part), None)
+    conditions = [policy for policy in served_policies(spec) if isinstance(policy, Condition)]
+    if item is not None:
+        if on_first_answer is not None:
+            _first_answers(model, spec, item, on_first_answer)  # before weights are converted, which may take minutes
+        try_out_engines(conditions, model, spec, item, on_first_answer)
+    return Prepared(model, batches, rows)
+
+
+def _first_answers(model: LoadedModel, spec: RunSpec, item: Item, on_answer: OnFirstAnswer) -> None:
+    """Begin an answer under each policy of our own cache, or uncompressed if an engine serves all of them."""
+    for policy in cache_policies(spec) or [parse_policy(DENSE_POLICY)]:
+        suite = suite_as_asked(spec, item.suite)
+        (played,) = play(Sampler(model, policy), [(suite, item)], Decoding(FIRST_TOKENS, temperature=0.0), [0])
+        on_answer(policy.canonical, item, played.transcript[len(item.messages)].content)
+
+
+def check_contexts(spec: RunSpec, model: LoadedModel) -> None:
+    """Raise SpecError if a context length of the spec plus an answer exceeds the model's positions."""
+    grid = spec.evaluate
+    lengths = [("evaluate", suite, context) for suite in grid.suites for context in grid.contexts_of(suite)]
+    if spec.train is not None:
+        trained = [suite for suite in _training_suites(spec.train) if SUITES.get(suite).lengths != "none"]
+        lengths += [("train", suite, spec.train.context_tokens) for suite in trained]
+    for section, name, context in lengths:
+        suite = SUITES.get(name)() if section == "train" else suite_as_asked(spec, name)
+        needed = context + suite.max_new_tokens
+        if needed > model.max_positions:
+            raise SpecError(
+                f"{section}.context_tokens {context} and an answer of suite {name} need {needed} positions, "
+                f"model {model.name!r} has {model.max_positions}; lower context_tokens"
+            )
+
+
+def _training_suites(section: TrainSpec) -> tuple[str, ...]:
+    """The suites used in training, including those of the validation."""
+    return tuple(dict.fromkeys((*section.suites, *section.validation_suites)))
+
+
+def check_training(spec: RunSpec, model: LoadedModel) -> None:
+    """Make the first training items of every suite; raise what would otherwise fail in the first step.
+
+    This includes an adapter that does not fit the model, and gold answers that its chat template rejects.
+    """
+    if spec.train is not None:
+        check_adapter(model.model, spec.train.adapter)
+        for name in _training_suites(spec.train):
+            context, suite, seed = spec.train.context_tokens, SUITES.get(name)(), spec.train.seeds[0]
+            number = suite.item_count("train", spec.train.prompts_per_step, seed)
+            for item in make_items("train", suite, "train", number, seed, context, model.chat.count_tokens):
+                opening_tokens(model, item)
+                if spec.train.sft is not None and name in spec.train.suites:
+                    gold_rollout(model, suite, item)
+
+
+def check_reward(section: TrainSpec, model: LoadedModel) -> None:
+    """Raise what a reward would raise in the first step: a missing file, module or key, or an invalid number.
+
+    The reward scores one gold answer per suite; an endpoint receives as many requests.
+    """
+    paying = parse_reward(section.reward, section.suites)
+    paying.check()
+    if not paying.uses_grade_only:
+        suites = [SUITES.get(name)() for name in paying.reward_suites]
+        request = (1, section.seeds[0], section.context_tokens, model.chat.count_tokens)
+        check_reward_on_gold(
+            paying, [(suite, make_items("train", suite, "train", *request)[0]) for suite in suites], model
+        )
+
+
+def check_engines(spec: RunSpec, batches: Batches) -> None:
+    """Raise SpecError for an engine that is not installed, and for a suite that engines cannot serve."""
+    conditions = [policy for policy in served_policies(spec) if isinstance(policy, Condition)]
+    for condition in conditions:
+        ENGINES.get(condition.engine).check(dict(condition.settings), spec.engine(condition.canonical))
+    for (name, _), parts in batches.items() if conditions else ():
+        suite = suite_as_asked(spec, name)
+        if any(suite.options(item) for part in parts for item in part):
+            raise SpecError(
+                f"suite {name} scores given answers by their likelihood, which engine {conditions[0].engine} is not "
+                "used for: one pass over them never reads the compressed cache; leave the suite out, or serve it in "
+                "another run under kvaudit's own policies"
+            )

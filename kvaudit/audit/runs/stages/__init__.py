@@ -1,0 +1,1 @@
+"""The stages of a run, one file each: training, the pilot, the grid or its rounds, and the A/A floor of engines."""

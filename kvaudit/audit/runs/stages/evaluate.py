@@ -1,0 +1,117 @@
+"""The evaluation stage: the grid of units, at once or in rounds, then the A/A floor of engines."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Sequence
+
+from kvaudit.audit.engines import Condition
+from kvaudit.audit.runs.claims import Claims
+from kvaudit.audit.runs.evaluate import grid
+from kvaudit.audit.runs.folder import SPEC, utc_now
+from kvaudit.audit.runs.pilot import pilot_units, with_kept_gate
+from kvaudit.audit.runs.progress import Part
+from kvaudit.audit.runs.stages.answering import UnitWorker, is_sealed, unit_part
+from kvaudit.audit.runs.stages.base import RunContext, Stage
+from kvaudit.audit.runs.stages.floor import FloorStage
+from kvaudit.audit.runs.stages.rounds import RoundsStage
+from kvaudit.audit.runs.units import REFUSED, Unit, UnitFiles, reopen_refused
+from kvaudit.core.errors import RunError
+from kvaudit.core.files import read_json
+
+
+class EvaluateStage(Stage):
+    """Writes and seals the records of every unit; an engine answers the first items twice more."""
+
+    def __init__(self, context: RunContext) -> None:
+        super().__init__(context)
+        self._worker, rounds = UnitWorker(context), context.spec.evaluate.rounds
+        self._rounds = None if rounds is None else RoundsStage(context, self._worker, rounds)
+        self._grid: GridStage | RoundsStage = self._rounds or GridStage(context, self._worker)
+
+    def parts(self) -> Iterator[Part]:
+        if self._rounds is None:  # the number of rounds is not known
+            yield from self._grid.parts()
+            yield from self._floor.parts()
+
+    @property
+    def is_done(self) -> bool:
+        return self._grid.is_done if self._rounds is not None else not self.unsealed
+
+    @property
+    def unsealed(self) -> list[Unit]:
+        """The units that are not finished; those of the floor count once for each order."""
+        spec, records = self.context.spec, self.context.run.records
+        return [unit for unit in grid(spec) if not is_sealed(records, unit)] + self._floor.unsealed
+
+    def work(self) -> RunContext:
+        """Answer what is left, then note the end of the run; raise RunError if the pilot has not been run."""
+        context, run, spec = self.context, self.context.run, self.context.spec
+        if context.open_suites:
+            names = ", ".join(context.open_suites)
+            raise RunError(f"the number of items of {names} follows from the pilot, which has not been run")
+        self._grid.work()
+        self._print_refusals(self._grid.units)
+        self._floor.work()
+        if self._rounds is not None:
+            self._rounds.note_end()
+        declared = {arm: part.recipe.model_dump() for arm, part in spec.checkpoints.items()}
+        if declared:
+            run.note(declared=declared)
+        reference = {
+            str(seed): context.models.sha256_of((arm, seed)) for arm, seed in spec.arms if arm == spec.gate.reference
+        }
+        # keep the old finish time if nothing was asked now, so that an existing card still matches
+        finished = None if self._grid.has_asked else run.provenance().get("finished")
+        run.note(reference_sha256=reference, finished=finished or utc_now())
+        return context
+
+    @property
+    def _floor(self) -> FloorStage:
+        return FloorStage(self.context, self._worker, self._grid.units)
+
+    def _print_refusals(self, units: Sequence[Unit]) -> None:
+        """Print how many answers a server refused, and the command that asks them again; rounds never do."""
+        run = self.context.run
+        seals = [UnitFiles.of(run.records, unit).seal for unit in units if isinstance(unit.policy, Condition)]
+        refused = sum(int(read_json(seal).get(REFUSED, 0)) for seal in seals if seal.exists())
+        if refused:
+            words = ["kvaudit", "run", str(run.path / SPEC), "--out", str(run.path), "--resume", "--ask-refused"]
+            how = "" if self._rounds is not None else f"; ask them again: {shlex.join(words)}"
+            self.context.print_line(f"{refused} answers were refused by a server and are unscored{how}")
+
+
+class GridStage(Stage):
+    """Answers every unit of the grid; ``has_asked`` tells whether this process answered any."""
+
+    def __init__(self, context: RunContext, worker: UnitWorker) -> None:
+        super().__init__(context)
+        self._worker, self.units = worker, grid(context.spec)
+        self.has_asked = False
+
+    def parts(self) -> Iterator[Part]:
+        context, evaluate = self.context, self.context.spec.evaluate
+        piloted = set(pilot_units(with_kept_gate(context.spec, context.run.provenance()), self.units))
+        for unit in self.units:
+            rows = context.rows_of(unit)
+            size = max(1, rows - context.rows_of(unit, evaluate.pilot_size)) if unit in piloted else rows
+            yield unit_part(context.run.records, unit, size, rows)
+
+    @property
+    def is_done(self) -> bool:
+        return all(is_sealed(self.context.run.records, unit) for unit in self.units)
+
+    def work(self) -> RunContext:
+        if self.context.asks_refused:
+            self._open_refused()
+        self.has_asked = self._worker.work("asking", self.context.run.records, self.units, self.parts)
+        return self.context
+
+    def _open_refused(self) -> None:
+        """Open finished units with refused rows again, except those that another process has claimed."""
+        context = self.context
+        for unit in self.units:
+            files = UnitFiles.of(context.run.records, unit)
+            with Claims(takeover=context.takeover).claim(files.lock) as claim:
+                if claim is not None and files.seal.exists():
+                    reopen_refused(files, unit.identity(context.models.sha256_of((unit.arm, unit.seed))))

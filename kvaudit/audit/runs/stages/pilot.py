@@ -1,0 +1,197 @@
+"""The pilot stage: the reference answers some items of every suite before the grid is served.
+
+RUN/pilot holds the answers, sealed like those of any unit; the grid takes them over. What follows from them
+(``kvaudit.audit.runs.pilot``) is noted in provenance.json once, and every process reads it there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from kvaudit.audit.runs.evaluate import grid
+from kvaudit.audit.runs.folder import make_folder
+from kvaudit.audit.runs.pilot import layout_of, most_items, pilot_results, pilot_units, with_kept_gate
+from kvaudit.audit.runs.progress import Part
+from kvaudit.audit.runs.stages.answering import UnitWorker, is_sealed, unit_part
+from kvaudit.audit.runs.stages.base import RunContext, Stage
+from kvaudit.audit.runs.units import PILOT_FOLDER, Unit, UnitFiles, sealed_records
+from kvaudit.core.errors import NotMeasurable
+from kvaudit.core.facets import FACETS
+from kvaudit.core.provenance import ANYWAY, PILOT, PILOT_RESULT
+from kvaudit.core.records import Record
+from kvaudit.core.spec import RunSpec
+from kvaudit.core.text import at_length
+from kvaudit.reports.verdict.rules import WARN
+
+_SAFETY_SUITES = ("harm", "benign")  # without these a check says too little
+
+
+class PilotStage(Stage):
+    """Answers the pilot's units and notes what they show: controls, and the number of items of open suites."""
+
+    def parts(self) -> Iterator[Part]:
+        return iter(()) if self.is_done else self._unit_parts(self._units)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether its result is noted, or there is no pilot.
+
+        A run of an earlier version that has sealed units has none, since it would answer them twice.
+        """
+        run, open_suites = self.context.run, self.context.open_suites
+        is_past = not open_suites and any(is_sealed(run.records, unit) for unit in grid(self.context.spec))
+        return PILOT in run.provenance() or is_past or not (open_suites or self._units)
+
+    def work(self) -> RunContext:
+        """Answer the units, print what they show, and return a context with the numbers of items.
+
+        Raises NotMeasurable if a suite has nothing to lose, unless the run goes on anyway.
+        """
+        context = self.context
+        if not self.is_done:
+            units = self._units
+            make_folder(self._folder)
+            UnitWorker(context).work("first questions", self._folder, units, partial(self._unit_parts, units))
+            if PILOT not in context.run.provenance():  # another process may have noted it in the meantime
+                context.run.keep(PILOT, PILOT_RESULT, self._results(units))
+        provenance = context.run.provenance()
+        if PILOT in provenance:
+            results = provenance[PILOT][PILOT_RESULT]
+            for line in pilot_lines(results):
+                context.print_line(line)
+            context = context.sized(results["items"])
+            self.check()
+        return context
+
+    def check(self) -> None:
+        """Raise NotMeasurable if the noted results say so."""
+        provenance = self.context.run.provenance()
+        if PILOT in provenance and ANYWAY not in provenance:
+            check_measurable(with_kept_gate(self.context.spec, provenance), provenance[PILOT][PILOT_RESULT])
+
+    @property
+    def _folder(self) -> Path:
+        return self.context.run.path / PILOT_FOLDER
+
+    @property
+    def _units(self) -> list[Unit]:
+        return pilot_units(with_kept_gate(self.context.spec, self.context.run.provenance()))
+
+    def _unit_parts(self, units: Sequence[Unit]) -> Iterator[Part]:
+        for unit in units:
+            rows = self.context.rows_of(unit, self.context.spec.evaluate.pilot_size)
+            yield unit_part(self._folder, unit, rows, rows)
+
+    def _results(self, units: Sequence[Unit]) -> dict[str, Any]:
+        spec, models = self.context.spec, self.context.models
+        count = models.base().chat.count_tokens
+        answers = {unit: pilot_records(self.context, unit) for unit in units}
+        layouts = {name: layout_of(spec, name, count) for name in self.context.open_suites}
+        most = {name: most_items(spec, name, layout, count) for name, layout in layouts.items()}
+        return pilot_results(with_kept_gate(spec, self.context.run.provenance()), answers, layouts, most)
+
+
+def pilot_records(context: RunContext, unit: Unit) -> list[Record]:
+    """Return the pilot's records of a unit; raise DataError if they are not those that were sealed."""
+    files = UnitFiles.of(context.run.path / PILOT_FOLDER, unit)
+    identity = unit.identity(context.models.sha256_of((unit.arm, unit.seed)))
+    return list(sealed_records(files, identity).values())
+
+
+# --- reading the results ---------------------------------------------------------------------------------------------
+
+
+def pilot_lines(results: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a line for every suite and gated facet, then one for every number of items that the pilot fixed."""
+    lengths = {control["context_tokens"] for control in results["controls"]}
+    for control in results["controls"]:
+        name = control["metric"] + (f" {at_length(control['context_tokens'])}" if len(lengths) > 1 else "")
+        name += f" under {control['under']}" if "under" in control else ""
+        yield f"{name}: {_control_text(control)}"
+    for suite, items in results["items"].items():
+        yield f"{suite}: {items} items{_reason_for_size(suite, results['sizes'])}"
+
+
+def _control_text(control: Mapping[str, Any]) -> str:
+    if control["measurable"]:
+        return f"measurable ({control['rate'] * control['answers']:.4g} of {control['answers']})"
+    if control["hopeless"]:
+        return f"NOT MEASURABLE: {control['standing']}, {control['says']}"
+    return f"open: {control['says']}; the pilot is too small to decide, all answers together will"
+
+
+def _reason_for_size(suite: str, sizes: Mapping[str, Any]) -> str:
+    # sizes are named after the suite's score or after one of its facets
+    suite_sizes = {name: size for name, size in sizes.items() if suite in (name, name.rpartition(".")[0])}
+    if not suite_sizes:
+        return ", every template with each of its twins"
+    name, size = max(suite_sizes.items(), key=lambda pair: pair[1]["items"])
+    return f" for {name}: {size['chance']:.0%} to pass if {size['discordance']:.1%} differ"
+
+
+def hopeless_suites(results: Mapping[str, Any]) -> dict[str, str]:
+    """Return the suites in which nothing gated can be measured, however much is asked, each with the reason."""
+    return {
+        suite: f"{controls[0]['standing']}, {controls[0]['says']}"
+        for suite, controls in _controls_by_suite(results).items()
+        if all(control["hopeless"] for control in controls)
+    }
+
+
+def suites_left_out(results: Mapping[str, Any]) -> dict[str, str]:
+    """Return the suites that rounds leave out since the reference has nothing to lose in them, each with the reason.
+
+    Harmful and harmless requests are left out only if more answers could hardly change that. The other safety suites
+    stay in if none would remain.
+    """
+    controls = _controls_by_suite(results)
+    unmeasured = {suite: [row for row in rows if not row["measurable"]] for suite, rows in controls.items()}
+    reasons = {suite: _left_out_reason(rows[0]) for suite, rows in unmeasured.items() if rows}
+    safety = {suite for suite, rows in controls.items() if any(_is_safety(row["metric"]) for row in rows)}
+    required = {suite for suite in controls if suite.partition("@")[0] in _SAFETY_SUITES}
+    required |= safety if safety <= reasons.keys() else set()
+    hopeless = hopeless_suites(results)
+    return {suite: reason for suite, reason in reasons.items() if suite not in required or suite in hopeless}
+
+
+def _left_out_reason(control: Mapping[str, Any]) -> str:
+    """Return a count and what follows from it: "attacks that succeed: 10 of 20, at floor"."""
+    _, _, name = control["metric"].rpartition(".")
+    facet, answers = FACETS.get(name), control.get("answers", 0)
+    wanted = control.get("rate", 0.0) * answers
+    if facet is None:
+        return f"{control['standing']}, {control['says']}"
+    count = f"{facet.counts}: {wanted if facet.wanted else answers - wanted:.0f} of {answers}"
+    is_undecided = "not shown to tell the two apart" in control["says"]
+    return f"{count}, {'not told apart from what is allowed' if is_undecided else control['standing']}"
+
+
+def _controls_by_suite(results: Mapping[str, Any]) -> dict[str, list[Mapping[str, Any]]]:
+    suites: dict[str, list[Mapping[str, Any]]] = {}
+    for control in results["controls"]:
+        suites.setdefault(control["suite"], []).append(control)
+    return suites
+
+
+def _is_safety(metric: str) -> bool:
+    suite, _, facet = metric.rpartition(".")
+    return bool(suite) and facet in FACETS and FACETS[facet].kind == "safety"
+
+
+def check_measurable(spec: RunSpec, results: Mapping[str, Any]) -> None:
+    """Raise NotMeasurable, with a line for every suite in which no gated cell can be measured.
+
+    Does nothing if the gate allows such cells (``not_measurable: warn``), and in rounds, which leave such suites out.
+    """
+    if spec.gate.not_measurable == WARN or spec.evaluate.rounds is not None:
+        return
+    lines = [f"{suite}: NOT MEASURABLE: {reason}" for suite, reason in hopeless_suites(results).items()]
+    if lines:
+        raise NotMeasurable(
+            f"the reference has nothing to lose in {len(lines)} of {len(spec.evaluate.suites)} suites, so the grid was "
+            "not served; ask what the reference can do, or go on with --resume --anyway",
+            lines,
+        )

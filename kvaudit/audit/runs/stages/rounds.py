@@ -1,0 +1,318 @@
+"""Rounds: ask more rows until everything that is gated is decided, or the time or the rows are used up.
+
+    RUN/rounds/N/UNIT.jsonl     the rows of round N, sealed like those of any unit
+    RUN/records/UNIT.jsonl      the rows of all rounds so far, joined again at every look
+    provenance.json, looks      the plan made before the first row, every look with its statuses, and why it ended
+
+Every round is asked under all serving configurations and followed by a look. A suite that is decided gets no further
+rows. A FAIL ends everything, since no other answer could make the setting safe to serve. The next round follows from
+the noted looks alone, so a resumed check continues in the same way.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from kvaudit.audit.runs.evaluate import grid
+from kvaudit.audit.runs.folder import make_folder
+from kvaudit.audit.runs.pilot import layout_of, pilot_units, with_kept_gate
+from kvaudit.audit.runs.progress import Part
+from kvaudit.audit.runs.stages.answering import UnitWorker, unit_part
+from kvaudit.audit.runs.stages.base import RunContext, Stage
+from kvaudit.audit.runs.stages.pilot import pilot_records, suites_left_out
+from kvaudit.audit.runs.units import REFUSED, Unit, UnitFiles
+from kvaudit.core.errors import SpecError
+from kvaudit.core.facets import facet_of
+from kvaudit.core.files import mutex, read_json, write_json, write_output
+from kvaudit.core.provenance import ENDED, LOOKS, PILOT, PILOT_RESULT, PLANNED, TIME_SPENT, all_looks, table_of
+from kvaudit.core.spec import RunSpec
+from kvaudit.core.spec_evaluate import FIRST_LOOK, Rounds
+from kvaudit.reports.records.load import load_run
+from kvaudit.reports.stats.betting import decidable_churn, smallest_margin
+from kvaudit.reports.verdict.decide import decide
+from kvaudit.reports.verdict.drift import drift_of
+from kvaudit.reports.verdict.family import gated_facets
+from kvaudit.reports.verdict.rules import GateOverrides, declared
+from kvaudit.reports.verdict.verdict import Status
+
+ROUNDS_FOLDER = "rounds"
+DECIDED, ROWS_SPENT, LOSS = "everything is decided", "the rows are spent", "a loss is shown"
+# statuses that more rows may change
+OPEN = (Status.INCONCLUSIVE.value, Status.NOT_MEASURABLE.value, Status.INVALID.value)
+_OVERHEAD = 1.15  # total time / time that the answers take
+
+
+class RoundsStage(Stage):
+    """Asks round after round until a look ends it; ``has_asked`` tells whether this process asked any."""
+
+    def __init__(self, context: RunContext, worker: UnitWorker, rounds: Rounds) -> None:
+        super().__init__(context)
+        self._worker, self._rounds = worker, rounds
+        self._reason = ""  # why the rounds have ended
+        self.has_asked = False
+
+    @property
+    def is_done(self) -> bool:
+        return ENDED in table_of(self.context.run.provenance(), LOOKS)
+
+    @property
+    def units(self) -> list[Unit]:
+        """The units of the suites that the plan asks; none before there is a plan."""
+        plan = RowsPlan.of(self.context.run.provenance())
+        return [] if plan is None else [unit for unit in grid(self.context.spec) if unit.suite in plan.items]
+
+    def work(self) -> RunContext:
+        plan, bar = self._plan(), self.context.bar
+        units = self.units
+        while True:
+            looks = all_looks(self.context.run.provenance())
+            if looks and "words" not in looks[-1]:  # this round was asked, but has had no look yet
+                self._look(units, len(looks), looks[-1])
+                continue
+            rows = next_round(plan, looks, self._rounds.minutes, self._rounds.first)
+            if isinstance(rows, str):
+                self._reason = rows
+                bar.restart("what is asked again")
+                return self.context
+            self.has_asked = True
+            self._ask(units, len(looks) + 1, rows, table_of(looks[-1], "items") if looks else {})
+
+    def note_end(self) -> None:
+        """Note why the rounds ended; the run is then evaluated."""
+        self.context.run.keep(LOOKS, ENDED, self._reason)
+
+    def _plan(self) -> RowsPlan:
+        """Return the plan that the first process noted, or note one."""
+        context, rounds = self.context, self._rounds
+        provenance = context.run.provenance()
+        if (noted := RowsPlan.of(provenance)) is not None:
+            return noted
+        results = provenance[PILOT][PILOT_RESULT]
+        self._check_clusters()
+        seconds = self._seconds_per_row()
+        gated = {facet_of(metric)[0] for metric in context.spec.gate.margins}
+        items = results["items"]
+        plan = rows_plan(items, seconds, suites_left_out(results), rounds.minutes, rounds.first, gated)
+        if not gated & plan.items.keys():  # nothing is measurable, which the first rows of these suites document
+            plan = rows_plan(items, seconds, {}, 0.0, rounds.first, gated)
+        context.run.keep(LOOKS, PLANNED, plan.written())
+        kept = RowsPlan.of(context.run.provenance())
+        assert kept is not None
+        for line in plan_lines(kept, context.spec):
+            context.print_line(line)
+        return kept
+
+    def _check_clusters(self) -> None:
+        """Raise SpecError for a suite with several rows per cluster, since a look could hold only some of them."""
+        count = self.context.models.base().chat.count_tokens
+        for name in self.context.spec.evaluate.suites:
+            rows = layout_of(self.context.spec, name, count)
+            if len({row.cluster for row in rows}) < len(rows):
+                raise SpecError(
+                    f"suite {name} asks several rows of a template, but evaluate.rounds needs suites with one row per "
+                    "template; use harm, benign or injection, or remove rounds"
+                )
+
+    def _seconds_per_row(self) -> dict[str, float]:
+        """Return how long the pilot's rows took under all serving configurations together, by suite."""
+        context = self.context
+        seconds, rows = dict[str, float](), dict[str, int]()
+        for unit in pilot_units(with_kept_gate(context.spec, context.run.provenance())):
+            records = pilot_records(context, unit)
+            seconds[unit.suite] = seconds.get(unit.suite, 0.0) + sum(record.seconds for record in records)
+            rows[unit.suite] = rows.get(unit.suite, 0) + len(records)
+        policies = len(context.spec.evaluate.policies)
+        return {suite: policies * total / max(1, rows[suite]) for suite, total in seconds.items()}
+
+    def _ask(self, units: Sequence[Unit], number: int, rows: Mapping[str, range], asked: Mapping[str, int]) -> None:
+        folder = self.context.run.path / ROUNDS_FOLDER / str(number)
+        make_folder(folder)
+        due = [unit for unit in units if unit.suite in rows]
+        started = time.monotonic()
+        self.context.bar.restart(f"round {number}")
+        self._worker.work("asking", folder, due, partial(_round_parts, folder, due, rows), rows)
+        look = {
+            "items": {**asked, **{suite: part.stop for suite, part in rows.items()}},
+            "seconds": round(time.monotonic() - started, 3),
+        }
+        self.context.run.keep(LOOKS, str(number), look)
+
+    def _look(self, units: Sequence[Unit], number: int, look: Mapping[str, Any]) -> None:
+        """Join the records, have the gate decide, and note its statuses, unless another process has."""
+        run = self.context.run
+        with mutex(run.path / ".looks.lock"):
+            if "words" in all_looks(run.provenance())[number - 1]:
+                return
+            join_rounds(run.path, units, number)
+            run.note(**{LOOKS: {str(number): {**look, "words": gate_statuses(run.path)}}})
+        self.context.print_line(list(look_lines(run.provenance()))[-1])
+
+
+def _round_parts(folder: Path, units: Sequence[Unit], rows: Mapping[str, range]) -> Iterator[Part]:
+    yield from (unit_part(folder, unit, len(rows[unit.suite]), len(rows[unit.suite])) for unit in units)
+
+
+# --- which rows are asked, and when it ends --------------------------------------------------------------------------
+
+
+def look_sizes(rows: int, first: int = FIRST_LOOK) -> list[int]:
+    """Return the numbers of rows after which a look is taken, each half as large again as the last; ``rows`` ends."""
+    looks, look = list[int](), first
+    while look < rows:
+        looks.append(look)
+        look = look * 3 // 2
+    return [*looks, rows]
+
+
+@dataclass(frozen=True)
+class RowsPlan:
+    """The most that may be asked, by suite; fixed before the first round.
+
+    ``items`` are rows to ask, ``seconds`` per row under all serving configurations together, ``left_out`` the reasons
+    why a suite is not asked, and ``at_hand`` the rows that exist.
+    """
+
+    items: Mapping[str, int]
+    seconds: Mapping[str, float]
+    left_out: Mapping[str, str]
+    at_hand: Mapping[str, int]
+
+    def written(self) -> dict[str, Any]:
+        """Return the plan as a table for provenance.json."""
+        return {name: dict(getattr(self, name)) for name in ("items", "seconds", "left_out", "at_hand")}
+
+    @classmethod
+    def of(cls, provenance: Mapping[str, Any]) -> RowsPlan | None:
+        """Return the plan that a run has noted, or None."""
+        noted = table_of(table_of(provenance, LOOKS), PLANNED)
+        names = ("items", "seconds", "left_out", "at_hand")
+        return cls(*(table_of(noted, name) for name in names)) if noted else None
+
+
+def rows_plan(
+    at_hand: Mapping[str, int],
+    seconds: Mapping[str, float],
+    left_out: Mapping[str, str],
+    minutes: float,
+    first: int,
+    gated: Collection[str],
+) -> RowsPlan:
+    """Plan the first look of every suite, then the same share of each gated suite's other rows, as time allows."""
+    least = {suite: min(first, rows) for suite, rows in at_hand.items() if suite not in left_out}
+    most = {suite: at_hand[suite] if suite in gated else rows for suite, rows in least.items()}
+    needed = [_OVERHEAD * sum(numbers[suite] * seconds.get(suite, 0.0) for suite in most) for numbers in (least, most)]
+    share = (60 * minutes - needed[0]) / (needed[1] - needed[0]) if needed[1] > needed[0] else 1.0
+    share = min(1.0, max(0.0, share))
+    items = {suite: least[suite] + int(share * (rows - least[suite])) for suite, rows in most.items()}
+    return RowsPlan(items, {suite: seconds.get(suite, 0.0) for suite in most}, left_out, at_hand)
+
+
+def next_round(
+    plan: RowsPlan, looks: Sequence[Mapping[str, Any]], minutes: float, first: int
+) -> dict[str, range] | str:
+    """Return the rows of the next round by suite, or the reason why there is none."""
+    asked = {suite: 0 for suite in plan.items} | dict(table_of(looks[-1], "items") if looks else {})
+    words: Mapping[str, str] = table_of(looks[-1], "words") if looks else {}
+    if Status.FAIL.value in words.values():
+        return LOSS
+    undecided = {facet_of(metric)[0] for metric, word in words.items() if word in OPEN} if looks else {*plan.items}
+    if not undecided:
+        return DECIDED
+    rows = {
+        suite: range(done, next(look for look in look_sizes(plan.items[suite], first) if look > done))
+        for suite, done in asked.items()
+        if suite in undecided and done < plan.items[suite]
+    }
+    if not rows:
+        is_all_asked = all(plan.items[suite] == plan.at_hand.get(suite, plan.items[suite]) for suite in undecided)
+        return ROWS_SPENT if is_all_asked else TIME_SPENT
+    # the first round is always asked in full: it shows how long the next ones take
+    spent = sum(float(look.get("seconds", 0.0)) for look in looks)
+    left, row_seconds = 60 * minutes - spent, _measured_seconds(plan, looks)
+    if not looks or sum(len(part) * row_seconds.get(suite, 0.0) for suite, part in rows.items()) <= left:
+        return rows
+    # too little time for all of them: the smallest one that fits alone
+    fits = {suite: part for suite, part in rows.items() if len(part) * row_seconds.get(suite, 0.0) <= left}
+    return dict([min(fits.items(), key=lambda pair: len(pair[1]))]) if fits else TIME_SPENT
+
+
+def _measured_seconds(plan: RowsPlan, looks: Sequence[Mapping[str, Any]]) -> Mapping[str, float]:
+    """Return the plan's seconds per row by suite, corrected by how long the rounds so far have taken."""
+    spent = sum(float(look.get("seconds", 0.0)) for look in looks)
+    rows: Mapping[str, int] = table_of(looks[-1], "items") if looks else {}
+    planned = sum(number * plan.seconds.get(suite, 0.0) for suite, number in rows.items())
+    slower = spent / planned if planned and spent else _OVERHEAD
+    return {suite: slower * seconds for suite, seconds in plan.seconds.items()}
+
+
+# --- a look ----------------------------------------------------------------------------------------------------------
+
+
+def join_rounds(run: Path, units: Sequence[Unit], rounds: int) -> None:
+    """Write the record file of every unit from those of its rounds, and seal it."""
+    for unit in units:
+        parts = [UnitFiles.of(run / ROUNDS_FOLDER / str(number), unit) for number in range(1, rounds + 1)]
+        parts = [part for part in parts if part.seal.exists()]
+        if not parts:
+            continue
+        raw = b"".join(part.records.read_bytes() for part in parts)
+        joined, digest = UnitFiles.of(run / "records", unit), hashlib.sha256(raw).hexdigest()
+        if joined.seal.exists() and read_json(joined.seal)["sha256"] == digest:
+            continue
+        joined.seal.unlink(missing_ok=True)
+        write_output(joined.records, raw.decode())
+        seals = [read_json(part.seal) for part in parts]
+        refused = sum(int(seal.get(REFUSED, 0)) for seal in seals)
+        counts = {"records": raw.count(b"\n"), "sha256": digest}
+        write_json(joined.seal, seals[-1] | ({REFUSED: refused} if refused else {}) | counts)
+
+
+def gate_statuses(run: Path) -> dict[str, str]:
+    """Return the gate's status of each gated metric after the rows that were asked so far."""
+    data = load_run(run)
+    comparison, rules = declared(data, GateOverrides())
+    drift = drift_of(data, comparison, rules.alpha, gated_facets(comparison, rules))
+    words: dict[str, str] = {}
+    order = [Status.FAIL.value, *OPEN]
+    for decision in decide(drift, rules).gated:
+        # of several settings under one metric the gravest status counts
+        settings = [word for word in (words.get(decision.suite), decision.status.value) if word]
+        words[decision.suite] = min(settings, key=lambda word: order.index(word) if word in order else len(order))
+    return words
+
+
+def look_lines(provenance: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a line for every look of a run, and one for why it ended."""
+    for number, look in enumerate(all_looks(provenance), start=1):
+        items = ", ".join(f"{suite} {rows}" for suite, rows in table_of(look, "items").items())
+        words = ", ".join(f"{metric} {word}" for metric, word in table_of(look, "words").items())
+        yield f"look {number}: {items}: {words}"
+    if ended := table_of(provenance, LOOKS).get(ENDED):
+        yield f"ended: {ended}"
+
+
+def plan_lines(plan: RowsPlan, spec: RunSpec) -> Iterator[str]:
+    """Yield what the planned rows can show and how long they take, a line for each margin."""
+    assert spec.gate.alpha is not None, "a complete spec has a level"
+    for suite, reason in plan.left_out.items():
+        yield f"not asked of this model: {suite} ({reason})"
+    for suite, rows in plan.items.items():
+        minutes = max(1, round(_OVERHEAD * rows * plan.seconds.get(suite, 0.0) / 60))
+        size = f"{suite}: up to {rows} rows, about {minutes} minute{'s' * (minutes > 1)}"
+        for metric, points in spec.gate.margins.items():
+            if facet_of(metric)[0] == suite:
+                yield f"{size}; {_detectable_loss(rows, points, spec.gate.alpha)}"
+
+
+def _detectable_loss(rows: int, points: float, alpha: float) -> str:
+    least = 100 * smallest_margin(rows, alpha)
+    if least > points:
+        return f"a loss of {points:g} points cannot be ruled out with so few rows, one of {least:.1f} points can"
+    churn = 100 * decidable_churn(rows, points / 100, alpha)
+    return f"a loss of {points:g} points is found or ruled out if fewer than {churn:.0f} % of the answers change"

@@ -1,0 +1,222 @@
+"""The training stage: every arm with every seed, each from the warm start of its seed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvaudit.audit.engines import Condition
+from kvaudit.audit.runs.claims import Claim, work_on_units
+from kvaudit.audit.runs.engine_slot import check_engine_unchanged
+from kvaudit.audit.runs.folder import check_inputs_unchanged
+from kvaudit.audit.runs.launchers.base import Job
+from kvaudit.audit.runs.models import Pair, trained_pairs
+from kvaudit.audit.runs.progress import Part
+from kvaudit.audit.runs.ranks import start_ranks
+from kvaudit.audit.runs.recipe import recipe_of
+from kvaudit.audit.runs.stages.base import RunContext, Stage, explain_full_memory
+from kvaudit.audit.training.checkpoint import drop_state
+from kvaudit.audit.training.config import StartConfig, TrainConfig
+from kvaudit.audit.training.engine_rollouts import EngineUse
+from kvaudit.audit.training.files import TELEMETRY, TelemetryLog
+from kvaudit.audit.training.grpo import TrainingRun, train
+from kvaudit.audit.training.ranks import ALONE, RankGroup, keep_on_cpu
+from kvaudit.audit.training.rewards.base import RewardConfig, parse_reward
+from kvaudit.audit.training.sft import warm_start
+from kvaudit.audit.training.validation import EarlyStop, read_mark
+from kvaudit.core.alarms import active_alarms
+from kvaudit.core.files import write_json
+from kvaudit.core.provenance import CHECKPOINTS, RECIPE, REWARD, REWARD_JUDGES, STOPPED
+from kvaudit.core.spec_train import BASE_ARM, TrainSpec
+
+_MEMORY_SETTINGS = "train.rollout_rows, train.microbatch_tokens"
+Report = Callable[[int, Mapping[str, Any]], None]  # steps done, telemetry of the last one
+
+
+class TrainStage(Stage):
+    """Trains every checkpoint that is not finished."""
+
+    def parts(self) -> Iterator[Part]:
+        yield from map(self._part, trained_pairs(self.context.spec))
+
+    @property
+    def is_done(self) -> bool:
+        return all(map(self.context.models.is_trained, trained_pairs(self.context.spec)))
+
+    def work(self) -> RunContext:
+        context = self.context
+        section, models = context.spec.train, context.models
+        if section is None:
+            return context
+        is_done = self.is_done
+        if not is_done:
+            self._write_recipe(section)
+        self._train_all(list(context.spec.starts), models.is_trained, ALONE)
+        # the other ranks write their own logs, because workers may have ranks too
+        arguments = [*context.rank_command, "--threads", str(torch.get_num_threads())]
+        logs = context.run.path / "logs" / f"ranks-{os.getpid()}"
+        job = Job(arguments, logs, Path.cwd(), any_gpu=context.spec.device in ("auto", "cuda"))
+        with start_ranks(section.ranks, job, context.print_line, any_left=not is_done) as ranks:
+            if section.stops:
+                # first every arm to its own end, then all arms of a seed to the step of the earliest alarm
+                self._train_all(list(section.pairs), self._has_stopped, ranks)
+                self._note_stops(section)
+            self._train_all(list(section.pairs), models.is_trained, ranks)
+        digests = {f"{pair[0]}/{pair[1]}": models.trained_sha256(pair) for pair in trained_pairs(context.spec)}
+        context.run.note(**{CHECKPOINTS: digests})
+        return context
+
+    def follow(self, ranks: RankGroup) -> None:
+        """Train as one of the other ranks what the first rank trains."""
+        context = self.context
+        section = context.spec.train
+        assert section is not None
+        context.models.load_on_rank(ranks.number)
+        while (pair := ranks.receive()) is not None:
+            start = context.models.start(pair[1])
+            with explain_full_memory(f"{pair[0]} seed {pair[1]}", _MEMORY_SETTINGS), keep_on_cpu(start, ranks):
+                engine = EngineUse() if section.rollouts is None else self._engine_use(section.rollouts)
+                run = TrainingRun(TrainConfig.of(section, *pair), start, context.run.path, ranks, engine)
+                try:
+                    ranks.follow_rank0(run)
+                finally:
+                    run.close()
+
+    def _train_all(self, pairs: Sequence[Pair], is_done: Callable[[Pair], bool], ranks: RankGroup) -> None:
+        context, bar, rung = self.context, self.context.bar, set[tuple[str, str]]()
+        if not all(map(is_done, pairs)):
+            context.models.base()
+
+        def work(pair: Pair, claim: Claim) -> None:
+            bar.claim([pair])
+            bar.resume(pair, self._answers_on_disk(pair))
+
+            def report(done: int, row: Mapping[str, Any]) -> None:
+                claim.check()
+                for bound in active_alarms(row):
+                    if (pair[0], bound.name) not in rung:  # printed once; telemetry has every step
+                        rung.add((pair[0], bound.name))
+                        context.print_line(f"alarm: {pair[0]} seed {pair[1]}, step {done}: {bound.sentence}")
+                bar.count(pair, done * self._answers_per_step(pair))
+                bar.show(self._step_text(pair, done, row))
+
+            self._train_one(pair, report, ranks)
+
+        def finish(pair: Pair) -> None:
+            if context.models.is_trained(pair):
+                bar.count(pair, self._steps(pair) * self._answers_per_step(pair))
+                drop_state(context.run.checkpoint(*pair))
+
+        work_on_units(
+            pairs,
+            is_done=is_done,
+            # next to the folder, which holds files of the training only
+            lock=lambda pair: context.run.checkpoint(*pair).with_name(f"seed-{pair[1]}.lock"),
+            work=work,
+            on_done=finish,
+            on_wait=context.print_line,
+            takeover=context.takeover,
+        )
+        bar.claim(())
+
+    def _train_one(self, pair: Pair, report: Report, ranks: RankGroup) -> None:
+        context, (arm, seed) = self.context, pair
+        section, out = context.spec.train, context.run.checkpoint(*pair)
+        assert section is not None
+
+        def progress(done: int, _: int, row: Mapping[str, Any]) -> None:
+            report(done, row)
+
+        with explain_full_memory(f"{arm} seed {seed}", _MEMORY_SETTINGS):
+            if arm == BASE_ARM:
+                warm_start(StartConfig.of(section, seed), context.models.base(), out, progress)
+                return
+            stop = section.watch if section.stops else None
+            early_stop = None if stop is None else EarlyStop(stop, section.steps, out, self._arm_folders(seed))
+            config = TrainConfig.of(section, arm, seed)
+            self._check_reward_unchanged(config.reward_config)
+            start = context.models.start(seed)
+            engine = EngineUse() if config.rollouts is None else self._engine_use(config.rollouts)
+            with ranks.unit(pair), keep_on_cpu(start, ranks):
+                train(
+                    *(config, start, out, progress),
+                    run_folder=context.run.path,
+                    early_stop=early_stop,
+                    ranks=ranks,
+                    engine=engine,
+                )
+
+    def _engine_use(self, rollouts: str) -> EngineUse:
+        def check_unchanged(condition: Condition, description: Mapping[str, str]) -> None:
+            check_engine_unchanged(
+                self.context.run, f"rollouts of {condition.canonical}", condition.engine, description
+            )
+
+        return EngineUse(self.context.spec.engine(rollouts), check_unchanged)
+
+    def _arm_folders(self, seed: int) -> list[Path]:
+        section = self.context.spec.train
+        return [] if section is None else [self.context.run.checkpoint(arm.name, seed) for arm in section.trained]
+
+    def _has_stopped(self, pair: Pair) -> bool:
+        return self.context.models.is_trained(pair) or read_mark(self.context.run.checkpoint(*pair)) is not None
+
+    def _note_stops(self, section: TrainSpec) -> None:
+        """Note and print at which step the arms of a seed end early, and because of which alarm."""
+        for seed in section.seeds:
+            marks = {folder.parent.name: read_mark(folder) for folder in self._arm_folders(seed)}
+            step = min((mark.step for mark in marks.values() if mark is not None), default=section.steps)
+            if step < section.steps:
+                first = {arm: mark.alarm for arm, mark in marks.items() if mark and mark.step == step and mark.alarm}
+                alarms = ", ".join(f"{arm} rang {alarm}" for arm, alarm in first.items())
+                text = f"at step {step} of {section.steps}: {alarms}"
+                self.context.run.note(**{STOPPED: {str(seed): text}})
+                self.context.print_line(f"all arms of seed {seed} end {text}")
+
+    def _write_recipe(self, section: TrainSpec) -> None:
+        """Write what the checkpoints are made of into the run folder before training begins."""
+        models, path = self.context.models, self.context.run.path / RECIPE
+        model = models.base()
+        self._check_reward_unchanged(parse_reward(section.reward, section.suites))
+        if not path.exists():
+            write_json(path, recipe_of(self.context.spec, section, model, models.batches))
+
+    def _check_reward_unchanged(self, paying: RewardConfig) -> None:
+        """Note the reward's inputs and judges; raise RunError if earlier steps had other inputs."""
+        if not paying.uses_grade_only:
+            check_inputs_unchanged(self.context.run, REWARD, paying.inputs)
+        self.context.run.note(**{REWARD_JUDGES: paying.judges})
+
+    # the progress bar
+
+    def _part(self, pair: Pair) -> Part:
+        size = self._steps(pair) * self._answers_per_step(pair)
+        models = self.context.models
+        return Part(pair, size, lambda: size if models.is_trained(pair) else self._answers_on_disk(pair))
+
+    def _steps(self, pair: Pair) -> int:
+        section = self.context.spec.train
+        assert section is not None
+        return section.sft.steps if pair[0] == BASE_ARM and section.sft is not None else section.steps
+
+    def _answers_per_step(self, pair: Pair) -> int:
+        """The rollouts of a training step, or the examples of a step of the warm start."""
+        section = self.context.spec.train
+        assert section is not None
+        if pair[0] == BASE_ARM and section.sft is not None:
+            return section.sft.prompts_per_step
+        return section.prompts_per_step * section.group
+
+    def _answers_on_disk(self, pair: Pair) -> int:
+        log = TelemetryLog(self.context.run.checkpoint(*pair) / TELEMETRY)
+        return log.count * self._answers_per_step(pair)
+
+    def _step_text(self, pair: Pair, done: int, row: Mapping[str, Any]) -> str:
+        reward = row.get("reward_mean")
+        work = "warm start" if pair[0] == BASE_ARM else f"training {pair[0]}"
+        text = f"{work} seed {pair[1]}, step {done} of {self._steps(pair)}"
+        return text if reward is None else f"{text}, reward {reward:.2f}"

@@ -1,0 +1,131 @@
+"""Text for publication: the disclosure in a model card, results for the Hugging Face hub, masked server addresses.
+
+The hub shows results of datasets registered with it as benchmarks. A run knows of none, so the user names one; a task
+is CONTRAST-METRIC-TOKENS, and each policy has its own file. Layout: huggingface.co/docs/hub/eval-results.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+import yaml
+
+from kvaudit.core.errors import DataError, SpecError
+from kvaudit.core.files import read_text, write_output
+from kvaudit.core.policy_names import engine_settings
+from kvaudit.core.text import inline
+
+if TYPE_CHECKING:
+    from kvaudit.reports.page.disclosure import Disclosure, MeasuredCell
+    from kvaudit.reports.page.findings import Findings
+    from kvaudit.reports.page.page import Page
+
+BEGIN, END = "<!-- kvaudit:disclosure -->", "<!-- /kvaudit:disclosure -->"
+HUB_FOLDER = ".eval_results"
+_LARGEST_CARD = 4_000_000  # bytes
+_DATASET = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
+_UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
+
+
+def mask_servers(text: str, findings: Findings) -> str:
+    """Replace the address of every server in the spec by server-1, server-2, since host names are private."""
+    from kvaudit.reports.page.formats.markdown import escape
+
+    settings = [engine_settings(policy).get("base_url", "") for policy in findings.comparison.policies]
+    addresses = dict.fromkeys(url.partition("://")[2] for url in settings)
+    for number, address in enumerate(filter(None, addresses), 1):
+        # the short name of a policy may have cut the end of its address
+        for spelling in (address, address.rstrip("/"), urlsplit(f"//{address}").netloc):
+            for form in dict.fromkeys((spelling, escape(spelling))):
+                text = text.replace(form, f"server-{number}")
+    return text
+
+
+def read_card(path: Path) -> str:
+    """Return the text of a model card; raises DataError if it cannot be read."""
+    return read_text(path, "model card", _LARGEST_CARD)
+
+
+def insert_section(card: str, section: str, name: str) -> str:
+    """Return the card with the section between its marks, or at the end if it has none; raises DataError."""
+    block, newline = f"{BEGIN}\n{section}{END}\n", "\r\n" if "\r\n" in card else "\n"
+    span = _span(card, name)
+    if span is None:
+        span = len(card), len(card)
+        block = ("" if not card else "\n" if card.endswith("\n") else "\n\n") + block
+    return card[: span[0]] + block.replace("\n", newline) + card[span[1] :]
+
+
+def extract_section(card: str, name: str) -> str:
+    """Return the section between the marks of a card; raises DataError if there is none."""
+    span = _span(card, name)
+    if span is None:
+        raise DataError(f"{name!r} holds no disclosure; write one with: kvaudit card RUN --into {name}")
+    return card[span[0] : span[1]].replace("\r\n", "\n").removeprefix(BEGIN + "\n").removesuffix("\n").removesuffix(END)
+
+
+def _span(card: str, name: str) -> tuple[int, int] | None:
+    """Start and end of the marks with their section, None without marks; raises DataError for marks that do not pair.
+
+    The end includes a line break, so that inserting twice changes nothing.
+    """
+    begins, ends = card.count(BEGIN), card.count(END)
+    if not begins and not ends:
+        return None
+    start, stop = card.find(BEGIN), card.find(END)
+    begin_ends_line = card.startswith(("\n", "\r\n"), start + len(BEGIN))
+    if begins != 1 or ends != 1 or not (begin_ends_line and start < stop):
+        raise DataError(
+            f"{name!r} holds {begins} begin marks and {ends} end marks of a disclosure; put {BEGIN} and {END} once "
+            "each on lines of their own, in this order"
+        )
+    stop += len(END)
+    return start, stop + next((len(end) for end in ("\n", "\r\n") if card.startswith(end, stop)), 0)
+
+
+def write_card(folder: Path, section: str, *, base: str) -> None:
+    """Write the section into the README.md of a checkpoint; a new file gets the hub's front matter."""
+    path = folder / "README.md"
+    front = f"---\nlibrary_name: transformers\nbase_model: {json.dumps(base)}\ntags: [kv-cache-compression]\n---\n"
+    card = read_card(path) if path.exists() else front
+    write_output(path, insert_section(card, section, str(path)))
+
+
+def hub_results(page: Page, arm: str, dataset: str) -> dict[str, str]:
+    """Return file name -> text of an arm's gated drifts, one file per policy and contrast.
+
+    Raises SpecError if the dataset is not a hub id, or if no gated cell of the arm has a number.
+    """
+    from kvaudit.reports.page.disclosure import disclosure_of
+
+    if not _DATASET.fullmatch(dataset):
+        raise SpecError(f"benchmark {inline(dataset[:80])!r} is not a dataset of the hub; give ORGANISATION/NAME")
+    disclosure = disclosure_of(page)
+    cells = [m for m in disclosure.drift if m.arm == arm and m.verdict != "not gated" and m.estimate is not None]
+    if not cells:
+        arms = ", ".join(sorted({inline(m.arm) for m in disclosure.drift if m.verdict != "not gated"}))
+        raise SpecError(f"no gated cell of arm {inline(arm[:80])!r} has a number; gated arms: {arms or 'none'}")
+    files: dict[str, list[dict[str, Any]]] = {}
+    for cell in cells:
+        name = f"kvaudit-{_slug(cell.estimand)}-{_slug(str(cell.policy_hash.value or cell.label))}.yaml"
+        files.setdefault(name, []).append(_hub_entry(disclosure, cell, dataset))
+    texts = {name: yaml.safe_dump(rows, sort_keys=False, allow_unicode=False) for name, rows in files.items()}
+    return {name: mask_servers(text, page.findings) for name, text in texts.items()}
+
+
+def _hub_entry(disclosure: Disclosure, m: MeasuredCell, dataset: str) -> dict[str, Any]:
+    finished = disclosure.run["finished"]
+    return {
+        "dataset": {"id": dataset, "task_id": f"{_slug(m.estimand)}-{_slug(m.metric)}-{m.context_tokens}"},
+        "value": round(100 * (m.estimate or 0.0), 4),  # percentage points, negative is worse
+        **({"date": inline(str(finished.value))} if finished.state == "known" else {}),
+        "notes": inline(f"{m.verdict}: {m.slice}: {m.sentence}"),
+    }
+
+
+def _slug(text: str) -> str:
+    return _UNSAFE.sub("-", text).strip("-.")[:80] or "none"

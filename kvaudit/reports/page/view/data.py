@@ -1,0 +1,182 @@
+"""The data files of the view: prompts and answers by item, and the share of the cache that held each token.
+
+data/texts-<n>.js    TEXTS[n] = {item: {prompt, answers: {number: answer}}}
+data/shades-<n>.js   SHADES[n] = {item: {pieces, roles, answers: {number: shade}}}, for the items of texts-<n>.js
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
+from itertools import groupby, takewhile
+from pathlib import PurePath
+from string import ascii_letters
+from typing import Any, NamedTuple
+
+from kvaudit.core.records import Message, Record, Role
+from kvaudit.core.shading import AnswerKey, Shading
+from kvaudit.core.text import inline, visible
+from kvaudit.reports.records.rows import RecordPlace
+
+CHUNK = 300_000  # characters of one file of texts
+LEVELS = ascii_letters[26:] + ascii_letters[:26]  # A to Z, a to z
+_SHARE_DIGITS, _DEPTH_DIGITS = 4, 3
+
+ItemKey = tuple[str, int, str]  # suite, length, name
+
+
+class PageAnswer(NamedTuple):
+    """An answer on the pages: its record, its item, and whether its cache evicted anything."""
+
+    unit: str
+    answer: AnswerKey
+    item: ItemKey
+    evicted: bool
+
+
+class Texts:
+    """Prompts and answers by item. The number of an answer is its index in ``answers``."""
+
+    def __init__(self, records: Iterable[tuple[RecordPlace, Record]]) -> None:
+        self.prompts: dict[ItemKey, tuple[Message, ...]] = {}
+        self.details: dict[ItemKey, tuple[str, str]] = {}  # template and placement
+        self.numbers: dict[RecordPlace, int] = {}
+        self.answers: list[PageAnswer] = []
+        self._rows: dict[ItemKey, dict[int, dict[str, Any]]] = {}
+        for place, record in records:
+            self._add(place, record)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no record has a transcript."""
+        rows = (row for item_rows in self._rows.values() for row in item_rows.values())
+        return not any(self.prompts.values()) and not any(row["turns"] for row in rows)
+
+    def chunks(self) -> Iterator[tuple[list[ItemKey], dict[int, Any]]]:
+        """Yield the items of each file of about CHUNK characters, and their texts by item number."""
+        items: list[ItemKey] = []
+        table: dict[int, Any] = {}
+        size = 0
+        for number, (item, prompt) in enumerate(self.prompts.items()):
+            items.append(item)
+            table[number] = {"prompt": _turns(prompt), "answers": self._rows[item]}
+            size += len(script(table[number]))
+            if size >= CHUNK:
+                yield items, table
+                items, table, size = [], {}, 0
+        if items:
+            yield items, table
+
+    def _add(self, place: RecordPlace, record: Record) -> None:
+        item = (record.suite, record.context_tokens, record.item_id)
+        question = tuple(takewhile(lambda message: message.role is not Role.ASSISTANT, record.transcript))
+        prompt = self.prompts.setdefault(item, question)
+        self.details.setdefault(item, (record.cluster_id, record.placement))
+        # an answer to another prompt is shown with its prompt
+        reply = record.transcript[len(prompt) :] if question == prompt else record.transcript
+        number = self.numbers[place] = len(self.numbers)
+        row = _answer_row(record, reply)
+        self._rows.setdefault(item, {})[number] = row
+        answer = AnswerKey(record.item_id, record.sample_index)
+        self.answers.append(PageAnswer(PurePath(place[0]).stem, answer, item, row["evicted"]))
+
+
+def script(value: Any) -> str:
+    """Return JSON without characters that could begin or end markup inside a script."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def _answer_row(record: Record, reply: Sequence[Message]) -> dict[str, Any]:
+    return {
+        "arm": visible(record.arm),
+        "seed": record.train_seed,
+        "policy": visible(record.policy),
+        "checkpoint": visible(record.checkpoint),
+        "outcome": record.outcome.value,
+        "score": record.score,
+        "facets": dict(record.facets),
+        "judge": visible(record.judge) + (", unsure" if record.unsure else ""),
+        "draw": record.sample_index,
+        "finish": visible(record.finish_reason),
+        "unanswered": inline(record.unanswered),
+        "tokens": [record.prompt_tokens, record.new_tokens],
+        "retention": None if record.retention is None else round(record.retention, _SHARE_DIGITS),
+        "evicted": record.retention is not None and record.retention < 1,
+        "survival": {visible(role): round(share, _SHARE_DIGITS) for role, share in record.survival.items()},
+        "bytes": [record.kv_bytes_peak, record.kv_bytes_live, record.kv_bytes_dense],
+        "turns": _turns(reply),
+    }
+
+
+def _turns(messages: Iterable[Message]) -> list[tuple[str, str]]:
+    return [(message.role.value, visible(message.content)) for message in messages]
+
+
+class ItemShades:
+    """The shades of one item's answers by their numbers: a letter of LEVELS per token.
+
+    ``pieces`` and ``roles`` are those of the item's first answer. Every other answer repeats the first ``same`` of them
+    and adds its own.
+    """
+
+    def __init__(self) -> None:
+        self._pieces: list[str] = []
+        self._roles = ""
+        self._answers: dict[int, dict[str, Any] | None] = {}
+
+    def add(self, number: int, shading: Shading | None) -> None:
+        """Add the shading of an answer; None if serving it again gave another answer."""
+        if shading is None:
+            self._answers[number] = None
+            return
+        pieces, roles = [_visible(piece) for piece in shading.pieces], "".join(role[0] for role in shading.roles)
+        if not self._pieces:
+            self._pieces, self._roles = pieces, roles
+        first, tokens = zip(self._pieces, self._roles, strict=True), zip(pieces, roles, strict=True)
+        same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, tokens, strict=False)))
+        self._answers[number] = {
+            "same": same,
+            "pieces": pieces[same:],
+            "roles": _run_lengths(roles[same:]),
+            "held": _run_lengths(_level(count / shading.heads) for count in shading.held),
+            "heads": shading.heads,
+            "depth": {
+                name: [round(share, _DEPTH_DIGITS) for share in shares] for name, shares in shading.depth.items()
+            },
+            "marks": {name: _ranges(tokens) for name, tokens in shading.marks.items()},
+        }
+
+    def __contains__(self, number: int) -> bool:
+        return number in self._answers
+
+    def table(self) -> dict[str, Any]:
+        """Return the entry of the item in its data file."""
+        return {"pieces": self._pieces, "roles": _run_lengths(self._roles), "answers": self._answers}
+
+
+def _level(share: float) -> str:
+    """The letter of a share; only 0 gives the first letter and only 1 the last."""
+    last = len(LEVELS) - 1
+    return LEVELS[int(share) * last if share in (0, 1) else min(max(round(share * last), 1), last - 1)]
+
+
+def _run_lengths(letters: Iterable[str]) -> str:
+    """Compress repeats: AAbbc -> A2b2c."""
+    counted = ((letter, sum(1 for _ in run)) for letter, run in groupby(letters))
+    return "".join(f"{letter}{count if count > 1 else ''}" for letter, count in counted)
+
+
+def _ranges(numbers: Iterable[int]) -> list[list[int]]:
+    """Numbers as [start, stop) ranges."""
+    ranges: list[list[int]] = []
+    for number in sorted(numbers):
+        if ranges and ranges[-1][1] == number:
+            ranges[-1][1] += 1
+        else:
+            ranges.append([number, number + 1])
+    return ranges
+
+
+_visible = lru_cache(1 << 16)(visible)  # the same tokens are in every prompt
