@@ -41,24 +41,23 @@ def check(
 
     >>> check("models/mine", engine="openvino", kv="u4").verdict.status  # doctest: +SKIP
     """
-    from kvaudit.audit.commands.check import CheckOptions, check_served
+    from kvaudit.audit.commands.check import CheckOptions, run_check
 
-    asking = CheckOptions(
-        model,
-        engine,
-        kv,
-        [f"{name}={value}" for name, value in (settings or {}).items()],
-        python,
-        weights,
-        policy,
-        reference,
-        candidate,
-        data=None if data is None else Path(data),
+    options = CheckOptions(
+        engine=engine,
+        kv=kv,
+        settings=[f"{name}={value}" for name, value in (settings or {}).items()],
+        python=python,
+        weights=weights,
+        policy=policy,
+        reference=reference,
+        candidate=candidate,
         minutes=minutes,
         seed=seed,
         made_up=made_up,
+        data=None if data is None else Path(data),
     )
-    folder, _ = check_served(asking, None if out is None else Path(out), threads, resume=resume)
+    folder, _ = run_check(model, options, None if out is None else Path(out), threads, resume=resume)
     return Run(folder)
 
 
@@ -88,7 +87,7 @@ def run(
     from kvaudit.audit.commands.run import RunOptions, run_spec
 
     files = (plugins,) if isinstance(plugins, str) else plugins
-    options = RunOptions(limit=limit, threads=threads, workers=workers, plugins=tuple(map(Path, files)), anyway=anyway)
+    options = RunOptions(limit=limit, threads=threads, workers=workers, plugins=list(map(Path, files)), anyway=anyway)
     source = spec if isinstance(spec, Mapping) else Path(spec)
     return Run(run_spec(source, None if out is None else Path(out), options, resume=resume))
 
@@ -120,11 +119,11 @@ def gate(
     >>> gate("runs/mine").exit_code
     3
     """
-    from kvaudit.audit.commands.report import asked_of
+    from kvaudit.audit.commands.report import GateOptions
     from kvaudit.reports.verdict.rules import refuse_late
 
     rules, waived = (None if file is None else Path(file) for file in (gate_file, waivers))
-    findings = Run(path, asked_of(rules, waived, on_inconclusive)).findings
+    findings = Run(path, GateOptions(rules, waived, on_inconclusive).read()).findings
     refuse_late(findings.rules)
     return findings.verdict
 

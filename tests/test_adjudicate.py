@@ -468,7 +468,7 @@ def test_labels_of_some_templates_pass_nothing_and_say_how_many_more_it_takes(wr
     run, path = tmp_path / "run", tmp_path / "few.csv"
     shutil.copytree(written[0], run)
     done = command("grade", "adjudicate", run, "--out", path, "--concordant", 59)
-    assert "too few for a PASS: 59 concordant pairs of 60 templates; --concordant 60 or more" in done.output
+    assert "too few for a PASS: 59 concordant pairs of 60 templates; give --concordant 60" in done.output
     label(path, lambda row: True)
     assert command("grade", "adjudicate", run, "--read", path).exit_code == 4
     (decision,) = [d for d in decide_run(load_run(run)).verdict.decisions if d.gated]
@@ -501,7 +501,7 @@ def test_a_larger_sheet_keeps_the_labels_of_a_smaller_one(held, tmp_path):
     given, kept = (
         {(row["conversation"], row["answer"]): row["label"] for row in own} for own in (rows_of(sheet), rows)
     )
-    assert f"{len(given)} answers hold the labels that this run already has" in done.output
+    assert f"{len(given)} answers are filled in with labels that this run already has" in done.output
     assert {text: word for text, word in kept.items() if word} == given
     assert 50 <= len(rows) - len(given) <= 100
 
@@ -600,7 +600,7 @@ def test_a_sheet_is_never_written_over(written):
     [
         (["--select", "suite=mth"], "unknown suite among the gated cells 'mth'"),
         (["--select", "colour=red"], "unknown selector 'colour'"),
-        (["--select", "suite"], "is not KEY=VALUE"),
+        (["--select", "suite"], "wanted KEY=VALUE"),
     ],
 )
 def test_a_selection_without_cells_is_one_line(written, tmp_path, words, said):

@@ -218,17 +218,20 @@ def test_two_servers_are_an_endpoint_and_its_reference() -> None:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (("embedded",), "give one way of serving: --engine NAME --kv SETTING, or --policy POLICY, or --reference"),
-        ((*U4, "--policy", "snapkv:budget=96"), "give one way of serving"),
-        (("embedded", "--policy", "snapkv:budget=96", "--kv", "u4"), "give one way of serving"),
-        (("embedded", "--candidate", "http://a#m"), "give one way of serving"),
+        (
+            ("embedded",),
+            "give one serving configuration: --engine NAME --kv SETTING, or --policy POLICY, or --reference",
+        ),
+        ((*U4, "--policy", "snapkv:budget=96"), "give one serving configuration"),
+        (("embedded", "--policy", "snapkv:budget=96", "--kv", "u4"), "give one serving configuration"),
+        (("embedded", "--candidate", "http://a#m"), "give one serving configuration"),
         (("http://a:8000/v1",), "model is 'http://a:8000/v1', a server's address"),
         (("/nowhere/model", *U4[1:]), "model '/nowhere/model' is no folder and no .gguf file"),
         ((__file__, *U4[1:]), "test_check.py' is no folder and no .gguf file"),
         (("embedded", "--engine", "openvin", "--kv", "u4"), "unknown engine 'openvin'. Did you mean 'openvino'?"),
         (("embedded", "--engine", "openvino", "--kv", "q8_0"), "--kv is 'q8_0', expected u8, u4"),
         (("embedded", "--engine", "openvino", "--kv", "f32"), "compresses no cache, so there is nothing to check"),
-        (("embedded", "--engine", "openvino", "--set", "u4"), "--set 'u4' is not KEY=VALUE"),
+        (("embedded", "--engine", "openvino", "--set", "u4"), "--set is 'u4', wanted KEY=VALUE"),
         (("embedded", "--policy", "none"), "wanted a policy of kvaudit's own cache that compresses"),
         (("embedded", "--policy", "snapk:budget=9"), "Did you mean 'snapkv'?"),
         (("embedded", "--reference", "ftp://a#m", "--candidate", "http://b#m"), "--reference is 'ftp://a#m', wanted"),
@@ -364,7 +367,7 @@ def test_init_writes_the_spec_of_check_and_no_other(tmp_path: Path) -> None:
     assert parse_spec_text(written).sha256 == parse_spec_text(spec_text("embedded", u4(), plan, "check")).sha256
     code, _, err = kvaudit("init", "check", *U4, "--out", tmp_path / "spec.yaml")
     assert (code, err.count("\n")) == (2, 1)
-    assert "is there already" in err
+    assert "exists already" in err
 
 
 def test_an_address_as_the_model_leads_to_servers() -> None:

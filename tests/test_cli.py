@@ -484,15 +484,23 @@ def test_code_from_outside_that_ends_the_command_is_no_success(capsys: pytest.Ca
         sys.exit(0)
     assert stopped.value.exit_code == 2
     assert capsys.readouterr().err == (
-        "error: code that is not kvaudit's own ended the command by sys.exit(0); what is written stays, continue with: "
+        "error: code outside kvaudit ended the command by sys.exit(0); finished work is kept; continue with: "
         "kvaudit run spec.yaml --resume\n"
     )
+
+
+def test_a_reader_that_stops_reading_is_no_error_message(capsys: pytest.CaptureFixture[str]) -> None:
+    end = SystemExit(1)
+    end.__context__ = BrokenPipeError()  # as rich raises it
+    with pytest.raises(typer.Exit) as stopped, user_errors("kvaudit", "list", "engines"):
+        raise end
+    assert (stopped.value.exit_code, capsys.readouterr().err) == (1, "")
 
 
 def test_asking_refused_rows_anew_is_for_a_run_that_is_there() -> None:
     done = CliRunner().invoke(app, ["run", "spec.yaml", "--ask-refused"])
     assert done.exit_code == 2
-    assert "--ask-refused is given without --resume" in done.stderr
+    assert "--ask-refused needs --resume" in done.stderr
 
 
 def test_a_folder_that_is_gone_while_a_command_works_is_one_line(
@@ -501,7 +509,7 @@ def test_a_folder_that_is_gone_while_a_command_works_is_one_line(
     with pytest.raises(typer.Exit) as stopped, user_errors("kvaudit", "run", "spec.yaml", "--resume"):
         (tmp_path / "gone" / "records.jsonl").read_bytes()
     assert stopped.value.exit_code == 2
-    assert "is gone: it was moved or deleted meanwhile; put it back and continue with: kvaudit run" in (
+    assert "is gone: it was moved or deleted meanwhile; restore it and continue with: kvaudit run" in (
         capsys.readouterr().err
     )
     with pytest.raises(FileNotFoundError), user_errors():  # in a folder that is there: a fault of ours

@@ -1,4 +1,4 @@
-"""Every command is found by itself and held to its contract; the help fits a screen; former names still work."""
+"""Every command is registered and keeps the contract; the help fits a screen; former names still work."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ FORMER = (
 )
 REMOVED_COMMANDS = [name for removed in REMOVED for name in removed.commands]
 FOUND = load_commands()
-RENAMED = {old: new for command in FOUND for old, new in command.old.items()}
+RENAMED = {old: new for command in FOUND for old, new in command.former_names.items()}
 
 
 def faults(command: Command, found: Sequence[Command]) -> Iterator[str]:
-    """What is wrong with a command among others, a line each."""
+    """Yield the faults of a command, given all commands."""
     if command.group not in [*HELP_HEADINGS, *(one.name for one in found if one.call is None)]:
         yield f"{command.name}: no group {command.group!r}"
     if not re.fullmatch(r"[a-z]+(-[a-z]+)*", command.name):
@@ -45,14 +45,14 @@ def faults(command: Command, found: Sequence[Command]) -> Iterator[str]:
         yield f"{command.name}: two of one name"
     if command.call is None and command.name not in [one.group for one in found]:
         yield f"{command.name}: does nothing and holds nothing"
-    lines = [command.text, *(text for _, text in told_below(command))]
+    lines = [command.help_text, *(text for _, text in subcommands(command))]
     for line in (text.partition("\n")[0] for text in lines):
         if not 0 < len(line.rstrip(".")) <= LONGEST_SUMMARY:
             yield f"{command.name}: a summary of {len(line)} characters: {line}"
 
 
-def told_below(command: Command) -> list[tuple[str, str]]:
-    """The commands inside one that is a typer of its own, and what their help says."""
+def subcommands(command: Command) -> list[tuple[str, str]]:
+    """Return the commands inside a typer app, with their help."""
     if not isinstance(command.call, typer.Typer):
         return []
     group: Any = typer.main.get_group(command.call)
@@ -60,7 +60,7 @@ def told_below(command: Command) -> list[tuple[str, str]]:
 
 
 def heavy_imports(package: str) -> dict[str, list[str]]:
-    """By file of a package: what of the heavy libraries its import brings, in a process of its own."""
+    """Return by file of a package which heavy libraries importing it loads, in a new process."""
     code = (
         "import importlib, pkgutil, sys\n"
         f"root = importlib.import_module({package!r})\n"
@@ -84,8 +84,8 @@ def test_no_command_s_file_imports_what_is_heavy() -> None:
 def test_a_file_without_a_command_is_a_part_of_one() -> None:
     folder = Path(__file__).parent.parent / "kvaudit" / "audit" / "commands"
     texts = {path.stem: path.read_text(encoding="utf-8") for path in folder.glob("[a-z]*.py")}
-    parts = [name for name, text in texts.items() if "\nCOMMAND = " not in text]
-    assert "command_line" in parts
+    parts = [name for name, text in texts.items() if not re.search(r"^[A-Z_]+ = Command\(", text, re.MULTILINE)]
+    assert "base" in parts
     assert [name for name in parts if not any(f"{PACKAGE}.{name} import" in text for text in texts.values())] == []
 
 
@@ -171,7 +171,7 @@ def test_a_former_name_says_the_new_one_and_does_the_same(old: str, tmp_path: Pa
     before, now = (CliRunner().invoke(app, [*name.split(), *words]) for name in (old, RENAMED[old]))
     assert (before.exit_code, before.stdout) == (now.exit_code, now.stdout)
     first, _, rest = before.stderr.partition("\n")
-    assert first == f"kvaudit {old} is called kvaudit {RENAMED[old]} now; the old name leaves with 0.2"
+    assert first == f"kvaudit {old} is now kvaudit {RENAMED[old]}; the old name will be removed in 0.2"
     assert rest == now.stderr
     assert now.exit_code == 2
 
@@ -187,15 +187,15 @@ def test_a_removed_command_is_refused_with_what_to_do_instead(name: str) -> None
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["run", "--join", "none", "--limit", "2"], "--limit is given beside --join, where it means nothing"),
-        (["run", "--join", "none", "--only", "train"], "--only is given beside --join"),
-        (["run", "--only", "train", "none", "--workers", "2"], "--workers is given beside --only train"),
+        (["run", "--join", "none", "--limit", "2"], "--limit has no effect with --join; leave one"),
+        (["run", "--join", "none", "--only", "train"], "--only has no effect with --join"),
+        (["run", "--only", "train", "none", "--workers", "2"], "--workers has no effect with --only train"),
         (["run", "--only", "trian", "none"], "unknown phase of --only 'trian'. Did you mean 'train'?"),
-        (["gate", "one", "two"], "a gate is of one run"),
-        (["gate", "one", "--out", "pin.json"], "--out go with --pin"),
-        (["gate", "--pin", "one", "--waivers", "w.yaml"], "--pin decides nothing"),
-        (["card", "one", "two"], "two runs are compared by --recipe"),
-        (["card", "one", "--recipe", "--arm", "a"], "leave out the other options"),
+        (["gate", "one", "two"], "gate takes one run"),
+        (["gate", "one", "--out", "pin.json"], "--out need --pin"),
+        (["gate", "--pin", "one", "--waivers", "w.yaml"], "--pin gives no verdict"),
+        (["card", "one", "two"], "a second run needs --recipe"),
+        (["card", "one", "--recipe", "--arm", "a"], "goes with no other option"),
         (["init", "adit"], "unknown kind of file 'adit'. Did you mean 'audit'?"),
         (["init", "audit", "embedded"], "init audit takes no model"),
         (["init", "check"], "init check needs the model"),
@@ -205,3 +205,44 @@ def test_options_that_mean_nothing_together_are_refused(words: list[str], said: 
     done = CliRunner().invoke(app, words)
     (line,) = done.stderr.splitlines()
     assert (done.exit_code, line.startswith("error: "), said in line) == (2, True, True), line
+
+
+@pytest.mark.parametrize(
+    ("words", "option"),
+    [
+        (["check", "embedded", "--engine", "vllm", "--policy", "int8", "--engine=openvino"], "--engine"),
+        (["run", "spec.yaml", "--threads", "1", "--threads", "1"], "--threads"),
+        (["replay", "verify", "--model", "a", "--dtype", "auto", "--model", "b"], "--model"),
+        (["list", "judges", "--card", "phrases", "--card", "logistic"], "--card"),
+        (["data", "fetch", "xstest", "--from", "http://a", "--from", "http://b"], "--from"),
+    ],
+)
+def test_an_option_given_twice_that_has_one_value_is_refused(words: list[str], option: str) -> None:
+    done = CliRunner().invoke(app, words)
+    line = f"error: {option} is given more than once, but only one value counts; give it once\n"
+    assert (done.exit_code, done.stdout, done.stderr) == (2, "", line)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["plan", "--rate", "--rate"],  # "--rate" is the value of --rate
+        ["init", "nothing", "--resume", "--resume"],
+        ["scan", "none", "none"],
+        ["list", "policies", "--plugin", "a.py", "--plugin", "b.py"],
+        ["gate", "none", "--pin", "--pin"],
+    ],
+)
+def test_flags_lists_and_wrong_arguments_are_not_called_given_twice(words: list[str]) -> None:
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 2
+    assert "more than once" not in done.stderr
+
+
+def test_commands_share_options_by_one_declaration() -> None:
+    group: Any = typer.main.get_command(app)
+    check, init = ({p.name: p.help for p in group.commands[name].params} for name in ("check", "init"))
+    assert {name: text for name, text in init.items() if name in check and name not in ("model", "out")}.items() <= (
+        check.items()
+    )
+    assert {"engine", "kv", "settings", "made_up", "data"} <= set(init)

@@ -566,8 +566,8 @@ def test_two_judges_take_the_worse_verdict_and_say_how_far_they_agree(tmp_path):
         (["--margin", "nan"], "--margin is nan"),
         (["--margin", "100"], "--margin is 100"),
         (["--alpha", "0.5"], "--alpha is 0.5"),
-        (["--select-a", "arm"], "--select-a 'arm' is not KEY=VALUE"),
-        (["--metric", "a", "--metric", "b", "--metric", "c"], "--metric stands 3 times"),
+        (["--select-a", "arm"], "--select-a is 'arm', wanted KEY=VALUE"),
+        (["--metric", "a", "--metric", "b", "--metric", "c"], "--metric is given 3 times"),
         (["--cluster", "re:("], "is not a regular expression"),
     ],
 )

@@ -97,7 +97,7 @@ def test_rows_are_fetched_by_name_cut_and_held_to_their_hash(served: dict[str, b
     )
     assert (folder / "hello" / "all.csv").read_bytes() == WHOLE
     assert (folder / "hello" / "some.jsonl").read_bytes() == b'{"n": 1}\n{"n": 2}\n'
-    assert fetch(served, "greetings")[1].startswith("greetings: there already, nothing fetched")
+    assert fetch(served, "greetings")[1].startswith("greetings: already present")
 
 
 def test_a_changed_file_is_refused_and_nothing_is_written(served: dict[str, bytes], folder: Path) -> None:
@@ -133,7 +133,7 @@ def test_a_file_that_is_there_is_not_written_over(served: dict[str, bytes], fold
     (folder / "hello" / "all.csv").write_bytes(b"mine")
     assert fetch(served, "greetings")[1].startswith("greetings: 1 of 2 files fetched")
     assert (folder / "hello" / "all.csv").read_bytes() == b"mine"
-    assert "there, other rows than these" in data()[1]
+    assert "present, but not the pinned version" in data()[1]
 
 
 @pytest.mark.parametrize("words", [("xtest",), ("xstest", "--from", "ftp://elsewhere")])
@@ -148,7 +148,7 @@ def test_what_lacks_comes_with_the_line_that_fetches_it(folder: Path) -> None:
     code, out, _ = data()
     assert code == 0
     assert f"folder: {folder}\n" in out
-    assert "\nwhat lacks: kvaudit data fetch xstest strongreject " in out
+    assert "\nfetch what is missing: kvaudit data fetch xstest strongreject " in out
 
 
 def test_suites_read_what_was_fetched_where_no_folder_is_named(

@@ -183,7 +183,7 @@ def test_the_command_prints_it_and_writes_the_same(tmp_path: Path) -> None:
         (["--group", "24"], "does not divide the 32 channels of a head"),
         (["--dtype", "float8"], "unknown dtype 'float8'"),
         (["--kv-cache-dtype", "fp8_e5m3"], "unknown kv_cache_dtype 'fp8_e5m3'. Did you mean 'fp8_e5m2'"),
-        (["--kv-cache-dtype", "fp8", "--bits", "4"], "leave --bits and --group out"),
+        (["--kv-cache-dtype", "fp8", "--bits", "4"], "leave out --bits and --group"),
     ],
 )
 def test_what_cannot_be_diagnosed_is_one_line(words: list[str], line: str) -> None:

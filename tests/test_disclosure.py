@@ -300,8 +300,8 @@ def test_the_hub_reads_the_results_of_an_arm(run: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--arm", "naive"), "--hub wants --benchmark"),
-        (("--benchmark", "us/x"), "of several arms, --arm"),
+        (("--arm", "naive"), "--hub needs --benchmark"),
+        (("--benchmark", "us/x"), "if there are several arms, --arm"),
         (("--benchmark", "../x", "--arm", "naive"), "is not a dataset of the hub"),
         (("--benchmark", "us/x", "--arm", "dense"), "no gated cell of arm 'dense' has a number"),
     ],
@@ -449,7 +449,7 @@ def test_the_card_of_a_checkpoint_tells_of_its_own_arm(run: Path) -> None:
     reference = invoke("card", run, "--arm", "dense")[1]
     assert "**REFERENCE**" in reference
     assert "Other arms are compared with this one" in reference
-    assert "the run has no arm 'x'; known: dense, " in invoke("card", run, "--arm", "x")[1]
+    assert "--arm is 'x', but the run has no such arm; known: dense, " in invoke("card", run, "--arm", "x")[1]
 
 
 def test_the_card_of_an_arm_is_headed_by_what_fails_and_not_by_what_lost_most(run: Path) -> None:

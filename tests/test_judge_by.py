@@ -142,7 +142,7 @@ def test_the_verdict_before_stands_with_the_run(run: Path) -> None:
     out, text = judged(run)
     story = read_json(out / "provenance.json")["judged"]
     assert story["verdict_before"] in ("PASS", "FAIL", "INCONCLUSIVE", "INVALID")
-    assert f"verdict: {story['verdict_before']} as the run was judged before" in text
+    assert f"verdict: {story['verdict_before']} before this judge" in text
 
 
 def test_a_judge_is_not_given_what_it_learnt(run: Path) -> None:
@@ -159,7 +159,7 @@ def test_another_judge_judges_the_units_again(run: Path) -> None:
 
 
 def test_a_card_without_a_judge_is_refused(run: Path) -> None:
-    assert "--card is of the judge" in refused("grade", "judge", run, "--out", run.parent / "again", "--card")
+    assert "--card needs the judge" in refused("grade", "judge", run, "--out", run.parent / "again", "--card")
 
 
 def test_an_unknown_judge_is_one_line(run: Path) -> None:
@@ -229,7 +229,7 @@ def on_xstest(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> Pa
         patch.setenv("KVAUDIT_DATA", str(write_rows(folder / "rows")))
         code, text, err = kvaudit("run", folder / "spec.yaml", "--out", folder / "run", "--threads", 1)
     assert code == 0, err
-    assert "phrase rules alone graded xstest" in text
+    assert "graded by phrase rules only: xstest" in text
     return folder
 
 
@@ -331,7 +331,7 @@ def test_a_run_whose_spec_names_a_judge_is_judged_and_reported_twice(tmp_path: P
 
 
 def test_only_a_judge_has_a_folder_of_its_own(run: Path) -> None:
-    assert "give --out FOLDER" in refused("grade", "judge", run)
+    assert "--out is missing: give the folder" in refused("grade", "judge", run)
 
 
 @pytest.mark.parametrize(
@@ -342,4 +342,4 @@ def test_a_judge_that_failed_on_every_answer_is_refused_with_its_reply(run: Path
         judge = f"rubric-endpoint:base_url={server.url},model=m,tries=1"
         code, _, err = kvaudit("grade", "judge", run, "--judge", judge)
     assert code == 2
-    assert f"failed on all 4 answers that it was asked about: {quoted}" in err.strip().splitlines()[-1]
+    assert f"failed on all 4 answers, replying {quoted}" in err.strip().splitlines()[-1]

@@ -14,9 +14,9 @@ from kvaudit.audit.scan.questionnaire import (
     ANSWERS,
     blank_answers,
     check_answers,
+    json_schema,
     load_questionnaire,
     markdown,
-    json_schema,
 )
 
 
@@ -114,7 +114,7 @@ def test_answers_to_other_questions_are_named(tmp_path: Path) -> None:
     table = {**blank_answers(), "questions_sha256": "0" * 64}
     table["answers"]["serving.magic"] = {"answer": "no"}
     first, second = faults(table, tmp_path)
-    assert first.endswith("the questions are of another version")
+    assert first.endswith("it answers another version of the questions")
     assert second == "answers.serving.magic: no such question"
 
 

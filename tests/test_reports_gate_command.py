@@ -156,7 +156,7 @@ def test_pin_names_weights_and_refuses_to_move(tmp_path):
     sha = hashlib.sha256(b"dense1").hexdigest()
     assert pin.weights("dense") == {1: sha}
     assert (pin.checkpoints[0].base_sha256, pin.checkpoints[0].policy) == ("b" * 64, SNAP)
-    one_line(call("gate", "--pin", folder, "--out", out), "exists, and a pin that moves is none")
+    one_line(call("gate", "--pin", folder, "--out", out), "exists, and a pin must not change")
     one_line(call("gate", "--pin", folder, folder, "--out", tmp_path / "other.json"), "dense seed 1 is given twice")
     one_line(
         call("gate", "--pin", tmp_path, "--out", tmp_path / "other.json"), "holds neither a finished checkpoint nor"
@@ -180,7 +180,7 @@ def test_pin_holds_provenance_to_the_weights(tmp_path):
     (folder / "provenance.json").write_text(json.dumps({**story, "sha256": "a" * 64}))
     one_line(
         call("gate", "--pin", folder, "--out", tmp_path / "pin.json"),
-        "does not tell arm, seed, base, policy and the weights",
+        "lacks arm, seed, base, policy or the hash",
     )
 
 
@@ -189,7 +189,7 @@ def test_pin_takes_no_base_that_is_no_sha256(base, tmp_path):
     folder = checkpoint(tmp_path / "seed-1")
     story = json.loads((folder / "provenance.json").read_text())
     (folder / "provenance.json").write_text(json.dumps({**story, "base_sha256": base}))
-    one_line(call("gate", "--pin", folder, "--out", tmp_path / "pin.json"), "does not tell arm, seed, base")
+    one_line(call("gate", "--pin", folder, "--out", tmp_path / "pin.json"), "lacks arm, seed, base")
 
 
 def test_pin_shows_control_characters_of_a_checkpoint(tmp_path):
@@ -259,7 +259,7 @@ def test_a_pin_of_foreign_weights_refuses_others(passing, tmp_path):
 def test_the_same_foreign_weights_are_pinned_once(tmp_path):
     foreign_pin(tmp_path, b"one")
     words = ("gate", "--pin", tmp_path / "foreign-0", tmp_path / "foreign-0", "--out", tmp_path / "twice.json")
-    one_line(call(*words), "is given twice; give every checkpoint once")
+    one_line(call(*words), "is given twice; give each checkpoint once")
 
 
 def test_seeds_hold_where_run_and_pin_name_the_same_arm():

@@ -237,8 +237,8 @@ def test_next_size_of_a_multiple_of_nothing(tmp_path):
     kept(load_run(run), run, margins={}, ratios={"refusal": 1.5})
     result = CliRunner().invoke(app, ["plan", str(run)])
     assert result.exit_code == 0
-    assert "a multiple of nothing cannot be shown" in result.output
-    assert "past the margin" not in result.output
+    assert "so no ratio can be shown" in result.output
+    assert "beyond the margin" not in result.output
 
 
 # --- how it is declared -----------------------------------------------------------------------------------------------
@@ -306,8 +306,8 @@ def planned(*options):
 def test_plan_says_the_chance_of_both():
     code, text = planned("--clusters", "120", "--ratio", "1.25", "--happens", "0.3")
     assert code == 0
-    assert "what 1.25 x comes to" in text
-    assert "7.5 pp where it happens in 30.0 %" in text
+    assert "1.25 x in percentage points" in text
+    assert "7.5 pp at a rate of 30.0 %" in text
     assert "chance to pass 1.25 x" in text
     assert "ratio passed with power 0.8" in text
     assert "ratios: {refusal: 1.25}" in text
@@ -317,7 +317,7 @@ def test_plan_says_the_chance_of_both():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--ratio", "1.1", "--happens", "0.3", "--margin", "5"), "--margin and --ratio are two rules for one design"),
+        (("--ratio", "1.1", "--happens", "0.3", "--margin", "5"), "--margin and --ratio are both given"),
         (("--ratio", "1.1"), "--happens is None, wanted how often it happens with the reference"),
         (("--happens", "0.3"), "--ratio is None, wanted how many times as often"),
         (("--ratio", "0.5", "--happens", "0.3"), "--ratio is 0.5, wanted"),

@@ -260,7 +260,7 @@ def test_a_run_in_rounds_asks_nothing_anew_that_was_refused(tmp_path: Path) -> N
     words = ["run", tmp_path / "spec.yaml", "--out", tmp_path / "run", "--resume", "--ask-refused"]
     done = CliRunner().invoke(app, [str(word) for word in words])
     assert done.exit_code == 2
-    assert "error: --ask-refused is given for a run in rounds (evaluate.rounds), whose looks have" in done.stderr
+    assert "error: --ask-refused cannot be used for a run in rounds (evaluate.rounds), which has" in done.stderr
 
 
 def test_rows_that_share_a_template_are_refused(tmp_path: Path) -> None:

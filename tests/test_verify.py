@@ -273,7 +273,7 @@ def test_a_small_gap_on_every_token_is_caught_by_the_mean(copied: Path) -> None:
 
 def test_a_count_replays_that_many(trained: dict[str, Path]) -> None:
     assert "rollouts    3 of " in verified(trained["smd"], "--rollouts", 3).stdout
-    assert "--rollouts is 9, the checkpoint keeps 8" in refused(trained["smd"], "--rollouts", 9)
+    assert "--rollouts is 9, but the checkpoint has 8" in refused(trained["smd"], "--rollouts", 9)
 
 
 def test_another_temperature_explains_nothing(trained: dict[str, Path]) -> None:
@@ -288,9 +288,9 @@ def test_folders_without_rollouts_are_refused(tiny_folder: Path, copied: Path) -
 
 
 def test_what_to_verify_must_be_said_in_one_way(trained: dict[str, Path]) -> None:
-    assert "what to verify is missing" in refused()
-    assert "what to verify is missing" in refused("--rollouts", "3", "--model", "embedded")
-    assert "by its own weights and rollouts" in refused(trained["smd"], "--model", "embedded")
+    assert "there is nothing to verify" in refused()
+    assert "there is nothing to verify" in refused("--rollouts", "3", "--model", "embedded")
+    assert "with its own weights and rollouts" in refused(trained["smd"], "--model", "embedded")
     assert "unknown dtype 'float33'" in refused(trained["smd"], "--dtype", "float33")
 
 

@@ -208,7 +208,7 @@ def test_the_command_says_where_the_pages_are(hostile_run):
     assert done.exit_code == 0, done.output
     assert "view/index.html" in done.stdout.replace("\n", "")
     assert (hostile_run / "view" / "index.html").is_file()
-    assert "0 of the 58 flips whose caches lost something are shaded; the others with --shade 58" in done.stdout
+    assert "0 of the 58 flips whose caches lost something are shaded; shade the others with --shade 58" in done.stdout
 
 
 def test_where_nothing_can_be_served_again_the_pages_are_there_and_the_reason_is_one_line(hostile_run, tmp_path):

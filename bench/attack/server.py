@@ -279,14 +279,14 @@ def _silent_log(server: _Server) -> None:
 def _second(server: _Server) -> None:
     words = [sys.executable, "-m", "kvaudit", "serve", "embedded", "--port", str(server.port)]
     done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
-    expect(done.returncode == 2 and "cannot be listened on" in done.stderr, done.stderr[-200:])
+    expect(done.returncode == 2 and "cannot listen on" in done.stderr, done.stderr[-200:])
     server.check_well()
 
 
 def _elsewhere() -> None:
     words = [sys.executable, "-m", "kvaudit", "serve", "embedded", "--host", "203.0.113.7", "--port", "0"]
     done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
-    expect(done.returncode == 2 and "cannot be listened on" in done.stderr, done.stderr[-200:])
+    expect(done.returncode == 2 and "cannot listen on" in done.stderr, done.stderr[-200:])
 
 
 def _end(server: _Server) -> None:

@@ -1,4 +1,4 @@
-"""The command line: collects the commands, each a file of ``kvaudit.audit.commands`` with its options.
+"""The command line: collects the commands of ``kvaudit.audit.commands``.
 
 Exit codes: 0 done (gate: PASS), 1 crash, 2 usage or input, 3 FAIL, 4 INCONCLUSIVE, 5 INVALID, 6 NOT MEASURABLE,
 130 interrupted, 143 terminated.
@@ -14,94 +14,112 @@ import typer
 from typer.core import TyperGroup
 
 from kvaudit import __version__
-from kvaudit.audit.commands.base import HELP_HEADINGS, Command, load_commands
-from kvaudit.audit.commands.base import USAGE, end_on_sigterm
+from kvaudit.audit.commands.base import HELP_HEADINGS, USAGE, Command, end_on_sigterm, load_commands
 from kvaudit.core.removed import removed_command
 
-_FOUND = load_commands()
-_RENAMED = {old: new for command in _FOUND for old, new in command.old.items()}
+_COMMANDS = load_commands()
+_FORMER_NAMES = {former: name for command in _COMMANDS for former, name in command.former_names.items()}
 
 
-class Listed(TyperGroup):
-    """Commands under their headings, each with its whole summary."""
+class CommandGroup(TyperGroup):
+    """Lists commands under their headings with whole summaries, and refuses an option that is given twice."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002
         rows: dict[str, list[tuple[str, str]]] = {}
         for name, command in self.commands.items():
             heading = getattr(command, "rich_help_panel", None)
-            line = (command.help or "").partition("\n")[0].rstrip(".")
-            rows.setdefault(heading if heading in HELP_HEADINGS else "Commands", []).append((name, line))
-        widest = max(map(len, self.commands))
-        for heading, own in rows.items():
+            summary = (command.help or "").partition("\n")[0].rstrip(".")
+            rows.setdefault(heading if heading in HELP_HEADINGS else "Commands", []).append((name, summary))
+        width = max(map(len, self.commands))
+        for heading, heading_rows in rows.items():
             with formatter.section(heading):
-                formatter.write_dl([(name.ljust(widest), line) for name, line in own])
+                formatter.write_dl([(name.ljust(width), summary) for name, summary in heading_rows])
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> tuple[Any, Any, list[str]]:
+        name, command, rest = super().resolve_command(ctx, args)
+        if command is not None and (option := _repeated_option(command, rest)) is not None:
+            _refuse(f"{option} is given more than once, but only one value counts; give it once")
+        return name, command, rest
 
 
-class Root(Listed):
-    """What is typed behind ``kvaudit``; former names do what they did, and say what they are called now."""
+def _repeated_option(command: Any, args: Sequence[str]) -> str | None:
+    """Return the first option with a single value that ``args`` give twice; typer would silently use the last."""
+    # resilient: what is wrong with the arguments is reported when the command is parsed
+    context = command.make_context(command.name, [], resilient_parsing=True)
+    _, _, order = command.make_parser(context).parse_args(list(args))
+    single = [p for p in order if p.param_type_name == "option" and not (p.multiple or p.is_flag or p.count)]
+    return next((str(option.opts[0]) for option in single if single.count(option) > 1), None)
+
+
+def _refuse(message: str) -> None:
+    typer.echo(f"error: {message}", err=True)
+    raise typer.Exit(USAGE)
+
+
+class RootGroup(CommandGroup):
+    """The command ``kvaudit``: redirects former names of commands, and refuses removed commands."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if (refusal := removed_command(args)) is not None:
-            typer.echo(f"error: {refusal}", err=True)
-            raise typer.Exit(USAGE)
-        if args and args[0] in _RENAMED:
-            now = _RENAMED[args[0]]
-            typer.echo(f"kvaudit {args[0]} is called kvaudit {now} now; the old name leaves with 0.2", err=True)
-            args = [*now.split(), *args[1:]]
+            _refuse(refusal)
+        if args and args[0] in _FORMER_NAMES:
+            name = _FORMER_NAMES[args[0]]
+            typer.echo(f"kvaudit {args[0]} is now kvaudit {name}; the old name will be removed in 0.2", err=True)
+            args = [*name.split(), *args[1:]]
         return super().parse_args(ctx, args)
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:  # noqa: ARG002
         return ["[--version] [--help]", self.subcommand_metavar]
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        self.format_commands(ctx, formatter)  # its two options stand in the first line
+        self.format_commands(ctx, formatter)  # the usage line shows the two options
 
 
 _TYPER: dict[str, Any] = {"no_args_is_help": True, "rich_markup_mode": None}
+_SUMMARY = "Measure what KV-cache compression did to the alignment of a model."
 app = typer.Typer(
-    name="kvaudit",
-    cls=Root,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    help="Measure what KV-cache compression did to the alignment of a model.",
-    **_TYPER,
+    name="kvaudit", cls=RootGroup, add_completion=False, pretty_exceptions_enable=False, help=_SUMMARY, **_TYPER
 )
 
 
-def _add(found: Sequence[Command]) -> None:
-    """Put every command under its heading, or into the command that holds it."""
-    held = {command.name: typer.Typer(**_TYPER) for command in found if command.call is None}
-    for command in found:
-        place, call = held.get(command.group, app), held.get(command.name, command.call)
+def _add_commands(commands: Sequence[Command]) -> None:
+    """Add every command to ``app``, or to the command that holds it."""
+    holders = {command.name: typer.Typer(**_TYPER) for command in commands if command.call is None}
+    for command in commands:
+        parent, call = holders.get(command.group, app), holders.get(command.name, command.call)
         if isinstance(call, typer.Typer):
-            place.add_typer(call, name=command.name, cls=Listed, help=command.text, rich_help_panel=command.group)
+            parent.add_typer(
+                call, name=command.name, cls=CommandGroup, help=command.help_text, rich_help_panel=command.group
+            )
         elif call is not None:
-            options = dict(command.settings)
-            place.command(command.name, context_settings=options, rich_help_panel=command.group)(call)
+            settings = dict(command.settings)
+            parent.command(command.name, context_settings=settings, rich_help_panel=command.group)(call)
 
 
-_add(_FOUND)
+_add_commands(_COMMANDS)
 
 
-def _version(asked: bool) -> None:
-    if asked:
+def _print_version(is_requested: bool) -> None:
+    if is_requested:
         typer.echo(f"kvaudit {__version__}")
         raise typer.Exit
 
 
-@app.callback()
+@app.callback(help=_SUMMARY)
 def root(
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
 ) -> None:
-    """Measure what KV-cache compression did to the alignment of a model."""
+    """Do nothing but take the options of ``kvaudit`` itself."""
 
 
 def main() -> None:
-    """Entry point of the ``kvaudit`` command."""
+    """Run the command line."""
     end_on_sigterm()
     try:
         app()
-    except BrokenPipeError:  # the reader, such as `head`, has seen enough
+    except BrokenPipeError:  # the reader, such as `head`, stopped reading
         sys.stderr.close()
 
 

@@ -1,1 +1,1 @@
-"""What each command does; ``kvaudit.audit.cli`` parses the command line and imports one of these when asked."""
+"""The commands of ``kvaudit``: each file declares its commands, which ``kvaudit.audit.cli`` collects."""

@@ -1,64 +1,283 @@
-"""The contract of a command: a file with its function and options, and a ``COMMAND`` that says where it is listed.
+"""The contract of a command, and what commands share: options, printing, and errors as one line with exit code 2.
 
-The first line of the function's docstring is its summary, the rest is read by ``--help`` of the command alone. A
-command without a function holds others: those whose ``group`` is its name.
+A file of this package declares a command by a module-level ``Command``. Nothing heavy is imported here or at the top
+of a command's file, so that ``--help`` answers at once.
 
     def scan(paths: Paths) -> None:
         \"\"\"Find KV compression in configurations.\"\"\"
 
-    COMMAND = Command("scan", group="Disclose", order=2, call=scan)
+    SCAN = Command("scan", group="Disclose", order=2, call=scan)
 """
 
 from __future__ import annotations
 
+import errno
 import importlib
 import inspect
+import os
 import pkgutil
-from collections.abc import Callable, Mapping
-from dataclasses import KW_ONLY, dataclass, field
-from functools import partial
-from typing import Any
+import shlex
+import signal
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import KW_ONLY, dataclass, field, fields, is_dataclass
+from functools import partial, wraps
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated, Any, cast, get_args, get_type_hints
 
 import typer
 
-# those whose default nobody is shown: there is none, or their help says it
+from kvaudit.core.errors import AuditError, DataError, SpecError, UnknownName
+from kvaudit.core.files import plain_files
+from kvaudit.core.provenance import MAX_THREADS, PROVENANCE, check_checkpoints, read_provenance
+from kvaudit.core.text import clip, hide_passwords, inline
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from kvaudit.audit.sampling.model import DtypeName
+    from kvaudit.core.spec import RunSpec
+    from kvaudit.reports.sections.shared.tables import Table
+
+HELP_HEADINGS = ("Audit", "Look", "Disclose", "Serve and ask", "Go again", "Extend")  # in the order of the help
+LONGEST_SUMMARY = 60  # characters; the help cuts longer ones at 80 columns
+USAGE, _INTERRUPTED, _TERMINATED = 2, 130, 143  # exit codes; 128 + the signal's number, as in a shell
+LONGEST_LINE = 2_000  # characters of an error
+_PIPE_WIDTH = 200  # characters
+_MOST_SEED = 2**63 - 1  # the largest that torch accepts
+_GONE = {errno.ENOENT, errno.ESTALE, errno.ENOTDIR}
+_DISK_ERRORS = {errno.ENOSPC, errno.EROFS, errno.EACCES, errno.EPERM, errno.EDQUOT}
+
+# for parameters without a default, or whose help names it
 option, argument = partial(typer.Option, show_default=False), partial(typer.Argument, show_default=False)
-HELP_HEADINGS = ("Audit", "Look", "Disclose", "Serve and ask", "Go again", "Extend")  # as the help shows them
-LONGEST_SUMMARY = 60  # characters, so that the help of 80 columns cuts none
 
 
 @dataclass(frozen=True)
 class Command:
-    """A command as it is listed. ``old`` names still work for a release; what followed them follows the new words."""
+    """A command and its place in the help. The first line of its function's docstring is its summary.
+
+    A command without ``call`` holds others: those whose ``group`` is its name. ``former_names`` maps a name of an
+    earlier release, which still works, to the words typed now.
+    """
 
     name: str
     _: KW_ONLY
-    group: str  # a heading, or the command that holds it
+    group: str  # a heading of the help, or the command that holds this one
     order: int  # in its group
     call: Callable[..., None] | typer.Typer | None = None
-    help: str = ""  # of a command without a function of its own, which has no docstring
-    old: Mapping[str, str] = field(default_factory=dict)  # a former name -> what is typed now
+    help: str = ""  # of a command without a function
+    former_names: Mapping[str, str] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)  # of typer's context
 
     @property
-    def text(self) -> str:
-        """What ``--help`` of the command says."""
+    def help_text(self) -> str:
+        """The text of the command's ``--help``."""
         return self.help or inspect.getdoc(self.call) or ""
 
     @property
     def summary(self) -> str:
-        """The line that the list of commands shows."""
-        return self.text.partition("\n")[0].rstrip(".")
+        """The line shown in the list of commands."""
+        return self.help_text.partition("\n")[0].rstrip(".")
 
     @property
-    def place(self) -> tuple[int, int]:
-        """By which it is sorted; a command that another holds goes last, and by its own order."""
+    def sort_key(self) -> tuple[int, int]:
+        """The place in the help: by heading and order; commands held by others come last."""
         return HELP_HEADINGS.index(self.group) if self.group in HELP_HEADINGS else len(HELP_HEADINGS), self.order
 
 
 def load_commands(package: str = "kvaudit.audit.commands") -> list[Command]:
-    """The command of every file of a package that has one, in the order of the help."""
+    """Import every file of a package and return the commands they declare, in the order of the help."""
     root = importlib.import_module(package)
     modules = (importlib.import_module(entry.name) for entry in pkgutil.iter_modules(root.__path__, f"{package}."))
-    found = [command for module in modules if isinstance(command := vars(module).get("COMMAND"), Command)]
-    return sorted(found, key=lambda command: (*command.place, command.name))
+    commands = [value for module in modules for value in vars(module).values() if isinstance(value, Command)]
+    return sorted(commands, key=lambda command: (*command.sort_key, command.name))
+
+
+def expand_options(call: Callable[..., None]) -> Callable[..., None]:
+    """Decorator: replace each parameter that is a dataclass by one option for each field of the dataclass.
+
+    So that commands share a group of options by one declaration.
+    """
+    hints = get_type_hints(call, include_extras=True)
+    groups: dict[str, Any] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
+    parameters: list[inspect.Parameter] = []
+    for name, parameter in inspect.signature(call).parameters.items():
+        if name not in groups:
+            keyword = parameter.replace(annotation=hints[name], kind=inspect.Parameter.KEYWORD_ONLY)
+            parameters.append(keyword)
+            continue
+        field_hints = get_type_hints(groups[name], include_extras=True)
+        for entry in fields(groups[name]):
+            keyword = inspect.Parameter(
+                entry.name, inspect.Parameter.KEYWORD_ONLY, default=entry.default, annotation=field_hints[entry.name]
+            )
+            parameters.append(keyword)
+
+    @wraps(call)
+    def collect_options(**values: Any) -> None:
+        for name, kind in groups.items():
+            values[name] = kind(**{entry.name: values.pop(entry.name) for entry in fields(kind)})
+        call(**values)
+
+    collect_options.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # read by typer
+    return collect_options
+
+
+SpecFile = Annotated[Path, argument(help="The spec, a YAML file.")]
+Run = Annotated[Path, argument(help="The folder of a run.")]
+RunOut = Annotated[Path | None, option(help="Run folder to write. Default: runs/NAME, the name of the spec.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Continue the run in the folder, or start it if there is none.")]
+Limit = Annotated[int | None, option(min=1, help="Ask at most this many items per suite; this changes the spec.")]
+Threads = Annotated[
+    int | None,
+    option(
+        min=1,
+        max=MAX_THREADS,
+        help="Threads of this process. Default: as many as the run started with, else all idle cores. With more than "
+        "1 there is no second worker.",
+    ),
+]
+Plugins = Annotated[
+    list[Path] | None, option("--plugin", help="Python file with plug-ins, such as policies; may be repeated.")
+]
+Dtype = Annotated[str, typer.Option(help="Number format of the weights: float32, bfloat16 or auto.")]
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM as an exception: handled like ctrl-C, so that claims are released and workers stopped."""
+
+
+def end_on_sigterm() -> None:
+    """Turn SIGTERM into an exception of the main thread."""
+
+    def stop(_: int, __: FrameType | None) -> None:
+        raise Terminated
+
+    signal.signal(signal.SIGTERM, stop)
+
+
+@contextmanager
+def user_errors(*command: object) -> Iterator[None]:
+    """Print errors that the user can fix as one line on stderr and exit with 2.
+
+    ``command`` is the command that continues the work, word by word; ctrl-C and SIGTERM print it.
+    """
+    hint = hide_passwords(shlex.join(map(str, command)))
+    kept = f"; finished work is kept; continue with: {hint}" if hint else ""
+    try:
+        yield
+    except AuditError as error:
+        raise _fail(str(error), error.lines, error.exit_code) from None
+    except KeyboardInterrupt as stop:
+        event, code = ("terminated", _TERMINATED) if isinstance(stop, Terminated) else ("interrupted", _INTERRUPTED)
+        typer.echo(f"{event}; continue with: {hint}" if hint else event, err=True)
+        raise typer.Exit(code) from None
+    except SystemExit as end:  # from a plug-in, task or template; kvaudit itself raises typer.Exit
+        if isinstance(end.__context__, BrokenPipeError):  # from rich: the reader, such as `head`, stopped reading
+            raise typer.Exit(1) from None
+        raise _fail(f"code outside kvaudit ended the command by sys.exit({end.code!r}){kept}") from end
+    except OSError as error:
+        path = f" {str(error.filename)!r}" if error.filename else ""
+        if error.errno == errno.ENAMETOOLONG:
+            raise _fail(f"{path[1:81]} cannot be a path ({error.strerror}); give a shorter one") from None
+        if error.errno in _GONE and error.filename and not Path(error.filename).parent.exists():
+            more = f" and continue with: {hint}" if hint else ""
+            raise _fail(f"the folder of{path} is gone: it was moved or deleted meanwhile; restore it{more}") from None
+        if error.errno not in _DISK_ERRORS:
+            raise
+        raise _fail(f"cannot write{path} ({error.strerror}){kept}") from None
+
+
+def _fail(message: str, lines: Sequence[str] = (), code: int = USAGE) -> typer.Exit:
+    for text in (f"error: {' '.join(message.split())}", *(f"  {' '.join(line.split())}" for line in lines)):
+        typer.echo(inline(clip(hide_passwords(text), LONGEST_LINE)), err=True)
+    return typer.Exit(code)
+
+
+def check_run(run: Path) -> None:
+    """Check a run's checkpoints against their hashes, and warn on stderr if the run is unfinished."""
+    check_checkpoints(run)
+    names = {path.name for path in plain_files(run / "records", "*.json*")}
+    # a file of records is still being written until its .done.json exists
+    unsealed = sum(
+        name.endswith(".jsonl") and f"{name.removesuffix('.jsonl')}.done.json" not in names for name in names
+    )
+    provenance = read_provenance(run) if (run / PROVENANCE).is_file() else {}
+    if unsealed or ("threads" in provenance and "finished" not in provenance):  # "threads": work has begun
+        words = shlex.join(["kvaudit", "run", str(run / "spec.yaml"), "--out", str(run), "--resume"])
+        typer.echo(f"this run is not finished; finish it first: {inline(words)}", err=True)
+
+
+def check_report_folder(run: Path) -> None:
+    """Raise DataError if a file is in the place of the report's folder."""
+    folder = run / "report"
+    if folder.exists() and not folder.is_dir():
+        raise DataError(f"{str(folder)!r} is a file, but the report's folder goes there; move the file away")
+
+
+def check_seed(seed: int) -> None:
+    """Raise SpecError for a seed beyond 63 bits."""
+    if not 0 <= seed <= _MOST_SEED:
+        raise SpecError(f"--seed is {seed}, wanted 0 to {_MOST_SEED}")
+
+
+def check_dtype(dtype: str) -> DtypeName:
+    """Return the value of ``--dtype``; raises UnknownName for any other."""
+    from kvaudit.audit.sampling.model import DtypeName
+
+    if dtype not in get_args(DtypeName):
+        raise UnknownName("dtype", dtype, get_args(DtypeName))
+    return cast(DtypeName, dtype)
+
+
+def wide_console() -> Console:
+    """Return a console on stdout: as wide as the terminal, or wide enough that a pipe or log gets whole rows."""
+    from rich.console import Console
+
+    console = Console()
+    return console if console.is_terminal else Console(width=_PIPE_WIDTH)
+
+
+def print_line(console: Console, text: str) -> None:
+    """Print a line unchanged: no markup, colours or line breaks."""
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def print_rows(console: Console, headings: Sequence[str], rows: Iterable[Sequence[str]], *, fold: bool = False) -> None:
+    """Print rows as a table; ``fold`` wraps long cells instead of cutting them."""
+    from rich.table import Table
+
+    table = Table()
+    for heading in headings:
+        table.add_column(heading, overflow="fold" if fold else "ellipsis")
+    for row in rows:
+        table.add_row(*row)
+    console.print(table, markup=False)
+
+
+def print_table(console: Console, table: Table) -> None:
+    """Print a table of a report and its footnotes."""
+    print_rows(console, table.headers, table.rows)
+    for number, text in enumerate(table.footnotes, 1):
+        print_line(console, f"note {number}: {text}")
+
+
+def parse_pairs(words: Sequence[str], name: str) -> dict[str, str]:
+    """Return the KEY=VALUE words of the option ``name`` as a mapping."""
+    pairs = dict[str, str]()
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not (equals and key and value):
+            raise SpecError(f"{name} is {word!r}, wanted KEY=VALUE")
+        if pairs.setdefault(key, value) != value:
+            raise SpecError(f"{name} gives {key} as {pairs[key]} and as {value}; give one of them")
+    return pairs
+
+
+def set_data_folder(spec: RunSpec) -> None:
+    """Make the spec's folder of public rows, if it names one, the one that suites read."""
+    from kvaudit.core.spec import expand
+
+    if spec.data is not None:
+        os.environ["KVAUDIT_DATA"] = expand("data", spec.data)

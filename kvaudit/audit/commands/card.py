@@ -1,4 +1,4 @@
-"""``kvaudit card``: the disclosure section of a model card, written from a run or held against it."""
+"""``kvaudit card``: write the disclosure section of a model card from a run, or check a card against its run."""
 
 from __future__ import annotations
 
@@ -10,21 +10,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvaudit.audit.commands.base import Command, argument, option
 from kvaudit.audit.commands.base import (
-    GateFile,
-    OnInconclusive,
+    Command,
     Run,
-    Waivers,
+    argument,
+    check_run,
+    expand_options,
+    option,
     print_line,
-    say_unfinished,
     user_errors,
     wide_console,
 )
-from kvaudit.audit.commands.report import asked_of
+from kvaudit.audit.commands.report import GateOptions
 from kvaudit.core.errors import SpecError
 from kvaudit.core.files import write_output
-from kvaudit.core.provenance import check_checkpoints
 from kvaudit.core.text import clip, inline
 from kvaudit.reports.page.publish import extract_section, insert_section, read_card
 
@@ -34,28 +33,31 @@ if TYPE_CHECKING:
     from kvaudit.reports.page.page import Page
     from kvaudit.reports.verdict.rules import GateOverrides
 
-_DIFFERS = 3
-_LONGEST_ENTRY = 300  # characters of a recipe's entry; the files hold all of it
-Into = Annotated[Path | None, option(help="The model card to put the section into.")]
-Hub = Annotated[Path | None, option(help="A model repository: write its .eval_results, as the hub reads them.")]
-Benchmark = Annotated[str | None, typer.Option(help="The benchmark on the hub that --hub writes results of.")]
+_DIFFERS = 3  # exit code
+_LONGEST_ENTRY = 300  # characters of a recipe's entry that are printed
+Other = Annotated[Path | None, argument(help="With --recipe: another run; print what changed.")]
+Into = Annotated[Path | None, option(help="Model card file to put the disclosure into.")]
+CardToCheck = Annotated[Path | None, option(help="Model card file to check against the run.")]
+Hub = Annotated[Path | None, option(help="A model repository: write .eval_results files for the hub into it.")]
+Benchmark = Annotated[str | None, typer.Option(help="With --hub: the benchmark of the results, ORGANISATION/DATASET.")]
 OneArm = Annotated[
-    str | None, typer.Option(help="Tell of this arm, as the cards of its checkpoints do; --hub wants one of several.")
+    str | None,
+    typer.Option(
+        help="Disclose this arm only, as in the card of its checkpoints. With --hub: required if "
+        "there are several arms."
+    ),
 ]
-CardToCheck = Annotated[Path | None, option(help="The model card to hold against the run.")]
-
-
-Other = Annotated[Path | None, argument(help="With --recipe: another run, to print what changed.")]
 RecipeFlag = Annotated[
     bool,
     typer.Option(
         "--recipe",
-        help="Instead: print what the run's checkpoints were made of: reward, constitution, data, policy, refusal set. "
-        "RUN may be its recipe.json.",
+        help="Instead of a disclosure: print what the checkpoints were made of (reward, constitution, data, policy, "
+        "refusal set). RUN may be the run's recipe.json.",
     ),
 ]
 
 
+@expand_options
 def card(
     run: Run,
     other: Other = None,
@@ -65,116 +67,113 @@ def card(
     hub: Hub = None,
     benchmark: Benchmark = None,
     arm: OneArm = None,
-    gate_file: GateFile = None,
-    waivers: Waivers = None,
-    on_inconclusive: OnInconclusive = None,
+    options: GateOptions,
     recipe: RecipeFlag = False,
 ) -> None:
     """Write a run's disclosure for a model card, or check one.
 
-    Without an option the disclosure is printed. Exits with 3 where a card says other than its run.
+    Without an option the disclosure is printed. Exits with 3 if a checked card differs from its run.
     """
     with user_errors("kvaudit", "card", run):
         if recipe or other is not None:
-            if not recipe or any((into, check, hub, benchmark, arm, gate_file, waivers, on_inconclusive)):
-                raise SpecError("two runs are compared by --recipe, which stands alone; leave out the other options")
-            print_recipe(run, other)
+            if not recipe or any((into, check, hub, benchmark, arm)) or options != GateOptions():
+                raise SpecError("a second run needs --recipe, and --recipe goes with no other option; leave them out")
+            _print_recipe(run, other)
             return
         if benchmark is not None and hub is None:
-            raise SpecError("--benchmark names what --hub writes results of; give --hub, too")
+            raise SpecError("--benchmark names the benchmark of --hub; give --hub too")
         from kvaudit.reports.page.formats.card import render
 
-        page, console = _page(run, asked_of(gate_file, waivers, on_inconclusive)), wide_console()
+        page, console = _load_page(run, options.read()), wide_console()
         arms = page.findings.comparison.arms
         if arm is not None and arm not in arms:
-            raise SpecError(f"the run has no arm {arm!r}; known: {', '.join(arms)}")
+            raise SpecError(f"--arm is {arm!r}, but the run has no such arm; known: {', '.join(arms)}")
         section = render(page, arm)
-        # whatever is wrong with one of them comes up before any is written
-        results = {} if hub is None else _results(page, hub, benchmark, arm)
-        whole = None if into is None else insert_section(read_card(into) if into.exists() else "", section, str(into))
-        for path, text in results.items():
-            write_output(path, text)
+        # both texts are made, and so all errors raised, before either is written
+        results = {} if hub is None else _hub_files(page, hub, benchmark, arm)
+        text = None if into is None else insert_section(read_card(into) if into.exists() else "", section, str(into))
+        for path, content in results.items():
+            write_output(path, content)
             print_line(console, f"results: {path}")
-        if into is not None and whole is not None:
-            write_output(into, whole)
+        if into is not None and text is not None:
+            write_output(into, text)
             print_line(console, f"card: {into}")
-        if check is not None and not _agrees(check, section, console):
+        if check is not None and not _matches_run(check, section, console):
             raise typer.Exit(_DIFFERS)
         if into is None and check is None and hub is None:
             typer.echo(section, nl=False)
 
 
-def _page(run: Path, asked: GateOverrides) -> Page:
-    """What a run discloses whose files are as they were finished; a gate file that came after the run is refused."""
+def _load_page(run: Path, overrides: GateOverrides) -> Page:
+    """Return the report page of a run, after checking its checkpoints; refuses a gate file written after the run."""
     from kvaudit.reports.records.load import load_run
     from kvaudit.reports.run import disclosure_page
     from kvaudit.reports.verdict.rules import refuse_late
 
-    check_checkpoints(run)
-    say_unfinished(run)
-    page = disclosure_page(load_run(run), asked)
+    check_run(run)
+    page = disclosure_page(load_run(run), overrides)
     refuse_late(page.findings.rules)
     return page
 
 
-def _results(page: Page, hub: Path, benchmark: str | None, arm: str | None) -> dict[Path, str]:
-    """The files of results that the hub reads, and their texts."""
+def _hub_files(page: Page, hub: Path, benchmark: str | None, arm: str | None) -> dict[Path, str]:
+    """Return the paths and contents of the hub's result files."""
     from kvaudit.reports.page.publish import HUB_FOLDER, hub_results
 
     candidates = page.findings.comparison.candidates or (page.findings.comparison.reference,)
     if benchmark is None or (arm is None and len(candidates) > 1):
-        raise SpecError("--hub wants --benchmark ORGANISATION/DATASET and, of several arms, --arm NAME")
+        raise SpecError("--hub needs --benchmark ORGANISATION/DATASET and, if there are several arms, --arm NAME")
     results = hub_results(page, arm or candidates[0], benchmark)
     return {hub / HUB_FOLDER / name: text for name, text in results.items()}
 
 
-def _agrees(path: Path, section: str, console: Console) -> bool:
-    """Whether a card says what its run says; prints the first line in which it does not."""
-    # by line feeds alone: to Markdown a form feed or a U+2028 in the place of one is no line break
-    theirs, ours = extract_section(read_card(path), str(path)).split("\n"), section.split("\n")
-    if theirs == ours:
-        print_line(console, f"card: {path} says what its run says")
+def _matches_run(path: Path, section: str, console: Console) -> bool:
+    """Return whether a card has the run's disclosure; prints the first line that differs."""
+    # not splitlines: to Markdown a form feed or U+2028 is no line break
+    card_lines, run_lines = extract_section(read_card(path), str(path)).split("\n"), section.split("\n")
+    if card_lines == run_lines:
+        print_line(console, f"card: {path} matches its run")
         return True
-    pairs = zip_longest(theirs, ours, fillvalue="(nothing)")
-    number, of_card, of_run = next((n, *pair) for n, pair in enumerate(pairs, 1) if pair[0] != pair[1])
-    for whose, line in (("the card", of_card), ("the run", of_run)):
-        print_line(console, inline(f"line {number} of the disclosure, {whose}: {clip(line, 300)}"))
-    print_line(console, f"card: {path} says other than its run; write it again with --into")
+    pairs = zip_longest(card_lines, run_lines, fillvalue="(nothing)")
+    number, card_line, run_line = next((n, *pair) for n, pair in enumerate(pairs, 1) if pair[0] != pair[1])
+    for source, line in (("the card", card_line), ("the run", run_line)):
+        print_line(console, inline(f"line {number} of the disclosure, {source}: {clip(line, 300)}"))
+    print_line(console, f"card: {path} differs from its run; write it again with --into")
     return False
 
 
-def print_recipe(run: Path, other: Path | None) -> None:
-    """Print the parts of a recipe by their hashes; of two, what changed."""
+def _print_recipe(run: Path, other: Path | None) -> None:
+    """Print the sections of a recipe with their hashes; of two recipes, what changed."""
     from kvaudit.core.provenance import read_recipe, recipe_changes, recipe_digests
 
     console, first = wide_console(), read_recipe(run)
     if other is None:
         for name, digest in recipe_digests(first).items():
-            print_line(console, f"{name} {digest[:12]}: {_short(first['sections'][name]['holds'])}")
+            print_line(console, f"{name} {digest[:12]}: {_entry_text(first['sections'][name]['holds'])}")
         print_line(console, f"recipe: {str(first['sha256'])[:12]}")
         return
-    found = list(recipe_changes(first, read_recipe(other)))
-    for change in found:
+    differences = list(recipe_changes(first, read_recipe(other)))
+    for change in differences:
         name = ".".join(filter(None, (change.section, change.entry)))
-        for line in _changed_lines(change.before, change.after):
+        for line in _change_lines(change.before, change.after):
             print_line(console, f"{inline(clip(name, _LONGEST_ENTRY))}: {line}")
-    print_line(console, f"changed: {', '.join(dict.fromkeys(c.section for c in found)) or 'nothing'}")
+    print_line(console, f"changed: {', '.join(dict.fromkeys(c.section for c in differences)) or 'nothing'}")
 
 
-def _changed_lines(before: Any, after: Any) -> Iterator[str]:
-    """A change in a line; of two texts of several lines, those that differ."""
+def _change_lines(before: Any, after: Any) -> Iterator[str]:
+    """Yield a change as one line, or for texts of several lines those that differ."""
     if isinstance(before, str) and isinstance(after, str) and "\n" in before + after:
         import difflib
 
         lines = difflib.ndiff(before.splitlines(), after.splitlines())
         yield from (inline(clip(line, _LONGEST_ENTRY)) for line in lines if line[:2] in ("- ", "+ "))
         return
-    yield f"{_short(before)} -> {_short(after)}"
+    yield f"{_entry_text(before)} -> {_entry_text(after)}"
 
 
-def _short(value: Any) -> str:
+def _entry_text(value: Any) -> str:
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     return inline(clip(text, _LONGEST_ENTRY))
 
 
-COMMAND = Command("card", group="Disclose", order=1, call=card, old={"recipe": "card --recipe"})
+COMMAND = Command("card", group="Disclose", order=1, call=card, former_names={"recipe": "card --recipe"})

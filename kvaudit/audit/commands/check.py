@@ -1,4 +1,4 @@
-"""``kvaudit check``: may I serve this model with this KV setting?"""
+"""``kvaudit check``: may this model be served with this KV setting? ``kvaudit init`` writes specs to start from."""
 
 from __future__ import annotations
 
@@ -8,15 +8,27 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
-from kvaudit.audit.commands.base import Command, argument, option
-from kvaudit.audit.commands.base import Resume, RunOut, Threads, print_line, parse_pairs, user_errors, wide_console
-from kvaudit.core.errors import DataError, SpecError
+from kvaudit.audit.commands.base import (
+    Command,
+    Resume,
+    RunOut,
+    Threads,
+    argument,
+    expand_options,
+    option,
+    parse_pairs,
+    print_line,
+    user_errors,
+    wide_console,
+)
+from kvaudit.core.errors import DataError, SpecError, UnknownName
+from kvaudit.core.files import write_output
 from kvaudit.core.policy_names import DENSE_POLICY
-from kvaudit.core.text import clip, inline
+from kvaudit.core.text import clip, inline, shipped_folder
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -27,145 +39,136 @@ if TYPE_CHECKING:
     from kvaudit.core.spec import RunSpec
 
 _FORMS = (
-    "give one way of serving: --engine NAME --kv SETTING, or --policy POLICY, or --reference URL#MODEL --candidate "
-    "URL#MODEL"
+    "give one serving configuration: --engine NAME --kv SETTING, or --policy POLICY, or --reference URL#MODEL "
+    "--candidate URL#MODEL"
 )
-_FULL = "the full cache, before any engine is started"
-_LONGEST = 10_000  # minutes
-_MORE_TIME = 3  # times as many minutes, where they were too few
-_PROMPT, _ANSWER = 100, 160  # characters that are shown of a first prompt and answer
-
-CheckedModel = Annotated[str, argument(help="The model's folder, a .gguf file, or embedded.")]
-EngineName = Annotated[str | None, option("--engine", help="The engine that serves it.")]
-Kv = Annotated[str | None, option("--kv", help="Its KV setting: u4, u8/u4, q8_0, fp8_e5m2, ...")]
-NamedSettings = Annotated[
-    list[str] | None, option("--set", help="NAME=VALUE, another setting of the engine; key=VARIABLE of servers.")
-]
-EnginePython = Annotated[str | None, option("--python", help="The python of the engine's environment.")]
-EngineWeights = Annotated[str | None, option("--weights", help="The model in the engine's own format.")]
-PolicyText = Annotated[str | None, option("--policy", help="Or a policy of kvaudit's own cache.")]
-ReferenceUrl = Annotated[str | None, option("--reference", help="Or two servers: URL#MODEL without compression ...")]
-CandidateUrl = Annotated[str | None, option("--candidate", help="... and URL#MODEL with it.")]
-Minutes = Annotated[float | None, option("--minutes", help="How long rows are asked; 10 by default.")]
-Order = Annotated[int | None, option("--seed", help="Of the order in which rows are asked.")]
-AsksMadeUp = Annotated[bool, typer.Option("--made-up", help="Ask what ships instead of public rows.")]
-DataFolder = Annotated[Path | None, option("--data", help="The folder of public rows, instead of KVAUDIT_DATA.")]
+_FULL_CACHE = "the full cache, before any engine is started"
+_MOST_MINUTES = 10_000
+_MORE_TIME = 3  # times as many minutes in the suggested longer check
+_PROMPT_LENGTH, _ANSWER_LENGTH = 100, 160  # characters printed of the first prompt and its answers
+_CHECK = "check"
 
 
 @dataclass(frozen=True)
 class CheckOptions:
-    """What the command line says of the model and of how it is to be served."""
+    """The serving configuration to check, and how it is checked: the options of ``check`` and ``init check``."""
 
-    model: str
-    engine: str | None
-    kv: str | None
-    settings: list[str]
-    python: str | None
-    weights: str | None
-    policy: str | None
-    reference: str | None
-    candidate: str | None
-    data: Path | None
-    minutes: float | None = None
-    seed: int | None = None
-    made_up: bool = False
+    engine: Annotated[str | None, option(help="Serving engine to check, such as openvino, vllm or llama.cpp.")] = None
+    kv: Annotated[str | None, option(help="The engine's KV setting: u4, u8/u4, q8_0, fp8_e5m2, ...")] = None
+    settings: Annotated[
+        list[str] | None,
+        option(
+            "--set",
+            help="NAME=VALUE, another setting of the engine; for servers key=VARIABLE, the environment variable with "
+            "the API key. May be repeated.",
+        ),
+    ] = None
+    python: Annotated[str | None, option(help="Python executable of the engine's environment.")] = None
+    weights: Annotated[str | None, option(help="The model in the engine's own format.")] = None
+    policy: Annotated[str | None, option(help="Instead of an engine: a policy of kvaudit's own cache.")] = None
+    reference: Annotated[str | None, option(help="Instead: URL#MODEL of a running server without compression.")] = None
+    candidate: Annotated[str | None, option(help="With --reference: URL#MODEL of a compressing server.")] = None
+    minutes: Annotated[float | None, option(help="Time limit for asking public rows. Default: 10.")] = None
+    seed: Annotated[int | None, option(help="Seed of the order in which rows are asked.")] = None
+    made_up: Annotated[bool, typer.Option("--made-up", help="Ask kvaudit's own questions, not public rows.")] = False
+    data: Annotated[Path | None, option(help="Folder of public rows, instead of KVAUDIT_DATA.")] = None
 
-    def check_model(self) -> None:
-        """Raise SpecError for a server where the model is to be named."""
-        from kvaudit.core.endpoint import check_no_address
-
-        check_no_address("model", self.model, "its folder, a .gguf file or embedded")
-
-    def plan(self, way: ServingConfig) -> CheckPlan:
-        """What is asked; raises SpecError for a time that is none."""
+    def plan(self, model: str, config: ServingConfig) -> CheckPlan:
+        """Return what will be asked; raises SpecError for impossible minutes or seeds."""
         from kvaudit.audit.runs.question import MINUTES, SEED, plan_check
 
         minutes, seed = MINUTES if self.minutes is None else self.minutes, SEED if self.seed is None else self.seed
-        if not 0 < minutes <= _LONGEST:
-            raise SpecError(f"--minutes is {minutes:g}, wanted a number above 0, at most {_LONGEST}")
+        if not 0 < minutes <= _MOST_MINUTES:
+            raise SpecError(f"--minutes is {minutes:g}, wanted a number above 0, at most {_MOST_MINUTES}")
         if seed < 0:
-            raise SpecError(f"--seed is {seed}, wanted a whole number from 0 on")
-        return plan_check(self.model, way, minutes=minutes, seed=seed, made_up=self.made_up)
+            raise SpecError(f"--seed is {seed}, wanted a whole number of at least 0")
+        return plan_check(model, config, minutes=minutes, seed=seed, made_up=self.made_up)
 
-    def way(self) -> ServingConfig:
-        """The one way of serving that is given; raises SpecError where there is none, or more than one."""
-        self.check_model()
+    def serving_config(self) -> ServingConfig:
+        """Return the serving configuration; raises SpecError unless there is exactly one."""
         from kvaudit.audit.runs.question import endpoints_config, engine_config, policy_config
 
         servers = (self.reference, self.candidate)
         forms = [self.engine is not None, self.policy is not None, any(servers)]
-        of_an_engine = [self.kv, self.python, self.weights, *([] if any(servers) else self.settings)]
-        if sum(forms) != 1 or (any(servers) and not all(servers)) or (any(of_an_engine) and self.engine is None):
+        engine_options = [self.kv, self.python, self.weights, None if any(servers) else self.settings]
+        if sum(forms) != 1 or (any(servers) and not all(servers)) or (any(engine_options) and self.engine is None):
             raise SpecError(_FORMS)
-        named = parse_pairs(self.settings, "--set")
+        settings = parse_pairs(self.settings or (), "--set")
         if self.engine is not None:
-            return engine_config(self.engine, self.kv, named, python=self.python, weights=self.weights)
+            return engine_config(self.engine, self.kv, settings, python=self.python, weights=self.weights)
         if self.policy is not None:
             return policy_config(self.policy)
-        return endpoints_config(self.reference or "", self.candidate or "", named)
+        return endpoints_config(self.reference or "", self.candidate or "", settings)
+
+    def command(self, model: str) -> str:
+        """Return the ``kvaudit check`` command with these options."""
+        named = (
+            ("--engine", self.engine),
+            ("--kv", self.kv),
+            *(("--set", text) for text in self.settings or ()),
+            ("--policy", self.policy),
+            ("--reference", self.reference),
+            ("--candidate", self.candidate),
+            ("--minutes", None if self.minutes is None else f"{self.minutes:g}"),
+            ("--seed", None if self.seed is None else str(self.seed)),
+        )
+        words = [word for name, value in named if value is not None for word in (name, value)]
+        return shlex.join(["kvaudit", "check", model, *words, *(["--made-up"] if self.made_up else [])])
+
+    def set_data_folder(self) -> None:
+        """Make ``data``, if given, the folder that suites read."""
+        from kvaudit.suites.sources import DATA_VARIABLE
+
+        if self.data is None:
+            return
+        if not self.data.is_dir():
+            raise DataError(f"--data is {str(self.data)!r}, which is no folder")
+        os.environ[DATA_VARIABLE] = str(self.data)
 
 
+@expand_options
 def check(
-    model: CheckedModel,
+    model: Annotated[str, argument(help="The model: its folder, a .gguf file, or embedded.")],
     *,
-    engine: EngineName = None,
-    kv: Kv = None,
-    settings: NamedSettings = None,
-    python: EnginePython = None,
-    weights: EngineWeights = None,
-    policy: PolicyText = None,
-    reference: ReferenceUrl = None,
-    candidate: CandidateUrl = None,
-    minutes: Minutes = None,
-    seed: Order = None,
-    made_up: AsksMadeUp = False,
+    options: CheckOptions,
     out: RunOut = None,
     resume: Resume = False,
-    data: DataFolder = None,
     threads: Threads = None,
 ) -> None:
     """May this model be served with this KV setting?
 
-    Asks the model with and without it until the answer is clear, at most ten minutes, and says it in a dozen lines.
-    Exits as `gate` does: 0 ship, 3 do not ship, 4, 5 and 6 cannot say. The spec that it runs is written by: kvaudit
-    init check.
+    Asks the model with and without it until the answer is clear, at most ten minutes, and prints it in a dozen lines.
+    Exits as `gate` does: 0 ship, 3 do not ship, 4, 5 and 6 cannot say. `kvaudit init check` writes the spec it runs.
     """
-    asking = CheckOptions(
-        *(model, engine, kv, settings or [], python, weights, policy, reference, candidate),
-        data=data,
-        minutes=minutes,
-        seed=seed,
-        made_up=made_up,
-    )
-    # how to go on with it, should it be stopped
+    # for ctrl-C: the command that continues
     words = sys.argv[1:] if "--resume" in sys.argv else [*sys.argv[1:], "--resume"]
     with user_errors("kvaudit", *words):
-        raise typer.Exit(check_served(asking, out, threads, resume=resume)[1])
+        raise typer.Exit(run_check(model, options, out, threads, resume=resume)[1])
 
 
-def check_served(asking: CheckOptions, out: Path | None, threads: int | None, *, resume: bool) -> tuple[Path, int]:
-    """Plan, run, say; where the check lies, and its exit code."""
-    asking.check_model()  # before it is shown: an address may hold a password
-    typer.echo(f"check: {inline(asking.model)}")  # at once: what is imported next takes seconds
-    from kvaudit.audit.commands.run import AskedRun, RunOptions, opened_run
+def run_check(
+    model: str, options: CheckOptions, out: Path | None, threads: int | None, *, resume: bool
+) -> tuple[Path, int]:
+    """Plan, run and print a check; returns its folder and exit code."""
+    _check_no_server(model)  # before it is printed: an address may hold a password
+    typer.echo(f"check: {inline(model)}")  # before imports that take seconds
+    from kvaudit.audit.commands.run import RunOptions, RunPlan, open_pipeline
     from kvaudit.audit.runs.question import parse_spec_text, spec_text
 
-    set_rows(asking)
-    way = asking.way()
-    _check_there(asking, way)
-    plan = asking.plan(way)
-    spec = parse_spec_text(spec_text(asking.model, way, plan, typed(asking)))
+    options.set_data_folder()
+    config = options.serving_config()
+    _check_available(model, config)
+    plan = options.plan(model, config)
+    spec = parse_spec_text(spec_text(model, config, plan, options.command(model)))
     console = wide_console()
     for line in _plan_lines(spec, plan):
         print_line(console, line)
-    asked = AskedRun(spec, out or Path("runs") / spec.name, {})
-    options = RunOptions(threads=threads, anyway=True)  # the rest decides where one suite has nothing to lose
-    pipeline, run = opened_run(
-        asked,
-        options,
+    pipeline, run = open_pipeline(
+        RunPlan(spec, out or Path("runs") / spec.name, {}),
+        RunOptions(threads=threads, anyway=True),  # if one suite has nothing to lose, the others decide
         threads or len(os.sched_getaffinity(0)),
         resume=resume,
-        on_first_answer=_first_heard(console, spec),
+        on_first_answer=_print_first_answers(console, spec),
     )
     pipeline.work_on("pilot", "evaluate")
     from kvaudit.reports.page.terminal import TerminalExtras, terminal_lines
@@ -174,87 +177,140 @@ def check_served(asking: CheckOptions, out: Path | None, threads: int | None, *,
 
     data = load_run(run.path)
     findings = write_decided_run(data, decide_run(data))
-    made_up = " (made-up questions)" if plan.made_up else ""
-    longer = replace(asking, minutes=_MORE_TIME * plan.minutes)
-    beside = TerminalExtras(plan.not_asked, f"{typed(longer)} --out {shlex.quote(f'{run.path}-longer')}", made_up)
-    for line in terminal_lines(findings, run.path, beside):
+    note = " (made-up questions)" if plan.made_up else ""
+    longer = replace(options, minutes=_MORE_TIME * plan.minutes).command(model)
+    context = TerminalExtras(plan.not_asked, f"{longer} --out {shlex.quote(f'{run.path}-longer')}", note)
+    for line in terminal_lines(findings, run.path, context):
         print_line(console, line)
     return run.path, findings.verdict.exit_code
 
 
-def _first_heard(console: Console, spec: RunSpec) -> OnFirstAnswer:
-    """Shows the beginning of the first answers as they come."""
-    from kvaudit.core.policy_names import condition_names
+def _check_no_server(model: str) -> None:
+    from kvaudit.core.endpoint import check_no_address
 
-    names, asked = condition_names(spec.evaluate.references), set[str]()
-
-    def heard(served: str, item: Item, answer: str) -> None:
-        if not asked:
-            print_line(console, f"first prompt: {clip(inline(item.messages[-1].content), _PROMPT)}")
-            asked.add(item.item_id)
-        name = _FULL if served == DENSE_POLICY else names.get(served, served)
-        print_line(console, f"  {name}: {clip(inline(answer), _ANSWER)}")
-
-    return heard
+    check_no_address("model", model, "its folder, a .gguf file or embedded")
 
 
-def set_rows(asking: CheckOptions) -> None:
-    from kvaudit.suites.sources import DATA_VARIABLE
-
-    if asking.data is None:
-        return
-    if not asking.data.is_dir():
-        raise DataError(f"--data is {str(asking.data)!r}, which is no folder")
-    os.environ[DATA_VARIABLE] = str(asking.data)
-
-
-def _check_there(asking: CheckOptions, way: ServingConfig) -> None:
-    """Raise for a model that is not there, and for an engine that is not, before anything is loaded."""
+def _check_available(model: str, config: ServingConfig) -> None:
+    """Raise DataError or SpecError for a missing model or engine, before anything is loaded."""
     from kvaudit.audit.engines import ENGINES, Condition
     from kvaudit.audit.sampling.model import EMBEDDED
     from kvaudit.core.spec_evaluate import EngineSpec
 
-    path = Path(asking.model)
-    if asking.model != EMBEDDED and not path.is_dir() and not (path.is_file() and path.suffix == ".gguf"):
-        raise DataError(f"model {asking.model!r} is no folder and no .gguf file; give where it lies, or {EMBEDDED}")
-    for served in (way.named_reference, way.served):
-        if isinstance(served, Condition):
-            part = EngineSpec.model_validate(way.engines.get(served.engine, {}))
-            ENGINES.get(served.engine).check(dict(served.settings), part)
+    path = Path(model)
+    if model != EMBEDDED and not path.is_dir() and not (path.is_file() and path.suffix == ".gguf"):
+        raise DataError(f"model {model!r} is no folder and no .gguf file; give its path, or {EMBEDDED}")
+    for condition in (config.named_reference, config.served):
+        if isinstance(condition, Condition):
+            engine_spec = EngineSpec.model_validate(config.engines.get(condition.engine, {}))
+            ENGINES.get(condition.engine).check(dict(condition.settings), engine_spec)
+
+
+def _print_first_answers(console: Console, spec: RunSpec) -> OnFirstAnswer:
+    """Return a callback that prints the beginning of the first prompt and of its answers."""
+    from kvaudit.core.policy_names import condition_names
+
+    names, printed = condition_names(spec.evaluate.references), set[str]()
+
+    def print_answer(served: str, item: Item, answer: str) -> None:
+        if not printed:
+            print_line(console, f"first prompt: {clip(inline(item.messages[-1].content), _PROMPT_LENGTH)}")
+            printed.add(item.item_id)
+        name = _FULL_CACHE if served == DENSE_POLICY else names.get(served, served)
+        print_line(console, f"  {name}: {clip(inline(answer), _ANSWER_LENGTH)}")
+
+    return print_answer
 
 
 def _plan_lines(spec: RunSpec, plan: CheckPlan) -> Iterator[str]:
-    """What is asked of whom, and which public rows are absent."""
+    """Yield what is compared, what is asked, and which public rows are missing."""
     from kvaudit.core.policy_names import condition_names
 
     references, names = spec.evaluate.references, condition_names(spec.evaluate.references)
     served = [*spec.gate.primary, *(references.get(policy, "none") for policy in spec.gate.primary)]
     yield f"compares {' against '.join(names.get(text, text) for text in served)}"
     if plan.made_up:
-        suites = ", ".join(f"{one.items} of {one.suite}" for one in plan.made_up)
+        suites = ", ".join(f"{suite.items} of {suite.suite}" for suite in plan.made_up)
         yield f"asks made-up questions, no public rows: {suites}"
     else:
-        limits = ", ".join(f"{one.name} {one.margin:g}" for one in plan.endpoints)
+        limits = ", ".join(f"{endpoint.name} {endpoint.margin:g}" for endpoint in plan.endpoints)
         yield f"asks public rows until each is decided, at most {plan.minutes:g} minutes; may lose in points: {limits}"
     if plan.absent:
-        absent = " ".join(one.name for one in plan.absent)
-        yield f"public rows that are not here, with which it could ask more: kvaudit data fetch {absent}"
+        missing = " ".join(rows.name for rows in plan.absent)
+        yield f"some public rows are missing, so less is asked; fetch them with: kvaudit data fetch {missing}"
 
 
-def typed(asking: CheckOptions) -> str:
-    """The command that asks this, as it would be typed."""
-    named = (
-        ("--engine", asking.engine),
-        ("--kv", asking.kv),
-        *(("--set", text) for text in asking.settings),
-        ("--policy", asking.policy),
-        ("--reference", asking.reference),
-        ("--candidate", asking.candidate),
-    )
-    words = [word for option, value in named if value is not None for word in (option, value)]
-    words += [] if asking.minutes is None else ["--minutes", f"{asking.minutes:g}"]
-    words += [] if asking.seed is None else ["--seed", str(asking.seed)]
-    return shlex.join(["kvaudit", "check", asking.model, *words, *(["--made-up"] if asking.made_up else [])])
+class ShippedExample(NamedTuple):
+    """A file of ``kvaudit/examples``, the name it is written as, and how to use it."""
+
+    example: str
+    file_name: str
+    usage: str
 
 
-COMMAND = Command("check", group="Audit", order=2, call=check)
+SHIPPED = {
+    "audit": ShippedExample("audit.yaml", "spec.yaml", "run it with kvaudit run {out}, then kvaudit gate runs/audit"),
+    "arms": ShippedExample("arms.yaml", "spec.yaml", "run it with kvaudit run {out}, then kvaudit gate runs/arms"),
+    "ci": ShippedExample("ci.yml", "kvaudit.yml", "commit it as .github/workflows/{out}; it runs spec.yaml"),
+}
+
+
+@expand_options
+def init(
+    kind: Annotated[
+        str,
+        argument(
+            help="check: the spec that `check` runs; audit: a model under several settings; arms: paired training "
+            "arms; ci: a workflow that gates releases."
+        ),
+    ],
+    model: Annotated[str | None, argument(help="For check: the model's folder, a .gguf file, or embedded.")] = None,
+    *,
+    options: CheckOptions,
+    out: Annotated[Path | None, typer.Option(help="File to write; - prints it.", show_default="spec.yaml")] = None,
+) -> None:
+    """Write a commented spec to begin with.
+
+    Comments explain every line, and everything may be changed. All options but --out are those of `check`.
+    """
+    with user_errors():
+        has_options = any(vars(options).values())
+        # the former form, kvaudit init MODEL, still works
+        if kind != _CHECK and kind not in SHIPPED and has_options and model is None:
+            typer.echo(f"kvaudit init {kind} is now kvaudit init {_CHECK} {kind}", err=True)
+            kind, model = _CHECK, kind
+        if kind in SHIPPED:
+            if model is not None or has_options:
+                raise SpecError(f"init {kind} takes no model and no option but --out; edit the file it writes")
+            example, file_name, usage = SHIPPED[kind]
+            text = (shipped_folder("examples") / example).read_text(encoding="utf-8")
+            _write_spec(text, out or Path(file_name), usage)
+            return
+        if kind != _CHECK:
+            raise UnknownName("kind of file", kind, (_CHECK, *SHIPPED))
+        if model is None:
+            raise SpecError("init check needs the model: its folder, a .gguf file, or embedded")
+        from kvaudit.audit.runs.question import parse_spec_text, spec_text
+
+        options.set_data_folder()
+        _check_no_server(model)
+        config = options.serving_config()
+        text = spec_text(model, config, options.plan(model, config), options.command(model))
+        folder = Path("runs") / parse_spec_text(text).name
+        _write_spec(
+            text, out or Path("spec.yaml"), f"run it with kvaudit run {{out}} --anyway, then kvaudit gate {folder}"
+        )
+
+
+def _write_spec(text: str, out: Path, usage: str) -> None:
+    if str(out) == "-":
+        typer.echo(text, nl=False)
+        return
+    if out.exists():
+        raise SpecError(f"{str(out)!r} exists already; give another --out")
+    write_output(out, text)
+    print_line(wide_console(), f"{out}: {usage.format(out=out)}")
+
+
+INIT = Command("init", group="Audit", order=1, call=init)
+CHECK = Command("check", group="Audit", order=2, call=check)

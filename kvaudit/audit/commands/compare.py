@@ -1,4 +1,4 @@
-"""``kvaudit compare``: two result files, no run needed and no model loaded."""
+"""``kvaudit compare``: compare two result files; no run is needed and no model is loaded."""
 
 from __future__ import annotations
 
@@ -8,66 +8,77 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvaudit.audit.commands.base import Command, argument, option
-from kvaudit.audit.commands.base import print_table, print_line, parse_pairs, user_errors, wide_console
+from kvaudit.audit.commands.base import (
+    Command,
+    argument,
+    option,
+    parse_pairs,
+    print_line,
+    print_table,
+    user_errors,
+    wide_console,
+)
 from kvaudit.core.errors import SpecError
 from kvaudit.core.files import write_output
 from kvaudit.core.text import inline
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from kvaudit.reports.page.compare_files import MetricComparison, TwoJudges
 
-MOST_METRICS = 2  # two judges
+MOST_METRICS = 2  # one for each of two judges
 
 
 def compare(
-    reference: Annotated[Path, argument(metavar="A", help="The reference's result file.")],
-    candidate: Annotated[Path, argument(metavar="B", help="The candidate's result file.")],
+    reference: Annotated[Path, argument(metavar="A", help="Result file or run folder of the reference.")],
+    candidate: Annotated[Path, argument(metavar="B", help="Result file or run folder of the candidate.")],
     *,
     margin: Annotated[
         list[str] | None,
         typer.Option(
-            help="Largest tolerated drop, in percentage points; again as NAME=POINTS for a suite or a facet of records "
-            "(refusal.unsafe=3), which then decides too.",
+            help="Largest tolerated drop, in percentage points. Repeat as NAME=POINTS for a suite or a facet of "
+            "kvaudit records (refusal.unsafe=3), which then counts for the verdict too.",
             show_default="5",
         ),
     ] = None,
     ratio: Annotated[
         list[str] | None,
         option(
-            help="How many times as often at most what is not wanted may happen, instead of a margin: NAME=TIMES, as "
-            "agent.attack_success=1.1; several times."
+            help="Instead of a margin: largest tolerated ratio of an unwanted event's rates, candidate to reference, "
+            "as NAME=TIMES (agent.attack_success=1.1). May be repeated."
         ),
     ] = None,
-    alpha: Annotated[float, typer.Option(help="One-sided level.")] = 0.05,
+    alpha: Annotated[float, typer.Option(help="One-sided significance level.")] = 0.05,
     cluster: Annotated[
         str | None,
         option(
-            help="Which items share a template: a field of the file's rows, re:PATTERN of the item's name, or "
-            "file:MAP.csv with item and cluster."
+            help="How to find items that share a template: a field of the file's rows, re:PATTERN on the item name, "
+            "or file:MAP.csv with columns item and cluster."
         ),
     ] = None,
     items_are_independent: Annotated[
         bool,
-        typer.Option("--items-are-independent", help="No items share a template; without --cluster this lets PASS be."),
+        typer.Option(
+            "--items-are-independent",
+            help="Declare that no items share a template; without this or --cluster there is no PASS.",
+        ),
     ] = False,
     metric: Annotated[
-        list[str] | None, option(help="The metric, where there are several; twice for two judges.")
+        list[str] | None, option(help="Metric to compare if the files hold several; give two to compare two judges.")
     ] = None,
-    lower_is_better: Annotated[bool, typer.Option("--lower-is-better", help="A score of 0 is desired.")] = False,
+    lower_is_better: Annotated[bool, typer.Option("--lower-is-better", help="A score of 0 is good.")] = False,
     higher_is_better: Annotated[
         bool,
-        typer.Option("--higher-is-better", help="A score of 1 is desired, though the metric's name speaks of harm."),
+        typer.Option("--higher-is-better", help="A score of 1 is good, although the metric's name is harm."),
     ] = False,
-    select_a: Annotated[list[str] | None, option(help="Of a run: arm=, policy=, seed=, suite=, context=.")] = None,
+    select_a: Annotated[
+        list[str] | None, option(help="If A is a run: the part to compare, by arm=, policy=, seed=, suite=, context=.")
+    ] = None,
     select_b: Annotated[list[str] | None, option(help="The same for B.")] = None,
-    out: Annotated[Path | None, option(help="A folder for the report.")] = None,
+    out: Annotated[Path | None, option(help="Folder to write the report to.")] = None,
 ) -> None:
     """Compare two result files, of kvaudit or of other tools.
 
-    It reads kvaudit runs and records, and logs of lm-eval, Inspect and AgentDojo, and CSV. Exits as `gate` does.
+    Reads kvaudit runs and records, logs of lm-eval, Inspect and AgentDojo, and CSV. Exit codes are those of `gate`.
     """
     with user_errors():
         from kvaudit.reports.page.compare_files import compare as compared
@@ -76,7 +87,8 @@ def compare(
 
         if len(metric or ()) > MOST_METRICS:
             raise SpecError(
-                f"--metric stands {len(metric or ())} times; one, or two for two judges of the same answers"
+                f"--metric is given {len(metric or ())} times; give one metric, or two to compare two judges of the "
+                "same answers"
             )
         sides = read_sides(
             reference,
@@ -87,35 +99,39 @@ def compare(
             higher_is_better=higher_is_better,
             select=(parse_pairs(select_a or (), "--select-a"), parse_pairs(select_b or (), "--select-b")),
         )
-        names = choose_metrics(sides.reference, sides.candidate, tuple(metric or ()))
         points, margins = parse_margins(tuple(margin or ()))
-        ratios, independent = parse_ratios(tuple(ratio or ())), items_are_independent
-        rules = {"margins": margins, "ratios": ratios}
-        found = [
-            compared(sides, name, margin=points, alpha=alpha, items_are_independent=independent, **rules)
-            for name in names
+        comparisons = [
+            compared(
+                sides,
+                name,
+                margin=points,
+                margins=margins,
+                ratios=parse_ratios(tuple(ratio or ())),
+                alpha=alpha,
+                items_are_independent=items_are_independent,
+            )
+            for name in choose_metrics(sides.reference, sides.candidate, tuple(metric or ()))
         ]
-        raise typer.Exit(_show(found, out))
+        raise typer.Exit(_print_comparisons(comparisons, out))
 
 
-def _show(found: Sequence[MetricComparison], out: Path | None) -> int:
-    """Print comparisons of one metric, or two; write pages where asked, and return the exit code of the verdict."""
+def _print_comparisons(comparisons: Sequence[MetricComparison], out: Path | None) -> int:
+    """Print the comparisons of one or two metrics, write the report to ``out``, and return the exit code."""
     from kvaudit.reports.page.compare_files import compare_judges
     from kvaudit.reports.page.compare_page import comparison_files
 
-    two = compare_judges(*found) if len(found) == MOST_METRICS else None
-    # of two judges the one whose verdict is that of both
-    shown = next(c for c in found if two is None or c.verdict.status is two.status)
-    console = wide_console()
-    _print(console, found, shown, two)
+    two = compare_judges(*comparisons) if len(comparisons) == MOST_METRICS else None
+    # with two judges, show the one whose verdict is the common verdict
+    shown = next(c for c in comparisons if two is None or c.verdict.status is two.status)
+    _print_tables(comparisons, shown, two)
     if out is not None:
         for name, text in comparison_files(shown, two).items():
             write_output(out / name, text)
-        print_line(console, f"report: {out / 'compare.html'}")
+        print_line(wide_console(), f"report: {out / 'compare.html'}")
     return two.exit_code if two else shown.verdict.exit_code
 
 
-def _print(console: Console, found: Sequence[MetricComparison], shown: MetricComparison, two: TwoJudges | None) -> None:
+def _print_tables(comparisons: Sequence[MetricComparison], shown: MetricComparison, two: TwoJudges | None) -> None:
     from kvaudit.reports.page.compare_page import (
         agreement_notes,
         comparison_banner,
@@ -125,17 +141,18 @@ def _print(console: Console, found: Sequence[MetricComparison], shown: MetricCom
         judges_table,
     )
 
-    for comparison in found:
+    console = wide_console()
+    for comparison in comparisons:
         print_table(console, comparison_table(comparison))
-    if by_facet := facets_table(shown):
-        print_table(console, by_facet)
+    if facet_table := facets_table(shown):
+        print_table(console, facet_table)
     if two:
         print_table(console, judges_table(two))
         for line in agreement_notes(two):
             print_line(console, inline(line))
-    top = comparison_banner(shown)
-    print_line(console, f"verdict: {top.status.value} {top.number}".rstrip())
-    for line in (top.sentence, top.about, *top.lines, *comparison_cautions(shown)):
+    banner = comparison_banner(shown)
+    print_line(console, f"verdict: {banner.status.value} {banner.number}".rstrip())
+    for line in (banner.sentence, banner.about, *banner.lines, *comparison_cautions(shown)):
         if line:
             print_line(console, line)
 

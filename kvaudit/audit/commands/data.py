@@ -1,4 +1,4 @@
-"""``kvaudit data``: which public rows are there, and ``kvaudit data fetch`` for those that are not."""
+"""``kvaudit data``: show which public rows are present; ``kvaudit data fetch`` fetches missing ones."""
 
 from __future__ import annotations
 
@@ -7,52 +7,49 @@ from typing import Annotated
 
 import typer
 
-from kvaudit.audit.commands.base import Command, option
-from kvaudit.audit.commands.base import print_line, user_errors, wide_console
+from kvaudit.audit.commands.base import Command, option, print_line, print_rows, user_errors, wide_console
 from kvaudit.core.text import guide_path
 
-data = typer.Typer(rich_markup_mode=None, help="Public rows that suites read: what is there, and fetching the rest.")
-_OURS = (
-    "not fetched for you: the rest of math_eval, whose problems have no licence of their own, and long_text, which is "
-    f"any prose of yours as .txt ({guide_path('choose-suites.md')})"
+data = typer.Typer(rich_markup_mode=None)
+_NOT_FETCHED = (
+    "not fetched: the rest of math_eval, whose problems have no licence, and long_text, which is any prose of yours as "
+    f".txt files ({guide_path('choose-suites.md')})"
 )
 
 
 @data.callback(invoke_without_command=True)
 def show_data(context: typer.Context) -> None:
-    """Print which rows are there, how many, under which licence and from where; asks no network."""
+    """Print which public rows are present, with number, licence and source; no network is used."""
     if context.invoked_subcommand is not None:
         return
     with user_errors():
-        from rich.table import Table
-
         from kvaudit.suites.catalogue import catalogue
         from kvaudit.suites.sources import data_folder
 
-        folder, table = data_folder(), Table("rows", "", "how many", "licence", "from", "read by")
-        for one in catalogue():
-            lacks = bool(one.missing_files(folder))
-            state = "lacking" if lacks else "there, other rows than these" if one.changed_files(folder) else "there"
-            table.add_row(one.name, state, one.rows, one.licence, one.source_url, ", ".join(one.suites))
+        folder, missing, table = data_folder(), [], []
+        for rows in catalogue():
+            state = "present, but not the pinned version" if rows.changed_files(folder) else "present"
+            if rows.missing_files(folder):
+                state = "missing"
+                missing.append(rows.name)
+            table.append([rows.name, state, rows.rows, rows.licence, rows.source_url, ", ".join(rows.suites)])
         console = wide_console()
         print_line(console, f"folder: {folder}")
-        console.print(table, markup=False)
-        print_line(console, _OURS)
-        if lacking := [one.name for one in catalogue() if one.missing_files(folder)]:
-            print_line(console, f"what lacks: kvaudit data fetch {' '.join(lacking)}")
+        print_rows(console, ["rows", "", "how many", "licence", "from", "read by"], table)
+        print_line(console, _NOT_FETCHED)
+        if missing:
+            print_line(console, f"fetch what is missing: kvaudit data fetch {' '.join(missing)}")
 
 
 @data.command("fetch")
 def fetch_data(
-    names: Annotated[list[str], typer.Argument(help="What to fetch, by the names that `kvaudit data` shows.")],
+    names: Annotated[list[str], typer.Argument(help="Rows to fetch, by the names that `kvaudit data` prints.")],
     *,
-    mirror: Annotated[
-        str | None, option("--from", help="Another address with the same paths, REPOSITORY/COMMIT/FILE.")
-    ] = None,
+    mirror: Annotated[str | None, option("--from", help="Address of a mirror with REPOSITORY/COMMIT/FILE.")] = None,
 ) -> None:
-    """Fetch rows by name from where they are published.
+    """Fetch public rows from where they are published.
 
-    They are pinned to a commit and held to a sha256.
+    Each file is pinned to a commit, and its sha256 is checked.
     """
     with user_errors():
         from kvaudit.core.network import download
@@ -61,16 +58,16 @@ def fetch_data(
 
         console, folder = wide_console(), data_folder()
         for rows in dict.fromkeys(map(find_rows, names)):
-            lacking = rows.missing_files(folder)  # a file that is there is never written over
-            found = [(file, check_rows(file, download(rows.address(file, mirror or ADDRESS)))) for file in lacking]
-            for file, raw in found:
-                _write(folder / file.path, raw)
-            done = f"{len(lacking)} of {len(rows.files)} files fetched" if lacking else "there already, nothing fetched"
-            print_line(console, f"{rows.name}: {done}, {rows.rows} rows, {rows.licence}, from {rows.source_url}")
+            missing = rows.missing_files(folder)  # existing files are never overwritten
+            contents = [(file, check_rows(file, download(rows.address(file, mirror or ADDRESS)))) for file in missing]
+            for file, raw in contents:
+                _write_file(folder / file.path, raw)
+            state = f"{len(missing)} of {len(rows.files)} files fetched" if missing else "already present"
+            print_line(console, f"{rows.name}: {state}, {rows.rows} rows, {rows.licence}, from {rows.source_url}")
         print_line(console, f"in {folder}")
 
 
-def _write(path: Path, raw: bytes) -> None:
+def _write_file(path: Path, raw: bytes) -> None:
     from kvaudit.core.errors import RunError
     from kvaudit.core.files import write_whole
 
@@ -83,6 +80,4 @@ def _write(path: Path, raw: bytes) -> None:
         ) from None
 
 
-COMMAND = Command(
-    "data", group="Extend", order=2, call=data, help="Show which public test data is there, and fetch the rest."
-)
+COMMAND = Command("data", group="Extend", order=2, call=data, help="Show which public test data is here; fetch more.")

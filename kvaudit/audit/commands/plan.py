@@ -1,16 +1,16 @@
-"""``kvaudit plan``: sizes before a run, of a design or of what another run found; nothing is loaded."""
+"""``kvaudit plan``: sample sizes before a run, for a design or from another run; loads no model."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvaudit.audit.commands.base import Command, argument, option
-from kvaudit.audit.commands.base import print_line, user_errors, wide_console
+from kvaudit.audit.commands.base import Command, argument, option, print_line, user_errors, wide_console
 from kvaudit.core.errors import SpecError
 from kvaudit.core.files import write_output
 from kvaudit.core.text import at_length
@@ -22,62 +22,56 @@ if TYPE_CHECKING:
     from kvaudit.reports.verdict.verdict import Decision
 
 _MARGIN = 5.0  # percentage points
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,60}")
+_SUITE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,60}")
 
 
 def plan(
     context: typer.Context,
-    run: Annotated[Path | None, argument(help="A run: how many templates would decide each of its cells.")] = None,
+    run: Annotated[Path | None, argument(help="A run: print how many templates would decide its cells.")] = None,
     *,
     margin: Annotated[
         float | None, typer.Option(help="Largest tolerated drop, in percentage points.", show_default=f"{_MARGIN:g}")
     ] = None,
     ratio: Annotated[
         float | None,
-        typer.Option(
-            help="Instead: how many times as often it may happen, as 1.1; needs --happens.", show_default=False
+        option(
+            help="Instead of a margin: largest tolerated ratio of an unwanted event's rates, such as 1.1. Needs "
+            "--happens."
         ),
     ] = None,
-    happens: Annotated[
-        float | None,
-        typer.Option(help="How often it happens with the reference, as 0.3.", show_default=False),
-    ] = None,
-    discordance: Annotated[float, typer.Option(help="Share of items whose answers differ between the arms.")] = 0.1,
-    clusters: Annotated[int, typer.Option(help="Templates.")] = 60,
-    items_per_cluster: Annotated[int, typer.Option(help="Items of each template.")] = 5,
-    samples: Annotated[int, typer.Option(help="Answers to each item.")] = 1,
-    seeds: Annotated[int, typer.Option(help="Paired training seeds that are averaged.")] = 1,
-    policies: Annotated[int, typer.Option(help="Serving policies.")] = 1,
-    arms: Annotated[int, typer.Option(help="Arms: the reference and its candidates.")] = 2,
-    icc: Annotated[float, typer.Option(help="Correlation of paired differences inside a template.")] = 0.1,
-    sampling_share: Annotated[
-        float, typer.Option(help="Share of the variance that more samples shrink; 0 for greedy decoding.")
-    ] = 0.5,
-    seed_share: Annotated[
-        float, typer.Option(help="Share of the rest that more seeds shrink; 0 where nothing is trained.")
-    ] = 0.85,
-    drift: Annotated[float, typer.Option(help="Assumed true drift, in percentage points; a loss is below 0.")] = 0.0,
-    alpha: Annotated[float, typer.Option(help="One-sided level.")] = 0.05,
-    power: Annotated[float, typer.Option(help="Wanted probability to pass.")] = 0.8,
-    rate: Annotated[float | None, option(help="Measured answers per second.")] = None,
-    suite: Annotated[str, typer.Option(help="The suite's name in the suggested spec.")] = "refusal",
-    out: Annotated[Path | None, option(help="A file for the suggested spec.")] = None,
+    happens: Annotated[float | None, option(help="With --ratio: the event's reference rate, such as 0.3.")] = None,
+    discordance: Annotated[float, typer.Option(help="Share of items whose answers differ between arms.")] = 0.1,
+    clusters: Annotated[int, typer.Option(help="Number of templates.")] = 60,
+    items_per_cluster: Annotated[int, typer.Option(help="Items per template.")] = 5,
+    samples: Annotated[int, typer.Option(help="Answers per item.")] = 1,
+    seeds: Annotated[int, typer.Option(help="Paired training seeds, over which results are averaged.")] = 1,
+    policies: Annotated[int, typer.Option(help="Number of serving policies.")] = 1,
+    arms: Annotated[int, typer.Option(help="Number of arms: the reference and its candidates.")] = 2,
+    icc: Annotated[float, typer.Option(help="Correlation of paired differences within a template.")] = 0.1,
+    sampling_share: Annotated[float, typer.Option(help="Variance share that samples reduce; 0 if greedy.")] = 0.5,
+    seed_share: Annotated[float, typer.Option(help="Share of the rest that seeds reduce; 0 without training.")] = 0.85,
+    drift: Annotated[float, typer.Option(help="Assumed true drift, in percentage points; negative for a loss.")] = 0.0,
+    alpha: Annotated[float, typer.Option(help="One-sided significance level.")] = 0.05,
+    power: Annotated[float, typer.Option(help="Wanted probability of a PASS.")] = 0.8,
+    rate: Annotated[float | None, option(help="Measured answers per second, to estimate the time.")] = None,
+    suite: Annotated[str, typer.Option(help="Name of the suite in the suggested spec.")] = "refusal",
+    out: Annotated[Path | None, option(help="File to write the suggested spec part to.")] = None,
 ) -> None:
     """Say before a run how many items a verdict will take.
 
-    Its chance to pass, what it can detect, what to buy, and how long that takes. With RUN: how many templates would
-    decide each of its cells. The options are of a plan without.
+    Prints the chance of a PASS, the smallest drop that is found, what to add first, and the time. With RUN: how many
+    templates would decide each of its cells; the options are for a plan without RUN.
     """
     with user_errors():
         if run is not None:
-            if given := _given(context):
-                raise SpecError(f"of a run the sizes are its own; leave out {', '.join(given)}")
+            if names := _typed_options(context):
+                raise SpecError(f"the sizes of RUN come from the run itself; leave out {', '.join(names)}")
             _plan_next(run)
             return
         from kvaudit.reports.verdict.sizes import Design, held_to_ratio
 
         if margin is not None and ratio is not None:
-            raise SpecError("--margin and --ratio are two rules for one design; leave out one")
+            raise SpecError("--margin and --ratio are both given, but a design has one rule; leave out one")
         design = Design(
             margin=(_MARGIN if margin is None else margin) / 100,
             discordance=discordance,
@@ -95,34 +89,33 @@ def plan(
             power=power,
             rate=rate,
         )
-        _plan(held_to_ratio(design, ratio, happens), suite, out)
+        _plan_design(held_to_ratio(design, ratio, happens), suite, out)
 
 
-def _given(context: typer.Context) -> list[str]:
-    """The options that were typed."""
+def _typed_options(context: typer.Context) -> list[str]:
     sources = {name: context.get_parameter_source(name) for name in context.params if name != "run"}
     typed = [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
     return [f"--{name.replace('_', '-')}" for name in typed]
 
 
 def _plan_next(path: Path) -> None:
-    """Print for every gated cell of a run what it has, and how many templates would decide it."""
+    """Print for every gated cell of a run its size, and how many templates would decide it."""
     from kvaudit.reports.records.load import load_run
     from kvaudit.reports.run import decide_run
     from kvaudit.reports.verdict.family import gated_cells
 
-    found = decide_run(load_run(path))
-    cells = gated_cells(found.drift, found.rules)
+    findings = decide_run(load_run(path))
+    cells = gated_cells(findings.drift, findings.rules)
     console = wide_console()
     if not cells:
-        print_line(console, "nothing is gated, so nothing is to be decided")
-    # decisions of what is not gated come behind those of the cells
-    for cell, decision in zip(cells, found.verdict.decisions, strict=False):
-        print_line(console, _next(found, cell, decision))
+        print_line(console, "the run has no gated cells, so there is nothing to decide")
+    # decisions of cells that are not gated come after those of gated ones
+    for cell, decision in zip(cells, findings.verdict.decisions, strict=False):
+        print_line(console, _cell_line(findings, cell, decision))
 
 
-def _next(findings: Findings, cell: GatedCell, d: Decision) -> str:
-    """A cell in one line: its verdict, what it has, and what would decide it."""
+def _cell_line(findings: Findings, cell: GatedCell, d: Decision) -> str:
+    """Return a cell's verdict and size, and what would decide it, as one line."""
     from kvaudit.reports.verdict.chance import templates_for
     from kvaudit.reports.verdict.verdict import Status
 
@@ -130,30 +123,31 @@ def _next(findings: Findings, cell: GatedCell, d: Decision) -> str:
     name = f"{d.suite} {at_length(d.context_tokens)}, {d.estimand} of {d.arm} under {policy}"
     if d.effect is None or d.margin is None:
         return f"{name}: {d.status.value}, no number of items is known to decide it"
-    has = f"{d.effect.n_items} items in {d.effect.n_clusters} templates"
+    state = f"{name}: {d.status.value} with {d.effect.n_items} items in {d.effect.n_clusters} templates"
     if d.status is not Status.INCONCLUSIVE:
-        return f"{name}: {d.status.value} with {has}"
+        return state
     needed = [templates_for(row.contrast, cell.margin_of(row) or 0.0, cell.ratio) for row in cell.rows]
     if None in needed:
-        why = "not even forty times as many templates would"
+        reason = "not even forty times as many templates would decide it"
         if any(len(row.contrast.sums) != 1 for row in cell.rows):
-            why = "of suites combined no number is worked out"
+            reason = "for combined suites the number cannot be computed"
         elif d.ratio is not None and d.ratio.times.estimate is None:
-            why = "nothing of it happened with the reference, and a multiple of nothing cannot be shown"
+            reason = "the event never happened with the reference, so no ratio can be shown"
         elif d.effect.estimate <= -d.margin:
-            why = "the drop is past the margin already"
-        return f"{name}: {d.status.value} with {has}; {why}"
-    most = max(count for count in needed if count is not None)
-    items = round(most * d.effect.n_items / d.effect.n_clusters)
-    would = f"{items} items in {most} templates would decide it, if nothing is lost and the suite has as many"
-    return f"{name}: {d.status.value} with {has}; {would}"
+            reason = "the drop is beyond the margin already"
+        return f"{state}; {reason}"
+    templates = max(count for count in needed if count is not None)
+    items = round(templates * d.effect.n_items / d.effect.n_clusters)
+    return (
+        f"{state}; {items} items in {templates} templates would decide it, if nothing is lost and the suite has as many"
+    )
 
 
-def _plan(design: Design, suite: str, out: Path | None) -> None:
-    """Print what a design buys and the suggested size, and write that where asked."""
+def _plan_design(design: Design, suite: str, out: Path | None) -> None:
+    """Print what a design can show and the suggested size; write that to ``out`` if given."""
     from kvaudit.reports.verdict.sizes import needed_clusters, plan_sizes, snippet
 
-    if not _NAME.fullmatch(suite):
+    if not _SUITE_NAME.fullmatch(suite):
         raise SpecError(f"--suite is {suite!r}, wanted the name of a suite")
     sizes = plan_sizes(design)
     needed = needed_clusters(design)
@@ -161,7 +155,7 @@ def _plan(design: Design, suite: str, out: Path | None) -> None:
     if out is not None:
         write_output(out, text)
     console = wide_console()
-    for name, value in (*lines(sizes), *_what_decides(sizes), *_suggested(sizes, needed)):
+    for name, value in (*_figures(sizes), *_improvements(sizes), *_suggestion(sizes, needed)):
         print_line(console, f"{name:<36}{value}")
     print_line(console, "")
     print_line(console, text.rstrip())
@@ -169,28 +163,27 @@ def _plan(design: Design, suite: str, out: Path | None) -> None:
         print_line(console, f"written: {out}")
 
 
-def lines(sizes: Sizes) -> Iterator[tuple[str, str]]:
-    """Name and value of every figure, in the order they are read."""
+def _figures(sizes: Sizes) -> Iterator[tuple[str, str]]:
+    """Yield name and value of every figure, in the order they are printed."""
     from kvaudit.reports.sections.shared.words import percent
     from kvaudit.reports.verdict.sizes import smallest_margin, smallest_ratio
 
     d = sizes.design
-    seeds = f", {d.seeds} seeds" if d.seeds > 1 else ""
-    yield "planned", f"{d.items} items in {d.clusters} templates, {d.samples} answers each{seeds}"
+    yield "planned", f"{d.items} items in {d.clusters} templates, {d.samples} answers each{_seeds_text(d)}"
     yield "design effect, standard error", f"{sizes.deff:.2f}, {100 * sizes.error:.2f} pp"
-    held_to = f"{100 * d.margin:g} pp" if d.ratio is None else f"{d.ratio:g} x"
+    limit = f"{100 * d.margin:g} pp" if d.ratio is None else f"{d.ratio:g} x"
     if d.ratio is not None:
-        yield f"what {held_to} comes to", f"{100 * d.margin:.4g} pp where it happens in {percent(d.happens)}"
-    yield f"chance to pass {held_to}", _chance(sizes)
+        yield f"{limit} in percentage points", f"{100 * d.margin:.4g} pp at a rate of {percent(d.happens)}"
+    yield f"chance to pass {limit}", _chance(sizes)
     if d.policies > 1:
         together = f"{percent(sizes.passes**d.policies)} if they were independent, at most {percent(sizes.passes)}"
         yield f"chance to pass all {d.policies} policies", together
     if d.ratio is None:
-        yield "price of the template rule", _price(sizes)
-    beyond = f"more than the {percent(d.discordance)} of the items that differ can lose"
+        yield "price of the template rule", _template_price(sizes)
+    impossible = f"more than the {percent(d.discordance)} of the items that differ can lose"
     yield (
         f"power to find a drop of {100 * d.margin:.4g} pp",
-        beyond if sizes.detects is None else percent(sizes.detects),
+        impossible if sizes.detects is None else percent(sizes.detects),
     )
     if d.ratio is None:
         smallest = smallest_margin(d)
@@ -198,30 +191,34 @@ def lines(sizes: Sizes) -> Iterator[tuple[str, str]]:
     else:
         least = smallest_ratio(d)
         yield f"ratio passed with power {d.power:g}", "none" if least is None else f"{least:.2f} x"
-    found = f"{100 * sizes.detectable:.1f} pp"
+    drop = f"{100 * sizes.detectable:.1f} pp"
     yield (
         f"drop found with power {d.power:g} (MDE)",
-        f"{found}, {beyond}" if sizes.detectable > d.discordance else found,
+        f"{drop}, {impossible}" if sizes.detectable > d.discordance else drop,
     )
     yield "half-width of the 95 % interval", f"{100 * sizes.half_width:.1f} pp"
-    yield "C_min", f"{sizes.required_clusters} templates for {held_to} at alpha {d.alpha:g}"
+    yield "C_min", f"{sizes.required_clusters} templates for {limit} at alpha {d.alpha:g}"
     missed = f"missed with probability {100 * d.alpha:g} %"
     yield "blind spot", f"{percent(sizes.blind_spot)} of the templates could be broken and unsampled, {missed}"
     yield "answers", _answers(d)
+
+
+def _seeds_text(d: Design) -> str:
+    return f", {d.seeds} seeds" if d.seeds > 1 else ""
 
 
 def _chance(sizes: Sizes) -> str:
     from kvaudit.reports.sections.shared.words import percent
 
     assumed = f"at a true drift of {100 * sizes.design.drift:g} pp"
-    alone = f"the interval alone {percent(sizes.interval)}"
+    interval = f"the interval alone {percent(sizes.interval)}"
     if sizes.lowest_estimate is None:
-        return f"0 %: fewer templates than C_min; {alone} {assumed}"
-    return f"{percent(sizes.passes)} {assumed}; {alone}"
+        return f"0 %: fewer templates than C_min; {interval} {assumed}"
+    return f"{percent(sizes.passes)} {assumed}; {interval}"
 
 
-def _price(sizes: Sizes) -> str:
-    """What passes at all, and what passes with the asked power."""
+def _template_price(sizes: Sizes) -> str:
+    """Return the lowest estimate that passes at all, and the lowest drift that passes with the wanted power."""
     from kvaudit.reports.verdict.sizes import lowest_drift
 
     d, lowest = sizes.design, sizes.lowest_estimate
@@ -232,10 +229,10 @@ def _price(sizes: Sizes) -> str:
     return f"no estimate below {100 * lowest:+.1f} pp passes, {likely} passes with power {d.power:g}"
 
 
-def _what_decides(sizes: Sizes) -> Iterator[tuple[str, str]]:
-    """The chance to pass after each thing that can be bought, the cheapest first, and what items buy alone.
+def _improvements(sizes: Sizes) -> Iterator[tuple[str, str]]:
+    """Yield the chance to pass after each improvement, the cheapest first, and with more items alone.
 
-    Nothing has to be written for a sample, nor for a seed; fewer templates than C_min are to be mended before all else.
+    More samples and seeds need no new texts; more templates do, but without C_min templates nothing can pass.
     """
     from kvaudit.reports.sections.shared.words import percent
     from kvaudit.reports.verdict.sizes import more_items, steps
@@ -244,19 +241,18 @@ def _what_decides(sizes: Sizes) -> Iterator[tuple[str, str]]:
         yield "what decides first", f"templates: {sizes.required_clusters} of them, then samples, seeds and items"
         return
     yield "what decides, cheapest first", f"{percent(sizes.passes)} as planned"
-    taken = list(steps(sizes.design))
-    for number, step in enumerate(taken):
+    improvements = list(steps(sizes.design))
+    for number, step in enumerate(improvements):
         yield "", f"{percent(step.passes)} with {step.words}{' too' if number else ''}"
-    if len(taken) > 1:
-        alone = more_items(sizes.design)
-        yield "", f"{percent(alone.passes)} with {alone.words} and nothing else"
+    if len(improvements) > 1:
+        items = more_items(sizes.design)
+        yield "", f"{percent(items.passes)} with {items.words} and nothing else"
 
 
 def _answers(d: Design) -> str:
     from kvaudit.reports.verdict.sizes import SECONDS_PER_HOUR
 
-    seeds = f", {d.seeds} seeds" if d.seeds > 1 else ""
-    grid = f"{d.answers} ({d.arms} arms{seeds}, {d.policies} policies, {d.samples} answers to an item)"
+    grid = f"{d.answers} ({d.arms} arms{_seeds_text(d)}, {d.policies} policies, {d.samples} answers to an item)"
     if d.seconds is None:
         return f"{grid}; --rate ANSWERS_PER_SECOND gives the time"
     return (
@@ -264,10 +260,8 @@ def _answers(d: Design) -> str:
     )
 
 
-def _suggested(sizes: Sizes, needed: int) -> Iterator[tuple[str, str]]:
-    """The templates that reach the asked power, everything else as planned."""
-    from dataclasses import replace
-
+def _suggestion(sizes: Sizes, needed: int) -> Iterator[tuple[str, str]]:
+    """Yield the number of templates that reaches the wanted power, everything else as planned."""
     d = sizes.design
     larger = replace(d, clusters=needed)
     verb = f"buy {needed - d.clusters} more templates" if needed > d.clusters else "enough"

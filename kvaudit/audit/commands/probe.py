@@ -8,14 +8,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvaudit.audit.commands.base import Command, argument, option
 from kvaudit.audit.commands.base import (
+    Command,
     Limit,
     Plugins,
     Resume,
     RunOut,
-    print_table,
+    argument,
+    option,
     print_line,
+    print_table,
     set_data_folder,
     user_errors,
     wide_console,

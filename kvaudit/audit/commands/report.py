@@ -1,26 +1,32 @@
-"""``kvaudit report``, and how a verdict is printed: no model is loaded."""
+"""``kvaudit report`` and ``kvaudit gate``: a run's report and verdict, and the pin of a reference; loads no model."""
 
 from __future__ import annotations
 
-from datetime import date
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, date, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Any
 
-from kvaudit.audit.commands.base import Command
+import typer
+
 from kvaudit.audit.commands.base import (
-    GateFile,
-    OnInconclusive,
+    Command,
     Run,
-    Waivers,
+    argument,
     check_report_folder,
+    check_run,
+    expand_options,
+    option,
     print_line,
-    say_unfinished,
     user_errors,
     wide_console,
 )
-from kvaudit.core.errors import SpecError
-from kvaudit.core.provenance import check_checkpoints
-from kvaudit.reports.verdict.pin import load_pin
+from kvaudit.core.errors import DataError, RunError, SpecError
+from kvaudit.core.files import read_json, write_output
+from kvaudit.core.provenance import PROVENANCE, check_checkpoint
+from kvaudit.core.text import inline
+from kvaudit.reports.verdict.pin import Pin, Pinned, is_sha256, load_pin
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -28,51 +34,177 @@ if TYPE_CHECKING:
     from kvaudit.reports.page.findings import Findings
     from kvaudit.reports.verdict.rules import GateOverrides
 
+Runs = Annotated[list[Path], argument(metavar="RUN", help="The folder of a run; with --pin, finished checkpoints.")]
+PinFlag = Annotated[
+    bool,
+    typer.Option(
+        "--pin",
+        help="Instead of a verdict: pin a reference by its weights, for later gates. RUN is then one or more finished "
+        "checkpoints, adapters or folders of an arm.",
+    ),
+]
+PinOut = Annotated[Path | None, option("--out", help="With --pin: file to write. Default: pin.json.")]
 
-def report(
-    run: Run, *, gate_file: GateFile = None, waivers: Waivers = None, on_inconclusive: OnInconclusive = None
-) -> None:
+
+@dataclass(frozen=True)
+class GateOptions:
+    """Changes to a run's gate on the command line."""
+
+    gate_file: Annotated[
+        Path | None, option("--gate", help="Gate file. Default: the gate declared in the run's spec.")
+    ] = None
+    waivers: Annotated[Path | None, option(help="File of waivers: which cells, by whom, why, until when.")] = None
+    on_inconclusive: Annotated[
+        str | None, option(help="If INCONCLUSIVE: block exits with 4, warn exits with 0 and prints a warning.")
+    ] = None
+
+    def read(self) -> GateOverrides:
+        """Read and check the files; raises SpecError and DataError."""
+        from kvaudit.reports.verdict.rules import BLOCK, WARN, GateOverrides, load_gate_file
+        from kvaudit.reports.verdict.waivers import read_waivers
+
+        if self.on_inconclusive not in (None, BLOCK, WARN):
+            raise SpecError(f"--on-inconclusive is {self.on_inconclusive!r}, wanted {BLOCK} or {WARN}")
+        gate = None if self.gate_file is None else load_gate_file(self.gate_file)
+        pin = None if gate is None else gate.table.get("pin")
+        return GateOverrides(
+            gate=gate,
+            pin=load_pin(self.gate_file.parent / pin) if self.gate_file and isinstance(pin, str) else None,
+            waivers=None if self.waivers is None else read_waivers(self.waivers),
+            on_inconclusive=self.on_inconclusive,
+            today=date.today(),
+        )
+
+
+@expand_options
+def report(run: Run, *, options: GateOptions) -> None:
     """Write a run's report again from its records."""
     with user_errors("kvaudit", "report", run):
-        asked = asked_of(gate_file, waivers, on_inconclusive)
-        check_checkpoints(run)
-        say_unfinished(run)
-        write_report(run, asked)
+        overrides = options.read()
+        check_run(run)
+        write_report(run, overrides)
 
 
-def asked_of(gate: Path | None, waivers: Path | None, on_inconclusive: str | None) -> GateOverrides:
-    """What the command line adds to the gate of a run, read and checked; raises SpecError and DataError in one line."""
-    from kvaudit.reports.verdict.rules import BLOCK, WARN, GateOverrides, load_gate_file
-    from kvaudit.reports.verdict.waivers import read_waivers
+@expand_options
+def gate(run: Runs, *, options: GateOptions, pin: PinFlag = False, out: PinOut = None) -> None:
+    """Print a run's verdict, which is also the exit code.
 
-    if on_inconclusive not in (None, BLOCK, WARN):
-        raise SpecError(f"--on-inconclusive is {on_inconclusive!r}, wanted {BLOCK} or {WARN}")
-    file = None if gate is None else load_gate_file(gate)
-    named = None if file is None else file.table.get("pin")
-    return GateOverrides(
-        gate=file,
-        # a pin is looked for beside the gate file that names it
-        pin=load_pin(gate.parent / named) if gate and isinstance(named, str) else None,
-        waivers=None if waivers is None else read_waivers(waivers),
-        on_inconclusive=on_inconclusive,
-        today=date.today(),
-    )
+    0 PASS, 3 FAIL, 4 INCONCLUSIVE, 5 INVALID, 6 NOT MEASURABLE.
+    """
+    with user_errors(*([] if pin else ["kvaudit", "gate", run[0]])):
+        if pin:
+            if options != GateOptions():
+                raise SpecError("--pin gives no verdict; leave out --gate, --waivers and --on-inconclusive")
+            _write_pin(run, out or Path("pin.json"))
+            return
+        if len(run) > 1 or out is not None:
+            raise SpecError("gate takes one run and writes no file; several folders and --out need --pin")
+        from kvaudit.reports.records.load import load_run
+        from kvaudit.reports.run import decide_run
+        from kvaudit.reports.verdict.rules import refuse_late
+
+        overrides = options.read()
+        check_run(run[0])
+        findings = decide_run(load_run(run[0]), overrides, everything=False)
+        refuse_late(findings.rules)  # a gate file that was written after the run began
+        print_verdict(wide_console(), findings)
+        raise typer.Exit(findings.verdict.exit_code)
 
 
-def write_report(run: Path, asked: GateOverrides | None = None) -> None:
-    """Write the report, print the answers and where the report lies."""
-    from kvaudit.reports.run import write_report
+def write_report(run: Path, overrides: GateOverrides | None = None) -> None:
+    """Write a run's report, and print its answers and where it is."""
+    from kvaudit.reports.run import write_report as write_files
 
     check_report_folder(run)
-    print_verdict(wide_console(), write_report(run, asked), run)
+    print_verdict(wide_console(), write_files(run, overrides), run)
 
 
 def print_verdict(console: Console, findings: Findings, run: Path | None = None) -> None:
-    """The answers, on at most a dozen lines; ``run`` where its report lies."""
+    """Print the answers on at most a dozen lines; give ``run`` to print where its report is."""
     from kvaudit.reports.page.terminal import terminal_lines
 
     for line in terminal_lines(findings, run):
         print_line(console, line)
 
 
-COMMAND = Command("report", group="Audit", order=4, call=report)
+def _write_pin(folders: Sequence[Path], out: Path) -> None:
+    """Write the pin of finished checkpoints, or of all seeds of an arm; raises RunError if ``out`` exists."""
+    if out.exists():
+        raise RunError(f"{str(out)!r} exists, and a pin must not change; give another --out")
+    entries = tuple(entry for folder in folders for entry in _pin_entries(folder))
+    names = [f"{e.arm} seed {e.seed}" if e.named else f"weights {e.sha256[:12]}" for e in entries]
+    for name in names:
+        if names.count(name) > 1:
+            raise DataError(f"{name} is given twice; give each checkpoint once, and only one per seed")
+    pin = Pin(entries, datetime.now(UTC).date().isoformat(), out.name)
+    write_output(out, pin.to_json())
+    console = wide_console()
+    for name, entry in zip(names, entries, strict=True):
+        details = "trained outside kvaudit, so pinned without an arm's name"
+        if entry.named:
+            details = f"weights {entry.sha256[:12]}, base {entry.base_sha256[:12]}, policy {entry.policy}"
+        print_line(console, inline(f"{name}: {details}"))
+    print_line(console, f"pin: {out} ({pin.sha256[:12]})")
+
+
+def _pin_entries(folder: Path) -> Iterator[Pinned]:
+    """Yield the checkpoint in a folder, or those of every seed below it, after checking their hashes."""
+    seeds = sorted(folder.glob(f"seed-*/{PROVENANCE}"))
+    if (folder / PROVENANCE).is_file():
+        yield _pin_trained(folder)
+    elif seeds:
+        yield from (_pin_trained(path.parent) for path in seeds)
+    else:
+        yield _pin_untrained(folder)
+
+
+def _pin_trained(folder: Path) -> Pinned:
+    check_checkpoint(folder)
+    provenance = read_json(folder / PROVENANCE)
+    weights = _weights_sha256(folder, provenance)
+    arm, seed, base, config = (provenance.get(key) for key in ("arm", "seed", "base_sha256", "config"))
+    policy = config.get("policy") if isinstance(config, dict) else None
+    has_texts = is_sha256(base) and isinstance(arm, str) and isinstance(policy, str)
+    # not isinstance: True is an int too
+    if not has_texts or type(seed) is not int or provenance.get("sha256") != weights:
+        raise DataError(
+            f"{str(folder / PROVENANCE)!r} lacks arm, seed, base, policy or the hash {weights[:12]} of the weights; "
+            "give a checkpoint that kvaudit finished"
+        )
+    return Pinned(_arm_name(folder, str(arm), seed), seed, weights, str(base), str(policy))
+
+
+def _weights_sha256(folder: Path, provenance: Mapping[str, Any]) -> str:
+    """Return the hash of a checkpoint's weights; an adapter needs no base model here if provenance has its hash."""
+    from kvaudit.audit.sampling.checkpoints import adapter_sha256, checkpoint_sha256, is_adapter
+
+    if is_adapter(folder):
+        sha256 = adapter_sha256(folder, str(provenance.get("base_sha256")))
+        if sha256 == provenance.get("sha256"):  # otherwise training began from another adapter of the base model
+            return sha256
+    return checkpoint_sha256(folder)
+
+
+def _arm_name(folder: Path, arm: str, seed: int) -> str:
+    """Return the arm's name in its run: in a sweep it includes the policy, which only the folder's name has."""
+    folder = folder.resolve()
+    name = folder.parent.name
+    return name if folder.name == f"seed-{seed}" and name.startswith(f"{arm}_") else arm
+
+
+def _pin_untrained(folder: Path) -> Pinned:
+    """Return the entry of a model trained outside kvaudit: it has no arm or seed until a run names it."""
+    from kvaudit.audit.sampling.checkpoints import checkpoint_sha256
+    from kvaudit.core.spec_train import BASE_ARM
+
+    if not list(folder.glob("*.safetensors")):
+        raise DataError(
+            f"{str(folder)!r} holds neither a finished checkpoint nor .safetensors weights; give a folder such as "
+            "RUN/checkpoints/dense or RUN/checkpoints/dense/seed-11"
+        )
+    weights = checkpoint_sha256(folder)
+    return Pinned(BASE_ARM, 0, weights, weights, "none")
+
+
+REPORT = Command("report", group="Audit", order=4, call=report)
+GATE = Command("gate", group="Audit", order=5, call=gate, former_names={"pin": "gate --pin"})

@@ -1,4 +1,4 @@
-"""``kvaudit run``: the phases of a spec, all of them or one, alone or beside other processes."""
+"""``kvaudit run``: run a spec or one of its phases, alone or with other processes."""
 
 from __future__ import annotations
 
@@ -12,19 +12,17 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from kvaudit.audit.commands.base import Command, option
 from kvaudit.audit.commands.base import (
-    Anyway,
-    LauncherText,
+    Command,
     Limit,
     Plugins,
     Resume,
     RunOut,
     SpecFile,
-    Takeover,
     Threads,
-    Workers,
     check_report_folder,
+    expand_options,
+    option,
     print_line,
     set_data_folder,
     user_errors,
@@ -41,95 +39,102 @@ if TYPE_CHECKING:
     from kvaudit.core.spec import RunSpec
     from kvaudit.core.spec_parts import PluginNames
 
-
-HERE = "local"  # the launcher under which this process works too
+LOCAL = "local"  # the launcher under which this process is a worker too
+_PHASES = ("train", "evaluate")
 
 
 @dataclass(frozen=True)
 class RunOptions:
-    """How this process works; none of it changes what is measured, but ``limit``, which makes another spec."""
+    """How this process works on a run. Only ``limit`` changes what is measured: it makes another spec."""
 
-    limit: int | None = None
-    threads: int | None = None
-    workers: int | None = None
-    plugins: tuple[Path, ...] = ()
-    takeover: bool = False
-    launcher: str = HERE
-    anyway: bool = False
-    ask_refused: bool = False
+    limit: Limit = None
+    threads: Threads = None
+    workers: Annotated[
+        int | None,
+        option(
+            min=1,
+            help="Number of worker processes with one thread each. Default: one per idle core for the embedded model, "
+            "else one per GPU. A run that started with more threads has one process.",
+        ),
+    ] = None
+    launcher: Annotated[
+        str,
+        typer.Option(
+            help="Where workers run: local, or NAME:option=value (see `kvaudit list launchers`). Other launchers than "
+            "local need --workers, and this process only waits for them.",
+        ),
+    ] = LOCAL
+    plugins: Plugins = None
+    takeover: Annotated[
+        bool,
+        typer.Option(
+            "--takeover", help="Take over units claimed by processes on other machines; only if those have ended."
+        ),
+    ] = False
+    anyway: Annotated[
+        bool,
+        typer.Option(
+            "--anyway",
+            help="Run even if the gate cannot pass, or the pilot found that a suite has nothing to lose. Recorded in "
+            "the run.",
+        ),
+    ] = False
+    ask_refused: Annotated[
+        bool,
+        typer.Option(
+            "--ask-refused", help="With --resume: ask again what a server refused to answer; keep the answers."
+        ),
+    ] = False
 
     def __post_init__(self) -> None:
-        """Raise SpecError for numbers that cannot be, as they may come from Python."""
+        """Raise SpecError for numbers below 1, which Python callers can pass."""
         for name, number in (("limit", self.limit), ("threads", self.threads), ("workers", self.workers)):
             if number is not None and number < 1:
                 raise SpecError(f"{name} is {number}, wanted a whole number of at least 1")
 
 
-Only = Annotated[
-    str | None,
-    option(
-        help="train: only train the arms; evaluate: only ask the checkpoints that are there. In this process alone."
-    ),
-]
-Join = Annotated[
-    bool,
-    typer.Option("--join", help="SPEC is the folder of a run that another process has begun: help until it is done."),
-]
-AskRefused = Annotated[
-    bool, typer.Option("--ask-refused", help="With --resume: ask anew what a server refused; answers stay.")
-]
-_PHASES = ("train", "evaluate")
-
-
+@expand_options
 def run(
     spec: SpecFile,
     *,
     out: RunOut = None,
     resume: Resume = False,
-    only: Only = None,
-    join: Join = False,
-    limit: Limit = None,
-    threads: Threads = None,
-    workers: Workers = None,
-    launcher: LauncherText = HERE,
-    plugin: Plugins = None,
-    takeover: Takeover = False,
-    anyway: Anyway = False,
-    ask_refused: AskRefused = False,
+    only: Annotated[
+        str | None,
+        option(
+            help="Do one phase, in this process alone. train: train the arms; evaluate: ask the checkpoints that exist."
+        ),
+    ] = None,
+    join: Annotated[
+        bool,
+        typer.Option("--join", help="Help with a run that another process has started; SPEC is the folder of the run."),
+    ] = False,
+    options: RunOptions,
 ) -> None:
     """Run a spec: train its arms, ask every question, report.
 
-    Exits with 0 once the report is written, whatever it says: `gate` decides. Exits with 6, before the grid is served,
-    where the pilot of a suite has nothing to lose.
+    Exits with 0 when the report is written, whatever its verdict: see `gate`. Exits with 6 before the evaluation if
+    the pilot finds that a suite has nothing to lose.
     """
-    options = RunOptions(
-        limit=limit,
-        threads=threads,
-        workers=workers,
-        plugins=tuple(plugin or ()),
-        takeover=takeover,
-        launcher=launcher,
-        anyway=anyway,
-        ask_refused=ask_refused,
-    )
-    with user_errors(*_how_to_go_on(spec, out, limit, only=only, join=join)):
-        if ask_refused and not resume:
-            raise SpecError("--ask-refused is given without --resume: only a run that is there has refused answers")
+    with user_errors(*_continue_command(spec, out, options.limit, only=only, join=join)):
+        if options.ask_refused and not resume:
+            raise SpecError("--ask-refused needs --resume: only an existing run has refused answers")
+        new_process = {"--workers": options.workers, "--launcher": options.launcher != LOCAL}
         if join:
-            of_a_new_run = {"--limit": limit, "--workers": workers, "--launcher": launcher != HERE, "--anyway": anyway}
-            _refuse("--join", {"--only": only, "--out": out, "--resume": resume, **of_a_new_run})
-            _join(spec, options)
+            new_run = {"--limit": options.limit, **new_process, "--anyway": options.anyway}
+            _refuse_with("--join", {"--only": only, "--out": out, "--resume": resume, **new_run})
+            _join_run(spec, options)
         elif only is None:
             run_spec(spec, out, options, resume=resume)
         else:
             if only not in _PHASES:
                 raise UnknownName("phase of --only", only, _PHASES)
-            _refuse(f"--only {only}", {"--workers": workers, "--launcher": launcher != HERE})
-            _work_on_phase(only, spec, out, options, resume=resume)
+            _refuse_with(f"--only {only}", new_process)
+            _run_phase(only, spec, out, options, resume=resume)
 
 
-def _how_to_go_on(spec: Path, out: Path | None, limit: int | None, *, only: str | None, join: bool) -> list[str]:
-    """The command that goes on where this one was stopped; joining and evaluating begin where the run is anyway."""
+def _continue_command(spec: Path, out: Path | None, limit: int | None, *, only: str | None, join: bool) -> list[str]:
+    """Return the command that continues the work; joining and evaluating need no --resume."""
     if join:
         return ["kvaudit", "run", "--join", str(spec)]
     words = ["kvaudit", "run", *(["--only", only] if only else []), str(spec)]
@@ -138,36 +143,36 @@ def _how_to_go_on(spec: Path, out: Path | None, limit: int | None, *, only: str 
     return [*words, *([] if only == "evaluate" else ["--resume"])]
 
 
-def _refuse(way: str, given: Mapping[str, object]) -> None:
-    """Raise SpecError for an option that means nothing beside another."""
-    for name, value in given.items():
+def _refuse_with(mode: str, options: Mapping[str, object]) -> None:
+    """Raise SpecError if an option is given that has no effect with ``mode``."""
+    for name, value in options.items():
         if value:
-            raise SpecError(f"{name} is given beside {way}, where it means nothing; leave one of the two out")
+            raise SpecError(f"{name} has no effect with {mode}; leave one of the two out")
 
 
 def run_spec(spec: Path | Mapping[str, Any], out: Path | None, options: RunOptions, *, resume: bool) -> Path:
-    """Every phase, then the verdict and where the report lies; returns the run's folder."""
+    """Run every phase, write and print the report, and return the run's folder."""
     from rich.console import Console
 
-    from kvaudit.audit.commands.judge import judge_all
+    from kvaudit.audit.commands.grade import judge_with_spec
     from kvaudit.audit.commands.report import write_report
     from kvaudit.audit.judges.base import JUDGES
     from kvaudit.audit.runs.launchers.base import Job, parse_launcher
     from kvaudit.core.plugins import parse_plugin
 
-    asked = _asked(spec, out, options)
-    if _followed(asked, options):
-        return asked.folder
+    plan = _load_plan(spec, out, options)
+    if _follow_rank0(plan, options):
+        return plan.folder
     launcher = parse_launcher(options.launcher)
     launcher.check()
-    begun_with = read_provenance(asked.folder).get("threads") if os.path.isfile(asked.folder / PROVENANCE) else None
-    workers, threads = plan_workers(options, asked.spec, begun_with, here=launcher.here)
-    for text in asked.spec.judge:
-        parse_plugin(JUDGES, text).check()
-    pipeline, run = opened_run(asked, options, threads, resume=resume, works=launcher.here, processes=workers)
-    words = [*_joining(run.path, options), "--threads", "1", *(["--takeover"] if options.takeover else [])]
-    job = Job(words, run.path / "logs", Path.cwd(), asked.spec.device in ("auto", "cuda"), _ranks(asked.spec))
-    # this process is one of the workers, or only waits for them
+    first_threads = read_provenance(plan.folder).get("threads") if os.path.isfile(plan.folder / PROVENANCE) else None
+    workers, threads = plan_workers(options, plan.spec, first_threads, here=launcher.here)
+    for name in plan.spec.judge:
+        parse_plugin(JUDGES, name).check()
+    pipeline, run = open_pipeline(plan, options, threads, resume=resume, works=launcher.here, processes=workers)
+    words = [*_join_command(run.path, options), "--threads", "1", *(["--takeover"] if options.takeover else [])]
+    job = Job(words, run.path / "logs", Path.cwd(), plan.spec.device in ("auto", "cuda"), _ranks(plan.spec))
+    # this process is one of the workers if they are local, else it only waits
     with launcher.start_workers(
         workers - launcher.here, job, lambda line: print_line(Console(stderr=True), line)
     ) as crew:
@@ -177,40 +182,42 @@ def run_spec(spec: Path | Mapping[str, Any], out: Path | None, options: RunOptio
             pipeline.check_done()
         pipeline.work_on()
     write_report(run.path)
-    judge_all(run.path, run.spec, asked.plugins)
+    judge_with_spec(run.path, run.spec, plan.plugins)
     return run.path
 
 
-def plan_workers(options: RunOptions, spec: RunSpec, begun: int | None, *, here: bool = True) -> tuple[int, int | None]:
-    """Number of processes, and threads of each, None for the idle cores; ``begun`` is what the run began with.
+def plan_workers(
+    options: RunOptions, spec: RunSpec, first_threads: int | None, *, here: bool = True
+) -> tuple[int, int | None]:
+    """Return the number of processes and the threads of each; None threads: all idle cores.
 
-    Rounding can depend on the number of threads, so a run keeps it: several processes have one each, and a run that
-    has more goes on with one process. ``here``: whether this is one of them; where it is not, its cores say nothing.
+    ``first_threads`` is the number that the run started with. Rounding can depend on it, so a run keeps it: several
+    processes have one thread each, and a run with more continues with one process. ``here``: whether this process is
+    a worker, so that its cores count.
     """
     from kvaudit.audit.runs.ranks import is_launched
 
-    threads = options.threads or begun
-    if _ranks(spec) > 1 and is_launched():  # other workers would take themselves for the same ranks
+    threads = options.threads or first_threads
+    if _ranks(spec) > 1 and is_launched():  # further workers would take the same ranks
         if (options.workers or 1) > 1 or not here:
             raise SpecError(
-                "the processes that were launched are the ranks of one worker; leave out --workers and --launcher, or "
-                "let this command start the ranks"
+                "the launched processes are the ranks of one worker; leave out --workers and --launcher, or let this "
+                "command start the ranks"
             )
         return 1, threads
     if threads is not None and threads > 1:
         if here:
             return 1, threads
         raise SpecError(
-            f"launcher {options.launcher!r}: workers have one thread each, the run has {threads}; go on with it here, "
-            "or give another --out and no --threads"
+            f"launcher {options.launcher!r} gives each worker one thread, but the run has {threads}; continue without "
+            "--launcher, or give another --out and no --threads"
         )
-    # away from here nobody knows how many places there are
-    workers = options.workers or (_places(spec) if here else 1)
+    workers = options.workers or (_local_places(spec) if here else 1)  # the size of a cluster is unknown
     return workers, 1 if workers > 1 or not here else threads
 
 
-def _places(spec: RunSpec) -> int:
-    """How many processes this machine has a place for, a GPU or a core each; one of a model that needs all there is."""
+def _local_places(spec: RunSpec) -> int:
+    """Return the number of processes for this machine: one per idle core or per GPU, or one if none is known."""
     from kvaudit.audit.runs.launchers.local import idle_cores, visible_gpus
     from kvaudit.audit.sampling.model import EMBEDDED
 
@@ -223,96 +230,96 @@ def _ranks(spec: RunSpec) -> int:
     return 1 if spec.train is None else spec.train.ranks
 
 
-def _joining(folder: Path, options: RunOptions) -> list[str]:
-    return ["run", "--join", str(folder), *(f"--plugin={plugin}" for plugin in options.plugins)]
+def _join_command(folder: Path, options: RunOptions) -> list[str]:
+    return ["run", "--join", str(folder), *(f"--plugin={path}" for path in options.plugins or ())]
 
 
-def _followed(asked: AskedRun, options: RunOptions) -> bool:
-    """Whether this process is another rank of what the first one trains; if so, its work is done with this."""
+def _follow_rank0(plan: RunPlan, options: RunOptions) -> bool:
+    """Return False for rank 0 and for a run without ranks; for another rank, do all of its work and return True."""
     from rich.console import Console
 
     from kvaudit.audit.runs.folder import open_run
     from kvaudit.audit.runs.pipeline import Pipeline
     from kvaudit.audit.runs.ranks import is_follower, join_ranks
 
-    if not is_follower(_ranks(asked.spec)):
+    if not is_follower(_ranks(plan.spec)):
         return False
-    with join_ranks(_ranks(asked.spec), any_gpu=asked.spec.device in ("auto", "cuda")) as ranks:
-        run = open_run(asked.folder, asked.spec, resume=True)  # which the first has made before it comes here
-        Pipeline(run, Console(), options.threads, plugins=asked.plugins).follow(ranks)
+    with join_ranks(_ranks(plan.spec), any_gpu=plan.spec.device in ("auto", "cuda")) as ranks:
+        run = open_run(plan.folder, plan.spec, resume=True)  # rank 0 has created it before the ranks join
+        Pipeline(run, Console(), options.threads, plugins=plan.plugins).follow(ranks)
     return True
 
 
-def _join(path: Path, options: RunOptions) -> None:
-    """Claim units of a run that exists until none is left; raises DataError where there is no run."""
+def _join_run(path: Path, options: RunOptions) -> None:
+    """Work on units of an existing run until none is left; raises DataError if there is no run."""
     from kvaudit.audit.runs.folder import SPEC
 
     if not os.path.exists(path / SPEC):
         raise DataError(
-            f"{str(path)!r} holds no run that {socket.gethostname()!r} sees; begin one with: kvaudit run SPEC, or put "
-            "it where every machine sees it"
+            f"{str(path)!r} holds no run that {socket.gethostname()!r} can read; start one with: kvaudit run SPEC, or "
+            "move it to a folder that all machines share"
         )
-    asked = _asked(path / SPEC, path, options)
-    if _followed(asked, options):
+    plan = _load_plan(path / SPEC, path, options)
+    if _follow_rank0(plan, options):
         return
-    pipeline, _ = opened_run(asked, options, options.threads, resume=True)
+    pipeline, _ = open_pipeline(plan, options, options.threads, resume=True)
     pipeline.work_on()
 
 
-def _work_on_phase(only: str, path: Path, out: Path | None, options: RunOptions, *, resume: bool) -> None:
-    """Training or evaluation alone; the latter goes on with whatever the folder holds."""
+def _run_phase(phase: str, path: Path, out: Path | None, options: RunOptions, *, resume: bool) -> None:
+    """Run only training, or only evaluation of the checkpoints in the folder."""
     from rich.console import Console
 
-    asked = _asked(path, out, options)
-    if only == "train":
-        if _followed(asked, options):
+    plan = _load_plan(path, out, options)
+    if phase == "train":
+        if _follow_rank0(plan, options):
             return
-        if asked.spec.train is None:
+        if plan.spec.train is None:
             raise SpecError(
                 f"{str(path)!r} has no train section; evaluate the base model with: kvaudit run --only evaluate {path}"
             )
-        pipeline, run = opened_run(asked, options, options.threads, resume=resume)
+        pipeline, run = open_pipeline(plan, options, options.threads, resume=resume)
         pipeline.work_on("train")
         print_line(Console(), f"checkpoints: {run.path / 'checkpoints'}")
         return
-    pipeline, run = opened_run(asked, options, options.threads, resume=True)
+    pipeline, run = open_pipeline(plan, options, options.threads, resume=True)
     pipeline.work_on("pilot", "evaluate")
     print_line(Console(), f"records: {run.records}")
 
 
-class AskedRun(NamedTuple):
-    """A run that is to be begun or gone on with: its spec, its folder, and its plug-in files with their sha256."""
+class RunPlan(NamedTuple):
+    """A run to start or continue: its spec, its folder, and its plug-in files with their sha256."""
 
     spec: RunSpec
     folder: Path
     plugins: dict[str, str]
 
 
-def _asked(source: Path | Mapping[str, Any], out: Path | None, options: RunOptions) -> AskedRun:
-    """A spec, read from a file or given as its table. Plug-ins first: the spec may name what they bring."""
+def _load_plan(source: Path | Mapping[str, Any], out: Path | None, options: RunOptions) -> RunPlan:
+    """Load the plug-ins, then the spec that may name them, from a file or a table."""
     if isinstance(source, Path):
-        typer.echo(f"reading {hide_passwords(inline(str(source)))}")  # at once: what is imported next takes seconds
+        typer.echo(f"reading {hide_passwords(inline(str(source)))}")  # before imports that take seconds
     from kvaudit.audit.runs.names import NAMES, load_plugins
     from kvaudit.core.spec import load_spec, parse_spec
 
-    plugins = load_plugins(options.plugins)
+    plugins = load_plugins(options.plugins or ())
     name, text = (str(source), None) if isinstance(source, Path) else ("SPEC", json.dumps(dict(source)))
     spec = load_spec(Path(name), NAMES) if text is None else parse_spec(text, name, NAMES)  # JSON is YAML
     if spec.probe is not None:
-        raise SpecError(f"{name!r} is the plan of a probe; ask an endpoint: kvaudit probe {name} --base-url URL")
+        raise SpecError(f"{name!r} is the plan of a probe; run it with: kvaudit probe {name} --base-url URL")
     if options.ask_refused and spec.evaluate.rounds is not None:
         raise SpecError(
-            "--ask-refused is given for a run in rounds (evaluate.rounds), whose looks have counted what was refused; "
-            "begin another run with --out"
+            "--ask-refused cannot be used for a run in rounds (evaluate.rounds), which has already counted the refused "
+            "answers; start another run with --out"
         )
     if options.limit is not None:
         spec = spec.limited(options.limit)
     set_data_folder(spec)
-    return AskedRun(spec, out or Path("runs") / spec.name, plugins)
+    return RunPlan(spec, out or Path("runs") / spec.name, plugins)
 
 
-def opened_run(
-    asked: AskedRun,
+def open_pipeline(
+    plan: RunPlan,
     options: RunOptions,
     threads: int | None,
     *,
@@ -321,15 +328,15 @@ def opened_run(
     on_first_answer: OnFirstAnswer | None = None,
     processes: int = 1,
 ) -> tuple[Pipeline, RunFolder]:
-    """Whatever is wrong with a new run comes up before its folder is claimed.
+    """Check a run, open or create its folder, and return its pipeline; a new folder is created after all checks.
 
-    A process that ``works`` no unit loads no model, so what is wrong with that comes up where units are worked on.
-    ``on_first_answer``: see ``prepare_run``.
+    A process that ``works`` on no unit loads no model, and leaves checking that to the workers. ``on_first_answer``:
+    see ``prepare_run``.
     """
     from rich.console import Console
 
     console = Console()
-    print_line(console, f"run {asked.spec.name} ({asked.spec.sha256[:12]}) in {asked.folder}: loading the model")
+    print_line(console, f"run {plan.spec.name} ({plan.spec.sha256[:12]}) in {plan.folder}: loading the model")
     from kvaudit.audit.runs.folder import check_folder, open_run, utc_now
     from kvaudit.audit.runs.names import NAMES
     from kvaudit.audit.runs.pilot import with_kept_gate
@@ -337,18 +344,16 @@ def opened_run(
     from kvaudit.audit.runs.prepare import prepare_run
     from kvaudit.reports.verdict.rules import default_margins_line
 
-    check_report_folder(asked.folder)
-    begun = check_folder(asked.folder, asked.spec, resume=resume)
-    kept = None if begun else gate_provenance(asked.spec, NAMES)
-    prepared = None if begun or not works else prepare_run(asked.spec, on_first_answer=on_first_answer)
-    # by the gate that the run will be held to
-    if not begun:
-        _check_possible(with_kept_gate(asked.spec, kept or {}), prepared, options)
-    run = open_run(asked.folder, asked.spec, resume=resume, kept=kept)
-    # the first time that it was said
+    check_report_folder(plan.folder)
+    exists = check_folder(plan.folder, plan.spec, resume=resume)
+    kept = None if exists else gate_provenance(plan.spec, NAMES)
+    prepared = None if exists or not works else prepare_run(plan.spec, on_first_answer=on_first_answer)
+    if not exists:
+        _check_possible(with_kept_gate(plan.spec, kept or {}), prepared, options)
+    run = open_run(plan.folder, plan.spec, resume=resume, kept=kept)
     if options.anyway and ANYWAY not in run.provenance():
         run.note(**{ANYWAY: utc_now()})
-    if kept and (line := default_margins_line(kept.get(DEFAULT_MARGINS, {}), asked.spec.gate.margins)):
+    if kept and (line := default_margins_line(kept.get(DEFAULT_MARGINS, {}), plan.spec.gate.margins)):
         print_line(console, line)
     return (
         Pipeline(
@@ -356,9 +361,9 @@ def opened_run(
             console,
             threads,
             prepared,
-            asked.plugins,
+            plan.plugins,
             takeover=options.takeover,
-            rank_command=_joining(run.path, options),
+            rank_command=_join_command(run.path, options),
             processes=processes,
             asks_refused=options.ask_refused,
         ),
@@ -367,10 +372,7 @@ def opened_run(
 
 
 def _check_possible(spec: RunSpec, prepared: Prepared | None, options: RunOptions) -> None:
-    """Raise CannotPass for a spec whose gate its items cannot pass; a line each where it is to run anyway.
-
-    ``--limit`` asks for a try of fewer items, which decides nothing and is told so.
-    """
+    """Raise CannotPass if the gate cannot pass with the spec's items; with --anyway or --limit only print why."""
     from rich.console import Console
 
     from kvaudit.audit.runs.pilot import check_possible, impossible
@@ -385,27 +387,26 @@ def _check_possible(spec: RunSpec, prepared: Prepared | None, options: RunOption
 
 
 def gate_provenance(spec: RunSpec, names: PluginNames) -> dict[str, Any]:
-    """What provenance keeps of the gate before a run begins: the gate file's text and hash, the pin, and the suites
-    whose margin nobody declared.
+    """Return the gate's entries in the provenance of a new run: gate file, pin, and suites without declared margin.
 
-    Raises SpecError and DataError where either cannot be used, before anything is computed. A pin is looked for beside
-    the gate file that names it, or from here where the spec does.
+    Raises SpecError and DataError for files that cannot be used. The path of a pin is relative to the gate file that
+    names it, or to the current folder if the spec does.
     """
     from kvaudit.core.spec import expand, with_gate
     from kvaudit.reports.verdict.pin import load_pin
     from kvaudit.reports.verdict.rules import load_gate_file
 
     kept: dict[str, Any] = {}
-    pin, folder, whole = spec.gate.pin, Path(), spec
+    pin, folder, full_spec = spec.gate.pin, Path(), spec
     if spec.gate.gate_file is not None:
         path = Path(expand("gate.gate_file", spec.gate.gate_file))
         file = load_gate_file(path)
-        whole = with_gate(spec, file, names)
-        pin = whole.gate.pin
+        full_spec = with_gate(spec, file, names)
+        pin = full_spec.gate.pin
         folder = path.parent if "pin" in file.table else folder
         kept["gate_file"] = {"name": file.name, "sha256": file.sha256, "text": file.text}
-    if whole.default_margins is not None and spec.probe is None:
-        kept[DEFAULT_MARGINS] = {suite: names.kind(suite) for suite in whole.default_margins}
+    if full_spec.default_margins is not None and spec.probe is None:
+        kept[DEFAULT_MARGINS] = {suite: names.kind(suite) for suite in full_spec.default_margins}
     if pin is not None:
         kept["gate_pin"] = json.loads(load_pin(folder / pin).to_json())
     return kept
@@ -416,5 +417,5 @@ COMMAND = Command(
     group="Audit",
     order=3,
     call=run,
-    old={"train": "run --only train", "evaluate": "run --only evaluate", "join": "run --join"},
+    former_names={"train": "run --only train", "evaluate": "run --only evaluate", "join": "run --join"},
 )

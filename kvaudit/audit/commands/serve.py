@@ -1,4 +1,4 @@
-"""``kvaudit serve``: an OpenAI-compatible server over checkpoints, each under any policy."""
+"""``kvaudit serve``: an OpenAI-compatible server for checkpoints, each under any policy."""
 
 from __future__ import annotations
 
@@ -10,33 +10,32 @@ from typing import Annotated
 
 import typer
 
-from kvaudit.audit.commands.base import Command, argument, option
-from kvaudit.audit.commands.base import print_line, user_errors
+from kvaudit.audit.commands.base import Command, Dtype, argument, check_dtype, option, print_line, user_errors
 from kvaudit.core.errors import RunError, SpecError
 from kvaudit.core.text import install_command, safe_variable_name
 
-_Models = Annotated[list[str], argument(help="Folders, hub ids, or NAME=PATH; a client asks for NAME@POLICY.")]
+_GRACE = 5  # seconds for requests in progress when the server is stopped
+_Models = Annotated[list[str], argument(help="Folders, hub ids, or NAME=PATH. A client asks for NAME@POLICY.")]
 _Aliases = Annotated[
-    list[str] | None, option("--alias", help="ALIAS=NAME@POLICY, a name that does not tell its policy.")
+    list[str] | None,
+    option("--alias", help="ALIAS=NAME@POLICY: serve under a name that hides the policy. May be repeated."),
 ]
-
-_GRACE = 5  # seconds that requests under way have once the server is told to end
-_KeyEnv = Annotated[str | None, option(help="The environment variable with the key.")]
+_KeyEnv = Annotated[str | None, option(help="Environment variable with the API key that clients must send.")]
 
 
 def serve(
     models: _Models,
     *,
     alias: _Aliases = None,
-    host: Annotated[str, typer.Option(help="The address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8000,
     key_env: _KeyEnv = None,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or auto.")] = "float32",
+    dtype: Dtype = "float32",
     device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
 ) -> None:
     """Serve a model under compression, as the OpenAI API does.
 
-    Checkpoints are served under any policy: a client asks for NAME@POLICY.
+    Every checkpoint is served under any policy: a client asks for NAME@POLICY.
     """
     with user_errors("kvaudit", "serve", "MODEL"):
         paths = parse_models(models)
@@ -46,7 +45,7 @@ def serve(
 
             from kvaudit.audit.serving.app import application
         except ImportError:
-            raise RunError(f"serving needs two more packages: {install_command('serve')}") from None
+            raise RunError(f"two packages are missing for serving: {install_command('serve')}") from None
         from rich.console import Console
 
         from kvaudit.audit.sampling.checkpoints import load_model_or_adapter
@@ -55,11 +54,10 @@ def serve(
         key = None if key_env is None else os.environ.get(key_env)
         if key_env is not None and not key:
             raise SpecError(f"--key-env: the environment variable {safe_variable_name(key_env)} is not set")
-        if dtype not in ("float32", "bfloat16", "auto"):
-            raise SpecError(f"--dtype is {dtype!r}, wanted float32, bfloat16 or auto")
-        listening = _listen(host, port)  # before models are loaded, which takes minutes
+        dtype_name = check_dtype(dtype)
+        listener = _listen(host, port)  # before models are loaded, which takes minutes
         console = Console()
-        loaded = {name: load_model_or_adapter(path, dtype=dtype, device=device) for name, path in paths.items()}  # type: ignore[arg-type]
+        loaded = {name: load_model_or_adapter(path, dtype=dtype_name, device=device) for name, path in paths.items()}
         engine = SamplingEngine(loaded, aliases)
         for name in engine.names:
             print_line(console, f"model: {name}")
@@ -67,51 +65,51 @@ def serve(
         config = uvicorn.Config(
             app, host=host, port=port, log_level="error", access_log=False, timeout_graceful_shutdown=_GRACE
         )
-        print_line(console, f"serving: http://{host}:{listening.getsockname()[1]}/v1")
+        print_line(console, f"serving: http://{host}:{listener.getsockname()[1]}/v1")
         with suppress(KeyboardInterrupt):
-            uvicorn.Server(config).run(sockets=[listening])
+            uvicorn.Server(config).run(sockets=[listener])
 
 
-def parse_models(models: list[str]) -> dict[str, str]:
-    """Name -> path; raises SpecError for two of one name, and for a name that holds what separates it from a policy."""
-    found: dict[str, str] = {}
+def parse_models(models: Sequence[str]) -> dict[str, str]:
+    """Return name -> path; raises SpecError for a name that is given twice or holds an @."""
+    paths: dict[str, str] = {}
     for text in models:
-        name, path = _pair(text, "MODEL") if "=" in text else (text.rstrip("/").rpartition("/")[2] or text, text)
-        if name in found or "@" in name:
-            raise SpecError(f"model name {name!r} is given twice or holds an @; name it by NAME=PATH")
-        found[name] = path
-    return found
+        name, path = _split_pair(text, "MODEL") if "=" in text else (text.rstrip("/").rpartition("/")[2] or text, text)
+        if name in paths or "@" in name:
+            raise SpecError(f"model name {name!r} is given twice or holds an @; give another name as NAME=PATH")
+        paths[name] = path
+    return paths
 
 
 def parse_aliases(aliases: Sequence[str], models: Mapping[str, str]) -> dict[str, str]:
-    """Alias -> NAME@POLICY; raises SpecError for one that a client would take for a checkpoint, or for a policy."""
-    found: dict[str, str] = {}
+    """Return alias -> NAME@POLICY; raises SpecError for an alias that could be taken for a model or a policy."""
+    targets: dict[str, str] = {}
     for text in aliases:
-        name, served = _pair(text, "--alias")
-        if name in found or name in models or "@" in name:
-            raise SpecError(f"alias {name!r} is given twice, names a model or holds an @; give it another name")
-        found[name] = served
-    return found
+        name, target = _split_pair(text, "--alias")
+        if name in targets or name in models or "@" in name:
+            raise SpecError(f"alias {name!r} is given twice, names a model or holds an @; give another alias")
+        targets[name] = target
+    return targets
 
 
-def _pair(text: str, what: str) -> tuple[str, str]:
-    name, found, value = text.partition("=")
-    if not (name and found and value):
-        raise SpecError(f"{what} is {text!r}, wanted NAME=VALUE")
+def _split_pair(text: str, option_name: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not (name and equals and value):
+        raise SpecError(f"{option_name} is {text!r}, wanted NAME=VALUE")
     return name, value
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """A socket of this address, port 0 being any that is free; raises SpecError where it cannot be had."""
-    listening = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    """Return a listening socket; raises SpecError if the address is not available."""
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listening.bind((host, port))
-        listening.listen()  # or another server could have the port while our models load
+        listener.bind((host, port))
+        listener.listen()  # now, so that no other server takes the port while models load
     except OSError as error:
-        listening.close()
-        raise SpecError(f"{host} port {port} cannot be listened on ({error.strerror}); give another --port") from None
-    return listening
+        listener.close()
+        raise SpecError(f"cannot listen on {host} port {port} ({error.strerror}); give another --port") from None
+    return listener
 
 
 COMMAND = Command("serve", group="Serve and ask", order=1, call=serve)

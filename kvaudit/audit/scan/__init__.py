@@ -1,1 +1,1 @@
-"""Rules that read rollout and serving configurations as data, and the questions that ask a vendor for the same."""
+"""Find KV compression in rollout and serving configurations, read as data; and a questionnaire for vendors."""

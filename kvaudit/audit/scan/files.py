@@ -1,4 +1,4 @@
-"""Which files are read, and as what: by their names, never by running or importing anything."""
+"""Find configuration files and read each by its dialect, which follows from its name; nothing is run or imported."""
 
 from __future__ import annotations
 
@@ -13,30 +13,29 @@ from kvaudit.audit.scan.python import read_python
 from kvaudit.audit.scan.sheet import Setting, Sheet, Unreadable, split_camel
 from kvaudit.audit.scan.shell import read_dockerfile, read_settings, read_shell
 from kvaudit.audit.scan.shell_words import HereDocument
-from kvaudit.audit.scan.trees import read_toml_text
-from kvaudit.audit.scan.trees import read_json_text, read_yaml_text, without_templates
+from kvaudit.audit.scan.trees import read_json_text, read_toml_text, read_yaml_text, without_templates
 from kvaudit.core.errors import DataError, SpecError
 
-LARGEST_CONFIGURATION = 500_000  # bytes of a configuration; what is larger is data
+LARGEST_CONFIGURATION = 500_000  # bytes; larger files are data
 MOST_FILES = 20_000
-_ENDINGS = {
+_DIALECT_BY_ENDING = {
     ".yaml": "yaml", ".yml": "yaml", ".json": "json", ".jsonc": "json", ".toml": "toml", ".py": "python",
     ".sh": "shell", ".bash": "shell", ".zsh": "shell", ".sbatch": "shell", ".slurm": "shell", ".env": "shell",
     ".args": "shell", ".flags": "shell", ".fish": "shell",
     ".service": "settings", ".conf": "settings", ".ini": "settings", ".container": "settings", ".mk": "settings",
 }  # fmt: skip
+_DIALECT_BY_NAME = {
+    "makefile": "settings", "gnumakefile": "settings", "justfile": "settings", "procfile": "shell", "env.list": "shell",
+}  # fmt: skip
 _READERS: dict[str, Callable[[str, Sheet], list[HereDocument] | None]] = {
     "yaml": read_yaml_text, "json": read_json_text, "toml": read_toml_text, "python": read_python,
     "shell": read_shell, "settings": read_settings, "dockerfile": read_dockerfile,
-}  # fmt: skip
-_NAMES = {
-    "makefile": "settings", "gnumakefile": "settings", "justfile": "settings", "procfile": "shell", "env.list": "shell",
 }  # fmt: skip
 _TEMPLATES = {".j2", ".jinja", ".jinja2", ".tmpl", ".tpl"}
 _DATA = re.compile(
     r"tokenizer.*\.json|vocab\.json|.*\.index\.json|special_tokens_map\.json|.*[-.]lock(\.json)?|merges\..*"
 )
-_SKIPPED_FOLDERS = {"node_modules", "__pycache__", "site-packages", "venv"}  # and those whose names begin with a dot
+_SKIPPED_FOLDERS = {"node_modules", "__pycache__", "site-packages", "venv"}  # and names that begin with a dot
 _SHEBANG = re.compile(r"#!.*\b(ba|z|da)?sh\b")
 _PYTHON = re.compile(r"#!.*\bpython")
 _NOTEBOOK = re.compile(r'\s*\{\s*"(cells|metadata|nbformat)"')
@@ -44,7 +43,7 @@ _JSON_VALUE = re.compile(r"\s*\{.*\}\s*", re.DOTALL)
 
 
 class Contents(NamedTuple):
-    """What a file sets, what of it could not be read (line, reason), and its text in lower case."""
+    """A file's settings, what could not be read of it (line, reason), and its text in lower case."""
 
     settings: Sequence[Setting]
     unread: Sequence[tuple[int, str]]
@@ -52,39 +51,39 @@ class Contents(NamedTuple):
 
 
 class ConfigFile(NamedTuple):
-    """A file and the name it is reported under."""
+    """A file and its displayed name."""
 
     path: Path
     name: str
 
 
 def find_files(paths: Sequence[Path]) -> tuple[list[ConfigFile], int]:
-    """The files to read, in order of their names, and how many in the folders are of no dialect.
+    """Return the configuration files below the paths, sorted by name, and the number of other files.
 
-    Links in folders are not followed. Raises DataError for a path that is not there.
+    Links in folders are not followed. Raises DataError for a missing path.
     """
-    found: dict[str, Path] = {}
+    files: dict[str, Path] = {}
     skipped = 0
     for path in paths:
         if path.is_dir():
-            for file in _walk(path):
+            for file in _walk_folder(path):
                 if dialect_of(file.name) is None and not _is_script(file):
                     skipped += 1
                 else:
-                    found[display_path(file)] = file
+                    files[display_path(file)] = file
         elif path.exists() or path.is_symlink():
-            found[display_path(path)] = path
+            files[display_path(path)] = path
         else:
             raise DataError(f"{str(path)!r} is missing; give files or folders of configurations")
-        if len(found) > MOST_FILES:
+        if len(files) > MOST_FILES:
             raise SpecError(
                 f"more than {MOST_FILES} files below {str(path)!r}; give the folders that hold configurations"
             )
-    return [ConfigFile(path, name) for name, path in sorted(found.items())], skipped
+    return [ConfigFile(path, name) for name, path in sorted(files.items())], skipped
 
 
 def dialect_of(name: str) -> str | None:
-    """What a file of this name is written in; None for what is no configuration."""
+    """Return the dialect of a file of this name; None if it is no configuration."""
     path = Path(name.lower())
     if path.suffix in _TEMPLATES:
         path = path.with_suffix("")
@@ -94,36 +93,36 @@ def dialect_of(name: str) -> str | None:
         return None
     if path.name == ".env" or path.name.startswith(".env."):  # .env.production
         return "shell"
-    return _NAMES.get(path.name) or _ENDINGS.get(path.suffix)
+    return _DIALECT_BY_NAME.get(path.name) or _DIALECT_BY_ENDING.get(path.suffix)
 
 
 def read_file(path: Path) -> Contents:
-    """The settings of one file; what cannot be read of it is said, and never raised."""
+    """Return the settings of a file; what cannot be read is listed in ``unread``, and nothing is raised."""
     try:
-        text = _text(path)
+        text = _read_text(path)
     except Unreadable as error:
         return Contents((), [(error.line, error.reason)], "")
     sheet = Sheet()
     unread: list[tuple[int, str]] = []
     plain = without_templates(text) if path.suffix.lower() in _TEMPLATES else text
     try:
-        for body in _READERS[dialect_of(path.name) or _guessed(text)](plain, sheet) or ():
-            _read_quietly(body, sheet)
+        for document in _READERS[dialect_of(path.name) or _guess_dialect(text)](plain, sheet) or ():
+            _read_here_document(document, sheet)
     except Unreadable as error:
         unread.append((error.line, error.reason))
     _expand_json(sheet)
-    apart = split_camel(text)
-    # words are looked up in names in camelCase too, and in these as they are written
-    words = text.lower() if apart == text else f"{text}\n{apart}".lower()
+    split = split_camel(text)
+    # names in camelCase can be looked up as written and as split into words
+    words = text.lower() if split == text else f"{text}\n{split}".lower()
     return Contents(sheet.settings, [*unread, *sheet.unread], words)
 
 
-def _read_quietly(body: HereDocument, sheet: Sheet) -> None:
-    """A here-document that is a configuration or a script; one that is neither says nothing about a cache."""
+def _read_here_document(document: HereDocument, sheet: Sheet) -> None:
+    """Read a here-document as YAML or else as a script; ignore it if it is neither."""
     for reader in (read_yaml_text, read_shell):
         trial = Sheet(groups=sheet.groups)
         try:
-            reader(body.text, trial, body.line)
+            reader(document.text, trial, document.line)
         except Unreadable:
             continue
         if trial.settings:
@@ -133,7 +132,7 @@ def _read_quietly(body: HereDocument, sheet: Sheet) -> None:
 
 
 def _expand_json(sheet: Sheet) -> None:
-    """Values that are JSON, as flags and YAML hold them: their keys count as keys below."""
+    """Add the keys of values that are JSON texts, as in flags and YAML, as keys below the setting's own."""
     for setting in list(sheet.settings):
         if isinstance(setting.value, str) and _JSON_VALUE.fullmatch(setting.value):
             inner = Sheet(groups=sheet.groups)
@@ -143,13 +142,13 @@ def _expand_json(sheet: Sheet) -> None:
                 continue  # a text in braces
             path = tuple(part.lstrip("-").replace("-", "_") for part in setting.key)
             sheet.groups = inner.groups
-            for below in inner.settings:
-                if below.kind == "key":
-                    sheet.add(below._replace(key=(*path, *below.key), block=setting.block, near=setting.near))
+            for child in inner.settings:
+                if child.kind == "key":
+                    sheet.add(child._replace(key=(*path, *child.key), block=setting.block, near=setting.near))
 
 
-def _text(path: Path) -> str:
-    """The text of a regular file; raises Unreadable."""
+def _read_text(path: Path) -> str:
+    """Return the text of a regular file; raises Unreadable."""
     try:
         if not stat.S_ISREG(path.stat().st_mode):
             raise Unreadable("no regular file")
@@ -161,12 +160,12 @@ def _text(path: Path) -> str:
     except UnicodeDecodeError as error:
         raise Unreadable("no UTF-8 text", raw.count(b"\n", 0, error.start) + 1) from None
     if len(raw) > LARGEST_CONFIGURATION:
-        raise Unreadable(f"larger than {LARGEST_CONFIGURATION} bytes, which no configuration is")
-    return text.replace("\r\n", "\n").replace("\r", "\n")  # one count of lines for every reader
+        raise Unreadable(f"larger than {LARGEST_CONFIGURATION} bytes, so no configuration")
+    return text.replace("\r\n", "\n").replace("\r", "\n")  # so that all readers count lines alike
 
 
-def _guessed(text: str) -> str:
-    """The dialect of a file that was named and whose name tells none; raises Unreadable."""
+def _guess_dialect(text: str) -> str:
+    """Return the dialect of a file whose name does not tell it; raises Unreadable."""
     if _SHEBANG.match(text):
         return "shell"
     if _NOTEBOOK.match(text):
@@ -175,11 +174,11 @@ def _guessed(text: str) -> str:
         return "json"
     if _PYTHON.match(text):
         return "python"
-    raise Unreadable("of no dialect that is known: YAML, JSON, TOML, shell, Dockerfile, Python, .args")
+    raise Unreadable("unknown dialect; known are YAML, JSON, TOML, shell, Dockerfile, Python, .args")
 
 
 def _is_script(path: Path) -> bool:
-    """Whether a file whose name has no ending begins as a shell or Python script does."""
+    """Return whether a file without an ending begins like a shell or Python script."""
     try:
         if path.suffix or not stat.S_ISREG(path.stat().st_mode):
             return False
@@ -190,17 +189,17 @@ def _is_script(path: Path) -> bool:
     return _SHEBANG.match(first) is not None or _PYTHON.match(first) is not None
 
 
-def _walk(folder: Path) -> Iterator[Path]:
-    for above, folders, names in os.walk(folder):
+def _walk_folder(folder: Path) -> Iterator[Path]:
+    for parent, folders, names in os.walk(folder):
         folders[:] = sorted(name for name in folders if name not in _SKIPPED_FOLDERS and not name.startswith("."))
         for name in names:
-            path = Path(above, name)
+            path = Path(parent, name)
             if not path.is_symlink():
                 yield path
 
 
 def display_path(path: Path) -> str:
-    """A path as it is reported: below the folder that the command runs in, where it is."""
+    """Return a path relative to the current folder if it is below it."""
     try:
         return path.resolve().relative_to(Path.cwd()).as_posix()
     except ValueError:

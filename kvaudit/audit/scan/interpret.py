@@ -1,4 +1,4 @@
-"""What the settings of one file say: which rules they meet, of which engine, for rollouts or for serving."""
+"""Match the settings of a file against the rules, and find the engine and role of each match."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ State = Literal["open", "declared", "corrected", "lossless", "native"]
 
 @dataclass(frozen=True)
 class Finding:
-    """A key that says something about the cache. ``engines``: more than one where the file leaves it open."""
+    """A key that matches a rule. ``engines`` are several if the file does not tell which of them it configures."""
 
     file: str
     line: int
@@ -30,12 +30,12 @@ class Finding:
     policy: str
     block: int
     state: State = "open"
-    answer: str = ""  # what answers for it
-    by_default: bool = False  # the value stands where the launch sets no other
+    answer: str = ""  # the declaration or correction that accounts for it
+    by_default: bool = False  # the value is a default, used unless the launch sets another
 
 
 class NotReadable(NamedTuple):
-    """A file, or a value of it, that only running would tell."""
+    """A file that cannot be read, or a value known only at run time."""
 
     file: str
     line: int
@@ -49,38 +49,35 @@ _LONGEST = 200  # characters of a key or value in a report
 
 
 class Interpreter:
-    """Reads the settings of one file against the rules."""
+    """Matches the settings of one file against the rules."""
 
     def __init__(self, name: str, contents: Contents, rules: ScanRules) -> None:
         self.name, self.contents, self.rules = name, contents, rules
         self.siblings: dict[int, dict[str, Value]] = {}
         for setting in contents.settings:
             self.siblings.setdefault(setting.group, {})[_last(setting)] = setting.value
-        self.words: dict[str, bool] = {}  # which words stand in the file or in its name
+        self.words: dict[str, bool] = {}  # whether a word is in the file or its name
 
     def findings(self) -> tuple[list[Finding], list[NotReadable]]:
-        """What is found and what is not readable, in order of lines; a key that stands twice in a line counts once."""
-        found: dict[tuple[Any, ...], Finding] = {}
+        """Return findings and unreadable values by line; a key that occurs twice in a line counts once."""
+        findings: dict[tuple[Any, ...], Finding] = {}
         unread: dict[tuple[int, str], NotReadable] = {}
-        met: set[str] = set()  # rules whose key stands in the file, whatever its value
+        matched: set[str] = set()  # rules whose key is in the file, with any value
         for setting in self.contents.settings:
-            if self._is_own_variable(setting):
+            if self._is_local_variable(setting):
                 continue  # its value is read where the script uses it
-            wanted = [rule for rule in matching(setting, self.rules) if self._stands(rule, setting)]
-            met |= {rule.id for rule in wanted}
-            engines = self._engines(wanted, setting)
-            theirs = [rule for rule in wanted if rule.engine in engines]
-            if theirs and _only_running_tells(setting, theirs):
-                reason = (
-                    f"{_spelt(setting)} has the value {_open_value(setting.value)!r}, which only running would tell"
-                )
-                unread[setting.line, theirs[0].id] = NotReadable(self.name, setting.line, clip(reason, _LONGEST))
-            elif rule := next((rule for rule in theirs if rule.holds(setting.value)), None):
-                holding = tuple(one.engine for one in theirs if one.holds(setting.value))
-                finding = self._finding(setting, rule, tuple(dict.fromkeys(holding)))
-                found.setdefault((_same(setting), rule.id, finding.value), finding)
-        # what is on by default is not, where the file itself says on or off
-        kept = [finding for finding in found.values() if finding.rule.overruled not in met]
+            candidates = [rule for rule in matching(setting, self.rules) if self._applies(rule, setting)]
+            matched |= {rule.id for rule in candidates}
+            engines = self._engines(candidates, setting)
+            rules = [rule for rule in candidates if rule.engine in engines]
+            if rules and _is_run_time_value(setting, rules):
+                reason = f"{_key_text(setting)} has the value {_open_value(setting.value)!r}, known only at run time"
+                unread[setting.line, rules[0].id] = NotReadable(self.name, setting.line, clip(reason, _LONGEST))
+            elif holding := [rule for rule in rules if rule.holds(setting.value)]:
+                finding = self._finding(setting, holding[0], tuple(dict.fromkeys(rule.engine for rule in holding)))
+                findings.setdefault((_identity(setting), holding[0].id, finding.value), finding)
+        # a default does not count if the file itself switches the mechanism on or off
+        kept = [finding for finding in findings.values() if finding.rule.overruled not in matched]
         return sorted(kept, key=lambda finding: finding.line), sorted(unread.values())
 
     def _finding(self, setting: Setting, rule: ScanRule, engines: tuple[str, ...]) -> Finding:
@@ -90,41 +87,45 @@ class Interpreter:
             role=rule.role or self._role(setting),
             engines=engines,
             rule=rule,
-            key=clip(_spelt(setting), _LONGEST),
-            value=clip(_text_of(setting.value), _LONGEST),
+            key=clip(_key_text(setting), _LONGEST),
+            value=clip(_value_text(setting.value), _LONGEST),
             policy=rule.policy_of(setting.value, self.siblings[setting.group]),
             block=setting.block,
             by_default=isinstance(setting.value, Default),
         )
 
-    def _is_own_variable(self, setting: Setting) -> bool:
-        """Whether a variable that is named like a key, and belongs to no engine, is only used by the file itself."""
+    def _is_local_variable(self, setting: Setting) -> bool:
+        """Return whether a variable named like a key, but not like an engine's variable, is used by the file itself."""
         if setting.kind != "env" or not named_like_a_key(setting.key[0], self.rules):
             return False
         return re.search(rf"\$\{{?{re.escape(setting.key[0].lower())}\b(?!:?[-=])", self.contents.text) is not None
 
-    def _stands(self, rule: ScanRule, setting: Setting) -> bool:
-        """Whether the file is of the kind that the rule is about, and no sibling switches the key off."""
-        if rule.mentions and not self._names(rule.mentions):
+    def _applies(self, rule: ScanRule, setting: Setting) -> bool:
+        """Return whether the file mentions what the rule requires, and no sibling switches the key off."""
+        if rule.mentions and not self._mentions(rule.mentions):
             return False
         siblings = self.siblings[setting.group]
         return not any(siblings.get(name) in values for name, values in (rule.unless or {}).items() if name in siblings)
 
-    def _engines(self, wanted: Sequence[ScanRule], setting: Setting) -> tuple[str, ...]:
-        """The engine that a key belongs to: named in its command, else in the file; else all that have it."""
-        candidates = tuple(dict.fromkeys(rule.engine for rule in wanted))
+    def _engines(self, rules: Sequence[ScanRule], setting: Setting) -> tuple[str, ...]:
+        """Return the engine named in the key's command, or else those named in the file, or else all with this key."""
+        candidates = tuple(dict.fromkeys(rule.engine for rule in rules))
         if len(candidates) < 2:
             return candidates
         words = {engine: self.rules.engines[engine].words for engine in candidates}
-        near = {name: max((len(w) for w in own if _has(w, setting.near)), default=0) for name, own in words.items()}
-        if best := max(near.values()):  # `trl vllm-serve` names TRL, though it also says vllm
-            return tuple(engine for engine, length in near.items() if length == best)
-        return tuple(engine for engine in candidates if self._names(words[engine])) or candidates
+        lengths = {
+            engine: max((len(word) for word in engine_words if _has(word, setting.near)), default=0)
+            for engine, engine_words in words.items()
+        }
+        if longest := max(lengths.values()):  # the longest word wins: `trl vllm-serve` is TRL, not vllm
+            return tuple(engine for engine, length in lengths.items() if length == longest)
+        return tuple(engine for engine in candidates if self._mentions(words[engine])) or candidates
 
     def _role(self, setting: Setting) -> ConfigurationRole:
-        """As the path of the key says, the trainers that the file names, the command, or the path of the file."""
-        path, trainers = _parts(".".join(setting.key[:-1])), [one for one in self.rules.engines.values() if one.trainer]
-        if path & _ROLLOUT or any(self._names(trainer.words) for trainer in trainers):
+        """Return the role by the key's path, the trainers that the file names, the command, or the file's path."""
+        path = _parts(".".join(setting.key[:-1]))
+        trainers = [engine for engine in self.rules.engines.values() if engine.trainer]
+        if path & _ROLLOUT or any(self._mentions(trainer.words) for trainer in trainers):
             return "rollout"
         if path & _SERVING or _parts(setting.near) & _SERVING:
             return "serving"
@@ -132,15 +133,15 @@ class Interpreter:
 
     @cached_property
     def _role_by_name(self) -> ConfigurationRole:
-        for part in reversed(self.name.lower().split("/")):  # the name of the file, then of the folders above it
+        for part in reversed(self.name.lower().split("/")):  # the file's name first, then the folders above it
             if _parts(part) & _ROLLOUT:
                 return "rollout"
             if _parts(part) & _SERVING:
                 return "serving"
-        return "serving" if self._names(_LAUNCHES) else "unknown"
+        return "serving" if self._mentions(_LAUNCHES) else "unknown"
 
-    def _names(self, words: Iterable[str]) -> bool:
-        """Whether the file, or its name, has one of the words."""
+    def _mentions(self, words: Iterable[str]) -> bool:
+        """Return whether the file or its name has one of the words."""
         for word in words:
             if word not in self.words:
                 self.words[word] = _has(word, self.contents.text) or _has(word, self.name.lower())
@@ -148,7 +149,7 @@ class Interpreter:
 
 
 def _has(word: str, text: str) -> bool:
-    """Whether a text has a word by itself: verl does not stand in overlap."""
+    """Return whether a text has a whole word: overlap does not contain verl."""
     return word.lower() in text and _pattern(word.lower()).search(text) is not None
 
 
@@ -163,27 +164,30 @@ def _parts(text: str) -> set[str]:
     return parts | {piece for part in parts for piece in part.split("_")}
 
 
-def _only_running_tells(setting: Setting, rules: Sequence[ScanRule]) -> bool:
-    """Whether the value is not known, or stands apart from a flag that needs one; a default counts where it matters."""
+def _is_run_time_value(setting: Setting, rules: Sequence[ScanRule]) -> bool:
+    """Return whether the value is unknown, or missing after a flag that needs one.
+
+    A value with a default is unknown only if no rule holds for the default.
+    """
     value = setting.value
     if isinstance(value, Unknown):
         return True
-    if isinstance(value, Default) or (isinstance(value, tuple) and any(isinstance(one, Unknown) for one in value)):
+    if isinstance(value, Default) or (isinstance(value, tuple) and any(isinstance(entry, Unknown) for entry in value)):
         return not any(rule.holds(value) for rule in rules)
-    return setting.kind == "flag" and value is True and rules[0].named
+    return setting.kind == "flag" and value is True and rules[0].needs_value
 
 
 def _open_value(value: Value) -> str:
-    """How a value that is not known is written."""
+    """Return an unknown value as it is written."""
     if isinstance(value, tuple):
-        return next(one.text for one in value if isinstance(one, Unknown))
+        return next(entry.text for entry in value if isinstance(entry, Unknown))
     return value.text if isinstance(value, Unknown | Default) else "another word"
 
 
-def _same(setting: Setting) -> tuple[int, str]:
-    """What tells two findings of one rule apart: a package is imported once, a key stands at the end of its paths."""
+def _identity(setting: Setting) -> tuple[int, str]:
+    """Return what two findings of one rule share if they are the same: the line and the last part of the key."""
     if setting.kind == "import":
-        return 0, ""
+        return 0, ""  # importing a package several times counts once
     return setting.line, "" if setting.kind == "call" else _last(setting)
 
 
@@ -191,18 +195,18 @@ def _last(setting: Setting) -> str:
     return comparable(setting.key[-1].lstrip("-"))
 
 
-def _spelt(setting: Setting) -> str:
+def _key_text(setting: Setting) -> str:
     if setting.kind == "call":
         return f"{setting.key[-1]}(...)"
     name = ".".join(part for part in setting.key if part)
     return f"import {name}" if setting.kind == "import" else name
 
 
-def _text_of(value: Value) -> str:
+def _value_text(value: Value) -> str:
     if isinstance(value, Default):
         return value.value
     if isinstance(value, Mapping):
         return "{...}"
     if isinstance(value, tuple):
-        return ", ".join(_text_of(entry) if isinstance(entry, Mapping | tuple) else str(entry) for entry in value)
+        return ", ".join(_value_text(entry) if isinstance(entry, Mapping | tuple) else str(entry) for entry in value)
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,6 +1,6 @@
-"""The questions for a vendor: as Markdown, as a JSON schema, as a file to fill in, and the check of a filled one.
+"""The questions for a vendor as Markdown, JSON schema and a file to fill in; and the check of a filled-in file.
 
-What comes back is declared, not verified: a disclosure cites it as that.
+Answers are declared, not verified, and a disclosure says so.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _PATH = Path(__file__).with_name("questions.yaml")
 
 
 class VendorQuestion(NamedTuple):
-    """One question; a yes also says its ``details``."""
+    """A question; the answer yes needs its ``details``."""
 
     id: str
     asks: str
@@ -43,20 +43,20 @@ class Section(NamedTuple):
 
 
 class Questionnaire(NamedTuple):
-    """All questions; ``sha256`` names this state of them."""
+    """All questions; ``sha256`` is that of their file."""
 
     sections: Sequence[Section]
     sha256: str
 
     @property
     def questions(self) -> list[VendorQuestion]:
-        """All questions in order."""
+        """All questions, in order."""
         return [question for section in self.sections for question in section.questions]
 
 
 @cache
 def load_questionnaire() -> Questionnaire:
-    """The questions that come with this version."""
+    """Return the questions of this version."""
     text = _PATH.read_text(encoding="utf-8")
     table = parse_yaml(text, _PATH.name, "questionnaire").table
     sections = [
@@ -67,28 +67,28 @@ def load_questionnaire() -> Questionnaire:
 
 
 def markdown() -> str:
-    """The questionnaire as a page to fill in."""
-    asked = load_questionnaire()
+    """Return the questionnaire as a Markdown page to fill in."""
+    questionnaire = load_questionnaire()
     lines = ["# KV-cache compression: questions for a vendor", ""]
     lines += [
         *(f"* {name.replace('_', ' ')}:" for name in _HEAD),
         "",
-        "Each question has one of four answers: **yes**, **no**, **unknown**, **declined**. A yes says the details;",
-        "evidence is a link, a document or a file that a reader can ask for. What stands here is declared by the",
-        "vendor, not verified.",
+        "Each question has one of four answers: **yes**, **no**, **unknown**, **declined**. A yes needs its details;",
+        "evidence is a link, a document or a file that a reader can ask for. The answers are declared by the vendor,",
+        "not verified.",
     ]
-    for section in asked.sections:
+    for section in questionnaire.sections:
         lines += ["", f"## {section.title}"]
         for question in section.questions:
             boxes = " ".join(f"[ ] {answer}" for answer in ANSWERS)
             lines += ["", f"**{question.id}** {question.asks}", "", f"{boxes}", ""]
             lines += [f"* {detail}:" for detail in question.details] + ["* evidence:"]
-    return "\n".join([*lines, "", f"Questions {asked.sha256}", ""])
+    return "\n".join([*lines, "", f"Questions {questionnaire.sha256}", ""])
 
 
 def json_schema() -> dict[str, Any]:
-    """The JSON schema (draft 2020-12) of a file of answers."""
-    asked = load_questionnaire()
+    """Return the JSON schema (draft 2020-12) of a file of answers."""
+    questionnaire = load_questionnaire()
     text = {"type": "string", "minLength": 1, "maxLength": LONGEST_TEXT}
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
@@ -99,20 +99,20 @@ def json_schema() -> dict[str, Any]:
         "properties": {
             "format": {"const": ANSWERS_FORMAT},
             "version": {"const": ANSWERS_VERSION},
-            "questions_sha256": {"const": asked.sha256},
+            "questions_sha256": {"const": questionnaire.sha256},
             **{name: text for name in _HEAD if name != "date"},
             "date": {"type": "string", "format": "date"},
             "answers": {
                 "type": "object",
                 "additionalProperties": False,
-                "required": [question.id for question in asked.questions],
-                "properties": {question.id: _schema_of(question, text) for question in asked.questions},
+                "required": [question.id for question in questionnaire.questions],
+                "properties": {question.id: _question_schema(question, text) for question in questionnaire.questions},
             },
         },
     }
 
 
-def _schema_of(question: VendorQuestion, text: dict[str, Any]) -> dict[str, Any]:
+def _question_schema(question: VendorQuestion, text: dict[str, Any]) -> dict[str, Any]:
     details = {
         "type": "object",
         "additionalProperties": False,
@@ -134,35 +134,35 @@ def _schema_of(question: VendorQuestion, text: dict[str, Any]) -> dict[str, Any]
 
 
 def blank_answers() -> dict[str, Any]:
-    """A file of answers in which everything is still unknown."""
-    asked = load_questionnaire()
+    """Return a file of answers in which every answer is "unknown"."""
+    questionnaire = load_questionnaire()
     return {
         "format": ANSWERS_FORMAT,
         "version": ANSWERS_VERSION,
-        "questions_sha256": asked.sha256,
+        "questions_sha256": questionnaire.sha256,
         **dict.fromkeys(_HEAD, "unknown"),
         "date": date.today().isoformat(),
-        "answers": {question.id: {"answer": "unknown", "evidence": []} for question in asked.questions},
+        "answers": {question.id: {"answer": "unknown", "evidence": []} for question in questionnaire.questions},
     }
 
 
 def check_answers(path: Path) -> tuple[list[str], str]:
-    """The faults of a file of answers, a line each, and what it says; raises DataError for no JSON object."""
-    table = _read(path)
+    """Return the faults of a file of answers, a line each, and a summary; raises DataError if it is no JSON object."""
+    table = _read_answers(path)
     faults = [inline(fault) for fault in _faults(table)]
     answers = table.get("answers")
     rows = answers.values() if isinstance(answers, dict) else ()
     counts = Counter(row["answer"] for row in rows if isinstance(row, dict) and row.get("answer") in ANSWERS)
-    bare = sum(isinstance(row, dict) and row.get("answer") == "yes" and not row.get("evidence") for row in rows)
-    said = ", ".join(f"{counts[answer]} {answer}" for answer in ANSWERS)
-    return faults, f"{said}; {bare} yes without evidence; declared, not verified"
+    unproven = sum(isinstance(row, dict) and row.get("answer") == "yes" and not row.get("evidence") for row in rows)
+    totals = ", ".join(f"{counts[answer]} {answer}" for answer in ANSWERS)
+    return faults, f"{totals}; {unproven} yes without evidence; declared, not verified"
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read_answers(path: Path) -> dict[str, Any]:
     try:
         with path.open("rb") as file:
             raw = file.read(LARGEST_ANSWERS + 1)
-        table = json.loads(raw.decode("utf-8"), object_pairs_hook=_once)
+        table = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique_keys)
     except OSError as error:
         raise DataError(f"{str(path)!r} cannot be read ({error.strerror}); give a file of answers") from None
     except (ValueError, RecursionError) as error:
@@ -173,72 +173,74 @@ def _read(path: Path) -> dict[str, Any]:
     return table
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object; raises ValueError for a key given twice, of which JSON would keep the last."""
-    twice = [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]
-    if twice:
-        raise ValueError(f"key {short_text(twice[0])!r} is given twice")
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object; raises ValueError for a repeated key, of which JSON would keep the last."""
+    repeated = [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]
+    if repeated:
+        raise ValueError(f"key {short_text(repeated[0])!r} is given twice")
     return dict(pairs)
 
 
 def _faults(table: Mapping[str, Any]) -> Iterator[str]:
-    asked = load_questionnaire()
-    wanted = {"format": ANSWERS_FORMAT, "version": ANSWERS_VERSION, "questions_sha256": asked.sha256}
+    questionnaire = load_questionnaire()
+    wanted = {"format": ANSWERS_FORMAT, "version": ANSWERS_VERSION, "questions_sha256": questionnaire.sha256}
     for name, value in wanted.items():
         if table.get(name) != value or isinstance(table.get(name), bool):
-            more = "; the questions are of another version" if name == "questions_sha256" and name in table else ""
+            more = (
+                "; it answers another version of the questions" if name == "questions_sha256" and name in table else ""
+            )
             yield f"{name} is {short_repr(table.get(name))}, wanted {value!r}{more}"
     for name in _HEAD:
         yield from _text_faults(name, table.get(name))
     try:
-        known = date.fromisoformat(str(table.get("date"))).isoformat()
+        normalised = date.fromisoformat(str(table.get("date"))).isoformat()
     except ValueError:
-        known = ""
-    if isinstance(table.get("date"), str) and known != table["date"]:
+        normalised = ""
+    if isinstance(table.get("date"), str) and normalised != table["date"]:
         yield f"date is {short_repr(table['date'])}, wanted YYYY-MM-DD"
     yield from (f"unknown key {short_text(key)!r}" for key in table if key not in (*wanted, *_HEAD, "answers"))
     answers = table.get("answers")
     if not isinstance(answers, dict):
         yield f"answers is {short_repr(answers)}, wanted an object"
         return
-    questions = {question.id: question for question in asked.questions}
+    questions = {question.id: question for question in questionnaire.questions}
     yield from (f"answers.{short_text(key)}: no such question" for key in answers if key not in questions)
     for name, question in questions.items():
         yield from _answer_faults(question, answers.get(name))
 
 
 def _answer_faults(question: VendorQuestion, row: Any) -> Iterator[str]:
-    where = f"answers.{question.id}"
+    place = f"answers.{question.id}"
     if not isinstance(row, dict):
         got = "missing" if row is None else short_repr(row)
-        yield f"{where} is {got}; wanted an object with answer: {', '.join(ANSWERS)}"
+        yield f"{place} is {got}; wanted an object with answer: {', '.join(ANSWERS)}"
         return
-    yield from (f"{where}: unknown key {short_text(key)!r}" for key in row if key not in _FIELDS)
+    yield from (f"{place}: unknown key {short_text(key)!r}" for key in row if key not in _FIELDS)
     if row.get("answer") not in ANSWERS:
-        yield f"{where}.answer is {short_repr(row.get('answer'))}, wanted one of {', '.join(ANSWERS)}"
+        yield f"{place}.answer is {short_repr(row.get('answer'))}, wanted one of {', '.join(ANSWERS)}"
     evidence = row.get("evidence", [])
     if not isinstance(evidence, list):
-        yield f"{where}.evidence is {short_repr(evidence)}, wanted a list of texts"
+        yield f"{place}.evidence is {short_repr(evidence)}, wanted a list of texts"
     else:
         for index, text in enumerate(evidence):
-            yield from _text_faults(f"{where}.evidence[{index}]", text)
-    yield from _detail_faults(question, row.get("details", {}), f"{where}.details", row.get("answer") == "yes")
+            yield from _text_faults(f"{place}.evidence[{index}]", text)
+    yield from _detail_faults(question, row.get("details", {}), f"{place}.details", row.get("answer") == "yes")
 
 
-def _detail_faults(question: VendorQuestion, details: Any, where: str, wanted: bool) -> Iterator[str]:
+def _detail_faults(question: VendorQuestion, details: Any, place: str, is_required: bool) -> Iterator[str]:
     if not isinstance(details, dict):
-        yield f"{where} is {short_repr(details)}, wanted an object"
+        yield f"{place} is {short_repr(details)}, wanted an object"
         return
-    yield from (f"{where}: unknown key {short_text(key)!r}" for key in details if key not in question.details)
+    yield from (f"{place}: unknown key {short_text(key)!r}" for key in details if key not in question.details)
     for name in question.details:
-        if name in details or wanted:
-            yield from _text_faults(f"{where}.{name}", details.get(name))
+        if name in details or is_required:
+            yield from _text_faults(f"{place}.{name}", details.get(name))
 
 
-def _text_faults(where: str, value: Any) -> Iterator[str]:
+def _text_faults(place: str, value: Any) -> Iterator[str]:
     if value is None:
-        yield f"{where} is missing"
+        yield f"{place} is missing"
     elif not isinstance(value, str) or not value.strip():
-        yield f"{where} is {short_repr(value)}, wanted a text"
+        yield f"{place} is {short_repr(value)}, wanted a text"
     elif len(value) > LONGEST_TEXT or not is_text(value):
-        yield f"{where} is longer than {LONGEST_TEXT} characters, or holds what no file can"
+        yield f"{place} is longer than {LONGEST_TEXT} characters, or has characters that no text file can hold"

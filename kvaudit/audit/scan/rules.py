@@ -1,4 +1,4 @@
-"""What keys mean: the rules of ``rules.yaml``, and which of them a setting meets."""
+"""The rules of ``rules.yaml``: which keys of which engines switch on which mechanism."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _OFF = {"", "none", "null", "false", "off", "no"}
 
 @dataclass(frozen=True)
 class Mechanism:
-    """What happens to the cache, or to the text before it. ``corrected``: an importance ratio answers for it."""
+    """A way to compress the cache or the prompt. ``corrected``: an importance ratio can account for it."""
 
     says: str
     lossy: bool
@@ -31,7 +31,7 @@ class Mechanism:
 
 @dataclass(frozen=True)
 class EngineWords:
-    """Words by which a command or a file is known; what a ``trainer`` launches are rollouts."""
+    """Words that identify an engine's commands and files; a ``trainer`` launches rollouts."""
 
     words: Sequence[str]
     trainer: bool = False
@@ -39,7 +39,7 @@ class EngineWords:
 
 @dataclass(frozen=True)
 class ScanRule:
-    """One key of one engine; the fields are those that ``rules.yaml`` explains."""
+    """A key of an engine; the head of ``rules.yaml`` explains the fields."""
 
     id: str
     engine: str
@@ -61,15 +61,15 @@ class ScanRule:
     note: str = ""
 
     @property
-    def named(self) -> bool:
-        """Whether the value is a name, which a flag by itself does not say."""
+    def needs_value(self) -> bool:
+        """Whether the rule depends on a named value, so that a flag alone does not decide it."""
         return not isinstance(self.when, str) and bool({"in", "not"} & set(self.when))
 
     def holds(self, value: Value) -> bool:
-        """Whether the mechanism is on with this value; the value is known."""
+        """Return whether this known value switches the mechanism on."""
         value = value.value if isinstance(value, Default) else value
         if isinstance(value, str) and value.startswith("--"):
-            return False  # a table of which key is which flag
+            return False  # the entry of a table that maps keys to flags
         if self.when == "set" or isinstance(value, Mapping):
             return _is_set(value)
         (test, wanted), *_ = dict(self.when).items()  # type: ignore[arg-type]  # a mapping, as it is not "set"
@@ -78,27 +78,27 @@ class ScanRule:
             return number is not None and number > wanted
         if test == "has":
             return isinstance(value, tuple) and any(str(entry).lower() in _lower(wanted) for entry in value)
-        if isinstance(value, tuple):  # what there is to choose from
+        if isinstance(value, tuple):  # a list of choices
             return any(self.holds(entry) for entry in value if not isinstance(entry, Unknown))  # type: ignore[arg-type]
-        named = {str(value).lower(), str(value).lower().partition(",")[0]}  # q8_0,4: of four layers
-        return _is_set(value) and bool(named & _lower(wanted)) == (test == "in")
+        names = {str(value).lower(), str(value).lower().partition(",")[0]}  # q8_0,4: q8_0 in four layers
+        return _is_set(value) and bool(names & _lower(wanted)) == (test == "in")
 
     def policy_of(self, value: Value, siblings: Table[str, Value]) -> str:
-        """Our policy that comes nearest, from the value and what stands beside it, or ``no equivalent``."""
+        """Return the closest policy of kvaudit, given the value and its sibling keys, or ``no equivalent``."""
         value = value.value if isinstance(value, Default) else value
         if not isinstance(self.policy, str):
             return self.policy.get(str(value).lower(), NO_EQUIVALENT)
         if "{" not in self.policy:
             return self.policy
-        known = {**(self.fields or {}), **{name: _one(entry) for name, entry in siblings.items()}}
+        fields = {**(self.fields or {}), **{name: _common_entry(entry) for name, entry in siblings.items()}}
         names = [part.partition("}")[0] for part in self.policy.split("{")[1:]]
-        if any(_number(known.get(name)) is None for name in names):
-            return NO_EQUIVALENT  # differs by layer, or is not known
-        return self.policy.format(**{name: int(_number(known[name]) or 0) for name in names})
+        if any(_number(fields.get(name)) is None for name in names):
+            return NO_EQUIVALENT  # differs by layer, or unknown
+        return self.policy.format(**{name: int(_number(fields[name]) or 0) for name in names})
 
 
 class ScanRules(NamedTuple):
-    """All rules, by what they match first; ``sha256`` names this state of them."""
+    """All rules. ``patterns`` indexes them by kind and last part of the key; ``sha256`` is that of the file."""
 
     rules: Sequence[ScanRule]
     engines: Table[str, EngineWords]
@@ -109,7 +109,7 @@ class ScanRules(NamedTuple):
 
 @cache
 def load_rules() -> ScanRules:
-    """The rules that come with this version."""
+    """Return the rules of this version."""
     text = _PATH.read_text(encoding="utf-8")
     table = parse_yaml(text, _PATH.name, "rule file").table
     rules = [ScanRule(**row) for row in table["rules"]]
@@ -123,45 +123,46 @@ def load_rules() -> ScanRules:
 
 
 def matching(setting: Setting, rules: ScanRules) -> list[ScanRule]:
-    """The rules whose key this is, those of the longest pattern; their conditions are not asked yet."""
-    found = list(_matching(setting, rules))
-    longest = max((length for length, _ in found), default=0)
-    return [rule for length, rule in found if length == longest]
+    """Return the rules whose pattern is the longest that matches the key; conditions are not checked yet."""
+    matches = list(_matches(setting, rules))
+    longest = max((length for length, _ in matches), default=0)
+    return [rule for length, rule in matches if length == longest]
 
 
-def _matching(setting: Setting, rules: ScanRules) -> Iterator[tuple[int, ScanRule]]:
-    of_package = setting.kind == "import"
-    end = _compared(setting.kind, setting.key[:1] if of_package else setting.key[-1:])
+def _matches(setting: Setting, rules: ScanRules) -> Iterator[tuple[int, ScanRule]]:
+    """Yield each matching rule with the length of its pattern."""
+    is_import = setting.kind == "import"
+    end = _normalise(setting.kind, setting.key[:1] if is_import else setting.key[-1:])
     if patterns := rules.patterns.get((setting.kind, end[0])):
-        key = _compared(setting.kind, setting.key)
+        key = _normalise(setting.kind, setting.key)
         for pattern, rule in patterns:
-            if of_package or key[-len(pattern) :] == pattern:
+            if is_import or key[-len(pattern) :] == pattern:
                 yield len(pattern), rule
     if setting.kind == "key" and setting.key[-1].isupper():  # `environment: {NAME: value}`
-        yield from _matching(setting._replace(kind="env", key=setting.key[-1:]), rules)
+        yield from _matches(setting._replace(kind="env", key=setting.key[-1:]), rules)
     if setting.kind == "env":
         yield from ((1, rule) for rule in named_like_a_key(setting.key[0], rules))
 
 
 def named_like_a_key(variable: str, rules: ScanRules) -> list[ScanRule]:
-    """The rules for whose key, or for whose engine's key, a variable is named: KV_CACHE_DTYPE, VLLM_KV_CACHE_DTYPE."""
+    """Return the rules whose key a variable is named after, such as KV_CACHE_DTYPE or VLLM_KV_CACHE_DTYPE."""
     name = comparable(variable)
-    owner = next((engine for engine in rules.engines if name.startswith(f"{comparable(engine)}_")), "")
-    key = name.removeprefix(f"{comparable(owner)}_") if owner else name
-    alone = [rule for pattern, rule in rules.patterns.get(("key", key), ()) if pattern == (key,)]
-    return [rule for rule in alone if rule.engine == owner or not owner]
+    engine = next((engine for engine in rules.engines if name.startswith(f"{comparable(engine)}_")), "")
+    key = name.removeprefix(f"{comparable(engine)}_") if engine else name
+    matches = [rule for pattern, rule in rules.patterns.get(("key", key), ()) if pattern == (key,)]
+    return [rule for rule in matches if rule.engine == engine or not engine]
 
 
 def _patterns(rule: ScanRule) -> Iterator[tuple[str, tuple[str, ...]]]:
-    yield from (("flag", _compared("flag", (flag,))) for flag in rule.flags)
-    yield from (("key", _compared("key", tuple(key.split(".")))) for key in rule.keys)
+    yield from (("flag", _normalise("flag", (flag,))) for flag in rule.flags)
+    yield from (("key", _normalise("key", tuple(key.split(".")))) for key in rule.keys)
     yield from (("env", (name,)) for name in rule.env)
     yield from (("call", (name,)) for name in rule.calls)
     yield from (("import", (name,)) for name in rule.imports)
 
 
-def _compared(kind: str, key: tuple[str, ...]) -> tuple[str, ...]:
-    """A key as it is compared: hyphens and cases alike, but short flags, variables and names of code as they are."""
+def _normalise(kind: str, key: tuple[str, ...]) -> tuple[str, ...]:
+    """Return a key with hyphens and case normalised; short flags, variables and names in code stay unchanged."""
     if kind in ("env", "call", "import") or (kind == "flag" and not key[0].startswith("--")):
         return key
     return tuple(comparable(part.lstrip("-")) for part in key)
@@ -180,8 +181,8 @@ def _number(value: Any) -> float | None:
         return None
 
 
-def _one(value: Value) -> Value:
-    """What all entries of a list are, if they are the same."""
+def _common_entry(value: Value) -> Value:
+    """Return the entry of a list whose entries are all the same, and any other value unchanged."""
     if isinstance(value, tuple) and len(set(value)) == 1:
         return value[0]  # type: ignore[return-value]  # entries of a list are values
     return value

@@ -1,73 +1,165 @@
-"""From files to findings, and who answers for each.
+"""Scan files for KV compression, and find the declaration or correction of each finding.
 
-A lossy mechanism is answered for by a declaration; in rollouts also by a correction that the same file switches on,
-and where both stand in command lines, the same command. A correction answers for other numbers, never for another
-text. What comes with the weights, and what moves entries without loss, needs no answer.
+A lossy mechanism needs a declaration in ``kvaudit.yaml``; in rollouts a correction that the same file switches on also
+counts, and if both are in command lines, it must be the same command. A correction accounts for other numbers, never
+for other text. Native mechanisms, which come with the weights, and lossless ones need neither.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
 
-from kvaudit.audit.scan.scan import Declaration
-from kvaudit.audit.scan.files import ConfigFile, read_file
+from kvaudit.audit.scan.files import ConfigFile, display_path, read_file
 from kvaudit.audit.scan.interpret import Finding, Interpreter, NotReadable
 from kvaudit.audit.scan.rules import CORRECTION, NATIVE, load_rules
-from kvaudit.core.text import one_line
+from kvaudit.core.errors import SpecError, UnknownName
+from kvaudit.core.files import YamlFile, check_keys, read_yaml
+from kvaudit.core.text import one_line, short_repr
+
+DECLARATIONS_FILE = "kvaudit.yaml"
+DECLARATION_FORMAT = 1
+_KEYS = ("rule", "mechanism", "file", "role", "value", "why")
+_ROLES = ("rollout", "serving", "both", "unknown")
+
+
+@dataclass(frozen=True)
+class Declaration:
+    """An entry of ``kvaudit.yaml``; a finding must agree with every field that is given.
+
+    ``folder`` limits it to the folder of its file; None for a file that was named for the whole scan.
+    """
+
+    why: str  # printed in the disclosure
+    rule: str | None = None
+    mechanism: str | None = None
+    file: str = "*"  # a pattern of the displayed path
+    role: str | None = None
+    value: str | None = None
+    folder: str | None = None
+
+    def covers(self, finding: Finding) -> bool:
+        """Return whether it declares this finding."""
+        return (
+            self.rule in (None, finding.rule.id)
+            and self.mechanism in (None, finding.rule.mechanism)
+            and self.role in (None, finding.role)
+            and self.value in (None, finding.value)
+            and (self.folder is None or _is_below(finding.file, self.folder))
+            and (fnmatchcase(finding.file, self.file) or fnmatchcase(finding.file, f"*/{self.file}"))
+        )
 
 
 @dataclass(frozen=True)
 class Scan:
-    """What a scan says of a set of files."""
+    """The result of scanning a set of files."""
 
-    found: Sequence[Finding]
+    findings: Sequence[Finding]
     corrections: Sequence[Finding]
     not_readable: Sequence[NotReadable]
-    not_found: Sequence[str]
-    skipped: int
-    stale: Sequence[Declaration]  # declarations that nothing meets
+    clean_files: Sequence[str]
+    skipped: int  # files that are no configurations
+    stale: Sequence[Declaration]  # declarations that match no finding
 
     @property
     def open(self) -> list[Finding]:
-        """The compressors that nobody answers for."""
-        return [finding for finding in self.found if finding.state == "open"]
+        """The lossy mechanisms that are neither declared nor corrected."""
+        return [finding for finding in self.findings if finding.state == "open"]
 
 
 def scan_files(files: Sequence[ConfigFile], declared: Sequence[Declaration] = (), skipped: int = 0) -> Scan:
-    """Read every file against the rules; a file that cannot be read stops none of the others."""
+    """Match every file against the rules; an unreadable file is reported and does not stop the scan."""
     rules = load_rules()
-    found: list[Finding] = []
+    findings: list[Finding] = []
     corrections: list[Finding] = []
     unread: list[NotReadable] = []
-    clean: list[str] = []
+    clean_files: list[str] = []
     for file in files:
         contents = read_file(file.path)
-        findings, values = Interpreter(file.name, contents, rules).findings()
-        broken = [NotReadable(file.name, line, one_line(reason)) for line, reason in contents.unread] + values
-        mine = [finding for finding in findings if finding.rule.mechanism == CORRECTION]
-        by_block = {correction.block: correction for correction in reversed(mine)}
-        others = [_answered(one, by_block, declared) for one in findings if one.rule.mechanism != CORRECTION]
-        unread += broken
-        corrections += mine
-        found += others
-        if not (others or broken):
-            clean.append(file.name)
-    stale = [entry for entry in declared if not any(entry.covers(finding) for finding in found)]
-    return Scan(found, corrections, unread, clean, skipped, stale)
+        matches, values = Interpreter(file.name, contents, rules).findings()
+        file_unread = [NotReadable(file.name, line, one_line(reason)) for line, reason in contents.unread] + values
+        file_corrections = [match for match in matches if match.rule.mechanism == CORRECTION]
+        by_block = {correction.block: correction for correction in reversed(file_corrections)}
+        file_findings = [
+            _set_state(match, by_block, declared) for match in matches if match.rule.mechanism != CORRECTION
+        ]
+        unread += file_unread
+        corrections += file_corrections
+        findings += file_findings
+        if not (file_findings or file_unread):
+            clean_files.append(file.name)
+    stale = [entry for entry in declared if not any(entry.covers(finding) for finding in findings)]
+    return Scan(findings, corrections, unread, clean_files, skipped, stale)
 
 
-def _answered(finding: Finding, corrections: dict[int, Finding], declared: Sequence[Declaration]) -> Finding:
+def _set_state(finding: Finding, corrections: dict[int, Finding], declared: Sequence[Declaration]) -> Finding:
     mechanism = load_rules().mechanisms[finding.rule.mechanism]
     if not mechanism.lossy:
         return replace(finding, state="native" if finding.rule.mechanism == NATIVE else "lossless")
     if entry := next((entry for entry in declared if entry.covers(finding)), None):
         return replace(finding, state="declared", answer=entry.why)
     if mechanism.corrected and finding.role == "rollout":
-        # words of no command may go to any of them
+        # block 0: words outside a command, which may belong to any command
         correction = corrections.get(finding.block) or corrections.get(0)
         if finding.block == 0:
             correction = correction or next(iter(corrections.values()), None)
         if correction is not None:
             return replace(finding, state="corrected", answer=f"{correction.key} in line {correction.line}")
     return finding
+
+
+def find_declarations(paths: Sequence[Path], file: Path | None) -> list[Declaration]:
+    """Return the declarations of ``file``, or of every scanned folder that has a ``kvaudit.yaml`` at its top."""
+    if file is not None:
+        return read_declarations(file)
+    folders = dict.fromkeys(path for path in paths if (path / DECLARATIONS_FILE).is_file())
+    return [
+        replace(entry, folder=display_path(folder))
+        for folder in folders
+        for entry in read_declarations(folder / DECLARATIONS_FILE)
+    ]
+
+
+def _is_below(file: str, folder: str) -> bool:
+    """Return whether a displayed path is below a displayed folder."""
+    if folder == ".":
+        return not file.startswith(("/", "../"))
+    return file.startswith(folder.rstrip("/") + "/")
+
+
+def read_declarations(path: Path) -> list[Declaration]:
+    """Return the entries of a file of declarations; raises SpecError with the line of the first mistake."""
+    file = read_yaml(path, "file of declarations")
+    check_keys(file.table, ("format", "declared"), file.name)
+    if file.table.get("format") != DECLARATION_FORMAT:
+        raise SpecError(f"{file.name}: format is {short_repr(file.table.get('format'))}, wanted {DECLARATION_FORMAT}")
+    entries = file.table.get("declared")
+    if not isinstance(entries, list):
+        raise SpecError(
+            f"{file.name}: declared is {short_repr(entries)}, wanted a list of entries with rule or mechanism, and why"
+        )
+    return [_parse_entry(entry, file, index) for index, entry in enumerate(entries)]
+
+
+def _parse_entry(entry: Any, file: YamlFile, index: int) -> Declaration:
+    place = f"{file.name} line {file.lines['declared', index]}"
+    if not isinstance(entry, dict):
+        raise SpecError(f"{place}: the entry is {short_repr(entry)}, wanted a mapping with rule or mechanism, and why")
+    check_keys(entry, _KEYS, place)
+    fields = {key: str(value).lower() if isinstance(value, bool) else str(value) for key, value in entry.items()}
+    if not fields.get("why", "").strip():
+        raise SpecError(f"{place}: why is missing; say where the mechanism was evaluated")
+    rules = load_rules()
+    if "rule" not in fields and "mechanism" not in fields:
+        raise SpecError(f"{place}: rule and mechanism are both missing; give one of them")
+    if "rule" in fields and fields["rule"] not in (names := [rule.id for rule in rules.rules]):
+        raise UnknownName(f"rule in {place}", fields["rule"], names)
+    mechanisms = [name for name, mechanism in rules.mechanisms.items() if mechanism.lossy and name != CORRECTION]
+    if "mechanism" in fields and fields["mechanism"] not in mechanisms:
+        raise UnknownName(f"mechanism in {place}", fields["mechanism"], mechanisms)
+    if fields.get("role", "both") not in _ROLES:
+        raise UnknownName(f"role in {place}", fields["role"], _ROLES)
+    return Declaration(**fields)

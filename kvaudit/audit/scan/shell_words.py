@@ -1,4 +1,4 @@
-"""Scripts as words, commands and here-documents, each with the line it begins on. No variable is expanded."""
+"""Split scripts into words, commands and here-documents, each with its first line; expands no variable."""
 
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ _LONGEST_WORD = 20_000  # characters
 
 
 class Word(NamedTuple):
-    """A word without its quotes, and the line it begins on."""
+    """A word without its quotes, and its first line."""
 
     text: str
     line: int
 
 
 class ShellCommand(NamedTuple):
-    """The words of a command, or of an array that any command may take."""
+    """The words of a command, or of an array that any command may use."""
 
     words: list[Word]
     array: bool = False
 
 
 class HereDocument(NamedTuple):
-    """The body of a here-document, which often is a configuration."""
+    """The body of a here-document, often a configuration."""
 
     text: str
     line: int
 
 
 def parts_of(text: str, line: int) -> Iterator[ShellCommand | HereDocument]:
-    """Commands, arrays and here-documents in order; raises Unreadable at a quote that is never closed."""
+    """Yield commands, arrays and here-documents in order; raises Unreadable at an unclosed quote."""
     return _Parser(text, line).parts()
 
 
@@ -53,10 +53,10 @@ class _Parser:
 
     def __init__(self, text: str, line: int) -> None:
         self.text, self.line = text, line
-        self.open: list[ShellCommand] = [ShellCommand([])]  # the command being read; above it the array that is open
+        self.open: list[ShellCommand] = [ShellCommand([])]  # the current command, and an open array on top of it
         self.word: Word | None = None
-        self.ends: list[str] = []  # of here-documents that begin after this line
-        self.awaits_end = False  # the next word is such an end
+        self.ends: list[str] = []  # end words of here-documents that begin after this line
+        self.awaits_end = False  # whether the next word is an end word
         self.done: list[ShellCommand | HereDocument] = []
 
     def parts(self) -> Iterator[ShellCommand | HereDocument]:
@@ -67,7 +67,7 @@ class _Parser:
                 continue
             match = _TOKEN.match(self.text, at)
             if match is None:
-                raise Unreadable("a quote is opened and never closed", self.line)
+                raise Unreadable("a quote is never closed", self.line)
             at = self._take(str(match.lastgroup), match[0], match.end())
             yield from self.done
             self.done.clear()
@@ -75,7 +75,7 @@ class _Parser:
         yield from reversed(self.open)
 
     def _take(self, kind: str, piece: str, at: int) -> int:
-        """Take one piece; returns where the next begins."""
+        """Process a token; returns where the next one begins."""
         if kind == "operator":
             self._operator(piece)
         elif kind in ("blank", "newline"):
@@ -83,9 +83,9 @@ class _Parser:
             if kind == "newline" and len(self.open) == 1:
                 self._end_command()
         else:
-            before = self.word or Word("", self.line)
-            if len(before.text) < _LONGEST_WORD:  # what is longer is data
-                self.word = Word(before.text + _unquoted(kind, piece), before.line)
+            word = self.word or Word("", self.line)
+            if len(word.text) < _LONGEST_WORD:  # longer words are data
+                self.word = Word(word.text + _unquote(kind, piece), word.line)
         self.line += piece.count("\n")
         while kind == "newline" and self.ends:
             body, at = _here_document(self.text, at, self.ends.pop(0))
@@ -123,7 +123,7 @@ def _end_of_line(text: str, at: int) -> int:
 
 
 def _here_document(text: str, at: int, end: str) -> tuple[str, int]:
-    """The body and the place after its last line."""
+    """Return the body and the position after its end word."""
     start = at
     while at < len(text):
         stop = _end_of_line(text, at)
@@ -133,9 +133,9 @@ def _here_document(text: str, at: int, end: str) -> tuple[str, int]:
     return text[start:], len(text)
 
 
-def _unquoted(kind: str, piece: str) -> str:
+def _unquote(kind: str, piece: str) -> str:
     if kind == "single":
         return piece[1:-1]
     if kind == "double":
-        return re.sub(r'\\(["\\$`])', r"\1", piece[1:-1])  # a continuation stays, and keeps the lines of a command
+        return re.sub(r'\\(["\\$`])', r"\1", piece[1:-1])  # continuations stay, so that line numbers stay right
     return piece[1:] if kind == "escape" else piece

@@ -1,12 +1,14 @@
-"""YAML and JSON, and the trees that TOML is read into, too: keys with their paths, values and lines.
+"""Read the settings of YAML, JSON and TOML: keys with their paths, values and lines.
 
-No tag builds anything. JSON is read as the YAML it is, which knows lines. Anchors are followed, up to what one file may
-hold. Templates of other tools are blanked first: what they would write is not known, the rest of the file is.
+YAML tags build no objects, and aliases are followed up to ``MOST_SETTINGS`` values. JSON is read as YAML, whose parser
+reports lines. Templates of other tools are replaced by placeholders first.
 """
 
 from __future__ import annotations
 
 import re
+import tomllib
+from bisect import bisect_left
 from textwrap import dedent
 from typing import Any, NamedTuple
 
@@ -30,9 +32,9 @@ from kvaudit.audit.scan.shell import read_line, read_shell, read_words
 from kvaudit.audit.scan.shell_words import Word
 
 _LOADER = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader  # the same grammar, ten times as fast
-TEMPLATE = re.compile(r"\$?\{\{(?:(?!\{\{).)*?\}\}", re.DOTALL)
+_TEMPLATE = re.compile(r"\$?\{\{(?:(?!\{\{).)*?\}\}", re.DOTALL)
 _COMMENT = re.compile(r"\{#(?:(?!\{#).)*?#\}", re.DOTALL)
-_STATEMENT = re.compile(r"\{%(?:(?!\{%).)*?%\}", re.DOTALL)  # writes nothing by itself
+_STATEMENT = re.compile(r"\{%(?:(?!\{%).)*?%\}", re.DOTALL)  # writes no text
 _TEMPLATE_LINE = re.compile(r"(?m)^[ \t]*\{\{-?[^{}\n]*\}\}[ \t]*$")
 _OTHER_BREAKS = dict.fromkeys(map(ord, "\x85\u2028\u2029"), " ")
 _YAML_TAG = "tag:yaml.org,2002:"
@@ -40,17 +42,21 @@ _COMMENT_LINE = re.compile(r"(?m)^[ \t]*//.*$")
 _ASSIGNED = re.compile(r"([A-Z][A-Z0-9_]*)=(.*)", re.DOTALL)
 _SEVERAL_WORDS = re.compile(r"\s|=")  # a command, or pairs of names and values
 _FLAG = re.compile(r"-[A-Za-z-]")
+_MOST_LINES = 500  # searched for an entry of a TOML list or inline table
+_TOML_NAME = r"(?:[\w-]+|\"[^\"]*\"|'[^']*')"
+_TOML_TABLE = re.compile(r"\s*\[\[?([^\[\]]+)\]\]?\s*(?:#.*)?$")
+_TOML_KEY = re.compile(rf"\s*({_TOML_NAME}(?:\s*\.\s*{_TOML_NAME})*)\s*=")
 _SCRIPTS = (".sh", ".bash", ".env", ".conf", ".service")
-_EMBEDDED = (".yaml", ".yml", ".json", *_SCRIPTS)  # names of files inside a file
+_EMBEDDED = (".yaml", ".yml", ".json", *_SCRIPTS)  # endings of files inside a file
 
 
 class Leaf(NamedTuple):
-    """A value; ``source`` is how it is written where it may hold a command over several lines."""
+    """A value; ``source`` is its text in the file if that may hold a command, over several lines."""
 
     value: Value
     line: int
     source: str = ""
-    first: int = 0  # the line on which ``source`` begins
+    first: int = 0  # the first line of ``source``
 
 
 class Branch(NamedTuple):
@@ -70,13 +76,13 @@ Tree = Leaf | Branch | Series
 
 
 def read_yaml_text(text: str, sheet: Sheet, line: int = 1) -> None:
-    """The settings of YAML; raises Unreadable where it is broken, or stands for more than a file may hold."""
-    blanked = without_templates(text)
+    """Read the settings of YAML; raises Unreadable if it is broken or too large."""
+    plain = without_templates(text)
     try:
-        _refuse_deep(blanked)
-        for document in yaml.compose_all(blanked, Loader=_LOADER):
+        _check_depth(plain)
+        for document in yaml.compose_all(plain, Loader=_LOADER):
             if document is not None:
-                walk(_Composed(blanked, line - 1).tree(document, 0), (), sheet)
+                _walk(_YamlTree(plain, line - 1).tree(document, 0), (), sheet)
     except yaml.MarkedYAMLError as error:
         at = error.problem_mark.line if error.problem_mark else 0
         raise Unreadable(f"no YAML: {error.problem}", at + line) from None
@@ -87,21 +93,21 @@ def read_yaml_text(text: str, sheet: Sheet, line: int = 1) -> None:
 
 
 def read_json_text(text: str, sheet: Sheet, line: int = 1) -> None:
-    """The settings of JSON, comments on lines of their own allowed."""
+    """Read the settings of JSON; comments are allowed on separate lines."""
     try:
         read_yaml_text(_COMMENT_LINE.sub("", text).replace("\t", " "), sheet, line)
     except Unreadable as error:
         raise Unreadable(error.reason.replace("YAML", "JSON"), error.line) from None
 
 
-def walk(tree: Tree, path: tuple[str, ...], sheet: Sheet) -> None:
-    """Write every key of a tree into the sheet, and the commands, arguments and variables that its texts hold."""
+def _walk(tree: Tree, path: tuple[str, ...], sheet: Sheet) -> None:
+    """Add every key of a tree to the sheet, and the commands, arguments and variables in its texts."""
     if isinstance(tree, Branch):
         _walk_mapping(tree, path, sheet)
     elif isinstance(tree, Series):
         _read_arguments(tree, sheet)
         for item in tree.items:
-            walk(item, path, sheet)
+            _walk(item, path, sheet)
     elif tree.source:
         read_line(tree.source, tree.first, sheet)
 
@@ -110,17 +116,17 @@ def _walk_mapping(tree: Branch, path: tuple[str, ...], sheet: Sheet) -> None:
     group = sheet.group()
     _read_named_variable(tree, group, sheet)
     for key, line, child in tree.items:
-        inner = path if key == "<<" else (*path, key)  # merged keys stand where they are merged into
+        inner = path if key == "<<" else (*path, key)  # merged keys belong to the mapping itself
         if key != "<<":
             sheet.add(Setting("key", inner, _summary(child), line, group))
         if isinstance(child, Leaf) and child.source and key.endswith(_EMBEDDED):
             _read_embedded(key, child, sheet)
         else:
-            walk(child, inner, sheet)
+            _walk(child, inner, sheet)
 
 
 def _read_embedded(name: str, leaf: Leaf, sheet: Sheet) -> None:
-    """A file inside a file, as a container's manifest holds it."""
+    """Read a file inside a file, as in a container's manifest."""
     read = read_shell if name.endswith(_SCRIPTS) else read_yaml_text
     try:
         read(dedent(leaf.source), sheet, leaf.first)
@@ -137,15 +143,15 @@ def _summary(tree: Tree) -> Value:
 
 
 def _read_named_variable(tree: Branch, group: int, sheet: Sheet) -> None:
-    """``{name: X, value: Y}`` is how containers are given a variable of the environment."""
-    found = {key: (line, child.value) for key, line, child in tree.items if isinstance(child, Leaf)}
-    if "name" in found and "value" in found and isinstance(found["name"][1], str):
-        line, name = found["name"]
-        sheet.add(Setting("env", (str(name),), found["value"][1], line, group))
+    """Add ``{name: X, value: Y}``, an environment variable of a container."""
+    leaves = {key: (line, child.value) for key, line, child in tree.items if isinstance(child, Leaf)}
+    if "name" in leaves and "value" in leaves and isinstance(leaves["name"][1], str):
+        line, name = leaves["name"]
+        sheet.add(Setting("env", (str(name),), leaves["value"][1], line, group))
 
 
 def _read_arguments(row: Series, sheet: Sheet) -> None:
-    """A sequence of words is a command line; one of ``NAME=value`` sets variables."""
+    """Read a sequence of words as a command line, and one of ``NAME=value`` as variables."""
     leaves = [item for item in row.items if isinstance(item, Leaf)]
     words = [Word(spelt(leaf.value), leaf.line) for leaf in leaves]
     if any(_FLAG.match(word.text) and " " not in word.text for word in words):
@@ -156,25 +162,25 @@ def _read_arguments(row: Series, sheet: Sheet) -> None:
             sheet.add(Setting("env", (match[1],), read_value(match[2]), word.line, sheet.group()))
 
 
-class _Composed:
-    """Turns composed nodes, which know their lines, into a tree."""
+class _YamlTree:
+    """Turns parsed YAML nodes into a tree with lines."""
 
     def __init__(self, text: str, offset: int) -> None:
         self.rows = text.split("\n")
         self.offset = offset  # lines above the text
-        self.left = MOST_SETTINGS  # aliases count every time they are followed
+        self.remaining = MOST_SETTINGS  # values; an alias counts each time it is followed
 
     def tree(self, node: Any, depth: int) -> Tree:
-        """The tree of a node; raises Unreadable when there is too much of it."""
+        """Return the tree of a node; raises Unreadable if it is too large."""
         line = node.start_mark.line + 1 + self.offset
-        self.left -= 1
-        if self.left < 0:
-            raise Unreadable(f"its aliases stand for more than {MOST_SETTINGS} values", line)
+        self.remaining -= 1
+        if self.remaining < 0:
+            raise Unreadable(f"its aliases expand to more than {MOST_SETTINGS} values", line)
         if depth > DEEPEST_TREE:
             raise Unreadable(f"nested more than {DEEPEST_TREE} levels deep", line)
         if isinstance(node, yaml.MappingNode):
-            above, pairs = 1 + self.offset, node.value
-            return Branch([(str(k.value), k.start_mark.line + above, self.tree(v, depth + 1)) for k, v in pairs])
+            first = 1 + self.offset
+            return Branch([(str(k.value), k.start_mark.line + first, self.tree(v, depth + 1)) for k, v in node.value])
         if isinstance(node, yaml.SequenceNode):
             return Series([self.tree(item, depth + 1) for item in node.value], line)
         value = _scalar(node.tag, node.value)
@@ -184,7 +190,7 @@ class _Composed:
         return Leaf(value, line, source, first + self.offset)
 
     def _source(self, node: Any) -> tuple[str, int]:
-        """The text of a scalar with the line breaks of the file, so that words in it keep their lines."""
+        """Return the text of a scalar with the line breaks of the file, and its first line."""
         start, end = node.start_mark, node.end_mark
         if start.line == end.line or node.style in ("'", '"'):
             return node.value, start.line + 1
@@ -197,26 +203,21 @@ class _Composed:
 
 
 def without_templates(text: str) -> str:
-    """The text with templates blanked, line for line: a line that is one goes, a value that is one has no value.
+    """Return the text with placeholders for templates, without lines that are only a template; lines keep their number.
 
-    Breaks that only YAML takes for the end of a line go, too.
+    Line breaks that only YAML recognises become spaces.
     """
     text = text.translate(_OTHER_BREAKS)
     if not any(mark in text for mark in ("{{", "{%", "{#")):
         return text
-    for nothing in (_COMMENT, _STATEMENT):
-        text = nothing.sub(lambda match: "\n" * match[0].count("\n"), text)
+    for pattern in (_COMMENT, _STATEMENT):
+        text = pattern.sub(lambda match: "\n" * match[0].count("\n"), text)
     text = _TEMPLATE_LINE.sub("", text)
-    return TEMPLATE.sub(blanked_template, text)
-
-
-def blanked_template(match: re.Match[str]) -> str:
-    """A word in place of a template, with as many lines."""
-    return blank_of(match[0]) + "\n" * match[0].count("\n")
+    return _TEMPLATE.sub(lambda match: blank_of(match[0]) + "\n" * match[0].count("\n"), text)
 
 
 def _scalar(tag: str, text: str) -> Value:
-    """A YAML scalar as its value; a tag of its own stands for what only its tool knows."""
+    """Return the value of a YAML scalar; Unknown for a tag of another tool."""
     if not tag.startswith(_YAML_TAG):
         words = _FLAG.match(text) or _ASSIGNED.match(text)  # !Sub "--kv-cache-dtype=${KvType}"
         return read_value(text) if words else Unknown(f"{tag} {text}".strip())
@@ -238,8 +239,8 @@ def _number(text: str) -> Value:
     return int(number) if number.is_integer() and abs(number) < 2**53 else number
 
 
-def _refuse_deep(text: str) -> None:
-    """Raise Unreadable for nesting that would end the reader, while the text is still a stream."""
+def _check_depth(text: str) -> None:
+    """Raise Unreadable for nesting that would overflow the parser's stack; events are read without recursion."""
     depth = 0
     for event in yaml.parse(text, Loader=_LOADER):
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
@@ -247,3 +248,89 @@ def _refuse_deep(text: str) -> None:
             raise Unreadable(
                 f"nested more than {DEEPEST_TREE} levels deep", event.start_mark.line + 1 if event.start_mark else 1
             )
+
+
+def read_toml_text(text: str, sheet: Sheet) -> None:
+    """Read the settings of TOML."""
+    plain = _TEMPLATE.sub(_toml_placeholder, text)
+    try:
+        table = tomllib.loads(plain)
+        _walk(_TomlTree(plain).tree(table, ()), (), sheet)
+    except tomllib.TOMLDecodeError as error:
+        at = re.search(r"at line (\d+)", str(error))
+        raise Unreadable(f"no TOML: {error}", int(at[1]) if at else 1) from None
+    except RecursionError:
+        raise Unreadable(f"nested more than {DEEPEST_TREE} levels deep") from None
+
+
+class _TomlTree:
+    """Turns a table into a tree, and finds the lines of its keys and values, which the TOML parser does not report."""
+
+    def __init__(self, text: str) -> None:
+        self.rows = text.split("\n")
+        self.tables, self.keys = _toml_lines(self.rows)
+
+    def tree(self, value: Any, path: tuple[str, ...], line: int = 1) -> Tree:
+        """Return the tree of a value that is on ``line`` or below."""
+        if isinstance(value, dict):
+            return Branch([self._item(name, child, (*path, name), line) for name, child in value.items()])
+        if isinstance(value, list):
+            return Series(self._items(value, path, line), line)
+        text = value if isinstance(value, str) else ""
+        kept = value if isinstance(value, bool | int | float) else read_value(str(value))
+        return Leaf(kept, line, text if " " in text else "", line)
+
+    def _item(self, name: str, child: Any, path: tuple[str, ...], line: int) -> tuple[str, int, Tree]:
+        rows = self.keys.get(path) or self.tables.get(path) or []
+        index = bisect_left(rows, line)  # of several tables with one name, the next one
+        line = rows[min(index, len(rows) - 1)] if rows else self._find_line(name, line)
+        return name, line, self.tree(child, path, line)
+
+    def _items(self, values: list[Any], path: tuple[str, ...], line: int) -> list[Tree]:
+        headers = self.tables.get(path, [])
+        trees: list[Tree] = []
+        for index, value in enumerate(values):
+            if isinstance(value, dict):
+                line = headers[index] if index < len(headers) else line
+            elif isinstance(value, str):
+                line = self._find_line(value.split("\n")[0], line)
+            trees.append(self.tree(value, path, line))
+        return trees
+
+    def _find_line(self, text: str, line: int) -> int:
+        """Return the first line from ``line`` on that holds the text; ``line`` if an escape hides it."""
+        rows = range(line, min(line + _MOST_LINES, len(self.rows) + 1))
+        return next((row for row in rows if text in self.rows[row - 1]), line)
+
+
+def _toml_lines(rows: list[str]) -> tuple[dict[tuple[str, ...], list[int]], dict[tuple[str, ...], list[int]]]:
+    """Return the lines of tables and of keys, without those inside texts of several lines."""
+    tables: dict[tuple[str, ...], list[int]] = {}
+    keys: dict[tuple[str, ...], list[int]] = {}
+    table: tuple[str, ...] = ()
+    quote = ""
+    for number, row in enumerate(rows, 1):
+        if quote:
+            quote = "" if quote in row else quote
+            continue
+        if match := _TOML_TABLE.match(row):
+            table = _dotted(match[1])
+            tables.setdefault(table, []).append(number)
+        elif match := _TOML_KEY.match(row):
+            path = _dotted(match[1])
+            for end in range(1, len(path) + 1):
+                keys.setdefault((*table, *path[:end]), []).append(number)
+        quote = next((mark for mark in ('"""', "'''") if row.count(mark) % 2), "")
+    return tables, keys
+
+
+def _dotted(text: str) -> tuple[str, ...]:
+    parts = re.findall(r'"([^"]*)"|\'([^\']*)\'|([\w-]+)', text)
+    return tuple(next(filter(None, groups), "") for groups in parts)
+
+
+def _toml_placeholder(match: re.Match[str]) -> str:
+    """Return a placeholder for a template, in quotes unless the template is inside quotes."""
+    quoted = match.string[match.string.rfind("\n", 0, match.start()) + 1 : match.start()].count('"') % 2
+    blank = blank_of(match[0])
+    return (blank if quoted else f'"{blank}"') + "\n" * match[0].count("\n")
