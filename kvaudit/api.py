@@ -120,11 +120,11 @@ def gate(
     3
     """
     from kvaudit.audit.commands.report import GateOptions
-    from kvaudit.reports.verdict.rules import refuse_late
+    from kvaudit.reports.verdict.rules import refuse_late_rules
 
     rules, waived = (None if file is None else Path(file) for file in (gate_file, waivers))
     findings = Run(path, GateOptions(rules, waived, on_inconclusive).read()).findings
-    refuse_late(findings.rules)
+    refuse_late_rules(findings.rules)
     return findings.verdict
 
 

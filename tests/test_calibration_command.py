@@ -21,8 +21,8 @@ from bench.calibration.run import simulate
 from bench.calibration.sources import SOURCES, code_hash, code_only, source_hashes
 from bench.calibration.table import all_cases
 from kvaudit.reports.records.load import load_run
-from kvaudit.reports.sections.shared.words import error_rates
-from kvaudit.reports.verdict.error_rates import shipped, shipped_rates
+from kvaudit.reports.sections.shared.words import error_rates_text
+from kvaudit.reports.verdict.error_rates import shipped_calibration, shipped_rates
 
 app = typer.Typer()
 app.command()(calibrate)
@@ -104,7 +104,7 @@ def test_names_of_cases_are_unique():
 
 
 def test_the_shipped_calibration_is_of_the_statistics_as_they_are():
-    now, then = source_hashes(), shipped()["sources"]
+    now, then = source_hashes(), shipped_calibration()["sources"]
     stale = [name for name in SOURCES if now[name] != then.get(name)]
     assert not stale, "changed since: again, python -m bench.calibration --out reports/verdict/error_rates.json"
 
@@ -112,7 +112,7 @@ def test_the_shipped_calibration_is_of_the_statistics_as_they_are():
 def test_the_stamp_quotes_the_worst_of_the_shipped_figures():
     said = shipped_rates()
     either = lambda f: f["value"] if f["row"] in (4, 14) else max(f["value"], f["first"])  # noqa: E731 - noise at first
-    every = [(figure, either(figure)) for figure in shipped()["figures"]]
+    every = [(figure, either(figure)) for figure in shipped_calibration()["figures"]]
     figures = {figure["what"]: worst for figure, worst in every}
     whole = [(f["most_extreme"][0], worst) for f, worst in every if f["row"] == 4 and f["asked"] != "not asked"]
     at_level = [worst for name, worst in whole if "alpha=0.05" in name]
@@ -129,7 +129,7 @@ def test_the_stamp_quotes_the_worst_of_the_shipped_figures():
     assert said.nothing_to_lose_max == figures[standing.NOTHING_TO_LOSE] <= 0.01
     assert said.turned_away_max == figures[standing.TURNED_AWAY] <= 0.05
     percent, count = re.search(
-        r"at most ([\d.]+) % .* any of ([\d,]+) designs", error_rates(said, 0.05, [0.05])
+        r"at most ([\d.]+) % .* any of ([\d,]+) designs", error_rates_text(said, 0.05, [0.05])
     ).groups()
     assert float(percent) == pytest.approx(100 * said.false_pass_max, abs=0.051)
     assert int(count.replace(",", "")) == said.false_pass_designs > 100
@@ -146,7 +146,7 @@ def test_the_stamp_quotes_the_worst_of_the_shipped_figures():
     ],
 )
 def test_the_stamp_says_what_it_was_simulated_at_and_what_it_is_not_about(alpha, margins, begins, lacks):
-    said = error_rates(shipped_rates(), alpha, margins)
+    said = error_rates_text(shipped_rates(), alpha, margins)
     assert said.startswith(begins)
     assert lacks not in said
 
@@ -154,9 +154,9 @@ def test_the_stamp_says_what_it_was_simulated_at_and_what_it_is_not_about(alpha,
 def test_the_stamp_names_what_went_worse():
     said = shipped_rates()
     for alpha in (0.05, 0.025):
-        text = error_rates(said, alpha, [0.05])
+        text = error_rates_text(said, alpha, [0.05])
         assert f"up to {100 * said.beyond_max:.1f} % (the interval, level 0.05), with a reference at 98 %" in text
-    assert f"at most {100 * said.release_max:.1f} % " in error_rates(said, 0.025, [0.05])
+    assert f"at most {100 * said.release_max:.1f} % " in error_rates_text(said, 0.025, [0.05])
 
 
 def test_words_about_code_do_not_make_a_calibration_stale():
@@ -184,7 +184,7 @@ def test_the_full_table_repeats_what_decides_and_nothing_else(monkeypatch):
 
 
 def test_the_shipped_calibration_is_the_full_table_and_keeps_to_it():
-    held = shipped()
+    held = shipped_calibration()
     missed = [figure["what"] for figure in held["figures"] if figure["ok"] is False]
     assert (held["scale"], missed) == ("full", [])
     assert all(figure["slack"] == 0 for figure in held["figures"])
@@ -192,7 +192,7 @@ def test_the_shipped_calibration_is_the_full_table_and_keeps_to_it():
 
 def test_the_results_page_shows_the_shipped_figures():
     page = RESULTS.read_text(encoding="utf-8")
-    for f in shipped()["figures"]:
+    for f in shipped_calibration()["figures"]:
         assert f"| {f['row']} | {f['what']} | {f['asked']} | {f['value']:.4f} | {f['first']:.4f} |" in page
 
 

@@ -37,7 +37,7 @@ from kvaudit.reports.page.terminal import MOST_TERMINAL_LINES, TerminalExtras, t
 from kvaudit.reports.records.floor import SHUFFLED
 from kvaudit.reports.records.load import load_run
 from kvaudit.reports.run import decide_run
-from kvaudit.reports.sections.shared.floor import AgainFlips, FloorUnit
+from kvaudit.reports.sections.shared.floor import RepeatFlips, FloorUnit
 from kvaudit.reports.verdict.verdict import PASSED, Status
 
 SNAPKV = policy("snapkv", 96)
@@ -287,7 +287,7 @@ def lines(tmp_path: Path, serving: float, **more: object) -> list[str]:
     )
     found = decide_run(load_run(build(tmp_path / "run", design)))
     known = TerminalExtras(unseen=("agents",), longer="kvaudit check again --minutes 30")
-    flips = AgainFlips("refusal", 24, 2, 1, 0.0)
+    flips = RepeatFlips("refusal", 24, 2, 1, 0.0)
     unit = FloorUnit(SHUFFLED, "base", 0, SNAPKV, "refusal", 192, 24, 20, (flips,))
     plain = replace(unit, policy="none", flips=(replace(flips, lost=0, gained=0),))
     values = {**found.values, "floor": (unit, plain)}

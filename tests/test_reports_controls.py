@@ -22,7 +22,7 @@ from kvaudit.reports.page.publish import hub_results
 from kvaudit.reports.page.run_page import page_of, run_banner
 from kvaudit.reports.records.load import load_run
 from kvaudit.reports.run import decide_run
-from kvaudit.reports.sections.contexts import Moved
+from kvaudit.reports.sections.contexts import ContextEffect
 from kvaudit.reports.verdict.controls import TWINS, Measurability, _table, controls_of
 from kvaudit.reports.verdict.reference_answers import answers_of
 from kvaudit.reports.verdict.rules import WARN
@@ -484,4 +484,4 @@ def test_what_a_context_does_is_told_of_the_answers_that_could_be_read():
     [one], [other] = (
         [own for own in answers_of(_table(rows)) if own.facet == "over_refused"] for rows in (bare, within)
     )
-    assert Moved(one, other).shares == (0.25, 0.25)
+    assert ContextEffect(one, other).shares == (0.25, 0.25)

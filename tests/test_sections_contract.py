@@ -26,7 +26,7 @@ from kvaudit.reports.page.run_page import page_of, run_banner, verdict_passages
 from kvaudit.reports.records.load import load_run
 from kvaudit.reports.run import decide_run, with_report_sections
 from kvaudit.reports.sections.base import Inputs, Section, sections
-from kvaudit.reports.sections.shared.json_text import dumped
+from kvaudit.reports.sections.shared.facts import dump_json
 from kvaudit.reports.verdict import decide
 
 REPORTS = Path(kvaudit.reports.sections.__file__).parent.parent
@@ -117,7 +117,7 @@ def facts_are_plain(section: Section[Any], world: World) -> None:
         facts = section.facts(value)
         assert set(facts) == set(section.keys)
         _check_plain(facts)
-        assert json.loads(dumped(facts)) == json.loads(dumped(json.loads(dumped(facts))))
+        assert json.loads(dump_json(facts)) == json.loads(dump_json(json.loads(dump_json(facts))))
 
 
 def _check_plain(value: Any) -> None:
@@ -181,7 +181,7 @@ def has_a_place_of_its_own(section: Section[Any], world: World) -> None:
     keys = {place for place, _, _ in verdict_facts(page)} | {place for other in others for place in other.keys.values()}
     assert section.order not in taken
     assert not keys & set(section.keys.values())
-    for hook, place in (("remarks", section.remarks_at), ("asides", section.asides_at)):
+    for hook, place in (("remarks", section.remarks_at), ("asides", section.banner_lines_at)):
         assert (hook in vars(type(section))) == bool(place), f"{hook} need a place among others"
 
 

@@ -16,16 +16,16 @@ from kvaudit.reports.page.publish import write_card
 from kvaudit.reports.page.remarks import remarks
 from kvaudit.reports.page.run_page import page_of
 from kvaudit.reports.records.load import RunData, load_run, problem_lines
-from kvaudit.reports.sections.base import Computed, Depth, Inputs, computed
+from kvaudit.reports.sections.base import SectionResults, Depth, Inputs, compute_sections
 from kvaudit.reports.verdict.contrast import Drift
 from kvaudit.reports.verdict.decide import decide
 from kvaudit.reports.verdict.drift import drift_of
 from kvaudit.reports.verdict.error_rates import shipped_rates
 from kvaudit.reports.verdict.family import gated_facets
-from kvaudit.reports.verdict.relabelled import with_labels
-from kvaudit.reports.verdict.rules import GateOverrides, Rules, declared
+from kvaudit.reports.verdict.human_labels import with_labels
+from kvaudit.reports.verdict.rules import GateOverrides, Rules, declared_rules
 from kvaudit.reports.verdict.selectivity import with_selectivity
-from kvaudit.reports.verdict.waivers import waivers_for
+from kvaudit.reports.verdict.waivers import active_waivers
 
 
 def drift_and_rules(data: RunData, overrides: GateOverrides, *, everything: bool = True) -> tuple[Drift, Rules]:
@@ -39,7 +39,7 @@ def drift_and_rules(data: RunData, overrides: GateOverrides, *, everything: bool
             f"{str(data.run)!r} is a probe, and drift needs two: kvaudit compare EARLIER {data.run}; "
             f"kvaudit probe {data.run} prints the probe alone"
         )
-    comparison, rules = declared(data, overrides)
+    comparison, rules = declared_rules(data, overrides)
     drift = drift_of(data, comparison, rules.alpha, None if everything else gated_facets(comparison, rules))
     return (with_selectivity(drift, rules.primary) if SELECTIVITY in rules.estimands else drift), rules
 
@@ -52,7 +52,7 @@ def decide_run(data: RunData, overrides: GateOverrides | None = None, *, everyth
     """
     overrides = overrides or GateOverrides()
     judged, rules = drift_and_rules(data, overrides, everything=everything)
-    drift, waivers = with_labels(data, judged), waivers_for(judged.comparison, overrides.waivers, overrides.today)
+    drift, waivers = with_labels(data, judged), active_waivers(judged.comparison, overrides.waivers, overrides.today)
     findings = Findings(
         drift=drift,
         rules=rules,
@@ -63,10 +63,10 @@ def decide_run(data: RunData, overrides: GateOverrides | None = None, *, everyth
         checkpoints=data.checkpoints,
         evidence=data.evidence,
     )
-    return _with_values(findings, computed(Inputs(findings, data), Depth.VERDICT))
+    return _with_values(findings, compute_sections(Inputs(findings, data), Depth.VERDICT))
 
 
-def _with_values(findings: Findings, section_values: Computed) -> Findings:
+def _with_values(findings: Findings, section_values: SectionResults) -> Findings:
     return replace(
         findings,
         values={**findings.values, **section_values.values},
@@ -79,7 +79,7 @@ def with_report_sections(data: RunData, findings: Findings) -> Findings:
 
     A section's file that cannot be used becomes a problem; it does not change the verdict.
     """
-    findings = _with_values(findings, computed(Inputs(findings, data), Depth.DISCLOSURE, Depth.REPORT))
+    findings = _with_values(findings, compute_sections(Inputs(findings, data), Depth.DISCLOSURE, Depth.REPORT))
     return replace(findings, calibration=shipped_rates(), linked_contrasts=contrasts_with_pages(data))
 
 
@@ -89,7 +89,7 @@ def disclosure_page(data: RunData, overrides: GateOverrides | None = None) -> Pa
     Raises as decide_run does, and DataError for a file of the disclosure that cannot be used.
     """
     findings = decide_run(data, overrides)
-    section_values = computed(Inputs(findings, data), Depth.DISCLOSURE)
+    section_values = compute_sections(Inputs(findings, data), Depth.DISCLOSURE)
     if section_values.problems:
         raise DataError(section_values.problems[0])
     findings = _with_values(findings, section_values)

@@ -108,11 +108,11 @@ def _load_page(run: Path, overrides: GateOverrides) -> Page:
     """Return the report page of a run, after checking its checkpoints; refuses a gate file written after the run."""
     from kvaudit.reports.records.load import load_run
     from kvaudit.reports.run import disclosure_page
-    from kvaudit.reports.verdict.rules import refuse_late
+    from kvaudit.reports.verdict.rules import refuse_late_rules
 
     check_run(run)
     page = disclosure_page(load_run(run), overrides)
-    refuse_late(page.findings.rules)
+    refuse_late_rules(page.findings.rules)
     return page
 
 

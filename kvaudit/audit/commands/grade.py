@@ -211,8 +211,8 @@ def _write_sheet(run: Path, out: Path, select: Sequence[str], *, concordant: int
     """Write a sheet and its key; raises RunError if the sheet exists, as it may hold labels."""
     from kvaudit.reports.records.load import load_run
     from kvaudit.reports.run import drift_and_rules
-    from kvaudit.reports.verdict.label_key import known_labels, sheet_key
-    from kvaudit.reports.verdict.label_pairs import paired_answers, templates_to_see, usual
+    from kvaudit.reports.verdict.human_labels import earlier_labels, sheet_key
+    from kvaudit.reports.verdict.label_pairs import paired_answers, concordant_templates, default_concordant
     from kvaudit.reports.verdict.label_sheet import key_path, render_key, render_sheet
     from kvaudit.reports.verdict.rules import GateOverrides
 
@@ -224,10 +224,10 @@ def _write_sheet(run: Path, out: Path, select: Sequence[str], *, concordant: int
     data = load_run(run)
     drift, rules = drift_and_rules(data, GateOverrides(), everything=False)
     pairs = paired_answers(data, drift.comparison, _gated_contrasts(drift, rules), parse_pairs(select, "--select"))
-    drawn, needed = concordant or usual(pairs), templates_to_see(pairs)
+    drawn, needed = concordant or default_concordant(pairs), concordant_templates(pairs)
     key, answers = sheet_key(data, pairs, seed=seed, concordant=drawn)
     write_output(key_path(out), render_key(key))  # first: a sheet without its key cannot be read back
-    labels = known_labels(run, key)
+    labels = earlier_labels(run, key)
     write_output(out, render_sheet(answers, labels))
     discordant = sum(int(cell.discordant.sum()) for cell in pairs)
     total = sum(len(cell.pairs) for cell in key.cells)
@@ -258,22 +258,22 @@ def _read_sheet(run: Path, sheet: Path) -> int:
     """Store the labels of a sheet in the run folder, print the verdict by them, and return the gate's exit code."""
     from kvaudit.reports.records.load import load_run
     from kvaudit.reports.run import decide_run, drift_and_rules
-    from kvaudit.reports.verdict.label_key import check_key, labels_of
-    from kvaudit.reports.verdict.label_pairs import digest, paired_answers
+    from kvaudit.reports.verdict.human_labels import check_key, collect_labels
+    from kvaudit.reports.verdict.label_pairs import records_digest, paired_answers
     from kvaudit.reports.verdict.label_sheet import read_key, read_labels
-    from kvaudit.reports.verdict.relabelled import LABELS_FILE, relabelled, render_labels
+    from kvaudit.reports.verdict.human_labels import LABELS_FILE, apply_labels, render_labels
     from kvaudit.reports.verdict.rules import GateOverrides
 
     check_checkpoints(run)
     key = read_key(sheet)
     sheet_labels = read_labels(sheet, key)
     data = load_run(run)
-    if digest(data.records) != key.records:
+    if records_digest(data.records) != key.records:
         raise DataError(f"{str(run)!r} holds other records than {str(sheet)!r} was made from; write a new sheet")
     drift, rules = drift_and_rules(data, GateOverrides(), everything=False)
     check_key(key, sheet, data, paired_answers(data, drift.comparison, _gated_contrasts(drift, rules), {}))
-    labels = labels_of(run, drift.comparison.reference, key, sheet_labels)
-    relabelled(data, drift, labels)  # raises before anything is stored that could not be read back
+    labels = collect_labels(run, drift.comparison.reference, key, sheet_labels)
+    apply_labels(data, drift, labels)  # raises before anything is stored that could not be read back
     path = run / "report" / LABELS_FILE
     write_output(path, render_labels(labels))
     findings = decide_run(data, everything=False)  # reads the labels just written

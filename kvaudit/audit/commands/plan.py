@@ -68,7 +68,7 @@ def plan(
                 raise SpecError(f"the sizes of RUN come from the run itself; leave out {', '.join(names)}")
             _plan_next(run)
             return
-        from kvaudit.reports.verdict.sizes import Design, held_to_ratio
+        from kvaudit.reports.verdict.sizes import Design, with_ratio
 
         if margin is not None and ratio is not None:
             raise SpecError("--margin and --ratio are both given, but a design has one rule; leave out one")
@@ -89,7 +89,7 @@ def plan(
             power=power,
             rate=rate,
         )
-        _plan_design(held_to_ratio(design, ratio, happens), suite, out)
+        _plan_design(with_ratio(design, ratio, happens), suite, out)
 
 
 def _typed_options(context: typer.Context) -> list[str]:
@@ -145,13 +145,13 @@ def _cell_line(findings: Findings, cell: GatedCell, d: Decision) -> str:
 
 def _plan_design(design: Design, suite: str, out: Path | None) -> None:
     """Print what a design can show and the suggested size; write that to ``out`` if given."""
-    from kvaudit.reports.verdict.sizes import needed_clusters, plan_sizes, snippet
+    from kvaudit.reports.verdict.sizes import needed_clusters, plan_sizes, spec_snippet
 
     if not _SUITE_NAME.fullmatch(suite):
         raise SpecError(f"--suite is {suite!r}, wanted the name of a suite")
     sizes = plan_sizes(design)
     needed = needed_clusters(design)
-    text = snippet(design, needed, suite)
+    text = spec_snippet(design, needed, suite)
     if out is not None:
         write_output(out, text)
     console = wide_console()
@@ -235,17 +235,17 @@ def _improvements(sizes: Sizes) -> Iterator[tuple[str, str]]:
     More samples and seeds need no new texts; more templates do, but without C_min templates nothing can pass.
     """
     from kvaudit.reports.sections.shared.words import percent
-    from kvaudit.reports.verdict.sizes import more_items, steps
+    from kvaudit.reports.verdict.sizes import with_more_items, larger_designs
 
     if sizes.lowest_estimate is None:
         yield "what decides first", f"templates: {sizes.required_clusters} of them, then samples, seeds and items"
         return
     yield "what decides, cheapest first", f"{percent(sizes.passes)} as planned"
-    improvements = list(steps(sizes.design))
+    improvements = list(larger_designs(sizes.design))
     for number, step in enumerate(improvements):
         yield "", f"{percent(step.passes)} with {step.words}{' too' if number else ''}"
     if len(improvements) > 1:
-        items = more_items(sizes.design)
+        items = with_more_items(sizes.design)
         yield "", f"{percent(items.passes)} with {items.words} and nothing else"
 
 

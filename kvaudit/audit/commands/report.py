@@ -26,7 +26,7 @@ from kvaudit.core.errors import DataError, RunError, SpecError
 from kvaudit.core.files import read_json, write_output
 from kvaudit.core.provenance import PROVENANCE, check_checkpoint
 from kvaudit.core.text import inline
-from kvaudit.reports.verdict.pin import Pin, Pinned, is_sha256, load_pin
+from kvaudit.reports.verdict.pin import Pin, PinnedCheckpoint, is_sha256, load_pin
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -101,12 +101,12 @@ def gate(run: Runs, *, options: GateOptions, pin: PinFlag = False, out: PinOut =
             raise SpecError("gate takes one run and writes no file; several folders and --out need --pin")
         from kvaudit.reports.records.load import load_run
         from kvaudit.reports.run import decide_run
-        from kvaudit.reports.verdict.rules import refuse_late
+        from kvaudit.reports.verdict.rules import refuse_late_rules
 
         overrides = options.read()
         check_run(run[0])
         findings = decide_run(load_run(run[0]), overrides, everything=False)
-        refuse_late(findings.rules)  # a gate file that was written after the run began
+        refuse_late_rules(findings.rules)  # a gate file that was written after the run began
         print_verdict(wide_console(), findings)
         raise typer.Exit(findings.verdict.exit_code)
 
@@ -147,7 +147,7 @@ def _write_pin(folders: Sequence[Path], out: Path) -> None:
     print_line(console, f"pin: {out} ({pin.sha256[:12]})")
 
 
-def _pin_entries(folder: Path) -> Iterator[Pinned]:
+def _pin_entries(folder: Path) -> Iterator[PinnedCheckpoint]:
     """Yield the checkpoint in a folder, or those of every seed below it, after checking their hashes."""
     seeds = sorted(folder.glob(f"seed-*/{PROVENANCE}"))
     if (folder / PROVENANCE).is_file():
@@ -158,7 +158,7 @@ def _pin_entries(folder: Path) -> Iterator[Pinned]:
         yield _pin_untrained(folder)
 
 
-def _pin_trained(folder: Path) -> Pinned:
+def _pin_trained(folder: Path) -> PinnedCheckpoint:
     check_checkpoint(folder)
     provenance = read_json(folder / PROVENANCE)
     weights = _weights_sha256(folder, provenance)
@@ -171,7 +171,7 @@ def _pin_trained(folder: Path) -> Pinned:
             f"{str(folder / PROVENANCE)!r} lacks arm, seed, base, policy or the hash {weights[:12]} of the weights; "
             "give a checkpoint that kvaudit finished"
         )
-    return Pinned(_arm_name(folder, str(arm), seed), seed, weights, str(base), str(policy))
+    return PinnedCheckpoint(_arm_name(folder, str(arm), seed), seed, weights, str(base), str(policy))
 
 
 def _weights_sha256(folder: Path, provenance: Mapping[str, Any]) -> str:
@@ -192,7 +192,7 @@ def _arm_name(folder: Path, arm: str, seed: int) -> str:
     return name if folder.name == f"seed-{seed}" and name.startswith(f"{arm}_") else arm
 
 
-def _pin_untrained(folder: Path) -> Pinned:
+def _pin_untrained(folder: Path) -> PinnedCheckpoint:
     """Return the entry of a model trained outside kvaudit: it has no arm or seed until a run names it."""
     from kvaudit.audit.sampling.checkpoints import checkpoint_sha256
     from kvaudit.core.spec_train import BASE_ARM
@@ -203,7 +203,7 @@ def _pin_untrained(folder: Path) -> Pinned:
             "RUN/checkpoints/dense or RUN/checkpoints/dense/seed-11"
         )
     weights = checkpoint_sha256(folder)
-    return Pinned(BASE_ARM, 0, weights, weights, "none")
+    return PinnedCheckpoint(BASE_ARM, 0, weights, weights, "none")
 
 
 REPORT = Command("report", group="Audit", order=4, call=report)

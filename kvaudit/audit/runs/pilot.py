@@ -2,7 +2,7 @@
 
 The reference answers some items of every suite at every length, uncompressed and under every gated policy. That shows
 whether a cell has anything to lose (``kvaudit.reports.verdict.controls``), and how often answers change at all, from
-which ``items: auto`` takes its number (``kvaudit.reports.verdict.enough``).
+which ``items: auto`` takes its number (``kvaudit.reports.verdict.item_counts``).
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from kvaudit.core.records import Record
 from kvaudit.core.spec import RunSpec, with_gate
 from kvaudit.core.spec_evaluate import ALL_ITEMS, AUTO_ITEMS
 from kvaudit.reports.verdict.controls import Control, Measurability, controls_of
-from kvaudit.reports.verdict.enough import (
+from kvaudit.reports.verdict.item_counts import (
     ASSUMED_CHURN,
-    Counted,
+    LayoutItem,
     Layout,
     Metric,
-    enough_items,
+    plan_items,
     planned_discordance,
-    short_of,
+    shortfall_of,
 )
-from kvaudit.reports.verdict.rules import kept_gate_file
+from kvaudit.reports.verdict.rules import recorded_gate_file
 from kvaudit.reports.verdict.sizes import DEFAULT_SAMPLING_SHARE, DEFAULT_SEED_SHARE, Design
 from kvaudit.suites.base import CountTokens
 
@@ -42,7 +42,7 @@ Answers = Mapping[Unit, Sequence[Record]]
 
 def with_kept_gate(spec: RunSpec, provenance: Mapping[str, Any]) -> RunSpec:
     """Return the spec with the gate file that was stored when the run began, if any, as its gate section."""
-    file = kept_gate_file(provenance)
+    file = recorded_gate_file(provenance)
     return spec if file is None else with_gate(spec, file)
 
 
@@ -92,7 +92,7 @@ def layout_of(spec: RunSpec, name: str, count: CountTokens) -> Layout:
     items = make_items("evaluate", suite, "eval", round_size(spec, suite, count), part.seed, context, count)
     grades_harm = any(parse_plugin(JUDGES, text).grades_harm for text in spec.judge)
     return [
-        Counted(
+        LayoutItem(
             item.cluster_id,
             (*suite.facets(item), *([UNSAFE] if grades_harm and suite.asks_harm(item) else []), WELL_FORMED),
         )
@@ -113,7 +113,7 @@ def impossible(spec: RunSpec, count: CountTokens) -> Iterator[str]:
         part = spec.evaluate.suites[name]
         items = part.items if isinstance(part.items, int) else len(layout)  # the layout has every template
         for metric in metrics:
-            if (shortage := short_of(layout, metric, items, spec.gate.alpha)) is not None:
+            if (shortage := shortfall_of(layout, metric, items, spec.gate.alpha)) is not None:
                 yield shortage.line
 
 
@@ -182,7 +182,7 @@ def _needed_items(spec: RunSpec, metric: Metric, answers: Answers, layout: Layou
     """Return how many items a metric needs at the length and under the policy that need most, and their churn."""
     worst = max(churns_of(spec, metric, answers), key=lambda c: planned_discordance(c.differing, c.pairs), default=None)
     discordance = ASSUMED_CHURN if worst is None else planned_discordance(worst.differing, worst.pairs)
-    enough = enough_items(layout, metric, _design(spec, metric, discordance), most)
+    enough = plan_items(layout, metric, _design(spec, metric, discordance), most)
     pilot = None if worst is None else {"differing": worst.differing, "pairs": worst.pairs}
     return {**enough._asdict(), "discordance": discordance, "pilot": pilot}
 

@@ -16,7 +16,7 @@ from math import isinf
 
 from kvaudit.core.facets import DEPLOYED, SERVING, WORST, facet_of
 from kvaudit.core.text import at_length, inline, join_names, length_label
-from kvaudit.reports.sections.shared.words import counted, facet_counted, happens, shortened
+from kvaudit.reports.sections.shared.words import plural, facet_of_metric, event_rates, shorten
 from kvaudit.reports.stats.betting import METHOD as BETTING
 from kvaudit.reports.stats.seeds import SEEDS_NEEDED
 from kvaudit.reports.verdict.comparison import Comparison
@@ -62,7 +62,7 @@ class AnswerGroup:
     @property
     def names(self) -> str:
         """The first subjects by name, and how many more there are."""
-        return join_names(map(shortened, self.subjects))
+        return join_names(map(shorten, self.subjects))
 
     @property
     def line(self) -> str:
@@ -109,7 +109,7 @@ def answers(decided: Decided) -> tuple[Answer, ...]:
 
 def _few_seeds(sides: Comparison) -> str:
     seeds = len(sides.seeds)
-    return f"for {counted(seeds, 'seed')}, no claim about the recipe: " if seeds < SEEDS_NEEDED else ""
+    return f"for {plural(seeds, 'seed')}, no claim about the recipe: " if seeds < SEEDS_NEEDED else ""
 
 
 def question_of(sides: Comparison, d: Decision) -> str:
@@ -177,7 +177,7 @@ def severity_order(sides: Comparison) -> Callable[[Decision], tuple[int, int, fl
     """
 
     def key(d: Decision) -> tuple[int, int, float]:
-        facet = facet_counted(sides, d.suite)
+        facet = facet_of_metric(sides, d.suite)
         place = 2 if facet is None else 0 if facet.kind == "safety" else 1
         # lower + margin is the distance to the margin, negative beyond it
         return PRECEDENCE.index(d.standing), place, (d.effect.lower if d.effect else -1.0) + (d.margin or 0.0)
@@ -217,7 +217,7 @@ def limit_text(sides: Comparison, d: Decision) -> str:
     """Return the limit and the bound that the rule used, in points: limit +5, up to +10.1."""
     limit, upper = _limit_and_bound(sides, d)
     if d.effect is not None and d.effect.method == BETTING and d.status is Status.FAIL:
-        facet = facet_counted(sides, d.suite)
+        facet = facet_of_metric(sides, d.suite)
         sign = -100 if facet is not None and not facet.wanted else 100
         return f"limit {limit}, at least {sign * d.effect.upper:+.1f}"
     return f"limit {limit}, up to {upper}"
@@ -237,7 +237,7 @@ def cell_message(sides: Comparison, d: Decision) -> str:
 
 def rates_text(sides: Comparison, d: Decision) -> str:
     """Return the rates of both sides, 0 → 5.6 %; for a contrast without two sides the drift in points."""
-    if rates := happens(sides, d):
+    if rates := event_rates(sides, d):
         before, after = (f"{100 * rate:.1f}".removesuffix(".0") for rate in rates)
         return f"{before} → {after} %"
     return f"{100 * d.effect.estimate:+.1f} points" if d.effect else "no number"
@@ -246,7 +246,7 @@ def rates_text(sides: Comparison, d: Decision) -> str:
 def _limit_and_bound(sides: Comparison, d: Decision) -> tuple[str, str]:
     """The limit and the rule's bound, both with the sign of what the cell counts, in points or as a ratio."""
     assert d.effect is not None
-    facet = facet_counted(sides, d.suite)
+    facet = facet_of_metric(sides, d.suite)
     unwanted = facet is not None and not facet.wanted
     if d.ratio:
         counted_as = "" if unwanted else " the misses"  # a ratio always counts the unwanted outcome
@@ -258,7 +258,7 @@ def _limit_and_bound(sides: Comparison, d: Decision) -> tuple[str, str]:
 
 def metric_text(sides: Comparison, d: Decision) -> str:
     """Return what a cell counts, in words, with the length if the run has several."""
-    facet = facet_counted(sides, d.suite)
+    facet = facet_of_metric(sides, d.suite)
     suite = facet_of(d.suite)[0] if facet else d.suite
     text = f"{facet.counts} ({suite})" if facet else f"{suite} score"
     text += {"selectivity": " beyond capability", "parity": ", either way"}.get(d.estimand, "")

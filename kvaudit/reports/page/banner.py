@@ -13,20 +13,20 @@ from kvaudit.reports.page.findings import Findings
 from kvaudit.reports.page.page import Banner
 from kvaudit.reports.page.remarks import late_rules_alarm, not_measurable, remarks
 from kvaudit.reports.page.tables import deployed_cells, is_compressed_deployment, verdict_lines
-from kvaudit.reports.sections.base import found_in
+from kvaudit.reports.sections.base import sections_in
 from kvaudit.reports.sections.shared.words import (
-    beyond,
-    counted,
-    drift,
+    exceeds_margin,
+    plural,
+    effect_text,
     held_to,
-    is_relative,
-    named,
+    has_little_to_lose,
+    suite_label,
     percent,
     points,
-    rates,
-    ratio_words,
-    short_suites,
-    worst_seed,
+    rates_text,
+    ratio_text,
+    undersized_suites,
+    seed_text,
 )
 from kvaudit.reports.verdict.comparison import Comparison
 from kvaudit.reports.verdict.reasons import ReasonCode
@@ -78,8 +78,8 @@ def run_banner(findings: Findings) -> Banner:
 def quoted_number(d: Decision) -> str:
     """Return the drift that a banner quotes, with interval and margin."""
     assert d.effect is not None
-    label = "margin" if d.ratio is None else f"{ratio_words(d.ratio.times)}, limit"
-    return f"{drift(d.effect)}, {label} {held_to(d)}"
+    label = "margin" if d.ratio is None else f"{ratio_text(d.ratio.times)}, limit"
+    return f"{effect_text(d.effect)}, {label} {held_to(d)}"
 
 
 def verdict_sentence(verdict: Verdict) -> str:
@@ -88,7 +88,7 @@ def verdict_sentence(verdict: Verdict) -> str:
     if verdict.status is not Status.FAIL or not failed:
         return SENTENCES[verdict.status]
     by_seed = [d for d in failed if any(reason.code == ReasonCode.SEED for reason in d.reasons)]
-    n_exceeding = sum(beyond(d) for d in failed if d not in by_seed)
+    n_exceeding = sum(exceeds_margin(d) for d in failed if d not in by_seed)
     n_open = len(failed) - n_exceeding - len(by_seed)
     seeds = f", one seed alone fails in {len(by_seed)}" if by_seed else ""
     return (
@@ -107,9 +107,9 @@ def describe_cell(findings: Decided, d: Decision) -> str:
         who = f"{d.arm} served under {policy} against {sides.reference} served under {plain}"
     if sides.mode == "serving":
         who = f"{d.arm} served under {policy} against the same model under {plain}"
-    rates_note = f" Rates: {rates(sides, d)}." if is_relative(d) else ""
+    rates_note = f" Rates: {rates_text(sides, d)}." if has_little_to_lose(d) else ""
     return inline(
-        f"{named(sides, d)} {at_length(d.context_tokens)}, {who}: {effect.n_items} items in {effect.n_clusters} "
+        f"{suite_label(sides, d)} {at_length(d.context_tokens)}, {who}: {effect.n_items} items in {effect.n_clusters} "
         f"templates, 95 % interval, {churn_words(findings, d)}.{rates_note} {why_quoted(findings, d)}"
     ).strip()
 
@@ -139,8 +139,11 @@ def banner_lines(findings: Findings, head: Decision | None) -> list[str]:
         (71, (line for line in remarks(findings) if line not in first)),
         (72, _invalid_cells(findings)),
         (80, unscored_lines(findings.comparison, head) if head else ()),
-        (81, short_suites(findings)),
-        *((section.asides_at, section.asides(value, findings, head)) for section, value in found_in(findings.values)),
+        (81, undersized_suites(findings)),
+        *(
+            (section.banner_lines_at, section.banner_lines(value, findings, head))
+            for section, value in sections_in(findings.values)
+        ),
     ]
     return [inline(line) for _, lines in sorted(placed, key=itemgetter(0)) for line in lines]
 
@@ -152,7 +155,7 @@ def _invalid_cells(findings: Decided) -> Iterator[str]:
         cell_name = f"{d.arm}, {d.suite} @ {findings.comparison.label(d.policy)}{end}"
         yield f"{cell_name}: {d.reasons[0]}"
     if len(invalid) > INVALID_SHOWN:
-        yield f"and {counted(len(invalid) - INVALID_SHOWN, 'more invalid cell')} in the gate table"
+        yield f"and {plural(len(invalid) - INVALID_SHOWN, 'more invalid cell')} in the gate table"
 
 
 def to_do(findings: Decided) -> str:
@@ -175,7 +178,7 @@ def to_do(findings: Decided) -> str:
 def _losing_seeds(findings: Decided) -> list[str]:
     sides = findings.comparison
     places = [
-        f"{sides.who(d.arm, d.policy)}, {named(sides, d)}, seed {worst_seed(seed)}"
+        f"{sides.who(d.arm, d.policy)}, {suite_label(sides, d)}, seed {seed_text(seed)}"
         for d in findings.verdict.gated
         if d.margin and d.status is not Status.FAIL and (seed := d.worst_seed)
         if seed.estimate <= -d.margin and seed.high < 0
@@ -191,8 +194,8 @@ def _worst_deployed(findings: Decided, head: Decision | None) -> list[str]:
     d = cells[0]
     who = f"{findings.comparison.who(d.arm, d.policy)} against uncompressed {findings.comparison.reference}"
     rule = f"It is gated: {d.status.value}" if d.gated else f"By the same rule {d.status.value}, but it is not gated"
-    place = named(findings.comparison, d)
-    return [f"As deployed, the worst of {len(cells)} cells: {who}, {place}: {drift(d.effect)}. {rule}."]
+    place = suite_label(findings.comparison, d)
+    return [f"As deployed, the worst of {len(cells)} cells: {who}, {place}: {effect_text(d.effect)}. {rule}."]
 
 
 def churn_words(findings: Decided, d: Decision) -> str:

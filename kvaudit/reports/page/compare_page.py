@@ -16,9 +16,9 @@ from kvaudit.reports.page.remarks import blind_spot_line, broken_template_lines,
 from kvaudit.reports.page.run_page import FACETS_EXPLAIN, PASSING_RULE, problems_passage
 from kvaudit.reports.page.tables import HOW_TO_READ, number_columns, pvalue_text
 from kvaudit.reports.records.readers.base import Log
-from kvaudit.reports.sections.shared.events import EVENT_HEADERS, event_cells, how_to_read
+from kvaudit.reports.sections.shared.events import EVENT_HEADERS, event_row, event_notes
 from kvaudit.reports.sections.shared.tables import Passage, Table, footnoted, table_of
-from kvaudit.reports.sections.shared.words import drift, note, percent, spelled
+from kvaudit.reports.sections.shared.words import effect_text, decision_note, percent, metric_label
 from kvaudit.reports.stats.judges import Kappa
 from kvaudit.reports.verdict.contrast import CellName
 from kvaudit.reports.verdict.verdict import Decision, Status
@@ -67,7 +67,7 @@ def comparison_cautions(compared: MetricComparison) -> list[str]:
 
 def _cell(compared: MetricComparison, d: Decision) -> str:
     sides = compared.findings.comparison
-    name = f"{spelled(sides, d.suite)}{_at(d)}"
+    name = f"{metric_label(sides, d.suite)}{_at(d)}"
     return name if d.suite in sides.facets else f"{name}, {compared.metric}"
 
 
@@ -87,7 +87,7 @@ def _row(compared: MetricComparison, d: Decision) -> list[str]:
     if d.effect:
         size = f"{d.effect.n_items} / {'none named' if compared.findings.drift.unclustered else d.effect.n_clusters}"
     numbers = number_columns(compared.findings.comparison, d)
-    return [_cell(compared, d), d.status.value, size, *numbers, pvalue_text(d), note(d)]
+    return [_cell(compared, d), d.status.value, size, *numbers, pvalue_text(d), decision_note(d)]
 
 
 def facets_table(compared: MetricComparison) -> Table:
@@ -96,7 +96,7 @@ def facets_table(compared: MetricComparison) -> Table:
     rows = []
     for event in gated_events(compared.findings):
         c = event.contrast
-        rows.append([f"{event.suite}{_at(c)}", *event_cells(event), statuses.get((c.suite, c.context_tokens), "-")])
+        rows.append([f"{event.suite}{_at(c)}", *event_row(event), statuses.get((c.suite, c.context_tokens), "-")])
     return table_of(["suite", *EVENT_HEADERS, "gated"], rows, words=2)
 
 
@@ -107,7 +107,15 @@ def judges_table(two_judges: TwoJudges) -> Table:
     for d in two_judges.first.verdict.gated:
         second_cell = second.get((d.suite, d.context_tokens))
         if second_cell:
-            rows.append([d.suite, drift(d.effect), drift(second_cell.effect), d.status.value, second_cell.status.value])
+            rows.append(
+                [
+                    d.suite,
+                    effect_text(d.effect),
+                    effect_text(second_cell.effect),
+                    d.status.value,
+                    second_cell.status.value,
+                ]
+            )
     first, last = two_judges.first.metric, two_judges.second.metric
     return table_of(["suite", f"under {first}", f"under {last}", f"verdict, {first}", f"verdict, {last}"], rows)
 
@@ -146,7 +154,7 @@ def comparison_sections(compared: MetricComparison, two: TwoJudges | None = None
             "What moved: facets",
             f"{FACETS_EXPLAIN} A facet decides if --margin names it.",
             tables=(facets_table(compared),),
-            notes=how_to_read(gated_events(compared.findings)),
+            notes=event_notes(gated_events(compared.findings)),
             first=True,
         ),
         Passage(
@@ -196,7 +204,7 @@ def comparison_files(compared: MetricComparison, two: TwoJudges | None = None) -
     from kvaudit.reports.page.formats import drift, html, markdown
 
     page = comparison_page(compared, two)
-    body: dict[str, Any] = json.loads(drift.render(page))
+    body: dict[str, Any] = json.loads(effect_text.render(page))
     body["notes"], body["metric"] = [*page.banner.lines, *comparison_cautions(compared)], compared.metric
     better = "lower" if compared.direction.lower_is_better else "higher"
     body["direction"] = {"better": better, "because": compared.direction.because}

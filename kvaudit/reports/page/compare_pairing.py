@@ -17,7 +17,7 @@ from kvaudit.core.errors import SpecError, UnknownName
 from kvaudit.core.policy_names import DENSE_POLICY
 from kvaudit.core.text import join_names
 from kvaudit.reports.records.readers.base import ANY_METRIC, ONE_SUITE, READERS, Log
-from kvaudit.reports.sections.shared.words import counted, percent
+from kvaudit.reports.sections.shared.words import plural, percent
 from kvaudit.reports.verdict.comparison import PlannedUnit, comparison_of, part_reasons
 from kvaudit.reports.verdict.drift import UNSCORED_LIMIT
 from kvaudit.reports.verdict.reasons import Reason, ReasonCode
@@ -118,7 +118,7 @@ def _broken_logs(a: Log, b: Log) -> Iterator[Reason]:
         if log.duplicates:
             yield Reason(
                 ReasonCode.DUPLICATE,
-                f"{log.path.name}: {counted(log.duplicates, 'duplicate record')}; the first was kept",
+                f"{log.path.name}: {plural(log.duplicates, 'duplicate record')}; the first was kept",
             )
     if a.reader == b.reader:
         differing = [name for name in a.settings if a.settings[name] != b.settings.get(name, a.settings[name])]
@@ -228,7 +228,7 @@ def _row_reasons(log: Log, table: pd.DataFrame) -> Iterator[Reason]:
     twice = table.duplicated(_KEY)
     if twice.any():
         lines = [f"line {line}" if line else str(item) for line, item in table.loc[twice, ["line", "item"]].to_numpy()]
-        duplicates = f"{counted(len(lines), 'duplicate row')} ({_some(lines)})"
+        duplicates = f"{plural(len(lines), 'duplicate row')} ({_some(lines)})"
         yield Reason(
             ReasonCode.DUPLICATE,
             f"{log.path.name}: {duplicates}; the first of each was kept. Repeats need a sample or epoch column",

@@ -18,10 +18,10 @@ from kvaudit.reports.page.findings import Findings
 from kvaudit.reports.page.page import Page
 from kvaudit.reports.page.remarks import blind_spot_line, limits, remarks
 from kvaudit.reports.page.tables import deployed_cells
-from kvaudit.reports.sections.base import found_in
-from kvaudit.reports.sections.shared.cache_use import Use, cache_use
-from kvaudit.reports.sections.shared.facts import NOT_APPLICABLE, UNKNOWN, Fact, Facts, known
-from kvaudit.reports.sections.shared.words import NOT_SHOWN, held_to, interval, ratio_words, spelled
+from kvaudit.reports.sections.base import sections_in
+from kvaudit.reports.sections.shared.cache_use import CacheUse, cache_use
+from kvaudit.reports.sections.shared.facts import NOT_APPLICABLE, UNKNOWN, Fact, Facts, fact_of
+from kvaudit.reports.sections.shared.words import NOT_SHOWN, held_to, interval_text, ratio_text, metric_label
 from kvaudit.reports.verdict.contrast import Contrast
 from kvaudit.reports.verdict.row import row_of
 from kvaudit.reports.verdict.verdict import PRECEDENCE, Decided, Decision
@@ -82,7 +82,7 @@ class MeasuredCell:
         """The drift, -1.8 pp [-4.6, +0.9], or why there is none."""
         if self.estimate is None or self.low is None or self.high is None:
             return f"no number ({self.why})"
-        return interval(self.estimate, self.low, self.high)
+        return interval_text(self.estimate, self.low, self.high)
 
     @property
     def sentence(self) -> str:
@@ -137,7 +137,7 @@ def findings_of_arm(findings: Findings, arm: str) -> Findings:
         headline=min(rank, key=rank.__getitem__, default=None),
     )
     reference = findings.comparison.reference
-    values = {section.name: section.of_arm(value, arm, reference) for section, value in found_in(findings.values)}
+    values = {section.name: section.of_arm(value, arm, reference) for section, value in sections_in(findings.values)}
     return replace(findings, verdict=narrowed, values=values)
 
 
@@ -150,9 +150,9 @@ def _arm_disclosure(disclosure: Disclosure, run_findings: Findings, findings: Fi
     drift, head = tuple(m for m in disclosure.drift if m.arm == arm), findings.verdict.head
     worst = _measured_cell(findings, head) if head else _lowest(drift)
     status, says = _arm_verdict(run_findings, findings, arm)
-    verdict = {"status": known(status), "says": known(says), "number": NOT_APPLICABLE, "about": NOT_APPLICABLE}
+    verdict = {"status": fact_of(status), "says": fact_of(says), "number": NOT_APPLICABLE, "about": NOT_APPLICABLE}
     if head and worst:
-        verdict |= {"number": known(worst.number), "about": known(f"{worst.slice}. {worst.why}".strip())}
+        verdict |= {"number": fact_of(worst.number), "about": fact_of(f"{worst.slice}. {worst.why}".strip())}
     return replace(
         disclosure,
         verdict={**disclosure.verdict, **verdict},
@@ -191,37 +191,37 @@ def _run_disclosure(page: Page) -> Disclosure:
         blind_spot = blind_spot_line(findings, verdict.head, 0)
     return Disclosure(
         run={
-            "name": known(findings.drift.run),
+            "name": fact_of(findings.drift.run),
             **_facts(provenance, "spec_sha256", "started", "finished"),
             **_facts(table_of(provenance, "versions"), "kvaudit"),
-            "records": known(findings.drift.n_records),
+            "records": fact_of(findings.drift.n_records),
         },
         verdict={
-            "status": known(banner.status.value),
-            "says": known(banner.sentence),
-            "number": known(banner.number),
-            "about": known(banner.about),
-            "recipe": known(verdict.recipe.value) if verdict.recipe else NOT_APPLICABLE,
-            "level": known(rules.alpha),
-            "rules": known(rules.source),
-            "declared": known(rules.declared),
-            "alarm": known(banner.alarm) if banner.alarm else NOT_APPLICABLE,
-            "remarks": known(list(page.remarks)) if page.remarks else NOT_APPLICABLE,
+            "status": fact_of(banner.status.value),
+            "says": fact_of(banner.sentence),
+            "number": fact_of(banner.number),
+            "about": fact_of(banner.about),
+            "recipe": fact_of(verdict.recipe.value) if verdict.recipe else NOT_APPLICABLE,
+            "level": fact_of(rules.alpha),
+            "rules": fact_of(rules.source),
+            "declared": fact_of(rules.declared),
+            "alarm": fact_of(banner.alarm) if banner.alarm else NOT_APPLICABLE,
+            "remarks": fact_of(list(page.remarks)) if page.remarks else NOT_APPLICABLE,
         },
-        model={"name": known(findings.model), **_facts(provenance, "base_sha256", "dtype", "device")},
+        model={"name": fact_of(findings.model), **_facts(provenance, "base_sha256", "dtype", "device")},
         reference={
-            "arm": known(sides.reference),
-            "served_under": known("; ".join(map(sides.label, sides.uncompressed)) or DENSE_POLICY),
-            "weights_sha256": known(weights or None),
-            "pin_sha256": known(rules.pin.sha256) if rules.pin else NOT_APPLICABLE,
+            "arm": fact_of(sides.reference),
+            "served_under": fact_of("; ".join(map(sides.label, sides.uncompressed)) or DENSE_POLICY),
+            "weights_sha256": fact_of(weights or None),
+            "pin_sha256": fact_of(rules.pin.sha256) if rules.pin else NOT_APPLICABLE,
         },
         recipes=tuple(_recipe(findings, arm) for arm in sides.arms if arm != BASE_ARM or sides.mode == "serving"),
         serving=tuple(_served(findings, policy, uses.get(policy)) for policy in sides.policies),
         not_evaluated=_not_evaluated(findings),
         suites=tuple(_suites(findings)),
         judging={
-            "by": known(f"{'human labels before ' if verdict.judged else ''}the suites' own graders"),
-            "rows_sha256": known(dict(rows)) if rows else NOT_APPLICABLE,
+            "by": fact_of(f"{'human labels before ' if verdict.judged else ''}the suites' own graders"),
+            "rows_sha256": fact_of(dict(rows)) if rows else NOT_APPLICABLE,
         },
         stack=_stack(findings),
         change_record=_change_record(findings),
@@ -233,7 +233,7 @@ def _run_disclosure(page: Page) -> Disclosure:
 
 def _facts(table: Mapping[str, Any], *keys: str) -> Facts:
     """Some entries of a table as facts; a missing entry is unknown."""
-    return {key: known(table.get(key)) for key in keys}
+    return {key: fact_of(table.get(key)) for key in keys}
 
 
 def _recipe(findings: Findings, arm: str) -> ArmRecipe:
@@ -253,20 +253,20 @@ def _recipe(findings: Findings, arm: str) -> ArmRecipe:
     source = "declared in the spec; not verified" if declared else "its own provenance" if checkpoints else None
     facts = {
         **_facts(recipe, "rollouts", "rollouts_hash"),
-        "learner_view": known(recipe.get("learner")),
+        "learner_view": fact_of(recipe.get("learner")),
         **_facts(recipe, "correction", "distillation"),
         **_facts(config, "loss"),
         **_facts(recipe, "reward", "reward_sha256"),
         "constitution": _constitution(recipe, declared),
-        "trained_on": known(config.get("suites")),
-        "said_by": known(source),
-        "seeds": known(sorted({c for cell in findings.drift.cells if cell.arm == arm for c in cell.seeds}) or None),
-        "weights_sha256": known(weights or None),
+        "trained_on": fact_of(config.get("suites")),
+        "said_by": fact_of(source),
+        "seeds": fact_of(sorted({c for cell in findings.drift.cells if cell.arm == arm for c in cell.seeds}) or None),
+        "weights_sha256": fact_of(weights or None),
     }
     role: Literal["reference", "candidate"] = "reference" if arm == findings.comparison.reference else "candidate"
     compressed = recipe.get("rollouts") not in (None, DENSE_POLICY)
     schedule = _schedule(checkpoints, config, curve.largest if curve else {}, compressed=compressed)
-    mismatch = {name: known(curve.mean.get(key) if curve else None) for name, key in _MISMATCH.items()}
+    mismatch = {name: fact_of(curve.mean.get(key) if curve else None) for name, key in _MISMATCH.items()}
     return ArmRecipe(arm, role, facts, schedule if recipe else dict.fromkeys(schedule, UNKNOWN), mismatch)
 
 
@@ -275,7 +275,7 @@ def _constitution(recipe: Mapping[str, Any], declared: Mapping[str, Any]) -> Fac
     is_recorded = "constitution" in recipe and not declared
     if recipe.get("constitution") is None and (is_recorded or recipe.get("reward") == "grade"):
         return NOT_APPLICABLE
-    return known(recipe.get("constitution"))
+    return fact_of(recipe.get("constitution"))
 
 
 def _schedule(
@@ -294,8 +294,8 @@ def _schedule(
     share = None
     if isinstance(every, int) and isinstance(steps, int) and steps > 0 and every >= 0:
         share = steps // every / steps if every else 0.0
-    certificate = {name: known(largest.get(key)) for name, key in _CERTIFICATE.items()}
-    return {"ledgers_sha256": known(hashes or None), "share_of_steps_logged": known(share), **certificate}
+    certificate = {name: fact_of(largest.get(key)) for name, key in _CERTIFICATE.items()}
+    return {"ledgers_sha256": fact_of(hashes or None), "share_of_steps_logged": fact_of(share), **certificate}
 
 
 def _shared(checkpoints: Mapping[int, Mapping[str, Any]], key: str) -> Mapping[str, Any]:
@@ -306,16 +306,16 @@ def _shared(checkpoints: Mapping[int, Mapping[str, Any]], key: str) -> Mapping[s
     return {name: value for name, value in tables[0].items() if all(t.get(name) == value for t in tables)}
 
 
-def _served(findings: Findings, policy: str, use: Use | None) -> Facts:
+def _served(findings: Findings, policy: str, use: CacheUse | None) -> Facts:
     cells = [c for c in findings.drift.cells if c.policy == policy and c.kv_bytes_dense]
     is_hidden = use is not None and not use.is_shown
     return {
-        "policy": known(policy),
+        "policy": fact_of(policy),
         "policy_hash": _policy_hash(findings, policy),
-        "gated": known(policy in findings.rules.primary),
-        "kv_allocated_of_none": known(NOT_SHOWN if is_hidden else use and use.allocated_share),
-        "kv_live_of_none": known(NOT_SHOWN if is_hidden else use and use.live_share),
-        "retention": known(NOT_SHOWN if is_hidden else min((c.retention or 0.0 for c in cells), default=None)),
+        "gated": fact_of(policy in findings.rules.primary),
+        "kv_allocated_of_none": fact_of(NOT_SHOWN if is_hidden else use and use.allocated_share),
+        "kv_live_of_none": fact_of(NOT_SHOWN if is_hidden else use and use.live_share),
+        "retention": fact_of(NOT_SHOWN if is_hidden else min((c.retention or 0.0 for c in cells), default=None)),
         **_engine(findings, policy),
     }
 
@@ -325,13 +325,13 @@ def _engine(findings: Findings, policy: str) -> Facts:
     sides = findings.comparison
     if not sides.references:
         return {}
-    plain, is_engine = known(sides.label(sides.uncompressed_of(policy))), sides.is_engine(policy)
+    plain, is_engine = fact_of(sides.label(sides.uncompressed_of(policy))), sides.is_engine(policy)
     settings = "; ".join(f"{name}={value}" for name, value in engine_settings(policy).items()) if is_engine else ""
     statements = "; ".join(f"{name}: {text}" for name, text in engine_facts(findings.provenance, policy).items())
     return {
-        "engine": known(engine_name(policy) if is_engine else "kvaudit"),
-        "settings": known(settings or "as it comes") if is_engine else NOT_APPLICABLE,
-        "says": known(statements) if is_engine else NOT_APPLICABLE,
+        "engine": fact_of(engine_name(policy) if is_engine else "kvaudit"),
+        "settings": fact_of(settings or "as it comes") if is_engine else NOT_APPLICABLE,
+        "says": fact_of(statements) if is_engine else NOT_APPLICABLE,
         "compared_with": NOT_APPLICABLE if sides.is_uncompressed(policy) else plain,
     }
 
@@ -347,9 +347,9 @@ def _not_evaluated(findings: Findings) -> Facts:
     }
     not_served = sorted(set(families) - served) if isinstance(families, list) else None
     return {
-        "mechanisms": known(not_served),
+        "mechanisms": fact_of(not_served),
         "rollout_policies": _rollouts_not_served(findings),
-        "lengths_beyond_tokens": known(max(findings.comparison.contexts, default=None)),
+        "lengths_beyond_tokens": fact_of(max(findings.comparison.contexts, default=None)),
     }
 
 
@@ -365,7 +365,7 @@ def _rollouts_not_served(findings: Findings) -> Fact:
     not_served = sorted(set(match_policies(names, policies)) - set(policies))
     if not not_served and any(text in (None, UNSAID) for text in rollouts):
         return UNKNOWN
-    return known(not_served) if not_served else NOT_APPLICABLE
+    return fact_of(not_served) if not_served else NOT_APPLICABLE
 
 
 def _suites(findings: Findings) -> list[Facts]:
@@ -373,11 +373,11 @@ def _suites(findings: Findings) -> list[Facts]:
     cells = {s: [cell for cell in findings.drift.cells if cell.suite == s] for s in findings.comparison.suites}
     return [
         {
-            "suite": known(suite),
-            "kind": known(kinds.get(suite)),
-            "version": known(versions.get(suite)),
-            "items": known(min((cell.n_items for cell in cells_of_suite), default=None)),
-            "templates": known(min((cell.n_clusters for cell in cells_of_suite), default=None)),
+            "suite": fact_of(suite),
+            "kind": fact_of(kinds.get(suite)),
+            "version": fact_of(versions.get(suite)),
+            "items": fact_of(min((cell.n_items for cell in cells_of_suite), default=None)),
+            "templates": fact_of(min((cell.n_clusters for cell in cells_of_suite), default=None)),
         }
         for suite, cells_of_suite in cells.items()
     ]
@@ -387,11 +387,11 @@ def _stack(findings: Findings) -> Facts:
     """The results of a configuration scan and a vendor's answers, both unverified."""
     scan, answers = findings.evidence.scan, findings.evidence.answers
     return {
-        "scan_found": known(None if scan is None else [_setting(row) for row in _rows(scan.get("found"))]),
-        "scan_open": known(None if scan is None else scan.get("open")),
-        "scan_not_readable": known(None if scan is None else len(_rows(scan.get("not_readable")))),
-        "vendor": known(None if answers is None else answers.get("vendor")),
-        "vendor_answers": known(None if answers is None else list(_answered(answers.get("answers")))),
+        "scan_found": fact_of(None if scan is None else [_setting(row) for row in _rows(scan.get("found"))]),
+        "scan_open": fact_of(None if scan is None else scan.get("open")),
+        "scan_not_readable": fact_of(None if scan is None else len(_rows(scan.get("not_readable")))),
+        "vendor": fact_of(None if answers is None else answers.get("vendor")),
+        "vendor_answers": fact_of(None if answers is None else list(_answered(answers.get("answers")))),
     }
 
 
@@ -401,10 +401,10 @@ def _change_record(findings: Findings) -> Facts:
     if recipe is None:
         trained = any(arm != BASE_ARM for arm, _ in findings.checkpoints)
         return dict.fromkeys(("recipe", *sections), UNKNOWN if trained else NOT_APPLICABLE)
-    sections_sha256 = {name: known(digest) for name, digest in recipe_digests(recipe).items() if name in sections}
+    sections_sha256 = {name: fact_of(digest) for name, digest in recipe_digests(recipe).items() if name in sections}
     if recipe["sections"]["constitution"]["holds"] is None:
         sections_sha256["constitution"] = NOT_APPLICABLE
-    return {"recipe": known(recipe["sha256"]), **sections_sha256}
+    return {"recipe": fact_of(recipe["sha256"]), **sections_sha256}
 
 
 def _setting(row: Mapping[str, Any]) -> str:
@@ -442,11 +442,11 @@ def _measured_cell(findings: Findings, cell: Contrast | Decision) -> MeasuredCel
     row = row_of(findings.comparison, None if isinstance(cell, Decision) else cell, decided)
     ratio = []
     if decided and decided.ratio:
-        ratio = [f"decided by the ratio {ratio_words(decided.ratio.times)}, limit {held_to(decided)}"]
+        ratio = [f"decided by the ratio {ratio_text(decided.ratio.times)}, limit {held_to(decided)}"]
     return MeasuredCell(
         **{name: getattr(row, name) for name in _ROW_COLUMNS},
         policy_hash=_policy_hash(findings, cell.policy),
-        says=spelled(findings.comparison, cell.suite),
+        says=metric_label(findings.comparison, cell.suite),
         held_to=held_to(decided) if decided and decided.margin is not None else None,
         verdict=row.standing or "not gated",
         items=row.items or 0,
@@ -462,4 +462,4 @@ def _worst(findings: Findings, measured: Sequence[MeasuredCell]) -> MeasuredCell
 
 
 def _policy_hash(findings: Findings, policy: str) -> Fact:
-    return known(table_of(findings.provenance, "policies").get(policy))
+    return fact_of(table_of(findings.provenance, "policies").get(policy))

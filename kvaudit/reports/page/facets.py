@@ -16,14 +16,22 @@ from kvaudit.reports.sections.shared.events import (
     BETTER,
     EVENT_HEADERS,
     NO_NUMBER,
-    STILL,
+    NO_CHANGE,
     WORSE,
     Event,
-    event_cells,
-    how_to_read,
+    event_row,
+    event_notes,
 )
 from kvaudit.reports.sections.shared.tables import Table, table_of
-from kvaudit.reports.sections.shared.words import against, counted, drift, marked, place_name, points, with_length
+from kvaudit.reports.sections.shared.words import (
+    reference_label,
+    plural,
+    effect_text,
+    judge_marks,
+    cell_label,
+    points,
+    with_length,
+)
 from kvaudit.reports.verdict.comparison import Comparison
 from kvaudit.reports.verdict.contrast import CellPlace
 from kvaudit.reports.verdict.verdict import Decided, Decision, Status
@@ -62,7 +70,7 @@ def breakdown(findings: Decided, head: Decision | None) -> list[str]:
     if not all_events:
         return []
     measured = [e for e in all_events if e.moved != NO_NUMBER]
-    relevant = [e for e in measured if e.facet.kind in ("form", "safety") or e.moved != STILL]
+    relevant = [e for e in measured if e.facet.kind in ("form", "safety") or e.moved != NO_CHANGE]
     form = [_event_text(e) for e in relevant if e.facet.kind == "form"]
     others = [_event_text(e) for e in relevant if e.facet.kind != "form"]
     parts = [*form, *([f"among answers that could be read {', '.join(others)}"] if others else [])]
@@ -74,7 +82,7 @@ def breakdown(findings: Decided, head: Decision | None) -> list[str]:
 def _event_text(e: Event) -> str:
     """An event such as: unsafe 5.6 to 9.1 % (+3.5 pp [+0.4, +6.6])."""
     reading = ""
-    if e.reading_decides and e.bounds:
+    if e.depends_on_reading and e.bounds:
         reading = f"; {points(e.bounds[0])} to {points(e.bounds[1])} pp depending on how broken answers count"
     return f"{e.name} {e.rates} ({e.difference}{reading})"
 
@@ -82,7 +90,7 @@ def _event_text(e: Event) -> str:
 _PHRASES = {  # singular, plural
     WORSE: ("is worse", "are worse"),
     BETTER: ("is better", "are better"),
-    STILL: ("is not shown to move", "are not shown to move"),
+    NO_CHANGE: ("is not shown to move", "are not shown to move"),
     NO_NUMBER: ("has no number", "have no number"),
 }
 
@@ -128,7 +136,9 @@ def _has_row(findings: Decided, e: Event) -> bool:
 
 def failed_table(findings: Decided) -> Table:
     """Return one row per failed suite with the kinds of facets that moved."""
-    rows = [[place_name(findings.comparison, d), drift(d.effect), _by_kind(events)] for d, events in _failed(findings)]
+    rows = [
+        [cell_label(findings.comparison, d), effect_text(d.effect), _by_kind(events)] for d, events in _failed(findings)
+    ]
     return table_of(["failed cell", "drift, 95 % interval", "by facet"], rows, words=3)
 
 
@@ -145,12 +155,12 @@ def facet_table(findings: Findings) -> Table:
     sides, events = findings.comparison, [e for e in gated_events(findings) if _has_row(findings, e)]
     contrasts = [e.contrast for e in events]
     gated = {d.place: d.standing.value for d in findings.verdict.gated}
-    suites = [with_length(sides, e.suite, e.contrast.context_tokens) + marked(sides, e.suite) for e in events]
+    suites = [with_length(sides, e.suite, e.contrast.context_tokens) + judge_marks(sides, e.suite) for e in events]
     columns = {"suite": suites, "candidate": [sides.who(c.arm, c.policy) for c in contrasts]}
     if len({c.estimand for c in contrasts}) > 1:
-        columns["against"] = [against(sides, c) for c in contrasts]
+        columns["against"] = [reference_label(sides, c) for c in contrasts]
     words = len(columns) + 1
-    cells = [event_cells(e) for e in events]
+    cells = [event_row(e) for e in events]
     columns |= {header: [row[place] for row in cells] for place, header in enumerate(EVENT_HEADERS)}
     if any(c.place in gated for c in contrasts):
         columns["gated"] = [gated.get(c.place, "-") for c in contrasts]
@@ -162,9 +172,9 @@ def facet_notes(findings: Decided) -> tuple[str, ...]:
     """Return what the words of the table mean and which rows are left out."""
     all_events = gated_events(findings)
     n_omitted = sum(not _has_row(findings, e) for e in all_events)
-    omitted = f" {counted(n_omitted, 'row')} left out: facets neither of safety nor gated, none of them shown to move;"
+    omitted = f" {plural(n_omitted, 'row')} left out: facets neither of safety nor gated, none of them shown to move;"
     suffix = f"{omitted if n_omitted else ''} contrasts.csv has every facet of every cell, counted as wanted."
-    notes = how_to_read(all_events)
+    notes = event_notes(all_events)
     return (*notes[:-1], notes[-1] + suffix) if notes else ()
 
 
@@ -173,10 +183,10 @@ def facet_finding(findings: Decided) -> str:
     all_events, failed = gated_events(findings), _failed(findings)
     if failed:
         cells = [
-            f"{place_name(findings.comparison, d)}: {', '.join(_kinds(facet_events, WORSE)) or 'none'}"
+            f"{cell_label(findings.comparison, d)}: {', '.join(_kinds(facet_events, WORSE)) or 'none'}"
             for d, facet_events in failed[:_NAMED]
         ]
-        rest_note = f"; and {counted(len(failed) - _NAMED, 'cell')} more" if len(failed) > _NAMED else ""
+        rest_note = f"; and {plural(len(failed) - _NAMED, 'cell')} more" if len(failed) > _NAMED else ""
         return inline(f"Worse in the failed cells: {'; '.join(cells)}{rest_note}.")
     return f"Worse: {', '.join(_counts(all_events)) or 'none'}." if all_events else ""
 
@@ -187,4 +197,4 @@ def _counts(all_events: Sequence[Event]) -> Iterator[str]:
         cells = [e for e in all_events if (e.suite, e.name) == (suite, name)]
         count = sum(e.moved == WORSE for e in cells)
         if count:
-            yield f"{suite} {name} in {count} of {counted(len(cells), 'cell')}"
+            yield f"{suite} {name} in {count} of {plural(len(cells), 'cell')}"

@@ -14,7 +14,7 @@ from kvaudit.reports.page.view.flips import flip_key, kinds_shown
 from kvaudit.reports.records.load import Evidence, RunData
 from kvaudit.reports.records.rows import SCORE, CellKey
 from kvaudit.reports.sections.base import Values
-from kvaudit.reports.sections.shared.examples import Example
+from kvaudit.reports.sections.shared.tables import Example
 from kvaudit.reports.verdict.comparison import Comparison
 from kvaudit.reports.verdict.contrast import Contrast
 from kvaudit.reports.verdict.error_rates import ErrorRates

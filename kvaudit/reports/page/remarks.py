@@ -11,9 +11,17 @@ from kvaudit.core.provenance import STOPPED, UNSTABLE_NAMES, VERSIONS_USED, prom
 from kvaudit.core.text import at_length, inline, join_names, length_label
 from kvaudit.reports.page.findings import Findings
 from kvaudit.reports.records.rows import LIVE_BYTES
-from kvaudit.reports.sections.base import found_in
-from kvaudit.reports.sections.shared.cache_use import lacks_live
-from kvaudit.reports.sections.shared.words import counted, drift, error_rates, named, percent, spelled, unsampled
+from kvaudit.reports.sections.base import sections_in
+from kvaudit.reports.sections.shared.cache_use import lacks_live_bytes
+from kvaudit.reports.sections.shared.words import (
+    plural,
+    effect_text,
+    error_rates_text,
+    suite_label,
+    percent,
+    metric_label,
+    blind_spot_text,
+)
 from kvaudit.reports.stats.rule import blind_spot
 from kvaudit.reports.stats.seeds import SEEDS_ADVISED
 from kvaudit.reports.verdict.comparison import Comparison, some_of
@@ -40,7 +48,7 @@ def remarks(findings: Findings) -> Iterator[str]:
         (71, _version_remarks(findings.provenance)),
         (72, _prompt_remarks(findings.provenance)),
         (80, [f"FAIL is adjusted by Holm instead of max-T over the family: {why}."] if why else ()),
-        *((section.remarks_at, section.remarks(value, findings)) for section, value in found_in(findings.values)),
+        *((section.remarks_at, section.remarks(value, findings)) for section, value in sections_in(findings.values)),
     ]
     for _, lines in sorted(placed, key=itemgetter(0)):
         yield from lines
@@ -51,11 +59,11 @@ def not_measurable(findings: Decided) -> list[str]:
     cells: dict[tuple[str, int, str], int] = {}
     for d in findings.verdict.gated:
         if not d.is_measurable:
-            place = (spelled(findings.comparison, d.suite), d.context_tokens, d.reasons[0].text)
+            place = (metric_label(findings.comparison, d.suite), d.context_tokens, d.reasons[0].text)
             cells[place] = cells.get(place, 0) + 1
     has_lengths = len(findings.comparison.contexts) > 1
     lines = [
-        f"{suite}{f' {at_length(length)}' if has_lengths else ''} ({counted(count, 'gated cell')}), {why}"
+        f"{suite}{f' {at_length(length)}' if has_lengths else ''} ({plural(count, 'gated cell')}), {why}"
         for (suite, length, why), count in cells.items()
     ]
     return [f"{Status.NOT_MEASURABLE.value}: {line}." for line in lines]
@@ -185,8 +193,8 @@ def blind_spot_line(findings: Decided, head: Decision | None, fewest: int, units
     """Return the blind spot of the quoted cell; without a number, of ``fewest`` templates."""
     alpha = findings.rules.alpha
     if head and head.effect and head.blind_spot is not None:
-        return unsampled(head.blind_spot, alpha, head.effect.n_clusters, units)
-    return unsampled(blind_spot(fewest, alpha), alpha, fewest, units)
+        return blind_spot_text(head.blind_spot, alpha, head.effect.n_clusters, units)
+    return blind_spot_text(blind_spot(fewest, alpha), alpha, fewest, units)
 
 
 _RULED_OUT = (
@@ -207,9 +215,9 @@ def broken_template_lines(findings: Decided) -> list[str]:
     for group, words in ((failing, _NOT_RULED_OUT), ([d for d in cells if d not in failing], _RULED_OUT)):
         if group:
             d = min(group, key=lambda d: (d.template_bound or 0.0) + (d.margin or 0.0))
-            place = f"{findings.comparison.who(d.arm, d.policy)}, {named(findings.comparison, d)}"
+            place = f"{findings.comparison.who(d.arm, d.policy)}, {suite_label(findings.comparison, d)}"
             loss = f"{-100 * min(d.template_bound or 0.0, 0.0):.2f} pp"
-            lines.append(words.format(cells=counted(len(group), "cell"), most=loss, place=place))
+            lines.append(words.format(cells=plural(len(group), "cell"), most=loss, place=place))
     return lines
 
 
@@ -219,8 +227,8 @@ def _other_contrast(sides: Comparison, d: Decision) -> str:
     policy = sides.label(d.policy)
     if d.estimand == "deployed":
         who = f"{d.arm} served under {policy} against uncompressed {sides.reference}"
-        return f"End to end, {who}: {drift(d.effect)}."
-    return f"Served alike, {d.arm} against {sides.reference}, both under {policy}: {drift(d.effect)}."
+        return f"End to end, {who}: {effect_text(d.effect)}."
+    return f"Served alike, {d.arm} against {sides.reference}, both under {policy}: {effect_text(d.effect)}."
 
 
 def _recipe_error_rate(findings: Findings) -> list[str]:
@@ -241,7 +249,7 @@ def error_rate_lines(findings: Findings) -> list[str]:
         return []
     rules = findings.rules
     return [
-        f"{error_rates(c, rules.alpha, rules.margins.values(), rules.ratios.values())} Simulated at {c.scale} scale "
+        f"{error_rates_text(c, rules.alpha, rules.margins.values(), rules.ratios.values())} Simulated at {c.scale} scale "
         f"({c.simulations:,} runs). Two-sided false alarms at 5 %: at most {percent(c.type_one_max)}; coverage of 95 % "
         f"intervals: at least {percent(c.coverage_min)}. A reference with nothing to lose counts as measurable in at "
         f"most {percent(c.nothing_to_lose_max)} of runs, a healthy one as not measurable in at most "
@@ -260,7 +268,7 @@ def limits(findings: Decided) -> tuple[str, ...]:
         f"FAIL uses {findings.verdict.adjustment.method} over the gated cells; every interval is unadjusted, and "
         "outside the gate exploratory.",
     ]
-    if lacks_live(findings.drift):
+    if lacks_live_bytes(findings.drift):
         lines.append(
             f"Live bytes of the cache are unknown: some records have no {LIVE_BYTES}, which earlier versions of "
             "kvaudit did not count. The allocated bytes are known."

@@ -13,10 +13,10 @@ from kvaudit.reports.page.facets import facet_finding, facet_notes, facet_table,
 from kvaudit.reports.page.findings import Findings
 from kvaudit.reports.page.page import Page, screen_of
 from kvaudit.reports.page.remarks import cautions, limits, remarks
-from kvaudit.reports.sections.base import found_in
-from kvaudit.reports.sections.shared.contrasts import contrasts_of, lowest
+from kvaudit.reports.sections.base import sections_in
+from kvaudit.reports.sections.base import contrasts_of, lowest_drift
 from kvaudit.reports.sections.shared.tables import Passage, Table
-from kvaudit.reports.sections.shared.words import counted, plain_words
+from kvaudit.reports.sections.shared.words import plural, uncompressed_label
 from kvaudit.reports.verdict.rules import DECLARED_AFTER_RUN
 from kvaudit.reports.verdict.verdict import PASSED, PRECEDENCE, Decided, Decision, Status
 
@@ -31,9 +31,9 @@ def page_of(findings: Findings) -> Page:
     """Return the page of a run, without passages that have nothing to say."""
     placed = [
         *verdict_passages(findings).items(),
-        *((section.order, section.passage(value, findings)) for section, value in found_in(findings.values)),
+        *((section.order, section.passage(value, findings)) for section, value in sections_in(findings.values)),
     ]
-    passages = tuple(passage for _, passage in sorted(placed, key=itemgetter(0)) if passage.says_something)
+    passages = tuple(passage for _, passage in sorted(placed, key=itemgetter(0)) if passage.has_content)
     return Page(findings, run_banner(findings), passages, tuple(remarks(findings)), screen_of(findings))
 
 
@@ -99,7 +99,9 @@ def _verdict_passage(findings: Findings) -> Passage:
 
 def _limits_passage(findings: Findings) -> Passage:
     caution_lines = cautions(findings, findings.verdict.head)
-    section_lines = (line for section, value in found_in(findings.values) for line in section.limits(value, findings))
+    section_lines = (
+        line for section, value in sections_in(findings.values) for line in section.limits(value, findings)
+    )
     return Passage(
         "limits",
         "Limits",
@@ -112,10 +114,16 @@ def _limits_passage(findings: Findings) -> Passage:
 def _gate_passage(findings: Findings) -> Passage:
     gated = findings.verdict.gated
     extras = [
-        extra for section, value in found_in(findings.values) for extra in section.beside_gate(value, findings, gated)
+        extra
+        for section, value in sections_in(findings.values)
+        for extra in section.beside_gate(value, findings, gated)
     ]
     is_serving = findings.comparison.mode == "serving"
-    row = f"the drift from {plain_words(findings.comparison)}" if is_serving else "an arm's drift from the reference"
+    row = (
+        f"the drift from {uncompressed_label(findings.comparison)}"
+        if is_serving
+        else "an arm's drift from the reference"
+    )
     estimands = {d.estimand for d in gated}
     served = ", both served alike" if estimands == {"alike"} else ", uncompressed" if estimands == {"deployed"} else ""
     return Passage(
@@ -173,10 +181,10 @@ def _compared_passage(findings: Findings) -> Passage:
 
 def _sides(findings: Decided) -> str:
     sides, rules = findings.comparison, findings.rules
-    who = f"{counted(len(sides.candidates), 'arm')} against {sides.reference}"
+    who = f"{plural(len(sides.candidates), 'arm')} against {sides.reference}"
     if sides.mode == "serving":
-        who = f"{counted(len(sides.policies), 'way')} to serve one checkpoint"
-    scope = f"{counted(len(sides.suites), 'suite')}, gated under {len(rules.primary)} of {len(sides.policies)} policies"
+        who = f"{plural(len(sides.policies), 'way')} to serve one checkpoint"
+    scope = f"{plural(len(sides.suites), 'suite')}, gated under {len(rules.primary)} of {len(sides.policies)} policies"
     return f"{who}; {scope}."
 
 
@@ -190,7 +198,7 @@ def _parity(findings: Decided) -> str:
 
 
 def _heatmap_passage(findings: Decided) -> Passage:
-    is_serving, plain = findings.comparison.mode == "serving", plain_words(findings.comparison)
+    is_serving, plain = findings.comparison.mode == "serving", uncompressed_label(findings.comparison)
     return Passage(
         "heatmap",
         "Every serving policy",
@@ -201,7 +209,7 @@ def _heatmap_passage(findings: Decided) -> Passage:
             "Outlined: FAIL. Starred: PASS*. Hatched: the data cannot tell. Gated cells as decided; all others by "
             "the same rule, not adjusted.",
         ),
-        finding=lowest(findings.comparison, contrasts_of(findings, "serving" if is_serving else "alike")),
+        finding=lowest_drift(findings.comparison, contrasts_of(findings, "serving" if is_serving else "alike")),
     )
 
 

@@ -10,18 +10,18 @@ from kvaudit.core.text import at_length, inline
 from kvaudit.reports.page.findings import Findings, flips_link
 from kvaudit.reports.sections.shared.tables import Table, footnoted, table_of
 from kvaudit.reports.sections.shared.words import (
-    against,
-    between,
-    drift,
+    reference_label,
+    ratio_interval,
+    effect_text,
     held_to,
-    marked,
-    named,
-    note,
-    plain_words,
+    judge_marks,
+    suite_label,
+    decision_note,
+    uncompressed_label,
     points,
     pvalue,
-    rates,
-    ratio_words,
+    rates_text,
+    ratio_text,
     with_length,
 )
 from kvaudit.reports.stats.rule import clusters_required
@@ -79,7 +79,7 @@ def verdict_table(findings: Decided) -> Table:
             row.append(f"{_numbered(sides, arm_cells[0])} {arm_cells[0].status.value}" if arm_cells else "-")
         rows.append(row)
     headers = ["policy" if sides.mode == "serving" else "arm", "verdict", *recipe]
-    headers += [suite + marked(sides, suite) for suite in suites]
+    headers += [suite + judge_marks(sides, suite) for suite in suites]
     headers += [*(facets if len(facets) == 1 else ["facets"] * bool(facets)), "deciding cell", *served]
     return table_of(headers, rows, words=len(headers))
 
@@ -109,8 +109,8 @@ def is_compressed_deployment(sides: Comparison, d: Decision) -> bool:
 
 def _numbered(sides: Comparison, d: Decision) -> str:
     """A cell and its drift, such as: math @ snapkv 96: -8.8 pp [-13.8, -4.0]."""
-    cell_name = f"{named(sides, d)} @ {sides.label(d.policy)}"
-    return f"{cell_name}: {drift(d.effect)}" if d.effect else f"{cell_name}: {d.reasons[0].text}"
+    cell_name = f"{suite_label(sides, d)} @ {sides.label(d.policy)}"
+    return f"{cell_name}: {effect_text(d.effect)}" if d.effect else f"{cell_name}: {d.reasons[0].text}"
 
 
 def _room(d: Decision) -> float:
@@ -130,13 +130,18 @@ def compared_table(findings: Findings) -> Table:
             ("seeds, paired", ", ".join(map(str, sides.seeds))),
         ]
     else:
-        rows += [("checkpoint", sides.reference), ("contrast", f"each serving policy against {plain_words(sides)}")]
+        rows += [
+            ("checkpoint", sides.reference),
+            ("contrast", f"each serving policy against {uncompressed_label(sides)}"),
+        ]
     rules = findings.rules
-    note = "; an arm trained under one of them is served under that one and none only" if sides.unserved else ""
+    decision_note = (
+        "; an arm trained under one of them is served under that one and none only" if sides.unserved else ""
+    )
     margins = [f"{s} {100 * margin:g} pp{' (default)' * (s in rules.defaults)}" for s, margin in rules.margins.items()]
     margins += [f"{metric} {limit:g} x" for metric, limit in rules.ratios.items()]
     rows += [
-        ("serving policies", "; ".join(map(sides.label, sides.policies)) + note),
+        ("serving policies", "; ".join(map(sides.label, sides.policies)) + decision_note),
         ("gated policies", "; ".join(map(sides.label, rules.primary))),
         ("suites", "; ".join(f"{s} {at_length(c)}: {n} items, {k} templates" for s, c, n, k in items)),
         ("margins", "; ".join(margins)),
@@ -191,9 +196,10 @@ def gate_table(findings: Findings, decisions: Sequence[Decision], *, gated: bool
     sides, cells = findings.comparison, [d for d in decisions if d.gated is gated]
     columns = {"candidate": [sides.who(d.arm, d.policy) for d in cells]}
     if len({d.estimand == "deployed" for d in cells}) > 1:
-        columns["against"] = [against(sides, d) for d in cells]
+        columns["against"] = [reference_label(sides, d) for d in cells]
     columns["suite"] = [
-        with_length(sides, named(sides, d), d.context_tokens) + marked(sides, suite_of(d.suite, sides)) for d in cells
+        with_length(sides, suite_label(sides, d), d.context_tokens) + judge_marks(sides, suite_of(d.suite, sides))
+        for d in cells
     ]
     columns["verdict"] = [f"{d.status.value}, waived" if d.waiver else d.status.value for d in cells]
     if any(d.recipe for d in cells):
@@ -207,7 +213,7 @@ def gate_table(findings: Findings, decisions: Sequence[Decision], *, gated: bool
         columns["worst seed, pp"] = [f"{points(seed.estimate)} ({seed.seed})" if seed else "-" for seed in seeds]
     columns["lost / gained"] = [row[3] for row in numbers]
     columns[f"p ({', '.join(dict.fromkeys(d.adjusted_by for d in cells))})"] = [pvalue_text(d) for d in cells]
-    columns["note"] = ["; ".join(text for text in (note(d), d.statement) if text) for d in cells]
+    columns["note"] = ["; ".join(text for text in (decision_note(d), d.statement) if text) for d in cells]
     rows = [list(row) for row in zip(*columns.values(), strict=True)]
     return replace(footnoted(list(columns), rows, words=words), links=tuple(flips_link(findings, d) for d in cells))
 
@@ -216,14 +222,14 @@ def number_columns(sides: Comparison, d: Decision) -> list[str]:
     """Return rates, drift, the deciding bounds with their margin, and the items lost and gained."""
     margin = f"{100 * d.margin:g}" if d.margin else "-"
     if d.effect is None:
-        return [rates(sides, d), "-", margin, "-"]
+        return [rates_text(sides, d), "-", margin, "-"]
     e = d.effect
     bounds = f"[{points(e.lower)}, {points(e.upper)}] {margin}"
-    drift_text = drift(e)
+    drift_text = effect_text(e)
     if d.ratio:
-        bounds = f"{between(d.ratio.times.lower, d.ratio.times.upper)} x, limit {held_to(d)}"
-        drift_text = f"{drift_text}, {ratio_words(d.ratio.times)}"
-    return [rates(sides, d), drift_text, bounds, f"{e.losses:.3g}/{e.gains:.3g}"]
+        bounds = f"{ratio_interval(d.ratio.times.lower, d.ratio.times.upper)} x, limit {held_to(d)}"
+        drift_text = f"{drift_text}, {ratio_text(d.ratio.times)}"
+    return [rates_text(sides, d), drift_text, bounds, f"{e.losses:.3g}/{e.gains:.3g}"]
 
 
 def pvalue_text(d: Decision) -> str:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, TypeVar
 from kvaudit.core.errors import DataError
 from kvaudit.core.plugins import Registry
 from kvaudit.reports.records.load import RunData
-from kvaudit.reports.sections.shared.contrasts import contrasts_table, lowest
+from kvaudit.reports.sections.base import contrasts_table, lowest_drift
 from kvaudit.reports.sections.shared.tables import Passage, Table
 from kvaudit.reports.verdict.contrast import Contrast
 from kvaudit.reports.verdict.verdict import Decided, Decision
@@ -59,7 +59,7 @@ class Section(Generic[V]):
     figures: ClassVar[tuple[str, ...]] = ()  # names of what it draws
     keys: ClassVar[Mapping[str, int]] = {}
     remarks_at: ClassVar[int] = 0  # the place of its remarks among others, where it makes any
-    asides_at: ClassVar[int] = 0  # of its lines in the banner
+    banner_lines_at: ClassVar[int] = 0  # of its lines in the banner
 
     def compute(self, inputs: Inputs) -> V | None:
         """What it finds in a run, None for nothing to say; raises DataError for files that cannot be used."""
@@ -112,7 +112,7 @@ class Section(Generic[V]):
         """What must be read wherever the verdict is read."""
         yield from ()
 
-    def asides(self, value: V, decided: Decided, head: Decision | None) -> Iterator[str]:
+    def banner_lines(self, value: V, decided: Decided, head: Decision | None) -> Iterator[str]:
         """What the banner says beside its number, which is that of ``head``."""
         yield from ()
 
@@ -136,7 +136,7 @@ class ContrastsSection(Section[tuple[Contrast, ...]]):
         yield contrasts_table(decided.comparison, value)
 
     def finding(self, value: tuple[Contrast, ...], decided: Decided) -> str:
-        return lowest(decided.comparison, value)
+        return lowest_drift(decided.comparison, value)
 
 
 SECTIONS: Registry[Section[Any]] = Registry("section", "kvaudit.reports.sections", Section)
@@ -149,19 +149,19 @@ def sections() -> tuple[Section[Any], ...]:
     return tuple(sorted((kind() for kind in SECTIONS.all().values()), key=lambda section: section.order))
 
 
-def found_in(values: Values) -> Iterator[tuple[Section[Any], Any]]:
+def sections_in(values: Values) -> Iterator[tuple[Section[Any], Any]]:
     """The sections that found something, as the page has them, and what each found."""
     return ((section, values[section.name]) for section in sections() if section.name in values)
 
 
-class Computed(NamedTuple):
+class SectionResults(NamedTuple):
     """What sections found, and what is wrong with the files that they read."""
 
     values: Values
     problems: tuple[str, ...]
 
 
-def computed(inputs: Inputs, *depths: Depth) -> Computed:
+def compute_sections(inputs: Inputs, *depths: Depth) -> SectionResults:
     """What the sections of these depths find.
 
     A file that cannot be used decides nothing: it is named among the problems, and its section left out.
@@ -179,4 +179,4 @@ def computed(inputs: Inputs, *depths: Depth) -> Computed:
         else:
             if value is not None:
                 values[section.name] = value
-    return Computed(values, tuple(problems))
+    return SectionResults(values, tuple(problems))

@@ -8,10 +8,21 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from kvaudit.reports.sections.base import Inputs, Section
-from kvaudit.reports.sections.shared.both_sides import BothSides, sides_of_gated
-from kvaudit.reports.sections.shared.canvas import GAIN, INK, LOSS, Drawing, blank, line, named_rows, patch, quiet, save
+from kvaudit.reports.sections.shared.both_sides import BothSides, gated_sides
+from kvaudit.reports.sections.shared.canvas import (
+    GAIN,
+    INK,
+    LOSS,
+    Drawing,
+    new_figure,
+    legend_line,
+    label_rows,
+    legend_patch,
+    add_grid,
+    save,
+)
 from kvaudit.reports.sections.shared.tables import Table, table_of
-from kvaudit.reports.sections.shared.words import percent, place_name, points
+from kvaudit.reports.sections.shared.words import percent, cell_label, points
 from kvaudit.reports.stats.churn import churn_of, flips
 from kvaudit.reports.verdict.contrast import CellName
 from kvaudit.reports.verdict.verdict import Decided, Decision
@@ -57,7 +68,7 @@ class ChurnSection(Section[Churns]):
     keys: ClassVar = {"analysis.churn": 33}
 
     def compute(self, inputs: Inputs) -> Churns | None:
-        return tuple(_cell(d, found) for d, found in sides_of_gated(inputs.decided, inputs.data.panels)) or None
+        return tuple(_cell(d, found) for d, found in gated_sides(inputs.decided, inputs.data.panels)) or None
 
     def tables(self, value: Churns, decided: Decided) -> Iterator[Table]:
         """Net drift beside what moved, and what moves by itself where a checkpoint answered more than once."""
@@ -65,7 +76,7 @@ class ChurnSection(Section[Churns]):
         headers = ["cell", "drift, pp", "lost, pp", "gained, pp", "churn", *(["A/A churn"] if again else [])]
         rows = []
         for c in value:
-            row = [place_name(decided.comparison, c.cell), points(c.drift)]
+            row = [cell_label(decided.comparison, c.cell), points(c.drift)]
             row += [f"{100 * c.losses:.1f}", f"{100 * c.gains:.1f}", percent(c.churn)]
             rows.append([*row, *([percent(c.rerun)] if again else []), percent(c.draws), percent(c.draws_rerun)])
         yield table_of([*headers, "any two seeds", "two seeds of one arm"], rows)
@@ -77,20 +88,20 @@ class ChurnSection(Section[Churns]):
     def draw(self, value: Churns, decided: Decided) -> Iterator[Drawing | None]:
         """What every cell lost and gained: a bar to each side, the most churn first where there are too many."""
         found = value if len(value) <= _MOST_BARS else sorted(value, key=lambda c: -c.churn)[:_MOST_BARS]
-        figure = blank(7.6, 1.0 + 0.23 * len(found))
+        figure = new_figure(7.6, 1.0 + 0.23 * len(found))
         panel = figure.subplots()
         for y, c in enumerate(found):
             panel.barh(y, -100 * c.losses, height=0.68, color=LOSS, alpha=0.75)
             panel.barh(y, 100 * c.gains, height=0.68, color=GAIN, alpha=0.75)
             panel.plot([100 * c.drift], [y], marker="D", color=INK, markersize=4)
         panel.axvline(0, color=INK, linewidth=0.8)
-        named_rows(panel, [place_name(decided.comparison, c.cell) for c in found])
+        label_rows(panel, [cell_label(decided.comparison, c.cell) for c in found])
         panel.set_xlabel("pp of all items")
-        quiet(panel)
+        add_grid(panel)
         key = [
-            patch("lost", facecolor=LOSS, alpha=0.75),
-            patch("gained", facecolor=GAIN, alpha=0.75),
-            line("net drift", color=INK, marker="D", markersize=4, linestyle=""),
+            legend_patch("lost", facecolor=LOSS, alpha=0.75),
+            legend_patch("gained", facecolor=GAIN, alpha=0.75),
+            legend_line("net drift", color=INK, marker="D", markersize=4, linestyle=""),
         ]
         figure.legend(handles=key, loc="outside upper center", ncols=3)
         yield save(figure, "churn", "What each gated cell lost and gained, in pp of all items, and its net drift.")

@@ -17,7 +17,7 @@ from kvaudit.reports.verdict.verdict import Decided
 LARGE = 0.15  # of the reference's answers: a context that moves so many asks for something else than its rows do
 
 
-class Moved(NamedTuple):
+class ContextEffect(NamedTuple):
     """One facet, or the score, of rows as published and in a context."""
 
     bare: Answers
@@ -45,7 +45,7 @@ def _share(own: Answers) -> float:
     return (own.hits if facet.wanted else known - own.hits) / max(1, known)
 
 
-class ContextsSection(Section[tuple[Moved, ...]]):
+class ContextsSection(Section[tuple[ContextEffect, ...]]):
     name = "contexts"
     title = "What the contexts do by themselves"
     explain = (
@@ -55,10 +55,10 @@ class ContextsSection(Section[tuple[Moved, ...]]):
     )
     order = 70
 
-    def compute(self, inputs: Inputs) -> tuple[Moved, ...] | None:
+    def compute(self, inputs: Inputs) -> tuple[ContextEffect, ...] | None:
         return tuple(_moved(inputs.decided.drift)) or None
 
-    def tables(self, value: tuple[Moved, ...], decided: Decided) -> Iterator[Table]:
+    def tables(self, value: tuple[ContextEffect, ...], decided: Decided) -> Iterator[Table]:
         """Each facet as what it counts: as published, in the context, and by how much it moved."""
         several, rows = len({one.served for one in value}) > 1, []
         for one in value:
@@ -70,12 +70,12 @@ class ContextsSection(Section[tuple[Moved, ...]]):
         headers = [*(["served under"] if several else []), "suite", "tokens", "facet"]
         yield table_of([*headers, "as published", "in the context", "moved, pp", ""], rows, words=len(headers))
 
-    def finding(self, value: tuple[Moved, ...], decided: Decided) -> str:
+    def finding(self, value: tuple[ContextEffect, ...], decided: Decided) -> str:
         large = [one for one in value if one.is_large and one.bare.facet]
         return "; ".join(map(_words, large[:3])) or f"none moves a facet by more than {100 * LARGE:g} points"
 
 
-def _moved(drift: Drift) -> Iterator[Moved]:
+def _moved(drift: Drift) -> Iterator[ContextEffect]:
     """Every metric of every suite in a context beside the same of its bare rows."""
     for policy in drift.comparison.uncompressed:
         known = drift.answers.get(policy, ())
@@ -83,10 +83,10 @@ def _moved(drift: Drift) -> Iterator[Moved]:
         for own in known:
             name, at, _ = own.suite.rpartition("@")
             if at and (name, own.facet) in bare:
-                yield Moved(bare[name, own.facet], own, drift.comparison.label(policy))
+                yield ContextEffect(bare[name, own.facet], own, drift.comparison.label(policy))
 
 
-def _words(one: Moved) -> str:
+def _words(one: ContextEffect) -> str:
     before, after = one.shares
     facet = FACETS[one.bare.facet]
     return inline(f"{one.within.suite}: {facet.says}, {percent(before)} to {percent(after)}")

@@ -25,15 +25,15 @@ from kvaudit.reports.sections.shared.canvas import (
     INK,
     UNDECIDED,
     Drawing,
-    blank,
-    colour,
-    line,
-    patch,
-    quiet,
+    new_figure,
+    series_style,
+    legend_line,
+    legend_patch,
+    add_grid,
     save,
 )
 from kvaudit.reports.sections.shared.safe import PolicyFamily, SafeBudget, families, safe_budgets
-from kvaudit.reports.sections.shared.slopes import slope
+from kvaudit.reports.stats.slope import slope_effect
 from kvaudit.reports.sections.shared.tables import Table, table_of
 from kvaudit.reports.sections.shared.words import percent, with_length
 from kvaudit.reports.stats.effect import LEVEL, Array, Effect
@@ -67,7 +67,7 @@ class Dose:
 class DoseCurve:
     """The rate of an arm against the logarithm of the budget, or of the length.
 
-    ``slope`` is the change of the rate per doubling, ``against_reference`` the candidate's slope minus the reference's;
+    ``slope_effect`` is the change of the rate per doubling, ``against_reference`` the candidate's slope minus the reference's;
     both None where the cells cannot be compared (``reason``). ``unit`` says whether items or templates are averaged.
     """
 
@@ -124,8 +124,8 @@ class DoseSection(Section[Doses]):
         known = [(c.slope, c) for c in value.curves if c.slope]
         if not known:
             return ""
-        slope, c = max(known, key=lambda pair: abs(pair[0].estimate))
-        return f"The steepest of {len(known)}: {c.arm} @ {c.family}, {c.suite}: {words.drift(slope)} per doubling."
+        slope_effect, c = max(known, key=lambda pair: abs(pair[0].estimate))
+        return f"The steepest of {len(known)}: {c.arm} @ {c.family}, {c.suite}: {words.effect_text(slope_effect)} per doubling."
 
     def draw(self, value: Doses, decided: Decided) -> Iterator[Drawing | None]:
         """Rate against budget, a panel per family and suite, and against length, a panel per policy and suite."""
@@ -174,12 +174,14 @@ def _budget_curve(drift: Drift, panel: Panel, family: PolicyFamily, arm: str, x:
     dense = [CellKey(arm, seed, plain) for seed, _ in pairs]
     known = [cell for cell in dense if cell in panel.scores]
     rate = float(np.mean([np.nanmean(panel.scores[cell]) for cell in known])) if known else None  # over seeds
-    blank = DoseCurve("budget", arm, family.name, panel.suite, panel.context_tokens, uncompressed=rate, reason=reason)
+    new_figure = DoseCurve(
+        "budget", arm, family.name, panel.suite, panel.context_tokens, uncompressed=rate, reason=reason
+    )
     if scores is None:
-        return blank
+        return new_figure
     reference = _within(panel, other)[0] if arm != drift.comparison.reference else None
     doses = _doses(family.budgets, x, family.policies, scores, increasing=True)
-    return _with_slopes(replace(blank, doses=doses), x, scores, reference, drift.alpha)
+    return _with_slopes(replace(new_figure, doses=doses), x, scores, reference, drift.alpha)
 
 
 def _within(panel: Panel, doses: Sequence[Sequence[CellKey]]) -> tuple[_Scores | None, str]:
@@ -206,15 +208,15 @@ def _length_curves(drift: Drift, tables: Panels) -> Iterator[DoseCurve]:
 
 def _length_curve(drift: Drift, policy: str, arm: str, own: Sequence[Panel]) -> DoseCurve:
     scores, reason = _across(drift, own, policy, arm)
-    blank = DoseCurve("length", arm, drift.comparison.label(policy), own[0].suite, None, reason=reason)
+    new_figure = DoseCurve("length", arm, drift.comparison.label(policy), own[0].suite, None, reason=reason)
     if scores is None:
-        return blank
-    blank, plain = replace(blank, unit=scores.unit), drift.comparison.reference
+        return new_figure
+    new_figure, plain = replace(new_figure, unit=scores.unit), drift.comparison.reference
     reference = _across(drift, own, policy, plain)[0] if arm != plain else None
     lengths = [panel.context_tokens for panel in own]
     x = [math.log2(length) for length in lengths]
     doses = _doses(lengths, x, [policy] * len(x), scores, increasing=False)
-    return _with_slopes(replace(blank, doses=doses), x, scores, reference, drift.alpha)
+    return _with_slopes(replace(new_figure, doses=doses), x, scores, reference, drift.alpha)
 
 
 def _across(drift: Drift, own: Sequence[Panel], policy: str, arm: str) -> tuple[_Scores | None, str]:
@@ -274,8 +276,8 @@ def _with_slopes(
     difference = None
     if reference is not None and (reference.names, reference.unit) == (scores.names, scores.unit):
         # differences of rates lie between -1 and 1
-        difference = slope(scores.table - reference.table, x, scores.clusters, alpha=alpha, reach=2.0)
-    own = slope(scores.table, x, scores.clusters, alpha=alpha, reach=1.0)
+        difference = slope_effect(scores.table - reference.table, x, scores.clusters, alpha=alpha, reach=2.0)
+    own = slope_effect(scores.table, x, scores.clusters, alpha=alpha, reach=1.0)
     return replace(curve, slope=own, against_reference=difference)
 
 
@@ -288,7 +290,7 @@ def _slope_table(value: Doses, decided: Decided, axis: str) -> Table:
     for c in found:
         suite = c.suite if c.context_tokens is None else with_length(decided.comparison, c.suite, c.context_tokens)
         rates = "; ".join(f"{d.amount}: {percent(d.rate)}" for d in c.doses) or c.reason
-        slopes = [words.drift(effect) for effect in (c.slope, c.against_reference)]
+        slopes = [words.effect_text(effect) for effect in (c.slope, c.against_reference)]
         rows.append([c.arm, c.family, suite, rates, *slopes])
     return table_of(headers, rows, words=4)
 
@@ -311,7 +313,7 @@ def _draw(value: Doses, decided: Decided, axis: str, name: str, alt: str) -> Dra
     columns = min(_COLUMNS, len(groups))
     shown = list(groups.items())[: columns * MOST_LINES]
     lines = -(-len(shown) // columns)
-    figure = blank(0.5 + 2.9 * columns, 0.6 + 2.3 * lines)
+    figure = new_figure(0.5 + 2.9 * columns, 0.6 + 2.3 * lines)
     panels = figure.subplots(lines, columns, squeeze=False, sharey=True)
     for panel in panels.flat[len(shown) :]:
         panel.set_visible(False)
@@ -334,7 +336,7 @@ def _panel(panel: Axes, value: Doses, decided: Decided, curves: Sequence[DoseCur
     # marks of one dose stand beside each other, curve by curve
     spread = _APART * (doses[-1].x - doses[0].x)
     for i, curve in enumerate(curves):
-        hue, marker, style = colour(decided.comparison.arms, curve.arm)
+        hue, marker, style = series_style(decided.comparison.arms, curve.arm)
         shift = spread * (i / (len(curves) - 1) - 0.5) if len(curves) > 1 else 0.0
         for dose in curve.doses:
             panel.plot([dose.x + shift] * 2, [100 * dose.low, 100 * dose.high], color=hue, alpha=0.5, linewidth=1)
@@ -360,7 +362,7 @@ def _panel(panel: Axes, value: Doses, decided: Decided, curves: Sequence[DoseCur
     panel.set_yticks([0, 20, 40, 60, 80, 100])
     panel.set_ylim(-2, 109)
     panel.margins(x=0.12)
-    quiet(panel)
+    add_grid(panel)
 
 
 def _shade_safe(panel: Axes, curve: DoseCurve, last: int | None) -> None:
@@ -378,10 +380,12 @@ def _shade_safe(panel: Axes, curve: DoseCurve, last: int | None) -> None:
 def _legend(sides: Comparison, curves: Sequence[DoseCurve], axis: str) -> list[Line2D | Patch]:
     handles: list[Line2D | Patch] = []
     for curve in curves:
-        hue, marker, style = colour(sides.arms, curve.arm)
-        handles.append(line(inline(curve.arm), color=hue, marker=marker, linestyle=style))
+        hue, marker, style = series_style(sides.arms, curve.arm)
+        handles.append(legend_line(inline(curve.arm), color=hue, marker=marker, linestyle=style))
     if axis == "budget":
-        handles.append(line(inline(f"{sides.reference} uncompressed, with the margin"), color=INK, linewidth=0.9))
+        handles.append(
+            legend_line(inline(f"{sides.reference} uncompressed, with the margin"), color=INK, linewidth=0.9)
+        )
     cleared = "smallest cleared budget" if axis == "budget" else "longest cleared length"
-    safe = patch(inline(f"cleared for serving {sides.reference}"), color=GAIN, alpha=0.25)
-    return [*handles, line(cleared, color=INK, marker="v", linestyle=""), safe]
+    safe = legend_patch(inline(f"cleared for serving {sides.reference}"), color=GAIN, alpha=0.25)
+    return [*handles, legend_line(cleared, color=INK, marker="v", linestyle=""), safe]

@@ -10,7 +10,7 @@ from kvaudit.core.provenance import NOT_SHOWN, engine_facts
 from kvaudit.core.text import inline, join_names
 from kvaudit.reports.sections.base import Depth, Inputs, Section
 from kvaudit.reports.sections.shared.tables import Table, table_of
-from kvaudit.reports.sections.shared.words import counted
+from kvaudit.reports.sections.shared.words import plural
 from kvaudit.reports.verdict.comparison import Comparison
 from kvaudit.reports.verdict.verdict import Decided
 
@@ -53,7 +53,7 @@ class EnginesSection(Section[Engines]):
     def finding(self, value: Engines, decided: Decided) -> str:
         engines = list(dict.fromkeys(map(engine_name, value.conditions)))
         told = sum(map(bool, value.said.values()))
-        conditions = counted(len(value.conditions), "condition")
+        conditions = plural(len(value.conditions), "condition")
         return f"{inline(', '.join(engines))}: {conditions}, of which {told} say what they are."
 
     def remarks(self, value: Engines, decided: Decided) -> Iterator[str]:

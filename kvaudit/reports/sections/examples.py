@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import ClassVar
 
 from kvaudit.reports.sections.base import Inputs, Section
-from kvaudit.reports.sections.shared.examples import Example, largest_losses
+from kvaudit.reports.sections.shared.tables import Example, largest_losses
 from kvaudit.reports.sections.shared.tables import Passage
 from kvaudit.reports.verdict.verdict import Decided
 

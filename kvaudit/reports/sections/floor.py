@@ -9,9 +9,9 @@ from kvaudit.core.errors import DataError
 from kvaudit.core.text import inline, length_label
 from kvaudit.reports.records.floor import FLOOR_FOLDER
 from kvaudit.reports.sections.base import Depth, Inputs, Section
-from kvaudit.reports.sections.shared.floor import FloorCell, FloorUnit, floor_above, floor_at, floor_of
+from kvaudit.reports.sections.shared.floor import FloorCell, FloorUnit, covering_floor, floor_at, floor_of
 from kvaudit.reports.sections.shared.tables import Table, table_of
-from kvaudit.reports.sections.shared.words import drift, percent, points, spelled
+from kvaudit.reports.sections.shared.words import effect_text, percent, points, metric_label
 from kvaudit.reports.verdict.comparison import Comparison
 from kvaudit.reports.verdict.verdict import Decided, Decision
 
@@ -33,7 +33,7 @@ class FloorSection(Section[Units]):
     order = 80
     depth = Depth.VERDICT
     keys: ClassVar = {"floor": 80}
-    asides_at = 50
+    banner_lines_at = 50
 
     def compute(self, inputs: Inputs) -> Units | None:
         sides = inputs.decided.comparison
@@ -71,7 +71,7 @@ class FloorSection(Section[Units]):
         same, answers = sum(u.same for u in value), sum(u.answers for u in value)
         return f"{same} of {answers} answers, asked again, are the same text."
 
-    def asides(self, value: Units, decided: Decided, head: Decision | None) -> Iterator[str]:
+    def banner_lines(self, value: Units, decided: Decided, head: Decision | None) -> Iterator[str]:
         """The floor of the cell that a banner quotes, or that nobody asked for one; nothing for our own cache."""
         if head and decided.comparison.is_engine(head.policy):
             yield f"A/A: {'. '.join(f'{name} {said}' for name, said in _both_floors(value, decided.comparison, head))}."
@@ -94,9 +94,9 @@ def _gate_table(units: Units, sides: Comparison, decisions: Sequence[Decision]) 
     for d in decisions:
         if not sides.is_engine(d.policy):
             continue
-        name = f"{spelled(sides, d.suite)}, {length_label(d.context_tokens)}"
+        name = f"{metric_label(sides, d.suite)}, {length_label(d.context_tokens)}"
         moved = f"{d.effect.losses:.3g}/{d.effect.gains:.3g}" if d.effect else "-"
-        figures = [sides.who(d.arm, d.policy), name, drift(d.effect), moved]
+        figures = [sides.who(d.arm, d.policy), name, effect_text(d.effect), moved]
         rows.append([*figures, *(words for _, words in _both_floors(units, sides, d))])
     headers = ["candidate", "suite", "drift, 95 % interval", "lost / gained"]
     return table_of([*headers, "A/A of the condition", "A/A of what it is compared with"], rows, words=6)
@@ -121,7 +121,7 @@ def _sentences(units: Units, decided: Decided) -> Iterator[str]:
     """The gated figures that are no larger than what the engine does by itself, a plain sentence each."""
     sides = decided.comparison
     for c in decided.contrasts:
-        share = floor_above(units, c) if c.estimand == "serving" and c.policy in decided.rules.primary else None
+        share = covering_floor(units, c) if c.estimand == "serving" and c.policy in decided.rules.primary else None
         if share is not None:
-            where = f"{sides.who(c.arm, c.policy)}, {spelled(decided.comparison, c.suite)}"
+            where = f"{sides.who(c.arm, c.policy)}, {metric_label(decided.comparison, c.suite)}"
             yield inline(f"{where}: {_NO_MORE} ({percent(c.churn)}, {percent(share)}).")

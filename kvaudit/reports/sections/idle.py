@@ -15,7 +15,7 @@ from kvaudit.core.policy_names import DENSE_POLICY
 from kvaudit.core.text import inline, join_names, length_label
 from kvaudit.reports.sections.base import Depth, Inputs, Section
 from kvaudit.reports.sections.shared.tables import Table, table_of
-from kvaudit.reports.sections.shared.words import size
+from kvaudit.reports.sections.shared.words import bytes_text
 from kvaudit.reports.verdict.contrast import Cell
 from kvaudit.reports.verdict.verdict import Decided
 
@@ -54,7 +54,14 @@ class IdleSection(Section[tuple[Idle, ...]]):
     def tables(self, value: tuple[Idle, ...], decided: Decided) -> Iterator[Table]:
         label = decided.comparison.label
         rows = [
-            [one.arm, label(one.policy), one.suite, length_label(one.context_tokens), str(one.answers), size(one.live)]
+            [
+                one.arm,
+                label(one.policy),
+                one.suite,
+                length_label(one.context_tokens),
+                str(one.answers),
+                bytes_text(one.live),
+            ]
             for one in value
         ]
         yield table_of(["arm", "policy", "suite", "tokens", "answers", "live bytes, as uncompressed"], rows)

@@ -13,7 +13,7 @@ from kvaudit.core.provenance import JUDGED
 from kvaudit.core.text import inline, length_label
 from kvaudit.reports.sections.base import Inputs, Section
 from kvaudit.reports.sections.shared.tables import Table, table_of
-from kvaudit.reports.sections.shared.words import marked
+from kvaudit.reports.sections.shared.words import judge_marks
 from kvaudit.reports.stats.judges import Kappa, kappa
 from kvaudit.reports.verdict.comparison import PROGRAMMATIC, Comparison
 from kvaudit.reports.verdict.contrast import Drift
@@ -105,7 +105,7 @@ class JudgesSection(Section[Judges]):
 
     def tables(self, value: Judges, decided: Decided) -> Iterator[Table]:
         sides = decided.comparison
-        rows = [[suite + marked(sides, suite), ", ".join(sides.judges.get(suite, ()))] for suite in sides.suites]
+        rows = [[suite + judge_marks(sides, suite), ", ".join(sides.judges.get(suite, ()))] for suite in sides.suites]
         yield table_of(["suite", "judges"], rows, words=2)
         yield _unsure_table(decided.drift)
         if value.second:

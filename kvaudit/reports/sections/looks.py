@@ -19,7 +19,7 @@ from kvaudit.reports.records.rows import CellKey
 from kvaudit.reports.sections.base import Depth, Inputs, Section
 from kvaudit.reports.sections.shared.tables import Table
 from kvaudit.reports.sections.shared.tables import table_of as table
-from kvaudit.reports.sections.shared.words import counted, spelled
+from kvaudit.reports.sections.shared.words import plural, metric_label
 from kvaudit.reports.verdict.verdict import Decided, Decision
 
 
@@ -67,7 +67,7 @@ class LooksSection(Section[Looks]):
     reading = "The figures of a source are part of the pooled endpoint above; by themselves they decide nothing."
     order = 64
     depth = Depth.VERDICT
-    asides_at = 45
+    banner_lines_at = 45
     keys: ClassVar = {"looks": 125}
 
     def compute(self, inputs: Inputs) -> Looks | None:
@@ -94,7 +94,7 @@ class LooksSection(Section[Looks]):
         yield table(["look", "rows on each side", "minutes", "what it said"], list(_look_rows(value, decided)), words=4)
         rows = [
             [
-                spelled(decided.comparison, one.metric),
+                metric_label(decided.comparison, one.metric),
                 decided.comparison.label(one.policy),
                 one.source,
                 *(str(number) for number in (one.rows, one.reference, one.candidate, one.lost, one.gained)),
@@ -104,9 +104,9 @@ class LooksSection(Section[Looks]):
         yield table(["endpoint", "setting", "source", "rows", "as wanted before", "and after", "lost", "gained"], rows)
 
     def finding(self, value: Looks, decided: Decided) -> str:
-        return inline(f"{counted(len(value.looks), 'look')}, then {value.ended}.")
+        return inline(f"{plural(len(value.looks), 'look')}, then {value.ended}.")
 
-    def asides(self, value: Looks, decided: Decided, head: Decision | None) -> Iterator[str]:
+    def banner_lines(self, value: Looks, decided: Decided, head: Decision | None) -> Iterator[str]:
         for suite, why in value.left_out.items():
             yield inline(f"Not asked of this model: {suite} ({why}).")
 
@@ -114,7 +114,7 @@ class LooksSection(Section[Looks]):
 def _look_rows(value: Looks, decided: Decided) -> Iterator[list[str]]:
     for number, look in enumerate(value.looks, start=1):
         items = ", ".join(f"{suite} {rows} of {value.planned.get(suite, rows)}" for suite, rows in look.items.items())
-        words = ", ".join(f"{spelled(decided.comparison, metric)} {word}" for metric, word in look.words.items())
+        words = ", ".join(f"{metric_label(decided.comparison, metric)} {word}" for metric, word in look.words.items())
         yield [str(number), items, f"{look.seconds / 60:.1f}", words]
 
 

@@ -12,7 +12,7 @@ from kvaudit.core.text import inline, join_names
 from kvaudit.reports.sections.base import Inputs, Section
 from kvaudit.reports.sections.shared.lost_spans import UNMOVED, Group, Mechanism, Share, SpanRates, SpanSlope, mechanism
 from kvaudit.reports.sections.shared.tables import Table, table_of
-from kvaudit.reports.sections.shared.words import counted, interval, percent, with_length
+from kvaudit.reports.sections.shared.words import plural, interval_text, percent, with_length
 from kvaudit.reports.stats.effect import Effect
 from kvaudit.reports.stats.few import no_interval
 from kvaudit.reports.stats.mover import Mover
@@ -113,8 +113,8 @@ def _difference(facet: Facet, effect: Effect | Mover | None) -> str:
     if effect is None:
         return "-"
     if facet.wanted:
-        return interval(effect.estimate, effect.low, effect.high)
-    return interval(-effect.estimate, -effect.high, -effect.low)
+        return interval_text(effect.estimate, effect.low, effect.high)
+    return interval_text(-effect.estimate, -effect.high, -effect.low)
 
 
 def _share(share: Share | None) -> str:
@@ -148,13 +148,13 @@ def _notes(sides: Comparison, rates: list[SpanRates]) -> Iterator[str]:
         yield f"Nothing to compare, since {reason}: {join_names(places, 4)}."
     unknown = sum(r.unknown for r in rates)
     if unknown:
-        yield f"{counted(unknown, 'answer')} without spans on record (a unit begun before there were any) left out."
+        yield f"{plural(unknown, 'answer')} without spans on record (a unit begun before there were any) left out."
 
 
 def _finding(sides: Comparison, rates: list[SpanRates]) -> str:
     told = [r for r in rates if r.difference]
     if not told:
-        return f"In none of {counted(len(rates), 'cell')} does a span's survival vary enough to compare."
+        return f"In none of {plural(len(rates), 'cell')} does a span's survival vary enough to compare."
     r = told[0]
     facet = facet_of(r.metric)[1]
     return (

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from kvaudit.core.text import join_names, length_label
 from kvaudit.reports.sections.base import Inputs, Section
 from kvaudit.reports.sections.shared.tables import Table, table_of
-from kvaudit.reports.sections.shared.words import drift, percent, points
+from kvaudit.reports.sections.shared.words import effect_text, percent, points
 from kvaudit.reports.stats.binomial import Proportion
 from kvaudit.reports.stats.effect import Effect
 from kvaudit.reports.verdict.contrast import Drift, LabelSummary, judge_may_pass
@@ -87,9 +87,9 @@ def _row(cell: LabelledCell) -> list[str]:
     bias = "-" if people.bias is None else f"{100 * people.bias:.1f}"
     return [
         cell.name,
-        drift(cell.raw),
+        effect_text(cell.raw),
         cell.judged.value,
-        drift(cell.corrected),
+        effect_text(cell.corrected),
         f"{points(cell.corrected.lower)} {100 * cell.margin:.4g}",
         cell.decision.status.value,
         f"{people.discordant} + {people.concordant} of {people.pairs}",
@@ -107,7 +107,7 @@ def errors_table(cells: LabelledCells) -> Table:
 
 def panel_notes(cells: LabelledCells, drift: Drift) -> tuple[str, ...]:
     """How to read both tables, and the cells that judge labels alone cannot pass."""
-    everyone = [c.people for c in drift.contrasts if c.people]
+    everyone = [c.people for c in effect_text.contrasts if c.people]
     held = [cell.name for cell in cells if cell.alone is not cell.judged]
     return (
         f"{sum(p.discordant + p.concordant for p in everyone)} pairs were labelled blind: every one that the judge "

@@ -11,9 +11,19 @@ from typing import ClassVar
 
 from kvaudit.reports.sections.base import Inputs, Section
 from kvaudit.reports.sections.shared import words
-from kvaudit.reports.sections.shared.canvas import INK, UNDECIDED, Drawing, blank, colour, line, named_rows, quiet, save
+from kvaudit.reports.sections.shared.canvas import (
+    INK,
+    UNDECIDED,
+    Drawing,
+    new_figure,
+    series_style,
+    legend_line,
+    label_rows,
+    add_grid,
+    save,
+)
 from kvaudit.reports.sections.shared.tables import Passage, Table, table_of
-from kvaudit.reports.sections.shared.words import place_name, points, worst_seed
+from kvaudit.reports.sections.shared.words import cell_label, points, seed_text
 from kvaudit.reports.stats.seeds import seed_spread
 from kvaudit.reports.verdict.contrast import CellName
 from kvaudit.reports.verdict.verdict import Decided
@@ -65,10 +75,10 @@ class SeedsSection(Section[Spreads]):
             c = known[s.cell.place]
             each = ", ".join(f"{seed}: {points(value)}" for seed, value in zip(s.seeds, s.estimates, strict=True))
             sd = "-" if s.sd is None else f"{100 * s.sd:.1f} pp [{100 * (s.low or 0):.1f}, {100 * (s.high or 0):.1f}]"
-            recipe = words.drift(c.recipe) if c.recipe else "recipe claim not supported"
-            worst = worst_seed(min(c.by_seed, key=lambda seed: seed.estimate)) if c.by_seed else "-"
-            averaged = words.drift(c.effect)
-            rows.append([place_name(decided.comparison, s.cell), each, averaged, worst, sd, recipe])
+            recipe = words.effect_text(c.recipe) if c.recipe else "recipe claim not supported"
+            worst = seed_text(min(c.by_seed, key=lambda seed: seed.estimate)) if c.by_seed else "-"
+            averaged = words.effect_text(c.effect)
+            rows.append([cell_label(decided.comparison, s.cell), each, averaged, worst, sd, recipe])
         headers = ["cell", "drift by seed, pp", "averaged", "worst seed, 95 % interval", "SD over seeds, 95 % interval"]
         headers.append("with seed variance")
         yield table_of(headers, rows)
@@ -89,25 +99,25 @@ class SeedsSection(Section[Spreads]):
         if decided.comparison.mode != "training":
             return
         found = value[:_MOST_ROWS]
-        figure = blank(7.6, 1.0 + 0.25 * len(found))
+        figure = new_figure(7.6, 1.0 + 0.25 * len(found))
         panel = figure.subplots()
         left = min(0.0, *(100 * v for s in found for v in s.estimates))
         right = max(0.0, *(100 * v for s in found for v in s.estimates))
         room = max(2.0, right - left)
         for y, s in enumerate(found):
-            hue, marker, _ = colour(decided.comparison.arms, s.cell.arm)
+            hue, marker, _ = series_style(decided.comparison.arms, s.cell.arm)
             values = [100 * v for v in s.estimates]
             panel.plot([min(values), max(values)], [y, y], color=hue, alpha=0.4, linewidth=1)
             panel.plot(values, [y] * len(values), marker=marker, color=hue, linestyle="", markersize=4.5)
             panel.plot([sum(values) / len(values)], [y], marker="|", color=INK, markersize=10)
             panel.text(right + 0.06 * room, y, _spread(s.sd, s.low, s.high), va="center", fontsize=7.5)
         panel.axvline(0, color=UNDECIDED, linewidth=0.8)
-        named_rows(panel, [place_name(decided.comparison, s.cell) for s in found])
+        label_rows(panel, [cell_label(decided.comparison, s.cell) for s in found])
         # room on the right for the words
         panel.set_xlim(left - 0.05 * room, right + 0.55 * room)
         panel.set_xlabel("drift, pp, a mark per training seed; right: SD, 95 % interval")
-        quiet(panel)
-        mean = line("mean over seeds", color=INK, marker="|", markersize=10, linestyle="")
+        add_grid(panel)
+        mean = legend_line("mean over seeds", color=INK, marker="|", markersize=10, linestyle="")
         figure.legend(handles=[mean], loc="outside upper center")
         yield save(
             figure, "seeds", "Drift of each gated cell by training seed, with the standard deviation over seeds."

@@ -13,9 +13,9 @@ import numpy as np
 from kvaudit.core.alarms import ALARMS, Bound, alarm_key
 from kvaudit.core.text import inline
 from kvaudit.reports.sections.base import Depth, Inputs, Section
-from kvaudit.reports.sections.shared.canvas import Drawing, blank, colour, line, quiet, save
+from kvaudit.reports.sections.shared.canvas import Drawing, new_figure, series_style, legend_line, add_grid, save
 from kvaudit.reports.sections.shared.tables import Table, table_of
-from kvaudit.reports.sections.shared.words import counted, percent, scientific
+from kvaudit.reports.sections.shared.words import plural, percent, scientific
 from kvaudit.reports.stats.effect import Array
 from kvaudit.reports.verdict.verdict import Decided
 
@@ -151,15 +151,15 @@ class TrainingSection(Section[Curves]):
     def finding(self, value: Curves, decided: Decided) -> str:
         found = {c.arm: c.largest["mismatch/max_abs_gap"] for c in value if "mismatch/max_abs_gap" in c.largest}
         if not found:
-            return f"{counted(len(value), 'arm')}."
+            return f"{plural(len(value), 'arm')}."
         most = max(found, key=lambda arm: found[arm])
         apart = f"sampler and learner furthest apart in {most}: {scientific(found[most])} nats"
-        return f"{counted(len(value), 'arm')}; {apart}."
+        return f"{plural(len(value), 'arm')}; {apart}."
 
     def remarks(self, value: Curves, decided: Decided) -> Iterator[str]:
         """Which arms rang an alarm while they were trained; what to do stands with the curves."""
         if arms := [inline(curve.arm) for curve in value if any(_rung(curve))]:
-            more = f" and {counted(len(arms) - _NAMED, 'more arm')}" if len(arms) > _NAMED else ""
+            more = f" and {plural(len(arms) - _NAMED, 'more arm')}" if len(arms) > _NAMED else ""
             yield f"ALARM in training: {', '.join(arms[:_NAMED])}{more}; what to do stands under Training."
 
     def draw(self, value: Curves, decided: Decided) -> Iterator[Drawing | None]:
@@ -171,7 +171,7 @@ class TrainingSection(Section[Curves]):
             return
         columns = min(_COLUMNS, len(views))
         lines = -(-len(views) // columns)
-        figure = blank(0.4 + 3.0 * columns, 0.4 + 2.3 * lines)
+        figure = new_figure(0.4 + 3.0 * columns, 0.4 + 2.3 * lines)
         panels = figure.subplots(lines, columns, squeeze=False)
         for panel in panels.flat[len(views) :]:
             panel.set_visible(False)
@@ -184,9 +184,9 @@ class TrainingSection(Section[Curves]):
                 panel.set_yscale("log")
                 panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0e}"))
                 panel.yaxis.set_minor_formatter(NullFormatter())
-            quiet(panel)
-        looks = {curve.arm: colour(decided.comparison.arms, curve.arm) for curve in value}
-        key = [line(inline(arm), color=hue, linestyle=style) for arm, (hue, _, style) in looks.items()]
+            add_grid(panel)
+        looks = {curve.arm: series_style(decided.comparison.arms, curve.arm) for curve in value}
+        key = [legend_line(inline(arm), color=hue, linestyle=style) for arm, (hue, _, style) in looks.items()]
         figure.legend(handles=key, loc="outside upper center", ncols=5)
         yield save(figure, "training", "Reward and sampler-learner mismatch of every arm over training steps.")
 
@@ -237,11 +237,11 @@ def _known(curve: Curve, view: _View) -> bool:
 def _line(panel: Axes, curve: Curve, view: _View, arms: tuple[str, ...]) -> None:
     if view.key not in curve.series:
         return
-    hue, _, line = colour(arms, curve.arm)
+    hue, _, legend_line = series_style(arms, curve.arm)
     middle, low, high = (
         [_value(v, view.log) for v in table[view.key]] for table in (curve.series, curve.lowest, curve.highest)
     )
-    panel.plot(curve.steps, middle, color=hue, linestyle=line, linewidth=1.4)
+    panel.plot(curve.steps, middle, color=hue, linestyle=legend_line, linewidth=1.4)
     panel.fill_between(curve.steps, low, high, color=hue, alpha=0.13, linewidth=0)
 
 

@@ -131,7 +131,7 @@ def _averages(
     return _Averages((2 * gained - moved) / draws, moved / draws, gained / draws)
 
 
-def audits_of(pool: Pool, clusters: int, *, audits: int = AUDITS) -> Audits:
+def draw_audits(pool: Pool, clusters: int, *, audits: int = AUDITS) -> Audits:
     """Audits of ``clusters`` templates of a pool."""
     rng = np.random.default_rng(1)
     chosen = rng.integers(len(pool.sums), size=(_affordable(clusters, audits), clusters))  # [B, C]
@@ -143,7 +143,7 @@ def audits_of(pool: Pool, clusters: int, *, audits: int = AUDITS) -> Audits:
     return Audits(pool.sums[chosen], np.full(clusters, float(pool.items)), moved, floor, unwanted)
 
 
-def turned(
+def flipped_audits(
     sums: Array,
     counts: Array,
     *,
@@ -230,7 +230,7 @@ def _lower(found: Audits, items: float, alpha: float) -> Array:
     return ess_tango_bounds(losses, gains, items, deff, df=len(found.counts) - 1, alpha=alpha).lower
 
 
-def larger(c: Contrast, margin: float, sign: int, ratio: float | None = None) -> Larger | None:
+def larger_run(c: Contrast, margin: float, sign: int, ratio: float | None = None) -> Larger | None:
     """How many times the templates of a contrast would pass, were there no drift; None where that is no remedy.
 
     That is where the estimate is past the margin already (of a test for a gain, ``sign`` -1, a gain), and where several
@@ -249,7 +249,7 @@ def _would_pass(c: Contrast, e: Effect, margin: float, ratio: float | None, time
     """Whether so many times the templates at hand pass with power .8, were there no drift."""
     [own] = c.judged_sums or c.sums  # of the labels that ``e`` is of
     unwanted = None if ratio is None or not c.unwanted else c.unwanted[0].reference
-    found = turned(
+    found = flipped_audits(
         own.sums,
         own.counts,
         moved=e.losses + e.gains,

@@ -16,7 +16,7 @@ import numpy as np
 from kvaudit.reports.stats.binomial import clopper_pearson
 from kvaudit.reports.stats.effect import Array
 from kvaudit.reports.stats.rule import LARGEST_SHARE, clusters_required, effective_clusters, too_uneven
-from kvaudit.reports.verdict.sizes import Design, chance
+from kvaudit.reports.verdict.sizes import Design, pass_chance
 
 LEAST_CHURN = 0.05  # discordance: no pilot sizes a run for fewer items that differ
 ASSUMED_CHURN = 0.10  # discordance that is assumed where no pilot saw a pair
@@ -25,14 +25,14 @@ _SEARCHED = 200  # audits at each step of a search
 _STEP = 1.1
 
 
-class Counted(NamedTuple):
+class LayoutItem(NamedTuple):
     """What of an item decides how much it counts."""
 
     cluster: str
     facets: tuple[str, ...]
 
 
-Layout = Sequence[Counted]  # one round, in the order in which items are asked
+Layout = Sequence[LayoutItem]  # one round, in the order in which items are asked
 
 
 class Metric(NamedTuple):
@@ -48,7 +48,7 @@ class Metric(NamedTuple):
         return self.suite if self.facet is None else f"{self.suite}.{self.facet}"
 
 
-class Enough(NamedTuple):
+class PlannedItems(NamedTuple):
     """A number of items, and the chance to pass with them where nothing is lost."""
 
     items: int
@@ -56,7 +56,7 @@ class Enough(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Short:
+class Shortfall:
     """A cell that cannot pass with ``items``: what it has, what it needs, and the number that would do, if any does."""
 
     metric: Metric
@@ -80,7 +80,7 @@ class Short:
         )
 
 
-def counts_of(layout: Layout, items: int, facet: str | None) -> Array:
+def template_counts(layout: Layout, items: int, facet: str | None) -> Array:
     """How many of the first ``items`` carry the facet in each template [C] that has any; round after round."""
     rounds, rest = divmod(items, len(layout))
     found: dict[str, int] = {}
@@ -99,7 +99,7 @@ def can_pass(counts: Array, margin: float, alpha: float) -> bool:
     return enough and not too_uneven(counts, margin, alpha)
 
 
-def passable(layout: Layout, metric: Metric, alpha: float, most: int) -> list[int]:
+def passing_counts(layout: Layout, metric: Metric, alpha: float, most: int) -> list[int]:
     """The numbers of items, up to ``most``, with which a metric can pass; more may be too many of one template."""
     required, counts = clusters_required(metric.margin, alpha), dict[str, int]()
     total, squares, largest, found = 0, 0, 0, list[int]()
@@ -118,20 +118,20 @@ def passable(layout: Layout, metric: Metric, alpha: float, most: int) -> list[in
 
 def fewest_items(layout: Layout, metric: Metric, alpha: float) -> int | None:
     """The smallest number of items with which a metric can pass, None where none within a round is enough."""
-    return next(iter(passable(layout, metric, alpha, len(layout))), None)
+    return next(iter(passing_counts(layout, metric, alpha, len(layout))), None)
 
 
-def short_of(layout: Layout, metric: Metric, items: int, alpha: float) -> Short | None:
+def shortfall_of(layout: Layout, metric: Metric, items: int, alpha: float) -> Shortfall | None:
     """Why a metric cannot pass with so many items; None where it can."""
-    counts = counts_of(layout, items, metric.facet)
+    counts = template_counts(layout, items, metric.facet)
     if can_pass(counts, metric.margin, alpha):
         return None
-    return Short(
+    return Shortfall(
         metric=metric,
         items=items,
         templates=int(effective_clusters(counts) + 1e-9) if len(counts) else 0,
         required=clusters_required(metric.margin, alpha),
-        most=len(counts_of(layout, len(layout), metric.facet)),
+        most=len(template_counts(layout, len(layout), metric.facet)),
         enough=fewest_items(layout, metric, alpha),
     )
 
@@ -143,28 +143,28 @@ def planned_discordance(differing: int, pairs: int) -> float:
     return max(LEAST_CHURN, min(clopper_pearson(differing, pairs, level=CHURN_LEVEL).high, 0.99))
 
 
-def enough_items(layout: Layout, metric: Metric, design: Design, most: int) -> Enough:
+def plan_items(layout: Layout, metric: Metric, design: Design, most: int) -> PlannedItems:
     """The fewest items, to a tenth, that pass with the design's power; ``most``, and their chance, where none do.
 
     ``design`` says all but templates and items. What cannot pass at all takes a round, which describes as well as any.
     """
-    numbers = passable(layout, metric, design.alpha, most)
+    numbers = passing_counts(layout, metric, design.alpha, most)
     if not numbers:
-        return Enough(min(len(layout), most), 0.0)
+        return PlannedItems(min(len(layout), most), 0.0)
     low, high = 0, len(numbers) - 1
     if (found := _chance(layout, metric, design, numbers[low])) >= design.power:
-        return Enough(numbers[low], found)
+        return PlannedItems(numbers[low], found)
     if (best := _chance(layout, metric, design, numbers[high])) < design.power:
-        return Enough(numbers[high], best)
+        return PlannedItems(numbers[high], best)
     while high > low + 1 and numbers[high] > numbers[low] * _STEP + 1:
         middle = (low + high) // 2
         found = _chance(layout, metric, design, numbers[middle])
         low, high, best = (low, middle, found) if found >= design.power else (middle, high, best)
-    return Enough(numbers[high], best)
+    return PlannedItems(numbers[high], best)
 
 
 def _chance(layout: Layout, metric: Metric, design: Design, items: int) -> float:
-    counts = counts_of(layout, items, metric.facet)
+    counts = template_counts(layout, items, metric.facet)
     # of uneven templates their mean size
     sized = replace(design, clusters=len(counts), items_per_cluster=max(1, round(float(counts.mean()))))
-    return chance(sized, audits=_SEARCHED)
+    return pass_chance(sized, audits=_SEARCHED)

@@ -47,11 +47,11 @@ class ErrorRates:
 @cache
 def shipped_rates() -> ErrorRates:
     """The error rates that the shipped calibration found."""
-    held = shipped()
+    held = shipped_calibration()
     return ErrorRates(held["scale"], held["seed"], held["simulations"], **held["stamp"])
 
 
-def shipped() -> dict[str, Any]:
+def shipped_calibration() -> dict[str, Any]:
     """The calibration that ships with the package."""
     path = files("kvaudit.reports.verdict") / "error_rates.json"
     held: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))

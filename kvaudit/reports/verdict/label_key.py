@@ -10,24 +10,24 @@ from kvaudit.core.errors import DataError
 from kvaudit.reports.records.load import RunData
 from kvaudit.reports.records.rows import RecordPlace
 from kvaudit.reports.verdict.contrast import CellPlace
-from kvaudit.reports.verdict.label_pairs import Indices, PairedAnswers, digest, pairs_to_see, texts_of
-from kvaudit.reports.verdict.label_sheet import Key, KeyCell, KeyPair, Shown, key_path, row_names, text_hash
-from kvaudit.reports.verdict.relabelled import LABELS_FILE, REMEDY, CellLabels, Labels, load_labels
+from kvaudit.reports.verdict.label_pairs import Indices, PairedAnswers, records_digest, pairs_to_label, shown_answers
+from kvaudit.reports.verdict.label_sheet import Key, KeyCell, KeyPair, ShownAnswer, key_path, row_names, text_hash
+from kvaudit.reports.verdict.human_labels import LABELS_FILE, REMEDY, CellLabels, Labels, load_labels
 
 
 def sheet_key(
     data: RunData, found: Sequence[PairedAnswers], *, seed: int, concordant: int, spread: bool = True
-) -> tuple[Key, dict[str, Shown]]:
+) -> tuple[Key, dict[str, ShownAnswer]]:
     """The key of a sheet and what each of its rows shows: all of it follows from the records, the seed and F."""
-    picks = [pairs_to_see(pairs, concordant, seed, spread=spread) for pairs in found]
-    texts = texts_of(data, list(zip(found, picks, strict=True)))
+    picks = [pairs_to_label(pairs, concordant, seed, spread=spread) for pairs in found]
+    texts = shown_answers(data, list(zip(found, picks, strict=True)))
     hashes = {place: text_hash(text) for place, text in texts.items()}
     distinct = {hashes[place]: texts[place] for place in sorted(texts)}  # what looks the same is one row
     names = dict(zip(distinct, row_names(len(distinct), seed), strict=True))
     rows = {place: names[text] for place, text in hashes.items()}
     key = Key(
         run=data.spec.name,
-        records=digest(data.records),
+        records=records_digest(data.records),
         seed=seed,
         concordant=concordant,
         rows={name: text for text, name in names.items()},
@@ -70,7 +70,7 @@ def _gated(answers: Mapping[CellPlace, PairedAnswers], cell: KeyCell) -> PairedA
     return answers[cell.place]
 
 
-def labels_of(run: Path, reference: str, key: Key, labels: Mapping[str, int]) -> Labels:
+def collect_labels(run: Path, reference: str, key: Key, labels: Mapping[str, int]) -> Labels:
     """The labels by the text they are of, and those that the run already has of other cells."""
     cells = []
     for c in key.cells:
@@ -84,7 +84,7 @@ def labels_of(run: Path, reference: str, key: Key, labels: Mapping[str, int]) ->
     return Labels(key.records, reference, (*kept, *cells))
 
 
-def known_labels(run: Path, key: Key) -> dict[str, int]:
+def earlier_labels(run: Path, key: Key) -> dict[str, int]:
     """Labels of a key's rows that people gave before, on another sheet of this run."""
     before = load_labels(run)
     texts = {text: label for cell in before.cells for text, label in cell.labels.items()} if before else {}

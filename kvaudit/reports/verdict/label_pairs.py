@@ -26,7 +26,7 @@ from kvaudit.reports.stats.adjudication import round_robin
 from kvaudit.reports.verdict.comparison import Comparison
 from kvaudit.reports.verdict.contrast import Contrast
 from kvaudit.reports.verdict.drift import seed_pairs, two_sides, weights_of
-from kvaudit.reports.verdict.label_sheet import Shown, shown_answer
+from kvaudit.reports.verdict.label_sheet import ShownAnswer, shown_answer
 
 ADJUDICATED = ("alike", "deployed", "serving")  # one candidate cell against one reference cell
 _SELECTORS = ("estimand", "arm", "policy", "suite", "context")
@@ -102,10 +102,10 @@ def _joined(records: pd.DataFrame, c: Contrast, candidate: CellKey, reference: C
 
 
 def _answers(c: Contrast, table: pd.DataFrame) -> PairedAnswers:
-    # ``pairs_to_see`` draws by place: the order must not depend on how files were read
+    # ``pairs_to_label`` draws by place: the order must not depend on how files were read
     table = table.assign(item_id=table["item_id"].astype(str)).sort_values([*_MATCH, "train_seed"], kind="stable")
     labels = [(table[name].fillna(0.0).to_numpy() >= DESIRED).astype(np.int64) for name in ("score", "score_reference")]
-    places = [
+    answer_places = [
         tuple((str(file), int(line)) for file, line in zip(table[f"file{end}"], table[f"line{end}"], strict=True))
         for end in ("", "_reference")
     ]
@@ -117,12 +117,12 @@ def _answers(c: Contrast, table: pd.DataFrame) -> PairedAnswers:
         clusters=table["cluster_id"].astype(str).to_numpy(dtype=object),
         candidate=labels[0],
         reference=labels[1],
-        candidate_places=places[0],
-        reference_places=places[1],
+        candidate_places=answer_places[0],
+        reference_places=answer_places[1],
     )
 
 
-def pairs_to_see(pairs: PairedAnswers, concordant: int, seed: int, *, spread: bool = True) -> Indices:
+def pairs_to_label(pairs: PairedAnswers, concordant: int, seed: int, *, spread: bool = True) -> Indices:
     """Indices of the pairs to look at: every discordant one, and ``concordant`` random others, in ascending order.
 
     Labels of before the others were spread over the templates are of a simple random sample.
@@ -137,31 +137,34 @@ def pairs_to_see(pairs: PairedAnswers, concordant: int, seed: int, *, spread: bo
     return np.sort(np.concatenate([np.flatnonzero(pairs.discordant), drawn]))
 
 
-def templates_to_see(found: Sequence[PairedAnswers]) -> int:
+def concordant_templates(found: Sequence[PairedAnswers]) -> int:
     """Most templates of a cell that hold concordant pairs: with fewer of these labelled it cannot pass."""
     return max(len(set(pairs.clusters[~pairs.discordant])) for pairs in found)
 
 
-def usual(found: Sequence[PairedAnswers]) -> int:
+def default_concordant(found: Sequence[PairedAnswers]) -> int:
     """How many concordant pairs of each cell to label: two of a template, where the interval stops costing power."""
-    return max(FEWEST_CONCORDANT, 2 * templates_to_see(found))
+    return max(FEWEST_CONCORDANT, 2 * concordant_templates(found))
 
 
-def digest(records: pd.DataFrame) -> str:
+def records_digest(records: pd.DataFrame) -> str:
     """A hash of what was scored, so that labels are not read back into other records."""
     hashes = pd.util.hash_pandas_object(records[list(DIGESTED)], index=False).to_numpy()
     return hashlib.sha256(np.sort(hashes).tobytes()).hexdigest()  # whatever the order of the rows
 
 
-def texts_of(data: RunData, found: Sequence[tuple[PairedAnswers, Indices]]) -> dict[RecordPlace, Shown]:
+def shown_answers(data: RunData, found: Sequence[tuple[PairedAnswers, Indices]]) -> dict[RecordPlace, ShownAnswer]:
     """What a person is shown of every answer of the chosen pairs, read again from the run's records."""
     suites = {
-        place: pairs.contrast.suite for pairs, indices in found for pair in places(pairs, indices) for place in pair
+        place: pairs.contrast.suite
+        for pairs, indices in found
+        for pair in answer_places(pairs, indices)
+        for place in pair
     }
     return {place: shown_answer(suites[place], text) for place, text in data.transcripts(suites).items()}
 
 
-def places(pairs: PairedAnswers, indices: Indices) -> Iterator[tuple[RecordPlace, RecordPlace]]:
+def answer_places(pairs: PairedAnswers, indices: Indices) -> Iterator[tuple[RecordPlace, RecordPlace]]:
     """Where the candidate's and the reference's answer of each chosen pair stand."""
     for i in indices:
         yield pairs.candidate_places[i], pairs.reference_places[i]

@@ -93,8 +93,8 @@ def _key(value: Any) -> Key:
         raise ValueError(f"format {value['format']!r}, wanted {KEY_FORMAT}")
     cells = []
     for cell in value["cells"]:
-        pairs = tuple(KeyPair(**typed(pair, KeyPair)) for pair in cell["pairs"])
-        cells.append(KeyCell(**{**typed({**cell, "pairs": ()}, KeyCell), "pairs": pairs}))
+        pairs = tuple(KeyPair(**check_types(pair, KeyPair)) for pair in cell["pairs"])
+        cells.append(KeyCell(**{**check_types({**cell, "pairs": ()}, KeyCell), "pairs": pairs}))
     if not cells or len({cell.place for cell in cells}) < len(cells):
         raise ValueError("it names no cell, or one twice")
     for name, least in (("seed", 0), ("concordant", 1)):
@@ -104,10 +104,10 @@ def _key(value: Any) -> Key:
     unknown = {row for cell in cells for p in cell.pairs for row in (p.candidate_row, p.reference_row)} - set(rows)
     if unknown:
         raise ValueError(f"a pair names row {sorted(unknown)[0]!r}, which is not in the key")
-    return Key(**{**typed({**value, "cells": (), "rows": {}}, Key), "cells": tuple(cells), "rows": rows})
+    return Key(**{**check_types({**value, "cells": (), "rows": {}}, Key), "cells": tuple(cells), "rows": rows})
 
 
-def typed(value: Mapping[str, Any], kind: type[Any]) -> dict[str, Any]:
+def check_types(value: Mapping[str, Any], kind: type[Any]) -> dict[str, Any]:
     """The table; TypeError for a text, a count or a truth value of another type than the dataclass ``kind`` says."""
     for field in fields(kind):  # types are texts, since annotations are postponed
         found = value[field.name]
@@ -125,7 +125,7 @@ _LOOKED_AT = 1000  # characters: beyond more blanks than this no spreadsheet see
 
 
 @dataclass(frozen=True)
-class Shown:
+class ShownAnswer:
     """What a row shows of an answer."""
 
     suite: str
@@ -133,15 +133,15 @@ class Shown:
     answer: str
 
 
-def shown_answer(suite: str, transcript: Sequence[Message]) -> Shown:
+def shown_answer(suite: str, transcript: Sequence[Message]) -> ShownAnswer:
     """A transcript as text: all that came before the last answer, and that answer."""
     last = max((i for i, m in enumerate(transcript) if m.role is Role.ASSISTANT), default=len(transcript))
     before = "\n\n".join(f"[{m.role.value}] {m.content}" for m in transcript[:last])
     rest = [m.content if i == 0 else f"[{m.role.value}] {m.content}" for i, m in enumerate(transcript[last:])]
-    return Shown(suite, clip(before, CHARACTERS), clip("\n\n".join(rest), CHARACTERS))
+    return ShownAnswer(suite, clip(before, CHARACTERS), clip("\n\n".join(rest), CHARACTERS))
 
 
-def inert(text: str) -> str:
+def spreadsheet_safe(text: str) -> str:
     """Text that a spreadsheet shows and does not run: control characters visible, no leading sign of a formula."""
     plain = visible(text)
     # a spreadsheet may read the full-width forms of these signs as the signs themselves
@@ -154,7 +154,7 @@ def row_names(count: int, seed: int) -> list[str]:
     return [f"r{number + 1:05d}" for number in order]
 
 
-def render_sheet(rows: Mapping[str, Shown], labels: Mapping[str, int] | None = None) -> str:
+def render_sheet(rows: Mapping[str, ShownAnswer], labels: Mapping[str, int] | None = None) -> str:
     """The sheet as CSV, rows by name; those without one of ``labels`` (row -> 0 or 1) are for a person to label."""
     known = labels or {}
     text = io.StringIO()
@@ -165,11 +165,11 @@ def render_sheet(rows: Mapping[str, Shown], labels: Mapping[str, int] | None = N
     return text.getvalue()
 
 
-def _cells(row: Shown) -> list[str]:
-    return [inert(text) for text in (row.suite, row.conversation, row.answer)]
+def _cells(row: ShownAnswer) -> list[str]:
+    return [spreadsheet_safe(text) for text in (row.suite, row.conversation, row.answer)]
 
 
-def text_hash(row: Shown) -> str:
+def text_hash(row: ShownAnswer) -> str:
     """Hash of what a row shows, the same before and after a spreadsheet has saved it."""
     return _hash(_cells(row))
 

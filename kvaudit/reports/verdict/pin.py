@@ -23,7 +23,7 @@ _TEXT = ("arm", "sha256", "base_sha256", "policy")
 
 
 @dataclass(frozen=True)
-class Pinned:
+class PinnedCheckpoint:
     """One checkpoint of the reference; ``policy`` is the compression during its rollouts.
 
     Weights that nobody trained here are their own base; their arm and seed (``base``, 0) stand for no name.
@@ -45,7 +45,7 @@ class Pinned:
 class Pin:
     """The pinned checkpoints, one per seed, and when they were pinned. ``sha256`` is the identity: of all weights."""
 
-    checkpoints: tuple[Pinned, ...]
+    checkpoints: tuple[PinnedCheckpoint, ...]
     date: str
     name: str = "pin.json"
 
@@ -103,7 +103,7 @@ def is_sha256(value: Any) -> bool:
     return isinstance(value, str) and _SHA256.fullmatch(value) is not None
 
 
-def pin_from(provenance: Mapping[str, Any]) -> Pin:
+def recorded_pin(provenance: Mapping[str, Any]) -> Pin:
     """The pin that was kept when the run began; raises DataError where none was."""
     kept = provenance.get("gate_pin")
     if kept is None:
@@ -111,7 +111,7 @@ def pin_from(provenance: Mapping[str, Any]) -> Pin:
     return parse_pin(kept, "gate_pin in provenance.json")
 
 
-def _pinned(row: Any, name: str) -> Pinned:
+def _pinned(row: Any, name: str) -> PinnedCheckpoint:
     fields = row if isinstance(row, Mapping) else {}
     # a truth value is a whole number to Python
     whole = isinstance(fields.get("seed"), int) and not isinstance(fields.get("seed"), bool)
@@ -119,4 +119,4 @@ def _pinned(row: Any, name: str) -> Pinned:
         raise DataError(f"pin {name!r} holds a checkpoint without {', '.join(_TEXT)} or seed; {_REMEDY}")
     if not all(is_sha256(fields[key]) for key in ("sha256", "base_sha256")):
         raise DataError(f"pin {name!r} holds a sha256 that is not 64 hex digits; {_REMEDY}")
-    return Pinned(fields["arm"], fields["seed"], fields["sha256"], fields["base_sha256"], fields["policy"])
+    return PinnedCheckpoint(fields["arm"], fields["seed"], fields["sha256"], fields["base_sha256"], fields["policy"])

@@ -39,14 +39,14 @@ def ratio_of(c: Contrast, limit: float) -> Ratio | None:
     return Ratio(limit, widest(found))
 
 
-def templates_show(c: Contrast, limit: float, alpha: float) -> bool:
+def templates_show_ratio(c: Contrast, limit: float, alpha: float) -> bool:
     """The template rule of a contrast that has two sides, under every reading of what is not known."""
     return all(
         bool(shows_ratio(own.reference, own.candidate, own.counts, limit=limit, alpha=alpha)) for own in c.unwanted
     )
 
 
-def points_in(c: Contrast, limit: float) -> float | None:
+def allowed_points(c: Contrast, limit: float) -> float | None:
     """What a limit allows of a contrast, in score units, at the reference's rate; None without a number."""
     return None if c.rates is None else float(points_of(limit, 1 - c.rates.reference))
 

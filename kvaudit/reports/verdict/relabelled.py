@@ -28,8 +28,16 @@ from kvaudit.reports.stats.adjudication import Labelled, adjudicated, label_weig
 from kvaudit.reports.stats.effect import Effect
 from kvaudit.reports.stats.judges import differential_bias, judge_error
 from kvaudit.reports.verdict.contrast import CellName, ClusterSums, Contrast, Drift, LabelSummary
-from kvaudit.reports.verdict.label_pairs import Indices, PairedAnswers, digest, pairs_of, pairs_to_see, places, texts_of
-from kvaudit.reports.verdict.label_sheet import text_hash, typed
+from kvaudit.reports.verdict.label_pairs import (
+    Indices,
+    PairedAnswers,
+    records_digest,
+    pairs_of,
+    pairs_to_label,
+    answer_places,
+    shown_answers,
+)
+from kvaudit.reports.verdict.label_sheet import text_hash, check_types
 
 LABELS_FORMAT = 3
 _SIMPLE_LABELS = 2  # labels of before the pairs were spread over templates
@@ -92,11 +100,11 @@ def _parsed_labels(value: Any) -> Labels:
     cells = tuple(_stored_cell({**cell, **simple}) for cell in value["cells"])
     if not cells or len({cell.place for cell in cells}) < len(cells):
         raise ValueError("it names no cell, or one twice")
-    return Labels(**{**typed(body, Labels), "cells": cells, "format": LABELS_FORMAT})
+    return Labels(**{**check_types(body, Labels), "cells": cells, "format": LABELS_FORMAT})
 
 
 def _stored_cell(value: Any) -> CellLabels:
-    typed(value, CellLabels)
+    check_types(value, CellLabels)
     if value["seed"] < 0 or value["concordant"] < 1:
         raise ValueError("seed or concordant is no count")
     if not all(isinstance(label, int) and label in (0, 1) for label in value["labels"].values()):
@@ -138,37 +146,39 @@ def with_labels(data: RunData, drift: Drift) -> Drift:
     stored = load_labels(data.run)
     if stored is None:
         return drift
-    if stored.records != digest(data.records):
+    if stored.records != records_digest(data.records):
         raise DataError(f"{LABELS_FILE} is about other records than those of {str(data.run)!r}; {REMEDY}")
-    return drift if stored.reference != drift.comparison.reference else relabelled(data, drift, stored)
+    return drift if stored.reference != drift.comparison.reference else apply_labels(data, drift, stored)
 
 
-def relabelled(data: RunData, drift: Drift, stored: Labels) -> Drift:
+def apply_labels(data: RunData, drift: Drift, stored: Labels) -> Drift:
     """The drift with these labels, of its very records: where people labelled a cell, theirs is its effect."""
-    found = {h.pairs.contrast.place: h for h in human_labels(data, drift, stored)}
+    found = {h.pairs.contrast.place: h for h in match_labels(data, drift, stored)}
     contrasts = (
         _with_people(c, h, drift.alpha) if (h := found.get(c.place)) is not None else c for c in drift.contrasts
     )
     return replace(drift, contrasts=tuple(contrasts))
 
 
-def human_labels(data: RunData, drift: Drift, stored: Labels) -> list[HumanLabels]:
+def match_labels(data: RunData, drift: Drift, stored: Labels) -> list[HumanLabels]:
     """The labels of every stored cell that has a number, by the text of the answers; raises DataError for a gap."""
     known = {c.place: c for c in drift.contrasts if c.effect}
     cells = [cell for cell in stored.cells if cell.place in known]
     pairs = [pairs_of(data, drift.comparison, known[cell.place]) for cell in cells]
     picks = [
-        pairs_to_see(own, cell.concordant, cell.seed, spread=cell.spread)
+        pairs_to_label(own, cell.concordant, cell.seed, spread=cell.spread)
         for own, cell in zip(pairs, cells, strict=True)
     ]
-    texts = {place: text_hash(text) for place, text in texts_of(data, list(zip(pairs, picks, strict=True))).items()}
+    texts = {
+        place: text_hash(text) for place, text in shown_answers(data, list(zip(pairs, picks, strict=True))).items()
+    }
     return [_looked_up(own, indices, cell, texts) for own, indices, cell in zip(pairs, picks, cells, strict=True)]
 
 
 def _looked_up(
     pairs: PairedAnswers, indices: Indices, cell: CellLabels, texts: Mapping[RecordPlace, str]
 ) -> HumanLabels:
-    sides = [[texts[place] for place in column] for column in zip(*places(pairs, indices), strict=True)]
+    sides = [[texts[place] for place in column] for column in zip(*answer_places(pairs, indices), strict=True)]
     shown = {text for side in sides for text in side}
     if shown != set(cell.labels):
         raise DataError(

@@ -3,7 +3,7 @@
 A gate file holds what the gate section of a spec holds, versioned on its own and known by its sha256; what it leaves
 out is taken from the spec. A spec may name one (``gate.gate_file``); its bytes are then kept in the run's provenance
 when the run begins. Any other gate file, also one that says the same, was declared after the run: no exit code is taken
-from it (``refuse_late``), and a report made with it says so in red, with what it changes.
+from it (``refuse_late_rules``), and a report made with it says so in red, with what it changes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from kvaudit.core.spec_parts import LEAST_MARGIN
 from kvaudit.core.text import short_repr, short_text
 from kvaudit.reports.records.load import RunData
 from kvaudit.reports.verdict.comparison import Comparison, comparison_of
-from kvaudit.reports.verdict.pin import Pin, pin_from
+from kvaudit.reports.verdict.pin import Pin, recorded_pin
 
 CONTRASTED = (ALIKE, DEPLOYED)  # candidate against reference
 DEFAULT_SELECTIVITY = 5.0  # pp; parity without a margin of its own takes the suite's
@@ -176,11 +176,11 @@ class GateOverrides:
 
 
 def load_gate_file(path: Path) -> YamlFile:
-    """A gate file whose keys are known; its values are checked against a run by ``declared``."""
+    """A gate file whose keys are known; its values are checked against a run by ``declared_rules``."""
     return _checked(read_yaml(path, WHAT))
 
 
-def kept_gate_file(provenance: Mapping[str, Any]) -> YamlFile | None:
+def recorded_gate_file(provenance: Mapping[str, Any]) -> YamlFile | None:
     """The gate file that was kept when the run began; raises DataError where its text is not the one hashed."""
     kept = provenance.get("gate_file")
     if kept is None:
@@ -191,9 +191,9 @@ def kept_gate_file(provenance: Mapping[str, Any]) -> YamlFile | None:
     return _checked(parse_yaml(text, str(kept.get("name")), WHAT))
 
 
-def declared(data: RunData, asked: GateOverrides) -> tuple[Comparison, Rules]:
+def declared_rules(data: RunData, asked: GateOverrides) -> tuple[Comparison, Rules]:
     """What decides a run, with where its rules come from. Raises SpecError and DataError in one line."""
-    kept = kept_gate_file(data.provenance)
+    kept = recorded_gate_file(data.provenance)
     if kept is None and data.spec.gate.gate_file is not None:
         raise DataError("spec.yaml names gate.gate_file, but provenance.json holds none; start another run with --out")
     comparison, rules = own = _taken(data, kept, None)  # also beside another gate file: it is told by what it changes
@@ -204,7 +204,7 @@ def declared(data: RunData, asked: GateOverrides) -> tuple[Comparison, Rules]:
     return comparison, replace(rules, on_inconclusive=asked.on_inconclusive or rules.on_inconclusive)
 
 
-def refuse_late(rules: Rules) -> None:
+def refuse_late_rules(rules: Rules) -> None:
     """Raise SpecError for a gate file that is not the one the run began with: its author may have seen the numbers."""
     if rules.declared == DECLARED_AFTER_RUN:
         raise SpecError(
@@ -262,11 +262,13 @@ def _taken(data: RunData, file: YamlFile | None, pin: Pin | None) -> tuple[Compa
     except SpecError as error:
         raise SpecError(f"{'spec.yaml' if file is None else file.name}: {error}") from None
     if spec.gate.pin is not None:
-        rules = replace(rules, pin=pin or pin_from(data.provenance))
-    declared = file.table.get("margins") if file is not None else None
+        rules = replace(rules, pin=pin or recorded_pin(data.provenance))
+    declared_rules = file.table.get("margins") if file is not None else None
     left = {suite: kind for suite, kind in table_of(data.provenance, DEFAULT_MARGINS).items() if suite in rules.margins}
     # what a gate file declares itself is no default any more
-    rules = replace(rules, defaults={suite: kind for suite, kind in left.items() if suite not in (declared or {})})
+    rules = replace(
+        rules, defaults={suite: kind for suite, kind in left.items() if suite not in (declared_rules or {})}
+    )
     return comparison, rules if file is None else replace(rules, source=file.name, sha256=file.sha256)
 
 

@@ -22,7 +22,7 @@ from kvaudit.reports.verdict.chance import (
     AUDITS,
     Differences,
     Pool,
-    audits_of,
+    draw_audits,
     interval_rate,
     lowest_estimate,
     pass_rate,
@@ -115,11 +115,11 @@ class Step(NamedTuple):
 
 def plan_sizes(design: Design) -> Sizes:
     """What a design buys. Raises SpecError for numbers that cannot be."""
-    check(design)
+    check_design(design)
     df = design.clusters - 1
     deff = float(kernels.icc_design_effect(design.correlation, design.items_per_cluster))
     error = float(kernels.standard_error(design.items, _variance(design, design.drift), deff=deff))
-    audits = audits_of(_pool(design), design.clusters)
+    audits = draw_audits(_pool(design), design.clusters)
     return Sizes(
         design=design,
         deff=deff,
@@ -157,30 +157,30 @@ def _pool(design: Design) -> Pool:
     return pool_of(found, items=design.items_per_cluster, samples=design.samples, seeds=design.seeds)
 
 
-def chance(design: Design, *, audits: int = AUDITS) -> float:
+def pass_chance(design: Design, *, audits: int = AUDITS) -> float:
     """P(PASS) of a design that was checked."""
-    found = audits_of(_pool(design), design.clusters, audits=audits)
+    found = draw_audits(_pool(design), design.clusters, audits=audits)
     return pass_rate(found, margin=design.margin, alpha=design.alpha, ratio=design.ratio)
 
 
-def steps(design: Design) -> Iterator[Step]:
+def larger_designs(design: Design) -> Iterator[Step]:
     """Samples, then seeds, then items, the cheapest first, each on top of the last: only items have to be written.
 
     A step that changes nothing, since it is planned already or has no share in the variance, is left out.
     """
     if design.samples < _SAMPLES_ADVISED and design.sampling_share > 0:
         design = replace(design, samples=_SAMPLES_ADVISED)
-        yield Step(f"{_SAMPLES_ADVISED} answers to an item", chance(design, audits=_SEARCHED))
+        yield Step(f"{_SAMPLES_ADVISED} answers to an item", pass_chance(design, audits=_SEARCHED))
     if design.seeds < SEEDS_ADVISED and design.training > 0:
         design = replace(design, seeds=SEEDS_ADVISED)
-        yield Step(f"{SEEDS_ADVISED} seeds", chance(design, audits=_SEARCHED))
-    yield more_items(design)
+        yield Step(f"{SEEDS_ADVISED} seeds", pass_chance(design, audits=_SEARCHED))
+    yield with_more_items(design)
 
 
-def more_items(design: Design) -> Step:
+def with_more_items(design: Design) -> Step:
     """Four times the items of each template."""
     larger = replace(design, items_per_cluster=_ITEMS_TIMES * design.items_per_cluster)
-    return Step(f"{_ITEMS_TIMES} times the items of each template", chance(larger, audits=_SEARCHED))
+    return Step(f"{_ITEMS_TIMES} times the items of each template", pass_chance(larger, audits=_SEARCHED))
 
 
 def needed_clusters(design: Design) -> int:
@@ -203,12 +203,12 @@ def needed_clusters(design: Design) -> int:
 
 
 def _enough(design: Design, clusters: int) -> bool:
-    return chance(replace(design, clusters=clusters), audits=_SEARCHED) >= design.power
+    return pass_chance(replace(design, clusters=clusters), audits=_SEARCHED) >= design.power
 
 
 def smallest_margin(design: Design) -> float | None:
     """The smallest margin that is passed with the asked power, to a tenth of a point; None where none below 1 is."""
-    audits = audits_of(_pool(design), design.clusters, audits=_SEARCHED)
+    audits = draw_audits(_pool(design), design.clusters, audits=_SEARCHED)
 
     def enough(margin: float) -> bool:
         return pass_rate(audits, margin=margin, alpha=design.alpha) >= design.power
@@ -221,7 +221,7 @@ def smallest_ratio(design: Design) -> float | None:
 
     At most 100, and no more than what happens always.
     """
-    audits = audits_of(_pool(design), design.clusters, audits=_SEARCHED)
+    audits = draw_audits(_pool(design), design.clusters, audits=_SEARCHED)
 
     def enough(ratio: float) -> bool:
         return pass_rate(audits, margin=design.margin, alpha=design.alpha, ratio=ratio) >= design.power
@@ -233,7 +233,7 @@ def lowest_drift(design: Design) -> float | None:
     """The lowest true drift that passes with the asked power, to a tenth of a point; None where no gain is enough."""
 
     def enough(drift: float) -> bool:
-        return chance(replace(design, drift=drift), audits=_SEARCHED) >= design.power
+        return pass_chance(replace(design, drift=drift), audits=_SEARCHED) >= design.power
 
     # no drift is larger than the share of items that differ
     return _first(enough, -min(design.margin, design.discordance), design.discordance)
@@ -258,7 +258,7 @@ def _detects(design: Design, deff: float) -> float | None:
     return float(kernels.detection_power(design.items, design.margin, variance, deff=deff, alpha=design.alpha, df=df))
 
 
-def snippet(design: Design, clusters: int, suite: str) -> str:
+def spec_snippet(design: Design, clusters: int, suite: str) -> str:
     """The part of a spec that asks for that many templates."""
     limit = f"margins: {{{suite}: {100 * design.margin:g}}}"
     if design.ratio:
@@ -286,7 +286,7 @@ _SHARES = {"margin": "--margin", "discordance": "--discordance", "power": "--pow
 _PARTS = {"correlation": "--icc", "sampling_share": "--sampling-share", "seed_share": "--seed-share"}
 
 
-def held_to_ratio(design: Design, ratio: float | None, happens: float | None) -> Design:
+def with_ratio(design: Design, ratio: float | None, happens: float | None) -> Design:
     """The design held to a ratio, where one is given. Raises SpecError for one that cannot be."""
     if ratio is None and happens is None:
         return design
@@ -294,7 +294,7 @@ def held_to_ratio(design: Design, ratio: float | None, happens: float | None) ->
         raise SpecError(
             f"--ratio is {ratio}, wanted how many times as often at most, from {LEAST_RATIO} to {MOST_RATIO}"
         )
-    check(design)
+    check_design(design)
     if happens is None or not 0 < happens < 1:
         raise SpecError(f"--happens is {happens}, wanted how often it happens with the reference, above 0 and below 1")
     if ratio * happens >= 1:
@@ -311,7 +311,7 @@ def held_to_ratio(design: Design, ratio: float | None, happens: float | None) ->
     return replace(design, ratio=ratio, happens=happens, margin=float(points_of(ratio, happens)))
 
 
-def check(design: Design) -> None:
+def check_design(design: Design) -> None:
     """Raise SpecError with the option that is wrong."""
     for name, most in _COUNTS.items():
         value, least = getattr(design, name), 2 if name == "clusters" else 1

@@ -169,7 +169,7 @@ def exit_code(status: Status, rules: Rules) -> int:
     return 0 if let.get(status) == WARN else EXIT_CODES[status]
 
 
-def worst_exit(statuses: Iterable[Status], rules: Rules) -> int:
+def worst_exit_code(statuses: Iterable[Status], rules: Rules) -> int:
     """The exit code of several statuses: of the worst that these rules do not let through."""
     codes = (exit_code(status, rules) for status in sorted(set(statuses), key=PRECEDENCE.index))
     return next((code for code in codes if code), 0)

@@ -53,16 +53,16 @@ class Waiver:
 
 
 def read_waivers(path: Path) -> YamlFile:
-    """The file of waivers as a mapping; what it says is checked against a comparison by ``waivers_of``."""
+    """The file of waivers as a mapping; what it says is checked against a comparison by ``parse_waivers``."""
     return read_yaml(path, "waiver file")
 
 
-def waivers_for(comparison: Comparison, file: YamlFile | None, today: date | None) -> tuple[Waiver, ...]:
+def active_waivers(comparison: Comparison, file: YamlFile | None, today: date | None) -> tuple[Waiver, ...]:
     """The waivers that hold ``today``, none without a file; raises SpecError for an expired or unknown one."""
-    return () if file is None else waivers_of(file, comparison, today or date.today())
+    return () if file is None else parse_waivers(file, comparison, today or date.today())
 
 
-def waivers_of(file: YamlFile, comparison: Comparison, today: date) -> tuple[Waiver, ...]:
+def parse_waivers(file: YamlFile, comparison: Comparison, today: date) -> tuple[Waiver, ...]:
     """The waivers of a file. Raises SpecError for one that expired, and for whatever the run does not know."""
     check_keys(file.table, ("format", "waivers"), file.name)
     if file.table.get("format", 1) != 1:

@@ -38,7 +38,7 @@ from kvaudit.reports.stats.betting import decidable_churn, smallest_margin
 from kvaudit.reports.verdict.decide import decide
 from kvaudit.reports.verdict.drift import drift_of
 from kvaudit.reports.verdict.family import gated_facets
-from kvaudit.reports.verdict.rules import GateOverrides, declared
+from kvaudit.reports.verdict.rules import GateOverrides, declared_rules
 from kvaudit.reports.verdict.verdict import Status
 
 ROUNDS_FOLDER = "rounds"
@@ -276,7 +276,7 @@ def join_rounds(run: Path, units: Sequence[Unit], rounds: int) -> None:
 def gate_statuses(run: Path) -> dict[str, str]:
     """Return the gate's status of each gated metric after the rows that were asked so far."""
     data = load_run(run)
-    comparison, rules = declared(data, GateOverrides())
+    comparison, rules = declared_rules(data, GateOverrides())
     drift = drift_of(data, comparison, rules.alpha, gated_facets(comparison, rules))
     words: dict[str, str] = {}
     order = [Status.FAIL.value, *OPEN]

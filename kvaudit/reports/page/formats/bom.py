@@ -12,7 +12,7 @@ from kvaudit.reports.page.disclosure import ArmRecipe, Disclosure, MeasuredCell,
 from kvaudit.reports.page.page import Page
 from kvaudit.reports.page.publish import mask_servers
 from kvaudit.reports.sections.shared.facts import Fact
-from kvaudit.reports.sections.shared.json_text import dumped
+from kvaudit.reports.sections.shared.facts import dump_json
 
 FILE = "bom.json"
 
@@ -35,8 +35,8 @@ def render(page: Page) -> str:
         "components": components,
     }
     # the serial number is a hash: documents that differ have different ones, and a rerun keeps it
-    digest = hashlib.sha256(dumped(body).encode()).digest()
-    text = dumped({**body, "serialNumber": f"urn:uuid:{UUID(bytes=digest[:16], version=4)}"})
+    digest = hashlib.sha256(dump_json(body).encode()).digest()
+    text = dump_json({**body, "serialNumber": f"urn:uuid:{UUID(bytes=digest[:16], version=4)}"})
     return mask_servers(text, page.findings)
 
 

@@ -9,14 +9,14 @@ from typing import Any
 from kvaudit.reports.page.disclosure import DISCLOSURE_FORMAT, disclosure_of
 from kvaudit.reports.page.page import Page
 from kvaudit.reports.sections.shared.facts import Fact
-from kvaudit.reports.sections.shared.json_text import dumped
+from kvaudit.reports.sections.shared.facts import dump_json
 
 FILE = "disclosure.json"
 
 
 def render(page: Page) -> str:
     """Return the disclosure as JSON."""
-    return dumped({"format": DISCLOSURE_FORMAT, **_plain(asdict(disclosure_of(page)))})
+    return dump_json({"format": DISCLOSURE_FORMAT, **_plain(asdict(disclosure_of(page)))})
 
 
 def _plain(value: Any) -> Any:

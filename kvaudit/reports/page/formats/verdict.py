@@ -7,8 +7,8 @@ from typing import Any
 from kvaudit.reports.page.answers import Answer, answers, metric_text, question_of, severity_order, subject_of
 from kvaudit.reports.page.findings import Findings
 from kvaudit.reports.page.page import Page
-from kvaudit.reports.sections.shared.json_text import dumped
-from kvaudit.reports.sections.shared.words import facet_counted, happens
+from kvaudit.reports.sections.shared.facts import dump_json
+from kvaudit.reports.sections.shared.words import facet_of_metric, event_rates
 from kvaudit.reports.verdict.ratios import Ratio
 from kvaudit.reports.verdict.row import row_of
 from kvaudit.reports.verdict.verdict import Decision
@@ -25,7 +25,7 @@ def render(page: Page) -> str:
     verdict, rules, provenance = findings.verdict, findings.rules, findings.provenance
     gated = verdict.gated
     kept = {id(d) for d in sorted(gated, key=severity_order(findings.comparison))[:_CELLS]}
-    return dumped(
+    return dump_json(
         {
             "format": _FORMAT,
             "run": findings.drift.run[:_CHARACTERS],
@@ -69,9 +69,9 @@ def _cell(findings: Findings, d: Decision) -> dict[str, Any]:
 
     If a ratio decides, ``margin`` is its limit in score units at the reference's rate.
     """
-    sides, facet = findings.comparison, facet_counted(findings.comparison, d.suite)
+    sides, facet = findings.comparison, facet_of_metric(findings.comparison, d.suite)
     row = row_of(sides, None, d)
-    before, after = happens(sides, d) or (None, None)
+    before, after = event_rates(sides, d) or (None, None)
     return {
         "question": question_of(sides, d),
         "subject": subject_of(sides, d)[:_CHARACTERS],

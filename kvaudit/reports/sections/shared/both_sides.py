@@ -68,15 +68,15 @@ def both_sides(panel: Panel, comparison: Comparison, name: CellName) -> BothSide
     )
 
 
-def two_sided(d: Decision) -> bool:
+def has_two_sides(d: Decision) -> bool:
     """Whether a decision is about a single pair of cells that has a number."""
     return d.gated and d.estimand in ("alike", "deployed", "serving") and d.effect is not None
 
 
-def sides_of_gated(decided: Decided, tables: Panels) -> Iterator[tuple[Decision, BothSides]]:
+def gated_sides(decided: Decided, tables: Panels) -> Iterator[tuple[Decision, BothSides]]:
     """Every gated cell that has a number, with both of its sides."""
     for d in decided.verdict.decisions:
-        if two_sided(d):
+        if has_two_sides(d):
             found = both_sides(tables[d.suite, d.context_tokens], decided.comparison, d)
             if found is not None:
                 yield d, found

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from kvaudit.reports.verdict.contrast import Cell, Drift
 
 
-class Use(NamedTuple):
+class CacheUse(NamedTuple):
     """Mean bytes per row over every arm, suite and length, counted in two ways.
 
     ``allocated`` has slack and bookkeeping, ``live`` is what the entries themselves took, None where some record does
@@ -30,14 +30,14 @@ class Use(NamedTuple):
         return self.retention is not None
 
 
-def cache_use(drift: Drift) -> list[Use]:
+def cache_use(drift: Drift) -> list[CacheUse]:
     """Cache use of every policy that has records, weighted by samples."""
     uses = []
     for policy in drift.comparison.policies:
         own = [c for c in drift.cells if c.policy == policy]
         if own:
             uses.append(
-                Use(
+                CacheUse(
                     policy,
                     allocated=_mean([c.kv_bytes_peak for c in own], own),
                     live=_mean([c.kv_bytes_live for c in own], own),
@@ -50,7 +50,7 @@ def cache_use(drift: Drift) -> list[Use]:
     return uses
 
 
-def lacks_live(drift: Drift) -> bool:
+def lacks_live_bytes(drift: Drift) -> bool:
     """Whether bytes were recorded, and not those of the live entries for every policy."""
     return any((use.dense or 0) > 0 and use.live is None for use in cache_use(drift))
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvaudit.core.text import inline
-from kvaudit.reports.sections.shared.words import shortened
+from kvaudit.reports.sections.shared.words import shorten
 
 if TYPE_CHECKING:  # half a second, which who only reads a verdict need not wait for
     import matplotlib as mpl
@@ -52,14 +52,14 @@ class Drawing:
     alt: str
 
 
-def style() -> mpl.rc_context:
+def figure_style() -> mpl.rc_context:
     """The look of every figure; use as a context around making and saving it."""
     import matplotlib as mpl
 
     return mpl.rc_context(_STYLE)
 
 
-def blank(width: float, height: float) -> Figure:
+def new_figure(width: float, height: float) -> Figure:
     """An empty figure, sizes in inches, that lays itself out."""
     from matplotlib.figure import Figure
 
@@ -95,32 +95,32 @@ def save(figure: Figure, name: str, alt: str) -> Drawing:
     return Drawing(name, svg.strip(), alt)
 
 
-def colour(names: tuple[str, ...], name: str) -> tuple[str, str, object]:
+def series_style(names: tuple[str, ...], name: str) -> tuple[str, str, object]:
     """Colour, marker and line style of a name by its place: never colour alone."""
     place = names.index(name) if name in names else len(names)
     return PALETTE[place % len(PALETTE)], MARKERS[place % len(MARKERS)], STYLES[place % len(STYLES)]
 
 
-def quiet(axes: Axes) -> None:
+def add_grid(axes: Axes) -> None:
     """A light grid behind the data."""
     axes.grid(True, color=UNDECIDED, alpha=0.25, linewidth=0.6)
     axes.set_axisbelow(True)
 
 
-def named_rows(axes: Axes, names: Sequence[str]) -> None:
+def label_rows(axes: Axes, names: Sequence[str]) -> None:
     """A name beside every row, from the top; long ones lose their middle, or nothing would be left for the data."""
-    axes.set_yticks(range(len(names)), [shortened(inline(name), _LONGEST_ROW) for name in names])
+    axes.set_yticks(range(len(names)), [shorten(inline(name), _LONGEST_ROW) for name in names])
     axes.set_ylim(len(names) - 0.5, -0.5)
 
 
-def line(label: str, **look: Any) -> Line2D:
+def legend_line(label: str, **look: Any) -> Line2D:
     """A line or a mark as a legend shows it."""
     from matplotlib.lines import Line2D
 
     return Line2D([], [], label=label, **look)
 
 
-def patch(label: str, **look: Any) -> Patch:
+def legend_patch(label: str, **look: Any) -> Patch:
     """An area as a legend shows it."""
     from matplotlib.patches import Patch
 

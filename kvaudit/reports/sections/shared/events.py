@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvaudit.core.facets import WELL_FORMED, Facet
-from kvaudit.reports.sections.shared.words import from_to, interval, points
+from kvaudit.reports.sections.shared.words import from_to, interval_text, points
 from kvaudit.reports.verdict.contrast import Contrast
 
-WORSE, BETTER, STILL, NO_NUMBER = "worse", "better", "not shown to move", "no number"
+WORSE, BETTER, NO_CHANGE, NO_NUMBER = "worse", "better", "not shown to move", "no number"
 _BROKEN = "broken form"
 EVENT_HEADERS = (
     *("event", "of readable answers", "difference, 95 % interval", "shown", "items / templates"),
@@ -40,7 +40,7 @@ class Event:
         effect = self.contrast.effect
         if effect is None:
             return NO_NUMBER
-        return WORSE if effect.high < 0 else BETTER if effect.low > 0 else STILL
+        return WORSE if effect.high < 0 else BETTER if effect.low > 0 else NO_CHANGE
 
     @property
     def rates(self) -> str:
@@ -54,7 +54,9 @@ class Event:
         e = self.contrast.effect
         if e is None:
             return "; ".join(reason.text for reason in self.contrast.reasons)
-        return interval(-e.estimate, -e.high, -e.low) if self._mirrored else interval(e.estimate, e.low, e.high)
+        return (
+            interval_text(-e.estimate, -e.high, -e.low) if self._mirrored else interval_text(e.estimate, e.low, e.high)
+        )
 
     @property
     def malformed(self) -> str:
@@ -73,7 +75,7 @@ class Event:
         return (-high, -low) if self._mirrored else (low, high)
 
     @property
-    def reading_decides(self) -> bool:
+    def depends_on_reading(self) -> bool:
         """Whether the facet moved and the answers that could not be read might undo that."""
         return self.moved in (WORSE, BETTER) and self.bounds is not None and self.bounds[0] <= 0 <= self.bounds[1]
 
@@ -83,7 +85,7 @@ class Event:
         return not self.facet.wanted or self.facet.name == WELL_FORMED
 
 
-def event_cells(e: Event) -> list[str]:
+def event_row(e: Event) -> list[str]:
     """An event under ``EVENT_HEADERS``."""
     effect, bounds = e.contrast.effect, e.bounds
     return [
@@ -97,7 +99,7 @@ def event_cells(e: Event) -> list[str]:
     ]
 
 
-def how_to_read(found: Sequence[Event]) -> tuple[str, ...]:
+def event_notes(found: Sequence[Event]) -> tuple[str, ...]:
     """What the words of a table of events mean, and how to read its columns; nothing without events."""
     if not found:
         return ()

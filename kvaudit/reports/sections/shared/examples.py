@@ -15,7 +15,7 @@ from kvaudit.core.text import clip
 from kvaudit.reports.records.blocks import UNREAD
 from kvaudit.reports.records.load import RunData
 from kvaudit.reports.records.rows import FACET_COLUMNS, ROLES, CellKey, Panel
-from kvaudit.reports.sections.shared.both_sides import two_sided
+from kvaudit.reports.sections.shared.both_sides import has_two_sides
 from kvaudit.reports.verdict.contrast import Drift
 from kvaudit.reports.verdict.drift import seed_pairs, two_sides, weights_of
 from kvaudit.reports.verdict.verdict import Decision, Verdict
@@ -79,7 +79,7 @@ class LostItem(NamedTuple):
 def largest_losses(data: RunData, drift: Drift, verdict: Verdict) -> tuple[Example, ...]:
     """Up to ``AT_MOST`` examples, the cells with the lowest drift first, ``PER_CELL`` templates of each."""
     tables = data.panels
-    gated = [d for d in verdict.decisions if two_sided(d) and d.effect and d.effect.losses > 0]
+    gated = [d for d in verdict.decisions if has_two_sides(d) and d.effect and d.effect.losses > 0]
     gated.sort(key=lambda d: d.effect.estimate if d.effect else 0.0)
     doubtful = _doubtful(data)
     every = [loss for d in gated for loss in _losses(drift, d, tables[d.suite, d.context_tokens], doubtful)]

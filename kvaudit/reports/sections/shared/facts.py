@@ -17,6 +17,6 @@ UNKNOWN, NOT_APPLICABLE = Fact("unknown"), Fact("not applicable")
 Facts = Mapping[str, Fact]
 
 
-def known(value: Any) -> Fact:
+def fact_of(value: Any) -> Fact:
     """The value, or unknown where there is none."""
     return UNKNOWN if value is None or value == "" else Fact("known", value)

@@ -24,7 +24,7 @@ _UNIT = ["arm", "train_seed", "policy", "suite", "context_tokens"]
 
 
 @dataclass(frozen=True)
-class AgainFlips:
+class RepeatFlips:
     """One metric of answers that could be read both times: how many lost it, gained it, and the net drift of all."""
 
     metric: str  # SUITE or SUITE.FACET
@@ -51,7 +51,7 @@ class FloorUnit:
     context_tokens: int
     answers: int
     same: int  # of them with the same text
-    flips: tuple[AgainFlips, ...]
+    flips: tuple[RepeatFlips, ...]
 
 
 def floor_of(records: pd.DataFrame, asked: RepeatedAnswers, comparison: Comparison) -> tuple[FloorUnit, ...]:
@@ -82,7 +82,7 @@ def _units(way: str, records: pd.DataFrame, again: pd.DataFrame) -> Iterator[Flo
         )
 
 
-def _flips(suite: str, part: pd.DataFrame) -> Iterator[AgainFlips]:
+def _flips(suite: str, part: pd.DataFrame) -> Iterator[RepeatFlips]:
     """The score and every facet that some answer could be read for, both times."""
     known = [(suite, SCORE, None), *((f"{suite}.{name}", column, name) for name, column in FACET_COLUMNS.items())]
     for metric, column, facet in known:
@@ -92,7 +92,7 @@ def _flips(suite: str, part: pd.DataFrame) -> Iterator[AgainFlips]:
         change = (after - before)[~np.isnan(before) & ~np.isnan(after)]
         if len(change):
             lost, gained = int((change < 0).sum()), int((change > 0).sum())
-            yield AgainFlips(metric, len(change), lost, gained, float(change.mean()))
+            yield RepeatFlips(metric, len(change), lost, gained, float(change.mean()))
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ def floor_at(
     return tuple(found)
 
 
-def floor_above(units: tuple[FloorUnit, ...], c: Contrast) -> float | None:
+def covering_floor(units: tuple[FloorUnit, ...], c: Contrast) -> float | None:
     """The share of answers that change by asking in another order, where no more change under the condition."""
     cells = floor_at(units, c.arm, c.policy, c.suite, c.context_tokens)
     shares = [(cell.lost + cell.gained) / cell.read for cell in cells if cell.way == SHUFFLED]

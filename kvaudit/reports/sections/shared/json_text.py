@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 
-def dumped(body: Any) -> str:
+def dump_json(body: Any) -> str:
     """The text of a JSON file; NaN and infinities are null, what JSON cannot spell is text."""
     return json.dumps(_finite(body), indent=1, ensure_ascii=True, allow_nan=False) + "\n"
 

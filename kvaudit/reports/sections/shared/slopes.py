@@ -12,7 +12,9 @@ from kvaudit.reports.stats.slope import dose_weights, slope_effect
 from kvaudit.reports.stats.tango import ess_tango
 
 
-def slope(table: Array, x: Sequence[float], clusters: npt.NDArray[np.int64], *, alpha: float, reach: float) -> Effect:
+def slope_effect(
+    table: Array, x: Sequence[float], clusters: npt.NDArray[np.int64], *, alpha: float, reach: float
+) -> Effect:
     """Change per doubling of values [D, N] that span ``reach``, CR3-t.
 
     Where every item agrees there is no spread to go by, and a zero width would be a lie: ESS-Tango over all slopes

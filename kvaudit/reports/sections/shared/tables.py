@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from kvaudit.core.text import clip, inline
-from kvaudit.reports.sections.shared.examples import Example
+from kvaudit.reports.sections.shared.tables import Example
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,6 @@ class Passage:
     finding: str = ""
 
     @property
-    def says_something(self) -> bool:
+    def has_content(self) -> bool:
         """Whether there is more than a heading."""
         return any(self.tables) or bool(self.figures or self.notes or self.examples)
