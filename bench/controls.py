@@ -35,7 +35,7 @@ from bench.control_runs import (
 from kvaudit.audit.runs.folder import RunFolder
 from kvaudit.reports.records.load import RunData, load_run
 from kvaudit.reports.run import write_report
-from kvaudit.reports.sections.shared.both_sides import BothSides, sides_of_gated
+from kvaudit.reports.sections.shared.both_sides import BothSides, gated_sides
 from kvaudit.reports.verdict.verdict import Decision, Status
 
 SPOILT_SHARE = 0.1
@@ -146,7 +146,7 @@ def _failed(rows: Sequence[Named]) -> list[Named]:
 def named(run: Path, spoilt: frozenset[str]) -> list[Named]:
     """Write the report of a run on disk and read from it which cells fail and which templates carry the loss."""
     report = write_report(run)
-    lost = {(d.suite, d.policy): losing(both) for d, both in sides_of_gated(report, load_run(run).panels)}
+    lost = {(d.suite, d.policy): losing(both) for d, both in gated_sides(report, load_run(run).panels)}
     rows = []
     for d in gated(report.verdict):
         listed = lost.get((d.suite, d.policy), ())

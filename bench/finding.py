@@ -25,7 +25,7 @@ import kvaudit
 from kvaudit.core.conditions import settings_in
 from kvaudit.core.files import read_json, write_json
 from kvaudit.core.policy_names import DENSE_POLICY
-from kvaudit.reports.sections.shared.canvas import GAIN, LOSS, UNDECIDED, quiet
+from kvaudit.reports.sections.shared.canvas import GAIN, LOSS, UNDECIDED, add_grid
 from kvaudit.reports.sections.shared.floor import floor_of
 
 RESULTS = Path(__file__).parent.parent / "docs" / "results"
@@ -252,7 +252,7 @@ def _dose(figures: Json, answers: pd.DataFrame) -> Figure:
 
 def _lines(axes: Axes) -> None:
     """No drift, and the margin that the gate holds a score to."""
-    quiet(axes)
+    add_grid(axes)
     axes.axhline(0, color=UNDECIDED, linewidth=1)
     axes.axhline(-5, color=UNDECIDED, linewidth=1, linestyle="--")
 
@@ -276,7 +276,7 @@ def _flips(answers: pd.DataFrame) -> Figure:
         axes.set_title(f"{title}, of {max(one.items for one in counts)}")
         axes.set_xlabel("lost (left) and won (right)")
         axes.xaxis.set_major_formatter(lambda value, _: f"{abs(value):g}")
-        quiet(axes)
+        add_grid(axes)
     figure.axes[0].invert_yaxis()
     figure.axes[0].legend(frameon=False, fontsize=8)
     return figure

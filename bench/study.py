@@ -29,8 +29,8 @@ from kvaudit.core.spec_train import BASE_ARM, TrainedArm
 from kvaudit.reports.page.findings import Findings
 from kvaudit.reports.records.load import RunData, load_run
 from kvaudit.reports.run import decided
-from kvaudit.reports.sections.shared.canvas import MARKERS, PALETTE, quiet
-from kvaudit.reports.sections.shared.words import points, spelled
+from kvaudit.reports.sections.shared.canvas import MARKERS, PALETTE, add_grid
+from kvaudit.reports.sections.shared.words import metric_label, points
 from kvaudit.reports.stats.effect import Effect
 from kvaudit.reports.verdict.contrast import Contrast
 
@@ -164,7 +164,7 @@ def answers(own: Map) -> pd.DataFrame:
 def tables(own: Map) -> Iterator[tuple[str, list[str], Iterator[list[str]]]]:
     """Title, headers and rows of each table."""
     metrics = [metric for metric in METRICS if own.alike(own.arms[0], metric)]
-    against = [spelled(own.found.comparison, metric) for metric in metrics]
+    against = [metric_label(own.found.comparison, metric) for metric in metrics]
     yield "What serving costs the dense arm", ["policy", *against, "nearly lossless"], serving(own, metrics)
     yield (
         "How rollouts were sampled",
@@ -360,7 +360,7 @@ def _named(axes: Axes, own: Map) -> None:
     for at, p5 in enumerate(overlap):
         if p5 < STABLE:
             axes.axvspan(at - 0.5, at + 0.5, color=PALETTE[1], alpha=0.07, linewidth=0)
-    quiet(axes)
+    add_grid(axes)
 
 
 if __name__ == "__main__":

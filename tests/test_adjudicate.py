@@ -239,9 +239,9 @@ def test_a_judge_that_errs_in_one_arm_may_not_pass_a_cell_alone(written, sheet):
     assert cell.people.bias_upper > 0.025  # 60 pairs cannot show an even judge
     assert not judge_may_pass(cell.people, cell.margin)
     passed = cell._replace(judged=Status.PASS)
-    assert passed.alone is Status.INCONCLUSIVE
-    assert passed._replace(margin=1.0).alone is Status.PASS
-    assert cell.alone is cell.judged is Status.FAIL
+    assert passed.judge_only_status is Status.INCONCLUSIVE
+    assert passed._replace(margin=1.0).judge_only_status is Status.PASS
+    assert cell.judge_only_status is cell.judged is Status.FAIL
     found = decided(load_run(written[0]))
     decisions = tuple(replace(d, judged=Status.PASS) for d in found.verdict.decisions)
     lenient = replace(found, verdict=replace(found.verdict, decisions=decisions))

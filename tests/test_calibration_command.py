@@ -21,7 +21,7 @@ from bench.calibration.run import simulate
 from bench.calibration.sources import SOURCES, code_hash, code_only, source_hashes
 from bench.calibration.table import all_cases
 from kvaudit.reports.records.load import load_run
-from kvaudit.reports.sections.shared.words import error_rates
+from kvaudit.reports.sections.shared.words import error_rates_text
 from kvaudit.reports.verdict.error_rates import shipped, shipped_rates
 
 app = typer.Typer()
@@ -129,7 +129,7 @@ def test_the_stamp_quotes_the_worst_of_the_shipped_figures():
     assert said.nothing_to_lose_max == figures[standing.NOTHING_TO_LOSE] <= 0.01
     assert said.turned_away_max == figures[standing.TURNED_AWAY] <= 0.05
     percent, count = re.search(
-        r"at most ([\d.]+) % .* any of ([\d,]+) designs", error_rates(said, 0.05, [0.05])
+        r"at most ([\d.]+) % .* any of ([\d,]+) designs", error_rates_text(said, 0.05, [0.05])
     ).groups()
     assert float(percent) == pytest.approx(100 * said.false_pass_max, abs=0.051)
     assert int(count.replace(",", "")) == said.false_pass_designs > 100
@@ -146,7 +146,7 @@ def test_the_stamp_quotes_the_worst_of_the_shipped_figures():
     ],
 )
 def test_the_stamp_says_what_it_was_simulated_at_and_what_it_is_not_about(alpha, margins, begins, lacks):
-    said = error_rates(shipped_rates(), alpha, margins)
+    said = error_rates_text(shipped_rates(), alpha, margins)
     assert said.startswith(begins)
     assert lacks not in said
 
@@ -154,9 +154,9 @@ def test_the_stamp_says_what_it_was_simulated_at_and_what_it_is_not_about(alpha,
 def test_the_stamp_names_what_went_worse():
     said = shipped_rates()
     for alpha in (0.05, 0.025):
-        text = error_rates(said, alpha, [0.05])
+        text = error_rates_text(said, alpha, [0.05])
         assert f"up to {100 * said.beyond_max:.1f} % (the interval, level 0.05), with a reference at 98 %" in text
-    assert f"at most {100 * said.release_max:.1f} % " in error_rates(said, 0.025, [0.05])
+    assert f"at most {100 * said.release_max:.1f} % " in error_rates_text(said, 0.025, [0.05])
 
 
 def test_words_about_code_do_not_make_a_calibration_stale():

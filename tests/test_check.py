@@ -37,7 +37,7 @@ from kvaudit.reports.page.terminal import MOST_TERMINAL_LINES, BesideFindings, t
 from kvaudit.reports.records.floor import SHUFFLED
 from kvaudit.reports.records.load import load_run
 from kvaudit.reports.run import decided
-from kvaudit.reports.sections.shared.floor import AgainFlips, FloorUnit
+from kvaudit.reports.sections.shared.floor import FloorUnit, RepeatFlips
 from kvaudit.reports.verdict.verdict import PASSED, Status
 
 SNAPKV = policy("snapkv", 96)
@@ -284,7 +284,7 @@ def lines(tmp_path: Path, serving: float, **more: object) -> list[str]:
     )
     found = decided(load_run(build(tmp_path / "run", design)))
     known = BesideFindings(unseen=("agents",), longer="kvaudit check again --minutes 30")
-    flips = AgainFlips("refusal", 24, 2, 1, 0.0)
+    flips = RepeatFlips("refusal", 24, 2, 1, 0.0)
     unit = FloorUnit(SHUFFLED, "base", 0, SNAPKV, "refusal", 192, 24, 20, (flips,))
     plain = replace(unit, policy="none", flips=(replace(flips, lost=0, gained=0),))
     values = {**found.values, "floor": (unit, plain)}

@@ -24,7 +24,7 @@ from kvaudit.reports.page.screen import MOST_WORDS
 from kvaudit.reports.page.terminal import MOST_TERMINAL_LINES, terminal_lines
 from kvaudit.reports.records.load import load_run
 from kvaudit.reports.run import decided, with_details, write_report
-from kvaudit.reports.sections.shared.words import MOST_OF_NAME, shortened
+from kvaudit.reports.sections.shared.words import MOST_OF_NAME, shorten
 from kvaudit.reports.verdict.reasons import Reason
 from kvaudit.reports.verdict.row import contrasts_csv
 from kvaudit.reports.verdict.verdict import Status
@@ -260,7 +260,7 @@ def test_long_names_are_cut_in_one_way_wherever_a_line_has_to_stay_one(tmp_path:
     found = decided(load_run(build(tmp_path / "run", replace(SERVED, wrong=wrong(snap=0.3)))))
     name = f"engine with a {'very ' * 20}long name, its last setting=4"
     short = "engine with a very very …ame, its last setting=4"
-    assert shortened(name) == short
+    assert shorten(name) == short
     assert len(short) == MOST_OF_NAME
     sides = replace(found.comparison, model=name, labels={**found.comparison.labels, SNAP: name})
     page = page_of(replace(found, drift=replace(found.drift, run=name, comparison=sides)))

@@ -22,7 +22,7 @@ from kvaudit.reports.page.hub_results import hub_results
 from kvaudit.reports.page.run_page import banner, page_of
 from kvaudit.reports.records.load import load_run
 from kvaudit.reports.run import decided
-from kvaudit.reports.sections.contexts import Moved
+from kvaudit.reports.sections.contexts import ContextEffect
 from kvaudit.reports.verdict.controls import TWINS, Measurability, _table, controls_of
 from kvaudit.reports.verdict.reference_answers import answers_of
 from kvaudit.reports.verdict.rules import WARN
@@ -444,9 +444,9 @@ def test_it_is_the_first_line_under_the_verdict(page):
     top = banner(page.findings)
     assert top.status is Status.NOT_MEASURABLE
     assert top.sentence == "Some gated cell cannot be measured on this reference: holding still says nothing there."
-    assert top.asides[0].startswith("NOT MEASURABLE: refusal")
-    assert page.remarks[0] == top.asides[0]
-    assert len(top.asides) == len(set(top.asides))
+    assert top.banner_lines[0].startswith("NOT MEASURABLE: refusal")
+    assert page.remarks[0] == top.banner_lines[0]
+    assert len(top.banner_lines) == len(set(top.banner_lines))
 
 
 def test_answers_are_those_of_the_reference_alone():
@@ -480,4 +480,4 @@ def test_what_a_context_does_is_told_of_the_answers_that_could_be_read():
     [one], [other] = (
         [own for own in answers_of(_table(rows)) if own.facet == "over_refused"] for rows in (bare, within)
     )
-    assert Moved(one, other).shares == (0.25, 0.25)
+    assert ContextEffect(one, other).shares == (0.25, 0.25)

@@ -21,8 +21,8 @@ from kvaudit.reports.records.blocks import UNREAD
 from kvaudit.reports.records.load import load_run
 from kvaudit.reports.records.rows import CellKey
 from kvaudit.reports.run import decided, with_details
+from kvaudit.reports.sections.examples import LostItem, record_of
 from kvaudit.reports.sections.outcomes import OutcomesSection
-from kvaudit.reports.sections.shared.examples import LostItem, record_of
 from kvaudit.reports.verdict.contrast import CellName, Rates
 from kvaudit.reports.verdict.verdict import Status
 

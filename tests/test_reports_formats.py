@@ -24,8 +24,8 @@ from kvaudit.reports.page.formats import formats, markdown
 from kvaudit.reports.page.run_page import page_of
 from kvaudit.reports.records.load import load_run
 from kvaudit.reports.run import decided, with_details, write_report
-from kvaudit.reports.sections.shared.canvas import style
-from kvaudit.reports.sections.shared.words import drift, error_rates, points, pvalue
+from kvaudit.reports.sections.shared.canvas import figure_style
+from kvaudit.reports.sections.shared.words import effect_text, error_rates_text, points, pvalue
 from kvaudit.reports.verdict.contrast import ClusterSums, Contrast
 from kvaudit.reports.verdict.error_rates import shipped_rates
 from kvaudit.reports.verdict.label_pairs import digest, pairs_of, pairs_to_see, texts_of
@@ -185,7 +185,7 @@ def test_numbers_read_as_points(written):
     assert points(0.009) == "+0.9"
     assert points(-0.0001) == "0.0"
     effect = next(c.effect for c in written[1].drift.contrasts if c.effect)
-    assert re.fullmatch(r"(0\.0|[+-]\d+\.\d) pp \[(0\.0|[+-]\d+\.\d), (0\.0|[+-]\d+\.\d)\]", drift(effect))
+    assert re.fullmatch(r"(0\.0|[+-]\d+\.\d) pp \[(0\.0|[+-]\d+\.\d), (0\.0|[+-]\d+\.\d)\]", effect_text(effect))
 
 
 @pytest.mark.parametrize("text", ["- x", "+ x", "1. x", "12) x", "===", "---", "# x", "> x", "```", "@a/b", "a@b.c"])
@@ -326,7 +326,7 @@ def test_human_labels_of_other_records_are_refused(tmp_path):
 def test_the_calibration_stands_in_the_limits_and_json(written):
     text = run_text(written[0])
     body = json.loads((written[0] / "report" / "drift.json").read_text())
-    sentence = error_rates(shipped_rates(), body["rules"]["alpha"], body["rules"]["margins"].values())
+    sentence = error_rates_text(shipped_rates(), body["rules"]["alpha"], body["rules"]["margins"].values())
     assert text.count(markdown.escape(sentence)) == 1
     assert body["calibration"]["false_pass_max"] == shipped_rates().false_pass_max
 
@@ -383,7 +383,7 @@ def test_two_drops_of_one_size_look_different_where_one_fails_and_the_other_pass
             )
         ).svg
 
-    with style():
+    with figure_style():
         svg = drawn(decisions)
         plain = drawn([SimpleNamespace(**{**vars(d), "status": Status.PASS}) for d in decisions])
     assert svg.count("-3.9*") == 1
@@ -421,7 +421,7 @@ def test_the_cleared_budget_stands_in_banner_table_figure_and_json(doses):
 
 def test_one_seed_claims_no_recipe(written):
     text = run_text(written[0])
-    assert "* Recipe claim not supported: it takes 3 paired seeds." in text
+    assert "* Recipe claim not supported: it needs 3 paired seeds." in text
     assert "recipe claim not supported" in (written[0] / "report" / "report.html").read_text()
 
 

@@ -14,9 +14,9 @@ from kvaudit.reports.page.run_page import page_of
 from kvaudit.reports.page.tables import decided_table
 from kvaudit.reports.records.load import load_run
 from kvaudit.reports.run import decided
-from kvaudit.reports.sections.shared.canvas import style
+from kvaudit.reports.sections.shared.canvas import figure_style
 from kvaudit.reports.sections.shared.tables import footnoted
-from kvaudit.reports.sections.shared.words import note, rates, unsampled
+from kvaudit.reports.sections.shared.words import blind_spot_text, decision_note, rates_text
 from kvaudit.reports.verdict.contrast import Rates
 from kvaudit.reports.verdict.reasons import Reason, ReasonCode
 from kvaudit.reports.verdict.verdict import Status
@@ -58,7 +58,7 @@ def test_fail_says_whether_the_drop_is_shown_to_be_beyond_the_margin(found):
 
 
 def test_a_failing_cell_says_the_same_in_its_note(found):
-    [text] = {note(d) for d in found.verdict.decisions if d.gated and d.status is Status.FAIL}
+    [text] = {decision_note(d) for d in found.verdict.decisions if d.gated and d.status is Status.FAIL}
     assert text.startswith("LOSS: regression detected")
 
 
@@ -120,7 +120,7 @@ def test_what_to_do_names_every_arm_by_its_verdict(found, statuses, said):
 )
 def test_a_loss_near_the_floor_is_also_given_as_a_share(found, reference, candidate, said):
     d = replace(found.verdict.head, rates=Rates(reference, candidate), margin=0.05)
-    assert rates(found.comparison, d) == said
+    assert rates_text(found.comparison, d) == said
     assert (f"Rates: {said}." in about(found, d)) == ("of it" in said)
 
 
@@ -133,11 +133,11 @@ def test_each_pvalue_names_its_own_family(found):
 
 
 def test_the_blind_spot_has_a_level_and_counts_uneven_templates_as_fewer():
-    assert unsampled(1 - 0.05 ** (1 / 72), 0.05, 72) == (
+    assert blind_spot_text(1 - 0.05 ** (1 / 72), 0.05, 72) == (
         "Blind spot: a failure confined to 4.1 % of the templates goes unsampled with probability 5 %, a smaller one "
         "more often."
     )
-    assert unsampled(1 - 0.05 ** (1 / 51), 0.05, 72).endswith("(72 templates of uneven size count as 51).")
+    assert blind_spot_text(1 - 0.05 ** (1 / 51), 0.05, 72).endswith("(72 templates of uneven size count as 51).")
 
 
 def test_the_limits_are_folded_under_their_blind_spot(found):
@@ -178,7 +178,7 @@ def test_cells_of_one_arm_share_one_panel_of_the_forest(found):
     suites = [replace(found.verdict.head, suite=name) for name in ("refusal", "agent", "math")]
 
     def titles(decisions):
-        with style():
+        with figure_style():
             svg = forest.draw(replace(found, verdict=replace(found.verdict, decisions=tuple(decisions)))).svg
         return svg.count("drift, pp (margin 5)")
 
@@ -191,7 +191,7 @@ def test_the_long_name_of_an_arm_leaves_the_forest_its_panel(found):
 
     def width(arm):
         rows = tuple(replace(head, arm=name) for name in (arm, "smd"))
-        with style():
+        with figure_style():
             svg = forest.draw(replace(found, verdict=replace(found.verdict, decisions=rows))).svg
         return float(re.search(r'viewBox="0 0 ([\d.]+)', svg)[1]) / 72  # inches
 

@@ -21,7 +21,7 @@ from kvaudit.reports.page.limits import calibrated
 from kvaudit.reports.page.terminal import terminal_lines
 from kvaudit.reports.records.load import load_run
 from kvaudit.reports.run import decided, write_report
-from kvaudit.reports.sections.shared.words import note
+from kvaudit.reports.sections.shared.words import decision_note
 from kvaudit.reports.verdict.contrast import Rates
 from kvaudit.reports.verdict.error_rates import shipped_rates
 from kvaudit.reports.verdict.rules import changes
@@ -78,21 +78,21 @@ def test_more_of_it_fails_and_how_much_is_said(tmp_path):
 def test_what_is_neither_is_open_and_says_how_far_it_reaches(tmp_path):
     _, d = cell_of(served(tmp_path, worse=range(1, 40, 3), better=range(0, 40, 3)), ratios={"refusal": 1.02})
     assert d.status is Status.INCONCLUSIVE
-    assert "the interval of the ratio reaches" in note(d)
-    assert "past 1.02 x" in note(d)
+    assert "the interval of the ratio reaches" in decision_note(d)
+    assert "past 1.02 x" in decision_note(d)
 
 
 def test_too_few_templates_are_counted_by_what_it_comes_to(tmp_path):
     _, d = cell_of(served(tmp_path), ratios={"refusal": 1.04})
     assert d.status is Status.INCONCLUSIVE
     assert d.reasons[0].code == "CLUSTERS"
-    assert "200 clusters cannot show 1.04 x (of the reference's rate, so 1.2 pp); 249 are needed" in note(d)
+    assert "200 clusters cannot show 1.04 x (of the reference's rate, so 1.2 pp); 249 are needed" in decision_note(d)
 
 
 def test_a_multiple_of_nothing_is_open(tmp_path):
     found, d = cell_of(served(tmp_path, happens=(), worse=[1]), ratios={"refusal": 1.5})
     assert d.status is Status.INCONCLUSIVE
-    assert "nothing of it happened with the reference" in note(d)
+    assert "nothing of it happened with the reference" in decision_note(d)
     assert d.ratio.times.estimate is None
     assert terminal_lines(found)
     _, other = cell_of(served(tmp_path / "b", happens=(), worse=range(40)), ratios={"refusal": 1.5})
@@ -112,7 +112,7 @@ def test_templates_that_broke_do_not_pass(tmp_path):
     assert d.ratio.times.upper < 1.285
     assert d.status is Status.INCONCLUSIVE
     assert [reason.code for reason in d.reasons] == ["TEMPLATES"]
-    assert "could come from a model with 1.285 x as much of it" in note(d)
+    assert "could come from a model with 1.285 x as much of it" in decision_note(d)
 
 
 def test_every_page_says_the_ratio_and_the_schema_knows_it(tmp_path):
@@ -221,13 +221,13 @@ def test_a_recipe_is_decided_where_nothing_of_it_happened(tmp_path):
 def test_no_number_of_clusters_is_asked_where_it_always_happened(tmp_path):
     _, d = cell_of(served(tmp_path, happens=range(400)), ratios={"refusal": 1.5})
     assert d.status is Status.NOT_MEASURABLE
-    assert "no number of clusters can show 1.5 x" in note(d)
+    assert "no number of clusters can show 1.5 x" in decision_note(d)
 
 
 def test_the_figures_of_a_margin_are_not_said_of_a_ratio(tmp_path):
     found, _ = cell_of(served(tmp_path), ratios={"refusal": 1.25})
     [line] = calibrated(dataclasses.replace(found, calibration=shipped_rates()))
-    assert "Both figures are about margins: a cell held to a ratio (1.25 x) was simulated by itself." in line
+    assert "Both figures are about margins: a cell held to a ratio (1.25 x) was simulated separately." in line
     assert any("Of a ratio: a cell passes only where the upper bound lies below" in line for line in gate_notes(found))
 
 

@@ -26,7 +26,7 @@ from kvaudit.reports.page.run_page import banner, own_passages, page_of
 from kvaudit.reports.records.load import load_run
 from kvaudit.reports.run import decided, with_details
 from kvaudit.reports.sections.base import Inputs, Section, sections
-from kvaudit.reports.sections.shared.json_text import dumped
+from kvaudit.reports.sections.shared.facts import dump_json
 from kvaudit.reports.verdict import decide
 
 REPORTS = Path(kvaudit.reports.sections.__file__).parent.parent
@@ -117,7 +117,7 @@ def facts_are_plain(section: Section[Any], world: World) -> None:
         facts = section.facts(value)
         assert set(facts) == set(section.keys)
         _check_plain(facts)
-        assert json.loads(dumped(facts)) == json.loads(dumped(json.loads(dumped(facts))))
+        assert json.loads(dump_json(facts)) == json.loads(dump_json(json.loads(dump_json(facts))))
 
 
 def _check_plain(value: Any) -> None:
@@ -181,7 +181,7 @@ def has_a_place_of_its_own(section: Section[Any], world: World) -> None:
     keys = {place for place, _, _ in own_facts(page)} | {place for other in others for place in other.keys.values()}
     assert section.order not in taken
     assert not keys & set(section.keys.values())
-    for hook, place in (("remarks", section.remarks_at), ("asides", section.asides_at)):
+    for hook, place in (("remarks", section.remarks_at), ("banner_lines", section.banner_lines_at)):
         assert (hook in vars(type(section))) == bool(place), f"{hook} need a place among others"
 
 
@@ -282,3 +282,22 @@ def test_a_wrong_section_is_caught_by_the_check_it_breaks(
     assert planted.load_file(path) == ["wrong"], "found by itself"
     with pytest.raises((AssertionError, ArithmeticError, AttributeError)):
         check(planted.get("wrong")(), world)
+
+
+class _FormerHooks(Section[int]):
+    """A plug-in with the former names of the hooks ``suggestions`` and ``banner_lines``."""
+
+    asides_at = 3
+
+    def instead(self, value: int, decided: Any) -> list[str]:
+        return [f"try {value}"]
+
+    def asides(self, value: int, decided: Any, head: Any) -> list[str]:
+        return [f"next to {value}"]
+
+
+def test_former_names_of_hooks_work_for_one_release(world: World) -> None:
+    section, findings = _FormerHooks(), world.rich.decided
+    assert list(section.suggestions(1, findings)) == ["try 1"]
+    assert list(section.banner_lines(2, findings, None)) == ["next to 2"]
+    assert section.banner_lines_at == 3

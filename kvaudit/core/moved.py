@@ -35,14 +35,15 @@ MOVED = {
     "reports.layout.rows": "reports.verdict.row",
     **{
         f"reports.layout.{name}": f"reports.sections.shared.{name}"
-        for name in ("canvas", "contrasts", "events", "facts", "json_text", "tables", "words")
+        for name in ("canvas", "events", "facts", "tables", "words")
     },
+    "reports.layout.contrasts": "reports.sections.base",
+    "reports.layout.json_text": "reports.sections.shared.facts",
     "reports.analysis.sides": "reports.sections.shared.both_sides",
     "reports.analysis.mechanism": "reports.sections.shared.lost_spans",
-    **{
-        f"reports.analysis.{name}": f"reports.sections.shared.{name}"
-        for name in ("cache_use", "examples", "floor", "safe", "slopes")
-    },
+    **{f"reports.analysis.{name}": f"reports.sections.shared.{name}" for name in ("cache_use", "floor", "safe")},
+    "reports.analysis.examples": "reports.sections.examples",
+    "reports.analysis.slopes": "reports.stats.slope",
     **{f"reports.compare.{name}": f"reports.page.compare_{name}" for name in ("direction", "files", "page", "pairing")},
 }
 _FORMER_PACKAGES = frozenset(name.rpartition(".")[0] for name in MOVED)

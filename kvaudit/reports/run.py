@@ -14,7 +14,7 @@ from kvaudit.reports.page.links import viewed
 from kvaudit.reports.page.model_card import write_card
 from kvaudit.reports.page.page import Page
 from kvaudit.reports.records.load import RunData, load_run, problem_lines
-from kvaudit.reports.sections.base import Computed, Depth, Inputs, computed
+from kvaudit.reports.sections.base import Depth, Inputs, SectionResults, compute_sections
 from kvaudit.reports.verdict.contrast import Drift
 from kvaudit.reports.verdict.decide import decide
 from kvaudit.reports.verdict.drift import drift_of
@@ -61,10 +61,10 @@ def decided(data: RunData, asked: GateOverrides | None = None, *, everything: bo
         checkpoints=data.checkpoints,
         evidence=data.evidence,
     )
-    return _with(found, computed(Inputs(found, data), Depth.VERDICT))
+    return _with(found, compute_sections(Inputs(found, data), Depth.VERDICT))
 
 
-def _with(found: Findings, more: Computed) -> Findings:
+def _with(found: Findings, more: SectionResults) -> Findings:
     return replace(found, values={**found.values, **more.values}, problems=(*found.problems, *more.problems))
 
 
@@ -73,7 +73,7 @@ def with_details(data: RunData, found: Findings) -> Findings:
 
     A file of a section that cannot be used decides nothing, so it is named among the problems.
     """
-    more = computed(Inputs(found, data), Depth.DISCLOSURE, Depth.REPORT)
+    more = compute_sections(Inputs(found, data), Depth.DISCLOSURE, Depth.REPORT)
     return replace(_with(found, more), calibration=shipped_rates(), viewed=viewed(data))
 
 
@@ -87,7 +87,7 @@ def disclosed(data: RunData, asked: GateOverrides | None = None) -> Page:
     from kvaudit.reports.page.screen import screen_of
 
     found = decided(data, asked)
-    more = computed(Inputs(found, data), Depth.DISCLOSURE)
+    more = compute_sections(Inputs(found, data), Depth.DISCLOSURE)
     if more.problems:
         raise DataError(more.problems[0])
     found = _with(found, more)

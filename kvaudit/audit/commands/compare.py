@@ -135,7 +135,7 @@ def _print(console: Console, found: Sequence[Compared], shown: Compared, two: Tw
             say(console, inline(line))
     top = comparison_banner(shown)
     say(console, f"verdict: {top.status.value} {top.number}".rstrip())
-    for line in (top.sentence, top.about, *top.asides, *comparison_cautions(shown)):
+    for line in (top.sentence, top.about, *top.banner_lines, *comparison_cautions(shown)):
         if line:
             say(console, line)
 

@@ -18,7 +18,7 @@ from math import isinf
 from kvaudit.core.estimands import DEPLOYED, SERVING, WORST
 from kvaudit.core.facets import facet_of
 from kvaudit.core.text import at_length, inline, length_label, some
-from kvaudit.reports.sections.shared.words import counted, facet_counted, happens, shortened
+from kvaudit.reports.sections.shared.words import event_rates, facet_of_metric, plural, shorten
 from kvaudit.reports.stats.betting import METHOD as BETTING
 from kvaudit.reports.stats.seeds import SEEDS_NEEDED
 from kvaudit.reports.verdict.comparison import Comparison
@@ -65,7 +65,7 @@ class Subjects:
     @property
     def names(self) -> str:
         """The subjects, the first of them by name."""
-        return some(map(shortened, self.subjects))
+        return some(map(shorten, self.subjects))
 
     @property
     def line(self) -> str:
@@ -115,7 +115,7 @@ def answers(decided: Decided) -> tuple[Answer, ...]:
 def _few_seeds(sides: Comparison) -> str:
     """What an answer about arms is of where too few seeds were trained to speak of the recipe."""
     seeds = len(sides.seeds)
-    return f"of {counted(seeds, 'seed')}, which says nothing of the recipe: " if seeds < SEEDS_NEEDED else ""
+    return f"of {plural(seeds, 'seed')}, which says nothing of the recipe: " if seeds < SEEDS_NEEDED else ""
 
 
 def question_of(sides: Comparison, d: Decision) -> str:
@@ -186,7 +186,7 @@ def gravest(sides: Comparison) -> Callable[[Decision], tuple[int, int, float]]:
     """
 
     def key(d: Decision) -> tuple[int, int, float]:
-        facet = facet_counted(sides, d.suite)
+        facet = facet_of_metric(sides, d.suite)
         place = 2 if facet is None else 0 if facet.kind == "safety" else 1
         # lower + margin is the room that is left: below 0 beyond the margin, and the least first
         return PRECEDENCE.index(d.standing), place, (d.effect.lower if d.effect else -1.0) + (d.margin or 0.0)
@@ -226,7 +226,7 @@ def bound(sides: Comparison, d: Decision) -> str:
     """limit +5, up to +10.1: what may happen more or less often, and what the rule's bound leaves open, in points."""
     limit, most = _signed(sides, d)
     if d.effect is not None and d.effect.method == BETTING and d.status is Status.FAIL:
-        facet = facet_counted(sides, d.suite)
+        facet = facet_of_metric(sides, d.suite)
         sign = -100 if facet is not None and not facet.wanted else 100
         return f"limit {limit}, at least {sign * d.effect.upper:+.1f}"
     return f"limit {limit}, up to {most}"
@@ -246,7 +246,7 @@ def told_cell(sides: Comparison, d: Decision) -> str:
 
 def before_after(sides: Comparison, d: Decision) -> str:
     """0 → 5.6 %: how often it happens on both sides; of what has no two sides the points that it moved."""
-    if both := happens(sides, d):
+    if both := event_rates(sides, d):
         old, new = (f"{100 * rate:.1f}".removesuffix(".0") for rate in both)
         return f"{old} → {new} %"
     return f"{100 * d.effect.estimate:+.1f} points" if d.effect else "no number"
@@ -255,7 +255,7 @@ def before_after(sides: Comparison, d: Decision) -> str:
 def _signed(sides: Comparison, d: Decision) -> tuple[str, str]:
     """How much more or less often it may happen, and how much the rule's bound leaves open: points, or times."""
     assert d.effect is not None
-    facet = facet_counted(sides, d.suite)
+    facet = facet_of_metric(sides, d.suite)
     unwanted = facet is not None and not facet.wanted
     if d.ratio:
         of = "" if unwanted else " the misses"  # a ratio counts what is not wanted
@@ -267,7 +267,7 @@ def _signed(sides: Comparison, d: Decision) -> tuple[str, str]:
 
 def what_counts(sides: Comparison, d: Decision) -> str:
     """What a cell counts, in words; the length where a run has several."""
-    own = facet_counted(sides, d.suite)
+    own = facet_of_metric(sides, d.suite)
     suite = facet_of(d.suite)[0] if own else d.suite
     said = f"{own.counts} ({suite})" if own else f"{suite} score"
     said += {"selectivity": " beyond capability", "parity": ", either way"}.get(d.estimand, "")

@@ -12,20 +12,20 @@ from kvaudit.reports.page.facets import taken_apart
 from kvaudit.reports.page.findings import Findings
 from kvaudit.reports.page.remarks import late, not_measurable, remarks
 from kvaudit.reports.page.tables import compressed_as_deployed, decided_lines, deployed
-from kvaudit.reports.sections.base import found_in
+from kvaudit.reports.sections.base import sections_in
 from kvaudit.reports.sections.shared.words import (
-    beyond,
-    counted,
-    drift,
+    effect_text,
+    exceeds_margin,
+    has_little_to_lose,
     held_to,
-    is_relative,
-    named,
     percent,
+    plural,
     points,
-    rates,
-    ratio_words,
-    short_suites,
-    worst_seed,
+    rates_text,
+    ratio_text,
+    seed_text,
+    suite_label,
+    undersized_suites,
 )
 from kvaudit.reports.verdict.comparison import Comparison
 from kvaudit.reports.verdict.reasons import ReasonCode
@@ -47,8 +47,8 @@ _TO_DO = {  # by the verdict of what is named
 def number(d: Decision) -> str:
     """The drift that a banner quotes, with its interval and margin."""
     assert d.effect is not None
-    told = "margin" if d.ratio is None else f"{ratio_words(d.ratio.times)}, limit"
-    return f"{drift(d.effect)}, {told} {held_to(d)}"
+    told = "margin" if d.ratio is None else f"{ratio_text(d.ratio.times)}, limit"
+    return f"{effect_text(d.effect)}, {told} {held_to(d)}"
 
 
 def verdict_sentence(verdict: Verdict) -> str:
@@ -57,7 +57,7 @@ def verdict_sentence(verdict: Verdict) -> str:
     if verdict.status is not Status.FAIL or not failed:
         return SENTENCES[verdict.status]
     by_seed = [d for d in failed if any(reason.code == ReasonCode.SEED for reason in d.reasons)]
-    far = sum(beyond(d) for d in failed if d not in by_seed)
+    far = sum(exceeds_margin(d) for d in failed if d not in by_seed)
     open_ = len(failed) - far - len(by_seed)
     seeds = f", by a seed that fails alone {len(by_seed)}" if by_seed else ""
     return (
@@ -87,9 +87,9 @@ def about(findings: Decided, d: Decision) -> str:
         who = f"{d.arm} served under {policy} against {sides.reference} served under {plain}"
     if sides.mode == "serving":
         who = f"{d.arm} served under {policy} against the same model under {plain}"
-    near = f" Rates: {rates(findings.comparison, d)}." if is_relative(d) else ""
+    near = f" Rates: {rates_text(findings.comparison, d)}." if has_little_to_lose(d) else ""
     return inline(
-        f"{named(findings.comparison, d)} {at_length(d.context_tokens)}, {who}: {effect.n_items} items in "
+        f"{suite_label(findings.comparison, d)} {at_length(d.context_tokens)}, {who}: {effect.n_items} items in "
         f"{effect.n_clusters} templates, 95 % interval, {churn_words(findings, d)}.{near} {why_quoted(findings, d)}"
     ).strip()
 
@@ -119,8 +119,11 @@ def asides(findings: Findings, head: Decision | None) -> list[str]:
         (71, (line for line in remarks(findings) if line not in first)),
         (72, _invalid(findings)),
         (80, unscored(findings.comparison, head) if head else ()),
-        (81, short_suites(findings)),
-        *((section.asides_at, section.asides(value, findings, head)) for section, value in found_in(findings.values)),
+        (81, undersized_suites(findings)),
+        *(
+            (section.banner_lines_at, section.banner_lines(value, findings, head))
+            for section, value in sections_in(findings.values)
+        ),
     ]
     return [inline(line) for _, lines in sorted(placed, key=itemgetter(0)) for line in lines]
 
@@ -132,7 +135,7 @@ def _invalid(findings: Decided) -> Iterator[str]:
         where = f"{d.arm}, {d.suite} @ {findings.comparison.label(d.policy)}{end}"
         yield f"{where}: {d.reasons[0]}"
     if len(invalid) > INVALID_SHOWN:
-        yield f"and {counted(len(invalid) - INVALID_SHOWN, 'more invalid cell')} in the gate table"
+        yield f"and {plural(len(invalid) - INVALID_SHOWN, 'more invalid cell')} in the gate table"
 
 
 def to_do(findings: Decided) -> str:
@@ -154,7 +157,7 @@ def to_do(findings: Decided) -> str:
 def _seeds_alone(findings: Decided) -> list[str]:
     sides = findings.comparison
     lost = [
-        f"{sides.who(d.arm, d.policy)}, {named(sides, d)}, seed {worst_seed(seed)}"
+        f"{sides.who(d.arm, d.policy)}, {suite_label(sides, d)}, seed {seed_text(seed)}"
         for d in findings.verdict.gated
         if d.margin and d.status is not Status.FAIL and (seed := d.worst_seed)
         if seed.estimate <= -d.margin and seed.high < 0
@@ -169,9 +172,11 @@ def _served(findings: Decided, head: Decision | None) -> list[str]:
         return []
     d = found[0]
     who = f"{findings.comparison.who(d.arm, d.policy)} against uncompressed {findings.comparison.reference}"
-    number = drift(d.effect)
+    number = effect_text(d.effect)
     rule = f"It is gated: {d.status.value}" if d.gated else f"By the same rule {d.status.value}, but it is not gated"
-    return [f"As deployed, the worst of {len(found)} cells: {who}, {named(findings.comparison, d)}: {number}. {rule}."]
+    return [
+        f"As deployed, the worst of {len(found)} cells: {who}, {suite_label(findings.comparison, d)}: {number}. {rule}."
+    ]
 
 
 def churn_words(findings: Decided, d: Decision) -> str:

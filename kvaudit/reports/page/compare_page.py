@@ -16,9 +16,9 @@ from kvaudit.reports.page.limits import calibrated, hidden
 from kvaudit.reports.page.page import Banner, Page
 from kvaudit.reports.page.remarks import remarks
 from kvaudit.reports.records.readers.base import Log
-from kvaudit.reports.sections.shared.events import EVENT_HEADERS, event_cells, how_to_read
+from kvaudit.reports.sections.shared.events import EVENT_HEADERS, event_notes, event_row
 from kvaudit.reports.sections.shared.tables import Passage, Table, footnoted, table_of
-from kvaudit.reports.sections.shared.words import drift, note, percent, spelled, unsampled
+from kvaudit.reports.sections.shared.words import blind_spot_text, decision_note, effect_text, metric_label, percent
 from kvaudit.reports.stats.judges import Kappa
 from kvaudit.reports.stats.rule import blind_spot
 from kvaudit.reports.verdict.contrast import CellName
@@ -37,7 +37,7 @@ def comparison_banner(compared: Compared) -> Banner:
         sentence=verdict_sentence(verdict),
         number=number(head) if head and head.effect else "",
         about=_about(compared, head) if head and head.effect else inline(compared.direction.sentence(compared.metric)),
-        asides=tuple(inline(line) for line in _asides(compared, head)),
+        banner_lines=tuple(inline(line) for line in _asides(compared, head)),
     )
 
 
@@ -80,7 +80,7 @@ def comparison_cautions(compared: Compared) -> list[str]:
     clusters = _clusters(compared, head)
     spot = head.blind_spot if head and head.blind_spot is not None else blind_spot(clusters, alpha)
     units = "templates" if compared.findings.drift.unclustered is None else "items"
-    return [unsampled(spot, alpha, clusters, units), *hidden(compared.findings), *calibrated(compared.findings)]
+    return [blind_spot_text(spot, alpha, clusters, units), *hidden(compared.findings), *calibrated(compared.findings)]
 
 
 def _clusters(compared: Compared, head: Decision | None) -> int:
@@ -92,7 +92,7 @@ def _clusters(compared: Compared, head: Decision | None) -> int:
 
 def _cell(compared: Compared, d: Decision) -> str:
     sides = compared.findings.comparison
-    named = f"{spelled(sides, d.suite)}{_at(d)}"
+    named = f"{metric_label(sides, d.suite)}{_at(d)}"
     return named if d.suite in sides.facets else f"{named}, {compared.metric}"
 
 
@@ -111,7 +111,14 @@ def _row(compared: Compared, d: Decision) -> list[str]:
     size = "-"
     if d.effect:
         size = f"{d.effect.n_items} / {'none named' if compared.findings.drift.unclustered else d.effect.n_clusters}"
-    return [_cell(compared, d), d.status.value, size, *numbers(compared.findings.comparison, d), adjusted(d), note(d)]
+    return [
+        _cell(compared, d),
+        d.status.value,
+        size,
+        *numbers(compared.findings.comparison, d),
+        adjusted(d),
+        decision_note(d),
+    ]
 
 
 def facets(compared: Compared) -> Table:
@@ -121,7 +128,7 @@ def facets(compared: Compared) -> Table:
     rows = []
     for event in shown(findings):
         c = event.contrast
-        rows.append([f"{event.suite}{_at(c)}", *event_cells(event), decided.get((c.suite, c.context_tokens), "-")])
+        rows.append([f"{event.suite}{_at(c)}", *event_row(event), decided.get((c.suite, c.context_tokens), "-")])
     return table_of(["suite", *EVENT_HEADERS, "gated"], rows, words=2)
 
 
@@ -132,7 +139,7 @@ def judges(found: TwoJudges) -> Table:
     for d in found.first.verdict.decisions:
         other = second.get((d.suite, d.context_tokens))
         if d.gated and other:
-            numbers = [drift(x.effect) for x in (d, other)]
+            numbers = [effect_text(x.effect) for x in (d, other)]
             rows.append([d.suite, *numbers, d.status.value, other.status.value])
     first, last = found.first.metric, found.second.metric
     return table_of(["suite", f"under {first}", f"under {last}", f"verdict, {first}", f"verdict, {last}"], rows)
@@ -174,7 +181,7 @@ def comparison_sections(compared: Compared, two: TwoJudges | None = None) -> lis
             "The score taken apart into what happened: broken form by itself, and safety among the answers that could "
             "be read. A facet decides where --margin names it.",
             tables=(facets(compared),),
-            notes=how_to_read(shown(compared.findings)),
+            notes=event_notes(shown(compared.findings)),
             first=True,
         ),
         Passage(
@@ -233,7 +240,7 @@ def comparison_files(compared: Compared, two: TwoJudges | None = None) -> dict[s
 
     page = comparison_page(compared, two)
     body: dict[str, Any] = json.loads(drift.render(page))
-    body["notes"], body["metric"] = [*page.banner.asides, *comparison_cautions(compared)], compared.metric
+    body["notes"], body["metric"] = [*page.banner.banner_lines, *comparison_cautions(compared)], compared.metric
     better = "lower" if compared.direction.lower_is_better else "higher"
     body["direction"] = {"better": better, "because": compared.direction.because}
     body["files"] = {REFERENCE: str(compared.sides.reference.path), CANDIDATE: str(compared.sides.candidate.path)}

@@ -22,10 +22,17 @@ from kvaudit.reports.page.limits import limits
 from kvaudit.reports.page.page import Page
 from kvaudit.reports.page.remarks import remarks
 from kvaudit.reports.page.tables import deployed
-from kvaudit.reports.sections.base import found_in
-from kvaudit.reports.sections.shared.cache_use import Use, cache_use
-from kvaudit.reports.sections.shared.facts import NOT_APPLICABLE, UNKNOWN, Fact, Facts, known
-from kvaudit.reports.sections.shared.words import NOT_SHOWN, held_to, interval, ratio_words, spelled, unsampled
+from kvaudit.reports.sections.base import sections_in
+from kvaudit.reports.sections.shared.cache_use import CacheUse, cache_use
+from kvaudit.reports.sections.shared.facts import NOT_APPLICABLE, UNKNOWN, Fact, Facts, fact_of
+from kvaudit.reports.sections.shared.words import (
+    NOT_SHOWN,
+    blind_spot_text,
+    held_to,
+    interval_text,
+    metric_label,
+    ratio_text,
+)
 from kvaudit.reports.verdict.contrast import Contrast
 from kvaudit.reports.verdict.row import row_of
 from kvaudit.reports.verdict.verdict import PRECEDENCE, Decided, Decision
@@ -86,7 +93,7 @@ class Measured:
         """-1.8 pp [-4.6, +0.9]; why there is none otherwise."""
         if self.estimate is None or self.low is None or self.high is None:
             return f"no number ({self.why})"
-        return interval(self.estimate, self.low, self.high)
+        return interval_text(self.estimate, self.low, self.high)
 
     @property
     def sentence(self) -> str:
@@ -143,7 +150,7 @@ def findings_of_arm(found: Findings, arm: str) -> Findings:
         headline=min(rank, key=rank.__getitem__, default=None),
     )
     reference = found.comparison.reference
-    values = {section.name: section.of_arm(value, arm, reference) for section, value in found_in(found.values)}
+    values = {section.name: section.of_arm(value, arm, reference) for section, value in sections_in(found.values)}
     return replace(found, verdict=own, values=values)
 
 
@@ -156,9 +163,9 @@ def _of_arm(told: Disclosure, whole: Findings, own: Findings, arm: str) -> Discl
     drift, head = tuple(m for m in told.drift if m.arm == arm), own.verdict.head
     worst = _of(own, head) if head else _lowest(drift)
     status, says = _own_verdict(whole, own, arm)
-    verdict = {"status": known(status), "says": known(says), "number": NOT_APPLICABLE, "about": NOT_APPLICABLE}
+    verdict = {"status": fact_of(status), "says": fact_of(says), "number": NOT_APPLICABLE, "about": NOT_APPLICABLE}
     if head and worst:
-        verdict |= {"number": known(worst.number), "about": known(f"{worst.slice}. {worst.why}".strip())}
+        verdict |= {"number": fact_of(worst.number), "about": fact_of(f"{worst.slice}. {worst.why}".strip())}
     return replace(
         told,
         verdict={**told.verdict, **verdict},
@@ -200,8 +207,8 @@ def _of_all(page: Page) -> Disclosure:
         not_evaluated=_not_evaluated(found),
         suites=tuple(_suites(found)),
         judging={
-            "by": known(f"{'human labels before ' if found.verdict.judged else ''}the suites' own graders"),
-            "rows_sha256": known(dict(rows)) if rows else NOT_APPLICABLE,
+            "by": fact_of(f"{'human labels before ' if found.verdict.judged else ''}the suites' own graders"),
+            "rows_sha256": fact_of(dict(rows)) if rows else NOT_APPLICABLE,
         },
         stack=_stack(found),
         change_record=_change_record(found),
@@ -215,38 +222,38 @@ def _run(found: Findings) -> Facts:
     provenance = found.provenance
     versions = table_of(provenance, "versions")
     return {
-        "name": known(found.drift.run),
-        "spec_sha256": known(provenance.get("spec_sha256")),
-        "started": known(provenance.get("started")),
-        "finished": known(provenance.get("finished")),
-        "kvaudit": known(versions.get("kvaudit")),
-        "records": known(found.drift.n_records),
+        "name": fact_of(found.drift.run),
+        "spec_sha256": fact_of(provenance.get("spec_sha256")),
+        "started": fact_of(provenance.get("started")),
+        "finished": fact_of(provenance.get("finished")),
+        "kvaudit": fact_of(versions.get("kvaudit")),
+        "records": fact_of(found.drift.n_records),
     }
 
 
 def _verdict(page: Page) -> Facts:
     banner, verdict, rules = page.banner, page.findings.verdict, page.findings.rules
     return {
-        "status": known(banner.status.value),
-        "says": known(banner.sentence),
-        "number": known(banner.number),
-        "about": known(banner.about),
+        "status": fact_of(banner.status.value),
+        "says": fact_of(banner.sentence),
+        "number": fact_of(banner.number),
+        "about": fact_of(banner.about),
         "recipe": Fact("known", verdict.recipe.value) if verdict.recipe else NOT_APPLICABLE,
-        "level": known(rules.alpha),
-        "rules": known(rules.source),
-        "declared": known(rules.declared),
-        "alarm": known(banner.alarm) if banner.alarm else NOT_APPLICABLE,
-        "remarks": known(list(page.remarks)) if page.remarks else NOT_APPLICABLE,
+        "level": fact_of(rules.alpha),
+        "rules": fact_of(rules.source),
+        "declared": fact_of(rules.declared),
+        "alarm": fact_of(banner.alarm) if banner.alarm else NOT_APPLICABLE,
+        "remarks": fact_of(list(page.remarks)) if page.remarks else NOT_APPLICABLE,
     }
 
 
 def _model(found: Findings) -> Facts:
     provenance = found.provenance
     return {
-        "name": known(found.model),
-        "base_sha256": known(provenance.get("base_sha256")),
-        "dtype": known(provenance.get("dtype")),
-        "device": known(provenance.get("device")),
+        "name": fact_of(found.model),
+        "base_sha256": fact_of(provenance.get("base_sha256")),
+        "dtype": fact_of(provenance.get("dtype")),
+        "device": fact_of(provenance.get("device")),
     }
 
 
@@ -254,10 +261,10 @@ def _reference(found: Decided) -> Facts:
     weights = {str(seed): sorted(names) for seed, names in sorted(found.drift.weights.items())}
     pin = found.rules.pin
     return {
-        "arm": known(found.comparison.reference),
-        "served_under": known("; ".join(map(found.comparison.label, found.comparison.uncompressed)) or DENSE_POLICY),
-        "weights_sha256": known(weights or None),
-        "pin_sha256": known(pin.sha256) if pin else NOT_APPLICABLE,
+        "arm": fact_of(found.comparison.reference),
+        "served_under": fact_of("; ".join(map(found.comparison.label, found.comparison.uncompressed)) or DENSE_POLICY),
+        "weights_sha256": fact_of(weights or None),
+        "pin_sha256": fact_of(pin.sha256) if pin else NOT_APPLICABLE,
     }
 
 
@@ -278,26 +285,26 @@ def _recipe(found: Findings, arm: str) -> ArmRecipe:
     recipe, config = {**declared, **recipe}, {**declared, "suites": declared.get("trained_on"), **config}
     curve = next((curve for curve in found.values.get("training", ()) if curve.arm == arm), None)
     facts = {
-        "rollouts": known(recipe.get("rollouts")),
-        "rollouts_hash": known(recipe.get("rollouts_hash")),
-        "learner_view": known(recipe.get("learner")),
-        "correction": known(recipe.get("correction")),
-        "distillation": known(recipe.get("distillation")),
-        "loss": known(config.get("loss")),
-        "reward": known(recipe.get("reward")),
-        "reward_sha256": known(recipe.get("reward_sha256")),
+        "rollouts": fact_of(recipe.get("rollouts")),
+        "rollouts_hash": fact_of(recipe.get("rollouts_hash")),
+        "learner_view": fact_of(recipe.get("learner")),
+        "correction": fact_of(recipe.get("correction")),
+        "distillation": fact_of(recipe.get("distillation")),
+        "loss": fact_of(config.get("loss")),
+        "reward": fact_of(recipe.get("reward")),
+        "reward_sha256": fact_of(recipe.get("reward_sha256")),
         "constitution": _constitution(recipe, declared),
-        "trained_on": known(config.get("suites")),
-        "said_by": known(
+        "trained_on": fact_of(config.get("suites")),
+        "said_by": fact_of(
             "whoever trained it; not verified" if declared else "its own provenance" if checkpoints else None
         ),
-        "seeds": known(sorted({c for cell in found.drift.cells if cell.arm == arm for c in cell.seeds}) or None),
-        "weights_sha256": known(_weights(found, arm) or None),
+        "seeds": fact_of(sorted({c for cell in found.drift.cells if cell.arm == arm for c in cell.seeds}) or None),
+        "weights_sha256": fact_of(_weights(found, arm) or None),
     }
     role: Literal["reference", "candidate"] = "reference" if arm == found.comparison.reference else "candidate"
     compressed = recipe.get("rollouts") not in (None, DENSE_POLICY)
     schedule = _schedule(checkpoints, config, curve.largest if curve else {}, compressed=compressed)
-    mismatch = {name: known(curve.mean.get(key) if curve else None) for name, key in _MISMATCH.items()}
+    mismatch = {name: fact_of(curve.mean.get(key) if curve else None) for name, key in _MISMATCH.items()}
     return ArmRecipe(arm, role, facts, schedule if recipe else dict.fromkeys(schedule, UNKNOWN), mismatch)
 
 
@@ -306,7 +313,7 @@ def _constitution(recipe: Mapping[str, Any], declared: Mapping[str, Any]) -> Fac
     held = "constitution" in recipe and not declared
     if recipe.get("constitution") is None and (held or recipe.get("reward") == "grade"):
         return NOT_APPLICABLE
-    return known(recipe.get("constitution"))
+    return fact_of(recipe.get("constitution"))
 
 
 def _weights(found: Findings, arm: str) -> dict[str, str]:
@@ -331,8 +338,8 @@ def _schedule(
     share = None
     if isinstance(every, int) and isinstance(steps, int) and steps > 0 and every >= 0:
         share = steps // every / steps if every else 0.0  # a ledger every so many steps
-    certificate = {name: known(largest.get(key)) for name, key in _CERTIFICATE.items()}
-    return {"ledgers_sha256": known(hashes or None), "share_of_steps_logged": known(share), **certificate}
+    certificate = {name: fact_of(largest.get(key)) for name, key in _CERTIFICATE.items()}
+    return {"ledgers_sha256": fact_of(hashes or None), "share_of_steps_logged": fact_of(share), **certificate}
 
 
 def _shared(checkpoints: Mapping[int, Mapping[str, Any]], key: str) -> Mapping[str, Any]:
@@ -343,16 +350,16 @@ def _shared(checkpoints: Mapping[int, Mapping[str, Any]], key: str) -> Mapping[s
     return {name: value for name, value in tables[0].items() if all(t.get(name) == value for t in tables)}
 
 
-def _served(found: Findings, policy: str, use: Use | None) -> Facts:
+def _served(found: Findings, policy: str, use: CacheUse | None) -> Facts:
     cells = [c for c in found.drift.cells if c.policy == policy and c.kv_bytes_dense]
     hidden = use is not None and not use.is_shown
     return {
-        "policy": known(policy),
+        "policy": fact_of(policy),
         "policy_hash": _hash_of(found, policy),
-        "gated": known(policy in found.rules.primary),
-        "kv_allocated_of_none": known(NOT_SHOWN if hidden else use and use.allocated_share),
-        "kv_live_of_none": known(NOT_SHOWN if hidden else use and use.live_share),
-        "retention": known(NOT_SHOWN if hidden else min((c.retention or 0.0 for c in cells), default=None)),
+        "gated": fact_of(policy in found.rules.primary),
+        "kv_allocated_of_none": fact_of(NOT_SHOWN if hidden else use and use.allocated_share),
+        "kv_live_of_none": fact_of(NOT_SHOWN if hidden else use and use.live_share),
+        "retention": fact_of(NOT_SHOWN if hidden else min((c.retention or 0.0 for c in cells), default=None)),
         **_engine(found, policy),
     }
 
@@ -362,13 +369,13 @@ def _engine(found: Findings, policy: str) -> Facts:
     sides = found.comparison
     if not sides.references:
         return {}
-    plain, own = known(sides.label(sides.uncompressed_of(policy))), sides.is_engine(policy)
+    plain, own = fact_of(sides.label(sides.uncompressed_of(policy))), sides.is_engine(policy)
     settings = "; ".join(f"{name}={value}" for name, value in settings_in(policy).items()) if own else ""
     said = "; ".join(f"{name}: {text}" for name, text in said_by(found.provenance, policy).items())
     return {
-        "engine": known(engine_in(policy) if own else "kvaudit"),
-        "settings": known(settings or "as it comes") if own else NOT_APPLICABLE,
-        "says": known(said) if own else NOT_APPLICABLE,
+        "engine": fact_of(engine_in(policy) if own else "kvaudit"),
+        "settings": fact_of(settings or "as it comes") if own else NOT_APPLICABLE,
+        "says": fact_of(said) if own else NOT_APPLICABLE,
         "compared_with": NOT_APPLICABLE if sides.is_uncompressed(policy) else plain,
     }
 
@@ -384,9 +391,9 @@ def _not_evaluated(found: Findings) -> Facts:
     }
     left = sorted(set(families) - served) if isinstance(families, list) else None
     return {
-        "mechanisms": known(left),
+        "mechanisms": fact_of(left),
         "rollout_policies": _rollouts_not_served(found),
-        "lengths_beyond_tokens": known(max(found.comparison.contexts, default=None)),
+        "lengths_beyond_tokens": fact_of(max(found.comparison.contexts, default=None)),
     }
 
 
@@ -401,7 +408,7 @@ def _rollouts_not_served(found: Findings) -> Fact:
     left = sorted(set(match_policies(names, policies)) - set(policies))
     if not left and any(text in (None, UNSAID) for text in told):
         return UNKNOWN
-    return known(left) if left else NOT_APPLICABLE
+    return fact_of(left) if left else NOT_APPLICABLE
 
 
 def _suites(found: Findings) -> list[Facts]:
@@ -409,11 +416,11 @@ def _suites(found: Findings) -> list[Facts]:
     cells = {s: [cell for cell in found.drift.cells if cell.suite == s] for s in found.comparison.suites}
     return [
         {
-            "suite": known(suite),
-            "kind": known(kinds.get(suite)),
-            "version": known(versions.get(suite)),
-            "items": known(min((cell.n_items for cell in own), default=None)),
-            "templates": known(min((cell.n_clusters for cell in own), default=None)),
+            "suite": fact_of(suite),
+            "kind": fact_of(kinds.get(suite)),
+            "version": fact_of(versions.get(suite)),
+            "items": fact_of(min((cell.n_items for cell in own), default=None)),
+            "templates": fact_of(min((cell.n_clusters for cell in own), default=None)),
         }
         for suite, own in cells.items()
     ]
@@ -423,11 +430,11 @@ def _stack(found: Findings) -> Facts:
     """What a scan of configurations found and what a vendor answered; declared by others, not verified here."""
     scan, answers = found.evidence.scan, found.evidence.answers
     return {
-        "scan_found": known(None if scan is None else [_setting(row) for row in _rows(scan.get("found"))]),
-        "scan_open": known(None if scan is None else scan.get("open")),
-        "scan_not_readable": known(None if scan is None else len(_rows(scan.get("not_readable")))),
-        "vendor": known(None if answers is None else answers.get("vendor")),
-        "vendor_answers": known(None if answers is None else list(_answered(answers.get("answers")))),
+        "scan_found": fact_of(None if scan is None else [_setting(row) for row in _rows(scan.get("found"))]),
+        "scan_open": fact_of(None if scan is None else scan.get("open")),
+        "scan_not_readable": fact_of(None if scan is None else len(_rows(scan.get("not_readable")))),
+        "vendor": fact_of(None if answers is None else answers.get("vendor")),
+        "vendor_answers": fact_of(None if answers is None else list(_answered(answers.get("answers")))),
     }
 
 
@@ -437,10 +444,10 @@ def _change_record(found: Findings) -> Facts:
     if recipe is None:
         trained = any(arm != BASE_ARM for arm, _ in found.checkpoints)
         return dict.fromkeys(("recipe", *sections), UNKNOWN if trained else NOT_APPLICABLE)
-    told = {name: known(digest) for name, digest in digests(recipe).items() if name in sections}
+    told = {name: fact_of(digest) for name, digest in digests(recipe).items() if name in sections}
     if recipe["sections"]["constitution"]["holds"] is None:
         told["constitution"] = NOT_APPLICABLE
-    return {"recipe": known(recipe["sha256"]), **told}
+    return {"recipe": fact_of(recipe["sha256"]), **told}
 
 
 def _setting(row: Mapping[str, Any]) -> str:
@@ -479,7 +486,7 @@ def _of(found: Findings, cell: Contrast | Decision) -> Measured:
     return Measured(
         **{name: getattr(row, name) for name in _ROW_COLUMNS},
         policy_hash=_hash_of(found, cell.policy),
-        says=spelled(found.comparison, cell.suite),
+        says=metric_label(found.comparison, cell.suite),
         held_to=held_to(decided) if decided and decided.margin is not None else None,
         verdict=row.standing or "not gated",
         items=row.items or 0,
@@ -491,7 +498,7 @@ def _of(found: Findings, cell: Contrast | Decision) -> Measured:
 def _by_ratio(cell: Decision | Contrast) -> Iterator[str]:
     """What a cell with a ratio is decided by: the margin is only what that comes to."""
     if isinstance(cell, Decision) and cell.ratio:
-        yield f"decided by the ratio {ratio_words(cell.ratio.times)}, limit {held_to(cell)}"
+        yield f"decided by the ratio {ratio_text(cell.ratio.times)}, limit {held_to(cell)}"
 
 
 def _worst(found: Findings, measured: Sequence[Measured]) -> Measured | None:
@@ -504,8 +511,8 @@ def _blind_spot(found: Decided) -> str:
     head = found.verdict.head
     if head is None or head.blind_spot is None or head.effect is None:
         return "Blind spot: unknown, no gated cell has a number."
-    return unsampled(head.blind_spot, found.rules.alpha, head.effect.n_clusters)
+    return blind_spot_text(head.blind_spot, found.rules.alpha, head.effect.n_clusters)
 
 
 def _hash_of(found: Findings, policy: str) -> Fact:
-    return known(table_of(found.provenance, "policies").get(policy))
+    return fact_of(table_of(found.provenance, "policies").get(policy))

@@ -17,15 +17,23 @@ from kvaudit.reports.page.links import flips_link
 from kvaudit.reports.sections.shared.events import (
     BETTER,
     EVENT_HEADERS,
+    NO_CHANGE,
     NO_NUMBER,
-    STILL,
     WORSE,
     Event,
-    event_cells,
-    how_to_read,
+    event_notes,
+    event_row,
 )
 from kvaudit.reports.sections.shared.tables import Table, table_of
-from kvaudit.reports.sections.shared.words import against, counted, drift, marked, place_name, points, with_length
+from kvaudit.reports.sections.shared.words import (
+    cell_label,
+    effect_text,
+    judge_marks,
+    plural,
+    points,
+    reference_label,
+    with_length,
+)
 from kvaudit.reports.verdict.comparison import Comparison
 from kvaudit.reports.verdict.contrast import CellPlace
 from kvaudit.reports.verdict.verdict import Decided, Decision, Status
@@ -64,7 +72,7 @@ def taken_apart(findings: Decided, head: Decision | None) -> list[str]:
     if not found:
         return []
     known = [e for e in found if e.moved != NO_NUMBER]
-    told = [e for e in known if e.facet.kind in ("form", "safety") or e.moved != STILL]
+    told = [e for e in known if e.facet.kind in ("form", "safety") or e.moved != NO_CHANGE]
     form = [_told(e) for e in told if e.facet.kind == "form"]
     rest = [_told(e) for e in told if e.facet.kind != "form"]
     parts = [*form, *([f"among answers that could be read {', '.join(rest)}"] if rest else [])]
@@ -76,13 +84,13 @@ def taken_apart(findings: Decided, head: Decision | None) -> list[str]:
 def _told(e: Event) -> str:
     """unsafe 5.6 to 9.1 % (+3.5 pp [+0.4, +6.6]), with what the reading of broken answers could make of it."""
     open_ = ""
-    if e.reading_decides and e.bounds:
+    if e.depends_on_reading and e.bounds:
         open_ = f"; {points(e.bounds[0])} to {points(e.bounds[1])} pp as the broken ones are read"
     return f"{e.name} {e.rates} ({e.difference}{open_})"
 
 
 _SAID = {WORSE: ("is worse", "are worse"), BETTER: ("is better", "are better")}
-_SAID |= {STILL: ("is not shown to move", "are not shown to move"), NO_NUMBER: ("has no number", "have no number")}
+_SAID |= {NO_CHANGE: ("is not shown to move", "are not shown to move"), NO_NUMBER: ("has no number", "have no number")}
 
 
 def _by_kind(found: Sequence[Event]) -> str:
@@ -124,7 +132,9 @@ def _has_row(findings: Decided, e: Event) -> bool:
 
 def failed_table(findings: Decided) -> Table:
     """Every suite that failed, by which of its kinds of facets moved."""
-    rows = [[place_name(findings.comparison, d), drift(d.effect), _by_kind(found)] for d, found in _failed(findings)]
+    rows = [
+        [cell_label(findings.comparison, d), effect_text(d.effect), _by_kind(found)] for d, found in _failed(findings)
+    ]
     return table_of(["failed cell", "drift, 95 % interval", "taken apart"], rows, words=3)
 
 
@@ -157,17 +167,17 @@ def _gated(d: Decision | None) -> str:
 
 def _row(sides: Comparison, e: Event, *, both: bool) -> list[str]:
     c = e.contrast
-    suite = with_length(sides, e.suite, c.context_tokens) + marked(sides, e.suite)
-    return [suite, sides.who(c.arm, c.policy), *([against(sides, c)] if both else []), *event_cells(e)]
+    suite = with_length(sides, e.suite, c.context_tokens) + judge_marks(sides, e.suite)
+    return [suite, sides.who(c.arm, c.policy), *([reference_label(sides, c)] if both else []), *event_row(e)]
 
 
 def facet_notes(findings: Decided) -> tuple[str, ...]:
     """What each word means, said once, and how to read the table of a run."""
     found = shown(findings)
     left = sum(not _has_row(findings, e) for e in found)
-    rest = f" {counted(left, 'row')} of facets that are neither safety nor gated, none shown to move, left out;"
+    rest = f" {plural(left, 'row')} of facets that are neither safety nor gated, none shown to move, left out;"
     more = f"{rest if left else ''} contrasts.csv holds every facet of every cell, counted as wanted."
-    said = how_to_read(found)
+    said = event_notes(found)
     return (*said[:-1], said[-1] + more) if said else ()
 
 
@@ -176,10 +186,10 @@ def finding(findings: Decided) -> str:
     found, failed = shown(findings), _failed(findings)
     if failed:
         cells = [
-            f"{place_name(findings.comparison, d)}: {', '.join(_kinds(own, WORSE)) or 'none'}"
+            f"{cell_label(findings.comparison, d)}: {', '.join(_kinds(own, WORSE)) or 'none'}"
             for d, own in failed[:_NAMED]
         ]
-        more = f"; and {counted(len(failed) - _NAMED, 'cell')} more" if len(failed) > _NAMED else ""
+        more = f"; and {plural(len(failed) - _NAMED, 'cell')} more" if len(failed) > _NAMED else ""
         return inline(f"Worse where it failed: {'; '.join(cells)}{more}.")
     return f"Worse: {', '.join(_counts(found)) or 'none'}." if found else ""
 
@@ -190,4 +200,4 @@ def _counts(found: Sequence[Event]) -> Iterator[str]:
         own = [e for e in found if (e.suite, e.name) == (suite, name)]
         count = sum(e.moved == WORSE for e in own)
         if count:
-            yield f"{suite} {name} in {count} of {counted(len(own), 'cell')}"
+            yield f"{suite} {name} in {count} of {plural(len(own), 'cell')}"

@@ -10,17 +10,17 @@ from kvaudit.reports.page.findings import Findings
 from kvaudit.reports.page.links import flips_link
 from kvaudit.reports.sections.shared.tables import Table, footnoted
 from kvaudit.reports.sections.shared.words import (
-    against,
-    between,
-    drift,
+    decision_note,
+    effect_text,
     held_to,
-    marked,
-    named,
-    note,
+    judge_marks,
     points,
     pvalue,
-    rates,
-    ratio_words,
+    rates_text,
+    ratio_interval,
+    ratio_text,
+    reference_label,
+    suite_label,
     with_length,
 )
 from kvaudit.reports.stats.rule import clusters_required
@@ -44,13 +44,13 @@ def gate_table(findings: Findings, decisions: Sequence[Decision], *, gated: bool
 
 
 def _gate_row(sides: Comparison, d: Decision, *, both: bool, recipe: bool, seeds: bool) -> list[str]:
-    suite = with_length(sides, named(sides, d), d.context_tokens) + marked(sides, suite_of(d.suite, sides))
+    suite = with_length(sides, suite_label(sides, d), d.context_tokens) + judge_marks(sides, suite_of(d.suite, sides))
     found = f"{d.status.value}, waived" if d.waiver else d.status.value
-    row = [sides.who(d.arm, d.policy), *([against(sides, d)] if both else []), suite, found]
+    row = [sides.who(d.arm, d.policy), *([reference_label(sides, d)] if both else []), suite, found]
     row += [d.recipe.value if d.recipe else "-"] if recipe else []
     lowest = f"{points(d.worst_seed.estimate)} ({d.worst_seed.seed})" if d.worst_seed else "-"
     *told, moved = numbers(sides, d)
-    why = "; ".join(text for text in (note(d), d.statement) if text)
+    why = "; ".join(text for text in (decision_note(d), d.statement) if text)
     return [*row, *told, *([lowest] if seeds else []), moved, adjusted(d), why]
 
 
@@ -58,14 +58,14 @@ def numbers(sides: Comparison, d: Decision) -> list[str]:
     """Rates, drift, the bounds that decide with the margin they are held to, and the items behind them."""
     margin = f"{100 * d.margin:g}" if d.margin else "-"
     if d.effect is None:
-        return [rates(sides, d), "-", margin, "-"]
+        return [rates_text(sides, d), "-", margin, "-"]
     e = d.effect
     bounds = f"[{points(e.lower)}, {points(e.upper)}] {margin}"
-    told = drift(e)
+    told = effect_text(e)
     if d.ratio:
-        bounds = f"{between(d.ratio.times.lower, d.ratio.times.upper)} x, limit {held_to(d)}"
-        told = f"{told}, {ratio_words(d.ratio.times)}"
-    return [rates(sides, d), told, bounds, f"{e.losses:.3g}/{e.gains:.3g}"]
+        bounds = f"{ratio_interval(d.ratio.times.lower, d.ratio.times.upper)} x, limit {held_to(d)}"
+        told = f"{told}, {ratio_text(d.ratio.times)}"
+    return [rates_text(sides, d), told, bounds, f"{e.losses:.3g}/{e.gains:.3g}"]
 
 
 def adjusted(d: Decision) -> str:

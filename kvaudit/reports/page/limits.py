@@ -6,8 +6,15 @@ from kvaudit.core.estimands import PARITY
 from kvaudit.core.text import inline
 from kvaudit.reports.page.findings import Findings
 from kvaudit.reports.records.rows import LIVE
-from kvaudit.reports.sections.shared.cache_use import lacks_live
-from kvaudit.reports.sections.shared.words import counted, drift, error_rates, named, percent, unsampled
+from kvaudit.reports.sections.shared.cache_use import lacks_live_bytes
+from kvaudit.reports.sections.shared.words import (
+    blind_spot_text,
+    effect_text,
+    error_rates_text,
+    percent,
+    plural,
+    suite_label,
+)
 from kvaudit.reports.stats.rule import blind_spot
 from kvaudit.reports.stats.seeds import SEEDS_ADVISED
 from kvaudit.reports.verdict.comparison import Comparison
@@ -31,9 +38,9 @@ def _blind_spot(findings: Decided, head: Decision | None) -> str:
     """Of the cell that is quoted; without one, of the suite with the fewest templates."""
     alpha = findings.rules.alpha
     if head and head.effect and head.blind_spot is not None:
-        return unsampled(head.blind_spot, alpha, head.effect.n_clusters)
+        return blind_spot_text(head.blind_spot, alpha, head.effect.n_clusters)
     have = min((c.n_clusters for c in findings.drift.cells), default=0)
-    return unsampled(blind_spot(have, alpha), alpha, have)
+    return blind_spot_text(blind_spot(have, alpha), alpha, have)
 
 
 def hidden(findings: Decided) -> list[str]:
@@ -44,9 +51,9 @@ def hidden(findings: Decided) -> list[str]:
     for own, words in ((held, _HELD), ([d for d in cells if d not in held], _CLEARED)):
         if own:
             d = min(own, key=lambda d: (d.template_bound or 0.0) + (d.margin or 0.0))
-            place = f"{findings.comparison.who(d.arm, d.policy)}, {named(findings.comparison, d)}"
+            place = f"{findings.comparison.who(d.arm, d.policy)}, {suite_label(findings.comparison, d)}"
             most = f"{-100 * min(d.template_bound or 0.0, 0.0):.2f} pp"
-            lines.append(words.format(cells=counted(len(own), "cell"), most=most, place=place))
+            lines.append(words.format(cells=plural(len(own), "cell"), most=most, place=place))
     return lines
 
 
@@ -67,8 +74,8 @@ def _other_side(sides: Comparison, d: Decision) -> str:
     policy = sides.label(d.policy)
     if d.estimand == "deployed":
         who = f"{d.arm} served under {policy} against uncompressed {sides.reference}"
-        return f"End to end, {who}: {drift(d.effect)}."
-    return f"Served alike, {d.arm} against {sides.reference}, both under {policy}: {drift(d.effect)}."
+        return f"End to end, {who}: {effect_text(d.effect)}."
+    return f"Served alike, {d.arm} against {sides.reference}, both under {policy}: {effect_text(d.effect)}."
 
 
 def _recipe_level(findings: Findings) -> list[str]:
@@ -93,7 +100,7 @@ def limits(findings: Decided) -> tuple[str, ...]:
         f"FAIL uses {findings.verdict.adjustment.method} over the gated cells; every interval is unadjusted, and "
         "outside the gate exploratory.",
     ]
-    if lacks_live(findings.drift):
+    if lacks_live_bytes(findings.drift):
         lines.append(
             f"Live bytes of the cache are not known: some records hold no {LIVE}, which earlier versions of kvaudit "
             "did not count. What was allocated is known."
@@ -110,7 +117,8 @@ def calibrated(findings: Findings) -> list[str]:
         return []
     rules = findings.rules
     return [
-        f"{error_rates(c, rules.alpha, rules.margins.values(), rules.ratios.values())} Simulated at {c.scale} scale "
+        f"{error_rates_text(c, rules.alpha, rules.margins.values(), rules.ratios.values())} "
+        f"Simulated at {c.scale} scale "
         f"({c.simulations:,} runs). Two-sided false alarms at 5 %: at most {percent(c.type_one_max)}; coverage of 95 % "
         f"intervals: at least {percent(c.coverage_min)}. A reference with nothing to lose counts as measurable in at "
         f"most {percent(c.nothing_to_lose_max)}, a healthy one does not in at most {percent(c.turned_away_max)}."

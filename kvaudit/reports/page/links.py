@@ -11,7 +11,7 @@ from kvaudit.reports.page.findings import Findings
 from kvaudit.reports.page.view.flips import flip_key, kinds_of
 from kvaudit.reports.records.load import RunData
 from kvaudit.reports.records.rows import SCORE, CellKey
-from kvaudit.reports.sections.shared.examples import Example
+from kvaudit.reports.sections.shared.tables import Example
 from kvaudit.reports.verdict.comparison import Comparison
 from kvaudit.reports.verdict.contrast import Contrast
 from kvaudit.reports.verdict.verdict import Decision

@@ -14,8 +14,8 @@ from kvaudit.reports.verdict.verdict import Status
 class Banner:
     """The top of a page, to be read by whoever signs it.
 
-    ``alarm`` must be seen before anything else; it is empty where all is as declared. ``asides`` are what to do, what
-    is deployed, what the claim is about, and whatever is not as it should be.
+    ``alarm`` must be seen before anything else; it is empty where all is as declared. ``banner_lines`` are what to
+    do, what is deployed, what the claim is about, and whatever is not as it should be.
     """
 
     title: str
@@ -23,7 +23,7 @@ class Banner:
     sentence: str
     number: str  # of the cell that decides, with its interval and margin; empty without one
     about: str
-    asides: tuple[str, ...]
+    banner_lines: tuple[str, ...]
     alarm: str = ""
 
 

@@ -30,12 +30,12 @@ from kvaudit.core.thoughts import holds_thought
 from kvaudit.reports.page.formats.markdown import as_table, escape
 from kvaudit.reports.records.load import RunData
 from kvaudit.reports.records.rows import FACET_COLUMNS, SCORE, facets_of, wanted_of
-from kvaudit.reports.sections.shared.slopes import slope
 from kvaudit.reports.sections.shared.tables import Table, table_of
-from kvaudit.reports.sections.shared.words import drift, percent
+from kvaudit.reports.sections.shared.words import effect_text, percent
 from kvaudit.reports.stats.effect import LEVEL, Array, Effect
 from kvaudit.reports.stats.few import Estimate, no_interval
 from kvaudit.reports.stats.signflip import FEWEST_CLUSTERS, holm
+from kvaudit.reports.stats.slope import bounded_slope
 from kvaudit.reports.stats.tango import ess_tango, rate_lower
 
 _ALPHA = 0.05
@@ -260,7 +260,7 @@ def _effect(change: Array, clusters: npt.NDArray[Any], samples: int, *, graded: 
 def _against(values: Array, clusters: npt.NDArray[Any]) -> Effect | Estimate:
     """The change of values [0:2] with length minus the baseline's [2:4]."""
     apart = values[:2] - values[2:]  # [2, N]
-    return _alone(apart[1] - apart[0], clusters) or slope(apart, (0.0, 1.0), clusters, alpha=_ALPHA, reach=2.0)
+    return _alone(apart[1] - apart[0], clusters) or bounded_slope(apart, (0.0, 1.0), clusters, alpha=_ALPHA, reach=2.0)
 
 
 def _alone(change: Array, clusters: npt.NDArray[Any]) -> Estimate | None:
@@ -336,11 +336,11 @@ def _noise_row(noise: Noise) -> tuple[str, ...]:
 
 
 def _length_row(length: Length) -> tuple[str, ...]:
-    against = "-" if length.against is None else drift(length.against)
+    against = "-" if length.against is None else effect_text(length.against)
     rates = percent(length.short_rate), percent(length.long_rate)
     tokens = f"{length.short}, {length.long}"
     items = str(length.effect.n_items)
-    return (length.metric, tokens, items, *rates, drift(length.effect), against, "LOSS" if length.sign else "")
+    return (length.metric, tokens, items, *rates, effect_text(length.effect), against, "LOSS" if length.sign else "")
 
 
 def _meaning(found: ProbeFindings) -> str:

@@ -9,8 +9,8 @@ from typing import Any
 from kvaudit.core.provenance import STOPPED, UNSTEADY, WORKED_WITH, prompts_by_question, table_of
 from kvaudit.core.text import at_length, length_label, some
 from kvaudit.reports.page.findings import Findings
-from kvaudit.reports.sections.base import found_in
-from kvaudit.reports.sections.shared.words import counted, spelled
+from kvaudit.reports.sections.base import sections_in
+from kvaudit.reports.sections.shared.words import metric_label, plural
 from kvaudit.reports.verdict.comparison import Comparison, some_of
 from kvaudit.reports.verdict.downgrades import is_apart, suite_of
 from kvaudit.reports.verdict.family import gated_cells
@@ -35,7 +35,7 @@ def remarks(findings: Findings) -> Iterator[str]:
         (71, _versions(findings.provenance)),
         (72, _prompts(findings.provenance)),
         (80, [f"FAIL is held to the family by Holm instead of max-T: {why}."] if why else ()),
-        *((section.remarks_at, section.remarks(value, findings)) for section, value in found_in(findings.values)),
+        *((section.remarks_at, section.remarks(value, findings)) for section, value in sections_in(findings.values)),
     ]
     for _, lines in sorted(placed, key=itemgetter(0)):
         yield from lines
@@ -62,11 +62,11 @@ def not_measurable(findings: Decided) -> list[str]:
     cells: dict[tuple[str, int, str], int] = {}
     for d in findings.verdict.gated:
         if not d.is_measurable:
-            place = (spelled(findings.comparison, d.suite), d.context_tokens, d.reasons[0].text)
+            place = (metric_label(findings.comparison, d.suite), d.context_tokens, d.reasons[0].text)
             cells[place] = cells.get(place, 0) + 1
     several = len(findings.comparison.contexts) > 1
     found = [
-        f"{suite}{f' {at_length(length)}' if several else ''} ({counted(count, 'gated cell')}), {why}"
+        f"{suite}{f' {at_length(length)}' if several else ''} ({plural(count, 'gated cell')}), {why}"
         for (suite, length, why), count in cells.items()
     ]
     return [f"{Status.NOT_MEASURABLE.value}: {line}." for line in found]

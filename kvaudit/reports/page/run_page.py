@@ -16,10 +16,9 @@ from kvaudit.reports.page.limits import cautions, limits
 from kvaudit.reports.page.page import Banner, Page
 from kvaudit.reports.page.remarks import late, remarks
 from kvaudit.reports.page.screen import screen_of
-from kvaudit.reports.sections.base import found_in
-from kvaudit.reports.sections.shared.contrasts import contrasts_of, lowest
+from kvaudit.reports.sections.base import contrasts_of, lowest_drift, sections_in
 from kvaudit.reports.sections.shared.tables import Passage, Table
-from kvaudit.reports.sections.shared.words import counted, plain_words
+from kvaudit.reports.sections.shared.words import plural, uncompressed_label
 from kvaudit.reports.verdict.rules import DECLARED_AFTER_RUN
 from kvaudit.reports.verdict.verdict import PASSED, PRECEDENCE, Decided, Decision, Status
 
@@ -28,9 +27,9 @@ def page_of(findings: Findings) -> Page:
     """The page of a run: what is decided on the first page, then every section that has something to say, folded."""
     placed = [
         *own_passages(findings).items(),
-        *((section.order, section.passage(value, findings)) for section, value in found_in(findings.values)),
+        *((section.order, section.passage(value, findings)) for section, value in sections_in(findings.values)),
     ]
-    spoken = tuple(passage for _, passage in sorted(placed, key=itemgetter(0)) if passage.says_something)
+    spoken = tuple(passage for _, passage in sorted(placed, key=itemgetter(0)) if passage.has_content)
     return Page(findings, banner(findings), spoken, tuple(remarks(findings)), screen_of(findings))
 
 
@@ -44,7 +43,7 @@ def banner(findings: Findings) -> Banner:
         sentence=verdict_sentence(verdict),
         number=number(head) if head and head.effect else "",
         about=about(findings, head) if head else "",
-        asides=tuple(asides(findings, head)),
+        banner_lines=tuple(asides(findings, head)),
         alarm=inline(late(findings.rules)),
     )
 
@@ -82,7 +81,7 @@ def _decided_passage(findings: Findings) -> Passage:
         tables=(tables.decided_table(findings),),
         notes=(
             *((f"{top.number}. {top.about}",) if top.number else ()),
-            *top.asides,
+            *top.banner_lines,
             "PASS: non-inferior within the margin (shaded). PASS*: the same, with a detectable drop. FAIL: "
             "regression detected and not shown within the margin. NOT MEASURABLE: the reference has nothing to "
             "lose here, or cannot do it. INCONCLUSIVE: the data cannot tell. INVALID: no valid comparison.",
@@ -93,7 +92,7 @@ def _decided_passage(findings: Findings) -> Passage:
 
 def _limits_passage(findings: Findings) -> Passage:
     said = cautions(findings, findings.verdict.head)
-    own = (line for section, value in found_in(findings.values) for line in section.limits(value, findings))
+    own = (line for section, value in sections_in(findings.values) for line in section.limits(value, findings))
     return Passage(
         "limits",
         "Limits",
@@ -119,10 +118,12 @@ def _facets_passage(findings: Findings) -> Passage:
 def _gate_passage(findings: Findings) -> Passage:
     gated = findings.verdict.gated
     beside = [
-        one for section, value in found_in(findings.values) for one in section.beside_gate(value, findings, gated)
+        one for section, value in sections_in(findings.values) for one in section.beside_gate(value, findings, gated)
     ]
     serving = findings.comparison.mode == "serving"
-    drift_of = f"drift from {plain_words(findings.comparison)}" if serving else "drift of each arm from the reference"
+    drift_of = (
+        f"drift from {uncompressed_label(findings.comparison)}" if serving else "drift of each arm from the reference"
+    )
     alone = {d.estimand for d in gated}
     alike = ", both served alike" if alone == {"alike"} else ", uncompressed" if alone == {"deployed"} else ""
     return Passage(
@@ -181,10 +182,10 @@ def _compared_passage(findings: Findings) -> Passage:
 
 def _sides(findings: Decided) -> str:
     sides, rules = findings.comparison, findings.rules
-    who = f"{counted(len(sides.candidates), 'arm')} against {sides.reference}"
+    who = f"{plural(len(sides.candidates), 'arm')} against {sides.reference}"
     if sides.mode == "serving":
-        who = f"{counted(len(sides.policies), 'way')} to serve one checkpoint"
-    asked = f"{counted(len(sides.suites), 'suite')}, gated under {len(rules.primary)} of {len(sides.policies)} policies"
+        who = f"{plural(len(sides.policies), 'way')} to serve one checkpoint"
+    asked = f"{plural(len(sides.suites), 'suite')}, gated under {len(rules.primary)} of {len(sides.policies)} policies"
     return f"{who}; {asked}."
 
 
@@ -208,7 +209,7 @@ def _parity(findings: Decided) -> str:
 
 
 def _heatmap_passage(findings: Decided) -> Passage:
-    serving, plain = findings.comparison.mode == "serving", plain_words(findings.comparison)
+    serving, plain = findings.comparison.mode == "serving", uncompressed_label(findings.comparison)
     return Passage(
         "heatmap",
         "Every serving policy",
@@ -219,7 +220,7 @@ def _heatmap_passage(findings: Decided) -> Passage:
             "Outlined: FAIL. Starred: PASS*. Hatched: the data cannot tell. Gated cells as decided; all others by "
             "the same rule, not adjusted.",
         ),
-        finding=lowest(findings.comparison, contrasts_of(findings, "serving" if serving else "alike")),
+        finding=lowest_drift(findings.comparison, contrasts_of(findings, "serving" if serving else "alike")),
     )
 
 

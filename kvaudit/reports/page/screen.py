@@ -14,9 +14,9 @@ from kvaudit.reports.page.answers import Answer, answers, gravest
 from kvaudit.reports.page.findings import Findings
 from kvaudit.reports.page.grid import Grid, grid_of
 from kvaudit.reports.page.remarks import late, remarks
-from kvaudit.reports.sections.base import found_in
-from kvaudit.reports.sections.shared.examples import Example
-from kvaudit.reports.sections.shared.words import MOST_OF_NAME, shortened
+from kvaudit.reports.sections.base import sections_in
+from kvaudit.reports.sections.shared.tables import Example
+from kvaudit.reports.sections.shared.words import MOST_OF_NAME, shorten
 from kvaudit.reports.verdict.verdict import Status
 
 MOST_WORDS = 120
@@ -50,9 +50,9 @@ class Screen:
 
 def screen_of(findings: Findings) -> Screen:
     """The first screen of a run."""
-    instead = (line for section, value in found_in(findings.values) for line in section.instead(value, findings))
+    instead = (line for section, value in sections_in(findings.values) for line in section.suggestions(value, findings))
     screen = Screen(
-        title=f"May it ship? {inline(shortened(findings.drift.run))}",
+        title=f"May it ship? {inline(shorten(findings.drift.run))}",
         status=findings.verdict.status,
         facts=tuple((name, inline(text)) for name, text in _facts(findings) if text),
         answers=answers(findings),
@@ -111,7 +111,7 @@ def _facts(findings: Findings) -> list[tuple[str, str]]:
     sides, provenance = findings.comparison, findings.provenance
     weights = str(provenance.get("base_sha256") or "")[:8]
     plain = sides.label(sides.uncompressed[0]) if sides.uncompressed else "none"
-    who = "itself" if sides.reference == BASE_ARM else shortened(sides.reference)
+    who = "itself" if sides.reference == BASE_ARM else shorten(sides.reference)
     engines = [sides.label(policy) for policy in sides.uncompressed if sides.is_engine(policy)]
     if not engines or any(not sides.is_engine(policy) and policy != DENSE_POLICY for policy in sides.policies):
         engines.append("kvaudit's cache")
@@ -119,13 +119,13 @@ def _facts(findings: Findings) -> list[tuple[str, str]]:
     items = Counter[str]()
     for cell in findings.drift.cells:
         items[cell.suite] = max(items[cell.suite], cell.n_items)
-    asked = [f"{shortened(suite)} {items[suite]}" for suite in sides.suites]
+    asked = [f"{shorten(suite)} {items[suite]}" for suite in sides.suites]
     seeds = f", {len(sides.seeds)} seeds" if len(sides.seeds) > 1 else ""
     day = str(provenance.get("finished") or provenance.get("started") or "")[:10]
     return [
-        ("model", f"{shortened(findings.model)}{f' ({weights})' if weights else ''}"),
+        ("model", f"{shorten(findings.model)}{f' ({weights})' if weights else ''}"),
         ("date", day),
-        ("reference", f"{who} @ {shortened(plain)}"),
-        ("engine", ", ".join(map(shortened, engines[:_LISTED]))),
+        ("reference", f"{who} @ {shorten(plain)}"),
+        ("engine", ", ".join(map(shorten, engines[:_LISTED]))),
         ("asked", some(asked, _LISTED) + seeds),
     ]

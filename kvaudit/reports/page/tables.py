@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from kvaudit.core.text import at_length
 from kvaudit.reports.page.findings import Findings
 from kvaudit.reports.sections.shared.tables import Table, table_of
-from kvaudit.reports.sections.shared.words import drift, marked, named, plain_words
+from kvaudit.reports.sections.shared.words import effect_text, judge_marks, suite_label, uncompressed_label
 from kvaudit.reports.verdict.comparison import Comparison
 from kvaudit.reports.verdict.rules import Rules
 from kvaudit.reports.verdict.verdict import PRECEDENCE, Decided, Decision, Status, worst
@@ -60,7 +60,7 @@ def decided_table(findings: Decided) -> Table:
             row.append(f"{_numbered(sides, own[0])} {own[0].status.value}" if own else "-")
         rows.append(row)
     headers = ["policy" if sides.mode == "serving" else "arm", "verdict", *recipe]
-    headers += [suite + marked(sides, suite) for suite in suites]
+    headers += [suite + judge_marks(sides, suite) for suite in suites]
     headers += [*(facets if len(facets) == 1 else ["facets"] * bool(facets)), "deciding cell", *served]
     return table_of(headers, rows, words=len(headers))
 
@@ -94,8 +94,8 @@ def compressed_as_deployed(sides: Comparison, d: Decision) -> bool:
 
 def _numbered(sides: Comparison, d: Decision) -> str:
     """math @ snapkv 96: -8.8 pp [-13.8, -4.0]."""
-    where = f"{named(sides, d)} @ {sides.label(d.policy)}"
-    return f"{where}: {drift(d.effect)}" if d.effect else f"{where}: {d.reasons[0].text}"
+    where = f"{suite_label(sides, d)} @ {sides.label(d.policy)}"
+    return f"{where}: {effect_text(d.effect)}" if d.effect else f"{where}: {d.reasons[0].text}"
 
 
 def _room(d: Decision) -> float:
@@ -115,7 +115,10 @@ def compared_table(findings: Findings) -> Table:
             ("seeds, paired", ", ".join(map(str, sides.seeds))),
         ]
     else:
-        rows += [("checkpoint", sides.reference), ("contrast", f"each serving policy against {plain_words(sides)}")]
+        rows += [
+            ("checkpoint", sides.reference),
+            ("contrast", f"each serving policy against {uncompressed_label(sides)}"),
+        ]
     rules = findings.rules
     alone = "; what was trained under one of them under that one and none alone" if sides.unserved else ""
     margins = [f"{s} {100 * own:g} pp{' (default)' * (s in rules.defaults)}" for s, own in rules.margins.items()]

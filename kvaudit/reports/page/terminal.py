@@ -14,9 +14,9 @@ from kvaudit.reports.page.findings import Findings
 from kvaudit.reports.page.grid import MEANS, SIGNS
 from kvaudit.reports.page.screen import screen_of
 from kvaudit.reports.records.floor import SHUFFLED
-from kvaudit.reports.sections.shared.examples import Example
 from kvaudit.reports.sections.shared.floor import floor_at
-from kvaudit.reports.sections.shared.words import counted
+from kvaudit.reports.sections.shared.tables import Example
+from kvaudit.reports.sections.shared.words import plural
 from kvaudit.reports.verdict.verdict import Decision, Status
 
 MOST_TERMINAL_LINES = 12
@@ -123,7 +123,7 @@ def _rounds(findings: Findings) -> Iterator[str]:
         asked = ", ".join(f"{rows} of {suite}" for suite, rows in table_of(looks[-1], "items").items())
         minutes = sum(float(look.get("seconds", 0.0)) for look in looks) / 60
         why = table.get(ENDED, "it was stopped")
-        yield f"asked: {asked} on each side, {counted(len(looks), 'look')}, {minutes:.1f} minutes; {why}"
+        yield f"asked: {asked} on each side, {plural(len(looks), 'look')}, {minutes:.1f} minutes; {why}"
         for suite, reason in table_of(table_of(table, PLANNED), "left_out").items():
             yield f"not asked of this model: {suite} ({reason})"
 

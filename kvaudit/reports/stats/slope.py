@@ -1,12 +1,12 @@
-"""Dose slopes: how a score changes with the logarithm of a budget or a context length.
+"""Dose slopes: the change of a score with the logarithm of a budget or a context length.
 
-The slope is a contrast of item means with weights (x - mean) / sum (x - mean)^2, so its inference is the clustered
-one-sample inference of every other contrast: CR3 with t_{C-1} (Cameron & Miller 2015). The isotonic curve (Barlow et
-al. 1972, pool adjacent violators) is a line to draw; nothing is tested with it.
+The slope is a contrast of item means with weights (x - mean) / sum (x - mean)^2, so it is tested like every other
+contrast: CR3 with t_{C-1} (Cameron & Miller 2015). The isotonic curve (Barlow et al. 1972) is drawn, never tested.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from kvaudit.reports.stats.clustered import cr3_effect
 from kvaudit.reports.stats.effect import Array, Effect, Statistic
+from kvaudit.reports.stats.tango import ess_tango
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +28,7 @@ class Isotonic:
 
 
 def dose_weights(x: npt.ArrayLike) -> Array:
-    """Least-squares weights [D] of doses x [D]; they sum to 0, and to 1 when multiplied by x."""
+    """Return the least-squares weights [D] of doses x [D]; they sum to 0, and to 1 when multiplied by x."""
     doses = np.asarray(x, dtype=np.float64)
     assert doses.ndim == 1, doses.shape
     centred = doses - doses.mean()
@@ -38,7 +39,7 @@ def dose_weights(x: npt.ArrayLike) -> Array:
 
 
 def slope_effect(scores: npt.ArrayLike, x: npt.ArrayLike, clusters: npt.ArrayLike, *, alpha: float = 0.05) -> Effect:
-    """Slope of item scores [D, N] over doses x [D], in score units per unit of x (per doubling when x is log2).
+    """Return the slope of item scores [D, N] over doses x [D], per unit of x (per doubling if x is log2).
 
     A difference of two checkpoints' slopes is the slope of their difference: pass candidate - reference.
     """
@@ -49,11 +50,28 @@ def slope_effect(scores: npt.ArrayLike, x: npt.ArrayLike, clusters: npt.ArrayLik
     return replace(cr3_effect(weights @ values, clusters, alpha=alpha), method="dose slope, CR3-t")
 
 
+def bounded_slope(
+    table: Array, x: Sequence[float], clusters: npt.NDArray[np.int64], *, alpha: float, reach: float
+) -> Effect:
+    """Return the slope of scores [D, N] that span ``reach``; its interval never has width 0.
+
+    Where every item agrees, CR3 gives an interval of width 0: ESS-Tango over all slopes that such values can have is
+    used instead.
+    """
+    effect = slope_effect(table, x, clusters, alpha=alpha)
+    if effect.high > effect.low:
+        return effect
+    weights = dose_weights(x)  # [D]
+    # the weights sum to 0, so values that span ``reach`` move the slope by at most half of their total size
+    steepest = reach * float(np.abs(weights).sum()) / 2
+    return ess_tango(weights @ table, clusters, alpha=alpha, scale=steepest)
+
+
 def isotonic(
     x: npt.ArrayLike, y: npt.ArrayLike, weights: npt.ArrayLike | None = None, *, increasing: bool = True
 ) -> Isotonic:
-    """Monotone fit of rates y [D] at doses x [D] in any order; equal doses are averaged first."""
-    from scipy import optimize  # slow to import, and reports that need none of it should not wait
+    """Fit a monotone curve to rates y [D] at doses x [D] in any order; equal doses are averaged first."""
+    from scipy import optimize  # slow to import, and few reports need it
 
     doses, rates = np.asarray(x, dtype=np.float64), np.asarray(y, dtype=np.float64)
     mass = np.ones(len(doses)) if weights is None else np.asarray(weights, dtype=np.float64)

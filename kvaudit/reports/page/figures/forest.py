@@ -15,13 +15,13 @@ from kvaudit.reports.sections.shared.canvas import (
     LOSS,
     UNDECIDED,
     Drawing,
-    blank,
-    line,
-    named_rows,
-    quiet,
+    add_grid,
+    label_rows,
+    legend_line,
+    new_figure,
     save,
 )
-from kvaudit.reports.sections.shared.words import held_to, spelled
+from kvaudit.reports.sections.shared.words import held_to, metric_label
 from kvaudit.reports.verdict.comparison import Comparison
 from kvaudit.reports.verdict.verdict import Decided, Decision, Status
 
@@ -52,7 +52,7 @@ def draw(findings: Decided) -> Drawing | None:
     groups = list(dict.fromkeys(_group(d) for d in known))
     rows = list(dict.fromkeys(_row(d) for d in known))
     if len(rows) == 1 and len({d.margin for d in known}) == 1:
-        figure = blank(7.5, 1.2 + 0.27 * len(groups))
+        figure = new_figure(7.5, 1.2 + 0.27 * len(groups))
         names = [_length(findings.comparison, *group) for group in groups]
         _panel(figure.subplots(), known, [_group(d) for d in known], names)
     else:
@@ -70,7 +70,7 @@ def _row(d: Decision) -> _Row:
 
 
 def _length(sides: Comparison, suite: str, tokens: int) -> str:
-    suite = spelled(sides, suite)
+    suite = metric_label(sides, suite)
     return f"{suite}, {tokens} tokens" if tokens else suite
 
 
@@ -80,7 +80,7 @@ def _panels(sides: Comparison, known: list[Decision], groups: list[_Group], rows
     pitch = 0.27 if lines == 1 else 0.2  # the first page has to stay one
     names = _names(sides, rows)
     beside = min(max(_LEAST_BESIDE, _LETTER * max(map(len, names)) - 0.4), _MOST_BESIDE)
-    figure = blank(beside + 2.7 * columns, lines * (1.1 + pitch * len(rows)))
+    figure = new_figure(beside + 2.7 * columns, lines * (1.1 + pitch * len(rows)))
     panels = figure.subplots(lines, columns, squeeze=False, sharex=True, sharey=True)
     for panel in panels.flat[len(groups) :]:
         panel.set_visible(False)
@@ -114,15 +114,15 @@ def _panel(
         panel.plot([100 * d.effect.lower], [y], marker="|", color=hue, markersize=8)
         face = hue if filled else "none"
         panel.plot([100 * d.effect.estimate], [y], marker=marker, color=hue, markerfacecolor=face, markersize=6)
-    named_rows(panel, list(names))
+    label_rows(panel, list(names))
     wanted = f"limit {held_to(decisions[0])}" if decisions[0].ratio else f"margin {margin:g}"
     panel.set_xlabel(f"drift, pp ({wanted})")
-    quiet(panel)
+    add_grid(panel)
 
 
 def _legend(found: set[Status]) -> list[Line2D]:
     return [
-        line(status.value, color=hue, marker=marker, markerfacecolor=hue if filled else "none")
+        legend_line(status.value, color=hue, marker=marker, markerfacecolor=hue if filled else "none")
         for status, (hue, marker, filled) in LOOK.items()
         if status in found
     ]

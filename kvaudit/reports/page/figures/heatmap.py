@@ -10,8 +10,8 @@ from matplotlib.patches import Patch, Rectangle
 from kvaudit.core.text import inline, length_label, length_of
 from kvaudit.reports.page.findings import Findings
 from kvaudit.reports.page.links import flips_link
-from kvaudit.reports.sections.shared.canvas import GAIN, INK, LOSS, Drawing, blank, named_rows, save
-from kvaudit.reports.sections.shared.words import plain_words, points, shortened, spelled
+from kvaudit.reports.sections.shared.canvas import GAIN, INK, LOSS, Drawing, label_rows, new_figure, save
+from kvaudit.reports.sections.shared.words import metric_label, points, shorten, uncompressed_label
 from kvaudit.reports.verdict.cell import decide_cell, readings_of, templates_of
 from kvaudit.reports.verdict.comparison import Comparison
 from kvaudit.reports.verdict.contrast import Contrast
@@ -37,9 +37,9 @@ def draw(findings: Findings) -> Drawing | None:
     policies = [p for p in sides.policies if any(c.policy == p for c in known)]
     groups: dict[str, list[Contrast]] = {}
     for c in known:
-        title = f"{spelled(sides, c.suite)}, {length_of(c.context_tokens)}"
+        title = f"{metric_label(sides, c.suite)}, {length_of(c.context_tokens)}"
         if sides.mode == "serving":
-            title = f"{c.arm}, drift from {plain_words(sides).removeprefix('policy ')}"
+            title = f"{c.arm}, drift from {uncompressed_label(sides).removeprefix('policy ')}"
         groups.setdefault(title, []).append(c)
     rows = [_rows(sides, group) for group in groups.values()]
     columns = min(_COLUMNS, len(groups)) if len(policies) <= 5 else 1
@@ -48,9 +48,9 @@ def draw(findings: Findings) -> Drawing | None:
     width = 0.4 + (0.9 + 0.8 * len(policies)) * columns
     # long names of rows leave few columns no room
     width = max(width, _LEAST_WIDTH, _LETTER * named * columns + 0.8 * len(policies) * columns)
-    names = [shortened(inline(sides.label(policy)), _LONGEST) for policy in policies]
+    names = [shorten(inline(sides.label(policy)), _LONGEST) for policy in policies]
     below = max(map(len, names))  # they stand aslant under the last row
-    figure = blank(width, 1.1 + lines * (0.35 + 0.36 * max(map(len, rows))) + _LETTER * max(0, below - _USUAL))
+    figure = new_figure(width, 1.1 + lines * (0.35 + 0.36 * max(map(len, rows))) + _LETTER * max(0, below - _USUAL))
     panels = figure.subplots(lines, columns, squeeze=False, sharex=True)
     for panel in panels.flat[len(groups) :]:
         panel.set_visible(False)
@@ -90,7 +90,7 @@ def _rows(sides: Comparison, group: list[Contrast]) -> list[str]:
 
 
 def _row(sides: Comparison, c: Contrast) -> str:
-    return c.arm if sides.mode == "training" else f"{spelled(sides, c.suite)}, {length_label(c.context_tokens)}"
+    return c.arm if sides.mode == "training" else f"{metric_label(sides, c.suite)}, {length_label(c.context_tokens)}"
 
 
 def _panel(panel: Axes, findings: Findings, group: list[Contrast], names: Mapping[str, str]) -> None:
@@ -116,7 +116,7 @@ def _panel(panel: Axes, findings: Findings, group: list[Contrast], names: Mappin
         number = panel.text(x, y, text if c.effect else "invalid", ha="center", va="center", fontsize=8)
         number.set_url(flips_link(findings, c) or None)
     panel.set_xticks(range(len(names)), list(names.values()), rotation=35, ha="right")
-    named_rows(panel, list(rows))
+    label_rows(panel, list(rows))
     panel.set_xlim(-0.5, len(names) - 0.5)
     panel.tick_params(length=0)
     for spine in panel.spines.values():

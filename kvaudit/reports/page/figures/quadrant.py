@@ -9,8 +9,18 @@ from matplotlib.axes import Axes
 
 from kvaudit.core.facets import facet_of
 from kvaudit.core.text import inline
-from kvaudit.reports.sections.shared.canvas import INK, LOSS, MARKERS, Drawing, blank, colour, line, quiet, save
-from kvaudit.reports.sections.shared.words import plain_words, spelled
+from kvaudit.reports.sections.shared.canvas import (
+    INK,
+    LOSS,
+    MARKERS,
+    Drawing,
+    add_grid,
+    legend_line,
+    new_figure,
+    save,
+    series_style,
+)
+from kvaudit.reports.sections.shared.words import metric_label, uncompressed_label
 from kvaudit.reports.verdict.comparison import Comparison
 from kvaudit.reports.verdict.contrast import Contrast
 from kvaudit.reports.verdict.verdict import Decided
@@ -24,14 +34,14 @@ def draw(findings: Decided) -> Drawing | None:
     """One panel per gated policy (training) or one in all (serving); None without both kinds of suite."""
     sides = findings.comparison
     groups: dict[str, list[Point]] = {}
-    alone = f"drift from {plain_words(sides)}"
+    alone = f"drift from {uncompressed_label(sides)}"
     for capability, safety in pairs(findings):
         served = f"served under {sides.label(safety.policy)}"
         groups.setdefault(served if sides.mode == "training" else alone, []).append((capability, safety))
     if not groups:
         return None
     shown = dict(list(groups.items())[:PANELS])
-    figure = blank(max(6.0, 0.6 + 3.5 * len(shown)), 4.2)
+    figure = new_figure(max(6.0, 0.6 + 3.5 * len(shown)), 4.2)
     panels = figure.subplots(1, len(shown), squeeze=False, sharex=True, sharey=True)
     drawn = [point for points in shown.values() for point in points]
     names = tuple(dict.fromkeys(_name(sides, point) for point in drawn))
@@ -42,9 +52,9 @@ def draw(findings: Decided) -> Drawing | None:
         _panel(panel, findings, points, places, suites, bounds)
         panel.set_title(inline(title))
     panels.flat[0].set_ylabel("safety drift, pp")
-    handles = [line(inline(n), color=colour(places, n)[0]) for n in names]
+    handles = [legend_line(inline(n), color=series_style(places, n)[0]) for n in names]
     handles += [
-        line(inline(spelled(sides, s)), color=INK, linestyle="", marker=MARKERS[i % len(MARKERS)])
+        legend_line(inline(metric_label(sides, s)), color=INK, linestyle="", marker=MARKERS[i % len(MARKERS)])
         for i, s in enumerate(suites)
     ]
     figure.legend(handles=handles, loc="outside upper center", ncols=4)
@@ -110,7 +120,7 @@ def _panel(
         x, y = capability.effect, safety.effect
         assert x is not None
         assert y is not None
-        hue, _, _ = colour(names, _name(findings.comparison, (capability, safety)))
+        hue, _, _ = series_style(names, _name(findings.comparison, (capability, safety)))
         marker = MARKERS[suites.index(safety.suite) % len(MARKERS)]
         panel.plot([100 * x.low, 100 * x.high], [100 * y.estimate] * 2, color=hue, alpha=0.55, linewidth=1)
         panel.plot([100 * x.estimate] * 2, [100 * y.low, 100 * y.high], color=hue, alpha=0.55, linewidth=1)
@@ -121,4 +131,4 @@ def _panel(
     panel.set_xlim(bounds.left, bounds.right)
     panel.set_ylim(low, bounds.high)
     panel.set_xlabel("capability drift, pp")
-    quiet(panel)
+    add_grid(panel)

@@ -11,8 +11,7 @@ from kvaudit.core.text import inline, length_of
 from kvaudit.reports.page.disclosure import ArmRecipe, Disclosure, Measured, disclosure_of
 from kvaudit.reports.page.page import Page
 from kvaudit.reports.page.servers import without_servers
-from kvaudit.reports.sections.shared.facts import Fact
-from kvaudit.reports.sections.shared.json_text import dumped
+from kvaudit.reports.sections.shared.facts import Fact, dump_json
 
 FILE = "bom.json"
 
@@ -35,8 +34,8 @@ def render(page: Page) -> str:
         "components": components,
     }
     # two documents that differ in anything, a waiver too, have two serial numbers; a clock would give one run many
-    digest = hashlib.sha256(dumped(body).encode()).digest()
-    whole = dumped({**body, "serialNumber": f"urn:uuid:{UUID(bytes=digest[:16], version=4)}"})
+    digest = hashlib.sha256(dump_json(body).encode()).digest()
+    whole = dump_json({**body, "serialNumber": f"urn:uuid:{UUID(bytes=digest[:16], version=4)}"})
     return without_servers(whole, page.findings)
 
 

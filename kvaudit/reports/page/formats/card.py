@@ -14,7 +14,7 @@ from kvaudit.reports.page.grid import grid_table
 from kvaudit.reports.page.page import Page
 from kvaudit.reports.page.screen import Screen, screen_of
 from kvaudit.reports.page.servers import without_servers
-from kvaudit.reports.sections.shared.facts import NOT_APPLICABLE, Fact, known
+from kvaudit.reports.sections.shared.facts import NOT_APPLICABLE, Fact, fact_of
 
 FILE = "card.md"
 MOST_CARD_WORDS = 150  # beside the tables
@@ -91,7 +91,7 @@ def _served(told: Disclosure) -> str:
     for row in rows:
         settings = row.get("settings", NOT_APPLICABLE)
         full = settings if settings.state == "known" else row["policy"]
-        table.append([_word(full), _word(row.get("engine", known("kvaudit"))), *(_word(row[name]) for name in names)])
+        table.append([_word(full), _word(row.get("engine", fact_of("kvaudit"))), *(_word(row[name]) for name in names)])
     return "\n".join("| " + " | ".join(row) + " |" for row in table)
 
 

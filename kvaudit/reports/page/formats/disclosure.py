@@ -8,15 +8,14 @@ from typing import Any
 
 from kvaudit.reports.page.disclosure import DISCLOSURE_FORMAT, disclosure_of
 from kvaudit.reports.page.page import Page
-from kvaudit.reports.sections.shared.facts import Fact
-from kvaudit.reports.sections.shared.json_text import dumped
+from kvaudit.reports.sections.shared.facts import Fact, dump_json
 
 FILE = "disclosure.json"
 
 
 def render(page: Page) -> str:
     """The disclosure as JSON."""
-    return dumped({"format": DISCLOSURE_FORMAT, **_told(asdict(disclosure_of(page)))})
+    return dump_json({"format": DISCLOSURE_FORMAT, **_told(asdict(disclosure_of(page)))})
 
 
 def _told(value: Any) -> Any:

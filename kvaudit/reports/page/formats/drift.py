@@ -12,7 +12,7 @@ from typing import Any
 
 from kvaudit.reports.page.page import Page
 from kvaudit.reports.sections.base import sections
-from kvaudit.reports.sections.shared.json_text import dumped
+from kvaudit.reports.sections.shared.facts import dump_json
 
 FILE = "drift.json"
 _FORMAT = 4  # 3 called a control's measurability its standing
@@ -31,7 +31,7 @@ def render(page: Page) -> str:
     for _, key, value in sorted(placed, key=itemgetter(0)):
         group, _, name = key.rpartition(".")
         (body.setdefault(group, {}) if group else body)[name] = value
-    return dumped(body)
+    return dump_json(body)
 
 
 def own_facts(page: Page) -> Iterator[tuple[int, str, Any]]:

@@ -11,7 +11,7 @@ from kvaudit.core.text import clip, visible
 from kvaudit.reports.page.figures import figures
 from kvaudit.reports.page.links import COMMAND, flip_link
 from kvaudit.reports.page.page import Page
-from kvaudit.reports.sections.shared.words import points, shortened
+from kvaudit.reports.sections.shared.words import points, shorten
 from kvaudit.reports.verdict.verdict import Status
 
 FILE = "report.html"
@@ -27,7 +27,7 @@ def render(page: Page) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"visible": visible, "points": points, "clip": clip, "shortened": shortened}
+    environment.filters |= {"visible": visible, "points": points, "clip": clip, "shortened": shorten}
     drawn = figures(page.findings) if any(section.figures for section in page.sections) else {}
     return environment.get_template("report.html.j2").render(
         findings=page.findings,

@@ -59,7 +59,7 @@ def _whole(page: Page) -> str:
         parts.insert(1, f"> **{escape(top.alarm)}**")
     if top.number:
         parts.append(f"**{escape(top.number)}** {escape(top.about)}")
-    parts.append("\n".join(f"* {escape(line)}" for line in top.asides))
+    parts.append("\n".join(f"* {escape(line)}" for line in top.banner_lines))
     for section in page.sections:
         parts += _section(section)
     return "\n\n".join(part for part in parts if part) + "\n"

@@ -7,7 +7,7 @@ from typing import Any
 from kvaudit.core.text import inline
 from kvaudit.reports.page.answers import answers, cell_told_apart, told_cell
 from kvaudit.reports.page.page import Page
-from kvaudit.reports.sections.shared.json_text import dumped
+from kvaudit.reports.sections.shared.facts import dump_json
 from kvaudit.reports.verdict.verdict import PASSED, Status
 
 FILE = "gate.sarif"
@@ -56,7 +56,7 @@ def render(page: Page) -> str:
         "results": results,
         "properties": {"run": inline(banner.title), "arms": [inline(arm) for arm in sides.arms]},
     }
-    return dumped({"$schema": _SCHEMA, "version": "2.1.0", "runs": [run]})
+    return dump_json({"$schema": _SCHEMA, "version": "2.1.0", "runs": [run]})
 
 
 def _rule(name: str) -> str:

@@ -8,8 +8,8 @@ from typing import Any
 from kvaudit.reports.page.answers import Answer, answers, gravest, question_of, subject_of, what_counts
 from kvaudit.reports.page.findings import Findings
 from kvaudit.reports.page.page import Page
-from kvaudit.reports.sections.shared.json_text import dumped
-from kvaudit.reports.sections.shared.words import facet_counted, happens
+from kvaudit.reports.sections.shared.facts import dump_json
+from kvaudit.reports.sections.shared.words import event_rates, facet_of_metric
 from kvaudit.reports.verdict.ratios import Ratio
 from kvaudit.reports.verdict.row import Row, row_of
 from kvaudit.reports.verdict.verdict import Decision
@@ -26,7 +26,7 @@ def render(page: Page) -> str:
     verdict, rules, provenance = found.verdict, found.rules, found.provenance
     gated = verdict.gated
     kept = {id(d) for d in sorted(gated, key=gravest(found.comparison))[:_CELLS]}
-    return dumped(
+    return dump_json(
         {
             "format": _FORMAT,
             "run": found.drift.run[:_CHARACTERS],
@@ -93,8 +93,8 @@ def _cell(found: Findings, d: Decision) -> dict[str, Any]:
 
     Where a ratio decides, ``margin`` is what its limit comes to at the reference's rate.
     """
-    sides, row, facet = found.comparison, row_of(found.comparison, None, d), facet_counted(found.comparison, d.suite)
-    before, after = happens(sides, d) or (None, None)
+    sides, row, facet = found.comparison, row_of(found.comparison, None, d), facet_of_metric(found.comparison, d.suite)
+    before, after = event_rates(sides, d) or (None, None)
     return {
         "question": question_of(sides, d),
         "subject": subject_of(sides, d)[:_CHARACTERS],
