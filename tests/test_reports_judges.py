@@ -201,7 +201,7 @@ def test_the_page_counts_what_a_judge_is_unsure_of_by_cell(easy):
     assert [c.unsure for c in found.drift.cells if (c.suite, c.arm) == ("refusal", "smd")] == [60]
     said = text_of(found)
     assert "60 of 240" in said
-    assert any("has the grade of its best guess" in text for text in said)
+    assert any("has the grade of the judge's best guess" in text for text in said)
     assert not any("best guess" in text for text in text_of(with_values(decided(easy), easy, "judges")))
 
 

@@ -1,4 +1,4 @@
-"""What a drift hides: how many items changed at all. A drift near zero may be many losses and as many gains.
+"""Churn: the share of items that changed. A drift near zero may be many losses and as many gains.
 
 No statistic: counts and shares that describe a sample.
 """
@@ -15,10 +15,10 @@ from kvaudit.reports.stats.effect import Array
 
 @dataclass(frozen=True, slots=True)
 class Churn:
-    """Shares of the items; gains - losses is the drift in either reading.
+    """Shares of the items; gains - losses is the drift, by item means and by draws.
 
-    ``losses, gains, churn`` sum the negative and positive changes of item means. ``draw_*`` are for one draw against
-    one draw; ``rerun_churn`` is what two draws of one and the same checkpoint disagree on (mean of both arms), so only
+    ``losses, gains, churn`` sum the negative and positive changes of item means. ``draw_*`` compare one draw with one
+    draw; ``rerun_churn`` is the disagreement of two draws of the same checkpoint (mean of both arms), so only
     draw_churn beyond it is change; None with a single sample.
     """
 
@@ -39,8 +39,8 @@ class Churn:
 class Flips:
     """Shares of the answers; won - lost is the drift.
 
-    ``rerun`` is the A/A churn: what two answers of one and the same checkpoint disagree on, mean of both sides; None
-    with a single sample, which has no second answer.
+    ``rerun`` is the A/A churn: the disagreement of two answers of the same checkpoint, mean of both sides; None with a
+    single sample.
     """
 
     lost: float
@@ -54,28 +54,28 @@ class Flips:
 
 
 def flips(reference: npt.ArrayLike, candidate: npt.ArrayLike, *, samples: int = 1) -> Flips:
-    """What an answer of the candidate has lost and won against the reference's answer of the same pair of seeds.
+    """Return the shares of answers that the candidate lost and won against the reference's of the same pair of seeds.
 
-    Item means [S, N] in [0, 1] of ``samples`` draws each, a row per pair of seeds. A single draw meets the single draw
-    of its pair; of several, whose order means nothing, every draw of one side meets every draw of the other.
+    Takes item means [S, N] in [0, 1] of ``samples`` draws each, a row per pair of seeds. Single draws are compared
+    pairwise; of several draws, which have no order, every draw of one side is compared with every draw of the other.
     """
     old, new = np.asarray(reference, dtype=np.float64), np.asarray(candidate, dtype=np.float64)
     assert old.shape == new.shape, (old.shape, new.shape)
     assert old.size, "flips need an item"
     if samples == 1:
         return Flips(float(np.maximum(old - new, 0).mean()), float(np.maximum(new - old, 0).mean()))
-    # an item's mean is the chance of one of its draws, so a product is the chance of two draws that part
+    # an item's mean is the chance of a draw, so a product is the chance of two draws that differ
     return Flips(float((old * (1 - new)).mean()), float(((1 - old) * new).mean()), _rerun(old, new, samples))
 
 
 def _rerun(old: Array, new: Array, samples: int) -> float:
-    """Share of pairs of draws that disagree inside an item, without bias, mean of both sides."""
-    # two draws of one item disagree with 2 p (1 - p): the mean of both sides takes the 2
+    """Return the unbiased share of pairs of draws that disagree within an item, mean of both sides."""
+    # two draws of one item disagree with probability 2 p (1 - p); the mean of both sides cancels the 2
     return float((old * (1 - old) + new * (1 - new)).mean()) * samples / (samples - 1)
 
 
 def churn_of(reference: npt.ArrayLike, candidate: npt.ArrayLike, *, samples: int = 1) -> Churn:
-    """Churn between item means [N] in [0, 1] of ``samples`` 0/1 draws each."""
+    """Return the churn between item means [N] in [0, 1] of ``samples`` 0/1 draws each."""
     old, new = np.asarray(reference, dtype=np.float64), np.asarray(candidate, dtype=np.float64)
     assert old.shape == new.shape, (old.shape, new.shape)
     assert old.size, "churn needs an item"
