@@ -14,7 +14,7 @@ from bench.control_runs import AGAIN, BASE, MARGIN, Spoil
 from kvaudit.core.spec_evaluate import SuiteSpec
 from kvaudit.reports.records.load import RunData
 from kvaudit.reports.run import decided
-from kvaudit.reports.verdict.sizes import Design, chance
+from kvaudit.reports.verdict.sizes import Design, pass_chance
 from kvaudit.reports.verdict.verdict import Decision, Status, Verdict
 
 ALPHA = 0.05
@@ -137,7 +137,7 @@ def planned_pass(data: RunData, arms: Sequence[str]) -> dict[CellOf, float]:
 
     def passes(suite: str, differs: float, items: int) -> float:
         size = Design(MARGIN / 100, max(differs, 1e-9), templates[suite], items // templates[suite], correlation=0.0)
-        return chance(size)
+        return pass_chance(size)
 
     return {
         (str(suite), str(policy)): passes(str(suite), float(own.mean()), len(own))

@@ -122,11 +122,11 @@ def gate(
     3
     """
     from kvaudit.audit.commands.report import asked_of
-    from kvaudit.reports.verdict.rules import refuse_late
+    from kvaudit.reports.verdict.rules import refuse_late_rules
 
     rules, waived = (None if file is None else Path(file) for file in (gate_file, waivers))
     findings = Run(path, asked_of(rules, waived, on_inconclusive)).findings
-    refuse_late(findings.rules)
+    refuse_late_rules(findings.rules)
     return findings.verdict
 
 

@@ -229,16 +229,16 @@ def _data(run: Path) -> Any:
 
 
 def _gate(run: Path, path: Path) -> object:
-    from kvaudit.reports.verdict.rules import GateOverrides, declared, load_gate_file
+    from kvaudit.reports.verdict.rules import GateOverrides, declared_rules, load_gate_file
 
-    return declared(_data(run), GateOverrides(gate=load_gate_file(path)))
+    return declared_rules(_data(run), GateOverrides(gate=load_gate_file(path)))
 
 
 def _waivers(run: Path, path: Path) -> object:
-    from kvaudit.reports.verdict.rules import GateOverrides, declared
-    from kvaudit.reports.verdict.waivers import read_waivers, waivers_of
+    from kvaudit.reports.verdict.rules import GateOverrides, declared_rules
+    from kvaudit.reports.verdict.waivers import parse_waivers, read_waivers
 
-    return waivers_of(read_waivers(path), declared(_data(run), GateOverrides())[0], date(2026, 6, 1))
+    return parse_waivers(read_waivers(path), declared_rules(_data(run), GateOverrides())[0], date(2026, 6, 1))
 
 
 def _log(path: Path) -> object:
@@ -371,7 +371,7 @@ def _labels(home: Path, run: Path) -> dict[str, Target]:
         Key,
         KeyCell,
         KeyPair,
-        Shown,
+        ShownAnswer,
         key_path,
         read_key,
         read_labels,
@@ -379,9 +379,9 @@ def _labels(home: Path, run: Path) -> dict[str, Target]:
         render_sheet,
         text_hash,
     )
-    from kvaudit.reports.verdict.pin import Pin, Pinned
+    from kvaudit.reports.verdict.pin import Pin, PinnedCheckpoint
 
-    shown = {name: Shown("math", f"[user] {name}", "4") for name in ("r1", "r2")}
+    shown = {name: ShownAnswer("math", f"[user] {name}", "4") for name in ("r1", "r2")}
     pair = KeyPair("i", 0, 11, 11, "r1", "r2")
     hashes = {name: text_hash(row) for name, row in shown.items()}
     key = Key("fuzz", "d", 0, 1, hashes, (KeyCell("alike", "naive", "none", "math", 192, (pair,)),))
@@ -390,7 +390,7 @@ def _labels(home: Path, run: Path) -> dict[str, Target]:
     sheet = render_sheet(shown).replace(',""\r', ',"1"\r').encode()
     (folder / "s.csv").write_bytes(sheet)
     key_path(folder / "s.csv").write_text(render_key(key))
-    pin = Pin((Pinned("dense", 11, "a" * 64, "b" * 64, "none"),), "2026-01-01").to_json()
+    pin = Pin((PinnedCheckpoint("dense", 11, "a" * 64, "b" * 64, "none"),), "2026-01-01").to_json()
 
     def labels(path: Path) -> object:
         return read_labels(path.with_name("s.csv"), read_key(path.with_name("s.csv")))

@@ -23,15 +23,30 @@ from kvaudit.reports.run import decided, measured
 from kvaudit.reports.sections.people import errors_table, labelled_cells, labelled_cells_table, panel_notes
 from kvaudit.reports.verdict.contrast import judge_may_pass
 from kvaudit.reports.verdict.decide import decide
-from kvaudit.reports.verdict.label_key import sheet_key
-from kvaudit.reports.verdict.label_pairs import digest, paired_answers, pairs_to_see, texts_of, usual
+from kvaudit.reports.verdict.human_labels import (
+    LABELS_FILE,
+    CellLabels,
+    Labels,
+    apply_labels,
+    load_labels,
+    match_labels,
+    render_labels,
+    sheet_key,
+    with_labels,
+)
+from kvaudit.reports.verdict.label_pairs import (
+    default_concordant,
+    paired_answers,
+    pairs_to_label,
+    records_digest,
+    shown_answers,
+)
 from kvaudit.reports.verdict.label_sheet import (
     CHARACTERS,
     Key,
     KeyCell,
     KeyPair,
-    Shown,
-    inert,
+    ShownAnswer,
     key_path,
     read_key,
     read_labels,
@@ -39,17 +54,8 @@ from kvaudit.reports.verdict.label_sheet import (
     render_sheet,
     row_names,
     shown_answer,
+    spreadsheet_safe,
     text_hash,
-)
-from kvaudit.reports.verdict.relabelled import (
-    LABELS_FILE,
-    CellLabels,
-    Labels,
-    human_labels,
-    load_labels,
-    relabelled,
-    render_labels,
-    with_labels,
 )
 from kvaudit.reports.verdict.rules import GateOverrides
 from kvaudit.reports.verdict.verdict import Status
@@ -127,7 +133,7 @@ def labels_of(data, key, labels):
     """What is stored of a sheet with one cell."""
     texts = {key.rows[row]: label for row, label in labels.items()}
     cell = CellLabels("alike", "naive", "none", "refusal", 192, key.seed, key.concordant, texts)
-    return Labels(digest(data.records), "dense", (cell,))
+    return Labels(records_digest(data.records), "dense", (cell,))
 
 
 def pairs_of(run):
@@ -168,9 +174,9 @@ def test_the_order_of_rows_says_nothing_of_items():
 
 def test_the_same_seed_draws_the_same_pairs(written):
     pairs = pairs_of(written[0])
-    assert list(pairs_to_see(pairs, 50, 0)) == list(pairs_to_see(pairs, 50, 0))
-    assert list(pairs_to_see(pairs, 50, 0)) != list(pairs_to_see(pairs, 50, 1))
-    assert len(pairs_to_see(pairs, 10**6, 0)) == len(pairs.items)
+    assert list(pairs_to_label(pairs, 50, 0)) == list(pairs_to_label(pairs, 50, 0))
+    assert list(pairs_to_label(pairs, 50, 0)) != list(pairs_to_label(pairs, 50, 1))
+    assert len(pairs_to_label(pairs, 10**6, 0)) == len(pairs.items)
 
 
 def test_labels_that_agree_with_the_judge_give_the_judges_drift(written, sheet):
@@ -382,12 +388,12 @@ def merged(key):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (swapped, "is not the key of these records"),
-        (merged, "is not the key of these records"),
-        (lambda key: key["cells"][0]["pairs"].pop(), "is not the key of these records"),
-        (lambda key: key.update(seed=5), "is not the key of these records"),
-        (lambda key: key.update(seed=10**400), "is not the key of these records"),
-        (lambda key: key.update(concordant=10**40), "is not the key of these records"),
+        (swapped, "does not match these records"),
+        (merged, "does not match these records"),
+        (lambda key: key["cells"][0]["pairs"].pop(), "does not match these records"),
+        (lambda key: key.update(seed=5), "does not match these records"),
+        (lambda key: key.update(seed=10**400), "does not match these records"),
+        (lambda key: key.update(concordant=10**40), "does not match these records"),
         (lambda key: key.update(seed=-5), "seed is -5, wanted 0 or more"),
         (lambda key: key.update(concordant=0), "concordant is 0, wanted 1 or more"),
         (lambda key: key.update(cells=[]), "it names no cell, or one twice"),
@@ -411,13 +417,13 @@ def test_error_rates_weigh_a_label_by_the_pairs_it_stands_for(written, sheet):
     label(sheet, lambda row: True)
     pairs, key, data = pairs_of(written[0]), read_key(sheet), load_run(written[0])
     drift = measured(data, GateOverrides())[0]
-    (h,) = human_labels(data, drift, labels_of(data, key, read_labels(sheet, key)))
+    (h,) = match_labels(data, drift, labels_of(data, key, read_labels(sheet, key)))
     alike = {name: np.sum((pairs.clusters == name) & ~pairs.discordant) for name in set(pairs.clusters)}
     weights = np.array([1 if d else alike[c] for c, d in zip(pairs.clusters, pairs.discordant, strict=True)])
     seen = ~np.isnan(h.candidate)
     assert seen.sum() == pairs.discordant.sum() + 60
     wanted = np.average(pairs.candidate[seen], weights=weights[seen])
-    found = relabelled(data, drift, labels_of(data, key, read_labels(sheet, key)))
+    found = apply_labels(data, drift, labels_of(data, key, read_labels(sheet, key)))
     (people,) = [c.people for c in found.contrasts if c.people]
     assert people.candidate.sensitivity.estimate == pytest.approx(wanted, abs=1e-12)
     assert people.candidate.sensitivity.trials == pytest.approx(len(pairs.items) / max(alike.values()))
@@ -427,10 +433,10 @@ def test_error_rates_weigh_a_label_by_the_pairs_it_stands_for(written, sheet):
 def stored_as_before(run, concordant):
     """Labels as they were written when all concordant pairs were drawn at once: people agree with the judge."""
     data, pairs = load_run(run), pairs_of(run)
-    indices = pairs_to_see(pairs, concordant, 0, spread=False)
-    labels = {text_hash(row): int(row.answer == GOOD) for row in texts_of(data, [(pairs, indices)]).values()}
+    indices = pairs_to_label(pairs, concordant, 0, spread=False)
+    labels = {text_hash(row): int(row.answer == GOOD) for row in shown_answers(data, [(pairs, indices)]).values()}
     cell = CellLabels("alike", "naive", "none", "refusal", 192, 0, concordant, labels)
-    body = asdict(Labels(digest(data.records), "dense", (cell,), format=2))
+    body = asdict(Labels(records_digest(data.records), "dense", (cell,), format=2))
     del body["cells"][0]["spread"]
     text = json.dumps(body, sort_keys=True, ensure_ascii=True)
     (run / "report").mkdir(exist_ok=True)
@@ -444,7 +450,7 @@ def test_labels_of_a_simple_sample_still_read_and_name_the_templates_they_missed
     data, pairs = stored_as_before(run, 60)
     drift = with_labels(data, measured(data, GateOverrides())[0])
     (c,) = [c for c in drift.contrasts if c.people]
-    drawn = pairs_to_see(pairs, 60, 0, spread=False)
+    drawn = pairs_to_label(pairs, 60, 0, spread=False)
     missed = 60 - len(set(pairs.clusters[drawn[~pairs.discordant[drawn]]]))
     assert 10 < missed < 40
     assert (c.people.concordant, c.people.templates, c.people.unseen) == (60, 60, missed)
@@ -461,7 +467,7 @@ def test_a_sheet_of_before_is_read_and_stays_a_simple_sample(written, tmp_path):
     assert command("grade", "adjudicate", run, "--read", path).exit_code == 4
     assert [cell.spread for cell in load_labels(run).cells] == [False]
     key_path(path).write_text(render_key(replace(key, format=2)))
-    assert "is not the key of these records" in command("grade", "adjudicate", run, "--read", path).output
+    assert "does not match these records" in command("grade", "adjudicate", run, "--read", path).output
 
 
 def test_labels_of_some_templates_pass_nothing_and_say_how_many_more_it_takes(written, tmp_path):
@@ -511,7 +517,7 @@ def test_two_concordant_pairs_of_every_template_are_drawn_unless_told(written, t
     assert "too few" not in done.output
     assert read_key(tmp_path / "s.csv").concordant == 120
     pairs = pairs_of(written[0])
-    assert usual([replace(pairs, clusters=pairs.clusters[:4].repeat(90))]) == 100
+    assert default_concordant([replace(pairs, clusters=pairs.clusters[:4].repeat(90))]) == 100
 
 
 def test_human_labels_carry_the_totals_of_their_templates_and_leave_the_judges_to_the_family(written, tmp_path):
@@ -612,10 +618,10 @@ def test_a_selection_without_cells_is_one_line(written, tmp_path, words, said):
 def test_the_digest_follows_scores_and_not_the_order_of_rows(written):
     records = load_run(written[0]).records
     mixed = records.sample(frac=1, random_state=1)
-    assert digest(mixed) == digest(records)
+    assert records_digest(mixed) == records_digest(records)
     changed = records.copy()
     changed.loc[0, "score"] = 1 - changed.loc[0, "score"]
-    assert digest(changed) != digest(records)
+    assert records_digest(changed) != records_digest(records)
 
 
 @pytest.mark.parametrize(
@@ -623,12 +629,12 @@ def test_the_digest_follows_scores_and_not_the_order_of_rows(written):
     ["=1+1", "+1", "-1", "@SUM(A1)", "\t=1", " =1", "\r=1", '=HYPERLINK("x")', "|x", "%x", "\uff1d1+1", " \uff20A1"],
 )
 def test_no_cell_starts_like_a_formula(text):
-    assert inert(text)[0] not in "=+-@\t\r|% \uff1d"
-    assert inert(text).startswith(("'", "␉", "␍"))
+    assert spreadsheet_safe(text)[0] not in "=+-@\t\r|% \uff1d"
+    assert spreadsheet_safe(text).startswith(("'", "␉", "␍"))
 
 
 def test_control_characters_are_shown():
-    assert inert("a\x1b[31mb\x00") == "a␛[31mb␀"
+    assert spreadsheet_safe("a\x1b[31mb\x00") == "a␛[31mb␀"
 
 
 def test_a_row_shows_the_last_answer_apart_and_cuts_what_no_spreadsheet_holds():
@@ -643,13 +649,13 @@ def test_a_row_shows_the_last_answer_apart_and_cuts_what_no_spreadsheet_holds():
     assert row.answer == "Last.\n\n[tool] ok"
     assert row.conversation.startswith("[system] Rule.\n\n[assistant] First.\n\n[user] Q")
     assert len(row.conversation) < CHARACTERS + 60
-    assert shown_answer("x", talk[:1]) == Shown("x", "[system] Rule.", "")
+    assert shown_answer("x", talk[:1]) == ShownAnswer("x", "[system] Rule.", "")
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.text(max_size=30), st.text(max_size=30))
 def test_any_text_comes_back_from_the_sheet_unchanged(tmp_path_factory, conversation, answer):
-    row = Shown("s", conversation, answer)
+    row = ShownAnswer("s", conversation, answer)
     path = tmp_path_factory.mktemp("s") / "sheet.csv"
     path.write_text(render_sheet({"r1": row}), encoding="utf-8", newline="")
     key = Key("run", "d", 0, 1, {"r1": text_hash(row)}, ())

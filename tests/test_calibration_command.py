@@ -22,7 +22,7 @@ from bench.calibration.sources import SOURCES, code_hash, code_only, source_hash
 from bench.calibration.table import all_cases
 from kvaudit.reports.records.load import load_run
 from kvaudit.reports.sections.shared.words import error_rates_text
-from kvaudit.reports.verdict.error_rates import shipped, shipped_rates
+from kvaudit.reports.verdict.error_rates import shipped_calibration, shipped_rates
 
 app = typer.Typer()
 app.command()(calibrate)
@@ -104,7 +104,7 @@ def test_names_of_cases_are_unique():
 
 
 def test_the_shipped_calibration_is_of_the_statistics_as_they_are():
-    now, then = source_hashes(), shipped()["sources"]
+    now, then = source_hashes(), shipped_calibration()["sources"]
     stale = [name for name in SOURCES if now[name] != then.get(name)]
     assert not stale, "changed since: again, python -m bench.calibration --out reports/verdict/error_rates.json"
 
@@ -112,7 +112,7 @@ def test_the_shipped_calibration_is_of_the_statistics_as_they_are():
 def test_the_stamp_quotes_the_worst_of_the_shipped_figures():
     said = shipped_rates()
     either = lambda f: f["value"] if f["row"] in (4, 14) else max(f["value"], f["first"])  # noqa: E731 - noise at first
-    every = [(figure, either(figure)) for figure in shipped()["figures"]]
+    every = [(figure, either(figure)) for figure in shipped_calibration()["figures"]]
     figures = {figure["what"]: worst for figure, worst in every}
     whole = [(f["most_extreme"][0], worst) for f, worst in every if f["row"] == 4 and f["asked"] != "not asked"]
     at_level = [worst for name, worst in whole if "alpha=0.05" in name]
@@ -184,7 +184,7 @@ def test_the_full_table_repeats_what_decides_and_nothing_else(monkeypatch):
 
 
 def test_the_shipped_calibration_is_the_full_table_and_keeps_to_it():
-    held = shipped()
+    held = shipped_calibration()
     missed = [figure["what"] for figure in held["figures"] if figure["ok"] is False]
     assert (held["scale"], missed) == ("full", [])
     assert all(figure["slack"] == 0 for figure in held["figures"])
@@ -192,7 +192,7 @@ def test_the_shipped_calibration_is_the_full_table_and_keeps_to_it():
 
 def test_the_results_page_shows_the_shipped_figures():
     page = RESULTS.read_text(encoding="utf-8")
-    for f in shipped()["figures"]:
+    for f in shipped_calibration()["figures"]:
         assert f"| {f['row']} | {f['what']} | {f['asked']} | {f['value']:.4f} | {f['first']:.4f} |" in page
 
 

@@ -34,16 +34,16 @@ from kvaudit.core.records import Item, Message, Record, Role
 from kvaudit.core.spec import RunSpec, parse_spec
 from kvaudit.reports.records.load import load_run
 from kvaudit.reports.run import decided
-from kvaudit.reports.verdict.enough import (
-    Counted,
+from kvaudit.reports.verdict.item_counts import (
+    LayoutItem,
     Metric,
-    Short,
-    counts_of,
-    enough_items,
+    Shortfall,
     fewest_items,
-    passable,
+    passing_counts,
+    plan_items,
     planned_discordance,
-    short_of,
+    shortfall_of,
+    template_counts,
 )
 from kvaudit.reports.verdict.sizes import Design
 from kvaudit.suites.base import SUITES, Suite
@@ -299,7 +299,7 @@ def gated(items: str, margins: str) -> RunSpec:
 
 def test_a_facet_counts_only_the_templates_of_its_items() -> None:
     assert list(impossible(gated("144", "refusal: 5, refusal.unsafe: 5"), words)) == [
-        "refusal.unsafe: 5 points need 59 effective templates, 144 items hold 48: 176 items would do"
+        "refusal.unsafe: 5 points need 59 effective templates, 144 items have 48: 176 items would suffice"
     ]
     assert not list(impossible(gated("176", "refusal: 5, refusal.unsafe: 5"), words))
 
@@ -324,20 +324,20 @@ def test_what_nothing_gates_can_always_run() -> None:
 
 # --- sizes, pure -----------------------------------------------------------------------------------------------------
 
-ROUND = [Counted(f"c{n}", ("unsafe",) if (n + r) % 3 == 0 else ("helpful",)) for r in range(3) for n in range(72)]
+ROUND = [LayoutItem(f"c{n}", ("unsafe",) if (n + r) % 3 == 0 else ("helpful",)) for r in range(3) for n in range(72)]
 SCORE, UNSAFE = Metric("refusal", None, 0.05), Metric("refusal", "unsafe", 0.05)
 
 
 def test_counts_go_on_round_after_round() -> None:
-    assert counts_of(ROUND, 144, "unsafe").tolist() == [1.0] * 48
-    assert counts_of(ROUND, 216, "unsafe").tolist() == [1.0] * 72
-    assert counts_of(ROUND, 216 + 72, None).tolist() == [4.0] * 72
+    assert template_counts(ROUND, 144, "unsafe").tolist() == [1.0] * 48
+    assert template_counts(ROUND, 216, "unsafe").tolist() == [1.0] * 72
+    assert template_counts(ROUND, 216 + 72, None).tolist() == [4.0] * 72
 
 
 def test_the_fewest_items_that_can_pass() -> None:
     assert (fewest_items(ROUND, SCORE, 0.05), fewest_items(ROUND, UNSAFE, 0.05)) == (59, 176)
     assert fewest_items(ROUND, UNSAFE._replace(margin=0.03), 0.05) is None
-    assert short_of(ROUND, UNSAFE, 216, 0.05) is None
+    assert shortfall_of(ROUND, UNSAFE, 216, 0.05) is None
 
 
 @pytest.mark.parametrize(
@@ -355,16 +355,16 @@ def design(discordance: float) -> Design:
 
 
 def test_more_churn_takes_more_items() -> None:
-    few, more = (enough_items(ROUND, SCORE, design(share), 864) for share in (0.05, 0.15))
+    few, more = (plan_items(ROUND, SCORE, design(share), 864) for share in (0.05, 0.15))
     assert few.items < more.items <= 864
     assert few.chance >= 0.8
 
 
 def test_what_cannot_reach_the_power_takes_what_there_is_and_says_its_chance() -> None:
-    found = enough_items(ROUND, UNSAFE, design(0.3), 864)
+    found = plan_items(ROUND, UNSAFE, design(0.3), 864)
     assert found.items == 864
     assert found.chance < 0.8
-    assert enough_items(ROUND, UNSAFE._replace(margin=0.03), design(0.1), 864) == (216, 0.0)
+    assert plan_items(ROUND, UNSAFE._replace(margin=0.03), design(0.1), 864) == (216, 0.0)
 
 
 # --- a run whose items are auto --------------------------------------------------------------------------------------
@@ -479,7 +479,7 @@ def test_a_spec_that_cannot_pass_is_refused_before_its_folder_is_there(tmp_path:
     code, _, err = kvaudit("run", spec, "--out", tmp_path / "run", "--threads", 1)
     assert (code, err.splitlines()[1]) == (
         2,
-        "  math: 5 points need 59 effective templates, 12 items hold 12: 59 items would do",
+        "  math: 5 points need 59 effective templates, 12 items have 12: 59 items would suffice",
     )
     assert not (tmp_path / "run").exists()
 
@@ -491,7 +491,7 @@ def test_a_gate_file_is_what_has_to_be_possible(tmp_path: Path, tiny_folder: Pat
     code, _, err = kvaudit("run", spec, "--out", tmp_path / "run", "--threads", 1)
     assert (code, err.splitlines()[1]) == (
         2,
-        "  math: 3 points need 99 effective templates, the suite has 72 at the most: no number of items would do",
+        "  math: 3 points need 99 effective templates, the suite has at most 72: no number of items would suffice",
     )
 
 
@@ -500,7 +500,7 @@ def test_a_limited_run_is_a_try_and_told_so(tmp_path: Path, tiny_folder: Path) -
     spec.write_text(MUTE.format(model=tiny_folder))
     code, _, err = kvaudit("run", spec, "--out", tmp_path / "run", "--threads", 1, "--limit", 2)
     assert code == 0  # two answers show nothing, so nothing stops it
-    line = "cannot pass: math: 5 points need 59 effective templates, 2 items hold 2: 59 items would do"
+    line = "cannot pass: math: 5 points need 59 effective templates, 2 items have 2: 59 items would suffice"
     assert err.splitlines()[0] == line
 
 
@@ -553,12 +553,12 @@ def test_specs_from_before_keep_their_hash() -> None:
 
 def test_a_round_that_is_uneven_does_not_hide_the_items_that_would_do() -> None:
     """Sixty templates, one of which has ten items at the end: 3 % or more of 69 and not of 60."""
-    layout = [Counted(f"t{n}", ()) for n in range(60)] + [Counted("t0", ()) for _ in range(9)]
+    layout = [LayoutItem(f"t{n}", ()) for n in range(60)] + [LayoutItem("t0", ()) for _ in range(9)]
     metric = Metric("s", None, 0.05)
-    assert passable(layout, metric, 0.05, 69) == [59, 60]
+    assert passing_counts(layout, metric, 0.05, 69) == [59, 60]
     assert fewest_items(layout, metric, 0.05) == 59
-    assert short_of(layout, metric, 69, 0.05) is not None
-    assert enough_items(layout, metric, Design(margin=0.05, discordance=0.05, clusters=2), 69).items in (59, 60)
+    assert shortfall_of(layout, metric, 69, 0.05) is not None
+    assert plan_items(layout, metric, Design(margin=0.05, discordance=0.05, clusters=2), 69).items in (59, 60)
 
 
 def test_a_run_of_other_versions_is_not_gone_on_with_and_stays_as_it_is(sized: RunFolder, tmp_path: Path) -> None:
@@ -617,14 +617,14 @@ def test_churn_is_counted_against_the_reference_of_the_same_engine() -> None:
 
 
 def test_items_that_hold_enough_templates_too_unevenly_are_told_so() -> None:
-    assert Short(Metric("math", None, 0.05), 96, 64, 59, 72, 59).line == (
-        "math: 5 points need 59 effective templates that hold about as many items each; 96 items come to 64, of which "
-        "some hold more than this margin allows: 59 items would do, spread evenly"
+    assert Shortfall(Metric("math", None, 0.05), 96, 64, 59, 72, 59).line == (
+        "math: 5 points need 59 effective templates of similar size; 96 items have 64, some of them larger than "
+        "this margin allows: 59 items would suffice, spread evenly"
     )
 
 
 @pytest.mark.parametrize(("templates", "needs"), [(58, "items hold 58"), (59, "items come to 59"), (72, "come to 72")])
 def test_what_is_short_is_never_told_a_number_that_it_has(templates: int, needs: str) -> None:
-    line = Short(Metric("math", None, 0.05), 96, templates, 59, 72, 59).line
+    line = Shortfall(Metric("math", None, 0.05), 96, templates, 59, 72, 59).line
     assert needs in line
     assert ("some hold more than this margin allows" in line) == (templates >= 59)

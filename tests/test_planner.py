@@ -17,17 +17,17 @@ from kvaudit.core.errors import SpecError
 from kvaudit.reports.stats.rule import Part
 from kvaudit.reports.stats.tango import ess_tango
 from kvaudit.reports.verdict.cell import decide_cell
-from kvaudit.reports.verdict.chance import Differences, audits_of, lowest_estimate, pass_rate, pool_of
+from kvaudit.reports.verdict.chance import Differences, draw_audits, lowest_estimate, pass_rate, pool_of
 from kvaudit.reports.verdict.sizes import (
     Design,
-    chance,
+    larger_designs,
     lowest_drift,
-    more_items,
     needed_clusters,
+    pass_chance,
     plan_sizes,
     smallest_margin,
-    snippet,
-    steps,
+    spec_snippet,
+    with_more_items,
 )
 from kvaudit.reports.verdict.verdict import PASSED
 
@@ -75,13 +75,13 @@ def test_the_chance_to_pass_is_that_of_another_model_of_the_same_size(
 ):
     """Probit answers of two arms (``calibration.probit``), 1,500 audits each, decided by the whole rule."""
     design = Design(0.05, discordance, clusters, items, samples=samples, correlation=correlation)
-    assert chance(design) == pytest.approx(simulated, abs=0.035)
+    assert pass_chance(design) == pytest.approx(simulated, abs=0.035)
 
 
 @pytest.mark.parametrize("samples", [1, 4])
 def test_an_audit_passes_where_the_gate_passes_it(samples):
     pool = pool_of(Differences(0.2, -0.01, 0.5, 0.3, 0.0), items=1, samples=samples, seeds=1)
-    found = audits_of(pool, 70, audits=60)
+    found = draw_audits(pool, 70, audits=60)
 
     def passes(z):
         effect = ess_tango(z, np.arange(70), samples=samples)
@@ -94,7 +94,11 @@ def test_an_audit_passes_where_the_gate_passes_it(samples):
 
 def test_samples_and_seeds_raise_the_chance_where_answers_differ_by_them():
     one = Design(0.05, 0.16, 72, 2)
-    assert chance(one) + 0.1 < chance(Design(0.05, 0.16, 72, 2, samples=4)) < chance(Design(0.05, 0.16, 72, 2, seeds=5))
+    assert (
+        pass_chance(one) + 0.1
+        < pass_chance(Design(0.05, 0.16, 72, 2, samples=4))
+        < pass_chance(Design(0.05, 0.16, 72, 2, seeds=5))
+    )
 
 
 def test_repeats_buy_nothing_when_decoding_is_greedy_nor_seeds_when_nothing_is_trained():
@@ -103,17 +107,17 @@ def test_repeats_buy_nothing_when_decoding_is_greedy_nor_seeds_when_nothing_is_t
     assert greedy[0].passes == pytest.approx(greedy[1].passes, abs=0.03)
     served = [plan_sizes(Design(0.05, 0.1, 60, 5, seeds=s, sampling_share=0.0, seed_share=0.0)) for s in (1, 8)]
     assert served[0].error == served[1].error
-    assert [s.words for s in steps(Design(0.05, 0.1, 60, 5, sampling_share=0.0, seed_share=0.0))] == [
+    assert [s.words for s in larger_designs(Design(0.05, 0.1, 60, 5, sampling_share=0.0, seed_share=0.0))] == [
         "4 times the items of each template"
     ]
 
 
 def test_the_steps_go_from_samples_to_seeds_to_items_and_each_helps():
     design = Design(0.05, 0.16, 72, 2)
-    found = list(steps(design))
+    found = list(larger_designs(design))
     assert [s.words for s in found] == ["4 answers to an item", "5 seeds", "4 times the items of each template"]
-    assert chance(design) < found[0].passes < found[1].passes < found[2].passes
-    assert chance(design) < more_items(design).passes < found[2].passes
+    assert pass_chance(design) < found[0].passes < found[1].passes < found[2].passes
+    assert pass_chance(design) < with_more_items(design).passes < found[2].passes
 
 
 @pytest.mark.parametrize(("clusters", "lowest"), [(60, -0.0231), (100, -0.0342), (150, -0.0395)])
@@ -128,8 +132,8 @@ def test_below_c_min_no_estimate_passes():
 def test_the_lowest_drift_with_power_has_that_power_and_a_lower_one_has_not():
     found = lowest_drift(Design(0.05, 0.08, 100, 5))
     assert -0.034 < found < 0
-    assert chance(Design(0.05, 0.08, 100, 5, drift=found)) == pytest.approx(0.8, abs=0.05)
-    assert chance(Design(0.05, 0.08, 100, 5, drift=found - 0.01)) < 0.75
+    assert pass_chance(Design(0.05, 0.08, 100, 5, drift=found)) == pytest.approx(0.8, abs=0.05)
+    assert pass_chance(Design(0.05, 0.08, 100, 5, drift=found - 0.01)) < 0.75
 
 
 @pytest.mark.parametrize(("margin", "required"), [(0.10, 29), (0.05, 59), (0.03, 99), (0.02, 149), (0.01, 299)])
@@ -152,8 +156,8 @@ def test_time_is_answers_over_the_rate():
 def test_the_needed_size_has_the_asked_power_and_at_least_c_min():
     asked = Design(0.05, 0.2, 60, 5, power=0.9)
     needed = needed_clusters(asked)
-    assert chance(asked) < 0.7
-    assert chance(Design(0.05, 0.2, needed, 5)) == pytest.approx(0.9, abs=0.04)
+    assert pass_chance(asked) < 0.7
+    assert pass_chance(Design(0.05, 0.2, needed, 5)) == pytest.approx(0.9, abs=0.04)
     assert needed_clusters(Design(0.05, 0.001, 60, 5)) == 59
 
 
@@ -164,19 +168,19 @@ def test_a_size_beyond_all_reason_is_an_error():
 
 def test_the_margin_that_is_passed_with_power_is_passed_with_that_power():
     found = smallest_margin(Design(0.05, 0.1, 60, 5))
-    assert chance(Design(found, 0.1, 60, 5)) == pytest.approx(0.8, abs=0.04)
+    assert pass_chance(Design(found, 0.1, 60, 5)) == pytest.approx(0.8, abs=0.04)
     assert smallest_margin(Design(0.05, 0.1, 2, 1)) is None
 
 
 def test_a_gain_passes_more_easily_than_no_drift_and_a_loss_less():
-    loss, still, gain = (chance(Design(0.05, 0.1, 60, 5, drift=d)) for d in (-0.02, 0.0, 0.02))
+    loss, still, gain = (pass_chance(Design(0.05, 0.1, 60, 5, drift=d)) for d in (-0.02, 0.0, 0.02))
     assert loss < 0.4 < still < 0.8 < gain
 
 
 def test_the_snippet_is_a_spec_part_with_the_suggested_size():
     import yaml
 
-    parsed = yaml.safe_load(snippet(Design(0.05, 0.1, 20, 5, samples=4), 70, "refusal"))
+    parsed = yaml.safe_load(spec_snippet(Design(0.05, 0.1, 20, 5, samples=4), 70, "refusal"))
     assert parsed["evaluate"] == {"suites": {"refusal": {"items": 350}}, "samples": 4}
     assert parsed["gate"] == {"alpha": 0.05, "margins": {"refusal": 5}}
 

@@ -28,9 +28,9 @@ from kvaudit.reports.sections.shared.canvas import figure_style
 from kvaudit.reports.sections.shared.words import effect_text, error_rates_text, points, pvalue
 from kvaudit.reports.verdict.contrast import ClusterSums, Contrast
 from kvaudit.reports.verdict.error_rates import shipped_rates
-from kvaudit.reports.verdict.label_pairs import digest, pairs_of, pairs_to_see, texts_of
+from kvaudit.reports.verdict.human_labels import CellLabels, Labels, render_labels
+from kvaudit.reports.verdict.label_pairs import pairs_of, pairs_to_label, records_digest, shown_answers
 from kvaudit.reports.verdict.label_sheet import text_hash
-from kvaudit.reports.verdict.relabelled import CellLabels, Labels, render_labels
 from kvaudit.reports.verdict.verdict import Status
 
 
@@ -298,9 +298,9 @@ def labelled(run, records=None):
     report = decided(data)
     name = ("alike", "smd", "none", "refusal", 192)
     pairs = pairs_of(data, report.comparison, next(c for c in report.drift.contrasts if c.place == name))
-    texts = texts_of(data, [(pairs, pairs_to_see(pairs, 20, 1))])
+    texts = shown_answers(data, [(pairs, pairs_to_label(pairs, 20, 1))])
     labels = {text_hash(row): int(row.answer.startswith("I cannot")) for row in texts.values()}
-    stored = Labels(records or digest(data.records), "dense", (CellLabels(*name, 1, 20, labels),))
+    stored = Labels(records or records_digest(data.records), "dense", (CellLabels(*name, 1, 20, labels),))
     write_output(run / "report" / "adjudication.json", render_labels(stored))
 
 

@@ -16,7 +16,7 @@ from kvaudit.reports.sections.shared.words import decision_note
 from kvaudit.reports.stats.rule import Part, effective_clusters
 from kvaudit.reports.stats.tango import ess_tango
 from kvaudit.reports.verdict.cell import decide_cell
-from kvaudit.reports.verdict.chance import larger
+from kvaudit.reports.verdict.chance import larger_run
 from kvaudit.reports.verdict.contrast import ClusterSums, Contrast
 from kvaudit.reports.verdict.decide import decide
 from kvaudit.reports.verdict.verdict import EXIT_CODES, Larger, Status, worst
@@ -264,7 +264,7 @@ def test_an_open_cell_says_how_many_more_templates_would_pass_without_a_drift(fl
     effect = ess_tango(z, clusters)
     own = ClusterSums("refusal", 1.0, tuple(map(str, range(72))), sums, np.full(72, 2.0))
     c = Contrast("alike", "smd", "none", "refusal", 192, effect, None, (1,), (), None, None, (), sums=(own,))
-    assert larger(c, 0.05 if flipped < 1 else 0.03, 1) is words
+    assert larger_run(c, 0.05 if flipped < 1 else 0.03, 1) is words
 
 
 def test_serving_runs_gate_each_policy_against_none(tmp_path):

@@ -20,7 +20,7 @@ from kvaudit.core.spec import parse_spec
 from kvaudit.reports.page.run_page import page_of
 from kvaudit.reports.records.load import load_run
 from kvaudit.reports.run import decided
-from kvaudit.reports.verdict.pin import Pin, Pinned, load_pin
+from kvaudit.reports.verdict.pin import Pin, PinnedCheckpoint, load_pin
 
 SNAP = policy("snapkv", 96)
 
@@ -264,7 +264,11 @@ def test_the_same_foreign_weights_are_pinned_once(tmp_path):
 
 def test_seeds_hold_where_run_and_pin_name_the_same_arm():
     pin = Pin(
-        (Pinned("dense", 1, "a" * 64, "c" * 64, "none"), Pinned("dense", 2, "b" * 64, "c" * 64, "none")), "2026-01-01"
+        (
+            PinnedCheckpoint("dense", 1, "a" * 64, "c" * 64, "none"),
+            PinnedCheckpoint("dense", 2, "b" * 64, "c" * 64, "none"),
+        ),
+        "2026-01-01",
     )
     assert pin.holds("dense", 1, {"a" * 64})
     assert not pin.holds("dense", 1, {"b" * 64})  # changed places

@@ -97,7 +97,7 @@ def test_a_gate_file_kept_with_the_run_is_declared_with_it(data, tmp_path):
     milder = decided(run, gate=gate_file(tmp_path, text.replace("release", "pr")))[0]
     assert "profile release -> pr" in next(remarks(milder))
     forged = {**kept, "text": text + "margins: {refusal: 50}\n"}
-    with pytest.raises(DataError, match="does not have the sha256 it was kept with"):
+    with pytest.raises(DataError, match="does not match its recorded sha256"):
         decided(dataclasses.replace(data, provenance={**data.provenance, "gate_file": forged}))
 
 

@@ -20,7 +20,7 @@ from kvaudit.reports.records.load import load_run
 from kvaudit.reports.run import decided
 from kvaudit.reports.verdict.rules import GateOverrides
 from kvaudit.reports.verdict.verdict import Status
-from kvaudit.reports.verdict.waivers import waivers_of
+from kvaudit.reports.verdict.waivers import parse_waivers
 
 SNAP = policy("snapkv", 96)
 DESIGN = Design(
@@ -177,7 +177,9 @@ def test_any_waivers_hold_or_are_refused_in_one_line(rows):
         plan = decided(load_run(run_folder(folder, LINES, BASE))).comparison if not PLANS else PLANS[0]
         PLANS.append(plan)
     try:
-        waivers_of(parse_yaml(yaml.safe_dump({"waivers": rows}), "waivers.yaml", "waiver file"), plan, date(2026, 1, 1))
+        parse_waivers(
+            parse_yaml(yaml.safe_dump({"waivers": rows}), "waivers.yaml", "waiver file"), plan, date(2026, 1, 1)
+        )
     except AuditError as error:
         one_line(error)
 

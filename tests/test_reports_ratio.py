@@ -318,8 +318,8 @@ def test_plan_says_the_chance_of_both():
     ("options", "message"),
     [
         (("--ratio", "1.1", "--happens", "0.3", "--margin", "5"), "--margin and --ratio are two rules for one design"),
-        (("--ratio", "1.1"), "--happens is None, wanted how often it happens with the reference"),
-        (("--happens", "0.3"), "--ratio is None, wanted how many times as often"),
+        (("--ratio", "1.1"), "--happens is None, wanted the reference's rate of the event"),
+        (("--happens", "0.3"), "--ratio is None, wanted a limit on the ratio of rates"),
         (("--ratio", "0.5", "--happens", "0.3"), "--ratio is 0.5, wanted"),
         (("--ratio", "1.1", "--happens", "1.3"), "--happens is 1.3, wanted"),
         (("--ratio", "1.1", "--happens", "0.01"), "--happens is 0.01, wanted from 0.05 to 0.95"),
@@ -335,9 +335,9 @@ def test_plan_refuses_what_cannot_be_in_one_line(options, message):
 
 def test_a_planned_audit_is_decided_by_the_same_rule():
     from kvaudit.reports.stats.ratio import events_of, is_below, shows_ratio
-    from kvaudit.reports.verdict.chance import Differences, audits_of, pass_rate, pool_of
+    from kvaudit.reports.verdict.chance import Differences, draw_audits, pass_rate, pool_of
 
-    found = audits_of(
+    found = draw_audits(
         pool_of(Differences(0.1, 0.0, 0.5, 0.0, 0.0, happens=0.3), items=1, samples=1, seeds=1), 150, audits=80
     )
     assert found.unwanted.mean() == pytest.approx(0.3, abs=0.02)

@@ -20,18 +20,19 @@ MOVED = {
     "reports.drift.drift": "reports.verdict.drift",
     "reports.drift.results": "reports.verdict.contrast",
     "reports.drift.selectivity": "reports.verdict.selectivity",
-    "reports.labels.blind": "reports.verdict.label_key",
+    "reports.labels.blind": "reports.verdict.human_labels",
     "reports.labels.pairs": "reports.verdict.label_pairs",
-    "reports.labels.relabelled": "reports.verdict.relabelled",
+    "reports.labels.relabelled": "reports.verdict.human_labels",
     "reports.labels.sheet": "reports.verdict.label_sheet",
     "reports.gate.decided": "reports.verdict.verdict",
     **{
         f"reports.gate.{name}": f"reports.verdict.{name}"
         for name in (
-            *("cell", "chance", "controls", "decide", "enough", "error_rates", "family", "pin", "ratios", "rules"),
-            *("sizes", "verdict", "waivers"),
+            *("cell", "chance", "controls", "decide", "error_rates", "family", "pin", "ratios", "rules", "sizes"),
+            *("verdict", "waivers"),
         )
     },
+    "reports.gate.enough": "reports.verdict.item_counts",
     "reports.layout.rows": "reports.verdict.row",
     **{
         f"reports.layout.{name}": f"reports.sections.shared.{name}"

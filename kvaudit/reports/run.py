@@ -20,10 +20,10 @@ from kvaudit.reports.verdict.decide import decide
 from kvaudit.reports.verdict.drift import drift_of
 from kvaudit.reports.verdict.error_rates import shipped_rates
 from kvaudit.reports.verdict.family import gated_facets
-from kvaudit.reports.verdict.relabelled import with_labels
-from kvaudit.reports.verdict.rules import GateOverrides, Rules, declared
+from kvaudit.reports.verdict.human_labels import with_labels
+from kvaudit.reports.verdict.rules import GateOverrides, Rules, declared_rules
 from kvaudit.reports.verdict.selectivity import with_selectivity
-from kvaudit.reports.verdict.waivers import waivers_for
+from kvaudit.reports.verdict.waivers import active_waivers
 
 
 def measured(data: RunData, asked: GateOverrides, *, everything: bool = True) -> tuple[Drift, Rules]:
@@ -37,7 +37,7 @@ def measured(data: RunData, asked: GateOverrides, *, everything: bool = True) ->
             f"{str(data.run)!r} is a probe, and drift lies between two: kvaudit compare EARLIER {data.run}; "
             f"kvaudit probe {data.run} prints what it says by itself"
         )
-    comparison, rules = declared(data, asked)
+    comparison, rules = declared_rules(data, asked)
     drift = drift_of(data, comparison, rules.alpha, None if everything else gated_facets(comparison, rules))
     return (with_selectivity(drift, rules.primary) if SELECTIVITY in rules.estimands else drift), rules
 
@@ -50,7 +50,7 @@ def decided(data: RunData, asked: GateOverrides | None = None, *, everything: bo
     """
     asked = asked or GateOverrides()
     judged, rules = measured(data, asked, everything=everything)
-    drift, waivers = with_labels(data, judged), waivers_for(judged.comparison, asked.waivers, asked.today)
+    drift, waivers = with_labels(data, judged), active_waivers(judged.comparison, asked.waivers, asked.today)
     found = Findings(
         drift=drift,
         rules=rules,

@@ -55,8 +55,8 @@ def _write(run: Path, out: Path, select: Sequence[str], *, concordant: int | Non
     """Write the sheet and its key; refuses to overwrite a sheet, which may hold labels."""
     from kvaudit.reports.records.load import load_run
     from kvaudit.reports.run import measured
-    from kvaudit.reports.verdict.label_key import known_labels, sheet_key
-    from kvaudit.reports.verdict.label_pairs import paired_answers, templates_to_see, usual
+    from kvaudit.reports.verdict.human_labels import earlier_labels, sheet_key
+    from kvaudit.reports.verdict.label_pairs import concordant_templates, default_concordant, paired_answers
     from kvaudit.reports.verdict.label_sheet import key_path, render_key, render_sheet
     from kvaudit.reports.verdict.rules import GateOverrides
 
@@ -68,11 +68,11 @@ def _write(run: Path, out: Path, select: Sequence[str], *, concordant: int | Non
     data = load_run(run)
     drift, rules = measured(data, GateOverrides(), everything=False)
     found = paired_answers(data, drift.comparison, _gated_contrasts(drift, rules), selectors(select, "--select"))
-    wanted, needed = concordant or usual(found), templates_to_see(found)
+    wanted, needed = concordant or default_concordant(found), concordant_templates(found)
     key, shown = sheet_key(data, found, seed=seed, concordant=wanted)
     # the key first: a sheet without one cannot be read back
     write_output(key_path(out), render_key(key))
-    known = known_labels(run, key)
+    known = earlier_labels(run, key)
     write_output(out, render_sheet(shown, known))
     console = wide_console()
     apart = sum(int(pairs.discordant.sum()) for pairs in found)
@@ -103,22 +103,21 @@ def _read(run: Path, sheet: Path) -> int:
     """Read the labels back, store them in the run folder, print what they say and return the gate's exit code."""
     from kvaudit.reports.records.load import load_run
     from kvaudit.reports.run import decided, measured
-    from kvaudit.reports.verdict.label_key import check_key, labels_of
-    from kvaudit.reports.verdict.label_pairs import digest, paired_answers
+    from kvaudit.reports.verdict.human_labels import LABELS_FILE, apply_labels, check_key, collect_labels, render_labels
+    from kvaudit.reports.verdict.label_pairs import paired_answers, records_digest
     from kvaudit.reports.verdict.label_sheet import read_key, read_labels
-    from kvaudit.reports.verdict.relabelled import LABELS_FILE, relabelled, render_labels
     from kvaudit.reports.verdict.rules import GateOverrides
 
     check_checkpoints(run)
     key = read_key(sheet)
     labels = read_labels(sheet, key)
     data = load_run(run)
-    if digest(data.records) != key.records:
+    if records_digest(data.records) != key.records:
         raise DataError(f"{str(run)!r} holds other records than {str(sheet)!r} was made from; write another sheet")
     drift, rules = measured(data, GateOverrides(), everything=False)
     check_key(key, sheet, data, paired_answers(data, drift.comparison, _gated_contrasts(drift, rules), {}))
-    stored = labels_of(run, drift.comparison.reference, key, labels)
-    relabelled(data, drift, stored)  # nothing is stored that cannot be read back
+    stored = collect_labels(run, drift.comparison.reference, key, labels)
+    apply_labels(data, drift, stored)  # nothing is stored that cannot be read back
     write_output(run / "report" / LABELS_FILE, render_labels(stored))
     # which reads the labels that were just written
     findings = decided(data, everything=False)

@@ -108,12 +108,12 @@ def _page(run: Path, asked: GateOverrides) -> Page:
     """What a run discloses whose files are as they were finished; a gate file that came after the run is refused."""
     from kvaudit.reports.records.load import load_run
     from kvaudit.reports.run import disclosed
-    from kvaudit.reports.verdict.rules import refuse_late
+    from kvaudit.reports.verdict.rules import refuse_late_rules
 
     check_checkpoints(run)
     say_unfinished(run)
     page = disclosed(load_run(run), asked)
-    refuse_late(page.findings.rules)
+    refuse_late_rules(page.findings.rules)
     return page
 
 

@@ -57,13 +57,13 @@ def gate(
             raise SpecError("a gate is of one run and writes no file; several checkpoints and --out go with --pin")
         from kvaudit.reports.records.load import load_run
         from kvaudit.reports.run import decided
-        from kvaudit.reports.verdict.rules import refuse_late
+        from kvaudit.reports.verdict.rules import refuse_late_rules
 
         asked = asked_of(gate_file, waivers, on_inconclusive)
         check_checkpoints(run[0])
         say_unfinished(run[0])
         findings = decided(load_run(run[0]), asked, everything=False)
-        refuse_late(findings.rules)  # a gate file that came after the run
+        refuse_late_rules(findings.rules)  # a gate file that came after the run
         print_verdict(wide_console(), findings)
         raise typer.Exit(findings.verdict.exit_code)
 

@@ -12,7 +12,7 @@ from kvaudit.core.errors import DataError, RunError
 from kvaudit.core.files import read_json, write_output
 from kvaudit.core.provenance import PROVENANCE, check_checkpoint
 from kvaudit.core.text import inline
-from kvaudit.reports.verdict.pin import Pin, Pinned, is_sha256
+from kvaudit.reports.verdict.pin import Pin, PinnedCheckpoint, is_sha256
 
 
 def write_pin(folders: Sequence[Path], out: Path) -> None:
@@ -33,7 +33,7 @@ def write_pin(folders: Sequence[Path], out: Path) -> None:
     say(console, f"pin: {out} ({made.sha256[:12]})")
 
 
-def _pinned(folder: Path) -> Iterator[Pinned]:
+def _pinned(folder: Path) -> Iterator[PinnedCheckpoint]:
     """The checkpoint in a folder, or those of every seed below it, each held to the hashes it was finished with."""
     seeds = sorted(folder.glob(f"seed-*/{PROVENANCE}"))
     if (folder / PROVENANCE).is_file():
@@ -44,7 +44,7 @@ def _pinned(folder: Path) -> Iterator[Pinned]:
         yield _untrained(folder)
 
 
-def _trained(folder: Path) -> Pinned:
+def _trained(folder: Path) -> PinnedCheckpoint:
     check_checkpoint(folder)
     provenance = read_json(folder / PROVENANCE)
     weights = _weights(folder, provenance)
@@ -57,7 +57,7 @@ def _trained(folder: Path) -> Pinned:
             f"{str(folder / PROVENANCE)!r} does not tell arm, seed, base, policy and the weights {weights[:12]}; "
             "give a checkpoint that kvaudit finished"
         )
-    return Pinned(_name(folder, str(arm), seed), seed, weights, str(base), str(policy))
+    return PinnedCheckpoint(_name(folder, str(arm), seed), seed, weights, str(base), str(policy))
 
 
 def _weights(folder: Path, provenance: Mapping[str, Any]) -> str:
@@ -78,7 +78,7 @@ def _name(folder: Path, arm: str, seed: int) -> str:
     return name if place.name == f"seed-{seed}" and name.startswith(f"{arm}_") else arm
 
 
-def _untrained(folder: Path) -> Pinned:
+def _untrained(folder: Path) -> PinnedCheckpoint:
     """A model that was not trained here, which has no arm and no seed until a run names it."""
     from kvaudit.audit.sampling.checkpoints import checkpoint_sha256
     from kvaudit.core.spec_train import BASE_ARM
@@ -89,4 +89,4 @@ def _untrained(folder: Path) -> Pinned:
             "RUN/checkpoints/dense or RUN/checkpoints/dense/seed-11"
         )
     weights = checkpoint_sha256(folder)
-    return Pinned(BASE_ARM, 0, weights, weights, "none")
+    return PinnedCheckpoint(BASE_ARM, 0, weights, weights, "none")

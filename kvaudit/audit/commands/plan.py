@@ -74,7 +74,7 @@ def plan(
                 raise SpecError(f"of a run the sizes are its own; leave out {', '.join(given)}")
             _plan_next(run)
             return
-        from kvaudit.reports.verdict.sizes import Design, held_to_ratio
+        from kvaudit.reports.verdict.sizes import Design, with_ratio
 
         if margin is not None and ratio is not None:
             raise SpecError("--margin and --ratio are two rules for one design; leave out one")
@@ -95,7 +95,7 @@ def plan(
             power=power,
             rate=rate,
         )
-        _plan(held_to_ratio(design, ratio, happens), suite, out)
+        _plan(with_ratio(design, ratio, happens), suite, out)
 
 
 def _given(context: typer.Context) -> list[str]:
@@ -151,13 +151,13 @@ def _next(findings: Findings, cell: GatedCell, d: Decision) -> str:
 
 def _plan(design: Design, suite: str, out: Path | None) -> None:
     """Print what a design buys and the suggested size, and write that where asked."""
-    from kvaudit.reports.verdict.sizes import needed_clusters, plan_sizes, snippet
+    from kvaudit.reports.verdict.sizes import needed_clusters, plan_sizes, spec_snippet
 
     if not _NAME.fullmatch(suite):
         raise SpecError(f"--suite is {suite!r}, wanted the name of a suite")
     sizes = plan_sizes(design)
     needed = needed_clusters(design)
-    text = snippet(design, needed, suite)
+    text = spec_snippet(design, needed, suite)
     if out is not None:
         write_output(out, text)
     console = wide_console()
@@ -238,17 +238,17 @@ def _what_decides(sizes: Sizes) -> Iterator[tuple[str, str]]:
     Nothing has to be written for a sample, nor for a seed; fewer templates than C_min are to be mended before all else.
     """
     from kvaudit.reports.sections.shared.words import percent
-    from kvaudit.reports.verdict.sizes import more_items, steps
+    from kvaudit.reports.verdict.sizes import larger_designs, with_more_items
 
     if sizes.lowest_estimate is None:
         yield "what decides first", f"templates: {sizes.required_clusters} of them, then samples, seeds and items"
         return
     yield "what decides, cheapest first", f"{percent(sizes.passes)} as planned"
-    taken = list(steps(sizes.design))
+    taken = list(larger_designs(sizes.design))
     for number, step in enumerate(taken):
         yield "", f"{percent(step.passes)} with {step.words}{' too' if number else ''}"
     if len(taken) > 1:
-        alone = more_items(sizes.design)
+        alone = with_more_items(sizes.design)
         yield "", f"{percent(alone.passes)} with {alone.words} and nothing else"
 
 

@@ -2,8 +2,8 @@
 
 The reference answers some items of every suite at every length, uncompressed and under every gated policy. That says
 whether a cell has anything to lose (``kvaudit.reports.verdict.controls``), and how often an answer changes at all, from
-which ``items: auto`` takes its number (``kvaudit.reports.verdict.enough``). Both are noted once and read by everybody
-from there. The answers lie in RUN/pilot, sealed as any unit's, and count: the grid takes them over.
+which ``items: auto`` takes its number (``kvaudit.reports.verdict.item_counts``). Both are noted once and read by
+everybody from there. The answers lie in RUN/pilot, sealed as any unit's, and count: the grid takes them over.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from kvaudit.core.spec import RunSpec, with_gate
 from kvaudit.core.spec_evaluate import ALL_ITEMS, AUTO_ITEMS
 from kvaudit.core.text import at_length
 from kvaudit.reports.verdict.controls import Control, Measurability, controls_of
-from kvaudit.reports.verdict.enough import (
+from kvaudit.reports.verdict.item_counts import (
     ASSUMED_CHURN,
-    Counted,
-    Enough,
     Layout,
+    LayoutItem,
     Metric,
-    enough_items,
+    PlannedItems,
+    plan_items,
     planned_discordance,
-    short_of,
+    shortfall_of,
 )
-from kvaudit.reports.verdict.rules import WARN, kept_gate_file
+from kvaudit.reports.verdict.rules import WARN, recorded_gate_file
 from kvaudit.reports.verdict.sizes import DEFAULT_SAMPLING_SHARE, DEFAULT_SEED_SHARE, Design
 from kvaudit.suites.base import CountTokens
 
@@ -46,7 +46,7 @@ Answered = Mapping[Unit, Sequence[Record]]
 
 def with_kept_gate(spec: RunSpec, provenance: Mapping[str, Any]) -> RunSpec:
     """The spec with the gate file that was kept when the run began in place of its own gate section, if it has one."""
-    file = kept_gate_file(provenance)
+    file = recorded_gate_file(provenance)
     return spec if file is None else with_gate(spec, file)
 
 
@@ -93,7 +93,7 @@ def layout_of(spec: RunSpec, name: str, count: CountTokens) -> Layout:
     round_ = made("evaluate", suite, "eval", round_of(spec, suite, count), part.seed, context, count)
     graded = any(parse_named(JUDGES, text).grades_harm for text in spec.judge)
     return [
-        Counted(
+        LayoutItem(
             item.cluster_id, (*suite.facets(item), *([UNSAFE] if graded and suite.asks_harm(item) else []), WELL_FORMED)
         )
         for item in round_
@@ -113,7 +113,7 @@ def impossible(spec: RunSpec, count: CountTokens) -> Iterator[str]:
         part = spec.evaluate.suites[name]
         items = part.items if isinstance(part.items, int) else len(layout)  # more templates than these there are not
         for metric in metrics:
-            if (found := short_of(layout, metric, items, spec.gate.alpha)) is not None:
+            if (found := shortfall_of(layout, metric, items, spec.gate.alpha)) is not None:
                 yield found.line
 
 
@@ -183,7 +183,7 @@ def _sized(spec: RunSpec, metric: Metric, answers: Answered, layout: Layout, mos
     """How many items a metric needs, at the length and under the policy that need most, and for what churn."""
     worst = max(churns_of(spec, metric, answers), key=lambda c: planned_discordance(c.differing, c.pairs), default=None)
     planned = ASSUMED_CHURN if worst is None else planned_discordance(worst.differing, worst.pairs)
-    found = enough_items(layout, metric, _design(spec, metric, planned), most)
+    found = plan_items(layout, metric, _design(spec, metric, planned), most)
     pilot = None if worst is None else {"differing": worst.differing, "pairs": worst.pairs}
     return {**found._asdict(), "discordance": planned, "pilot": pilot}
 
@@ -268,7 +268,8 @@ def _why(suite: str, sizes: Mapping[str, Any]) -> str:
     if not own:
         return ", every template with each of its twins"
     name, row = max(own.items(), key=lambda pair: pair[1]["items"])
-    return f" for {name}: {Enough(row['items'], row['chance']).chance:.0%} to pass if {row['discordance']:.1%} differ"
+    planned = PlannedItems(row["items"], row["chance"])
+    return f" for {name}: {planned.chance:.0%} to pass if {row['discordance']:.1%} differ"
 
 
 def hopeless_suites(found: Mapping[str, Any]) -> dict[str, str]:

@@ -28,7 +28,7 @@ from kvaudit.reports.stats.betting import decidable_churn, smallest_margin
 from kvaudit.reports.verdict.decide import decide
 from kvaudit.reports.verdict.drift import drift_of
 from kvaudit.reports.verdict.family import gated_facets
-from kvaudit.reports.verdict.rules import GateOverrides, declared
+from kvaudit.reports.verdict.rules import GateOverrides, declared_rules
 from kvaudit.reports.verdict.verdict import Status
 
 ROUNDS_FOLDER = "rounds"
@@ -155,7 +155,7 @@ def _joined_seal(seals: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def words_of(run: Path) -> dict[str, str]:
     """What the gate says of each gated metric after the rows that were asked so far."""
     data = load_run(run)
-    comparison, rules = declared(data, GateOverrides())
+    comparison, rules = declared_rules(data, GateOverrides())
     drift = drift_of(data, comparison, rules.alpha, gated_facets(comparison, rules))
     found: dict[str, str] = {}
     for decision in decide(drift, rules).gated:

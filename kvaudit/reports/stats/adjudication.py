@@ -44,7 +44,7 @@ class Labelled(NamedTuple):
 
     @property
     def means(self) -> Array:
-        """The human difference of an average concordant pair [..., C]; the overall mean for templates without labels."""
+        """The human difference of an average concordant pair [..., C]; the overall mean if a template has no label."""
         seen = self.looked > 0
         own = (self.looked_gains - self.looked_losses) / np.maximum(self.looked, 1)  # [..., C]
         known = np.where(seen, self.alike, 0.0)
@@ -103,7 +103,7 @@ def labelled_pairs(discordant: npt.ArrayLike, human_z: npt.ArrayLike, clusters: 
 
 
 def label_weights(discordant: npt.ArrayLike, human_z: npt.ArrayLike, clusters: npt.ArrayLike) -> Array:
-    """Return how many pairs each labelled pair [N] represents: itself, or its share of those alike; 0 without a label."""
+    """Return how many pairs each pair [N] represents: itself, its share of those alike, or 0 without a label."""
     apart, seen = np.asarray(discordant, dtype=np.bool_), ~np.isnan(np.asarray(human_z, dtype=np.float64))
     x = labelled_pairs(discordant, human_z, clusters)
     _, codes = np.unique(np.asarray(clusters), return_inverse=True)
@@ -176,7 +176,7 @@ def _discordant_part(x: Labelled) -> _Part:
 
 
 def _concordant_part(x: Labelled) -> _Part:
-    """Return the labelled pairs among those alike; a template counts with all its pairs alike, however many are labelled."""
+    """Return the labelled pairs among those alike; a template has the weight of all its pairs alike."""
     known = np.where(x.looked > 0, x.alike, 0.0)
     drawn = x.looked.sum(axis=-1, keepdims=True)
     # the total is the number of labelled pairs: weights must not make a sample larger

@@ -25,14 +25,14 @@ from kvaudit.reports.stats.rule import (
     too_large,
     too_uneven,
 )
-from kvaudit.reports.verdict.chance import larger
+from kvaudit.reports.verdict.chance import larger_run
 from kvaudit.reports.verdict.contrast import Contrast, LabelSummary
 from kvaudit.reports.verdict.family import (
     HOLM,
     FamilyRow,
     GatedCell,
 )
-from kvaudit.reports.verdict.ratios import Ratio, ratio_of, templates_show
+from kvaudit.reports.verdict.ratios import Ratio, ratio_of, templates_show_ratio
 from kvaudit.reports.verdict.reasons import Reason, ReasonCode
 from kvaudit.reports.verdict.verdict import (
     PASSED,
@@ -150,7 +150,7 @@ def decide_ratio(c: Contrast, ratio: Ratio, margin: float, pvalue: float) -> tup
                 enough=margin > 0
                 and _effective_templates(templates, effect) >= clusters_required(margin, effect.alpha) - 1e-9,
                 uneven=any(too_uneven(part.counts, margin, effect.alpha) for part in templates),
-                shown=within and templates_show(c, ratio.limit, effect.alpha),
+                shown=within and templates_show_ratio(c, ratio.limit, effect.alpha),
             )
         )
     )
@@ -236,7 +236,7 @@ def decided_test(row: FamilyRow, margin: float, pvalues: Pvalues, limit: float |
         else:
             status, reasons = decide_ratio(c, ratio, margin, pvalues.adjusted)
             recipe = None if recipe is None else _agreed(recipe, status)  # seed variance is added to the points
-        more = larger(c, margin, row.sign, limit) if status is Status.INCONCLUSIVE else None
+        more = larger_run(c, margin, row.sign, limit) if status is Status.INCONCLUSIVE else None
     judge = None
     if c.judged:  # then ``effect`` is by human labels, and ``judged`` by the judge's alone
         judge = decided_test(by_judge(row), margin, pvalues._replace(adjusted=pvalues.judge), limit).status

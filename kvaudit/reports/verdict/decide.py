@@ -39,7 +39,7 @@ from kvaudit.reports.verdict.verdict import (
     Status,
     Verdict,
     worst,
-    worst_exit,
+    worst_exit_code,
     worst_recipe,
 )
 from kvaudit.reports.verdict.waivers import Waiver
@@ -76,7 +76,7 @@ def decide(drift: Drift, rules: Rules, waivers: Sequence[Waiver] = ()) -> Verdic
     status = start if reasons else worst([start, *(a.status for a in arms)])
     return Verdict(
         status=status,
-        exit_code=worst_exit([start] if reasons else [start, *(d.standing for d in gated)], rules),
+        exit_code=worst_exit_code([start] if reasons else [start, *(d.standing for d in gated)], rules),
         recipe=worst_recipe([a.recipe for a in arms if a.arm not in served_only]),
         reasons=reasons,
         arms=arms,

@@ -41,7 +41,7 @@ from kvaudit.reports.stats.signflip import (
 from kvaudit.reports.verdict.comparison import Comparison
 from kvaudit.reports.verdict.contrast import Contrast, Drift
 from kvaudit.reports.verdict.drift import CellFilter
-from kvaudit.reports.verdict.ratios import points_in
+from kvaudit.reports.verdict.ratios import allowed_points
 from kvaudit.reports.verdict.rules import CONTRASTED, Rules
 
 
@@ -57,7 +57,7 @@ class GatedCell:
 
     def margin_of(self, row: FamilyRow) -> float | None:
         """Return the margin of a test, or the points that the ratio allows at the reference's rate; None if unknown."""
-        return self.margin if self.ratio is None else points_in(row.contrast, self.ratio)
+        return self.margin if self.ratio is None else allowed_points(row.contrast, self.ratio)
 
 
 def gated_cells(drift: Drift, rules: Rules) -> list[GatedCell]:
