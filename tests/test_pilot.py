@@ -306,7 +306,7 @@ def test_a_facet_counts_only_the_templates_of_its_items() -> None:
 
 def test_no_number_of_items_makes_templates() -> None:
     (line,) = impossible(gated("216", "refusal: 5, refusal.unsafe: 3"), words)
-    assert line.startswith("refusal.unsafe: 3 points need 99 effective templates, the suite has 72 at the most: ")
+    assert line.startswith("refusal.unsafe: 3 points need 99 effective templates, the suite has at most 72: no")
 
 
 @pytest.mark.parametrize("items", ["auto", "all"])
@@ -623,8 +623,8 @@ def test_items_that_hold_enough_templates_too_unevenly_are_told_so() -> None:
     )
 
 
-@pytest.mark.parametrize(("templates", "needs"), [(58, "items hold 58"), (59, "items come to 59"), (72, "come to 72")])
+@pytest.mark.parametrize(("templates", "needs"), [(58, "items have 58"), (59, "items have 59"), (72, "items have 72")])
 def test_what_is_short_is_never_told_a_number_that_it_has(templates: int, needs: str) -> None:
     line = Shortfall(Metric("math", None, 0.05), 96, templates, 59, 72, 59).line
     assert needs in line
-    assert ("some hold more than this margin allows" in line) == (templates >= 59)
+    assert ("some of them larger than this margin allows" in line) == (templates >= 59)

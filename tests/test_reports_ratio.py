@@ -323,7 +323,7 @@ def test_plan_says_the_chance_of_both():
         (("--ratio", "0.5", "--happens", "0.3"), "--ratio is 0.5, wanted"),
         (("--ratio", "1.1", "--happens", "1.3"), "--happens is 1.3, wanted"),
         (("--ratio", "1.1", "--happens", "0.01"), "--happens is 0.01, wanted from 0.05 to 0.95"),
-        (("--ratio", "1.5", "--happens", "0.8"), "--ratio is 1.5, wanted below 1.25: of what happens in 0.8 already"),
+        (("--ratio", "1.5", "--happens", "0.8"), "--ratio is 1.5, wanted below 1.25: an event with rate 0.8"),
         (("--ratio", "1.1", "--happens", "0.3", "--discordance", "nan"), "--discordance is nan, wanted a number"),
     ],
 )

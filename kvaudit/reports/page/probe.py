@@ -35,7 +35,7 @@ from kvaudit.reports.sections.shared.words import effect_text, percent
 from kvaudit.reports.stats.effect import LEVEL, Array, Effect
 from kvaudit.reports.stats.few import Estimate, no_interval
 from kvaudit.reports.stats.signflip import FEWEST_CLUSTERS, holm
-from kvaudit.reports.stats.slope import bounded_slope
+from kvaudit.reports.stats.slope import slope_effect
 from kvaudit.reports.stats.tango import ess_tango, rate_lower
 
 _ALPHA = 0.05
@@ -260,7 +260,7 @@ def _effect(change: Array, clusters: npt.NDArray[Any], samples: int, *, graded: 
 def _against(values: Array, clusters: npt.NDArray[Any]) -> Effect | Estimate:
     """The change of values [0:2] with length minus the baseline's [2:4]."""
     apart = values[:2] - values[2:]  # [2, N]
-    return _alone(apart[1] - apart[0], clusters) or bounded_slope(apart, (0.0, 1.0), clusters, alpha=_ALPHA, reach=2.0)
+    return _alone(apart[1] - apart[0], clusters) or slope_effect(apart, (0.0, 1.0), clusters, alpha=_ALPHA, reach=2.0)
 
 
 def _alone(change: Array, clusters: npt.NDArray[Any]) -> Estimate | None:

@@ -23,7 +23,7 @@ from kvaudit.reports.sections.shared.canvas import (
 )
 from kvaudit.reports.sections.shared.tables import Table, table_of
 from kvaudit.reports.sections.shared.words import cell_label, percent, points
-from kvaudit.reports.stats.churn import churn_of, flips
+from kvaudit.reports.stats.churn import draw_flips, flips
 from kvaudit.reports.verdict.contrast import CellName
 from kvaudit.reports.verdict.verdict import Decided, Decision
 
@@ -110,7 +110,7 @@ class ChurnSection(Section[Churns]):
 def _cell(d: Decision, sides: BothSides) -> CellChurn:
     pairs = sides.reference_pairs, sides.candidate_pairs
     paired = flips(*pairs, samples=1 if sides.graded else sides.samples)
-    unpaired = churn_of(sides.reference, sides.candidate, samples=1 if sides.graded else sides.draws)
+    unpaired = draw_flips(sides.reference, sides.candidate, samples=1 if sides.graded else sides.draws)
     drift = float(sides.difference.mean())
     # take the number of the gate to the last bit, so that both are rounded alike; human labels give another number
     if d.effect is not None and math.isclose(drift, d.effect.estimate, abs_tol=1e-9):
@@ -122,6 +122,6 @@ def _cell(d: Decision, sides: BothSides) -> CellChurn:
         gains=paired.won,
         churn=paired.churn,
         rerun=paired.rerun,
-        draws=unpaired.draw_churn,
-        draws_rerun=unpaired.rerun_churn,
+        draws=unpaired.churn,
+        draws_rerun=unpaired.rerun,
     )

@@ -35,7 +35,7 @@ from kvaudit.reports.sections.shared.safe import PolicyFamily, SafeBudget, famil
 from kvaudit.reports.sections.shared.tables import Table, table_of
 from kvaudit.reports.sections.shared.words import effect_text, percent, with_length
 from kvaudit.reports.stats.effect import LEVEL, Array, Effect
-from kvaudit.reports.stats.slope import bounded_slope, isotonic
+from kvaudit.reports.stats.slope import isotonic, slope_effect
 from kvaudit.reports.stats.tango import rate_lower
 from kvaudit.reports.verdict.comparison import Comparison
 from kvaudit.reports.verdict.contrast import Drift
@@ -271,8 +271,8 @@ def _with_slopes(
     difference = None
     if reference is not None and (reference.names, reference.unit) == (scores.names, scores.unit):
         # differences of rates lie between -1 and 1
-        difference = bounded_slope(scores.table - reference.table, x, scores.clusters, alpha=alpha, reach=2.0)
-    slope = bounded_slope(scores.table, x, scores.clusters, alpha=alpha, reach=1.0)
+        difference = slope_effect(scores.table - reference.table, x, scores.clusters, alpha=alpha, reach=2.0)
+    slope = slope_effect(scores.table, x, scores.clusters, alpha=alpha, reach=1.0)
     return replace(curve, slope=slope, against_reference=difference)
 
 

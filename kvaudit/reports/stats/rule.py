@@ -249,9 +249,7 @@ def _part_bound(part: Part, alpha: float) -> float:
 
 def _rules_out(above: Array, sizes: Array, worst: float, wanted: float) -> npt.NDArray[np.bool_]:
     clear = above.mean(axis=-1) > 0  # otherwise the estimate is at the margin, or past it
-    unseen = worst * float(
-        np.sum(sizes**2) / sizes.sum()
-    )  # distance below the limit of a template that lost everything
+    unseen = worst * float(np.sum(sizes**2) / sizes.sum())  # distance of a template that lost everything
     found = np.zeros(clear.shape, dtype=np.bool_)
     found[clear] = _log_ratio(above[clear], unseen) > wanted
     return found

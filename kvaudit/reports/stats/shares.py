@@ -20,7 +20,9 @@ from scipy import special
 from kvaudit.reports.stats.clustered import Array, cr3_variance, many_totals
 from kvaudit.reports.stats.tango import deff_floors, design_effects
 
-SHOWN_LEVEL = 0.0075  # of every one-sided bound here; the true level stays below .01 for whole, few or uneven templates
+SHOWN_LEVEL = (
+    0.0075  # of every one-sided bound here; the true level stays below .01 for whole, few and uneven templates too
+)
 READABLE = 0.5  # the share of readable answers that must be exceeded
 _ENDS = 1e-9  # rounding error of a share of 0 or 1
 

@@ -6,7 +6,6 @@ contrast: CR3 with t_{C-1} (Cameron & Miller 2015). The isotonic curve (Barlow e
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -38,33 +37,30 @@ def dose_weights(x: npt.ArrayLike) -> Array:
     return weights
 
 
-def slope_effect(scores: npt.ArrayLike, x: npt.ArrayLike, clusters: npt.ArrayLike, *, alpha: float = 0.05) -> Effect:
+def slope_effect(
+    scores: npt.ArrayLike,
+    x: npt.ArrayLike,
+    clusters: npt.ArrayLike,
+    *,
+    alpha: float = 0.05,
+    reach: float | None = None,
+) -> Effect:
     """Return the slope of item scores [D, N] over doses x [D], per unit of x (per doubling if x is log2).
 
-    A difference of two checkpoints' slopes is the slope of their difference: pass candidate - reference.
+    A difference of two checkpoints' slopes is the slope of their difference: pass candidate - reference. If every item
+    agrees, CR3 gives an interval of width 0; for scores that span ``reach``, ESS-Tango over all slopes that such scores
+    can have is used instead.
     """
     values = np.asarray(scores, dtype=np.float64)
     weights = dose_weights(x)
     assert values.ndim == 2, values.shape
     assert len(values) == len(weights), (values.shape, len(weights))
-    return replace(cr3_effect(weights @ values, clusters, alpha=alpha), method="dose slope, CR3-t")
-
-
-def bounded_slope(
-    table: Array, x: Sequence[float], clusters: npt.NDArray[np.int64], *, alpha: float, reach: float
-) -> Effect:
-    """Return the slope of scores [D, N] that span ``reach``; its interval never has width 0.
-
-    Where every item agrees, CR3 gives an interval of width 0: ESS-Tango over all slopes that such values can have is
-    used instead.
-    """
-    effect = slope_effect(table, x, clusters, alpha=alpha)
-    if effect.high > effect.low:
+    effect = replace(cr3_effect(weights @ values, clusters, alpha=alpha), method="dose slope, CR3-t")
+    if reach is None or effect.high > effect.low:
         return effect
-    weights = dose_weights(x)  # [D]
-    # the weights sum to 0, so values that span ``reach`` move the slope by at most half of their total size
+    # the weights sum to 0, so scores that span ``reach`` move the slope by at most half of their total size
     steepest = reach * float(np.abs(weights).sum()) / 2
-    return ess_tango(weights @ table, clusters, alpha=alpha, scale=steepest)
+    return ess_tango(weights @ values, clusters, alpha=alpha, scale=steepest)
 
 
 def isotonic(

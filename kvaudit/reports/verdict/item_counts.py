@@ -68,7 +68,7 @@ class Shortfall:
 
     @property
     def line(self) -> str:
-        """One line for a person; it never suggests a larger margin."""
+        """One line for a person; it only ever suggests more items."""
         need = f"{self.metric.name}: {100 * self.metric.margin:g} points need {self.required} effective templates"
         if self.enough is None:
             return f"{need}, the suite has at most {self.most}: no number of items would suffice"

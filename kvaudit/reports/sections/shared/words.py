@@ -163,7 +163,7 @@ def _advice(d: Decision, templates: int) -> str:
 
 
 def too_few_templates(required: int, limit: str, templates: int) -> str:
-    """Say that a cell could not pass whatever came out, and what to do (never to raise the margin)."""
+    """Say that a cell could not pass whatever came out, and to add templates (never to allow more loss)."""
     return f"needs {required} templates for {limit}, the run has {templates}: add templates"
 
 
