@@ -98,20 +98,20 @@ class SeedsSection(Section[Spreads]):
         drawn = value[:_MOST_ROWS]
         figure = new_figure(7.6, 1.0 + 0.25 * len(drawn))
         panel = figure.subplots()
-        left = min(0.0, *(100 * v for s in drawn for v in s.estimates))
-        right = max(0.0, *(100 * v for s in drawn for v in s.estimates))
-        width = max(2.0, right - left)
+        lowest = min(0.0, *(100 * v for s in drawn for v in s.estimates))
+        highest = max(0.0, *(100 * v for s in drawn for v in s.estimates))
+        width = max(2.0, highest - lowest)
         for y, s in enumerate(drawn):
             hue, marker, _ = series_style(decided.comparison.arms, s.cell.arm)
             values = [100 * v for v in s.estimates]
             panel.plot([min(values), max(values)], [y, y], color=hue, alpha=0.4, linewidth=1)
             panel.plot(values, [y] * len(values), marker=marker, color=hue, linestyle="", markersize=4.5)
             panel.plot([sum(values) / len(values)], [y], marker="|", color=INK, markersize=10)
-            panel.text(right + 0.06 * width, y, _sd_text(s), va="center", fontsize=7.5)
+            panel.text(highest + 0.06 * width, y, _sd_text(s), va="center", fontsize=7.5)
         panel.axvline(0, color=UNDECIDED, linewidth=0.8)
         label_rows(panel, [cell_label(decided.comparison, s.cell) for s in drawn])
         # leave space on the right for the texts
-        panel.set_xlim(left - 0.05 * width, right + 0.55 * width)
+        panel.set_xlim(lowest - 0.05 * width, highest + 0.55 * width)
         panel.set_xlabel("drift, pp, a mark per training seed; right: SD, 95 % interval")
         add_grid(panel)
         mean = legend_line("mean over seeds", color=INK, marker="|", markersize=10, linestyle="")

@@ -93,8 +93,8 @@ def _over_seeds(table: Array, reduce: Any) -> tuple[float | None, ...]:
 
 
 def _summary(tables: Mapping[str, Array], reduce: Any, window: slice) -> dict[str, float]:
-    parts = {key: table[:, window] for key, table in tables.items()}
-    return {key: float(reduce(part)) for key, part in parts.items() if not np.isnan(part).all()}
+    windows = {key: table[:, window] for key, table in tables.items()}
+    return {key: float(reduce(values)) for key, values in windows.items() if not np.isnan(values).all()}
 
 
 Curves = tuple[Curve, ...]

@@ -83,15 +83,15 @@ def pool_of(differences: Differences, *, items: int, samples: int, seeds: int) -
     rng = np.random.default_rng(0)
     shape = (max(_FEWEST, _POOLED // items), items)
     # an item has either its own difference, or the one shared by its template
-    own = _averages(rng, differences, shape, samples, seeds)
+    single = _averages(rng, differences, shape, samples, seeds)
     template = _averages(rng, differences, (shape[0], 1), samples, seeds)  # [P, 1]
     is_shared = rng.random(shape) < differences.correlation**0.5  # squared for a pair of items, which is the ICC
-    z = np.where(is_shared, template.net, own.net)
+    z = np.where(is_shared, template.net, single.net)
     differing = np.abs(z) > 1e-9
     split = np.abs(z - np.round(z)) > 1e-9
     unwanted = None
     if differences.happens is not None:
-        unwanted = _unwanted(rng, differences, differences.happens, is_shared, own, template)
+        unwanted = _unwanted(rng, differences, differences.happens, is_shared, single, template)
     totals = (z.sum(axis=1), np.abs(z).sum(axis=1), differing.sum(axis=1), split.sum(axis=1))  # each [P]
     return Pool(items, samples * seeds, *totals, unwanted)
 
@@ -101,14 +101,16 @@ def _unwanted(
     differences: Differences,
     happens: float,
     is_shared: npt.NDArray[np.bool_],
-    own: _Averages,
+    single: _Averages,
     template: _Averages,
 ) -> Array:
     """Draw the unwanted events of the reference of a pool [P]: all gains, no losses, and unmoved items at one rate."""
     # a gain was unwanted before; the remaining events lie on items that did not move
     rate = (happens - (differences.discordance + differences.drift) / 2) / (1 - differences.discordance)
-    single, shared = (kind.gained + (rng.random(kind.net.shape) < rate) * (1 - kind.moved) for kind in (own, template))
-    total: Array = np.where(is_shared, shared, single).sum(axis=1)
+    single_events, template_events = (
+        kind.gained + (rng.random(kind.net.shape) < rate) * (1 - kind.moved) for kind in (single, template)
+    )
+    total: Array = np.where(is_shared, template_events, single_events).sum(axis=1)
     return total
 
 
@@ -173,13 +175,13 @@ def pass_rate(audits: Audits, *, margin: float, alpha: float, ratio: float | Non
     """Return the share of audits that the gate passes, by a ratio if there is one, else by the margin."""
     if ratio is not None:
         return float(np.mean(_passes_ratio(audits, ratio, alpha)))
-    if not _is_large_enough(audits.counts, margin, alpha):
+    if not can_show(audits.counts, margin, alpha):
         return 0.0
     shown = shows_margin(audits.sums, audits.counts, margin=margin, alpha=alpha)
     return float(np.mean(shown & (_lower(audits, alpha) > -margin)))
 
 
-def _is_large_enough(counts: Array, margin: float, alpha: float) -> bool:
+def can_show(counts: Array, margin: float, alpha: float) -> bool:
     """Return whether templates of these sizes can show a margin at all."""
     has_clusters = effective_clusters(counts) >= clusters_required(margin, alpha) - 1e-9
     return has_clusters and not too_uneven(counts, margin, alpha)
@@ -202,7 +204,7 @@ def _least_margin(counts: Array, alpha: float) -> float:
     low, high = 0.0, 1.0
     while high - low > 1e-4:
         middle = (low + high) / 2
-        low, high = (low, middle) if _is_large_enough(counts, middle, alpha) else (middle, high)
+        low, high = (low, middle) if can_show(counts, middle, alpha) else (middle, high)
     return high
 
 

@@ -16,6 +16,7 @@ import numpy as np
 from kvaudit.reports.stats.binomial import clopper_pearson
 from kvaudit.reports.stats.effect import Array
 from kvaudit.reports.stats.rule import LARGEST_SHARE, clusters_required, effective_clusters, too_uneven
+from kvaudit.reports.verdict.chance import can_show
 from kvaudit.reports.verdict.sizes import Design, pass_chance
 
 LEAST_CHURN = 0.05  # lowest discordance that a pilot plans with
@@ -93,17 +94,14 @@ def template_counts(layout: Layout, items: int, facet: str | None) -> Array:
 
 def can_pass(counts: Array, margin: float, alpha: float) -> bool:
     """Return whether templates with ``counts`` [C] items are enough, and not too uneven in size."""
-    if not len(counts):
-        return False
-    has_clusters = effective_clusters(counts) >= clusters_required(margin, alpha) - 1e-9
-    return has_clusters and not too_uneven(counts, margin, alpha)
+    return len(counts) > 0 and can_show(counts, margin, alpha)
 
 
-def passing_counts(layout: Layout, metric: Metric, alpha: float, most: int) -> list[int]:
-    """Return the numbers of items, up to ``most``, with which a metric can pass; larger ones may be too uneven."""
+def passing_counts(layout: Layout, metric: Metric, alpha: float, limit: int) -> list[int]:
+    """Return the numbers of items, up to ``limit``, with which a metric can pass; larger ones may be too uneven."""
     required, counts = clusters_required(metric.margin, alpha), dict[str, int]()
     total, squares, largest, numbers = 0, 0, 0, list[int]()
-    for items in range(1, most + 1):
+    for items in range(1, limit + 1):
         item = layout[(items - 1) % len(layout)]
         if metric.facet is None or metric.facet in item.facets:
             count = counts[item.cluster] = counts.get(item.cluster, 0) + 1
@@ -144,14 +142,14 @@ def planned_discordance(differing: int, pairs: int) -> float:
     return max(LEAST_CHURN, min(clopper_pearson(differing, pairs, level=CHURN_LEVEL).high, 0.99))
 
 
-def plan_items(layout: Layout, metric: Metric, design: Design, most: int) -> PlannedItems:
+def plan_items(layout: Layout, metric: Metric, design: Design, limit: int) -> PlannedItems:
     """Return the fewest items, to a tenth, that pass with the design's power; the largest number if none do.
 
     Templates and items of ``design`` are ignored. A metric that cannot pass at all gets one round of items.
     """
-    numbers = passing_counts(layout, metric, design.alpha, most)
+    numbers = passing_counts(layout, metric, design.alpha, limit)
     if not numbers:
-        return PlannedItems(min(len(layout), most), 0.0)
+        return PlannedItems(min(len(layout), limit), 0.0)
     low, high = 0, len(numbers) - 1
     if (chance := _chance(layout, metric, design, numbers[low])) >= design.power:
         return PlannedItems(numbers[low], chance)

@@ -138,14 +138,14 @@ def pairs_to_label(pairs: PairedAnswers, concordant: int, seed: int, *, spread: 
     return np.sort(np.concatenate([np.flatnonzero(pairs.discordant), drawn]))
 
 
-def concordant_templates(found: Sequence[PairedAnswers]) -> int:
+def concordant_templates(answers: Sequence[PairedAnswers]) -> int:
     """Return the largest number of templates with concordant pairs in a cell: it cannot pass with fewer labelled."""
-    return max(len(set(pairs.clusters[~pairs.discordant])) for pairs in found)
+    return max(len(set(pairs.clusters[~pairs.discordant])) for pairs in answers)
 
 
-def default_concordant(found: Sequence[PairedAnswers]) -> int:
+def default_concordant(answers: Sequence[PairedAnswers]) -> int:
     """Return how many concordant pairs of each cell to label: two per template, beyond which power hardly grows."""
-    return max(FEWEST_CONCORDANT, 2 * concordant_templates(found))
+    return max(FEWEST_CONCORDANT, 2 * concordant_templates(answers))
 
 
 def records_digest(records: pd.DataFrame) -> str:
@@ -154,11 +154,11 @@ def records_digest(records: pd.DataFrame) -> str:
     return hashlib.sha256(np.sort(hashes).tobytes()).hexdigest()
 
 
-def shown_answers(data: RunData, found: Sequence[tuple[PairedAnswers, Indices]]) -> dict[RecordPlace, ShownAnswer]:
+def shown_answers(data: RunData, answers: Sequence[tuple[PairedAnswers, Indices]]) -> dict[RecordPlace, ShownAnswer]:
     """Return what a person is shown of every answer of the chosen pairs, read from the run's records."""
     suites = {
         place: pairs.contrast.suite
-        for pairs, indices in found
+        for pairs, indices in answers
         for pair in answer_places(pairs, indices)
         for place in pair
     }

@@ -214,31 +214,31 @@ def refuse_late_rules(rules: Rules) -> None:
         )
 
 
-def changes(own: Comparison, before: Rules, comparison: Comparison, rules: Rules) -> Iterator[str]:
-    """Describe every difference of rules from those of the run (``own``, ``before``)."""
+def changes(run_comparison: Comparison, run_rules: Rules, comparison: Comparison, rules: Rules) -> Iterator[str]:
+    """Describe every difference of rules from those of the run (``run_comparison``, ``run_rules``)."""
     for name, old, new in (
-        ("profile", before.profile or "none", rules.profile or "none"),
-        ("alpha", before.alpha, rules.alpha),
-        ("reference", own.reference, comparison.reference),
-        ("estimands", before.estimands, rules.estimands),
-        ("gated arms", before.arms or own.candidates, rules.arms or comparison.candidates),
-        ("gated policies", _short(own, before.primary), _short(comparison, rules.primary)),
-        ("deployable policies", _short(own, before.deployable), _short(comparison, rules.deployable)),
-        ("gated lengths", before.contexts, rules.contexts),
-        ("on_inconclusive", before.on_inconclusive, rules.on_inconclusive),
-        ("not_measurable", before.not_measurable, rules.not_measurable),
-        ("worst_seed", before.worst_seed, rules.worst_seed),
+        ("profile", run_rules.profile or "none", rules.profile or "none"),
+        ("alpha", run_rules.alpha, rules.alpha),
+        ("reference", run_comparison.reference, comparison.reference),
+        ("estimands", run_rules.estimands, rules.estimands),
+        ("gated arms", run_rules.arms or run_comparison.candidates, rules.arms or comparison.candidates),
+        ("gated policies", _short(run_comparison, run_rules.primary), _short(comparison, rules.primary)),
+        ("deployable policies", _short(run_comparison, run_rules.deployable), _short(comparison, rules.deployable)),
+        ("gated lengths", run_rules.contexts, rules.contexts),
+        ("on_inconclusive", run_rules.on_inconclusive, rules.on_inconclusive),
+        ("not_measurable", run_rules.not_measurable, rules.not_measurable),
+        ("worst_seed", run_rules.worst_seed, rules.worst_seed),
     ):
         if old != new:
             yield f"{name} {_text(old)} -> {_text(new)}"
     pairs = (
-        ("margin", before.margins, rules.margins),
-        ("margin of", before.estimand_margins, rules.estimand_margins),
+        ("margin", run_rules.margins, rules.margins),
+        ("margin of", run_rules.estimand_margins, rules.estimand_margins),
     )
     yield from (
-        f"ratio of {key} {_times(before.ratios.get(key))} -> {_times(rules.ratios.get(key))}"
-        for key in sorted({*before.ratios, *rules.ratios})
-        if before.ratios.get(key) != rules.ratios.get(key)
+        f"ratio of {key} {_times(run_rules.ratios.get(key))} -> {_times(rules.ratios.get(key))}"
+        for key in sorted({*run_rules.ratios, *rules.ratios})
+        if run_rules.ratios.get(key) != rules.ratios.get(key)
     )
     for word, older, newer in pairs:
         for key in sorted({*older, *newer}):
