@@ -284,20 +284,13 @@ def test_a_wrong_section_is_caught_by_the_check_it_breaks(
         check(planted.get("wrong")(), world)
 
 
-class _FormerHooks(Section[int]):
-    """A plug-in with the former names of the hooks ``suggestions`` and ``banner_lines``."""
-
-    asides_at = 3
-
-    def instead(self, value: int, decided: Any) -> list[str]:
-        return [f"try {value}"]
-
-    def asides(self, value: int, decided: Any, head: Any) -> list[str]:
-        return [f"next to {value}"]
-
-
 def test_former_names_of_hooks_work_for_one_release(world: World) -> None:
-    section, findings = _FormerHooks(), world.rich.decided
+    hooks = {
+        "asides_at": 3,
+        "instead": lambda section, value, decided: [f"try {value}"],
+        "asides": lambda section, value, decided, head: [f"next to {value}"],
+    }
+    section, findings = type("FormerHooks", (Section,), hooks)(), world.rich.decided
     assert list(section.suggestions(1, findings)) == ["try 1"]
     assert list(section.banner_lines(2, findings, None)) == ["next to 2"]
     assert section.banner_lines_at == 3
