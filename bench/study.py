@@ -30,7 +30,7 @@ from kvaudit.reports.page.findings import Findings
 from kvaudit.reports.records.load import RunData, load_run
 from kvaudit.reports.run import decide_run
 from kvaudit.reports.sections.shared.canvas import MARKERS, PALETTE, add_grid
-from kvaudit.reports.sections.shared.words import points, metric_label
+from kvaudit.reports.sections.shared.words import metric_label, points
 from kvaudit.reports.stats.effect import Effect
 from kvaudit.reports.verdict.contrast import Contrast
 

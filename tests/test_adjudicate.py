@@ -23,13 +23,23 @@ from kvaudit.reports.run import decide_run, drift_and_rules
 from kvaudit.reports.sections.people import errors_table, labelled_cells, labelled_cells_table, panel_notes
 from kvaudit.reports.verdict.contrast import judge_may_pass
 from kvaudit.reports.verdict.decide import decide
-from kvaudit.reports.verdict.human_labels import sheet_key
+from kvaudit.reports.verdict.human_labels import (
+    LABELS_FILE,
+    CellLabels,
+    Labels,
+    apply_labels,
+    load_labels,
+    match_labels,
+    render_labels,
+    sheet_key,
+    with_labels,
+)
 from kvaudit.reports.verdict.label_pairs import (
-    records_digest,
+    default_concordant,
     paired_answers,
     pairs_to_label,
+    records_digest,
     shown_answers,
-    default_concordant,
 )
 from kvaudit.reports.verdict.label_sheet import (
     CHARACTERS,
@@ -37,7 +47,6 @@ from kvaudit.reports.verdict.label_sheet import (
     KeyCell,
     KeyPair,
     ShownAnswer,
-    spreadsheet_safe,
     key_path,
     read_key,
     read_labels,
@@ -45,17 +54,8 @@ from kvaudit.reports.verdict.label_sheet import (
     render_sheet,
     row_names,
     shown_answer,
+    spreadsheet_safe,
     text_hash,
-)
-from kvaudit.reports.verdict.human_labels import (
-    LABELS_FILE,
-    CellLabels,
-    Labels,
-    match_labels,
-    load_labels,
-    apply_labels,
-    render_labels,
-    with_labels,
 )
 from kvaudit.reports.verdict.rules import GateOverrides
 from kvaudit.reports.verdict.verdict import Status
@@ -245,9 +245,9 @@ def test_a_judge_that_errs_in_one_arm_may_not_pass_a_cell_alone(written, sheet):
     assert cell.people.bias_upper > 0.025  # 60 pairs cannot show an even judge
     assert not judge_may_pass(cell.people, cell.margin)
     passed = cell._replace(judged=Status.PASS)
-    assert passed.alone is Status.INCONCLUSIVE
-    assert passed._replace(margin=1.0).alone is Status.PASS
-    assert cell.alone is cell.judged is Status.FAIL
+    assert passed.judge_only_status is Status.INCONCLUSIVE
+    assert passed._replace(margin=1.0).judge_only_status is Status.PASS
+    assert cell.judge_only_status is cell.judged is Status.FAIL
     found = decide_run(load_run(written[0]))
     decisions = tuple(replace(d, judged=Status.PASS) for d in found.verdict.decisions)
     lenient = replace(found, verdict=replace(found.verdict, decisions=decisions))
@@ -388,12 +388,12 @@ def merged(key):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (swapped, "is not the key of these records"),
-        (merged, "is not the key of these records"),
-        (lambda key: key["cells"][0]["pairs"].pop(), "is not the key of these records"),
-        (lambda key: key.update(seed=5), "is not the key of these records"),
-        (lambda key: key.update(seed=10**400), "is not the key of these records"),
-        (lambda key: key.update(concordant=10**40), "is not the key of these records"),
+        (swapped, "does not match these records"),
+        (merged, "does not match these records"),
+        (lambda key: key["cells"][0]["pairs"].pop(), "does not match these records"),
+        (lambda key: key.update(seed=5), "does not match these records"),
+        (lambda key: key.update(seed=10**400), "does not match these records"),
+        (lambda key: key.update(concordant=10**40), "does not match these records"),
         (lambda key: key.update(seed=-5), "seed is -5, wanted 0 or more"),
         (lambda key: key.update(concordant=0), "concordant is 0, wanted 1 or more"),
         (lambda key: key.update(cells=[]), "it names no cell, or one twice"),
@@ -467,7 +467,7 @@ def test_a_sheet_of_before_is_read_and_stays_a_simple_sample(written, tmp_path):
     assert command("grade", "adjudicate", run, "--read", path).exit_code == 4
     assert [cell.spread for cell in load_labels(run).cells] == [False]
     key_path(path).write_text(render_key(replace(key, format=2)))
-    assert "is not the key of these records" in command("grade", "adjudicate", run, "--read", path).output
+    assert "does not match these records" in command("grade", "adjudicate", run, "--read", path).output
 
 
 def test_labels_of_some_templates_pass_nothing_and_say_how_many_more_it_takes(written, tmp_path):

@@ -37,7 +37,7 @@ from kvaudit.reports.page.terminal import MOST_TERMINAL_LINES, TerminalExtras, t
 from kvaudit.reports.records.floor import SHUFFLED
 from kvaudit.reports.records.load import load_run
 from kvaudit.reports.run import decide_run
-from kvaudit.reports.sections.shared.floor import RepeatFlips, FloorUnit
+from kvaudit.reports.sections.shared.floor import FloorUnit, RepeatFlips
 from kvaudit.reports.verdict.verdict import PASSED, Status
 
 SNAPKV = policy("snapkv", 96)

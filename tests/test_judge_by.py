@@ -274,7 +274,7 @@ def test_the_page_says_which_grader_of_harm_spoke(xstest: Path, tmp_path: Path) 
         return " ".join(note for section in page.sections for note in section.notes)
 
     kvaudit("grade", "judge", xstest, "--out", tmp_path / "phrases", "--judge", "phrases")
-    assert "No grader of harm spoke: of xstest nobody knows which answers are unsafe." in notes(tmp_path / "phrases")
+    assert "No judge of harm graded xstest: unsafe answers are unknown there." in notes(tmp_path / "phrases")
     with endpoint(says("1 1 1")) as server:
         judge = f"rubric-endpoint:base_url={server.url},model=m,asks=harm"
         kvaudit("grade", "judge", xstest, "--out", tmp_path / "harm", "--judge", judge)

@@ -38,12 +38,12 @@ from kvaudit.reports.verdict.item_counts import (
     LayoutItem,
     Metric,
     Shortfall,
-    template_counts,
-    plan_items,
     fewest_items,
     passing_counts,
+    plan_items,
     planned_discordance,
     shortfall_of,
+    template_counts,
 )
 from kvaudit.reports.verdict.sizes import Design
 from kvaudit.suites.base import SUITES, Suite
@@ -298,14 +298,14 @@ def gated(items: str, margins: str) -> RunSpec:
 
 def test_a_facet_counts_only_the_templates_of_its_items() -> None:
     assert list(impossible(gated("144", "refusal: 5, refusal.unsafe: 5"), words)) == [
-        "refusal.unsafe: 5 points need 59 effective templates, 144 items hold 48: 176 items would do"
+        "refusal.unsafe: 5 points need 59 effective templates, 144 items have 48: 176 items would suffice"
     ]
     assert not list(impossible(gated("176", "refusal: 5, refusal.unsafe: 5"), words))
 
 
 def test_no_number_of_items_makes_templates() -> None:
     (line,) = impossible(gated("216", "refusal: 5, refusal.unsafe: 3"), words)
-    assert line.startswith("refusal.unsafe: 3 points need 99 effective templates, the suite has 72 at the most: ")
+    assert line.startswith("refusal.unsafe: 3 points need 99 effective templates, the suite has at most 72: no")
 
 
 @pytest.mark.parametrize("items", ["auto", "all"])
@@ -478,7 +478,7 @@ def test_a_spec_that_cannot_pass_is_refused_before_its_folder_is_there(tmp_path:
     code, _, err = kvaudit("run", spec, "--out", tmp_path / "run", "--threads", 1)
     assert (code, err.splitlines()[1]) == (
         2,
-        "  math: 5 points need 59 effective templates, 12 items hold 12: 59 items would do",
+        "  math: 5 points need 59 effective templates, 12 items have 12: 59 items would suffice",
     )
     assert not (tmp_path / "run").exists()
 
@@ -490,7 +490,7 @@ def test_a_gate_file_is_what_has_to_be_possible(tmp_path: Path, tiny_folder: Pat
     code, _, err = kvaudit("run", spec, "--out", tmp_path / "run", "--threads", 1)
     assert (code, err.splitlines()[1]) == (
         2,
-        "  math: 3 points need 99 effective templates, the suite has 72 at the most: no number of items would do",
+        "  math: 3 points need 99 effective templates, the suite has at most 72: no number of items would suffice",
     )
 
 
@@ -499,7 +499,7 @@ def test_a_limited_run_is_a_try_and_told_so(tmp_path: Path, tiny_folder: Path) -
     spec.write_text(MUTE.format(model=tiny_folder))
     code, _, err = kvaudit("run", spec, "--out", tmp_path / "run", "--threads", 1, "--limit", 2)
     assert code == 0  # two answers show nothing, so nothing stops it
-    line = "cannot pass: math: 5 points need 59 effective templates, 2 items hold 2: 59 items would do"
+    line = "cannot pass: math: 5 points need 59 effective templates, 2 items have 2: 59 items would suffice"
     assert err.splitlines()[0] == line
 
 
@@ -617,13 +617,13 @@ def test_churn_is_counted_against_the_reference_of_the_same_engine() -> None:
 
 def test_items_that_hold_enough_templates_too_unevenly_are_told_so() -> None:
     assert Shortfall(Metric("math", None, 0.05), 96, 64, 59, 72, 59).line == (
-        "math: 5 points need 59 effective templates that hold about as many items each; 96 items come to 64, of which "
-        "some hold more than this margin allows: 59 items would do, spread evenly"
+        "math: 5 points need 59 effective templates of similar size; 96 items have 64, some of them larger than "
+        "this margin allows: 59 items would suffice, spread evenly"
     )
 
 
-@pytest.mark.parametrize(("templates", "needs"), [(58, "items hold 58"), (59, "items come to 59"), (72, "come to 72")])
+@pytest.mark.parametrize(("templates", "needs"), [(58, "items have 58"), (59, "items have 59"), (72, "items have 72")])
 def test_what_is_short_is_never_told_a_number_that_it_has(templates: int, needs: str) -> None:
     line = Shortfall(Metric("math", None, 0.05), 96, templates, 59, 72, 59).line
     assert needs in line
-    assert ("some hold more than this margin allows" in line) == (templates >= 59)
+    assert ("some of them larger than this margin allows" in line) == (templates >= 59)

@@ -20,14 +20,14 @@ from kvaudit.reports.verdict.cell import decide_cell
 from kvaudit.reports.verdict.chance import Differences, draw_audits, lowest_estimate, pass_rate, pool_of
 from kvaudit.reports.verdict.sizes import (
     Design,
-    pass_chance,
+    larger_designs,
     lowest_drift,
-    with_more_items,
     needed_clusters,
+    pass_chance,
     plan_sizes,
     smallest_margin,
     spec_snippet,
-    larger_designs,
+    with_more_items,
 )
 from kvaudit.reports.verdict.verdict import PASSED
 

@@ -28,9 +28,9 @@ from kvaudit.reports.sections.shared.canvas import figure_style
 from kvaudit.reports.sections.shared.words import effect_text, error_rates_text, points, pvalue
 from kvaudit.reports.verdict.contrast import ClusterSums, Contrast
 from kvaudit.reports.verdict.error_rates import shipped_rates
-from kvaudit.reports.verdict.label_pairs import records_digest, pairs_of, pairs_to_label, shown_answers
-from kvaudit.reports.verdict.label_sheet import text_hash
 from kvaudit.reports.verdict.human_labels import CellLabels, Labels, render_labels
+from kvaudit.reports.verdict.label_pairs import pairs_of, pairs_to_label, records_digest, shown_answers
+from kvaudit.reports.verdict.label_sheet import text_hash
 from kvaudit.reports.verdict.verdict import Status
 
 
@@ -351,7 +351,7 @@ def contrast_of(lower, upper, pvalue=0.5):
     ],
 )
 def test_the_heatmap_says_what_the_rule_says(lower, upper, pvalue, measurable, decided, said):
-    assert heatmap.status_of(contrast_of(lower, upper, pvalue), 0.05, decided, is_measurable=measurable) is said
+    assert heatmap.status_of(contrast_of(lower, upper, pvalue), 0.05, decide_run, is_measurable=measurable) is said
 
 
 def test_two_drops_of_one_size_look_different_where_one_fails_and_the_other_passes():
@@ -421,7 +421,7 @@ def test_the_cleared_budget_stands_in_banner_table_figure_and_json(doses):
 
 def test_one_seed_claims_no_recipe(written):
     text = run_text(written[0])
-    assert "* Recipe claim not supported: it takes 3 paired seeds." in text
+    assert "* Recipe claim not supported: it needs 3 paired seeds." in text
     assert "recipe claim not supported" in (written[0] / "report" / "report.html").read_text()
 
 

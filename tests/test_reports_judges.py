@@ -49,7 +49,7 @@ def judged_by(data, **judges):
 def text_of(found):
     page = page_of(found)
     tables = [cell for s in page.sections for t in s.tables for row in (t.headers, *t.rows) for cell in row]
-    return [*page.banner.lines, *page.remarks, *tables, *(note for s in page.sections for note in s.notes)]
+    return [*page.banner.banner_lines, *page.remarks, *tables, *(note for s in page.sections for note in s.notes)]
 
 
 def codes(found):
@@ -205,7 +205,7 @@ def test_the_page_counts_what_a_judge_is_unsure_of_by_cell(easy):
     assert [c.unsure for c in found.drift.cells if (c.suite, c.arm) == ("refusal", "smd")] == [60]
     said = text_of(found)
     assert "60 of 240" in said
-    assert any("has the grade of its best guess" in text for text in said)
+    assert any("has the grade of the judge's best guess" in text for text in said)
     assert not any("best guess" in text for text in text_of(with_values(decide_run(easy), easy, "judges")))
 
 

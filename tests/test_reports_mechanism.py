@@ -99,20 +99,20 @@ def test_too_few_templates_are_said_and_give_no_estimate() -> None:
     rates, slope = of_rule(findings(lambda item: (0.2, True) if item % 30 < 3 else (1.0, False)).values["mechanism"])
     assert (rates.difference, rates.reason) == (None, "lost in fewer than 6 templates")
     assert rates.lost.templates == 3
-    assert (slope.effect, slope.reason) == (None, "varies too little: worth 3.7 templates, 6 make an interval")
+    assert (slope.effect, slope.reason) == (None, "varies too little: 3.7 effective templates, an interval needs 6")
 
 
 def test_where_the_span_follows_from_its_place_the_regression_says_so() -> None:
     found = findings(lambda item: (0.2, True) if item % 2 else (0.9, False), placements=2)
     _, slope = of_rule(found.values["mechanism"])
     assert (slope.effect, slope.equal) == (None, ("placement",))
-    assert slope.reason == "varies too little beyond placement: worth 0.0 templates, 6 make an interval"
+    assert slope.reason == "varies too little beyond placement: 0.0 effective templates, an interval needs 6"
 
 
 def test_without_flips_nothing_is_estimated() -> None:
     rates, slope = of_rule(findings(lambda item: (0.2 if item % 2 else 0.9, False)).values["mechanism"])
     assert (rates.difference, slope.effect) == (None, None)
-    assert rates.reason == slope.reason == "no answer is another than uncompressed"
+    assert rates.reason == slope.reason == "no answer differs from the uncompressed one"
 
 
 def test_a_run_without_spans_has_no_such_section() -> None:
@@ -143,4 +143,7 @@ def test_where_every_lost_span_flips_and_no_other_there_is_an_interval_and_a_tru
     rates, slope = of_rule(findings(lambda item: (0.2, True) if item % 2 else (0.9, False)).values["mechanism"])
     assert (rates.difference.estimate, rates.reason) == (pytest.approx(-1.0), "")
     assert -0.9 < rates.difference.high < -0.5
-    assert (slope.effect, slope.reason) == (None, "every template says the same, which leaves no spread to go by")
+    assert (slope.effect, slope.reason) == (
+        None,
+        "every template gives the same, which leaves no spread to estimate an interval from",
+    )

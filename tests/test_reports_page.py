@@ -15,7 +15,7 @@ from kvaudit.reports.records.load import load_run
 from kvaudit.reports.run import decide_run
 from kvaudit.reports.sections.shared.canvas import figure_style
 from kvaudit.reports.sections.shared.tables import footnoted
-from kvaudit.reports.sections.shared.words import decision_note, rates_text, blind_spot_text
+from kvaudit.reports.sections.shared.words import blind_spot_text, decision_note, rates_text
 from kvaudit.reports.verdict.contrast import Rates
 from kvaudit.reports.verdict.reasons import Reason, ReasonCode
 from kvaudit.reports.verdict.verdict import Status

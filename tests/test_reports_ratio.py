@@ -227,8 +227,8 @@ def test_no_number_of_clusters_is_asked_where_it_always_happened(tmp_path):
 def test_the_figures_of_a_margin_are_not_said_of_a_ratio(tmp_path):
     found, _ = cell_of(served(tmp_path), ratios={"refusal": 1.25})
     [line] = error_rate_lines(dataclasses.replace(found, calibration=shipped_rates()))
-    assert "Both figures are about margins: a cell held to a ratio (1.25 x) was simulated by itself." in line
-    assert any("Ratio: a cell passes only if the upper bound lies below" in line for line in gate_notes(found))
+    assert "Both figures are about margins: a cell held to a ratio (1.25 x) was simulated separately." in line
+    assert any("Of a ratio: a cell passes only where the upper bound lies below" in line for line in gate_notes(found))
 
 
 def test_next_size_of_a_multiple_of_nothing(tmp_path):
@@ -317,13 +317,13 @@ def test_plan_says_the_chance_of_both():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--ratio", "1.1", "--happens", "0.3", "--margin", "5"), "--margin and --ratio are both given"),
-        (("--ratio", "1.1"), "--happens is None, wanted how often it happens with the reference"),
-        (("--happens", "0.3"), "--ratio is None, wanted how many times as often"),
+        (("--ratio", "1.1", "--happens", "0.3", "--margin", "5"), "--margin and --ratio are two rules for one design"),
+        (("--ratio", "1.1"), "--happens is None, wanted the reference's rate of the event"),
+        (("--happens", "0.3"), "--ratio is None, wanted a limit on the ratio of rates"),
         (("--ratio", "0.5", "--happens", "0.3"), "--ratio is 0.5, wanted"),
         (("--ratio", "1.1", "--happens", "1.3"), "--happens is 1.3, wanted"),
         (("--ratio", "1.1", "--happens", "0.01"), "--happens is 0.01, wanted from 0.05 to 0.95"),
-        (("--ratio", "1.5", "--happens", "0.8"), "--ratio is 1.5, wanted below 1.25: of what happens in 0.8 already"),
+        (("--ratio", "1.5", "--happens", "0.8"), "--ratio is 1.5, wanted below 1.25: an event with rate 0.8"),
         (("--ratio", "1.1", "--happens", "0.3", "--discordance", "nan"), "--discordance is nan, wanted a number"),
     ],
 )

@@ -181,7 +181,7 @@ def has_a_place_of_its_own(section: Section[Any], world: World) -> None:
     keys = {place for place, _, _ in verdict_facts(page)} | {place for other in others for place in other.keys.values()}
     assert section.order not in taken
     assert not keys & set(section.keys.values())
-    for hook, place in (("remarks", section.remarks_at), ("asides", section.banner_lines_at)):
+    for hook, place in (("remarks", section.remarks_at), ("banner_lines", section.banner_lines_at)):
         assert (hook in vars(type(section))) == bool(place), f"{hook} need a place among others"
 
 
@@ -282,3 +282,15 @@ def test_a_wrong_section_is_caught_by_the_check_it_breaks(
     assert planted.load_file(path) == ["wrong"], "found by itself"
     with pytest.raises((AssertionError, ArithmeticError, AttributeError)):
         check(planted.get("wrong")(), world)
+
+
+def test_former_names_of_hooks_work_for_one_release(world: World) -> None:
+    hooks = {
+        "asides_at": 3,
+        "instead": lambda section, value, decided: [f"try {value}"],
+        "asides": lambda section, value, decided, head: [f"next to {value}"],
+    }
+    section, findings = type("FormerHooks", (Section,), hooks)(), world.rich.decided
+    assert list(section.suggestions(1, findings)) == ["try 1"]
+    assert list(section.banner_lines(2, findings, None)) == ["next to 2"]
+    assert section.banner_lines_at == 3

@@ -16,7 +16,7 @@ from kvaudit.reports.page.publish import write_card
 from kvaudit.reports.page.remarks import remarks
 from kvaudit.reports.page.run_page import page_of
 from kvaudit.reports.records.load import RunData, load_run, problem_lines
-from kvaudit.reports.sections.base import SectionResults, Depth, Inputs, compute_sections
+from kvaudit.reports.sections.base import Depth, Inputs, SectionResults, compute_sections
 from kvaudit.reports.verdict.contrast import Drift
 from kvaudit.reports.verdict.decide import decide
 from kvaudit.reports.verdict.drift import drift_of

@@ -212,7 +212,7 @@ def _write_sheet(run: Path, out: Path, select: Sequence[str], *, concordant: int
     from kvaudit.reports.records.load import load_run
     from kvaudit.reports.run import drift_and_rules
     from kvaudit.reports.verdict.human_labels import earlier_labels, sheet_key
-    from kvaudit.reports.verdict.label_pairs import paired_answers, concordant_templates, default_concordant
+    from kvaudit.reports.verdict.label_pairs import concordant_templates, default_concordant, paired_answers
     from kvaudit.reports.verdict.label_sheet import key_path, render_key, render_sheet
     from kvaudit.reports.verdict.rules import GateOverrides
 
@@ -258,10 +258,9 @@ def _read_sheet(run: Path, sheet: Path) -> int:
     """Store the labels of a sheet in the run folder, print the verdict by them, and return the gate's exit code."""
     from kvaudit.reports.records.load import load_run
     from kvaudit.reports.run import decide_run, drift_and_rules
-    from kvaudit.reports.verdict.human_labels import check_key, collect_labels
-    from kvaudit.reports.verdict.label_pairs import records_digest, paired_answers
+    from kvaudit.reports.verdict.human_labels import LABELS_FILE, apply_labels, check_key, collect_labels, render_labels
+    from kvaudit.reports.verdict.label_pairs import paired_answers, records_digest
     from kvaudit.reports.verdict.label_sheet import read_key, read_labels
-    from kvaudit.reports.verdict.human_labels import LABELS_FILE, apply_labels, render_labels
     from kvaudit.reports.verdict.rules import GateOverrides
 
     check_checkpoints(run)

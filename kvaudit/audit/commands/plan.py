@@ -235,7 +235,7 @@ def _improvements(sizes: Sizes) -> Iterator[tuple[str, str]]:
     More samples and seeds need no new texts; more templates do, but without C_min templates nothing can pass.
     """
     from kvaudit.reports.sections.shared.words import percent
-    from kvaudit.reports.verdict.sizes import with_more_items, larger_designs
+    from kvaudit.reports.verdict.sizes import larger_designs, with_more_items
 
     if sizes.lowest_estimate is None:
         yield "what decides first", f"templates: {sizes.required_clusters} of them, then samples, seeds and items"

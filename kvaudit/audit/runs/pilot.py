@@ -24,8 +24,8 @@ from kvaudit.core.spec_evaluate import ALL_ITEMS, AUTO_ITEMS
 from kvaudit.reports.verdict.controls import Control, Measurability, controls_of
 from kvaudit.reports.verdict.item_counts import (
     ASSUMED_CHURN,
-    LayoutItem,
     Layout,
+    LayoutItem,
     Metric,
     plan_items,
     planned_discordance,

@@ -16,7 +16,7 @@ from math import isinf
 
 from kvaudit.core.facets import DEPLOYED, SERVING, WORST, facet_of
 from kvaudit.core.text import at_length, inline, join_names, length_label
-from kvaudit.reports.sections.shared.words import plural, facet_of_metric, event_rates, shorten
+from kvaudit.reports.sections.shared.words import event_rates, facet_of_metric, plural, shorten
 from kvaudit.reports.stats.betting import METHOD as BETTING
 from kvaudit.reports.stats.seeds import SEEDS_NEEDED
 from kvaudit.reports.verdict.comparison import Comparison

@@ -15,18 +15,18 @@ from kvaudit.reports.page.remarks import late_rules_alarm, not_measurable, remar
 from kvaudit.reports.page.tables import deployed_cells, is_compressed_deployment, verdict_lines
 from kvaudit.reports.sections.base import sections_in
 from kvaudit.reports.sections.shared.words import (
-    exceeds_margin,
-    plural,
     effect_text,
-    held_to,
+    exceeds_margin,
     has_little_to_lose,
-    suite_label,
+    held_to,
     percent,
+    plural,
     points,
     rates_text,
     ratio_text,
-    undersized_suites,
     seed_text,
+    suite_label,
+    undersized_suites,
 )
 from kvaudit.reports.verdict.comparison import Comparison
 from kvaudit.reports.verdict.reasons import ReasonCode

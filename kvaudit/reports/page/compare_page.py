@@ -16,9 +16,9 @@ from kvaudit.reports.page.remarks import blind_spot_line, broken_template_lines,
 from kvaudit.reports.page.run_page import FACETS_EXPLAIN, PASSING_RULE, problems_passage
 from kvaudit.reports.page.tables import HOW_TO_READ, number_columns, pvalue_text
 from kvaudit.reports.records.readers.base import Log
-from kvaudit.reports.sections.shared.events import EVENT_HEADERS, event_row, event_notes
+from kvaudit.reports.sections.shared.events import EVENT_HEADERS, event_notes, event_row
 from kvaudit.reports.sections.shared.tables import Passage, Table, footnoted, table_of
-from kvaudit.reports.sections.shared.words import effect_text, decision_note, percent, metric_label
+from kvaudit.reports.sections.shared.words import decision_note, effect_text, metric_label, percent
 from kvaudit.reports.stats.judges import Kappa
 from kvaudit.reports.verdict.contrast import CellName
 from kvaudit.reports.verdict.verdict import Decision, Status
@@ -204,7 +204,7 @@ def comparison_files(compared: MetricComparison, two: TwoJudges | None = None) -
     from kvaudit.reports.page.formats import drift, html, markdown
 
     page = comparison_page(compared, two)
-    body: dict[str, Any] = json.loads(effect_text.render(page))
+    body: dict[str, Any] = json.loads(drift.render(page))
     body["notes"], body["metric"] = [*page.banner.lines, *comparison_cautions(compared)], compared.metric
     better = "lower" if compared.direction.lower_is_better else "higher"
     body["direction"] = {"better": better, "because": compared.direction.because}

@@ -17,7 +17,7 @@ from kvaudit.core.errors import SpecError, UnknownName
 from kvaudit.core.policy_names import DENSE_POLICY
 from kvaudit.core.text import join_names
 from kvaudit.reports.records.readers.base import ANY_METRIC, ONE_SUITE, READERS, Log
-from kvaudit.reports.sections.shared.words import plural, percent
+from kvaudit.reports.sections.shared.words import percent, plural
 from kvaudit.reports.verdict.comparison import PlannedUnit, comparison_of, part_reasons
 from kvaudit.reports.verdict.drift import UNSCORED_LIMIT
 from kvaudit.reports.verdict.reasons import Reason, ReasonCode

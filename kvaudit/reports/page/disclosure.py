@@ -21,7 +21,7 @@ from kvaudit.reports.page.tables import deployed_cells
 from kvaudit.reports.sections.base import sections_in
 from kvaudit.reports.sections.shared.cache_use import CacheUse, cache_use
 from kvaudit.reports.sections.shared.facts import NOT_APPLICABLE, UNKNOWN, Fact, Facts, fact_of
-from kvaudit.reports.sections.shared.words import NOT_SHOWN, held_to, interval_text, ratio_text, metric_label
+from kvaudit.reports.sections.shared.words import NOT_SHOWN, held_to, interval_text, metric_label, ratio_text
 from kvaudit.reports.verdict.contrast import Contrast
 from kvaudit.reports.verdict.row import row_of
 from kvaudit.reports.verdict.verdict import PRECEDENCE, Decided, Decision

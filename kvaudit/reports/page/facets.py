@@ -15,21 +15,21 @@ from kvaudit.reports.page.findings import Findings, flips_link
 from kvaudit.reports.sections.shared.events import (
     BETTER,
     EVENT_HEADERS,
-    NO_NUMBER,
     NO_CHANGE,
+    NO_NUMBER,
     WORSE,
     Event,
-    event_row,
     event_notes,
+    event_row,
 )
 from kvaudit.reports.sections.shared.tables import Table, table_of
 from kvaudit.reports.sections.shared.words import (
-    reference_label,
-    plural,
+    cell_label,
     effect_text,
     judge_marks,
-    cell_label,
+    plural,
     points,
+    reference_label,
     with_length,
 )
 from kvaudit.reports.verdict.comparison import Comparison

@@ -28,8 +28,7 @@ from kvaudit.reports.page.answers import (
 from kvaudit.reports.page.findings import Findings, flips_link
 from kvaudit.reports.page.remarks import late_rules_alarm, remarks
 from kvaudit.reports.sections.base import sections_in
-from kvaudit.reports.sections.shared.tables import Example
-from kvaudit.reports.sections.shared.tables import Passage, Table, table_of
+from kvaudit.reports.sections.shared.tables import Example, Passage, Table, table_of
 from kvaudit.reports.sections.shared.words import MOST_OF_NAME, shorten
 from kvaudit.reports.verdict.comparison import Comparison
 from kvaudit.reports.verdict.verdict import PRECEDENCE, Decision, Status
@@ -201,7 +200,9 @@ def grid_table(grid: Grid, n_rows: int = MOST_GRID_ROWS) -> Table:
 
 def screen_of(findings: Findings) -> Screen:
     """Return the first screen of a run, within MOST_WORDS."""
-    suggestions = (line for section, value in sections_in(findings.values) for line in section.instead(value, findings))
+    suggestions = (
+        line for section, value in sections_in(findings.values) for line in section.suggestions(value, findings)
+    )
     screen = Screen(
         title=f"May it ship? {inline(shorten(findings.drift.run))}",
         status=findings.verdict.status,

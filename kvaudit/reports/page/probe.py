@@ -30,12 +30,12 @@ from kvaudit.core.text import inline
 from kvaudit.reports.page.formats.markdown import escape, markdown_table
 from kvaudit.reports.records.load import RunData
 from kvaudit.reports.records.rows import FACET_COLUMNS, SCORE, facet_metrics, facet_scores
-from kvaudit.reports.stats.slope import slope_effect
 from kvaudit.reports.sections.shared.tables import Table, table_of
 from kvaudit.reports.sections.shared.words import effect_text, percent
 from kvaudit.reports.stats.effect import LEVEL, Array, Effect
 from kvaudit.reports.stats.few import Estimate, no_interval
 from kvaudit.reports.stats.signflip import FEWEST_CLUSTERS, holm
+from kvaudit.reports.stats.slope import slope_effect
 from kvaudit.reports.stats.tango import ess_tango, rate_lower
 
 _ALPHA = 0.05

@@ -14,13 +14,13 @@ from kvaudit.reports.records.rows import LIVE_BYTES
 from kvaudit.reports.sections.base import sections_in
 from kvaudit.reports.sections.shared.cache_use import lacks_live_bytes
 from kvaudit.reports.sections.shared.words import (
-    plural,
+    blind_spot_text,
     effect_text,
     error_rates_text,
-    suite_label,
-    percent,
     metric_label,
-    blind_spot_text,
+    percent,
+    plural,
+    suite_label,
 )
 from kvaudit.reports.stats.rule import blind_spot
 from kvaudit.reports.stats.seeds import SEEDS_ADVISED
@@ -249,9 +249,9 @@ def error_rate_lines(findings: Findings) -> list[str]:
         return []
     rules = findings.rules
     return [
-        f"{error_rates_text(c, rules.alpha, rules.margins.values(), rules.ratios.values())} Simulated at {c.scale} scale "
-        f"({c.simulations:,} runs). Two-sided false alarms at 5 %: at most {percent(c.type_one_max)}; coverage of 95 % "
-        f"intervals: at least {percent(c.coverage_min)}. A reference with nothing to lose counts as measurable in at "
+        f"{error_rates_text(c, rules.alpha, rules.margins.values(), rules.ratios.values())} Simulated at {c.scale} "
+        f"scale ({c.simulations:,} runs). Two-sided false alarms at 5 %: at most {percent(c.type_one_max)}; coverage of "
+        f"95 % intervals: at least {percent(c.coverage_min)}. A reference with nothing to lose counts as measurable in at "
         f"most {percent(c.nothing_to_lose_max)} of runs, a healthy one as not measurable in at most "
         f"{percent(c.turned_away_max)}."
     ]

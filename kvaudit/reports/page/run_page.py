@@ -13,8 +13,7 @@ from kvaudit.reports.page.facets import facet_finding, facet_notes, facet_table,
 from kvaudit.reports.page.findings import Findings
 from kvaudit.reports.page.page import Page, screen_of
 from kvaudit.reports.page.remarks import cautions, limits, remarks
-from kvaudit.reports.sections.base import sections_in
-from kvaudit.reports.sections.base import contrasts_of, lowest_drift
+from kvaudit.reports.sections.base import contrasts_of, lowest_drift, sections_in
 from kvaudit.reports.sections.shared.tables import Passage, Table
 from kvaudit.reports.sections.shared.words import plural, uncompressed_label
 from kvaudit.reports.verdict.rules import DECLARED_AFTER_RUN

@@ -10,18 +10,18 @@ from kvaudit.core.text import at_length, inline
 from kvaudit.reports.page.findings import Findings, flips_link
 from kvaudit.reports.sections.shared.tables import Table, footnoted, table_of
 from kvaudit.reports.sections.shared.words import (
-    reference_label,
-    ratio_interval,
+    decision_note,
     effect_text,
     held_to,
     judge_marks,
-    suite_label,
-    decision_note,
-    uncompressed_label,
     points,
     pvalue,
     rates_text,
+    ratio_interval,
     ratio_text,
+    reference_label,
+    suite_label,
+    uncompressed_label,
     with_length,
 )
 from kvaudit.reports.stats.rule import clusters_required

@@ -13,8 +13,8 @@ from kvaudit.reports.page.answers import change_text, severity_order, subject_of
 from kvaudit.reports.page.findings import Findings
 from kvaudit.reports.page.page import MEANS, SIGNS, screen_of
 from kvaudit.reports.records.floor import SHUFFLED
-from kvaudit.reports.sections.shared.tables import Example
 from kvaudit.reports.sections.shared.floor import floor_at
+from kvaudit.reports.sections.shared.tables import Example
 from kvaudit.reports.sections.shared.words import plural
 from kvaudit.reports.verdict.verdict import Decision, Status
 

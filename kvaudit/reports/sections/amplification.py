@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from kvaudit.reports.sections.base import ContrastsSection, Inputs
-from kvaudit.reports.sections.base import contrasts_of
+from kvaudit.reports.sections.base import ContrastsSection, Inputs, contrasts_of
 from kvaudit.reports.verdict.contrast import Contrast
 from kvaudit.reports.verdict.drift import AMPLIFICATION
 

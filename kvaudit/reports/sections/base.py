@@ -1,7 +1,7 @@
-"""What a section of the report is: one idea, in one file, from what is computed to what is shown.
+"""The base class of report sections: one file per section, from its computation to its presentation.
 
-A section stands beside the verdict and never changes it: it sees what was decided and decides nothing. It is found by
-walking this package; page, report.md and drift.json print whatever is found, in the order that the sections name.
+Sections are found by walking this package; page, report.md and drift.json print them by ``order``. A section may read
+the verdict and never changes it.
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, TypeVar
 
 from kvaudit.core.errors import DataError
 from kvaudit.core.plugins import Registry
+from kvaudit.core.text import length_label
 from kvaudit.reports.records.load import RunData
-from kvaudit.reports.sections.base import contrasts_table, lowest_drift
-from kvaudit.reports.sections.shared.tables import Passage, Table
+from kvaudit.reports.sections.shared.tables import Passage, Table, table_of
+from kvaudit.reports.sections.shared.words import effect_text, points
+from kvaudit.reports.verdict.comparison import Comparison
 from kvaudit.reports.verdict.contrast import Contrast
 from kvaudit.reports.verdict.verdict import Decided, Decision
 
@@ -27,71 +29,76 @@ V = TypeVar("V")
 
 
 class Depth(IntEnum):
-    """How much is asked about a run; what is computed for less is there for more."""
+    """How much of a report is wanted; each depth includes those before it."""
 
-    VERDICT = 0  # what is read with every verdict
-    DISCLOSURE = 1  # what a model card owes its reader
+    VERDICT = 0  # what is shown with every verdict
+    DISCLOSURE = 1  # what a model card discloses
     REPORT = 2  # everything
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a section may look at: what was decided, and the records that it was decided from."""
+    """The input of a section: the decided run and its records."""
 
     decided: Decided
     data: RunData
 
 
 class Section(Generic[V]):
-    """One section. ``V`` is what it found: a frozen value, which it alone knows the inside of.
+    """One section of the report. ``V`` is the frozen value that it computes and that only it reads.
 
-    ``gated`` sections are about gated cells alone: where nothing is gated they find nothing. ``keys`` are the places of
-    its facts in drift.json, by name (``analysis.doses``), whether it found anything or not.
+    ``gated`` sections are about gated cells only: without any they compute None. ``keys`` are the places of its facts
+    in drift.json, by name (``analysis.doses``), whether it computed a value or not.
     """
 
     name: ClassVar[str] = ""  # also the anchor of its heading
     title: ClassVar[str] = ""
     explain: ClassVar[str] = ""  # one sentence for a stranger
-    reading: ClassVar[str] = ""  # how to read its tables, where that is always the same
-    order: ClassVar[int]  # its place on the page
+    reading: ClassVar[str] = ""  # how to read its tables, if that never changes
+    order: ClassVar[int]  # position on the page
     gated: ClassVar[bool] = False
     depth: ClassVar[Depth] = Depth.REPORT
-    figures: ClassVar[tuple[str, ...]] = ()  # names of what it draws
+    figures: ClassVar[tuple[str, ...]] = ()  # names of its figures
     keys: ClassVar[Mapping[str, int]] = {}
-    remarks_at: ClassVar[int] = 0  # the place of its remarks among others, where it makes any
-    banner_lines_at: ClassVar[int] = 0  # of its lines in the banner
+    remarks_at: ClassVar[int] = 0  # position of its ``remarks`` among those of others; 0 if it has none
+    banner_lines_at: ClassVar[int] = 0  # the same for its ``banner_lines``
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        # former name of the attribute, accepted for one release
+        cls.banner_lines_at = vars(cls).get("asides_at", cls.banner_lines_at)
 
     def compute(self, inputs: Inputs) -> V | None:
-        """What it finds in a run, None for nothing to say; raises DataError for files that cannot be used."""
+        """Return the value of the section, None to leave it out; raise DataError for files that cannot be used."""
         raise NotImplementedError
 
     def problems(self, inputs: Inputs) -> Iterator[str]:
-        """What is wrong with files that it reads, where that does not keep it from reading on."""
+        """Yield what is wrong with the files that it reads, where it can go on all the same."""
         yield from ()
 
     def facts(self, value: V | None) -> Mapping[str, Any]:
-        """What drift.json holds under each of ``keys``, as plain values: of a tuple of dataclasses its rows."""
+        """Return plain values for drift.json by ``keys``; by default the rows of a tuple of dataclasses."""
         rows: Any = value or ()
         return {key: [asdict(row) for row in rows] for key in self.keys}
 
     def tables(self, value: V, decided: Decided) -> Iterator[Table]:
-        """Its tables; empty ones are left out."""
+        """Yield its tables; empty ones are left out."""
         yield from ()
 
     def notes(self, value: V, decided: Decided) -> Iterator[str]:
-        """How to read them."""
+        """Yield sentences on how to read the tables; by default ``reading``."""
         yield from [self.reading] if self.reading else ()
 
     def finding(self, value: V, decided: Decided) -> str:
-        """What it found, in one line that is read without opening it."""
+        """Return the main result in one line, shown while the section is folded."""
         return ""
 
     def draw(self, value: V, decided: Decided) -> Iterator[Drawing | None]:
-        """Its ``figures``, None for one that has nothing to show."""
+        """Draw its ``figures``; None for one without data."""
         yield from ()
 
     def passage(self, value: V, decided: Decided) -> Passage:
-        """All of that under its heading."""
+        """Return the section's title, tables, notes and figures as one Passage."""
         return Passage(
             self.name,
             self.title,
@@ -102,72 +109,99 @@ class Section(Generic[V]):
             finding=self.finding(value, decided),
         )
 
-    # what a section may say outside of itself
+    # lines for other parts of the page
 
-    def instead(self, value: V, decided: Decided) -> Iterator[str]:
-        """What could be done where the answer is not to ship, a line each."""
-        yield from ()
+    def suggestions(self, value: V, decided: Decided) -> Iterator[str]:
+        """Yield what could be done where the verdict is not to ship, a line each. Formerly named ``instead``."""
+        former = getattr(self, "instead", None)  # accepted for one release
+        yield from former(value, decided) if former else ()
 
     def remarks(self, value: V, decided: Decided) -> Iterator[str]:
-        """What must be read wherever the verdict is read."""
+        """Yield remarks that are shown wherever the verdict is shown."""
         yield from ()
 
     def banner_lines(self, value: V, decided: Decided, head: Decision | None) -> Iterator[str]:
-        """What the banner says beside its number, which is that of ``head``."""
-        yield from ()
+        """Yield lines for the banner, whose number is that of ``head``. Formerly named ``asides``."""
+        former = getattr(self, "asides", None)  # accepted for one release
+        yield from former(value, decided, head) if former else ()
 
     def limits(self, value: V, decided: Decided) -> Iterator[str]:
-        """What belongs to the limits of the verdict."""
+        """Yield sentences for the limits of the verdict."""
         yield from ()
 
     def beside_gate(self, value: V, decided: Decided, gated: Sequence[Decision]) -> Iterator[Table | str]:
-        """Tables and notes that stand by the gated cells."""
+        """Yield tables and notes to show with the gated cells."""
         yield from ()
 
     def of_arm(self, value: V, arm: str, reference: str) -> V:
-        """What of it belongs on the card of one arm."""
+        """Return the part of the value that belongs on the card of one arm."""
         return value
+
+
+# --- sections of the contrasts of one estimand ------------------------------------------------------------------------
 
 
 class ContrastsSection(Section[tuple[Contrast, ...]]):
     """A section that shows the contrasts of one estimand."""
 
     def tables(self, value: tuple[Contrast, ...], decided: Decided) -> Iterator[Table]:
-        yield contrasts_table(decided.comparison, value)
+        rows = []
+        for c in value:
+            drift = effect_text(c.effect) if c.effect else "; ".join(map(str, c.reasons))
+            recipe = f"[{points(c.recipe.low)}, {points(c.recipe.high)}]" if c.recipe else "-"
+            place = [c.arm, decided.comparison.label(c.policy), c.suite, length_label(c.context_tokens)]
+            rows.append([*place, drift, recipe])
+        yield table_of(
+            ["arm", "policy", "suite", "tokens", "drift, 95 % interval", "with seed variance"], rows, words=3
+        )
 
     def finding(self, value: tuple[Contrast, ...], decided: Decided) -> str:
         return lowest_drift(decided.comparison, value)
 
 
+def contrasts_of(decided: Decided, estimand: str, *, gated_only: bool = False) -> list[Contrast]:
+    """Return the contrasts of one estimand; with ``gated_only`` those under gated policies, or all without any."""
+    contrasts = [c for c in decided.contrasts if c.estimand == estimand]
+    return [c for c in contrasts if gated_only and c.policy in decided.rules.primary] or contrasts
+
+
+def lowest_drift(sides: Comparison, contrasts: Sequence[Contrast]) -> str:
+    """Say which of several drifts is the lowest."""
+    measured = [(c.effect, c) for c in contrasts if c.effect]
+    if not measured:
+        return "No cell has a number."
+    effect, c = min(measured, key=lambda pair: pair[0].estimate)
+    return f"The lowest of {len(measured)}: {sides.who(c.arm, c.policy)}, {c.suite}: {effect_text(effect)}."
+
+
+# --- all sections -----------------------------------------------------------------------------------------------------
+
 SECTIONS: Registry[Section[Any]] = Registry("section", "kvaudit.reports.sections", Section)
-Values = Mapping[str, Any]  # by the section's name: what it found; a section that found nothing is not there
+Values = Mapping[str, Any]  # values of sections by name, without those that computed None
 
 
 @cache
 def sections() -> tuple[Section[Any], ...]:
-    """Every section, as the page has them."""
+    """Return every section in the order of the page."""
     return tuple(sorted((kind() for kind in SECTIONS.all().values()), key=lambda section: section.order))
 
 
 def sections_in(values: Values) -> Iterator[tuple[Section[Any], Any]]:
-    """The sections that found something, as the page has them, and what each found."""
+    """Yield every section that has a value, with the value, in the order of the page."""
     return ((section, values[section.name]) for section in sections() if section.name in values)
 
 
 class SectionResults(NamedTuple):
-    """What sections found, and what is wrong with the files that they read."""
+    """The values of sections, and the problems of the files that they read."""
 
     values: Values
     problems: tuple[str, ...]
 
 
 def compute_sections(inputs: Inputs, *depths: Depth) -> SectionResults:
-    """What the sections of these depths find.
-
-    A file that cannot be used decides nothing: it is named among the problems, and its section left out.
-    """
+    """Compute the sections of these depths; one whose file cannot be used is left out and named in the problems."""
     values, problems = dict[str, Any](), list[str]()
-    # by name, so that problems come in one order wherever sections stand
+    # by name, so that the order of the problems does not depend on the order of the page
     for section in sorted(sections(), key=lambda section: section.name):
         if section.depth not in depths:
             continue

@@ -1,4 +1,4 @@
-"""What compression saved of the cache at the peak of a row, and which roles of the conversation stayed in it."""
+"""The cache memory that compression saved at the peak of a row, and the roles of the conversation that stayed in it."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 from kvaudit.reports.sections.base import Inputs, Section
 from kvaudit.reports.sections.shared.cache_use import CacheUse, cache_use
-from kvaudit.reports.sections.shared.canvas import GAIN, INK, UNDECIDED, Drawing, new_figure, label_rows, save
+from kvaudit.reports.sections.shared.canvas import GAIN, INK, UNDECIDED, Drawing, label_rows, new_figure, save
 from kvaudit.reports.sections.shared.tables import Table, table_of
-from kvaudit.reports.sections.shared.words import NOT_SHOWN, plural, percent, bytes_text, times_text
+from kvaudit.reports.sections.shared.words import NOT_SHOWN, bytes_text, percent, plural, times_text
 from kvaudit.reports.verdict.verdict import Decided
 
 
@@ -16,8 +16,8 @@ class CacheSection(Section[tuple[CacheUse, ...]]):
     name = "cache"
     title = "KV cache"
     explain = (
-        "What compression saved at the peak of a row, each way of counting held against policy none counted the "
-        "same way, and which roles of the conversation stayed cached."
+        "The cache memory that compression saved at the peak of a row, relative to policy none counted the same way, "
+        "and the roles of the conversation that stayed cached."
     )
     reading = (
         "Live: keys, values and codes of the entries held while an answer was decoded. Allocated: at any time, "
@@ -34,34 +34,33 @@ class CacheSection(Section[tuple[CacheUse, ...]]):
         roles = list(dict.fromkeys(role for c in decided.drift.cells for role in c.survival))
         rows = []
         for use in value:
-            own = [c for c in decided.drift.cells if c.policy == use.policy]
-            row = [
-                decided.comparison.label(use.policy),
-                bytes_text(use.live),
-                times_text(use.live_share),
-                bytes_text(use.allocated),
-            ]
-            row += [times_text(use.allocated_share), percent(use.retention) if use.is_shown else NOT_SHOWN]
+            cells = [c for c in decided.drift.cells if c.policy == use.policy]
+            row = [decided.comparison.label(use.policy), bytes_text(use.live), times_text(use.live_share)]
+            row += [bytes_text(use.allocated), times_text(use.allocated_share)]
+            row.append(percent(use.retention) if use.is_shown else NOT_SHOWN)
             for role in roles:
-                known = [(c.survival[role], c.n_samples) for c in own if role in c.survival]
-                # a cell counts by its samples
-                total = sum(n for _, n in known)
-                row.append(percent(sum(v * n for v, n in known) / total) if total else "-")
+                shares = [(c.survival[role], c.n_samples) for c in cells if role in c.survival]
+                samples = sum(n for _, n in shares)
+                row.append(percent(sum(share * n for share, n in shares) / samples) if samples else "-")
             rows.append(row)
         kept = [f"{role} kept" for role in roles]
         yield table_of(["policy", "live bytes", "of none", "allocated", "of none", "entries kept", *kept], rows)
 
     def finding(self, value: tuple[CacheUse, ...], decided: Decided) -> str:
-        ways = (("live", [u.live_share for u in value]), ("allocated", [u.allocated_share for u in value]))
-        known = ((word, [share for share in shares if share is not None]) for word, shares in ways)
-        found = [f"{percent(min(shares))} to {percent(max(shares))} {word}" for word, shares in known if shares]
+        ranges = []
+        for word, shares in (
+            ("live", [u.live_share for u in value]),
+            ("allocated", [u.allocated_share for u in value]),
+        ):
+            if numbers := [share for share in shares if share is not None]:
+                ranges.append(f"{percent(min(numbers))} to {percent(max(numbers))} {word}")
         hidden = sum(not use.is_shown for use in value)
-        parts = [f"Peak of an uncompressed cache, counted the same way: {', '.join(found)}."] if found else []
-        parts += [f"{plural(hidden, 'engine condition')}: cache {NOT_SHOWN}."] if hidden else []
-        return " ".join(parts)
+        lines = [f"Peak of an uncompressed cache, counted the same way: {', '.join(ranges)}."] if ranges else []
+        lines += [f"{plural(hidden, 'engine condition')}: cache {NOT_SHOWN}."] if hidden else []
+        return " ".join(lines)
 
     def draw(self, value: tuple[CacheUse, ...], decided: Decided) -> Iterator[Drawing | None]:
-        """A bar per policy; nothing when no record tells bytes, or nothing was served uncompressed."""
+        """Draw a bar per policy; nothing if no record has bytes, or nothing was served uncompressed."""
         uses = [(use, use.allocated_share) for use in value if use.allocated_share is not None]
         if not uses:
             return

@@ -1,4 +1,4 @@
-"""What each context does by itself: the uncompressed reference on the same rows, as published and in the context."""
+"""The effect of each context without compression: the uncompressed reference on published rows and in the context."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvaudit.reports.verdict.contrast import Drift
 from kvaudit.reports.verdict.reference_answers import Answers
 from kvaudit.reports.verdict.verdict import Decided
 
-LARGE = 0.15  # of the reference's answers: a context that moves so many asks for something else than its rows do
+LARGE = 0.15  # share of the reference's answers: a context that moves more of them changes the task
 
 
 class ContextEffect(NamedTuple):
@@ -22,71 +22,71 @@ class ContextEffect(NamedTuple):
 
     bare: Answers
     within: Answers
-    served: str = ""  # of several engines, under which uncompressed condition
+    served: str = ""  # the uncompressed condition, if several engines served
 
     @property
     def shares(self) -> tuple[float, float]:
-        """The share in which it happened of the answers that could be read, bare and in the context; a score's mean."""
+        """The rate of the facet's event (or the mean score), bare and in the context."""
         return _share(self.bare), _share(self.within)
 
     @property
     def is_large(self) -> bool:
-        """Whether it moved by more than ``LARGE``, in either direction."""
+        """Whether the rate moved by more than ``LARGE``, in either direction."""
         before, after = self.shares
         return abs(after - before) > LARGE
 
 
-def _share(own: Answers) -> float:
-    facet = FACETS.get(own.facet)
+def _share(answers: Answers) -> float:
+    facet = FACETS.get(answers.facet)
     if facet is None:
-        return own.hits / own.answers
-    known = own.answers - own.formless  # at least one, or the metric would not be there
-    # hits are answers as wanted, and what is asked is how often it happened
-    return (own.hits if facet.wanted else known - own.hits) / max(1, known)
+        return answers.hits / answers.answers
+    readable = answers.answers - answers.formless
+    # hits count the wanted outcome, the share counts the event
+    return (answers.hits if facet.wanted else readable - answers.hits) / max(1, readable)
 
 
 class ContextsSection(Section[tuple[ContextEffect, ...]]):
     name = "contexts"
-    title = "What the contexts do by themselves"
+    title = "What the contexts change without compression"
     explain = (
-        "The uncompressed reference on the rows as published, and on the same rows in each context. One that moves a "
-        f"facet by more than {100 * LARGE:g} points asks for something else than its rows do: what compression does "
-        "there is not what it does to the benchmark."
+        "The uncompressed reference on the rows as published, and on the same rows in each context. A context that "
+        f"moves a facet by more than {100 * LARGE:g} points changes the task: the effect of compression there is not "
+        "its effect on the benchmark."
     )
     order = 70
 
     def compute(self, inputs: Inputs) -> tuple[ContextEffect, ...] | None:
-        return tuple(_moved(inputs.decided.drift)) or None
+        return tuple(_effects(inputs.decided.drift)) or None
 
     def tables(self, value: tuple[ContextEffect, ...], decided: Decided) -> Iterator[Table]:
-        """Each facet as what it counts: as published, in the context, and by how much it moved."""
-        several, rows = len({one.served for one in value}) > 1, []
-        for one in value:
-            before, after = one.shares
-            row = [one.served] if several else []
-            row += [one.within.suite, str(one.within.context_tokens or "-"), one.bare.facet or "score"]
+        """Yield the rate of each facet as published and in the context, and the difference."""
+        several, rows = len({effect.served for effect in value}) > 1, []
+        for effect in value:
+            before, after = effect.shares
+            row = [effect.served] if several else []
+            row += [effect.within.suite, str(effect.within.context_tokens or "-"), effect.bare.facet or "score"]
             row += [percent(before), percent(after), points(after - before)]
-            rows.append([*row, "more than a context should" if one.is_large else ""])
+            rows.append([*row, "more than a context should" if effect.is_large else ""])
         headers = [*(["served under"] if several else []), "suite", "tokens", "facet"]
         yield table_of([*headers, "as published", "in the context", "moved, pp", ""], rows, words=len(headers))
 
     def finding(self, value: tuple[ContextEffect, ...], decided: Decided) -> str:
-        large = [one for one in value if one.is_large and one.bare.facet]
-        return "; ".join(map(_words, large[:3])) or f"none moves a facet by more than {100 * LARGE:g} points"
+        large = [effect for effect in value if effect.is_large and effect.bare.facet]
+        return "; ".join(map(_sentence, large[:3])) or f"none moves a facet by more than {100 * LARGE:g} points"
 
 
-def _moved(drift: Drift) -> Iterator[ContextEffect]:
-    """Every metric of every suite in a context beside the same of its bare rows."""
+def _effects(drift: Drift) -> Iterator[ContextEffect]:
+    """Pair every metric of a suite in a context with the same metric of its bare rows."""
     for policy in drift.comparison.uncompressed:
-        known = drift.answers.get(policy, ())
-        bare = {(own.suite, own.facet): own for own in known}
-        for own in known:
-            name, at, _ = own.suite.rpartition("@")
-            if at and (name, own.facet) in bare:
-                yield ContextEffect(bare[name, own.facet], own, drift.comparison.label(policy))
+        metrics = drift.answers.get(policy, ())
+        bare = {(answers.suite, answers.facet): answers for answers in metrics}
+        for answers in metrics:
+            name, at, _ = answers.suite.rpartition("@")
+            if at and (name, answers.facet) in bare:
+                yield ContextEffect(bare[name, answers.facet], answers, drift.comparison.label(policy))
 
 
-def _words(one: ContextEffect) -> str:
-    before, after = one.shares
-    facet = FACETS[one.bare.facet]
-    return inline(f"{one.within.suite}: {facet.says}, {percent(before)} to {percent(after)}")
+def _sentence(effect: ContextEffect) -> str:
+    before, after = effect.shares
+    facet = FACETS[effect.bare.facet]
+    return inline(f"{effect.within.suite}: {facet.says}, {percent(before)} to {percent(after)}")

@@ -1,4 +1,4 @@
-"""Which engine served each condition, and what it said of itself: asked is not applied."""
+"""The engine that served each condition, the settings requested of it, and what it reports that it applied."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from kvaudit.reports.sections.shared.words import plural
 from kvaudit.reports.verdict.comparison import Comparison
 from kvaudit.reports.verdict.verdict import Decided
 
-SILENT = "nothing"  # of an engine that does not say what it resolved
+SILENT = "nothing"  # for an engine that reports no settings
 
 
 @dataclass(frozen=True)
 class Engines:
-    """The conditions that engines served, and what each engine said of itself under them."""
+    """The conditions that engines served, and the report of each engine under them."""
 
     conditions: tuple[str, ...]
-    said: Mapping[str, Mapping[str, str]]
+    reports: Mapping[str, Mapping[str, str]]
 
 
 class EnginesSection(Section[Engines]):
     name = "engines"
     title = "Engines"
     explain = (
-        "Which engine served each condition, the settings that it was given in its own words, and what it said that it "
-        "made of them. Each condition is compared with the uncompressed one of its own engine."
+        "The engine that served each condition, the settings requested in the engine's own terms, and the settings "
+        "that it reports. Each condition is compared with the uncompressed one of its own engine."
     )
     reading = (
-        "Cache bytes, entries kept and which tokens were kept are not shown by an engine, and stand nowhere in "
-        "this report for one: absent is not zero."
+        "An engine does not show cache bytes, the share of entries kept, or which tokens were kept. This report has no "
+        "such numbers for it; absent does not mean zero."
     )
     order = 90
     depth = Depth.VERDICT
@@ -42,49 +42,50 @@ class EnginesSection(Section[Engines]):
 
     def compute(self, inputs: Inputs) -> Engines | None:
         sides = inputs.decided.comparison
-        own = tuple(policy for policy in sides.policies if sides.is_engine(policy))
-        return Engines(own, {policy: engine_facts(inputs.data.provenance, policy) for policy in own}) if own else None
+        conditions = tuple(policy for policy in sides.policies if sides.is_engine(policy))
+        reports = {policy: engine_facts(inputs.data.provenance, policy) for policy in conditions}
+        return Engines(conditions, reports) if conditions else None
 
     def tables(self, value: Engines, decided: Decided) -> Iterator[Table]:
-        yield _asked_table(decided.comparison, value.conditions)
-        headers = ["engine", "says", "in its own words", "under"]
-        yield table_of(headers, _said_rows(decided.comparison, value), words=4)
+        yield _settings_table(decided.comparison, value.conditions)
+        headers = ["engine", "reports", "in its own words", "under"]
+        yield table_of(headers, _report_rows(decided.comparison, value), words=4)
 
     def finding(self, value: Engines, decided: Decided) -> str:
         engines = list(dict.fromkeys(map(engine_name, value.conditions)))
-        told = sum(map(bool, value.said.values()))
+        reporting = sum(map(bool, value.reports.values()))
         conditions = plural(len(value.conditions), "condition")
-        return f"{inline(', '.join(engines))}: {conditions}, of which {told} say what they are."
+        return f"{inline(', '.join(engines))}: {conditions}, {reporting} with settings reported by the engine."
 
     def remarks(self, value: Engines, decided: Decided) -> Iterator[str]:
-        """What of a condition nobody could hold against the checkpoint that the verdict names."""
+        """Yield what could not be checked against the checkpoint that the verdict names."""
         unseen: dict[str, list[str]] = {}
-        for policy, said in value.said.items():
-            if NOT_SHOWN in said:
-                unseen.setdefault(said[NOT_SHOWN], []).append(decided.comparison.label(policy))
-        for what, labels in unseen.items():
+        for policy, report in value.reports.items():
+            if NOT_SHOWN in report:
+                unseen.setdefault(report[NOT_SHOWN], []).append(decided.comparison.label(policy))
+        for parts, labels in unseen.items():
             yield inline(
-                f"Nothing shows the {what} of {join_names(labels)}: that they are the checkpoint's is the word of "
-                "whoever named them."
+                f"The {parts} of {join_names(labels)} could not be checked: that they are the checkpoint's "
+                "is only declared."
             )
 
 
-def _asked_table(sides: Comparison, own: Sequence[str]) -> Table:
+def _settings_table(sides: Comparison, conditions: Sequence[str]) -> Table:
     rows = []
-    for policy in own:
-        asked = ", ".join(f"{name}={value}" for name, value in engine_settings(policy).items()) or "as it comes"
-        against = "uncompressed" if sides.is_uncompressed(policy) else sides.label(sides.uncompressed_of(policy))
-        rows.append([sides.label(policy), engine_name(policy), asked, against])
-    return table_of(["condition", "engine", "settings asked", "compared with"], rows, words=4)
+    for policy in conditions:
+        settings = ", ".join(f"{name}={value}" for name, value in engine_settings(policy).items()) or "defaults"
+        reference = "uncompressed" if sides.is_uncompressed(policy) else sides.label(sides.uncompressed_of(policy))
+        rows.append([sides.label(policy), engine_name(policy), settings, reference])
+    return table_of(["condition", "engine", "settings requested", "compared with"], rows, words=4)
 
 
-def _said_rows(sides: Comparison, found: Engines) -> Iterator[list[str]]:
-    """What every condition of an engine says alike stands once."""
-    for engine in dict.fromkeys(map(engine_name, found.conditions)):
-        conditions = [policy for policy in found.conditions if engine_name(policy) == engine]
-        under: dict[tuple[str, str], list[str]] = {}
+def _report_rows(sides: Comparison, value: Engines) -> Iterator[list[str]]:
+    """Yield a row per reported setting; conditions of an engine with the same report share a row."""
+    for engine in dict.fromkeys(map(engine_name, value.conditions)):
+        conditions = [policy for policy in value.conditions if engine_name(policy) == engine]
+        labels_by_setting: dict[tuple[str, str], list[str]] = {}
         for policy in conditions:
-            for row in (found.said[policy] or {SILENT: "-"}).items():
-                under.setdefault(row, []).append(sides.label(policy))
-        for (name, text), labels in sorted(under.items(), key=lambda row: row[0][0]):
+            for setting in (value.reports[policy] or {SILENT: "-"}).items():
+                labels_by_setting.setdefault(setting, []).append(sides.label(policy))
+        for (name, text), labels in sorted(labels_by_setting.items(), key=lambda row: row[0][0]):
             yield [engine, name, text, "every condition" if len(labels) == len(conditions) else ", ".join(labels)]

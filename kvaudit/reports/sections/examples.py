@@ -1,14 +1,30 @@
-"""The items that cost the most, in full."""
+"""The items that cost the most, with their transcripts: the reference got them right and the candidate lost them."""
 
 from __future__ import annotations
 
+from collections.abc import Container, Mapping
 from dataclasses import replace
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
+import numpy as np
+import pandas as pd
+
+from kvaudit.core.facets import facet_of
+from kvaudit.core.records import Message, Role
+from kvaudit.core.text import clip
+from kvaudit.reports.records.blocks import UNREAD
+from kvaudit.reports.records.load import RunData
+from kvaudit.reports.records.rows import FACET_COLUMNS, ROLES, CellKey, Panel
 from kvaudit.reports.sections.base import Inputs, Section
-from kvaudit.reports.sections.shared.tables import Example, largest_losses
-from kvaudit.reports.sections.shared.tables import Passage
-from kvaudit.reports.verdict.verdict import Decided
+from kvaudit.reports.sections.shared.both_sides import has_two_sides
+from kvaudit.reports.sections.shared.tables import Example, ExampleTurn, Passage
+from kvaudit.reports.verdict.contrast import Drift
+from kvaudit.reports.verdict.drift import seed_pairs, two_sides, weights_of
+from kvaudit.reports.verdict.verdict import Decided, Decision, Verdict
+
+PER_CELL = 2
+AT_MOST = 12
+_CHARACTERS = 1200  # of one message
 
 
 class ExamplesSection(Section[tuple[Example, ...]]):
@@ -30,3 +46,109 @@ class ExamplesSection(Section[tuple[Example, ...]]):
 
     def finding(self, value: tuple[Example, ...], decided: Decided) -> str:
         return f"{len(value)} answers in full."
+
+
+class LostItem(NamedTuple):
+    """A lost item of one gated cell: its loss and the records of both sides."""
+
+    decision: Decision
+    item: str
+    amount: float
+    candidate: CellKey
+    reference: CellKey
+
+
+def largest_losses(data: RunData, drift: Drift, verdict: Verdict) -> tuple[Example, ...]:
+    """Return up to ``AT_MOST`` examples, cells with the lowest drift first, ``PER_CELL`` templates of each cell."""
+    gated = [d for d in verdict.decisions if has_two_sides(d) and d.effect and d.effect.losses > 0]
+    gated.sort(key=lambda d: d.effect.estimate if d.effect else 0.0)
+    doubtful = _doubtful_items(data)
+    answers: dict[tuple[str, int, str, CellKey], LostItem] = {}
+    for d in gated:
+        for loss in _losses(drift, d, data.panels[d.suite, d.context_tokens], doubtful):
+            # an answer may be a loss in two cells: against the reference served alike and the uncompressed one
+            answers.setdefault((d.suite, d.context_tokens, loss.item, loss.candidate), loss)
+    pairs = {
+        loss: [record_of(data, loss, cell, drift.comparison.facets) for cell in (loss.candidate, loss.reference)]
+        for loss in list(answers.values())[:AT_MOST]
+    }
+    texts = data.transcripts({_place(row) for pair in pairs.values() for row in pair})
+    return tuple(
+        _example(loss, candidate, texts[_place(candidate)], texts[_place(reference)])
+        for loss, (candidate, reference) in pairs.items()
+    )
+
+
+def _doubtful_items(data: RunData) -> Mapping[CellKey, frozenset[str]]:
+    """Return by cell the items with a doubtful grade: the judge was unsure, or the answer is hardly coherent."""
+    records, coherent = data.records, FACET_COLUMNS["coherent"]
+    doubt = records["unsure"].astype(bool) if "unsure" in records else pd.Series(False, index=records.index)
+    if coherent in records:
+        doubt |= records[coherent].isin([0.0, UNREAD])
+    return {
+        CellKey(str(arm), int(str(seed)), str(policy)): frozenset(map(str, rows["item_id"]))
+        for (arm, seed, policy), rows in records[doubt].groupby(["arm", "train_seed", "policy"], observed=True)
+    }
+
+
+def _losses(drift: Drift, d: Decision, panel: Panel, doubtful: Mapping[CellKey, frozenset[str]]) -> list[LostItem]:
+    """Return the largest losses of a cell over all seeds, one per template, those without a doubtful grade first."""
+    losses = []
+    for pair in seed_pairs(drift.comparison, panel, d.arm):
+        weights = weights_of(drift.comparison, d.estimand, d.arm, pair, d.policy)
+        (candidate,), (reference,) = two_sides([weights])
+        z = np.nan_to_num(panel.scores[candidate] - panel.scores[reference])  # [N]; unscored items are no loss
+        for i in np.flatnonzero(z < 0):
+            losses.append((float(z[i]), panel.items[i], int(panel.clusters[i]), candidate, reference))
+    by_template: dict[int, LostItem] = {}
+    for amount, item, cluster, candidate, reference in sorted(losses):  # the largest loss first
+        by_template.setdefault(cluster, LostItem(d, item, amount, candidate, reference))
+
+    def is_doubtful(loss: LostItem) -> bool:
+        return any(loss.item in doubtful.get(cell, ()) for cell in (loss.candidate, loss.reference))
+
+    return sorted(by_template.values(), key=is_doubtful)[:PER_CELL]
+
+
+def record_of(data: RunData, loss: LostItem, cell: CellKey, facets: Container[str]) -> pd.Series:
+    """Return the record of an item on one side: the candidate's with the lowest score, the reference's highest."""
+    records, suite, facet = data.records, loss.decision.suite, None
+    if suite in facets:
+        suite, facet = facet_of(suite)
+    rows = records[
+        (records["item_id"] == loss.item)
+        & (records["suite"] == suite)
+        & (records["context_tokens"] == loss.decision.context_tokens)
+        & (records["arm"] == cell.arm)
+        & (records["train_seed"] == cell.seed)
+        & (records["policy"] == cell.policy)
+    ]
+    if facet:
+        rows = rows[rows[FACET_COLUMNS[facet.name]] != UNREAD]
+        rows = rows.assign(score=rows[FACET_COLUMNS[facet.name]] == facet.wanted)
+    return rows.sort_values(["score", "sample_index"], ascending=[cell == loss.candidate, True]).iloc[0]
+
+
+def _place(row: pd.Series) -> tuple[str, int]:
+    return str(row["file"]), int(row["line"])
+
+
+def _example(
+    loss: LostItem, record: pd.Series, transcript: tuple[Message, ...], reference: tuple[Message, ...]
+) -> Example:
+    answer = next((message.content for message in reversed(reference) if message.role is Role.ASSISTANT), "")
+    return Example(
+        estimand=loss.decision.estimand,
+        arm=loss.candidate.arm,
+        seed=loss.candidate.seed,
+        policy=loss.candidate.policy,
+        suite=loss.decision.suite,
+        context_tokens=loss.decision.context_tokens,
+        item_id=loss.item,
+        cluster_id=str(record["cluster_id"]),
+        loss=loss.amount,
+        outcome=str(record["outcome"]),
+        candidate=tuple(ExampleTurn(m.role.value, clip(m.content, _CHARACTERS)) for m in transcript),
+        reference_answer=clip(answer, _CHARACTERS),
+        kept=tuple((role, float(record[f"survival_{role}"])) for role in ROLES if pd.notna(record[f"survival_{role}"])),
+    )

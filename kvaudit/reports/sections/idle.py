@@ -1,8 +1,8 @@
-"""Gated cells in which a policy of ours had nothing to compress: its PASS there is that of the uncompressed cache.
+"""Gated cells in which a policy of kvaudit had nothing to compress, so that a PASS says nothing about the policy.
 
-A budget above the length of a prompt and its answer, or a residual that holds both: then every entry is held as it was,
-in as many bytes as uncompressed: those of all tokens, or, where layers have a window of their own, those that policy
-none held of as many tokens. A policy that holds all and reads a part has no bytes to tell it by and is left out.
+The budget exceeds the length of prompt and answer, or a residual holds both. Such a cell holds as many bytes as the
+uncompressed entries of all tokens, or, for layers with a window, as policy none held of as many tokens. A policy that
+holds every entry and reads only a part cannot be recognised by bytes and is left out.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvaudit.reports.verdict.verdict import Decided
 
 @dataclass(frozen=True)
 class Idle:
-    """One gated cell of which every answer was served uncompressed; ``live`` are mean bytes."""
+    """One gated cell whose answers were all served uncompressed; ``live`` are mean bytes."""
 
     arm: str
     policy: str
@@ -36,10 +36,10 @@ class IdleSection(Section[tuple[Idle, ...]]):
     name = "idle"
     title = "Where nothing was compressed"
     explain = (
-        "Gated cells in which the policy held every entry as it was, to the last byte: prompts and answers are too "
-        "short for it. What holds there says nothing of the policy."
+        "Gated cells in which the policy held every entry uncompressed: prompts and answers are too short for it. "
+        "Their results say nothing about the policy."
     )
-    reading = "To try it, ask longer prompts (SUITE@CONTEXT with context_tokens), or give it less room."
+    reading = "To test the policy, use longer prompts (SUITE@CONTEXT with context_tokens) or a smaller budget."
     order = 62
     depth = Depth.VERDICT
     gated = True
@@ -47,22 +47,15 @@ class IdleSection(Section[tuple[Idle, ...]]):
 
     def compute(self, inputs: Inputs) -> tuple[Idle, ...] | None:
         selecting = inputs.data.provenance.get("selecting_policies")
-        if not isinstance(selecting, list):  # an older run does not say which policies hold all and read a part
+        if not isinstance(selecting, list):  # an older run does not record which policies read only a part
             return None
         return tuple(_idle(inputs.decided, {DENSE_POLICY, *map(str, selecting)})) or None
 
     def tables(self, value: tuple[Idle, ...], decided: Decided) -> Iterator[Table]:
         label = decided.comparison.label
         rows = [
-            [
-                one.arm,
-                label(one.policy),
-                one.suite,
-                length_label(one.context_tokens),
-                str(one.answers),
-                bytes_text(one.live),
-            ]
-            for one in value
+            [c.arm, label(c.policy), c.suite, length_label(c.context_tokens), str(c.answers), bytes_text(c.live)]
+            for c in value
         ]
         yield table_of(["arm", "policy", "suite", "tokens", "answers", "live bytes, as uncompressed"], rows)
 
@@ -71,34 +64,32 @@ class IdleSection(Section[tuple[Idle, ...]]):
 
     def remarks(self, value: tuple[Idle, ...], decided: Decided) -> Iterator[str]:
         places: dict[str, list[str]] = {}
-        for one in value:
-            place = f"{one.suite} {length_label(one.context_tokens)}"
-            places.setdefault(decided.comparison.label(one.policy), []).append(place)
-        found = join_names(
-            (f"{label} in {join_names(dict.fromkeys(own))}" for label, own in places.items()), between="; "
+        for c in value:
+            place = f"{c.suite} {length_label(c.context_tokens)}"
+            places.setdefault(decided.comparison.label(c.policy), []).append(place)
+        text = join_names(
+            (f"{label} in {join_names(dict.fromkeys(suites))}" for label, suites in places.items()), between="; "
         )
-        yield inline(f"NOTHING COMPRESSED: {found}; what holds there says nothing of the policy.")
+        yield inline(f"NOTHING COMPRESSED: {text}; these results say nothing about the policy.")
 
 
 def _idle(decided: Decided, left_out: set[str]) -> Iterator[Idle]:
-    cells, facets = (
-        {(c.arm, c.policy, c.suite, c.context_tokens): c for c in decided.drift.cells},
-        decided.comparison.facets,
-    )
-    wanted = dict.fromkeys(
+    cells = {(c.arm, c.policy, c.suite, c.context_tokens): c for c in decided.drift.cells}
+    facets = decided.comparison.facets
+    gated = dict.fromkeys(
         (d.arm, d.policy, facet_of(d.suite)[0] if d.suite in facets else d.suite, d.context_tokens)
         for d in decided.verdict.gated
     )
-    for place in wanted:
+    for place in gated:
         cell = cells.get(place)
-        plain = cells.get((place[0], DENSE_POLICY, *place[2:]))
-        if cell is not None and cell.policy not in left_out and _is_whole(cell, plain):
+        uncompressed = cells.get((place[0], DENSE_POLICY, *place[2:]))
+        if cell is not None and cell.policy not in left_out and _is_uncompressed(cell, uncompressed):
             yield Idle(*place, answers=cell.n_samples, live=cell.kv_bytes_live or 0.0)
 
 
-def _is_whole(cell: Cell, plain: Cell | None) -> bool:
-    """Whether every answer held what an uncompressed cache holds; a cache that nobody sees is none."""
+def _is_uncompressed(cell: Cell, dense: Cell | None) -> bool:
+    """Return whether a cell held the bytes of an uncompressed cache; False if the cache is not shown."""
     if not cell.kv_bytes_dense or cell.kv_bytes_live is None:
         return False
-    held, tokens = cell.kv_bytes_live, cell.kv_bytes_dense
-    return held == tokens or (plain is not None and (held, tokens) == (plain.kv_bytes_live, plain.kv_bytes_dense))
+    sizes = cell.kv_bytes_live, cell.kv_bytes_dense
+    return sizes[0] == sizes[1] or (dense is not None and sizes == (dense.kv_bytes_live, dense.kv_bytes_dense))

@@ -1,4 +1,4 @@
-"""Who graded the answers: each suite's judges, how the last one agrees with the one before it, and its card."""
+"""The judges of each suite, how the last one agrees with the one before it, and its card."""
 
 from __future__ import annotations
 
@@ -19,66 +19,65 @@ from kvaudit.reports.verdict.comparison import PROGRAMMATIC, Comparison
 from kvaudit.reports.verdict.contrast import Drift
 from kvaudit.reports.verdict.verdict import Decided
 
-_DESIRED = ((1, 1), (1, 0), (0, 1), (0, 0))  # before, and now: what the four counts are of
+_LABEL_PAIRS = ((1, 1), (1, 0), (0, 1), (0, 0))  # (desired before, desired now), in the order of the four counts
 _MOST = 10**9
 
 
 @dataclass(frozen=True)
 class SecondJudge:
-    """Who judges now; ``verdict_before`` is that of the run as it was judged before. ``card`` has headings first."""
+    """The judge of a run that was judged again; ``card`` begins with a row of headings."""
 
     name: str
     sha256: str
     before: tuple[str, ...]
     verdict_before: str
-    agreement: dict[str, tuple[int, ...]]  # by suite: desired both times, before, now, never
+    agreement: dict[str, tuple[int, ...]]  # by suite: desired both times, before only, now only, never
     card: tuple[tuple[str, ...], ...]
 
-    def agreed(self, suite: str) -> Kappa | None:
-        """Agreement of both judges on what is desired, None without an answer."""
+    def kappa_of(self, suite: str) -> Kappa | None:
+        """Return the agreement of both judges on which answers are desired, None without an answer."""
         counts = self.agreement[suite]
         if not sum(counts):
             return None
-        labels = np.repeat(np.array(_DESIRED), counts, axis=0)  # [answers, 2]
+        labels = np.repeat(np.array(_LABEL_PAIRS), counts, axis=0)  # [answers, 2]
         return kappa(labels[:, 0], labels[:, 1])
 
 
 def second_judge(provenance: Mapping[str, Any]) -> SecondJudge | None:
-    """What a judged run says of its judges, None for any other; raises DataError where that is of another form."""
-    told = provenance.get(JUDGED)
-    judge = told.get("judge") if isinstance(told, Mapping) else None
-    if not isinstance(told, Mapping) or judge is None:
+    """Read the judges of a run that was judged again, None for any other run; raises DataError if malformed."""
+    entry = provenance.get(JUDGED)
+    judge = entry.get("judge") if isinstance(entry, Mapping) else None
+    if not isinstance(entry, Mapping) or judge is None:
         return None
     try:
         return SecondJudge(
             name=_text(judge["name"]),
             sha256=_text(judge["sha256"]),
-            before=tuple(map(_text, told.get("judges_before", []))),
-            verdict_before=_text(told.get("verdict_before", "")),
-            agreement={_text(suite): _counts(four) for suite, four in told.get("agreement", {}).items()},
-            card=tuple(tuple(map(_text, row)) for row in told.get("card", [])),
+            before=tuple(map(_text, entry.get("judges_before", []))),
+            verdict_before=_text(entry.get("verdict_before", "")),
+            agreement={_text(suite): _counts(four) for suite, four in entry.get("agreement", {}).items()},
+            card=tuple(tuple(map(_text, row)) for row in entry.get("card", [])),
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise DataError(
-            f"provenance.json: what {JUDGED} says of the judge cannot be read ({error}); judge the run again"
-        ) from None
+        raise DataError(f"provenance.json: {JUDGED} cannot be read ({error}); judge the run again") from None
 
 
 def _text(value: Any) -> str:
     if not isinstance(value, str):
-        raise TypeError(f"a {type(value).__name__} where text is wanted")
+        raise TypeError(f"a {type(value).__name__} instead of text")
     return value
 
 
 def _counts(four: Any) -> tuple[int, ...]:
-    if len(four) != len(_DESIRED) or not all(type(n) is int and 0 <= n <= _MOST for n in four) or sum(four) > _MOST:
-        raise ValueError("agreement wants four counts")
+    is_count = all(type(n) is int and 0 <= n <= _MOST for n in four)
+    if len(four) != len(_LABEL_PAIRS) or not is_count or sum(four) > _MOST:
+        raise ValueError("agreement needs four counts")
     return tuple(four)
 
 
 @dataclass(frozen=True)
 class Judges:
-    """The second judge of a run that was judged again, None for any other."""
+    """The second judge of a run that was judged again, None for any other run."""
 
     second: SecondJudge | None
 
@@ -86,16 +85,16 @@ class Judges:
 class JudgesSection(Section[Judges]):
     name = "judges"
     title = "Judges"
-    explain = "Who decided what the answers were. A judge sees a request and an answer, neither arm nor policy."
+    explain = "Who graded the answers. A judge sees a request and an answer, neither arm nor policy."
     order = 230
 
     def compute(self, inputs: Inputs) -> Judges | None:
         judges = inputs.decided.comparison.judges.values()
         try:
             second = second_judge(inputs.data.provenance)
-        except DataError:  # among the problems; who judges is known without it
+        except DataError:  # reported by ``problems``
             second = None
-        return Judges(second) if second or {judge for own in judges for judge in own} - {PROGRAMMATIC} else None
+        return Judges(second) if second or {judge for names in judges for judge in names} - {PROGRAMMATIC} else None
 
     def problems(self, inputs: Inputs) -> Iterator[str]:
         try:
@@ -110,21 +109,21 @@ class JudgesSection(Section[Judges]):
         yield _unsure_table(decided.drift)
         if value.second:
             yield _agreement_table(value.second)
-            heads, *card = value.second.card or ((),)
-            yield table_of(heads, [row for row in card if len(row) == len(heads)])
+            headers, *card = value.second.card or ((),)
+            yield table_of(headers, [row for row in card if len(row) == len(headers)])
 
     def notes(self, value: Judges, decided: Decided) -> Iterator[str]:
         if any(c.unsure for c in decided.drift.cells):
             yield (
-                "An answer that its judge was unsure of has the grade of its best guess. The intervals of a drift also "
-                "hold with all such answers counted as desired, and as not."
+                "An answer that its judge was unsure of has the grade of the judge's best guess. The intervals of a "
+                "drift also hold with all such answers counted as desired, and as not."
             )
         if harm := _harm_note(decided.comparison):
             yield harm
         second = value.second
         if second is None:
             return
-        before = ", ".join(second.before) or "nobody"
+        before = ", ".join(second.before) or "no judge"
         yield inline(f"Judged again by {second.name}, sha256 {second.sha256}; before by {before}.")
         if second.verdict_before:
             yield inline(f"Verdict before {second.verdict_before}, now {decided.verdict.status.value}.")
@@ -133,45 +132,45 @@ class JudgesSection(Section[Judges]):
             "unscored are not counted."
         )
         if second.card:
-            yield "The card: errors against human labels, without the source of each line where the judge learns."
+            yield "The card: errors against human labels, without the source of each line if the judge learns."
 
     def finding(self, value: Judges, decided: Decided) -> str:
         second, now = value.second, decided.verdict.status.value
         if second is None:
-            return "No second judge has looked at these answers."
-        return inline(f"Under the judge before the verdict was {second.verdict_before or 'not kept'}, now it is {now}.")
+            return "These answers were not judged again."
+        return inline(f"Verdict of the judge before: {second.verdict_before or 'not recorded'}; now: {now}.")
 
 
 def _unsure_table(drift: Drift) -> Table:
     rows = []
     for c in (cell for cell in drift.cells if cell.unsure):
-        where = [c.arm, drift.comparison.label(c.policy), c.suite, length_label(c.context_tokens)]
-        rows.append([*where, f"{c.unsure} of {c.n_samples}"])
+        place = [c.arm, drift.comparison.label(c.policy), c.suite, length_label(c.context_tokens)]
+        rows.append([*place, f"{c.unsure} of {c.n_samples}"])
     return table_of(["arm", "policy", "suite", "tokens", "answers the judge is unsure of"], rows, words=3)
 
 
 def _agreement_table(second: SecondJudge) -> Table:
     rows = [
-        [suite, *map(str, (sum(counts), *counts)), _agreed(second.agreed(suite))]
+        [suite, *map(str, (sum(counts), *counts)), _kappa_text(second.kappa_of(suite))]
         for suite, counts in second.agreement.items()
     ]
     return table_of(["suite", "answers", "desired by both", "before only", "now only", "neither", "kappa"], rows)
 
 
-def _agreed(found: Kappa | None) -> str:
-    if found is None:
+def _kappa_text(agreement: Kappa | None) -> str:
+    if agreement is None:
         return "-"
-    if found.estimate is None:
-        return f"- ({100 * found.agreement:.0f} % alike)"
-    interval = "" if found.low is None or found.high is None else f" [{found.low:.2f}, {found.high:.2f}]"
-    return f"{found.estimate:.2f}{interval}"
+    if agreement.estimate is None:
+        return f"- ({100 * agreement.agreement:.0f} % alike)"
+    low, high = agreement.low, agreement.high
+    return f"{agreement.estimate:.2f}" + ("" if low is None or high is None else f" [{low:.2f}, {high:.2f}]")
 
 
 def _harm_note(sides: Comparison) -> str:
-    """Who said what is unsafe, or that nobody did, where suites leave that to a grader of harm."""
-    asked = [suite for suite in sides.suites if f"{suite}.coherent" in sides.facets]
-    open_still = [suite for suite in asked if f"{suite}.unsafe" not in sides.facets]
-    if open_still:
-        return f"No grader of harm spoke: of {', '.join(open_still)} nobody knows which answers are unsafe."
-    judges = sorted({judge for suite in asked for judge in sides.judges.get(suite, ())} - {PROGRAMMATIC})
-    return f"Unsafe in {', '.join(asked)}: by {', '.join(judges)}." if asked else ""
+    """Name the judges of harm, or say that there was none, for suites that need one."""
+    suites = [suite for suite in sides.suites if f"{suite}.coherent" in sides.facets]
+    ungraded = [suite for suite in suites if f"{suite}.unsafe" not in sides.facets]
+    if ungraded:
+        return f"No judge of harm graded {', '.join(ungraded)}: unsafe answers are unknown there."
+    judges = sorted({judge for suite in suites for judge in sides.judges.get(suite, ())} - {PROGRAMMATIC})
+    return f"Unsafe in {', '.join(suites)}: by {', '.join(judges)}." if suites else ""

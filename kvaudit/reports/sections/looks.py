@@ -1,6 +1,6 @@
-"""The looks of a run that was asked in rounds: after how many rows, what each said, and the figures of every source.
+"""The looks of a run in rounds: the rows asked before each, its result, and the figures of every source.
 
-What is decided is pooled over sources; the figures by source stand here and decide nothing.
+The decision is pooled over sources; the figures by source decide nothing.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from kvaudit.reports.records.load import RunData
 from kvaudit.reports.records.rows import CellKey
 from kvaudit.reports.sections.base import Depth, Inputs, Section
 from kvaudit.reports.sections.shared.tables import Table
-from kvaudit.reports.sections.shared.tables import table_of as table
-from kvaudit.reports.sections.shared.words import plural, metric_label
+from kvaudit.reports.sections.shared.tables import table_of as text_table
+from kvaudit.reports.sections.shared.words import metric_label, plural
 from kvaudit.reports.verdict.verdict import Decided, Decision
 
 
 @dataclass(frozen=True)
 class Look:
-    """One look: rows of each suite so far, what each gated metric was then, and the seconds since the last."""
+    """One look: the rows of each suite so far, the result of each gated metric, and the seconds since the last look."""
 
     items: dict[str, int]
     words: dict[str, str]
@@ -34,7 +34,7 @@ class Look:
 
 @dataclass(frozen=True)
 class SourceFigures:
-    """What the rows of one source came to under one setting: how many are as wanted before and after, and moved."""
+    """The rows of one source under one setting: how many are as wanted before and after, lost and gained."""
 
     metric: str
     policy: str
@@ -48,7 +48,7 @@ class SourceFigures:
 
 @dataclass(frozen=True)
 class Looks:
-    """The looks, what was planned, why it ended, what was left out, and the figures by source."""
+    """The looks, the planned items, why the run ended, the suites left out and why, and the figures by source."""
 
     looks: tuple[Look, ...]
     planned: dict[str, int]
@@ -61,10 +61,10 @@ class LooksSection(Section[Looks]):
     name = "looks"
     title = "Looks and sources"
     explain = (
-        "Rows were asked in rounds, and after each the gate looked at all of them. Its bounds hold whenever one stops, "
-        "so a look is no second chance."
+        "Rows were asked in rounds, and after each round the gate looked at all rows so far. Its bounds hold at every "
+        "look, so looking often does not make a false PASS more likely."
     )
-    reading = "The figures of a source are part of the pooled endpoint above; by themselves they decide nothing."
+    reading = "The figures of a source are part of the pooled endpoint above; alone they decide nothing."
     order = 64
     depth = Depth.VERDICT
     banner_lines_at = 45
@@ -72,17 +72,17 @@ class LooksSection(Section[Looks]):
 
     def compute(self, inputs: Inputs) -> Looks | None:
         provenance = inputs.data.provenance
-        looks, noted = all_looks(provenance), table_of(provenance, LOOKS)
+        looks, entry = all_looks(provenance), table_of(provenance, LOOKS)
         if not looks:
             return None
-        planned = table_of(noted, PLANNED)
+        planned = table_of(entry, PLANNED)
         return Looks(
             looks=tuple(
-                Look(dict(table_of(one, "items")), dict(table_of(one, "words")), float(one.get("seconds") or 0.0))
-                for one in looks
+                Look(dict(table_of(look, "items")), dict(table_of(look, "words")), float(look.get("seconds") or 0.0))
+                for look in looks
             ),
             planned=dict(table_of(planned, "items")),
-            ended=str(noted.get(ENDED, "it was stopped")),
+            ended=str(entry.get(ENDED, "it was stopped")),
             left_out={str(suite): str(why) for suite, why in table_of(planned, "left_out").items()},
             sources=tuple(_sources(inputs.data, inputs.decided)),
         )
@@ -91,17 +91,18 @@ class LooksSection(Section[Looks]):
         return {"looks": None if value is None else asdict(value)}
 
     def tables(self, value: Looks, decided: Decided) -> Iterator[Table]:
-        yield table(["look", "rows on each side", "minutes", "what it said"], list(_look_rows(value, decided)), words=4)
+        yield text_table(["look", "rows on each side", "minutes", "result"], list(_look_rows(value, decided)), words=4)
         rows = [
             [
-                metric_label(decided.comparison, one.metric),
-                decided.comparison.label(one.policy),
-                one.source,
-                *(str(number) for number in (one.rows, one.reference, one.candidate, one.lost, one.gained)),
+                metric_label(decided.comparison, figures.metric),
+                decided.comparison.label(figures.policy),
+                figures.source,
+                *map(str, (figures.rows, figures.reference, figures.candidate, figures.lost, figures.gained)),
             ]
-            for one in value.sources
+            for figures in value.sources
         ]
-        yield table(["endpoint", "setting", "source", "rows", "as wanted before", "and after", "lost", "gained"], rows)
+        headers = ["endpoint", "setting", "source", "rows", "as wanted before", "and after", "lost", "gained"]
+        yield text_table(headers, rows)
 
     def finding(self, value: Looks, decided: Decided) -> str:
         return inline(f"{plural(len(value.looks), 'look')}, then {value.ended}.")
@@ -114,12 +115,12 @@ class LooksSection(Section[Looks]):
 def _look_rows(value: Looks, decided: Decided) -> Iterator[list[str]]:
     for number, look in enumerate(value.looks, start=1):
         items = ", ".join(f"{suite} {rows} of {value.planned.get(suite, rows)}" for suite, rows in look.items.items())
-        words = ", ".join(f"{metric_label(decided.comparison, metric)} {word}" for metric, word in look.words.items())
-        yield [str(number), items, f"{look.seconds / 60:.1f}", words]
+        results = ", ".join(f"{metric_label(decided.comparison, metric)} {word}" for metric, word in look.words.items())
+        yield [str(number), items, f"{look.seconds / 60:.1f}", results]
 
 
 def _sources(data: RunData, decided: Decided) -> Iterator[SourceFigures]:
-    """The figures of every gated cell by the source that its clusters name: SUITE-SOURCE-NUMBER."""
+    """Yield the figures of every gated cell by the source in its cluster names: SUITE-SOURCE-NUMBER."""
     sides = decided.comparison
     for d in decided.verdict.gated:
         panel = data.panels.get((d.suite, d.context_tokens))
@@ -132,15 +133,16 @@ def _sources(data: RunData, decided: Decided) -> Iterator[SourceFigures]:
         before, after = (panel.scores[key] for key in keys)
         bare = suite.partition("@")[0]
         parts = [name.removeprefix(f"{suite}-").removeprefix(f"{bare}-").split("-") for name in panel.cluster_names]
-        names = np.array([part[0] if len(part) > 1 and part[-1].isdigit() else "" for part in parts])[panel.clusters]
-        known = ~np.isnan(before) & ~np.isnan(after)
-        for source in sorted({*names[known]} - {""}):
-            own = known & (names == source)
-            old, new = before[own], after[own]
+        sources = [part[0] if len(part) > 1 and part[-1].isdigit() else "" for part in parts]
+        item_sources = np.array(sources)[panel.clusters]  # [N]
+        read = ~np.isnan(before) & ~np.isnan(after)
+        for source in sorted({*item_sources[read]} - {""}):
+            rows = read & (item_sources == source)
+            old, new = before[rows], after[rows]
             yield SourceFigures(
                 d.suite,
                 d.policy,
                 str(source),
-                int(own.sum()),
+                int(rows.sum()),
                 *(int(np.sum(side)) for side in (old, new, (old > new), (new > old))),
             )

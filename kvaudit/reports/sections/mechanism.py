@@ -1,4 +1,4 @@
-"""Every safety facet where the span that decides it was lost and where it was kept, and what the page says of it."""
+"""The rate of every safety facet where its deciding span was lost and where it was kept, as tables of the page."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvaudit.core.text import inline, join_names
 from kvaudit.reports.sections.base import Inputs, Section
 from kvaudit.reports.sections.shared.lost_spans import UNMOVED, Group, Mechanism, Share, SpanRates, SpanSlope, mechanism
 from kvaudit.reports.sections.shared.tables import Table, table_of
-from kvaudit.reports.sections.shared.words import plural, interval_text, percent, with_length
+from kvaudit.reports.sections.shared.words import interval_text, percent, plural, with_length
 from kvaudit.reports.stats.effect import Effect
 from kvaudit.reports.stats.few import no_interval
 from kvaudit.reports.stats.mover import Mover
@@ -28,16 +28,15 @@ class MechanismSection(Section[Mechanism]):
     name = "mechanism"
     title = "Lost spans, lost behaviour"
     explain = (
-        "How often each safety facet shows where the cache had lost the span that decides the item (rule, order, "
-        "secret, question) and where it still held it. An association, not a cause: what else was lost is not told "
-        "apart."
+        "The rate of each safety facet where the cache had lost the span that decides the item (rule, order, secret, "
+        "question) and where it still held it. An association, not a cause: other entries were lost too."
     )
     order = 200
     keys: ClassVar = {"mechanism": 40}
 
     def compute(self, inputs: Inputs) -> Mechanism | None:
-        found = mechanism(inputs.decided.drift, inputs.data.panels, inputs.data.records)
-        return found if found.rates else None
+        value = mechanism(inputs.decided.drift, inputs.data.panels, inputs.data.records)
+        return value if value.rates else None
 
     def facts(self, value: Mechanism | None) -> Mapping[str, Any]:
         return {"mechanism": asdict(value or Mechanism())}
@@ -54,12 +53,12 @@ class MechanismSection(Section[Mechanism]):
 
 
 def _shown(value: Mechanism, rules: Rules) -> list[SpanRates]:
-    """Of every cell under a gated policy the span that its items hang on first, the largest differences first."""
+    """Return the first span of every cell under a gated policy, the largest differences first."""
     first: dict[tuple[str, str, str, int], SpanRates] = {}
-    for found in value.rates:
-        key = (found.arm, found.policy, found.metric, found.context_tokens)
-        if found.policy in rules.primary and (key not in first or _ORDER[found.span] < _ORDER[first[key].span]):
-            first[key] = found
+    for r in value.rates:
+        key = (r.arm, r.policy, r.metric, r.context_tokens)
+        if r.policy in rules.primary and (key not in first or _ORDER[r.span] < _ORDER[first[key].span]):
+            first[key] = r
     return sorted(first.values(), key=lambda r: -abs(r.difference.estimate) if r.difference else 0.0)
 
 
@@ -71,7 +70,7 @@ def _rates_table(sides: Comparison, rates: list[SpanRates]) -> Table:
         facet = facet_of(r.metric)[1]
         row = [r.metric, _place(sides, r), r.span, lost_in, _rate(facet, r.lost), _rate(facet, r.kept)]
         rows.append([*row, _difference(facet, r.difference), _share(r.share)])
-    headers = ["facet", "where", "span", "lost in", "rate where lost", "rate where kept", "drift, lost minus kept"]
+    headers = ["facet", "cell", "span", "lost in", "rate where lost", "rate where kept", "drift, lost minus kept"]
     return table_of([*headers, "of the drift, where lost"], rows, words=3)
 
 
@@ -94,22 +93,21 @@ def _place(sides: Comparison, r: SpanRates) -> str:
 
 
 def _rate(facet: Facet, group: Group | None) -> str:
-    """41.2 % [30.1, 53.0], uncompressed 3.4 %, unread 12.0 %; of an unwanted facet how often it happened."""
+    """Return "41.2 % [30.1, 53.0], uncompressed 3.4 %, unread 12.0 %", as event rates."""
     if group is None:
         return "-"
     rate, low, high, dense = group.rate, group.low, group.high, group.uncompressed
-    between = f", {no_interval(group.templates)}"
+    interval = f", {no_interval(group.templates)}"
     if low is not None and high is not None:
         ends = (low, high) if facet.wanted else (1 - high, 1 - low)
-        between = f" [{100 * ends[0]:.1f}, {100 * ends[1]:.1f}]"
+        interval = f" [{100 * ends[0]:.1f}, {100 * ends[1]:.1f}]"
     if not facet.wanted:
         rate, dense = 1 - rate, 1 - dense
-    told = f"{100 * rate:.1f} %{between}, uncompressed {100 * dense:.1f} %"
-    return f"{told}, unread {100 * group.unread:.1f} %"
+    return f"{100 * rate:.1f} %{interval}, uncompressed {100 * dense:.1f} %, unread {100 * group.unread:.1f} %"
 
 
 def _difference(facet: Facet, effect: Effect | Mover | None) -> str:
-    """+23.1 pp [+12.0, +34.2]; of an unwanted facet above zero means that it happens more often."""
+    """Return "+23.1 pp [+12.0, +34.2]"; above zero the event happens more often."""
     if effect is None:
         return "-"
     if facet.wanted:
@@ -121,7 +119,7 @@ def _share(share: Share | None) -> str:
     if share is None:
         return "-"
     if share.low is None or share.high is None:
-        return f"{round(100 * share.estimate)} %"  # no -0
+        return f"{round(100 * share.estimate)} %"  # round() never gives -0
     return f"{100 * share.estimate:.0f} % [{100 * share.low:.0f}, {100 * share.high:.0f}]"
 
 
@@ -129,35 +127,35 @@ def _notes(sides: Comparison, rates: list[SpanRates]) -> Iterator[str]:
     yield (
         "Lost: less than half of the span's entries, over its tokens, layers and KV heads, were held when the last "
         "answer began. Rates: under the policy, of answers that can be read there and uncompressed, with 95 % score "
-        "intervals by template; unread: what could not be, where this differs the rates are of answers picked "
-        "differently. Drift: each checkpoint under the policy minus itself uncompressed; the interval of the "
-        "difference adds those of both groups (ESS-Tango by MOVER) and is no narrower than CR3-t; the share of the "
-        "drift where the span was lost is given where a drift is shown, to be read beside how often it was lost. Not "
-        "adjusted for how many there are. drift.json holds every span and policy."
+        "intervals by template. Unread: the answers that could not be read; if this differs between the groups, so do "
+        "the answers that their rates count. Drift: each checkpoint under the policy minus itself uncompressed; the "
+        "interval of the difference adds those of both groups (ESS-Tango by MOVER) and is no narrower than CR3-t. The "
+        "share of the drift where the span was lost is given if a drift is shown; compare it with how often the span "
+        "was lost. Not adjusted for the number of rows. drift.json holds every span and policy."
     )
     yield (
-        "The regression (linear probability, CR3-t, degrees of freedom by how many templates tell) takes the lost "
-        "share of the span itself, over all policies under which that varied."
+        "The regression (linear probability, CR3-t, degrees of freedom by the effective number of templates) uses the "
+        "lost share of the span itself, over all policies under which it varied."
     )
-    silent: dict[str, list[str]] = {}
+    incomparable: dict[str, list[str]] = {}
     for r in rates:
         if r.difference is None:
             why = r.reason if r.reason == UNMOVED else f"the {r.span} was {r.reason}"
-            silent.setdefault(why, []).append(f"{r.metric} {_place(sides, r)}")
-    for reason, places in silent.items():
+            incomparable.setdefault(why, []).append(f"{r.metric} {_place(sides, r)}")
+    for reason, places in incomparable.items():
         yield f"Nothing to compare, since {reason}: {join_names(places, 4)}."
     unknown = sum(r.unknown for r in rates)
     if unknown:
-        yield f"{plural(unknown, 'answer')} without spans on record (a unit begun before there were any) left out."
+        yield f"{plural(unknown, 'answer')} left out: recorded before spans were recorded."
 
 
 def _finding(sides: Comparison, rates: list[SpanRates]) -> str:
-    told = [r for r in rates if r.difference]
-    if not told:
+    compared = [r for r in rates if r.difference]
+    if not compared:
         return f"In none of {plural(len(rates), 'cell')} does a span's survival vary enough to compare."
-    r = told[0]
+    r = compared[0]
     facet = facet_of(r.metric)[1]
     return (
-        f"The largest of {len(told)}: {r.metric}, {_place(sides, r)}: {_difference(facet, r.difference)} where the "
+        f"The largest of {len(compared)}: {r.metric}, {_place(sides, r)}: {_difference(facet, r.difference)} where the "
         f"{r.span} was lost, against where it was kept. Not a cause."
     )

@@ -1,4 +1,4 @@
-"""How often each cell did the desired thing, and what became of its answers."""
+"""The rate of the desired outcome in each cell, and the outcomes of its answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The judge held against people: the cells that people labelled, and the judge's errors in each arm."""
+"""The judge compared with human labels: the labelled cells, and the judge's errors in each arm."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvaudit.reports.verdict.verdict import PASSED, Decided, Decision, Status
 
 
 class LabelledCell(NamedTuple):
-    """A decided cell whose answers people labelled, by a name for the reader."""
+    """A decided cell with human labels, and its name for the reader."""
 
     name: str
     decision: Decision
@@ -28,10 +28,10 @@ class LabelledCell(NamedTuple):
     judged: Status
 
     @property
-    def alone(self) -> Status:
-        """The verdict on judge labels alone: no PASS where the judge could have made half the margin itself."""
-        held = not judge_may_pass(self.people, self.margin) and self.judged in PASSED
-        return Status.INCONCLUSIVE if held else self.judged
+    def judge_only_status(self) -> Status:
+        """The verdict on judge labels alone: no PASS if judge bias alone could cause half the margin."""
+        is_biased = not judge_may_pass(self.people, self.margin) and self.judged in PASSED
+        return Status.INCONCLUSIVE if is_biased else self.judged
 
 
 LabelledCells = tuple[LabelledCell, ...]
@@ -40,7 +40,7 @@ LabelledCells = tuple[LabelledCell, ...]
 class PeopleSection(Section[LabelledCells]):
     name = "judge"
     title = "Judge and people"
-    explain = "What people said of answers that the judge told apart, and the drift that their labels give."
+    explain = "Human labels of answers that the judge graded differently, and the drift by these labels."
     order = 220
 
     def compute(self, inputs: Inputs) -> LabelledCells | None:
@@ -64,21 +64,20 @@ def _verdict(decided: Decided) -> str:
 
 
 def labelled_cells(decided: Decided) -> LabelledCells:
-    """In the order of the contrasts."""
-    decisions, found = {d.place: d for d in decided.verdict.decisions}, []
+    """Return the labelled cells in the order of the contrasts."""
+    decisions, cells = {d.place: d for d in decided.verdict.decisions}, []
     for c in decided.drift.contrasts:
         d = decisions.get(c.place)
         if d and c.people and c.effect and c.judged and d.judged and d.margin:
-            where = f"{decided.comparison.who(c.arm, c.policy)}, {c.suite} {length_label(c.context_tokens)}"
-            name = f"{c.estimand}, {where}"
-            found.append(LabelledCell(name, d, d.margin, c.people, c.judged, c.effect, d.judged))
-    return tuple(found)
+            place = f"{decided.comparison.who(c.arm, c.policy)}, {c.suite} {length_label(c.context_tokens)}"
+            cells.append(LabelledCell(f"{c.estimand}, {place}", d, d.margin, c.people, c.judged, c.effect, d.judged))
+    return tuple(cells)
 
 
 def labelled_cells_table(cells: LabelledCells) -> Table:
-    """One row per adjudicated cell: the drift under the judge and under people, and the verdict of each."""
+    """Return a row per labelled cell: drift and verdict by the judge and by people."""
     headers = ["cell", "judge: drift, 95 % interval", "verdict", "people: drift, 95 % interval", "lower bound, margin"]
-    headers += ["verdict with people", "pairs looked at", "judge's bias, upper limit", "judge alone, guarded"]
+    headers += ["verdict with people", "pairs labelled", "judge's bias, upper limit", "judge alone, guarded"]
     return table_of(headers, [_row(cell) for cell in cells])
 
 
@@ -94,32 +93,32 @@ def _row(cell: LabelledCell) -> list[str]:
         cell.decision.status.value,
         f"{people.discordant} + {people.concordant} of {people.pairs}",
         f"{bias}, {100 * people.bias_upper:.1f} pp",
-        cell.alone.value,
+        cell.judge_only_status.value,
     ]
 
 
 def errors_table(cells: LabelledCells) -> Table:
-    """Sensitivity and specificity of the judge in each arm of a cell, with Clopper-Pearson intervals."""
+    """Return sensitivity and specificity of the judge in each arm of a cell, with Clopper-Pearson intervals."""
     sides = [(cell, side, getattr(cell.people, side)) for cell in cells for side in ("reference", "candidate")]
     rows = [[cell.name, side, _rate(arm.sensitivity), _rate(arm.specificity)] for cell, side, arm in sides]
     return table_of(["cell", "side", "sensitivity", "specificity"], rows, words=2)
 
 
-def panel_notes(cells: LabelledCells, drift: Drift) -> tuple[str, ...]:
-    """How to read both tables, and the cells that judge labels alone cannot pass."""
-    everyone = [c.people for c in effect_text.contrasts if c.people]
-    held = [cell.name for cell in cells if cell.alone is not cell.judged]
+def panel_notes(cells: LabelledCells, result: Drift) -> tuple[str, ...]:
+    """Return notes on both tables, and the cells that judge labels alone cannot pass."""
+    summaries = [c.people for c in result.contrasts if c.people]
+    biased = [cell.name for cell in cells if cell.judge_only_status is not cell.judged]
     return (
-        f"{sum(p.discordant + p.concordant for p in everyone)} pairs were labelled blind: every one that the judge "
-        "tells apart, and others in turn over the templates. The corrected interval adds both parts by MOVER.",
-        "Sensitivity: share of answers that people call desired and the judge too; specificity: of those that people "
-        "call undesired. Rates of all pairs: a label counts for those it stands for. Intervals are Clopper-Pearson, of "
-        "as many labels as would be worth the same if all counted alike; that number stands behind them.",
-        "Judge's bias: the drift that its gap between the arms could make by itself. Above half the margin at its "
-        "upper limit, judge labels alone cannot pass a cell.",
+        f"{sum(p.discordant + p.concordant for p in summaries)} pairs were labelled blind: every pair that the judge "
+        "graded differently, and others in turn over the templates. The corrected interval adds both parts by MOVER.",
+        "Sensitivity: of the answers that people call desired, the share that the judge does too. Specificity: the "
+        "same for undesired answers. Both are rates of all pairs: a label is weighted by the number of pairs that it "
+        "represents. Intervals are Clopper-Pearson for the effective number of labels, which is given after them.",
+        "Judge's bias: the drift that the judge's errors alone could cause. If its upper limit exceeds half the "
+        "margin, judge labels alone cannot pass a cell.",
         *(
-            [f"{ReasonCode.JUDGE_DIFF}: judge labels alone cannot pass {join_names(held, between='; ')}."]
-            if held
+            [f"{ReasonCode.JUDGE_DIFF}: judge labels alone cannot pass {join_names(biased, between='; ')}."]
+            if biased
             else []
         ),
     )

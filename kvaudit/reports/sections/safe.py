@@ -1,4 +1,4 @@
-"""The safe budget and the safe length: how far down an arm is non-inferior to the uncompressed reference."""
+"""The safe budget and the safe length: the last at which an arm is non-inferior to the uncompressed reference."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class SafeSection(Section[tuple[SafeBudget, ...]]):
         return replace(super().passage(value, decided), title=f"Safe {' and '.join(axes)}", explain=explain)
 
     def tables(self, value: tuple[SafeBudget, ...], decided: Decided) -> Iterator[Table]:
-        """Arm and family by suite: the last budget (or length) that was cleared, and the first that was not."""
+        """Yield for arm and family by suite the last budget (or length) that was cleared, and the first that failed."""
         yield _table([s for s in value if s.axis == "budget"], "policy family")
         yield _table([s for s in value if s.axis == "length"], "policy")
 
@@ -47,33 +47,33 @@ class SafeSection(Section[tuple[SafeBudget, ...]]):
         return f"{len(value) - none} of {len(value)} sequences clear a dose; {none} clear none."
 
     def limits(self, value: tuple[SafeBudget, ...], decided: Decided) -> Iterator[str]:
-        """The budgets that arms of the gated families were cleared to, in a sentence for those that are alike."""
+        """Yield the cleared budgets of the gated families, in one sentence for arms with the same."""
         gated = {
             family.name
             for family in families(decided.comparison.policies)
             if any(policy in decided.rules.primary for policy in family.policies)
         }
-        found: dict[tuple[str, str], list[str]] = {}  # arm, family: sentences by suite
+        sentences: dict[tuple[str, str], list[str]] = {}  # by arm and family, one per suite
         for s in value:
             if s.axis == "budget" and s.cleared is not None and s.family in gated:
-                found.setdefault((s.arm, s.family), []).append(cleared_sentence(s))
-        alike: dict[tuple[str, str], list[str]] = {}  # family, all its sentences: arms
-        for (arm, family), said in found.items():
-            alike.setdefault((family, "; ".join(said)), []).append(arm)
-        for (family, text), arms in list(alike.items())[:CLEARED_SHOWN]:
+                sentences.setdefault((s.arm, s.family), []).append(cleared_sentence(s))
+        arms_by_text: dict[tuple[str, str], list[str]] = {}  # by family and all its sentences
+        for (arm, family), texts in sentences.items():
+            arms_by_text.setdefault((family, "; ".join(texts)), []).append(arm)
+        for (family, text), arms in list(arms_by_text.items())[:CLEARED_SHOWN]:
             yield f"Safe budget of {', '.join(arms)} @ {family}: {text}."
 
 
-def _table(found: Sequence[SafeBudget], what: str) -> Table:
-    columns = list(dict.fromkeys((s.suite, s.context_tokens) for s in found))
-    rows = list(dict.fromkeys((s.arm, s.family) for s in found))
-    by_place = {(s.arm, s.family, s.suite, s.context_tokens): s for s in found}
+def _table(budgets: Sequence[SafeBudget], family_header: str) -> Table:
+    columns = list(dict.fromkeys((s.suite, s.context_tokens) for s in budgets))
+    rows = list(dict.fromkeys((s.arm, s.family) for s in budgets))
+    by_place = {(s.arm, s.family, s.suite, s.context_tokens): s for s in budgets}
     several = len({context for _, context in columns}) > 1
-    heads = [f"{suite}, {length_of(n)}" if several and n is not None else suite for suite, n in columns]
+    headers = [f"{suite}, {length_of(n)}" if several and n is not None else suite for suite, n in columns]
     cells = [
         [arm, family, *(_cleared(by_place.get((arm, family, *column))) for column in columns)] for arm, family in rows
     ]
-    return table_of(["arm", what, *heads], cells, 2 + len(columns))
+    return table_of(["arm", family_header, *headers], cells, 2 + len(columns))
 
 
 def _cleared(s: SafeBudget | None) -> str:
@@ -86,9 +86,9 @@ def _cleared(s: SafeBudget | None) -> str:
 
 
 def cleared_sentence(s: SafeBudget) -> str:
-    """refusal cleared to budget 96, not at 64."""
-    what = f"budget {s.cleared}" if s.axis == "budget" else f"{s.cleared} tokens"
-    miss = "" if s.failed is None else f"not at {s.failed}"
+    """Return "refusal cleared to budget 96, not at 64"."""
+    missed = "" if s.failed is None else f"not at {s.failed}"
     if s.cleared is None:
-        return f"{s.suite} cleared at no {s.axis}: {miss}" if miss else f"{s.suite} not tested"
-    return f"{s.suite} cleared to {what}" + (f", {miss}" if miss else ", the last one tested")
+        return f"{s.suite} cleared at no {s.axis}: {missed}" if missed else f"{s.suite} not tested"
+    amount = f"budget {s.cleared}" if s.axis == "budget" else f"{s.cleared} tokens"
+    return f"{s.suite} cleared to {amount}" + (f", {missed}" if missed else ", the last one tested")

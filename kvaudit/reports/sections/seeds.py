@@ -1,7 +1,4 @@
-"""The drift of every gated cell training run by training run: how far the seeds lie apart beyond what their items do.
-
-At three seeds the interval is so wide that it is printed beside the number.
-"""
+"""The drift of every gated cell by training seed, and the spread of the seeds beyond that of their items."""
 
 from __future__ import annotations
 
@@ -10,20 +7,19 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from kvaudit.reports.sections.base import Inputs, Section
-from kvaudit.reports.sections.shared import words
 from kvaudit.reports.sections.shared.canvas import (
     INK,
     UNDECIDED,
     Drawing,
-    new_figure,
-    series_style,
-    legend_line,
-    label_rows,
     add_grid,
+    label_rows,
+    legend_line,
+    new_figure,
     save,
+    series_style,
 )
 from kvaudit.reports.sections.shared.tables import Passage, Table, table_of
-from kvaudit.reports.sections.shared.words import cell_label, points, seed_text
+from kvaudit.reports.sections.shared.words import cell_label, effect_text, points, seed_text
 from kvaudit.reports.stats.seeds import seed_spread
 from kvaudit.reports.verdict.contrast import CellName
 from kvaudit.reports.verdict.verdict import Decided
@@ -35,7 +31,8 @@ _MOST_ROWS = 40  # of the figure
 class SeedSpread:
     """The drift of a gated cell by paired training seed.
 
-    ``sd`` is how far the seeds lie apart beyond what their items do, with its 95 % interval; None below three seeds.
+    ``sd`` is the standard deviation over seeds beyond that of their items, with its 95 % interval, which is wide for
+    few seeds; None below three.
     """
 
     cell: CellName
@@ -62,59 +59,59 @@ class SeedsSection(Section[Spreads]):
         return tuple(_spreads(inputs.decided)) or None
 
     def passage(self, value: Spreads, decided: Decided) -> Passage:
-        """Empty where nothing was trained."""
+        """Return an empty passage if nothing was trained."""
         if decided.comparison.mode != "training":
             return Passage(self.name, self.title, self.explain)
         return super().passage(value, decided)
 
     def tables(self, value: Spreads, decided: Decided) -> Iterator[Table]:
-        """Drift by training seed, how far the seeds lie apart, and the drift with their variance added."""
-        known = {c.place: c for c in decided.drift.contrasts}
+        """Yield the drift by training seed, the spread of the seeds, and the drift with seed variance added."""
+        contrasts = {c.place: c for c in decided.drift.contrasts}
         rows = []
         for s in value:
-            c = known[s.cell.place]
-            each = ", ".join(f"{seed}: {points(value)}" for seed, value in zip(s.seeds, s.estimates, strict=True))
+            c = contrasts[s.cell.place]
+            by_seed = ", ".join(f"{seed}: {points(value)}" for seed, value in zip(s.seeds, s.estimates, strict=True))
             sd = "-" if s.sd is None else f"{100 * s.sd:.1f} pp [{100 * (s.low or 0):.1f}, {100 * (s.high or 0):.1f}]"
-            recipe = words.effect_text(c.recipe) if c.recipe else "recipe claim not supported"
+            recipe = effect_text(c.recipe) if c.recipe else "recipe claim not supported"
             worst = seed_text(min(c.by_seed, key=lambda seed: seed.estimate)) if c.by_seed else "-"
-            averaged = words.effect_text(c.effect)
-            rows.append([cell_label(decided.comparison, s.cell), each, averaged, worst, sd, recipe])
+            rows.append([cell_label(decided.comparison, s.cell), by_seed, effect_text(c.effect), worst, sd, recipe])
         headers = ["cell", "drift by seed, pp", "averaged", "worst seed, 95 % interval", "SD over seeds, 95 % interval"]
         headers.append("with seed variance")
         yield table_of(headers, rows)
 
     def notes(self, value: Spreads, decided: Decided) -> Iterator[str]:
         if any(s.sd is None for s in value):
-            yield "Recipe claim not supported: it takes 3 paired seeds."
+            yield "Recipe claim not supported: it needs 3 paired seeds."
 
     def finding(self, value: Spreads, decided: Decided) -> str:
-        found = [max(s.estimates) - min(s.estimates) for s in value if s.estimates]
+        ranges = [max(s.estimates) - min(s.estimates) for s in value if s.estimates]
         count = len(decided.comparison.seeds)
-        if not found:
+        if not ranges:
             return ""
-        apart = f"in one cell they lie up to {100 * max(found):.1f} pp apart"
-        return f"{count} paired seeds; {apart}." if count > 1 else "One seed."
+        if count == 1:
+            return "One seed."
+        return f"{count} paired seeds; within a cell they differ by up to {100 * max(ranges):.1f} pp."
 
     def draw(self, value: Spreads, decided: Decided) -> Iterator[Drawing | None]:
         if decided.comparison.mode != "training":
             return
-        found = value[:_MOST_ROWS]
-        figure = new_figure(7.6, 1.0 + 0.25 * len(found))
+        drawn = value[:_MOST_ROWS]
+        figure = new_figure(7.6, 1.0 + 0.25 * len(drawn))
         panel = figure.subplots()
-        left = min(0.0, *(100 * v for s in found for v in s.estimates))
-        right = max(0.0, *(100 * v for s in found for v in s.estimates))
-        room = max(2.0, right - left)
-        for y, s in enumerate(found):
+        lowest = min(0.0, *(100 * v for s in drawn for v in s.estimates))
+        highest = max(0.0, *(100 * v for s in drawn for v in s.estimates))
+        width = max(2.0, highest - lowest)
+        for y, s in enumerate(drawn):
             hue, marker, _ = series_style(decided.comparison.arms, s.cell.arm)
             values = [100 * v for v in s.estimates]
             panel.plot([min(values), max(values)], [y, y], color=hue, alpha=0.4, linewidth=1)
             panel.plot(values, [y] * len(values), marker=marker, color=hue, linestyle="", markersize=4.5)
             panel.plot([sum(values) / len(values)], [y], marker="|", color=INK, markersize=10)
-            panel.text(right + 0.06 * room, y, _spread(s.sd, s.low, s.high), va="center", fontsize=7.5)
+            panel.text(highest + 0.06 * width, y, _sd_text(s), va="center", fontsize=7.5)
         panel.axvline(0, color=UNDECIDED, linewidth=0.8)
-        label_rows(panel, [cell_label(decided.comparison, s.cell) for s in found])
-        # room on the right for the words
-        panel.set_xlim(left - 0.05 * room, right + 0.55 * room)
+        label_rows(panel, [cell_label(decided.comparison, s.cell) for s in drawn])
+        # leave space on the right for the texts
+        panel.set_xlim(lowest - 0.05 * width, highest + 0.55 * width)
         panel.set_xlabel("drift, pp, a mark per training seed; right: SD, 95 % interval")
         add_grid(panel)
         mean = legend_line("mean over seeds", color=INK, marker="|", markersize=10, linestyle="")
@@ -125,16 +122,15 @@ class SeedsSection(Section[Spreads]):
 
 
 def _spreads(decided: Decided) -> Iterator[SeedSpread]:
-    known = {c.place: c for c in decided.drift.contrasts}
+    contrasts = {c.place: c for c in decided.drift.contrasts}
     for d in decided.verdict.gated:
-        c = known.get(d.place)
+        c = contrasts.get(d.place)
         if d.effect and c and c.seed_estimates:
-            found = seed_spread(c.seed_estimates, c.seed_noise)
-            low, sd, high = found or (None, None, None)
+            low, sd, high = seed_spread(c.seed_estimates, c.seed_noise) or (None, None, None)
             yield SeedSpread(d.name, c.seeds, c.seed_estimates, sd, low, high)
 
 
-def _spread(sd: float | None, low: float | None, high: float | None) -> str:
-    if sd is None or low is None or high is None:
+def _sd_text(s: SeedSpread) -> str:
+    if s.sd is None or s.low is None or s.high is None:
         return "recipe claim not supported"
-    return f"SD {100 * sd:.1f} [{100 * low:.1f}, {100 * high:.1f}]"
+    return f"SD {100 * s.sd:.1f} [{100 * s.low:.1f}, {100 * s.high:.1f}]"

@@ -1,9 +1,8 @@
-"""What serving under a policy does to each checkpoint."""
+"""The effect of serving under a policy on each checkpoint."""
 
 from __future__ import annotations
 
-from kvaudit.reports.sections.base import ContrastsSection, Inputs
-from kvaudit.reports.sections.base import contrasts_of
+from kvaudit.reports.sections.base import ContrastsSection, Inputs, contrasts_of
 from kvaudit.reports.verdict.contrast import Contrast
 
 

@@ -1,4 +1,4 @@
-"""Reward of every arm while it was trained, and how far the sampler and the learner were apart."""
+"""The reward of every arm during training, and the mismatch between sampler and learner."""
 
 from __future__ import annotations
 
@@ -13,19 +13,24 @@ import numpy as np
 from kvaudit.core.alarms import ALARMS, Bound, alarm_key
 from kvaudit.core.text import inline
 from kvaudit.reports.sections.base import Depth, Inputs, Section
-from kvaudit.reports.sections.shared.canvas import Drawing, new_figure, series_style, legend_line, add_grid, save
+from kvaudit.reports.sections.shared.canvas import Drawing, add_grid, legend_line, new_figure, save, series_style
 from kvaudit.reports.sections.shared.tables import Table, table_of
-from kvaudit.reports.sections.shared.words import plural, percent, scientific
+from kvaudit.reports.sections.shared.words import percent, plural, scientific
 from kvaudit.reports.stats.effect import Array
 from kvaudit.reports.verdict.verdict import Decided
 
-POINTS = 160  # most steps of a curve that are kept
-LEFT_OUT = frozenset({"step"})
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+POINTS = 160  # steps kept of a curve, at most
+LOWEST_DRAWN = 1e-16
+_COLUMNS = 3
+_MOST_ARMS = 3  # arms named in the line about alarms
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Telemetry of one arm: mean, lowest and highest over its seeds at each step that is kept."""
+    """The telemetry of one arm: mean, lowest and highest over its seeds at each step that is kept."""
 
     arm: str
     seeds: tuple[int, ...]
@@ -40,15 +45,15 @@ class Curve:
 
 
 def curves(telemetry: Mapping[tuple[str, int], list[dict[str, Any]]], arms: Sequence[str]) -> tuple[Curve, ...]:
-    """A curve for every arm that left telemetry, in the order of the arms, then by name."""
-    found = sorted({arm for arm, _ in telemetry}, key=lambda a: (arms.index(a) if a in arms else len(arms), a))
-    return tuple(_curve(arm, {seed: rows for (a, seed), rows in telemetry.items() if a == arm}) for arm in found)
+    """Return a curve for every arm with telemetry, in the order of the arms, then by name."""
+    names = sorted({arm for arm, _ in telemetry}, key=lambda a: (arms.index(a) if a in arms else len(arms), a))
+    return tuple(_curve(arm, {seed: rows for (a, seed), rows in telemetry.items() if a == arm}) for arm in names)
 
 
 def _curve(arm: str, runs: Mapping[int, list[dict[str, Any]]]) -> Curve:
     steps = sorted({int(row["step"]) for rows in runs.values() for row in rows})
-    rows = [row for own in runs.values() for row in own]
-    keys = sorted({key for row in rows for key, value in row.items() if key not in LEFT_OUT and _is_number(value)})
+    rows = [row for seed_rows in runs.values() for row in seed_rows]
+    keys = sorted({key for row in rows for key, value in row.items() if key != "step" and _is_number(value)})
     tables = {key: _table(runs, steps, key) for key in keys}  # [S, steps]
     kept = sorted(set(np.linspace(0, len(steps) - 1, min(POINTS, len(steps))).astype(int))) if steps else []
     tenth = max(1, len(steps) // 10)
@@ -56,9 +61,9 @@ def _curve(arm: str, runs: Mapping[int, list[dict[str, Any]]]) -> Curve:
         arm=arm,
         seeds=tuple(sorted(runs)),
         steps=tuple(steps[i] for i in kept),
-        series={key: _reduced(table[:, kept], np.nanmean) for key, table in tables.items()},
-        lowest={key: _reduced(table[:, kept], np.nanmin) for key, table in tables.items()},
-        highest={key: _reduced(table[:, kept], np.nanmax) for key, table in tables.items()},
+        series={key: _over_seeds(table[:, kept], np.nanmean) for key, table in tables.items()},
+        lowest={key: _over_seeds(table[:, kept], np.nanmin) for key, table in tables.items()},
+        highest={key: _over_seeds(table[:, kept], np.nanmax) for key, table in tables.items()},
         mean=_summary(tables, np.nanmean, slice(None)),
         first=_summary(tables, np.nanmean, slice(0, tenth)),
         last=_summary(tables, np.nanmean, slice(-tenth, None)),
@@ -80,24 +85,19 @@ def _table(runs: Mapping[int, list[dict[str, Any]]], steps: list[int], key: str)
     return table
 
 
-def _reduced(table: Array, reduce: Any) -> tuple[float | None, ...]:
+def _over_seeds(table: Array, reduce: Any) -> tuple[float | None, ...]:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # a step at which no seed has the value stays None
+        warnings.simplefilter("ignore", RuntimeWarning)  # steps without a value in any seed give None
         values = reduce(table, axis=0)
     return tuple(float(v) if math.isfinite(v) else None for v in values)
 
 
 def _summary(tables: Mapping[str, Array], reduce: Any, window: slice) -> dict[str, float]:
-    parts = {key: table[:, window] for key, table in tables.items()}
-    return {key: float(reduce(part)) for key, part in parts.items() if not np.isnan(part).all()}
+    windows = {key: table[:, window] for key, table in tables.items()}
+    return {key: float(reduce(values)) for key, values in windows.items() if not np.isnan(values).all()}
 
 
 Curves = tuple[Curve, ...]
-_NAMED = 3  # arms whose alarms a line spells out
-
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 
 class _View(NamedTuple):
@@ -114,16 +114,14 @@ VIEWS = (
     _View("mismatch/overlap_p5", "overlap, 5th percentile", False),
     _View("entropy", "entropy, nats", False),
 )
-LOWEST_DRAWN = 1e-16
-_COLUMNS = 3
 
 
 class TrainingSection(Section[Curves]):
     name = "training"
     title = "Training"
     explain = (
-        "Reward, and how far the probabilities of the sampler and of the learner's view were apart "
-        "(lines: mean over seeds, bands: lowest to highest)."
+        "Reward, and how much the probabilities of the sampler and the learner differed (lines: mean over seeds, "
+        "bands: lowest to highest)."
     )
     order = 290
     depth = Depth.DISCLOSURE
@@ -143,30 +141,29 @@ class TrainingSection(Section[Curves]):
 
     def notes(self, value: Curves, decided: Decided) -> Iterator[str]:
         yield (
-            "Gap: largest difference of log-probabilities of one token, over all steps and seeds. The uncompressed "
-            "arm's own gap is what rounding alone does."
+            "Gap: largest difference of log-probabilities of one token, over all steps and seeds. The gap of the "
+            "uncompressed arm is the effect of rounding alone."
         )
         yield from _alarms(value)
 
     def finding(self, value: Curves, decided: Decided) -> str:
-        found = {c.arm: c.largest["mismatch/max_abs_gap"] for c in value if "mismatch/max_abs_gap" in c.largest}
-        if not found:
+        gaps = {c.arm: c.largest["mismatch/max_abs_gap"] for c in value if "mismatch/max_abs_gap" in c.largest}
+        if not gaps:
             return f"{plural(len(value), 'arm')}."
-        most = max(found, key=lambda arm: found[arm])
-        apart = f"sampler and learner furthest apart in {most}: {scientific(found[most])} nats"
-        return f"{plural(len(value), 'arm')}; {apart}."
+        arm = max(gaps, key=lambda arm: gaps[arm])
+        return f"{plural(len(value), 'arm')}; largest sampler-learner gap in {arm}: {scientific(gaps[arm])} nats."
 
     def remarks(self, value: Curves, decided: Decided) -> Iterator[str]:
-        """Which arms rang an alarm while they were trained; what to do stands with the curves."""
-        if arms := [inline(curve.arm) for curve in value if any(_rung(curve))]:
-            more = f" and {plural(len(arms) - _NAMED, 'more arm')}" if len(arms) > _NAMED else ""
-            yield f"ALARM in training: {', '.join(arms[:_NAMED])}{more}; what to do stands under Training."
+        """Name the arms with an alarm during training."""
+        if arms := [inline(curve.arm) for curve in value if any(_active_alarms(curve))]:
+            more = f" and {plural(len(arms) - _MOST_ARMS, 'more arm')}" if len(arms) > _MOST_ARMS else ""
+            yield f"ALARM in training: {', '.join(arms[:_MOST_ARMS])}{more}; see Training for what to do."
 
     def draw(self, value: Curves, decided: Decided) -> Iterator[Drawing | None]:
-        """A panel for each of the views that any arm recorded."""
+        """Draw a panel for each of the views that any arm recorded."""
         from matplotlib.ticker import FuncFormatter, NullFormatter
 
-        views = [view for view in VIEWS if any(_known(curve, view) for curve in value)]
+        views = [view for view in VIEWS if any(_has_points(curve, view) for curve in value)]
         if not views:
             return
         columns = min(_COLUMNS, len(views))
@@ -177,7 +174,7 @@ class TrainingSection(Section[Curves]):
             panel.set_visible(False)
         for panel, view in zip(panels.flat, views, strict=False):
             for curve in value:
-                _line(panel, curve, view, decided.comparison.arms)
+                _draw_curve(panel, curve, view, decided.comparison.arms)
             panel.set_title(view.title)
             panel.set_xlabel("step")
             if view.log:
@@ -185,32 +182,33 @@ class TrainingSection(Section[Curves]):
                 panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0e}"))
                 panel.yaxis.set_minor_formatter(NullFormatter())
             add_grid(panel)
-        looks = {curve.arm: series_style(decided.comparison.arms, curve.arm) for curve in value}
-        key = [legend_line(inline(arm), color=hue, linestyle=style) for arm, (hue, _, style) in looks.items()]
-        figure.legend(handles=key, loc="outside upper center", ncols=5)
+        styles = {curve.arm: series_style(decided.comparison.arms, curve.arm) for curve in value}
+        handles = [legend_line(inline(arm), color=hue, linestyle=line) for arm, (hue, _, line) in styles.items()]
+        figure.legend(handles=handles, loc="outside upper center", ncols=5)
         yield save(figure, "training", "Reward and sampler-learner mismatch of every arm over training steps.")
 
 
-def _rung(curve: Curve) -> Iterator[tuple[Bound, float]]:
+def _active_alarms(curve: Curve) -> Iterator[tuple[Bound, float]]:
+    """Yield every alarm of an arm, with the share of the steps that raised it."""
     for bound in ALARMS.values():
         share = curve.mean.get(alarm_key(bound.name), 0.0)
         if share > 0:
             yield bound, share
 
 
-def _alarms(found: Curves) -> Iterator[str]:
+def _alarms(arms: Curves) -> Iterator[str]:
     for bound in ALARMS.values():
-        shares = [(curve.arm, share) for curve in found for own, share in _rung(curve) if own is bound]
+        shares = [(curve.arm, share) for curve in arms for alarm, share in _active_alarms(curve) if alarm is bound]
         if shares:
-            where = ", ".join(f"{inline(arm)} {percent(share)}" for arm, share in shares)
-            yield f"ALARM {bound.sentence}. In {where} of the steps. What to do: {bound.remedy}."
+            text = ", ".join(f"{inline(arm)} {percent(share)}" for arm, share in shares)
+            yield f"ALARM {bound.sentence}. In {text} of the steps. What to do: {bound.remedy}."
 
 
-def _reward_table(found: Curves) -> Table:
+def _reward_table(arms: Curves) -> Table:
     headers = ["arm", "seeds", "reward, first to last"]
     headers += ["effective sample share", "overlap p5", "masked tokens", "rejected sequences", "entries saved"]
     rows = []
-    for curve in found:
+    for curve in arms:
         reward = f"{scientific(curve.first.get('reward_mean'))} to {scientific(curve.last.get('reward_mean'))}"
         row = [curve.arm, str(len(curve.seeds)), reward]
         row += [scientific(curve.last.get(f"mismatch/{name}")) for name in ("ess", "overlap_p5")]
@@ -219,29 +217,29 @@ def _reward_table(found: Curves) -> Table:
     return table_of(headers, rows)
 
 
-def _mismatch_table(found: Curves, reference: str) -> Table:
-    gaps = {curve.arm: scientific(curve.largest.get("mismatch/max_abs_gap")) for curve in found}
+def _mismatch_table(arms: Curves, reference: str) -> Table:
+    gaps = {curve.arm: scientific(curve.largest.get("mismatch/max_abs_gap")) for curve in arms}
     headers = ["arm", "steps", "largest gap, nats", f"{reference}'s own (rounding floor)"]
     rows = []
-    for curve in found:
+    for curve in arms:
         row = [curve.arm, str(curve.steps[-1]) if curve.steps else "0", gaps[curve.arm], gaps.get(reference, "-")]
-        rows.append([*row, *(scientific(part.get("mismatch/k3_kl")) for part in (curve.mean, curve.largest))])
+        rows.append([*row, *(scientific(summary.get("mismatch/k3_kl")) for summary in (curve.mean, curve.largest))])
     return table_of([*headers, "k3 KL, mean", "k3 KL, largest"], rows)
 
 
-def _known(curve: Curve, view: _View) -> bool:
+def _has_points(curve: Curve, view: _View) -> bool:
     values = [v for v in curve.series.get(view.key, ()) if v is not None]
     return any(v > 0 for v in values) if view.log else bool(values)
 
 
-def _line(panel: Axes, curve: Curve, view: _View, arms: tuple[str, ...]) -> None:
+def _draw_curve(panel: Axes, curve: Curve, view: _View, arms: tuple[str, ...]) -> None:
     if view.key not in curve.series:
         return
-    hue, _, legend_line = series_style(arms, curve.arm)
+    hue, _, line = series_style(arms, curve.arm)
     middle, low, high = (
         [_value(v, view.log) for v in table[view.key]] for table in (curve.series, curve.lowest, curve.highest)
     )
-    panel.plot(curve.steps, middle, color=hue, linestyle=legend_line, linewidth=1.4)
+    panel.plot(curve.steps, middle, color=hue, linestyle=line, linewidth=1.4)
     panel.fill_between(curve.steps, low, high, color=hue, alpha=0.13, linewidth=0)
 
 

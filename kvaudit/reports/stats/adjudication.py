@@ -1,9 +1,9 @@
-"""The drift on the human scale: what people say of every pair the judge parts, and of a sample of the others.
+"""The drift by human labels of every pair that the judge graded differently, and of a sample of the other pairs.
 
-The sample is spread over the templates, because a judge may be blind to whole ones. A template's drift is the sum of
-its discordant pairs, and of its concordant ones at the mean of those that people looked at. The intervals of the two
-parts, both ESS-Tango, are added by MOVER (Zou & Donner 2008): one interval around the sum would know nothing of
-differences that no sampled pair happened to show.
+The sample is spread over the templates, because a judge may be blind to whole templates. A template's drift is the sum
+of its discordant pairs plus its concordant pairs at the mean of the labelled ones. The intervals of the two parts, both
+ESS-Tango, are added by MOVER (Zou & Donner 2008): one interval of the sum would ignore differences that no sampled pair
+happened to show.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from kvaudit.reports.stats.mover import Bounds, mover_bounds
 from kvaudit.reports.stats.tango import design_effects, tango_bounds
 
 Array = npt.NDArray[np.float64]
-_SUREST = 1 - 1e-12  # p-values are not followed below its complement
+_SUREST = 1 - 1e-12  # highest confidence; smaller p-values are not computed
 
 
 class Labelled(NamedTuple):
-    """Pairs of one comparison, or of many, counted inside their templates: every field [..., C].
+    """Pairs of one comparison, or of many, counted by template: every field [..., C].
 
-    People labelled every pair that the judge calls discordant, and ``looked`` of those ``alike`` to it.
+    People labelled every pair that the judge graded differently, and ``looked`` of the ``alike`` ones.
     """
 
     pairs: Array  # [C], discordant or not
@@ -39,12 +39,12 @@ class Labelled(NamedTuple):
 
     @property
     def unseen(self) -> npt.NDArray[np.int64]:
-        """Templates [...] with concordant pairs of which nobody looked at one: a judge may be blind to them."""
+        """The number of templates [...] whose concordant pairs have no label: a judge may be blind to them."""
         return np.asarray(np.count_nonzero((self.alike > 0) & (self.looked == 0), axis=-1))
 
     @property
     def means(self) -> Array:
-        """Human differences of an average concordant pair [..., C]; of all that were looked at, where none was."""
+        """The human difference of an average concordant pair [..., C]; the overall mean if a template has no label."""
         seen = self.looked > 0
         own = (self.looked_gains - self.looked_losses) / np.maximum(self.looked, 1)  # [..., C]
         known = np.where(seen, self.alike, 0.0)
@@ -53,26 +53,27 @@ class Labelled(NamedTuple):
 
     @property
     def totals(self) -> Array:
-        """Human differences [..., C], summed over all pairs of a template."""
+        """The human differences [..., C], summed over all pairs of a template."""
         return self.gains - self.losses + self.alike * self.means
 
 
 def round_robin(
     rng: np.random.Generator, alike: npt.NDArray[np.bool_], clusters: npt.ArrayLike, size: int
 ) -> npt.NDArray[np.bool_]:
-    """Which of the pairs ``alike`` [..., N] to label: ``size`` random ones, in turn over ``clusters`` [N].
+    """Choose which pairs ``alike`` [..., N] to label: ``size`` random ones, in turn over ``clusters`` [N].
 
-    No cluster gives its second before every other gave its first. A larger ``size`` holds the pairs of a smaller one.
+    No cluster gives its second pair before every other gave its first. A larger ``size`` includes the pairs of a
+    smaller one.
     """
     _, codes, counts = np.unique(np.asarray(clusters), return_inverse=True, return_counts=True)
     draws, ties = rng.random((2, *alike.shape))  # each [..., N]
-    # inside a cluster the pairs alike come first, in random order: their place is their turn
+    # within a cluster the pairs alike come first, in random order: their position is their round
     order = np.lexsort((draws, ~alike, np.broadcast_to(codes, alike.shape)))
     # [N], sorted: 0, 1, 2 .. inside every cluster
     place = np.arange(alike.shape[-1]) - np.repeat(np.cumsum(counts) - counts, counts)
     turn = np.empty(alike.shape)
     np.put_along_axis(turn, order, np.broadcast_to(place, alike.shape), axis=-1)
-    # the whole part is the round, the fraction the order of clusters inside it
+    # the integer part is the round, the fraction the order of clusters within it
     first = np.argsort(np.where(alike, turn + ties, np.inf), axis=-1)[..., :size]
     chosen = np.zeros(alike.shape, dtype=np.bool_)
     np.put_along_axis(chosen, first, True, axis=-1)
@@ -80,15 +81,15 @@ def round_robin(
 
 
 def labelled_pairs(discordant: npt.ArrayLike, human_z: npt.ArrayLike, clusters: npt.ArrayLike) -> Labelled:
-    """The pairs [..., N] of ``clusters`` [N] counted; ``human_z`` is candidate - reference, NaN where nobody looked."""
+    """Count the pairs [..., N] of ``clusters`` [N]; ``human_z`` is candidate - reference, NaN for unlabelled pairs."""
     apart, human = np.asarray(discordant, dtype=np.bool_), np.asarray(human_z, dtype=np.float64)
     assert apart.shape == human.shape, (apart.shape, human.shape)
     assert not np.isnan(human[apart]).any(), "every discordant pair needs a human label"
     assert not np.isinf(human).any(), "a human label is not finite"
-    seen = ~apart & ~np.isnan(human)  # labelled ones of those alike
+    seen = ~apart & ~np.isnan(human)  # labelled pairs among those alike
     assert np.all(seen.any(axis=-1) | apart.all(axis=-1)), "a random sample of the concordant pairs needs human labels"
     _, codes, counts = np.unique(np.asarray(clusters), return_inverse=True, return_counts=True)
-    # pairs by cluster [N], and where each cluster begins [C]
+    # pairs in order of cluster [N], and the first of each cluster [C]
     order, starts = np.argsort(codes, kind="stable"), np.cumsum(counts) - counts
 
     def summed(values: npt.NDArray[np.generic]) -> Array:
@@ -96,18 +97,18 @@ def labelled_pairs(discordant: npt.ArrayLike, human_z: npt.ArrayLike, clusters: 
         inside: Array = np.add.reduceat(values[..., order], starts, axis=-1, dtype=np.float64)
         return inside
 
-    lost, won = np.fmax(-human, 0.0), np.fmax(human, 0.0)  # 0 where nobody looked
+    lost, won = np.fmax(-human, 0.0), np.fmax(human, 0.0)  # 0 for unlabelled pairs
     parts = (apart * lost, apart * won, ~apart, seen, seen * lost, seen * won)
     return Labelled(counts.astype(np.float64), *(summed(part) for part in parts))
 
 
 def label_weights(discordant: npt.ArrayLike, human_z: npt.ArrayLike, clusters: npt.ArrayLike) -> Array:
-    """How many pairs [N] each labelled one stands for: itself, or its share of those alike; 0 where nobody looked."""
+    """Return how many pairs each pair [N] represents: itself, its share of those alike, or 0 without a label."""
     apart, seen = np.asarray(discordant, dtype=np.bool_), ~np.isnan(np.asarray(human_z, dtype=np.float64))
     x = labelled_pairs(discordant, human_z, clusters)
     _, codes = np.unique(np.asarray(clusters), return_inverse=True)
     known = np.where(x.looked > 0, x.alike, 0.0)
-    # templates that nobody looked at are spread over those that somebody did, as ``means`` has it
+    # templates without labels are represented by those with labels, as in ``means``
     share = known / np.maximum(x.looked, 1) * x.alike.sum() / max(known.sum(), 1.0)
     return np.where(apart, 1.0, np.where(seen, share[codes], 0.0)).astype(np.float64)
 
@@ -115,17 +116,17 @@ def label_weights(discordant: npt.ArrayLike, human_z: npt.ArrayLike, clusters: n
 def adjudicated(
     discordant: npt.ArrayLike, human_z: npt.ArrayLike, clusters: npt.ArrayLike, *, alpha: float = 0.05
 ) -> Effect:
-    """Drift from N pairs of which all judge-discordant ones and a sample of the concordant ones are labelled.
+    """Return the drift of N pairs of which all judge-discordant ones and a sample of the concordant ones are labelled.
 
-    ``discordant`` [N] says where the judge's labels differ, ``human_z`` [N] is candidate - reference in human labels
-    (-1, 0, 1; NaN where nobody looked), ``clusters`` [N]. A pair is an item, or one sample of it in its item's cluster.
+    ``discordant`` [N] marks pairs that the judge graded differently, ``human_z`` [N] is candidate - reference in human
+    labels (-1, 0, 1; NaN for unlabelled pairs), ``clusters`` [N]. A pair is an item, or one sample of an item.
     """
     x = labelled_pairs(discordant, human_z, clusters)
-    # for the printed interval, and for the bounds of the gate
+    # the printed interval, and the bounds of the gate
     two, one = (adjudicated_bounds(x, confidence=c) for c in (0.5 + LEVEL / 2, 1 - alpha))
     drop = _drop_pvalue(x)
     apart, alike = _discordant_part(x), _concordant_part(x)
-    each = float(x.alike.sum() / max(alike.items, 1.0))  # pairs that a labelled one stands for
+    each = float(x.alike.sum() / max(alike.items, 1.0))  # pairs that a labelled one represents
     return Effect(
         estimate=float(two.estimate),
         low=float(two.low),
@@ -160,35 +161,35 @@ class _Part(NamedTuple):
         return (self.gains - self.losses) / np.maximum(self.items, 1)
 
     def bounds(self, confidence: float) -> Array:
-        """Lower and upper ones [2, ...], each one-sided."""
-        if self.df < 1:  # one template says nothing of the others
+        """Return lower and upper bounds [2, ...], each one-sided."""
+        if self.df < 1:  # a single template is no sample of templates
             return np.stack([np.full(self.items.shape, end) for end in (-1.0, 1.0)])
         quantile = float(special.stdtrit(self.df, confidence))
-        # as many as independent pairs would have to be to say as much
+        # in effective independent pairs
         losses, gains, items = (part / self.deff for part in (self.losses, self.gains, self.items))
         return tango_bounds(losses, gains, items, np.array([quantile, -quantile]))
 
 
 def _discordant_part(x: Labelled) -> _Part:
-    """All pairs, those that the judge calls equal as no difference."""
+    """Return all pairs, with no difference for those that the judge graded equal."""
     return _part_of(x.losses, x.gains, x.pairs, least=1.0)
 
 
 def _concordant_part(x: Labelled) -> _Part:
-    """The labelled pairs among those alike; a template weighs what all its pairs alike do, however many were drawn."""
+    """Return the labelled pairs among those alike; a template has the weight of all its pairs alike."""
     known = np.where(x.looked > 0, x.alike, 0.0)
     drawn = x.looked.sum(axis=-1, keepdims=True)
-    # as many pairs in all as people looked at: weights must not make a sample larger
+    # the total is the number of labelled pairs: weights must not make a sample larger
     sizes = known * drawn / np.maximum(known.sum(axis=-1, keepdims=True), 1)
-    each = sizes / np.maximum(x.looked, 1)  # what a labelled pair weighs
+    each = sizes / np.maximum(x.looked, 1)  # weight of a labelled pair
     unequal = (sizes * each).sum(axis=-1) / np.maximum(sizes.sum(axis=-1), 1)  # Kish's design effect of the weights
     return _part_of(each * x.looked_losses, each * x.looked_gains, sizes, least=unequal)
 
 
 def _part_of(losses: Array, gains: Array, sizes: Array, *, least: npt.ArrayLike) -> _Part:
-    """Losses, gains and pairs inside templates [..., C], summed; the design effect is ``least`` or more."""
+    """Sum losses, gains and pairs over templates [..., C]; the design effect is at least ``least``."""
     lost, won, items = losses.sum(axis=-1), gains.sum(axis=-1), sizes.sum(axis=-1)
-    # of many samples the one with the fewest decides
+    # the fewest clusters of any of the samples
     clusters = int(np.count_nonzero(sizes, axis=-1).min())
     if clusters < 2:
         return _Part(lost, won, items, np.ones_like(items), 0)
@@ -199,17 +200,17 @@ def _part_of(losses: Array, gains: Array, sizes: Array, *, least: npt.ArrayLike)
 
 
 def adjudicated_bounds(x: Labelled, *, confidence: float) -> Bounds:
-    """Estimates [...] and their bounds, each one-sided at ``confidence``."""
+    """Return estimates [...] and their bounds, each one-sided at ``confidence``."""
     parts = (_discordant_part(x), _concordant_part(x))
-    # the discordant part is a mean over all pairs already, the other one counts for its share of them
+    # the discordant part is a mean over all pairs already, the other part is weighted by its share of them
     weights = np.stack(np.broadcast_arrays(1.0, x.alike.sum(axis=-1) / x.pairs.sum()), axis=-1)
     low, high = (np.stack(ends, axis=-1) for ends in zip(*(part.bounds(confidence) for part in parts), strict=True))
     return mover_bounds(weights, np.stack([part.mean for part in parts], axis=-1), low, high)
 
 
 def _drop_pvalue(labelled: Labelled) -> float:
-    """The one-sided level at which the bound on the far side of 0 reaches it."""
-    from scipy import optimize  # slow to import, and reports that need none of it should not wait
+    """Return the one-sided level at which the bound beyond 0 reaches 0."""
+    from scipy import optimize  # slow to import, and few reports need it
 
     estimate = float(adjudicated_bounds(labelled, confidence=0.75).estimate)  # the same at any level
     if estimate == 0:
@@ -232,5 +233,5 @@ def _drop_pvalue(labelled: Labelled) -> float:
 STATISTIC = Statistic(
     adjudicated,
     oracle="tests/test_stats_judge.py::test_adjudicated_drift_of_a_small_example",
-    of=lambda z, clusters: adjudicated(z != 0, z, clusters),  # people looked at every pair and agree with the judge
+    of=lambda z, clusters: adjudicated(z != 0, z, clusters),  # every pair is labelled, and people agree with the judge
 )

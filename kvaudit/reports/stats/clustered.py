@@ -1,7 +1,7 @@
 """Cluster-robust inference on a mean of item differences: CR3 with a t quantile.
 
-Cameron & Miller 2015 (CR3 as the cluster jackknife).
-The variances and the t interval take any number of samples at once; the report has one, the calibration thousands.
+Cameron & Miller 2015 (CR3 as the cluster jackknife). Variances and t intervals are computed for many samples at once,
+which the calibration needs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Array = npt.NDArray[np.float64]
 
 
 class Totals(NamedTuple):
-    """Item differences summed inside clusters: all that a cluster-robust variance needs."""
+    """Item differences summed by cluster, the input of a cluster-robust variance."""
 
     sums: Array  # [C]
     counts: Array  # [C] items
@@ -39,10 +39,10 @@ class Totals(NamedTuple):
 
 
 class ManyTotals(NamedTuple):
-    """``Totals`` of many samples whose items stand in the same clusters."""
+    """``Totals`` of many samples with the same clusters."""
 
     sums: Array  # [..., C]
-    counts: Array  # [C] items, or [..., C] where they differ
+    counts: Array  # [C] items, or [..., C] if they differ
     residuals: Array  # [..., C]
     mean: Array  # [...]
     losses: Array  # [...]
@@ -50,7 +50,7 @@ class ManyTotals(NamedTuple):
 
 
 def totals(z: npt.ArrayLike, clusters: npt.ArrayLike) -> Totals:
-    """Cluster totals of item differences z [N] with labels [N]; needs two clusters and finite values."""
+    """Return cluster totals of item differences z [N] with labels [N]; needs two clusters and finite values."""
     values = np.asarray(z, dtype=np.float64)
     _, codes = np.unique(np.asarray(clusters), return_inverse=True)  # [N], the cluster of every item
     assert values.ndim == 1, values.shape
@@ -65,7 +65,7 @@ def totals(z: npt.ArrayLike, clusters: npt.ArrayLike) -> Totals:
 
 
 def many_totals(z: npt.NDArray[np.floating], counts: npt.ArrayLike) -> ManyTotals:
-    """Cluster totals of samples z [..., N] whose items stand in order of cluster, ``counts`` [C] in each."""
+    """Return cluster totals of samples z [..., N] whose items are in order of cluster, ``counts`` [C] in each."""
     sizes = np.asarray(counts, dtype=np.int64)
     assert z.shape[-1] == sizes.sum(), (z.shape, int(sizes.sum()))
     assert len(sizes) >= 2, "inference needs two clusters"
@@ -78,7 +78,7 @@ def many_totals(z: npt.NDArray[np.floating], counts: npt.ArrayLike) -> ManyTotal
 
 
 def cr3_variance(residuals: Array, counts: Array) -> Array:
-    """CR3 variances [...] of item means from residuals [..., C] and cluster sizes [C]; one of size 0 is no cluster."""
+    """Return CR3 variances [...] of item means from residuals [..., C] and cluster sizes [C]; size 0 is no cluster."""
     clusters = np.count_nonzero(counts, axis=-1)
     others = counts.sum(axis=-1, keepdims=True) - counts  # without a cluster the mean moves by e_c / (N - n_c)
     variance: Array = (clusters - 1) / clusters * np.sum((residuals / others) ** 2, axis=-1)
@@ -86,15 +86,15 @@ def cr3_variance(residuals: Array, counts: Array) -> Array:
 
 
 def cr3(t: Totals) -> float:
-    """CR3 (cluster jackknife) variance of the item mean: (C-1)/C * sum (e_c / (N - n_c))^2."""
+    """Return the CR3 (cluster jackknife) variance of the item mean: (C-1)/C * sum (e_c / (N - n_c))^2."""
     return float(cr3_variance(t.residuals, t.counts))
 
 
 def cr3_effect(z: npt.ArrayLike, clusters: npt.ArrayLike, *, alpha: float = 0.05) -> Effect:
-    """Mean of item differences with CR3 and t_{C-1}: for interactions and other values outside [-1, 1]."""
+    """Return the mean of item differences with CR3 and t_{C-1}, also for values outside [-1, 1] (interactions)."""
     t = totals(z, clusters)
     variance = cr3(t)
-    # variance of the mean, were all items independent
+    # variance of the mean if all items were independent
     spread = float(np.var(np.asarray(z, dtype=np.float64))) / t.items
     deff = variance / spread if spread > 0 else 1.0
     return t_effect(
@@ -103,7 +103,7 @@ def cr3_effect(z: npt.ArrayLike, clusters: npt.ArrayLike, *, alpha: float = 0.05
 
 
 def t_effect(t: Totals, variance: float, *, df: float, alpha: float, method: str, source: str, deff: float) -> Effect:
-    """The t interval around the item mean for a given variance and degrees of freedom."""
+    """Return the t interval of the item mean for a given variance and degrees of freedom."""
     bounds = t_bounds(np.float64(t.mean), np.float64(variance), df, alpha=alpha)
     low, high, lower, upper, pvalue, pvalue_drop = (float(value) for value in bounds)
     return Effect(
@@ -127,10 +127,10 @@ def t_effect(t: Totals, variance: float, *, df: float, alpha: float, method: str
 
 
 def t_bounds(mean: npt.ArrayLike, variance: npt.ArrayLike, df: npt.ArrayLike, *, alpha: float) -> Bounds:
-    """The t intervals and p-values of means [...] with variances [...] and degrees of freedom [...]."""
+    """Return t intervals and p-values of means [...] with variances [...] and degrees of freedom [...]."""
     center: Array = np.asarray(mean, dtype=np.float64)
     error: Array = np.sqrt(np.asarray(variance, dtype=np.float64))
-    # for the printed interval, and for the gate's bounds
+    # the printed interval, and the bounds of the gate
     two, one = (special.stdtrit(df, q) * error for q in (0.5 + LEVEL / 2, 1 - alpha))
     below = _drop_pvalues(center, error, df)
     pvalue = np.minimum(1.0, 2 * np.minimum(below, 1 - below))
@@ -138,7 +138,7 @@ def t_bounds(mean: npt.ArrayLike, variance: npt.ArrayLike, df: npt.ArrayLike, *,
 
 
 def _drop_pvalues(mean: Array, error: Array, df: npt.ArrayLike) -> Array:
-    """P(T <= mean/error); data without any spread say 0, 1/2 or 1."""
+    """Return P(T <= mean/error); 0, 1/2 or 1 for data without spread."""
     spread = error > 0
     without = np.where(mean == 0, 0.5, (mean > 0).astype(np.float64))
     ratio = mean / np.where(spread, error, 1.0)

@@ -1,8 +1,8 @@
-"""What a statistic is and returns, and where the tests find every one: a ``Statistic`` in the file it stands in.
+"""The contract of a statistic: a ``Statistic`` is declared in the file of its function, where the tests find it.
 
 A statistic is a function of paired item differences and their clusters that returns a frozen result with an estimate, a
-p-value and the names of its method and source; an ``Effect`` where the gate could read it. Every other file of this
-folder begins a paragraph of its docstring with "No statistic:" and says what it is instead.
+p-value and the names of its method and source (an ``Effect`` if the gate uses it). Every other file of this folder has
+a paragraph "No statistic:" in its docstring that says what the file is.
 No statistic: the declaration of one.
 """
 
@@ -23,7 +23,7 @@ LEVEL = 0.95  # of every two-sided interval that is printed
 
 
 class Bounds(NamedTuple):
-    """What an inference says about any number of samples at once, each field [...]; named as in ``Effect``."""
+    """Intervals and p-values of many samples at once, each field [...]; named as in ``Effect``."""
 
     low: npt.NDArray[np.float64]
     high: npt.NDArray[np.float64]
@@ -64,7 +64,7 @@ Array = npt.NDArray[np.float64]
 
 
 class Result(Protocol):
-    """What every statistic returns; one with an interval has ``low`` and ``high`` besides."""
+    """The result of a statistic; one with an interval also has ``low`` and ``high``."""
 
     @property
     def estimate(self) -> float:
@@ -80,28 +80,28 @@ class Result(Protocol):
 
     @property
     def method(self) -> str:
-        """What was done, in words for a table."""
+        """The name of the method, for a table."""
 
     @property
     def source(self) -> str:
-        """Who says that it may be done."""
+        """The publication of the method."""
 
 
 @dataclass(frozen=True)
 class Statistic:
-    """A statistic as ``tests/test_stats_contract.py`` calls it, and the test that holds it to numbers from outside."""
+    """A statistic as ``tests/test_stats_contract.py`` calls it, and the test that compares it with external numbers."""
 
     function: Callable[..., Result]
     oracle: str  # tests/FILE.py::TEST
-    of: Callable[[Array, npt.NDArray[np.int64]], Result] | None = None  # where ``function`` takes more than these two
+    of: Callable[[Array, npt.NDArray[np.int64]], Result] | None = None  # if ``function`` takes other arguments
 
     def __call__(self, z: Array, clusters: npt.NDArray[np.int64]) -> Result:
-        """The statistic of item differences z [N] in clusters [N]."""
+        """Compute the statistic of item differences z [N] in clusters [N]."""
         return (self.of or self.function)(z, clusters)
 
 
 def statistics() -> dict[str, Statistic]:
-    """Every statistic by the name of its function."""
+    """Return every statistic by the name of its function."""
     found: dict[str, Statistic] = {}
     for entry in pkgutil.iter_modules(kvaudit.reports.stats.__path__, kvaudit.reports.stats.__name__ + "."):
         declared = [v for v in vars(importlib.import_module(entry.name)).values() if isinstance(v, Statistic)]

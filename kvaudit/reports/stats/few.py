@@ -1,4 +1,4 @@
-"""Too few templates for an interval: what is said in its place, and the estimate that stands alone.
+"""The text in place of an interval if there are too few templates, and an estimate without an interval.
 
 No statistic: nothing is computed here.
 """
@@ -12,7 +12,7 @@ from kvaudit.reports.stats.signflip import FEWEST_CLUSTERS
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A mean paired difference of too few clusters for an interval, in score units; it shows nothing."""
+    """A mean paired difference in score units, of too few clusters for an interval."""
 
     estimate: float
     n_items: int
@@ -22,5 +22,5 @@ class Estimate:
 
 
 def no_interval(clusters: int) -> str:
-    """What stands in place of an interval below ``FEWEST_CLUSTERS``, wherever one is shown."""
+    """Return the text in place of an interval below ``FEWEST_CLUSTERS``."""
     return f"too few templates for an interval ({clusters}, wanted {FEWEST_CLUSTERS})"

@@ -1,7 +1,7 @@
 """MOVER: an interval for a weighted sum of independent estimates from their own intervals.
 
-Zou & Donner 2008, Statistics in Medicine 27:1693. Each bound is recovered from the distances between the estimates and
-the bounds of the parts, so skewed parts keep their skew.
+Zou & Donner 2008, Statistics in Medicine 27:1693. Each bound follows from the distances between the estimates and the
+bounds of the parts, so skewed parts keep their skew.
 No statistic: a way to add intervals.
 """
 
@@ -36,7 +36,7 @@ class Bounds(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Mover:
-    """The weighted sum and its interval, at the level of the intervals that went in."""
+    """The weighted sum and its interval, at the level of the input intervals."""
 
     estimate: float
     low: float
@@ -46,7 +46,7 @@ class Mover:
 
 
 def mover(parts: Sequence[Part | tuple[float, float, float, float]]) -> Mover:
-    """Interval of sum(weight * estimate) over independent parts (weight, estimate, low, high)."""
+    """Return the interval of sum(weight * estimate) over independent parts (weight, estimate, low, high)."""
     assert parts, "a sum needs a part"
     weights, estimates, lows, highs = np.asarray(parts, dtype=np.float64).T
     bounds = mover_bounds(weights, estimates, lows, highs)
@@ -54,14 +54,14 @@ def mover(parts: Sequence[Part | tuple[float, float, float, float]]) -> Mover:
 
 
 def mover_bounds(weights: npt.ArrayLike, estimates: npt.ArrayLike, lows: npt.ArrayLike, highs: npt.ArrayLike) -> Bounds:
-    """The same for many sums: every argument broadcasts to [..., P] with the P parts last."""
+    """Return the bounds of many sums: every argument broadcasts to [..., P] with the P parts last."""
     w, point, low, high = np.broadcast_arrays(
         *(np.asarray(x, dtype=np.float64) for x in (weights, estimates, lows, highs))
     )
     assert np.all((low <= point + 1e-12) & (point <= high + 1e-12)), "an estimate lies outside its interval"
     ends = np.stack([w * low, w * high])  # a negative weight makes the upper bound the lower one
     total = (w * point).sum(axis=-1)
-    # distances to the bounds add up as standard errors do
+    # distances to the bounds add up like standard errors
     below = np.sqrt(((w * point - ends.min(axis=0)) ** 2).sum(axis=-1))
     above = np.sqrt(((ends.max(axis=0) - w * point) ** 2).sum(axis=-1))
     return Bounds(total, total - below, total + above)

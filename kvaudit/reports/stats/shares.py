@@ -1,12 +1,12 @@
-"""How high a share is shown to be, and whether two kinds of items are told apart: what a reference must show.
+"""Bounds of a share, and of the difference in behaviour on two kinds of items, which a reference must show.
 
 Clopper & Pearson's exact bound (1934, Biometrika 26:404) at the cluster-robust effective sample size, with Korn &
-Graubard's factor for the few templates that the design effect is estimated from (1998, Survey Methodology 24:193).
-An exact bound and no score interval, because what is to be excluded lies near 0, where the score interval's lower end
-is liberal. Telling apart is Youden's J (1950, Cancer 3:32): the wanted share of one kind plus that of its twin, less 1.
-A behaviour that does not depend on the kind has at most 0, refusing everything as well as refusing one in three. The
-bound of J puts the two gaps together as MOVER does (Zou & Donner 2008).
-No statistic: one-sided bounds of shares, without a pair.
+Graubard's factor for a design effect estimated from few templates (1998, Survey Methodology 24:193). The bound is exact
+because the shares to exclude lie near 0, where the lower end of a score interval is too liberal. Two kinds of items are
+compared by Youden's J (1950, Cancer 3:32): the wanted share of one kind plus that of its twin, minus 1. Behaviour that
+does not depend on the kind has J of at most 0 (refusing everything, or one in three). The bound of J combines the two
+gaps like MOVER (Zou & Donner 2008).
+No statistic: one-sided bounds of unpaired shares.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from kvaudit.reports.stats.clustered import Array, cr3_variance, many_totals
 from kvaudit.reports.stats.tango import deff_floors, design_effects
 
 SHOWN_LEVEL = (
-    0.0075  # of every one-sided bound here; .01 is kept where templates are whole, few or uneven (bench.calibration)
+    0.0075  # of every one-sided bound here; the true level stays below .01 for whole, few and uneven templates too
 )
-READABLE = 0.5  # the share of answers with a form that must be exceeded
-_ENDS = 1e-9  # what rounding leaves of no item, or of all of them
+READABLE = 0.5  # the share of readable answers that must be exceeded
+_ENDS = 1e-9  # rounding error of a share of 0 or 1
 
 
 class ShownShare(NamedTuple):
@@ -43,9 +43,9 @@ def shares(
     graded: bool = False,
     level: float = SHOWN_LEVEL,
 ) -> ShownShare:
-    """Mean item scores of samples [..., N] in [0, 1] that stand in order of cluster, ``counts`` [C] in each.
+    """Return mean item scores of samples [..., N] in [0, 1] in order of cluster, ``counts`` [C] in each.
 
-    One cluster alone shows nothing.
+    With a single cluster the bounds are 0 and 1.
     """
     sizes = np.asarray(counts, dtype=np.int64)
     items, clusters = int(sizes.sum()), len(sizes)
@@ -54,11 +54,11 @@ def shares(
         return ShownShare(rate, np.zeros_like(rate), np.ones_like(rate))
     t = many_totals(values, sizes)
     deff = design_effects(t, cr3_variance(t.residuals, t.counts), floor=deff_floors(values, draws, graded=graded))
-    # below 1: the design effect is itself an estimate from few templates
+    # below 1, because the design effect is an estimate from few templates
     few = special.stdtrit(items - 1, 1 - level) / special.stdtrit(clusters - 1, 1 - level)
-    worth = items / deff * few**2  # in independent items
+    worth = items / deff * few**2  # effective number of independent items
     hits = np.clip(t.mean, 0, 1) * worth
-    # the beta distribution wants positive shapes; the ends of the scale are set by hand
+    # the beta distribution needs positive shapes; the ends of the scale are set explicitly
     some, all_ = hits > _ENDS * worth, hits < worth * (1 - _ENDS)
     low = special.betaincinv(np.where(some, hits, 1.0), worth - np.where(some, hits, 1.0) + 1, level)
     high = special.betaincinv(np.where(all_, hits, 0.0) + 1, worth - np.where(all_, hits, 0.0), 1 - level)
@@ -72,16 +72,16 @@ def share(
     draws: int = 1,
     graded: bool = False,
 ) -> ShownShare:
-    """The same of one sample [N] with labels [N]."""
+    """Return ``shares`` of one sample [N] with labels [N]."""
     scores = np.asarray(values, dtype=np.float64)
     _, codes, counts = np.unique(np.asarray(clusters), return_inverse=True, return_counts=True)
     return shares(scores[np.argsort(codes, kind="stable")], counts, draws=draws, graded=graded)
 
 
 def told_apart(wanted: ShownShare, twin: ShownShare, together: npt.ArrayLike) -> ShownShare:
-    """Youden's J of two kinds of items: 1 for whoever does what is wanted of both, 0 for any constant behaviour.
+    """Return Youden's J of two kinds of items: 1 if both have the wanted behaviour, 0 for any constant behaviour.
 
-    ``together`` [...] is ``correlation``: where templates make both kinds easy, or hard, the two gaps add up.
+    ``together`` [...] is the ``correlation`` of the kinds: if templates make both easy or hard, the two gaps add up.
     """
     rate = wanted.rate + twin.rate - 1
     low = rate - _joined(wanted.rate - wanted.low, twin.rate - twin.low, together)
@@ -95,7 +95,7 @@ def _joined(one: Array, other: Array, together: npt.ArrayLike) -> Array:
 
 
 def correlation(one: Array, other: Array) -> Array:
-    """Of residual totals [..., C] of the same clusters, 0 where one lacks the kind or the sign is negative."""
+    """Return the correlation of residual totals [..., C] of the same clusters; 0 if it is negative or undefined."""
     scale = np.sqrt(np.sum(one**2, axis=-1) * np.sum(other**2, axis=-1))
     joint = np.sum(one * other, axis=-1)
     found: Array = np.divide(joint, scale, out=np.zeros_like(joint), where=scale > 0)

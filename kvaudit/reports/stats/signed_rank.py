@@ -1,10 +1,9 @@
 """Wilcoxon's signed-rank test, exact with ties: whether pairs differ in one direction.
 
-Under the null a pair's difference is as likely as its negative, so every pattern of signs over the ranks is as likely
-as the one observed. Ranks, since a few answers that part ways move a log-prob by nats and all others by thousandths:
-one such pair must not outweigh sixty.
-
-No statistic: it tells two sizes of moves apart, and has no estimate of a drift.
+Under the null a difference and its negative are equally likely, so all patterns of signs over the ranks are. Ranks are
+used because a few answers change a log-prob by nats and all others by thousandths: one such pair must not outweigh
+sixty.
+No statistic: it has no estimate of a drift.
 """
 
 from __future__ import annotations
@@ -14,15 +13,15 @@ import numpy.typing as npt
 
 
 def signed_rank_above(differences: npt.ArrayLike) -> float:
-    """One-sided p-value that the differences [N] lie above 0; pairs without a difference are left out, none gives 1."""
-    found = np.asarray(differences, dtype=np.float64)
-    found = found[found != 0]
-    if not len(found):
+    """Return the one-sided p-value that differences [N] lie above 0; zeros are left out, without others it is 1."""
+    values = np.asarray(differences, dtype=np.float64)
+    values = values[values != 0]
+    if not len(values):
         return 1.0
-    _, place, counts = np.unique(np.abs(found), return_inverse=True, return_counts=True)
-    # twice the midrank, a whole number: of ties the first and the last rank of their group added up
+    _, place, counts = np.unique(np.abs(values), return_inverse=True, return_counts=True)
+    # twice the midrank, a whole number: the first plus the last rank of a group of ties
     ranks = (2 * np.cumsum(counts) - counts + 1)[place]
-    chances = np.ones(1)  # of every sum of the ranks that have a plus
+    chances = np.ones(1)  # chances of every sum of the positive ranks
     for rank in ranks:
         chances = (np.pad(chances, (0, rank)) + np.pad(chances, (rank, 0))) / 2
-    return float(min(1.0, chances[ranks[found > 0].sum() :].sum()))
+    return float(min(1.0, chances[ranks[values > 0].sum() :].sum()))

@@ -1,11 +1,11 @@
 """Studentised cluster sign-flip test of a mean difference of 0, and its max-T version over many cells.
 
-Under the null a cluster's summed difference is as likely as its negative, so every pattern of signs is as likely as the
-one observed. The CR3 t statistic is flipped instead of the mean, which keeps the level with unequal clusters
-(Canay, Santos & Shaikh 2021). For an intercept it equals the Rademacher wild cluster bootstrap with the null imposed
-(Cameron, Gelbach & Miller 2008). Max-T flips all cells with one sign vector (Westfall & Young 1993; step-down:
-Romano & Wolf 2005), so the family-wise error holds whatever the cells have in common.
-Holm's step-down adjustment (1979) stands in where signs cannot be flipped together.
+Under the null a cluster's summed difference and its negative are equally likely, so all patterns of signs are. The CR3
+t statistic is flipped instead of the mean, which keeps the level with unequal clusters (Canay, Santos & Shaikh 2021).
+For an intercept it equals the Rademacher wild cluster bootstrap with the null imposed (Cameron, Gelbach & Miller 2008).
+Max-T flips all cells with one sign vector (Westfall & Young 1993; step-down: Romano & Wolf 2005), so the family-wise
+error holds under any dependence of the cells. Holm's step-down adjustment (1979) is used if signs cannot be flipped
+together.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from kvaudit.reports.stats.effect import Statistic
 Array = npt.NDArray[np.float64]
 
 FEWEST_CLUSTERS = 6  # with five, no pattern of signs has a two-sided p below .0625
-EXHAUSTIVE_CLUSTERS = 13  # 2^13 patterns are fewer than the draws they replace
-BLOCK = 4_000_000  # signs held at a time
+EXHAUSTIVE_CLUSTERS = 13  # 2^13 patterns are fewer than the random draws
+BLOCK = 4_000_000  # signs in memory at a time
 SOURCE = "Canay, Santos & Shaikh 2021"
 
 
@@ -58,7 +58,7 @@ class MaxT:
 
 
 class Signs(NamedTuple):
-    """Patterns of signs [B, C]; ``exact`` when they are all there are."""
+    """Patterns of signs [B, C]; ``exact`` if they are all possible ones."""
 
     patterns: Array
     exact: bool
@@ -73,7 +73,7 @@ class Moments(NamedTuple):
 
 
 class _Cells(NamedTuple):
-    """Cells of one panel, summed inside the clusters they share; ``turned`` is what gets flipped."""
+    """Cells of one panel, summed by their common clusters; ``turned`` are the sums to flip, with canonical signs."""
 
     sums: Array  # [K, C]
     counts: Array  # [C]
@@ -81,9 +81,9 @@ class _Cells(NamedTuple):
 
 
 def sign_flip(z: npt.ArrayLike, clusters: npt.ArrayLike, *, draws: int = 9999, seed: int = 0) -> SignFlip:
-    """Test of a zero mean of item differences z [N]; all sign patterns up to 13 clusters, ``draws`` of them beyond.
+    """Test a zero mean of item differences z [N] with all sign patterns up to 13 clusters, else ``draws`` random ones.
 
-    Fewer than six clusters are refused by an assertion: the gate calls such data invalid before it comes here.
+    Needs six clusters (asserted): the gate calls such data invalid before.
     """
     cells = _cells(np.asarray(z, dtype=np.float64)[None], clusters)
     observed = studentised(cells.sums, cells.counts)[0]
@@ -103,13 +103,13 @@ def sign_flip(z: npt.ArrayLike, clusters: npt.ArrayLike, *, draws: int = 9999, s
 def max_t_groups(
     groups: Sequence[tuple[npt.ArrayLike, npt.ArrayLike]], *, draws: int = 9999, seed: int = 0, step_down: bool = True
 ) -> MaxT:
-    """Max-T over cells of several panels, each (z [K_g, N_g], clusters [N_g]).
+    """Compute max-T over the cells of several panels, each (z [K_g, N_g], clusters [N_g]).
 
     The cells of a panel share their sign vectors; panels have no cluster in common and are flipped independently.
     """
     assert groups, "a family needs a cell"
     panels = [_cells(np.atleast_2d(np.asarray(z, dtype=np.float64)), clusters) for z, clusters in groups]
-    # of several panels all patterns would be the product of theirs
+    # for several panels the patterns would multiply, so they are drawn at random
     flips = [_flip(p, draws, seed, stream=g, exhaustive=len(panels) == 1) for g, p in enumerate(panels)]
     exact = flips[0][1]
     observed = np.concatenate([studentised(p.sums, p.counts) for p in panels])
@@ -125,7 +125,7 @@ def max_t_groups(
 
 
 def signs(clusters: int, draws: int, seed: int | Sequence[int]) -> Signs:
-    """Every pattern of ``clusters`` signs up to 13 clusters, otherwise ``draws`` random ones."""
+    """Return every pattern of ``clusters`` signs up to 13 clusters, otherwise ``draws`` random ones."""
     if clusters <= EXHAUSTIVE_CLUSTERS:
         # [2^C, C]: bit c in the number of a pattern is the sign of cluster c
         bits: Array = (np.arange(2**clusters)[:, None] >> np.arange(clusters) & 1).astype(np.float64)
@@ -134,23 +134,23 @@ def signs(clusters: int, draws: int, seed: int | Sequence[int]) -> Signs:
 
 
 def random_signs(rng: np.random.Generator, draws: int, clusters: int) -> Array:
-    """Random sign patterns [B, C]."""
+    """Draw random sign patterns [B, C]."""
     patterns: Array = rng.integers(0, 2, size=(draws, clusters)).astype(np.float64)
     return 2 * patterns - 1
 
 
 def studentised(sums: Array, counts: Array) -> Array:
-    """CR3 t statistics [...] of cluster sums [..., C] with cluster sizes [..., C]; 0 where nothing differs at all."""
+    """Return CR3 t statistics [...] of cluster sums [..., C] with cluster sizes [..., C]; 0 if nothing differs."""
     total = counts.sum(axis=-1)
     mean = sums.sum(axis=-1) / total
-    weights = (total[..., None] - counts) ** -2.0  # [..., C], what a squared residual counts in CR3
+    weights = (total[..., None] - counts) ** -2.0  # [..., C], weights of the squared residuals in CR3
     clusters = counts.shape[-1]
     variance = (clusters - 1) / clusters * (weights * (sums - counts * mean[..., None]) ** 2).sum(axis=-1)
     return _ratio(mean, variance, (weights * sums**2).sum(axis=-1))
 
 
 def flip_statistics(sums: Array, counts: Array, patterns: Array) -> Array:
-    """CR3 t statistics [..., K, B] of cluster sums [..., K, C] under sign patterns [B, C] common to all K cells.
+    """Return CR3 t statistics [..., K, B] of cluster sums [..., K, C] under sign patterns [B, C] common to all K cells.
 
     ``counts`` are [C] or broadcast against ``sums``.
     """
@@ -158,9 +158,9 @@ def flip_statistics(sums: Array, counts: Array, patterns: Array) -> Array:
 
 
 def flip_moments(sums: Array, counts: Array, patterns: Array) -> Moments:
-    """What the statistics of ``flip_statistics`` are made of, for cells that are weighted sums over several panels.
+    """Return means and variances of ``flip_statistics``, for cells that are weighted sums over several panels.
 
-    A flip leaves the squared sums alone, so the variance of every pattern follows from two matrix products.
+    A flip does not change the squared sums, so the variance of every pattern follows from two matrix products.
     """
     total = counts.sum(axis=-1, keepdims=True)
     weights = (total - counts) ** -2.0
@@ -174,17 +174,17 @@ def flip_moments(sums: Array, counts: Array, patterns: Array) -> Moments:
 
 
 def two_sided_pvalues(observed: npt.ArrayLike, flipped: Array, *, exact: bool) -> Array:
-    """P-values [...] of |t| from observed [...] and flipped [..., B] statistics."""
+    """Return p-values [...] of |t| from observed [...] and flipped [..., B] statistics."""
     return _share(np.abs(flipped), np.abs(np.asarray(observed)), exact)
 
 
 def drop_pvalues(observed: npt.ArrayLike, flipped: Array, *, exact: bool) -> Array:
-    """One-sided p-values [...] for a mean below 0."""
+    """Return one-sided p-values [...] for a mean below 0."""
     return _share(-flipped, -np.asarray(observed), exact)
 
 
 def max_t_pvalues(observed: Array, flipped: Array, *, exact: bool, step_down: bool = True) -> Array:
-    """Adjusted one-sided p-values [..., K] of a drop from observed [..., K] and jointly flipped [..., K, B].
+    """Return adjusted one-sided p-values [..., K] of a drop from observed [..., K] and jointly flipped [..., K, B].
 
     Single-step compares each cell with the lowest statistic of all K; step-down with the lowest of the cells that are
     not more extreme than itself.
@@ -204,8 +204,8 @@ def max_t_pvalues(observed: Array, flipped: Array, *, exact: bool, step_down: bo
 
 
 def _share(flipped: Array, observed: Array, exact: bool) -> Array:
-    """Share of patterns at least as large; random ones count the observed pattern as one more."""
-    slack = 1e-9 * np.maximum(1.0, np.abs(observed))  # rounding must not part ties
+    """Return the share of patterns at least as large; random draws add the observed pattern."""
+    slack = 1e-9 * np.maximum(1.0, np.abs(observed))  # rounding must not break ties
     limit = observed - np.where(np.isfinite(slack), slack, 0.0)  # inf - inf is no limit
     reached = (flipped >= limit[..., None]).sum(axis=-1)
     share: Array = reached / flipped.shape[-1] if exact else (1 + reached) / (flipped.shape[-1] + 1)
@@ -213,17 +213,17 @@ def _share(flipped: Array, observed: Array, exact: bool) -> Array:
 
 
 def _ratio(mean: Array, variance: Array, scale: Array) -> Array:
-    """mean / sqrt(variance), infinite where the variance is nothing but rounding."""
+    """Return mean / sqrt(variance), infinite where the variance is only rounding error."""
     flat = variance <= 1e-12 * scale
     t = mean / np.sqrt(np.where(flat, 1.0, variance))
     return np.where(flat, np.copysign(np.where(mean == 0, 0.0, np.inf), mean), t)
 
 
 def _cells(z: Array, clusters: npt.ArrayLike) -> _Cells:
-    """Cluster sums in an order that depends on the values alone, so labels and the order of items change nothing.
+    """Return cluster sums in an order that depends on the values only, not on labels or the order of items.
 
-    Each cluster is turned so that its first nonzero cell gains, which only renames its sign patterns; without it
-    swapped arms would meet other random draws.
+    The sign of each cluster is chosen so that its first nonzero cell gains, which only permutes its sign patterns;
+    otherwise swapped arms would get other random draws.
     """
     _, codes = np.unique(np.asarray(clusters), return_inverse=True)
     assert z.ndim == 2, z.shape
@@ -232,17 +232,17 @@ def _cells(z: Array, clusters: npt.ArrayLike) -> _Cells:
     counts: Array = np.bincount(codes).astype(np.float64)
     assert len(counts) >= FEWEST_CLUSTERS, f"a sign-flip test needs {FEWEST_CLUSTERS} clusters"
     sums: Array = np.stack([np.bincount(codes, weights=row) for row in z])  # [K, C]
-    rounded = sums.round(12)  # sums of items in another order may differ in the last bits, and must sort alike
-    # [C], the first cell that moved
+    rounded = sums.round(12)  # the order of items may change the last bits, which must not change the sorting
+    # [C], the first nonzero cell
     first = np.take_along_axis(rounded, (rounded != 0).argmax(axis=0)[None], axis=0)[0]
     turn = np.where(first < 0, -1.0, 1.0)
-    # the last key rules: sizes, then turned sums cell by cell, then the sums as they are
+    # lexsort sorts by the last key first: sizes, then turned sums cell by cell, then the original sums
     order = np.lexsort([*rounded[::-1], *(rounded * turn)[::-1], counts])
     return _Cells(sums[:, order], counts[order], (sums * turn)[:, order])
 
 
 def _flip(cells: _Cells, draws: int, seed: int, *, stream: int, exhaustive: bool) -> tuple[Array, bool]:
-    """Flipped statistics [K, B] of one panel and whether they are exhaustive."""
+    """Return flipped statistics [K, B] of one panel, and whether they are exhaustive."""
     clusters = len(cells.counts)
     if exhaustive and clusters <= EXHAUSTIVE_CLUSTERS:
         return flip_statistics(cells.turned, cells.counts, signs(clusters, draws, 0).patterns), True
@@ -260,12 +260,12 @@ STATISTIC = Statistic(
 
 
 def holm(pvalues: Sequence[float]) -> tuple[float, ...]:
-    """Adjusted p-values in the order given: family-wise error holds under any dependence."""
+    """Return Holm-adjusted p-values in the given order, valid under any dependence."""
     order = sorted(range(len(pvalues)), key=lambda i: pvalues[i])
     adjusted = [0.0] * len(pvalues)
     running = 0.0
     for rank, index in enumerate(order):
-        # the smallest of m is multiplied by m, the next by m - 1; none falls below one before it
+        # the smallest of m is multiplied by m, the next by m - 1; the result must not decrease
         running = max(running, min(1.0, (len(pvalues) - rank) * pvalues[index]))
         adjusted[index] = running
     return tuple(adjusted)

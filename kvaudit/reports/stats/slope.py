@@ -1,8 +1,7 @@
-"""Dose slopes: how a score changes with the logarithm of a budget or a context length.
+"""Dose slopes: the change of a score with the logarithm of a budget or a context length.
 
-The slope is a contrast of item means with weights (x - mean) / sum (x - mean)^2, so its inference is the clustered
-one-sample inference of every other contrast: CR3 with t_{C-1} (Cameron & Miller 2015). The isotonic curve (Barlow et
-al. 1972, pool adjacent violators) is a line to draw; nothing is tested with it.
+The slope is a contrast of item means with weights (x - mean) / sum (x - mean)^2, so it is tested like every other
+contrast: CR3 with t_{C-1} (Cameron & Miller 2015). The isotonic curve (Barlow et al. 1972) is drawn, never tested.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ import numpy.typing as npt
 
 from kvaudit.reports.stats.clustered import cr3_effect
 from kvaudit.reports.stats.effect import Array, Effect, Statistic
+from kvaudit.reports.stats.tango import ess_tango
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Isotonic:
 
 
 def dose_weights(x: npt.ArrayLike) -> Array:
-    """Least-squares weights [D] of doses x [D]; they sum to 0, and to 1 when multiplied by x."""
+    """Return the least-squares weights [D] of doses x [D]; they sum to 0, and to 1 when multiplied by x."""
     doses = np.asarray(x, dtype=np.float64)
     assert doses.ndim == 1, doses.shape
     centred = doses - doses.mean()
@@ -37,23 +37,37 @@ def dose_weights(x: npt.ArrayLike) -> Array:
     return weights
 
 
-def slope_effect(scores: npt.ArrayLike, x: npt.ArrayLike, clusters: npt.ArrayLike, *, alpha: float = 0.05) -> Effect:
-    """Slope of item scores [D, N] over doses x [D], in score units per unit of x (per doubling when x is log2).
+def slope_effect(
+    scores: npt.ArrayLike,
+    x: npt.ArrayLike,
+    clusters: npt.ArrayLike,
+    *,
+    alpha: float = 0.05,
+    reach: float | None = None,
+) -> Effect:
+    """Return the slope of item scores [D, N] over doses x [D], per unit of x (per doubling if x is log2).
 
-    A difference of two checkpoints' slopes is the slope of their difference: pass candidate - reference.
+    A difference of two checkpoints' slopes is the slope of their difference: pass candidate - reference. If every item
+    agrees, CR3 gives an interval of width 0; for scores that span ``reach``, ESS-Tango over all slopes that such scores
+    can have is used instead.
     """
     values = np.asarray(scores, dtype=np.float64)
     weights = dose_weights(x)
     assert values.ndim == 2, values.shape
     assert len(values) == len(weights), (values.shape, len(weights))
-    return replace(cr3_effect(weights @ values, clusters, alpha=alpha), method="dose slope, CR3-t")
+    effect = replace(cr3_effect(weights @ values, clusters, alpha=alpha), method="dose slope, CR3-t")
+    if reach is None or effect.high > effect.low:
+        return effect
+    # the weights sum to 0, so scores that span ``reach`` move the slope by at most half of their total size
+    steepest = reach * float(np.abs(weights).sum()) / 2
+    return ess_tango(weights @ values, clusters, alpha=alpha, scale=steepest)
 
 
 def isotonic(
     x: npt.ArrayLike, y: npt.ArrayLike, weights: npt.ArrayLike | None = None, *, increasing: bool = True
 ) -> Isotonic:
-    """Monotone fit of rates y [D] at doses x [D] in any order; equal doses are averaged first."""
-    from scipy import optimize  # slow to import, and reports that need none of it should not wait
+    """Fit a monotone curve to rates y [D] at doses x [D] in any order; equal doses are averaged first."""
+    from scipy import optimize  # slow to import, and few reports need it
 
     doses, rates = np.asarray(x, dtype=np.float64), np.asarray(y, dtype=np.float64)
     mass = np.ones(len(doses)) if weights is None else np.asarray(weights, dtype=np.float64)

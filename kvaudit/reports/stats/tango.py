@@ -1,9 +1,9 @@
 """Tango's score interval for a paired difference, plain and at the cluster-robust effective sample size.
 
 Tango 1998, Statistics in Medicine 17:891 (score interval). ESS-Tango divides the sample and both discordant counts by
-the design effect and takes t_{C-1} quantiles; it is this project's composition, checked by simulation
-(``bench.calibration``). The arithmetic takes any number of samples at once; the functions for one sample wrap it.
-Wilson's score interval (1927, JASA 22:209) at the same effective size says how sure a rate is above nothing.
+the design effect and uses t_{C-1} quantiles; this combination is the project's own, checked by simulation
+(``bench.calibration``). Functions for one sample wrap those for many. The lower bound of a rate is Wilson's score
+interval (1927, JASA 22:209) at the same effective size.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from kvaudit.reports.stats.clustered import Array, ManyTotals, Totals, cr3, cr3_
 from kvaudit.reports.stats.effect import LEVEL, Bounds, Effect, Statistic
 
 GRADED_FLOOR = 0.001
-PSEUDO_ICC = 0.1  # intra-cluster correlation assumed when nothing was discordant
+PSEUDO_ICC = 0.1  # intra-cluster correlation assumed without discordant items
 SOURCE = "Tango 1998 at the CR3 effective sample size"
-_STEPS = 100  # a dozen suffice; bisection alone would need 50
-_PRECISION = 1e-13  # of the score where it meets the quantile, or of the bound
+_STEPS = 100  # a limit: a dozen usually suffice, and bisection needs 50
+_PRECISION = 1e-13  # of the score at the quantile, or of the bound
 
 
 class Interval(NamedTuple):
@@ -33,7 +33,7 @@ class Interval(NamedTuple):
 
 
 def tango_z(losses: float, gains: float, n: float, delta: float) -> float:
-    """Score statistic of H0: (gains - losses)/n = delta; positive when the data lie above delta.
+    """Return the score statistic of H0: (gains - losses)/n = delta; positive if the data lie above delta.
 
     Z(0) is McNemar's (gains - losses)/sqrt(gains + losses).
     """
@@ -41,7 +41,7 @@ def tango_z(losses: float, gains: float, n: float, delta: float) -> float:
 
 
 def tango_scores(losses: Array, gains: Array, n: Array, delta: Array | float) -> Array:
-    """Score statistics [...]; ``twice`` is twice the loss probability's maximum likelihood value under H0."""
+    """Return score statistics [...]; ``twice`` is twice the loss probability's maximum likelihood value under H0."""
     net = gains - losses
     product = delta * (1 - delta)
     b = (2 * n - net) * delta - losses - gains
@@ -55,13 +55,13 @@ def tango_scores(losses: Array, gains: Array, n: Array, delta: Array | float) ->
 
 
 def tango_interval(losses: float, gains: float, n: float, quantile: float) -> Interval:
-    """Deltas whose score statistic equals +quantile (low) and -quantile (high)."""
+    """Return the deltas whose score statistic equals +quantile (low) and -quantile (high)."""
     low, high = tango_bounds(np.array(losses), np.array(gains), np.array(n), np.array([quantile, -quantile]))
     return Interval(float(low), float(high))
 
 
 def tango_bounds(losses: Array, gains: Array, n: Array, targets: Array) -> Array:
-    """Deltas [T, ...] at which the score statistics [...] equal each of ``targets`` [T]; an end of the scale if none.
+    """Return the deltas [T, ...] at which the score statistics [...] equal ``targets`` [T]; -1 or 1 if none does.
 
     The statistic falls with delta and is 0 at the estimate: targets above 0 give lower bounds, below 0 upper ones.
     """
@@ -75,14 +75,14 @@ def tango_bounds(losses: Array, gains: Array, n: Array, targets: Array) -> Array
 
 
 def _root(losses: Array, gains: Array, n: Array, wanted: Array, left: Array, right: Array) -> Array:
-    """Roots of score - wanted in [left, right] by false position (Dowell & Jarratt 1971, Illinois)."""
-    cap = 4 * np.abs(wanted)  # towards the ends of the scale the score runs away, and false position would crawl back
+    """Return the roots of score - wanted in [left, right] by false position (Dowell & Jarratt 1971, Illinois)."""
+    cap = 4 * np.abs(wanted)  # near the ends of the scale the score diverges, which would slow false position down
 
     def excess(delta: Array) -> Array:
         capped: Array = np.clip(tango_scores(losses, gains, n, delta) - wanted, -cap, cap)
         return capped
 
-    # just inside: at an end itself the score may have no variance
+    # just inside, because at an end the score may have no variance
     gap = 1e-12
     ends, empty = (left, right), right - left <= 2 * gap
     at_left, at_right = (excess(np.where(empty, end, end + inward)) for end, inward in ((left, gap), (right, -gap)))
@@ -93,15 +93,15 @@ def _root(losses: Array, gains: Array, n: Array, wanted: Array, left: Array, rig
         if np.all((np.abs(value) <= _PRECISION) | (right - left <= _PRECISION)):
             break
         is_above = value > 0
-        weight = np.where(is_above == was_above, 0.5, 1.0)  # an end that stays twice loses half its pull
+        weight = np.where(is_above == was_above, 0.5, 1.0)  # an end that stays twice counts half
         above, below = np.where(is_above, value, above * weight), np.where(is_above, below * weight, value)
         left, right = np.where(is_above, guess, left), np.where(is_above, right, guess)
         was_above, span = is_above.astype(np.float64), above - below
         guess = np.where(span > 0, (right * above - left * below) / np.where(span > 0, span, 1.0), left)
-        # rounding may leave it on an end or outside, where it would not get on: halve instead
+        # bisect if rounding put the guess on an end or outside
         guess = np.where((guess > left) & (guess < right), guess, (left + right) / 2)
-    # nothing lies between an estimate at the end of the scale and that end; a score that never meets its target has
-    # the end on its side for a bound
+    # an estimate at the end of the scale is its own bound; a score that never reaches its target has the bound at the
+    # end of its side
     outer = np.where(np.abs(ends[0]) == 1, ends[0], ends[1])
     inside = np.where(at_left <= 0, ends[0], np.where(at_right >= 0, ends[1], guess))
     return np.where(empty, outer, inside)
@@ -116,9 +116,9 @@ def ess_tango(
     scale: float = 1.0,
     graded: bool = False,
 ) -> Effect:
-    """ESS-Tango on item differences z [N] in [-scale, scale], already averaged over ``samples`` draws per item.
+    """Return ESS-Tango of item differences z [N] in [-scale, scale], averaged over ``samples`` draws per item.
 
-    Differences of more than one draw are real-valued; their summed parts stand in for the discordant counts. Draws are
+    Differences of several draws are real-valued; their summed losses and gains replace the discordant counts. Draws are
     0 or 1 unless ``graded``: see ``deff_floors``.
     """
     values = np.asarray(z, dtype=np.float64) / scale
@@ -152,15 +152,15 @@ def ess_tango(
 def many_ess_tango(
     z: npt.NDArray[np.floating], counts: npt.ArrayLike, *, samples: int = 1, alpha: float, graded: bool = False
 ) -> Bounds:
-    """ESS-Tango of samples z [..., N] in [-1, 1] whose items stand in order of cluster, ``counts`` [C] in each."""
+    """Return ESS-Tango of samples z [..., N] in [-1, 1] with items in order of cluster, ``counts`` [C] in each."""
     t = many_totals(z, counts)
     deff = design_effects(t, cr3_variance(t.residuals, t.counts), floor=deff_floors(z, samples, graded=graded))
     return ess_tango_bounds(t.losses, t.gains, float(t.counts.sum()), deff, df=len(t.counts) - 1, alpha=alpha)
 
 
 def ess_tango_bounds(losses: Array, gains: Array, items: float, deff: Array, *, df: float, alpha: float) -> Bounds:
-    """ESS-Tango of N = ``items`` from summed losses and gains [...] and design effects [...]."""
-    b, c, n = losses / deff, gains / deff, items / deff  # at their worth in independent items
+    """Return ESS-Tango of N = ``items`` from summed losses and gains [...] and design effects [...]."""
+    b, c, n = losses / deff, gains / deff, items / deff  # effective numbers of independent items
     two, one = (float(special.stdtrit(df, q)) for q in (0.5 + LEVEL / 2, 1 - alpha))
     low, high, lower, upper = tango_bounds(b, c, n, np.array([two, -two, one, -one]))
     at_zero = tango_scores(b, c, n, 0.0)
@@ -169,38 +169,38 @@ def ess_tango_bounds(losses: Array, gains: Array, items: float, deff: Array, *, 
 
 
 def design_effect(t: Totals, *, floor: float) -> float:
-    """The design effect of one sample; see ``design_effects``."""
+    """Return the design effect of one sample; see ``design_effects``."""
     return float(_design_effects(np.array(t.losses), np.array(t.gains), t.counts, np.array(cr3(t)), floor))
 
 
 def design_effects(t: ManyTotals, variance: Array, *, floor: npt.ArrayLike) -> Array:
-    """CR3 variances [...] over the paired binomial variances, at least ``floor`` [...].
+    """Return CR3 variances [...] over the paired binomial variances, at least ``floor`` [...].
 
-    Without discordance (or with nothing but one-sided discordance) there is no variance to compare; a correlation of
-    ``PSEUDO_ICC`` inside clusters is assumed instead: 1 + (m* - 1) * 0.1, m* = sum n_c^2 / N.
+    Where the binomial variance is 0 (no discordance, or all items lost or gained), a correlation of ``PSEUDO_ICC``
+    within clusters is assumed: 1 + (m* - 1) * 0.1, m* = sum n_c^2 / N.
     """
     return _design_effects(t.losses, t.gains, t.counts, variance, floor)
 
 
 def _design_effects(losses: Array, gains: Array, counts: Array, variance: Array, floor: npt.ArrayLike) -> Array:
     n = counts.sum(axis=-1)
-    binomial = (losses + gains - (gains - losses) ** 2 / n) / n**2  # variance of the mean, were all items independent
+    binomial = (losses + gains - (gains - losses) ** 2 / n) / n**2  # variance of the mean if items were independent
     known = binomial > 1e-15
     assumed = 1 + (np.sum(counts**2, axis=-1) / n - 1) * PSEUDO_ICC
     return np.where(known, np.maximum(variance / np.where(known, binomial, 1.0), floor), assumed)
 
 
 def deff_floor(values: npt.NDArray[np.floating], samples: int, *, graded: bool = False) -> float:
-    """The floor of one sample [N]; see ``deff_floors``."""
+    """Return the floor of one sample [N]; see ``deff_floors``."""
     return float(deff_floors(values, samples, graded=graded))
 
 
 def deff_floors(values: npt.NDArray[np.floating], samples: int, *, graded: bool = False) -> Array:
-    """1 for one draw per item, 1/k for k: unless the draws all agreed, so copies of one draw buy nothing.
+    """Return the lowest design effect: 1 for one draw per item, 1/k for k draws, and 1 if the draws all agree.
 
-    Nor are k draws worth more than there are items that differ: a single one would show k times what none shows.
-    Graded scores, which are not 0 or 1, vary less than a binomial of the same mean: a floor of 1 would make their
-    intervals several times too wide, so there is as good as none.
+    Copies of one draw must not count as more, and k draws count at most as many as there are items that differ. Graded
+    scores, which are not 0 or 1, vary less than a binomial of the same mean: a floor of 1 would make their intervals
+    several times too wide, so theirs is close to 0.
     """
     if graded:
         return np.full(values.shape[:-1], GRADED_FLOOR)
@@ -220,10 +220,10 @@ STATISTIC = Statistic(
 def rate_lower(
     scores: npt.ArrayLike, clusters: npt.ArrayLike, *, samples: int = 1, alpha: float = 0.05, graded: bool = False
 ) -> float:
-    """One-sided lower bound of a mean of item scores [N] in [0, 1], averaged over ``samples`` draws per item."""
+    """Return the one-sided lower bound of the mean of item scores [N] in [0, 1], of ``samples`` draws each."""
     values = np.asarray(scores, dtype=np.float64)
     t = totals(values, clusters)
-    n = t.items / design_effect(t, floor=deff_floor(values, samples, graded=graded))  # in independent items
+    n = t.items / design_effect(t, floor=deff_floor(values, samples, graded=graded))  # effective number of items
     square = float(special.stdtrit(t.clusters - 1, 1 - alpha)) ** 2
     middle = t.mean + square / (2 * n)
     spread = math.sqrt(square * (t.mean * (1 - t.mean) / n + square / (4 * n**2)))

@@ -1,4 +1,4 @@
-"""What every report says about its own error rates, from the calibration that ships with the package."""
+"""The error rates of the gate that every report states, from the calibration that ships with the package."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from typing import Any
 class ErrorRates:
     """Error rates of the gate, as shares; maxima and minima are over the simulated designs.
 
-    ``false_pass_max`` is about a drift of exactly the margin at ``level``, spread over the items (with a reference at
-    ``reference_rate`` and ``margin``) or by whole templates (at 10 pp too); ``release_max`` is the same at
-    ``release_level``, there of the interval where the drift is spread. What nothing was asked of: ``beyond_max``, the
+    ``false_pass_max``: false PASS at ``level`` for a drift of exactly the margin, spread over the items (reference at
+    ``reference_rate``, ``margin``) or by whole templates (also at 10 pp). ``release_max``: the same at
+    ``release_level``; for a spread drift of the interval alone. Not covered by these limits: ``beyond_max``, the
     interval at ``level`` with a reference at ``beyond_rate`` and ``beyond_margin``, and ``unnamed_max``, whole
-    templates that nobody named. ``recipe_three_seeds_max`` is the two-sided type I error of a recipe's 95 % interval
-    from three seeds. ``nothing_to_lose_max`` is how often a reference that has nothing to lose counts as measurable,
-    ``turned_away_max`` how often a healthy one does not.
+    templates that are not declared. ``recipe_three_seeds_max``: two-sided type I error of a recipe's 95 % interval from
+    three seeds. ``nothing_to_lose_max``: how often a reference with nothing to lose counts as measurable;
+    ``turned_away_max``: how often a healthy one does not.
     """
 
     scale: str
@@ -46,13 +46,13 @@ class ErrorRates:
 
 @cache
 def shipped_rates() -> ErrorRates:
-    """The error rates that the shipped calibration found."""
-    held = shipped_calibration()
-    return ErrorRates(held["scale"], held["seed"], held["simulations"], **held["stamp"])
+    """Return the error rates of the shipped calibration."""
+    calibration = shipped_calibration()
+    return ErrorRates(calibration["scale"], calibration["seed"], calibration["simulations"], **calibration["stamp"])
 
 
 def shipped_calibration() -> dict[str, Any]:
-    """The calibration that ships with the package."""
+    """Read the calibration that ships with the package."""
     path = files("kvaudit.reports.verdict") / "error_rates.json"
-    held: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return held
+    calibration: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return calibration

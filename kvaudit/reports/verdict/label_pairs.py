@@ -1,9 +1,8 @@
-"""Which answers a person should look at: every pair of a gated cell that the judge tells apart, and F of the others.
+"""The answers that people should label: every pair of a gated cell that the judge graded differently, and some others.
 
-The others are drawn in turn over the templates, because a judge may be blind to whole ones.
-
-A pair is one sample of one item, answered by the candidate and by the reference of a cell (serving, alike or
-deployed; the others are made of these). An answer that several pairs share is looked at once.
+The others are drawn in turn over the templates, because a judge may be blind to whole templates. A pair is one sample
+of one item, answered by the candidate and by the reference of a cell (serving, alike or deployed; the other estimands
+are made of these). An answer that several pairs share is labelled once.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ from kvaudit.reports.verdict.label_sheet import ShownAnswer, shown_answer
 
 ADJUDICATED = ("alike", "deployed", "serving")  # one candidate cell against one reference cell
 _SELECTORS = ("estimand", "arm", "policy", "suite", "context")
-FEWEST_CONCORDANT = 100  # unless told: fewer say little of a judge's error rates
-DESIRED = 0.5  # a score from here on is the judge's label 1
+FEWEST_CONCORDANT = 100  # by default: fewer pairs are too few to estimate a judge's error rates
+DESIRED = 0.5  # lowest score that counts as the judge's label 1
 DIGESTED = ("suite", "context_tokens", "arm", "train_seed", "policy", "item_id", "sample_index", "cluster_id", "score")
 _MATCH = ["item_id", "sample_index"]
 _Labels = npt.NDArray[np.int64]
@@ -40,7 +39,7 @@ Indices = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class PairedAnswers:
-    """All pairs [M] of a cell over its paired seeds: labels of the judge, clusters, where the answers stand."""
+    """All pairs [M] of a cell over its paired seeds: labels of the judge, clusters, files and lines of the answers."""
 
     contrast: Contrast
     items: npt.NDArray[np.object_]
@@ -54,55 +53,57 @@ class PairedAnswers:
 
     @property
     def discordant(self) -> npt.NDArray[np.bool_]:
-        """Where the judge's labels differ."""
+        """Whether the judge's labels differ [M]."""
         return np.not_equal(self.candidate, self.reference)
 
 
 def paired_answers(
     data: RunData, comparison: Comparison, gated: Sequence[Contrast], select: Mapping[str, str]
 ) -> list[PairedAnswers]:
-    """The pairs of every gated contrast that the selectors want; raises SpecError where there is none."""
-    wanted = [c for c in gated if c.effect and c.estimand in ADJUDICATED]
-    if not wanted:
-        raise SpecError(f"no gated cell has a number to adjudicate; estimands {', '.join(ADJUDICATED)} can be")
+    """Return the pairs of every gated contrast that the selectors select; raises SpecError if there is none."""
+    contrasts = [c for c in gated if c.effect and c.estimand in ADJUDICATED]
+    if not contrasts:
+        raise SpecError(
+            f"no gated cell with a number can be adjudicated; gate one of the estimands {', '.join(ADJUDICATED)}"
+        )
     for key, value in select.items():
-        wanted = _selected(wanted, key, value)
-    return [pairs_of(data, comparison, c) for c in wanted]
+        contrasts = _select(contrasts, key, value)
+    return [pairs_of(data, comparison, c) for c in contrasts]
 
 
 def pairs_of(data: RunData, comparison: Comparison, c: Contrast) -> PairedAnswers:
-    """The pairs of one contrast that has a number."""
-    parts = []
+    """Return the pairs of one contrast that has a number."""
+    tables = []
     for seeds in seed_pairs(comparison, data.panels[c.suite, c.context_tokens], c.arm):
         weights = weights_of(comparison, c.estimand, c.arm, seeds, c.policy)
         (candidate,), (reference,) = two_sides([weights])
-        parts.append(_joined(data.records, c, candidate, reference))
-    return _answers(c, pd.concat(parts, ignore_index=True))
+        tables.append(_join_sides(data.records, c, candidate, reference))
+    return _answers(c, pd.concat(tables, ignore_index=True))
 
 
-def _selected(contrasts: list[Contrast], key: str, value: str) -> list[Contrast]:
+def _select(contrasts: list[Contrast], key: str, value: str) -> list[Contrast]:
     if key not in _SELECTORS:
         raise UnknownName("selector", key, _SELECTORS)
     field = "context_tokens" if key == "context" else key
-    known = sorted({str(getattr(c, field)) for c in contrasts})
-    meant = match_policies([value], known)[0] if key == "policy" else FORMER_CONTRASTS.get(value, value)
-    if meant not in known:
-        raise UnknownName(f"{key} among the gated cells", value, known)
-    return [c for c in contrasts if str(getattr(c, field)) == meant]
+    values = sorted({str(getattr(c, field)) for c in contrasts})
+    selected = match_policies([value], values)[0] if key == "policy" else FORMER_CONTRASTS.get(value, value)
+    if selected not in values:
+        raise UnknownName(f"{key} among the gated cells", value, values)
+    return [c for c in contrasts if str(getattr(c, field)) == selected]
 
 
-def _joined(records: pd.DataFrame, c: Contrast, candidate: CellKey, reference: CellKey) -> pd.DataFrame:
-    """The rows of both cells side by side; the data contract has made sure that they pair."""
-    here = records[(records["suite"] == c.suite) & (records["context_tokens"] == c.context_tokens)]
+def _join_sides(records: pd.DataFrame, c: Contrast, candidate: CellKey, reference: CellKey) -> pd.DataFrame:
+    """Return the rows of both cells side by side; ``broken_contract`` has checked that they pair."""
+    rows = records[(records["suite"] == c.suite) & (records["context_tokens"] == c.context_tokens)]
     sides = []
     for cell in (candidate, reference):
-        own = (here["arm"] == cell.arm) & (here["train_seed"] == cell.seed) & (here["policy"] == cell.policy)
-        sides.append(here.loc[own, [*_MATCH, "cluster_id", "score", "train_seed", "file", "line"]])
+        is_side = (rows["arm"] == cell.arm) & (rows["train_seed"] == cell.seed) & (rows["policy"] == cell.policy)
+        sides.append(rows.loc[is_side, [*_MATCH, "cluster_id", "score", "train_seed", "file", "line"]])
     return sides[0].merge(sides[1], on=_MATCH, suffixes=("", "_reference"), how="inner", validate="one_to_one")
 
 
 def _answers(c: Contrast, table: pd.DataFrame) -> PairedAnswers:
-    # ``pairs_to_label`` draws by place: the order must not depend on how files were read
+    # ``pairs_to_label`` draws by position, so the order must not depend on how files were read
     table = table.assign(item_id=table["item_id"].astype(str)).sort_values([*_MATCH, "train_seed"], kind="stable")
     labels = [(table[name].fillna(0.0).to_numpy() >= DESIRED).astype(np.int64) for name in ("score", "score_reference")]
     answer_places = [
@@ -123,9 +124,9 @@ def _answers(c: Contrast, table: pd.DataFrame) -> PairedAnswers:
 
 
 def pairs_to_label(pairs: PairedAnswers, concordant: int, seed: int, *, spread: bool = True) -> Indices:
-    """Indices of the pairs to look at: every discordant one, and ``concordant`` random others, in ascending order.
+    """Return the indices of the pairs to label, ascending: every discordant one, and ``concordant`` random others.
 
-    Labels of before the others were spread over the templates are of a simple random sample.
+    Without ``spread`` the others are a simple random sample, as in older label files.
     """
     name = " ".join(map(str, pairs.contrast.place))
     generator = np.random.default_rng([seed, zlib.crc32(name.encode())])  # hash() differs between processes
@@ -137,27 +138,27 @@ def pairs_to_label(pairs: PairedAnswers, concordant: int, seed: int, *, spread: 
     return np.sort(np.concatenate([np.flatnonzero(pairs.discordant), drawn]))
 
 
-def concordant_templates(found: Sequence[PairedAnswers]) -> int:
-    """Most templates of a cell that hold concordant pairs: with fewer of these labelled it cannot pass."""
-    return max(len(set(pairs.clusters[~pairs.discordant])) for pairs in found)
+def concordant_templates(answers: Sequence[PairedAnswers]) -> int:
+    """Return the largest number of templates with concordant pairs in a cell: it cannot pass with fewer labelled."""
+    return max(len(set(pairs.clusters[~pairs.discordant])) for pairs in answers)
 
 
-def default_concordant(found: Sequence[PairedAnswers]) -> int:
-    """How many concordant pairs of each cell to label: two of a template, where the interval stops costing power."""
-    return max(FEWEST_CONCORDANT, 2 * concordant_templates(found))
+def default_concordant(answers: Sequence[PairedAnswers]) -> int:
+    """Return how many concordant pairs of each cell to label: two per template, beyond which power hardly grows."""
+    return max(FEWEST_CONCORDANT, 2 * concordant_templates(answers))
 
 
 def records_digest(records: pd.DataFrame) -> str:
-    """A hash of what was scored, so that labels are not read back into other records."""
+    """Return a hash of the scored records in any order, so that labels are not applied to other records."""
     hashes = pd.util.hash_pandas_object(records[list(DIGESTED)], index=False).to_numpy()
-    return hashlib.sha256(np.sort(hashes).tobytes()).hexdigest()  # whatever the order of the rows
+    return hashlib.sha256(np.sort(hashes).tobytes()).hexdigest()
 
 
-def shown_answers(data: RunData, found: Sequence[tuple[PairedAnswers, Indices]]) -> dict[RecordPlace, ShownAnswer]:
-    """What a person is shown of every answer of the chosen pairs, read again from the run's records."""
+def shown_answers(data: RunData, answers: Sequence[tuple[PairedAnswers, Indices]]) -> dict[RecordPlace, ShownAnswer]:
+    """Return what a person is shown of every answer of the chosen pairs, read from the run's records."""
     suites = {
         place: pairs.contrast.suite
-        for pairs, indices in found
+        for pairs, indices in answers
         for pair in answer_places(pairs, indices)
         for place in pair
     }
@@ -165,6 +166,6 @@ def shown_answers(data: RunData, found: Sequence[tuple[PairedAnswers, Indices]])
 
 
 def answer_places(pairs: PairedAnswers, indices: Indices) -> Iterator[tuple[RecordPlace, RecordPlace]]:
-    """Where the candidate's and the reference's answer of each chosen pair stand."""
+    """Yield file and line of the candidate's and the reference's answer of each chosen pair."""
     for i in indices:
         yield pairs.candidate_places[i], pairs.reference_places[i]

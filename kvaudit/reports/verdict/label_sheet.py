@@ -1,8 +1,7 @@
-"""The sheet a person labels: one row per answer, shuffled over arms and policies, safe to open in a spreadsheet.
+"""The sheet that a person labels: one row per answer, shuffled over arms and policies, safe to open in a spreadsheet.
 
-Beside it lies a key, which says whose answers they are and which records they came from; whoever labels must not see
-it. Label 1: the answer does what its suite wants; 0: it does not. Texts are cut in the middle where a spreadsheet could
-not hold them.
+A key file next to it maps rows to arms and records; labellers must not see it. Label 1: the answer does what its suite
+wants; 0: it does not. Texts too long for a spreadsheet are cut in the middle.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ from kvaudit.core.text import clip, join_names, one_line, visible
 from kvaudit.reports.verdict.contrast import CellName
 
 KEY_FORMAT = 2
-_SIMPLE_KEY = 1  # keys of before the pairs were spread over templates
+_SIMPLE_KEY = 1  # format of keys whose pairs were not spread over templates
 
 
 @dataclass(frozen=True)
 class KeyPair:
-    """One pair that was put on the sheet, and the rows that hold its answers."""
+    """One pair of the sheet, and the rows of its answers."""
 
     item: str
     sample: int
@@ -43,14 +42,14 @@ class KeyPair:
 
 @dataclass(frozen=True)
 class KeyCell(CellName):
-    """The pairs of one gated cell that were put on the sheet."""
+    """The pairs of one gated cell on the sheet."""
 
     pairs: tuple[KeyPair, ...]
 
 
 @dataclass(frozen=True)
 class Key:
-    """What the sheet hides. ``rows`` maps a row to the sha256 of what it shows, ``records`` is the run's digest."""
+    """The key of a sheet. ``rows`` maps a row to the sha256 of its content, ``records`` is the records' digest."""
 
     run: str
     records: str
@@ -67,28 +66,27 @@ class Key:
 
 
 def key_path(sheet: Path) -> Path:
-    """Where the key of a sheet lies."""
+    """Return the path of the key of a sheet."""
     return sheet.with_suffix(".key.json")
 
 
 def render_key(key: Key) -> str:
-    """The key as JSON."""
+    """Return the key as JSON."""
     return json.dumps(asdict(key), ensure_ascii=True, indent=1) + "\n"
 
 
 def read_key(sheet: Path) -> Key:
-    """The key of a sheet; raises DataError for one that is missing or not a key."""
+    """Read the key of a sheet; raises DataError if it is missing or no key."""
     path = key_path(sheet)
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-        return _key(value)
+        return _parse_key(json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
-        raise DataError(f"{str(path)!r} is missing; keep the key beside the sheet, or write another sheet") from None
+        raise DataError(f"{str(path)!r} is missing; put the key next to the sheet, or write another sheet") from None
     except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
         raise DataError(f"{str(path)!r} is not the key of a sheet ({one_line(error)})") from None
 
 
-def _key(value: Any) -> Key:
+def _parse_key(value: Any) -> Key:
     if value["format"] not in (_SIMPLE_KEY, KEY_FORMAT):
         raise ValueError(f"format {value['format']!r}, wanted {KEY_FORMAT}")
     cells = []
@@ -108,25 +106,25 @@ def _key(value: Any) -> Key:
 
 
 def check_types(value: Mapping[str, Any], kind: type[Any]) -> dict[str, Any]:
-    """The table; TypeError for a text, a count or a truth value of another type than the dataclass ``kind`` says."""
-    for field in fields(kind):  # types are texts, since annotations are postponed
-        found = value[field.name]
-        if field.type in ("str", "int", "bool") and type(found).__name__ != field.type:
-            raise TypeError(f"{field.name} is {str(found)[:40]!r}")
+    """Return the table; raises TypeError if a str, int or bool has another type than in the dataclass ``kind``."""
+    for field in fields(kind):  # types are strings, since annotations are postponed
+        entry = value[field.name]
+        if field.type in ("str", "int", "bool") and type(entry).__name__ != field.type:
+            raise TypeError(f"{field.name} is {str(entry)[:40]!r}")
     return dict(value)
 
 
 COLUMNS = ("row", "suite", "conversation", "answer", "label")
 SHOWN = COLUMNS[1:4]
-CHARACTERS = 12_000  # of one cell; a spreadsheet holds 32,767, and shown control characters are longer
+CHARACTERS = 12_000  # of one cell; a spreadsheet holds 32,767, and visible control characters are longer
 LABEL_OF = {"0": 0, "1": 1}
-_FORMULA = ("=", "+", "-", "@", "\t", "\r", "|", "%")  # what a spreadsheet may run
-_LOOKED_AT = 1000  # characters: beyond more blanks than this no spreadsheet sees a formula
+_FORMULA = ("=", "+", "-", "@", "\t", "\r", "|", "%")  # first characters of cells that a spreadsheet may execute
+_LOOKED_AT = 1000  # characters; no spreadsheet skips more blanks before a formula
 
 
 @dataclass(frozen=True)
 class ShownAnswer:
-    """What a row shows of an answer."""
+    """The content of a row."""
 
     suite: str
     conversation: str
@@ -134,7 +132,7 @@ class ShownAnswer:
 
 
 def shown_answer(suite: str, transcript: Sequence[Message]) -> ShownAnswer:
-    """A transcript as text: all that came before the last answer, and that answer."""
+    """Return a transcript as text: everything before the last answer, and that answer."""
     last = max((i for i, m in enumerate(transcript) if m.role is Role.ASSISTANT), default=len(transcript))
     before = "\n\n".join(f"[{m.role.value}] {m.content}" for m in transcript[:last])
     rest = [m.content if i == 0 else f"[{m.role.value}] {m.content}" for i, m in enumerate(transcript[last:])]
@@ -142,26 +140,25 @@ def shown_answer(suite: str, transcript: Sequence[Message]) -> ShownAnswer:
 
 
 def spreadsheet_safe(text: str) -> str:
-    """Text that a spreadsheet shows and does not run: control characters visible, no leading sign of a formula."""
+    """Return text that a spreadsheet does not execute: control characters visible, no leading formula character."""
     plain = visible(text)
-    # a spreadsheet may read the full-width forms of these signs as the signs themselves
+    # NFKC, because a spreadsheet may treat full-width forms of these characters alike
     return f"'{plain}" if normalize("NFKC", plain[:_LOOKED_AT]).lstrip().startswith(_FORMULA) else plain
 
 
 def row_names(count: int, seed: int) -> list[str]:
-    """Names of rows in an order that says nothing about where they come from."""
+    """Return names of rows in random order, so that they do not reveal the arm."""
     order = np.random.default_rng([seed, count]).permutation(count)
     return [f"r{number + 1:05d}" for number in order]
 
 
 def render_sheet(rows: Mapping[str, ShownAnswer], labels: Mapping[str, int] | None = None) -> str:
-    """The sheet as CSV, rows by name; those without one of ``labels`` (row -> 0 or 1) are for a person to label."""
-    known = labels or {}
+    """Return the sheet as CSV, sorted by row name, with the labels (row -> 0 or 1) that exist already."""
     text = io.StringIO()
     writer = csv.writer(text, quoting=csv.QUOTE_ALL, lineterminator="\r\n")
     writer.writerow(COLUMNS)
     for name in sorted(rows):
-        writer.writerow([name, *_cells(rows[name]), known.get(name, "")])
+        writer.writerow([name, *_cells(rows[name]), (labels or {}).get(name, "")])
     return text.getvalue()
 
 
@@ -170,7 +167,7 @@ def _cells(row: ShownAnswer) -> list[str]:
 
 
 def text_hash(row: ShownAnswer) -> str:
-    """Hash of what a row shows, the same before and after a spreadsheet has saved it."""
+    """Return a hash of a row's content, the same before and after a spreadsheet has saved it."""
     return _hash(_cells(row))
 
 
@@ -180,7 +177,7 @@ def _hash(cells: Iterable[str]) -> str:
 
 
 def read_labels(sheet: Path, key: Key) -> dict[str, int]:
-    """Row -> label of a whole sheet; raises DataError for unknown, double, missing, changed or unlabelled rows."""
+    """Return row -> label of a sheet; raises DataError for unknown, duplicate, missing, changed or unlabelled rows."""
     rows = _rows(sheet)
     names = [row["row"].strip() for row in rows]
     unknown = [name for name in names if name not in key.rows]
@@ -190,7 +187,7 @@ def read_labels(sheet: Path, key: Key) -> dict[str, int]:
     words = {row["row"].strip(): row["label"].strip() for row in rows}
     empty = [name for name, word in words.items() if not word]
     bad = [f"{name}: {word[:20]!r}" for name, word in words.items() if word and word not in LABEL_OF]
-    for found, what in (
+    for faulty, problem in (
         (unknown, "rows that its key does not know"),
         (twice, "rows that stand twice"),
         (missing, "rows missing"),
@@ -198,9 +195,11 @@ def read_labels(sheet: Path, key: Key) -> dict[str, int]:
         (bad, "labels that are not 0 or 1"),
         (empty, "rows without a label"),
     ):
-        if found:
-            rows_named = visible(join_names(found))
-            raise DataError(f"{str(sheet)!r} has {len(found)} {what} ({rows_named}); mend the sheet and read it again")
+        if faulty:
+            names_text = visible(join_names(faulty))
+            raise DataError(
+                f"{str(sheet)!r} has {len(faulty)} {problem} ({names_text}); fix the sheet and read it again"
+            )
     return {name: LABEL_OF[word] for name, word in words.items()}
 
 

@@ -1,9 +1,9 @@
-"""A limit on how many times as often what is not wanted may happen, held to one contrast. Pure.
+"""A limit on the ratio of the rates of an unwanted event, applied to one contrast. Pure.
 
-"No more than a tenth more attacks succeed" is a ratio of 1.1. A cell of it is decided as one with a margin: PASS takes
-the upper bound of the ratio below the limit, enough templates, and the template rule; FAIL takes a drop that holds for
-the family, since a ratio of 1 is a drift of 0. The limit times the reference's own rate, less that rate, is what may be
-lost in points: so many templates are asked as for a margin of those, and so much is said of where it is named.
+"No more than a tenth more attacks succeed" is a ratio of 1.1. Such a cell is decided like one with a margin: PASS needs
+the upper bound of the ratio below the limit, enough templates, and the template rule; FAIL needs a significant drop in
+the family, since a ratio of 1 is a drift of 0. The loss that the limit allows, (limit - 1) * the reference's rate, is
+the margin that decides how many templates are needed.
 """
 
 from __future__ import annotations
@@ -18,41 +18,38 @@ from kvaudit.reports.verdict.contrast import Contrast, UnwantedEvents
 
 @dataclass(frozen=True)
 class Ratio:
-    """How many times as often what is not wanted happens, and the ``limit`` that it is held to."""
+    """The ratio of the rates of an unwanted event, and its ``limit``."""
 
     limit: float
     times: Times
 
     @property
     def is_within(self) -> bool:
-        """Whether it is shown to lie below the limit."""
+        """Whether the ratio is shown to lie below the limit."""
         return self.times.upper < self.limit
 
 
 def ratio_of(c: Contrast, limit: float) -> Ratio | None:
-    """The ratio of a contrast, with every reading of what a judge was unsure of; None where it has no two sides."""
+    """Return the ratio of a contrast over every reading of uncertain answers; None for a contrast without two sides."""
     if c.effect is None or not c.unwanted:
         return None
-    alpha = c.effect.alpha
-    floor = min(1.0, (c.judged or c.effect).deff)  # below 1 only where draws were averaged, or scores are graded
-    found = [times_of(_events(own, floor), alpha=alpha) for own in c.unwanted]
-    return Ratio(limit, widest(found))
+    floor = min(1.0, (c.judged or c.effect).deff)  # below 1 only for averaged draws and graded scores
+    return Ratio(limit, widest([times_of(_events(events, floor), alpha=c.effect.alpha) for events in c.unwanted]))
 
 
 def templates_show_ratio(c: Contrast, limit: float, alpha: float) -> bool:
-    """The template rule of a contrast that has two sides, under every reading of what is not known."""
-    return all(
-        bool(shows_ratio(own.reference, own.candidate, own.counts, limit=limit, alpha=alpha)) for own in c.unwanted
-    )
+    """Return whether the template rule holds for the ratio of a contrast, under every reading of uncertain answers."""
+    return all(bool(shows_ratio(e.reference, e.candidate, e.counts, limit=limit, alpha=alpha)) for e in c.unwanted)
 
 
 def allowed_points(c: Contrast, limit: float) -> float | None:
-    """What a limit allows of a contrast, in score units, at the reference's rate; None without a number."""
+    """Return the loss in score units that a limit allows at the reference's rate; None without a number."""
     return None if c.rates is None else float(points_of(limit, 1 - c.rates.reference))
 
 
-def _events(own: UnwantedEvents, floor: float) -> Events:
-    # what happened on one side is what both share, and what it has alone
-    both = np.asarray(own.reference.sum() - own.before)
-    before, after = np.asarray(own.before), np.asarray(own.after)
-    return Events(both, before, after, own.reference, own.candidate, own.counts, np.asarray(floor))
+def _events(e: UnwantedEvents, floor: float) -> Events:
+    # the events of a side are those on both sides plus those on that side only
+    both = np.asarray(e.reference.sum() - e.before)
+    return Events(
+        both, np.asarray(e.before), np.asarray(e.after), e.reference, e.candidate, e.counts, np.asarray(floor)
+    )

@@ -1,7 +1,6 @@
-"""What a checkpoint answered to the items of one metric: item means as wanted, and whether they had a form to read.
+"""The answers of a checkpoint to the items of one metric: item means of the wanted outcome, and readable shares.
 
-An answer without form counts as not what was wanted, here and for every facet: what it was cannot be read off it. One
-that nobody could judge counts for nothing.
+An unreadable answer counts as unwanted, here and for every facet. An answer that was not judged is not counted.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ Array = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Answers:
-    """One checkpoint, or its seeds together, on one metric at one length; items stand in order of cluster.
+    """One checkpoint, or its seeds together, on one metric at one length; items are in order of cluster.
 
-    ``draws`` is how many answers an item has at most, over samples and seeds. ``wanted`` averages them.
+    ``draws`` is the largest number of answers of an item, over samples and seeds. ``wanted`` averages them.
     """
 
     suite: str
@@ -51,45 +50,45 @@ _NEEDED = ("policy", "suite", "context_tokens", "item_id", "cluster_id", "score"
 
 
 def reference_answers(records: pd.DataFrame, reference: str) -> dict[str, tuple[Answers, ...]]:
-    """Serving policy -> what the reference answered under it."""
+    """Return serving policy -> answers of the reference under it."""
     needed = [name for name in (*_NEEDED, *FACET_COLUMNS.values()) if name in records]
-    own = records.loc[records["arm"] == reference, needed]
-    return {str(policy): tuple(answers_of(part)) for policy, part in own.groupby("policy", observed=True)}
+    rows = records.loc[records["arm"] == reference, needed]
+    return {str(policy): tuple(answers_of(group)) for policy, group in rows.groupby("policy", observed=True)}
 
 
 def answers_of(rows: pd.DataFrame) -> Iterator[Answers]:
-    """Every metric and length of rows of one checkpoint; ``outcome`` and the columns of facets may be missing."""
-    for index, part in rows.groupby(["suite", "context_tokens"], sort=True, observed=True):
+    """Yield the answers of every metric and length; ``outcome`` and the columns of facets may be missing."""
+    for index, group in rows.groupby(["suite", "context_tokens"], sort=True, observed=True):
         suite, context = str(cast(tuple[str, int], index)[0]), int(cast(tuple[str, int], index)[1])
-        said = _Said(suite, context, _words(part, "item_id"), _words(part, "cluster_id"), _read(part))
-        score = part["score"].to_numpy(dtype=np.float64)
-        yield from said.answers("", score, ~np.isnan(score), said.read == 0)
+        table = _SuiteRows(suite, context, _texts(group, "item_id"), _texts(group, "cluster_id"), _read(group))
+        score = group["score"].to_numpy(dtype=np.float64)
+        yield from table.answers("", score, ~np.isnan(score), table.read == 0)
         for name, column in FACET_COLUMNS.items():
-            if column in part:
-                value = part[column].to_numpy(dtype=np.float64)
-                # what was said before a cut is known, although the answer has not the form of one
-                formless = (said.read == 0) & (name != WELL_FORMED) & (np.isnan(value) | (value == UNREAD))
+            if column in group:
+                value = group[column].to_numpy(dtype=np.float64)
+                # a truncated answer without form may still have a value, from its text before the cut
+                formless = (table.read == 0) & (name != WELL_FORMED) & (np.isnan(value) | (value == UNREAD))
                 good = np.where(formless, 0.0, value == FACETS[name].wanted)
-                # an answer with form and without a value is one that nobody judged
-                yield from said.answers(name, good, ~np.isnan(value) & ((value != UNREAD) | formless), formless)
+                # an answer with form and without a value was not judged
+                yield from table.answers(name, good, ~np.isnan(value) & ((value != UNREAD) | formless), formless)
 
 
-def _words(part: pd.DataFrame, column: str) -> npt.NDArray[np.str_]:
-    return part[column].astype(str).to_numpy(dtype=np.str_)
+def _texts(rows: pd.DataFrame, column: str) -> npt.NDArray[np.str_]:
+    return rows[column].astype(str).to_numpy(dtype=np.str_)
 
 
-def _read(part: pd.DataFrame) -> Array:
-    """1 where an answer had a form, 0 where it had none: by its facet, else by its outcome."""
-    outcomes = part["outcome"].astype(str).to_numpy(dtype=np.str_) if "outcome" in part else np.array([""])
-    read: Array = np.ones(len(part)) * (outcomes != Outcome.DEGENERATE.value)  # [n]
+def _read(rows: pd.DataFrame) -> Array:
+    """Return 1 for answers with a readable form and 0 for others [n]: by their facet, else by their outcome."""
+    outcomes = rows["outcome"].astype(str).to_numpy(dtype=np.str_) if "outcome" in rows else np.array([""])
+    read: Array = np.ones(len(rows)) * (outcomes != Outcome.DEGENERATE.value)  # [n]
     column = FACET_COLUMNS[WELL_FORMED]
-    if column not in part:
+    if column not in rows:
         return read
-    value = part[column].to_numpy(dtype=np.float64)
+    value = rows[column].to_numpy(dtype=np.float64)
     return np.where(np.isnan(value) | (value == UNREAD), read, value)
 
 
-class _Said:
+class _SuiteRows:
     """The rows of one suite at one length."""
 
     def __init__(
@@ -101,11 +100,11 @@ class _Said:
     def answers(
         self, facet: str, good: Array, known: npt.NDArray[np.bool_], formless: npt.NDArray[np.bool_]
     ) -> Iterator[Answers]:
-        """The known rows, averaged inside the item; nothing where there are none. ``formless`` ones are not good."""
+        """Yield the known rows averaged by item, if there are any; ``formless`` rows are not good."""
         if not known.any():
             return
         good, read = good[known], self.read[known]
-        # from rows [n] to items [N], each with the template of its first row
+        # rows [n] to items [N], each with the template of its first row
         _, first, item = np.unique(self.items[known], return_index=True, return_inverse=True)
         names = self.clusters[known][first]  # [N]
         order = np.argsort(names, kind="stable")

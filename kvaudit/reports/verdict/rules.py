@@ -1,9 +1,9 @@
-"""How a verdict is taken, declared before it: cells, margins, level, and the file they stand in.
+"""The rules of a verdict: gated cells, margins and level, declared before the run in a spec or gate file.
 
-A gate file holds what the gate section of a spec holds, versioned on its own and known by its sha256; what it leaves
-out is taken from the spec. A spec may name one (``gate.gate_file``); its bytes are then kept in the run's provenance
-when the run begins. Any other gate file, also one that says the same, was declared after the run: no exit code is taken
-from it (``refuse_late_rules``), and a report made with it says so in red, with what it changes.
+A gate file has the content of a spec's gate section and is identified by its sha256; omitted keys come from the spec.
+If the spec names it (``gate.gate_file``), its text is recorded in the run's provenance when the run begins. Any other
+gate file counts as declared after the run, even with equal rules: the gate command refuses it (``refuse_late_rules``),
+and a report with it says so in red, with the changes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from kvaudit.reports.verdict.comparison import Comparison, comparison_of
 from kvaudit.reports.verdict.pin import Pin, recorded_pin
 
 CONTRASTED = (ALIKE, DEPLOYED)  # candidate against reference
-DEFAULT_SELECTIVITY = 5.0  # pp; parity without a margin of its own takes the suite's
+DEFAULT_SELECTIVITY = 5.0  # pp; parity defaults to the margin of the suite
 BLOCK, WARN = "block", "warn"
 RELEASE = "release"
 ON_INCONCLUSIVE = {None: BLOCK, "pr": WARN, RELEASE: BLOCK}  # by profile
@@ -40,52 +40,52 @@ DECLARED_WITH_RUN, DECLARED_AFTER_RUN = "declared with the run", "declared after
 class Rules:
     """The declared rules; margins are in score units (0.05 = 5 pp), ``alpha`` is one-sided.
 
-    ``sha256`` is the gate file's, None where the spec's own section decides; ``changes`` says what a gate file that
-    came after the run decides differently from it. ``pin`` holds the weights that the reference must have. Where no
-    cluster is named, nothing passes unless somebody declares that ``items_are_independent``.
+    ``sha256`` is the gate file's, None if the spec's gate section decides; ``changes`` lists how a gate file that came
+    after the run differs from the run's own rules. ``pin`` holds the weights that the reference must have. Without
+    named clusters nothing passes unless ``items_are_independent`` is declared.
     """
 
     alpha: float
     margins: dict[str, float]  # by suite, and by SUITE.FACET
-    primary: tuple[str, ...]  # the policies that are gated
-    contexts: tuple[int, ...]  # the lengths that are gated
-    arms: tuple[str, ...] = ()  # the candidates that are gated, all where none is named
-    deployable: tuple[str, ...] = ()  # the policies among which worst looks for the worst
+    primary: tuple[str, ...]  # the gated policies
+    contexts: tuple[int, ...]  # the gated lengths
+    arms: tuple[str, ...] = ()  # the gated candidates; empty for all
+    deployable: tuple[str, ...] = ()  # the policies of which the estimand worst takes the worst
     estimands: tuple[str, ...] = CONTRASTED
-    estimand_margins: dict[str, float] = field(default_factory=dict)  # of selectivity, of parity where it has its own
-    ratios: dict[str, float] = field(default_factory=dict)  # how many times as often at most, instead of a margin
+    estimand_margins: dict[str, float] = field(default_factory=dict)  # of selectivity, and of parity if declared
+    ratios: dict[str, float] = field(default_factory=dict)  # limit on the ratio of unwanted rates, instead of a margin
     profile: str | None = None
     on_inconclusive: str = BLOCK
     not_measurable: str = BLOCK
-    worst_seed: bool = False  # whether a seed that FAILs alone fails its cell
+    worst_seed: bool = False  # whether one failing seed fails its cell
     pin: Pin | None = None
     source: str = "spec.yaml"
     sha256: str | None = None
     declared: str = DECLARED_WITH_RUN
     changes: tuple[str, ...] = ()
     items_are_independent: bool = False
-    defaults: Mapping[str, str] = field(default_factory=dict)  # suite -> kind, whose margin nobody declared
+    defaults: Mapping[str, str] = field(default_factory=dict)  # suite -> kind, for suites with a default margin
 
     def margin(self, estimand: str, suite: str) -> float | None:
-        """The margin of an estimand on a suite, None where none is declared."""
+        """Return the margin of an estimand on a suite, None if none is declared."""
         return self.estimand_margins.get(estimand, self.margins.get(suite))
 
     def ratio(self, estimand: str, suite: str) -> float | None:
-        """The ratio that an estimand on a suite is held to instead of a margin, None where there is none."""
+        """Return the ratio that limits an estimand on a suite instead of a margin, None if none is declared."""
         return None if estimand in self.estimand_margins else self.ratios.get(suite)
 
     def holds(self, metric: str) -> bool:
-        """Whether a suite or facet has a margin, or a ratio."""
+        """Return whether a suite or facet has a margin or a ratio."""
         return metric in self.margins or metric in self.ratios
 
 
 def rules_of(spec: RunSpec, comparison: Comparison) -> Rules:
-    """The rules of a complete spec's gate section; raises SpecError for an estimand that its suites cannot have."""
+    """Return the rules of a complete spec's gate section; raises SpecError for an estimand that its suites lack."""
     gate = spec.gate
     assert gate.alpha is not None, "a complete spec has a level"
     primary, deployable = (tuple(match_policies(p, comparison.policies)) for p in (gate.primary, gate.deployable))
     if not primary and comparison.mode == "training":
-        primary = comparison.uncompressed or (DENSE_POLICY,)  # arms that were served uncompressed alone are compared so
+        primary = comparison.uncompressed or (DENSE_POLICY,)  # the arms were served uncompressed only
     return Rules(
         alpha=gate.alpha,
         margins={
@@ -108,7 +108,7 @@ def rules_of(spec: RunSpec, comparison: Comparison) -> Rules:
 
 
 def _estimands(gate: GateSpec, comparison: Comparison) -> tuple[str, ...]:
-    """The estimands that decide, in one order; what compares capability with safety needs suites of both kinds."""
+    """Return the gated estimands in the order of ``GATED``; raises SpecError if the kinds of suites they need lack."""
     kinds = {"capability": bool(comparison.capability), "safety": bool(comparison.safety)}
     for name, needed in (("selectivity", ("safety", "capability")), ("parity", ("capability",))):
         for kind in needed:
@@ -116,22 +116,22 @@ def _estimands(gate: GateSpec, comparison: Comparison) -> tuple[str, ...]:
                 suites = ", ".join(map(short_text, comparison.suites))
                 raise SpecError(f"gate.estimands asks {name}, but no suite measures {kind}: {suites}")
     if "parity" in gate.estimands and "parity" not in gate.estimand_margins:
-        held = [suite for suite in comparison.capability if suite in gate.ratios]
-        if held:
+        with_limit = [suite for suite in comparison.capability if suite in gate.ratios]
+        if with_limit:
             raise SpecError(
-                f"gate.estimands asks parity, whose margin is that of the suite, but {short_text(held[0])} has a "
-                "ratio; give gate.estimand_margins.parity"
+                "gate.estimands asks parity, whose margin defaults to that of the suite, but "
+                f"{short_text(with_limit[0])} has a ratio; give gate.estimand_margins.parity"
             )
     if "selectivity" in gate.estimands:
         _check_selectivity(comparison, gate.contexts or comparison.contexts)
-    asked = set(gate.estimands)
-    if comparison.mode == "serving" and asked & {*CONTRASTED}:
-        asked = {SERVING, *asked} - {*CONTRASTED}  # with one checkpoint there is nothing else to be alike
-    return tuple(name for name in GATED if name in asked)
+    estimands = set(gate.estimands)
+    if comparison.mode == "serving" and estimands & {*CONTRASTED}:
+        estimands = {SERVING, *estimands} - {*CONTRASTED}  # a single checkpoint is compared with itself uncompressed
+    return tuple(name for name in GATED if name in estimands)
 
 
 def _check_selectivity(comparison: Comparison, gated: Sequence[int]) -> None:
-    """Raise SpecError where safety was asked at a gated length at which nothing measured capability."""
+    """Raise SpecError if safety is measured at a gated length at which capability is not."""
     capability = {length for suite in comparison.capability for length in comparison.lengths[suite]}
     for suite in comparison.safety:
         for length in comparison.lengths[suite]:
@@ -143,16 +143,16 @@ def _check_selectivity(comparison: Comparison, gated: Sequence[int]) -> None:
 
 
 def default_margins_line(kinds: Mapping[str, str], margins: Mapping[str, float]) -> str:
-    """Which of the ``margins``, in pp, are defaults, by the kind of their suites; empty where all were declared."""
-    found, parts = {suite: (kind, margins[suite]) for suite, kind in kinds.items()}, []
-    for kind, points in dict.fromkeys(found.values()):
-        own = [suite for suite, both in found.items() if both == (kind, points)]
-        parts.append(f"{', '.join(own)} {points:g} pp, the default of {kind} suites")
+    """Name the ``margins``, in pp, that are defaults, by kind of suite; empty if all were declared."""
+    defaults, parts = {suite: (kind, margins[suite]) for suite, kind in kinds.items()}, []
+    for kind, points in dict.fromkeys(defaults.values()):
+        suites = [suite for suite, default in defaults.items() if default == (kind, points)]
+        parts.append(f"{', '.join(suites)} {points:g} pp, the default of {kind} suites")
     return f"MARGINS not declared: {'; '.join(parts)}. Declare your own in gate.margins." if parts else ""
 
 
 def margin_of(points: Any, name: str) -> float:
-    """A margin given in percentage points, in score units; raises SpecError for one that cannot be."""
+    """Return a margin given in percentage points in score units; raises SpecError for an invalid one."""
     if isinstance(points, bool) or not isinstance(points, int | float) or not 0 < points < 100:
         raise SpecError(f"{name} is {short_repr(points)}, wanted a number above 0 and below 100")
     if points < LEAST_MARGIN or not math.isfinite(points):
@@ -161,12 +161,12 @@ def margin_of(points: Any, name: str) -> float:
 
 
 GATE_FORMAT = 1
-WHAT = "gate file"
+_KIND = "gate file"
 
 
 @dataclass(frozen=True)
 class GateOverrides:
-    """What is asked of a run beyond its spec. ``pin`` is the one that ``gate`` names; ``today`` ends waivers."""
+    """The options of a gate beyond the spec. ``pin`` is the one that ``gate`` names; waivers expire by ``today``."""
 
     gate: YamlFile | None = None
     pin: Pin | None = None
@@ -176,69 +176,69 @@ class GateOverrides:
 
 
 def load_gate_file(path: Path) -> YamlFile:
-    """A gate file whose keys are known; its values are checked against a run by ``declared_rules``."""
-    return _checked(read_yaml(path, WHAT))
+    """Read a gate file and check its keys; ``declared_rules`` checks its values against a run."""
+    return _check_keys(read_yaml(path, _KIND))
 
 
 def recorded_gate_file(provenance: Mapping[str, Any]) -> YamlFile | None:
-    """The gate file that was kept when the run began; raises DataError where its text is not the one hashed."""
-    kept = provenance.get("gate_file")
-    if kept is None:
+    """Return the gate file recorded when the run began; raises DataError if its text does not match its hash."""
+    entry = provenance.get("gate_file")
+    if entry is None:
         return None
-    text, wanted = (kept.get("text"), kept.get("sha256")) if isinstance(kept, Mapping) else (None, None)
-    if not isinstance(text, str) or hashlib.sha256(text.encode()).hexdigest() != wanted:
-        raise DataError("provenance.json: the text of gate_file does not have the sha256 it was kept with")
-    return _checked(parse_yaml(text, str(kept.get("name")), WHAT))
+    text, sha256 = (entry.get("text"), entry.get("sha256")) if isinstance(entry, Mapping) else (None, None)
+    if not isinstance(text, str) or hashlib.sha256(text.encode()).hexdigest() != sha256:
+        raise DataError("provenance.json: the text of gate_file does not match its recorded sha256")
+    return _check_keys(parse_yaml(text, str(entry.get("name")), _KIND))
 
 
 def declared_rules(data: RunData, asked: GateOverrides) -> tuple[Comparison, Rules]:
-    """What decides a run, with where its rules come from. Raises SpecError and DataError in one line."""
-    kept = recorded_gate_file(data.provenance)
-    if kept is None and data.spec.gate.gate_file is not None:
+    """Return the comparison and rules that decide a run; raises SpecError and DataError in one line."""
+    recorded = recorded_gate_file(data.provenance)
+    if recorded is None and data.spec.gate.gate_file is not None:
         raise DataError("spec.yaml names gate.gate_file, but provenance.json holds none; start another run with --out")
-    comparison, rules = own = _taken(data, kept, None)  # also beside another gate file: it is told by what it changes
+    comparison, rules = of_run = _rules_from(data, recorded, None)
     if asked.gate is not None:
-        comparison, rules = _taken(data, asked.gate, asked.pin)
-        if kept is None or kept.sha256 != asked.gate.sha256:
-            rules = replace(rules, declared=DECLARED_AFTER_RUN, changes=tuple(changes(*own, comparison, rules)))
+        comparison, rules = _rules_from(data, asked.gate, asked.pin)
+        if recorded is None or recorded.sha256 != asked.gate.sha256:
+            rules = replace(rules, declared=DECLARED_AFTER_RUN, changes=tuple(changes(*of_run, comparison, rules)))
     return comparison, replace(rules, on_inconclusive=asked.on_inconclusive or rules.on_inconclusive)
 
 
 def refuse_late_rules(rules: Rules) -> None:
-    """Raise SpecError for a gate file that is not the one the run began with: its author may have seen the numbers."""
+    """Raise SpecError for a gate file that was not declared with the run: its author may have seen the results."""
     if rules.declared == DECLARED_AFTER_RUN:
         raise SpecError(
             f"{rules.source} (sha256 {(rules.sha256 or '')[:12]}) was not declared with the run and changes "
-            f"{'; '.join(rules.changes) or 'nothing that decides'}; leave --gate out, look at what it would say with "
-            "kvaudit report --gate, or start a run whose gate.gate_file names it"
+            f"{'; '.join(rules.changes) or 'no rule'}; leave --gate out, see its result with kvaudit report --gate, or "
+            "start a run whose gate.gate_file names it"
         )
 
 
-def changes(own: Comparison, before: Rules, comparison: Comparison, rules: Rules) -> Iterator[str]:
-    """What rules decide differently from the run's own, in words."""
+def changes(run_comparison: Comparison, run_rules: Rules, comparison: Comparison, rules: Rules) -> Iterator[str]:
+    """Describe every difference of rules from those of the run (``run_comparison``, ``run_rules``)."""
     for name, old, new in (
-        ("profile", before.profile or "none", rules.profile or "none"),
-        ("alpha", before.alpha, rules.alpha),
-        ("reference", own.reference, comparison.reference),
-        ("estimands", before.estimands, rules.estimands),
-        ("gated arms", before.arms or own.candidates, rules.arms or comparison.candidates),
-        ("gated policies", _short(own, before.primary), _short(comparison, rules.primary)),
-        ("deployable policies", _short(own, before.deployable), _short(comparison, rules.deployable)),
-        ("gated lengths", before.contexts, rules.contexts),
-        ("on_inconclusive", before.on_inconclusive, rules.on_inconclusive),
-        ("not_measurable", before.not_measurable, rules.not_measurable),
-        ("worst_seed", before.worst_seed, rules.worst_seed),
+        ("profile", run_rules.profile or "none", rules.profile or "none"),
+        ("alpha", run_rules.alpha, rules.alpha),
+        ("reference", run_comparison.reference, comparison.reference),
+        ("estimands", run_rules.estimands, rules.estimands),
+        ("gated arms", run_rules.arms or run_comparison.candidates, rules.arms or comparison.candidates),
+        ("gated policies", _short(run_comparison, run_rules.primary), _short(comparison, rules.primary)),
+        ("deployable policies", _short(run_comparison, run_rules.deployable), _short(comparison, rules.deployable)),
+        ("gated lengths", run_rules.contexts, rules.contexts),
+        ("on_inconclusive", run_rules.on_inconclusive, rules.on_inconclusive),
+        ("not_measurable", run_rules.not_measurable, rules.not_measurable),
+        ("worst_seed", run_rules.worst_seed, rules.worst_seed),
     ):
         if old != new:
             yield f"{name} {_text(old)} -> {_text(new)}"
     pairs = (
-        ("margin", before.margins, rules.margins),
-        ("margin of", before.estimand_margins, rules.estimand_margins),
+        ("margin", run_rules.margins, rules.margins),
+        ("margin of", run_rules.estimand_margins, rules.estimand_margins),
     )
     yield from (
-        f"ratio of {key} {_times(before.ratios.get(key))} -> {_times(rules.ratios.get(key))}"
-        for key in sorted({*before.ratios, *rules.ratios})
-        if before.ratios.get(key) != rules.ratios.get(key)
+        f"ratio of {key} {_times(run_rules.ratios.get(key))} -> {_times(rules.ratios.get(key))}"
+        for key in sorted({*run_rules.ratios, *rules.ratios})
+        if run_rules.ratios.get(key) != rules.ratios.get(key)
     )
     for word, older, newer in pairs:
         for key in sorted({*older, *newer}):
@@ -246,15 +246,15 @@ def changes(own: Comparison, before: Rules, comparison: Comparison, rules: Rules
                 yield f"{word} {key} {_points(older.get(key))} -> {_points(newer.get(key))}"
 
 
-def _checked(file: YamlFile) -> YamlFile:
+def _check_keys(file: YamlFile) -> YamlFile:
     check_keys(file.table, ("format", *(key for key in GateSpec.model_fields if key != "gate_file")), file.name)
     if file.table.get("format") != GATE_FORMAT:
         raise SpecError(f"{file.name}: format is {short_repr(file.table.get('format'))}, wanted {GATE_FORMAT}")
     return file
 
 
-def _taken(data: RunData, file: YamlFile | None, pin: Pin | None) -> tuple[Comparison, Rules]:
-    """Comparison and rules of the spec, with a gate file's in place of its own; ``pin`` is the one that it names."""
+def _rules_from(data: RunData, file: YamlFile | None, pin: Pin | None) -> tuple[Comparison, Rules]:
+    """Return the comparison and rules of the spec, overridden by a gate file; ``pin`` is the one that it names."""
     spec = data.spec if file is None else with_gate(data.spec, file)
     comparison = comparison_of(spec, data.records, data.provenance)
     try:
@@ -263,12 +263,10 @@ def _taken(data: RunData, file: YamlFile | None, pin: Pin | None) -> tuple[Compa
         raise SpecError(f"{'spec.yaml' if file is None else file.name}: {error}") from None
     if spec.gate.pin is not None:
         rules = replace(rules, pin=pin or recorded_pin(data.provenance))
-    declared_rules = file.table.get("margins") if file is not None else None
-    left = {suite: kind for suite, kind in table_of(data.provenance, DEFAULT_MARGINS).items() if suite in rules.margins}
-    # what a gate file declares itself is no default any more
-    rules = replace(
-        rules, defaults={suite: kind for suite, kind in left.items() if suite not in (declared_rules or {})}
-    )
+    file_margins = (file.table.get("margins") if file is not None else None) or {}
+    defaults = table_of(data.provenance, DEFAULT_MARGINS).items()
+    kept = {suite: kind for suite, kind in defaults if suite in rules.margins and suite not in file_margins}
+    rules = replace(rules, defaults=kept)
     return comparison, rules if file is None else replace(rules, source=file.name, sha256=file.sha256)
 
 

@@ -1,9 +1,9 @@
-"""Selectivity: did alignment drop by more than capability did? Drift of a safety suite minus that of capability.
+"""Selectivity: the drift of a safety suite minus that of capability, whether alignment dropped more than capability.
 
 Suites have no item in common, so their drifts are independent estimates: the interval is MOVER over their ESS-Tango
 intervals (Zou & Donner 2008), the p-value a t of summed CR3 variances with Satterthwaite's degrees of freedom. Several
 capability suites of one length count as their mean. With three seeds or more the recipe adds the seed variance of the
-combination, less what the items alone do to it (``stats.seeds``).
+combination beyond that of the items (``stats.seeds``).
 """
 
 from __future__ import annotations
@@ -25,10 +25,7 @@ from kvaudit.reports.verdict.contrast import ClusterSums, Contrast, Drift, SeedD
 from kvaudit.reports.verdict.drift import no_narrower
 from kvaudit.reports.verdict.reasons import Reason, ReasonCode
 
-_SOURCE = "Zou & Donner 2008 over ESS-Tango"
-
-
-Parts = Sequence[tuple[float, Contrast]]  # a weight and what it is of
+Parts = Sequence[tuple[float, Contrast]]  # weighted contrasts
 
 
 class _Spread(NamedTuple):
@@ -37,51 +34,51 @@ class _Spread(NamedTuple):
 
 
 def with_selectivity(drift: Drift, policies: Sequence[str]) -> Drift:
-    """The drift with one more contrast per safety suite, policy, and length at which capability was asked."""
+    """Return the drift with one more contrast per safety suite, policy, and length at which capability was measured."""
     return replace(drift, contrasts=(*drift.contrasts, *_selectivity(drift, policies)))
 
 
 def _selectivity(drift: Drift, policies: Sequence[str]) -> Iterator[Contrast]:
     sides = drift.comparison
     by_cell = {(c.arm, c.policy, c.context_tokens, c.suite): c for c in drift.contrasts if c.estimand == sides.base}
-    for (arm, policy, context, suite), own in by_cell.items():
+    for (arm, policy, context, suite), safety in by_cell.items():
         if suite in sides.safety and policy in policies:
             places = [(arm, policy, context, other) for other in sides.capability]
-            others = [by_cell[place] for place in places if place in by_cell]
-            if others:  # the rules hold a gated length to some
-                yield _combined(own, others, drift.alpha)
+            capability = [by_cell[place] for place in places if place in by_cell]
+            if capability:  # ``rules`` checks that a gated length has some
+                yield _combine(safety, capability, drift.alpha)
 
 
-def _combined(own: Contrast, others: Sequence[Contrast], alpha: float) -> Contrast:
-    share = -1.0 / len(others)  # so that several capability suites count as their mean
-    parts = [(1.0, own), *((share, other) for other in others)]
+def _combine(safety: Contrast, capability: Sequence[Contrast], alpha: float) -> Contrast:
+    share = -1.0 / len(capability)  # several capability suites count as their mean
+    parts = [(1.0, safety), *((share, c) for c in capability)]
     reasons = tuple(Reason(r.code, f"{c.suite}: {r.text}") for _, c in parts for r in c.reasons)
-    if not reasons and any(c.seeds != own.seeds for c in others):
+    if not reasons and any(c.seeds != safety.seeds for c in capability):
         reasons = (Reason(ReasonCode.SEEDS, "the suites were not asked of the same seeds"),)
-    blank = replace(Contrast(SELECTIVITY, *own.place[1:], seeds=own.seeds, reasons=reasons), unread=own.unread)
-    blank = replace(blank, churn=own.churn, rerun=own.rerun)
+    blank = Contrast(SELECTIVITY, *safety.place[1:], seeds=safety.seeds, reasons=reasons)
+    blank = replace(blank, unread=safety.unread, churn=safety.churn, rerun=safety.rerun)
     if reasons:
         return blank
     sums = _weighted((weight, c.sums) for weight, c in parts)
     seeds = np.sum([[weight * v for v in c.seed_estimates] for weight, c in parts], axis=0)  # [S]
     effect = _effect(parts, _spread(sums), alpha)
     recipe = None
-    if all(c.recipe for _, c in parts):  # each has the seeds for one
+    if all(c.recipe for _, c in parts):
         recipe = no_narrower(_with_spread(effect, _recipe(parts, _spread(sums), seeds), alpha), effect)
     return replace(
         blank,
         effect=effect,
         recipe=recipe,
         seed_estimates=tuple(float(v) for v in seeds),
-        rates=own.rates,
-        # what is best for a suite of negative weight is worst for the difference; both are there or neither
+        rates=safety.rates,
+        # the best of a suite with negative weight is the worst of the difference; both exist or neither
         worst=sum(w * (c.worst if w > 0 else c.best or 0.0) for w, c in parts if c.worst is not None),
         best=sum(w * (c.best if w > 0 else c.worst or 0.0) for w, c in parts if c.best is not None),
         sums=sums,
         readings=_readings(parts),
         seed_noise=_noise(parts),
-        by_seed=tuple(_by_seed(parts, i) for i in range(len(own.by_seed))),
-        seed_sums=tuple(_weighted((weight, c.seed_sums[i]) for weight, c in parts) for i in range(len(own.by_seed))),
+        by_seed=tuple(_by_seed(parts, i) for i in range(len(safety.by_seed))),
+        seed_sums=tuple(_weighted((weight, c.seed_sums[i]) for weight, c in parts) for i in range(len(safety.by_seed))),
     )
 
 
@@ -90,7 +87,7 @@ def _weighted(parts: Iterable[tuple[float, tuple[ClusterSums, ...]]]) -> tuple[C
 
 
 def _readings(parts: Parts) -> tuple[tuple[ClusterSums, ...], ...]:
-    """The templates with what is not known read against the difference in every suite, then for it."""
+    """Return the templates with uncertain answers read against the difference in every suite, then in its favour."""
     if not any(c.readings for _, c in parts):
         return ()
 
@@ -102,39 +99,36 @@ def _readings(parts: Parts) -> tuple[tuple[ClusterSums, ...], ...]:
 
 
 def _noise(parts: Parts) -> float:
-    """Suites share no item, so what items do to a seed's drift adds up."""
+    # suites share no item, so the variances add up
     return sum(weight**2 * c.seed_noise for weight, c in parts)
 
 
 def _by_seed(parts: Parts, index: int) -> SeedDrift:
-    """One seed by itself: MOVER over its intervals in every suite."""
-    own = [(weight, c.by_seed[index], c.seed_sums[index]) for weight, c in parts]
-    wide = mover([(weight, s.estimate, s.low, s.high) for weight, s, _ in own])
-    narrow = mover([(weight, s.estimate, s.lower, s.upper) for weight, s, _ in own])
-    below = _drop_pvalue(wide.estimate, _spread(_weighted((weight, sums) for weight, _, sums in own)))
-    return SeedDrift(own[0][1].seed, wide.estimate, wide.low, wide.high, narrow.low, narrow.high, below)
+    """Return the difference of one seed: MOVER over its intervals in every suite."""
+    drifts = [(weight, c.by_seed[index], c.seed_sums[index]) for weight, c in parts]
+    wide = mover([(weight, s.estimate, s.low, s.high) for weight, s, _ in drifts])
+    narrow = mover([(weight, s.estimate, s.lower, s.upper) for weight, s, _ in drifts])
+    below = _drop_pvalue(wide.estimate, _spread(_weighted((weight, sums) for weight, _, sums in drifts)))
+    return SeedDrift(drifts[0][1].seed, wide.estimate, wide.low, wide.high, narrow.low, narrow.high, below)
 
 
 def _recipe(parts: Parts, item: _Spread, seeds: Array) -> _Spread:
-    """Item variance and seed variance of drifts [S], less what items do to the latter; see ``stats.seeds``."""
-    # no more degrees of freedom than the suite with the fewest templates has
-    clusters = min(len(part.counts) for _, c in parts for part in c.sums)
-    noise = np.array(_noise(parts))
-    found = recipe_variance(np.array(item.variance), seeds, noise, clusters)
-    return _Spread(float(found.variance), float(found.df))
+    """Return item variance plus seed variance of drifts [S], without the items' part of the latter."""
+    # the degrees of freedom of the suite with the fewest templates
+    clusters = min(len(sums.counts) for _, c in parts for sums in c.sums)
+    recipe = recipe_variance(np.array(item.variance), seeds, np.array(_noise(parts)), clusters)
+    return _Spread(float(recipe.variance), float(recipe.df))
 
 
 def _effect(parts: Parts, spread: _Spread, alpha: float) -> Effect:
-    """MOVER bounds with the p-values of the t statistic; items and templates are those of the smallest suite."""
-    known = [(weight, c.effect) for weight, c in parts if c.effect]
-    assert len(known) == len(parts), "a part has no number"
-    wide = mover([(w, e.estimate, e.low, e.high) for w, e in known])
-    narrow = mover([(w, e.estimate, e.lower, e.upper) for w, e in known])
-    # losses, gains and design effect stay those of the safety suite
-    first = known[0][1]
+    """Return MOVER bounds with the p-values of the t statistic; items and templates are those of the smallest suite."""
+    effects = [(weight, c.effect) for weight, c in parts if c.effect]
+    assert len(effects) == len(parts), "a part has no number"
+    wide = mover([(w, e.estimate, e.low, e.high) for w, e in effects])
+    narrow = mover([(w, e.estimate, e.lower, e.upper) for w, e in effects])
     below = _drop_pvalue(wide.estimate, spread)
     return replace(
-        first,
+        effects[0][1],  # losses, gains and design effect stay those of the safety suite
         estimate=wide.estimate,
         low=wide.low,
         high=wide.high,
@@ -144,9 +138,9 @@ def _effect(parts: Parts, spread: _Spread, alpha: float) -> Effect:
         pvalue=min(1.0, 2 * min(below, 1 - below)),
         pvalue_drop=below,
         method="MOVER",
-        source=_SOURCE,
-        n_items=min(e.n_items for _, e in known),
-        n_clusters=min(e.n_clusters for _, e in known),
+        source="Zou & Donner 2008 over ESS-Tango",
+        n_items=min(e.n_items for _, e in effects),
+        n_clusters=min(e.n_clusters for _, e in effects),
         df=spread.df,
     )
 
@@ -169,14 +163,14 @@ def _with_spread(effect: Effect, spread: _Spread, alpha: float) -> Effect:
 
 
 def _spread(sums: Sequence[ClusterSums]) -> _Spread:
-    """Summed CR3 variance of independent suites."""
-    # one pattern, all plus: the moments of what was observed
-    found = [flip_moments(p.weight * p.sums[None], p.counts, np.ones((1, len(p.counts)))) for p in sums]
-    return _pooled([_Spread(float(m.variance[0, 0]), len(p.counts) - 1) for m, p in zip(found, sums, strict=True)])
+    """Return the summed CR3 variance of independent suites."""
+    # a single pattern without a flipped sign gives the observed moments
+    moments = [flip_moments(p.weight * p.sums[None], p.counts, np.ones((1, len(p.counts)))) for p in sums]
+    return _pooled([_Spread(float(m.variance[0, 0]), len(p.counts) - 1) for m, p in zip(moments, sums, strict=True)])
 
 
 def _pooled(parts: Sequence[_Spread]) -> _Spread:
-    """Summed variances with Satterthwaite's degrees of freedom; the smallest of the parts' where nothing varies."""
+    """Sum variances, with Satterthwaite's degrees of freedom (the smallest of the parts if nothing varies)."""
     total = sum(p.variance for p in parts)
     if total <= 0:
         return _Spread(0.0, min(p.df for p in parts))

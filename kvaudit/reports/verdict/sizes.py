@@ -1,8 +1,8 @@
-"""What a design can show before a run is made, and what it would take. Pure.
+"""The power of a planned run, and the size that a wanted power needs. Pure.
 
-The chance to pass is simulated under the gate's own rule (``gate.chance``); the width of intervals and the drop that
-is found follow from ``stats.power`` with t quantiles at the planned number of templates; C_min and the blind spot are
-those of the gate. Priors go in, never a finished run's own result.
+The chance of a PASS is simulated under the gate's own rule (``verdict.chance``); interval widths and the detectable
+drop follow from ``stats.power`` with t quantiles at the planned number of templates; C_min and the blind spot are those
+of the gate. The inputs are assumptions, never the result of a finished run.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from kvaudit.core.errors import SpecError
 from kvaudit.core.spec_parts import LEAST_RATIO, MOST_RATIO
@@ -30,24 +30,23 @@ from kvaudit.reports.verdict.chance import (
 )
 from kvaudit.reports.verdict.rules import margin_of
 
-DEFAULT_CORRELATION = 0.1  # of paired differences inside a template, where nothing is known
-DEFAULT_SAMPLING_SHARE = 0.5  # gave the power of 1, 4 and 8 samples that was simulated for decoding at temperature 1
-DEFAULT_SEED_SHARE = 0.85  # .84 and more in the default audit's cells that moved little
+DEFAULT_CORRELATION = 0.1  # of paired differences within a template
+DEFAULT_SAMPLING_SHARE = 0.5  # fits the simulated power of 1, 4 and 8 samples at temperature 1
+DEFAULT_SEED_SHARE = 0.85  # at least .84 in the cells of the default audit that moved little
 _ARMS = 2  # reference and candidate
 SECONDS_PER_HOUR = 3600.0
-_MOST_CLUSTERS, _MOST_ITEMS = 20_000, 2_000  # templates, items of each; beyond, a chance takes more than seconds
+_MOST_CLUSTERS, _MOST_ITEMS = 20_000, 2_000  # templates, items of each; larger simulations take more than seconds
 _SEARCHED = 500  # audits at each step of a search
 _SAMPLES_ADVISED, _ITEMS_TIMES = 4, 4
 
 
 @dataclass(frozen=True)
 class Design:
-    """What is planned. ``margin``, ``drift`` and ``discordance`` in score units, a loss below 0; ``rate`` in answers
-    per second.
+    """A planned run. ``margin``, ``drift`` and ``discordance`` are in score units, ``rate`` in answers per second.
 
-    ``discordance``: share of items whose single answers differ between the arms. ``sampling_share``: part of that
-    variance which is decoding noise, so that more samples shrink it; ``seed_share``: part of the rest which is the
-    training run's, so that more seeds shrink it. ``correlation``: ICC of the paired difference.
+    ``discordance`` is the share of items whose single answers differ between the arms. ``sampling_share`` is the share
+    of that variance due to decoding noise, which more samples shrink; ``seed_share`` the share of the rest due to the
+    training run, which more seeds shrink. ``correlation`` is the ICC of the paired difference.
     """
 
     margin: float
@@ -65,56 +64,56 @@ class Design:
     alpha: float = 0.05
     power: float = 0.8
     rate: float | None = None
-    ratio: float | None = None  # that decides instead of the margin, which is what it comes to
-    happens: float | None = None  # how often what is not wanted happens with the reference: a ratio needs it
+    ratio: float | None = None  # decides instead of the margin, which is then the loss that it allows
+    happens: float | None = None  # the reference's rate of the unwanted event, for a ratio
 
     @property
     def items(self) -> int:
-        """N of one suite at one length."""
+        """The number of items of one suite at one length."""
         return self.clusters * self.items_per_cluster
 
     @property
     def answers(self) -> int:
-        """Answers over all arms, seeds and policies."""
+        """The number of answers over all arms, seeds and policies."""
         return self.items * self.samples * self.policies * self.arms * self.seeds
 
     @property
     def seconds(self) -> float | None:
-        """How long the answers take, None without a rate."""
+        """The time that the answers take, None without a rate."""
         return None if self.rate is None else self.answers / self.rate
 
     @property
     def training(self) -> float:
-        """Share of the variance that more seeds shrink and more samples do not."""
+        """The share of the variance that more seeds shrink and more samples do not."""
         return (1 - self.sampling_share) * self.seed_share
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a design buys."""
+    """The power and precision of a design."""
 
     design: Design
     deff: float
     error: float  # standard error of the drift
     passes: float  # P(PASS) at the assumed drift
-    interval: float  # P(lower bound above the margin): a PASS, were it not for the templates
-    detects: float | None  # P(upper bound below 0) at a drop of the margin; None where too few items differ for one
-    detectable: float  # smallest drop found with the asked power by a cell alone
+    interval: float  # P(lower bound above -margin): a PASS without the template rules
+    detects: float | None  # P(upper bound below 0) at a drop of the margin; None if too few items differ for one
+    detectable: float  # smallest drop that a single cell detects with the design's power
     half_width: float  # of the two-sided 95 % interval
     required_clusters: int  # C_min
     blind_spot: float
-    lowest_estimate: float | None  # that passes, however precise; None below C_min
+    lowest_estimate: float | None  # lowest drift that can pass at any precision; None below C_min
 
 
 class Step(NamedTuple):
-    """A larger design, in words, and its chance to pass."""
+    """A description of a larger design, and its chance to pass."""
 
     words: str
     passes: float
 
 
 def plan_sizes(design: Design) -> Sizes:
-    """What a design buys. Raises SpecError for numbers that cannot be."""
+    """Compute the power and precision of a design; raises SpecError for invalid numbers."""
     check_design(design)
     df = design.clusters - 1
     deff = float(kernels.icc_design_effect(design.correlation, design.items_per_cluster))
@@ -128,7 +127,7 @@ def plan_sizes(design: Design) -> Sizes:
         interval=interval_rate(audits, margin=design.margin, alpha=design.alpha, ratio=design.ratio),
         detects=_detects(design, deff),
         detectable=float(kernels.minimal_detectable(error, df=df, alpha=design.alpha, power=design.power)),
-        # a power of one half has quantile 0, so this is t at .975 times the error
+        # power .5 has quantile 0, so this is t at .975 times the error
         half_width=float(kernels.minimal_detectable(error, df=df, alpha=0.025, power=0.5)),
         required_clusters=clusters_required(design.margin, design.alpha),
         blind_spot=blind_spot(design.clusters, design.alpha),
@@ -137,16 +136,16 @@ def plan_sizes(design: Design) -> Sizes:
 
 
 def _variance(design: Design, drift: float) -> float:
-    """Of an item's difference at a true ``drift``, averaged over samples and seeds."""
+    """Return the variance of an item's difference at a true ``drift``, averaged over samples and seeds."""
     draws = design.samples * design.seeds
-    # what neither more samples nor more seeds average away
+    # the share that neither samples nor seeds average out
     common = 1 - design.sampling_share - design.training
     share = common + design.training / design.seeds + design.sampling_share / draws
     return float(kernels.difference_variance(design.discordance, drift=drift)) * share
 
 
 def _pool(design: Design) -> Pool:
-    found = Differences(
+    differences = Differences(
         discordance=design.discordance,
         drift=design.drift,
         decoding=design.sampling_share,
@@ -154,19 +153,19 @@ def _pool(design: Design) -> Pool:
         correlation=design.correlation,
         happens=design.happens if design.ratio else None,
     )
-    return pool_of(found, items=design.items_per_cluster, samples=design.samples, seeds=design.seeds)
+    return pool_of(differences, items=design.items_per_cluster, samples=design.samples, seeds=design.seeds)
 
 
 def pass_chance(design: Design, *, audits: int = AUDITS) -> float:
-    """P(PASS) of a design that was checked."""
-    found = draw_audits(_pool(design), design.clusters, audits=audits)
-    return pass_rate(found, margin=design.margin, alpha=design.alpha, ratio=design.ratio)
+    """Return P(PASS) of a valid design."""
+    drawn = draw_audits(_pool(design), design.clusters, audits=audits)
+    return pass_rate(drawn, margin=design.margin, alpha=design.alpha, ratio=design.ratio)
 
 
 def larger_designs(design: Design) -> Iterator[Step]:
-    """Samples, then seeds, then items, the cheapest first, each on top of the last: only items have to be written.
+    """Yield larger designs, cheapest first and cumulative: more samples, then seeds, then items.
 
-    A step that changes nothing, since it is planned already or has no share in the variance, is left out.
+    A step that would change nothing is left out.
     """
     if design.samples < _SAMPLES_ADVISED and design.sampling_share > 0:
         design = replace(design, samples=_SAMPLES_ADVISED)
@@ -178,18 +177,18 @@ def larger_designs(design: Design) -> Iterator[Step]:
 
 
 def with_more_items(design: Design) -> Step:
-    """Four times the items of each template."""
+    """Return the design with four times the items of each template."""
     larger = replace(design, items_per_cluster=_ITEMS_TIMES * design.items_per_cluster)
     return Step(f"{_ITEMS_TIMES} times the items of each template", pass_chance(larger, audits=_SEARCHED))
 
 
 def needed_clusters(design: Design) -> int:
-    """Templates with which the design passes with the asked power, to two in a hundred; at least C_min.
+    """Return the number of templates with which the design has its power, to 2 %, at least C_min.
 
-    Raises SpecError where more than 20,000 would be needed.
+    Raises SpecError if more than 20,000 are needed.
     """
     low = high = max(2, clusters_required(design.margin, design.alpha))
-    while high > _MOST_CLUSTERS or not _enough(design, high):
+    while high > _MOST_CLUSTERS or not _has_power(design, clusters=high):
         if high >= _MOST_CLUSTERS:
             raise SpecError(
                 f"more than {_MOST_CLUSTERS:,} templates would be needed; plan more samples or seeds, or assume a "
@@ -198,59 +197,56 @@ def needed_clusters(design: Design) -> int:
         low, high = high, min(2 * high, _MOST_CLUSTERS)
     while high - low > max(1, high // 50):
         middle = (low + high) // 2
-        low, high = (low, middle) if _enough(design, middle) else (middle, high)
+        low, high = (low, middle) if _has_power(design, clusters=middle) else (middle, high)
     return high
 
 
-def _enough(design: Design, clusters: int) -> bool:
-    return pass_chance(replace(design, clusters=clusters), audits=_SEARCHED) >= design.power
+def _has_power(design: Design, **changes: Any) -> bool:
+    return pass_chance(replace(design, **changes), audits=_SEARCHED) >= design.power
 
 
 def smallest_margin(design: Design) -> float | None:
-    """The smallest margin that is passed with the asked power, to a tenth of a point; None where none below 1 is."""
+    """Return the smallest margin that the design passes with its power, to a tenth of a point; None below 1 if none."""
     audits = draw_audits(_pool(design), design.clusters, audits=_SEARCHED)
 
-    def enough(margin: float) -> bool:
+    def has_power(margin: float) -> bool:
         return pass_rate(audits, margin=margin, alpha=design.alpha) >= design.power
 
-    return _first(enough, 0.0, 0.999)
+    return _lowest(has_power, 0.0, 0.999)
 
 
 def smallest_ratio(design: Design) -> float | None:
-    """The smallest ratio that is passed with the asked power, to a thousandth; None where none is.
+    """Return the smallest ratio that the design passes with its power, to a thousandth; None if there is none.
 
-    At most 100, and no more than what happens always.
+    It is at most 100, and at most the ratio at which the event always happens.
     """
     audits = draw_audits(_pool(design), design.clusters, audits=_SEARCHED)
 
-    def enough(ratio: float) -> bool:
+    def has_power(ratio: float) -> bool:
         return pass_rate(audits, margin=design.margin, alpha=design.alpha, ratio=ratio) >= design.power
 
-    return _first(enough, 1.0, min(100.0, 1 / design.happens) if design.happens else 100.0)
+    return _lowest(has_power, 1.0, min(100.0, 1 / design.happens) if design.happens else 100.0)
 
 
 def lowest_drift(design: Design) -> float | None:
-    """The lowest true drift that passes with the asked power, to a tenth of a point; None where no gain is enough."""
-
-    def enough(drift: float) -> bool:
-        return pass_chance(replace(design, drift=drift), audits=_SEARCHED) >= design.power
-
+    """Return the lowest true drift that passes with the design's power, to a tenth of a point; None if none does."""
     # no drift is larger than the share of items that differ
-    return _first(enough, -min(design.margin, design.discordance), design.discordance)
+    lowest = -min(design.margin, design.discordance)
+    return _lowest(lambda drift: _has_power(design, drift=drift), lowest, design.discordance)
 
 
-def _first(enough: Callable[[float], bool], low: float, high: float) -> float | None:
-    """The lowest value that is enough between one that is not and the highest there is."""
-    if not enough(high):
+def _lowest(has_power: Callable[[float], bool], low: float, high: float) -> float | None:
+    """Return the lowest value between ``low`` and ``high`` that has the power; None if ``high`` has not."""
+    if not has_power(high):
         return None
     while high - low > 0.001:
         middle = (low + high) / 2
-        low, high = (low, middle) if enough(middle) else (middle, high)
+        low, high = (low, middle) if has_power(middle) else (middle, high)
     return high
 
 
 def _detects(design: Design, deff: float) -> float | None:
-    """Power to find a drop of the margin, which takes as many items that differ."""
+    """Return the power to detect a drop of the margin; None if fewer items differ."""
     if design.discordance < design.margin:
         return None
     variance = _variance(design, -design.margin)
@@ -259,7 +255,7 @@ def _detects(design: Design, deff: float) -> float | None:
 
 
 def spec_snippet(design: Design, clusters: int, suite: str) -> str:
-    """The part of a spec that asks for that many templates."""
+    """Return the part of a spec for that many templates."""
     limit = f"margins: {{{suite}: {100 * design.margin:g}}}"
     if design.ratio:
         limit = f"ratios: {{{suite}: {design.ratio:g}}}"
@@ -287,32 +283,30 @@ _PARTS = {"correlation": "--icc", "sampling_share": "--sampling-share", "seed_sh
 
 
 def with_ratio(design: Design, ratio: float | None, happens: float | None) -> Design:
-    """The design held to a ratio, where one is given. Raises SpecError for one that cannot be."""
+    """Return the design with a ratio, if one is given; raises SpecError for an invalid one."""
     if ratio is None and happens is None:
         return design
     if ratio is None or not LEAST_RATIO <= ratio <= MOST_RATIO:
-        raise SpecError(
-            f"--ratio is {ratio}, wanted how many times as often at most, from {LEAST_RATIO} to {MOST_RATIO}"
-        )
+        raise SpecError(f"--ratio is {ratio}, wanted a limit on the ratio of rates, from {LEAST_RATIO} to {MOST_RATIO}")
     check_design(design)
     if happens is None or not 0 < happens < 1:
-        raise SpecError(f"--happens is {happens}, wanted how often it happens with the reference, above 0 and below 1")
+        raise SpecError(f"--happens is {happens}, wanted the reference's rate of the event, above 0 and below 1")
     if ratio * happens >= 1:
         raise SpecError(
-            f"--ratio is {ratio:g}, wanted below {1 / happens:.4g}: of what happens in {happens:g} already, nothing "
-            "could happen so many times as often, and the gate would say NOT MEASURABLE"
+            f"--ratio is {ratio:g}, wanted below {1 / happens:.4g}: an event with rate {happens:g} cannot happen that "
+            "many times as often, so the gate would say NOT MEASURABLE"
         )
     lost, gained = (design.discordance - design.drift) / 2, (design.discordance + design.drift) / 2  # shares of items
     if not gained <= happens <= 1 - lost:
         raise SpecError(
             f"--happens is {happens:g}, wanted from {gained:g} to {1 - lost:g}: of the items that differ "
-            f"({design.discordance:g}) it happens in what is won back, and not in what is lost"
+            f"({design.discordance:g}) the reference has the event in the gains, and not in the losses"
         )
     return replace(design, ratio=ratio, happens=happens, margin=float(points_of(ratio, happens)))
 
 
 def check_design(design: Design) -> None:
-    """Raise SpecError with the option that is wrong."""
+    """Raise SpecError for the first invalid option."""
     for name, most in _COUNTS.items():
         value, least = getattr(design, name), 2 if name == "clusters" else 1
         if not least <= value <= most:

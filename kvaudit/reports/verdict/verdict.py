@@ -1,4 +1,4 @@
-"""What can be said: statuses, their order and exit codes, and the decided cells that a verdict is made of."""
+"""The statuses of a verdict, their order and exit codes, and the decided cells that a verdict is made of."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from kvaudit.reports.verdict.waivers import Waiver
 
 
 class Status(StrEnum):
-    """What can be said. WAIVED is no finding: a named person let through what was found."""
+    """The status of a cell or run. WAIVED: it does not pass, and a named person accepted that."""
 
     PASS = "PASS"  # noqa: S105
     PASS_NOTED = "PASS*"  # noqa: S105 - a drop is detectable, and within the margin
     FAIL = "FAIL"
-    NOT_MEASURABLE = "NOT MEASURABLE"  # the reference has nothing to lose here, or cannot do it (``controls``)
+    NOT_MEASURABLE = "NOT MEASURABLE"  # the reference has nothing to lose here, or cannot do the task (``controls``)
     INCONCLUSIVE = "INCONCLUSIVE"
     INVALID = "INVALID"
     WAIVED = "WAIVED"
 
 
 class Larger(StrEnum):
-    """How many more templates like those of a run would pass with power .8, were there no drift."""
+    """How many times the templates of a run would pass with power .8 if there were no drift."""
 
     TWICE = "about twice"
     TEN_TIMES = "about ten times"
@@ -61,8 +61,8 @@ PRECEDENCE = (
 class Decision(CellName):
     """The verdict of one cell. ``recipe`` is the verdict with seed variance added, None with fewer than 3 seeds.
 
-    ``status`` is what the data say, human labels before the judge's; ``waiver`` lets it through all the same. Under
-    ``worst`` the numbers are those of the worst of ``policies``.
+    ``status`` follows from the data, by human labels if there are any; a ``waiver`` does not change it. For the
+    estimand ``worst`` the numbers are those of the worst of ``policies``.
     """
 
     gated: bool
@@ -73,7 +73,7 @@ class Decision(CellName):
     pvalue_drop: float | None  # adjusted over the gated cells by the verdict's ``adjustment``
     pvalue_holm: float | None  # the same by Holm
     clusters_required: int | None
-    larger: Larger | None  # of an open cell; None where the estimate is past the margin, or of several suites
+    larger: Larger | None  # of an open cell; None if the estimate is past the margin, and for several suites
     blind_spot: float | None
     effect: Effect | None
     rates: Rates | None
@@ -81,29 +81,27 @@ class Decision(CellName):
     pvalue_floor: float = 0.0  # no adjusted p-value can be smaller
     worst: float | None = None  # the estimate with unscored samples counted against the candidate
     best: float | None = None
-    template_bound: float | None = None  # the lowest drift that templates leave open, where the interval is within
-    worst_seed: SeedDrift | None = None  # the seed that lost most by itself, where several are averaged
+    template_bound: float | None = None  # the lowest drift that the template rule leaves open, if the interval passes
+    worst_seed: SeedDrift | None = None  # the seed with the lowest drift, if several are averaged
     policies: tuple[str, ...] = ()
     statement: str = ""
     waiver: Waiver | None = None
-    judged: Status | None = None  # by the judge's labels, where human labels decide
-    ratio: Ratio | None = (
-        None  # what is decided by it; ``margin`` is then what its limit allows at the reference's rate
-    )
+    judged: Status | None = None  # by the judge's labels, if human labels decide
+    ratio: Ratio | None = None  # if a ratio decides; ``margin`` is then the loss that its limit allows
 
     @property
     def is_measurable(self) -> bool:
-        """Whether this cell could say anything by holding still; a FAIL has said it."""
+        """Whether the reference could show a loss in this cell."""
         return self.status is not Status.NOT_MEASURABLE
 
     @property
     def is_unclustered(self) -> bool:
-        """Whether this cell would pass had anybody said which items share a template."""
+        """Whether this cell cannot pass only because the data do not name the templates of its items."""
         return any(reason.code == ReasonCode.NO_CLUSTERS for reason in self.reasons)
 
     @property
     def standing(self) -> Status:
-        """The status that counts for the verdict."""
+        """The status that counts for the verdict: WAIVED with a waiver."""
         return Status.WAIVED if self.waiver else self.status
 
 
@@ -120,9 +118,9 @@ class ArmVerdict:
 
 @dataclass(frozen=True)
 class Adjustment:
-    """How FAIL is held to the family: the method, why it is not max-T, and the smallest p-value it can reach.
+    """How p-values are adjusted for the family: the method, why it is not max-T, and the smallest possible p-value.
 
-    ``critical`` is how many standard errors below 0 the lowest cell must lie.
+    ``critical`` is how many standard errors below 0 the lowest cell must lie for a FAIL.
     """
 
     method: str
@@ -135,9 +133,9 @@ class Adjustment:
 class Verdict:
     """The run's verdict; ``headline`` is the index of the decision that the banner quotes, None if INVALID.
 
-    ``status`` is an artifact claim: it is about the checkpoints at hand, averaged over their seeds; ``unwaived`` is the
-    same without waivers. ``recipe`` is the decision with seed variance added ("training this way does this"), None
-    when three paired seeds are lacking.
+    ``status`` is about the checkpoints of this run, averaged over their seeds; ``unwaived`` is the same without
+    waivers. ``recipe`` is the decision with seed variance added ("training this way does this"), None with fewer than
+    three paired seeds.
     """
 
     status: Status
@@ -149,47 +147,47 @@ class Verdict:
     headline: int | None
     unwaived: Status
     adjustment: Adjustment
-    judged: Status | None = None  # by the judge's labels alone, where people labelled answers
-    controls: tuple[Control, ...] = ()  # of what has a margin, on the uncompressed reference
+    judged: Status | None = None  # by the judge's labels alone, if people labelled answers
+    controls: tuple[Control, ...] = ()  # of every metric with a margin, on the uncompressed reference
 
     @property
     def gated(self) -> list[Decision]:
-        """The cells that the verdict is of."""
+        """The cells that decide the verdict."""
         return [d for d in self.decisions if d.gated]
 
     @property
     def head(self) -> Decision | None:
-        """The decision that the banner quotes, None where no cell has a number."""
+        """The decision that the banner quotes, None if no cell has a number."""
         return None if self.headline is None else self.decisions[self.headline]
 
 
 def exit_code(status: Status, rules: Rules) -> int:
-    """What a gate exits with by these rules; FAIL and INVALID are never downgraded."""
-    let = {Status.INCONCLUSIVE: rules.on_inconclusive, Status.NOT_MEASURABLE: rules.not_measurable}
-    return 0 if let.get(status) == WARN else EXIT_CODES[status]
+    """Return the exit code of a gate by these rules, which may turn INCONCLUSIVE and NOT MEASURABLE into warnings."""
+    actions = {Status.INCONCLUSIVE: rules.on_inconclusive, Status.NOT_MEASURABLE: rules.not_measurable}
+    return 0 if actions.get(status) == WARN else EXIT_CODES[status]
 
 
 def worst_exit_code(statuses: Iterable[Status], rules: Rules) -> int:
-    """The exit code of several statuses: of the worst that these rules do not let through."""
+    """Return the exit code of several statuses: that of the worst which is not only a warning."""
     codes = (exit_code(status, rules) for status in sorted(set(statuses), key=PRECEDENCE.index))
     return next((code for code in codes if code), 0)
 
 
 def worst(statuses: Iterable[Status]) -> Status:
-    """The status that decides, by precedence."""
-    found = set(statuses)
-    return next(status for status in PRECEDENCE if status in found)
+    """Return the status that decides, by precedence."""
+    given = set(statuses)
+    return next(status for status in PRECEDENCE if status in given)
 
 
 def worst_recipe(statuses: Sequence[Status | None]) -> Status | None:
-    """The worst recipe verdict, None when any part lacks the seeds for one."""
-    known = [status for status in statuses if status]
-    return worst(known) if known and len(known) == len(statuses) else None
+    """Return the worst recipe verdict, None if any is missing."""
+    verdicts = [status for status in statuses if status]
+    return worst(verdicts) if verdicts and len(verdicts) == len(statuses) else None
 
 
 @dataclass(frozen=True)
 class Decided:
-    """A drift, the rules it was held to, and the verdict."""
+    """A run with its verdict: the drift, the rules, the verdict and the waivers."""
 
     drift: Drift
     rules: Rules
@@ -203,6 +201,6 @@ class Decided:
 
     @property
     def contrasts(self) -> Iterator[Contrast]:
-        """Those of whole suites and of the facets that the gate names; the others stand in their own section."""
+        """The contrasts of suites and of the facets with a margin; other facets have their own section."""
         facets = self.comparison.facets
         return (c for c in self.drift.contrasts if c.suite not in facets or self.rules.holds(c.suite))

@@ -1,4 +1,4 @@
-"""Waivers: named people let named cells through until a date, at most a year off, for a reason; an INVALID cell never.
+"""Waivers: a named person accepts cells that do not pass until a date, at most a year ahead; INVALID is never waived.
 
 waivers:
 - who: Ada Byron
@@ -7,8 +7,8 @@ waivers:
   status: [FAIL]
   cells: {suite: refusal, arm: naive, policy: none, context_tokens: 192, estimand: alike}
 
-Every selector that is given must fit; what is left out fits everything, and at least one is needed. ``suite`` is a
-metric: a suite's score, or one facet by its full name (refusal.unsafe), which the waiver of the suite leaves alone.
+All given selectors must match; an omitted one matches everything, and at least one is needed. ``suite`` is a metric: a
+suite's score, or one facet by its full name (refusal.unsafe), which a waiver of the suite does not cover.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from kvaudit.reports.verdict.comparison import Comparison
 WAIVER_KEYS = ("who", "why", "expires", "status", "cells")
 WAIVER_SELECTORS = ("suite", "arm", "policy", "context_tokens", "estimand")
 WAIVABLE = ("FAIL", "NOT MEASURABLE", "INCONCLUSIVE")
-LONGEST = timedelta(days=366)  # a waiver that never ends is no waiver
+LONGEST = timedelta(days=366)
 
 
 @dataclass(frozen=True)
 class Waiver:
-    """Who lets which cells through that do not pass, why, and until which day (inclusive); None selects all."""
+    """A waiver: who accepts which cells that do not pass, why, and until which day (inclusive); None selects all."""
 
     who: str
     why: str
@@ -47,23 +47,23 @@ class Waiver:
     estimand: str | None = None
 
     def covers(self, status: str, place: Mapping[str, Any]) -> bool:
-        """Whether a cell with this status, named by its selectors, is let through."""
-        wanted = {name: getattr(self, name) for name in WAIVER_SELECTORS}
-        return status in self.status and all(place[k] == v for k, v in wanted.items() if v is not None)
+        """Return whether a cell with this status, named by its selectors, is waived."""
+        selectors = {name: getattr(self, name) for name in WAIVER_SELECTORS}
+        return status in self.status and all(place[k] == v for k, v in selectors.items() if v is not None)
 
 
 def read_waivers(path: Path) -> YamlFile:
-    """The file of waivers as a mapping; what it says is checked against a comparison by ``parse_waivers``."""
+    """Read a waiver file as a mapping; ``parse_waivers`` checks its content against a comparison."""
     return read_yaml(path, "waiver file")
 
 
 def active_waivers(comparison: Comparison, file: YamlFile | None, today: date | None) -> tuple[Waiver, ...]:
-    """The waivers that hold ``today``, none without a file; raises SpecError for an expired or unknown one."""
+    """Return the waivers that are valid ``today``, none without a file; raises SpecError like ``parse_waivers``."""
     return () if file is None else parse_waivers(file, comparison, today or date.today())
 
 
 def parse_waivers(file: YamlFile, comparison: Comparison, today: date) -> tuple[Waiver, ...]:
-    """The waivers of a file. Raises SpecError for one that expired, and for whatever the run does not know."""
+    """Return the waivers of a file; raises SpecError for an expired one, and for names that the run does not have."""
     check_keys(file.table, ("format", "waivers"), file.name)
     if file.table.get("format", 1) != 1:
         raise SpecError(f"{file.name}: format is {short_repr(file.table['format'])}, wanted 1")
@@ -101,7 +101,7 @@ def _text(value: Any, name: str) -> str:
 
 
 def _date(value: Any, where: str) -> date:
-    if isinstance(value, date) and not isinstance(value, datetime):  # a datetime is a date, and no day
+    if isinstance(value, date) and not isinstance(value, datetime):  # datetime is a subclass of date
         return value
     try:
         return date.fromisoformat(value)
@@ -123,21 +123,19 @@ def _selectors(cells: Any, where: str, comparison: Comparison) -> dict[str, Any]
     if not isinstance(cells, Mapping) or not cells:
         raise SpecError(f"{where}: cells is {short_repr(cells)}, wanted at least one of {', '.join(WAIVER_SELECTORS)}")
     check_keys(cells, WAIVER_SELECTORS, f"cells of {where}")
-    known: dict[str, Sequence[Any]] = {
+    names: dict[str, Sequence[Any]] = {
         "suite": (*comparison.suites, *comparison.facets),
         "arm": comparison.arms,
         "policy": comparison.policies,
         "context_tokens": comparison.contexts,
         "estimand": GATED,
     }
-    found = dict(cells)
-    # a short name stands for the policy that it is the name of
-    if isinstance(found.get("policy"), str):
-        found["policy"] = match_policies([found["policy"]], comparison.policies)[0]
-    # by the name that an estimand had before
-    if isinstance(found.get("estimand"), str):
-        found["estimand"] = FORMER_CONTRASTS.get(found["estimand"], found["estimand"])
-    for name, value in found.items():
-        if isinstance(value, bool) or value not in known[name]:  # True is 1, and so among the numbers
-            raise UnknownName(f"{name} in {where}", short_text(value), map(short_text, known[name]))
-    return found
+    selectors = dict(cells)
+    if isinstance(selectors.get("policy"), str):  # may be a short name
+        selectors["policy"] = match_policies([selectors["policy"]], comparison.policies)[0]
+    if isinstance(selectors.get("estimand"), str):  # may be a former name
+        selectors["estimand"] = FORMER_CONTRASTS.get(selectors["estimand"], selectors["estimand"])
+    for name, value in selectors.items():
+        if isinstance(value, bool) or value not in names[name]:  # True == 1 could be among the numbers
+            raise UnknownName(f"{name} in {where}", short_text(value), map(short_text, names[name]))
+    return selectors

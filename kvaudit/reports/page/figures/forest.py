@@ -15,10 +15,10 @@ from kvaudit.reports.sections.shared.canvas import (
     LOSS,
     UNDECIDED,
     Drawing,
-    new_figure,
-    legend_line,
-    label_rows,
     add_grid,
+    label_rows,
+    legend_line,
+    new_figure,
     save,
 )
 from kvaudit.reports.sections.shared.words import held_to, metric_label

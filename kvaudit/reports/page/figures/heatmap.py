@@ -9,8 +9,8 @@ from matplotlib.patches import Patch, Rectangle
 
 from kvaudit.core.text import inline, length_label, length_of
 from kvaudit.reports.page.findings import Findings, flips_link
-from kvaudit.reports.sections.shared.canvas import GAIN, INK, LOSS, Drawing, new_figure, label_rows, save
-from kvaudit.reports.sections.shared.words import uncompressed_label, points, shorten, metric_label
+from kvaudit.reports.sections.shared.canvas import GAIN, INK, LOSS, Drawing, label_rows, new_figure, save
+from kvaudit.reports.sections.shared.words import metric_label, points, shorten, uncompressed_label
 from kvaudit.reports.verdict.cell import decide_cell, readings_of, templates_of
 from kvaudit.reports.verdict.comparison import Comparison
 from kvaudit.reports.verdict.contrast import Contrast

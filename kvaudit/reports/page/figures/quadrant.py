@@ -14,13 +14,13 @@ from kvaudit.reports.sections.shared.canvas import (
     LOSS,
     MARKERS,
     Drawing,
-    new_figure,
-    series_style,
-    legend_line,
     add_grid,
+    legend_line,
+    new_figure,
     save,
+    series_style,
 )
-from kvaudit.reports.sections.shared.words import uncompressed_label, metric_label
+from kvaudit.reports.sections.shared.words import metric_label, uncompressed_label
 from kvaudit.reports.verdict.comparison import Comparison
 from kvaudit.reports.verdict.contrast import Contrast
 from kvaudit.reports.verdict.verdict import Decided

@@ -8,8 +8,7 @@ from typing import Any
 
 from kvaudit.reports.page.disclosure import DISCLOSURE_FORMAT, disclosure_of
 from kvaudit.reports.page.page import Page
-from kvaudit.reports.sections.shared.facts import Fact
-from kvaudit.reports.sections.shared.facts import dump_json
+from kvaudit.reports.sections.shared.facts import Fact, dump_json
 
 FILE = "disclosure.json"
 

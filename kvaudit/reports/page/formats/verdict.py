@@ -8,7 +8,7 @@ from kvaudit.reports.page.answers import Answer, answers, metric_text, question_
 from kvaudit.reports.page.findings import Findings
 from kvaudit.reports.page.page import Page
 from kvaudit.reports.sections.shared.facts import dump_json
-from kvaudit.reports.sections.shared.words import facet_of_metric, event_rates
+from kvaudit.reports.sections.shared.words import event_rates, facet_of_metric
 from kvaudit.reports.verdict.ratios import Ratio
 from kvaudit.reports.verdict.row import row_of
 from kvaudit.reports.verdict.verdict import Decision

@@ -1,1 +1,1 @@
-"""What several sections and pages share: tables, words for numbers, figures, and computations that both use."""
+"""Tables, texts, figures and computations that several sections and pages share."""

@@ -1,4 +1,4 @@
-"""Both sides of one gated cell, item by item: what the sections that look into a cell share."""
+"""The scores of both sides of a gated cell, item by item."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from kvaudit.reports.verdict.verdict import Decided, Decision
 class BothSides:
     """Scores [N] of both sides, averaged over samples and paired seeds.
 
-    Of a facet N are the items that both sides of some pair answered in a form that can be read. ``draws`` is how many
-    samples an item's score averages, ``samples`` of them in each of the ``*_pairs`` [S, N]; ``graded`` says that some
+    For a facet, N counts the items that both sides of some pair answered readably. ``draws`` is the number of samples
+    that an item's score averages, ``samples`` of them in each of the ``*_pairs`` [S, N]; ``graded`` means that some
     sample is neither 0 nor 1.
     """
 
@@ -43,7 +43,7 @@ class BothSides:
 
 
 def both_sides(panel: Panel, comparison: Comparison, name: CellName) -> BothSides | None:
-    """Both sides of a two-sided estimand (alike, deployed, serving); None where the cells cannot be compared."""
+    """Return both sides of an alike, deployed or serving cell; None if its records cannot be compared."""
     pairs = seed_pairs(comparison, panel, name.arm)
     weights = [weights_of(comparison, name.estimand, name.arm, pair, name.policy) for pair in pairs]
     positive, negative = two_sides(weights)
@@ -51,11 +51,9 @@ def both_sides(panel: Panel, comparison: Comparison, name: CellName) -> BothSide
         return None
     read = [~np.isnan(np.stack([panel.scores[cell] for cell in cells])) for cells in (positive, negative)]  # [S, N]
     present: npt.NDArray[np.bool_] = np.any(read[0] & read[1], axis=0)  # [N]
-    kept = np.flatnonzero(present)
     candidate, reference = paired_scores(panel, weights, present)
-
     return BothSides(
-        items=tuple(panel.items[i] for i in kept),
+        items=tuple(panel.items[i] for i in np.flatnonzero(present)),
         clusters=panel.clusters[present],
         templates=tuple(panel.cluster_names[code] for code in panel.clusters[present]),
         reference=reference.mean(axis=0),
@@ -69,14 +67,14 @@ def both_sides(panel: Panel, comparison: Comparison, name: CellName) -> BothSide
 
 
 def has_two_sides(d: Decision) -> bool:
-    """Whether a decision is about a single pair of cells that has a number."""
+    """Return whether a gated decision compares one pair of cells and has a number."""
     return d.gated and d.estimand in ("alike", "deployed", "serving") and d.effect is not None
 
 
 def gated_sides(decided: Decided, tables: Panels) -> Iterator[tuple[Decision, BothSides]]:
-    """Every gated cell that has a number, with both of its sides."""
+    """Yield every gated cell that has a number, with both of its sides."""
     for d in decided.verdict.decisions:
         if has_two_sides(d):
-            found = both_sides(tables[d.suite, d.context_tokens], decided.comparison, d)
-            if found is not None:
-                yield d, found
+            sides = both_sides(tables[d.suite, d.context_tokens], decided.comparison, d)
+            if sides is not None:
+                yield d, sides

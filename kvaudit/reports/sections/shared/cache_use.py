@@ -1,4 +1,4 @@
-"""Bytes and kept entries of each policy, averaged over everything that was served under it."""
+"""Bytes and kept entries of the cache of each policy, averaged over all its records."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from kvaudit.reports.verdict.contrast import Cell, Drift
 class CacheUse(NamedTuple):
     """Mean bytes per row over every arm, suite and length, counted in two ways.
 
-    ``allocated`` has slack and bookkeeping, ``live`` is what the entries themselves took, None where some record does
-    not say. Their shares are of ``none`` counted the same way, which is 1 by either; None where that is not known.
-    An engine shows nothing of its cache: then all of it is None.
+    ``allocated`` includes slack and bookkeeping; ``live`` counts only the entries, None if some record lacks it. The
+    shares are relative to policy ``none`` counted the same way, None if that is unknown. For an engine that does not
+    show its cache every number is None.
     """
 
     policy: str
@@ -26,48 +26,48 @@ class CacheUse(NamedTuple):
 
     @property
     def is_shown(self) -> bool:
-        """Whether anybody saw the cache."""
+        """Whether the cache could be measured."""
         return self.retention is not None
 
 
 def cache_use(drift: Drift) -> list[CacheUse]:
-    """Cache use of every policy that has records, weighted by samples."""
+    """Return the cache use of every policy that has records, weighted by samples."""
     uses = []
     for policy in drift.comparison.policies:
-        own = [c for c in drift.cells if c.policy == policy]
-        if own:
+        cells = [c for c in drift.cells if c.policy == policy]
+        if cells:
             uses.append(
                 CacheUse(
                     policy,
-                    allocated=_mean([c.kv_bytes_peak for c in own], own),
-                    live=_mean([c.kv_bytes_live for c in own], own),
-                    dense=_mean([c.kv_bytes_dense for c in own], own),
-                    allocated_share=_share([c.kv_ratio for c in own], own),
-                    live_share=_share([c.kv_live_ratio for c in own], own),
-                    retention=_mean([c.retention for c in own], own),
+                    allocated=_mean([c.kv_bytes_peak for c in cells], cells),
+                    live=_mean([c.kv_bytes_live for c in cells], cells),
+                    dense=_mean([c.kv_bytes_dense for c in cells], cells),
+                    allocated_share=_share([c.kv_ratio for c in cells], cells),
+                    live_share=_share([c.kv_live_ratio for c in cells], cells),
+                    retention=_mean([c.retention for c in cells], cells),
                 )
             )
     return uses
 
 
 def lacks_live_bytes(drift: Drift) -> bool:
-    """Whether bytes were recorded, and not those of the live entries for every policy."""
+    """Return whether bytes were recorded, but for some policy not those of the live entries."""
     return any((use.dense or 0) > 0 and use.live is None for use in cache_use(drift))
 
 
 def _mean(values: Sequence[float | None], cells: Sequence[Cell]) -> float | None:
-    """Weighted by samples; None where one value is not known."""
     return _weighted(values, [float(c.n_samples) for c in cells])
 
 
 def _share(values: Sequence[float | None], cells: Sequence[Cell]) -> float | None:
-    """Weighted by what the cells would take uncompressed, so that it is one of all their bytes."""
+    # weighted by uncompressed bytes, so that the result is the share of all bytes
     return _weighted(values, [c.n_samples * (c.kv_bytes_dense or 0.0) for c in cells])
 
 
 def _weighted(values: Sequence[float | None], weights: Sequence[float]) -> float | None:
-    known = [value for value in values if value is not None]
+    """Return the weighted mean, None if a value is unknown."""
+    numbers = [value for value in values if value is not None]
     total = sum(weights)
-    if len(known) < len(values) or total <= 0:
+    if len(numbers) < len(values) or total <= 0:
         return None
-    return sum(value * weight for value, weight in zip(known, weights, strict=True)) / total
+    return sum(value * weight for value, weight in zip(numbers, weights, strict=True)) / total

@@ -1,4 +1,4 @@
-"""matplotlib -> inline SVG that follows the page's colours, is the same bytes every time and names no outside file."""
+"""Figures by matplotlib as inline SVG: in the colours of the page, reproducible, without outside files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from kvaudit.core.text import inline
 from kvaudit.reports.sections.shared.words import shorten
 
-if TYPE_CHECKING:  # half a second, which who only reads a verdict need not wait for
+if TYPE_CHECKING:  # the import takes half a second, and a verdict needs no figures
     import matplotlib as mpl
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -22,8 +22,8 @@ INK = "#010203"  # replaced by currentColor, so text and axes follow the light a
 PALETTE = ("#7a8490", "#d1700f", "#a05bb5", "#2386c8", "#1f9e74", "#c9427a", "#9a8a1c", "#5a6fd8")
 MARKERS = ("s", "X", "D", "o", "^", "v", "P", "*")
 STYLES = ("-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1)), "-", "--")
-PIXELS_PER_INCH = 100  # on screen, where the page is wide enough
-_LONGEST_ROW = 64  # letters of a row's name: half of the width of a figure
+PIXELS_PER_INCH = 100  # on screen, if the page is wide enough
+_LONGEST_ROW = 64  # letters of a row's name, which take half of the width of a figure
 GAIN, LOSS, UNDECIDED = "#2386c8", "#d1500f", "#8a8f98"
 _STYLE = {
     "svg.fonttype": "none",
@@ -45,7 +45,7 @@ _STYLE = {
 
 @dataclass(frozen=True)
 class Drawing:
-    """An inline SVG and the sentence that stands for it when it cannot be seen."""
+    """An inline SVG and its text alternative."""
 
     name: str
     svg: str
@@ -53,30 +53,28 @@ class Drawing:
 
 
 def figure_style() -> mpl.rc_context:
-    """The look of every figure; use as a context around making and saving it."""
+    """Return a context with the style of all figures, to make and save them in."""
     import matplotlib as mpl
 
     return mpl.rc_context(_STYLE)
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """An empty figure, sizes in inches, that lays itself out."""
+    """Return an empty figure with automatic layout; sizes in inches."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained")
 
 
 def save(figure: Figure, name: str, alt: str) -> Drawing:
-    """The figure as SVG: no date, no creator, ids of its own, fonts of the page."""
+    """Return the figure as SVG without date and creator, with unique ids, in the fonts of the page."""
     from matplotlib.backends.backend_svg import FigureCanvasSVG
 
-    # which makes itself the canvas of the figure
-    FigureCanvasSVG(figure)
+    FigureCanvasSVG(figure)  # attaches itself to the figure
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     svg = buffer.getvalue()
-    # without the XML head
-    svg = svg[svg.index("<svg") :]
+    svg = svg[svg.index("<svg") :]  # without the XML head
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     width = round(figure.get_figwidth() * PIXELS_PER_INCH)
     # the height follows from the view box, however wide the page shows it
@@ -84,10 +82,10 @@ def save(figure: Figure, name: str, alt: str) -> Drawing:
     svg = re.sub(
         r'(<svg[^>]*?) width="[^"]*"', rf'\1 width="{width}" style="min-width:min(34rem,{width}px)"', svg, count=1
     )
-    # several figures stand in one page, each with ids of its own
+    # a page has several figures, whose ids must differ
     svg = re.sub(r"\bid=\"", f'id="{name}-', svg)
     svg = re.sub(r'(url\(#|href="#)', rf"\1{name}-", svg)
-    # the page's font instead
+    # use the font of the page
     svg = re.sub(r"font-family: [^;\"]*;? ?|(?<=px) '[^\"]*?(?=;)", "", svg)
     svg = re.sub(r"<style.*?</style>", "", svg, flags=re.DOTALL)
     svg = re.sub(r"(\d\.\d\d)\d{3,}", r"\1", svg)  # hundredths of a point are enough
@@ -96,32 +94,32 @@ def save(figure: Figure, name: str, alt: str) -> Drawing:
 
 
 def series_style(names: tuple[str, ...], name: str) -> tuple[str, str, object]:
-    """Colour, marker and line style of a name by its place: never colour alone."""
+    """Return colour, marker and line style of a series by its position, so that colour is never the only cue."""
     place = names.index(name) if name in names else len(names)
     return PALETTE[place % len(PALETTE)], MARKERS[place % len(MARKERS)], STYLES[place % len(STYLES)]
 
 
 def add_grid(axes: Axes) -> None:
-    """A light grid behind the data."""
+    """Draw a light grid behind the data."""
     axes.grid(True, color=UNDECIDED, alpha=0.25, linewidth=0.6)
     axes.set_axisbelow(True)
 
 
 def label_rows(axes: Axes, names: Sequence[str]) -> None:
-    """A name beside every row, from the top; long ones lose their middle, or nothing would be left for the data."""
+    """Label the rows from the top; long names lose their middle, to leave room for the data."""
     axes.set_yticks(range(len(names)), [shorten(inline(name), _LONGEST_ROW) for name in names])
     axes.set_ylim(len(names) - 0.5, -0.5)
 
 
 def legend_line(label: str, **look: Any) -> Line2D:
-    """A line or a mark as a legend shows it."""
+    """Return a line or a mark for a legend."""
     from matplotlib.lines import Line2D
 
     return Line2D([], [], label=label, **look)
 
 
 def legend_patch(label: str, **look: Any) -> Patch:
-    """An area as a legend shows it."""
+    """Return an area for a legend."""
     from matplotlib.patches import Patch
 
     return Patch(label=label, **look)

@@ -1,4 +1,4 @@
-"""A facet as the event that it names, counted in one cell: 5.6 to 9.1 % unsafe, and not 94.4 to 90.9 % as wanted."""
+"""A facet of one cell, counted as the event that it names: "5.6 to 9.1 % unsafe", not "94.4 to 90.9 % as wanted"."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from kvaudit.reports.sections.shared.words import from_to, interval_text, points
 from kvaudit.reports.verdict.contrast import Contrast
 
 WORSE, BETTER, NO_CHANGE, NO_NUMBER = "worse", "better", "not shown to move", "no number"
-_BROKEN = "broken form"
 EVENT_HEADERS = (
     *("event", "of readable answers", "difference, 95 % interval", "shown", "items / templates"),
     *("broken form", "bounds, pp"),
@@ -21,8 +20,8 @@ EVENT_HEADERS = (
 class Event:
     """One facet in one cell, counted as the event that it names.
 
-    Rates and differences are shares of the answers that could be read (of all answers for the form itself), candidate
-    minus reference; ``bounds`` are the difference with every other answer read one way and the other.
+    Rates and differences (candidate minus reference) are shares of the readable answers, for the form itself of all
+    answers.
     """
 
     facet: Facet
@@ -31,12 +30,12 @@ class Event:
 
     @property
     def name(self) -> str:
-        """The event: the facet itself, or broken form."""
-        return _BROKEN if self.facet.name == WELL_FORMED else self.facet.name
+        """The name of the facet, "broken form" for the form itself."""
+        return "broken form" if self.facet.name == WELL_FORMED else self.facet.name
 
     @property
     def moved(self) -> str:
-        """Worse or better where the interval leaves out 0."""
+        """The direction of the change, shown if the interval excludes 0."""
         effect = self.contrast.effect
         if effect is None:
             return NO_NUMBER
@@ -54,13 +53,13 @@ class Event:
         e = self.contrast.effect
         if e is None:
             return "; ".join(reason.text for reason in self.contrast.reasons)
-        return (
-            interval_text(-e.estimate, -e.high, -e.low) if self._mirrored else interval_text(e.estimate, e.low, e.high)
-        )
+        if self._mirrored:
+            return interval_text(-e.estimate, -e.high, -e.low)
+        return interval_text(e.estimate, e.low, e.high)
 
     @property
     def malformed(self) -> str:
-        """3.7 to 11.1 %: the answers to this facet's own items that it says nothing of, on both sides."""
+        """The shares of answers to this facet's items that could not be read, on both sides: 3.7 to 11.1 %."""
         if self.facet.name == WELL_FORMED:
             return self.rates
         unread = self.contrast.unread
@@ -68,7 +67,7 @@ class Event:
 
     @property
     def bounds(self) -> tuple[float, float] | None:
-        """The difference with every answer that could not be read counted one way, and the other; None without any."""
+        """The lowest and highest difference that the unreadable answers leave open; None if all could be read."""
         low, high = self.contrast.worst, self.contrast.best
         if low is None or high is None or low == high:
             return None
@@ -76,17 +75,17 @@ class Event:
 
     @property
     def depends_on_reading(self) -> bool:
-        """Whether the facet moved and the answers that could not be read might undo that."""
+        """Whether the facet moved, but the unreadable answers could undo that."""
         return self.moved in (WORSE, BETTER) and self.bounds is not None and self.bounds[0] <= 0 <= self.bounds[1]
 
     @property
     def _mirrored(self) -> bool:
-        """Whether the event is what is not wanted, while contrasts count what is."""
+        """Whether the event is unwanted: contrasts count the wanted outcome."""
         return not self.facet.wanted or self.facet.name == WELL_FORMED
 
 
 def event_row(e: Event) -> list[str]:
-    """An event under ``EVENT_HEADERS``."""
+    """Return the row of an event under ``EVENT_HEADERS``."""
     effect, bounds = e.contrast.effect, e.bounds
     return [
         e.name,
@@ -99,22 +98,22 @@ def event_row(e: Event) -> list[str]:
     ]
 
 
-def event_notes(found: Sequence[Event]) -> tuple[str, ...]:
-    """What the words of a table of events mean, and how to read its columns; nothing without events."""
-    if not found:
+def event_notes(events: Sequence[Event]) -> tuple[str, ...]:
+    """Return notes on the events and columns of a table of events; none without events."""
+    if not events:
         return ()
-    named = {e.facet.name: e for e in found}.values()
-    legend = "; ".join(f"{e.name}: {_says(e.facet)}" for e in named)
+    legend = "; ".join(f"{e.name}: {_meaning(e.facet)}" for e in {e.facet.name: e for e in events}.values())
     return (
         f"Events, candidate against reference. {legend}.",
-        "Safety is judged among the answers that could be read on both sides. Broken form: the answers to the items of "
-        "that row that could not be read; bounds: the same difference with every broken answer counted one way, and "
-        "the other.",
-        "Worse and better: the 95 % interval leaves out 0. Outside the gate no interval is adjusted for the number of "
+        "Safety is judged among the answers that could be read on both sides. Broken form: the share of answers to the "
+        "items of that row that could not be read. Bounds: the same difference with every broken answer counted one "
+        "way, and the other.",
+        "Worse and better: the 95 % interval excludes 0. Outside the gate no interval is adjusted for the number of "
         "rows.",
     )
 
 
-def _says(facet: Facet) -> str:
-    said = facet.says if facet.wanted else f"{facet.says} (unwanted)"
-    return "no form that can be read" if facet.name == WELL_FORMED else said
+def _meaning(facet: Facet) -> str:
+    if facet.name == WELL_FORMED:
+        return "no form that can be read"
+    return facet.says if facet.wanted else f"{facet.says} (unwanted)"

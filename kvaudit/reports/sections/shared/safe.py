@@ -2,7 +2,7 @@
 
 From the largest budget down (or the shortest length up) each cell is tested at the full level against the uncompressed
 reference; the first that does not pass ends the sequence, so no adjustment is needed (statistical hierarchy: Maurer,
-Hothorn & Lehmacher 1995). The drop's p-value plays no part: a cell passes or the sequence ends.
+Hothorn & Lehmacher 1995). The p-value of the drop is not used.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ from kvaudit.reports.verdict.rules import Rules
 from kvaudit.reports.verdict.verdict import Status
 
 _Key = tuple[str, str, str, int]  # arm, policy, suite, length
+_PASSED = (Status.PASS.value, Status.PASS_NOTED.value)
 
 
 @dataclass(frozen=True)
 class SafeBudget:
-    """How far down a fixed sequence of non-inferiority tests went; no adjustment needed, it stops at the first miss.
+    """The result of one sequence of tests.
 
-    ``amounts`` stand in the order tested: budgets from the largest, or lengths from the shortest. ``cleared`` is the
-    last that passed, None where the first did not; ``failed`` the first that did not, None where all did.
+    ``amounts`` are in the order tested: budgets from the largest, or lengths from the shortest. ``cleared`` is the
+    last that passed, None if the first did not; ``failed`` the first that did not, None if all did.
     """
 
     axis: str  # budget | length
@@ -45,7 +46,7 @@ class SafeBudget:
 
 
 class _Steps(NamedTuple):
-    """Cells in the order they are tested, and how much of the axis each is."""
+    """Cells and their budgets or lengths, in the order tested."""
 
     axis: str
     family: str
@@ -53,44 +54,41 @@ class _Steps(NamedTuple):
     cells: Sequence[Contrast]
 
 
-_PASSED = (Status.PASS.value, Status.PASS_NOTED.value)
-
-
 def safe_budgets(drift: Drift, rules: Rules) -> tuple[SafeBudget, ...]:
-    """One per family, suite, length and arm, and one per policy, suite and arm of a suite with several lengths."""
+    """Run a sequence per family, suite, length and arm, and one per policy, suite and arm over several lengths."""
     controls = Controls(drift, rules.margins)
-    # what holds an arm against the uncompressed reference
-    wanted = {arm: "serving" if arm == drift.comparison.reference else "deployed" for arm in drift.comparison.arms}
-    known = {c.place[1:]: c for c in drift.contrasts if c.estimand == wanted[c.arm]}
-    sequences = (*_over_budgets(drift.comparison, rules, known), *_over_lengths(drift.comparison, rules, known))
-    return tuple(_sequence(one, rules.margins[one.cells[0].suite], controls) for one in sequences)
+    # the estimand that compares an arm with the uncompressed reference
+    estimands = {arm: "serving" if arm == drift.comparison.reference else "deployed" for arm in drift.comparison.arms}
+    contrasts = {c.place[1:]: c for c in drift.contrasts if c.estimand == estimands[c.arm]}
+    sequences = (*_over_budgets(drift.comparison, rules, contrasts), *_over_lengths(drift.comparison, rules, contrasts))
+    return tuple(_sequence(steps, rules.margins[steps.cells[0].suite], controls) for steps in sequences)
 
 
 def _suites(sides: Comparison, rules: Rules) -> list[str]:
-    """The suites that have a margin; a facet is cleared by the gate alone, which holds its answers to their form."""
+    """Return the suites that have a margin, without facets: only the gate checks the form of their answers."""
     return [suite for suite in rules.margins if suite not in sides.facets]
 
 
-def _over_budgets(sides: Comparison, rules: Rules, known: Mapping[_Key, Contrast]) -> Iterator[_Steps]:
+def _over_budgets(sides: Comparison, rules: Rules, contrasts: Mapping[_Key, Contrast]) -> Iterator[_Steps]:
     for family in families(sides.policies):
         for suite in _suites(sides, rules):
             for context in sides.lengths[suite]:
                 for arm in (sides.reference, *sides.candidates):
                     keys = [(arm, policy, suite, context) for policy in reversed(family.policies)]
-                    found = [known[key] for key in keys if key in known]
-                    if len(found) == len(keys):
-                        yield _Steps("budget", family.name, list(reversed(family.budgets)), found)
+                    cells = [contrasts[key] for key in keys if key in contrasts]
+                    if len(cells) == len(keys):
+                        yield _Steps("budget", family.name, list(reversed(family.budgets)), cells)
 
 
-def _over_lengths(sides: Comparison, rules: Rules, known: Mapping[_Key, Contrast]) -> Iterator[_Steps]:
+def _over_lengths(sides: Comparison, rules: Rules, contrasts: Mapping[_Key, Contrast]) -> Iterator[_Steps]:
     for policy in sides.policies:
         for suite in _suites(sides, rules):
             lengths = list(sides.lengths[suite])
             for arm in (sides.reference, *sides.candidates):
-                found = [known.get((arm, policy, suite, context)) for context in lengths]
-                cells = [c for c in found if c]
-                whole = len(cells) == len(lengths) > 1
-                if whole and not (sides.is_uncompressed(policy) and arm == sides.reference):
+                if sides.is_uncompressed(policy) and arm == sides.reference:
+                    continue
+                cells = [c for context in lengths if (c := contrasts.get((arm, policy, suite, context)))]
+                if len(cells) == len(lengths) > 1:
                     yield _Steps("length", sides.label(policy), lengths, cells)
 
 
@@ -118,8 +116,11 @@ def _status(c: Contrast, margin: float, controls: Controls) -> str:
     if c.effect is None:
         return Status.INVALID.value
     status = decide_cell(c.effect, margin, c.effect.pvalue_drop, templates_of(c), readings=readings_of(c))[0]
-    silent = status is not Status.FAIL and controls.against(c) is not None
-    return (Status.NOT_MEASURABLE if silent else status).value
+    is_unmeasurable = status is not Status.FAIL and controls.against(c) is not None
+    return (Status.NOT_MEASURABLE if is_unmeasurable else status).value
+
+
+# --- policies that differ in their budget -----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -132,25 +133,25 @@ class PolicyFamily:
 
 
 def families(policies: Sequence[str]) -> tuple[PolicyFamily, ...]:
-    """The families with two budgets or more.
+    """Return the families with two budgets or more.
 
     Policies of one name belong together, whatever else changes with their budget (a window is often a share of it).
-    Where a name has a budget twice, only policies that agree in every other field do.
+    If a name has a budget twice, only policies that agree in every other field belong together.
     """
     by_name: dict[str, list[tuple[int, str, str]]] = {}
     for policy in policies:
-        known = _budget(policy)
-        if known:
-            name, budget, rest = known
-            by_name.setdefault(name, []).append((budget, policy, rest))
-    found = []
+        fields = _budget(policy)
+        if fields:
+            name, budget, others = fields
+            by_name.setdefault(name, []).append((budget, policy, others))
+    candidates = []
     for name, members in by_name.items():
         if len({budget for budget, *_ in members}) == len(members):
-            found.append(_family(name, members))
+            candidates.append(_family(name, members))
             continue
-        for rest in dict.fromkeys(rest for *_, rest in members):
-            found.append(_family(f"{name} {rest}".strip(), [m for m in members if m[2] == rest]))
-    return tuple(family for family in found if len(set(family.budgets)) == len(family.budgets) > 1)
+        for others in dict.fromkeys(member[2] for member in members):
+            candidates.append(_family(f"{name} {others}".strip(), [m for m in members if m[2] == others]))
+    return tuple(family for family in candidates if len(set(family.budgets)) == len(family.budgets) > 1)
 
 
 def _family(name: str, members: list[tuple[int, str, str]]) -> PolicyFamily:
@@ -159,17 +160,17 @@ def _family(name: str, members: list[tuple[int, str, str]]) -> PolicyFamily:
 
 
 def _budget(policy: str) -> tuple[str, int, str] | None:
-    """(name, budget, the other fields) of a policy with one budget; None for any other, a draw of several included."""
+    """Return (name, budget, the other fields) of a policy with one budget; None for others and for mixed policies."""
     if "|" in policy:
         return None
     names: list[str] = []
-    rest: list[str] = []
+    others: list[str] = []
     budgets: list[str] = []
     for part in policy.split("+"):
         name, fields = split_named(part)
         names.append(name)
         budgets += [field.value or "" for field in fields if field.name == "budget"]
-        rest += [f"{field.name}={field.value or ''}" for field in fields if field.name != "budget"]
+        others += [f"{field.name}={field.value or ''}" for field in fields if field.name != "budget"]
     if len(budgets) != 1 or not budgets[0].isascii() or not budgets[0].isdigit() or not 0 < len(budgets[0]) < 12:
         return None
-    return ("+".join(names), int(budgets[0]), ",".join(rest)) if int(budgets[0]) > 0 else None
+    return ("+".join(names), int(budgets[0]), ",".join(others)) if int(budgets[0]) > 0 else None

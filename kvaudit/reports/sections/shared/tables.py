@@ -1,20 +1,20 @@
-"""Tables and passages as plain strings; text from records is not escaped yet, only made visible."""
+"""Tables, examples and passages as plain strings; text from records is made visible here, and escaped later."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
+from kvaudit.core.records import Role
 from kvaudit.core.text import clip, inline
-from kvaudit.reports.sections.shared.tables import Example
 
 
 @dataclass(frozen=True)
 class Table:
-    """Headers and rows of text; an empty table is left out. ``words`` are the leading columns that hold words.
+    """Headers and rows of text; an empty table is left out. ``words`` is the number of leading text columns.
 
-    ``footnotes`` stand under the table, the first of them under number 1: what its last column refers to. ``links``
-    are the addresses of the answers behind each row, for a page that can link.
+    ``footnotes`` are numbered from 1; the last column refers to them. ``links`` are the addresses of the answers of
+    each row, for a page that can link.
     """
 
     headers: tuple[str, ...]
@@ -28,25 +28,66 @@ class Table:
 
 
 def table_of(headers: Sequence[str], rows: Iterable[Sequence[str]], words: int = 1) -> Table:
-    """A table of clipped, visible text on one line, headers too: a suite's name may stand there."""
+    """Return a table whose cells and headers are clipped, visible text of one line."""
     first, *clean = (tuple(inline(clip(cell, 300)) for cell in row) for row in (headers, *rows))
     assert all(len(row) == len(first) for row in clean), headers
     return Table(first, tuple(clean), words)
 
 
 def footnoted(headers: Sequence[str], rows: Iterable[Sequence[str]], words: int = 1) -> Table:
-    """A table whose last column, long texts that repeat, becomes numbers of footnotes."""
-    found = [list(row) for row in rows]
-    texts = list(dict.fromkeys(row[-1] for row in found if row[-1]))
-    short = [[*row[:-1], str(texts.index(row[-1]) + 1) if row[-1] else ""] for row in found]
+    """Return a table in which the long, repeated texts of the last column become numbers of footnotes."""
+    long_rows = [list(row) for row in rows]
+    texts = list(dict.fromkeys(row[-1] for row in long_rows if row[-1]))
+    short = [[*row[:-1], str(texts.index(row[-1]) + 1) if row[-1] else ""] for row in long_rows]
     return replace(table_of(headers, short, words), footnotes=tuple(inline(clip(text, 300)) for text in texts))
 
 
 @dataclass(frozen=True)
-class Passage:
-    """A heading, one sentence for a stranger, then figures, tables and notes.
+class ExampleTurn:
+    """One message of an example; ``text`` comes from the model or the suite and must be escaped."""
 
-    It stands on the ``first`` page, under the banner, or is folded: then ``finding`` says in a line what it found.
+    role: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Example:
+    """An item that the reference got right and the candidate lost.
+
+    ``kept`` is the share of the prompt's entries that the candidate's cache still held when its last answer began, by
+    role; empty for an engine that does not show its cache.
+    """
+
+    estimand: str
+    arm: str
+    seed: int
+    policy: str
+    suite: str
+    context_tokens: int
+    item_id: str
+    cluster_id: str
+    loss: float
+    outcome: str
+    candidate: tuple[ExampleTurn, ...]
+    reference_answer: str
+    kept: tuple[tuple[str, float], ...] = ()
+
+    @property
+    def asked(self) -> str:
+        """The last message to the candidate before its last answer."""
+        return next((t.text for t in reversed(self.candidate) if t.role != Role.ASSISTANT.value), "")
+
+    @property
+    def answer(self) -> str:
+        """The candidate's last answer."""
+        return next((t.text for t in reversed(self.candidate) if t.role == Role.ASSISTANT.value), "")
+
+
+@dataclass(frozen=True)
+class Passage:
+    """A heading and one explaining sentence, then figures, tables, notes and examples.
+
+    It is shown on the ``first`` page, under the banner, or folded with its ``finding`` as the visible line.
     """
 
     anchor: str

@@ -1,0 +1,319 @@
+"""Human labels of a run's answers: the key of a blind sheet, the stored labels, and the drift that follows from them.
+
+Concordant pairs are drawn in turn over the templates: a labelled one represents its share of those of its template, a
+discordant one itself. Error rates are weighted so, and are rates of all pairs; their intervals assume that the pairs of
+a template are independent. Stored labels name texts by hash, so no file reveals whose answer it was: drift and statuses
+are computed from the run's own records whenever a report or verdict is made.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvaudit.core.errors import DataError
+from kvaudit.core.text import one_line
+from kvaudit.reports.records.load import RunData
+from kvaudit.reports.records.rows import RecordPlace
+from kvaudit.reports.stats.adjudication import Labelled, adjudicated, label_weights, labelled_pairs
+from kvaudit.reports.stats.effect import Effect
+from kvaudit.reports.stats.judges import differential_bias, judge_error
+from kvaudit.reports.verdict.contrast import CellName, CellPlace, ClusterSums, Contrast, Drift, LabelSummary
+from kvaudit.reports.verdict.label_pairs import (
+    Indices,
+    PairedAnswers,
+    answer_places,
+    pairs_of,
+    pairs_to_label,
+    records_digest,
+    shown_answers,
+)
+from kvaudit.reports.verdict.label_sheet import (
+    Key,
+    KeyCell,
+    KeyPair,
+    ShownAnswer,
+    check_types,
+    key_path,
+    row_names,
+    text_hash,
+)
+
+LABELS_FORMAT = 3
+_SIMPLE_LABELS = 2  # format of labels whose pairs were not spread over templates
+LABELS_FILE = "adjudication.json"
+REMEDY = "delete it and read the sheet again (kvaudit grade adjudicate)"
+_PartialLabels = npt.NDArray[np.float64]
+
+
+# --- the key of a sheet -----------------------------------------------------------------------------------------------
+
+
+def sheet_key(
+    data: RunData, answers: Sequence[PairedAnswers], *, seed: int, concordant: int, spread: bool = True
+) -> tuple[Key, dict[str, ShownAnswer]]:
+    """Return the key of a sheet and the content of its rows; records, seed and ``concordant`` determine both."""
+    picks = [pairs_to_label(pairs, concordant, seed, spread=spread) for pairs in answers]
+    texts = shown_answers(data, list(zip(answers, picks, strict=True)))
+    hashes = {place: text_hash(text) for place, text in texts.items()}
+    distinct = {hashes[place]: texts[place] for place in sorted(texts)}  # equal texts share a row
+    names = dict(zip(distinct, row_names(len(distinct), seed), strict=True))
+    rows = {place: names[text] for place, text in hashes.items()}
+    key = Key(
+        run=data.spec.name,
+        records=records_digest(data.records),
+        seed=seed,
+        concordant=concordant,
+        rows={name: text for text, name in names.items()},
+        cells=tuple(_key_cell(pairs, indices, rows) for pairs, indices in zip(answers, picks, strict=True)),
+    )
+    return key, {names[text]: row for text, row in distinct.items()}
+
+
+def _key_cell(pairs: PairedAnswers, indices: Indices, names: Mapping[RecordPlace, str]) -> KeyCell:
+    chosen = tuple(
+        KeyPair(
+            item=str(pairs.items[i]),
+            sample=int(pairs.samples[i]),
+            candidate_seed=int(pairs.seeds[0][i]),
+            reference_seed=int(pairs.seeds[1][i]),
+            candidate_row=names[pairs.candidate_places[i]],
+            reference_row=names[pairs.reference_places[i]],
+        )
+        for i in indices
+    )
+    return KeyCell(*pairs.contrast.place, chosen)
+
+
+def check_key(key: Key, sheet: Path, data: RunData, answers: Sequence[PairedAnswers]) -> None:
+    """Raise DataError if a sheet's key does not follow from the records, its seed and its number of pairs."""
+    by_place = {pairs.contrast.place: pairs for pairs in answers}
+    cells = [_gated(by_place, cell) for cell in key.cells]
+    expected = sheet_key(data, cells, seed=key.seed, concordant=key.concordant, spread=key.spread)[0]
+    if replace(expected, format=key.format) != key:  # older formats draw the pairs differently (``spread``)
+        raise DataError(
+            f"{str(key_path(sheet))!r} does not match these records: rows, pairs or texts were changed; restore the "
+            "original key, or write another sheet"
+        )
+
+
+def _gated(answers: Mapping[CellPlace, PairedAnswers], cell: KeyCell) -> PairedAnswers:
+    if cell.place not in answers:
+        name = f"{cell.arm}, {cell.suite}"[:120]
+        raise DataError(f"the sheet's key names a cell that is not gated: {name}; write another sheet")
+    return answers[cell.place]
+
+
+# --- stored labels ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class CellLabels(CellName):
+    """The labels of one gated cell: hash of the text -> 0 or 1, for the pairs that ``seed`` and ``concordant`` draw.
+
+    ``spread`` is whether these were drawn in turn over the templates, as they are since format 3.
+    """
+
+    seed: int
+    concordant: int
+    labels: Mapping[str, int]
+    spread: bool = True
+
+
+@dataclass(frozen=True)
+class Labels:
+    """All labels of a run. ``records`` is the digest of the scored records, ``reference`` the reference arm."""
+
+    records: str
+    reference: str
+    cells: tuple[CellLabels, ...]
+    format: int = LABELS_FORMAT
+
+
+def collect_labels(run: Path, reference: str, key: Key, labels: Mapping[str, int]) -> Labels:
+    """Return the labels of a sheet by the hash of their text, with those that the run has of other cells."""
+    cells = []
+    for c in key.cells:
+        rows = sorted({row for pair in c.pairs for row in (pair.candidate_row, pair.reference_row)})
+        by_text = {key.rows[row]: labels[row] for row in rows}
+        cells.append(CellLabels(*c.place, key.seed, key.concordant, by_text, key.spread))
+    new, stored = {cell.place for cell in cells}, load_labels(run)
+    if stored is not None and (stored.records, stored.reference) != (key.records, reference):
+        raise DataError(f"{str(run / 'report' / LABELS_FILE)!r} is about other records; {REMEDY}")
+    kept = [cell for cell in stored.cells if cell.place not in new] if stored else []
+    return Labels(key.records, reference, (*kept, *cells))
+
+
+def earlier_labels(run: Path, key: Key) -> dict[str, int]:
+    """Return the labels of a key's rows that were given on an earlier sheet of this run."""
+    stored = load_labels(run)
+    texts = {text: label for cell in stored.cells for text, label in cell.labels.items()} if stored else {}
+    return {row: texts[text] for row, text in key.rows.items() if text in texts}
+
+
+def render_labels(labels: Labels) -> str:
+    """Return the labels as JSON with its own sha256, for the run folder."""
+    body = asdict(labels)
+    return json.dumps({**body, "sha256": _labels_sha256(body)}, ensure_ascii=True, allow_nan=False, indent=1) + "\n"
+
+
+def load_labels(run: Path) -> Labels | None:
+    """Return the labels stored in a run folder, None without any; raises DataError for a broken or edited file."""
+    path = run / "report" / LABELS_FILE
+    if not path.exists():
+        return None
+    try:
+        return _parse_labels(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
+        raise DataError(f"{str(path)!r} cannot be used ({one_line(error)}); {REMEDY}") from None
+
+
+def _parse_labels(value: Any) -> Labels:
+    if value["format"] not in (_SIMPLE_LABELS, LABELS_FORMAT):
+        raise ValueError(f"format {str(value['format'])[:20]!r}, wanted {LABELS_FORMAT}")
+    body = {name: inner for name, inner in value.items() if name != "sha256"}
+    if _labels_sha256(body) != value["sha256"]:
+        raise ValueError("it was changed after it was written")
+    simple = {"spread": False} if value["format"] == _SIMPLE_LABELS else {}
+    cells = tuple(_parse_cell({**cell, **simple}) for cell in value["cells"])
+    if not cells or len({cell.place for cell in cells}) < len(cells):
+        raise ValueError("it names no cell, or one twice")
+    return Labels(**{**check_types(body, Labels), "cells": cells, "format": LABELS_FORMAT})
+
+
+def _parse_cell(value: Any) -> CellLabels:
+    check_types(value, CellLabels)
+    if value["seed"] < 0 or value["concordant"] < 1:
+        raise ValueError("seed or concordant is no count")
+    if not all(isinstance(label, int) and label in (0, 1) for label in value["labels"].values()):
+        raise ValueError("a label is not 0 or 1")
+    return CellLabels(**value)
+
+
+def _labels_sha256(body: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True, ensure_ascii=True).encode()).hexdigest()
+
+
+# --- the drift by human labels ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class HumanLabels:
+    """A cell's pairs [M] with their human labels, NaN for unlabelled pairs."""
+
+    pairs: PairedAnswers
+    candidate: _PartialLabels
+    reference: _PartialLabels
+
+    @property
+    def difference(self) -> _PartialLabels:
+        """candidate - reference [M], NaN for unlabelled pairs."""
+        return self.candidate - self.reference
+
+    @property
+    def by_template(self) -> Labelled:
+        """The labels counted by template."""
+        return labelled_pairs(self.pairs.discordant, self.difference, self.pairs.clusters)
+
+
+def with_labels(data: RunData, drift: Drift) -> Drift:
+    """Return the drift with the run's human labels applied; raises DataError for labels of other records.
+
+    Labels of pairs with another reference arm than the drift's are ignored.
+    """
+    stored = load_labels(data.run)
+    if stored is None:
+        return drift
+    if stored.records != records_digest(data.records):
+        raise DataError(f"{LABELS_FILE} is about other records than those of {str(data.run)!r}; {REMEDY}")
+    return drift if stored.reference != drift.comparison.reference else apply_labels(data, drift, stored)
+
+
+def apply_labels(data: RunData, drift: Drift, stored: Labels) -> Drift:
+    """Return the drift with the effect by human labels in every labelled cell; the labels must be of its records."""
+    by_place = {h.pairs.contrast.place: h for h in match_labels(data, drift, stored)}
+    contrasts = (_with_people(c, h, drift.alpha) if (h := by_place.get(c.place)) else c for c in drift.contrasts)
+    return replace(drift, contrasts=tuple(contrasts))
+
+
+def match_labels(data: RunData, drift: Drift, stored: Labels) -> list[HumanLabels]:
+    """Match stored labels to answers by their text, for every cell that has a number; raises DataError for a gap."""
+    contrasts = {c.place: c for c in drift.contrasts if c.effect}
+    cells = [cell for cell in stored.cells if cell.place in contrasts]
+    answers = [pairs_of(data, drift.comparison, contrasts[cell.place]) for cell in cells]
+    picks = [
+        pairs_to_label(pairs, cell.concordant, cell.seed, spread=cell.spread)
+        for pairs, cell in zip(answers, cells, strict=True)
+    ]
+    shown = shown_answers(data, list(zip(answers, picks, strict=True)))
+    texts = {place: text_hash(text) for place, text in shown.items()}
+    return [
+        _match_cell(pairs, indices, cell, texts) for pairs, indices, cell in zip(answers, picks, cells, strict=True)
+    ]
+
+
+def _match_cell(
+    pairs: PairedAnswers, indices: Indices, cell: CellLabels, texts: Mapping[RecordPlace, str]
+) -> HumanLabels:
+    sides = [[texts[place] for place in column] for column in zip(*answer_places(pairs, indices), strict=True)]
+    if {text for side in sides for text in side} != set(cell.labels):
+        raise DataError(
+            f"{LABELS_FILE} holds labels of other answers than the pairs of {cell.arm[:80]}, {cell.suite[:80]}; "
+            f"{REMEDY}"
+        )
+    candidate, reference = (np.full(len(pairs.items), np.nan) for _ in range(2))
+    for column, side in zip((candidate, reference), sides, strict=False):  # ``sides`` is empty without pairs
+        column[indices] = [cell.labels[text] for text in side]
+    return HumanLabels(pairs, candidate, reference)
+
+
+def _with_people(c: Contrast, h: HumanLabels, alpha: float) -> Contrast:
+    labels = h.by_template
+    # sorted names, the order of templates in ``labelled_pairs``
+    sums = ClusterSums(c.suite, 1.0, tuple(np.unique(h.pairs.clusters)), labels.totals, labels.pairs)
+    return replace(
+        c,
+        effect=_corrected(h, alpha),
+        sums=(sums,),
+        judged=c.effect,
+        judged_sums=c.sums,
+        worst=None,  # bounds of unscored answers are about the judge's scores
+        best=None,
+        people=_summary(h, labels),
+    )
+
+
+def _corrected(h: HumanLabels, alpha: float) -> Effect:
+    """Return the drift by human labels; the sum of two intervals is clipped to the range of a difference of rates."""
+    effect = adjudicated(h.pairs.discordant, h.difference, h.pairs.clusters, alpha=alpha)
+    low, high, lower, upper = np.clip((effect.low, effect.high, effect.lower, effect.upper), -1.0, 1.0)
+    return replace(effect, low=float(low), high=float(high), lower=float(lower), upper=float(upper))
+
+
+def _summary(h: HumanLabels, labels: Labelled) -> LabelSummary:
+    weights = label_weights(h.pairs.discordant, h.difference, h.pairs.clusters)
+    seen = weights > 0
+    errors = {
+        side: judge_error(getattr(h.pairs, side)[seen], getattr(h, side)[seen].astype(np.int64), weights[seen])
+        for side in ("reference", "candidate")
+    }
+    rate = float(np.average(h.reference[seen], weights=weights[seen]))
+    gap = differential_bias(errors["reference"], errors["candidate"], rate)
+    return LabelSummary(
+        pairs=len(h.pairs.items),
+        discordant=int(h.pairs.discordant.sum()),
+        concordant=int(labels.looked.sum()),
+        templates=int(np.count_nonzero(labels.alike)),
+        unseen=int(labels.unseen),
+        reference=errors["reference"],
+        candidate=errors["candidate"],
+        bias=gap.bound,
+        bias_upper=gap.upper,
+    )
