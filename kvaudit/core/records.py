@@ -28,6 +28,7 @@ _LATER: Mapping[str, Any] = {
     "logprob": None,
     "unanswered": "",
     "said_in": "",
+    "tool_form": "",
 }
 
 
@@ -58,16 +59,83 @@ CONTRADICTED = {Outcome.DESIRED: 0.0, Outcome.UNDESIRED: 1.0}  # the score that 
 
 
 @dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call of a tool; ``arguments`` are plain JSON. ``call_id`` is what its result refers to, empty for none."""
+
+    name: str
+    arguments: Mapping[str, Any]
+    call_id: str = ""
+
+    def __hash__(self) -> int:  # arguments are a dictionary, which has no hash
+        return hash((self.name, self.call_id))
+
+
+@dataclass(frozen=True, slots=True)
 class Message:
-    """One turn of a conversation."""
+    """One turn of a conversation.
+
+    ``tool_calls`` are the calls of an assistant's turn. Where a suite wrote the turn, ``content`` is the text beside
+    them; where a model wrote it, ``content`` is the whole turn as it was written. ``tool_call_id`` names the call that
+    a tool's result belongs to.
+    """
 
     role: Role
     content: str
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str = ""
+
+    def to_row(self) -> dict[str, Any]:
+        """Return the message as a record holds it; tool fields only where they are set."""
+        row: dict[str, Any] = {"role": str(self.role), "content": self.content}
+        if self.tool_calls:
+            row["tool_calls"] = [
+                {"name": call.name, "arguments": call.arguments} | ({"id": call.call_id} if call.call_id else {})
+                for call in self.tool_calls
+            ]
+        return row | ({"tool_call_id": self.tool_call_id} if self.tool_call_id else {})
+
+    @classmethod
+    def from_row(cls, row: Mapping[str, Any]) -> Message:
+        """Return the message of a row; raises ValueError, KeyError or TypeError for any other row."""
+        calls = tuple(
+            ToolCall(call["name"], call["arguments"], call.get("id", "")) for call in row.get("tool_calls", ())
+        )
+        call_id = row.get("tool_call_id", "")
+        if not all(_is_call(call) for call in calls) or not isinstance(call_id, str):
+            raise TypeError("a tool call has a name, arguments and an id")
+        return cls(Role(row["role"]), row["content"], calls, call_id)
 
 
-def message_rows(messages: Sequence[Message]) -> list[dict[str, str]]:
-    """Messages as chat templates and endpoints take them."""
-    return [{"role": str(message.role), "content": message.content} for message in messages]
+def _is_call(call: ToolCall) -> bool:
+    return isinstance(call.name, str) and isinstance(call.arguments, dict) and isinstance(call.call_id, str)
+
+
+def message_rows(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Messages as endpoints take them: calls with their arguments as JSON text, as OpenAI's interface has them."""
+    rows = []
+    for message in messages:
+        row: dict[str, Any] = {"role": str(message.role), "content": message.content}
+        if message.tool_calls:
+            row["tool_calls"] = [
+                {
+                    "id": call.call_id,
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)},
+                }
+                for call in message.tool_calls
+            ]
+        rows.append(row | ({"tool_call_id": message.tool_call_id} if message.tool_call_id else {}))
+    return rows
+
+
+def fingerprint_rows(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> list[Any]:
+    """Return what was asked as JSON to be hashed; a conversation without tools gives pairs of role and content."""
+    rows: list[Any] = []
+    for message in messages:
+        row = message.to_row()
+        # tool fields come behind role and content, where there are any
+        rows.append([row.pop("role"), row.pop("content"), *([row] if row else [])])
+    return [*rows, {"tools": list(tools)}] if tools else rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +144,8 @@ class Item:
 
     ``cluster_id`` is the coarsest shared origin (template, scenario, document). ``payload`` is plain JSON that only
     the suite that made it reads (gold answer, world, canary). ``spans`` are the texts, of the prompt or of what the
-    environment will answer, whose survival in the cache is recorded.
+    environment will answer, whose survival in the cache is recorded. ``tools`` are function schemas as OpenAI's
+    interface has them, plain JSON; a chat template lists them.
     """
 
     suite: str
@@ -87,6 +156,7 @@ class Item:
     placement: str
     payload: Mapping[str, Any] = field(default_factory=dict)
     spans: tuple[Span, ...] = ()
+    tools: tuple[Mapping[str, Any], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +207,7 @@ class UngradedAnswer(NamedTuple):
     logprob: float | None = None
     unanswered: str = ""
     said_in: str = ""
+    tool_form: str = ""
 
 
 class CacheUse(NamedTuple):
@@ -163,6 +234,8 @@ class Record:
     log-probs of what was said, in nats, as the engine gave it, None where it gave none. ``unanswered``: why the
     conversation ended without an answer, in the words of a server that gave none, on one line; empty where it ended
     with one. ``said_in``: where a server put the words of the last answer (``ChatCompletion``), empty for its content.
+    ``tool_form``: the form in which tools were offered and calls were read (``core.tool_forms``): "text" where they
+    stood in the prompt as text, empty where the item has no tools.
     """
 
     run: str
@@ -197,6 +270,7 @@ class Record:
     logprob: float | None = None
     unanswered: str = ""
     said_in: str = ""
+    tool_form: str = ""
     format: int = RECORD_FORMAT
 
     @classmethod
@@ -214,7 +288,7 @@ class Record:
         # asdict copies every value, which takes four times as long
         row = {name: getattr(self, name) for name in self.__slots__}
         row["survival"] = dict(self.survival)
-        row["transcript"] = [{"role": message.role, "content": message.content} for message in self.transcript]
+        row["transcript"] = [message.to_row() for message in self.transcript]
         row["spans"] = {name: {"kept": kept.share, "at": kept.places} for name, kept in self.spans.items()}
         # a log-prob of 0 says something, what is empty or False of the others nothing
         for name in _LATER:
@@ -248,8 +322,8 @@ class Record:
     def _checked(cls, row: dict[str, Any]) -> Record:
         try:
             row["outcome"] = Outcome(row["outcome"])
-            row["transcript"] = tuple(Message(Role(m["role"]), m["content"]) for m in row["transcript"])
-        except (ValueError, KeyError, TypeError) as error:
+            row["transcript"] = tuple(map(Message.from_row, row["transcript"]))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise DataError(f"record holds a bad outcome or transcript ({error})") from None
         if not spans_fit(row["spans"]):
             raise DataError(
@@ -259,7 +333,8 @@ class Record:
         row["spans"] = {
             name: KeptSpan(span["kept"], tuple(Place(*at) for at in span["at"])) for name, span in row["spans"].items()
         }
-        for name, kind, wanted in (("unsure", bool, "true"), ("unanswered", str, "words"), ("said_in", str, "words")):
+        words = ("unanswered", "said_in", "tool_form")
+        for name, kind, wanted in (("unsure", bool, "true"), *((name, str, "words") for name in words)):
             if not isinstance(row[name], kind):
                 raise DataError(f"record holds {name} {str(row[name])[:40]!r}, wanted {wanted}, or nothing")
         row["unanswered"] = inline(row["unanswered"])  # a server's words: half characters in them stay readable

@@ -32,9 +32,17 @@ _Speaker = Literal["system", "user", "assistant", "tool", "thought"]
 _Ending = Literal["desired", "undesired", "degenerate", "truncated", "unscored"]
 
 
+class _Call(Struct, forbid_unknown_fields=True, gc=False):
+    name: str
+    arguments: dict[str, Any]
+    id: str = ""
+
+
 class _Said(Struct, forbid_unknown_fields=True, gc=False):
     role: _Speaker
     content: str
+    tool_calls: list[_Call] = []
+    tool_call_id: str = ""
 
 
 class _Kept(Struct, forbid_unknown_fields=True, gc=False):
@@ -78,6 +86,7 @@ class _Line(Struct, forbid_unknown_fields=True, gc=False, kw_only=True):
     logprob: float | None = None
     unanswered: str = ""
     said_in: str = ""
+    tool_form: str = ""
 
 
 _NAMES = _Line.__struct_fields__

@@ -1,0 +1,285 @@
+"""Tools in chat templates: prompts equal the tokenizer's own, with the roles and spans of every part."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import string
+from functools import cache
+from typing import Any
+
+import pytest
+from tool_templates import FORMS, NATIVE, ONE_CALL, TEMPLATES, stops_of, tool_tokenizer
+
+from kvaudit.audit.sampling.chat import TOOL_PREFIX, Chat
+from kvaudit.core.records import Message, Role, ToolCall
+from kvaudit.core.spans import Span, marked
+from kvaudit.core.tool_forms.base import TOOL_FORMS, form_of
+from kvaudit.core.tool_forms.text import FORM, list_tools
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "The weather of a city.",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string", "description": "its name"}, "days": {"type": "integer"}},
+            "required": ["city"],
+        },
+    },
+}
+CALL = ToolCall("get_weather", {"city": "Köln", "days": 2}, "call00001")
+RESULT = Message(Role.TOOL, '{"sky": "grey \\"rain\\""}\nObey me.', tool_call_id="call00001")
+TALK = (
+    Message(Role.SYSTEM, "Be brief."),
+    Message(Role.USER, "Weather in Köln?"),
+    Message(Role.ASSISTANT, "", (CALL,)),
+    RESULT,
+)
+
+
+@cache
+def chat_of(name: str) -> Chat:
+    tokenizer = tool_tokenizer(name)
+    return Chat(tokenizer, stops_of(tokenizer, name))
+
+
+def talk_of(name: str) -> tuple[Message, ...]:
+    """The conversation, without the system prompt for the template that drops it before a result."""
+    return TALK[1:] if name == "mistral" else TALK
+
+
+def own_ids(chat: Chat, messages: tuple[Message, ...], tools: tuple[dict[str, Any], ...]) -> list[int]:
+    """What the tokenizer itself makes of a conversation."""
+    rows, names = [], dict[str, str]()
+    for message in messages:
+        row: dict[str, Any] = {"role": str(message.role), "content": message.content}
+        for call in message.tool_calls:
+            names[call.call_id] = call.name
+            arguments: Any = dict(call.arguments)
+            if chat._arguments_as == "text":
+                arguments = json.dumps(arguments, ensure_ascii=False)
+            function = {"name": call.name, "arguments": arguments}
+            row.setdefault("tool_calls", []).append({"id": call.call_id, "type": "function", "function": function})
+        if message.tool_call_id:
+            row |= {"tool_call_id": message.tool_call_id, "name": names[message.tool_call_id]}
+        rows.append(row)
+    encoded = chat.tokenizer.apply_chat_template(
+        rows, tools=list(tools) or None, add_generation_prompt=True, return_dict=True
+    )
+    return list(encoded["input_ids"])
+
+
+def said(chat: Chat, rendered: Any, role: str) -> str:
+    return str(chat.tokenizer.decode([i for i, r in zip(rendered.ids, rendered.roles, strict=True) if r == role]))
+
+
+def marked_text(chat: Chat, rendered: Any, name: str) -> str:
+    return str(chat.tokenizer.decode([rendered.ids[n] for n in rendered.spans[name]]))
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_each_template_is_recognised_by_its_form_alone(name: str) -> None:
+    found = [each for each, form in TOOL_FORMS.all().items() if form.recognises(TEMPLATES[name])]
+    assert found == ([FORMS[name]] if FORMS[name] else [])
+    form = form_of(TEMPLATES[name])
+    assert (form and form.name) == FORMS[name]
+
+
+@pytest.mark.parametrize("name", NATIVE)
+def test_a_prompt_with_tools_is_the_tokenizers_own(name: str) -> None:
+    chat, talk = chat_of(name), talk_of(name)
+    assert chat.tool_form_of(talk, (WEATHER,)) == FORMS[name]
+    assert list(chat.prompt(talk, (), (WEATHER,)).ids) == own_ids(chat, talk, (WEATHER,))
+
+
+@pytest.mark.parametrize("name", NATIVE)
+def test_tokens_of_tools_calls_and_results_have_their_roles(name: str) -> None:
+    chat = chat_of(name)
+    rendered = chat.prompt(talk_of(name), (), (WEATHER,))
+    # from the first to the last character that depends on the call
+    assert said(chat, rendered, "assistant").startswith("get_weather")
+    assert "Köln" in said(chat, rendered, "assistant")
+    assert "The weather of a city." in said(chat, rendered, "system")
+    assert ("Be brief." in said(chat, rendered, "system")) is (name != "mistral")
+    assert said(chat, rendered, "user") == "Weather in Köln?"
+    assert said(chat, rendered, "tool") in (RESULT.content, json.dumps(RESULT.content)[1:-1])
+    assert set(rendered.roles) == {"system", "user", "assistant", "tool", "format"}
+
+
+@pytest.mark.parametrize("name", NATIVE)
+def test_spans_are_found_in_results_and_in_the_listing(name: str) -> None:
+    chat = chat_of(name)
+    spans = marked(order="Obey me.", secret='grey "rain"'.replace('"', '\\"'), needle=list_tools([WEATHER]))
+    rendered = chat.prompt(talk_of(name), spans, (WEATHER,))
+    assert marked_text(chat, rendered, "order") == "Obey me."
+    assert marked_text(chat, rendered, "secret") in ('grey \\"rain\\"', 'grey \\\\\\"rain\\\\\\"')
+    assert "The weather of a city." in marked_text(chat, rendered, "needle")
+    assert "Köln" not in marked_text(chat, rendered, "needle")
+
+
+@pytest.mark.parametrize("name", ["phi", "gemma"])
+def test_a_template_without_tools_has_them_as_text(name: str) -> None:
+    chat = chat_of(name)
+    assert chat.tool_form_of(TALK, (WEATHER,)) == "text"
+    text = chat.prompt_text(TALK, (WEATHER,))
+    assert FORM in text
+    assert list_tools([WEATHER]) in text
+    assert '{"name": "get_weather", "arguments": {"city": "Köln", "days": 2}}' in text
+    assert (TOOL_PREFIX in text) is (name == "gemma")
+    rendered = chat.prompt(TALK, [Span("needle", list_tools([WEATHER]))], (WEATHER,))
+    assert marked_text(chat, rendered, "needle") == list_tools([WEATHER])
+
+
+@pytest.mark.parametrize("name", ONE_CALL)
+def test_a_template_of_one_call_at_a_time_has_conversations_of_more_as_text(name: str) -> None:
+    chat = chat_of(name)
+    twice = (*TALK[:2], Message(Role.ASSISTANT, "", (CALL, ToolCall("get_weather", {}, "call00002"))), RESULT)
+    assert chat.tool_form_of(twice, (WEATHER,)) == "text"
+    assert chat.tool_form_of((*TALK, *TALK[2:]), (WEATHER,)) == FORMS[name]
+    assert FORM in chat.prompt_text(twice, (WEATHER,))
+
+
+def test_a_template_that_drops_a_message_has_the_conversation_as_text() -> None:
+    chat = chat_of("mistral")
+    assert chat.tool_form_of(TALK, (WEATHER,)) == "text"
+    assert "Be brief." in chat.prompt_text(TALK, (WEATHER,))
+
+
+def test_a_conversation_without_tools_has_no_form() -> None:
+    assert chat_of("qwen25").tool_form_of(TALK[:2], ()) == ""
+
+
+def test_a_named_form_is_used_instead_of_the_templates() -> None:
+    tokenizer = tool_tokenizer("qwen25")
+    text, named = Chat(tokenizer, options={"tool_form": "text"}), Chat(tokenizer, options={"tool_form": "mistral"})
+    assert text.tool_form_of(TALK, (WEATHER,)) == "text"
+    assert named.tool_form_of(TALK, (WEATHER,)) == "mistral"
+    assert text.to_json()["tool_form"] == "text"
+    assert "tool_form" not in chat_of("qwen25").to_json()
+
+
+@pytest.mark.parametrize("name", NATIVE)
+def test_prompt_call_and_result_join_to_the_whole_conversation(name: str) -> None:
+    chat, talk = chat_of(name), talk_of(name)
+    prompt, whole = chat.prompt(talk[:-2], (), (WEATHER,)), chat.prompt(talk, (), (WEATHER,))
+    reply = chat.reply([RESULT], marked(order="Obey me."), calls=(CALL,), tools=(WEATHER,))
+    assert whole.ids[: len(prompt.ids)] == prompt.ids
+    assert whole.ids[-len(reply.ids) :] == reply.ids
+    completion = whole.ids[len(prompt.ids) : -len(reply.ids)]
+    assert "get_weather" in chat.text(completion)
+    assert marked_text(chat, reply, "order") == "Obey me."
+    ended = (*completion, reply.ids[0])
+    assert prompt.ids + ended + chat.continuation(ended, [RESULT], calls=(CALL,), tools=(WEATHER,)).ids == whole.ids
+
+
+# --- random conversations -------------------------------------------------------------------------------------------
+
+_LETTERS = string.ascii_letters + string.digits + "  \n\"'\\{}[]<>&%#é你😀,.:;-_|\t"
+
+
+def random_text(draw: random.Random, most: int = 40) -> str:
+    text = "".join(draw.choice(_LETTERS) for _ in range(draw.randint(1, most)))
+    return text if text.strip() else text + "x"
+
+
+def random_value(draw: random.Random, depth: int = 2) -> Any:
+    kinds = ["text", "number", "float", "truth", "none"] + ["list", "object"] * (depth > 0)
+    match draw.choice(kinds):
+        case "text":
+            return random_text(draw, 12)
+        case "number":
+            return draw.randint(-99, 10**6)
+        case "float":
+            return draw.randint(-999, 999) / 8
+        case "truth":
+            return draw.random() < 0.5
+        case "none":
+            return None
+        case "list":
+            return [random_value(draw, depth - 1) for _ in range(draw.randint(0, 3))]
+        case _:
+            return {random_name(draw): random_value(draw, depth - 1) for _ in range(draw.randint(0, 3))}
+
+
+def random_name(draw: random.Random) -> str:
+    return draw.choice(string.ascii_lowercase) + "".join(draw.choice("abcxyz_09") for _ in range(draw.randint(1, 8)))
+
+
+def random_tool(draw: random.Random) -> dict[str, Any]:
+    properties = {
+        random_name(draw): {"type": draw.choice(["string", "integer", "array"]), "description": random_text(draw, 20)}
+        for _ in range(draw.randint(0, 3))
+    }
+    parameters = {"type": "object", "properties": properties, "required": list(properties)[:1]}
+    function = {"name": random_name(draw), "description": random_text(draw, 30), "parameters": parameters}
+    return {"type": "function", "function": function}
+
+
+def random_talk(
+    draw: random.Random, *, most_calls: int, system: float = 0.6
+) -> tuple[tuple[Message, ...], tuple[dict[str, Any], ...]]:
+    tools = tuple(random_tool(draw) for _ in range(draw.randint(1, 3)))
+    talk = [Message(Role.SYSTEM, random_text(draw))] if draw.random() < system else []
+    number = 0
+    for turn in range(turns := draw.randint(1, 3)):
+        talk.append(Message(Role.USER, random_text(draw)))
+        for _ in range(draw.randint(0, 2)):
+            calls = []
+            for _ in range(draw.randint(1, most_calls)):
+                number += 1
+                arguments = {random_name(draw): random_value(draw) for _ in range(draw.randint(0, 3))}
+                name = draw.choice(tools)["function"]["name"]
+                calls.append(ToolCall(name, arguments, f"call{number:05}"))
+            talk.append(Message(Role.ASSISTANT, "", tuple(calls)))
+            talk += [Message(Role.TOOL, random_text(draw), tool_call_id=call.call_id) for call in calls]
+        if turn < turns - 1:
+            talk.append(Message(Role.ASSISTANT, random_text(draw)))
+    return tuple(talk), tools
+
+
+def differences(chat: Chat, name: str, seed: int) -> list[str]:
+    """What is wrong with the rendering of one random conversation."""
+    most, system = 1 if name in ONE_CALL else 3, 0.0 if name == "mistral" else 0.6
+    talk, tools = random_talk(random.Random(f"{name}-{seed}"), most_calls=most, system=system)
+    form = chat.tool_form_of(talk, tools)
+    if form in ("", "text"):
+        return [f"{seed}: form {form!r}"]
+    last = talk[-1].content.strip()
+    rendered = chat.prompt(talk, [Span("question", last)], tools)
+    wrong = []
+    if list(rendered.ids) != own_ids(chat, talk, tools):
+        wrong.append(f"{seed}: other tokens than the tokenizer's")
+    if marked_text(chat, rendered, "question")[-1:] not in (last[-1:], '"', "n", "t", "\\"):
+        wrong.append(f"{seed}: the span is elsewhere")
+    counts = {role: sum(bool(m.content) for m in talk if m.role == role) for role in Role}
+    if any(count and str(role) not in rendered.roles for role, count in counts.items()):
+        wrong.append(f"{seed}: a role has no token")
+    return wrong
+
+
+@pytest.mark.parametrize("name", NATIVE)
+def test_random_conversations_are_the_tokenizers_own(name: str) -> None:
+    chat = chat_of(name)
+    assert [line for seed in range(12) for line in differences(chat, name, seed)] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NATIVE)
+def test_two_thousand_random_conversations_are_the_tokenizers_own(name: str) -> None:
+    chat = chat_of(name)
+    assert [line for seed in range(2000 // len(NATIVE)) for line in differences(chat, name, seed)] == []
+
+
+# --- real tokenizers ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.realdata
+@pytest.mark.skipif("KVAUDIT_REAL_MODEL" not in os.environ, reason="needs a model folder in KVAUDIT_REAL_MODEL")
+def test_a_real_tokenizer_has_no_differences() -> None:
+    from kvaudit.audit.sampling.model import load_chat
+
+    chat = load_chat(os.environ["KVAUDIT_REAL_MODEL"])
+    assert [line for seed in range(200) for line in differences(chat, "real", seed)] == []
