@@ -84,7 +84,8 @@ LLAMA31 = (
     "{% set messages = messages[1:] %}{% else %}{% set system = '' %}{% endif %}"
     "{{ '<|start_header_id|>system<|end_header_id|>\\n\\n' }}{% if tools %}{{ 'Environment: ipython\\n' }}{% endif %}"
     "{{ system + '<|eot_id|>' }}"
-    "{% if tools %}{% if messages[0].role != 'user' %}{{ raise_exception('tools need a first user message') }}{% endif %}"
+    "{% if tools %}"
+    "{% if messages[0].role != 'user' %}{{ raise_exception('tools need a user') }}{% endif %}"
     '{{ \'<|start_header_id|>user<|end_header_id|>\\n\\nAnswer with {"name": name, "parameters": values}.\\n\\n\' }}'
     "{% for t in tools %}{{ t | tojson(indent=4) }}{{ '\\n\\n' }}{% endfor %}"
     "{{ messages[0].content | trim + '<|eot_id|>' }}{% set messages = messages[1:] %}{% endif %}"
@@ -146,7 +147,8 @@ GPT_OSS = (
     "{% if first or tools %}{{ '<|start|>developer<|message|>' }}{% if first %}{{ first.content }}{% endif %}"
     "{% if tools %}{{ '\\n\\n# Tools\\n\\nnamespace functions {' }}{% for t in tools %}"
     "{{ '\\n// ' + t.function.description + '\\ntype ' + t.function.name + ' = (_: {' }}"
-    "{% for k, p in t.function.parameters.properties.items() %}{{ '\\n' + k + '?: ' + p.type | string + ',' }}{% endfor %}"
+    "{% for k, p in t.function.parameters.properties.items() %}{{ '\\n' + k + '?: ' }}"
+    "{{ p.type | string + ',' }}{% endfor %}"
     "{{ '\\n}) => any;' }}{% endfor %}{{ '\\n}' }}{% endif %}{{ '<|end|>' }}{% endif %}"
     "{% set last = namespace(name='') %}{% for m in messages %}"
     "{% if m.role == 'assistant' and m.tool_calls %}{% set c = m.tool_calls[0].function %}"
@@ -163,7 +165,8 @@ GPT_OSS = (
 )
 # arguments as text
 DEEPSEEK = (
-    "{{ '<｜begin▁of▁sentence｜>' }}{% for m in messages %}{% if m.role == 'system' %}{{ m.content }}{% endif %}{% endfor %}"
+    "{{ '<｜begin▁of▁sentence｜>' }}"
+    "{% for m in messages %}{% if m.role == 'system' %}{{ m.content }}{% endif %}{% endfor %}"
     "{% if tools %}{{ '\\n\\n## Tools' }}{% for t in tools %}"
     "{{ '\\n\\n### ' + t.function.name + '\\n' + t.function | tojson }}{% endfor %}{% endif %}"
     "{% for m in messages %}"
@@ -187,7 +190,7 @@ GEMMA = (
     "{{ '<bos>' }}{% if messages[0].role == 'system' %}{% set head = messages[0].content + '\\n\\n' %}"
     "{% set messages = messages[1:] %}{% else %}{% set head = '' %}{% endif %}"
     "{% for m in messages %}"
-    "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('must alternate user/assistant') }}{% endif %}"
+    "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('must alternate') }}{% endif %}"
     "{{ '<start_of_turn>' + ('model' if m.role == 'assistant' else m.role) + '\\n' + (head if loop.first else '') }}"
     "{{ m.content | trim + '<end_of_turn>\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<start_of_turn>model\\n' }}{% endif %}"

@@ -151,7 +151,8 @@ def try_out_engines(
     """
     ids, stops = item_prompt(model.chat, item).ids, tuple(sorted(model.chat.stop_ids))
     most = 1 if heard is None else FIRST_TOKENS
-    asked = AskedOfEngine(ids, most, stops, temperature=0.0, top_p=1.0, seed=0, messages=item.messages)
+    messages, tools = model.chat.request_of(item.messages, item.tools)
+    asked = AskedOfEngine(ids, most, stops, temperature=0.0, top_p=1.0, seed=0, messages=messages, tools=tools)
     with _trial_logs() as logs:
         for condition in conditions:
             with started_engine(condition, model, spec, logs) as session:

@@ -42,6 +42,7 @@ from kvaudit.core.records import CacheUse, Item, Record, Serving, UngradedAnswer
 from kvaudit.core.spans import fault
 from kvaudit.core.spec import RunSpec
 from kvaudit.core.spec_train import TrainSpec
+from kvaudit.core.tool_forms.text import list_tools
 from kvaudit.suites.base import SUITES, CountTokens, Split, Suite
 
 RowsDone = Callable[[Unit, int, int], None]  # unit, rows done, rows in all
@@ -353,6 +354,7 @@ class Evaluator:
             seconds=said.seconds,
             transcript=said.transcript,
             unanswered=said.unanswered,
+            tool_form=said.tool_form,
         )
         return Record.of(serving, said.item, said.grade, answer, _cache_use(said))
 
@@ -371,7 +373,7 @@ def _cache_use(played: GradedRow) -> CacheUse:
 
 def prompts_sha256(chat: Chat, batches: Sequence[Sequence[Item]]) -> str:
     """sha256 of items' prompts as the template writes them now, whatever their order."""
-    texts = sorted((item.item_id, chat.prompt_text(item.messages)) for batch in batches for item in batch)
+    texts = sorted((item.item_id, chat.prompt_text(item.messages, item.tools)) for batch in batches for item in batch)
     digest = hashlib.sha256()
     for name, text in texts:
         digest.update(json.dumps([name, text]).encode())
@@ -497,14 +499,15 @@ def check_reward(section: TrainSpec, model: LoadedModel) -> None:
 def _opening_tokens(model: LoadedModel, item: Item) -> int:
     """The length of an item's prompt; what the chat template refuses names the suite."""
     try:
-        return len(model.chat.prompt(item.messages).ids)
+        return len(model.chat.prompt(item.messages, (), item.tools).ids)
     except SpecError as error:
         raise SpecError(f"suite {item.suite}: {error}") from None
 
 
 def check_spans(suite: Suite, item: Item) -> None:
     """Raise SpecError for a span that the suite names and that nobody could find."""
-    found = fault(item.spans, [message.content for message in item.messages], said_later=suite.max_turns > 1)
+    texts = [*(message.content for message in item.messages), *([list_tools(item.tools)] if item.tools else [])]
+    found = fault(item.spans, texts, said_later=suite.max_turns > 1)
     if found:
         raise SpecError(f"suite {suite.name} item {item.item_id} {found}; mend the suite's spans")
 

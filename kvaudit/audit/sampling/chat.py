@@ -137,6 +137,14 @@ class Chat:
         """Return the form that reads the answers of a conversation, None for any form."""
         return self.tool_form if tool_form not in (TEXT_FORM, ANY_FORM) else None
 
+    def request_of(
+        self, messages: Sequence[Message], tools: Tools
+    ) -> tuple[tuple[Message, ...], tuple[Mapping[str, Any], ...]]:
+        """Return a conversation and its tools as an engine of messages is asked; without tools where they are text."""
+        if self.tool_form_of(messages, tools) == TEXT_FORM:
+            return as_text(messages, tools), ()
+        return tuple(messages), tuple(tools)
+
     @cached_property
     def _arguments_as(self) -> ArgumentsAs | None:
         """How the template takes the arguments of a call; None if it takes no tools."""
@@ -146,7 +154,7 @@ class Chat:
             except TemplateRefusal:
                 continue
             if all(part in text for part in PROBE_TEXTS) and text.count(PROBE_TEXTS[0]) > 1:
-                return way  # type: ignore[return-value]  # of a tuple of its values
+                return way
         return None
 
     def _renders_tools(self, messages: Sequence[Message], tools: Tools) -> bool:

@@ -105,7 +105,7 @@ def gold_rollout(model: LoadedModel, suite: Suite, item: Item) -> Rollout:
 def _gold_turns(model: LoadedModel, suite: Suite, item: Item) -> Iterator[tuple[tuple[int, ...], bool]]:
     """Yield the tokens of each turn of a gold conversation, and whether they are the assistant's."""
     chat, transcript = model.chat, item.messages
-    prompt = chat.prompt(transcript).ids
+    prompt = chat.prompt(transcript, (), item.tools).ids
     check_fits(model, suite, item, len(prompt))
     yield prompt, False
     for answer in suite.gold(item):

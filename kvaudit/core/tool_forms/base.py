@@ -67,15 +67,17 @@ class ToolForm:
     def read(self, text: str, tools: Tools = ()) -> Reading:
         """Return the calls in the first ``LONGEST_ANSWER`` characters of an answer, and the text beside them."""
         text = text[:LONGEST_ANSWER]
-        found = []
+        found, has_strange = [], False
         try:
             for call in self.find(text, tools):
                 if is_plain(call.arguments) and is_text(call.name):
                     found.append(call)
+                else:
+                    has_strange = True
         except (ValueError, RecursionError):  # the calls before the broken one count
             pass
         calls = tuple(ToolCall(call.name, call.arguments) for call in found)
-        is_broken = not calls and any(opening in text for opening in self.openings)
+        is_broken = not calls and (has_strange or any(opening in text for opening in self.openings))
         return Reading(self.words(text, found), calls, is_broken)
 
 

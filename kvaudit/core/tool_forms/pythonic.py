@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from kvaudit.core.tool_forms.base import FoundCall, ToolForm, Tools, is_plain, properties_of
+from kvaudit.core.tool_forms.base import FoundCall, ToolForm, Tools, properties_of
 from kvaudit.core.tool_forms.text import plain_values, python_calls
 
 _TAGS = re.compile(r"<\|python_(?:start|end|tag)\|>|<\|e(?:ot|om)(?:_id)?\|>")
@@ -25,6 +25,5 @@ class Pythonic(ToolForm):
         names = [str(tool.get("function", tool).get("name")) for tool in tools]
         calls = python_calls(_TAGS.sub("", text).strip(), {name: list(properties_of(tools, name)) for name in names})
         for number, call in enumerate(calls):
-            arguments = plain_values(call.arguments)
-            if is_plain(arguments):
-                yield FoundCall(0 if number == 0 else len(text), len(text), call.name, arguments)
+            start = 0 if number == 0 else len(text)
+            yield FoundCall(start, len(text), call.name, plain_values(call.arguments))

@@ -26,7 +26,8 @@ def read_calls(text: str, tools: Tools = (), form: ToolForm | None = None) -> Re
     beside = _TEXT.read(words, tools)
     if beside.calls:
         return beside
-    return Reading(words, (), any(reading.is_broken for reading in readings) or _TEXT.is_attempt(words))
+    is_broken = any(reading.is_broken for reading in (*readings, beside)) or _TEXT.is_attempt(words)
+    return Reading(words, (), is_broken)
 
 
 def _readings(text: str, tools: Tools, form: ToolForm | None) -> Iterator[Reading]:
