@@ -41,6 +41,7 @@ from kvaudit.core.errors import SpecError
 from kvaudit.core.facets import FACETS, WELL_FORMED
 from kvaudit.core.records import Grade, Item, Outcome, Role
 from kvaudit.core.spans import fault, places_of
+from kvaudit.core.tool_forms.text import list_tools
 from kvaudit.suites.base import PUBLISHED, SUITES
 
 FOUND = {"solved", "capable"}  # facets for items with one right answer
@@ -145,6 +146,15 @@ def test_a_version_keeps_what_it_asks_and_how_it_grades(asked: Asked, pinned: di
         pytest.skip(f"{suite.name} is new: pin {{{suite.version!r}: {found!r}}} in {PINNED.name} when numbers go out")
     wanted = pinned[suite.name].get(suite.version)
     assert found == wanted, f"items or grades of {suite.name} changed; raise its version and pin {found} in {PINNED}"
+
+
+def test_tools_are_part_of_an_item_where_the_suite_says_so(asked: Asked) -> None:
+    items = (*asked.train, *asked.eval)
+    assert all(bool(item.tools) is (asked.suite.tool_form == "native") for item in items)
+    for item in items:
+        assert json.loads(json.dumps(item.tools)) == list(item.tools)
+        calls = {call.call_id for message in item.messages for call in message.tool_calls}
+        assert {message.tool_call_id for message in item.messages if message.tool_call_id} <= calls
 
 
 def test_another_seed_asks_other_questions(asked: Asked) -> None:
@@ -346,7 +356,8 @@ def test_marked_spans_stand_in_what_the_model_is_given_and_nowhere_twice(asked: 
     for item in asked.eval[::7]:
         said = play(asked.suite, item, asked.suite.gold(item))
         given = [m.content for n, m in enumerate(said) if n < len(item.messages) or m.role is not Role.ASSISTANT]
-        opening = given[: len(item.messages)]
+        given += [list_tools(item.tools)] if item.tools else []
+        opening = [*given[: len(item.messages)], *given[-1:]] if item.tools else given[: len(item.messages)]
         assert fault(item.spans, given, said_later=False) is None, item.item_id
         assert [span for span in item.spans if len(places_of([span], opening).get(span.name, ())) > 1] == []
 

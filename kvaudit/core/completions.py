@@ -3,6 +3,7 @@
     content            a text, or parts: text, output_text, refusal, thinking, reasoning
     refusal            what the model says where it declines; it counts as said
     reasoning_content, reasoning, thinking, reasoning_details    a thought, which counts as thought
+    tool_calls         calls that the server read, kept as text; they count where tools were offered
 
 What a server says of an error in a reply of status 200 is read here too, and so is the word that it ends by.
 """
@@ -15,8 +16,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from kvaudit.core.records import ToolCall
 from kvaudit.core.text import is_text, one_line
 from kvaudit.core.thoughts import parted
+from kvaudit.core.tool_forms.base import is_plain
+from kvaudit.core.tool_forms.text import format_calls
 
 Finish = Literal["stop", "length"]
 # how an end is called here and there, lower case with underscores; what else there is (a tool call) ends no answer
@@ -67,7 +71,7 @@ class ChatCompletion:
 
     ``thought`` is what came in a field of its own, None where there was none. ``said_in`` names where the words of
     ``text`` stood if not in a plain ``content``: content parts | refusal | content and refusal, or reasoning where a
-    thought is all there is.
+    thought is all there is. ``calls`` are the calls in a field of their own, one JSON object a line.
     """
 
     text: str
@@ -76,6 +80,7 @@ class ChatCompletion:
     usage: Any
     thought: str | None = None
     said_in: str = ""
+    calls: str = ""
 
     @property
     def answer(self) -> str:
@@ -117,7 +122,28 @@ def completion_of(raw: bytes, struck: Callable[[str], str] = str) -> ChatComplet
     ended, name = (struck(w) if isinstance(w, str) and is_text(w) else "" for w in (named, model))
     text, thought, place = words
     kept = None if thought is None else struck(thought)
-    return ChatCompletion(struck(text), ended, name, body.get("usage"), kept, place)
+    calls = struck("\n".join(_call_lines(message.get("tool_calls"))))
+    return ChatCompletion(struck(text), ended, name, body.get("usage"), kept, place, calls)
+
+
+def _call_lines(rows: Any) -> Iterator[str]:
+    """Yield each call as a JSON object; one whose arguments are no object stays a broken one, and counts as such."""
+    for row in rows if isinstance(rows, list) else []:
+        function = row.get("function") if isinstance(row, Mapping) else None
+        if not isinstance(function, Mapping):
+            continue
+        name, arguments = function.get("name"), function.get("arguments")
+        if not isinstance(name, str) or not is_text(name):
+            continue
+        raw = arguments if isinstance(arguments, str) else ""
+        try:
+            arguments = json.loads(raw) if raw else arguments
+        except (ValueError, RecursionError):
+            arguments = None
+        if isinstance(arguments, dict) and is_plain(arguments):
+            yield format_calls([ToolCall(name, arguments)])
+        else:
+            yield f'{{"name": {json.dumps(name)}, "arguments": {raw if is_text(raw) else ""}'
 
 
 def _words_of(message: Mapping[str, Any]) -> tuple[str, str | None, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -37,7 +38,14 @@ from kvaudit.audit.training.adapters import check_adapter
 from kvaudit.audit.training.rewards.base import parse_reward
 from kvaudit.audit.training.sft import check_reward_on_gold, gold_rollout
 from kvaudit.core.errors import DataError, SpecError
-from kvaudit.core.provenance import PROMPTS, UNSTEADY, both_prompts, table_of, unit_of_prompts
+from kvaudit.core.provenance import (
+    PROMPTS,
+    TOOL_FORMS_USED,
+    UNSTEADY,
+    both_prompts,
+    table_of,
+    unit_of_prompts,
+)
 from kvaudit.core.records import CacheUse, Item, Record, Serving, UngradedAnswer
 from kvaudit.core.spans import fault
 from kvaudit.core.spec import RunSpec
@@ -254,7 +262,9 @@ class Evaluator:
             name = unit_of_prompts(unit.arm, unit.seed, unit.suite, unit.context_tokens, unit.policy.canonical)
             found[name] = both_prompts(known.get(name) if file.rows and not rows else None, now)
         names = ", ".join(self._model.chat.unstable_names)
-        run.note(**{PROMPTS: found}, **({UNSTEADY: names} if names else {}))
+        forms = tool_forms_of(self._model.chat, batches)
+        used = {TOOL_FORMS_USED: {suite.name: forms}} if forms else {}
+        run.note(**{PROMPTS: found}, **used, **({UNSTEADY: names} if names else {}))
 
     def _answers(
         self, unit: Unit, suite: Suite, items: Sequence[Item], prompts: Sequence[ChatTokens], shared: SharedPrefill
@@ -378,6 +388,12 @@ def prompts_sha256(chat: Chat, batches: Sequence[Sequence[Item]]) -> str:
     for name, text in texts:
         digest.update(json.dumps([name, text]).encode())
     return digest.hexdigest()
+
+
+def tool_forms_of(chat: Chat, batches: Sequence[Sequence[Item]]) -> dict[str, int]:
+    """Return the forms in which items offer tools, with the number of items in each; {} for items without tools."""
+    forms = (chat.tool_form_of(item.messages, item.tools) for batch in batches for item in batch)
+    return dict(sorted(Counter(filter(None, forms)).items()))
 
 
 def evaluation_items(spec: RunSpec, suite: Suite, context: int, count: CountTokens) -> list[Item]:

@@ -19,7 +19,7 @@ class Glm(ToolForm):
     name = "glm"
     says = "keys and values of arguments in tags"
     marks = ("<tool_call>", "<arg_key>")
-    openings = ("<arg_key>", "<arg_value>")
+    openings = ("<tool_call>", "<arg_key>", "<arg_value>")
 
     def find(self, text: str, tools: Tools) -> Iterator[FoundCall]:
         for match in _OPEN.finditer(text):

@@ -6,8 +6,15 @@ from collections.abc import Iterable, Iterator, Mapping
 from operator import itemgetter
 from typing import Any
 
-from kvaudit.core.provenance import STOPPED, UNSTEADY, WORKED_WITH, prompts_by_question, table_of
-from kvaudit.core.text import at_length, length_label, some
+from kvaudit.core.provenance import (
+    STOPPED,
+    TOOL_FORMS_USED,
+    UNSTEADY,
+    WORKED_WITH,
+    prompts_by_question,
+    table_of,
+)
+from kvaudit.core.text import at_length, inline, length_label, some
 from kvaudit.reports.page.findings import Findings
 from kvaudit.reports.sections.base import found_in
 from kvaudit.reports.sections.shared.words import counted, spelled
@@ -18,6 +25,13 @@ from kvaudit.reports.verdict.reasons import Reason, ReasonCode
 from kvaudit.reports.verdict.rules import DECLARED_AFTER_RUN, WARN, Rules, default_margins_line
 from kvaudit.reports.verdict.verdict import Decided, Decision, Status
 
+_TOOL_REMARKS = {
+    "text": (
+        "TOOLS AS TEXT in {}: the prompt lists tools and asks for calls in kvaudit's own form, not in the model's. The "
+        "chat template takes no tools or not these calls, or the spec names this form."
+    ),
+    "any": "TOOLS of a template with an unknown form of calls in {}: answers are read in every form that is known.",
+}
 # of the labels that tests/test_suites_phrases.py counts: two models' answers to XSTest, and PyRIT's
 PHRASE_ERRORS = "they misread 7 to 10 of 100 answers that people labelled"
 
@@ -34,6 +48,7 @@ def remarks(findings: Findings) -> Iterator[str]:
         (70, (f"STOPPED in training, as declared: all arms of seed {seed} end {how}." for seed, how in stopped)),
         (71, _versions(findings.provenance)),
         (72, _prompts(findings.provenance)),
+        (73, _tool_forms(findings.provenance)),
         (80, [f"FAIL is held to the family by Holm instead of max-T: {why}."] if why else ()),
         *((section.remarks_at, section.remarks(value, findings)) for section, value in found_in(findings.values)),
     ]
@@ -146,6 +161,20 @@ def _prompts(provenance: Mapping[str, Any]) -> Iterator[str]:
         )
     elif writes:
         yield f"PROMPTS may differ on another day: {writes}. Within this run all policies were asked alike."
+
+
+def _tool_forms(provenance: Mapping[str, Any]) -> Iterator[str]:
+    """Which items offered their tools as text of the prompt, and which answers were read without a known form."""
+    used = table_of(provenance, TOOL_FORMS_USED)
+    for form, text in _TOOL_REMARKS.items():
+        counts = {str(suite): dict(forms) for suite, forms in used.items() if isinstance(forms, Mapping)}
+        places = [
+            f"{suite} ({forms[form]} of {sum(forms.values())} items)"
+            for suite, forms in sorted(counts.items())
+            if form in forms and all(isinstance(count, int) for count in forms.values())
+        ]
+        if places:
+            yield inline(text.format(some(places)))
 
 
 def _place(sides: Comparison, d: Decision) -> str:

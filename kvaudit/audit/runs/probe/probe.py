@@ -33,7 +33,7 @@ from kvaudit.audit.sampling.exchange import Exchange
 from kvaudit.core.endpoint import EndpointClient, Scope, Unanswered
 from kvaudit.core.errors import RunError
 from kvaudit.core.files import read_json, write_json, write_whole
-from kvaudit.core.provenance import ASKED, ENDPOINT, INPUTS, ROWS, check_same, inputs_sha256
+from kvaudit.core.provenance import ASKED, ENDPOINT, INPUTS, ROWS, TOOL_FORMS_USED, check_same, inputs_sha256
 from kvaudit.core.records import CacheUse, Item, Message, Record, Role, Serving, UngradedAnswer
 from kvaudit.core.spec import ENDPOINT_ARM, UNKNOWN
 from kvaudit.core.text import length_label
@@ -110,6 +110,9 @@ class Probe:
             suite_kinds={name: SUITES.get(name).kind for name in spec.evaluate.suites},
             suite_versions={name: SUITES.get(name).version for name in spec.evaluate.suites},
         )
+        tools = Counter(unit.suite.name for unit in plan.units for item in unit.items if item.tools)
+        if tools:
+            run.note(**{TOOL_FORMS_USED: {suite: {TextForm.name: count} for suite, count in tools.items()}})
         self._inputs = inputs_sha256(run.provenance()[INPUTS])
         self._lock, self._streak, self._is_ending = threading.Lock(), 0, False
         self._tried = set[str]()
