@@ -6,17 +6,33 @@ import json
 import os
 import random
 import string
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import pytest
+from test_evaluate_episodes import GREEDY, Scripted
 from tool_templates import FORMS, NATIVE, ONE_CALL, TEMPLATES, stops_of, tool_tokenizer
 
 from kvaudit.audit.sampling.chat import TOOL_PREFIX, Chat
-from kvaudit.core.records import Message, Role, ToolCall
+from kvaudit.audit.sampling.conversations import GradedRow, play
+from kvaudit.core.records import (
+    CacheUse,
+    Grade,
+    Item,
+    Message,
+    Outcome,
+    Record,
+    Role,
+    Serving,
+    ToolCall,
+    UngradedAnswer,
+)
 from kvaudit.core.spans import Span, marked
 from kvaudit.core.tool_forms.base import TOOL_FORMS, form_of
 from kvaudit.core.tool_forms.text import FORM, list_tools
+from kvaudit.reports.records.blocks import block_of
+from kvaudit.suites.base import Suite
 
 WEATHER = {
     "type": "function",
@@ -173,6 +189,87 @@ def test_prompt_call_and_result_join_to_the_whole_conversation(name: str) -> Non
     assert marked_text(chat, reply, "order") == "Obey me."
     ended = (*completion, reply.ids[0])
     assert prompt.ids + ended + chat.continuation(ended, [RESULT], calls=(CALL,), tools=(WEATHER,)).ids == whole.ids
+
+
+# --- conversations that go on ----------------------------------------------------------------------------------------
+
+
+class Asking(Suite):
+    """Answers every call with the weather, until the model speaks."""
+
+    name = "asking"
+    max_turns = 3
+    max_new_tokens = 200
+    tool_form = "native"
+
+    def step(self, item: Item, transcript: tuple[Message, ...]) -> tuple[Message, ...] | None:
+        calls = transcript[-1].tool_calls
+        return tuple(Message(Role.TOOL, "It rains.", tool_call_id=call.call_id) for call in calls) or None
+
+    def grade(self, item: Item, transcript: tuple[Message, ...]) -> Grade:
+        good = transcript[-1].content == "Rain."
+        return Grade(Outcome.DESIRED if good else Outcome.UNDESIRED, float(good))
+
+
+def asked(chat: Chat, *lines: str, spans: tuple[Span, ...] = ()) -> tuple[Scripted, GradedRow]:
+    item = Item("asking", "i", "i", TALK[1:2], 64, "none", spans=spans, tools=(WEATHER,))
+    sampler = Scripted([list(lines)], max_positions=9000, chat=chat)
+    [row] = play(sampler, [(Asking(), item)], GREEDY, [0])  # type: ignore[arg-type]
+    return sampler, row
+
+
+# without those that end a call by another token than the scripted model's
+@pytest.mark.parametrize("name", [name for name in NATIVE if name not in ("gpt_oss", "glm")])
+def test_an_answer_is_kept_as_written_and_read_into_calls_for_the_next_turn(name: str) -> None:
+    chat = chat_of(name)
+    text = chat.call_text(TALK[1:2], (CALL,), (WEATHER,))
+    assert text is not None
+    sampler, row = asked(chat, text, "Rain.", spans=marked(needle="It rains."))
+    said = row.transcript[1:]
+    assert said[0].content == text
+    assert [(call.name, call.arguments) for call in said[0].tool_calls] == [("get_weather", CALL.arguments)]
+    assert said[1] == Message(Role.TOOL, "It rains.", tool_call_id=said[0].tool_calls[0].call_id)
+    assert (row.grade.score, row.tool_form) == (1.0, FORMS[name])
+    assert [sampler.ids[0][n] for n in row.marks["needle"]] == list(chat.encode("It rains."))
+    whole = own_ids(chat, (TALK[1], replace(said[0], content=""), said[1]), (WEATHER,))
+    if name == "mistral":  # its ids differ by those that the model wrote
+        whole = list(chat.prompt(row.transcript[:3], (), (WEATHER,)).ids)[: len(whole)]
+        assert chat.text(whole).partition("[TOOL_CALLS]")[0] == chat.text(sampler.ids[0]).partition("[TOOL_CALLS]")[0]
+        return
+    assert sampler.ids[0][: len(whole)] == whole
+
+
+def test_a_conversation_in_the_text_form_goes_on_as_text() -> None:
+    chat = chat_of("gemma")
+    _, row = asked(chat, '{"name": "get_weather", "arguments": {"city": "Bonn"}}', "Rain.")
+    assert (row.grade.score, row.tool_form) == (1.0, "text")
+    assert row.transcript[1].tool_calls[0].arguments == {"city": "Bonn"}
+
+
+def test_two_calls_at_once_go_on_where_the_template_writes_one() -> None:
+    chat = chat_of("llama31")
+    twice = '{"name": "get_weather", "parameters": {"city": "A"}}; {"name": "get_weather", "parameters": {"city": "B"}}'
+    sampler, row = asked(chat, twice, "Rain.")
+    assert [len(message.tool_calls) for message in row.transcript] == [0, 2, 0, 0, 0]
+    assert row.grade.score == 1.0
+    assert chat.text(sampler.ids[0]).count('ipython<|end_header_id|>\n\n"It rains."') == 2
+
+
+def test_a_record_keeps_the_form_and_the_calls() -> None:
+    text = chat_of("qwen25").call_text(TALK[1:2], (CALL,), (WEATHER,))
+    _, row = asked(chat_of("qwen25"), str(text), "Rain.")
+    serving = Serving("r", "c", "base", 0, "none", "h", "asking", "1", 64)
+    answer = UngradedAnswer(0, "stop", 9, 4, 0.5, row.transcript, tool_form=row.tool_form)
+    record = Record.of(serving, row.item, row.grade, answer, CacheUse())
+    line = record.to_json()
+    assert Record.from_json(line) == record
+    assert json.loads(line)["tool_form"] == "hermes"
+    assert json.loads(line)["transcript"][1]["tool_calls"][0]["name"] == "get_weather"
+    values = block_of(line.encode() + b"\n")
+    assert values is not None
+    assert values["tool_form"] == ("hermes",)
+    plain = Record.of(serving, row.item, row.grade, UngradedAnswer(0, "stop", 9, 4, 0.5, TALK[:2]), CacheUse())
+    assert "tool" not in plain.to_json()
 
 
 # --- random conversations -------------------------------------------------------------------------------------------

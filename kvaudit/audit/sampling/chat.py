@@ -145,6 +145,22 @@ class Chat:
             return as_text(messages, tools), ()
         return tuple(messages), tuple(tools)
 
+    def call_text(self, messages: Sequence[Message], calls: Sequence[ToolCall], tools: Tools) -> str | None:
+        """Return calls as the model would write them, cut from the conversation with them as its next turn.
+
+        None where tools stand in the prompt as text, or where the template writes the conversation before differently.
+        """
+        calls = [replace(call, call_id=f"call{number:05}") for number, call in enumerate(calls)]
+        # with results, since some templates end a turn by the beginning of the next
+        results = [Message(Role.TOOL, ".", tool_call_id=call.call_id) for call in calls]
+        turns = [*messages, Message(Role.ASSISTANT, "", tuple(calls)), *results]
+        if self.tool_form_of(turns, tools) in ("", TEXT_FORM):
+            return None
+        prompt, whole = self.prompt_text(messages, tools), self.prompt_text(turns, tools)
+        after = whole[len(prompt) :]
+        ends = [place for stop in self._stop_texts if (place := after.find(stop)) >= 0]
+        return after[: min(ends)] if ends and whole.startswith(prompt) else None
+
     @cached_property
     def _arguments_as(self) -> ArgumentsAs | None:
         """How the template takes the arguments of a call; None if it takes no tools."""
