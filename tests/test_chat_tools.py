@@ -29,7 +29,8 @@ from kvaudit.core.records import (
     UngradedAnswer,
 )
 from kvaudit.core.spans import Span, marked
-from kvaudit.core.tool_forms.base import TOOL_FORMS, form_of
+from kvaudit.core.tool_forms.base import TOOL_FORMS, Reading, form_of
+from kvaudit.core.tool_forms.reading import read_calls
 from kvaudit.core.tool_forms.text import FORM, list_tools
 from kvaudit.reports.records.blocks import block_of
 from kvaudit.suites.base import Suite
@@ -162,6 +163,43 @@ def test_a_template_that_drops_a_message_has_the_conversation_as_text() -> None:
     chat = chat_of("mistral")
     assert chat.tool_form_of(TALK, (WEATHER,)) == "text"
     assert "Be brief." in chat.prompt_text(TALK, (WEATHER,))
+
+
+# as a tokenizer with a response_template describes the form of Qwen2.5
+RESPONSE: dict[str, Any] = {
+    "start_anchor": "<|im_start|>assistant\n",
+    "fields": {
+        "content": {},
+        "tool_calls": {
+            "open": "<tool_call>",
+            "close": "</tool_call>",
+            "content": "json",
+            "repeats": True,
+            "transform": {"type": "function", "function": "{content}"},
+        },
+    },
+}
+
+
+def test_calls_are_read_by_the_tokenizers_own_template_where_it_has_one() -> None:
+    pytest.importorskip("transformers.utils.chat_parsing")
+    tokenizer = tool_tokenizer("qwen25")
+    tokenizer.response_template = RESPONSE
+    chat = Chat(tokenizer)
+    assert chat.tool_form_of(TALK, (WEATHER,)) == "tokenizer"
+    form = chat.reader_of("tokenizer")
+    assert form is not None
+    text = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Bonn"}}\n</tool_call>'
+    assert form.read(text, (WEATHER,)).calls == (ToolCall("get_weather", {"city": "Bonn"}),)
+    assert form.read("It rains.", (WEATHER,)) == Reading("It rains.")
+    assert form.read('<tool_call>\n{"name": ', (WEATHER,)).is_broken
+    # a call beside the form counts as ever
+    assert read_calls('{"name": "f", "arguments": {}}', (WEATHER,), form).calls == (ToolCall("f", {}),)
+    tokenizer.response_template = {"fields": {"content": {"close_pattern": "(a+)+b"}}, "start_anchor": "x"}
+    assert Chat(tokenizer).tool_form_of(TALK, (WEATHER,)) == "tokenizer"
+    broken = Chat(tokenizer).reader_of("tokenizer")
+    assert broken is not None
+    assert broken.read("a" * 60, (WEATHER,)).calls == ()
 
 
 def test_a_conversation_without_tools_has_no_form() -> None:

@@ -21,6 +21,7 @@ from kvaudit.audit.sampling.chat_tools import (
     varying,
 )
 from kvaudit.audit.sampling.rendering import TemplateRefusal, renderer, unstable_names
+from kvaudit.audit.sampling.response_template import ResponseTemplate
 from kvaudit.core.errors import SpecError
 from kvaudit.core.records import Message, Role, ToolCall
 from kvaudit.core.spans import Place, Span, places_of
@@ -118,8 +119,13 @@ class Chat:
 
     @cached_property
     def tool_form(self) -> ToolForm | None:
-        """The form in which the template writes calls, or the one that was named; None if it is unknown."""
-        return form_of(self._tool_source) if self._named_form is None else self._named_form
+        """The form that was named, the tokenizer's own or the one that its template writes; None if it is unknown."""
+        if self._named_form is not None:
+            return self._named_form
+        own = getattr(self.tokenizer, "response_template", None)  # only newer versions of transformers have it
+        if isinstance(own, Mapping):
+            return ResponseTemplate(own, self._template([Message(Role.USER, ".")]))
+        return form_of(self._tool_source)
 
     def tool_form_of(self, messages: Sequence[Message], tools: Tools) -> str:
         """Return the name of the form in which a conversation offers tools; "" for one without tools.
