@@ -202,6 +202,25 @@ def test_calls_are_read_by_the_tokenizers_own_template_where_it_has_one() -> Non
     assert broken.read("a" * 60, (WEATHER,)).calls == ()
 
 
+def test_a_template_for_tools_alone_is_used_for_them() -> None:
+    tokenizer = tool_tokenizer("qwen25")
+    tokenizer.chat_template = {"default": TEMPLATES["gemma"], "tool_use": TEMPLATES["hermes"]}
+    chat = Chat(tokenizer)
+    assert chat.tool_form_of(TALK, (WEATHER,)) == "hermes"
+    assert list(chat.prompt(TALK, (), (WEATHER,)).ids) == own_ids(chat, TALK, (WEATHER,))
+    assert "<start_of_turn>" in chat.prompt_text(TALK[:2])
+
+
+def test_a_text_that_the_template_repeats_is_found_where_it_is_first() -> None:
+    tokenizer = tool_tokenizer("qwen25")
+    turn, twice = "+ m.content + '<|im_end|>", "+ m.content + m.content + '<|im_end|>"
+    tokenizer.chat_template = TEMPLATES["qwen25"].replace(turn, twice)
+    chat = Chat(tokenizer)
+    assert chat.prompt_text(TALK, (WEATHER,)).count("Weather in Köln?") == 2
+    rendered = chat.prompt(TALK, marked(question="Weather in Köln?"), (WEATHER,))
+    assert marked_text(chat, rendered, "question") == "Weather in Köln?"
+
+
 def test_a_conversation_without_tools_has_no_form() -> None:
     assert chat_of("qwen25").tool_form_of(TALK[:2], ()) == ""
 

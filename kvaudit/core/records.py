@@ -84,6 +84,12 @@ class Message:
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str = ""
 
+    @property
+    def text(self) -> str:
+        """The content; the calls as JSON, one a line, where there is no content."""
+        rows = ({"name": call.name, "arguments": call.arguments} for call in self.tool_calls)
+        return self.content or "\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
+
     def to_row(self) -> dict[str, Any]:
         """Return the message as a record holds it; tool fields only where they are set."""
         row: dict[str, Any] = {"role": str(self.role), "content": self.content}

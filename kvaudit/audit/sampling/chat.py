@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -36,7 +35,6 @@ _MARKER = "kvaudit-marker-7391"  # takes the place of an answer, to find it in t
 _TORN, _MOST_BYTES = "\ufffd", 4  # decoded form of an incomplete character; bytes of the longest character
 _SHORT, _MOST_COUNTS = 2_000, 20_000  # token counts are cached for texts up to so many characters, up to so many
 _SLOT = "kvaudit-slot-{}-7391"
-_SLOTS = re.compile(r"kvaudit-slot-\d+-7391")
 TOOL_FORM = "tool_form"  # the option of kvaudit's own that names a form
 TEXT_FORM, ANY_FORM = TextForm.name, "any"  # tools as text; a template with tools whose form of calls is unknown
 ChatOption = bool | int | float | str
@@ -109,11 +107,11 @@ class Chat:
 
         A span of the text ``list_tools(tools)`` is where the template lists the tools.
         """
-        return self._render((), *self._in_form(messages, tools), spans)
+        return self._render((), *self.request_of(messages, tools), spans)
 
     def prompt_text(self, messages: Sequence[Message], tools: Tools = ()) -> str:
         """Return the prompt as text, generation prompt included."""
-        return self._text_after((), *self._in_form(messages, tools))
+        return self._text_after((), *self.request_of(messages, tools))
 
     # --- tools ------------------------------------------------------------------------------------------------------
 
@@ -146,9 +144,13 @@ class Chat:
     def request_of(
         self, messages: Sequence[Message], tools: Tools
     ) -> tuple[tuple[Message, ...], tuple[Mapping[str, Any], ...]]:
-        """Return a conversation and its tools as an engine of messages is asked; without tools where they are text."""
-        if self.tool_form_of(messages, tools) == TEXT_FORM:
+        """Return a conversation as it is rendered: with the words beside calls, or with the tools as text and none."""
+        form = self.tool_form_of(messages, tools)
+        if form == TEXT_FORM:
             return as_text(messages, tools), ()
+        if form:
+            reader = self.reader_of(form)
+            messages = [replace(message, content=words_beside(message, tools, reader)) for message in messages]
         return tuple(messages), tuple(tools)
 
     def call_text(self, messages: Sequence[Message], calls: Sequence[ToolCall], tools: Tools) -> str | None:
@@ -192,16 +194,6 @@ class Chat:
             return False
         return all(part in text for part in parts)
 
-    def _in_form(self, messages: Sequence[Message], tools: Tools) -> tuple[Sequence[Message], Tools]:
-        """Return a conversation as it is rendered: with the words beside calls, or with the tools as text."""
-        form = self.tool_form_of(messages, tools)
-        if form == TEXT_FORM:
-            return as_text(messages, tools), ()
-        if form:
-            reader = self.reader_of(form)
-            messages = [replace(message, content=words_beside(message, tools, reader)) for message in messages]
-        return messages, tools
-
     def _take_named_form(self) -> ToolForm | None:
         name = self.options.pop(TOOL_FORM, None)
         return None if name is None else TOOL_FORMS.get(str(name))()
@@ -209,7 +201,7 @@ class Chat:
     @property
     def unstable_names(self) -> list[str]:
         """The names in the template that may make its output differ from day to day."""
-        return unstable_names(self._source)
+        return sorted({*unstable_names(self._source), *unstable_names(self._tool_source)})
 
     def reply(
         self,
@@ -362,11 +354,13 @@ class Chat:
         frame = self._text_after(before, slots, tools)
         stretches = _stretches(text, frame, messages)
         listing, calls = list[_Stretch](), list[_Stretch]()
-        texts = [stretch for stretch, message in zip(stretches, messages, strict=True) if _has_slot(message)]
+        texts = {n: stretch for n, stretch in enumerate(stretches) if _has_slot(messages[n])}
         if tools:
-            listing = _varying(text, texts, frame, self._text_after(before, slots, [TOOL_SLOT]), Role.SYSTEM)
+            other = self._text_after(before, slots, [TOOL_SLOT])
+            listing = _varying(text, texts, frame, other, Role.SYSTEM)
         if any(message.tool_calls for message in messages):
-            calls = _varying(text, texts, frame, self._text_after(before, slot_calls(slots), tools), Role.ASSISTANT)
+            other = self._text_after(before, slot_calls(slots), tools)
+            calls = _varying(text, texts, frame, other, Role.ASSISTANT)
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         offsets = encoded["offset_mapping"]  # in characters of the text
         places: dict[str, list[tuple[int, int]]] = {
@@ -378,7 +372,7 @@ class Chat:
                 places.setdefault(span.name, []).extend((stretch.start, stretch.end) for stretch in listing)
         # leave out spans without tokens: a tokenizer may drop their characters
         spans = {name: tokens for name, found in places.items() if (tokens := _tokens(offsets, found))}
-        roles = _roles([start for start, _ in offsets], [*texts, *listing, *calls])
+        roles = _roles([start for start, _ in offsets], [*texts.values(), *listing, *calls])
         return ChatTokens(tuple(encoded["input_ids"]), roles, spans)
 
     def _text_after(self, before: tuple[Message, ...], messages: Sequence[Message], tools: Tools = ()) -> str:
@@ -487,16 +481,28 @@ def _slotted(messages: Sequence[Message]) -> list[Message]:
     ]
 
 
-def _varying(text: str, texts: Sequence[_Stretch], frame: str, other: str, role: Role) -> list[_Stretch]:
-    """Locate what differs between two frames, of other tools or other calls, in the text between the messages."""
-    headers, variants = _SLOTS.split(frame), _SLOTS.split(other)
-    starts, ends = [0, *(stretch.end for stretch in texts)], [*(stretch.start for stretch in texts), len(text)]
+def _varying(text: str, texts: Mapping[int, _Stretch], frame: str, other: str, role: Role) -> list[_Stretch]:
+    """Locate what differs between two frames, of other tools or other calls, in the text between the messages.
+
+    ``texts`` has the place of each message with a slot, by its number.
+    """
+    starts = [0, *(stretch.end for stretch in texts.values())]
+    ends = [*(stretch.start for stretch in texts.values()), len(text)]
     found = []
-    for start, end, header, variant in zip(starts, ends, headers, variants, strict=True):
+    for start, end, header, variant in zip(starts, ends, _between(frame, texts), _between(other, texts), strict=True):
         if header != variant:
             first, last = varying(text[start:end], variant)
             found.append(_Stretch(start + first, start + last, str(role)))
     return found
+
+
+def _between(frame: str, numbers: Iterable[int]) -> list[str]:
+    """Return the template's text before each slot and after the last."""
+    headers = []
+    for number in numbers:
+        header, _, frame = frame.partition(_SLOT.format(number))
+        headers.append(header)
+    return [*headers, frame]
 
 
 def _roles(starts: Sequence[int], stretches: Iterable[_Stretch]) -> tuple[str, ...]:

@@ -105,4 +105,4 @@ def _answer(record: Record, said: Sequence[Message]) -> dict[str, Any]:
 
 
 def _turns(messages: Iterable[Message]) -> list[tuple[str, str]]:
-    return [(message.role.value, visible(message.content)) for message in messages]
+    return [(message.role.value, visible(message.text)) for message in messages]

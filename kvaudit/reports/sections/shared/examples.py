@@ -169,7 +169,7 @@ def _example(loss: LostItem, own: pd.Series, text: tuple[Message, ...], other: t
         cluster_id=str(own["cluster_id"]),
         loss=loss.amount,
         outcome=str(own["outcome"]),
-        candidate=tuple(ExampleTurn(m.role.value, clip(m.content, _CHARACTERS)) for m in text),
+        candidate=tuple(ExampleTurn(m.role.value, clip(m.text, _CHARACTERS)) for m in text),
         reference_answer=clip(answer, _CHARACTERS),
         kept=tuple((role, float(own[f"survival_{role}"])) for role in ROLES if pd.notna(own[f"survival_{role}"])),
     )
