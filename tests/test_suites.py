@@ -329,7 +329,8 @@ def test_the_context_is_as_long_as_asked(asked: Asked) -> None:
     if asked.suite.lengths == "none":
         pytest.skip("a row is as long as it is")
     for item in (*asked.eval, *asked.suite.items("eval", 6, SEED, asked.tokens and 4096, words)):
-        length = sum(words(message.content) for message in item.messages)
+        texts = [*(message.text for message in item.messages), *([list_tools(item.tools)] if item.tools else [])]
+        length = sum(map(words, texts))
         assert item.context_tokens * 0.9 - SENTENCE <= length <= item.context_tokens, item.item_id
     assert {item.context_tokens for item in asked.eval} == {asked.tokens}
 

@@ -20,7 +20,7 @@ from kvaudit.suites.bfcl import Bfcl, apply_schema
 from kvaudit.suites.injecagent import ATTACKS, SLOT, TOOLS, USERS, InjecAgent, read_cases
 from kvaudit.suites.sources import data_file, json_array
 from kvaudit.suites.tau_bench import TauBench
-from kvaudit.suites.tool_calls import accepted_call, accepts, exact_options
+from kvaudit.suites.tool_calls import accepted_call, accepts, exact_options, function_schema
 
 
 def parse_calls(text: str) -> tuple[ToolCall, ...] | None:
@@ -233,6 +233,43 @@ def test_parallel_calls_count_in_any_order_and_only_all_of_them(data: Path) -> N
     assert grade(suite, item, [f"{second}\n{first}"]).score == 1.0
     for answer in (first, f"{first}\n{first}", f"{first}\n{second}\n{first}"):
         assert grade(suite, item, [answer]).note == "another call"
+
+
+def test_calls_that_were_read_in_the_models_form_are_graded_and_half_a_call_is_not_well_formed(data: Path) -> None:
+    suite = Bfcl()
+    item = one(suite, "multiple", "solved")
+    (call,) = read_calls(suite.gold(item)[0]).calls
+    name, (key, value) = call.name, next(iter(call.arguments.items()))
+
+    def graded(answer: Message) -> tuple[float | None, str, bool | None]:
+        result = suite.grade(item, (*item.messages, answer))
+        return result.score, result.note, result.facets["well_formed"]
+
+    assert graded(Message(Role.ASSISTANT, "any text", (call,))) == (1.0, "", True)
+    assert graded(Message(Role.ASSISTANT, "any text", (call, call))) == (0.0, "another call", True)
+    tags = f"<tool_call>\n<function={name}>\n<parameter={key}>\n{value}\n</parameter>\n"
+    assert graded(Message(Role.ASSISTANT, f"{tags}</function>\n</tool_call>")) == (1.0, "", True)
+    assert graded(Message(Role.ASSISTANT, tags)) == (0.0, "malformed call", False)
+    channel = f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>"
+    assert graded(Message(Role.ASSISTANT, channel + json.dumps(call.arguments))) == (1.0, "", True)
+    assert graded(Message(Role.ASSISTANT, channel + '{"x"')) == (0.0, "malformed call", False)
+
+
+def test_tools_of_rows_are_function_schemas(data: Path) -> None:
+    for suite in (Bfcl(), InjecAgent(), TauBench()):
+        for item in items(suite):
+            for tool in item.tools:
+                assert set(tool) == {"type", "function"}
+                assert set(tool["function"]) == {"name", "description", "parameters"}
+                assert tool["function"]["parameters"]["type"] == "object"
+    schema = function_schema(
+        "f", "", {"a": {"type": "float"}, "b": {"type": "dict", "properties": {"c": {"type": "any"}}}}
+    )
+    assert schema["function"]["parameters"] == {
+        "type": "object",
+        "properties": {"a": {"type": "number"}, "b": {"type": "object", "properties": {"c": {"type": "string"}}}},
+        "required": [],
+    }
 
 
 def test_a_turn_of_a_dialogue_is_forced_up_to_its_first_call(data: Path) -> None:

@@ -10,10 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvaudit.core.completions import completion_of
-from kvaudit.core.records import Message, Record, Role, ToolCall, fingerprint_rows, message_rows
+from kvaudit.core.records import Message, Role, ToolCall, fingerprint_rows, message_rows
 from kvaudit.core.tool_forms.base import LONGEST_ANSWER, TOOL_FORMS, Reading, is_plain
 from kvaudit.core.tool_forms.reading import as_text, read_calls, words_beside
 from kvaudit.core.tool_forms.text import FORM, list_tools
+from kvaudit.reports.page.remarks import _tool_forms
 
 TOOLS = [
     {
@@ -332,5 +333,10 @@ def test_calls_that_a_server_read_become_text() -> None:
         assert answered(strange) == ""
 
 
-def test_the_form_of_tools_is_in_a_record_only_where_there_is_one() -> None:
-    assert Record.__dataclass_fields__["tool_form"].default == ""
+def test_a_report_says_where_tools_stood_as_text() -> None:
+    used = {"bfcl": {"hermes": 46, "text": 2}, "tau_bench": {"hermes": 8}, "x": {"any": 3}, "bad": 1}
+    assert [line.partition(":")[0] for line in _tool_forms({"tool_forms": used})] == [
+        "TOOLS AS TEXT in bfcl (2 of 48 items)",
+        "TOOLS of a template with an unknown form of calls in x (3 of 3 items)",
+    ]
+    assert list(_tool_forms({})) == []

@@ -68,7 +68,7 @@ class Suite:
 
         Deterministic in (split, n, seed, context_tokens, tokenizer); a larger ``n`` begins with the same items;
         clusters are visited round robin. Raises SpecError if the length cannot hold an item. Suites with ``lengths``
-        "none" are called with 0, and their messages hold only text of the row and listings of tools.
+        "none" are called with 0, and their messages hold only text of the row.
         """
         raise NotImplementedError
 
