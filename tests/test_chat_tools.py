@@ -221,6 +221,16 @@ def test_a_text_that_the_template_repeats_is_found_where_it_is_first() -> None:
     assert marked_text(chat, rendered, "question") == "Weather in Köln?"
 
 
+def test_a_system_prompt_that_stands_in_the_last_message_is_found_there() -> None:
+    chat, talk = chat_of("mistral"), (*TALK[:2], Message(Role.ASSISTANT, "Grey."), Message(Role.USER, "And Bonn?"))
+    rendered = chat.prompt(talk, marked(rule="Be brief.", question="And Bonn?"), (WEATHER,))
+    assert chat.tool_form_of(talk, (WEATHER,)) == "mistral"
+    assert marked_text(chat, rendered, "rule") == "Be brief."
+    assert marked_text(chat, rendered, "question") == "And Bonn?"
+    assert said(chat, rendered, "user") == "Weather in Köln?And Bonn?"
+    assert list(rendered.ids) == own_ids(chat, talk, (WEATHER,))
+
+
 def test_a_conversation_without_tools_has_no_form() -> None:
     assert chat_of("qwen25").tool_form_of(TALK[:2], ()) == ""
 

@@ -354,13 +354,12 @@ class Chat:
         frame = self._text_after(before, slots, tools)
         stretches = _stretches(text, frame, messages)
         listing, calls = list[_Stretch](), list[_Stretch]()
-        texts = {n: stretch for n, stretch in enumerate(stretches) if _has_slot(messages[n])}
         if tools:
             other = self._text_after(before, slots, [TOOL_SLOT])
-            listing = _varying(text, texts, frame, other, Role.SYSTEM)
+            listing = _varying(text, stretches, frame, other, Role.SYSTEM)
         if any(message.tool_calls for message in messages):
             other = self._text_after(before, slot_calls(slots), tools)
-            calls = _varying(text, texts, frame, other, Role.ASSISTANT)
+            calls = _varying(text, stretches, frame, other, Role.ASSISTANT)
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         offsets = encoded["offset_mapping"]  # in characters of the text
         places: dict[str, list[tuple[int, int]]] = {
@@ -372,7 +371,7 @@ class Chat:
                 places.setdefault(span.name, []).extend((stretch.start, stretch.end) for stretch in listing)
         # leave out spans without tokens: a tokenizer may drop their characters
         spans = {name: tokens for name, found in places.items() if (tokens := _tokens(offsets, found))}
-        roles = _roles([start for start, _ in offsets], [*texts.values(), *listing, *calls])
+        roles = _roles([start for start, _ in offsets], [*stretches.values(), *listing, *calls])
         return ChatTokens(tuple(encoded["input_ids"]), roles, spans)
 
     def _text_after(self, before: tuple[Message, ...], messages: Sequence[Message], tools: Tools = ()) -> str:
@@ -484,7 +483,7 @@ def _slotted(messages: Sequence[Message]) -> list[Message]:
 def _varying(text: str, texts: Mapping[int, _Stretch], frame: str, other: str, role: Role) -> list[_Stretch]:
     """Locate what differs between two frames, of other tools or other calls, in the text between the messages.
 
-    ``texts`` has the place of each message with a slot, by its number.
+    ``texts`` has the place of each message with a slot, by its number and in the order of the text.
     """
     starts = [0, *(stretch.end for stretch in texts.values())]
     ends = [*(stretch.start for stretch in texts.values()), len(text)]
@@ -526,16 +525,16 @@ def _tokens(offsets: Sequence[tuple[int, int]], places: Sequence[tuple[int, int]
     )
 
 
-def _stretches(text: str, frame: str, messages: Sequence[Message]) -> list[_Stretch]:
-    """Locate each message's text in the rendered text, in order; templates may strip it or write it as JSON.
+def _stretches(text: str, frame: str, messages: Sequence[Message]) -> dict[int, _Stretch]:
+    """Locate each message's text in the rendered text; templates may strip it or write it as JSON.
 
-    ``frame`` is the same conversation with slots for texts: it tells a short text from the same letters in a header.
+    ``frame`` is the same conversation with slots for texts: it tells a short text from the same letters in a header,
+    and the order in which the template writes the messages. Messages without a slot are left out.
     """
-    stretches, position = [], 0
-    for number, message in enumerate(messages):
-        if not _has_slot(message):
-            stretches.append(_Stretch(position, position, str(message.role)))
-            continue
+    stretches, position = dict[int, _Stretch](), 0
+    numbers = [number for number, message in enumerate(messages) if _has_slot(message)]
+    for number in sorted(numbers, key=lambda number: frame.find(_SLOT.format(number))):
+        message = messages[number]
         # the template text before this message, and the frame after its slot
         header, _, frame = frame.partition(_SLOT.format(number))
         # a header that depends on the text differs from the frame's; then only the text is searched for
@@ -546,7 +545,7 @@ def _stretches(text: str, frame: str, messages: Sequence[Message]) -> list[_Stre
         if start < 0:
             raise SpecError(f"the chat template rewrites {message.role} text; kvaudit cannot tell its tokens apart")
         position = start + len(written)
-        stretches.append(_Stretch(start, position, str(message.role), offsets))
+        stretches[number] = _Stretch(start, position, str(message.role), offsets)
     return stretches
 
 
