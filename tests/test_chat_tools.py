@@ -159,10 +159,14 @@ def test_a_template_of_one_call_at_a_time_has_conversations_of_more_as_text(name
     assert FORM in chat.prompt_text(twice, (WEATHER,))
 
 
-def test_a_template_that_drops_a_message_has_the_conversation_as_text() -> None:
+def test_a_system_prompt_that_the_template_drops_before_a_result_stands_in_the_users_message() -> None:
     chat = chat_of("mistral")
-    assert chat.tool_form_of(TALK, (WEATHER,)) == "text"
-    assert "Be brief." in chat.prompt_text(TALK, (WEATHER,))
+    for talk in (TALK, TALK[:2]):  # alike in all conversations with tools
+        assert chat.tool_form_of(talk, (WEATHER,)) == "mistral"
+        moved = (replace(TALK[1], content="Be brief.\n\nWeather in Köln?"), *talk[2:])
+        rendered = chat.prompt(talk, (), (WEATHER,))
+        assert list(rendered.ids) == own_ids(chat, moved, (WEATHER,))
+        assert "Be brief." in said(chat, rendered, "system")
 
 
 # as a tokenizer with a response_template describes the form of Qwen2.5
@@ -223,12 +227,11 @@ def test_a_text_that_the_template_repeats_is_found_where_it_is_first() -> None:
 
 def test_a_system_prompt_that_stands_in_the_last_message_is_found_there() -> None:
     chat, talk = chat_of("mistral"), (*TALK[:2], Message(Role.ASSISTANT, "Grey."), Message(Role.USER, "And Bonn?"))
-    rendered = chat.prompt(talk, marked(rule="Be brief.", question="And Bonn?"), (WEATHER,))
-    assert chat.tool_form_of(talk, (WEATHER,)) == "mistral"
+    rendered = chat.prompt(talk, marked(rule="Be brief.", question="And Bonn?"))
     assert marked_text(chat, rendered, "rule") == "Be brief."
     assert marked_text(chat, rendered, "question") == "And Bonn?"
     assert said(chat, rendered, "user") == "Weather in Köln?And Bonn?"
-    assert list(rendered.ids) == own_ids(chat, talk, (WEATHER,))
+    assert list(rendered.ids) == own_ids(chat, talk, ())
 
 
 def test_a_conversation_without_tools_has_no_form() -> None:

@@ -181,6 +181,16 @@ class Chat:
                 return way
         return None
 
+    @cached_property
+    def _system_with_tools(self) -> Literal["native", "user"]:
+        """How a conversation with tools has its system prompt: some templates drop it before a tool's result."""
+        rows = move_roles([Message(Role.SYSTEM, _MARKER), *PROBE], set(), self._arguments_as or "object")
+        try:
+            is_kept = self.system_role == "native" and _MARKER in self._apply(rows, [TOOL_SLOT])
+        except TemplateRefusal:
+            is_kept = False
+        return "native" if is_kept else "user"
+
     def _renders_tools(self, messages: Sequence[Message], tools: Tools) -> bool:
         """Return whether the template writes the tools and every message and call of a conversation."""
         if self._arguments_as is None:
@@ -407,8 +417,11 @@ class Chat:
             ) from None
 
     def _rows(self, messages: Sequence[Message], arguments_as: ArgumentsAs | None) -> list[dict[str, Any]]:
-        """Return messages as the template takes them; one that takes tools has a role for their results."""
-        taken = {Role.SYSTEM: self.system_role, Role.TOOL: "native" if arguments_as else self.tool_role}
+        """Return messages as the template takes them; with ``arguments_as`` it has a role for tool results."""
+        taken = {Role.SYSTEM: self.system_role, Role.TOOL: self.tool_role}
+        if arguments_as:
+            has_system = any(message.role is Role.SYSTEM for message in messages)
+            taken = {Role.SYSTEM: self._system_with_tools if has_system else "native", Role.TOOL: "native"}
         moved = {role for role, way in taken.items() if way == "user"}
         return move_roles(messages, moved, arguments_as or "object")
 
