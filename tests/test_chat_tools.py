@@ -167,6 +167,7 @@ def test_a_system_prompt_that_the_template_drops_before_a_result_stands_in_the_u
         rendered = chat.prompt(talk, (), (WEATHER,))
         assert list(rendered.ids) == own_ids(chat, moved, (WEATHER,))
         assert "Be brief." in said(chat, rendered, "system")
+    assert [name for name in NATIVE if chat_of(name).moves_system_with_tools] == ["mistral"]
 
 
 # as a tokenizer with a response_template describes the form of Qwen2.5
@@ -432,6 +433,21 @@ def differences(chat: Chat, name: str, seed: int) -> list[str]:
 def test_random_conversations_are_the_tokenizers_own(name: str) -> None:
     chat = chat_of(name)
     assert [line for seed in range(12) for line in differences(chat, name, seed)] == []
+
+
+@pytest.mark.parametrize("name", ["qwen25", "qwen3", "hermes", "llama31", "mistral", "gpt_oss", "deepseek"])
+def test_what_a_template_writes_its_form_reads(name: str) -> None:
+    chat, form = chat_of(name), TOOL_FORMS.get(str(FORMS[name]))()
+    for seed in range(40):
+        draw = random.Random(seed)
+        tools = (random_tool(draw), random_tool(draw))
+        calls = [
+            ToolCall(draw.choice(tools)["function"]["name"], {random_name(draw): random_value(draw) for _ in range(2)})
+            for _ in range(1 if name in ONE_CALL else draw.randint(1, 3))
+        ]
+        text = chat.call_text([Message(Role.USER, "Go.")], calls, tools)
+        assert text is not None
+        assert form.read(text, tools) == Reading("", tuple(calls))
 
 
 @pytest.mark.slow

@@ -340,3 +340,5 @@ def test_a_report_says_where_tools_stood_as_text() -> None:
         "TOOLS of a template with an unknown form of calls in x (3 of 3 items)",
     ]
     assert list(_tool_forms({})) == []
+    (line,) = _tool_forms({"tool_forms": {"bfcl": {"mistral": 2}}, "tool_system_moved": True})
+    assert line.startswith("SYSTEM PROMPTS stand in the user's message where there are tools")

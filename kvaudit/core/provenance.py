@@ -35,6 +35,7 @@ DEFAULT_MARGINS = "default_margins"  # suite -> kind, where nobody declared a ma
 PROMPTS = "prompts"  # a unit ("arm/seed suite at length @ policy") -> sha256 of its prompts as the template wrote them
 UNSTEADY = "template_names"  # what the chat template names that may write something else another day
 TOOL_FORMS_USED = "tool_forms"  # suite -> form in which tools were offered (``core.tool_forms``) -> items
+TOOL_SYSTEM_MOVED = "tool_system_moved"  # true where tools put the system prompt into the user's message
 STOPPED = "stopped"  # seed -> in words, at which step all its arms ended before their last, and whose alarm that was
 PILOT = "pilot"  # what the reference answered first: controls, and items in place of ``auto`` and ``all``
 FOUND = "found"  # the one entry of it

@@ -41,6 +41,7 @@ from kvaudit.core.errors import DataError, SpecError
 from kvaudit.core.provenance import (
     PROMPTS,
     TOOL_FORMS_USED,
+    TOOL_SYSTEM_MOVED,
     UNSTEADY,
     both_prompts,
     table_of,
@@ -263,7 +264,9 @@ class Evaluator:
             found[name] = both_prompts(known.get(name) if file.rows and not rows else None, now)
         names = ", ".join(self._model.chat.unstable_names)
         forms = tool_forms_of(self._model.chat, batches)
-        used = {TOOL_FORMS_USED: {suite.name: forms}} if forms else {}
+        used: dict[str, Any] = {TOOL_FORMS_USED: {suite.name: forms}} if forms else {}
+        if forms and self._model.chat.moves_system_with_tools:
+            used[TOOL_SYSTEM_MOVED] = True
         run.note(**{PROMPTS: found}, **used, **({UNSTEADY: names} if names else {}))
 
     def _answers(

@@ -141,6 +141,11 @@ class Chat:
         """Return the form that reads the answers of a conversation, None for any form."""
         return self.tool_form if tool_form not in (TEXT_FORM, ANY_FORM) else None
 
+    @property
+    def moves_system_with_tools(self) -> bool:
+        """Whether a system prompt stands in the user's message only because a conversation has tools."""
+        return self.system_role == "native" and self._arguments_as is not None and self._system_with_tools == "user"
+
     def request_of(
         self, messages: Sequence[Message], tools: Tools
     ) -> tuple[tuple[Message, ...], tuple[Mapping[str, Any], ...]]:

@@ -9,6 +9,7 @@ from typing import Any
 from kvaudit.core.provenance import (
     STOPPED,
     TOOL_FORMS_USED,
+    TOOL_SYSTEM_MOVED,
     UNSTEADY,
     WORKED_WITH,
     prompts_by_question,
@@ -175,6 +176,11 @@ def _tool_forms(provenance: Mapping[str, Any]) -> Iterator[str]:
         ]
         if places:
             yield inline(text.format(some(places)))
+    if provenance.get(TOOL_SYSTEM_MOVED) is True:
+        yield (
+            "SYSTEM PROMPTS stand in the user's message where there are tools: the chat template drops them before a "
+            "tool's result."
+        )
 
 
 def _place(sides: Comparison, d: Decision) -> str:
