@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from kvaudit.audit.cache.shared import SharedPrefill
 from kvaudit.audit.engines import ENGINES, Condition, ServingMode, parse_serving_mode
