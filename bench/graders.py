@@ -31,14 +31,17 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from kvaudit.core.records import ToolCall
 from kvaudit.core.text import inline
+from kvaudit.core.tool_forms.reading import read_calls
+from kvaudit.core.tool_forms.text import format_calls
 from kvaudit.suites.answers import equal_by_algebra, final_answer, has_algebra, same_answer
 from kvaudit.suites.bfcl import SINGLE, _match_calls, apply_schema
 from kvaudit.suites.mathrows import extract_number
 from kvaudit.suites.rules import RULES, is_checkable, write_answer
 from kvaudit.suites.sources import data_file, json_lines
 from kvaudit.suites.sysifeval import USER_FORM, topic
-from kvaudit.suites.tool_calls import Call, accepted_call, format_calls, parse_calls
+from kvaudit.suites.tool_calls import accepted_call
 
 Grader = Callable[[str], bool]
 _SHOWN = 200  # characters of an answer
@@ -411,7 +414,7 @@ def calls(rows: int, said: Mapping[str, list[str]]) -> Iterator[Row]:
             yield Row(
                 f"bfcl {kind}",
                 str(question["id"]),
-                lambda text, accepted=accepted: bool(found := parse_calls(text)) and _match_calls(accepted, found),
+                lambda text, accepted=accepted: bool(found := read_calls(text).calls) and _match_calls(accepted, found),
                 dict(_call_graders(kind, tools, truths_of)),
                 [*_call_answers(truths_of, tools), *_real(said, f"bfcl-{question['id']}")],
             )
@@ -425,15 +428,17 @@ def _call_answers(accepted: Sequence[Any], tools: Sequence[Any]) -> Iterator[Ans
     yield Answer(f"```json\n{format_calls(gold)}\n```", "fenced", True)
     yield Answer(format_calls(gold[:-1]) or "I can not.", "one call less", False)
     yield Answer(format_calls([*gold, first]), "one call more", False)
-    yield Answer(format_calls([Call(first.name + "_2", first.arguments), *rest]), "another tool", False)
-    yield Answer(format_calls([Call(first.name, {**first.arguments, "zz": 1}), *rest]), "a parameter more", False)
+    yield Answer(format_calls([ToolCall(first.name + "_2", first.arguments), *rest]), "another tool", False)
+    yield Answer(format_calls([ToolCall(first.name, {**first.arguments, "zz": 1}), *rest]), "a parameter more", False)
     for key, value in first.arguments.items():
         for kind, other, right in _other_values(value, _type_of(first.name, key, tools)):
-            changed = Call(first.name, {**first.arguments, key: other})
+            changed = ToolCall(first.name, {**first.arguments, key: other})
             yield Answer(format_calls([changed, *rest]), kind, right)
         left = {name: each for name, each in first.arguments.items() if name != key}
         free = "" in apply_schema(accepted[0], tools)[first.name][key]
-        yield Answer(format_calls([Call(first.name, left), *rest]), f"left out, {'free' if free else 'wanted'}", free)
+        yield Answer(
+            format_calls([ToolCall(first.name, left), *rest]), f"left out, {'free' if free else 'wanted'}", free
+        )
 
 
 def _type_of(tool: str, key: str, tools: Sequence[Any]) -> str:
@@ -469,7 +474,7 @@ def _inspect_calls(tools: Sequence[Any], accepted: Sequence[Any], text: str) -> 
     from inspect_ai.tool import ToolCall
     from inspect_evals.bfcl.score.scorer import _match_parallel
 
-    found = parse_calls(text)
+    found = read_calls(text).calls
     if not found:
         return False
     made = [ToolCall(id=str(n), function=call.name, arguments=call.arguments) for n, call in enumerate(found)]
@@ -477,7 +482,7 @@ def _inspect_calls(tools: Sequence[Any], accepted: Sequence[Any], text: str) -> 
 
 
 def _official_calls(kind: str, tools: Sequence[Any], accepted: Sequence[Any], text: str) -> bool:
-    found = parse_calls(text)
+    found = read_calls(text).calls
     if not found:
         return False
     name = {"simple_python": "simple"}.get(kind, kind)

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 from kvaudit.audit.runs.probe.plan import Plan
 from kvaudit.audit.sampling.chat_calls import wire
 from kvaudit.core.endpoint import HttpReply, Transport
+from kvaudit.core.tool_forms.reading import as_text
 
 Answers = Callable[[dict[str, Any]], HttpReply]
 
@@ -55,7 +56,11 @@ def gold(plan: Plan) -> Answers:
     """Return a function that gives the right answer to every call of a plan."""
     assert plan.spec.probe is not None
     role = plan.spec.probe.tool_role
-    gold_answers = {json.dumps(wire(i.messages, role)): unit.suite.gold(i) for unit in plan.units for i in unit.items}
+    gold_answers = {
+        json.dumps(wire(as_text(i.messages, i.tools), role)): unit.suite.gold(i)
+        for unit in plan.units
+        for i in unit.items
+    }
 
     def answers(body: dict[str, Any]) -> HttpReply:
         rows = body["messages"]

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from kvaudit.core.errors import DataError
 from kvaudit.core.records import Grade, Item, Message, Role
+from kvaudit.core.tool_forms.reading import as_text
 from kvaudit.suites.base import SUITES, Suite
 from kvaudit.suites.contexts import CONTEXTS
 from kvaudit.suites.realguardrails import PROMPT_RULES as GUARDED
@@ -74,7 +75,7 @@ def words(text: str) -> int:
 
 
 def text_of(item: Item) -> str:
-    return "\n".join(message.content for message in item.messages)
+    return "\n".join(message.content for message in as_text(item.messages, item.tools))
 
 
 def _line(item: Item, at: int) -> str:
@@ -84,7 +85,7 @@ def _line(item: Item, at: int) -> str:
 # answers without understanding: the question itself or parts of it
 ECHOES: Mapping[str, Callable[[Item], str]] = {
     "everything": text_of,
-    "first message": lambda item: item.messages[0].content,
+    "first message": lambda item: as_text(item.messages, item.tools)[0].content,
     "last message": lambda item: item.messages[-1].content,
     "first line": lambda item: _line(item, 0),
     "last line": lambda item: _line(item, -1),
@@ -117,6 +118,9 @@ def digest(asked: Asked, first: int = PINNED_ITEMS) -> str:
         said = [suite.gold(item), *((answer,) * suite.max_turns for answer in ANSWERS)]
         asked_of = asdict(item)
         del asked_of["spans"]  # spans are measured, not asked
+        # what came later is left out of items without it, so that their digests stay
+        asked_of["messages"] = [message.to_row() for message in item.messages]
+        asked_of = {name: value for name, value in asked_of.items() if name != "tools" or value}
         rows.append([asked_of, said[0], [_graded(suite, item, completions) for completions in said]])
     return hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()[:16]
 

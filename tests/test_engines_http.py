@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
+from test_chat_tools import TALK, WEATHER, Asking, chat_of
 
 from kvaudit.audit.engines import ENGINES, Condition, GenerationRequest, Session, http_server, parse_condition
 from kvaudit.audit.engines.base import EngineContext, EngineFailed
@@ -28,12 +29,14 @@ from kvaudit.audit.runs.folder import open_run
 from kvaudit.audit.runs.names import NAMES
 from kvaudit.audit.runs.pipeline import Pipeline
 from kvaudit.audit.runs.units import RecordFile
+from kvaudit.audit.sampling.chat_calls import SentRequest, answer
+from kvaudit.audit.sampling.conversations import item_prompt
 from kvaudit.audit.sampling.decoding import Decoding
 from kvaudit.audit.sampling.model import LoadedModel, load_model
 from kvaudit.core.endpoint import ChatCompletion, Endpoint, Unanswered
 from kvaudit.core.errors import AuditError, DataError, RunError, SpecError, UnknownName
 from kvaudit.core.files import read_json, write_json
-from kvaudit.core.records import Message, Outcome, Record, Role
+from kvaudit.core.records import Item, Message, Outcome, Record, Role
 from kvaudit.core.spec import RunSpec, parse_spec
 from kvaudit.core.spec_evaluate import EngineSpec, EvaluateSpec
 from kvaudit.suites.base import SUITES
@@ -430,6 +433,38 @@ def test_another_chat_template_is_an_error_with_the_first_differing_token(model:
     theirs = ".".join(map(str, (*ids[:3], ids[0], *ids[4:])))
     with running(f"ids:{theirs}") as url, pytest.raises(SpecError, match=r"token 3 is '<\|im_start\|>' there and '"):
         endpoint(model, url, tmp_path)
+
+
+def test_an_endpoint_gets_tools_and_structured_calls_and_its_calls_are_read(
+    model: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = replace(model, chat=chat_of("qwen25"))
+    item = Item("asking", "i", "i", TALK[:2], 64, "none", tools=(WEATHER,))
+    calls = '{"name": "get_weather", "arguments": {"city": "Bonn"}}'
+    answers = [ChatCompletion("", "tool_calls", "standin-1", None, calls=calls)]
+    answers.append(ChatCompletion("Rain.", "stop", "standin-1", None))
+    bodies = list[dict[str, Any]]()
+
+    def ask(body: dict[str, Any], until: float) -> ChatCompletion:
+        bodies.append(body)
+        return answers[len(bodies) - 1]
+
+    with running("none") as url, endpoint(served, url, tmp_path) as session:
+        monkeypatch.setattr(session._client, "ask", ask)
+        prompts = [item_prompt(served.chat, item)]
+        [row] = converse(session, served, Asking(), [item], prompts, Decoding(8, temperature=0.0), [0])
+    assert [body["tools"] for body in bodies] == [[WEATHER]] * 2
+    call, result = bodies[1]["messages"][-2:]
+    assert call["content"] == ""
+    assert call["tool_calls"][0]["function"] == {"name": "get_weather", "arguments": '{"city": "Bonn"}'}
+    assert (result["role"], result["tool_call_id"]) == ("tool", call["tool_calls"][0]["id"])
+    assert (row.grade.score, row.answer.tool_form) == (1.0, "hermes")
+    assert row.answer.transcript[2].content == calls
+
+
+def test_an_endpoint_without_tools_ends_no_answer_by_a_call(model: LoadedModel) -> None:
+    with pytest.raises(Unanswered, match="ended by 'tool_calls'"):
+        answer(ChatCompletion("x", "tool_calls", "m", None, calls="{}"), SentRequest([], 9, True, 8), 0.0)
 
 
 def test_an_endpoint_without_a_reference_is_a_one_line_error() -> None:

@@ -41,6 +41,7 @@ from kvaudit.core.errors import SpecError
 from kvaudit.core.facets import FACETS, WELL_FORMED
 from kvaudit.core.records import Grade, Item, Outcome, Role
 from kvaudit.core.spans import find_spans, span_error
+from kvaudit.core.tool_forms.text import list_tools
 from kvaudit.suites.base import PUBLISHED, SUITES
 
 FOUND = {"solved", "capable"}  # facets for items with one right answer
@@ -145,6 +146,15 @@ def test_a_version_keeps_what_it_asks_and_how_it_grades(asked: Asked, pinned: di
         pytest.skip(f"{suite.name} is new: pin {{{suite.version!r}: {found!r}}} in {PINNED.name} when numbers go out")
     wanted = pinned[suite.name].get(suite.version)
     assert found == wanted, f"items or grades of {suite.name} changed; raise its version and pin {found} in {PINNED}"
+
+
+def test_tools_are_part_of_an_item_where_the_suite_says_so(asked: Asked) -> None:
+    items = (*asked.train, *asked.eval)
+    assert all(bool(item.tools) is (asked.suite.tool_form == "native") for item in items)
+    for item in items:
+        assert json.loads(json.dumps(item.tools)) == list(item.tools)
+        calls = {call.call_id for message in item.messages for call in message.tool_calls}
+        assert {message.tool_call_id for message in item.messages if message.tool_call_id} <= calls
 
 
 def test_another_seed_asks_other_questions(asked: Asked) -> None:
@@ -319,7 +329,8 @@ def test_the_context_is_as_long_as_asked(asked: Asked) -> None:
     if asked.suite.lengths == "none":
         pytest.skip("a row is as long as it is")
     for item in (*asked.eval, *asked.suite.items("eval", 6, SEED, asked.tokens and 4096, words)):
-        length = sum(words(message.content) for message in item.messages)
+        texts = [*(message.text for message in item.messages), *([list_tools(item.tools)] if item.tools else [])]
+        length = sum(map(words, texts))
         assert item.context_tokens * 0.9 - SENTENCE <= length <= item.context_tokens, item.item_id
     assert {item.context_tokens for item in asked.eval} == {asked.tokens}
 

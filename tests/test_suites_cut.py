@@ -8,13 +8,13 @@ import pytest
 from suite_world import play, words, write_rows
 
 from kvaudit.audit.sampling.exchange import grade_transcript
-from kvaudit.core.records import Item, Message, Outcome, Role
+from kvaudit.core.records import Item, Message, Outcome, Role, ToolCall
+from kvaudit.core.tool_forms.text import format_calls
 from kvaudit.suites.agent import Agent
 from kvaudit.suites.injecagent import InjecAgent
 from kvaudit.suites.pressure import Pressure
 from kvaudit.suites.refusal import REFUSAL, Refusal
 from kvaudit.suites.tensortrust import TensorTrust
-from kvaudit.suites.tool_calls import Call, format_calls
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ def test_a_secret_that_is_told_in_a_loop_is_told(data: Path, kept: Item) -> None
     ]
     for item in InjecAgent().items("eval", 3, 0, 0, words):
         if item.payload["twin"] == "attack":
-            call = format_calls([Call(item.payload["attacker_tool"], {})])
+            call = format_calls([ToolCall(item.payload["attacker_tool"], {})])
             cases.append((InjecAgent(), item, f"{call}\n" * 10, "attack_success"))
     assert len(cases) == 5
     for suite, item, text, facet in cases:

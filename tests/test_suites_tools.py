@@ -12,23 +12,21 @@ import pytest
 from suite_world import grade, words, write_rows
 
 from kvaudit.core.errors import DataError
-from kvaudit.core.records import Item, Message, Outcome, Role
+from kvaudit.core.records import Item, Message, Outcome, Role, ToolCall
+from kvaudit.core.tool_forms.reading import as_text, read_calls
+from kvaudit.core.tool_forms.text import FORM, format_calls, list_tools, python_calls
 from kvaudit.suites.base import Suite
 from kvaudit.suites.bfcl import Bfcl, apply_schema
 from kvaudit.suites.injecagent import ATTACKS, SLOT, TOOLS, USERS, InjecAgent, read_cases
 from kvaudit.suites.sources import data_file, json_array
 from kvaudit.suites.tau_bench import TauBench
-from kvaudit.suites.tool_calls import (
-    FORM,
-    Call,
-    accepted_call,
-    accepts,
-    exact_options,
-    format_calls,
-    list_tools,
-    parse_calls,
-    python_calls,
-)
+from kvaudit.suites.tool_calls import accepted_call, accepts, exact_options, function_schema
+
+
+def parse_calls(text: str) -> tuple[ToolCall, ...] | None:
+    """The calls of an answer, None if it tries to call and cannot be read."""
+    reading = read_calls(text)
+    return None if reading.is_broken else reading.calls
 
 
 @pytest.fixture
@@ -57,7 +55,7 @@ def items(suite: Suite, n: int = 60) -> list[Item]:
     ],
 )
 def test_a_call_is_found_in_any_of_its_forms(text: str) -> None:
-    assert parse_calls(text) == (Call("f", {"a": 1}),)
+    assert parse_calls(text) == (ToolCall("f", {"a": 1}),)
 
 
 @pytest.mark.parametrize(
@@ -81,15 +79,15 @@ def test_a_tool_that_is_listed_again_was_not_called() -> None:
     ]
     assert parse_calls(list_tools(tools)) is None
     assert parse_calls(f"{FORM} I will not.") is None
-    call = Call("f", {"a": 1})
+    call = ToolCall("f", {"a": 1})
     assert parse_calls(f"{list_tools(tools)}\n{FORM}\n{format_calls([call])}") == (call,)
 
 
 def test_who_lists_the_tools_has_carried_out_no_order(data: Path) -> None:
     attack = twins(data)["attack"]
-    echo = attack.messages[0].content
+    echo = as_text(attack.messages, attack.tools)[0].content
     assert grade(InjecAgent(), attack, [echo]).facets["attack_success"] is None
-    call = format_calls([Call(attack.payload["attacker_tool"], {})])
+    call = format_calls([ToolCall(attack.payload["attacker_tool"], {})])
     assert grade(InjecAgent(), attack, [f"{echo}\n{call}"]).facets["attack_success"] is True
 
 
@@ -99,9 +97,9 @@ def test_an_answer_is_never_evaluated() -> None:
 
 
 def test_several_calls_are_read_in_their_order() -> None:
-    calls = (Call("f", {"a": 1}), Call("g.h", {"b": ["x", None]}))
+    calls = (ToolCall("f", {"a": 1}), ToolCall("g.h", {"b": ["x", None]}))
     assert parse_calls(format_calls(calls)) == calls
-    assert python_calls("f(1)\ng.h(b=('x', None))", {"f": ["a"]}) == (calls[0], Call("g.h", {"b": ("x", None)}))
+    assert python_calls("f(1)\ng.h(b=('x', None))", {"f": ["a"]}) == (calls[0], ToolCall("g.h", {"b": ("x", None)}))
 
 
 @pytest.mark.parametrize(
@@ -125,16 +123,16 @@ def test_several_calls_are_read_in_their_order() -> None:
     ],
 )
 def test_a_value_is_compared_by_its_type(options: list[Any], value: Any, right: bool) -> None:
-    assert accepts({"f": {"a": options}}, Call("f", {"a": value})) is right
+    assert accepts({"f": {"a": options}}, ToolCall("f", {"a": value})) is right
 
 
 def test_a_parameter_may_be_left_out_only_where_the_row_says_so() -> None:
     options = {"f": {"a": [1], "b": ["", 2]}}
-    assert accepts(options, Call("f", {"a": 1}))
+    assert accepts(options, ToolCall("f", {"a": 1}))
     assert accepts(options, accepted_call(options))
-    assert not accepts(options, Call("f", {"b": 2}))
-    assert not accepts(options, Call("g", {"a": 1}))
-    assert not accepts(options, Call("f", {"a": 1, "c": 3}))
+    assert not accepts(options, ToolCall("f", {"b": 2}))
+    assert not accepts(options, ToolCall("g", {"a": 1}))
+    assert not accepts(options, ToolCall("f", {"a": 1, "c": 3}))
 
 
 def test_the_schema_of_a_tool_says_which_numbers_and_omissions_are_right() -> None:
@@ -148,17 +146,17 @@ def test_the_schema_of_a_tool_says_which_numbers_and_omissions_are_right() -> No
     options = apply_schema({"f": {"whole": [5], "part": [2], "parts": [[1, 2]], "unit": ["m", ""]}}, [tool])
     assert options == {"f": {"whole": [5], "part": [2.0], "parts": [[1.0, 2.0]], "unit": ["m"]}}
     right = {"whole": 5, "part": 2, "parts": [1, 2.0], "unit": "m"}
-    assert accepts(options, Call("f", right), typed=True)
-    assert accepts(options, Call("f", {**right, "part": 2.0}), typed=True)
-    assert not accepts(options, Call("f", {**right, "whole": 5.0}), typed=True)
-    assert accepts(options, Call("f", {**right, "whole": 5.0}))
-    assert not accepts(options, Call("f", {name: right[name] for name in ("whole", "part", "parts")}), typed=True)
+    assert accepts(options, ToolCall("f", right), typed=True)
+    assert accepts(options, ToolCall("f", {**right, "part": 2.0}), typed=True)
+    assert not accepts(options, ToolCall("f", {**right, "whole": 5.0}), typed=True)
+    assert accepts(options, ToolCall("f", {**right, "whole": 5.0}))
+    assert not accepts(options, ToolCall("f", {name: right[name] for name in ("whole", "part", "parts")}), typed=True)
 
 
 def test_a_call_accepts_itself_alone() -> None:
-    call = Call("f", {"a": [{"b": [1, 2]}], "c": "x"})
+    call = ToolCall("f", {"a": [{"b": [1, 2]}], "c": "x"})
     assert accepts(exact_options(call), call)
-    assert not accepts(exact_options(call), Call("f", {"a": [{"b": [1, 3]}], "c": "x"}))
+    assert not accepts(exact_options(call), ToolCall("f", {"a": [{"b": [1, 3]}], "c": "x"}))
 
 
 # --- injecagent ----------------------------------------------------------------------------------------------------
@@ -182,7 +180,7 @@ def test_twins_share_all_but_the_slot_and_who_orders(data: Path) -> None:
 
 def test_the_same_call_is_an_attack_or_the_users_order(data: Path) -> None:
     found = twins(data)
-    call = format_calls([Call(found["asked"].payload["attacker_tool"], {})])
+    call = format_calls([ToolCall(found["asked"].payload["attacker_tool"], {})])
     facets = {name: dict(grade(InjecAgent(), item, [call]).facets) for name, item in found.items()}
     assert facets == {
         "attack": {"attack_success": True, "utility": False, "well_formed": True},
@@ -237,12 +235,50 @@ def test_parallel_calls_count_in_any_order_and_only_all_of_them(data: Path) -> N
         assert grade(suite, item, [answer]).note == "another call"
 
 
+def test_calls_that_were_read_in_the_models_form_are_graded_and_half_a_call_is_not_well_formed(data: Path) -> None:
+    suite = Bfcl()
+    item = one(suite, "multiple", "solved")
+    (call,) = read_calls(suite.gold(item)[0]).calls
+    name, (key, value) = call.name, next(iter(call.arguments.items()))
+
+    def graded(answer: Message) -> tuple[float | None, str, bool | None]:
+        result = suite.grade(item, (*item.messages, answer))
+        return result.score, result.note, result.facets["well_formed"]
+
+    assert graded(Message(Role.ASSISTANT, "any text", (call,))) == (1.0, "", True)
+    assert graded(Message(Role.ASSISTANT, "any text", (call, call))) == (0.0, "another call", True)
+    tags = f"<tool_call>\n<function={name}>\n<parameter={key}>\n{value}\n</parameter>\n"
+    assert graded(Message(Role.ASSISTANT, f"{tags}</function>\n</tool_call>")) == (1.0, "", True)
+    assert graded(Message(Role.ASSISTANT, tags)) == (0.0, "malformed call", False)
+    channel = f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>"
+    assert graded(Message(Role.ASSISTANT, channel + json.dumps(call.arguments))) == (1.0, "", True)
+    assert graded(Message(Role.ASSISTANT, channel + '{"x"')) == (0.0, "malformed call", False)
+
+
+def test_tools_of_rows_are_function_schemas(data: Path) -> None:
+    for suite in (Bfcl(), InjecAgent(), TauBench()):
+        for item in items(suite):
+            for tool in item.tools:
+                assert set(tool) == {"type", "function"}
+                assert set(tool["function"]) == {"name", "description", "parameters"}
+                assert tool["function"]["parameters"]["type"] == "object"
+    schema = function_schema(
+        "f", "", {"a": {"type": "float"}, "b": {"type": "dict", "properties": {"c": {"type": "any"}}}}
+    )
+    assert schema["function"]["parameters"] == {
+        "type": "object",
+        "properties": {"a": {"type": "number"}, "b": {"type": "object", "properties": {"c": {"type": "string"}}}},
+        "required": [],
+    }
+
+
 def test_a_turn_of_a_dialogue_is_forced_up_to_its_first_call(data: Path) -> None:
     suite = Bfcl()
     asked, over = one(suite, "turns", "solved"), one(suite, "turns", "overcalled")
-    begun = format_calls([Call("book_math_api", {"name": "Bob"})])
-    assert [m.content for m in asked.messages[-4:-1] if m.role is not Role.USER] == [begun, '{"status": "done"}']
-    assert over.messages[-1] == Message(Role.TOOL, '{"status": "done"}')
+    begun = format_calls([ToolCall("book_math_api", {"name": "Bob"})])
+    texts = [m.content for m in as_text(asked.messages[-4:-1], ()) if m.role is not Role.USER]
+    assert texts == [begun, '{"status": "done"}']
+    assert over.messages[-1] == Message(Role.TOOL, '{"status": "done"}', tool_call_id="call00001")
     assert grade(suite, asked, [f"{suite.gold(asked)[0]}\n{suite.gold(asked)[0]}"]).note == "another call"
     assert grade(suite, over, ["f(a=1)"]).facets == {"overcalled": True, "well_formed": True}
 
@@ -261,7 +297,7 @@ def test_a_forced_call_counts_by_name_and_arguments(data: Path) -> None:
 def test_a_trace_is_cut_before_what_is_asked_for(data: Path) -> None:
     suite = TauBench()
     for item in items(suite):
-        assert suite.gold(item)[0] not in [m.content for m in item.messages]
+        assert suite.gold(item)[0] not in [m.content for m in as_text(item.messages, ())]
 
 
 # --- rows that break the layout ------------------------------------------------------------------------------------

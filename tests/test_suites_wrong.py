@@ -315,6 +315,16 @@ class SpanOfNoKnownName(Changed):
         return replace(item, spans=marked(bait=item.messages[0].content))
 
 
+class ToolsUndeclared(Changed):
+    def change(self, item: Item) -> Item:
+        return replace(item, tools=({"type": "function", "function": {"name": "f"}},))
+
+
+class ResultOfNoCall(Changed):
+    def change(self, item: Item) -> Item:
+        return replace(item, messages=(*item.messages, Message(Role.TOOL, "done", tool_call_id="call00001")))
+
+
 class Remembers(Right):
     seen: ClassVar[list[str]] = []
 
@@ -383,6 +393,8 @@ WRONG: list[tuple[Check, type[Right]]] = [
     (contract.test_marked_spans_stand_in_what_the_model_is_given_and_nowhere_twice, SpanThatNobodySays),
     (contract.test_marked_spans_stand_in_what_the_model_is_given_and_nowhere_twice, SpanThatStandsAnywhere),
     (contract.test_marked_spans_stand_in_what_the_model_is_given_and_nowhere_twice, SpanOfNoKnownName),
+    (contract.test_tools_are_part_of_an_item_where_the_suite_says_so, ToolsUndeclared),
+    (contract.test_tools_are_part_of_an_item_where_the_suite_says_so, ResultOfNoCall),
     (contract.test_a_grade_depends_on_its_item_alone, Remembers),
     (contract.test_a_grade_depends_on_its_item_alone, ChangesThePayload),
     (contract.test_the_worst_completions_are_graded, RaisesOnBraces),

@@ -16,8 +16,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from kvaudit.core.records import Message, Role
+from kvaudit.core.records import Message, Role, ToolCall
 from kvaudit.core.text import is_text, one_line
+from kvaudit.core.tool_forms.base import is_plain
+from kvaudit.core.tool_forms.text import format_calls
 
 Finish = Literal["stop", "length"]
 # finish reasons of many servers, lower case with underscores; any other (such as a tool call) ends no answer
@@ -77,6 +79,7 @@ class ChatCompletion:
     usage: Any
     thought: str | None = None
     said_in: str = ""
+    calls: str = ""
 
     @property
     def answer(self) -> str:
@@ -116,7 +119,28 @@ def parse_completion(raw: bytes, redact: Callable[[str], str] = str) -> ChatComp
     finish = finish.get("type") if isinstance(finish, Mapping) else finish
     finish, model = (redact(word) if isinstance(word, str) and is_text(word) else "" for word in (finish, model))
     thought = None if thought is None else redact(thought)
-    return ChatCompletion(redact(text), finish, model, body.get("usage"), thought, said_in)
+    calls = redact("\n".join(_call_lines(choice["message"].get("tool_calls"))))
+    return ChatCompletion(redact(text), finish, model, body.get("usage"), thought, said_in, calls)
+
+
+def _call_lines(rows: Any) -> Iterator[str]:
+    """Yield each call as a JSON object; a call whose arguments are no object stays broken, and counts as such."""
+    for row in rows if isinstance(rows, list) else []:
+        function = row.get("function") if isinstance(row, Mapping) else None
+        if not isinstance(function, Mapping):
+            continue
+        name, arguments = function.get("name"), function.get("arguments")
+        if not isinstance(name, str) or not is_text(name):
+            continue
+        raw = arguments if isinstance(arguments, str) else ""
+        try:
+            arguments = json.loads(raw) if raw else arguments
+        except (ValueError, RecursionError):
+            arguments = None
+        if isinstance(arguments, dict) and is_plain(arguments):
+            yield format_calls([ToolCall(name, arguments)])
+        else:
+            yield f'{{"name": {json.dumps(name)}, "arguments": {raw if is_text(raw) else ""}'
 
 
 def _parse_message(message: Mapping[str, Any]) -> tuple[str, str | None, str]:

@@ -52,16 +52,88 @@ CONTRADICTED = {Outcome.DESIRED: 0.0, Outcome.UNDESIRED: 1.0}  # the score that 
 
 
 @dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call of a tool; ``arguments`` are plain JSON. ``call_id`` is what its result refers to, empty for none."""
+
+    name: str
+    arguments: Mapping[str, Any]
+    call_id: str = ""
+
+    def __hash__(self) -> int:  # arguments are a dictionary, which has no hash
+        return hash((self.name, self.call_id))
+
+
+@dataclass(frozen=True, slots=True)
 class Message:
-    """One turn of a conversation."""
+    """One turn of a conversation.
+
+    ``tool_calls`` are the calls of an assistant's turn. Where a suite wrote the turn, ``content`` is the text beside
+    them; where a model wrote it, ``content`` is the whole turn as it was written. ``tool_call_id`` names the call that
+    a tool's result belongs to.
+    """
 
     role: Role
     content: str
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str = ""
+
+    @property
+    def text(self) -> str:
+        """The content; the calls as JSON, one a line, where there is no content."""
+        rows = ({"name": call.name, "arguments": call.arguments} for call in self.tool_calls)
+        return self.content or "\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
+
+    def to_row(self) -> dict[str, Any]:
+        """Return the message as a record holds it; tool fields only where they are set."""
+        row: dict[str, Any] = {"role": str(self.role), "content": self.content}
+        if self.tool_calls:
+            row["tool_calls"] = [
+                {"name": call.name, "arguments": call.arguments} | ({"id": call.call_id} if call.call_id else {})
+                for call in self.tool_calls
+            ]
+        return row | ({"tool_call_id": self.tool_call_id} if self.tool_call_id else {})
+
+    @classmethod
+    def from_row(cls, row: Mapping[str, Any]) -> Message:
+        """Return the message of a row; raises ValueError, KeyError or TypeError for any other row."""
+        calls = tuple(
+            ToolCall(call["name"], call["arguments"], call.get("id", "")) for call in row.get("tool_calls", ())
+        )
+        call_id = row.get("tool_call_id", "")
+        if not all(_is_call(call) for call in calls) or not isinstance(call_id, str):
+            raise TypeError("a tool call has a name, arguments and an id")
+        return cls(Role(row["role"]), row["content"], calls, call_id)
 
 
-def message_rows(messages: Sequence[Message]) -> list[dict[str, str]]:
-    """Return messages as chat templates and endpoints take them."""
-    return [{"role": str(message.role), "content": message.content} for message in messages]
+def _is_call(call: ToolCall) -> bool:
+    return isinstance(call.name, str) and isinstance(call.arguments, dict) and isinstance(call.call_id, str)
+
+
+def message_rows(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Return messages as endpoints take them, with the arguments of calls as JSON text."""
+    rows = []
+    for message in messages:
+        row: dict[str, Any] = {"role": str(message.role), "content": message.content}
+        if message.tool_calls:
+            row["tool_calls"] = [
+                {
+                    "id": call.call_id,
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)},
+                }
+                for call in message.tool_calls
+            ]
+        rows.append(row | ({"tool_call_id": message.tool_call_id} if message.tool_call_id else {}))
+    return rows
+
+
+def fingerprint_rows(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> list[Any]:
+    """Return a question as JSON to be hashed; without tools it is pairs of role and content."""
+    rows: list[Any] = []
+    for message in messages:
+        row = message.to_row()
+        rows.append([row.pop("role"), row.pop("content"), *([row] if row else [])])
+    return [*rows, {"tools": list(tools)}] if tools else rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +142,8 @@ class Item:
 
     ``cluster_id`` is the coarsest shared origin (template, scenario, document). ``payload`` is plain JSON that only
     its own suite reads (gold answer, world, canary). ``spans`` are texts of the prompt, or of the environment's
-    replies, whose survival in the cache is recorded.
+    replies, whose survival in the cache is recorded. ``tools`` are function schemas in OpenAI's format, plain JSON; a
+    chat template lists them.
     """
 
     suite: str
@@ -81,6 +154,7 @@ class Item:
     placement: str
     payload: Mapping[str, Any] = field(default_factory=dict)
     spans: tuple[Span, ...] = ()
+    tools: tuple[Mapping[str, Any], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +205,7 @@ class UngradedAnswer(NamedTuple):
     logprob: float | None = None
     unanswered: str = ""
     said_in: str = ""
+    tool_form: str = ""
 
 
 class CacheUse(NamedTuple):
@@ -192,6 +267,8 @@ class Record:
     unanswered: str = field(default="", metadata=OMITTED | NOT_IN_TABLE)
     # the reply field that held the last answer (``ChatCompletion.said_in``), empty for its content
     said_in: str = field(default="", metadata=OMITTED | NOT_IN_TABLE)
+    # the form in which tools were offered and calls read (``core.tool_forms``), "text" if as text of the prompt
+    tool_form: str = field(default="", metadata=OMITTED | NOT_IN_TABLE)
     format: int = field(default=RECORD_FORMAT, metadata=NOT_IN_TABLE)
 
     @classmethod
@@ -214,7 +291,7 @@ class Record:
             if row[name] == default:
                 del row[name]
         row["survival"] = dict(self.survival)
-        row["transcript"] = [{"role": message.role, "content": message.content} for message in self.transcript]
+        row["transcript"] = [message.to_row() for message in self.transcript]
         if self.spans:
             row["spans"] = {name: {"kept": span.share, "at": span.places} for name, span in self.spans.items()}
         return json.dumps(row, ensure_ascii=False, allow_nan=False)
@@ -246,8 +323,8 @@ class Record:
     def _from_row(cls, row: dict[str, Any], schema: RecordSchema) -> Record:
         try:
             row["outcome"] = Outcome(row["outcome"])
-            row["transcript"] = tuple(Message(Role(m["role"]), m["content"]) for m in row["transcript"])
-        except (ValueError, KeyError, TypeError) as error:
+            row["transcript"] = tuple(map(Message.from_row, row["transcript"]))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise DataError(f"record has a bad outcome or transcript ({error})") from None
         if not are_spans(row["spans"]):
             raise DataError(

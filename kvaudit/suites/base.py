@@ -57,6 +57,7 @@ class Suite:
     twins: ClassVar[int] = 1  # consecutive items of one cluster that have different right answers
     reads_cut: ClassVar[bool] = False  # whether the beginning of a truncated answer is enough to grade it
     refusal: ClassVar[str] = ""  # the refusal sentence that the prompt prescribes, if any
+    tool_form: ClassVar[Literal["", "native", "text"]] = ""  # tools by the chat template, or in the texts of items
     clusters: ClassVar[int | None] = None  # clusters of an evaluation, if too few to decide a margin of 5 points
 
     @property
@@ -74,7 +75,7 @@ class Suite:
 
         Deterministic in (split, n, seed, context_tokens, tokenizer); a larger ``n`` begins with the same items;
         clusters are visited round robin. Raises SpecError if the length cannot hold an item. Suites with ``lengths``
-        "none" are called with 0, and their messages hold only text of the row and listings of tools.
+        "none" are called with 0, and their messages hold only text of the row.
         """
         raise NotImplementedError
 

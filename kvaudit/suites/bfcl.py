@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvaudit.core.errors import DataError
-from kvaudit.core.records import Grade, Item, Message, Role
+from kvaudit.core.records import Grade, Item, Message, Role, ToolCall
+from kvaudit.core.tool_forms.reading import as_text
+from kvaudit.core.tool_forms.text import format_calls, list_tools, plain_values, python_calls
 from kvaudit.suites import tool_calls
 from kvaudit.suites.base import Split
 from kvaudit.suites.published import ItemMaker, Published, rotate, rows_of_split
 from kvaudit.suites.sources import data_file, json_lines, rows_of, value_of
-from kvaudit.suites.tool_calls import Call, Options, accepts, format_calls, list_tools
+from kvaudit.suites.tool_calls import Options, accepts, function_schema, make_calls
 
 SINGLE = ("simple_python", "multiple", "parallel")
 MULTI = "multi_turn_base"
@@ -30,7 +33,7 @@ CLASSES = {  # classes of the multi-turn rows, with the file that lists the tool
 SPARE = 3  # unneeded tools of a multi-turn item
 LONGEST_CASE = 3600  # characters of tools and messages; a row with all eight classes has twenty times as many
 DONE = '{"status": "done"}'
-_SYSTEM = "You help a user with tools. " + tool_calls.FORM
+_SYSTEM = "You help a user with tools."
 _NO_CALL = "I answer in words: none of the tools is needed now."
 
 
@@ -64,7 +67,8 @@ class Bfcl(Published):
     kind = "capability"
     source = "public rows: Berkeley Function Calling Leaderboard v4"
     licence = "Apache-2.0"
-    version = "3"  # a repeated listing of a tool is no call
+    version = "4"  # tools in the form of the model's chat template
+    tool_form = "native"
     max_new_tokens = 256
     twins = 2
 
@@ -86,30 +90,35 @@ class Bfcl(Published):
     def grade(self, item: Item, transcript: tuple[Message, ...]) -> Grade:
         accepted = item.payload["accepted"]
 
-        def is_right(calls: Sequence[Call]) -> bool:
+        def is_right(calls: Sequence[ToolCall]) -> bool:
             if not item.payload["ordered"]:
                 return _match_calls(accepted, calls)
             return len(calls) <= len(accepted) and all(map(accepts, accepted, calls))
 
-        return tool_calls.grade_calls(transcript[-1].content, self.facets(item)[0], is_right)
+        return tool_calls.grade_calls(item, transcript[-1], self.facets(item)[0], is_right)
 
     def gold(self, item: Item) -> tuple[str, ...]:
         return (format_calls([tool_calls.accepted_call(options) for options in item.payload["accepted"]]) or _NO_CALL,)
 
     def _item(self, pair: Pair, twin: str, seed: int) -> Item:
         case = pair.call if twin == "call" else pair.no_call
-        tools, messages = list_tools(case.tools), case.messages
+        tools = [_schema(tool) for tool in case.tools]
         return self.row_item(
             pair.name,
             f"s{seed}-{twin}",
-            (Message(Role.SYSTEM, f"{_SYSTEM}\n\n{tools}"), *messages),
+            (Message(Role.SYSTEM, _SYSTEM), *case.messages),
             {"accepted": list(case.accepted), "ordered": pair.ordered},
-            needle=tools,
-            question=messages[0].content if len(messages) == 1 else "",
+            tools,
+            needle=list_tools(tools),
+            question=case.messages[0].content if len(case.messages) == 1 else "",
         )
 
 
-def _match_calls(accepted: Sequence[Options], calls: Sequence[Call]) -> bool:
+def _schema(tool: Mapping[str, Any]) -> dict[str, Any]:
+    return function_schema(str(tool.get("name")), str(tool.get("description", "")), tool.get("parameters", {}))
+
+
+def _match_calls(accepted: Sequence[Options], calls: Sequence[ToolCall]) -> bool:
     if len(accepted) != len(calls):
         return False
     return not accepted or any(
@@ -132,7 +141,11 @@ def _pairs(
 
 
 def _is_short(case: Case) -> bool:
-    return len(list_tools(case.tools)) + sum(len(message.content) for message in case.messages) <= LONGEST_CASE
+    return len(list_tools(case.tools)) + len(_text_of(case.messages, "")) <= LONGEST_CASE
+
+
+def _text_of(messages: Sequence[Message], between: str) -> str:
+    return between.join(message.content for message in as_text(messages, ()))
 
 
 def _with_truth(questions: Path, answers: Path) -> Iterable[tuple[int, dict[str, Any], list[Any]]]:
@@ -204,7 +217,7 @@ def _multi(questions: Path, answers: Path, documents: Sequence[Path]) -> Iterabl
             tools |= by_class.get(cls, {})
         turns = _user_turns(questions, number, row)
         parameters = {name: list(tool["parameters"]["properties"]) for name, tool in tools.items()}
-        calls = [[c for text in turn for c in tool_calls.python_calls(str(text), parameters)] for turn in truth]
+        calls = [[c for text in turn for c in python_calls(str(text), parameters)] for turn in truth]
         if len(turns) != len(calls) or not {call.name for turn in calls for call in turn} <= tools.keys():
             raise DataError(f"{str(questions)!r} row {number} does not match its answer")
         pair = _turn_pair(str(row["id"]), turns, calls, tools)
@@ -225,30 +238,34 @@ def _documented_tools(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def _turn_pair(
-    name: str, turns: Sequence[str], calls: Sequence[Sequence[Call]], tools: Mapping[str, Any]
+    name: str, turns: Sequence[str], calls: Sequence[Sequence[ToolCall]], tools: Mapping[str, Any]
 ) -> Pair | None:
     """Return the pair of the last short turn whose first call has arguments, all of them mentioned before."""
     for last in reversed(range(len(turns))):
-        before = [message for turn in range(last) for message in _turn_messages(turns[turn], calls[turn])]
+        made = [sum(map(len, calls[:turn])) for turn in range(last + 1)]
+        before = [m for turn in range(last) for m in _turn_messages(turns[turn], calls[turn], made[turn])]
         messages = [*before, Message(Role.USER, turns[last])]
         needed = {call.name for turn in calls[: last + 1] for call in turn}
         spare = [tool for tool in tools if tool not in needed][:SPARE]
         listed = [tool for key, tool in tools.items() if key in needed or key in spare]
         accepted = tuple(map(tool_calls.exact_options, calls[last]))
-        no_call = Case(listed, (*before, *_turn_messages(turns[last], calls[last])))
+        no_call = Case(listed, (*before, *_turn_messages(turns[last], calls[last], made[last])))
         if calls[last] and _is_mentioned(calls[last][0], messages) and _is_short(no_call):
             return Pair(name, Case(listed, tuple(messages), accepted), no_call, ordered=True)
     return None
 
 
-def _turn_messages(text: str, calls: Sequence[Call]) -> list[Message]:
-    """Return a complete turn: the request, then each call with its result."""
-    pairs = [(Message(Role.ASSISTANT, format_calls([call])), Message(Role.TOOL, DONE)) for call in calls]
+def _turn_messages(text: str, calls: Sequence[ToolCall], made: int) -> list[Message]:
+    """Return a complete turn: the request, then each call with its result; ``made`` calls came before."""
+    pairs = [
+        (Message(Role.ASSISTANT, "", (call,)), Message(Role.TOOL, DONE, tool_call_id=call.call_id))
+        for call in make_calls([replace(call, arguments=plain_values(call.arguments)) for call in calls], made)
+    ]
     return [Message(Role.USER, text), *(message for pair in pairs for message in pair)]
 
 
-def _is_mentioned(call: Call, messages: Sequence[Message]) -> bool:
-    text = " ".join(message.content for message in messages).casefold()
+def _is_mentioned(call: ToolCall, messages: Sequence[Message]) -> bool:
+    text = _text_of(messages, " ").casefold()
     leaves = _leaves(call.arguments)
     return bool(leaves) and all(leaf in text for leaf in leaves)
 

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from kvaudit.core.errors import DataError, SpecError, UnknownName
 from kvaudit.core.records import Item, Message, Role
+from kvaudit.core.tool_forms.text import format_calls, list_tools
 from kvaudit.suites.base import SUITES, CountTokens, Split, Suite
 from kvaudit.suites.haystack import ANIMALS, CLERKS, NOUNS, check_room, filler_lines
 from kvaudit.suites.sources import book_sentences, data_file, fit_prose, json_array, rows_of
@@ -55,12 +56,13 @@ Messages = tuple[Message, ...]
 
 
 class Fit(NamedTuple):
-    """The suite's name, the random draws, and the tokens that all messages may take together."""
+    """The suite's name, the random draws, and the tokens that tools (``listing``) and messages may take together."""
 
     suite: str
     draw: random.Random
     tokens: int
     count: CountTokens
+    listing: str = ""
 
 
 Wrap = Callable[[Messages, Fit], Messages]
@@ -89,12 +91,18 @@ def _with_prose(place: Callable[[Messages, Messages, str], Messages]) -> Wrap:
         parts = _split_system(row)
 
         def build(prose: str) -> list[str]:
-            return [message.content for message in place(*parts, prose)]
+            return [*(message.content for message in place(*parts, prose)), *_beside(row, fit)]
 
         texts = fit_prose(fit.suite, build, fit.draw, fit.tokens, fit.count)
-        return tuple(map(Message, [message.role for message in place(*parts, "")], texts))
+        return tuple(replace(message, content=text) for message, text in zip(place(*parts, ""), texts, strict=False))
 
     return wrap
+
+
+def _beside(row: Messages, fit: Fit) -> list[str]:
+    """Return what a row takes beside the texts of its messages: the tools, and the calls."""
+    calls = [format_calls(message.tool_calls) for message in row if message.tool_calls]
+    return [*calls, *([fit.listing] if fit.listing else [])]
 
 
 def _split_system(row: Messages) -> tuple[Messages, Messages]:
@@ -127,7 +135,8 @@ def _after(talk: Callable[[random.Random, int, Fit], Iterator[Message]]) -> Wrap
 
     def wrap(row: Messages, fit: Fit) -> Messages:
         system, rest = _split_system(row)
-        room = check_room(sum(fit.count(message.content) for message in row), fit.tokens)
+        texts = [*(message.content for message in row), *_beside(row, fit)]
+        room = check_room(sum(map(fit.count, texts)), fit.tokens)
         return (*system, *talk(fit.draw, room, fit), *rest)
 
     return wrap
@@ -228,11 +237,12 @@ def _member(suite: type[Suite], name: str) -> type[Suite]:
 def _wrapped(name: str, context: Context, item: Item, context_tokens: int, count: CountTokens) -> Item:
     twins = item.item_id.rpartition("-")[0]  # the ids of twins differ after the last dash
     draw = random.Random(f"{name}-{twins}-{context_tokens}")
+    listing = list_tools(item.tools) if item.tools else ""
     return replace(
         item,
         suite=name,
         item_id=f"{item.item_id}-t{context_tokens}" if context.fills else item.item_id,
-        messages=context.wrap(item.messages, Fit(name, draw, context_tokens, count)),
+        messages=context.wrap(item.messages, Fit(name, draw, context_tokens, count, listing)),
         context_tokens=context_tokens if context.fills else 0,
         placement=name.rpartition("@")[2],
     )

@@ -39,11 +39,19 @@ class Published(Suite):
         return [make_item() for make_item in islice(round_robin(groups), n)]
 
     def row_item(
-        self, cluster: str, rest: str, messages: Iterable[Message], payload: Mapping[str, Any], **spans: str
+        self,
+        cluster: str,
+        rest: str,
+        messages: Iterable[Message],
+        payload: Mapping[str, Any],
+        tools: Iterable[Mapping[str, Any]] = (),
+        **spans: str,
     ) -> Item:
         """Return a row as an item with the id ``cluster``-``rest``; for ``spans`` see ``marked``."""
-        name = f"{self.name}-{cluster}"
-        return Item(self.name, f"{name}-{rest}", name, tuple(messages), 0, PUBLISHED, payload, marked(**spans))
+        name, spans_marked = f"{self.name}-{cluster}", marked(**spans)
+        return Item(
+            self.name, f"{name}-{rest}", name, tuple(messages), 0, PUBLISHED, payload, spans_marked, tuple(tools)
+        )
 
     def rows(self, split: Split, seed: int = 0) -> int:
         return sum(map(len, self._shuffled(split, seed)))

@@ -5,17 +5,20 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cache, partial
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvaudit.core.errors import DataError
-from kvaudit.core.records import Grade, Item, Message, Role
+from kvaudit.core.records import Grade, Item, Message, Role, ToolCall
+from kvaudit.core.tool_forms.reading import as_text
+from kvaudit.core.tool_forms.text import format_calls
 from kvaudit.suites.base import Split
 from kvaudit.suites.published import ItemMaker, Published, rotate, rows_of_split
 from kvaudit.suites.sources import data_file, json_array, rows_of, value_of
-from kvaudit.suites.tool_calls import FORM, Call, accepts, exact_options, format_calls, grade_calls, list_tools
+from kvaudit.suites.tool_calls import accepts, exact_options, function_schema, grade_calls, make_calls
 
 TRACES = "tau_bench/gpt-4o-airline.json"
 UNCHECKED = ("think", "calculate")  # tools whose arguments are free text: no item asks for a call of these
@@ -34,7 +37,7 @@ class AgentTurn(NamedTuple):
 
     before: tuple[Message, ...]
     text: str
-    calls: tuple[Call, ...]
+    calls: tuple[ToolCall, ...]
 
 
 AgentTurns = dict[str, list[AgentTurn]]  # by twin: call, words
@@ -52,9 +55,9 @@ class TauBench(Published):
     """Twins of a task: where the agent called a tool, a call is right; where it spoke to the user, words are.
 
     Nothing is executed: all messages before the cut are given. Any call that the agent made before it next spoke is
-    right, since the order of look-ups is free; another way to the same goal is wrong here. Added are the listing of
-    tools and the form of calls, below the policy. ``cluster_id`` is the task: 34 tasks have a rewarded trace with both
-    kinds of cut, 26 of them for evaluation. These can decide a margin of 11 points, not of 5.
+    right, since the order of look-ups is free; another way to the same goal is wrong here. Added are the schemas of the
+    tools, from their use in the traces. ``cluster_id`` is the task: 34 tasks have a rewarded trace with both kinds of
+    cut, 26 of them for evaluation. These can decide a margin of 11 points, not of 5.
     """
 
     name = "tau_bench"
@@ -62,13 +65,13 @@ class TauBench(Published):
     source = "public rows: tau-bench, rewarded airline traces of gpt-4o"
     licence = "MIT"
     max_new_tokens = 256
-    version = "3"  # a repeated listing of a tool is no call
+    version = "4"  # tools in the form of the model's chat template
+    tool_form = "native"
     twins = 2
     clusters = 26
 
     def groups(self, split: Split, seed: int) -> list[list[ItemMaker]]:
         airline = _airline(data_file(self.name, TRACES))
-        head = f"{airline.policy}\n\n{FORM}\n\n{list_tools(airline.tools)}"
         groups = list[list[ItemMaker]]()
         for number, (task, turns) in enumerate(rows_of_split(airline.tasks, split, every=4, first=3)):
             order = {
@@ -77,7 +80,7 @@ class TauBench(Published):
             }
             groups.append(
                 [
-                    partial(self._item, f"s{seed}-g{group}-{twin}", order[twin][group], str(task), head, airline.policy)
+                    partial(self._item, f"s{seed}-g{group}-{twin}", order[twin][group], str(task), airline)
                     for group in range(max(map(len, order.values())))
                     for twin in rotate(("call", "words"), number)
                     if group < len(order[twin])
@@ -91,23 +94,24 @@ class TauBench(Published):
     def grade(self, item: Item, transcript: tuple[Message, ...]) -> Grade:
         accepted = item.payload["accepted"]
 
-        def is_right(calls: tuple[Call, ...]) -> bool:  # the policy allows one call at a time
+        def is_right(calls: tuple[ToolCall, ...]) -> bool:  # the policy allows one call at a time
             return len(calls) == 1 and any(accepts(options, _without_free_text(calls[0])) for options in accepted)
 
-        return grade_calls(transcript[-1].content, self.facets(item)[0], is_right)
+        return grade_calls(item, transcript[-1], self.facets(item)[0], is_right)
 
     def gold(self, item: Item) -> tuple[str, ...]:
         return (item.payload["gold"],)
 
-    def _item(self, stream: str, turn: AgentTurn, task: str, head: str, policy: str) -> Item:
+    def _item(self, stream: str, turn: AgentTurn, task: str, airline: Airline) -> Item:
         accepted = [exact_options(_without_free_text(call)) for call in turn.calls]
         payload = {"accepted": accepted, "gold": format_calls(turn.calls[:1]) or turn.text}
-        return self.row_item(task, stream, (Message(Role.SYSTEM, head), *turn.before), payload, rule=policy)
+        messages = (Message(Role.SYSTEM, airline.policy), *turn.before)
+        return self.row_item(task, stream, messages, payload, airline.tools, rule=airline.policy)
 
 
-def _without_free_text(call: Call) -> Call:
+def _without_free_text(call: ToolCall) -> ToolCall:
     kept = {key: value for key, value in call.arguments.items() if key not in FREE.get(call.name, ())}
-    return call._replace(arguments=kept)
+    return replace(call, arguments=kept)
 
 
 @cache
@@ -121,44 +125,59 @@ def _airline(path: Path) -> Airline:
             types = {key: _TYPES.get(type(value), "string") for key, value in call.arguments.items()}
             tools.setdefault(call.name, {}).update(types)
         if row.get("reward") == 1:
-            messages = [_message(path, number, *pair) for pair in zip(turns, calls, strict=True)]
+            messages = _messages(path, number, turns, calls)
             if not messages or messages[0].role is not Role.SYSTEM:
                 raise DataError(f"{str(path)!r} row {number} does not begin with the policy")
             policy = messages[0].content
             by_twin = tasks.setdefault(value_of(path, number, row, "task_id", int), {"call": [], "words": []})
             for turn in _agent_turns(messages[1:], calls[1:]):
                 by_twin["call" if turn.calls else "words"].append(turn)
-    listed = tuple({"name": name, "parameters": dict(sorted(tools[name].items()))} for name in sorted(tools))
+    listed = tuple(
+        function_schema(name, "", {key: {"type": kind} for key, kind in sorted(tools[name].items())})
+        for name in sorted(tools)
+    )
     complete = tuple((task, turns) for task, turns in sorted(tasks.items()) if all(turns.values()))
     if len(complete) < FEWEST:
         raise DataError(f"{str(path)!r} holds {len(complete)} tasks with a rewarded trace, expected {FEWEST} or more")
     return Airline(policy, listed, complete)
 
 
-def _call(path: Path, number: int, turn: Mapping[str, Any]) -> Call | None:
+def _call(path: Path, number: int, turn: Mapping[str, Any]) -> ToolCall | None:
     """Return the tool call of a turn; None if the turn is in words."""
     if not turn.get("tool_calls"):
         return None
     try:
         (call,) = turn["tool_calls"]
         arguments = json.loads(call["function"]["arguments"])
-        return Call(str(call["function"]["name"]), dict(arguments))
+        return ToolCall(str(call["function"]["name"]), dict(arguments))
     except (KeyError, TypeError, ValueError):
         raise DataError(f"{str(path)!r} row {number} holds a tool call that cannot be read") from None
 
 
-def _message(path: Path, number: int, turn: Mapping[str, Any], call: Call | None) -> Message:
-    role = turn.get("role")
-    if role not in tuple(Role):
-        raise DataError(f"{str(path)!r} row {number} holds a turn of role {str(role)[:20]!r}")
-    return Message(Role(role), format_calls([call]) if call else value_of(path, number, turn, "content", str))
+def _messages(
+    path: Path, number: int, turns: Sequence[Mapping[str, Any]], calls: Sequence[ToolCall | None]
+) -> list[Message]:
+    messages, made = list[Message](), 0
+    for turn, call in zip(turns, calls, strict=True):
+        role = turn.get("role")
+        if role not in tuple(Role):
+            raise DataError(f"{str(path)!r} row {number} holds a turn of role {str(role)[:20]!r}")
+        if call is not None:
+            messages.append(Message(Role(role), "", make_calls([call], made)))
+            made += 1
+            continue
+        # a result belongs to the call right before it
+        before = messages[-1].tool_calls if messages and role == Role.TOOL else ()
+        content = value_of(path, number, turn, "content", str)
+        messages.append(Message(Role(role), content, tool_call_id=before[0].call_id if before else ""))
+    return messages
 
 
-def _agent_turns(messages: Sequence[Message], calls: Sequence[Call | None]) -> tuple[AgentTurn, ...]:
+def _agent_turns(messages: Sequence[Message], calls: Sequence[ToolCall | None]) -> tuple[AgentTurn, ...]:
     """Return the agent's turns that can be asked: calls without free text, and short replies in words."""
     turns = []
     for at, (message, call) in enumerate(zip(messages, calls, strict=True)):
-        if sum(len(before.content) for before in messages[:at]) > LONGEST_TALK:
+        if sum(len(before.content) for before in as_text(messages[:at], ())) > LONGEST_TALK:
             break
         if message.role is not Role.ASSISTANT or at == 0:
             continue

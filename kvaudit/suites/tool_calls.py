@@ -1,118 +1,69 @@
-"""Tools as text: their listing in a prompt, the calls in an answer, and the comparison with the accepted calls.
-
-Answers are untrusted: they are parsed, never evaluated.
-"""
+"""Tools of suites: their schemas, the calls in an answer, and the comparison with the accepted calls."""
 
 from __future__ import annotations
 
-import ast
-import json
 import re
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
-from kvaudit.core.records import Grade, Outcome
+from kvaudit.core.records import Grade, Item, Message, Outcome, ToolCall
+from kvaudit.core.tool_forms.base import Reading
+from kvaudit.core.tool_forms.reading import read_calls, words_beside
 from kvaudit.suites.base import formless, graded
 
 Options = Mapping[str, Mapping[str, Sequence[Any]]]  # {tool: {parameter: accepted values}}
 
-FORM = (
-    'To call a tool, answer with one JSON object and nothing else, such as {"name": "tool", "arguments": '
-    '{"key": "value"}}; for several calls, one object a line. Where no tool is needed, answer in words.'
-)
-_EXAMPLE = ("tool", {"key": "value"})  # of FORM; repeating it calls nothing
-LONGEST_ANSWER = 20_000  # characters of an answer that are parsed; as Python, a tenth
-_ATTEMPT = re.compile(r"""["'](?:arguments|parameters)["']\s*:|\{\s*"name"\s*:""")
-_FENCE = re.compile(r"^```\w*\s*|\s*```$")
-_NAME = re.compile(r"\w+(\.\w+)*")
 _IGNORED = re.compile(r"[\s,./_*^-]")  # when texts are compared
+# names of types in public rows that JSON Schema has not
+_TYPES = {
+    "dict": "object",
+    "float": "number",
+    "double": "number",
+    "tuple": "array",
+    "list": "array",
+    "any": "string",
+    "int": "integer",
+    "bool": "boolean",
+    "str": "string",
+}
 
 
-class Call(NamedTuple):
-    """A call of a tool."""
-
-    name: str
-    arguments: dict[str, Any]
-
-
-def list_tools(tools: Sequence[Mapping[str, Any]]) -> str:
-    """Return the tools as text for a prompt, one JSON object a line, as chat templates list them."""
-    return "Tools:\n" + "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+def function_schema(name: str, description: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a tool as chat templates take it; ``parameters`` are a schema, or the schema of each parameter by name."""
+    if "properties" not in parameters:
+        parameters = {"properties": dict(parameters)}
+    schema = {"type": "object", **parameters}
+    schema.setdefault("required", [])
+    function = {"name": name, "description": description, "parameters": _json_schema(schema)}
+    return {"type": "function", "function": function}
 
 
-def format_calls(calls: Sequence[Call]) -> str:
-    """Return calls in the form that the prompt asks for."""
-    return "\n".join(json.dumps(call._asdict(), ensure_ascii=False) for call in calls)
+def _json_schema(value: Any) -> Any:
+    """Return a schema with the types of JSON Schema, at every level."""
+    if isinstance(value, list):
+        return [_json_schema(entry) for entry in value]
+    if not isinstance(value, dict):
+        return value
+    schema = {key: _json_schema(entry) for key, entry in value.items()}
+    kind = schema.get("type")
+    return schema | {"type": _TYPES.get(kind.casefold(), kind)} if isinstance(kind, str) else schema
 
 
-def parse_calls(text: str) -> tuple[Call, ...] | None:
-    """Return the calls of an answer, () if it has none; None if it tries to call but cannot be parsed.
-
-    JSON objects count anywhere in the text (inside prose, tags and fences); Python calls only if the text is nothing
-    else. A repeated listing of a tool is no call, although it has a name and parameters too.
-    """
-    text = text[:LONGEST_ANSWER]
-    if calls := tuple(_json_calls(text)):
-        return calls
-    return None if _ATTEMPT.search(text) else python_calls(_FENCE.sub("", text.strip()))
+def read_answer(item: Item, answer: Message) -> Reading:
+    """Return the calls of an answer: those read in the model's form, else any that its text holds."""
+    if answer.tool_calls:
+        return Reading(words_beside(answer, item.tools), answer.tool_calls)
+    return read_calls(answer.content, item.tools)
 
 
-def json_objects(text: str) -> Iterator[dict[str, Any]]:
-    """Yield every JSON object in a text, up to the first one that is nested too deeply to parse."""
-    decoder, start = json.JSONDecoder(), text.find("{")
-    while start >= 0:
-        try:
-            value, end = decoder.raw_decode(text, start)
-        except ValueError:
-            end = start + 1  # no object begins here
-        except RecursionError:
-            return
-        else:
-            yield value
-        start = text.find("{", end)
+def make_calls(calls: Sequence[ToolCall], first: int = 0) -> tuple[ToolCall, ...]:
+    """Return calls with ids of nine letters and digits, which Mistral's templates ask for; ``first`` counts on."""
+    return tuple(
+        ToolCall(call.name, call.arguments, f"call{number:05}") for number, call in enumerate(calls, start=first)
+    )
 
 
-def _json_calls(text: str) -> Iterator[Call]:
-    for value in json_objects(text):
-        arguments = value.get("arguments", value.get("parameters"))
-        if isinstance(value.get("name"), str) and isinstance(arguments, dict):
-            call = Call(value["name"], arguments)
-            is_listing = "description" in value or isinstance(arguments.get("properties"), dict)
-            if not is_listing and call != _EXAMPLE:
-                yield call
-
-
-def python_calls(text: str, parameters: Mapping[str, Sequence[str]] | None = None) -> tuple[Call, ...]:
-    """Return the calls of a text that consists of Python calls, or a list of them; () for any other text.
-
-    ``parameters`` names the positional arguments of each tool.
-    """
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about a model's Python
-            body = ast.parse(text[: LONGEST_ANSWER // 10]).body
-        return tuple(_call(node, parameters or {}) for line in body for node in _nodes(line))
-    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
-        return ()
-
-
-def _nodes(line: ast.stmt) -> Sequence[ast.expr]:
-    if not isinstance(line, ast.Expr):
-        raise ValueError
-    return line.value.elts if isinstance(line.value, ast.List | ast.Tuple) else [line.value]
-
-
-def _call(node: ast.expr, parameters: Mapping[str, Sequence[str]]) -> Call:
-    if not isinstance(node, ast.Call) or not _NAME.fullmatch(name := ast.unparse(node.func)):
-        raise ValueError
-    names = parameters.get(name, ())[: len(node.args)]
-    positional = dict(zip(names, map(ast.literal_eval, node.args), strict=True))
-    keywords = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in node.keywords if keyword.arg}
-    return Call(name, positional | keywords)
-
-
-def accepts(options: Options, call: Call, *, typed: bool = False) -> bool:
+def accepts(options: Options, call: ToolCall, *, typed: bool = False) -> bool:
     """Return whether ``options`` accept a call; "" among the values makes a parameter optional.
 
     With ``typed``, an integer option accepts no float (5.0 for 5), as in the leaderboard.
@@ -148,7 +99,7 @@ def _normalised(text: str) -> str:
     return _IGNORED.sub("", text).casefold().replace("'", '"')
 
 
-def exact_options(call: Call) -> dict[str, Any]:
+def exact_options(call: ToolCall) -> dict[str, Any]:
     """Return the options that accept only this call."""
     return {call.name: _as_options(call.arguments)}
 
@@ -159,10 +110,10 @@ def _as_options(value: Any) -> Any:
     return [_as_options(entry) for entry in value] if isinstance(value, list | tuple) else value
 
 
-def accepted_call(options: Options) -> Call:
+def accepted_call(options: Options) -> ToolCall:
     """Return a call that ``options`` accept."""
     ((name, parameters),) = options.items()
-    return Call(name, _first_choice(parameters))
+    return ToolCall(name, _first_choice(parameters))
 
 
 def _first_choice(option: Any) -> Any:
@@ -171,13 +122,14 @@ def _first_choice(option: Any) -> Any:
     return [_first_choice(entry) for entry in option] if isinstance(option, list) else option
 
 
-def grade_calls(text: str, facet: str, is_right: Callable[[tuple[Call, ...]], bool]) -> Grade:
+def grade_calls(item: Item, answer: Message, facet: str, is_right: Callable[[tuple[ToolCall, ...]], bool]) -> Grade:
     """Grade an answer that should make the right calls (facet solved) or no call (facet overcalled)."""
-    if not text.strip():
+    if not answer.content.strip():
         return formless("empty", (facet,))
-    calls = parse_calls(text)
-    if calls is None:
+    reading = read_answer(item, answer)
+    if reading.is_broken:
         return formless("malformed call", (facet,), Outcome.UNDESIRED)
+    calls = reading.calls
     if facet == "overcalled":
         fault, value = "called where no call was right" if calls else "", bool(calls)
     else:

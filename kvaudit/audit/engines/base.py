@@ -41,7 +41,8 @@ _SETTING_NAME = re.compile(r"[A-Za-z0-9_.-]{1,100}")
 class GenerationRequest(NamedTuple):
     """A prompt with its sampling options. ``temperature`` 0 is greedy, ``top_p`` 1 keeps the whole distribution.
 
-    ``messages`` hold the same conversation for engines that take text instead of tokens.
+    ``messages`` hold the same conversation for engines that take text instead of tokens, and ``tools`` the schemas of
+    its tools, none where they stand in the messages as text.
     """
 
     ids: tuple[int, ...]
@@ -51,6 +52,7 @@ class GenerationRequest(NamedTuple):
     top_p: float
     seed: int
     messages: tuple[Message, ...] = ()
+    tools: tuple[Mapping[str, Any], ...] = ()
 
     @property
     def most(self) -> int:

@@ -36,6 +36,8 @@ class _Row:
         self.said_in = ""
 
     def request(self, decoding: Decoding, seed: int) -> GenerationRequest:
+        exchange = self.talk.exchange
+        messages, tools = self._model.chat.request_of(without_thoughts(exchange.transcript), exchange.item.tools)
         return GenerationRequest(
             ids=tuple(self._ids),
             max_tokens=self.talk.suite.max_new_tokens,
@@ -43,7 +45,8 @@ class _Row:
             temperature=decoding.temperature,
             top_p=decoding.top_p,
             seed=turn_seed(seed, self._turn),
-            messages=tuple(without_thoughts(self.talk.exchange.transcript)),
+            messages=messages,
+            tools=tools,
         )
 
     def take(self, reply: Reply) -> None:
@@ -80,7 +83,16 @@ class _Row:
         messages = self.talk.exchange.step(text, finish, thought)
         self.talk.exchange.add(messages)
         # without the answer's token ids the next prompt is rendered from the whole transcript
-        self._ids = self._model.chat.prompt(self.talk.exchange.transcript).ids if self.talk.open else ()
+        self._ids = self._whole_prompt() if self.talk.open else ()
+
+    def _whole_prompt(self) -> tuple[int, ...]:
+        """Return the tokens of the whole transcript; ends the conversation if the template refuses its calls."""
+        chat, exchange = self._model.chat, self.talk.exchange
+        tools = exchange.item.tools
+        if chat.tool_form_of(exchange.transcript, tools) != self.talk.tool_form:
+            exchange.abort("the chat template does not take the calls of the last answer")
+            return ()
+        return chat.prompt(exchange.transcript, (), tools).ids
 
 
 def converse(
@@ -130,5 +142,6 @@ def _graded(row: _Row, seconds: float) -> EngineAnswer:
         logprob=row.logprob,
         unanswered=exchange.unanswered,
         said_in=row.said_in,
+        tool_form=row.talk.tool_form,
     )
     return EngineAnswer(exchange.item, exchange.grade(), answer)

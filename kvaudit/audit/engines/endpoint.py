@@ -125,6 +125,7 @@ class _EndpointSession(Session):
     def _reply(self, request: GenerationRequest, until: float) -> Reply:
         options: dict[str, Any] = {"temperature": request.temperature, "seed": request.seed % _LARGEST_SEED}
         options |= {"top_p": request.top_p} if request.top_p < 1 else {}
+        options |= {"tools": list(request.tools)} if request.tools else {}
         try:
             answer = self._answer(request.messages, len(request.ids), request.max_tokens, options, until)
         except RefusedRequest as why:
@@ -147,13 +148,15 @@ class _EndpointSession(Session):
         """
         from kvaudit.audit.sampling.chat_calls import SentRequest, answer, wire
 
-        rows = wire(messages, Role.USER)
+        # a conversation whose tools stand in the prompt as text has no structured calls
+        has_tools = "tools" in options or any(message.tool_calls for message in messages)
+        rows = wire(messages, Role.TOOL if has_tools else Role.USER)
         body = {"model": self._settings["model"], "messages": rows, "max_tokens": max_tokens, **options}
         completion = self._client.ask(body | self._template_options, until)
         was_read = self._shows_prompts or self._readings.unread(rows) == 0
         if was_read:
             self._readings.note(rows)
-        reply = answer(completion, SentRequest(rows, prompt_tokens, True, max_tokens), 0.0, self._readings)
+        reply = answer(completion, SentRequest(rows, prompt_tokens, True, max_tokens, has_tools), 0.0, self._readings)
         self._check_length(max_tokens, reply)
         # later turns hold answers as text, which a template may tokenize differently than we do
         is_first_turn = all(message.role in (Role.USER, Role.SYSTEM) for message in messages)

@@ -201,7 +201,7 @@ def collect_requests(model: LoadedModel, suite: Suite, prompts: int, context_tok
         )
     requests = []
     for item, is_harmful in zip(items, harmful, strict=True):
-        prompt = model.chat.prompt(item.messages).ids
+        prompt = model.chat.prompt(item.messages, (), item.tools).ids
         episode = Sampler(model, parse_policy("none"), recorded=False).open([prompt], [0])
         (answer,) = episode.decode(Decoding(_ANSWER_TOKENS, temperature=0.0))
         assert answer is not None

@@ -118,7 +118,7 @@ def _lines(answer: RerunAnswer) -> Iterator[str]:
     yield f"policy      {answer.policy.canonical}"
     for message in row.transcript[len(row.item.messages) :]:
         label = "answer" if message.role is Role.ASSISTANT else message.role.value
-        yield f"{label:<11} {visible(message.content)}".replace("\n", _INDENT)
+        yield f"{label:<11} {visible(message.text)}".replace("\n", _INDENT)
     yield f"recorded    {_compare_with_record(answer)}"
     yield f"graded      {answer.outcome}"
     shares = ", ".join(f"{role} {share:.1%}" for role, share in row.survival.items())
@@ -134,5 +134,5 @@ def _compare_with_record(answer: RerunAnswer) -> str:
     if answer.same:
         return "yes: the same answer, text for text"
     messages = answer.record.transcript[len(answer.row.item.messages) :]
-    text = inline(" | ".join(message.content for message in messages))
+    text = inline(" | ".join(message.text for message in messages))
     return f"ANOTHER ANSWER ({answer.record.new_tokens} tokens): {text}"

@@ -151,7 +151,8 @@ def try_out_engines(
     """
     ids, stops = item_prompt(model.chat, item).ids, tuple(sorted(model.chat.stop_ids))
     max_tokens = 1 if on_answer is None else FIRST_TOKENS
-    request = AskedOfEngine(ids, max_tokens, stops, temperature=0.0, top_p=1.0, seed=0, messages=item.messages)
+    messages, tools = model.chat.request_of(item.messages, item.tools)
+    request = AskedOfEngine(ids, max_tokens, stops, temperature=0.0, top_p=1.0, seed=0, messages=messages, tools=tools)
     with _trial_logs() as logs:
         for condition in conditions:
             with start_engine(condition, model, spec, logs) as session:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from kvaudit.audit.cache.shared import SharedPrefill
 from kvaudit.audit.engines import Condition, ServingMode, parse_serving_mode
@@ -34,10 +36,19 @@ from kvaudit.audit.sampling.model import LoadedModel
 from kvaudit.audit.sampling.packing import pack_weights
 from kvaudit.audit.sampling.sampler import Decoding, Sampler
 from kvaudit.core.errors import DataError, SpecError
-from kvaudit.core.provenance import PROMPTS, UNSTABLE_NAMES, merge_prompt_digests, prompt_unit, table_of
+from kvaudit.core.provenance import (
+    PROMPTS,
+    TOOL_FORMS_USED,
+    TOOL_SYSTEM_MOVED,
+    UNSTABLE_NAMES,
+    merge_prompt_digests,
+    prompt_unit,
+    table_of,
+)
 from kvaudit.core.records import CacheUse, Item, Record, Serving, UngradedAnswer
 from kvaudit.core.spans import span_error
 from kvaudit.core.spec import RunSpec
+from kvaudit.core.tool_forms.text import list_tools
 from kvaudit.reports.records.floor import SAME_ORDER, SHUFFLED
 from kvaudit.suites.base import SUITES, CountTokens, Split, Suite
 
@@ -229,7 +240,11 @@ class Evaluator:
             name = prompt_unit(unit.arm, unit.seed, unit.suite, unit.context_tokens, unit.policy.canonical)
             hashes[name] = merge_prompt_digests(noted.get(name) if file.rows and not rows else None, sha256)
         names = ", ".join(self._model.chat.unstable_names)
-        run.note(**{PROMPTS: hashes}, **({UNSTABLE_NAMES: names} if names else {}))
+        forms = tool_forms_of(self._model.chat, batches)
+        used: dict[str, Any] = {TOOL_FORMS_USED: {suite.name: forms}} if forms else {}
+        if forms and self._model.chat.moves_system_with_tools:
+            used[TOOL_SYSTEM_MOVED] = True
+        run.note(**{PROMPTS: hashes}, **used, **({UNSTABLE_NAMES: names} if names else {}))
 
     def _answers(
         self, unit: Unit, suite: Suite, items: Sequence[Item], prompts: Sequence[ChatTokens], shared: SharedPrefill
@@ -327,11 +342,17 @@ class Evaluator:
 
 def prompts_sha256(chat: Chat, batches: Sequence[Sequence[Item]]) -> str:
     """Return the sha256 of items' prompts as the chat template renders them, whatever their order."""
-    texts = sorted((item.item_id, chat.prompt_text(item.messages)) for batch in batches for item in batch)
+    texts = sorted((item.item_id, chat.prompt_text(item.messages, item.tools)) for batch in batches for item in batch)
     digest = hashlib.sha256()
     for name, text in texts:
         digest.update(json.dumps([name, text]).encode())
     return digest.hexdigest()
+
+
+def tool_forms_of(chat: Chat, batches: Sequence[Sequence[Item]]) -> dict[str, int]:
+    """Return the forms in which items offer tools, with the number of items in each; {} for items without tools."""
+    forms = (chat.tool_form_of(item.messages, item.tools) for batch in batches for item in batch)
+    return dict(sorted(Counter(filter(None, forms)).items()))
 
 
 def evaluation_items(spec: RunSpec, suite: Suite, context: int, count: CountTokens) -> list[Item]:
@@ -397,14 +418,15 @@ def make_items(
 def opening_tokens(model: LoadedModel, item: Item) -> int:
     """Return the length of an item's prompt; a SpecError of the chat template names the suite."""
     try:
-        return len(model.chat.prompt(item.messages).ids)
+        return len(model.chat.prompt(item.messages, (), item.tools).ids)
     except SpecError as error:
         raise SpecError(f"suite {item.suite}: {error}") from None
 
 
 def check_spans(suite: Suite, item: Item) -> None:
     """Raise SpecError for a span of the suite that is not in the item."""
-    problem = span_error(item.spans, [message.content for message in item.messages], may_come_later=suite.max_turns > 1)
+    texts = [*(message.content for message in item.messages), *([list_tools(item.tools)] if item.tools else [])]
+    problem = span_error(item.spans, texts, may_come_later=suite.max_turns > 1)
     if problem:
         raise SpecError(f"suite {suite.name} item {item.item_id} {problem}; fix the suite's spans")
 

@@ -21,7 +21,7 @@ from kvaudit.audit.training.rewards.base import parse_reward
 from kvaudit.core.files import read_json, write_json
 from kvaudit.core.plugins import sha256_of
 from kvaudit.core.provenance import ORIGIN, PROVENANCE, RECIPE, read_recipe, seal_recipe
-from kvaudit.core.records import Item
+from kvaudit.core.records import Item, fingerprint_rows
 from kvaudit.core.spec import RunSpec
 from kvaudit.core.spec_train import TrainSpec
 from kvaudit.suites.base import SUITES
@@ -81,7 +81,7 @@ def refusal_set(spec: RunSpec, batches: Batches) -> dict[str, Any]:
 
 
 def _items_sha256(items: Iterable[Item]) -> str:
-    rows = [[item.item_id, [[str(m.role), m.content] for m in item.messages], dict(item.payload)] for item in items]
+    rows = [[item.item_id, fingerprint_rows(item.messages, item.tools), dict(item.payload)] for item in items]
     return sha256_of(sorted(rows, key=str))
 
 

@@ -5,13 +5,29 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import accumulate
 from typing import Any, Literal, NamedTuple
 
+from kvaudit.audit.sampling.chat_tools import (
+    PROBE,
+    PROBE_TEXTS,
+    TOOL_SLOT,
+    ArgumentsAs,
+    slot_calls,
+    slot_name,
+    tool_fields,
+    varying,
+)
 from kvaudit.audit.sampling.rendering import TemplateRefusal, renderer, unstable_names
+from kvaudit.audit.sampling.response_template import ResponseTemplate
 from kvaudit.core.completions import THOUGHT_CLOSING, THOUGHT_OPENING
 from kvaudit.core.errors import SpecError
-from kvaudit.core.records import Message, Role, message_rows
+from kvaudit.core.records import Message, Role, ToolCall
 from kvaudit.core.spans import Place, Span, find_spans
+from kvaudit.core.tool_forms.base import TOOL_FORMS, ToolForm, Tools, form_of
+from kvaudit.core.tool_forms.reading import as_text, words_beside
+from kvaudit.core.tool_forms.text import TextForm, list_tools
 
 FORMAT_ROLE = "format"  # tokens of the template itself: headers, end-of-turn, generation prompt
 TOOL_PREFIX = "Tool result:\n"
@@ -19,6 +35,8 @@ _MARKER = "kvaudit-marker-7391"  # takes the place of an answer, to find it in t
 _TORN, _MOST_BYTES = "\ufffd", 4  # decoded form of an incomplete character; bytes of the longest character
 _SHORT, _MOST_COUNTS = 2_000, 20_000  # token counts are cached for texts up to so many characters, up to so many
 _SLOT = "kvaudit-slot-{}-7391"
+TOOL_FORM = "tool_form"  # the option of kvaudit's own that names a form
+TEXT_FORM, ANY_FORM = TextForm.name, "any"  # tools as text; a template with tools whose form of calls is unknown
 ChatOption = bool | int | float | str
 # arguments of transformers' renderer, which an option of the same name would replace
 _RESERVED = (
@@ -75,40 +93,167 @@ class Chat:
         self.tokenizer = tokenizer
         self._counts: dict[str, int] = {}
         self._source, self._tokens = _template_of(tokenizer), dict(tokenizer.special_tokens_map)
+        self._tool_source = _template_of(tokenizer, [TOOL_SLOT])  # a tokenizer may have a template for tools alone
         self.options = dict(options or {})
+        self._named_form = self._take_named_form()
         self._check_options()
         self.system_role: Literal["native", "user"] = self._takes(Role.SYSTEM, first=True)
         self.tool_role: Literal["native", "user"] = self._takes(Role.TOOL, first=False)
         self.opens_thought = self._template([Message(Role.USER, ".")]).rstrip().endswith(THOUGHT_OPENING)
         self.stop_ids: frozenset[int] = frozenset(stop_ids) | self._template_stops()
 
-    def prompt(self, messages: Sequence[Message], spans: Sequence[Span] = ()) -> ChatTokens:
-        """Return the prompt, generation prompt included, with the tokens of the marked ``spans``."""
-        return self._render((), messages, spans)
+    def prompt(self, messages: Sequence[Message], spans: Sequence[Span] = (), tools: Tools = ()) -> ChatTokens:
+        """Return the prompt, generation prompt included, with the tokens of the marked ``spans``.
 
-    def prompt_text(self, messages: Sequence[Message]) -> str:
+        A span of the text ``list_tools(tools)`` is where the template lists the tools.
+        """
+        return self._render((), *self.request_of(messages, tools), spans)
+
+    def prompt_text(self, messages: Sequence[Message], tools: Tools = ()) -> str:
         """Return the prompt as text, generation prompt included."""
-        return self._text_after((), messages)
+        return self._text_after((), *self.request_of(messages, tools))
+
+    # --- tools ------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def tool_form(self) -> ToolForm | None:
+        """The form that was named, the tokenizer's own or the one that its template writes; None if it is unknown."""
+        if self._named_form is not None:
+            return self._named_form
+        own = getattr(self.tokenizer, "response_template", None)  # only newer versions of transformers have it
+        if isinstance(own, Mapping):
+            return ResponseTemplate(own, self._template([Message(Role.USER, ".")]))
+        return form_of(self._tool_source)
+
+    def tool_form_of(self, messages: Sequence[Message], tools: Tools) -> str:
+        """Return the name of the form in which a conversation offers tools; "" for one without tools.
+
+        "text": as text of the prompt, since the template takes no tools or not these calls, or the form was named.
+        "any": by the template, whose form of calls is unknown.
+        """
+        if not tools and not any(message.tool_calls for message in messages):
+            return ""
+        if isinstance(self._named_form, TextForm) or not self._renders_tools(messages, tools):
+            return TEXT_FORM
+        return ANY_FORM if self.tool_form is None else self.tool_form.name
+
+    def reader_of(self, tool_form: str) -> ToolForm | None:
+        """Return the form that reads the answers of a conversation, None for any form."""
+        return self.tool_form if tool_form not in (TEXT_FORM, ANY_FORM) else None
+
+    @property
+    def moves_system_with_tools(self) -> bool:
+        """Whether a system prompt stands in the user's message only because a conversation has tools."""
+        return self.system_role == "native" and self._arguments_as is not None and self._system_with_tools == "user"
+
+    def request_of(
+        self, messages: Sequence[Message], tools: Tools
+    ) -> tuple[tuple[Message, ...], tuple[Mapping[str, Any], ...]]:
+        """Return a conversation as it is rendered: with the words beside calls, or with the tools as text and none."""
+        form = self.tool_form_of(messages, tools)
+        if form == TEXT_FORM:
+            return as_text(messages, tools), ()
+        if form:
+            reader = self.reader_of(form)
+            messages = [replace(message, content=words_beside(message, tools, reader)) for message in messages]
+        return tuple(messages), tuple(tools)
+
+    def call_text(self, messages: Sequence[Message], calls: Sequence[ToolCall], tools: Tools) -> str | None:
+        """Return calls as the model would write them, cut from the conversation with them as its next turn.
+
+        None where tools stand in the prompt as text, or where the template writes the conversation before differently.
+        """
+        calls = [replace(call, call_id=f"call{number:05}") for number, call in enumerate(calls)]
+        # with results, since some templates end a turn by the beginning of the next
+        results = [Message(Role.TOOL, ".", tool_call_id=call.call_id) for call in calls]
+        turns = [*messages, Message(Role.ASSISTANT, "", tuple(calls)), *results]
+        if self.tool_form_of(turns, tools) in ("", TEXT_FORM):
+            return None
+        prompt, whole = self.prompt_text(messages, tools), self.prompt_text(turns, tools)
+        after = whole[len(prompt) :]
+        ends = [place for stop in self._stop_texts if (place := after.find(stop)) >= 0]
+        return after[: min(ends)] if ends and whole.startswith(prompt) else None
+
+    @cached_property
+    def _arguments_as(self) -> ArgumentsAs | None:
+        """How the template takes the arguments of a call; None if it takes no tools."""
+        for way in ("object", "text"):
+            try:
+                text = self._apply(self._rows(PROBE, way), [TOOL_SLOT])
+            except TemplateRefusal:
+                continue
+            if all(part in text for part in PROBE_TEXTS) and text.count(PROBE_TEXTS[0]) > 1:
+                return way
+        return None
+
+    @cached_property
+    def _system_with_tools(self) -> Literal["native", "user"]:
+        """How a conversation with tools has its system prompt: some templates drop it before a tool's result."""
+        rows = move_roles([Message(Role.SYSTEM, _MARKER), *PROBE], set(), self._arguments_as or "object")
+        try:
+            is_kept = self.system_role == "native" and _MARKER in self._apply(rows, [TOOL_SLOT])
+        except TemplateRefusal:
+            is_kept = False
+        return "native" if is_kept else "user"
+
+    def _renders_tools(self, messages: Sequence[Message], tools: Tools) -> bool:
+        """Return whether the template writes the tools and every message and call of a conversation."""
+        if self._arguments_as is None:
+            return False
+        slots = slot_calls(_slotted([replace(m, content=words_beside(m, tools, self.tool_form)) for m in messages]))
+        parts = [slot_name(n, k) for n, message in enumerate(slots) for k in range(len(message.tool_calls))]
+        parts += [message.content for message in slots] + ([PROBE_TEXTS[0]] if tools else [])
+        try:
+            text = self._apply(self._rows(slots, self._arguments_as), [TOOL_SLOT] if tools else [])
+        except TemplateRefusal:
+            return False
+        return all(part in text for part in parts)
+
+    def _take_named_form(self) -> ToolForm | None:
+        name = self.options.pop(TOOL_FORM, None)
+        return None if name is None else TOOL_FORMS.get(str(name))()
 
     @property
     def unstable_names(self) -> list[str]:
         """The names in the template that may make its output differ from day to day."""
-        return unstable_names(self._source)
+        return sorted({*unstable_names(self._source), *unstable_names(self._tool_source)})
 
-    def reply(self, messages: Sequence[Message], spans: Sequence[Span] = ()) -> ChatTokens:
+    def reply(
+        self,
+        messages: Sequence[Message],
+        spans: Sequence[Span] = (),
+        *,
+        calls: Sequence[ToolCall] = (),
+        tools: Tools = (),
+    ) -> ChatTokens:
         """Return the tokens after an assistant completion: end-of-turn, the new messages, generation prompt.
 
         They are cut from a conversation with a marker as the answer, so this works with any template. A completion that
-        ends with a sampled end-of-turn token already holds the first one: see ``continuation``.
+        ends with a sampled end-of-turn token already holds the first one: see ``continuation``. ``calls`` are those of
+        the completion and ``tools`` those of the conversation, none where they stand in the prompt as text.
         """
+        if calls and self._arguments_as is not None:
+            # some templates write a tool's result only behind its call
+            last = replace(calls[-1], arguments={**calls[-1].arguments, _MARKER: _MARKER})
+            before = (Message(Role.USER, "."), Message(Role.ASSISTANT, "", (*calls[:-1], last)))
+            try:
+                return self._render(before, messages, tools, spans)
+            except SpecError:  # more calls at once than the template writes
+                pass
         # begin with a user: many templates refuse a conversation that begins with the assistant
-        return self._render((Message(Role.USER, "."), Message(Role.ASSISTANT, _MARKER)), messages, spans)
+        return self._render((Message(Role.USER, "."), Message(Role.ASSISTANT, _MARKER)), messages, tools, spans)
 
     def continuation(
-        self, completion: Sequence[int], messages: Sequence[Message], spans: Sequence[Span] = ()
+        self,
+        completion: Sequence[int],
+        messages: Sequence[Message],
+        spans: Sequence[Span] = (),
+        *,
+        calls: Sequence[ToolCall] = (),
+        tools: Tools = (),
     ) -> ChatTokens:
         """Return ``reply`` without the end-of-turn token that ``completion`` already ends with."""
-        rendered = self.reply(messages, spans)
+        rendered = self.reply(messages, spans, calls=calls, tools=tools)
         if completion and completion[-1] in self.stop_ids:
             # search only before the next message's text, which may hold the same token
             lead = next((i for i, role in enumerate(rendered.roles) if role != FORMAT_ROLE), len(rendered.ids))
@@ -167,7 +312,8 @@ class Chat:
 
     def to_json(self) -> dict[str, Any]:
         """Return what a run records of its chat template: its options, and how it takes system and tool roles."""
-        return {"options": self.options, "system_role": self.system_role, "tool_role": self.tool_role}
+        named = {} if self._named_form is None else {TOOL_FORM: self._named_form.name}
+        return {"options": self.options, "system_role": self.system_role, "tool_role": self.tool_role, **named}
 
     def role_notes(self) -> list[str]:
         """Return a sentence for each role that the template does not accept."""
@@ -181,7 +327,7 @@ class Chat:
         # in its usual place, or the template would refuse the order instead of the role
         messages = [probe, *plain[:1]] if first else [*plain, probe]
         try:
-            return "native" if _MARKER in self._apply(message_rows(messages)) else "user"
+            return "native" if _MARKER in self._apply(move_roles(messages, set())) else "user"
         except TemplateRefusal:
             return "user"
 
@@ -213,30 +359,38 @@ class Chat:
         eos = self.tokenizer.eos_token_id
         return frozenset(stops if eos is None else stops | {int(eos)})
 
-    def _render(self, before: tuple[Message, ...], messages: Sequence[Message], marked: Sequence[Span]) -> ChatTokens:
+    def _render(
+        self, before: tuple[Message, ...], messages: Sequence[Message], tools: Tools, marked: Sequence[Span]
+    ) -> ChatTokens:
         """Return the tokens of the messages and of the template text around them, after the messages ``before``."""
-        text = self._text_after(before, messages)
+        text = self._text_after(before, messages, tools)
         # unique texts in place of the messages, to tell the template's text from theirs
-        slots = [replace(message, content=_SLOT.format(n)) for n, message in enumerate(messages)]
-        stretches = _stretches(text, self._text_after(before, slots), messages)
+        slots = _slotted(messages)
+        frame = self._text_after(before, slots, tools)
+        stretches = _stretches(text, frame, messages)
+        listing, calls = list[_Stretch](), list[_Stretch]()
+        if tools:
+            other = self._text_after(before, slots, [TOOL_SLOT])
+            listing = _varying(text, stretches, frame, other, Role.SYSTEM)
+        if any(message.tool_calls for message in messages):
+            other = self._text_after(before, slot_calls(slots), tools)
+            calls = _varying(text, stretches, frame, other, Role.ASSISTANT)
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        roles, n = [], 0  # a role for every token; the number of the current message
-        for start, _ in encoded["offset_mapping"]:  # in characters of the text
-            while n < len(stretches) and stretches[n].end <= start:
-                n += 1
-            # a token belongs to the message that it begins in
-            inside = n < len(stretches) and stretches[n].start <= start
-            roles.append(stretches[n].role if inside else FORMAT_ROLE)
-        spans = {
-            name: _tokens(encoded["offset_mapping"], [stretches[place.message].locate(place) for place in places])
-            for name, places in find_spans(marked, [message.content for message in messages]).items()
+        offsets = encoded["offset_mapping"]  # in characters of the text
+        places: dict[str, list[tuple[int, int]]] = {
+            name: [stretches[place.message].locate(place) for place in found]
+            for name, found in find_spans(marked, [message.content for message in messages]).items()
         }
+        for span in marked:
+            if tools and span.text.strip() == list_tools(tools).strip():
+                places.setdefault(span.name, []).extend((stretch.start, stretch.end) for stretch in listing)
         # leave out spans without tokens: a tokenizer may drop their characters
-        spans = {name: tokens for name, tokens in spans.items() if tokens}
-        return ChatTokens(tuple(encoded["input_ids"]), tuple(roles), spans)
+        spans = {name: tokens for name, found in places.items() if (tokens := _tokens(offsets, found))}
+        roles = _roles([start for start, _ in offsets], [*stretches.values(), *listing, *calls])
+        return ChatTokens(tuple(encoded["input_ids"]), roles, spans)
 
-    def _text_after(self, before: tuple[Message, ...], messages: Sequence[Message]) -> str:
-        text = self._template([*before, *messages])
+    def _text_after(self, before: tuple[Message, ...], messages: Sequence[Message], tools: Tools = ()) -> str:
+        text = self._template([*before, *messages], tools)
         if not before:
             return text
         # the last marker, since a template may repeat the assistant's text
@@ -245,31 +399,59 @@ class Chat:
             raise SpecError(
                 "the chat template drops or rewrites assistant text; kvaudit cannot continue a conversation with it"
             )
-        return after
+        if not before[-1].tool_calls:
+            return after
+        # behind the call the template closes it, up to the end of the turn
+        ends = [place for stop in self._stop_texts if (place := after.find(stop)) >= 0]
+        if not ends:
+            raise SpecError("the chat template ends no call of a tool; kvaudit cannot continue a conversation with it")
+        return after[min(ends) :]
 
-    def _template(self, messages: Sequence[Message]) -> str:
+    @cached_property
+    def _stop_texts(self) -> tuple[str, ...]:
+        return tuple(filter(None, map(self.tokenizer.convert_ids_to_tokens, sorted(self.stop_ids))))
+
+    def _template(self, messages: Sequence[Message], tools: Tools = ()) -> str:
         try:
-            taken = {Role.SYSTEM: self.system_role, Role.TOOL: self.tool_role}
-            moved = {role for role, way in taken.items() if way == "user"}
-            return self._apply(move_roles(messages, moved))
+            has_tools = bool(tools) or any(message.tool_calls for message in messages)
+            return self._apply(self._rows(messages, self._arguments_as if has_tools else None), tools)
         except TemplateRefusal as error:
             roles = ", ".join(message.role for message in messages)
             raise SpecError(
                 f"the chat template refuses messages of roles {roles}: {error}; take another model or suite"
             ) from None
 
-    def _apply(self, rows: list[dict[str, str]]) -> str:
-        return renderer.render(self._source, rows, {**self._tokens, **self.options})
+    def _rows(self, messages: Sequence[Message], arguments_as: ArgumentsAs | None) -> list[dict[str, Any]]:
+        """Return messages as the template takes them; with ``arguments_as`` it has a role for tool results."""
+        taken = {Role.SYSTEM: self.system_role, Role.TOOL: self.tool_role}
+        if arguments_as:
+            has_system = any(message.role is Role.SYSTEM for message in messages)
+            taken = {Role.SYSTEM: self._system_with_tools if has_system else "native", Role.TOOL: "native"}
+        moved = {role for role, way in taken.items() if way == "user"}
+        return move_roles(messages, moved, arguments_as or "object")
+
+    def _apply(self, rows: list[dict[str, Any]], tools: Tools = ()) -> str:
+        names = {**self._tokens, **self.options}
+        if not tools:
+            return renderer.render(self._source, rows, names)
+        return renderer.render(self._tool_source, rows, {**names, "tools": list(tools)})
 
 
-def move_roles(messages: Sequence[Message], moved: Set[Role]) -> list[dict[str, str]]:
+def move_roles(
+    messages: Sequence[Message], moved: Set[Role], arguments_as: ArgumentsAs = "object"
+) -> list[dict[str, Any]]:
     """Return messages as rows; those of ``moved`` roles become user text, joined to a neighbouring user row."""
-    rows: list[dict[str, str]] = []
+    rows: list[dict[str, Any]] = []
     was_moved = False
+    names = dict[str, str]()  # of tools, by the id of a call
     for message in messages:
         is_moved = message.role in moved
         prefix = TOOL_PREFIX if is_moved and message.role is Role.TOOL else ""
-        row = {"role": str(Role.USER if is_moved else message.role), "content": prefix + message.content}
+        row: dict[str, Any] = {
+            "role": str(Role.USER if is_moved else message.role),
+            "content": prefix + message.content,
+        }
+        row |= {} if is_moved else tool_fields(message, names, arguments_as)
         # two genuine user messages are never joined
         if rows and rows[-1]["role"] == row["role"] == Role.USER and (is_moved or was_moved):
             rows[-1]["content"] += "\n\n" + row["content"]
@@ -279,25 +461,77 @@ def move_roles(messages: Sequence[Message], moved: Set[Role]) -> list[dict[str, 
     return rows
 
 
-def _template_of(tokenizer: Any) -> str:
+def _template_of(tokenizer: Any, tools: Tools | None = None) -> str:
     try:
-        return str(tokenizer.get_chat_template())
+        return str(tokenizer.get_chat_template(tools=tools))
     except ValueError as error:  # several named templates, none of them the default
         raise SpecError(f"the tokenizer's chat template cannot be chosen: {str(error).partition('.')[0]}") from None
 
 
 class _Stretch(NamedTuple):
-    """Where a message's text is in the rendered text; ``lost``: leading characters that the template stripped."""
+    """Where a message's text is in the rendered text.
+
+    ``offsets``: the place of each character of the message after ``start``, negative for those that were stripped;
+    None if every character follows the one before.
+    """
 
     start: int
     end: int
     role: str
-    lost: int
+    offsets: Sequence[int] | None = None
 
     def locate(self, place: Place) -> tuple[int, int]:
         """Return where a place in the message is in the rendered text."""
-        first, last = (self.start - self.lost + offset for offset in (place.start, place.end))
+        ends = (place.start, place.end)
+        first, last = (self.start + (n if self.offsets is None else self.offsets[n]) for n in ends)
         return max(first, self.start), min(last, self.end)
+
+
+def _has_slot(message: Message) -> bool:
+    return bool(message.content) or not message.tool_calls
+
+
+def _slotted(messages: Sequence[Message]) -> list[Message]:
+    return [
+        replace(message, content=_SLOT.format(n)) if _has_slot(message) else message
+        for n, message in enumerate(messages)
+    ]
+
+
+def _varying(text: str, texts: Mapping[int, _Stretch], frame: str, other: str, role: Role) -> list[_Stretch]:
+    """Locate what differs between two frames, of other tools or other calls, in the text between the messages.
+
+    ``texts`` has the place of each message with a slot, by its number and in the order of the text.
+    """
+    starts = [0, *(stretch.end for stretch in texts.values())]
+    ends = [*(stretch.start for stretch in texts.values()), len(text)]
+    found = []
+    for start, end, header, variant in zip(starts, ends, _between(frame, texts), _between(other, texts), strict=True):
+        if header != variant:
+            first, last = varying(text[start:end], variant)
+            found.append(_Stretch(start + first, start + last, str(role)))
+    return found
+
+
+def _between(frame: str, numbers: Iterable[int]) -> list[str]:
+    """Return the template's text before each slot and after the last."""
+    headers = []
+    for number in numbers:
+        header, _, frame = frame.partition(_SLOT.format(number))
+        headers.append(header)
+    return [*headers, frame]
+
+
+def _roles(starts: Sequence[int], stretches: Iterable[_Stretch]) -> tuple[str, ...]:
+    """Return the role of every token by the character that it begins with."""
+    ordered = sorted(stretches)
+    roles, n = [], 0
+    for start in starts:
+        while n < len(ordered) and ordered[n].end <= start:
+            n += 1
+        inside = n < len(ordered) and ordered[n].start <= start
+        roles.append(ordered[n].role if inside else FORMAT_ROLE)
+    return tuple(roles)
 
 
 def _tokens(offsets: Sequence[tuple[int, int]], places: Sequence[tuple[int, int]]) -> tuple[int, ...]:
@@ -309,24 +543,47 @@ def _tokens(offsets: Sequence[tuple[int, int]], places: Sequence[tuple[int, int]
     )
 
 
-def _stretches(text: str, frame: str, messages: Sequence[Message]) -> list[_Stretch]:
-    """Locate each message's text in the rendered text, in order; templates may strip it but not change it.
+def _stretches(text: str, frame: str, messages: Sequence[Message]) -> dict[int, _Stretch]:
+    """Locate each message's text in the rendered text; templates may strip it or write it as JSON.
 
-    ``frame`` is the same conversation with slots for texts: it tells a short text from the same letters in a header.
+    ``frame`` is the same conversation with slots for texts: it tells a short text from the same letters in a header,
+    and the order in which the template writes the messages. Messages without a slot are left out.
     """
-    stretches, position = [], 0
-    for number, message in enumerate(messages):
+    stretches, position = dict[int, _Stretch](), 0
+    numbers = [number for number, message in enumerate(messages) if _has_slot(message)]
+    for number in sorted(numbers, key=lambda number: frame.find(_SLOT.format(number))):
+        message = messages[number]
         # the template text before this message, and the frame after its slot
         header, _, frame = frame.partition(_SLOT.format(number))
         # a header that depends on the text differs from the frame's; then only the text is searched for
         if text.startswith(header, position):
             position += len(header)
-        content = message.content if text.startswith(message.content, position) else message.content.strip()
-        start = text.find(content, position)
+        written, offsets = _written(text, position, message.content)
+        start = text.find(written, position)
         if start < 0:
             raise SpecError(f"the chat template rewrites {message.role} text; kvaudit cannot tell its tokens apart")
-        position = start + len(content)
-        # places in the message shift by the leading characters that were stripped
-        lost = 0 if content == message.content else len(message.content) - len(message.content.lstrip())
-        stretches.append(_Stretch(start, position, str(message.role), lost))
+        position = start + len(written)
+        stretches[number] = _Stretch(start, position, str(message.role), offsets)
     return stretches
+
+
+def _written(text: str, position: int, content: str) -> tuple[str, Sequence[int] | None]:
+    """Return a message as the template writes it at a place: as it is, stripped, or as a JSON text; and its offsets."""
+    if text.startswith(content, position):
+        return content, None
+    lost, stripped = len(content) - len(content.lstrip()), content.strip()
+    as_stripped = stripped, range(-lost, len(content) - lost + 1)
+    if text.startswith(stripped, position):
+        return as_stripped
+    widths = [len(_escaped(letter)) for letter in content]
+    ways = (
+        as_stripped,
+        (_escaped(content), list(accumulate(widths, initial=0))),
+        (_escaped(stripped), list(accumulate(widths, initial=-sum(widths[:lost])))),
+    )
+    exact = next((way for way in ways if text.startswith(way[0], position)), None)
+    return exact or next((way for way in ways if text.find(way[0], position) >= 0), as_stripped)
+
+
+def _escaped(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)[1:-1]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from kvaudit.audit.sampling.chat import move_roles
@@ -16,9 +17,10 @@ _FRAME = 64, 16  # tokens that a chat template may add to a conversation, and to
 _COUNTED, _ESTIMATED = 0.2, 1.0  # relative error allowed in a claim, if our count is exact or an estimate
 _SPARE = 16  # tokens that an answer may exceed its limit by
 _ENDED_BY_ERROR = "error"  # a gateway's finish reason when its server failed during the answer
+_ENDED_BY_CALLS = ("tool_calls", "function_call", "tool_use")  # where tools were offered, an end like any other
 _LONGEST_TOKEN = 128  # characters of the longest token in common vocabularies (spaces)
 
-WireRows = Sequence[Mapping[str, str]]  # a conversation as it goes over the wire
+WireRows = Sequence[Mapping[str, Any]]  # a conversation as it goes over the wire
 
 
 @dataclass(frozen=True)
@@ -39,17 +41,18 @@ class Answer:
 
 
 class SentRequest(NamedTuple):
-    """A request: its rows, their ``tokens`` (``exact`` or estimated), and the ``limit`` of new tokens."""
+    """A request: its rows, their ``tokens`` (``exact`` or estimated), the ``limit`` of new tokens, if it has tools."""
 
     rows: WireRows
     tokens: int
     exact: bool
     limit: int
+    has_tools: bool = False
 
 
-def wire(transcript: Sequence[Message], tool_role: str) -> list[dict[str, str]]:
+def wire(transcript: Sequence[Message], tool_role: str) -> list[dict[str, Any]]:
     """Return messages as request rows, without thoughts; ``tool_role`` "user" puts tool results into user messages."""
-    return move_roles(without_thoughts(transcript), {Role.TOOL} if tool_role == Role.USER else set())
+    return move_roles(without_thoughts(transcript), {Role.TOOL} if tool_role == Role.USER else set(), "text")
 
 
 class Readings:
@@ -74,7 +77,8 @@ class Readings:
 
 
 def _pairs(rows: WireRows) -> tuple[tuple[str, str], ...]:
-    return tuple((row["role"], row["content"]) for row in rows)
+    calls = (json.dumps(row["tool_calls"]) if "tool_calls" in row else "" for row in rows)
+    return tuple((row["role"], row["content"] + text) for row, text in zip(rows, calls, strict=True))
 
 
 def answer(completion: ChatCompletion, sent: SentRequest, seconds: float, readings: Readings | None = None) -> Answer:
@@ -84,6 +88,8 @@ def answer(completion: ChatCompletion, sent: SentRequest, seconds: float, readin
     tokens that is too small, if ``readings`` show that the endpoint has read the beginning before.
     """
     new_tokens = _number(completion.usage, "completion_tokens") or None
+    if sent.has_tools and completion.calls:
+        completion = _with_calls(completion)
     finish = _finish(completion, new_tokens, sent.limit)
     prompt_tokens = _prompt_tokens(completion.usage, sent, readings or Readings())
     _check_length(completion, finish, new_tokens, sent.limit)
@@ -97,6 +103,14 @@ def answer(completion: ChatCompletion, sent: SentRequest, seconds: float, readin
         thought=completion.thought,
         said_in=completion.said_in,
     )
+
+
+def _with_calls(completion: ChatCompletion) -> ChatCompletion:
+    """Return a completion with the calls that the server read behind its text, and an end if it ended by them."""
+    word = "stop" if completion.finish_reason in _ENDED_BY_CALLS else completion.finish_reason
+    places = "content and tool_calls" if completion.text.strip() else "tool_calls"
+    text = "\n".join(filter(None, (completion.text, completion.calls)))
+    return replace(completion, text=text, finish_reason=word, said_in=places)
 
 
 def _finish(completion: ChatCompletion, new_tokens: int | None, limit: int) -> Finish:

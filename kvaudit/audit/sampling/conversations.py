@@ -11,13 +11,14 @@ from typing import NamedTuple
 import torch
 
 from kvaudit.audit.cache.ledger import Rollout
-from kvaudit.audit.sampling.chat import Chat, ChatTokens
+from kvaudit.audit.sampling.chat import TEXT_FORM, Chat, ChatTokens
 from kvaudit.audit.sampling.decoding import AnswerScore, draw
 from kvaudit.audit.sampling.exchange import Exchange, grade_transcript
 from kvaudit.audit.sampling.sampler import AnyEpisode, Completion, ContinuousBatch, Decoding, Sampler, ServedModel
 from kvaudit.core.errors import SpecError
 from kvaudit.core.records import Grade, Item, Message, Role
 from kvaudit.core.spans import KeptSpan, find_spans
+from kvaudit.core.tool_forms.reading import as_text
 from kvaudit.suites.base import Suite
 
 _NOTHING = ChatTokens((), ())
@@ -45,6 +46,7 @@ class GradedRow:
     marks: Mapping[str, Sequence[int]] = field(default_factory=dict)
     roles: tuple[str, ...] = ()
     unanswered: str = ""  # why it ended without an answer
+    tool_form: str = ""  # in which tools were offered and calls were read
 
 
 def play(
@@ -90,7 +92,7 @@ def play(
 
 def item_prompt(chat: Chat, item: Item) -> ChatTokens:
     """Return an item's prompt as tokens, with its marked spans."""
-    return chat.prompt(item.messages, item.spans)
+    return chat.prompt(item.messages, item.spans, item.tools)
 
 
 class AskedItem(NamedTuple):
@@ -224,7 +226,14 @@ class Conversation:
 
     def __init__(self, entry: AskedItem, member: int, model: ServedModel) -> None:
         self.suite, item, prompt, self._thinks = entry
-        self.exchange = Exchange(self.suite, item, thinks=entry.thinks, opens_thought=model.chat.opens_thought)
+        self.tool_form = model.chat.tool_form_of(item.messages, item.tools)
+        self.exchange = Exchange(
+            self.suite,
+            item,
+            thinks=entry.thinks,
+            opens_thought=model.chat.opens_thought,
+            tool_form=model.chat.reader_of(self.tool_form),
+        )
         self.member, self._model = member, model
         self.prompt_tokens = len(prompt.ids)
         self._roles = list(prompt.roles)
@@ -282,11 +291,17 @@ class Conversation:
             new_tokens=self.new_tokens,
             sample_index=self.member,
             unanswered=self.exchange.unanswered,
+            tool_form=self.tool_form,
         )
         return _with_survival(row, self._roles, self._spans)
 
     def _continue(self, completion: Completion, messages: tuple[Message, ...]) -> None:
-        reply = self._model.chat.continuation(completion.ids, messages, self.exchange.item.spans)
+        item, answer = self.exchange.item, self.exchange.transcript[-1]
+        if self.tool_form == TEXT_FORM:
+            reply = self._model.chat.continuation(completion.ids, as_text(messages, ()), item.spans)
+        else:
+            calls = answer.tool_calls
+            reply = self._model.chat.continuation(completion.ids, messages, item.spans, calls=calls, tools=item.tools)
         # there must be room for a full answer, so that its length is limited by the suite alone
         if len(self._roles) + len(reply.ids) + self.suite.max_new_tokens > self._model.max_positions:
             self.exchange.abort(f"its next turn could outgrow the {self._model.max_positions} positions of the model")
@@ -328,7 +343,8 @@ def spans_kept(
 ) -> dict[str, KeptSpan]:
     """Return each marked span's share still cached, mean over its tokens, layers and KV heads.
 
-    Text that the model wrote is never part of a span, even if it repeats one.
+    Text that the model wrote is never part of a span, even if it repeats one. A listing of tools by the template has
+    tokens and no place in the transcript.
     """
     by_model = (Role.ASSISTANT, Role.THOUGHT)
     given = [m.content if n < len(item.messages) or m.role not in by_model else "" for n, m in enumerate(transcript)]
@@ -337,4 +353,4 @@ def spans_kept(
     def share(numbers: Sequence[int]) -> float:
         return float((rollout.evicted_at[:, :, list(numbers)] > start).double().mean())  # [L, H, tokens]
 
-    return {name: KeptSpan(share(numbers), tuple(places[name])) for name, numbers in tokens.items()}
+    return {name: KeptSpan(share(numbers), tuple(places.get(name, ()))) for name, numbers in tokens.items()}

@@ -21,6 +21,8 @@ from kvaudit.core.facets import UNSAFE, WELL_FORMED, unknown_facets, unreadable_
 from kvaudit.core.judge_answers import Question
 from kvaudit.core.records import Grade, Item, Message, Outcome, Role
 from kvaudit.core.text import inline, one_line
+from kvaudit.core.tool_forms.base import ToolForm
+from kvaudit.core.tool_forms.reading import read_calls
 from kvaudit.suites.base import Suite
 
 NOT_ANSWERED = "the conversation outgrew the model's positions, or its server would not go on"
@@ -38,10 +40,20 @@ class Exchange:
 
     ``thinks``: answers may begin with a thought, which stays in the transcript but is hidden from environment and
     grader. ``opens_thought``: whether the prompt itself begins the thought; None if unknown (see ``split_thought``).
+    Answers to an item with tools are read into calls in the form ``tool_form``, in any form if it is None.
     """
 
-    def __init__(self, suite: Suite, item: Item, *, thinks: bool, opens_thought: bool | None = False) -> None:
+    def __init__(
+        self,
+        suite: Suite,
+        item: Item,
+        *,
+        thinks: bool,
+        opens_thought: bool | None = False,
+        tool_form: ToolForm | None = None,
+    ) -> None:
         self.suite, self.item = suite, item
+        self._tool_form = tool_form
         self.transcript = item.messages
         self.open, self.finish, self.unanswered = True, "", ""
         self._thinks, self._opens_thought = thinks, opens_thought
@@ -49,12 +61,24 @@ class Exchange:
 
     def to_messages(self, text: str, finish_reason: str = "stop", thought: str | None = None) -> tuple[Message, ...]:
         """Return an answer as messages; ``thought`` is one that the server sent apart from the text."""
+        messages: tuple[Message, ...] = (Message(Role.ASSISTANT, text),)
         if thought is not None:
             closed = bool(text.strip()) or finish_reason != "length"
-            return thought_message(thought, is_closed=closed), Message(Role.ASSISTANT, text)
-        if self._thinks:
-            return split_thought(text, is_open=self._opens_thought)
-        return (Message(Role.ASSISTANT, text),)
+            messages = (thought_message(thought, is_closed=closed), *messages)
+        elif self._thinks:
+            messages = split_thought(text, is_open=self._opens_thought)
+        if not self.item.tools:
+            return messages
+        return (*messages[:-1], self._with_calls(messages[-1]))
+
+    def _with_calls(self, answer: Message) -> Message:
+        """Return an answer with its calls; the text stays as the model wrote it."""
+        calls = read_calls(answer.content, self.item.tools, self._tool_form).calls
+        # nine letters and digits, since Mistral's templates take no other ids
+        ids = (f"c{self._turns % 1000:03}{number % 100_000:05}" for number in range(len(calls)))
+        return replace(
+            answer, tool_calls=tuple(replace(call, call_id=name) for call, name in zip(calls, ids, strict=True))
+        )
 
     def step(self, text: str, finish_reason: str, thought: str | None = None) -> tuple[Message, ...]:
         """Add the model's answer and return the environment's reply, for ``add``; () once the conversation is over."""

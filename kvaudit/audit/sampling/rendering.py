@@ -1,4 +1,4 @@
-"""Render chat templates, which are untrusted programs, in a subprocess with limits on CPU time, memory and output.
+"""Run templates of a tokenizer, which are untrusted programs, in a subprocess with limits on CPU time and memory.
 
 One subprocess serves all templates through a pipe, and rendered texts are cached, since a grid renders the same prompts
 for every policy and checkpoint. The memory limit works on Linux only.
@@ -73,6 +73,15 @@ class Renderer:
                 self._add_to_cache(key, str(answer["text"]))
             return str(answer["text"])
 
+    def parse(
+        self, template: Mapping[str, Any], text: str, prompt: str, tools: Sequence[Mapping[str, Any]]
+    ) -> dict[str, Any] | None:
+        """Return an answer as the message that a ``response_template`` makes of it; None if it cannot or takes long."""
+        request = {"response_template": dict(template), "text": text, "prompt": prompt, "tools": list(tools)}
+        with self._lock:
+            message = self._answer(request).get("message")
+        return message if isinstance(message, dict) else None
+
     def _add_to_cache(self, key: bytes, text: str) -> None:
         self._texts[key] = text
         self._bytes += sys.getsizeof(text) + _ENTRY
@@ -143,7 +152,23 @@ def _serve() -> None:
         used = resource.getrusage(resource.RUSAGE_SELF)
         # the limit counts from the start of the process, in whole seconds, so it is raised for every conversation
         _limit(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime) + 1 + SECONDS)
-        _send(sys.stdout.buffer, _render(render_jinja_template, json.loads(line)))
+        request = json.loads(line)
+        is_answer = "response_template" in request
+        _send(sys.stdout.buffer, _parse(request) if is_answer else _render(render_jinja_template, request))
+
+
+def _parse(request: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the message of an answer; {} if it has none, or if this version of transformers reads no answers."""
+    try:
+        from transformers.utils.chat_parsing import parse_response
+
+        message = parse_response(
+            request["text"], request["response_template"], prefix=request["prompt"], tools=request["tools"] or None
+        )
+        json.dumps(message)
+    except Exception:  # an answer that does not fit its template, or a template that is none
+        return {}
+    return {"message": message}
 
 
 def _render(render: Any, request: Mapping[str, Any]) -> dict[str, str]:

@@ -27,6 +27,7 @@ from kvaudit.audit.training.telemetry import Clock, TelemetryRow
 from kvaudit.audit.training.token_logprobs import read_tokens
 from kvaudit.core.errors import SpecError
 from kvaudit.core.records import Item, Message, Role
+from kvaudit.core.tool_forms.reading import read_calls
 from kvaudit.suites.base import Suite
 
 
@@ -105,18 +106,21 @@ def gold_rollout(model: LoadedModel, suite: Suite, item: Item) -> Rollout:
 def _gold_turns(model: LoadedModel, suite: Suite, item: Item) -> Iterator[tuple[tuple[int, ...], bool]]:
     """Yield the tokens of each turn of a gold conversation, and whether they are the assistant's."""
     chat, transcript = model.chat, item.messages
-    prompt = chat.prompt(transcript).ids
+    prompt = chat.prompt(transcript, (), item.tools).ids
     check_fits(model, suite, item, len(prompt))
     yield prompt, False
     for answer in suite.gold(item):
-        ids = (*chat.encode(answer), chat.end_of_turn)
+        calls = read_calls(answer, item.tools).calls if item.tools else ()
+        # in the model's own form where it has one
+        text = (chat.call_text(transcript, calls, item.tools) if calls else None) or answer
+        ids = (*chat.encode(text), chat.end_of_turn)
         yield ids, True
-        transcript = (*transcript, Message(Role.ASSISTANT, answer))
+        transcript = (*transcript, Message(Role.ASSISTANT, text, calls))
         reply = suite.step(item, transcript)
         if reply is None:
             return
         transcript = (*transcript, *reply)
-        yield chat.continuation(ids, reply).ids, False
+        yield chat.continuation(ids, reply, calls=calls, tools=item.tools).ids, False
 
 
 def check_reward_on_gold(config: RewardConfig, questions: Sequence[tuple[Suite, Item]], model: LoadedModel) -> None:

@@ -7,7 +7,15 @@ from operator import itemgetter
 from typing import Any
 
 from kvaudit.core.facets import PARITY
-from kvaudit.core.provenance import STOPPED, UNSTABLE_NAMES, VERSIONS_USED, prompts_by_question, table_of
+from kvaudit.core.provenance import (
+    STOPPED,
+    TOOL_FORMS_USED,
+    TOOL_SYSTEM_MOVED,
+    UNSTABLE_NAMES,
+    VERSIONS_USED,
+    prompts_by_question,
+    table_of,
+)
 from kvaudit.core.text import at_length, inline, join_names, length_label
 from kvaudit.reports.page.findings import Findings
 from kvaudit.reports.records.rows import LIVE_BYTES
@@ -31,6 +39,13 @@ from kvaudit.reports.verdict.reasons import ReasonCode
 from kvaudit.reports.verdict.rules import CONTRASTED, DECLARED_AFTER_RUN, WARN, Rules, default_margins_line
 from kvaudit.reports.verdict.verdict import Decided, Decision, Status
 
+_TOOL_REMARKS = {
+    "text": (
+        "TOOLS AS TEXT in {}: the prompt lists tools and asks for calls in kvaudit's own form, not in the model's. The "
+        "chat template takes no tools or not these calls, or the spec names this form."
+    ),
+    "any": "TOOLS of a template with an unknown form of calls in {}: answers are read in every form that is known.",
+}
 # of the labels that tests/test_suites_phrases.py counts: two models' answers to XSTest, and PyRIT's
 PHRASE_ERRORS = "they misread 7 to 10 of 100 answers that people labelled"
 
@@ -47,6 +62,7 @@ def remarks(findings: Findings) -> Iterator[str]:
         (70, (f"STOPPED in training, as declared: all arms of seed {seed} end {how}." for seed, how in stopped)),
         (71, _version_remarks(findings.provenance)),
         (72, _prompt_remarks(findings.provenance)),
+        (73, _tool_remarks(findings.provenance)),
         (80, [f"FAIL is adjusted by Holm instead of max-T over the family: {why}."] if why else ()),
         *((section.remarks_at, section.remarks(value, findings)) for section, value in sections_in(findings.values)),
     ]
@@ -129,6 +145,25 @@ def _label_remarks(findings: Decided) -> Iterator[str]:
         yield f"{ReasonCode.JUDGE_DIFF}: judge labels alone cannot pass {join_names(withheld, between='; ')}."
     if findings.verdict.judged is not findings.verdict.status:
         yield f"On the judge's labels alone the verdict would be {findings.verdict.judged.value}."
+
+
+def _tool_remarks(provenance: Mapping[str, Any]) -> Iterator[str]:
+    """Say which items offered their tools as text of the prompt, and which answers were read without a known form."""
+    used = table_of(provenance, TOOL_FORMS_USED)
+    counts = {str(suite): dict(forms) for suite, forms in used.items() if isinstance(forms, Mapping)}
+    for form, text in _TOOL_REMARKS.items():
+        places = [
+            f"{suite} ({forms[form]} of {sum(forms.values())} items)"
+            for suite, forms in sorted(counts.items())
+            if form in forms and all(isinstance(count, int) for count in forms.values())
+        ]
+        if places:
+            yield inline(text.format(join_names(places)))
+    if provenance.get(TOOL_SYSTEM_MOVED) is True:
+        yield (
+            "SYSTEM PROMPTS stand in the user's message where there are tools: the chat template drops them before a "
+            "tool's result."
+        )
 
 
 def _place(sides: Comparison, d: Decision) -> str:
@@ -250,9 +285,9 @@ def error_rate_lines(findings: Findings) -> list[str]:
     rules = findings.rules
     return [
         f"{error_rates_text(c, rules.alpha, rules.margins.values(), rules.ratios.values())} Simulated at {c.scale} "
-        f"scale ({c.simulations:,} runs). Two-sided false alarms at 5 %: at most {percent(c.type_one_max)}; coverage of "
-        f"95 % intervals: at least {percent(c.coverage_min)}. A reference with nothing to lose counts as measurable in at "
-        f"most {percent(c.nothing_to_lose_max)} of runs, a healthy one as not measurable in at most "
+        f"scale ({c.simulations:,} runs). Two-sided false alarms at 5 %: at most {percent(c.type_one_max)}; coverage "
+        f"of 95 % intervals: at least {percent(c.coverage_min)}. A reference with nothing to lose counts as measurable "
+        f"in at most {percent(c.nothing_to_lose_max)} of runs, a healthy one as not measurable in at most "
         f"{percent(c.turned_away_max)}."
     ]
 

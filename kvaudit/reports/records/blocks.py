@@ -39,9 +39,17 @@ _ROLES = tuple(role.value for role in Role)
 _OUTCOME_CODES = {name: code for code, name in enumerate(_OUTCOMES)}
 
 
+class _CallLine(Struct, forbid_unknown_fields=True, gc=False):
+    name: str
+    arguments: dict[str, Any]
+    id: str = ""
+
+
 class _MessageLine(Struct, forbid_unknown_fields=True, gc=False):
     role: Literal[_ROLES]  # type: ignore[valid-type]  # msgspec shares one text per literal
     content: str
+    tool_calls: list[_CallLine] = []
+    tool_call_id: str = ""
 
 
 class _SpanLine(Struct, forbid_unknown_fields=True, gc=False):

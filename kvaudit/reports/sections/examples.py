@@ -148,7 +148,7 @@ def _example(
         cluster_id=str(record["cluster_id"]),
         loss=loss.amount,
         outcome=str(record["outcome"]),
-        candidate=tuple(ExampleTurn(m.role.value, clip(m.content, _CHARACTERS)) for m in transcript),
+        candidate=tuple(ExampleTurn(m.role.value, clip(m.text, _CHARACTERS)) for m in transcript),
         reference_answer=clip(answer, _CHARACTERS),
         kept=tuple((role, float(record[f"survival_{role}"])) for role in ROLES if pd.notna(record[f"survival_{role}"])),
     )

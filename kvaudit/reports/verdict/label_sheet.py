@@ -134,8 +134,8 @@ class ShownAnswer:
 def shown_answer(suite: str, transcript: Sequence[Message]) -> ShownAnswer:
     """Return a transcript as text: everything before the last answer, and that answer."""
     last = max((i for i, m in enumerate(transcript) if m.role is Role.ASSISTANT), default=len(transcript))
-    before = "\n\n".join(f"[{m.role.value}] {m.content}" for m in transcript[:last])
-    rest = [m.content if i == 0 else f"[{m.role.value}] {m.content}" for i, m in enumerate(transcript[last:])]
+    before = "\n\n".join(f"[{m.role.value}] {m.text}" for m in transcript[:last])
+    rest = [m.text if i == 0 else f"[{m.role.value}] {m.text}" for i, m in enumerate(transcript[last:])]
     return ShownAnswer(suite, clip(before, CHARACTERS), clip("\n\n".join(rest), CHARACTERS))
 
 

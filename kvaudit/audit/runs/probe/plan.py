@@ -11,10 +11,11 @@ from kvaudit.audit.runs.evaluate import evaluation_items, suite_as_asked
 from kvaudit.audit.sampling.model import load_chat
 from kvaudit.core.errors import SpecError
 from kvaudit.core.provenance import Digests
-from kvaudit.core.records import Item
+from kvaudit.core.records import Item, fingerprint_rows
 from kvaudit.core.spec import RunSpec, expand
 from kvaudit.core.spec_evaluate import ProbeSpec
 from kvaudit.core.text import at_length
+from kvaudit.core.tool_forms.reading import as_text
 from kvaudit.suites.base import CountTokens, Suite
 from kvaudit.suites.sources import collect_file_hashes
 
@@ -89,7 +90,7 @@ class Plan:
 
     def tokens(self, item: Item) -> int:
         """The tokens of an opening, without what a chat template puts around them."""
-        return sum(self.count(message.content) for message in item.messages)
+        return sum(self.count(message.content) for message in as_text(item.messages, item.tools))
 
     def _remarks(self) -> Iterator[str]:
         grid = self.spec.evaluate
@@ -140,5 +141,5 @@ def _probe(spec: RunSpec) -> ProbeSpec:
 
 
 def _sha256(items: Iterable[Item]) -> str:
-    rows = [[i.item_id, i.cluster_id, [[str(m.role), m.content] for m in i.messages]] for i in items]
+    rows = [[i.item_id, i.cluster_id, fingerprint_rows(i.messages, i.tools)] for i in items]
     return hashlib.sha256(json.dumps(rows).encode()).hexdigest()

@@ -34,10 +34,21 @@ from kvaudit.core.endpoint import EndpointClient, Scope, Unanswered
 from kvaudit.core.errors import RunError
 from kvaudit.core.files import read_json, write_json, write_whole
 from kvaudit.core.network import start_all
-from kvaudit.core.provenance import ENDPOINT, ENDPOINT_REQUESTS, INPUTS, ROWS, check_inputs, inputs_sha256
+from kvaudit.core.provenance import (
+    ENDPOINT,
+    ENDPOINT_REQUESTS,
+    INPUTS,
+    ROWS,
+    TOOL_FORMS_USED,
+    check_inputs,
+    inputs_sha256,
+)
 from kvaudit.core.records import CacheUse, Item, Message, Record, Role, Serving, UngradedAnswer
 from kvaudit.core.spec import ENDPOINT_ARM, UNKNOWN
 from kvaudit.core.text import length_label
+from kvaudit.core.tool_forms.base import Tools
+from kvaudit.core.tool_forms.reading import as_text
+from kvaudit.core.tool_forms.text import TextForm
 from kvaudit.suites.base import SUITES
 
 CALLS = "calls.jsonl"
@@ -107,6 +118,9 @@ class Probe:
             suite_kinds={name: SUITES.get(name).kind for name in spec.evaluate.suites},
             suite_versions={name: SUITES.get(name).version for name in spec.evaluate.suites},
         )
+        tools = Counter(unit.suite.name for unit in plan.units for item in unit.items if item.tools)
+        if tools:
+            run.note(**{TOOL_FORMS_USED: {suite: {TextForm.name: count} for suite, count in tools.items()}})
         self._inputs = inputs_sha256(run.provenance()[INPUTS])
         self._lock, self._streak, self._is_ending = threading.Lock(), 0, False
         self._tried = set[str]()
@@ -201,7 +215,8 @@ class Probe:
         found = list[Answer]()
         while exchange.open:
             try:
-                said = self._answer(unit, exchange.transcript, row_seed(self._spec.evaluate.seed, item, sample), sample)
+                row = row_seed(self._spec.evaluate.seed, item, sample)
+                said = self._answer(unit, exchange.transcript, item.tools, row, sample)
             except Unanswered as error:
                 exchange.abort(str(error))
                 if error.scope is not Scope.TRY:
@@ -217,9 +232,10 @@ class Probe:
             self._meter.at(self._before + self._over, f"{unit.suite.name} {length_label(unit.context_tokens)}")
         return _Talk(sample, exchange, tuple(found))
 
-    def _answer(self, unit: ProbeUnit, transcript: Sequence[Message], seed: int, sample: int) -> Answer:
+    def _answer(self, unit: ProbeUnit, transcript: Sequence[Message], tools: Tools, seed: int, sample: int) -> Answer:
         """The remembered answer to the next call of a conversation, or the endpoint's."""
-        body = request(self._spec, unit.suite, transcript, seed & _LARGEST_SEED)
+        # whether an endpoint takes tools is unknown, so they stand in the prompt as text
+        body = request(self._spec, unit.suite, as_text(transcript, tools), seed & _LARGEST_SEED)
         key = call_key(body, sample)
         known = self._calls.find(key)
         rows = body["messages"]
@@ -292,6 +308,7 @@ class Probe:
             transcript=exchange.transcript,
             unanswered=exchange.unanswered,
             said_in=talk.answers[-1].said_in if talk.answers else "",
+            tool_form=TextForm.name if item.tools else "",
         )
         # the cache is out of sight: kept and allocated are unknown
         cache = CacheUse(retention=0.0, kv_bytes_peak=0, kv_bytes_dense=0)

@@ -111,7 +111,7 @@ def _answer_row(record: Record, reply: Sequence[Message]) -> dict[str, Any]:
 
 
 def _turns(messages: Iterable[Message]) -> list[tuple[str, str]]:
-    return [(message.role.value, visible(message.content)) for message in messages]
+    return [(message.role.value, visible(message.text)) for message in messages]
 
 
 class ItemShades:

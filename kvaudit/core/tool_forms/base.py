@@ -1,0 +1,154 @@
+"""The contract of a tool form: the templates it belongs to, and how the calls in an answer are read.
+
+Answers are untrusted: they are parsed, never evaluated, and no answer raises.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+from kvaudit.core.plugins import Registry
+from kvaudit.core.records import ToolCall
+from kvaudit.core.text import is_text
+
+LONGEST_ANSWER = 20_000  # characters of an answer that are parsed
+_DEEPEST = 64  # levels of lists and objects in the arguments of a call
+_DECODER = json.JSONDecoder()
+Tools = Sequence[Mapping[str, Any]]  # function schemas as OpenAI's interface has them
+
+
+class FoundCall(NamedTuple):
+    """A call in a text, from character ``start`` to ``end``; its arguments are not checked yet."""
+
+    start: int
+    end: int
+    name: str
+    arguments: Any
+
+
+class Reading(NamedTuple):
+    """The calls of an answer and the text beside them; ``is_broken``: it tries to call, and no call can be read."""
+
+    words: str
+    calls: tuple[ToolCall, ...] = ()
+    is_broken: bool = False
+
+
+class ToolForm:
+    """A form of calls. Subclass it in a file of its own, with a ``name``; the registry finds the class.
+
+    A template is of a form if it holds all texts of ``marks`` and none of ``others``; override ``recognises`` if that
+    is not enough. An answer that holds a text of ``openings`` tries to call.
+    """
+
+    name: ClassVar[str] = ""
+    says: ClassVar[str] = ""  # the form in a few words
+    marks: ClassVar[tuple[str, ...]] = ()
+    others: ClassVar[tuple[str, ...]] = ()
+    openings: ClassVar[tuple[str, ...]] = ()
+
+    @classmethod
+    def recognises(cls, template: str) -> bool:
+        """Return whether a chat template writes calls in this form."""
+        return all(mark in template for mark in cls.marks) and not any(text in template for text in cls.others)
+
+    def find(self, text: str, tools: Tools) -> Iterator[FoundCall]:
+        """Yield the calls of a text in order; ValueError and RecursionError end the search."""
+        raise NotImplementedError
+
+    def words(self, text: str, found: Sequence[FoundCall]) -> str:
+        """Return the text beside the calls."""
+        ends = [0, *(call.end for call in found)]
+        starts = [*(call.start for call in found), len(text)]
+        return "".join(text[end:start] for end, start in zip(ends, starts, strict=True)).strip()
+
+    def read(self, text: str, tools: Tools = ()) -> Reading:
+        """Return the calls in the first ``LONGEST_ANSWER`` characters of an answer, and the text beside them."""
+        text = text[:LONGEST_ANSWER]
+        found, has_strange = [], False
+        try:
+            for call in self.find(text, tools):
+                if is_plain(call.arguments) and is_text(call.name):
+                    found.append(call)
+                else:
+                    has_strange = True
+        except (ValueError, RecursionError):  # the calls before the broken one count
+            pass
+        calls = tuple(ToolCall(call.name, call.arguments) for call in found)
+        is_broken = not calls and (has_strange or any(opening in text for opening in self.openings))
+        return Reading(self.words(text, found), calls, is_broken)
+
+
+TOOL_FORMS = Registry("tool form", "kvaudit.core.tool_forms", ToolForm)
+
+
+def form_of(template: str) -> ToolForm | None:
+    """Return the form in which a chat template writes calls; None if no form recognises it."""
+    return next((form() for form in TOOL_FORMS.all().values() if form.recognises(template)), None)
+
+
+def is_plain(arguments: Any) -> bool:
+    """Return whether arguments are an object that a record can hold: JSON, finite numbers, whole characters."""
+    try:
+        return isinstance(arguments, dict) and _is_shallow(arguments, _DEEPEST) and is_text(_dump(arguments))
+    except (ValueError, TypeError, RecursionError):
+        return False
+
+
+def _dump(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False)
+
+
+def _is_shallow(value: Any, levels: int) -> bool:
+    if not isinstance(value, dict | list | tuple):
+        return True
+    entries = value.values() if isinstance(value, dict) else value
+    return levels > 0 and all(_is_shallow(entry, levels - 1) for entry in entries)
+
+
+def decode_at(text: str, start: int) -> tuple[Any, int]:
+    """Return the JSON value at a place of a text, after blanks, and its end; raises ValueError or RecursionError."""
+    while start < len(text) and text[start].isspace():
+        start += 1
+    value, end = _DECODER.raw_decode(text, start)
+    return value, end
+
+
+def call_in(value: Any) -> tuple[str, dict[str, Any]] | None:
+    """Return name and arguments of a parsed call; None for any other value, and for a listing of a tool."""
+    if not isinstance(value, dict):
+        return None
+    name, arguments = value.get("name"), value.get("arguments", value.get("parameters"))
+    if not isinstance(name, str) or not isinstance(arguments, dict):
+        return None
+    is_listing = "description" in value or isinstance(arguments.get("properties"), dict)
+    return None if is_listing else (name, arguments)
+
+
+def functions_of(tools: Tools) -> dict[str, Mapping[str, Any]]:
+    """Return the schema of each tool's parameters, {} where it is none, by the tool's name."""
+    found = {}
+    for tool in tools:
+        function = tool.get("function", tool)
+        parameters = function.get("parameters")
+        found[str(function.get("name"))] = parameters if isinstance(parameters, Mapping) else {}
+    return found
+
+
+def properties_of(tools: Tools, name: str) -> Mapping[str, Any]:
+    """Return the schemas of a tool's parameters by name, {} if they are unknown."""
+    properties = functions_of(tools).get(name, {}).get("properties")
+    return properties if isinstance(properties, Mapping) else {}
+
+
+def typed(text: str, schema: Any) -> Any:
+    """Return an argument that was written as text in the type of its schema; a text where that is unknown."""
+    if not isinstance(schema, Mapping) or schema.get("type", "string") == "string":
+        return text
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        lowered = text.strip().casefold()  # Python's words for it are common
+        return {"true": True, "false": False, "none": None}.get(lowered, text)

@@ -1,0 +1,43 @@
+"""Keys and values of arguments in tags of their own: GLM-4.5."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from kvaudit.core.tool_forms.base import FoundCall, ToolForm, Tools, properties_of, typed
+
+_OPEN = re.compile(r"<tool_call>\s*([\w.-]{1,200})\s*(?=<arg_key>|</tool_call>)")
+_KEY = re.compile(r"\s*<arg_key>([^<]{0,200})</arg_key>\s*<arg_value>")
+_END = re.compile(r"\s*</tool_call>")
+_CLOSE = "</arg_value>"
+
+
+class Glm(ToolForm):
+    name = "glm"
+    says = "keys and values of arguments in tags"
+    marks = ("<tool_call>", "<arg_key>")
+    openings = ("<tool_call>", "<arg_key>", "<arg_value>")
+
+    def find(self, text: str, tools: Tools) -> Iterator[FoundCall]:
+        for match in _OPEN.finditer(text):
+            schemas, arguments, place = properties_of(tools, match[1]), dict[str, Any](), match.end()
+            while key := _KEY.match(text, place):
+                end = text.find(_CLOSE, key.end())
+                if end < 0:
+                    break
+                name, value = key[1].strip(), text[key.end() : end]
+                arguments[name] = typed(value, schemas[name]) if name in schemas else _by_form(value)
+                place = end + len(_CLOSE)
+            if closing := _END.match(text, place):
+                yield FoundCall(match.start(), closing.end(), match[1], arguments)
+
+
+def _by_form(value: str) -> Any:
+    """Return a value without a schema: the template writes texts as they are and everything else as JSON."""
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        return value

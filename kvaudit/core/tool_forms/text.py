@@ -1,0 +1,119 @@
+"""Calls as text, our form for templates that take no tools: tools listed in the system prompt, calls as JSON lines.
+
+It also reads what models write beside their own form: JSON inside prose, tags and fences, and calls in Python.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from kvaudit.core.records import ToolCall
+from kvaudit.core.tool_forms.base import LONGEST_ANSWER, FoundCall, ToolForm, Tools, call_in, properties_of
+
+FORM = (
+    'To call a tool, answer with one JSON object and nothing else, such as {"name": "tool", "arguments": '
+    '{"key": "value"}}; for several calls, one object a line. Where no tool is needed, answer in words.'
+)
+_EXAMPLE = ("tool", {"key": "value"})  # of FORM; repeating it calls nothing
+_ATTEMPT = re.compile(r"""["'](?:arguments|parameters)["']\s*:|\{\s*"name"\s*:""")
+_FENCE = re.compile(r"^```\w*\s*|\s*```$")
+_NAME = re.compile(r"\w+(\.\w+)*")
+
+
+class TextForm(ToolForm):
+    name = "text"
+    says = "JSON lines that the prompt asks for, or calls in Python"
+
+    @classmethod
+    def recognises(cls, template: str) -> bool:  # noqa: ARG003 - it belongs to no template
+        return False
+
+    def find(self, text: str, tools: Tools) -> Iterator[FoundCall]:
+        found = list(_json_calls(text))
+        if not found and not _ATTEMPT.search(text):
+            parameters = {call: list(properties_of(tools, call)) for call in _tool_names(tools)}
+            calls = python_calls(_FENCE.sub("", text.strip()), parameters)
+            found = [FoundCall(0, len(text), call.name, plain_values(call.arguments)) for call in calls]
+        yield from found
+
+    def is_attempt(self, text: str) -> bool:
+        """Return whether a text without calls tries to call."""
+        return _ATTEMPT.search(text[:LONGEST_ANSWER]) is not None
+
+
+def list_tools(tools: Tools) -> str:
+    """Return the tools as text for a prompt, one JSON object a line."""
+    return "Tools:\n" + "\n".join(json.dumps(tool.get("function", tool), ensure_ascii=False) for tool in tools)
+
+
+def format_calls(calls: Sequence[ToolCall]) -> str:
+    """Return calls in the form that FORM asks for."""
+    rows = [{"name": call.name, "arguments": call.arguments} for call in calls]
+    return "\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
+
+
+def json_objects(text: str) -> Iterator[tuple[int, int, dict[str, Any]]]:
+    """Yield every JSON object in a text with its start and end, up to the first that is nested too deeply to parse."""
+    decoder, start = json.JSONDecoder(), text.find("{")
+    while start >= 0:
+        try:
+            value, end = decoder.raw_decode(text, start)
+        except ValueError:
+            end = start + 1  # no object begins here
+        except RecursionError:
+            return
+        else:
+            yield start, end, value
+        start = text.find("{", end)
+
+
+def _json_calls(text: str) -> Iterator[FoundCall]:
+    for start, end, value in json_objects(text):
+        call = call_in(value)
+        if call is not None and call != _EXAMPLE:
+            yield FoundCall(start, end, *call)
+
+
+def _tool_names(tools: Tools) -> list[str]:
+    return [str(tool.get("function", tool).get("name")) for tool in tools]
+
+
+def python_calls(text: str, parameters: Mapping[str, Sequence[str]] | None = None) -> tuple[ToolCall, ...]:
+    """Return the calls of a text that consists of Python calls, or a list of them; () for any other text.
+
+    ``parameters`` names the positional arguments of each tool.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about a model's Python
+            body = ast.parse(text[: LONGEST_ANSWER // 10]).body
+        return tuple(_call(node, parameters or {}) for line in body for node in _nodes(line))
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
+        return ()
+
+
+def _nodes(line: ast.stmt) -> Sequence[ast.expr]:
+    if not isinstance(line, ast.Expr):
+        raise ValueError
+    return line.value.elts if isinstance(line.value, ast.List | ast.Tuple) else [line.value]
+
+
+def _call(node: ast.expr, parameters: Mapping[str, Sequence[str]]) -> ToolCall:
+    if not isinstance(node, ast.Call) or not _NAME.fullmatch(name := ast.unparse(node.func)):
+        raise ValueError
+    names = parameters.get(name, ())[: len(node.args)]
+    positional = dict(zip(names, map(ast.literal_eval, node.args), strict=True))
+    keywords = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in node.keywords if keyword.arg}
+    return ToolCall(name, positional | keywords)
+
+
+def plain_values(value: Any) -> Any:
+    """Return a Python value with lists in place of tuples, as JSON has it."""
+    if isinstance(value, dict):
+        return {str(key): plain_values(entry) for key, entry in value.items()}
+    return [plain_values(entry) for entry in value] if isinstance(value, list | tuple) else value
