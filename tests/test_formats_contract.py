@@ -130,7 +130,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Page:
 def told(page: Page, status: Status) -> Page:
     """A short page with this status, whatever its rows say, and with a remark that must stand beside it."""
     verdict = replace(page.findings.verdict, status=status)
-    banner = replace(page.banner, status=status, banner_lines=(REMARK,), alarm=ALARM)
+    banner = replace(page.banner, status=status, lines=(REMARK,), alarm=ALARM)
     values = {name: value for name, value in page.findings.values.items() if name != "examples"}
     findings = replace(page.findings, verdict=verdict, values=values)
     assert page.screen is not None
@@ -314,7 +314,7 @@ def table(page: Page) -> str:
 
 
 def without_remarks(page: Page) -> str:
-    return RIGHT["report.md"](replace(page, banner=replace(page.banner, banner_lines=()), remarks=()))
+    return RIGHT["report.md"](replace(page, banner=replace(page.banner, lines=()), remarks=()))
 
 
 def without_alarm(page: Page) -> str:

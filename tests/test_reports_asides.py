@@ -61,6 +61,6 @@ def test_alarms_of_training_and_a_declared_stop_stand_under_the_banner():
     )
     lines = [line for line in remarks(found) if "training" in line]
     assert lines == [
-        "ALARM in training: naive; what to do stands under Training.",
+        "ALARM in training: naive; see Training for what to do.",
         "STOPPED in training, as declared: all arms of seed 11 end at step 20 of 60: naive rang ess.",
     ]

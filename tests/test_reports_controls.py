@@ -447,10 +447,10 @@ def test_results_for_the_hub_say_it_too(page):
 def test_it_is_the_first_line_under_the_verdict(page):
     top = run_banner(page.findings)
     assert top.status is Status.NOT_MEASURABLE
-    assert top.sentence == "Some gated cell cannot be measured on this reference: holding still says nothing there."
-    assert top.banner_lines[0].startswith("NOT MEASURABLE: refusal")
-    assert page.remarks[0] == top.banner_lines[0]
-    assert len(top.banner_lines) == len(set(top.banner_lines))
+    assert top.sentence == "Some gated cell cannot be measured on this reference: an unchanged score is no evidence."
+    assert top.lines[0].startswith("NOT MEASURABLE: refusal")
+    assert page.remarks[0] == top.lines[0]
+    assert len(top.lines) == len(set(top.lines))
 
 
 def test_answers_are_those_of_the_reference_alone():

@@ -351,7 +351,7 @@ def contrast_of(lower, upper, pvalue=0.5):
     ],
 )
 def test_the_heatmap_says_what_the_rule_says(lower, upper, pvalue, measurable, decided, said):
-    assert heatmap.status_of(contrast_of(lower, upper, pvalue), 0.05, decide_run, is_measurable=measurable) is said
+    assert heatmap.status_of(contrast_of(lower, upper, pvalue), 0.05, decided, is_measurable=measurable) is said
 
 
 def test_two_drops_of_one_size_look_different_where_one_fails_and_the_other_passes():

@@ -208,8 +208,8 @@ def test_a_cell_at_the_floor_is_not_the_headline_while_another_exists(tmp_path):
     verdict = report.verdict
     assert verdict.decisions[verdict.headline].policy == "none"
     top = run_banner(report)
-    assert "This cell is PASS; the verdict is of cells that cannot be measured." in top.about
-    assert top.banner_lines[0].startswith("NOT MEASURABLE: refusal (2 gated cells), at floor: ")
+    assert "This cell is PASS; the verdict comes from cells that cannot be measured." in top.about
+    assert top.lines[0].startswith("NOT MEASURABLE: refusal (2 gated cells), at floor: ")
     alone = at_floor(tmp_path / "b", primary=(SNAP,)).verdict
     assert not alone.decisions[alone.headline].is_measurable
 
@@ -244,7 +244,7 @@ def test_too_few_templates_for_the_margin_are_said_plainly(tmp_path):
     report = report_of(tmp_path, suites=("math",), items=288, clusters=72, primary=("none",))
     words = "needs 99 templates for 3 pp, the run has 72: add templates"
     verdict = report.verdict
-    assert f"math {words}." in run_banner(report).banner_lines
+    assert f"math {words}." in run_banner(report).lines
     open_cells = [d for d in verdict.decisions if d.gated and d.larger]
     assert open_cells
     assert all(decision_note(d).endswith(words) for d in open_cells)
@@ -341,7 +341,7 @@ def test_unscored_answers_are_bounded_beside_the_number(tmp_path):
     head = verdict.decisions[verdict.headline]
     assert head.worst == pytest.approx(head.effect.estimate)
     assert head.best == pytest.approx(head.effect.estimate + 0.01)
-    [line] = [line for line in run_banner(report).banner_lines if line.startswith("Unscored answers")]
+    [line] = [line for line in run_banner(report).lines if line.startswith("Unscored answers")]
     assert f"all counted for it {100 * head.best:+.1f} pp" in line
 
 

@@ -75,7 +75,7 @@ def test_a_gate_file_decides_and_says_that_it_came_after_the_run(data, tmp_path)
     assert report.rules.alpha == 0.025
     assert report.rules.margins == {"refusal": 0.08, "math": 0.05}
     assert {p for _, p, _ in gated(verdict)} == {"none"}
-    [line] = [line for line in run_banner(report).banner_lines if line.startswith("Gate: ")]
+    [line] = [line for line in run_banner(report).lines if line.startswith("Gate: ")]
     assert f"gate.yaml, sha256 {sha[:12]}, declared after the run, which changes profile none -> release; alpha" in line
     assert "margin refusal 5 pp -> 8 pp" in line
     assert "gated policies none, snapkv 96 -> none" in line

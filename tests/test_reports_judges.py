@@ -49,7 +49,7 @@ def judged_by(data, **judges):
 def text_of(found):
     page = page_of(found)
     tables = [cell for s in page.sections for t in s.tables for row in (t.headers, *t.rows) for cell in row]
-    return [*page.banner.banner_lines, *page.remarks, *tables, *(note for s in page.sections for note in s.notes)]
+    return [*page.banner.lines, *page.remarks, *tables, *(note for s in page.sections for note in s.notes)]
 
 
 def codes(found):

@@ -228,7 +228,7 @@ def test_the_figures_of_a_margin_are_not_said_of_a_ratio(tmp_path):
     found, _ = cell_of(served(tmp_path), ratios={"refusal": 1.25})
     [line] = error_rate_lines(dataclasses.replace(found, calibration=shipped_rates()))
     assert "Both figures are about margins: a cell held to a ratio (1.25 x) was simulated separately." in line
-    assert any("Of a ratio: a cell passes only where the upper bound lies below" in line for line in gate_notes(found))
+    assert any("Ratio: a cell passes only if the upper bound lies below" in line for line in gate_notes(found))
 
 
 def test_next_size_of_a_multiple_of_nothing(tmp_path):
@@ -317,7 +317,10 @@ def test_plan_says_the_chance_of_both():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--ratio", "1.1", "--happens", "0.3", "--margin", "5"), "--margin and --ratio are two rules for one design"),
+        (
+            ("--ratio", "1.1", "--happens", "0.3", "--margin", "5"),
+            "--margin and --ratio are both given, but a design has one rule",
+        ),
         (("--ratio", "1.1"), "--happens is None, wanted the reference's rate of the event"),
         (("--happens", "0.3"), "--ratio is None, wanted a limit on the ratio of rates"),
         (("--ratio", "0.5", "--happens", "0.3"), "--ratio is 0.5, wanted"),

@@ -43,5 +43,5 @@ def test_only_three_ways_decide():
     callers = {path.relative_to(root).as_posix() for path in files if " decide(" in path.read_text(encoding="utf-8")}
     callers |= {path.relative_to(root).as_posix() for path in files if "=decide(" in path.read_text(encoding="utf-8")}
     assert callers == {
-        *("reports/run.py", "audit/runs/rounds.py", "reports/page/compare_files.py", "reports/verdict/decide.py")
+        *("reports/run.py", "audit/runs/stages/rounds.py", "reports/page/compare_files.py", "reports/verdict/decide.py")
     }
