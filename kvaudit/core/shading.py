@@ -23,7 +23,7 @@ ALL_TOKENS = "all tokens"  # a key of ``depth``, besides the names of marked spa
 
 
 class AnswerKey(NamedTuple):
-    """One recorded answer of a unit."""
+    """The key of one recorded answer within a unit (a checkpoint under a policy on a suite)."""
 
     item: str
     sample: int

@@ -180,7 +180,7 @@ class EvaluateSpec(SpecSection):
         return self.suites[suite].samples or self.samples
 
     def written(self) -> dict[str, Any]:
-        """Return the section as plain values; thoughts without a budget are written as ``strip``."""
+        """Return the section as plain values; ``think`` without a token budget is written as ``strip``."""
         row = super().written()
         thinking = row.pop("think", None)
         if thinking is not None:

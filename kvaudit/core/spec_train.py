@@ -233,7 +233,7 @@ class TrainSpec(Training, Pairs):  # the fields of the last base come first in a
         return tuple((arm.name, seed) for seed in self.seeds for arm in self.trained)
 
     def written(self) -> dict[str, Any]:
-        """Return the section as plain values; a sweep has no single ``policy``."""
+        """Return the section as plain values, without ``policy`` for a sweep."""
         row = super().written()
         if self.policies:
             del row["policy"]

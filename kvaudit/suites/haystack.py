@@ -61,7 +61,7 @@ _KINDS: tuple[Callable[[random.Random], str], ...] = (_log, _ticket, _mail, _tab
 
 
 def filler_lines(draw: random.Random, room: int, count_tokens: CountTokens) -> list[str]:
-    """Return distinct lines that, with their line breaks, fill ``room`` tokens but for less than one line.
+    """Return distinct lines of at most ``room`` tokens together, line breaks included, less than one line short of it.
 
     The kinds of lines come in runs, as in real files. Raises SpecError if the vocabulary has no new line left.
     """

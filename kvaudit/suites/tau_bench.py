@@ -174,7 +174,7 @@ def _messages(
 
 
 def _agent_turns(messages: Sequence[Message], calls: Sequence[ToolCall | None]) -> tuple[AgentTurn, ...]:
-    """Return the agent's turns that can be asked: calls without free text, and short replies in words."""
+    """Return the agent's turns that can be used as questions: calls without free text, and short replies in words."""
     turns = []
     for at, (message, call) in enumerate(zip(messages, calls, strict=True)):
         if sum(len(before.content) for before in as_text(messages[:at], ())) > LONGEST_TALK:

@@ -133,7 +133,7 @@ class EvictingCache:
         return gather_columns(self._attend(call._replace(query=query, key=key, value=value)), inverse)
 
     def take(self, call: AttentionCall) -> None:
-        """Do what ``attend`` does, but without attention: the output is known from another cache."""
+        """Update the cache as ``attend`` does, without attention: another cache computed the output."""
         require_single_call(call.layer, self._attended, len(self.layers))
         assert self._forward.is_first, "the output is known only if both caches held the same"
         assert self._order is None  # shared prompts are right-padded

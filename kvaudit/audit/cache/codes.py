@@ -148,7 +148,7 @@ def decode_keys(codes: Tensor, parameters: Tensor, codec: Quantiser) -> Tensor:
 
 
 def parameters_of(group: Tensor, table: Tensor) -> Tensor:
-    """Return the rows of ``table`` [B, H, G, ...] for entries in groups [B, H, K]: [B, H, K, ...]."""
+    """Return the parameters of each entry's group: rows of ``table`` [B, H, G, ...] at ``groups`` [B, H, K]."""
     return gather_entries(table, group.clamp(min=0).long())
 
 

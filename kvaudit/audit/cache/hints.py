@@ -33,7 +33,10 @@ Strays = list[tuple[int, int]]  # row and layer of hints that are at no border
 
 
 class Ranks(NamedTuple):
-    """A codec's codes by size: ``rank_of`` int64 [2^bits] maps codes to ranks, ``code_of`` uint8 ranks to codes."""
+    """The order of a codec's codes by the value that they decode to.
+
+    ``rank_of`` int64 [2^bits] maps codes to ranks, ``code_of`` uint8 ranks to codes.
+    """
 
     rank_of: Tensor
     code_of: Tensor
@@ -53,7 +56,7 @@ def ranks(codec: Quantiser, device: torch.device) -> Ranks:
 
 
 def pack_hints(index: Tensor, low: Tensor) -> Tensor:
-    """Return the uint16 words of element numbers int64 [N], in any order, and the low bits of their ranks [N]."""
+    """Pack each element number, int64 [N] in any order, and the low bits of its rank [N] into uint16 words."""
     if not len(index):
         return torch.zeros(0, dtype=torch.uint16)
     index, order = index.sort()

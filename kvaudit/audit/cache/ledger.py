@@ -137,7 +137,9 @@ def _pad_rows(rows: Sequence[Tensor], value: int) -> Tensor | None:
 def save_ledgers(path: Path, rollouts: Sequence[Rollout], policy: Policy) -> str:
     """Write the rollouts to ``path`` and return the file's sha256. Raises SpecError for a policy without replay."""
     if not policy.replayable:
-        raise SpecError(f"policy {policy.canonical!r} cannot be replayed, so there is no ledger to keep")
+        raise SpecError(
+            f"policy {policy.canonical!r} cannot be replayed, so no eviction ledger can be kept; choose another policy"
+        )
     tensors = {f"{n}.{name}": tensor for n, rollout in enumerate(rollouts) for name, tensor in _tensors(rollout)}
     scalars = [_scalars(rollout) for rollout in rollouts]
     header = {"format": LEDGER_FORMAT, "policy": policy.canonical, "policy_hash": policy.hash, "rollouts": scalars}

@@ -58,7 +58,7 @@ class NewTokens(NamedTuple):
 
 
 def read_new_tokens(positions: Tensor) -> NewTokens:
-    """Count the new tokens in CPU row positions [B, Q] (-1 = padding), which rise along a row."""
+    """Return the number of new tokens of each row, from their positions on the CPU [B, Q] (-1: padding)."""
     width = positions.shape[1]
     if width == 1:
         first = tuple(row[0] for row in positions.tolist())

@@ -115,7 +115,7 @@ def _plan_next(path: Path) -> None:
 
 
 def _cell_line(findings: Findings, cell: GatedCell, d: Decision) -> str:
-    """Return a cell's verdict and size, and what would decide it, as one line."""
+    """Return one line: a cell's verdict, its size, and the size that would decide it."""
     from kvaudit.reports.verdict.chance import templates_for
     from kvaudit.reports.verdict.verdict import Status
 

@@ -1,4 +1,4 @@
-"""Serving engines, one file each. ``parse_serving_mode`` returns one of our policies or the condition of an engine."""
+"""Serving engines, one file each. ``parse_serving_mode`` returns a policy of our cache, or an engine's condition."""
 
 from kvaudit.audit.engines.base import (
     ENGINES,

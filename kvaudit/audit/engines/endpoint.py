@@ -181,7 +181,7 @@ class _EndpointSession(Session):
 
     @property
     def _template_options(self) -> dict[str, Any]:
-        """Options of the chat template, as servers with a template take them."""
+        """Return the options of the chat template in the format that servers accept."""
         return {"chat_template_kwargs": self._chat.options} if self._chat.options else {}
 
     def _first_model(self) -> str:

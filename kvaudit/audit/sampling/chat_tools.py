@@ -69,7 +69,7 @@ def slot_calls(messages: Sequence[Message]) -> list[Message]:
 
 
 def slot_name(message: int, call: int) -> str:
-    """Return the name of the stand-in for a call."""
+    """Return the name of the placeholder for a tool call."""
     return f"kvaudit_call_{message}_{call}_7391"
 
 

@@ -106,7 +106,7 @@ class Episode:
 
     @property
     def has_open_turns(self) -> bool:
-        """Whether a paused turn has to be finished."""
+        """Whether some turn is paused and still has to be finished."""
         return bool(self._turns)
 
     @property

@@ -44,7 +44,10 @@ class Labelled(NamedTuple):
 
     @property
     def means(self) -> Array:
-        """The human difference of an average concordant pair [..., C]; the overall mean if a template has no label."""
+        """Mean human-labelled difference of the pairs that the judge graded alike, by template [..., C].
+
+        A template without labels takes the overall mean.
+        """
         seen = self.looked > 0
         own = (self.looked_gains - self.looked_losses) / np.maximum(self.looked, 1)  # [..., C]
         known = np.where(seen, self.alike, 0.0)

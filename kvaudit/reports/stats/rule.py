@@ -192,7 +192,7 @@ def parts_show_margin(parts: Sequence[Part], *, margin: float, alpha: float) -> 
 
 
 def template_bound(parts: Sequence[Part], *, alpha: float) -> float:
-    """Return the lowest difference that the template rule leaves possible; several suites are added like MOVER.
+    """Return the lower bound of the difference by the template rule; bounds of several suites are combined by MOVER.
 
     For one suite it lies above -margin exactly if ``shows_margin`` holds.
     """

@@ -97,7 +97,7 @@ class Control:
 
     @property
     def is_measurable(self) -> bool:
-        """Whether an unchanged rate means anything here."""
+        """Whether a loss could show here at all, so that an unchanged rate is evidence."""
         return self.measurability is Measurability.MEASURABLE
 
     @property

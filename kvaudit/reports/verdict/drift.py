@@ -414,7 +414,7 @@ def _combine(table: Scores, weights: Weights, present: npt.NDArray[np.bool_]) ->
 
 
 def _between(plus: Scores, minus: Scores, weights: Weights, present: npt.NDArray[np.bool_]) -> Array:
-    """Return weighted cell scores [N], from ``plus`` where the weight is positive, else from ``minus``."""
+    """Return the weighted sum of cell scores [N], from ``plus`` for positive weights, from ``minus`` for others."""
     return _combine(plus, {cell: weight for cell, weight in weights.items() if weight > 0}, present) + _combine(
         minus, {cell: weight for cell, weight in weights.items() if weight <= 0}, present
     )

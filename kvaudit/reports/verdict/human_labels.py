@@ -152,7 +152,7 @@ def collect_labels(run: Path, reference: str, key: Key, labels: Mapping[str, int
 
 
 def earlier_labels(run: Path, key: Key) -> dict[str, int]:
-    """Return the labels of a key's rows that were given on an earlier sheet of this run."""
+    """Return the labels that rows of a sheet already got on earlier sheets of this run."""
     stored = load_labels(run)
     texts = {text: label for cell in stored.cells for text, label in cell.labels.items()} if stored else {}
     return {row: texts[text] for row, text in key.rows.items() if text in texts}

@@ -84,7 +84,7 @@ def load_pin(path: Path) -> Pin:
     except OSError as error:
         raise DataError(f"pin {str(path)!r} cannot be read ({error.strerror}); {_REMEDY}") from None
     except (ValueError, RecursionError):
-        raise DataError(f"pin {str(path)!r} is not JSON; {_REMEDY}") from None
+        raise DataError(f"pin file {str(path)!r} is not JSON; {_REMEDY}") from None
     return parse_pin(table, path.name)
 
 

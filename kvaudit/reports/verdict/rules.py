@@ -215,7 +215,7 @@ def refuse_late_rules(rules: Rules) -> None:
 
 
 def changes(run_comparison: Comparison, run_rules: Rules, comparison: Comparison, rules: Rules) -> Iterator[str]:
-    """Describe every difference of rules from those of the run (``run_comparison``, ``run_rules``)."""
+    """Describe every difference between these rules and those that the run began with (``run_rules``)."""
     for name, old, new in (
         ("profile", run_rules.profile or "none", rules.profile or "none"),
         ("alpha", run_rules.alpha, rules.alpha),

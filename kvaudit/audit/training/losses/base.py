@@ -180,7 +180,7 @@ def reference_kl(inputs: LossInputs) -> Tensor:
 
 
 def add_distillation(inputs: LossInputs, share: Tensor, outputs: LossOutputs) -> LossOutputs:
-    """Add the arm's distillation term to a loss, if it has one; ``share`` broadcasts to [B, T]."""
+    """Add the arm's distillation term to a loss, if it has one; ``share`` weights tokens, broadcast to [B, T]."""
     if inputs.distill_kl is None:
         return outputs
     per_token = inputs.distill_kl.where(inputs.mask, 0.0)  # nats [B, T]

@@ -70,9 +70,9 @@ class Share:
 
 @dataclass(frozen=True)
 class SpanRates:
-    """One facet of one cell by one span. ``difference`` is the drift where it was lost minus where it was kept.
+    """The drift of one facet in one cell where a span of the prompt was evicted, and where it was kept.
 
-    It is None if the span did not vary enough (``reason``). ``share`` is None if no drift is shown. ``unknown``
+    ``difference`` is evicted minus kept, None if the span did not vary enough (``reason``). ``share`` is None if no drift is shown. ``unknown``
     answers have no such span on record.
     """
 
