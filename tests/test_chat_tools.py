@@ -32,7 +32,7 @@ from kvaudit.core.spans import Span, marked
 from kvaudit.core.tool_forms.base import TOOL_FORMS, Reading, form_of
 from kvaudit.core.tool_forms.reading import read_calls
 from kvaudit.core.tool_forms.text import FORM, list_tools
-from kvaudit.reports.records.blocks import block_of
+from kvaudit.reports.records.blocks import parse_block
 from kvaudit.suites.base import Suite
 
 WEATHER = {
@@ -336,7 +336,7 @@ def test_a_record_keeps_the_form_and_the_calls() -> None:
     assert Record.from_json(line) == record
     assert json.loads(line)["tool_form"] == "hermes"
     assert json.loads(line)["transcript"][1]["tool_calls"][0]["name"] == "get_weather"
-    values = block_of(line.encode() + b"\n")
+    values = parse_block(line.encode() + b"\n")
     assert values is not None
     assert values["tool_form"] == ("hermes",)
     plain = Record.of(serving, row.item, row.grade, UngradedAnswer(0, "stop", 9, 4, 0.5, TALK[:2]), CacheUse())

@@ -357,7 +357,8 @@ def test_marked_spans_stand_in_what_the_model_is_given_and_nowhere_twice(asked: 
     for item in asked.eval[::7]:
         said = play(asked.suite, item, asked.suite.gold(item))
         given = [m.content for n, m in enumerate(said) if n < len(item.messages) or m.role is not Role.ASSISTANT]
-        opening = given[: len(item.messages)]
+        given += [list_tools(item.tools)] if item.tools else []
+        opening = [*given[: len(item.messages)], *given[-1:]] if item.tools else given[: len(item.messages)]
         assert span_error(item.spans, given, may_come_later=False) is None, item.item_id
         assert [span for span in item.spans if len(find_spans([span], opening).get(span.name, ())) > 1] == []
 

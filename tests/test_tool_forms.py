@@ -14,7 +14,7 @@ from kvaudit.core.records import Message, Role, ToolCall, fingerprint_rows, mess
 from kvaudit.core.tool_forms.base import LONGEST_ANSWER, TOOL_FORMS, Reading, is_plain
 from kvaudit.core.tool_forms.reading import as_text, read_calls, words_beside
 from kvaudit.core.tool_forms.text import FORM, list_tools
-from kvaudit.reports.page.remarks import _tool_forms
+from kvaudit.reports.page.remarks import _tool_remarks
 
 TOOLS = [
     {
@@ -335,10 +335,10 @@ def test_calls_that_a_server_read_become_text() -> None:
 
 def test_a_report_says_where_tools_stood_as_text() -> None:
     used = {"bfcl": {"hermes": 46, "text": 2}, "tau_bench": {"hermes": 8}, "x": {"any": 3}, "bad": 1}
-    assert [line.partition(":")[0] for line in _tool_forms({"tool_forms": used})] == [
+    assert [line.partition(":")[0] for line in _tool_remarks({"tool_forms": used})] == [
         "TOOLS AS TEXT in bfcl (2 of 48 items)",
         "TOOLS of a template with an unknown form of calls in x (3 of 3 items)",
     ]
-    assert list(_tool_forms({})) == []
-    (line,) = _tool_forms({"tool_forms": {"bfcl": {"mistral": 2}}, "tool_system_moved": True})
+    assert list(_tool_remarks({})) == []
+    (line,) = _tool_remarks({"tool_forms": {"bfcl": {"mistral": 2}}, "tool_system_moved": True})
     assert line.startswith("SYSTEM PROMPTS stand in the user's message where there are tools")
