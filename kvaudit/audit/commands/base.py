@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from kvaudit.core.spec import RunSpec
     from kvaudit.reports.sections.shared.tables import Table
 
-HELP_HEADINGS = ("Audit", "Look", "Disclose", "Serve and ask", "Go again", "Extend")  # in the order of the help
+HELP_HEADINGS = ("Audit", "Look", "Disclose", "Serve and ask", "Stored answers", "Extend")  # in the order of the help
 LONGEST_SUMMARY = 60  # characters; the help cuts longer ones at 80 columns
 USAGE, _INTERRUPTED, _TERMINATED = 2, 130, 143  # exit codes; 128 + the signal's number, as in a shell
 LONGEST_LINE = 2_000  # characters of an error

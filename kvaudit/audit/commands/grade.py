@@ -293,7 +293,7 @@ def _print_labelled_cells(console: Console, findings: Findings) -> None:
         print_line(console, line)
 
 
-GRADE = Command("grade", group="Go again", order=2, help="Grade stored answers again: by a judge or people.")
+GRADE = Command("grade", group="Stored answers", order=2, help="Grade stored answers again: by a judge or people.")
 JUDGE = Command("judge", group="grade", order=1, call=judge, former_names={"judge": "grade judge"})
 ADJUDICATE = Command(
     "adjudicate", group="grade", order=3, call=adjudicate, former_names={"adjudicate": "grade adjudicate"}

@@ -281,7 +281,9 @@ def _print_measure(measure: Measure[WorkUnit, ServedBatch, Total], results: Sequ
     return DIFFERS if measure.decides and any(measure.differs(total) for _, total in results) else 0
 
 
-REPLAY = Command("replay", group="Go again", order=1, help="Serve recorded answers again, and measure what changed.")
+REPLAY = Command(
+    "replay", group="Stored answers", order=1, help="Serve recorded answers again, and measure what changed."
+)
 VERIFY = Command("verify", group="replay", order=1, call=verify, former_names={"verify": "replay verify"})
 MISMATCH = Command("mismatch", group="replay", order=2, call=mismatch, former_names={"mismatch": "replay mismatch"})
 VIEW = Command("view", group="Look", order=1, call=view)
