@@ -6,7 +6,7 @@ may decide what suites leave to one, in place of their phrase rules. The judged 
 
     provenance.json    judged: {"from": name, "records": sha256, "suite_versions": those before, "judge": {...}, ...}
     <unit>.done.json   judged: {"from": sha256 of the records that were judged, "by": {...}}, changed: {...}
-    answers-*.jsonl    the judge's replies, by hash of the question (``core.remembered``)
+    answers-*.jsonl    the judge's replies, by hash of the question (``core.judge_answers``)
 
 Units are claimed, so several processes may share the work. A judge is asked the questions of a whole unit before
 anything of the unit is written; its replies are stored at once, so that a kill loses little. Answers on which it failed

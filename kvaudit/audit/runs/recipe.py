@@ -1,4 +1,4 @@
-"""The recipe of a run's checkpoints (``core.recipe``): gathered here, or copied from where they were trained.
+"""The recipe of a run's checkpoints (``core.provenance``): gathered here, or copied from where they were trained.
 
 A checkpoint folder of this project, from another run or from TRL, has its provenance and telemetry; another folder has
 neither, and its recipe is what the spec declares. Copied provenance is named an origin, since the weights stay behind.
