@@ -208,6 +208,14 @@ def test_the_grid_tells_rates_as_what_happens(tmp_path: Path) -> None:
     assert re.search(r"limit -5, up to -29\.9", score.says)
 
 
+def test_a_small_p_value_is_not_written_as_0(reported: Any) -> None:
+    findings = reported("all hold")
+    verdict = findings.verdict
+    decisions = tuple(replace(d, pvalue_drop=1.23456e-9) for d in verdict.decisions)
+    page = page_of(replace(findings, verdict=replace(verdict, decisions=decisions)))
+    assert {cell["pvalue"] for cell in json.loads(formats()["verdict.json"](page))["cells"]} == {1.235e-9}
+
+
 def test_verdict_json_is_as_its_schema_says(reported: Any) -> None:
     schema = json.loads((Path(__file__).parent.parent / "docs" / "verdict.schema.json").read_text())
     jsonschema.Draft202012Validator.check_schema(schema)

@@ -91,7 +91,7 @@ def _cell(findings: Findings, d: Decision) -> dict[str, Any]:
         **({"ratio": _ratio(d.ratio)} if d.ratio else {}),
         "items": row.items or 0,
         "templates": row.templates or 0,
-        "pvalue": _short(row.pvalue),
+        "pvalue": None if row.pvalue is None else float(f"{row.pvalue:.4g}"),  # a small one is not 0
         "status": row.status,
         "reasons": [reason.code for reason in row.reasons],
         "waived": d.waiver is not None,
