@@ -6,12 +6,13 @@ timeout. And a socket's timeout restarts with every byte, so a server that drips
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import ALL_COMPLETED, FIRST_EXCEPTION, Future, wait
 from http.client import HTTPException
 from typing import Any, TypeVar
 
@@ -23,6 +24,7 @@ _R = TypeVar("_R")
 _LARGEST = 64 << 20  # bytes of a file
 _CHUNK = 1 << 16
 _SECONDS = 120.0  # for a whole file
+_SLICE = 1.0  # seconds of one wait
 
 
 def start_all(work: Callable[[_Q], _R], arguments: Sequence[_Q], threads: int) -> list[Future[_R]]:
@@ -48,10 +50,30 @@ def map_in_order(work: Callable[[_Q], _R], arguments: Sequence[_Q], threads: int
     """Return the results of ``work`` in order; raises the first error in that order and cancels what has not begun."""
     futures = start_all(work, arguments, threads)
     try:
-        return [future.result() for future in futures]
+        results = []
+        for future in futures:
+            wait_in_slices([future])
+            results.append(future.result())
+        return results
     finally:
         for future in futures:
             future.cancel()
+
+
+def wait_in_slices(
+    futures: Collection[Future[_R]], seconds: float = math.inf, return_when: str = ALL_COMPLETED
+) -> tuple[set[Future[_R]], set[Future[_R]]]:
+    """Wait as ``concurrent.futures.wait`` does, a second at a time.
+
+    A signal that reaches the process just before the main thread goes to sleep, or through another thread, does not
+    wake it: one long wait would then outlast ctrl-C and SIGTERM.
+    """
+    end = time.monotonic() + seconds
+    while True:
+        done, pending = wait(futures, max(0.0, min(_SLICE, end - time.monotonic())), return_when)
+        has_failed = any(not future.cancelled() and future.exception() for future in done)
+        if not pending or time.monotonic() >= end or (return_when == FIRST_EXCEPTION and has_failed):
+            return done, pending
 
 
 def call_with_timeout(work: Callable[[], _R], seconds: float) -> _R:

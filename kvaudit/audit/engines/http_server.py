@@ -11,7 +11,7 @@ import secrets
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, wait
+from concurrent.futures import FIRST_EXCEPTION
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -22,7 +22,7 @@ from kvaudit.audit.engines.weights import safetensors_folder
 from kvaudit.audit.engines.worker_client import parse_reply, python_of, python_with, vocabulary_size
 from kvaudit.core.endpoint import Endpoint, Unanswered, over_http
 from kvaudit.core.errors import SpecError
-from kvaudit.core.network import start_all
+from kvaudit.core.network import start_all, wait_in_slices
 from kvaudit.core.spec_evaluate import EngineSpec
 from kvaudit.core.text import inline, one_line, short_text
 
@@ -237,7 +237,7 @@ def ask_concurrently(ask: Callable[[_Q], _R], questions: Sequence[_Q], at_once: 
     started = time.monotonic()
     futures = start_all(ask, questions, at_once)
     try:
-        done, pending = wait(futures, max(0.0, until - started), FIRST_EXCEPTION)
+        done, pending = wait_in_slices(futures, until - started, FIRST_EXCEPTION)
         errors = [error for future in done if (error := future.exception()) is not None]
         if errors:
             raise errors[0]

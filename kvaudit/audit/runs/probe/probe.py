@@ -33,7 +33,7 @@ from kvaudit.audit.sampling.exchange import Exchange
 from kvaudit.core.endpoint import EndpointClient, Scope, Unanswered
 from kvaudit.core.errors import RunError
 from kvaudit.core.files import read_json, write_json, write_whole
-from kvaudit.core.network import start_all
+from kvaudit.core.network import start_all, wait_in_slices
 from kvaudit.core.provenance import (
     ENDPOINT,
     ENDPOINT_REQUESTS,
@@ -199,7 +199,11 @@ class Probe:
 
         futures = start_all(talks, unit.items, self._part.at_once)
         try:
-            return [talk for future in futures for talk in future.result()]
+            talks_of_items = list[_Talk]()
+            for future in futures:
+                wait_in_slices([future])
+                talks_of_items += future.result()
+            return talks_of_items
         except BaseException:
             self._is_ending = True  # conversations that are under way end with the call that they wait for
             for future in futures:
