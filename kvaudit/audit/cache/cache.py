@@ -21,7 +21,7 @@ from kvaudit.audit.cache.ledger import NEVER
 from kvaudit.audit.cache.quantised_store import QuantisedStore
 from kvaudit.audit.cache.rotary import Rotary, require_rotary_length, rotary_length_limit
 from kvaudit.audit.cache.routing import RecordedRoutes
-from kvaudit.audit.cache.rows import Eviction, Pins, QuantisationTimes, RowKeys, Schedule, TailLayout, read_new_tokens
+from kvaudit.audit.cache.rows import Eviction, NewTokens, Pins, QuantisationTimes, RowKeys, Schedule, TailLayout, read_new_tokens
 from kvaudit.audit.cache.selection import RecordedChoices, Selection
 from kvaudit.audit.cache.store import peak_live_bytes
 from kvaudit.audit.cache.tensors import gather_columns, upload
@@ -43,21 +43,21 @@ class EvictingCache:
     ) -> None:
         evictor, codec, selector, rows = evictor_of(policy), quantiser_of(policy), selector_of(policy), len(row_keys)
         assert rotary or not evictor.needs_rotary, policy.canonical
-        self.policy, self._config, self._device = policy, config, row_keys.device
-        self._rotary_limit = rotary_length_limit(config)  # read once: reading a config takes longer than a step should
+        self.policy, self._config, self.device = policy, config, row_keys.device
+        self.rotary_limit = rotary_length_limit(config)  # read once: reading a config takes longer than a step should
         plans = layer_plans(config, policy)
-        self._schedules = {plan.evictor: Schedule(plan.evictor, rows) for plan in plans}
+        self.schedules = {plan.evictor: Schedule(plan.evictor, rows) for plan in plans}
         scratch, self._layout = Scratch(), TailLayout(rows) if codec and not evictor.evicts else None
         self.layers = [
-            CachedLayer(n, plan, self._schedules[plan.evictor], rotary, scratch, self._layout)
+            CachedLayer(n, plan, self.schedules[plan.evictor], rotary, scratch, self._layout)
             for n, plan in enumerate(plans)
         ]
         # these evict together, after the last of them has attended
         self._agreeing = [layer for layer in self.layers if layer.evictor.across_layers]
         self.seen = torch.zeros(rows, dtype=torch.int64)  # [B] tokens, on the CPU: schedules never wait for the device
-        self._row_keys = RowKeys(row_keys)
+        self.row_keys = RowKeys(row_keys)
         governed = [plan.evictor for plan in plans if plan.is_governed]
-        self._pins = Pins(governed, rows) if policy.pinned_roles else None
+        self.pins = Pins(governed, rows) if policy.pinned_roles else None
         self._times = QuantisationTimes(codec, rows) if codec else None
         self._choices = RecordedChoices(selector.unit, rows) if selector else None
         self.routes = RecordedRoutes(blocks, rows) if blocks else None
@@ -69,37 +69,25 @@ class EvictingCache:
     def begin(self, positions: Tensor, *, decoding: bool, pinned: Tensor | None = None) -> None:
         """Begin a forward with CPU row positions [B, Q], -1 for padding; ``pinned`` marks tokens that never leave."""
         assert positions.shape[0] == len(self.seen), (positions.shape, len(self.seen))
-        tokens, before = read_new_tokens(positions), self.seen.tolist()
-        pairs = zip(tokens.first, before, strict=True)
-        assert all(first in (-1, seen) for first, seen in pairs), "rows continue at the number of tokens seen"
-        seen = [held + new for held, new in zip(before, tokens.counts, strict=True)]
-        self.seen = torch.tensor(seen)
-        longest = max(seen)
-        if self._rotary_limit is not None and longest > self._rotary_limit:
-            require_rotary_length(self._config, longest)
-        self._attended: set[int] = set()  # layers, to find those that never called
-        self._carried: set[int] = set()
+        tokens = read_new_tokens(positions)
+        # no empty slots either, which padding alone leaves: causal attention goes by columns
+        is_first = not any(layer.store.length for layer in self.layers) and not bool(self.seen.any())
+        longest = self._count(tokens, decoding=decoding)
         self._real = positions >= 0  # [B, Q], in the order of the model's columns
-        self.positions = upload(positions.to(torch.int32), self._device)  # [B, Q] of the forward, on the device
+        self.positions = upload(positions.to(torch.int32), self.device)  # [B, Q] of the forward, on the device
         if self.routes:
             self.routes.begin(self.positions, longest)
-        # no empty slots either, which padding alone leaves: causal attention goes by columns
-        is_first = not any(before) and not any(layer.store.length for layer in self.layers)
         # only this cache sorts columns: hidden states and routes stay in the model's order
         positions, pinned = self._right_pad(positions, pinned, is_first=is_first)
-        on_device = self.positions if self._order is None else upload(positions.to(torch.int32), self._device)
-        for schedule in self._schedules.values():
-            schedule.begin(tokens, self.seen, self._device, decoding=decoding)
+        on_device = self.positions if self._order is None else upload(positions.to(torch.int32), self.device)
         if self._choices and decoding:
             self._choices.begin(on_device[:, 0])  # one query per row
-        if self._pins and pinned is not None:
-            self._pins.add(positions, pinned.cpu())
+        if self.pins and pinned is not None:
+            self.pins.add(positions, pinned.cpu())
         if self._layout:
             self._layout.add(positions)
-        if self._times:
-            self._times.advance(seen, tokens.counts)
-        seen_on_device = upload(self.seen, self._device)
-        self._forward = Forward(
+        seen_on_device = upload(self.seen, self.device)
+        self.forward = Forward(
             on_device,
             decoding,
             seen_on_device,
@@ -113,13 +101,30 @@ class EvictingCache:
             no_padding=min(tokens.counts) == tokens.width,
         )
 
+    def _count(self, tokens: NewTokens, *, decoding: bool) -> int:
+        """Count the tokens of a forward, on the host alone; return how many the longest row has then seen."""
+        before = self.seen.tolist()
+        pairs = zip(tokens.first, before, strict=True)
+        assert all(first in (-1, seen) for first, seen in pairs), "rows continue at the number of tokens seen"
+        seen = [held + new for held, new in zip(before, tokens.counts, strict=True)]
+        self.seen, longest = torch.tensor(seen), max(seen)
+        if self.rotary_limit is not None and longest > self.rotary_limit:
+            require_rotary_length(self._config, longest)
+        self._attended: set[int] = set()  # layers, to find those that never called
+        self._carried: set[int] = set()
+        for schedule in self.schedules.values():
+            schedule.begin(tokens, self.seen, self.device, decoding=decoding)
+        if self._times:
+            self._times.advance(seen, tokens.counts)
+        return longest
+
     def _right_pad(self, positions: Tensor, pinned: Tensor | None, *, is_first: bool) -> tuple[Tensor, Tensor | None]:
         """Move padding to the end if plain causal attention is possible then; remember the order of columns."""
         self._order: tuple[Tensor, Tensor] | None = None  # to the sorted columns and back, [B, Q] each
         if not is_first or not bool(((positions[:, :-1] < 0) & (positions[:, 1:] >= 0)).any()):
             return positions, pinned
         order = torch.sort((positions < 0).int(), dim=1, stable=True).indices  # stable: real tokens keep their order
-        self._order = (upload(order, self._device), upload(order.argsort(1), self._device))
+        self._order = (upload(order, self.device), upload(order.argsort(1), self.device))
         return positions.gather(1, order), None if pinned is None else pinned.cpu().gather(1, order)
 
     @skip_compile
@@ -135,13 +140,13 @@ class EvictingCache:
     def take(self, call: AttentionCall) -> None:
         """Update the cache as ``attend`` does, without attention: another cache computed the output."""
         require_single_call(call.layer, self._attended, len(self.layers))
-        assert self._forward.is_first, "the output is known only if both caches held the same"
+        assert self.forward.is_first, "the output is known only if both caches held the same"
         assert self._order is None  # shared prompts are right-padded
-        self.layers[call.layer].append(call, self._forward)
+        self.layers[call.layer].append(call, self.forward)
         self._compress(call)
 
     def _attend(self, call: AttentionCall) -> Tensor:
-        layer, forward = self.layers[call.layer], self._forward
+        layer, forward = self.layers[call.layer], self.forward
         layer.append(call, forward)
         selector = layer.selector if forward.decoding else None
         out = layer.attention(call, forward) if selector is None else self._attend_selected(layer, selector, call)
@@ -150,21 +155,21 @@ class EvictingCache:
 
     def _attend_selected(self, layer: CachedLayer, selector: Selector, call: AttentionCall) -> Tensor:
         """Let one query per row attend to the units that it selects, and record them."""
-        view = layer.view(slice(None), self._forward, self._row_keys, packed=False)
-        out, units = layer.selected_attention(call, self._forward, selector, view)
+        view = layer.view(slice(None), self.forward, self.row_keys, packed=False)
+        out, units = layer.selected_attention(call, self.forward, selector, view)
         assert self._choices is not None
         self._choices.add(call.layer, units)
         return out
 
     def _compress(self, call: AttentionCall) -> None:
         """Remember the queries, which have attended, then evict and quantise."""
-        layer, forward = self.layers[call.layer], self._forward
+        layer, forward = self.layers[call.layer], self.forward
         layer.add_queries(call.query, forward)
         self._update_bytes(layer)
         self._peak = max(self._peak, self.bytes)  # the new entries have arrived and none has left yet
-        eviction, layers = layer.schedule.eviction, self._compressing(layer)
+        eviction, layers = layer.schedule.eviction, self.compressing(layer)
         if layers and eviction is not None:
-            self._evict(layers, eviction)
+            self.evict(layers, eviction)
         if eviction is not None or forward.coded is not None:
             # after the eviction: entries that leave now are in no group of codes, as in ``coded_keys`` of the replay
             for compressed in layers:
@@ -172,42 +177,68 @@ class EvictingCache:
                 self._update_bytes(compressed)
         self._attended.add(call.layer)
 
+    def begin_step(self, tokens: NewTokens, pinned: Tensor | None) -> int:
+        """Begin a step of one token per row on the host alone; return how many the longest row has then seen.
+
+        ``FixedStep`` computes it; ``pinned`` bool [B, 1] marks tokens that never leave.
+        """
+        longest = self._count(tokens, decoding=True)
+        if self.pins and pinned is not None:
+            self.pins.add(torch.tensor(tokens.first)[:, None], pinned)
+        return longest
+
+    def end_step(self) -> None:
+        """Note that every layer has attended in a step of fixed shapes."""
+        self._attended = {n for n, layer in enumerate(self.layers) if layer.plan.has_entries}
+
+    def update_bytes(self) -> None:
+        """Count the allocated bytes of all layers anew, after a step of fixed shapes."""
+        for layer in self.layers:
+            self._update_bytes(layer)
+        self._peak = max(self._peak, self.bytes)
+
     def _update_bytes(self, layer: CachedLayer) -> None:
         self.bytes -= layer.bytes
         layer.update_bytes()
         self.bytes += layer.bytes
 
-    def _compressing(self, layer: CachedLayer) -> list[CachedLayer]:
+    def compressing(self, layer: CachedLayer) -> list[CachedLayer]:
         """Return the layers that compress once ``layer`` has attended: itself, or after the last all that agree."""
         if not layer.evictor.across_layers:
             return [layer]
         return self._agreeing if layer is self._agreeing[-1] else []
 
-    def _evict(self, layers: Sequence[CachedLayer], eviction: Eviction) -> None:
+    def evict(self, layers: Sequence[CachedLayer], eviction: Eviction) -> None:
         """Cut the due rows to their budgets in one layer, or in several that agree on what stays."""
-        if layers[0].can_replace(eviction):
-            self._replace(layers, eviction)
+        if layers[0].can_replace(eviction, layers[0].store.length):
+            self.replace(layers, eviction, self.forward)
             return
         layers[0].schedule.slot_positions = None  # packing changes the order of slots
-        views = [layer.view(eviction.rows, self._forward, self._row_keys, packed=True) for layer in layers]
+        views = [layer.view(eviction.rows, self.forward, self.row_keys, packed=True) for layer in layers]
         for layer, view, importance in zip(layers, views, _agreed_importance(layers, views), strict=True):
-            layer.evict(eviction, self._forward, view, importance, self._pins)
+            layer.evict(eviction, self.forward, view, importance, self.pins)
 
-    def _replace(self, layers: Sequence[CachedLayer], eviction: Eviction) -> None:
-        """Let the newest entry take the slot of the one that leaves, in every head of these layers."""
+    def replace(
+        self, layers: Sequence[CachedLayer], eviction: Eviction, forward: Forward, *, on_device: bool = False
+    ) -> None:
+        """Let the newest entry take the slot of the one that leaves, in every head of these layers.
+
+        ``on_device``: the host decides nothing, so that the operators may be replayed.
+        """
         schedule, by_position = layers[0].schedule, layers[0].evictor.by_position
         # if positions alone rank, the host can tell what leaves and need not wait for the device
-        if schedule.victims is None and by_position:
-            schedule.victims = layers[0].victims_on_host(self._forward, self._pins)
+        if schedule.victims is None and by_position and not on_device:
+            before = layers[0].store.length - 1
+            schedule.victims = layers[0].victims_on_host(forward.first_position, before, self.pins)
         if schedule.victims is not None:  # just now, or by an earlier layer of this forward
-            layers[0].replace(schedule.victims, eviction, self._forward)
+            layers[0].replace(schedule.victims, eviction, forward)
             return
-        views = [layer.view(eviction.rows, self._forward, self._row_keys, packed=False) for layer in layers]
+        views = [layer.view(eviction.rows, forward, self.row_keys, packed=False) for layer in layers]
         for layer, view, importance in zip(layers, views, _agreed_importance(layers, views), strict=True):
-            victims = layer.victims(eviction, view, importance, self._pins)
+            victims = layer.victims(eviction, view, importance, self.pins)
             if by_position:  # the same entries leave in every layer
-                schedule.victims = victims = victims.simplified()
-            layer.replace(victims, eviction, self._forward)
+                schedule.victims = victims = victims if on_device else victims.simplified()
+            layer.replace(victims, eviction, forward)
 
     @skip_compile
     def carry(self, layer: int, hidden: Tensor, run: LayerRun) -> Tensor:
@@ -252,7 +283,7 @@ class EvictingCache:
         """Repeat every row ``group`` times, with a key for each member: they share one prefill."""
         if group > 1:
             self.reindex(torch.arange(len(self.seen)).repeat_interleave(group))
-            self._row_keys.set_member_keys(row_keys, self.seen)
+            self.row_keys.set_member_keys(row_keys, self.seen)
 
     def reindex(self, rows: Tensor) -> None:
         """Keep these rows (an index [n] on the CPU), in this order; a row may occur several times, others are freed."""
@@ -260,13 +291,13 @@ class EvictingCache:
         # before rows change: a row's share is of the batch that made the peak
         self._peaks = [peaks[row] for row in rows.tolist()]
         self.seen = self.seen[rows]
-        for schedule in self._schedules.values():
+        for schedule in self.schedules.values():
             schedule.reindex(rows)
-        rows_on_device = upload(rows, self._device)
-        for part in (*self.layers, self._row_keys, self._choices, self.routes):
+        rows_on_device = upload(rows, self.device)
+        for part in (*self.layers, self.row_keys, self._choices, self.routes):
             if part is not None:
                 part.reindex(rows_on_device)
-        for host_part in (self._pins, self._times, self._layout):
+        for host_part in (self.pins, self._times, self._layout):
             if host_part is not None:
                 host_part.reindex(rows)
         # a new peak begins with the bytes of these rows; their share of the last one is in ``_peaks``
@@ -279,14 +310,14 @@ class EvictingCache:
         assert other.is_settled
         self._peaks = self.bytes_peaks + other.bytes_peaks
         self.seen = torch.cat([self.seen, other.seen])
-        for evictor, schedule in self._schedules.items():
-            schedule.join(other._schedules[evictor])
+        for evictor, schedule in self.schedules.items():
+            schedule.join(other.schedules[evictor])
         # these references would keep layers in memory that are to be freed one by one
         other._agreeing.clear()
         for layer in self.layers:
             layer.join(other.layers.pop(0))  # each is freed before the next is copied
-        self._row_keys.join(other._row_keys)
-        for name in ("_pins", "_times", "_choices", "routes", "_layout"):
+        self.row_keys.join(other.row_keys)
+        for name in ("pins", "_times", "_choices", "routes", "_layout"):
             part = getattr(self, name)
             if part is not None:
                 part.join(getattr(other, name))
@@ -356,8 +387,8 @@ class EvictingCache:
 
     def pinned(self) -> list[tuple[tuple[int, int], ...]] | None:
         """Return every row's pinned positions as runs, if a budget that heads share depends on them."""
-        shares = any(schedule.evictor.shares_heads for schedule in self._schedules.values())
-        return self._pins.runs() if self._pins and shares else None
+        shares = any(schedule.evictor.shares_heads for schedule in self.schedules.values())
+        return self.pins.runs() if self.pins and shares else None
 
     def experts(self, tokens: int) -> Tensor | None:
         """Return the experts of each token, int16 [B, tokens, M, k], if the model has any."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -108,9 +109,14 @@ class CachedLayer:
 
     def add_queries(self, query: Tensor, forward: Forward) -> None:
         """Update what the policy needs to know of the queries: the last ones, attention mass, statistics."""
-        store = self.store
         if self._last:
-            self._last.add(query, forward.positions, self.schedule.ring_places, real=forward.real)
+            places = self.schedule.ring_places(query.device)
+            self._last.add(query, forward.positions, places, real=forward.real)
+        self._add_mass(query, forward)
+
+    def _add_mass(self, query: Tensor, forward: Forward) -> None:
+        """Add the attention of the queries to each slot's mass, and the queries to their statistics."""
+        store = self.store
         if store.mass is not None:
             # earlier entries come before all new queries, which are in order; but with empty slots, or with padding on
             # the left, the slots that a query sees are not the first ones
@@ -195,6 +201,41 @@ class CachedLayer:
         keys, values = store.entries(slice(None))
         return grouped_attention(call.query, keys, values, visible, call.scaling, call.sink_logits), units
 
+    # --- a step of fixed shapes (``fixed_step``) ----------------------------------------------------------------------
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield what a step reads or writes, besides the ledger."""
+        yield from self.store.tensors()
+        for state in self._independent:
+            yield from state.tensors()
+
+    @property
+    def blocks_fixed_step(self) -> str | None:
+        """What of this layer cannot be computed by a step of fixed shapes; None for nothing."""
+        if self.states is not None or not self.plan.has_entries:
+            return "layers with a state"
+        if self.selector is not None:
+            return "queries that select what they attend to"
+        if isinstance(self.store, QuantisedStore):
+            return "codes"
+        return None
+
+    def write_at(self, slot: Tensor, call: AttentionCall, forward: Forward) -> None:
+        """Write the new entries of a step into slot number ``slot`` [1]."""
+        self._scaling, self._sink_logits = call.scaling, call.sink_logits
+        self.store.write_at(slot, call.key, call.value, forward.positions)
+
+    def step_attention(self, call: AttentionCall, forward: Forward) -> Tensor:
+        """Return the attention output [B, G*H, 1, D] of one query per row over all slots, empty ones masked."""
+        entries = Entries(slice(None), *self.store.entries(slice(None)))
+        return self._masked_attention(entries, call, forward.positions)
+
+    def add_step_queries(self, query: Tensor, forward: Forward) -> None:
+        """Do what ``add_queries`` does, for one query per row."""
+        if self._last:
+            self._last.add_step(query, forward.positions)
+        self._add_mass(query, forward)
+
     # --- eviction -----------------------------------------------------------------------------------------------------
 
     @property
@@ -202,14 +243,14 @@ class CachedLayer:
         """Whether no head of any row has an empty slot."""
         return self.counts.all_equal(self.store.length)
 
-    def can_replace(self, eviction: Eviction) -> bool:
-        """Whether exactly one entry per head leaves, so that the newest can take its slot."""
+    def can_replace(self, eviction: Eviction, length: int) -> bool:
+        """Whether exactly one of ``length`` entries per head leaves, so that the newest can take its slot."""
         # the newest entry would be out of order, which neighbouring entries and runs of codes do not allow; of heads
         # that share a budget, one may lose two entries
         if self.evictor.ordered or self.evictor.shares_heads or isinstance(self.store, QuantisedStore):
             return False
         every_row = isinstance(eviction.rows, slice)
-        return every_row and self._is_full and eviction.budgets.all_equal(self.store.length - 1)
+        return every_row and self.schedule.arrived.all_equal(length) and eviction.budgets.all_equal(length - 1)
 
     def view(self, rows: Tensor | slice, forward: Forward, row_keys: RowKeys, *, packed: bool) -> View:
         """Return what the policy sees of some rows."""
@@ -256,19 +297,20 @@ class CachedLayer:
         slots = victim_slots(importance, view.positions, view.seen, self.evictor, self._pinned(eviction, view, pins))
         return Victims(slots, view.positions.gather(2, slots[:, :, None]))
 
-    def victims_on_host(self, forward: Forward, pins: Pins | None) -> Victims | None:
+    def victims_on_host(self, newest: int | None, before: int, pins: Pins | None) -> Victims | None:
         """Return ``victims`` without asking the device, for a policy by position; None if rows or heads differ.
 
-        The positions by slot are read from the device once, and then updated in the schedule.
+        ``newest`` is the position of the new entry, which follows ``before`` slots; None if it differs. The positions
+        by slot are read from the device once, and then updated in the schedule.
         """
-        schedule, newest, length = self.schedule, forward.first_position, self.store.length
+        schedule = self.schedule
         if newest is None or pins is not None:
             return None
-        if schedule.slot_positions is None or len(schedule.slot_positions) + 1 != length:
-            positions = self.store.positions
+        if schedule.slot_positions is None or len(schedule.slot_positions) != before:
+            positions = self.store.positions[:, :, :before]
             if not bool((positions == positions[:1, :1]).all()):
                 return None
-            schedule.slot_positions = positions[0, 0, :-1].tolist()
+            schedule.slot_positions = positions[0, 0].tolist()
         order = schedule.slot_positions
         order.append(newest)
         positions, seen = torch.tensor([[order]], dtype=torch.int32), torch.tensor([newest + 1])
@@ -293,6 +335,11 @@ class CachedLayer:
         if slot < len(order):
             order[slot] = newest
         return Victims(slot, victim)
+
+    @property
+    def moves_sinks(self) -> bool:
+        """Whether every eviction rotates the sinks anew."""
+        return self._sinks is not None
 
     def replace(self, victims: Victims, eviction: Eviction, forward: Forward) -> None:
         """Move the newest entry into the slot of the victim."""

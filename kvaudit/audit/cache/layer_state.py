@@ -5,6 +5,7 @@ Statistics of queries are taken before rotation: O(D^2) or O(D) numbers per head
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import ClassVar
 
 import torch
@@ -27,6 +28,10 @@ class LayerState:
             tensor = getattr(self, name)
             if len(tensor):
                 setattr(self, name, tensor.index_select(0, rows))
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield the tensors."""
+        return (getattr(self, name) for name in self._tensors)
 
     def join(self, other: LayerState) -> None:
         for name in self._tensors:
@@ -62,6 +67,15 @@ class LastQueries(LayerState):
         every_row = len(place) == len(positions)
         self._queries[rows, :, place] = query[:, :, 0] if every_row else query[rows, :, 0]
         self._positions[rows, place] = positions[:, 0] if every_row else positions[rows, 0]
+
+    def add_step(self, query: Tensor, positions: Tensor) -> None:
+        """Add one query per row [B, N, 1, D] at positions [B, 1], -1 for none, by operators of fixed shapes."""
+        rows = torch.arange(len(positions), device=positions.device)
+        position, is_fed = positions[:, 0], positions[:, 0] >= 0  # [B] each
+        place = (position % self._window).long()
+        new = torch.where(is_fed[:, None, None], query[:, :, 0], self._queries[rows, :, place])
+        self._queries[rows, :, place] = new
+        self._positions[rows, place] = torch.where(is_fed, position, self._positions[rows, place])
 
     def _add_chunk(self, query: Tensor, positions: Tensor, *, no_padding: bool) -> None:
         if no_padding:  # only the last of these can stay

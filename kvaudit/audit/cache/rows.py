@@ -5,7 +5,7 @@ Kept in plain numbers: a decode step has only a few of them, and an operator for
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -78,7 +78,10 @@ class Eviction(NamedTuple):
 
 
 class Victims(NamedTuple):
-    """The slot and position of the one entry per head that is evicted; a number if it is the same in all heads."""
+    """The slot and position of the one entry per head that is evicted.
+
+    If it is the same in all rows and heads: a number, or a tensor [1] that another number may be written into.
+    """
 
     slots: Tensor | int  # [B, H]
     positions: Tensor | int  # [B, H, 1]
@@ -108,22 +111,21 @@ class Schedule:
         self.max_slots: int | None = None  # slots that are ever needed, if the budget bounds them
         self.eviction: Eviction | None = None
         self.victims: Victims | None = None  # found by an earlier layer, if they are the same in all layers
-        self.ring_places: tuple[Tensor, Tensor] | None = None  # rows with a new token, and its place in ``LastQueries``
+        self._ring_places: list[tuple[int, int]] = []  # rows with a new token, and its place in ``LastQueries``
+        self._ring_places_on_device: tuple[Tensor, Tensor] | None = None
 
     def begin(self, tokens: NewTokens, seen: Tensor, device: torch.device, *, decoding: bool) -> None:
         """Count the tokens of a forward; ``seen`` [B] includes them."""
         evictor, counts = self.evictor, tokens.counts
         before = self.remaining.numbers
         self.arrived = self.remaining = Counts([held + new for held, new in zip(before, counts, strict=True)])
-        self.max_slots = self.eviction = self.victims = self.ring_places = None
+        self.max_slots = self.eviction = self.victims = self._ring_places_on_device = None
+        self._ring_places = []
         if tokens.width > 1 or not tokens.is_aligned:
             self.slot_positions = None
         if tokens.width == 1 and evictor.observed_queries:
-            rows = [row for row, count in enumerate(counts) if count]
-            places = [tokens.first[row] % evictor.observed_queries for row in rows]
-            # both in one copy
-            fed_rows, ring_places = upload(torch.tensor([rows, places], dtype=torch.int64), device).unbind(0)
-            self.ring_places = fed_rows, ring_places
+            window = evictor.observed_queries
+            self._ring_places = [(row, tokens.first[row] % window) for row, count in enumerate(counts) if count]
         if not evictor.evicts:
             return
         budgets = Counts(evictor.budget_at(seen).tolist())
@@ -137,6 +139,17 @@ class Schedule:
             self.remaining = Counts([budget if is_due else held for is_due, budget, held in numbers])
             due_rows = torch.tensor([row for row, is_due in enumerate(due) if is_due])
             self.eviction = Eviction(slice(None) if all(due) else upload(due_rows, device), budgets)
+
+    def ring_places(self, device: torch.device) -> tuple[Tensor, Tensor] | None:
+        """Return the rows that a forward of one column feeds, and the places of their queries in ``LastQueries``.
+
+        None for a forward of more columns.
+        """
+        if self._ring_places and self._ring_places_on_device is None:
+            # both in one copy
+            rows, places = upload(torch.tensor(self._ring_places, dtype=torch.int64), device).unbind(1)
+            self._ring_places_on_device = rows, places
+        return self._ring_places_on_device
 
     def are_due(self, new: Sequence[int], budgets: Counts, *, decoding: bool) -> list[bool]:
         """Return which rows compress to ``budgets`` after their ``new`` tokens have arrived."""
@@ -167,6 +180,11 @@ class RowKeys:
     def __init__(self, keys: Tensor) -> None:
         self._keys = keys
         self._prompts: tuple[Tensor, Tensor] | None = None  # key and length [B] of the prompt that a group shares
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield the tensors."""
+        yield self._keys
+        yield from self._prompts or ()
 
     def entries(self, positions: Tensor, rows: Tensor | slice) -> Tensor:
         """Return the key under which each entry at positions [b, H, K] was made; broadcasts to [b, H, K]."""

@@ -49,6 +49,7 @@ class Store:
         self.evicted_at = torch.empty(0)
         self.entry_bytes = EntryBytes()
         self._heads = 0
+        self._least_slots = 0  # slots that packing does not give back
 
     @property
     def dense_bytes_per_token(self) -> int:
@@ -123,9 +124,44 @@ class Store:
         if slots > allocated:
             roomy = slots + SLACK + slots // SHARE
             # the cap applies to spare slots, not to those needed now
-            grow = (roomy if max_slots is None else max(slots, min(roomy, max_slots))) - allocated
-            for name, tensor in self._slots.items():
-                self._slots[name] = _pad(tensor, grow, self._blank.get(name, 0))
+            self._grow((roomy if max_slots is None else max(slots, min(roomy, max_slots))) - allocated)
+
+    def _grow(self, slots: int) -> None:
+        for name, tensor in self._slots.items():
+            self._slots[name] = _pad(tensor, slots, self._blank.get(name, 0))
+
+    # --- a step of fixed shapes (``fixed_step``) ----------------------------------------------------------------------
+
+    @property
+    def slots(self) -> int:
+        """The number of allocated slots, in use or not; those not in use are empty but for the first of them."""
+        return self._slots["positions"].shape[2]
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield what a step reads or writes of the slots."""
+        yield from self._slots.values()
+
+    def reserve_for_steps(self, slots: int, room: int, *, max_slots: int | None) -> None:
+        """Allocate ``slots`` and up to ``room`` more, capped at ``max_slots``, and keep them from now on."""
+        if slots > self.slots:
+            roomy = slots + room
+            self._grow((roomy if max_slots is None else max(slots, min(roomy, max_slots))) - self.slots)
+        self._least_slots = max(self._least_slots, self.slots)
+
+    def reserve_ledger(self, longest: int) -> None:
+        """Make room in the ledger for rows of ``longest`` tokens."""
+        self._widen_ledger(longest)
+
+    def write_at(self, slot: Tensor, key: Tensor, value: Tensor, positions: Tensor) -> None:
+        """Write ``key`` [B, H, 1, D] and ``value`` at ``positions`` int32 [B, 1] into slot number ``slot`` [1]."""
+        own = self._slots["positions"]
+        own.index_copy_(2, slot, positions[:, None].expand(-1, own.shape[1], -1))
+        if self._accumulates:
+            self._slots["mass"].index_fill_(2, slot, 0.0)
+        self._slots["keys"].index_copy_(2, slot, key)
+        self._slots["values"].index_copy_(2, slot, value)
+
+    # --- eviction -----------------------------------------------------------------------------------------------------
 
     def keep(self, kept: Tensor, width: int, next_query: Tensor, longest: int) -> None:
         """Drop every slot where ``kept`` [B, H, length] is False, pack the others by position, write the ledger.
@@ -153,7 +189,7 @@ class Store:
     def _pack(self, order: Tensor) -> None:
         width = order.shape[2]
         # memory is returned once a ninth is idle, but not what the next few tokens would ask for again
-        shrink = self._slots["positions"].shape[2] > width + width // 8 + 2 * SLACK
+        shrink = self.slots > max(width + width // 8 + 2 * SLACK, self._least_slots)
         for name, tensor in self._slots.items():
             moved = gather_entries(tensor, order)
             if shrink:
@@ -168,13 +204,18 @@ class Store:
         self._widen_ledger(longest)
         if isinstance(victims.positions, int):  # the same in every row, so all have seen as many tokens
             self.evicted_at.select(2, victims.positions).fill_(longest)
+        elif victims.positions.dim() == 1:
+            self.evicted_at.index_copy_(2, victims.positions, next_query.expand(*self.evicted_at.shape[:2], 1))
         else:
             self.evicted_at.scatter_(2, victims.positions.long(), next_query.expand(*victims.positions.shape))
         # the index for ``scatter_``, by the number of dimensions of a tensor
-        index = {} if isinstance(victims.slots, int) else {3: victims.slots[:, :, None]}
+        index = {3: victims.slots[:, :, None]} if isinstance(victims.slots, Tensor) and victims.slots.dim() > 1 else {}
         for tensor in self._slots.values():  # the last slot itself is overwritten by the next append
             if isinstance(victims.slots, int):
                 tensor.select(2, victims.slots).copy_(tensor.select(2, last))
+                continue
+            if victims.slots.dim() == 1:
+                tensor.index_copy_(2, victims.slots, tensor.narrow(2, last, 1).clone())
                 continue
             if tensor.dim() == 4 and 4 not in index:
                 index[4] = index[3][..., None]

@@ -20,6 +20,7 @@ from kvaudit.audit.cache.routing import hook_expert_blocks
 from kvaudit.audit.cache.shared import Prompts, SharedPrefill
 from kvaudit.audit.cache.tensors import upload
 from kvaudit.audit.policies import Policy, evictor_of, quantiser_of
+from kvaudit.audit.sampling.captured import StepRunner
 from kvaudit.audit.sampling.decoding import AnswerScore, Completion, Decoding, draw
 from kvaudit.core.errors import SpecError
 from kvaudit.core.records import Role
@@ -93,6 +94,8 @@ class Episode:
         self._logits = logits.repeat_interleave(group, 0)  # [b, V], for the next token of each cached row
         self._pending: list[list[int]] = [[] for _ in self._rows]  # sampled, not yet in the cache
         self._queued: list[list[tuple[int, str]]] = [[] for _ in self._rows]  # tokens and roles, not yet in the cache
+        self._runner: StepRunner | None = None  # of the decode steps, where they are not computed one by one
+        self._room = 0  # steps that the present turns may still take
 
     @property
     def rows(self) -> int:
@@ -146,7 +149,7 @@ class Episode:
                 self._finished.add(n)
             return True
 
-        self._run_turns([cap > 0 for cap in caps], sample, finish_turn, should_pause)
+        self._run_turns(caps, sample, finish_turn, should_pause)
         return completions
 
     @torch.no_grad()
@@ -174,20 +177,22 @@ class Episode:
             scores[n] = AnswerScore(tuple(logprobs), greedy[n])
             return True
 
-        self._run_turns([len(answer) > 0 for answer in answers], next_tokens, finish_turn)
+        self._run_turns([len(answer) for answer in answers], next_tokens, finish_turn)
         return scores
 
     def _run_turns(
         self,
-        running: list[bool],
+        limits: Sequence[int],
         next_tokens: SampleTokens,
         finish_turn: Callable[[int, list[int], list[float]], bool],
         should_pause: ShouldPause | None = None,
     ) -> None:
-        """Run a turn of every ``running`` row: feed the tokens from ``next_tokens`` to the cache one by one.
+        """Run a turn of every row with a limit above 0: feed the tokens from ``next_tokens`` to the cache one by one.
 
-        ``finish_turn`` is called after every token of a row and returns whether its turn is over.
+        A turn has at most ``limits`` tokens in each row. ``finish_turn`` is called after every token of a row and returns whether its turn is over.
         """
+        running = [limit > 0 for limit in limits]
+        self._room = max(limits, default=0)
         assert not any(running[n] for n in self._finished), "a finished row cannot continue"
         assert all(running[n] for n in self._turns), "a paused turn must continue"
         self._drop_finished()
@@ -208,6 +213,7 @@ class Episode:
             if any(running):
                 # before the step, so that nothing is computed for finished rows
                 self._drop_finished()
+                self._room = max(limits[n] - len(ids) for n, (ids, _) in self._turns.items())
                 logits = self._step([self._turns[n][0][-1] if running[n] else -1 for n in self._cached])
                 if should_pause is not None and should_pause():
                     # [b, 1]; rows whose turn is over keep the logits they ended with
@@ -358,9 +364,15 @@ class Episode:
 
     def _step(self, tokens: Sequence[int]) -> Tensor:
         """Feed one token per row (-1 = nothing) and return the next logits [B, V]."""
+        pinned = self._pinned([[str(Role.ASSISTANT)]] * len(tokens), 1)
+        runner = self._runner
+        if runner is None or runner.cache is not self._cache or runner.rows != len(tokens):
+            runner = self._runner = StepRunner.for_cache(self._model.model, self._cache, self._model.device)
+        if runner is not None:
+            return runner(tokens, self._room, pinned)
         ids = torch.tensor(tokens)[:, None]  # [b, 1]
         positions = torch.where(ids >= 0, self._cache.seen[:, None], -1)  # [b, 1], -1 where nothing is fed
-        self._cache.begin(positions, decoding=True, pinned=self._pinned([[str(Role.ASSISTANT)]] * len(ids), 1))
+        self._cache.begin(positions, decoding=True, pinned=pinned)
         return self._forward(ids.clamp(min=0), positions, columns=None)[:, -1]
 
     def _pinned(self, roles: Sequence[Sequence[str]] | None, width: int) -> Tensor | None:

@@ -1,0 +1,224 @@
+"""A decode step as a function of tensors that keep their addresses and shapes, so that a GPU can capture and replay it.
+
+What differs from step to step stands in one tensor of numbers: tokens, positions, and the slots that are written. A
+layer either grows, within slots allocated beforehand, of which empty ones are masked; or it holds exactly its budget,
+and the newest entry takes the slot of the one that leaves, in the step itself. Everything else that a policy does
+(other evictions, rows that join or leave) happens between two steps, by the operators of ``EvictingCache``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+
+import torch
+from torch import Tensor
+
+from kvaudit.audit.cache.attention import AttentionCall, require_single_call, skip_compile
+from kvaudit.audit.cache.cache import EvictingCache
+from kvaudit.audit.cache.cached_layer import CachedLayer, Forward
+from kvaudit.audit.cache.rows import NewTokens, Schedule, Victims
+from kvaudit.core.errors import RunError
+
+ROOM, SHARE = 256, 8  # a growing layer gets room for as many steps, or for an eighth of its slots if that is more
+# (input ids [B, 1], position ids [B, 1], the step) -> logits [B, V]
+ModelForward = Callable[[Tensor, Tensor, "FixedStep"], Tensor]
+
+
+def why_not_fixed(cache: EvictingCache) -> str | None:
+    """Return what of a cache no step of fixed shapes can compute, as the end of a sentence; None if one can."""
+    if cache.routes is not None:
+        return "models with experts"
+    if cache.rotary_limit is not None:
+        return "rotary positions that depend on the longest row"
+    return next((reason for layer in cache.layers if (reason := layer.blocks_fixed_step)), None)
+
+
+class FixedStep:
+    """The steps of a cache with a fixed number of rows; pass it to the model's forward as ``kv=``.
+
+    Usage: ``prepare`` counts a step on the host and returns a key; ``run``, or the replay of a run that was captured
+    under an equal key, computes it; ``finish`` does what remains. A key names every address and shape that a run uses.
+    """
+
+    routes = None
+
+    def __init__(self, cache: EvictingCache) -> None:
+        self._cache, self._rows = cache, len(cache.seen)
+        self._schedules = list(cache.schedules.values())
+        self._layers_of = {s: [layer for layer in cache.layers if layer.schedule is s] for s in self._schedules}
+        counts = [self._rows] * 3 + [len(cache.layers), len(self._schedules), len(self._schedules)]
+        self._numbers = torch.zeros(sum(counts), dtype=torch.int64, device=cache.device)
+        self._ids, self._positions, self._seen, self._slots, victims, left = self._numbers.split(counts)
+        self._victims = {
+            schedule: Victims(victims[n : n + 1], left[n : n + 1]) for n, schedule in enumerate(self._schedules)
+        }
+        self._replacing = set[Schedule]()  # the newest entry takes a slot within the step
+        self._by_position = set[Schedule]()  # of these, where the host knows which one
+        self._attended = set[int]()
+        self._key: Hashable = None
+        self._is_new = True  # the key of this step is not that of the one before
+
+    # --- on the host --------------------------------------------------------------------------------------------------
+
+    def prepare(self, tokens: Sequence[int], room: int, pinned: Tensor | None = None) -> Hashable:
+        """Count one token per row (-1 = none), and load the numbers of the step; return the key of its run.
+
+        About ``room`` more steps are expected. ``pinned`` bool [B, 1] marks tokens that never leave.
+        """
+        cache, before = self._cache, self._cache.seen.tolist()
+        first = tuple(seen if token >= 0 else -1 for token, seen in zip(tokens, before, strict=True))
+        new = NewTokens(1, tuple(int(position >= 0) for position in first), first)
+        longest = cache.begin_step(new, pinned)
+        newest = first[0] if new.is_aligned else None
+        self._replacing, self._by_position, left = set(), set(), {}
+        for schedule in self._schedules:
+            if self._can_replace(schedule):
+                self._replacing.add(schedule)
+                victims = self._victims_on_host(schedule, newest)
+                if victims is not None:
+                    self._by_position.add(schedule)
+                    left[schedule] = victims
+        for layer in cache.layers:
+            self._reserve(layer, longest, room)
+        numbers = [max(token, 0) for token in tokens]
+        numbers += first
+        numbers += cache.seen.tolist()
+        numbers += [layer.store.length for layer in cache.layers]
+        numbers += [left[schedule][0] if schedule in left else 0 for schedule in self._schedules]
+        numbers += [left[schedule][1] if schedule in left else 0 for schedule in self._schedules]
+        # CUDA has read ordinary memory before the call returns
+        self._numbers.copy_(torch.tensor(numbers), non_blocking=self._numbers.device.type == "cuda")
+        self._newest, self._longest = newest, longest
+        key = self._describe()
+        self._key, self._is_new = key, key != self._key
+        return key
+
+    def _can_replace(self, schedule: Schedule) -> bool:
+        layers, eviction = self._layers_of[schedule], schedule.eviction
+        if eviction is None or self._cache.pins is not None or any(layer.moves_sinks for layer in layers):
+            return False
+        return all(layer.can_replace(eviction, layer.store.length + 1) for layer in layers)
+
+    def _victims_on_host(self, schedule: Schedule, newest: int | None) -> tuple[int, int] | None:
+        if not schedule.evictor.by_position:
+            return None
+        layer = self._layers_of[schedule][0]
+        victims = layer.victims_on_host(newest, layer.store.length, self._cache.pins)
+        if victims is None:
+            return None
+        assert isinstance(victims.slots, int)
+        assert isinstance(victims.positions, int)
+        return victims.slots, victims.positions
+
+    def _reserve(self, layer: CachedLayer, longest: int, room: int) -> None:
+        store = layer.store
+        if layer.schedule in self._replacing:
+            store.reserve_for_steps(store.length + 1, 0, max_slots=None)
+            store.reserve_ledger(longest)
+        else:
+            room = min(room, max(ROOM, store.length // SHARE))
+            store.reserve_for_steps(store.length + 1, room, max_slots=layer.schedule.max_slots)
+
+    def _describe(self) -> Hashable:
+        """Return a key of everything that a run bakes in: addresses, shapes, and what it does on the host."""
+        parts: list[Hashable] = [self._rows]
+        for layer in self._cache.layers:
+            store, replaces = layer.store, layer.schedule in self._replacing
+            parts += [store.slots, store.uniform, replaces, layer.schedule in self._by_position]
+            if replaces:
+                parts += [store.length, store.evicted_at.data_ptr()]
+            parts += [tensor.data_ptr() for tensor in layer.tensors()]
+        parts += [tensor.data_ptr() for tensor in self._cache.row_keys.tensors()]
+        return tuple(parts)
+
+    def finish(self) -> None:
+        """Count what the step did, and evict where that was not part of it."""
+        cache, evicted = self._cache, False
+        for layer in cache.layers:
+            store, replaced = layer.store, layer.schedule in self._replacing
+            if not replaced:
+                store.length += 1
+                layer.counts = layer.schedule.arrived
+                continue
+            layer.counts = layer.schedule.remaining
+            store.ordered = store.uniform = False
+        if self._is_new:
+            cache.update_bytes()
+        for schedule in self._schedules:
+            if schedule.eviction is None or schedule in self._replacing:
+                continue
+            evicted = True
+            # made for this alone: the run has no need of it
+            next_query = self._seen.to(torch.int32)[:, None, None]
+            cache.forward = self._forward_of(self._positions[:, None].to(torch.int32), next_query, self._longest)
+            for layer in self._layers_of[schedule]:
+                layers = cache.compressing(layer)
+                if layers:
+                    cache.evict(layers, schedule.eviction)
+        if evicted:
+            cache.update_bytes()
+        cache.end_step()
+
+    # --- on the device ------------------------------------------------------------------------------------------------
+
+    def run(self, forward: ModelForward) -> Tensor:
+        """Return the logits [B, V] of the step, whose numbers are read from one tensor."""
+        layers = self._cache.layers
+        lengths = [layer.store.length for layer in layers]
+        self._attended.clear()
+        positions = self._positions[:, None].to(torch.int32)  # [B, 1]
+        self._forward = self._forward_of(positions, self._seen.to(torch.int32)[:, None, None], 0)
+        for schedule in self._by_position:
+            schedule.victims = self._victims[schedule]
+        for layer in layers:
+            if layer.schedule not in self._replacing:
+                layer.store.length = layer.store.slots  # all count as in use: empty ones are masked
+        try:
+            return forward(self._ids[:, None], self._positions.clamp(min=0)[:, None], self)
+        finally:
+            for layer, length in zip(layers, lengths, strict=True):
+                layer.store.length = length
+            for schedule in self._schedules:
+                schedule.victims = None
+
+    def _forward_of(self, positions: Tensor, next_query: Tensor, longest: int) -> Forward:
+        """Return the forward as layers need it; ``longest`` 0: the ledger is wide enough."""
+        return Forward(
+            positions,
+            True,
+            self._seen,
+            longest,
+            False,
+            coded=None,
+            first_position=self._newest if longest else None,
+            positions_by_head=positions[:, None],
+            next_query=next_query,
+            real=torch.empty(0),
+            no_padding=False,
+        )
+
+    @skip_compile
+    def attend(self, call: AttentionCall) -> Tensor:
+        """Write the new entries, attend, and let them take the slots of those that leave: [B, G*H, 1, D]."""
+        cache, forward = self._cache, self._forward
+        require_single_call(call.layer, self._attended, len(cache.layers))
+        self._attended.add(call.layer)
+        layer = cache.layers[call.layer]
+        if layer.schedule not in self._replacing:
+            layer.write_at(self._slots[call.layer : call.layer + 1], call, forward)
+            out = layer.step_attention(call, forward)
+            layer.add_step_queries(call.query, forward)
+            return out
+        layer.append(call, forward)
+        out = layer.attention(call, forward)
+        layer.add_step_queries(call.query, forward)
+        layers, eviction = cache.compressing(layer), layer.schedule.eviction
+        if layers and eviction is not None:
+            cache.replace(layers, eviction, forward, on_device=True)
+        return out
+
+    @skip_compile
+    def settle(self) -> None:
+        """Raise RunError if some layer did not attend through this step."""
+        if len(self._attended) < len(self._cache.layers):
+            raise RunError(f"{len(self._attended)} of the model's {len(self._cache.layers)} layers attended")

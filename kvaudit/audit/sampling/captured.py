@@ -1,0 +1,182 @@
+"""Decode steps on a GPU: captured once as a CUDA graph and replayed, since the host cannot start kernels fast enough.
+
+A step of a model of 28 layers is some thousand small kernels, and starting them takes longer than computing them. A
+graph starts all of them at once. It is captured anew when an address or a shape changes: rows leave or join, or a
+growing cache has used the slots it was given.
+
+``KVAUDIT_STEP`` picks how steps are computed: ``auto`` (graphs on a GPU, else the plain step), ``eager`` (the plain
+step), ``fixed`` (steps of fixed shapes, not captured), ``graph``, ``compiled`` (graphs of layers that torch.compile has
+fused).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface
+
+from kvaudit.audit.cache import attention
+from kvaudit.audit.cache.cache import EvictingCache
+from kvaudit.audit.cache.fixed_step import FixedStep, why_not_fixed
+from kvaudit.core.errors import RunError, SpecError
+
+VARIABLE = "KVAUDIT_STEP"
+MODES = ("auto", "eager", "fixed", "graph", "compiled")
+MAX_GRAPHS = 4  # captured at once: a step that grows and one that replaces, with a spare of each
+FEWEST_STEPS = 8  # expected, for a capture to pay
+_RESTLESS = 64  # steps without a replay, after which that is said
+_said = set[str]()
+
+
+def step_mode(device: torch.device) -> str:
+    """Return how steps on ``device`` are computed; raises SpecError for a bad value of the variable."""
+    mode = os.environ.get(VARIABLE, "auto")
+    if mode not in MODES:
+        raise SpecError(f"{VARIABLE}={mode!r}, wanted one of {', '.join(MODES)}; correct or unset it")
+    on_gpu = device.type == "cuda"
+    if mode == "auto":
+        return "graph" if on_gpu else "eager"
+    return mode if on_gpu or mode in {"eager", "fixed"} else "fixed"
+
+
+class CapturedStep(NamedTuple):
+    """A captured step: ``replay`` computes it, and overwrites ``logits`` [B, V]."""
+
+    replay: Callable[[], None]
+    logits: Tensor
+
+
+def capture_graph(run: Callable[[], Tensor]) -> CapturedStep:
+    """Capture ``run`` as a CUDA graph, which computes nothing yet. Raises RunError if the device will not."""
+    graph = torch.cuda.CUDAGraph()
+    try:
+        # an error of another thread is none of this capture
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            logits = run()
+    except RuntimeError as error:
+        raise RunError(str(error).strip().partition("\n")[0]) from error
+    return CapturedStep(graph.replay, logits)
+
+
+class StepRunner:
+    """Computes the decode steps of one cache, by replays of captured steps where that is possible.
+
+    ``cache`` must keep its rows; make another runner when rows leave or join.
+    """
+
+    def __init__(self, model: Any, cache: EvictingCache, mode: str) -> None:
+        self.cache, self.rows = cache, len(cache.seen)
+        self._model, self._mode = model, mode
+        self._step = FixedStep(cache)
+        self._graphs: dict[Hashable, CapturedStep] = {}
+        self._runs: dict[Hashable, int] = {}  # by key, of steps that were not captured
+        self._since_replay = 0
+
+    @staticmethod
+    def for_cache(model: Any, cache: EvictingCache, device: torch.device) -> StepRunner | None:
+        """Return a runner, or None if steps are to be computed one operator after the other."""
+        mode = step_mode(device)
+        if mode == "eager":
+            return None
+        reason = why_not_fixed(cache)
+        if reason is None:
+            return StepRunner(model, cache, mode)
+        if mode != "fixed":
+            _say_once(f"decode steps are not captured as CUDA graphs: {reason}; they are computed one by one, slower")
+        return None
+
+    @torch.no_grad()
+    def __call__(self, tokens: Sequence[int], room: int, pinned: Tensor | None = None) -> Tensor:
+        """Feed one token per row (-1 = none) and return the next logits [B, V]; some ``room`` more are expected."""
+        key = self._step.prepare(tokens, room, pinned)
+        captured = self._graphs.get(key)
+        if captured is None and self._runs.get(key, 0) and room >= FEWEST_STEPS and self._mode != "fixed":
+            captured = self._capture(key)
+        if captured is None:
+            logits = self._run()
+            self._runs = {key: 1}  # of the last key alone: it may be captured if it comes again
+            self._note_restless()
+        else:
+            captured.replay()
+            logits, self._since_replay = captured.logits, 0
+        self._step.finish()
+        return logits
+
+    def _run(self) -> Tensor:
+        with self._fused():
+            return self._step.run(self._forward)
+
+    def _forward(self, ids: Tensor, positions: Tensor, step: FixedStep) -> Tensor:
+        """Return the logits [B, V] after tokens [B, 1] at positions [B, 1]."""
+        # attention through a cache takes no mask; transformers makes none, by reading positions, where one is given
+        unused = torch.ones(len(ids), 1, 1, 1, dtype=torch.bool, device=ids.device)
+        output = self._model(
+            input_ids=ids,
+            position_ids=positions,
+            attention_mask=unused,
+            use_cache=False,
+            kv=step,
+            logits_to_keep=1,
+        )
+        step.settle()
+        logits: Tensor = output.logits[:, -1]
+        return logits
+
+    def _capture(self, key: Hashable) -> CapturedStep | None:
+        """Return the captured step, which was not computed yet; None if it cannot be captured."""
+        while len(self._graphs) >= MAX_GRAPHS:
+            del self._graphs[next(iter(self._graphs))]
+        try:
+            self._graphs[key] = captured = capture_graph(self._run)
+        except RunError as error:
+            self._mode = "fixed"
+            _say_once(f"decode steps are not captured as CUDA graphs ({error}); they are computed one by one, slower")
+            return None
+        return captured
+
+    def _note_restless(self) -> None:
+        self._since_replay += 1
+        if self._since_replay == _RESTLESS and self._mode != "fixed":
+            _say_once(f"no decode step of {_RESTLESS} could be replayed: batch or cache changed at every step")
+
+    def _fused(self) -> Any:
+        return fused_layers(self._model) if self._mode == "compiled" else nullcontext()
+
+
+@contextmanager
+def fused_layers(model: Any) -> Iterator[None]:
+    """Let torch.compile fuse the operators of the model's layers inside the context; the model itself is unchanged.
+
+    All layers share one compiled function. Attention is left out: it goes through the cache.
+    """
+    layers = getattr(attention.find_decoder(model), "layers", None) or ()
+    AttentionInterface.register(attention.ATTENTION_NAME, attention.skip_compile(attention.attention))
+    try:
+        for layer in layers:
+            layer.forward = _fused_forward(type(layer)).__get__(layer)
+        yield
+    finally:
+        for layer in layers:
+            vars(layer).pop("forward", None)
+        AttentionInterface.register(attention.ATTENTION_NAME, attention.attention)
+
+
+_fused_forwards: dict[type, Callable[..., Any]] = {}
+
+
+def _fused_forward(kind: type) -> Callable[..., Any]:
+    if kind not in _fused_forwards:
+        _fused_forwards[kind] = torch.compile(kind.forward)  # type: ignore[attr-defined]
+    return _fused_forwards[kind]
+
+
+def _say_once(line: str) -> None:
+    if line not in _said:
+        _said.add(line)
+        print(f"note: {line}", file=sys.stderr)

@@ -1,0 +1,80 @@
+"""A graph of operators that is recorded once and replayed on a CPU, as a GPU replays a CUDA graph.
+
+Between recording and replay only numbers in memory may change: what Python decided, and where tensors lay, is baked in.
+A step that is replayed wrongly here would be replayed wrongly there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pretend_gpu import where
+
+from kvaudit.audit.sampling.captured import CapturedStep
+
+READS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default, torch.ops.aten.nonzero.default)
+
+
+class GraphError(AssertionError):
+    """What no graph can hold."""
+
+
+class RecordedGraph(TorchDispatchMode):
+    """The operators that ran inside it, each with its arguments and results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operators: list[tuple[Any, Any, Any, list[Tensor]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in READS and "gather_entries" not in where():  # which checks indices on a CPU alone
+            raise GraphError(f"{func} reads what the graph computes")
+        result = func(*args, **kwargs)
+        given = {tensor.untyped_storage().data_ptr() for tensor in tensors_in((args, kwargs))}
+        # a view needs no copy: it shows what its base holds
+        made = [tensor for tensor in tensors_in(result) if tensor.untyped_storage().data_ptr() not in given]
+        self.operators.append((func, args, kwargs, made))
+        return result
+
+    def replay(self) -> None:
+        """Compute every operator again, into the memory that it first wrote to."""
+        for func, args, kwargs, made in self.operators:
+            result = func(*args, **kwargs)
+            if made:
+                given = {tensor.untyped_storage().data_ptr() for tensor in tensors_in((args, kwargs))}
+                new = [tensor for tensor in tensors_in(result) if tensor.untyped_storage().data_ptr() not in given]
+                for old, tensor in zip(made, new, strict=True):
+                    old.copy_(tensor)
+
+
+def tensors_in(values: Any) -> list[Tensor]:
+    """Return the tensors in nested tuples, lists and dicts."""
+    return [leaf for leaf in torch.utils._pytree.tree_leaves(values) if isinstance(leaf, Tensor)]
+
+
+class Recorder:
+    """Takes the place of ``captured.capture_graph``: records, undoes what that computed, and counts replays."""
+
+    def __init__(self, state: Callable[[], list[Tensor]]) -> None:
+        self.captures = self.replays = 0
+        self._state = state
+
+    def __call__(self, run: Callable[[], Tensor]) -> CapturedStep:
+        before = [(tensor, tensor.clone()) for tensor in self._state()]
+        with RecordedGraph() as graph:
+            logits = run()
+        for tensor, old in before:  # a capture computes nothing
+            tensor.copy_(old)
+        self.captures += 1
+
+        def replay() -> None:
+            self.replays += 1
+            graph.replay()
+
+        return CapturedStep(replay, logits)
