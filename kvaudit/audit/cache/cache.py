@@ -15,13 +15,13 @@ from torch import Tensor
 from kvaudit.audit.cache.attention import AttentionCall, require_single_call, skip_compile
 from kvaudit.audit.cache.cached_layer import CachedLayer, Forward
 from kvaudit.audit.cache.codes import Scratch
-from kvaudit.audit.cache.hints import pack_hints
+from kvaudit.audit.cache.hints import KEYS, VALUES, pack_hints
 from kvaudit.audit.cache.layers import LayerRun, States, layer_plans, run_state_layer
 from kvaudit.audit.cache.ledger import NEVER
 from kvaudit.audit.cache.quantised_store import QuantisedStore
 from kvaudit.audit.cache.rotary import Rotary, require_rotary_length, rotary_length_limit
 from kvaudit.audit.cache.routing import RecordedRoutes
-from kvaudit.audit.cache.rows import Eviction, NewTokens, Pins, QuantisationTimes, RowKeys, Schedule, TailLayout, read_new_tokens
+from kvaudit.audit.cache.rows import Counts, Eviction, NewTokens, Pins, QuantisationTimes, RowKeys, Schedule, TailLayout, read_new_tokens
 from kvaudit.audit.cache.selection import RecordedChoices, Selection
 from kvaudit.audit.cache.store import peak_live_bytes
 from kvaudit.audit.cache.tensors import gather_columns, upload
@@ -59,6 +59,8 @@ class EvictingCache:
         governed = [plan.evictor for plan in plans if plan.is_governed]
         self.pins = Pins(governed, rows) if policy.pinned_roles else None
         self._times = QuantisationTimes(codec, rows) if codec else None
+        # of the steps of fixed shapes whose hints are to be examined: the positions [B] of keys and values that left
+        self.coded_steps: list[tuple[list[int], list[int]]] = []
         self._choices = RecordedChoices(selector.unit, rows) if selector else None
         self.routes = RecordedRoutes(blocks, rows) if blocks else None
         self.bytes = self._peak = 0  # allocated, without the ledger
@@ -69,6 +71,7 @@ class EvictingCache:
     def begin(self, positions: Tensor, *, decoding: bool, pinned: Tensor | None = None) -> None:
         """Begin a forward with CPU row positions [B, Q], -1 for padding; ``pinned`` marks tokens that never leave."""
         assert positions.shape[0] == len(self.seen), (positions.shape, len(self.seen))
+        self._leave_steps()
         tokens = read_new_tokens(positions)
         # no empty slots either, which padding alone leaves: causal attention goes by columns
         is_first = not any(layer.store.length for layer in self.layers) and not bool(self.seen.any())
@@ -191,6 +194,29 @@ class EvictingCache:
         """Note that every layer has attended in a step of fixed shapes."""
         self._attended = {n for n, layer in enumerate(self.layers) if layer.plan.has_entries}
 
+    def coded_counts(self) -> tuple[Counts, Counts] | None:
+        """Return how many keys and values of each row are codes, or become codes in this forward; None without codes."""
+        return self._times.counts() if self._times else None
+
+    def record_hints(self) -> None:
+        """Record the hints of what steps of fixed shapes have coded."""
+        if not self.coded_steps:
+            return
+        steps = torch.tensor(self.coded_steps, dtype=torch.int32)  # [n, 2, B]
+        by_part = [upload(steps[:, part].T.contiguous(), self.device) for part in (KEYS, VALUES)]
+        for layer in self.layers:
+            if layer.stepped is not None:
+                for part, positions in enumerate(by_part):
+                    layer.stepped.record_hints(part, positions)
+        self.coded_steps.clear()
+
+    def _leave_steps(self) -> None:
+        """Bring every store into the form that all but steps of fixed shapes expect."""
+        self.record_hints()
+        for layer in self.layers:
+            if layer.stepped is not None and layer.stepped.leave_steps() and self._layout:
+                self._layout.forget()
+
     def update_bytes(self) -> None:
         """Count the allocated bytes of all layers anew, after a step of fixed shapes."""
         for layer in self.layers:
@@ -287,6 +313,7 @@ class EvictingCache:
 
     def reindex(self, rows: Tensor) -> None:
         """Keep these rows (an index [n] on the CPU), in this order; a row may occur several times, others are freed."""
+        self._leave_steps()
         peaks = self.bytes_peaks
         # before rows change: a row's share is of the batch that made the peak
         self._peaks = [peaks[row] for row in rows.tolist()]
@@ -308,6 +335,8 @@ class EvictingCache:
         assert other.policy == self.policy, (other.policy.canonical, self.policy.canonical)
         assert self.is_settled
         assert other.is_settled
+        self._leave_steps()
+        other._leave_steps()
         self._peaks = self.bytes_peaks + other.bytes_peaks
         self.seen = torch.cat([self.seen, other.seen])
         for evictor, schedule in self.schedules.items():
@@ -368,6 +397,7 @@ class EvictingCache:
 
     def hints(self) -> list[Tensor]:
         """Return the packed hints of every row (``hints.pack_hints``); an empty list if nothing is quantised."""
+        self.record_hints()
         stores = [(n, layer.store) for n, layer in enumerate(self.layers) if isinstance(layer.store, QuantisedStore)]
         if not stores:
             return []

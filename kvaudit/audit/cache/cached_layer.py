@@ -24,6 +24,7 @@ from kvaudit.audit.cache.quantised_store import QuantisedStore
 from kvaudit.audit.cache.rotary import Rotary
 from kvaudit.audit.cache.rows import Counts, Eviction, Pins, RowKeys, Schedule, TailLayout, Victims
 from kvaudit.audit.cache.selection import slot_mask, unit_mask
+from kvaudit.audit.cache.stepped_store import SteppedStore
 from kvaudit.audit.cache.store import Entries, Store
 from kvaudit.audit.policies import Selector, View
 
@@ -74,7 +75,7 @@ class CachedLayer:
         self.number, self.plan, self.schedule = number, plan, schedule
         self.evictor, self.selector = evictor, selector
         self.store: Store = (
-            QuantisedStore(codec, number, scratch, layout, accumulates=mass) if codec else Store(accumulates=mass)
+            SteppedStore(codec, number, scratch, layout, accumulates=mass) if codec else Store(accumulates=mass)
         )
         self._last = LastQueries(evictor.observed_queries) if evictor.observed_queries else None
         self._moments = QueryMoments(rotary, evictor.sink) if rotary and evictor.moments else None
@@ -216,9 +217,14 @@ class CachedLayer:
             return "layers with a state"
         if self.selector is not None:
             return "queries that select what they attend to"
-        if isinstance(self.store, QuantisedStore):
-            return "codes"
+        if isinstance(self.store, SteppedStore) and self.evictor.evicts:
+            return "codes of a cache that evicts too"
         return None
+
+    @property
+    def stepped(self) -> SteppedStore | None:
+        """The store, if its entries become codes."""
+        return self.store if isinstance(self.store, SteppedStore) else None
 
     def write_at(self, slot: Tensor, call: AttentionCall, forward: Forward) -> None:
         """Write the new entries of a step into slot number ``slot`` [1]."""

@@ -16,7 +16,9 @@ from torch import Tensor
 from kvaudit.audit.cache.attention import AttentionCall, require_single_call, skip_compile
 from kvaudit.audit.cache.cache import EvictingCache
 from kvaudit.audit.cache.cached_layer import CachedLayer, Forward
-from kvaudit.audit.cache.rows import NewTokens, Schedule, Victims
+from kvaudit.audit.cache.code_ring import StepCoding
+from kvaudit.audit.cache.hints import HINT_BATCH
+from kvaudit.audit.cache.rows import Counts, NewTokens, Schedule, Victims
 from kvaudit.core.errors import RunError
 
 ROOM, SHARE = 256, 8  # a growing layer gets room for as many steps, or for an eighth of its slots if that is more
@@ -46,15 +48,20 @@ class FixedStep:
         self._cache, self._rows = cache, len(cache.seen)
         self._schedules = list(cache.schedules.values())
         self._layers_of = {s: [layer for layer in cache.layers if layer.schedule is s] for s in self._schedules}
-        counts = [self._rows] * 3 + [len(cache.layers), len(self._schedules), len(self._schedules)]
+        self._coded = [(n, layer.stepped) for n, layer in enumerate(cache.layers) if layer.stepped is not None]
+        counts = [self._rows] * 7 + [len(cache.layers), len(self._schedules), len(self._schedules), 1]
         self._numbers = torch.zeros(sum(counts), dtype=torch.int64, device=cache.device)
-        self._ids, self._positions, self._seen, self._slots, victims, left = self._numbers.split(counts)
+        self._ids, self._positions, self._seen, *coding, self._slots, victims, left, hint = self._numbers.split(counts)
+        keys_done, values_done, keys_leaving, values_leaving = coding
+        self._coding = StepCoding((keys_done, values_done), (keys_leaving, values_leaving), hint)
+        self._until: tuple[Counts, Counts] | None = None  # how many keys and values are codes after the step
         self._victims = {
             schedule: Victims(victims[n : n + 1], left[n : n + 1]) for n, schedule in enumerate(self._schedules)
         }
         self._replacing = set[Schedule]()  # the newest entry takes a slot within the step
         self._by_position = set[Schedule]()  # of these, where the host knows which one
         self._attended = set[int]()
+        self._leaving_slots: tuple[Tensor, Tensor] | None = None
         self._key: Hashable = None
         self._is_new = True  # the key of this step is not that of the one before
 
@@ -78,20 +85,42 @@ class FixedStep:
                 if victims is not None:
                     self._by_position.add(schedule)
                     left[schedule] = victims
+        coding = self._count_codes(before)
         for layer in cache.layers:
             self._reserve(layer, longest, room)
         numbers = [max(token, 0) for token in tokens]
         numbers += first
         numbers += cache.seen.tolist()
+        numbers += coding
         numbers += [layer.store.length for layer in cache.layers]
         numbers += [left[schedule][0] if schedule in left else 0 for schedule in self._schedules]
         numbers += [left[schedule][1] if schedule in left else 0 for schedule in self._schedules]
+        numbers.append(len(cache.coded_steps))
         # CUDA has read ordinary memory before the call returns
         self._numbers.copy_(torch.tensor(numbers), non_blocking=self._numbers.device.type == "cuda")
         self._newest, self._longest = newest, longest
         key = self._describe()
         self._key, self._is_new = key, key != self._key
         return key
+
+    def _count_codes(self, before: list[int]) -> list[int]:
+        """Return the numbers of ``StepCoding``, for rows that had seen ``before`` tokens; bring stores into form."""
+        self._until = until = self._cache.coded_counts()
+        if until is None:
+            return [0] * (4 * self._rows)
+        size = max(store.most_exact(before) for _, store in self._coded)
+        for _, store in self._coded:
+            store.enter_steps(size)
+            store.begin_step(self._coding)
+        _, first = self._coded[0]
+        done, on_write = first.done, first.on_write
+        leaving = [
+            [end - 1 if end > start else -1 for start, end in zip(old.numbers, new.numbers, strict=True)]
+            for old, new in zip(done, until, strict=True)
+        ]
+        self._leaving = (leaving[0], leaving[1])
+        read = until if on_write else done
+        return [*read[0].numbers, *read[1].numbers, *leaving[0], *leaving[1]]
 
     def _can_replace(self, schedule: Schedule) -> bool:
         layers, eviction = self._layers_of[schedule], schedule.eviction
@@ -136,12 +165,20 @@ class FixedStep:
         cache, evicted = self._cache, False
         for layer in cache.layers:
             store, replaced = layer.store, layer.schedule in self._replacing
-            if not replaced:
+            if layer.stepped is not None:
+                assert self._until is not None
+                layer.stepped.end_step(self._newest, *self._until)
+            elif not replaced:
                 store.length += 1
+            if not replaced:
                 layer.counts = layer.schedule.arrived
                 continue
             layer.counts = layer.schedule.remaining
             store.ordered = store.uniform = False
+        if self._coded and self._coded[0][1].records_hints:
+            cache.coded_steps.append(self._leaving)
+            if len(cache.coded_steps) == HINT_BATCH:
+                cache.record_hints()
         if self._is_new:
             cache.update_bytes()
         for schedule in self._schedules:
@@ -166,6 +203,7 @@ class FixedStep:
         layers = self._cache.layers
         lengths = [layer.store.length for layer in layers]
         self._attended.clear()
+        self._leaving_slots = None
         positions = self._positions[:, None].to(torch.int32)  # [B, 1]
         self._forward = self._forward_of(positions, self._seen.to(torch.int32)[:, None, None], 0)
         for schedule in self._by_position:
@@ -206,8 +244,15 @@ class FixedStep:
         layer = cache.layers[call.layer]
         if layer.schedule not in self._replacing:
             layer.write_at(self._slots[call.layer : call.layer + 1], call, forward)
+            store = layer.stepped
+            if store is not None and self._leaving_slots is None:  # the same in all layers with codes
+                self._leaving_slots = store.leaving_slots()
+            if store is not None and self._leaving_slots is not None and store.on_write:
+                store.code_step(self._leaving_slots)
             out = layer.step_attention(call, forward)
             layer.add_step_queries(call.query, forward)
+            if store is not None and self._leaving_slots is not None and not store.on_write:
+                store.code_step(self._leaving_slots)
             return out
         layer.append(call, forward)
         out = layer.attention(call, forward)

@@ -138,7 +138,7 @@ class QuantisedStore(Store):
             keys = decode_tokens(codes, self._parameters(KEYS, rows), codec)
             return self._with_tail(codec.turned(keys, KEYS), KEYS, rows)
         table = self._table[rows]
-        if self._aligned and table.shape[2]:
+        if self._groups_are_runs and table.shape[2]:
             coded = min(table.shape[2] * codec.key_group, self.length)
             runs = codes[:, :, :coded].reshape(*codes.shape[:2], -1, codec.key_group, codes.shape[-1])
             parameters = self._split_channels(table)[:, :, :, None]
@@ -153,6 +153,11 @@ class QuantisedStore(Store):
         else:
             keys = self._tail[0].new_zeros(codes.shape)
         return self._with_tail(keys, KEYS, rows)
+
+    @property
+    def _groups_are_runs(self) -> bool:
+        """Whether groups of keys are runs of slots, and the table has no others."""
+        return self._aligned
 
     def _split_channels(self, table: Tensor) -> Tensor:
         """Reshape rows of the table [..., P * D] to parameters [..., D, P]."""

@@ -376,4 +376,8 @@ class TailLayout:
 
     def join(self, other: TailLayout) -> None:  # noqa: ARG002
         # the rows of another batch may move into other slots
+        self.forget()
+
+    def forget(self) -> None:
+        """Read the positions again from the first layer that asks."""
         self._positions, self._freed = None, None

@@ -158,6 +158,9 @@ class Store:
         own.index_copy_(2, slot, positions[:, None].expand(-1, own.shape[1], -1))
         if self._accumulates:
             self._slots["mass"].index_fill_(2, slot, 0.0)
+        self._write_entries_at(slot, key, value, positions)
+
+    def _write_entries_at(self, slot: Tensor, key: Tensor, value: Tensor, positions: Tensor) -> None:  # noqa: ARG002
         self._slots["keys"].index_copy_(2, slot, key)
         self._slots["values"].index_copy_(2, slot, value)
 

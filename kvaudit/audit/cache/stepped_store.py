@@ -1,0 +1,204 @@
+"""A quantised store whose decode steps have fixed shapes: exact entries lie in rings, codes are written in place.
+
+``enter_steps`` and ``leave_steps`` change between this form and that of ``QuantisedStore``, which every other operation
+expects. Nothing is evicted from such a store, so every row and head holds an entry for each of its tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from kvaudit.audit.cache.code_ring import ExactRing, PendingHints, StepCoding
+from kvaudit.audit.cache.codes import encode_runs, encode_tokens, pack
+from kvaudit.audit.cache.hints import HINTED_DTYPES, KEYS, VALUES
+from kvaudit.audit.cache.quantised_store import MAX_INT16_GROUPS, PARTS, QuantisedStore
+from kvaudit.audit.cache.rows import Counts
+
+
+class SteppedStore(QuantisedStore):
+    """A ``QuantisedStore`` with a second form, for steps of fixed shapes."""
+
+    _rings: tuple[ExactRing, ExactRing] | None = None
+    _pending: tuple[PendingHints, PendingHints] | None = None
+    _coding: StepCoding | None = None  # of the step that is computed
+
+    # --- between the two forms ----------------------------------------------------------------------------------------
+
+    @property
+    def done(self) -> tuple[Counts, ...]:
+        """How many keys and values of each row are codes."""
+        return self._done
+
+    def most_exact(self, seen: list[int]) -> int:
+        """Return how many entries of a row may be exact at once, if rows have seen ``seen`` tokens."""
+        done = zip(*(counts.numbers for counts in self._done), strict=True)
+        now = max(count - min(pair) for count, pair in zip(seen, done, strict=True))
+        return max(now, self._codec.residual) + 1
+
+    def enter_steps(self, size: int) -> None:
+        """Move exact entries into rings of ``size`` entries, unless they are there."""
+        if self._rings is not None and self._rings[0].size >= size:
+            return
+        self.leave_steps()
+        positions = self.positions[:, 0, self._start :]
+        self._rings = ExactRing(self._tail[KEYS], size), ExactRing(self._tail[VALUES], size)
+        for ring, tail, done in zip(self._rings, self._tail, self._done, strict=True):
+            ring.fill(tail, positions, done.to(positions.device))
+        groups = [(1, 1) if fixed is not None else (-1, self._numbers) for fixed in self._fixed]
+        widths = [tail.shape[3] for tail in self._tail]
+        shapes = [
+            (width // self._codec.channels(width) if n < 0 else n, numbers)
+            for width, (n, numbers) in zip(widths, groups, strict=True)
+        ]
+        self._pending = PendingHints(self._tail[KEYS], shapes[KEYS]), PendingHints(self._tail[VALUES], shapes[VALUES])
+        self._tail, self._start = self._empty_tail, self.length
+
+    def leave_steps(self) -> bool:
+        """Move exact entries back into the tail; return whether they were in rings."""
+        if self._rings is None:
+            return False
+        positions = self.positions[:, 0]  # [B, length]
+        smallest = [min(pair) for pair in zip(*(done.numbers for done in self._done), strict=True)]
+        if self._aligned:
+            start = min(smallest)
+        else:
+            least = torch.tensor(smallest, device=positions.device)
+            is_exact = (positions >= least[:, None]).any(0)
+            start = int(is_exact.int().argmax()) if bool(is_exact.any()) else self.length
+        tail = positions[:, start:]
+        self._tail, self._start = (self._rings[KEYS].at(tail), self._rings[VALUES].at(tail)), start
+        if self._table is not None:
+            self._table = self._table[:, :, : self._done[KEYS].largest // self._codec.key_group].clone()
+        self._rings = self._pending = self._coding = None
+        return True
+
+    def reserve_for_steps(self, slots: int, room: int, *, max_slots: int | None) -> None:
+        super().reserve_for_steps(slots, room, max_slots=max_slots)
+        if self._table is None:
+            return
+        groups = self.slots // self._codec.key_group + 1
+        if groups > MAX_INT16_GROUPS:
+            self._slots["key_group"] = self._slots["key_group"].int()
+        missing = groups - self._table.shape[2]
+        if missing > 0:
+            batch, heads, _, width = self._table.shape
+            self._table = torch.cat([self._table, self._table.new_zeros(batch, heads, missing, width)], 2)
+
+    # --- a step -------------------------------------------------------------------------------------------------------
+
+    def begin_step(self, coding: StepCoding) -> None:
+        """Read and write what ``coding`` says, until the next step begins."""
+        self._coding = coding
+
+    def _write_entries_at(self, slot: Tensor, key: Tensor, value: Tensor, positions: Tensor) -> None:  # noqa: ARG002
+        assert self._rings is not None
+        self._rings[KEYS].write(key, positions)
+        self._rings[VALUES].write(value, positions)
+
+    @property
+    def _groups_are_runs(self) -> bool:
+        return self._rings is None and super()._groups_are_runs
+
+    def _with_tail(self, decoded: Tensor, part: int, rows: Tensor | slice) -> Tensor:
+        if self._rings is None:
+            return super()._with_tail(decoded, part, rows)
+        assert self._coding is not None
+        positions = self.positions[:, 0]
+        is_exact = positions >= self._coding.done[part][:, None]
+        return torch.where(is_exact[:, None, :, None], self._rings[part].at(positions), decoded)
+
+    def leaving_slots(self) -> tuple[Tensor, Tensor]:
+        """Return the slots [B] of the keys and of the values that leave in this step; any slot where none does."""
+        assert self._coding is not None
+        positions = self.positions[:, 0]
+        keys, values = ((positions == leaving[:, None]).int().argmax(1) for leaving in self._coding.leaving)
+        return keys, values
+
+    def code_step(self, slots: tuple[Tensor, Tensor]) -> None:
+        """Turn the entries that leave in this step into codes; keys in groups come later (``code_groups``)."""
+        assert self._rings is not None
+        assert self._coding is not None
+        assert self._pending is not None
+        for part in (KEYS, VALUES) if self._table is None else (VALUES,):
+            leaving = self._coding.leaving[part]
+            exact = self._codec.turned(self._rings[part].at(leaving[:, None]), part)  # [B, H, 1, D]
+            codes, parameters = encode_tokens(exact, self._codec, self._fixed[part])
+            self._pending[part].write(self._coding.hint, exact, codes, parameters)
+            self._write_row(f"{PARTS[part]}_codes", slots[part], leaving >= 0, pack(codes, self._codec.bits))
+            if self._fixed[part] is None:
+                self._write_row(f"{PARTS[part]}_parameters", slots[part], leaving >= 0, parameters.flatten(-2))
+
+    def _write_row(self, name: str, slots: Tensor, leaves: Tensor, new: Tensor) -> None:
+        """Write ``new`` [B, H, 1, ...] into one slot of each row [B] that ``leaves`` [B] marks."""
+        tensor, rows = self._slots[name], torch.arange(len(slots), device=slots.device)
+        tensor[rows, :, slots] = torch.where(leaves[:, None, None], new[:, :, 0], tensor[rows, :, slots])
+
+    # --- after a step -------------------------------------------------------------------------------------------------
+
+    def end_step(self, newest: int | None, keys_until: Counts, values_until: Counts) -> None:
+        """Note that a step brought one entry, at position ``newest`` if that is the same in all rows."""
+        self._aligned = self._aligned and newest == self.length
+        self.length += 1
+        if self._table is not None and keys_until.numbers != self._done[KEYS].numbers:
+            self._code_group_keys(self._table, self._done[KEYS], keys_until)
+        self._done = (keys_until, values_until)
+
+    def _code_group_keys(self, table: Tensor, done: Counts, until: Counts) -> None:
+        """Code the keys from ``done`` to ``until``, whole groups of them; groups are numbered by position."""
+        assert self._rings is not None
+        size, device = self._codec.key_group, table.device
+        width = max(end - first for first, end in zip(done.numbers, until.numbers, strict=True))
+        positions = done.to(device)[:, None] + torch.arange(width, device=device)  # [B, width]
+        leaves = positions < until.to(device)[:, None]
+        exact = self._rings[KEYS].at(positions)
+        codes, _, parameters = encode_runs(exact, self._codec)
+        by_key = parameters.repeat_interleave(size, 2)
+        heads = exact.shape[1]
+        at_heads, leaves_heads = (t[:, None].expand(-1, heads, -1) for t in (positions, leaves))
+        assert self._hints is not None
+        self._hints.add(KEYS, exact, codes, by_key, leaves_heads, at_heads.int())
+        slots = (self.positions[:, 0, :, None] == positions[:, None]).int().argmax(1)  # [B, width]
+        rows = torch.arange(len(slots), device=device)[:, None]
+        groups = positions // size
+        for name, new in (
+            ("key_codes", pack(codes, self._codec.bits)),
+            ("key_group", groups[:, None].expand(-1, heads, -1).to(self._slots["key_group"].dtype)),
+        ):
+            tensor = self._slots[name]
+            mask = leaves if tensor.dim() == 3 else leaves[..., None]
+            tensor[rows, :, slots] = torch.where(mask[:, :, None], new.transpose(1, 2), tensor[rows, :, slots])
+        first = groups[:, ::size]  # [B, G]
+        new = parameters.detach().transpose(-1, -2).flatten(-2).transpose(1, 2)  # [B, G, H, P * D]
+        first = first.clamp(max=table.shape[2] - 1)  # of a row that codes nothing
+        table[rows, :, first] = torch.where(leaves[:, ::size, None, None], new, table[rows, :, first])
+
+    @property
+    def records_hints(self) -> bool:
+        """Whether the codes of its dtype have hints."""
+        return self._empty_tail[0].dtype in HINTED_DTYPES
+
+    def record_hints(self, part: int, positions: Tensor) -> None:
+        """Record the hints of the last n steps, in which entries at ``positions`` int32 [B, n] left (-1 = none)."""
+        if self._pending is None or (part == KEYS and self._table is not None):
+            return
+        assert self._hints is not None
+        x, codes, parameters = self._pending[part].first(positions.shape[1])
+        at_heads = positions[:, None].expand(-1, x.shape[1], -1)
+        self._hints.add(part, x, codes, parameters, at_heads >= 0, at_heads, is_copy=True)
+
+    def tensors(self) -> Iterator[Tensor]:
+        yield from self._tensors()
+        for pending in self._pending or ():
+            yield from pending.tensors()
+
+    def _tensors(self) -> Iterator[Tensor]:
+        if self._rings is None:
+            yield from super()._tensors()
+            return
+        yield from self._slots.values()
+        yield from (ring.columns for ring in self._rings)
+        if self._table is not None:
+            yield self._table
