@@ -59,6 +59,7 @@ class EvictingCache:
         governed = [plan.evictor for plan in plans if plan.is_governed]
         self.pins = Pins(governed, rows) if policy.pinned_roles else None
         self._times = QuantisationTimes(codec, rows) if codec else None
+        self.changes = 0  # counts what may have moved or replaced tensors: all but steps of fixed shapes
         # of the steps of fixed shapes whose hints are to be examined: the positions [B] of keys and values that left
         self.coded_steps: list[tuple[list[int], list[int]]] = []
         self._choices = RecordedChoices(selector.unit, rows) if selector else None
@@ -212,6 +213,7 @@ class EvictingCache:
 
     def _leave_steps(self) -> None:
         """Bring every store into the form that all but steps of fixed shapes expect."""
+        self.changes += 1
         self.record_hints()
         for layer in self.layers:
             if layer.stepped is not None and layer.stepped.leave_steps() and self._layout:
@@ -236,6 +238,7 @@ class EvictingCache:
 
     def evict(self, layers: Sequence[CachedLayer], eviction: Eviction) -> None:
         """Cut the due rows to their budgets in one layer, or in several that agree on what stays."""
+        self.changes += 1
         if layers[0].can_replace(eviction, layers[0].store.length):
             self.replace(layers, eviction, self.forward)
             return

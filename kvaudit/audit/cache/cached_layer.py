@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvaudit.audit.cache.attention import AttentionCall, causal_attention, grouped_attention, query_blocks
 from kvaudit.audit.cache.codes import Scratch
-from kvaudit.audit.cache.evict import attention_mass, keep_mask, victim_slots, visibility_mask
+from kvaudit.audit.cache.evict import add_step_mass, attention_mass, keep_mask, victim_slots, visibility_mask
 from kvaudit.audit.cache.layer_state import (
     LastQueries,
     LayerState,
@@ -113,10 +113,6 @@ class CachedLayer:
         if self._last:
             places = self.schedule.ring_places(query.device)
             self._last.add(query, forward.positions, places, real=forward.real)
-        self._add_mass(query, forward)
-
-    def _add_mass(self, query: Tensor, forward: Forward) -> None:
-        """Add the attention of the queries to each slot's mass, and the queries to their statistics."""
         store = self.store
         if store.mass is not None:
             # earlier entries come before all new queries, which are in order; but with empty slots, or with padding on
@@ -130,6 +126,9 @@ class CachedLayer:
                     before=before,
                     no_padding=forward.no_padding,
                 )
+        self._add_statistics(query, forward)
+
+    def _add_statistics(self, query: Tensor, forward: Forward) -> None:
         for statistics in (self._moments, self._centres):
             if statistics:
                 statistics.add(query, forward.positions)
@@ -240,7 +239,12 @@ class CachedLayer:
         """Do what ``add_queries`` does, for one query per row."""
         if self._last:
             self._last.add_step(query, forward.positions)
-        self._add_mass(query, forward)
+        mass = self.store.mass
+        if mass is not None:
+            keys, _ = self.store.entries(slice(None))
+            states = (self._scaling, self._sink_logits)
+            add_step_mass(mass, query, forward.positions, keys, self.store.positions, *states)
+        self._add_statistics(query, forward)
 
     # --- eviction -----------------------------------------------------------------------------------------------------
 

@@ -8,8 +8,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kvaudit.audit.cache.codes import encode_tokens, pack
+from kvaudit.audit.cache.fusion import fusable
 from kvaudit.audit.cache.hints import HINT_BATCH, HINTED_DTYPES
 from kvaudit.audit.cache.tensors import gather_columns
+from kvaudit.audit.policies import Quantiser
 
 
 class StepCoding(NamedTuple):
@@ -51,6 +54,33 @@ class ExactRing:
 def _spread(places: Tensor, columns: Tensor) -> Tensor:
     """Return places [B, n] as an index for ``scatter_`` into columns [B, H, R, D]."""
     return places.long()[:, None, :, None].expand(-1, columns.shape[1], -1, columns.shape[3])
+
+
+@fusable
+def code_entries(
+    codec: Quantiser,
+    part: int,
+    ring: ExactRing,
+    leaving: Tensor,
+    slots: Tensor,
+    codes: Tensor,
+    parameters: Tensor | None,
+    fixed: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Turn the entry at position ``leaving`` [B] (-1 = none) of each row into codes, in slot ``slots`` [B].
+
+    ``codes`` [B, H, C, W] and ``parameters`` [B, H, C, n * P] are written; with ``fixed`` scales [H] there are none of
+    the latter. Returns what was coded: the entries [B, H, 1, D], their codes and their parameters [B, H, 1, n, P].
+    """
+    rows = torch.arange(len(slots), device=slots.device)
+    exact = codec.turned(ring.columns[rows, :, leaving.clamp(min=0) % ring.size], part)[:, :, None]
+    new, fitted = encode_tokens(exact, codec, fixed)
+    leaves = (leaving >= 0)[:, None, None]
+    codes[rows, :, slots] = torch.where(leaves, pack(new, codec.bits)[:, :, 0], codes[rows, :, slots])
+    if parameters is not None:
+        flat = fitted.flatten(-2)[:, :, 0]
+        parameters[rows, :, slots] = torch.where(leaves, flat, parameters[rows, :, slots])
+    return exact, new, fitted
 
 
 class PendingHints:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvaudit.audit.cache.fusion import fusable
 from kvaudit.audit.policies import Evictor, softmax
 
 QUERY_BLOCK = 128  # queries whose attention probabilities are computed together
@@ -89,6 +90,20 @@ def _reach(query_positions: Tensor, positions: Tensor, start: int, before: int |
     return min(-(-needed // QUERY_BLOCK) * QUERY_BLOCK, positions.shape[2])
 
 
+@fusable
+def add_step_mass(
+    mass: Tensor,
+    query: Tensor,
+    query_positions: Tensor,
+    keys: Tensor,
+    positions: Tensor,
+    scaling: float,
+    sink_logits: Tensor | None,
+) -> None:
+    """Add the ``attention_mass`` of one query per row to ``mass`` [B, H, K], by operators of fixed shapes."""
+    mass += attention_mass(query, query_positions, keys, positions, scaling, sink_logits)
+
+
 def keep_mask(
     importance: Tensor, positions: Tensor, seen: Tensor, policy: Evictor, pinned: Tensor | None = None
 ) -> Tensor:
@@ -104,6 +119,7 @@ def keep_mask(
     return torch.zeros_like(rank, dtype=torch.bool).scatter_(-1, order, stays)
 
 
+@fusable
 def victim_slots(
     importance: Tensor, positions: Tensor, seen: Tensor, policy: Evictor, pinned: Tensor | None = None
 ) -> Tensor:

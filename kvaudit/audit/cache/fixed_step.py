@@ -63,6 +63,7 @@ class FixedStep:
         self._attended = set[int]()
         self._leaving_slots: tuple[Tensor, Tensor] | None = None
         self._key: Hashable = None
+        self._changes = -1  # of the cache, when the key was made
         self._is_new = True  # the key of this step is not that of the one before
 
     # --- on the host --------------------------------------------------------------------------------------------------
@@ -77,6 +78,7 @@ class FixedStep:
         new = NewTokens(1, tuple(int(position >= 0) for position in first), first)
         longest = cache.begin_step(new, pinned)
         newest = first[0] if new.is_aligned else None
+        did = (self._replacing, self._by_position)
         self._replacing, self._by_position, left = set(), set(), {}
         for schedule in self._schedules:
             if self._can_replace(schedule):
@@ -86,8 +88,7 @@ class FixedStep:
                     self._by_position.add(schedule)
                     left[schedule] = victims
         coding = self._count_codes(before)
-        for layer in cache.layers:
-            self._reserve(layer, longest, room)
+        reserved = [self._reserve(layer, longest, room) for layer in cache.layers]
         numbers = [max(token, 0) for token in tokens]
         numbers += first
         numbers += cache.seen.tolist()
@@ -99,20 +100,23 @@ class FixedStep:
         # CUDA has read ordinary memory before the call returns
         self._numbers.copy_(torch.tensor(numbers), non_blocking=self._numbers.device.type == "cuda")
         self._newest, self._longest = newest, longest
-        key = self._describe()
-        self._key, self._is_new = key, key != self._key
-        return key
+        if any(reserved) or cache.changes != self._changes or did != (self._replacing, self._by_position):
+            key = self._describe()
+            self._key, self._is_new, self._changes = key, key != self._key, cache.changes
+        else:
+            self._is_new = False
+        return self._key
 
     def _count_codes(self, before: list[int]) -> list[int]:
         """Return the numbers of ``StepCoding``, for rows that had seen ``before`` tokens; bring stores into form."""
         self._until = until = self._cache.coded_counts()
         if until is None:
             return [0] * (4 * self._rows)
-        size = max(store.most_exact(before) for _, store in self._coded)
+        _, first = self._coded[0]  # all have coded as much
+        size = first.most_exact(before)
         for _, store in self._coded:
             store.enter_steps(size)
             store.begin_step(self._coding)
-        _, first = self._coded[0]
         done, on_write = first.done, first.on_write
         leaving = [
             [end - 1 if end > start else -1 for start, end in zip(old.numbers, new.numbers, strict=True)]
@@ -139,14 +143,20 @@ class FixedStep:
         assert isinstance(victims.positions, int)
         return victims.slots, victims.positions
 
-    def _reserve(self, layer: CachedLayer, longest: int, room: int) -> None:
+    def _reserve(self, layer: CachedLayer, longest: int, room: int) -> bool:
+        """Make room for the new entry, and for more of them; return whether that moved something."""
         store = layer.store
         if layer.schedule in self._replacing:
+            if store.length < store.slots and store.ledger_holds(longest):
+                return False
             store.reserve_for_steps(store.length + 1, 0, max_slots=None)
             store.reserve_ledger(longest)
-        else:
-            room = min(room, max(ROOM, store.length // SHARE))
-            store.reserve_for_steps(store.length + 1, room, max_slots=layer.schedule.max_slots)
+            return True
+        if store.is_reserved and store.length < store.slots:
+            return False
+        room = min(room, max(ROOM, store.length // SHARE))
+        store.reserve_for_steps(store.length + 1, room, max_slots=layer.schedule.max_slots)
+        return True
 
     def _describe(self) -> Hashable:
         """Return a key of everything that a run bakes in: addresses, shapes, and what it does on the host."""

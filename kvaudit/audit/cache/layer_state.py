@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from kvaudit.audit.cache.fusion import fusable
 from kvaudit.audit.cache.rotary import Rotary
 from kvaudit.audit.cache.store import SHARE, Store
 from kvaudit.audit.cache.tensors import gather_columns
@@ -70,12 +71,7 @@ class LastQueries(LayerState):
 
     def add_step(self, query: Tensor, positions: Tensor) -> None:
         """Add one query per row [B, N, 1, D] at positions [B, 1], -1 for none, by operators of fixed shapes."""
-        rows = torch.arange(len(positions), device=positions.device)
-        position, is_fed = positions[:, 0], positions[:, 0] >= 0  # [B] each
-        place = (position % self._window).long()
-        new = torch.where(is_fed[:, None, None], query[:, :, 0], self._queries[rows, :, place])
-        self._queries[rows, :, place] = new
-        self._positions[rows, place] = torch.where(is_fed, position, self._positions[rows, place])
+        _write_queries(self._queries, self._positions, query, positions)
 
     def _add_chunk(self, query: Tensor, positions: Tensor, *, no_padding: bool) -> None:
         if no_padding:  # only the last of these can stay
@@ -103,6 +99,16 @@ class LastQueries(LayerState):
         steps = torch.arange(self._window, device=positions.device)
         order = (self._next_positions()[rows][:, None] + steps) % self._window
         return gather_columns(queries, order), positions.gather(1, order)
+
+
+@fusable
+def _write_queries(ring: Tensor, ring_positions: Tensor, query: Tensor, positions: Tensor) -> None:
+    """Write queries [B, N, 1, D] at positions [B, 1] (-1 = none) into a ring [B, N, W, D] and positions [B, W]."""
+    rows = torch.arange(len(positions), device=positions.device)
+    position, is_fed = positions[:, 0], positions[:, 0] >= 0  # [B] each
+    place = (position % ring.shape[2]).long()
+    ring[rows, :, place] = torch.where(is_fed[:, None, None], query[:, :, 0], ring[rows, :, place])
+    ring_positions[rows, place] = torch.where(is_fed, position, ring_positions[rows, place])
 
 
 class QueryMoments(LayerState):

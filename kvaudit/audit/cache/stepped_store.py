@@ -11,8 +11,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from kvaudit.audit.cache.code_ring import ExactRing, PendingHints, StepCoding
-from kvaudit.audit.cache.codes import encode_runs, encode_tokens, pack
+from kvaudit.audit.cache.code_ring import ExactRing, PendingHints, StepCoding, code_entries
+from kvaudit.audit.cache.codes import encode_runs, pack
 from kvaudit.audit.cache.hints import HINTED_DTYPES, KEYS, VALUES
 from kvaudit.audit.cache.quantised_store import MAX_INT16_GROUPS, PARTS, QuantisedStore
 from kvaudit.audit.cache.rows import Counts
@@ -55,6 +55,7 @@ class SteppedStore(QuantisedStore):
         ]
         self._pending = PendingHints(self._tail[KEYS], shapes[KEYS]), PendingHints(self._tail[VALUES], shapes[VALUES])
         self._tail, self._start = self._empty_tail, self.length
+        self._reserve_table()
 
     def leave_steps(self) -> bool:
         """Move exact entries back into the tail; return whether they were in rings."""
@@ -77,6 +78,10 @@ class SteppedStore(QuantisedStore):
 
     def reserve_for_steps(self, slots: int, room: int, *, max_slots: int | None) -> None:
         super().reserve_for_steps(slots, room, max_slots=max_slots)
+        self._reserve_table()
+
+    def _reserve_table(self) -> None:
+        """Make room in the table for the groups of all slots."""
         if self._table is None:
             return
         groups = self.slots // self._codec.key_group + 1
@@ -123,18 +128,19 @@ class SteppedStore(QuantisedStore):
         assert self._coding is not None
         assert self._pending is not None
         for part in (KEYS, VALUES) if self._table is None else (VALUES,):
-            leaving = self._coding.leaving[part]
-            exact = self._codec.turned(self._rings[part].at(leaving[:, None]), part)  # [B, H, 1, D]
-            codes, parameters = encode_tokens(exact, self._codec, self._fixed[part])
-            self._pending[part].write(self._coding.hint, exact, codes, parameters)
-            self._write_row(f"{PARTS[part]}_codes", slots[part], leaving >= 0, pack(codes, self._codec.bits))
-            if self._fixed[part] is None:
-                self._write_row(f"{PARTS[part]}_parameters", slots[part], leaving >= 0, parameters.flatten(-2))
-
-    def _write_row(self, name: str, slots: Tensor, leaves: Tensor, new: Tensor) -> None:
-        """Write ``new`` [B, H, 1, ...] into one slot of each row [B] that ``leaves`` [B] marks."""
-        tensor, rows = self._slots[name], torch.arange(len(slots), device=slots.device)
-        tensor[rows, :, slots] = torch.where(leaves[:, None, None], new[:, :, 0], tensor[rows, :, slots])
+            codes, parameters = (self._slots.get(f"{PARTS[part]}_{name}") for name in ("codes", "parameters"))
+            assert codes is not None
+            coded = code_entries(
+                self._codec,
+                part,
+                self._rings[part],
+                self._coding.leaving[part],
+                slots[part],
+                codes,
+                parameters,
+                self._fixed[part],
+            )
+            self._pending[part].write(self._coding.hint, *coded)
 
     # --- after a step -------------------------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kvaudit.audit.cache.fusion import fusable
 from kvaudit.audit.cache.ledger import NEVER
 from kvaudit.audit.cache.rows import Victims
 from kvaudit.audit.cache.tensors import gather_entries
@@ -137,6 +138,15 @@ class Store:
         """The number of allocated slots, in use or not; those not in use are empty but for the first of them."""
         return self._slots["positions"].shape[2]
 
+    @property
+    def is_reserved(self) -> bool:
+        """Whether the allocated slots are kept for steps."""
+        return self._least_slots > 0
+
+    def ledger_holds(self, longest: int) -> bool:
+        """Whether the ledger has room for rows of ``longest`` tokens."""
+        return longest < self.evicted_at.shape[2]
+
     def tensors(self) -> Iterator[Tensor]:
         """Yield what a step reads or writes of the slots."""
         yield from self._slots.values()
@@ -205,20 +215,19 @@ class Store:
         """Drop one slot per row and head and move the last slot into its place; see ``keep``."""
         last = self.length - 1
         self._widen_ledger(longest)
+        if isinstance(victims.slots, Tensor) and isinstance(victims.positions, Tensor) and victims.slots.dim() == 1:
+            _move_newest(self.evicted_at, [*self._slots.values()], victims.slots, victims.positions, next_query, last)
+            self.length, self.ordered, self.uniform = last, False, False
+            return
         if isinstance(victims.positions, int):  # the same in every row, so all have seen as many tokens
             self.evicted_at.select(2, victims.positions).fill_(longest)
-        elif victims.positions.dim() == 1:
-            self.evicted_at.index_copy_(2, victims.positions, next_query.expand(*self.evicted_at.shape[:2], 1))
         else:
             self.evicted_at.scatter_(2, victims.positions.long(), next_query.expand(*victims.positions.shape))
         # the index for ``scatter_``, by the number of dimensions of a tensor
-        index = {3: victims.slots[:, :, None]} if isinstance(victims.slots, Tensor) and victims.slots.dim() > 1 else {}
+        index = {} if isinstance(victims.slots, int) else {3: victims.slots[:, :, None]}
         for tensor in self._slots.values():  # the last slot itself is overwritten by the next append
             if isinstance(victims.slots, int):
                 tensor.select(2, victims.slots).copy_(tensor.select(2, last))
-                continue
-            if victims.slots.dim() == 1:
-                tensor.index_copy_(2, victims.slots, tensor.narrow(2, last, 1).clone())
                 continue
             if tensor.dim() == 4 and 4 not in index:
                 index[4] = index[3][..., None]
@@ -291,6 +300,16 @@ class Store:
 
     def _tensors(self) -> Iterator[Tensor]:
         yield from self._slots.values()
+
+
+@fusable
+def _move_newest(
+    ledger: Tensor, slots: Sequence[Tensor], slot: Tensor, position: Tensor, next_query: Tensor, last: int
+) -> None:
+    """Move slot ``last`` of every tensor [B, H, C, ...] into ``slot`` [1], whose entry at ``position`` [1] leaves."""
+    ledger.index_copy_(2, position, next_query.expand(*ledger.shape[:2], 1))
+    for tensor in slots:
+        tensor.index_copy_(2, slot, tensor.narrow(2, last, 1).clone())
 
 
 def _pad(tensor: Tensor, grow: int, value: float) -> Tensor:

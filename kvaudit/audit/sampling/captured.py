@@ -24,6 +24,7 @@ from transformers import AttentionInterface
 from kvaudit.audit.cache import attention
 from kvaudit.audit.cache.cache import EvictingCache
 from kvaudit.audit.cache.fixed_step import FixedStep, why_not_fixed
+from kvaudit.audit.cache.fusion import fusing
 from kvaudit.core.errors import RunError, SpecError
 
 VARIABLE = "KVAUDIT_STEP"
@@ -160,7 +161,8 @@ def fused_layers(model: Any) -> Iterator[None]:
     try:
         for layer in layers:
             layer.forward = _fused_forward(type(layer)).__get__(layer)
-        yield
+        with fusing():
+            yield
     finally:
         for layer in layers:
             vars(layer).pop("forward", None)
