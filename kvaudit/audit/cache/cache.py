@@ -21,7 +21,17 @@ from kvaudit.audit.cache.ledger import NEVER
 from kvaudit.audit.cache.quantised_store import QuantisedStore
 from kvaudit.audit.cache.rotary import Rotary, require_rotary_length, rotary_length_limit
 from kvaudit.audit.cache.routing import RecordedRoutes
-from kvaudit.audit.cache.rows import Counts, Eviction, NewTokens, Pins, QuantisationTimes, RowKeys, Schedule, TailLayout, read_new_tokens
+from kvaudit.audit.cache.rows import (
+    Counts,
+    Eviction,
+    NewTokens,
+    Pins,
+    QuantisationTimes,
+    RowKeys,
+    Schedule,
+    TailLayout,
+    read_new_tokens,
+)
 from kvaudit.audit.cache.selection import RecordedChoices, Selection
 from kvaudit.audit.cache.store import peak_live_bytes
 from kvaudit.audit.cache.tensors import gather_columns, upload
