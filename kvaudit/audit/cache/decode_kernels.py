@@ -176,7 +176,8 @@ def _attend(
     query, positions = _with_unit_stride(query), positions.expand(batch, heads, slots)
     out = query.new_empty(batch, query_heads, value_layout.size)
     mixed, tops, totals = out, None, None
-    if splits > 1:
+    merges = splits > 1 or sink_logits is not None
+    if merges:
         mixed = query.new_empty(batch, query_heads, splits, value_layout.size, dtype=torch.float32)
         tops, totals = query.new_empty(2, batch, query_heads, splits, dtype=torch.float32)
     _attend_kernel[batch * heads, splits](
@@ -189,7 +190,6 @@ def _attend(
         positions,
         positions.stride()[:2],
         query_positions,
-        sink_logits,
         mixed,
         tops,
         totals,
@@ -206,7 +206,7 @@ def _attend(
         STAGES=_STAGES,
         num_warps=_WARPS,
     )
-    if splits > 1:
+    if merges:
         _merge_kernel[batch * query_heads,](
             mixed,
             tops,
@@ -318,7 +318,6 @@ def _attend_kernel(
     positions: tl.tensor,
     position_strides: tl.tuple,
     query_positions: tl.tensor,
-    sinks: tl.tensor,
     mixed_out: tl.tensor,
     tops: tl.tensor,
     totals: tl.tensor,
@@ -371,10 +370,7 @@ def _attend_kernel(
     is_stored = is_member[:, None] & (value_channel < VALUES.size)[None, :]
     at_out = (query_head * splits + split)[:, None] * VALUES.size + value_channel[None, :]
     if tops is None:  # the only split: what it found is the result
-        sink = float("-inf")
-        if sinks is not None:
-            sink = tl.load(sinks + head * GROUP + member, mask=is_member, other=float("-inf")).to(tl.float32)
-        mixed = mixed * _norm(top, total, sink)[:, None]
+        mixed = mixed / tl.where(total > 0, total, 1.0)[:, None]
     else:
         tl.store(tops + query_head * splits + split, top, mask=is_member)
         tl.store(totals + query_head * splits + split, total, mask=is_member)
@@ -413,22 +409,14 @@ def _merge_kernel(
         found = tl.load(mixed + at_mixed, mask=is_split[:, None] & is_channel[None, :], other=0.0)
         merged = merged * shrink + tl.sum(weight[:, None] * found, 0)
         top = new_top
-    sink = float("-inf")
     if sinks is not None:
-        sink = tl.load(sinks + query_head % QUERY_HEADS).to(tl.float32)
-    merged = merged * _norm(top, total, sink)
+        sink = tl.load(sinks + query_head % QUERY_HEADS).to(tl.float32) * 1.4426950408889634  # to base 2
+        base = tl.maximum(top, sink)
+        shrink = tl.exp2(top - base)
+        merged *= shrink
+        total = total * shrink + tl.exp2(sink - base)
+    merged /= tl.where(total > 0, total, 1.0)
     tl.store(out + query_head * SIZE + channel, merged.to(out.dtype.element_ty), mask=is_channel)
-
-
-@_jit()
-def _norm(top: tl.tensor, total: tl.tensor, sink: tl.tensor) -> tl.tensor:
-    """Return the factor that makes shares of weights with the sum ``total`` relative to 2^top; 0 if there are none."""
-    sink = sink * 1.4426950408889634  # to base 2
-    highest = tl.maximum(top, sink)
-    base = tl.where(highest == float("-inf"), 0.0, highest)
-    shrink = tl.exp2(top - base)
-    whole = total * shrink + tl.exp2(sink - base)
-    return shrink / tl.where(whole > 0, whole, 1.0)
 
 
 @_jit()
