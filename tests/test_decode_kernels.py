@@ -29,7 +29,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 needs_kernels = pytest.mark.skipif(
     not is_available(DEVICE), reason="needs triton, and a GPU or the variable TRITON_INTERPRET"
 )
-TOLERANCES = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}  # relative to the largest output
+TOLERANCES = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}  # relative to the largest output
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")

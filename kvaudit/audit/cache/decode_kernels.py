@@ -25,7 +25,7 @@ except ImportError:  # the kernels are then never called: see ``is_available``
 _PROGRAMS = 4  # programs per multiprocessor that a step of long contexts is split into
 _LEAST_SLOTS = 128  # of a program
 _MULTIPROCESSORS = 132  # of a device that does not tell
-_TILE_BYTES = 1 << 14  # of the keys that a program reads together
+_TILE_BYTES, _TILE_SLOTS = 1 << 13, 64  # of keys that a program reads together, at most
 _LEAST_ROWS = 16  # rows, columns and depth of the smallest product of a tensor core
 _WARPS, _STAGES = 4, 3
 
@@ -66,12 +66,27 @@ class Layout(NamedTuple):
     ring: int = 1
 
 
+class Shape(NamedTuple):
+    """The rest that is known then: KV heads, query heads of each, how many rows these take in products, and slots.
+
+    ``tile`` slots are read together, in ``stages`` that overlap. ``window`` 0: none.
+    """
+
+    heads: int
+    group: int
+    rows: int
+    tile: int
+    stages: int
+    window: int
+
+
 class Operand(NamedTuple):
     """What a kernel gets of keys or values: entries or codes, parameters, groups, ring and done, and their strides."""
 
     tensors: tuple[Tensor | None, ...]
     strides: tuple[int, ...]
     layout: Layout
+    shape: tuple[int, int]  # KV heads and slots
 
 
 def is_available(device: torch.device) -> bool:
@@ -165,60 +180,40 @@ def _attend(
     sink_logits: Tensor | None,
     window: int | None,
 ) -> Tensor:
-    (key_tensors, key_strides, key_layout), (value_tensors, value_strides, value_layout) = parts
+    keys, values = parts
     batch, query_heads, _ = query.shape
-    heads, slots = parts[0].tensors[0].shape[1:3]  # type: ignore[union-attr]
-    group, padded = query_heads // heads, max(key_layout.padded, value_layout.padded)
-    tile = min(128, max(_LEAST_ROWS, _TILE_BYTES // (padded * query.element_size())))
-    tiles, wanted = triton.cdiv(slots, tile), _split_count(batch * heads, slots, query.device)
-    split_slots = triton.cdiv(tiles, wanted) * tile
+    heads, slots = keys.shape
+    group, size = query_heads // heads, values.layout.size
+    token_bytes = max(keys.layout.padded, values.layout.padded) * query.element_size()
+    tile = min(_TILE_SLOTS, max(_LEAST_ROWS, _TILE_BYTES // token_bytes))
+    wanted = _split_count(batch * heads, slots, query.device)
+    split_slots = triton.cdiv(triton.cdiv(slots, tile), wanted) * tile
     splits = triton.cdiv(slots, split_slots)
     query, positions = _with_unit_stride(query), positions.expand(batch, heads, slots)
-    out = query.new_empty(batch, query_heads, value_layout.size)
-    mixed, tops, totals = out, None, None
+    out = query.new_empty(batch, query_heads, size)
     merges = splits > 1 or sink_logits is not None
+    found: tuple[Tensor | None, ...] = (out, None, None)
     if merges:
-        mixed = query.new_empty(batch, query_heads, splits, value_layout.size, dtype=torch.float32)
-        tops, totals = query.new_empty(2, batch, query_heads, splits, dtype=torch.float32)
+        sums = query.new_empty(batch, query_heads, splits, size, dtype=torch.float32)
+        found = (sums, *query.new_empty(2, batch, query_heads, splits, dtype=torch.float32))
+    shape = Shape(heads, group, max(_LEAST_ROWS, _power_of_two(group)), tile, _STAGES, window or 0)
     _attend_kernel[batch * heads, splits](
-        query,
-        query.stride()[:2],
-        key_tensors,
-        key_strides,
-        value_tensors,
-        value_strides,
-        positions,
-        positions.stride()[:2],
-        query_positions,
-        mixed,
-        tops,
-        totals,
+        (query, positions, query_positions),
+        (*query.stride()[:2], *positions.stride()[:2]),
+        *keys[:2],
+        *values[:2],
+        found,
         scaling / math.log(2),
         slots,
         split_slots,
-        HEADS=heads,
-        GROUP=group,
-        ROWS=max(_LEAST_ROWS, triton.next_power_of_2(group)),
-        TILE=tile,
-        KEYS=key_layout,
-        VALUES=value_layout,
-        WINDOW=window or 0,
-        STAGES=_STAGES,
+        SHAPE=shape,
+        KEYS=keys.layout,
+        VALUES=values.layout,
         num_warps=_WARPS,
     )
     if merges:
         _merge_kernel[batch * query_heads,](
-            mixed,
-            tops,
-            totals,
-            sink_logits,
-            out,
-            splits,
-            QUERY_HEADS=query_heads,
-            SIZE=value_layout.size,
-            PADDED=value_layout.padded,
-            TILE=_LEAST_ROWS,
-            num_warps=_WARPS,
+            found, sink_logits, out, splits, query_heads, size, values.layout.padded, _LEAST_ROWS, num_warps=_WARPS
         )
     return out
 
@@ -249,7 +244,7 @@ def _write(
         slot,
         HEADS=heads,
         SIZES=sizes,
-        PADDED=tuple(triton.next_power_of_2(size) for size in sizes),
+        PADDED=tuple(_power_of_two(size) for size in sizes),
         PLACES=places,
         num_warps=1,
     )
@@ -258,7 +253,12 @@ def _write(
 def _exact_operand(entries: Tensor) -> Operand:
     size = entries.shape[3]
     layout = Layout("exact", 8 * entries.element_size(), size, _padded(size))
-    return Operand((entries, None, None, None, None), (*entries.stride()[:3], *(0,) * 8), layout)
+    return Operand(
+        (entries, None, None, None, None),
+        (*entries.stride()[:3], *(0,) * 8),
+        layout,
+        (entries.shape[1], entries.shape[2]),
+    )
 
 
 def _coded_operand(part: CodedPart) -> Operand:
@@ -274,11 +274,16 @@ def _coded_operand(part: CodedPart) -> Operand:
         width = width if width & (width - 1) == 0 else 1
     layout = Layout(part.kind, part.bits, size, padded, count, width, part.ring.shape[2])
     strides = (*codes.stride()[:3], *parameter_strides, *group_strides, *part.ring.stride()[:3])
-    return Operand((codes, parameters, groups, part.ring, part.done), strides, layout)
+    tensors = (codes, parameters, groups, part.ring, part.done)
+    return Operand(tensors, strides, layout, (codes.shape[1], codes.shape[2]))
 
 
 def _padded(size: int) -> int:
-    return max(_LEAST_ROWS, 1 << (size - 1).bit_length())
+    return max(_LEAST_ROWS, _power_of_two(size))
+
+
+def _power_of_two(size: int) -> int:
+    return 1 << (size - 1).bit_length()
 
 
 def _with_unit_stride(x: Tensor) -> Tensor:
@@ -309,52 +314,45 @@ def _jit(*not_specialized: str) -> Callable[[Callable[..., Any]], Any]:
 
 @_jit("slots", "split_slots")
 def _attend_kernel(
-    query: tl.tensor,
-    query_strides: tl.tuple,
+    step: tl.tuple,
+    step_strides: tl.tuple,
     keys: tl.tuple,
     key_strides: tl.tuple,
     values: tl.tuple,
     value_strides: tl.tuple,
-    positions: tl.tensor,
-    position_strides: tl.tuple,
-    query_positions: tl.tensor,
-    mixed_out: tl.tensor,
-    tops: tl.tensor,
-    totals: tl.tensor,
+    found: tl.tuple,
     scale: tl.tensor,
     slots: tl.tensor,
     split_slots: tl.tensor,
-    HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
-    TILE: tl.constexpr,
+    SHAPE: tl.constexpr,
     KEYS: tl.constexpr,
     VALUES: tl.constexpr,
-    WINDOW: tl.constexpr,
-    STAGES: tl.constexpr,
 ) -> None:
     """Attend to the slots of one split with all query heads [G] of one row and KV head; write sums [G, Dv]."""
-    row, split, splits = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
-    batch, head = (row // HEADS).to(tl.int64), (row % HEADS).to(tl.int64)
-    member = tl.arange(0, ROWS)  # of the group of query heads
-    query_head = row.to(tl.int64) * GROUP + member  # among those of all rows
-    is_member = member < GROUP
+    query, positions, query_positions = step
+    mixed_out, tops, totals = found
+    ROWS: tl.constexpr = SHAPE.rows
     PADDED: tl.constexpr = VALUES.padded
+    row, split, splits = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    batch, head = (row // SHAPE.heads).to(tl.int64), (row % SHAPE.heads).to(tl.int64)
+    member = tl.arange(0, ROWS)  # of the group of query heads
+    query_head = row.to(tl.int64) * SHAPE.group + member  # among those of all rows
+    is_member = member < SHAPE.group
     channel, value_channel = tl.arange(0, KEYS.padded), tl.arange(0, PADDED)
-    at_query = batch * query_strides[0] + (head * GROUP + member)[:, None] * query_strides[1] + channel[None, :]
-    queries = tl.load(query + at_query, mask=is_member[:, None] & (channel < KEYS.size)[None, :], other=0.0)
+    query += batch * step_strides[0] + (head * SHAPE.group + member)[:, None] * step_strides[1]
+    queries = tl.load(query + channel[None, :], mask=is_member[:, None] & (channel < KEYS.size)[None, :], other=0.0)
     newest = tl.load(query_positions + batch).to(tl.int32)
-    positions += batch * position_strides[0] + head * position_strides[1]
+    positions += batch * step_strides[2] + head * step_strides[3]
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     mixed = tl.zeros([ROWS, PADDED], tl.float32)
     end = tl.minimum((split + 1) * split_slots, slots)
-    for start in tl.range(split * split_slots, end, TILE, num_stages=STAGES):
-        place = start + tl.arange(0, TILE)
+    for start in tl.range(split * split_slots, end, SHAPE.tile, num_stages=SHAPE.stages):
+        place = start + tl.arange(0, SHAPE.tile)
         position = tl.load(positions + place, mask=place < end, other=-1)
         seen = (position >= 0) & (position <= newest)
-        if WINDOW > 0:
-            seen = seen & (newest - position < WINDOW)
+        if SHAPE.window > 0:
+            seen = seen & (newest - position < SHAPE.window)
         at = (batch, head, place, place < end, position)
         key = _read_entries(keys, key_strides, at, queries.dtype, KEYS)
         logits = tl.dot(queries, tl.trans(key), input_precision="ieee") * scale
@@ -379,9 +377,7 @@ def _attend_kernel(
 
 @_jit("splits")
 def _merge_kernel(
-    mixed: tl.tensor,
-    tops: tl.tensor,
-    totals: tl.tensor,
+    found: tl.tuple,
     sinks: tl.tensor,
     out: tl.tensor,
     splits: tl.tensor,
@@ -391,6 +387,7 @@ def _merge_kernel(
     TILE: tl.constexpr,
 ) -> None:
     """Merge the sums of all splits of one query head, and divide them by the total weight."""
+    mixed, tops, totals = found
     query_head = tl.program_id(0).to(tl.int64)
     channel, member = tl.arange(0, PADDED), tl.arange(0, TILE)
     is_channel = channel < SIZE
@@ -406,8 +403,8 @@ def _merge_kernel(
         weight, shrink = tl.exp2(split_top - base), tl.exp2(top - base)
         total = total * shrink + tl.sum(weight * tl.load(totals + at, mask=is_split, other=0.0), 0)
         at_mixed = at[:, None] * SIZE + channel[None, :]
-        found = tl.load(mixed + at_mixed, mask=is_split[:, None] & is_channel[None, :], other=0.0)
-        merged = merged * shrink + tl.sum(weight[:, None] * found, 0)
+        sums = tl.load(mixed + at_mixed, mask=is_split[:, None] & is_channel[None, :], other=0.0)
+        merged = merged * shrink + tl.sum(weight[:, None] * sums, 0)
         top = new_top
     if sinks is not None:
         sink = tl.load(sinks + query_head % QUERY_HEADS).to(tl.float32) * 1.4426950408889634  # to base 2
@@ -444,8 +441,10 @@ def _read_entries(
             numbers = _scale_tokens(numbers, part, strides, (batch, head, place, inside & ~exact), LAYOUT)
         start = part[3] + batch * strides[8] + head * strides[9]
         start += (place % LAYOUT.ring).to(tl.int64)[:, None] * strides[10]
-        recent = tl.load(start + channel[None, :], mask=exact[:, None] & is_channel, other=0.0)
-        entries = tl.where(exact[:, None], recent.to(dtype), numbers.to(dtype))
+        entries = numbers.to(dtype)
+        if tl.max(exact.to(tl.int32), 0) > 0:
+            recent = tl.load(start + channel[None, :], mask=exact[:, None] & is_channel, other=0.0)
+            entries = tl.where(exact[:, None], recent.to(dtype), entries)
     return entries
 
 
