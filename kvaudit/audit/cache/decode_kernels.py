@@ -1,0 +1,539 @@
+"""Attention of one decode step on a GPU, written in triton: exact entries, entries read from codes, and their writing.
+
+Nothing here reads a device on the host, so that all of it can be captured in a CUDA graph. The slots of a KV head are
+split among several programs, since a step has too few heads to fill a GPU ("flash decoding"); a second kernel merges
+what they found. Logits are in base 2, whose powers a GPU computes directly.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+try:
+    import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
+    import triton.language as tl  # type: ignore[import-not-found, import-untyped, unused-ignore]
+except ImportError:  # the kernels are then never called: see ``is_available``
+    triton = tl = None  # type: ignore[assignment, unused-ignore]
+
+_PROGRAMS = 4  # programs per multiprocessor that a step of long contexts is split into
+_LEAST_SLOTS = 128  # of a program
+_MULTIPROCESSORS = 132  # of a device that does not tell
+_TILE_BYTES, _TILE_SLOTS = 1 << 13, 64  # of keys that a program reads together, at most
+_LEAST_ROWS = 16  # rows, columns and depth of the smallest product of a tensor core
+_WARPS, _STAGES = 4, 3
+
+
+class CodedPart(NamedTuple):
+    """The keys or the values of a layer, of which those at positions below ``done`` [B] are read from their codes.
+
+    ``codes`` uint8 [B, H, C, D * bits / 8], as ``pack`` makes them. ``parameters``, in the model's dtype: per token
+    [B, H, C, n * P], for n groups of D / n channels; a table [B, H, G, P * D], looked up by ``groups`` [B, H, C]
+    (-1 = none yet); or a fixed scale per head [H]. P = 2, scale and zero, for codes of kind "unsigned", otherwise 1.
+    ``ring`` [B, H, R, D]: the exact entry of slot s is at place s % R. ``kind``: "int8", "e4m3", "e5m2", "unsigned", or
+    "q4", whose code 8 is 0.
+    """
+
+    codes: Tensor
+    parameters: Tensor
+    ring: Tensor
+    done: Tensor
+    kind: str
+    bits: int
+    groups: Tensor | None = None
+
+
+class Layout(NamedTuple):
+    """The layout of keys or values, known when a kernel is compiled.
+
+    ``size``: channels of a head, ``padded`` to a power of two. ``groups`` of channels with parameters of their own: n
+    per token, PER_HEAD or BY_TABLE; ``width``: channels of such a group if all have the same power of two of them,
+    otherwise 1. ``ring``: places of the ring.
+    """
+
+    kind: str
+    bits: int
+    size: int
+    padded: int
+    groups: int = 0
+    width: int = 1
+    ring: int = 1
+
+
+class Shape(NamedTuple):
+    """The rest that is known then: KV heads, query heads of each, how many rows these take in products, and slots.
+
+    ``tile`` slots are read together, in ``stages`` that overlap. ``window`` 0: none.
+    """
+
+    heads: int
+    group: int
+    rows: int
+    tile: int
+    stages: int
+    window: int
+
+
+class Operand(NamedTuple):
+    """What a kernel gets of keys or values: entries or codes, parameters, groups, ring and done, and their strides."""
+
+    tensors: tuple[Tensor | None, ...]
+    strides: tuple[int, ...]
+    layout: Layout
+    shape: tuple[int, int]  # KV heads and slots
+
+
+def is_available(device: torch.device) -> bool:
+    """Tell whether the kernels run on ``device``: triton is installed, and it is a GPU or triton interprets."""
+    interprets = os.environ.get("TRITON_INTERPRET", "0") == "1"
+    return triton is not None and (device.type == "cuda" or interprets)
+
+
+def attend_slots(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    positions: Tensor,
+    query_positions: Tensor,
+    scaling: float,
+    sink_logits: Tensor | None = None,
+    window: int | None = None,
+) -> Tensor:
+    """Return the attention [B, G*H, Dv] of one query per row over the slots that it sees, 0 if it sees none.
+
+    query [B, G*H, D], keys [B, H, C, D], values [B, H, C, Dv], positions int32 [B, H or 1, C] (-1 = empty slot),
+    query_positions [B] (-1 = no query), sink_logits [G*H]. A query at q sees positions 0 .. q, with a ``window`` the
+    last ``window`` of them. Entries of all slots must be there to read, but those of unseen ones may be any numbers.
+    """
+    parts = (_exact_operand(keys), _exact_operand(values))
+    return _attend(query, parts, positions, query_positions, scaling, sink_logits, window)
+
+
+def attend_codes(
+    query: Tensor,
+    keys: CodedPart,
+    values: CodedPart,
+    positions: Tensor,
+    query_positions: Tensor,
+    scaling: float,
+    sink_logits: Tensor | None = None,
+    window: int | None = None,
+) -> Tensor:
+    """Compute ``attend_slots`` with keys and values of which some are codes.
+
+    A code is decoded in float32 and rounded to the dtype of ``query``, as ``decode_tokens`` and ``decode_keys`` do.
+    """
+    parts = (_coded_operand(keys), _coded_operand(values))
+    return _attend(query, parts, positions, query_positions, scaling, sink_logits, window)
+
+
+def write_slot(
+    keys: Tensor,
+    values: Tensor,
+    positions: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_positions: Tensor,
+    slot: Tensor,
+    mass: Tensor | None = None,
+) -> None:
+    """Write the entry of a step, key [B, H, 1, D] and value [B, H, 1, Dv], into slot ``slot`` int64 [1] of every head.
+
+    keys [B, H, C, D], values [B, H, C, Dv], positions int32 [B, H, C] of ``query_positions`` [B] (-1: the slot is
+    empty in that row), and 0 into ``mass`` float32 [B, H, C].
+    """
+    _write((keys, values), positions, (key, value), query_positions, slot, mass, (0, 0))
+
+
+def write_ring(
+    ring_keys: Tensor,
+    ring_values: Tensor,
+    positions: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_positions: Tensor,
+    slot: Tensor,
+    mass: Tensor | None = None,
+) -> None:
+    """Write like ``write_slot``, key and value at place slot % R of rings [B, H, R, D] and [B, H, R, Dv]."""
+    rings = (ring_keys, ring_values)
+    _write(rings, positions, (key, value), query_positions, slot, mass, (ring_keys.shape[2], ring_values.shape[2]))
+
+
+# --- launching --------------------------------------------------------------------------------------------------------
+
+PER_HEAD, BY_TABLE = 0, -1
+
+
+def _attend(
+    query: Tensor,
+    parts: tuple[Operand, Operand],
+    positions: Tensor,
+    query_positions: Tensor,
+    scaling: float,
+    sink_logits: Tensor | None,
+    window: int | None,
+) -> Tensor:
+    keys, values = parts
+    batch, query_heads, _ = query.shape
+    heads, slots = keys.shape
+    group, size = query_heads // heads, values.layout.size
+    token_bytes = max(keys.layout.padded, values.layout.padded) * query.element_size()
+    tile = min(_TILE_SLOTS, max(_LEAST_ROWS, _TILE_BYTES // token_bytes))
+    wanted = _split_count(batch * heads, slots, query.device)
+    split_slots = triton.cdiv(triton.cdiv(slots, tile), wanted) * tile
+    splits = triton.cdiv(slots, split_slots)
+    query, positions = _with_unit_stride(query), positions.expand(batch, heads, slots)
+    out = query.new_empty(batch, query_heads, size)
+    merges = splits > 1 or sink_logits is not None
+    found: tuple[Tensor | None, ...] = (out, None, None)
+    if merges:
+        sums = query.new_empty(batch, query_heads, splits, size, dtype=torch.float32)
+        found = (sums, *query.new_empty(2, batch, query_heads, splits, dtype=torch.float32))
+    shape = Shape(heads, group, max(_LEAST_ROWS, _power_of_two(group)), tile, _STAGES, window or 0)
+    _attend_kernel[batch * heads, splits](
+        (query, positions, query_positions),
+        (*query.stride()[:2], *positions.stride()[:2]),
+        *keys[:2],
+        *values[:2],
+        found,
+        scaling / math.log(2),
+        slots,
+        split_slots,
+        SHAPE=shape,
+        KEYS=keys.layout,
+        VALUES=values.layout,
+        num_warps=_WARPS,
+    )
+    if merges:
+        _merge_kernel[batch * query_heads,](
+            found, sink_logits, out, splits, query_heads, size, values.layout.padded, _LEAST_ROWS, num_warps=_WARPS
+        )
+    return out
+
+
+def _write(
+    parts: tuple[Tensor, Tensor],
+    positions: Tensor,
+    entry: tuple[Tensor, Tensor],
+    query_positions: Tensor,
+    slot: Tensor,
+    mass: Tensor | None,
+    places: tuple[int, int],
+) -> None:
+    batch, heads = parts[0].shape[:2]
+    entry = (_with_unit_stride(entry[0]), _with_unit_stride(entry[1]))
+    positions = positions.expand(batch, heads, -1)
+    sizes = tuple(part.shape[3] for part in parts)
+    _write_kernel[batch * heads,](
+        parts,
+        tuple(part.stride()[:3] for part in parts),
+        positions,
+        positions.stride()[:2],
+        mass,
+        (0, 0) if mass is None else mass.stride()[:2],
+        entry,
+        tuple(part.stride()[:2] for part in entry),
+        query_positions,
+        slot,
+        HEADS=heads,
+        SIZES=sizes,
+        PADDED=tuple(_power_of_two(size) for size in sizes),
+        PLACES=places,
+        num_warps=1,
+    )
+
+
+def _exact_operand(entries: Tensor) -> Operand:
+    size = entries.shape[3]
+    layout = Layout("exact", 8 * entries.element_size(), size, _padded(size))
+    return Operand(
+        (entries, None, None, None, None),
+        (*entries.stride()[:3], *(0,) * 8),
+        layout,
+        (entries.shape[1], entries.shape[2]),
+    )
+
+
+def _coded_operand(part: CodedPart) -> Operand:
+    codes, parameters, groups, size = part.codes, part.parameters, part.groups, part.ring.shape[3]
+    padded, count, width = _padded(size), PER_HEAD, 1
+    parameter_strides: tuple[int, ...] = (0, 0, 0)
+    group_strides: tuple[int, ...] = (0, 0)
+    if groups is not None:
+        count, parameter_strides, group_strides = BY_TABLE, parameters.stride()[:3], groups.stride()[:2]
+    elif parameters.dim() > 1:
+        count, parameter_strides = parameters.shape[3] // (2 if part.kind == "unsigned" else 1), parameters.stride()[:3]
+        width = padded if count == 1 else size // count
+        width = width if width & (width - 1) == 0 else 1
+    layout = Layout(part.kind, part.bits, size, padded, count, width, part.ring.shape[2])
+    strides = (*codes.stride()[:3], *parameter_strides, *group_strides, *part.ring.stride()[:3])
+    tensors = (codes, parameters, groups, part.ring, part.done)
+    return Operand(tensors, strides, layout, (codes.shape[1], codes.shape[2]))
+
+
+def _padded(size: int) -> int:
+    return max(_LEAST_ROWS, _power_of_two(size))
+
+
+def _power_of_two(size: int) -> int:
+    return 1 << (size - 1).bit_length()
+
+
+def _with_unit_stride(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _split_count(rows: int, slots: int, device: torch.device) -> int:
+    """Return how many programs share the slots of one of ``rows`` rows and heads."""
+    return max(1, min(_PROGRAMS * _multiprocessors(device) // rows, slots // _LEAST_SLOTS))
+
+
+@cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else _MULTIPROCESSORS
+
+
+# --- kernels ----------------------------------------------------------------------------------------------------------
+
+
+def _jit(*not_specialized: str) -> Callable[[Callable[..., Any]], Any]:
+    """Return a decorator that has triton compile a kernel, once for all values of the arguments ``not_specialized``."""
+
+    def decorate(kernel: Callable[..., Any]) -> Any:
+        return kernel if triton is None else triton.jit(kernel, do_not_specialize=not_specialized)
+
+    return decorate
+
+
+@_jit("slots", "split_slots")
+def _attend_kernel(
+    step: tl.tuple,
+    step_strides: tl.tuple,
+    keys: tl.tuple,
+    key_strides: tl.tuple,
+    values: tl.tuple,
+    value_strides: tl.tuple,
+    found: tl.tuple,
+    scale: tl.tensor,
+    slots: tl.tensor,
+    split_slots: tl.tensor,
+    SHAPE: tl.constexpr,
+    KEYS: tl.constexpr,
+    VALUES: tl.constexpr,
+) -> None:
+    """Attend to the slots of one split with all query heads [G] of one row and KV head; write sums [G, Dv]."""
+    query, positions, query_positions = step
+    mixed_out, tops, totals = found
+    ROWS: tl.constexpr = SHAPE.rows
+    PADDED: tl.constexpr = VALUES.padded
+    row, split, splits = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    batch, head = (row // SHAPE.heads).to(tl.int64), (row % SHAPE.heads).to(tl.int64)
+    member = tl.arange(0, ROWS)  # of the group of query heads
+    query_head = row.to(tl.int64) * SHAPE.group + member  # among those of all rows
+    is_member = member < SHAPE.group
+    channel, value_channel = tl.arange(0, KEYS.padded), tl.arange(0, PADDED)
+    query += batch * step_strides[0] + (head * SHAPE.group + member)[:, None] * step_strides[1]
+    queries = tl.load(query + channel[None, :], mask=is_member[:, None] & (channel < KEYS.size)[None, :], other=0.0)
+    newest = tl.load(query_positions + batch).to(tl.int32)
+    positions += batch * step_strides[2] + head * step_strides[3]
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    mixed = tl.zeros([ROWS, PADDED], tl.float32)
+    end = tl.minimum((split + 1) * split_slots, slots)
+    for start in tl.range(split * split_slots, end, SHAPE.tile, num_stages=SHAPE.stages):
+        place = start + tl.arange(0, SHAPE.tile)
+        position = tl.load(positions + place, mask=place < end, other=-1)
+        seen = (position >= 0) & (position <= newest)
+        if SHAPE.window > 0:
+            seen = seen & (newest - position < SHAPE.window)
+        at = (batch, head, place, place < end, position)
+        key = _read_entries(keys, key_strides, at, queries.dtype, KEYS)
+        logits = tl.dot(queries, tl.trans(key), input_precision="ieee") * scale
+        logits = tl.where(seen[None, :], logits, float("-inf"))
+        new_top = tl.maximum(top, tl.max(logits, 1))
+        base = tl.where(new_top == float("-inf"), 0.0, new_top)
+        weights, shrink = tl.exp2(logits - base[:, None]), tl.exp2(top - base)
+        value = _read_entries(values, value_strides, at, queries.dtype, VALUES)
+        value = tl.where(seen[:, None], value, tl.zeros_like(value))  # 0 * NaN is not 0
+        mixed = tl.dot(weights.to(value.dtype), value, mixed * shrink[:, None], input_precision="ieee")
+        total = total * shrink + tl.sum(weights, 1)
+        top = new_top
+    is_stored = is_member[:, None] & (value_channel < VALUES.size)[None, :]
+    at_out = (query_head * splits + split)[:, None] * VALUES.size + value_channel[None, :]
+    if tops is None:  # the only split: what it found is the result
+        mixed = mixed / tl.where(total > 0, total, 1.0)[:, None]
+    else:
+        tl.store(tops + query_head * splits + split, top, mask=is_member)
+        tl.store(totals + query_head * splits + split, total, mask=is_member)
+    tl.store(mixed_out + at_out, mixed.to(mixed_out.dtype.element_ty), mask=is_stored)
+
+
+@_jit("splits")
+def _merge_kernel(
+    found: tl.tuple,
+    sinks: tl.tensor,
+    out: tl.tensor,
+    splits: tl.tensor,
+    QUERY_HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+    PADDED: tl.constexpr,
+    TILE: tl.constexpr,
+) -> None:
+    """Merge the sums of all splits of one query head, and divide them by the total weight."""
+    mixed, tops, totals = found
+    query_head = tl.program_id(0).to(tl.int64)
+    channel, member = tl.arange(0, PADDED), tl.arange(0, TILE)
+    is_channel = channel < SIZE
+    top, total = tl.full([1], float("-inf"), tl.float32), tl.zeros([1], tl.float32)
+    merged = tl.zeros([PADDED], tl.float32)
+    for start in tl.range(0, splits, TILE):
+        split = start + member
+        is_split = split < splits
+        at = query_head * splits + split
+        split_top = tl.load(tops + at, mask=is_split, other=float("-inf"))
+        new_top = tl.maximum(top, tl.max(split_top, 0))
+        base = tl.where(new_top == float("-inf"), 0.0, new_top)
+        weight, shrink = tl.exp2(split_top - base), tl.exp2(top - base)
+        total = total * shrink + tl.sum(weight * tl.load(totals + at, mask=is_split, other=0.0), 0)
+        at_mixed = at[:, None] * SIZE + channel[None, :]
+        sums = tl.load(mixed + at_mixed, mask=is_split[:, None] & is_channel[None, :], other=0.0)
+        merged = merged * shrink + tl.sum(weight[:, None] * sums, 0)
+        top = new_top
+    if sinks is not None:
+        sink = tl.load(sinks + query_head % QUERY_HEADS).to(tl.float32) * 1.4426950408889634  # to base 2
+        base = tl.maximum(top, sink)
+        shrink = tl.exp2(top - base)
+        merged *= shrink
+        total = total * shrink + tl.exp2(sink - base)
+    merged /= tl.where(total > 0, total, 1.0)
+    tl.store(out + query_head * SIZE + channel, merged.to(out.dtype.element_ty), mask=is_channel)
+
+
+@_jit()
+def _read_entries(
+    part: tl.tuple, strides: tl.tuple, at: tl.tuple, dtype: tl.constexpr, LAYOUT: tl.constexpr
+) -> tl.tensor:
+    """Return the entries [TILE, padded] at ``at``: row, head, slots [TILE], which of them to read, their positions."""
+    batch, head, place, inside, position = at
+    channel = tl.arange(0, LAYOUT.padded)
+    is_channel = (channel < LAYOUT.size)[None, :]
+    start = part[0] + batch * strides[0] + head * strides[1] + place.to(tl.int64)[:, None] * strides[2]
+    if LAYOUT.kind == "exact":
+        entries = tl.load(start + channel[None, :], mask=inside[:, None] & is_channel, other=0.0)
+    else:
+        byte = tl.arange(0, LAYOUT.padded * LAYOUT.bits // 8)
+        is_byte = (byte < LAYOUT.size * LAYOUT.bits // 8)[None, :]
+        packed = tl.load(start + byte[None, :], mask=inside[:, None] & is_byte, other=0)
+        exact = inside & (position >= tl.load(part[4] + batch))
+        numbers = _numbers_of(packed, LAYOUT)
+        if LAYOUT.groups == 0:  # PER_HEAD
+            numbers *= tl.load(part[1] + head).to(tl.float32)
+        elif LAYOUT.groups == -1:  # BY_TABLE
+            numbers = _scale_channels(numbers, part, strides, (batch, head, place, inside & ~exact), LAYOUT)
+        else:
+            numbers = _scale_tokens(numbers, part, strides, (batch, head, place, inside & ~exact), LAYOUT)
+        start = part[3] + batch * strides[8] + head * strides[9]
+        start += (place % LAYOUT.ring).to(tl.int64)[:, None] * strides[10]
+        entries = numbers.to(dtype)
+        if tl.max(exact.to(tl.int32), 0) > 0:
+            recent = tl.load(start + channel[None, :], mask=exact[:, None] & is_channel, other=0.0)
+            entries = tl.where(exact[:, None], recent.to(dtype), entries)
+    return entries
+
+
+@_jit()
+def _numbers_of(packed: tl.tensor, LAYOUT: tl.constexpr) -> tl.tensor:
+    """Return the plain numbers float32 [TILE, padded] of codes packed in bytes."""
+    codes = packed
+    if LAYOUT.bits == 4:
+        codes = tl.interleave(packed & 15, packed >> 4)
+    elif LAYOUT.bits == 2:
+        even = tl.interleave(packed & 3, (packed >> 4) & 3)
+        codes = tl.interleave(even, tl.interleave((packed >> 2) & 3, packed >> 6))
+    if LAYOUT.kind == "int8":
+        codes = codes.to(tl.int8, bitcast=True)
+    elif LAYOUT.kind == "e4m3":
+        codes = codes.to(tl.float8e4nv, bitcast=True)
+    elif LAYOUT.kind == "e5m2":
+        codes = codes.to(tl.float8e5, bitcast=True)
+    numbers = codes.to(tl.float32)
+    if LAYOUT.kind == "q4":
+        numbers -= 8.0
+    return numbers
+
+
+@_jit()
+def _scale_channels(
+    numbers: tl.tensor, part: tl.tuple, strides: tl.tuple, at: tl.tuple, LAYOUT: tl.constexpr
+) -> tl.tensor:
+    """Return what ``numbers`` [TILE, padded] stand for under the parameters of their groups in the table."""
+    batch, head, place, coded = at
+    group = tl.load(part[2] + batch * strides[6] + head * strides[7] + place, mask=coded, other=-1).to(tl.int64)
+    channel = tl.arange(0, LAYOUT.padded)
+    start = part[1] + batch * strides[3] + head * strides[4] + group[:, None] * strides[5] + channel[None, :]
+    is_read = (group >= 0)[:, None] & (channel < LAYOUT.size)[None, :]
+    numbers *= tl.load(start, mask=is_read, other=0.0).to(tl.float32)
+    if LAYOUT.kind == "unsigned":
+        numbers += tl.load(start + LAYOUT.size, mask=is_read, other=0.0).to(tl.float32)
+    return numbers
+
+
+@_jit()
+def _scale_tokens(
+    numbers: tl.tensor, part: tl.tuple, strides: tl.tuple, at: tl.tuple, LAYOUT: tl.constexpr
+) -> tl.tensor:
+    """Return what ``numbers`` [TILE, padded] stand for under parameters of each token, by groups of channels."""
+    batch, head, place, coded = at
+    width: tl.constexpr = LAYOUT.width
+    count: tl.constexpr = LAYOUT.padded // LAYOUT.width
+    step: tl.constexpr = 2 if LAYOUT.kind == "unsigned" else 1  # parameters of a group
+    group = tl.arange(0, count) * width // (LAYOUT.size // LAYOUT.groups)
+    start = part[1] + batch * strides[3] + head * strides[4] + place.to(tl.int64)[:, None] * strides[5]
+    start += (group * step)[None, :]
+    is_read = coded[:, None] & (group < LAYOUT.groups)[None, :]
+    scaled = tl.reshape(numbers, [numbers.shape[0], count, width])
+    scaled *= tl.load(start, mask=is_read, other=0.0).to(tl.float32)[:, :, None]
+    if LAYOUT.kind == "unsigned":
+        scaled += tl.load(start + 1, mask=is_read, other=0.0).to(tl.float32)[:, :, None]
+    return tl.reshape(scaled, numbers.shape)
+
+
+@_jit()
+def _write_kernel(
+    parts: tl.tuple,
+    part_strides: tl.tuple,
+    positions: tl.tensor,
+    position_strides: tl.tuple,
+    mass: tl.tensor,
+    mass_strides: tl.tuple,
+    entry: tl.tuple,
+    entry_strides: tl.tuple,
+    query_positions: tl.tensor,
+    slot: tl.tensor,
+    HEADS: tl.constexpr,
+    SIZES: tl.constexpr,
+    PADDED: tl.constexpr,
+    PLACES: tl.constexpr,
+) -> None:
+    """Write key, value, position and mass of one row and head."""
+    row = tl.program_id(0)
+    batch, head = (row // HEADS).to(tl.int64), (row % HEADS).to(tl.int64)
+    at = tl.load(slot)
+    for part in tl.static_range(2):
+        place = at % PLACES[part] if PLACES[part] > 0 else at
+        channel, strides, source = tl.arange(0, PADDED[part]), part_strides[part], entry_strides[part]
+        is_channel = channel < SIZES[part]
+        numbers = tl.load(entry[part] + batch * source[0] + head * source[1] + channel, mask=is_channel)
+        start = parts[part] + batch * strides[0] + head * strides[1] + place * strides[2]
+        tl.store(start + channel, numbers.to(parts[part].dtype.element_ty), mask=is_channel)
+    position = tl.load(query_positions + batch).to(tl.int32)
+    tl.store(positions + batch * position_strides[0] + head * position_strides[1] + at, position)
+    if mass is not None:
+        tl.store(mass + batch * mass_strides[0] + head * mass_strides[1] + at, 0.0)
