@@ -10,10 +10,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from pretend_gpu import where
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-
-from pretend_gpu import where
 
 from kvaudit.audit.sampling.captured import CapturedStep
 

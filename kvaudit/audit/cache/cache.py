@@ -121,7 +121,8 @@ class EvictingCache:
         pairs = zip(tokens.first, before, strict=True)
         assert all(first in (-1, seen) for first, seen in pairs), "rows continue at the number of tokens seen"
         seen = [held + new for held, new in zip(before, tokens.counts, strict=True)]
-        self.seen, longest = torch.tensor(seen), max(seen)
+        self.seen = torch.tensor(seen)
+        longest: int = max(seen)
         if self.rotary_limit is not None and longest > self.rotary_limit:
             require_rotary_length(self._config, longest)
         self._attended: set[int] = set()  # layers, to find those that never called
@@ -206,7 +207,7 @@ class EvictingCache:
         self._attended = {n for n, layer in enumerate(self.layers) if layer.plan.has_entries}
 
     def coded_counts(self) -> tuple[Counts, Counts] | None:
-        """Return how many keys and values of each row are codes, or become codes in this forward; None without codes."""
+        """Return how many keys and values of each row are codes, after this forward; None without codes."""
         return self._times.counts() if self._times else None
 
     def record_hints(self) -> None:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kvaudit.audit.cache import decode_kernels
 from kvaudit.audit.cache.attention import AttentionCall, causal_attention, grouped_attention, query_blocks
 from kvaudit.audit.cache.codes import Scratch
 from kvaudit.audit.cache.evict import add_step_mass, attention_mass, keep_mask, victim_slots, visibility_mask
@@ -232,8 +233,19 @@ class CachedLayer:
 
     def step_attention(self, call: AttentionCall, forward: Forward) -> Tensor:
         """Return the attention output [B, G*H, 1, D] of one query per row over all slots, empty ones masked."""
-        entries = Entries(slice(None), *self.store.entries(slice(None)))
-        return self._masked_attention(entries, call, forward.positions)
+        store, query = self.store, call.query
+        if not decode_kernels.is_available(query.device):
+            entries = Entries(slice(None), *store.entries(slice(None)))
+            return self._masked_attention(entries, call, forward.positions)
+        positions, newest, window = store.positions, forward.positions[:, 0], self.plan.sliding_window
+        coded = self.stepped.coded_parts() if self.stepped else None
+        if coded is None:
+            attend, (keys, values) = decode_kernels.attend_slots, store.entries(slice(None))
+            out = attend(query[:, :, 0], keys, values, positions, newest, call.scaling, call.sink_logits, window)
+        else:
+            attend_codes, (key, value) = decode_kernels.attend_codes, coded
+            out = attend_codes(query[:, :, 0], key, value, positions, newest, call.scaling, call.sink_logits, window)
+        return out[:, :, None]
 
     def add_step_queries(self, query: Tensor, forward: Forward) -> None:
         """Do what ``add_queries`` does, for one query per row."""

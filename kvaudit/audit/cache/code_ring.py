@@ -1,4 +1,4 @@
-"""The exact entries of a quantised store while its steps have fixed shapes: rings, in which an entry lies by position."""
+"""The exact entries of a quantised store while its steps have fixed shapes: in rings, by position."""
 
 from __future__ import annotations
 

@@ -51,7 +51,9 @@ class FixedStep:
         self._coded = [(n, layer.stepped) for n, layer in enumerate(cache.layers) if layer.stepped is not None]
         counts = [self._rows] * 7 + [len(cache.layers), len(self._schedules), len(self._schedules), 1]
         self._numbers = torch.zeros(sum(counts), dtype=torch.int64, device=cache.device)
-        self._ids, self._positions, self._seen, *coding, self._slots, victims, left, hint = self._numbers.split(counts)
+        self._ids, self._positions, self._seen, *coding, self._slots, victims, left, hint = torch.split(
+            self._numbers, counts
+        )
         keys_done, values_done, keys_leaving, values_leaving = coding
         self._coding = StepCoding((keys_done, values_done), (keys_leaving, values_leaving), hint)
         self._until: tuple[Counts, Counts] | None = None  # how many keys and values are codes after the step
@@ -172,39 +174,42 @@ class FixedStep:
 
     def finish(self) -> None:
         """Count what the step did, and evict where that was not part of it."""
-        cache, evicted = self._cache, False
+        cache = self._cache
         for layer in cache.layers:
-            store, replaced = layer.store, layer.schedule in self._replacing
-            if layer.stepped is not None:
-                assert self._until is not None
-                layer.stepped.end_step(self._newest, *self._until)
-            elif not replaced:
-                store.length += 1
-            if not replaced:
-                layer.counts = layer.schedule.arrived
+            if layer.schedule in self._replacing:
+                layer.counts = layer.schedule.remaining
+                layer.store.ordered = layer.store.uniform = False
                 continue
-            layer.counts = layer.schedule.remaining
-            store.ordered = store.uniform = False
+            layer.counts = layer.schedule.arrived
+            if layer.stepped is None:
+                layer.store.length += 1
+            elif self._until is not None:
+                layer.stepped.end_step(self._newest, *self._until)
         if self._coded and self._coded[0][1].records_hints:
             cache.coded_steps.append(self._leaving)
             if len(cache.coded_steps) == HINT_BATCH:
                 cache.record_hints()
         if self._is_new:
             cache.update_bytes()
-        for schedule in self._schedules:
-            if schedule.eviction is None or schedule in self._replacing:
-                continue
-            evicted = True
+        if self._evict_between():
+            cache.update_bytes()
+        cache.end_step()
+
+    def _evict_between(self) -> bool:
+        """Evict from layers whose newest entry did not take the slot of another; return whether any did."""
+        cache = self._cache
+        due = [schedule for schedule in self._schedules if schedule.eviction and schedule not in self._replacing]
+        if due:
             # made for this alone: the run has no need of it
             next_query = self._seen.to(torch.int32)[:, None, None]
             cache.forward = self._forward_of(self._positions[:, None].to(torch.int32), next_query, self._longest)
+        for schedule in due:
+            assert schedule.eviction is not None
             for layer in self._layers_of[schedule]:
                 layers = cache.compressing(layer)
                 if layers:
                     cache.evict(layers, schedule.eviction)
-        if evicted:
-            cache.update_bytes()
-        cache.end_step()
+        return bool(due)
 
     # --- on the device ------------------------------------------------------------------------------------------------
 
@@ -219,8 +224,10 @@ class FixedStep:
         for schedule in self._by_position:
             schedule.victims = self._victims[schedule]
         for layer in layers:
-            if layer.schedule not in self._replacing:
-                layer.store.length = layer.store.slots  # all count as in use: empty ones are masked
+            # a layer that holds its budget has just room for the newest; else all slots count as in use, and empty
+            # ones are masked
+            replaces = layer.schedule in self._replacing
+            layer.store.length = layer.store.length + 1 if replaces else layer.store.slots
         try:
             return forward(self._ids[:, None], self._positions.clamp(min=0)[:, None], self)
         finally:
@@ -252,23 +259,18 @@ class FixedStep:
         require_single_call(call.layer, self._attended, len(cache.layers))
         self._attended.add(call.layer)
         layer = cache.layers[call.layer]
-        if layer.schedule not in self._replacing:
-            layer.write_at(self._slots[call.layer : call.layer + 1], call, forward)
-            store = layer.stepped
-            if store is not None and self._leaving_slots is None:  # the same in all layers with codes
-                self._leaving_slots = store.leaving_slots()
-            if store is not None and self._leaving_slots is not None and store.on_write:
-                store.code_step(self._leaving_slots)
-            out = layer.step_attention(call, forward)
-            layer.add_step_queries(call.query, forward)
-            if store is not None and self._leaving_slots is not None and not store.on_write:
-                store.code_step(self._leaving_slots)
-            return out
-        layer.append(call, forward)
-        out = layer.attention(call, forward)
+        layer.write_at(self._slots[call.layer : call.layer + 1], call, forward)
+        store = layer.stepped
+        if store is not None and self._leaving_slots is None:  # the same in all layers with codes
+            self._leaving_slots = store.leaving_slots()
+        if store is not None and self._leaving_slots is not None and store.on_write:
+            store.code_step(self._leaving_slots)
+        out = layer.step_attention(call, forward)
         layer.add_step_queries(call.query, forward)
+        if store is not None and self._leaving_slots is not None and not store.on_write:
+            store.code_step(self._leaving_slots)
         layers, eviction = cache.compressing(layer), layer.schedule.eviction
-        if layers and eviction is not None:
+        if layers and eviction is not None and layer.schedule in self._replacing:
             cache.replace(layers, eviction, forward, on_device=True)
         return out
 

@@ -11,8 +11,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from kvaudit.audit.cache import decode_kernels
 from kvaudit.audit.cache.code_ring import ExactRing, PendingHints, StepCoding, code_entries
 from kvaudit.audit.cache.codes import encode_runs, pack
+from kvaudit.audit.cache.decode_kernels import CodedPart
 from kvaudit.audit.cache.hints import HINTED_DTYPES, KEYS, VALUES
 from kvaudit.audit.cache.quantised_store import MAX_INT16_GROUPS, PARTS, QuantisedStore
 from kvaudit.audit.cache.rows import Counts
@@ -35,7 +37,7 @@ class SteppedStore(QuantisedStore):
     def most_exact(self, seen: list[int]) -> int:
         """Return how many entries of a row may be exact at once, if rows have seen ``seen`` tokens."""
         done = zip(*(counts.numbers for counts in self._done), strict=True)
-        now = max(count - min(pair) for count, pair in zip(seen, done, strict=True))
+        now: int = max(count - min(pair) for count, pair in zip(seen, done, strict=True))
         return max(now, self._codec.residual) + 1
 
     def enter_steps(self, size: int) -> None:
@@ -102,6 +104,32 @@ class SteppedStore(QuantisedStore):
         assert self._rings is not None
         self._rings[KEYS].write(key, positions)
         self._rings[VALUES].write(value, positions)
+
+    def _write_by_kernel(self, slot: Tensor, key: Tensor, value: Tensor, positions: Tensor) -> None:
+        assert self._rings is not None
+        keys, values = (ring.columns for ring in self._rings)
+        mass = self._slots.get("mass")
+        decode_kernels.write_ring(keys, values, self._slots["positions"], key, value, positions, slot, mass)
+
+    def coded_parts(self) -> tuple[CodedPart, CodedPart] | None:
+        """Return keys and values as the kernels read them; None for codes that they cannot decode."""
+        kind = self._codec.code_kind
+        if kind is None:
+            return None
+        assert self._rings is not None
+        assert self._coding is not None
+        parts = []
+        for part, name in enumerate(PARTS):
+            codes, parameters = self._slots[f"{name}_codes"], self._slots.get(f"{name}_parameters")
+            groups = None
+            if part == KEYS and self._table is not None:
+                parameters, groups = self._table, self._slots["key_group"]
+            elif parameters is None:
+                parameters = self._fixed[part]
+            assert parameters is not None
+            ring, done = self._rings[part].columns, self._coding.done[part]
+            parts.append(CodedPart(codes, parameters, ring, done, kind, self._codec.bits, groups))
+        return parts[KEYS], parts[VALUES]
 
     @property
     def _groups_are_runs(self) -> bool:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kvaudit.audit.cache import decode_kernels
 from kvaudit.audit.cache.fusion import fusable
 from kvaudit.audit.cache.ledger import NEVER
 from kvaudit.audit.cache.rows import Victims
@@ -164,11 +165,18 @@ class Store:
 
     def write_at(self, slot: Tensor, key: Tensor, value: Tensor, positions: Tensor) -> None:
         """Write ``key`` [B, H, 1, D] and ``value`` at ``positions`` int32 [B, 1] into slot number ``slot`` [1]."""
-        own = self._slots["positions"]
+        own, mass = self._slots["positions"], self._slots.get("mass")
+        if decode_kernels.is_available(key.device):
+            self._write_by_kernel(slot, key, value, positions[:, 0])
+            return
         own.index_copy_(2, slot, positions[:, None].expand(-1, own.shape[1], -1))
-        if self._accumulates:
-            self._slots["mass"].index_fill_(2, slot, 0.0)
+        if mass is not None:
+            mass.index_fill_(2, slot, 0.0)
         self._write_entries_at(slot, key, value, positions)
+
+    def _write_by_kernel(self, slot: Tensor, key: Tensor, value: Tensor, positions: Tensor) -> None:
+        keys, values, own = (self._slots[name] for name in ("keys", "values", "positions"))
+        decode_kernels.write_slot(keys, values, own, key, value, positions, slot, self._slots.get("mass"))
 
     def _write_entries_at(self, slot: Tensor, key: Tensor, value: Tensor, positions: Tensor) -> None:  # noqa: ARG002
         self._slots["keys"].index_copy_(2, slot, key)

@@ -54,6 +54,10 @@ class Float8(Absmax):
 
         return torch.finfo(self._dtype).max
 
+    @property
+    def code_kind(self) -> str | None:
+        return self.format
+
     def encode(self, x: Tensor, parameters: Tensor) -> Tensor:
         import torch
 

@@ -27,6 +27,10 @@ class Int8(Absmax):
     def largest(self) -> float:
         return 127.0
 
+    @property
+    def code_kind(self) -> str | None:
+        return "int8"
+
     def encode(self, x: Tensor, parameters: Tensor) -> Tensor:
         import torch
 

@@ -44,6 +44,10 @@ class Kivi(Quantiser):
             )
 
     @property
+    def code_kind(self) -> str | None:
+        return "unsigned"
+
+    @property
     def key_group(self) -> int:
         return self.group
 

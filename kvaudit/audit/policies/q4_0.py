@@ -47,6 +47,10 @@ class Q4(Quantiser):
         return 4
 
     @property
+    def code_kind(self) -> str | None:
+        return None if self.rotate else "q4"
+
+    @property
     def on_write(self) -> bool:
         return self.write
 

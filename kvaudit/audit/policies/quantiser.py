@@ -66,6 +66,11 @@ class Quantiser(Policy):
         """The number of consecutive keys that share parameters per channel; 0: keys are quantised per token."""
         return 0
 
+    @property
+    def code_kind(self) -> str | None:
+        """The name under which kernels of a GPU decode the codes (``CodedPart.kind``); None: by ``numbers`` alone."""
+        return None
+
     def channels(self, size: int) -> int:
         """Return how many channels of one token's head of ``size`` share parameters."""
         return size

@@ -189,7 +189,8 @@ class Episode:
     ) -> None:
         """Run a turn of every row with a limit above 0: feed the tokens from ``next_tokens`` to the cache one by one.
 
-        A turn has at most ``limits`` tokens in each row. ``finish_turn`` is called after every token of a row and returns whether its turn is over.
+        A turn has at most ``limits`` tokens in each row. ``finish_turn`` is called after every token of a row and
+        returns whether its turn is over.
         """
         running = [limit > 0 for limit in limits]
         self._room = max(limits, default=0)

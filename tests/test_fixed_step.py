@@ -1,0 +1,272 @@
+"""Steps of fixed shapes: replayed from a recording they sample, and record, what steps computed one by one do."""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from pretend_gpu import GPU, pretend_gpu
+from recorded_graph import GraphError, RecordedGraph, Recorder
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from bench.exactness import largest_gap, noise, sample, tiny
+from kvaudit.audit.cache.fixed_step import FixedStep
+from kvaudit.audit.cache.layer_state import LastQueries
+from kvaudit.audit.cache.store import Store
+from kvaudit.audit.policies import parse_policy
+from kvaudit.audit.sampling import captured
+from kvaudit.audit.sampling.episode import Episode
+from kvaudit.audit.sampling.sampler import Decoding, Sampler
+from kvaudit.core.errors import RunError, SpecError
+
+EVICTING = (
+    "none",
+    "snapkv:budget=64,window=8,interval=16",
+    "snapkv:budget=64,window=8,interval=1",
+    "streaming:budget=64",
+    "streaming:budget=64,reposition=true",
+    "streaming:budget=64,pin=system",
+    "h2o:budget=64",
+    "adakv:budget=64,window=8,interval=16",
+    "tova:budget=64",
+    "expected:budget=64",
+    "triattention:budget=64",
+    "pyramidkv:budget=64,window=8",
+    "random:budget=64",
+    "rkv:budget=64,window=8",
+    "keydiff:budget=64",
+    "knorm:budget=64",
+)
+CODING = (
+    "int8",
+    "int8:residual=5",
+    "fp8",
+    "fp8:scale=tensor,write=true",
+    "q4_0",
+    "q4_0:write=true,rotate=true",
+    "kivi:bits=4,group=16,residual=16",
+    "kivi:bits=2,group=8,residual=32",
+)
+WIDEST_GAP = 5e-5  # nats between sampler and shadow pass, in float32
+
+
+class Played:
+    """Two turns of six rows of unequal prompts, with rows that finish early; steps by ``mode``."""
+
+    def __init__(self, policy: str, mode: str, patch: pytest.MonkeyPatch) -> None:
+        self.recorder = Recorder(self.state)
+        patch.setattr(captured, "step_mode", lambda device: mode)
+        patch.setattr(captured, "capture_graph", self.recorder)
+        prompts = [noise(200)[:150], noise(200)[20:170], noise(200)]
+        roles = [["system"] * 4 + ["user"] * (len(prompt) - 4) for prompt in prompts]
+        parsed = parse_policy(policy)
+        self.episode = Sampler(tiny(torch.float32), parsed).open(prompts, range(6), group=2, roles=roles)
+        self.turns = [self.episode.decode(Decoding(20), [20, 20, 5, 20, 9, 20])]
+        self.episode.extend([[1, 2, 3]] * 6, [["user"] * 3] * 6)
+        self.turns.append(self.episode.decode(Decoding(60), on_turn_end=lambda row, _: row % 2 == 0))
+        self.rollouts = self.episode.rollouts() if parsed.replayable else []
+
+    def state(self) -> list[torch.Tensor]:
+        assert isinstance(self.episode, Episode)
+        layers = self.episode._cache.layers
+        return [tensor for layer in layers for tensor in (*layer.tensors(), layer.store.evicted_at)]
+
+
+@pytest.mark.parametrize("policy", [*EVICTING, *CODING])
+def test_replayed_steps_sample_and_record_what_single_steps_do(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    single, replayed = (Played(policy, mode, monkeypatch) for mode in ("eager", "graph"))
+    for turn, other in zip(single.turns, replayed.turns, strict=True):
+        assert [answer.ids for answer in turn] == [answer.ids for answer in other]
+    for rollout, other in zip(single.rollouts, replayed.rollouts, strict=True):
+        assert torch.equal(rollout.evicted_at, other.evicted_at)
+        for times in ("keys_quantised_at", "values_quantised_at"):
+            assert str(getattr(rollout, times)) == str(getattr(other, times))
+        assert other.kv_bytes_live == rollout.kv_bytes_live
+    # all but the first two steps of each shape of the batch, and of what the cache has grown to
+    assert replayed.recorder.captures <= 3
+    assert replayed.recorder.replays >= 75
+    assert single.recorder.captures == 0
+
+
+@pytest.mark.parametrize("policy", ["none", EVICTING[1], "h2o:budget=64", *CODING])
+def test_the_shadow_pass_is_what_replayed_steps_sampled(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Codes at a border too, whose hints are examined many steps later."""
+    episodes: list[Episode] = []
+    opened = Episode.__init__
+
+    def remember(self: Episode, *args: Any, **kwargs: Any) -> None:
+        opened(self, *args, **kwargs)
+        episodes.append(self)
+
+    def state() -> list[torch.Tensor]:
+        layers = episodes[-1]._cache.layers
+        return [tensor for layer in layers for tensor in (*layer.tensors(), layer.store.evicted_at)]
+
+    recorder = Recorder(state)
+    monkeypatch.setattr(Episode, "__init__", remember)
+    monkeypatch.setattr(captured, "step_mode", lambda device: "graph")
+    monkeypatch.setattr(captured, "capture_graph", recorder)
+    served = tiny(torch.float32)
+    sampled = sample(served, parse_policy(policy), noise(200), new=70)
+    assert recorder.replays > 100
+    assert largest_gap(served, sampled) < WIDEST_GAP
+
+
+@pytest.mark.parametrize("policy", ["snapkv:budget=64,window=8,interval=16", "streaming:budget=64", "h2o:budget=64"])
+def test_every_address_stays_over_64_steps_with_evictions_between(policy: str) -> None:
+    step = open_step(policy)
+    keys = {step.step() for _ in range(64)}
+    assert len(keys) == 1
+
+
+@pytest.mark.parametrize("policy", ["none", "int8", "kivi:bits=4,group=16,residual=16"])
+def test_a_growing_cache_moves_when_its_room_is_used_up(policy: str) -> None:
+    step = open_step(policy, room=48)
+    keys = [step.step() for _ in range(64)]
+    changes = [n for n in range(1, 64) if keys[n] != keys[n - 1]]
+    assert len(changes) == 1
+
+
+class OpenStep:
+    """A cache after a prompt, and its steps, whose operators are recorded."""
+
+    def __init__(self, policy: str, room: int) -> None:
+        served = tiny(torch.float32)
+        self.model, self.room = served.model, room
+        episode = Sampler(served, parse_policy(policy)).open([noise(200)], [0, 1], group=2)
+        assert isinstance(episode, Episode)
+        self.fixed = FixedStep(episode._cache)
+
+    @torch.no_grad()
+    def step(self) -> Any:
+        key = self.fixed.prepare([5, 7], self.room)
+
+        def forward(ids: torch.Tensor, positions: torch.Tensor, step: FixedStep) -> torch.Tensor:
+            mask = torch.ones(2, 1, 1, 1, dtype=torch.bool)
+            logits: torch.Tensor = self.model(ids, position_ids=positions, attention_mask=mask, kv=step).logits
+            return logits
+
+        with RecordedGraph():
+            self.fixed.run(forward)
+        self.fixed.finish()
+        return key
+
+
+def open_step(policy: str, room: int = 100) -> OpenStep:
+    return OpenStep(policy, room)
+
+
+def test_a_planted_read_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    write = Store.write_at
+
+    def reads(self: Store, slot: torch.Tensor, *rest: Any) -> None:
+        write(self, torch.tensor([int(slot)]), *rest)
+
+    monkeypatch.setattr(Store, "write_at", reads)
+    with pytest.raises(GraphError, match="reads what the graph computes"):
+        open_step("none").step()
+
+
+def test_a_planted_buffer_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    add = LastQueries.add_step
+
+    def replaces(self: LastQueries, *rest: Any) -> None:
+        add(self, *rest)
+        self._queries = self._queries.clone()
+
+    monkeypatch.setattr(LastQueries, "add_step", replaces)
+    step = open_step("snapkv:budget=64,window=8,interval=16")
+    keys = []
+    for _ in range(3):
+        step.fixed._changes = -1  # looked at anew: nothing says that it has moved
+        keys.append(step.step())
+    assert len(set(keys)) == 3
+
+
+def test_a_planted_growth_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    reserve = Store.reserve_for_steps
+
+    def grows(self: Store, slots: int, room: int, *, max_slots: int | None) -> None:
+        reserve(self, slots, 0, max_slots=max_slots)
+
+    monkeypatch.setattr(Store, "reserve_for_steps", grows)
+    step = open_step("none")
+    keys = {step.step() for _ in range(30)}
+    assert len(keys) > 10
+
+
+@pytest.mark.parametrize("policy", [*EVICTING[:3], "h2o:budget=12", "int8", "kivi:bits=4,group=4,residual=8", "fp8"])
+def test_a_step_on_a_device_waits_for_nothing(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the pretended device: between the numbers of a step and its logits the host hears nothing of it."""
+    heard: list[Any] = []
+    run = FixedStep.run
+
+    def listening(self: FixedStep, forward: Any) -> torch.Tensor:
+        before = gpu.waits.copy()
+        logits = run(self, forward)
+        heard.append(gpu.waits - before)
+        return logits
+
+    monkeypatch.setattr(captured, "step_mode", lambda device: "fixed")
+    monkeypatch.setattr(FixedStep, "run", listening)
+    monkeypatch.setattr(FixedStep, "_describe", lambda self: None)  # what is pretended has no address
+    served = tiny(torch.float32)
+    with sdpa_kernel(SDPBackend.MATH), pretend_gpu() as gpu:
+        model = copy.deepcopy(served.model).to(GPU)
+        chat = SimpleNamespace(stop_ids=set())
+        there = SimpleNamespace(model=model, device=GPU, max_positions=4096, chat=chat)
+        episode = Sampler(there, parse_policy(policy.replace("64", "24"))).open([noise(40)], [1, 2], group=2)
+        episode.decode(Decoding(12))
+    assert len(heard) == 11
+    assert not any(heard)
+
+
+def test_a_capture_that_fails_is_said_once_and_changes_no_answer(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(run: Any) -> Any:
+        raise RunError("CUDA error: operation not permitted")
+
+    single = Played("snapkv:budget=64,window=8,interval=16", "eager", monkeypatch)
+    monkeypatch.setattr(captured, "_said", set())
+    monkeypatch.setattr("test_fixed_step.Recorder.__call__", lambda self, run: fails(run))
+    replayed = Played("snapkv:budget=64,window=8,interval=16", "graph", monkeypatch)
+    assert [answer.ids for answer in single.turns[1]] == [answer.ids for answer in replayed.turns[1]]
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == [
+        "note: decode steps are not captured as CUDA graphs (CUDA error: operation not permitted); they are computed "
+        "one by one, slower"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("policy", "reason"),
+    [
+        ("quest:budget=64,page=4", "queries that select what they attend to"),
+        ("snapkv:budget=64,window=8+int8", "codes of a cache that evicts too"),
+    ],
+)
+def test_what_cannot_be_captured_is_said_by_name(
+    policy: str, reason: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(captured, "_said", set())
+    played = Played(policy, "graph", monkeypatch)
+    assert played.recorder.captures == 0
+    assert f"not captured as CUDA graphs: {reason};" in capsys.readouterr().err
+
+
+def test_an_unknown_way_to_compute_steps_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(captured.VARIABLE, "fast")
+    with pytest.raises(SpecError, match="KVAUDIT_STEP='fast', wanted one of auto, eager, fixed, graph, compiled"):
+        captured.step_mode(torch.device("cpu"))
+
+
+def test_on_a_processor_steps_are_computed_one_by_one_unless_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(captured.VARIABLE, raising=False)
+    assert captured.step_mode(torch.device("cpu")) == "eager"
+    assert captured.step_mode(torch.device("cuda")) == "graph"
+    monkeypatch.setenv(captured.VARIABLE, "graph")
+    assert captured.step_mode(torch.device("cpu")) == "fixed"
