@@ -2,7 +2,7 @@
 
     python -m bench.gpu_work decode --shape 1.5b --batch 8 --context 2048      one table
     python -m bench.gpu_work steps --batch 8 --context 2048                    a few policies under one KVAUDIT_STEP
-    python -m bench.gpu_work warm | prefill | waits
+    python -m bench.gpu_work warm | folder | prefill | waits
 
 Weights are random numbers in the shape of a published model, drawn on the device. Ours and its peers take turns in one
 process, each on rows of the same prompt; a side's first turn is longer than a capture and is not counted. Only decode
@@ -148,7 +148,7 @@ class Clock(LogitsProcessor):
     def __init__(self) -> None:
         self.started = 0.0
 
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+    def __call__(self, _: Tensor, scores: Tensor) -> Tensor:
         """Change nothing."""
         if not self.started:
             _settle()
@@ -406,6 +406,17 @@ def warm(asked: argparse.Namespace) -> None:
         opened(place, partial(Generate, twin, prompt_of(served, context), batch, most, static=True), 4)
 
 
+def folder(asked: argparse.Namespace) -> None:
+    """Save a random model with the embedded model's tokenizer, for what loads a folder."""
+    from transformers import AutoTokenizer
+
+    from kvaudit.audit.sampling.model import EMBEDDED, locate
+
+    model = random_model(asked.shape, asked.device, getattr(torch, asked.dtype)).model
+    model.save_pretrained(asked.folder)
+    AutoTokenizer.from_pretrained(str(locate(EMBEDDED))).save_pretrained(asked.folder)
+
+
 def prefill(asked: argparse.Namespace) -> None:
     """Print tokens a second of a prompt's prefill, ours beside stock's, sides in turn."""
     served = random_model(asked.shape, asked.device, getattr(torch, asked.dtype))
@@ -454,7 +465,7 @@ def waits(asked: argparse.Namespace) -> None:
             print(f"| `{policy or 'stock'}` | {batch} | {(seen[1] - seen[0]) / (asked.new - 2):.2f} |", flush=True)
 
 
-WORK = {"decode": decode, "steps": steps, "warm": warm, "prefill": prefill, "waits": waits}
+WORK = {"decode": decode, "steps": steps, "warm": warm, "folder": folder, "prefill": prefill, "waits": waits}
 
 
 def main() -> None:
@@ -470,6 +481,7 @@ def main() -> None:
         "--contexts", type=int, nargs="+", default=[2048, 8192], help="of prefill; waits reads the first"
     )
     parser.add_argument("--places", nargs="+", default=["8x2048", "8x8192"], help="BATCHxCONTEXT to compile for")
+    parser.add_argument("--folder", help="where to save")
     parser.add_argument("--policies", nargs="+", default=[])
     parser.add_argument("--warm", type=int, default=WARM)
     parser.add_argument("--new", type=int, default=NEW)
