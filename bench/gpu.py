@@ -30,6 +30,7 @@ RANDOM = "random-1.5b"
 EXACT = "none;snapkv:budget=256,window=16,interval=8;h2o:budget=256;int8;fp8;kivi"
 LONGEST, NOTED = 8_000, 12  # characters of a part's output, and lines of its errors
 SHORTEST = 12.0  # seconds under which no part begins
+SECONDS, SHARE = "{seconds}", 0.8  # what stands for a share of a part's limit in its command
 LARGEST = 15 << 20  # bytes of the archive of the paired run
 FIRST = ("8x2048", "8x8192")  # batch x context, whose static steps are compiled beforehand
 FURTHER = (
@@ -144,7 +145,7 @@ def parts(asked: argparse.Namespace, folder: Path) -> Iterator[list[Part]]:
     place = ["--batch", "2", "--context", "64"] if asked.small else ["--batch", "8", "--context", "2048"]
     for way in WAYS:
         title = f"A step of the sampler, {way}"
-        words = [*work, "steps", *on, *kind, *place, "--seconds", "40"]
+        words = [*work, "steps", *on, *kind, *place, "--seconds", SECONDS]
         yield [Part(f"steps-{way}", title, words, 60, {"KVAUDIT_STEP": way})]
     for number in FIRST:
         yield [decode("1.5b", number, [*work, "decode", *on, *kind], asked.small)]
@@ -185,7 +186,7 @@ def decode(shape: str, place: str, command: list[str], small: bool) -> Part:
     batch, context = place.split("x")
     title = f"Decode steps, {shape} shape, batch {batch}, {int(context):,} tokens"
     sizes = ["--batch", "2", "--context", "64"] if small else ["--shape", shape, "--batch", batch, "--context", context]
-    return Part(f"decode-{shape}-{place}", title, [*command, *sizes, "--seconds", "80"], 100)
+    return Part(f"decode-{shape}-{place}", title, [*command, *sizes, "--seconds", SECONDS], 100)
 
 
 def paired(asked: argparse.Namespace, folder: Path) -> Part:
@@ -239,8 +240,9 @@ def together(group: Sequence[Part], end: float) -> Iterator[Ended]:
                 continue
             logs = [Path(folder) / f"{part.name}.{kind}" for kind in ("out", "err")]
             with logs[0].open("wb") as out, logs[1].open("wb") as err:
+                command = [word.replace(SECONDS, f"{SHARE * limit:.0f}") for word in part.command]
                 process = subprocess.Popen(
-                    part.command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True, cwd=ROOT,
+                    command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True, cwd=ROOT,
                     env={**os.environ, "PYTHONPATH": _path(), "PYTHONUNBUFFERED": "1", **part.told},
                 )  # fmt: skip
             print(f"{part.title}, {limit:.0f} s at most ...", flush=True)

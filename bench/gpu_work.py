@@ -15,6 +15,7 @@ import argparse
 import copy
 import gc
 import os
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -83,6 +84,10 @@ SHAPES: dict[str, tuple[type, type, dict[str, Any]]] = {
         },
     ),
 }  # fmt: skip
+
+
+class BrokenError(RuntimeError):
+    """A side left the device in a state in which nothing works; its text is the side's name."""
 
 
 class Turn(NamedTuple):
@@ -301,20 +306,31 @@ def prompt_of(served: Served, context: int) -> list[int]:
     return ids
 
 
-def opened(name: str, build: Callable[[], Side], warm: int) -> Side | None:
-    """A side after its turn that is not counted; None, with a line that says why, where it failed."""
+def failed(name: str, error: Exception) -> None:
+    """Say in a line what failed and free its memory; raises BrokenError where the device works no longer."""
+    print(f"* {name} failed: {type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}", flush=True)
+    error.__traceback__ = None  # its frames would keep the caches
+    gc.collect()
+    if torch.cuda.is_available():
+        try:
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+        except RuntimeError:
+            raise BrokenError(name) from None
+
+
+def opened(name: str, build: Callable[[], Side], asked: argparse.Namespace) -> Side | None:
+    """A side after its turn that is not counted; None, with a line that says why, where there is none."""
+    began = time.perf_counter()
+    if began > asked.end:
+        print(f"* {name}: no time was left", flush=True)
+        return None
     try:
         side = build()
-        began = time.perf_counter()
-        side.turn(warm)
-        print(f"* {name}: {time.perf_counter() - began:.1f} s to warm up", flush=True)
+        side.turn(asked.warm)
+        print(f"* {name}: {time.perf_counter() - began:.1f} s to open and warm up", flush=True)
     except Exception as error:
-        # without its traceback, whose frames would keep the caches
-        print(f"* {name} failed: {type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}", flush=True)
-        error.__traceback__ = None
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        failed(name, error)
         return None
     return side
 
@@ -332,8 +348,8 @@ def play(sides: dict[str, Side], asked: argparse.Namespace) -> dict[str, list[Tu
             try:
                 played[name].append(side.turn(asked.new))
             except Exception as error:
-                print(f"* {name} failed: {type(error).__name__}: {str(error)[:200]}", flush=True)
                 del sides[name], played[name]
+                failed(name, error)
     return played
 
 
@@ -350,7 +366,7 @@ def decode(asked: argparse.Namespace) -> None:
         PRESS: partial(Press, twin, prompt, batch),
         **{policy: partial(Ours, served, policy, prompt, batch, most) for policy in asked.policies},
     }
-    sides = {name: side for name, build in builds.items() if (side := opened(name, build, asked.warm))}
+    sides = {name: side for name, build in builds.items() if (side := opened(name, build, asked))}
     held = {name: side.bytes for name, side in sides.items() if isinstance(side, Ours)}
     played = play(sides, asked)
     read = weight_bytes(served.model)
@@ -403,7 +419,7 @@ def warm(asked: argparse.Namespace) -> None:
     for place in asked.places:
         torch._dynamo.reset()  # as in a process of its own
         batch, context = (int(number) for number in place.split("x"))
-        opened(place, partial(Generate, twin, prompt_of(served, context), batch, most, static=True), 4)
+        opened(place, partial(Generate, twin, prompt_of(served, context), batch, most, static=True), asked)
 
 
 def folder(asked: argparse.Namespace) -> None:
@@ -489,8 +505,19 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=600, help="begin no further turns after these")
     asked = parser.parse_args()
     asked.end = time.perf_counter() + asked.seconds
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))  # for a rehearsal
     asked.policies = asked.policies or list(STEPPED if asked.work == "steps" else POLICIES)
-    WORK[asked.work](asked)
+    try:
+        WORK[asked.work](asked)
+    except BrokenError as broken:
+        # once more in a fresh process, without the side that broke the device
+        policies = [policy for policy in asked.policies if policy != str(broken)]
+        if asked.work != "decode" or len(policies) == len(asked.policies):
+            raise
+        left = f"{asked.end - time.perf_counter():.0f}"
+        words = [sys.executable, "-m", "bench.gpu_work", *sys.argv[1:], "--seconds", left, "--policies", *policies]
+        print(f"\nOnce more, without `{broken}`:\n", flush=True)
+        os.execv(sys.executable, words)
 
 
 if __name__ == "__main__":
