@@ -32,6 +32,7 @@ LONGEST, NOTED = 8_000, 12  # characters of a part's output, and lines of its er
 SHORTEST = 12.0  # seconds under which no part begins
 SECONDS, SHARE = "{seconds}", 0.8  # what stands for a share of a part's limit in its command
 LARGEST = 15 << 20  # bytes of the archive of the paired run
+PREPARES = "prepares"  # the name of what runs for the sake of a later part
 FIRST = ("8x2048", "8x8192")  # batch x context, whose static steps are compiled beforehand
 FURTHER = (
     *(("1.5b", place) for place in ("1x2048", "32x2048")),
@@ -92,9 +93,10 @@ def main() -> int:
         print("torch sees no CUDA device here; run it where one is, or rehearse it with --small --device cpu")
         return 2
     with tempfile.TemporaryDirectory() as folder:
-        groups = [[part for part in group if wanted(part, asked)] for group in parts(asked, Path(folder))]
+        every = list(parts(asked, Path(folder)))
+        groups = [[part for part in group if part.name == PREPARES or wanted(part.name, asked)] for group in every]
         if not any(groups):
-            names = ", ".join(part.name for group in parts(asked, Path(folder)) for part in group)
+            names = ", ".join(part.name for group in every for part in group)
             print(f"no part begins with {' or '.join(asked.parts)}; there are {names}")
             return 2
         page, failed = [head(asked)], 0
@@ -129,10 +131,9 @@ def arguments() -> argparse.Namespace:
     return asked
 
 
-def wanted(part: Part, asked: argparse.Namespace) -> bool:
-    """Whether a part was asked for: by its own name's beginning, or by that of the part it prepares."""
-    names = {"warm": ("warm", "decode"), "folder": ("folder", "grpo")}.get(part.name, (part.name,))
-    return not asked.parts or any(name.startswith(word) for word in asked.parts for name in names)
+def wanted(name: str, asked: argparse.Namespace) -> bool:
+    """Whether the part of this name was asked for."""
+    return not asked.parts or name.startswith(tuple(asked.parts))
 
 
 def parts(asked: argparse.Namespace, folder: Path) -> Iterator[list[Part]]:
@@ -141,7 +142,7 @@ def parts(asked: argparse.Namespace, folder: Path) -> Iterator[list[Part]]:
     work = [sys.executable, "-m", "bench.gpu_work"]
     kind = ["--shape", "tiny", "--dtype", "float32", "--turns", "1", "--new", "4", "--warm", "4"] if asked.small else []
     real = "" if asked.model == RANDOM else asked.model
-    yield list(checks(asked, real, folder))
+    yield list(checks(asked, folder))
     place = ["--batch", "2", "--context", "64"] if asked.small else ["--batch", "8", "--context", "2048"]
     for way in WAYS:
         title = f"A step of the sampler, {way}"
@@ -154,7 +155,7 @@ def parts(asked: argparse.Namespace, folder: Path) -> Iterator[list[Part]]:
     command = [sys.executable, "-m", "bench.training", *sizes, *on]
     yield [Part("grpo", "A GRPO step beside TRL's", command, 100, trained, is_table=False)]
     if real:
-        yield [paired(asked, folder)]
+        yield [exactness(asked, real), paired(asked, folder)]
     short = ["--contexts", "64", "96"] if asked.small else []
     yield [Part("prefill", "Prefill beside stock's", [*work, "prefill", *on, *kind, *short], 40)]
     for shape, number in FURTHER[: 1 if asked.small else None]:
@@ -162,23 +163,30 @@ def parts(asked: argparse.Namespace, folder: Path) -> Iterator[list[Part]]:
     yield [Part("waits", "How often a step waits for the device", [*work, "waits", *on, *kind, *short], 60)]
 
 
-def checks(asked: argparse.Namespace, real: str, folder: Path) -> Iterator[Part]:
+def checks(asked: argparse.Namespace, folder: Path) -> Iterator[Part]:
     """What times nothing: tests, exactness, and what later parts find prepared."""
     python, on = [sys.executable, "-m"], ["--device", asked.device]
     tests = [*python, "pytest", "-p", "no:cacheprovider", "-m", "gpu", "tests/test_cuda.py"]
     yield Part("tests", "Every policy against its replay, and against the CPU", tests, 90, is_table=False)
+    yield exactness(asked, "")
+    work = [*python, "bench.gpu_work"]
+    for number in FIRST:
+        if wanted(f"decode-1.5b-{number}", asked) and not asked.small:
+            title = f"Compiling the static cache's step beforehand, {number}"
+            yield Part(PREPARES, title, [*work, "warm", *on, "--places", number], 90)
+    if wanted("grpo", asked) and not asked.small:
+        words = ["--folder", str(folder / RANDOM)]
+        yield Part(PREPARES, "Random weights for the GRPO step", [*work, "folder", *on, *words], 60)
+
+
+def exactness(asked: argparse.Namespace, real: str) -> Part:
+    """How far replay is from what was sampled: in float32 by a small random model, in bfloat16 by a real one."""
     sizes = ["--prompt", "64", "--new", "8"] if asked.small else ["--prompt", "1024", "--new", "64"]
-    exact = [*python, "bench.exactness", "--policies", EXACT, *on, *sizes]
-    yield Part("exactness", "Exactness in float32, a small random model", [*exact, "--dtype", "float32"], 90)
+    command = [sys.executable, "-m", "bench.exactness", "--policies", EXACT, "--device", asked.device, *sizes]
     if real:
         words = ["--model", real, "--dtype", "bfloat16"]
-        yield Part("exactness-real", "Exactness in bfloat16", [*exact, *words], 90)
-    if not asked.small:
-        work = [*python, "bench.gpu_work"]
-        title = "Compiling the static cache's steps beforehand"
-        yield Part("warm", title, [*work, "warm", *on, "--places", *FIRST], 90)
-        words = ["--folder", str(folder / RANDOM)]
-        yield Part("folder", "Random weights for the GRPO step", [*work, "folder", *on, *words], 60)
+        return Part("exactness-real", "Exactness in bfloat16", [*command, *words], 90)
+    return Part("exactness", "Exactness in float32, a small random model", [*command, "--dtype", "float32"], 90)
 
 
 def decode(shape: str, place: str, command: list[str], small: bool) -> Part:
@@ -196,6 +204,7 @@ def paired(asked: argparse.Namespace, folder: Path) -> Part:
     spec = folder / "gpu.yaml"
     spec.write_text(SPEC.format(model=asked.model, device=asked.device, **numbers), encoding="utf-8")
     command = [sys.executable, "-m", "kvaudit", "run", str(spec), "--out", str(folder / "run"), "--anyway"]
+    command += ["--workers", "3"] if asked.device == "cuda" else []  # they share the device: small models leave it idle
     return Part("paired", "A paired run", command, 300, is_table=False)
 
 
@@ -233,12 +242,12 @@ def together(group: Sequence[Part], end: float) -> Iterator[Ended]:
     with tempfile.TemporaryDirectory() as folder:
         began = time.monotonic()
         started = []
-        for part in group:
+        for number, part in enumerate(group):
             limit = min(part.limit, end - began)
             if limit < SHORTEST:
                 yield Ended(f"## {part.title}\n\nNot begun: no time was left.", went_well=False)
                 continue
-            logs = [Path(folder) / f"{part.name}.{kind}" for kind in ("out", "err")]
+            logs = [Path(folder) / f"{number}.{kind}" for kind in ("out", "err")]
             with logs[0].open("wb") as out, logs[1].open("wb") as err:
                 command = [word.replace(SECONDS, f"{SHARE * limit:.0f}") for word in part.command]
                 process = subprocess.Popen(
