@@ -62,7 +62,7 @@ bench: setup
 	$(BIN)/python -m bench.report
 
 gpu: setup
-	$(BIN)/python -m bench.gpu $(MODEL) --vllm "$(VLLM_PYTHON)" --sglang "$(SGLANG_PYTHON)"
+	$(BIN)/python -m bench.gpu $(MODEL)
 
 bench-peers: .venv-peers/.installed
 

@@ -1,0 +1,81 @@
+"""A model in pieces, for a GPU machine that reaches no registry and takes few bytes at a time; see CONTRIBUTING.md.
+
+python -m bench.pieces split MODEL.gguf FOLDER --size 52    pieces of at most 52 MB, and their list
+python -m bench.pieces join FOLDER MODEL.gguf               the file again, where all pieces are there and unharmed
+python -m bench.pieces plain MODEL.gguf FOLDER              dequantised to bfloat16 in Hugging Face format
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import sys
+from pathlib import Path
+
+LIST = "pieces.json"
+
+
+def split(source: Path, folder: Path, size: int) -> int:
+    """Cut a file into numbered pieces of at most ``size`` bytes; the list has every piece's sha256."""
+    folder.mkdir(parents=True, exist_ok=True)
+    listed, whole = {}, hashlib.sha256()
+    with source.open("rb") as file:
+        while data := file.read(size):
+            name = f"{len(listed):03d}.piece"
+            (folder / name).write_bytes(data)
+            listed[name] = hashlib.sha256(data).hexdigest()
+            whole.update(data)
+    (folder / LIST).write_text(json.dumps({"sha256": whole.hexdigest(), "pieces": listed}, indent=1) + "\n")
+    print(f"{len(listed)} pieces, sha256 {whole.hexdigest()}")
+    return 0
+
+
+def join(folder: Path, target: Path) -> int:
+    """Put the pieces together; 1, with their names, where some are missing or harmed."""
+    listed = json.loads((folder / LIST).read_text())
+    missing = [name for name in listed["pieces"] if not (folder / name).is_file()]
+    if missing:
+        print(f"missing: {', '.join(missing)}")
+        return 1
+    target.parent.mkdir(parents=True, exist_ok=True)
+    harmed = []
+    with target.open("wb") as file:
+        for name, digest in listed["pieces"].items():
+            data = (folder / name).read_bytes()
+            file.write(data)
+            harmed += [name] * (hashlib.sha256(data).hexdigest() != digest)
+    if harmed:
+        target.unlink()
+        print(f"harmed: {', '.join(harmed)}")
+        return 1
+    print(f"{target.name}: {target.stat().st_size} bytes, sha256 {listed['sha256']}")
+    return 0
+
+
+def plain(source: Path, folder: Path) -> int:
+    """Dequantise a GGUF file once, so that no part of a bench has to."""
+    from kvaudit.audit.sampling.model import load_model
+
+    loaded = load_model(str(source), dtype="bfloat16", device="cpu")
+    loaded.model.save_pretrained(folder)
+    loaded.chat.tokenizer.save_pretrained(folder)
+    print(f"{folder.name}: {sum(path.stat().st_size for path in folder.iterdir())} bytes")
+    return 0
+
+
+def main(words: list[str]) -> int:
+    """Do what the first word says."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("split", "join", "plain"))
+    parser.add_argument("source", type=Path)
+    parser.add_argument("target", type=Path)
+    parser.add_argument("--size", type=float, default=52, help="megabytes of a piece")
+    asked = parser.parse_args(words)
+    if asked.what == "split":
+        return split(asked.source, asked.target, int(asked.size * 1e6))
+    return {"join": join, "plain": plain}[asked.what](asked.source, asked.target)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
