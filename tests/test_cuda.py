@@ -8,6 +8,8 @@ import torch
 from bench.exactness import largest_gap, noise, sample, tiny
 from bench.models import Served
 from kvaudit.audit.policies import parse_policy
+from kvaudit.audit.sampling import captured
+from kvaudit.audit.sampling.episode import Episode
 from kvaudit.audit.sampling.sampler import Decoding, Sampler
 
 pytestmark = [
@@ -51,3 +53,26 @@ def test_greedy_answers_are_those_of_the_cpu(policy: str) -> None:
             answers = episode.decode(Decoding(24, temperature=0.0))
         found.append([list(answer.ids) for answer in answers if answer is not None])
     assert found[0] == found[1]
+
+
+WAYS = [
+    *((policy, "graph") for policy in REPLAYED),
+    *((p, "compiled") for p in ("none", "int8", REPLAYED[1], "h2o:budget=64")),
+]
+
+
+@pytest.mark.parametrize(("policy", "way"), WAYS)
+def test_captured_steps_sample_what_single_steps_do(policy: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    here, found = served("cuda"), []
+    for mode in ("eager", way):
+        monkeypatch.setenv(captured.VARIABLE, mode)
+        with torch.no_grad():
+            episode = Sampler(here, parse_policy(policy)).open([noise(200), noise(120)], [0, 1, 2, 3], group=2)
+            assert isinstance(episode, Episode)
+            turns = [episode.decode(Decoding(40))]
+            episode.extend([[1, 2, 3]] * 4)
+            turns.append(episode.decode(Decoding(40), [40, 9, 40, 20]))
+            found.append([[answer.ids for answer in turn if answer is not None] for turn in turns])
+    assert found[0] == found[1]
+    is_captured = policy not in ("quest:budget=64", REPLAYED[-1])
+    assert bool(episode._runner and episode._runner._graphs) == is_captured

@@ -21,7 +21,8 @@ from kvaudit.audit.cache.hints import HINT_BATCH
 from kvaudit.audit.cache.rows import Counts, NewTokens, Schedule, Victims
 from kvaudit.core.errors import RunError
 
-ROOM, SHARE = 256, 8  # a growing layer gets room for as many steps, or for an eighth of its slots if that is more
+# a growing layer gets room for the steps that are expected, up to MAX_ROOM; for an eighth of its slots, and for MIN_ROOM
+MAX_ROOM, SHARE, MIN_ROOM = 256, 8, 64
 # (input ids [B, 1], position ids [B, 1], the step) -> logits [B, V]
 ModelForward = Callable[[Tensor, Tensor, "FixedStep"], Tensor]
 
@@ -156,7 +157,7 @@ class FixedStep:
             return True
         if store.is_reserved and store.length < store.slots:
             return False
-        room = min(room, max(ROOM, store.length // SHARE))
+        room = max(min(room, MAX_ROOM), store.length // SHARE, MIN_ROOM)
         store.reserve_for_steps(store.length + 1, room, max_slots=layer.schedule.max_slots)
         return True
 
