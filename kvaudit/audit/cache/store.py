@@ -154,9 +154,10 @@ class Store:
 
     def reserve_for_steps(self, slots: int, room: int, *, max_slots: int | None) -> None:
         """Allocate ``slots`` and up to ``room`` more, capped at ``max_slots``, and keep them from now on."""
-        if slots > self.slots:
-            roomy = slots + room
-            self._grow((roomy if max_slots is None else max(slots, min(roomy, max_slots))) - self.slots)
+        roomy = slots + room
+        wanted = roomy if max_slots is None else max(slots, min(roomy, max_slots))
+        if wanted > self.slots:
+            self._grow(wanted - self.slots)
         self._least_slots = max(self._least_slots, self.slots)
 
     def reserve_ledger(self, longest: int) -> None:
