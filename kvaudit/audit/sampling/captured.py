@@ -11,6 +11,7 @@ fused).
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -55,13 +56,24 @@ class CapturedStep(NamedTuple):
 
 def capture_graph(run: Callable[[], Tensor]) -> CapturedStep:
     """Capture ``run`` as a CUDA graph, which computes nothing yet. Raises RunError if the device will not."""
-    graph = torch.cuda.CUDAGraph()
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    collects = gc.isenabled()
+    stream.wait_stream(torch.cuda.current_stream())
+    gc.disable()  # what it frees must not be freed in the middle of a capture
     try:
-        # an error of another thread is none of this capture
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            logits = run()
+        with torch.cuda.stream(stream):
+            # an error of another thread is none of this capture
+            graph.capture_begin(capture_error_mode="thread_local")
+            try:
+                logits = run()
+            finally:
+                graph.capture_end()
     except RuntimeError as error:
         raise RunError(str(error).strip().partition("\n")[0]) from error
+    finally:
+        if collects:
+            gc.enable()
+    torch.cuda.current_stream().wait_stream(stream)
     return CapturedStep(graph.replay, logits)
 
 
