@@ -174,9 +174,8 @@ def test_layouts_and_sizes_may_differ(dtype: torch.dtype) -> None:
     positions = torch.zeros(3, 1, 310, dtype=torch.int32, device=DEVICE)
     positions[:, :, :300] = step.positions
     query = step.query.transpose(0, 1).contiguous().transpose(0, 1)
-    found = attend_slots(
-        query, keys, step.values, positions[:, :, :300], step.query_positions.int(), scaling=step.scaling
-    )
+    newest = step.query_positions.int()[:, None].expand(3, 2).contiguous()[:, 0]  # as a column of position_ids
+    found = attend_slots(query, keys, step.values, positions[:, :, :300], newest, step.scaling)
     assert_close(found, wanted, dtype)
 
 
@@ -244,8 +243,17 @@ def coded(codec: Quantiser, part: int, exact: Tensor, positions: Tensor, done: T
 
 
 @needs_kernels
-@pytest.mark.parametrize("dtype", list(TOLERANCES))
-@pytest.mark.parametrize("size", [16, 64, 80, 128])
+@pytest.mark.parametrize(
+    ("size", "dtype"),
+    [
+        (16, torch.float32),
+        (80, torch.float32),
+        (128, torch.float32),
+        (64, torch.float16),
+        (80, torch.bfloat16),
+        (128, torch.bfloat16),
+    ],
+)
 @pytest.mark.parametrize("spec", CODECS)
 def test_codes_are_attended(spec: str, size: int, dtype: torch.dtype) -> None:
     codec = parse_policy(spec)
@@ -258,19 +266,10 @@ def test_codes_are_attended(spec: str, size: int, dtype: torch.dtype) -> None:
     (keys, read_keys), (values, read_values) = (
         coded(codec, part, exact, step.positions, done) for part, exact in enumerate((step.keys, step.values))
     )
-    for sinks in (False, True):
-        found = attend_codes(
-            step.query,
-            keys,
-            values,
-            step.positions,
-            step.query_positions,
-            step.scaling,
-            step.sinks if sinks else None,
-            100 if sinks else None,
-        )
-        wanted = plain(step, read_keys, read_values, 100 if sinks else None, sinks=sinks)
-        assert_close(found, wanted, dtype)
+    found = attend_codes(
+        step.query, keys, values, step.positions, step.query_positions, step.scaling, step.sinks, window=150
+    )
+    assert_close(found, plain(step, read_keys, read_values, 150, sinks=True), dtype)
 
 
 @needs_kernels

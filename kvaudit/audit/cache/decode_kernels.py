@@ -28,6 +28,7 @@ _MULTIPROCESSORS = 132  # of a device that does not tell
 _TILE_BYTES, _TILE_SLOTS = 1 << 13, 64  # of keys that a program reads together, at most
 _LEAST_ROWS = 16  # rows, columns and depth of the smallest product of a tensor core
 _WARPS, _STAGES = 4, 3
+PER_HEAD, BY_TABLE = 0, -1  # instead of a number of groups per token
 
 
 class CodedPart(NamedTuple):
@@ -36,8 +37,8 @@ class CodedPart(NamedTuple):
     ``codes`` uint8 [B, H, C, D * bits / 8], as ``pack`` makes them. ``parameters``, in the model's dtype: per token
     [B, H, C, n * P], for n groups of D / n channels; a table [B, H, G, P * D], looked up by ``groups`` [B, H, C]
     (-1 = none yet); or a fixed scale per head [H]. P = 2, scale and zero, for codes of kind "unsigned", otherwise 1.
-    ``ring`` [B, H, R, D]: the exact entry of slot s is at place s % R. ``kind``: "int8", "e4m3", "e5m2", "unsigned", or
-    "q4", whose code 8 is 0.
+    ``ring`` [B, H, R, D]: the exact entry of slot s is at place s % R. ``kind``: "int8", "e4m3" (on NVIDIA from compute
+    capability 8.9 on), "e5m2", "unsigned", or "q4", whose code 8 is 0.
     """
 
     codes: Tensor
@@ -67,9 +68,10 @@ class Layout(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """The rest that is known then: KV heads, query heads of each, how many rows these take in products, and slots.
+    """The shape of a step, known when a kernel is compiled.
 
-    ``tile`` slots are read together, in ``stages`` that overlap. ``window`` 0: none.
+    ``heads``: of keys; ``group``: query heads of each, filled up to ``rows`` for products. ``tile`` slots are read
+    together, the next while the last are multiplied: ``stages`` at a time. ``window`` 0: none.
     """
 
     heads: int
@@ -83,10 +85,9 @@ class Shape(NamedTuple):
 class Operand(NamedTuple):
     """What a kernel gets of keys or values: entries or codes, parameters, groups, ring and done, and their strides."""
 
-    tensors: tuple[Tensor | None, ...]
+    tensors: tuple[Any, ...]
     strides: tuple[int, ...]
     layout: Layout
-    shape: tuple[int, int]  # KV heads and slots
 
 
 def is_available(device: torch.device) -> bool:
@@ -109,7 +110,8 @@ def attend_slots(
 
     query [B, G*H, D], keys [B, H, C, D], values [B, H, C, Dv], positions int32 [B, H or 1, C] (-1 = empty slot),
     query_positions [B] (-1 = no query), sink_logits [G*H]. A query at q sees positions 0 .. q, with a ``window`` the
-    last ``window`` of them. Entries of all slots must be there to read, but those of unseen ones may be any numbers.
+    last ``window`` of them; what unseen slots hold does not matter, NaN neither. Strides are free but for the last
+    dimension. As for all functions here, a first call outside of a capture compiles what the capture then launches.
     """
     parts = (_exact_operand(keys), _exact_operand(values))
     return _attend(query, parts, positions, query_positions, scaling, sink_logits, window)
@@ -168,8 +170,6 @@ def write_ring(
 
 # --- launching --------------------------------------------------------------------------------------------------------
 
-PER_HEAD, BY_TABLE = 0, -1
-
 
 def _attend(
     query: Tensor,
@@ -182,7 +182,7 @@ def _attend(
 ) -> Tensor:
     keys, values = parts
     batch, query_heads, _ = query.shape
-    heads, slots = keys.shape
+    heads, slots = keys.tensors[0].shape[1:3]
     group, size = query_heads // heads, values.layout.size
     token_bytes = max(keys.layout.padded, values.layout.padded) * query.element_size()
     tile = min(_TILE_SLOTS, max(_LEAST_ROWS, _TILE_BYTES // token_bytes))
@@ -196,25 +196,28 @@ def _attend(
     if merges:
         sums = query.new_empty(batch, query_heads, splits, size, dtype=torch.float32)
         found = (sums, *query.new_empty(2, batch, query_heads, splits, dtype=torch.float32))
-    shape = Shape(heads, group, max(_LEAST_ROWS, _power_of_two(group)), tile, _STAGES, window or 0)
-    _attend_kernel[batch * heads, splits](
-        (query, positions, query_positions),
-        (*query.stride()[:2], *positions.stride()[:2]),
-        *keys[:2],
-        *values[:2],
-        found,
-        scaling / math.log(2),
-        slots,
-        split_slots,
-        SHAPE=shape,
-        KEYS=keys.layout,
-        VALUES=values.layout,
-        num_warps=_WARPS,
-    )
-    if merges:
-        _merge_kernel[batch * query_heads,](
-            found, sink_logits, out, splits, query_heads, size, values.layout.padded, _LEAST_ROWS, num_warps=_WARPS
+    # a tensor core takes so many rows; float32 is multiplied without
+    rows = max(1 if query.dtype == torch.float32 else _LEAST_ROWS, _power_of_two(group))
+    shape = Shape(heads, group, rows, tile, _STAGES, window or 0)
+    with _on(query.device):
+        _attend_kernel[batch * heads, splits](
+            (query, positions, query_positions.contiguous()),
+            (*query.stride()[:2], *positions.stride()[:2]),
+            *keys[:2],
+            *values[:2],
+            found,
+            scaling / math.log(2),
+            slots,
+            split_slots,
+            SHAPE=shape,
+            KEYS=keys.layout,
+            VALUES=values.layout,
+            num_warps=_WARPS,
         )
+        if merges:
+            _merge_kernel[batch * query_heads,](
+                found, sink_logits, out, splits, query_heads, size, values.layout.padded, _LEAST_ROWS, num_warps=_WARPS
+            )
     return out
 
 
@@ -231,51 +234,45 @@ def _write(
     entry = (_with_unit_stride(entry[0]), _with_unit_stride(entry[1]))
     positions = positions.expand(batch, heads, -1)
     sizes = tuple(part.shape[3] for part in parts)
-    _write_kernel[batch * heads,](
-        parts,
-        tuple(part.stride()[:3] for part in parts),
-        positions,
-        positions.stride()[:2],
-        mass,
-        (0, 0) if mass is None else mass.stride()[:2],
-        entry,
-        tuple(part.stride()[:2] for part in entry),
-        query_positions,
-        slot,
-        HEADS=heads,
-        SIZES=sizes,
-        PADDED=tuple(_power_of_two(size) for size in sizes),
-        PLACES=places,
-        num_warps=1,
-    )
+    with _on(slot.device):
+        _write_kernel[batch * heads,](
+            parts,
+            tuple(part.stride()[:3] for part in parts),
+            positions,
+            positions.stride()[:2],
+            mass,
+            (0, 0) if mass is None else mass.stride()[:2],
+            entry,
+            tuple(part.stride()[:2] for part in entry),
+            query_positions.contiguous(),
+            slot,
+            HEADS=heads,
+            SIZES=sizes,
+            PADDED=tuple(_power_of_two(size) for size in sizes),
+            PLACES=places,
+            num_warps=1,
+        )
 
 
 def _exact_operand(entries: Tensor) -> Operand:
     size = entries.shape[3]
     layout = Layout("exact", 8 * entries.element_size(), size, _padded(size))
-    return Operand(
-        (entries, None, None, None, None),
-        (*entries.stride()[:3], *(0,) * 8),
-        layout,
-        (entries.shape[1], entries.shape[2]),
-    )
+    return Operand((entries, None, None, None, None), (*entries.stride()[:3], *(0,) * 8), layout)
 
 
 def _coded_operand(part: CodedPart) -> Operand:
-    codes, parameters, groups, size = part.codes, part.parameters, part.groups, part.ring.shape[3]
-    padded, count, width = _padded(size), PER_HEAD, 1
-    parameter_strides: tuple[int, ...] = (0, 0, 0)
-    group_strides: tuple[int, ...] = (0, 0)
+    codes, parameters, ring, done, kind, bits, groups = part
+    size, count, width = ring.shape[3], PER_HEAD, 1
+    strides: tuple[int, ...] = (0,) * 5  # of parameters and groups
     if groups is not None:
-        count, parameter_strides, group_strides = BY_TABLE, parameters.stride()[:3], groups.stride()[:2]
+        count, strides = BY_TABLE, (*parameters.stride()[:3], *groups.stride()[:2])
     elif parameters.dim() > 1:
-        count, parameter_strides = parameters.shape[3] // (2 if part.kind == "unsigned" else 1), parameters.stride()[:3]
-        width = padded if count == 1 else size // count
-        width = width if width & (width - 1) == 0 else 1
-    layout = Layout(part.kind, part.bits, size, padded, count, width, part.ring.shape[2])
-    strides = (*codes.stride()[:3], *parameter_strides, *group_strides, *part.ring.stride()[:3])
-    tensors = (codes, parameters, groups, part.ring, part.done)
-    return Operand(tensors, strides, layout, (codes.shape[1], codes.shape[2]))
+        count, strides = parameters.shape[3] // (2 if kind == "unsigned" else 1), (*parameters.stride()[:3], 0, 0)
+        width = _padded(size) if count == 1 else size // count
+        width = width if width == _power_of_two(width) else 1
+    layout = Layout(kind, bits, size, _padded(size), count, width, ring.shape[2])
+    strides = (*codes.stride()[:3], *strides, *ring.stride()[:3])
+    return Operand((codes, parameters, groups, ring, done.contiguous()), strides, layout)
 
 
 def _padded(size: int) -> int:
@@ -288,6 +285,11 @@ def _power_of_two(size: int) -> int:
 
 def _with_unit_stride(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _on(device: torch.device) -> torch.cuda.device:
+    """Return a context in which kernels are launched on ``device``, if it is a GPU."""
+    return torch.cuda.device(device if device.type == "cuda" else -1)
 
 
 def _split_count(rows: int, slots: int, device: torch.device) -> int:
