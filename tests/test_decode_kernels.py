@@ -220,7 +220,7 @@ def coded(codec: Quantiser, part: int, exact: Tensor, positions: Tensor, done: T
     """Return ``exact`` [B, H, C, D] as codes below ``done`` [B], and what the project's own functions read of it."""
     batch, heads, slots, _ = exact.shape
     is_coded = (positions >= 0) & (positions < done[:, None, None])
-    groups, ring = None, exact.clone()
+    groups, ring = None, torch.full_like(exact, torch.nan)
     fixed = codec.fixed_scales(0, part, heads)
     if part == 0 and codec.key_group:
         codes, groups, table = encode_groups(exact, is_coded, codec)
@@ -236,7 +236,8 @@ def coded(codec: Quantiser, part: int, exact: Tensor, positions: Tensor, done: T
         parameters = by_token.flatten(3) if fixed is None else fixed.to(exact)
     kind = KINDS.get(codec.name) or codec.format  # type: ignore[attr-defined]
     # what is read from its code is not in the ring, and the other way round
-    ring[is_coded] = torch.nan
+    row, head, slot = ((positions >= 0) & ~is_coded).nonzero().unbind(1)
+    ring[row, head, positions[row, head, slot].long()] = exact[row, head, slot]
     packed[~is_coded] = 255
     read = torch.where(is_coded[..., None], decoded, exact)
     return CodedPart(packed, parameters, ring, done, kind, codec.bits, groups), read
@@ -343,7 +344,9 @@ def test_an_entry_is_written_into_its_slot(places: int | None, dtype: torch.dtyp
     newest, slot = torch.tensor([40, -1, 12], device=DEVICE), 17
     wanted = [buffer.clone() for buffer in buffers]
     for buffer, entry in zip(wanted, entries, strict=True):
-        buffer[:, :, slot % places if places else slot] = entry[:, :, 0]
+        for row, position in enumerate(newest.tolist()):
+            if not places or position >= 0:
+                buffer[row, :, position % places if places else slot] = entry[row, :, 0]
     wanted_positions, wanted_mass = positions.clone(), mass.clone()
     wanted_positions[:, :, slot], wanted_mass[:, :, slot] = newest[:, None].int(), 0
     write = write_ring if places else write_slot

@@ -36,6 +36,11 @@ class ExactRing:
         self.size = size
         self.columns = like.new_zeros(batch, heads, size + 1, width)
 
+    @property
+    def entries(self) -> Tensor:
+        """The columns that are read, [B, H, R, D]."""
+        return self.columns[:, :, : self.size]
+
     def fill(self, tail: Tensor, positions: Tensor, done: Tensor) -> None:
         """Take over the entries of ``tail`` [B, H, T, D] at ``positions`` [B, T] from ``done`` [B] on."""
         places = torch.where(positions >= done[:, None], positions % self.size, self.size)

@@ -37,7 +37,7 @@ class CodedPart(NamedTuple):
     ``codes`` uint8 [B, H, C, D * bits / 8], as ``pack`` makes them. ``parameters``, in the model's dtype: per token
     [B, H, C, n * P], for n groups of D / n channels; a table [B, H, G, P * D], looked up by ``groups`` [B, H, C]
     (-1 = none yet); or a fixed scale per head [H]. P = 2, scale and zero, for codes of kind "unsigned", otherwise 1.
-    ``ring`` [B, H, R, D]: the exact entry of slot s is at place s % R. ``kind``: "int8", "e4m3" (on NVIDIA from compute
+    ``ring`` [B, H, R, D]: the exact entry at position p is at place p % R. ``kind``: "int8", "e4m3" (on NVIDIA from compute
     capability 8.9 on), "e5m2", "unsigned", or "q4", whose code 8 is 0.
     """
 
@@ -94,6 +94,11 @@ def is_available(device: torch.device) -> bool:
     """Tell whether the kernels run on ``device``: triton is installed, and it is a GPU or triton interprets."""
     interprets = os.environ.get("TRITON_INTERPRET", "0") == "1"
     return triton is not None and (device.type == "cuda" or interprets)
+
+
+def decodes(kind: str, device: torch.device) -> bool:
+    """Tell whether ``attend_codes`` decodes codes of ``kind`` on ``device``: e4m3 needs compute capability 8.9."""
+    return kind != "e4m3" or device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def attend_slots(
@@ -163,7 +168,10 @@ def write_ring(
     slot: Tensor,
     mass: Tensor | None = None,
 ) -> None:
-    """Write like ``write_slot``, key and value at place slot % R of rings [B, H, R, D] and [B, H, R, Dv]."""
+    """Write like ``write_slot``, but key and value into rings [B, H, R, D] and [B, H, R, Dv].
+
+    Their place is the row's query position % R; nothing is written into the rings of a row without a query.
+    """
     rings = (ring_keys, ring_values)
     _write(rings, positions, (key, value), query_positions, slot, mass, (ring_keys.shape[2], ring_values.shape[2]))
 
@@ -442,7 +450,7 @@ def _read_entries(
         else:
             numbers = _scale_tokens(numbers, part, strides, (batch, head, place, inside & ~exact), LAYOUT)
         start = part[3] + batch * strides[8] + head * strides[9]
-        start += (place % LAYOUT.ring).to(tl.int64)[:, None] * strides[10]
+        start += (position % LAYOUT.ring).to(tl.int64)[:, None] * strides[10]
         entries = numbers.to(dtype)
         if tl.max(exact.to(tl.int32), 0) > 0:
             recent = tl.load(start + channel[None, :], mask=exact[:, None] & is_channel, other=0.0)
@@ -528,14 +536,18 @@ def _write_kernel(
     row = tl.program_id(0)
     batch, head = (row // HEADS).to(tl.int64), (row % HEADS).to(tl.int64)
     at = tl.load(slot)
+    position = tl.load(query_positions + batch).to(tl.int32)
     for part in tl.static_range(2):
-        place = at % PLACES[part] if PLACES[part] > 0 else at
+        place = at
+        if PLACES[part] > 0:
+            place = (position % PLACES[part]).to(tl.int64)
         channel, strides, source = tl.arange(0, PADDED[part]), part_strides[part], entry_strides[part]
         is_channel = channel < SIZES[part]
+        if PLACES[part] > 0:
+            is_channel = is_channel & (position >= 0)
         numbers = tl.load(entry[part] + batch * source[0] + head * source[1] + channel, mask=is_channel)
         start = parts[part] + batch * strides[0] + head * strides[1] + place * strides[2]
         tl.store(start + channel, numbers.to(parts[part].dtype.element_ty), mask=is_channel)
-    position = tl.load(query_positions + batch).to(tl.int32)
     tl.store(positions + batch * position_strides[0] + head * position_strides[1] + at, position)
     if mass is not None:
         tl.store(mass + batch * mass_strides[0] + head * mass_strides[1] + at, 0.0)

@@ -107,14 +107,14 @@ class SteppedStore(QuantisedStore):
 
     def _write_by_kernel(self, slot: Tensor, key: Tensor, value: Tensor, positions: Tensor) -> None:
         assert self._rings is not None
-        keys, values = (ring.columns for ring in self._rings)
+        keys, values = (ring.entries for ring in self._rings)
         mass = self._slots.get("mass")
         decode_kernels.write_ring(keys, values, self._slots["positions"], key, value, positions, slot, mass)
 
     def coded_parts(self) -> tuple[CodedPart, CodedPart] | None:
         """Return keys and values as the kernels read them; None for codes that they cannot decode."""
         kind = self._codec.code_kind
-        if kind is None:
+        if kind is None or not decode_kernels.decodes(kind, self._empty_tail[0].device):
             return None
         assert self._rings is not None
         assert self._coding is not None
@@ -127,7 +127,7 @@ class SteppedStore(QuantisedStore):
             elif parameters is None:
                 parameters = self._fixed[part]
             assert parameters is not None
-            ring, done = self._rings[part].columns, self._coding.done[part]
+            ring, done = self._rings[part].entries, self._coding.done[part]
             parts.append(CodedPart(codes, parameters, ring, done, kind, self._codec.bits, groups))
         return parts[KEYS], parts[VALUES]
 
