@@ -37,8 +37,8 @@ class CodedPart(NamedTuple):
     ``codes`` uint8 [B, H, C, D * bits / 8], as ``pack`` makes them. ``parameters``, in the model's dtype: per token
     [B, H, C, n * P], for n groups of D / n channels; a table [B, H, G, P * D], looked up by ``groups`` [B, H, C]
     (-1 = none yet); or a fixed scale per head [H]. P = 2, scale and zero, for codes of kind "unsigned", otherwise 1.
-    ``ring`` [B, H, R, D]: the exact entry at position p is at place p % R. ``kind``: "int8", "e4m3" (on NVIDIA from compute
-    capability 8.9 on), "e5m2", "unsigned", or "q4", whose code 8 is 0.
+    ``ring`` [B, H, R, D]: the exact entry at position p is at place p % R. ``kind``: "int8", "e4m3" (see
+    ``decodes``), "e5m2", "unsigned", or "q4", whose code 8 is 0.
     """
 
     codes: Tensor

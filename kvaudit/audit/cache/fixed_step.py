@@ -21,7 +21,7 @@ from kvaudit.audit.cache.hints import HINT_BATCH
 from kvaudit.audit.cache.rows import Counts, NewTokens, Schedule, Victims
 from kvaudit.core.errors import RunError
 
-# a growing layer gets room for the steps that are expected, up to MAX_ROOM; for an eighth of its slots, and for MIN_ROOM
+# a growing layer gets room for the steps that are expected, up to MAX_ROOM; at least an eighth of its slots or MIN_ROOM
 MAX_ROOM, SHARE, MIN_ROOM = 256, 8, 64
 # (input ids [B, 1], position ids [B, 1], the step) -> logits [B, V]
 ModelForward = Callable[[Tensor, Tensor, "FixedStep"], Tensor]
