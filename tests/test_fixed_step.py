@@ -267,6 +267,6 @@ def test_an_unknown_way_to_compute_steps_is_refused(monkeypatch: pytest.MonkeyPa
 def test_on_a_processor_steps_are_computed_one_by_one_unless_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(captured.VARIABLE, raising=False)
     assert captured.step_mode(torch.device("cpu")) == "eager"
-    assert captured.step_mode(torch.device("cuda")) == "graph"
+    assert captured.step_mode(torch.device("cuda")) == "compiled"
     monkeypatch.setenv(captured.VARIABLE, "graph")
     assert captured.step_mode(torch.device("cpu")) == "fixed"

@@ -49,7 +49,8 @@ class FixedStep:
         self._cache, self._rows = cache, len(cache.seen)
         self._schedules = list(cache.schedules.values())
         self._layers_of = {s: [layer for layer in cache.layers if layer.schedule is s] for s in self._schedules}
-        self._coded = [(n, layer.stepped) for n, layer in enumerate(cache.layers) if layer.stepped is not None]
+        self._coded = [layer.stepped for layer in cache.layers if layer.stepped is not None]
+        self._ring_size = 0  # exact entries of a row for which they have room
         counts = [self._rows] * 7 + [len(cache.layers), len(self._schedules), len(self._schedules), 1]
         self._numbers = torch.zeros(sum(counts), dtype=torch.int64, device=cache.device)
         self._ids, self._positions, self._seen, *coding, self._slots, victims, left, hint = torch.split(
@@ -67,6 +68,7 @@ class FixedStep:
         self._leaving_slots: tuple[Tensor, Tensor] | None = None
         self._key: Hashable = None
         self._changes = -1  # of the cache, when the key was made
+        self._first_alike: list[CachedLayer] = []  # of each set of layers with one schedule and as many slots
         self._is_new = True  # the key of this step is not that of the one before
 
     # --- on the host --------------------------------------------------------------------------------------------------
@@ -81,17 +83,23 @@ class FixedStep:
         new = NewTokens(1, tuple(int(position >= 0) for position in first), first)
         longest = cache.begin_step(new, pinned)
         newest = first[0] if new.is_aligned else None
+        # layers that have been alike stay so while nothing has moved, and one of them tells of all
+        has_moved = cache.changes != self._changes
+        looked_at = cache.layers if has_moved else self._first_alike
         did = (self._replacing, self._by_position)
         self._replacing, self._by_position, left = set(), set(), {}
         for schedule in self._schedules:
-            if self._can_replace(schedule):
+            if self._can_replace(schedule, looked_at):
                 self._replacing.add(schedule)
                 victims = self._victims_on_host(schedule, newest)
                 if victims is not None:
                     self._by_position.add(schedule)
                     left[schedule] = victims
-        coding = self._count_codes(before)
-        reserved = [self._reserve(layer, longest, room) for layer in cache.layers]
+        coding, has_entered = self._count_codes(before, has_moved=has_moved)
+        lacks_room = any(self._lacks_room(layer, longest) for layer in looked_at)
+        if lacks_room:
+            for layer in cache.layers:
+                self._reserve(layer, longest, room)
         numbers = [max(token, 0) for token in tokens]
         numbers += first
         numbers += cache.seen.tolist()
@@ -103,23 +111,30 @@ class FixedStep:
         # CUDA has read ordinary memory before the call returns
         self._numbers.copy_(torch.tensor(numbers), non_blocking=self._numbers.device.type == "cuda")
         self._newest, self._longest = newest, longest
-        if any(reserved) or cache.changes != self._changes or did != (self._replacing, self._by_position):
+        self._is_new = False
+        if has_moved or has_entered or lacks_room or did != (self._replacing, self._by_position):
             key = self._describe()
             self._key, self._is_new, self._changes = key, key != self._key, cache.changes
-        else:
-            self._is_new = False
+            alike = {(layer.schedule, layer.store.length, layer.store.slots): layer for layer in reversed(cache.layers)}
+            self._first_alike = [*alike.values()]
         return self._key
 
-    def _count_codes(self, before: list[int]) -> list[int]:
-        """Return the numbers of ``StepCoding``, for rows that had seen ``before`` tokens; bring stores into form."""
+    def _count_codes(self, before: list[int], *, has_moved: bool) -> tuple[list[int], bool]:
+        """Bring stores with codes into form, for rows that had seen ``before`` tokens.
+
+        Returns the numbers of ``StepCoding``, and whether the form of some store has changed.
+        """
         self._until = until = self._cache.coded_counts()
         if until is None:
-            return [0] * (4 * self._rows)
-        _, first = self._coded[0]  # all have coded as much
+            return [0] * (4 * self._rows), False
+        first = self._coded[0]  # all have coded as much
         size = first.most_exact(before)
-        for _, store in self._coded:
-            store.enter_steps(size)
-            store.begin_step(self._coding)
+        enters = has_moved or size > self._ring_size
+        if enters:
+            self._ring_size = max(size, self._ring_size)
+            for store in self._coded:
+                store.enter_steps(self._ring_size)
+                store.begin_step(self._coding)
         done, on_write = first.done, first.on_write
         leaving = [
             [end - 1 if end > start else -1 for start, end in zip(old.numbers, new.numbers, strict=True)]
@@ -127,13 +142,14 @@ class FixedStep:
         ]
         self._leaving = (leaving[0], leaving[1])
         read = until if on_write else done
-        return [*read[0].numbers, *read[1].numbers, *leaving[0], *leaving[1]]
+        return [*read[0].numbers, *read[1].numbers, *leaving[0], *leaving[1]], enters
 
-    def _can_replace(self, schedule: Schedule) -> bool:
-        layers, eviction = self._layers_of[schedule], schedule.eviction
-        if eviction is None or self._cache.pins is not None or any(layer.moves_sinks for layer in layers):
+    def _can_replace(self, schedule: Schedule, looked_at: Sequence[CachedLayer]) -> bool:
+        eviction = schedule.eviction
+        if eviction is None or self._cache.pins is not None:
             return False
-        return all(layer.can_replace(eviction, layer.store.length + 1) for layer in layers)
+        layers = [layer for layer in looked_at if layer.schedule is schedule]
+        return all(not layer.moves_sinks and layer.can_replace(eviction, layer.store.length + 1) for layer in layers)
 
     def _victims_on_host(self, schedule: Schedule, newest: int | None) -> tuple[int, int] | None:
         if not schedule.evictor.by_position:
@@ -146,20 +162,22 @@ class FixedStep:
         assert isinstance(victims.positions, int)
         return victims.slots, victims.positions
 
-    def _reserve(self, layer: CachedLayer, longest: int, room: int) -> bool:
-        """Make room for the new entry, and for more of them; return whether that moved something."""
+    def _lacks_room(self, layer: CachedLayer, longest: int) -> bool:
+        """Whether a layer has no slot for the new entry, or no place in its ledger for one that leaves."""
         store = layer.store
         if layer.schedule in self._replacing:
-            if store.length < store.slots and store.ledger_holds(longest):
-                return False
+            return store.length >= store.slots or not store.ledger_holds(longest)
+        return store.length >= store.slots or not store.is_reserved
+
+    def _reserve(self, layer: CachedLayer, longest: int, room: int) -> None:
+        """Make room for the new entry, and for more of them."""
+        store = layer.store
+        if layer.schedule in self._replacing:
             store.reserve_for_steps(store.length + 1, 0, max_slots=None)
             store.reserve_ledger(longest)
-            return True
-        if store.is_reserved and store.length < store.slots:
-            return False
-        room = max(min(room, MAX_ROOM), store.length // SHARE, MIN_ROOM)
-        store.reserve_for_steps(store.length + 1, room, max_slots=layer.schedule.max_slots)
-        return True
+        else:
+            room = max(min(room, MAX_ROOM), store.length // SHARE, MIN_ROOM)
+            store.reserve_for_steps(store.length + 1, room, max_slots=layer.schedule.max_slots)
 
     def _describe(self) -> Hashable:
         """Return a key of everything that a run bakes in: addresses, shapes, and what it does on the host."""
@@ -186,7 +204,7 @@ class FixedStep:
                 layer.store.length += 1
             elif self._until is not None:
                 layer.stepped.end_step(self._newest, *self._until)
-        if self._coded and self._coded[0][1].records_hints:
+        if self._coded and self._coded[0].records_hints:
             cache.coded_steps.append(self._leaving)
             if len(cache.coded_steps) == HINT_BATCH:
                 cache.record_hints()

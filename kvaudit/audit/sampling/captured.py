@@ -4,9 +4,9 @@ A step of a model of 28 layers is some thousand small kernels, and starting them
 graph starts all of them at once. It is captured anew when an address or a shape changes: rows leave or join, or a
 growing cache has used the slots it was given.
 
-``KVAUDIT_STEP`` picks how steps are computed: ``auto`` (graphs on a GPU, else the plain step), ``eager`` (the plain
-step), ``fixed`` (steps of fixed shapes, not captured), ``graph``, ``compiled`` (graphs of layers that torch.compile has
-fused).
+``KVAUDIT_STEP`` picks how steps are computed: ``auto`` (``compiled`` on a GPU, else ``eager``), ``eager`` (one operator
+after the other), ``fixed`` (steps of fixed shapes, not captured), ``graph`` (captured), ``compiled`` (captured, of
+layers whose small operators torch.compile has fused).
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ from __future__ import annotations
 import gc
 import os
 import sys
+import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -43,8 +45,20 @@ def step_mode(device: torch.device) -> str:
         raise SpecError(f"{VARIABLE}={mode!r}, wanted one of {', '.join(MODES)}; correct or unset it")
     on_gpu = device.type == "cuda"
     if mode == "auto":
-        return "graph" if on_gpu else "eager"
+        return "compiled" if on_gpu else "eager"
     return mode if on_gpu or mode in {"eager", "fixed"} else "fixed"
+
+
+@cache
+def _can_compile(device: torch.device) -> bool:
+    """Whether torch.compile works on ``device``, tried once; it needs triton and a C compiler. Say it if not."""
+    try:
+        torch.compile(torch.sin)(torch.ones(8, device=device))
+    except Exception as error:  # whatever compilers raise
+        line = str(error).strip().partition("\n")[0]
+        _say_once(f"layers are not fused by torch.compile ({line}); a decode step takes some 1.3 times as long")
+        return False
+    return True
 
 
 class CapturedStep(NamedTuple):
@@ -99,7 +113,7 @@ class StepRunner:
             return None
         reason = why_not_fixed(cache)
         if reason is None:
-            return StepRunner(model, cache, mode)
+            return StepRunner(model, cache, "graph" if mode == "compiled" and not _can_compile(device) else mode)
         if mode != "fixed":
             _say_once(f"decode steps are not captured as CUDA graphs: {reason}; they are computed one by one, slower")
         return None
@@ -173,7 +187,9 @@ def fused_layers(model: Any) -> Iterator[None]:
     try:
         for layer in layers:
             layer.forward = _fused_forward(type(layer)).__get__(layer)
-        with fusing():
+        with fusing(), warnings.catch_warnings():
+            # advice to whoever wrote the model, such as to multiply in TensorFloat32
+            warnings.filterwarnings("ignore", module=r"torch\._(inductor|dynamo)\.")
             yield
     finally:
         for layer in layers:
