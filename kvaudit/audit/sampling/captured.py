@@ -183,6 +183,7 @@ def fused_layers(model: Any) -> Iterator[None]:
     All layers share one compiled function. Attention is left out: it goes through the cache.
     """
     layers = getattr(attention.find_decoder(model), "layers", None) or ()
+    own = [vars(layer).get("forward") for layer in layers]  # a layer that checkpoints gradients has one
     AttentionInterface.register(attention.ATTENTION_NAME, attention.skip_compile(attention.attention))
     try:
         for layer in layers:
@@ -192,8 +193,11 @@ def fused_layers(model: Any) -> Iterator[None]:
             warnings.filterwarnings("ignore", module=r"torch\._(inductor|dynamo)\.")
             yield
     finally:
-        for layer in layers:
-            vars(layer).pop("forward", None)
+        for layer, forward in zip(layers, own, strict=True):
+            if forward is None:
+                del layer.forward
+            else:
+                layer.forward = forward
         AttentionInterface.register(attention.ATTENTION_NAME, attention.attention)
 
 
