@@ -185,6 +185,7 @@ class FixedStep:
         for layer in self._cache.layers:
             store, replaces = layer.store, layer.schedule in self._replacing
             parts += [store.slots, store.uniform, replaces, layer.schedule in self._by_position]
+            parts.append(layer.stepped is not None and layer.stepped.is_aligned)
             if replaces:
                 parts += [store.length, store.evicted_at.data_ptr()]
             parts += [tensor.data_ptr() for tensor in layer.tensors()]

@@ -34,6 +34,11 @@ class SteppedStore(QuantisedStore):
         """How many keys and values of each row are codes."""
         return self._done
 
+    @property
+    def is_aligned(self) -> bool:
+        """Whether slots are positions, in every row."""
+        return self._aligned
+
     def most_exact(self, seen: list[int]) -> int:
         """Return how many entries of a row may be exact at once, if rows have seen ``seen`` tokens."""
         done = zip(*(counts.numbers for counts in self._done), strict=True)
@@ -128,7 +133,8 @@ class SteppedStore(QuantisedStore):
                 parameters = self._fixed[part]
             assert parameters is not None
             ring, done = self._rings[part].entries, self._coding.done[part]
-            parts.append(CodedPart(codes, parameters, ring, done, kind, self._codec.bits, groups))
+            run = self._codec.key_group if groups is not None and self._aligned else 0
+            parts.append(CodedPart(codes, parameters, ring, done, kind, self._codec.bits, groups, run))
         return parts[KEYS], parts[VALUES]
 
     @property
@@ -186,28 +192,26 @@ class SteppedStore(QuantisedStore):
         size, device = self._codec.key_group, table.device
         width = max(end - first for first, end in zip(done.numbers, until.numbers, strict=True))
         positions = done.to(device)[:, None] + torch.arange(width, device=device)  # [B, width]
-        leaves = positions < until.to(device)[:, None]
         exact = self._rings[KEYS].at(positions)
         codes, _, parameters = encode_runs(exact, self._codec)
-        by_key = parameters.repeat_interleave(size, 2)
-        heads = exact.shape[1]
-        at_heads, leaves_heads = (t[:, None].expand(-1, heads, -1) for t in (positions, leaves))
-        assert self._hints is not None
-        self._hints.add(KEYS, exact, codes, by_key, leaves_heads, at_heads.int())
+        packed, rows = pack(codes, self._codec.bits), parameters.detach().transpose(-1, -2).flatten(-2)
+        groups = (positions // size)[:, None].expand(-1, exact.shape[1], -1)
+        leaves = positions < until.to(device)[:, None]
+        if self.records_hints:
+            assert self._hints is not None
+            leaving, at = (t[:, None].expand(-1, exact.shape[1], -1) for t in (leaves, positions.int()))
+            self._hints.add(KEYS, exact, codes, parameters.repeat_interleave(size, 2), leaving, at)
+        if self._aligned:  # slots are positions, and all rows code the same ones
+            first, end = done.smallest, until.smallest
+            self._slots["key_codes"][:, :, first:end] = packed
+            self._slots["key_group"][:, :, first:end] = groups
+            table[:, :, first // size : end // size] = rows
+            return
         slots = (self.positions[:, 0, :, None] == positions[:, None]).int().argmax(1)  # [B, width]
-        rows = torch.arange(len(slots), device=device)[:, None]
-        groups = positions // size
-        for name, new in (
-            ("key_codes", pack(codes, self._codec.bits)),
-            ("key_group", groups[:, None].expand(-1, heads, -1).to(self._slots["key_group"].dtype)),
-        ):
-            tensor = self._slots[name]
-            mask = leaves if tensor.dim() == 3 else leaves[..., None]
-            tensor[rows, :, slots] = torch.where(mask[:, :, None], new.transpose(1, 2), tensor[rows, :, slots])
-        first = groups[:, ::size]  # [B, G]
-        new = parameters.detach().transpose(-1, -2).flatten(-2).transpose(1, 2)  # [B, G, H, P * D]
-        first = first.clamp(max=table.shape[2] - 1)  # of a row that codes nothing
-        table[rows, :, first] = torch.where(leaves[:, ::size, None, None], new, table[rows, :, first])
+        _write_slots(self._slots["key_codes"], slots, leaves, packed)
+        _write_slots(self._slots["key_group"], slots, leaves, groups)
+        # of a row that codes nothing, any row of the table
+        _write_slots(table, groups[:, 0, ::size].clamp(max=table.shape[2] - 1), leaves[:, ::size], rows)
 
     @property
     def records_hints(self) -> bool:
@@ -236,3 +240,11 @@ class SteppedStore(QuantisedStore):
         yield from (ring.columns for ring in self._rings)
         if self._table is not None:
             yield self._table
+
+
+def _write_slots(tensor: Tensor, slots: Tensor, leaves: Tensor, new: Tensor) -> None:
+    """Write ``new`` [B, H, n, ...] into slots [B, n] of ``tensor`` [B, H, C, ...] where ``leaves`` [B, n] marks it."""
+    rows = torch.arange(len(slots), device=slots.device)[:, None]
+    mask = leaves[:, :, None] if tensor.dim() == 3 else leaves[:, :, None, None]
+    old = tensor[rows, :, slots]  # [B, n, H, ...]
+    tensor[rows, :, slots] = torch.where(mask, new.transpose(1, 2).to(tensor.dtype), old)
