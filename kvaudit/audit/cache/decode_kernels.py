@@ -48,6 +48,7 @@ class CodedPart(NamedTuple):
     kind: str
     bits: int
     groups: Tensor | None = None
+    run: int = 0
 
 
 class Layout(NamedTuple):
@@ -269,7 +270,7 @@ def _exact_operand(entries: Tensor) -> Operand:
 
 
 def _coded_operand(part: CodedPart) -> Operand:
-    codes, parameters, ring, done, kind, bits, groups = part
+    codes, parameters, ring, done, kind, bits, groups, _ = part
     size, count, width = ring.shape[3], PER_HEAD, 1
     strides: tuple[int, ...] = (0,) * 5  # of parameters and groups
     if groups is not None:

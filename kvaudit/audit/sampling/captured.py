@@ -111,7 +111,8 @@ class StepRunner:
         mode = step_mode(device)
         if mode == "eager":
             return None
-        reason = why_not_fixed(cache)
+        shared = "weights that several processes share" if hasattr(model, "unshard") else None
+        reason = shared or why_not_fixed(cache)
         if reason is None:
             return StepRunner(model, cache, "graph" if mode == "compiled" and not _can_compile(device) else mode)
         if mode != "fixed":
