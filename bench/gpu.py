@@ -200,7 +200,7 @@ def decode(shape: str, place: str, command: list[str], small: bool) -> Part:
 def paired(asked: argparse.Namespace, folder: Path) -> Part:
     """Three arms of a real model, trained and audited."""
     numbers = {"steps": 2, "prompts": 2, "group": 2, "refusals": 3, "sums": 3} if asked.small else {}
-    numbers = {"steps": 20, "prompts": 8, "group": 8, "refusals": 216, "sums": 144} | numbers
+    numbers = {"steps": 20, "prompts": 4, "group": 8, "refusals": 144, "sums": 72} | numbers
     spec = folder / "gpu.yaml"
     spec.write_text(SPEC.format(model=asked.model, device=asked.device, **numbers), encoding="utf-8")
     command = [sys.executable, "-m", "kvaudit", "run", str(spec), "--out", str(folder / "run"), "--anyway"]
