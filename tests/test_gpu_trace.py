@@ -36,6 +36,12 @@ PROBED = {"expected", "triattention", "streaming"}  # a model is asked once whet
 TOLD = {(READS, "audit/sampling/decoding.py:draw")}  # the tokens that were drawn
 
 
+@pytest.fixture(autouse=True)
+def _steps_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compute decode steps operator by operator; test_fixed_step.py has those of fixed shapes."""
+    monkeypatch.setenv("KVAUDIT_STEP", "eager")
+
+
 class Played(NamedTuple):
     """What came of a prompt and some steps, and the waits of both."""
 

@@ -196,6 +196,7 @@ class Absmax(Quantiser):
         return (x / scale.masked_fill(scale == 0, 1)).clamp(-self.largest, self.largest)
 
 
+@cache
 def working_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype that codes are computed in: float32 at least."""
     import torch
