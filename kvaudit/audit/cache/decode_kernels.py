@@ -42,7 +42,8 @@ class CodedPart(NamedTuple):
     [B, H, C, n * P], for n groups of D / n channels; a table [B, H, G, P * D], looked up by ``groups`` [B, H, C]
     (-1 = none yet); or a fixed scale per head [H]. P = 2, scale and zero, for codes of kind "unsigned", otherwise 1.
     ``ring`` [B, H, R, D]: the exact entry at position p is at place p % R. ``kind``: "int8", "e4m3" (see
-    ``decodes``), "e5m2", "unsigned", or "q4", whose code 8 is 0.
+    ``decodes``), "e5m2", "unsigned", or "q4", whose code 8 is 0. ``run`` > 0 promises that slot s holds position s and
+    that row s // run of the table belongs to it, which is read faster.
     """
 
     codes: Tensor
@@ -52,6 +53,7 @@ class CodedPart(NamedTuple):
     kind: str
     bits: int
     groups: Tensor | None = None
+    run: int = 0
 
 
 class Layout(NamedTuple):
@@ -59,7 +61,8 @@ class Layout(NamedTuple):
 
     ``size``: channels of a head, ``padded`` to a power of two. ``groups`` of channels with parameters of their own: n
     per token, PER_HEAD or BY_TABLE; ``width``: channels of such a group if all have the same power of two of them,
-    otherwise 1. ``ring``: places of the ring.
+    otherwise 1. ``ring``: places of the ring. ``run``: slots of a row of the table if a tile has whole runs or lies in
+    one, in ``rows`` of the table, otherwise 0.
     """
 
     kind: str
@@ -69,6 +72,8 @@ class Layout(NamedTuple):
     groups: int = 0
     width: int = 1
     ring: int = 1
+    run: int = 0
+    rows: int = 0
 
 
 class Shape(NamedTuple):
@@ -227,8 +232,8 @@ def _attend(
             slots,
             split_slots,
             SHAPE=shape,
-            KEYS=keys.layout,
-            VALUES=values.layout,
+            KEYS=_with_rows(keys.layout, tile),
+            VALUES=_with_rows(values.layout, tile),
             num_warps=warps,
         )
         if merges:
@@ -278,7 +283,7 @@ def _exact_operand(entries: Tensor) -> Operand:
 
 
 def _coded_operand(part: CodedPart) -> Operand:
-    codes, parameters, ring, done, kind, bits, groups = part
+    codes, parameters, ring, done, kind, bits, groups, run = part
     size, count, width = ring.shape[3], PER_HEAD, 1
     strides: tuple[int, ...] = (0,) * 5  # of parameters and groups
     if groups is not None:
@@ -287,9 +292,17 @@ def _coded_operand(part: CodedPart) -> Operand:
         count, strides = parameters.shape[3] // (2 if kind == "unsigned" else 1), (*parameters.stride()[:3], 0, 0)
         width = _padded(size) if count == 1 else size // count
         width = width if width == _power_of_two(width) else 1
-    layout = Layout(kind, bits, size, _padded(size), count, width, ring.shape[2])
+    layout = Layout(kind, bits, size, _padded(size), count, width, ring.shape[2], run)
     strides = (*codes.stride()[:3], *strides, *ring.stride()[:3])
     return Operand((codes, parameters, groups, ring, done.contiguous()), strides, layout)
+
+
+def _with_rows(layout: Layout, tile: int) -> Layout:
+    """Return ``layout`` with the number of rows of a table that a tile needs if it need not be looked up."""
+    run = layout.run
+    if layout.groups != BY_TABLE or run == 0 or max(run, tile) % min(run, tile):
+        return layout._replace(run=0)
+    return layout._replace(rows=max(1, tile // run))
 
 
 def _padded(size: int) -> int:
@@ -432,8 +445,7 @@ def _attend_coded(
     ROWS: tl.constexpr = SHAPE.rows
     PADDED: tl.constexpr = VALUES.padded
     tile = tl.arange(0, SHAPE.tile)
-    top = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
+    top, total = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
     mixed = tl.zeros([ROWS, PADDED], tl.float32)
     key_done, value_done = tl.load(keys[4] + batch).to(tl.int32), tl.load(values[4] + batch).to(tl.int32)
     at = (batch, head, begin + tile, begin + tile < end)
@@ -450,10 +462,10 @@ def _attend_coded(
         value_scales, value_zeros = _read_parameters(values, value_strides, (batch, head, place, place < end), VALUES)
         seen = _is_seen(position, newest, SHAPE)
         packed = _read_packed(keys, key_strides, at, KEYS)
-        key = _decode(packed, keys, key_strides, at, key_parameters, queries.dtype, KEYS)
+        key = _decode(packed, keys, key_strides, at, start, key_done, key_parameters, queries.dtype, KEYS)
         weights, shrink, top, total = _weigh(queries, key, scale, seen, top, total)
         packed = _read_packed(values, value_strides, at, VALUES)
-        value = _decode(packed, values, value_strides, at, value_parameters, queries.dtype, VALUES)
+        value = _decode(packed, values, value_strides, at, start, value_done, value_parameters, queries.dtype, VALUES)
         mixed = _mix(weights, value, seen, mixed, shrink)
     ahead = tl.load(positions + middle + tile, mask=middle + tile < end, other=-1)
     for start in tl.range(middle, end, SHAPE.tile, num_stages=1):
@@ -469,11 +481,13 @@ def _attend_coded(
         ahead = tl.load(positions + SHAPE.tile + place, mask=SHAPE.tile + place < end, other=-1)
         seen = _is_seen(position, newest, SHAPE)
         at = (batch, head, place, (place < end) & (position < key_done))
-        key = _decode(packed_keys, keys, key_strides, at, key_parameters, queries.dtype, KEYS)
+        key = _decode(packed_keys, keys, key_strides, at, start, key_done, key_parameters, queries.dtype, KEYS)
         key = tl.where((position >= key_done)[:, None], recent_keys.to(key.dtype), key)
         weights, shrink, top, total = _weigh(queries, key, scale, seen, top, total)
         at = (batch, head, place, (place < end) & (position < value_done))
-        value = _decode(packed_values, values, value_strides, at, value_parameters, queries.dtype, VALUES)
+        value = _decode(
+            packed_values, values, value_strides, at, start, value_done, value_parameters, queries.dtype, VALUES
+        )
         value = tl.where((position >= value_done)[:, None], recent_values.to(value.dtype), value)
         mixed = _mix(weights, value, seen, mixed, shrink)
     return mixed, top, total
@@ -589,14 +603,19 @@ def _decode(
     part: tl.tuple,
     strides: tl.tuple,
     at: tl.tuple,
+    first: tl.tensor,
+    done: tl.tensor,
     parameters: tl.tuple,
     dtype: tl.constexpr,
     LAYOUT: tl.constexpr,
 ) -> tl.tensor:
-    """Return the entries [TILE, padded] that packed codes at ``at`` stand for."""
+    """Return the entries [TILE, padded] that packed codes at ``at``, from slot ``first`` on, stand for."""
+    batch, head, _, _ = at
     numbers = _numbers_of(packed, LAYOUT)
     if LAYOUT.groups == 0:  # PER_HEAD
         numbers *= parameters[0].to(tl.float32)
+    elif LAYOUT.run > 0:
+        numbers = _scale_runs(numbers, part, strides, (batch, head, first, done), LAYOUT)
     elif LAYOUT.groups == -1:  # BY_TABLE
         numbers = _scale_channels(numbers, part, strides, at, LAYOUT)
     else:
@@ -653,6 +672,23 @@ def _scale_channels(
     if LAYOUT.kind == "unsigned":
         numbers += tl.load(start + LAYOUT.size, mask=is_read, other=0.0).to(tl.float32)
     return numbers
+
+
+@_jit()
+def _scale_runs(numbers: tl.tensor, part: tl.tuple, strides: tl.tuple, at: tl.tuple, LAYOUT: tl.constexpr) -> tl.tensor:
+    """Return what ``_scale_channels`` does, where runs of slots fill tiles [TILE, padded] or tiles fill runs."""
+    batch, head, first, done = at
+    ROWS: tl.constexpr = LAYOUT.rows
+    row = first // LAYOUT.run + tl.arange(0, ROWS)
+    channel = tl.arange(0, LAYOUT.padded)
+    start = part[1] + batch * strides[3] + head * strides[4] + row.to(tl.int64)[:, None] * strides[5]
+    start += channel[None, :]
+    is_read = (row * LAYOUT.run < done)[:, None] & (channel < LAYOUT.size)[None, :]  # there may be no rows of others
+    scaled = tl.reshape(numbers, [ROWS, numbers.shape[0] // ROWS, LAYOUT.padded])
+    scaled *= tl.load(start, mask=is_read, other=0.0).to(tl.float32)[:, None, :]
+    if LAYOUT.kind == "unsigned":
+        scaled += tl.load(start + LAYOUT.size, mask=is_read, other=0.0).to(tl.float32)[:, None, :]
+    return tl.reshape(scaled, numbers.shape)
 
 
 @_jit()
