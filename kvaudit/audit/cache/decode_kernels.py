@@ -22,13 +22,13 @@ try:
 except ImportError:  # the kernels are then never called: see ``is_available``
     triton = tl = None  # type: ignore[assignment, unused-ignore]
 
-# the fastest of those tried on an H200
+# the fastest of a sweep on an H200
 _PROGRAMS = 4  # programs per multiprocessor that a step of long contexts is split into
 _LEAST_SLOTS = 128  # of a program
 _MULTIPROCESSORS = 132  # of a device that does not tell
 _EXACT_TILE, _CODED_TILE = 64, 32  # slots that a program reads together, fewer where their entries have more bytes than
 _TOKEN_BYTES = 256
-_EXACT_STAGES, _CODED_STAGES = 2, 3  # tiles at once: read, and multiplied
+_EXACT_STAGES, _CODED_STAGES = 2, 3  # tiles read and multiplied at once; the second is not of that sweep
 _WARPS = 2  # where numbers have two bytes
 _SCAN = 512  # slots that a program searches together for exact entries
 _LEAST_ROWS = 16  # rows, columns and depth of the smallest product of a tensor core
