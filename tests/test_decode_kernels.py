@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvaudit.audit.cache import decode_kernels
 from kvaudit.audit.cache.codes import decode_keys, decode_tokens, encode_groups, encode_tokens, pack, unpack
 from kvaudit.audit.cache.decode_kernels import (
     CodedPart,
@@ -274,7 +275,36 @@ def test_codes_are_attended(spec: str, size: int, dtype: torch.dtype) -> None:
 
 
 @needs_kernels
-def test_recent_entries_lie_in_a_ring() -> None:
+@pytest.mark.parametrize("dtype", list(TOLERANCES))
+@pytest.mark.parametrize(("size", "group"), [(128, 32), (128, 16), (64, 64), (64, 8), (80, 40)])
+def test_rows_of_a_table_belong_to_runs_of_slots(size: int, group: int, dtype: torch.dtype) -> None:
+    codec = parse_policy(f"kivi:bits=4,group={group},residual={group}")
+    assert isinstance(codec, Quantiser)
+    step = Step(group, 2, 3, 330, size).to(dtype)
+    # the first row is fed nothing, the last has codes alone but for its newest entries
+    step.positions = torch.arange(330, dtype=torch.int32, device=DEVICE)[None, None].repeat(3, 2, 1)
+    step.positions[1, :, 300:] = -1
+    step.query_positions = torch.tensor([-1, 299, 329], device=DEVICE)
+    done = torch.tensor([0, 160, 320], device=DEVICE)
+    (keys, read_keys), (values, read_values) = (
+        coded(codec, part, exact, step.positions, done) for part, exact in enumerate((step.keys, step.values))
+    )
+    assert keys.groups is not None
+    row = torch.arange(330, device=DEVICE) // group
+    assert all((keys.groups[b, :, :count] == row[:count]).all() for b, count in enumerate(done.tolist()))
+    # no row of the table after the last is read
+    keys = keys._replace(parameters=keys.parameters[:, :, : 320 // group], run=group)
+    if size != 80:  # whose tiles are neither within runs nor made of them
+        keys = keys._replace(groups=torch.full_like(keys.groups, 9999))
+    for window in (None, 250):
+        found = attend_codes(step.query, keys, values, step.positions, step.query_positions, step.scaling, None, window)
+        assert_close(found, plain(step, read_keys, read_values, window), dtype)
+
+
+@needs_kernels
+@pytest.mark.parametrize("scan", [512, 32])
+def test_recent_entries_lie_in_a_ring(scan: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode_kernels, "_SCAN", scan)
     places = 48
     step = Step(5, 2, 2, 280, 64).to(torch.float32)
     step.positions = torch.arange(280, dtype=torch.int32, device=DEVICE)[None, None].repeat(3, 2, 1)

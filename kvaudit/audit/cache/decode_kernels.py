@@ -22,12 +22,16 @@ try:
 except ImportError:  # the kernels are then never called: see ``is_available``
     triton = tl = None  # type: ignore[assignment, unused-ignore]
 
+# the fastest of a sweep on an H200
 _PROGRAMS = 4  # programs per multiprocessor that a step of long contexts is split into
 _LEAST_SLOTS = 128  # of a program
 _MULTIPROCESSORS = 132  # of a device that does not tell
-_TILE_BYTES, _TILE_SLOTS = 1 << 13, 64  # of keys that a program reads together, at most
+_EXACT_TILE, _CODED_TILE = 64, 32  # slots that a program reads together, fewer where their entries have more bytes than
+_TOKEN_BYTES = 256
+_EXACT_STAGES, _CODED_STAGES = 2, 3  # tiles read and multiplied at once; the second is not of that sweep
+_WARPS = 2  # where numbers have two bytes
+_SCAN = 512  # slots that a program searches together for exact entries
 _LEAST_ROWS = 16  # rows, columns and depth of the smallest product of a tensor core
-_WARPS, _STAGES = 4, 3
 PER_HEAD, BY_TABLE = 0, -1  # instead of a number of groups per token
 
 
@@ -38,7 +42,8 @@ class CodedPart(NamedTuple):
     [B, H, C, n * P], for n groups of D / n channels; a table [B, H, G, P * D], looked up by ``groups`` [B, H, C]
     (-1 = none yet); or a fixed scale per head [H]. P = 2, scale and zero, for codes of kind "unsigned", otherwise 1.
     ``ring`` [B, H, R, D]: the exact entry at position p is at place p % R. ``kind``: "int8", "e4m3" (see
-    ``decodes``), "e5m2", "unsigned", or "q4", whose code 8 is 0.
+    ``decodes``), "e5m2", "unsigned", or "q4", whose code 8 is 0. ``run`` > 0 promises that slot s holds position s and
+    that row s // run of the table belongs to it, which is read faster.
     """
 
     codes: Tensor
@@ -56,7 +61,8 @@ class Layout(NamedTuple):
 
     ``size``: channels of a head, ``padded`` to a power of two. ``groups`` of channels with parameters of their own: n
     per token, PER_HEAD or BY_TABLE; ``width``: channels of such a group if all have the same power of two of them,
-    otherwise 1. ``ring``: places of the ring.
+    otherwise 1. ``ring``: places of the ring. ``run``: slots of a row of the table if a tile has whole runs or lies in
+    one, in ``rows`` of the table, otherwise 0.
     """
 
     kind: str
@@ -66,13 +72,16 @@ class Layout(NamedTuple):
     groups: int = 0
     width: int = 1
     ring: int = 1
+    run: int = 0
+    rows: int = 0
 
 
 class Shape(NamedTuple):
     """The shape of a step, known when a kernel is compiled.
 
     ``heads``: of keys; ``group``: query heads of each, filled up to ``rows`` for products. ``tile`` slots are read
-    together, the next while the last are multiplied: ``stages`` at a time. ``window`` 0: none.
+    together, the next while the last are multiplied: ``stages`` at a time. ``scan`` slots are searched together for
+    exact entries. ``window`` 0: none.
     """
 
     heads: int
@@ -80,6 +89,7 @@ class Shape(NamedTuple):
     rows: int
     tile: int
     stages: int
+    scan: int
     window: int
 
 
@@ -194,7 +204,9 @@ def _attend(
     heads, slots = keys.tensors[0].shape[1:3]
     group, size = query_heads // heads, values.layout.size
     token_bytes = max(keys.layout.padded, values.layout.padded) * query.element_size()
-    tile = min(_TILE_SLOTS, max(_LEAST_ROWS, _TILE_BYTES // token_bytes))
+    is_exact = keys.layout.kind == "exact"
+    tile, stages = (_EXACT_TILE, _EXACT_STAGES) if is_exact else (_CODED_TILE, _CODED_STAGES)
+    tile = max(_LEAST_ROWS, tile * _TOKEN_BYTES // max(_TOKEN_BYTES, token_bytes))
     wanted = _split_count(batch * heads, slots, query.device)
     split_slots = triton.cdiv(triton.cdiv(slots, tile), wanted) * tile
     splits = triton.cdiv(slots, split_slots)
@@ -207,7 +219,8 @@ def _attend(
         found = (sums, *query.new_empty(2, batch, query_heads, splits, dtype=torch.float32))
     # a tensor core takes so many rows; float32 is multiplied without
     rows = max(1 if query.dtype == torch.float32 else _LEAST_ROWS, _power_of_two(group))
-    shape = Shape(heads, group, rows, tile, _STAGES, window or 0)
+    shape = Shape(heads, group, rows, tile, stages, _SCAN, window or 0)
+    warps = _WARPS * query.element_size() // 2
     with _on(query.device):
         _attend_kernel[batch * heads, splits](
             (query, positions, query_positions.contiguous()),
@@ -219,13 +232,13 @@ def _attend(
             slots,
             split_slots,
             SHAPE=shape,
-            KEYS=keys.layout,
-            VALUES=values.layout,
-            num_warps=_WARPS,
+            KEYS=_with_rows(keys.layout, tile),
+            VALUES=_with_rows(values.layout, tile),
+            num_warps=warps,
         )
         if merges:
             _merge_kernel[batch * query_heads,](
-                found, sink_logits, out, splits, query_heads, size, values.layout.padded, _LEAST_ROWS, num_warps=_WARPS
+                found, sink_logits, out, splits, query_heads, size, values.layout.padded, _LEAST_ROWS, num_warps=warps
             )
     return out
 
@@ -270,7 +283,7 @@ def _exact_operand(entries: Tensor) -> Operand:
 
 
 def _coded_operand(part: CodedPart) -> Operand:
-    codes, parameters, ring, done, kind, bits, groups, _ = part
+    codes, parameters, ring, done, kind, bits, groups, run = part
     size, count, width = ring.shape[3], PER_HEAD, 1
     strides: tuple[int, ...] = (0,) * 5  # of parameters and groups
     if groups is not None:
@@ -279,9 +292,17 @@ def _coded_operand(part: CodedPart) -> Operand:
         count, strides = parameters.shape[3] // (2 if kind == "unsigned" else 1), (*parameters.stride()[:3], 0, 0)
         width = _padded(size) if count == 1 else size // count
         width = width if width == _power_of_two(width) else 1
-    layout = Layout(kind, bits, size, _padded(size), count, width, ring.shape[2])
+    layout = Layout(kind, bits, size, _padded(size), count, width, ring.shape[2], run)
     strides = (*codes.stride()[:3], *strides, *ring.stride()[:3])
     return Operand((codes, parameters, groups, ring, done.contiguous()), strides, layout)
+
+
+def _with_rows(layout: Layout, tile: int) -> Layout:
+    """Return ``layout`` with the number of rows of a table that a tile needs if it need not be looked up."""
+    run = layout.run
+    if layout.groups != BY_TABLE or run == 0 or max(run, tile) % min(run, tile):
+        return layout._replace(run=0)
+    return layout._replace(rows=max(1, tile // run))
 
 
 def _padded(size: int) -> int:
@@ -343,39 +364,23 @@ def _attend_kernel(
     query, positions, query_positions = step
     mixed_out, tops, totals = found
     ROWS: tl.constexpr = SHAPE.rows
-    PADDED: tl.constexpr = VALUES.padded
     row, split, splits = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     batch, head = (row // SHAPE.heads).to(tl.int64), (row % SHAPE.heads).to(tl.int64)
     member = tl.arange(0, ROWS)  # of the group of query heads
     query_head = row.to(tl.int64) * SHAPE.group + member  # among those of all rows
     is_member = member < SHAPE.group
-    channel, value_channel = tl.arange(0, KEYS.padded), tl.arange(0, PADDED)
+    channel, value_channel = tl.arange(0, KEYS.padded), tl.arange(0, VALUES.padded)
     query += batch * step_strides[0] + (head * SHAPE.group + member)[:, None] * step_strides[1]
     queries = tl.load(query + channel[None, :], mask=is_member[:, None] & (channel < KEYS.size)[None, :], other=0.0)
     newest = tl.load(query_positions + batch).to(tl.int32)
     positions += batch * step_strides[2] + head * step_strides[3]
-    top = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    mixed = tl.zeros([ROWS, PADDED], tl.float32)
-    end = tl.minimum((split + 1) * split_slots, slots)
-    for start in tl.range(split * split_slots, end, SHAPE.tile, num_stages=SHAPE.stages):
-        place = start + tl.arange(0, SHAPE.tile)
-        position = tl.load(positions + place, mask=place < end, other=-1)
-        seen = (position >= 0) & (position <= newest)
-        if SHAPE.window > 0:
-            seen = seen & (newest - position < SHAPE.window)
-        at = (batch, head, place, place < end, position)
-        key = _read_entries(keys, key_strides, at, queries.dtype, KEYS)
-        logits = tl.dot(queries, tl.trans(key), input_precision="ieee") * scale
-        logits = tl.where(seen[None, :], logits, float("-inf"))
-        new_top = tl.maximum(top, tl.max(logits, 1))
-        base = tl.where(new_top == float("-inf"), 0.0, new_top)
-        weights, shrink = tl.exp2(logits - base[:, None]), tl.exp2(top - base)
-        value = _read_entries(values, value_strides, at, queries.dtype, VALUES)
-        value = tl.where(seen[:, None], value, tl.zeros_like(value))  # 0 * NaN is not 0
-        mixed = tl.dot(weights.to(value.dtype), value, mixed * shrink[:, None], input_precision="ieee")
-        total = total * shrink + tl.sum(weights, 1)
-        top = new_top
+    begin, end = split * split_slots, tl.minimum((split + 1) * split_slots, slots)
+    read = (batch, head, positions, newest, begin, end)
+    if KEYS.kind == "exact":
+        sums = _attend_exact(queries, scale, keys, key_strides, values, value_strides, read, SHAPE, KEYS, VALUES)
+    else:
+        sums = _attend_coded(queries, scale, keys, key_strides, values, value_strides, read, SHAPE, KEYS, VALUES)
+    mixed, top, total = sums
     is_stored = is_member[:, None] & (value_channel < VALUES.size)[None, :]
     at_out = (query_head * splits + split)[:, None] * VALUES.size + value_channel[None, :]
     if tops is None:  # the only split: what it found is the result
@@ -384,6 +389,108 @@ def _attend_kernel(
         tl.store(tops + query_head * splits + split, top, mask=is_member)
         tl.store(totals + query_head * splits + split, total, mask=is_member)
     tl.store(mixed_out + at_out, mixed.to(mixed_out.dtype.element_ty), mask=is_stored)
+
+
+@_jit()
+def _attend_exact(
+    queries: tl.tensor,
+    scale: tl.tensor,
+    keys: tl.tuple,
+    key_strides: tl.tuple,
+    values: tl.tuple,
+    value_strides: tl.tuple,
+    read: tl.tuple,
+    SHAPE: tl.constexpr,
+    KEYS: tl.constexpr,
+    VALUES: tl.constexpr,
+) -> tl.tuple:
+    """Return the sums [G, Dv], largest logits and total weights [G] over the slots of ``read``, all exact."""
+    batch, head, positions, newest, begin, end = read
+    ROWS: tl.constexpr = SHAPE.rows
+    PADDED: tl.constexpr = VALUES.padded
+    tile = tl.arange(0, SHAPE.tile)
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    mixed = tl.zeros([ROWS, PADDED], tl.float32)
+    for start in tl.range(begin, end, SHAPE.tile, num_stages=SHAPE.stages):
+        place = start + tile
+        at = (batch, head, place, place < end)
+        seen = _is_seen(tl.load(positions + place, mask=place < end, other=-1), newest, SHAPE)
+        key = _read_entries(keys, key_strides, at, KEYS)
+        weights, shrink, top, total = _weigh(queries, key, scale, seen, top, total)
+        value = _read_entries(values, value_strides, at, VALUES)
+        mixed = _mix(weights, value, seen, mixed, shrink)
+    return mixed, top, total
+
+
+@_jit()
+def _attend_coded(
+    queries: tl.tensor,
+    scale: tl.tensor,
+    keys: tl.tuple,
+    key_strides: tl.tuple,
+    values: tl.tuple,
+    value_strides: tl.tuple,
+    read: tl.tuple,
+    SHAPE: tl.constexpr,
+    KEYS: tl.constexpr,
+    VALUES: tl.constexpr,
+) -> tl.tuple:
+    """Return what ``_attend_exact`` does for slots of which some are codes.
+
+    The tiles before the first exact entry that is seen come first. Of these, positions and the parameters of tokens are
+    read one tile ahead by hand, since loads of so few bytes are not pipelined by the compiler.
+    """
+    batch, head, positions, newest, begin, end = read
+    ROWS: tl.constexpr = SHAPE.rows
+    PADDED: tl.constexpr = VALUES.padded
+    tile = tl.arange(0, SHAPE.tile)
+    top, total = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
+    mixed = tl.zeros([ROWS, PADDED], tl.float32)
+    key_done, value_done = tl.load(keys[4] + batch).to(tl.int32), tl.load(values[4] + batch).to(tl.int32)
+    at = (batch, head, begin + tile, begin + tile < end)
+    ahead = tl.load(positions + begin + tile, mask=begin + tile < end, other=-1)
+    key_scales, key_zeros = _read_parameters(keys, key_strides, at, KEYS)
+    value_scales, value_zeros = _read_parameters(values, value_strides, at, VALUES)
+    middle = _slots_before(tl.minimum(key_done, value_done), positions, begin, end, newest, SHAPE)
+    middle = begin + middle // SHAPE.tile * SHAPE.tile
+    for start in tl.range(begin, middle, SHAPE.tile, num_stages=SHAPE.stages):
+        at, place = (batch, head, start + tile, start + tile < end), start + SHAPE.tile + tile
+        position, key_parameters, value_parameters = ahead, (key_scales, key_zeros), (value_scales, value_zeros)
+        ahead = tl.load(positions + place, mask=place < end, other=-1)
+        key_scales, key_zeros = _read_parameters(keys, key_strides, (batch, head, place, place < end), KEYS)
+        value_scales, value_zeros = _read_parameters(values, value_strides, (batch, head, place, place < end), VALUES)
+        seen = _is_seen(position, newest, SHAPE)
+        packed = _read_packed(keys, key_strides, at, KEYS)
+        key = _decode(packed, keys, key_strides, at, start, key_done, key_parameters, queries.dtype, KEYS)
+        weights, shrink, top, total = _weigh(queries, key, scale, seen, top, total)
+        packed = _read_packed(values, value_strides, at, VALUES)
+        value = _decode(packed, values, value_strides, at, start, value_done, value_parameters, queries.dtype, VALUES)
+        mixed = _mix(weights, value, seen, mixed, shrink)
+    ahead = tl.load(positions + middle + tile, mask=middle + tile < end, other=-1)
+    for start in tl.range(middle, end, SHAPE.tile, num_stages=1):
+        # all that the tile needs is on its way before the first of it is used
+        place, position = start + tile, ahead
+        at = (batch, head, place, place < end)
+        recent_keys = _read_ring(keys, key_strides, at, position, key_done, KEYS)
+        packed_keys = _read_packed(keys, key_strides, at, KEYS)
+        key_parameters = _read_parameters(keys, key_strides, at, KEYS)
+        recent_values = _read_ring(values, value_strides, at, position, value_done, VALUES)
+        packed_values = _read_packed(values, value_strides, at, VALUES)
+        value_parameters = _read_parameters(values, value_strides, at, VALUES)
+        ahead = tl.load(positions + SHAPE.tile + place, mask=SHAPE.tile + place < end, other=-1)
+        seen = _is_seen(position, newest, SHAPE)
+        at = (batch, head, place, (place < end) & (position < key_done))
+        key = _decode(packed_keys, keys, key_strides, at, start, key_done, key_parameters, queries.dtype, KEYS)
+        key = tl.where((position >= key_done)[:, None], recent_keys.to(key.dtype), key)
+        weights, shrink, top, total = _weigh(queries, key, scale, seen, top, total)
+        at = (batch, head, place, (place < end) & (position < value_done))
+        value = _decode(
+            packed_values, values, value_strides, at, start, value_done, value_parameters, queries.dtype, VALUES
+        )
+        value = tl.where((position >= value_done)[:, None], recent_values.to(value.dtype), value)
+        mixed = _mix(weights, value, seen, mixed, shrink)
+    return mixed, top, total
 
 
 @_jit("splits")
@@ -428,55 +535,126 @@ def _merge_kernel(
 
 
 @_jit()
-def _read_entries(
-    part: tl.tuple, strides: tl.tuple, at: tl.tuple, dtype: tl.constexpr, LAYOUT: tl.constexpr
+def _is_seen(position: tl.tensor, newest: tl.tensor, SHAPE: tl.constexpr) -> tl.tensor:
+    """Tell which entries a query at ``newest`` sees, by their positions."""
+    seen = (position >= 0) & (position <= newest)
+    if SHAPE.window > 0:
+        seen = seen & (newest - position < SHAPE.window)
+    return seen
+
+
+@_jit()
+def _slots_before(
+    oldest: tl.tensor, positions: tl.tensor, begin: tl.tensor, end: tl.tensor, newest: tl.tensor, SHAPE: tl.constexpr
 ) -> tl.tensor:
-    """Return the entries [TILE, padded] at ``at``: row, head, slots [TILE], which of them to read, their positions."""
-    batch, head, place, inside, position = at
+    """Return how many slots from ``begin`` on come before the first of a seen entry at ``oldest`` or later."""
+    SCAN: tl.constexpr = SHAPE.scan
+    place = tl.arange(0, SCAN)
+    first = tl.zeros([SCAN], tl.int32) + (end - begin)
+    for start in tl.range(0, end - begin, SCAN, num_stages=1):
+        position = tl.load(positions + begin + start + place, mask=start + place < end - begin, other=-1)
+        is_recent = _is_seen(position, newest, SHAPE) & (position >= oldest)
+        first = tl.minimum(first, tl.where(is_recent, start + place, end - begin))
+    return tl.min(first, 0)
+
+
+@_jit()
+def _weigh(
+    queries: tl.tensor, key: tl.tensor, scale: tl.tensor, seen: tl.tensor, top: tl.tensor, total: tl.tensor
+) -> tl.tuple:
+    """Return a tile's weights [G, TILE], the factor of what came before, and the new largest logit and total weight."""
+    logits = tl.dot(queries, tl.trans(key), input_precision="ieee") * scale
+    logits = tl.where(seen[None, :], logits, float("-inf"))
+    new_top = tl.maximum(top, tl.max(logits, 1))
+    base = tl.where(new_top == float("-inf"), 0.0, new_top)
+    weights, shrink = tl.exp2(logits - base[:, None]), tl.exp2(top - base)
+    return weights, shrink, new_top, total * shrink + tl.sum(weights, 1)
+
+
+@_jit()
+def _mix(weights: tl.tensor, value: tl.tensor, seen: tl.tensor, mixed: tl.tensor, shrink: tl.tensor) -> tl.tensor:
+    """Return ``mixed`` with the values of a tile added."""
+    value = tl.where(seen[:, None], value, tl.zeros_like(value))  # 0 * NaN is not 0
+    return tl.dot(weights.to(value.dtype), value, mixed * shrink[:, None], input_precision="ieee")
+
+
+@_jit()
+def _read_entries(part: tl.tuple, strides: tl.tuple, at: tl.tuple, LAYOUT: tl.constexpr) -> tl.tensor:
+    """Return the exact entries [TILE, padded] at ``at``: row, head, slots [TILE], which of them to read."""
+    batch, head, place, inside = at
     channel = tl.arange(0, LAYOUT.padded)
-    is_channel = (channel < LAYOUT.size)[None, :]
     start = part[0] + batch * strides[0] + head * strides[1] + place.to(tl.int64)[:, None] * strides[2]
-    if LAYOUT.kind == "exact":
-        entries = tl.load(start + channel[None, :], mask=inside[:, None] & is_channel, other=0.0)
+    return tl.load(start + channel[None, :], mask=inside[:, None] & (channel < LAYOUT.size)[None, :], other=0.0)
+
+
+@_jit()
+def _read_packed(part: tl.tuple, strides: tl.tuple, at: tl.tuple, LAYOUT: tl.constexpr) -> tl.tensor:
+    """Return the packed codes at ``at``."""
+    batch, head, place, inside = at
+    byte = tl.arange(0, LAYOUT.padded * LAYOUT.bits // 8)
+    is_byte = (byte < LAYOUT.size * LAYOUT.bits // 8)[None, :]
+    start = part[0] + batch * strides[0] + head * strides[1] + place.to(tl.int64)[:, None] * strides[2]
+    return tl.load(start + byte[None, :], mask=inside[:, None] & is_byte, other=0)
+
+
+@_jit()
+def _decode(
+    packed: tl.tensor,
+    part: tl.tuple,
+    strides: tl.tuple,
+    at: tl.tuple,
+    first: tl.tensor,
+    done: tl.tensor,
+    parameters: tl.tuple,
+    dtype: tl.constexpr,
+    LAYOUT: tl.constexpr,
+) -> tl.tensor:
+    """Return the entries [TILE, padded] that packed codes at ``at``, from slot ``first`` on, stand for."""
+    batch, head, _, _ = at
+    numbers = _numbers_of(packed, LAYOUT)
+    if LAYOUT.groups == 0:  # PER_HEAD
+        numbers *= parameters[0].to(tl.float32)
+    elif LAYOUT.run > 0:
+        numbers = _scale_runs(numbers, part, strides, (batch, head, first, done), LAYOUT)
+    elif LAYOUT.groups == -1:  # BY_TABLE
+        numbers = _scale_channels(numbers, part, strides, at, LAYOUT)
     else:
-        byte = tl.arange(0, LAYOUT.padded * LAYOUT.bits // 8)
-        is_byte = (byte < LAYOUT.size * LAYOUT.bits // 8)[None, :]
-        packed = tl.load(start + byte[None, :], mask=inside[:, None] & is_byte, other=0)
-        exact = inside & (position >= tl.load(part[4] + batch))
-        numbers = _numbers_of(packed, LAYOUT)
-        if LAYOUT.groups == 0:  # PER_HEAD
-            numbers *= tl.load(part[1] + head).to(tl.float32)
-        elif LAYOUT.groups == -1:  # BY_TABLE
-            numbers = _scale_channels(numbers, part, strides, (batch, head, place, inside & ~exact), LAYOUT)
-        else:
-            numbers = _scale_tokens(numbers, part, strides, (batch, head, place, inside & ~exact), LAYOUT)
-        start = part[3] + batch * strides[8] + head * strides[9]
-        start += (position % LAYOUT.ring).to(tl.int64)[:, None] * strides[10]
-        entries = numbers.to(dtype)
-        if tl.max(exact.to(tl.int32), 0) > 0:
-            recent = tl.load(start + channel[None, :], mask=exact[:, None] & is_channel, other=0.0)
-            entries = tl.where(exact[:, None], recent.to(dtype), entries)
-    return entries
+        numbers = _scale_tokens(numbers, parameters, LAYOUT)
+    return numbers.to(dtype)
+
+
+@_jit()
+def _read_ring(
+    part: tl.tuple, strides: tl.tuple, at: tl.tuple, position: tl.tensor, done: tl.tensor, LAYOUT: tl.constexpr
+) -> tl.tensor:
+    """Return the exact entries [TILE, padded] at positions from ``done`` on, 0 for others."""
+    batch, head, _, _ = at
+    channel = tl.arange(0, LAYOUT.padded)
+    exact = (position >= 0) & (position >= done)
+    start = part[3] + batch * strides[8] + head * strides[9]
+    start += (position % LAYOUT.ring).to(tl.int64)[:, None] * strides[10]
+    return tl.load(start + channel[None, :], mask=exact[:, None] & (channel < LAYOUT.size)[None, :], other=0.0)
 
 
 @_jit()
 def _numbers_of(packed: tl.tensor, LAYOUT: tl.constexpr) -> tl.tensor:
     """Return the plain numbers float32 [TILE, padded] of codes packed in bytes."""
-    codes = packed
-    if LAYOUT.bits == 4:
-        codes = tl.interleave(packed & 15, packed >> 4)
-    elif LAYOUT.bits == 2:
-        even = tl.interleave(packed & 3, (packed >> 4) & 3)
-        codes = tl.interleave(even, tl.interleave((packed >> 2) & 3, packed >> 6))
-    if LAYOUT.kind == "int8":
-        codes = codes.to(tl.int8, bitcast=True)
-    elif LAYOUT.kind == "e4m3":
-        codes = codes.to(tl.float8e4nv, bitcast=True)
+    if LAYOUT.kind == "e4m3":
+        numbers = packed.to(tl.float8e4nv, bitcast=True).to(tl.float32)
     elif LAYOUT.kind == "e5m2":
-        codes = codes.to(tl.float8e5, bitcast=True)
-    numbers = codes.to(tl.float32)
-    if LAYOUT.kind == "q4":
-        numbers -= 8.0
+        numbers = packed.to(tl.float8e5, bitcast=True).to(tl.float32)
+    else:
+        codes = packed.to(tl.int32)
+        if LAYOUT.bits == 4:
+            codes = tl.interleave(codes & 15, codes >> 4)
+        elif LAYOUT.bits == 2:
+            even = tl.interleave(codes & 3, (codes >> 4) & 3)
+            codes = tl.interleave(even, tl.interleave((codes >> 2) & 3, codes >> 6))
+        zero: tl.constexpr = 128 if LAYOUT.kind == "int8" else (8 if LAYOUT.kind == "q4" else 0)
+        if LAYOUT.kind == "int8":
+            codes = codes ^ 128
+        # as the last bits of the float 2^23: much faster than a conversion, and exact
+        numbers = (codes | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + zero)
     return numbers
 
 
@@ -485,8 +663,8 @@ def _scale_channels(
     numbers: tl.tensor, part: tl.tuple, strides: tl.tuple, at: tl.tuple, LAYOUT: tl.constexpr
 ) -> tl.tensor:
     """Return what ``numbers`` [TILE, padded] stand for under the parameters of their groups in the table."""
-    batch, head, place, coded = at
-    group = tl.load(part[2] + batch * strides[6] + head * strides[7] + place, mask=coded, other=-1).to(tl.int64)
+    batch, head, place, inside = at
+    group = tl.load(part[2] + batch * strides[6] + head * strides[7] + place, mask=inside, other=-1).to(tl.int64)
     channel = tl.arange(0, LAYOUT.padded)
     start = part[1] + batch * strides[3] + head * strides[4] + group[:, None] * strides[5] + channel[None, :]
     is_read = (group >= 0)[:, None] & (channel < LAYOUT.size)[None, :]
@@ -497,23 +675,53 @@ def _scale_channels(
 
 
 @_jit()
-def _scale_tokens(
-    numbers: tl.tensor, part: tl.tuple, strides: tl.tuple, at: tl.tuple, LAYOUT: tl.constexpr
-) -> tl.tensor:
-    """Return what ``numbers`` [TILE, padded] stand for under parameters of each token, by groups of channels."""
-    batch, head, place, coded = at
-    width: tl.constexpr = LAYOUT.width
-    count: tl.constexpr = LAYOUT.padded // LAYOUT.width
-    step: tl.constexpr = 2 if LAYOUT.kind == "unsigned" else 1  # parameters of a group
-    group = tl.arange(0, count) * width // (LAYOUT.size // LAYOUT.groups)
-    start = part[1] + batch * strides[3] + head * strides[4] + place.to(tl.int64)[:, None] * strides[5]
-    start += (group * step)[None, :]
-    is_read = coded[:, None] & (group < LAYOUT.groups)[None, :]
-    scaled = tl.reshape(numbers, [numbers.shape[0], count, width])
-    scaled *= tl.load(start, mask=is_read, other=0.0).to(tl.float32)[:, :, None]
+def _scale_runs(numbers: tl.tensor, part: tl.tuple, strides: tl.tuple, at: tl.tuple, LAYOUT: tl.constexpr) -> tl.tensor:
+    """Return what ``_scale_channels`` does, where runs of slots fill tiles [TILE, padded] or tiles fill runs."""
+    batch, head, first, done = at
+    ROWS: tl.constexpr = LAYOUT.rows
+    row = first // LAYOUT.run + tl.arange(0, ROWS)
+    channel = tl.arange(0, LAYOUT.padded)
+    start = part[1] + batch * strides[3] + head * strides[4] + row.to(tl.int64)[:, None] * strides[5]
+    start += channel[None, :]
+    is_read = (row * LAYOUT.run < done)[:, None] & (channel < LAYOUT.size)[None, :]  # there may be no rows of others
+    scaled = tl.reshape(numbers, [ROWS, numbers.shape[0] // ROWS, LAYOUT.padded])
+    scaled *= tl.load(start, mask=is_read, other=0.0).to(tl.float32)[:, None, :]
     if LAYOUT.kind == "unsigned":
-        scaled += tl.load(start + 1, mask=is_read, other=0.0).to(tl.float32)[:, :, None]
+        scaled += tl.load(start + LAYOUT.size, mask=is_read, other=0.0).to(tl.float32)[:, None, :]
     return tl.reshape(scaled, numbers.shape)
+
+
+@_jit()
+def _scale_tokens(numbers: tl.tensor, parameters: tl.tuple, LAYOUT: tl.constexpr) -> tl.tensor:
+    """Return what ``numbers`` [TILE, padded] stand for under parameters of each token, by groups of channels."""
+    scaled = tl.reshape(numbers, [numbers.shape[0], LAYOUT.padded // LAYOUT.width, LAYOUT.width])
+    scaled *= parameters[0].to(tl.float32)[:, :, None]
+    if LAYOUT.kind == "unsigned":
+        scaled += parameters[1].to(tl.float32)[:, :, None]
+    return tl.reshape(scaled, numbers.shape)
+
+
+@_jit()
+def _read_parameters(part: tl.tuple, strides: tl.tuple, at: tl.tuple, LAYOUT: tl.constexpr) -> tl.tuple:
+    """Return the scales and zeros [TILE, groups] of tokens, or a head's scale; of a table nothing that is used."""
+    batch, head, place, inside = at
+    if LAYOUT.groups == -1:  # BY_TABLE
+        scales = place
+        zeros = place
+    elif LAYOUT.groups == 0:  # PER_HEAD
+        scales = tl.load(part[1] + head)
+        zeros = scales
+    else:
+        step: tl.constexpr = 2 if LAYOUT.kind == "unsigned" else 1  # parameters of a group
+        group = tl.arange(0, LAYOUT.padded // LAYOUT.width) * LAYOUT.width // (LAYOUT.size // LAYOUT.groups)
+        start = part[1] + batch * strides[3] + head * strides[4] + place.to(tl.int64)[:, None] * strides[5]
+        start += (group * step)[None, :]
+        is_read = inside[:, None] & (group < LAYOUT.groups)[None, :]
+        scales = tl.load(start, mask=is_read, other=0.0)
+        zeros = scales
+        if LAYOUT.kind == "unsigned":
+            zeros = tl.load(start + 1, mask=is_read, other=0.0)
+    return scales, zeros
 
 
 @_jit()
