@@ -13,6 +13,7 @@ from recorded_graph import GraphError, RecordedGraph, Recorder
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bench.exactness import largest_gap, noise, sample, tiny
+from kvaudit.audit.cache import decode_kernels
 from kvaudit.audit.cache.fixed_step import FixedStep
 from kvaudit.audit.cache.layer_state import LastQueries
 from kvaudit.audit.cache.store import Store
@@ -20,6 +21,7 @@ from kvaudit.audit.policies import parse_policy
 from kvaudit.audit.sampling import captured
 from kvaudit.audit.sampling.episode import Episode
 from kvaudit.audit.sampling.sampler import Decoding, Sampler
+from kvaudit.core import text
 from kvaudit.core.errors import RunError, SpecError
 
 EVICTING = (
@@ -231,7 +233,7 @@ def test_a_capture_that_fails_is_said_once_and_changes_no_answer(
         raise RunError("CUDA error: operation not permitted")
 
     single = Played("snapkv:budget=64,window=8,interval=16", "eager", monkeypatch)
-    monkeypatch.setattr(captured, "_said", set())
+    monkeypatch.setattr(text, "_noted", set())
     monkeypatch.setattr("test_fixed_step.Recorder.__call__", lambda self, run: fails(run))
     replayed = Played("snapkv:budget=64,window=8,interval=16", "graph", monkeypatch)
     assert [answer.ids for answer in single.turns[1]] == [answer.ids for answer in replayed.turns[1]]
@@ -252,7 +254,7 @@ def test_a_capture_that_fails_is_said_once_and_changes_no_answer(
 def test_what_cannot_be_captured_is_said_by_name(
     policy: str, reason: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(captured, "_said", set())
+    monkeypatch.setattr(text, "_noted", set())
     played = Played(policy, "graph", monkeypatch)
     assert played.recorder.captures == 0
     assert f"not captured as CUDA graphs: {reason};" in capsys.readouterr().err
@@ -270,3 +272,34 @@ def test_on_a_processor_steps_are_computed_one_by_one_unless_asked(monkeypatch: 
     assert captured.step_mode(torch.device("cuda")) == "compiled"
     monkeypatch.setenv(captured.VARIABLE, "graph")
     assert captured.step_mode(torch.device("cpu")) == "fixed"
+
+
+def test_where_a_kernel_cannot_be_compiled_plain_attention_takes_its_place(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(*args: Any) -> Any:
+        raise ValueError("out of resource: shared memory\nHardware limit: 232448")
+
+    monkeypatch.setattr(text, "_noted", set())
+    monkeypatch.setattr(decode_kernels, "_refused", set())
+    monkeypatch.setattr(decode_kernels, "is_available", lambda device: True)
+    monkeypatch.setattr(decode_kernels, "attend_slots", fails)
+    plain = OpenStep("none", 10)
+    monkeypatch.setattr(Store, "_write_by_kernel", written_plainly)
+    plain.step()
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == [
+        "note: heads of 8 channels in torch.float32 are attended without triton kernels (out of resource: shared "
+        "memory); slower"
+    ]
+
+
+def written_plainly(self: Store, slot: Any, key: Any, value: Any, positions: Any) -> None:
+    self._slots["positions"].index_copy_(2, slot, positions[:, None, None].expand(-1, key.shape[1], -1))
+    self._write_entries_at(slot, key, value, positions)
+
+
+def test_float64_needs_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode_kernels, "is_available", lambda device: True)
+    assert decode_kernels.compute(torch.zeros(1, 2, 1, 16))
+    assert not decode_kernels.compute(torch.zeros(1, 2, 1, 16, dtype=torch.float64))

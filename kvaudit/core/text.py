@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import reprlib
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,16 @@ def _picture(code: int) -> str:
 def inline(text: str) -> str:
     """Return visible text on one line, newlines as ⏎."""
     return visible(text).replace("\n", "⏎").replace("\t", " ")
+
+
+_noted = set[str]()
+
+
+def note_once(line: str) -> None:
+    """Print a note on standard error, the first time that this process has it to say."""
+    if line not in _noted:
+        _noted.add(line)
+        print(f"note: {line}", file=sys.stderr)
 
 
 def clip(text: str, length: int) -> str:

@@ -233,18 +233,24 @@ class CachedLayer:
 
     def step_attention(self, call: AttentionCall, forward: Forward) -> Tensor:
         """Return the attention output [B, G*H, 1, D] of one query per row over all slots, empty ones masked."""
-        store, query = self.store, call.query
-        if not decode_kernels.is_available(query.device):
-            entries = Entries(slice(None), *store.entries(slice(None)))
-            return self._masked_attention(entries, call, forward.positions)
-        positions, newest, window = store.positions, forward.positions[:, 0], self.plan.sliding_window
+        if decode_kernels.compute(call.query):
+            try:
+                return self._attend_by_kernel(call, forward)
+            except Exception as error:  # whatever triton raises where it cannot compile; nothing was computed yet
+                decode_kernels.refuse(call.query, error)
+        entries = Entries(slice(None), *self.store.entries(slice(None)))
+        return self._masked_attention(entries, call, forward.positions)
+
+    def _attend_by_kernel(self, call: AttentionCall, forward: Forward) -> Tensor:
+        query, newest = call.query[:, :, 0], forward.positions[:, 0]
+        positions, window = self.store.positions, self.plan.sliding_window
         coded = self.stepped.coded_parts() if self.stepped else None
         if coded is None:
-            attend, (keys, values) = decode_kernels.attend_slots, store.entries(slice(None))
-            out = attend(query[:, :, 0], keys, values, positions, newest, call.scaling, call.sink_logits, window)
+            attend, (keys, values) = decode_kernels.attend_slots, self.store.entries(slice(None))
+            out = attend(query, keys, values, positions, newest, call.scaling, call.sink_logits, window)
         else:
             attend_codes, (key, value) = decode_kernels.attend_codes, coded
-            out = attend_codes(query[:, :, 0], key, value, positions, newest, call.scaling, call.sink_logits, window)
+            out = attend_codes(query, key, value, positions, newest, call.scaling, call.sink_logits, window)
         return out[:, :, None]
 
     def add_step_queries(self, query: Tensor, forward: Forward) -> None:

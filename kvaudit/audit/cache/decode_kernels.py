@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from kvaudit.core.text import note_once
+
 try:
     import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
     import triton.language as tl  # type: ignore[import-not-found, import-untyped, unused-ignore]
@@ -32,6 +34,8 @@ _EXACT_STAGES, _CODED_STAGES = 2, 3  # tiles read and multiplied at once; the se
 _WARPS = 2  # where numbers have two bytes
 _SCAN = 512  # slots that a program searches together for exact entries
 _LEAST_ROWS = 16  # rows, columns and depth of the smallest product of a tensor core
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_refused = set[tuple[torch.dtype, int]]()  # dtypes and head sizes that they failed on
 PER_HEAD, BY_TABLE = 0, -1  # instead of a number of groups per token
 
 
@@ -105,6 +109,19 @@ def is_available(device: torch.device) -> bool:
     """Tell whether the kernels run on ``device``: triton is installed, and it is a GPU or triton interprets."""
     interprets = os.environ.get("TRITON_INTERPRET", "0") == "1"
     return triton is not None and (device.type == "cuda" or interprets)
+
+
+def compute(x: Tensor) -> bool:
+    """Tell whether the kernels compute steps with heads like ``x`` [B, H, 1, D]; never in float64."""
+    kind = (x.dtype, x.shape[-1])
+    return x.dtype in _DTYPES and kind not in _refused and is_available(x.device)
+
+
+def refuse(x: Tensor, error: Exception) -> None:
+    """Compute heads like ``x`` without kernels from now on, since they failed by ``error``, and say so."""
+    _refused.add((x.dtype, x.shape[-1]))
+    line = str(error).strip().partition("\n")[0] or type(error).__name__
+    note_once(f"heads of {x.shape[-1]} channels in {x.dtype} are attended without triton kernels ({line}); slower")
 
 
 def decodes(kind: str, device: torch.device) -> bool:

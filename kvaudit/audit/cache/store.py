@@ -167,7 +167,7 @@ class Store:
     def write_at(self, slot: Tensor, key: Tensor, value: Tensor, positions: Tensor) -> None:
         """Write ``key`` [B, H, 1, D] and ``value`` at ``positions`` int32 [B, 1] into slot number ``slot`` [1]."""
         own, mass = self._slots["positions"], self._slots.get("mass")
-        if decode_kernels.is_available(key.device):
+        if decode_kernels.compute(key):
             self._write_by_kernel(slot, key, value, positions[:, 0])
             return
         own.index_copy_(2, slot, positions[:, None].expand(-1, own.shape[1], -1))

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import gc
 import os
-import sys
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -29,13 +28,13 @@ from kvaudit.audit.cache.cache import EvictingCache
 from kvaudit.audit.cache.fixed_step import FixedStep, why_not_fixed
 from kvaudit.audit.cache.fusion import fusing
 from kvaudit.core.errors import RunError, SpecError
+from kvaudit.core.text import note_once
 
 VARIABLE = "KVAUDIT_STEP"
 MODES = ("auto", "eager", "fixed", "graph", "compiled")
 MAX_GRAPHS = 4  # captured at once: a step that grows and one that replaces, with a spare of each
 FEWEST_STEPS = 8  # expected, for a capture to pay
 _RESTLESS = 64  # steps without a replay, after which that is said
-_said = set[str]()
 
 
 def step_mode(device: torch.device) -> str:
@@ -56,7 +55,7 @@ def _can_compile(device: torch.device) -> bool:
         torch.compile(torch.sin)(torch.ones(8, device=device))
     except Exception as error:  # whatever compilers raise
         line = str(error).strip().partition("\n")[0]
-        _say_once(f"layers are not fused by torch.compile ({line}); a decode step takes some 1.3 times as long")
+        note_once(f"layers are not fused by torch.compile ({line}); a decode step takes some 1.3 times as long")
         return False
     return True
 
@@ -116,7 +115,7 @@ class StepRunner:
         if reason is None:
             return StepRunner(model, cache, "graph" if mode == "compiled" and not _can_compile(device) else mode)
         if mode != "fixed":
-            _say_once(f"decode steps are not captured as CUDA graphs: {reason}; they are computed one by one, slower")
+            note_once(f"decode steps are not captured as CUDA graphs: {reason}; they are computed one by one, slower")
         return None
 
     @torch.no_grad()
@@ -164,14 +163,14 @@ class StepRunner:
             self._graphs[key] = captured = capture_graph(self._run)
         except RunError as error:
             self._mode = "fixed"
-            _say_once(f"decode steps are not captured as CUDA graphs ({error}); they are computed one by one, slower")
+            note_once(f"decode steps are not captured as CUDA graphs ({error}); they are computed one by one, slower")
             return None
         return captured
 
     def _note_restless(self) -> None:
         self._since_replay += 1
         if self._since_replay == _RESTLESS and self._mode != "fixed":
-            _say_once(f"no decode step of {_RESTLESS} could be replayed: batch or cache changed at every step")
+            note_once(f"no decode step of {_RESTLESS} could be replayed: batch or cache changed at every step")
 
     def _fused(self) -> Any:
         return fused_layers(self._model) if self._mode == "compiled" else nullcontext()
@@ -209,9 +208,3 @@ def _fused_forward(kind: type) -> Callable[..., Any]:
     if kind not in _fused_forwards:
         _fused_forwards[kind] = torch.compile(kind.forward)  # type: ignore[attr-defined]
     return _fused_forwards[kind]
-
-
-def _say_once(line: str) -> None:
-    if line not in _said:
-        _said.add(line)
-        print(f"note: {line}", file=sys.stderr)
