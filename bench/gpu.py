@@ -143,20 +143,20 @@ def parts(asked: argparse.Namespace, folder: Path) -> Iterator[list[Part]]:
     kind = ["--shape", "tiny", "--dtype", "float32", "--turns", "1", "--new", "4", "--warm", "4"] if asked.small else []
     real = "" if asked.model == RANDOM else asked.model
     yield list(checks(asked, folder))
+    for number in FIRST:
+        yield [decode("1.5b", number, [*work, "decode", *on, *kind], asked.small)]
+    sizes = ["1", "1", "64"] if asked.small else ["3", "4", "1024"]
+    trained = {"KVAUDIT_REAL_MODEL": real if asked.small else str(folder / RANDOM)}
+    command = [sys.executable, "-m", "bench.training", *sizes, *on, "--without", "smd"]
+    yield [Part("grpo", "A GRPO step beside TRL's", command, 120, trained, is_table=False)]
+    if real:
+        yield [exactness(asked, real), paired(asked, folder)]
+    short = ["--contexts", "64", "96"] if asked.small else []
     place = ["--batch", "2", "--context", "64"] if asked.small else ["--batch", "8", "--context", "2048"]
     for way in WAYS:
         title = f"A step of the sampler, {way}"
         words = [*work, "steps", *on, *kind, *place, "--seconds", SECONDS]
         yield [Part(f"steps-{way}", title, words, 60, {"KVAUDIT_STEP": way})]
-    for number in FIRST:
-        yield [decode("1.5b", number, [*work, "decode", *on, *kind], asked.small)]
-    sizes = ["1", "1", "64"] if asked.small else ["3", "4", "1024"]
-    trained = {"KVAUDIT_REAL_MODEL": real if asked.small else str(folder / RANDOM)}
-    command = [sys.executable, "-m", "bench.training", *sizes, *on]
-    yield [Part("grpo", "A GRPO step beside TRL's", command, 100, trained, is_table=False)]
-    if real:
-        yield [exactness(asked, real), paired(asked, folder)]
-    short = ["--contexts", "64", "96"] if asked.small else []
     yield [Part("prefill", "Prefill beside stock's", [*work, "prefill", *on, *kind, *short], 40)]
     for shape, number in FURTHER[: 1 if asked.small else None]:
         yield [decode(shape, number, [*work, "decode", *on, *kind], asked.small)]

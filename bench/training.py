@@ -1,6 +1,7 @@
 """A whole GRPO step beside TRL's GRPOTrainer: time and peak memory, same model, lengths, precision and thread.
 
     KVAUDIT_REAL_MODEL=FOLDER python -m bench.training [STEPS [PROMPTS [TOKENS]]] [--device cuda] [--own-defaults]
+    python -m bench.training 3 4 1024 --device cuda --without smd
 
 Without the variable, the embedded model; 1 step of 4 prompts of 512 tokens. A step samples, rewards, takes the gradient
 and updates; both sides take the gradient prompt by prompt, so fewer prompts take less time of both. Every side has a
@@ -66,10 +67,16 @@ def main() -> None:
         place = words.index("--device")
         device = words[place + 1]
         del words[place : place + 2]
+    left_out = ""
+    if "--without" in words:
+        place = words.index("--without")
+        left_out = words[place + 1]
+        del words[place : place + 2]
     checkpointing = "--own-defaults" not in words
     words = [word for word in words if word != "--own-defaults"]
     asked = Asked(folder, *map(int, words), *GIVEN[len(words) :], device, checkpointing)
     sides: dict[str, Callable[[Asked], Found]] = {"dense": dense, "smd": smd, "TRL": trl}
+    sides.pop(left_out, None)
     lengths = f"{asked.tokens} + {NEW} tokens"
     where = f"{DTYPE}, {asked.device}, one thread, gradients checkpointed by {'both' if checkpointing else 'TRL alone'}"
     print(f"{asked.prompts} prompts x {GROUP}, {lengths}, {where}, {asked.steps} step(s)", flush=True)
