@@ -64,7 +64,7 @@ class Recorder:
         self.captures = self.replays = 0
         self._state = state
 
-    def __call__(self, run: Callable[[], Tensor]) -> CapturedStep:
+    def __call__(self, run: Callable[[], Tensor], device: torch.device) -> CapturedStep:
         before = [(tensor, tensor.clone()) for tensor in self._state()]
         with RecordedGraph() as graph:
             logits = run()

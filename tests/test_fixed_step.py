@@ -229,12 +229,12 @@ def test_a_step_on_a_device_waits_for_nothing(policy: str, monkeypatch: pytest.M
 def test_a_capture_that_fails_is_said_once_and_changes_no_answer(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fails(run: Any) -> Any:
+    def fails(run: Any, device: Any) -> Any:
         raise RunError("CUDA error: operation not permitted")
 
     single = Played("snapkv:budget=64,window=8,interval=16", "eager", monkeypatch)
     monkeypatch.setattr(text, "_noted", set())
-    monkeypatch.setattr("test_fixed_step.Recorder.__call__", lambda self, run: fails(run))
+    monkeypatch.setattr("test_fixed_step.Recorder.__call__", lambda self, run, device: fails(run, device))
     replayed = Played("snapkv:budget=64,window=8,interval=16", "graph", monkeypatch)
     assert [answer.ids for answer in single.turns[1]] == [answer.ids for answer in replayed.turns[1]]
     lines = capsys.readouterr().err.splitlines()

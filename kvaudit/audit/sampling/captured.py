@@ -67,14 +67,17 @@ class CapturedStep(NamedTuple):
     logits: Tensor
 
 
-def capture_graph(run: Callable[[], Tensor]) -> CapturedStep:
-    """Capture ``run`` as a CUDA graph, which computes nothing yet. Raises RunError if the device will not."""
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
+def capture_graph(run: Callable[[], Tensor], device: torch.device) -> CapturedStep:
+    """Capture ``run`` as a CUDA graph of ``device``, which computes nothing yet.
+
+    Raises RunError if the device will not.
+    """
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     collects = gc.isenabled()
-    stream.wait_stream(torch.cuda.current_stream())
+    stream.wait_stream(torch.cuda.current_stream(device))
     gc.disable()  # what it frees must not be freed in the middle of a capture
     try:
-        with torch.cuda.stream(stream):
+        with torch.cuda.stream(stream):  # which makes its device the current one
             # an error of another thread is none of this capture
             graph.capture_begin(capture_error_mode="thread_local")
             try:
@@ -86,7 +89,7 @@ def capture_graph(run: Callable[[], Tensor]) -> CapturedStep:
     finally:
         if collects:
             gc.enable()
-    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.current_stream(device).wait_stream(stream)
     return CapturedStep(graph.replay, logits)
 
 
@@ -160,7 +163,7 @@ class StepRunner:
         while len(self._graphs) >= MAX_GRAPHS:
             del self._graphs[next(iter(self._graphs))]
         try:
-            self._graphs[key] = captured = capture_graph(self._run)
+            self._graphs[key] = captured = capture_graph(self._run, self.cache.device)
         except RunError as error:
             self._mode = "fixed"
             note_once(f"decode steps are not captured as CUDA graphs ({error}); they are computed one by one, slower")
