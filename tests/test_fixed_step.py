@@ -18,6 +18,7 @@ from kvaudit.audit.cache.fixed_step import FixedStep
 from kvaudit.audit.cache.layer_state import LastQueries
 from kvaudit.audit.cache.store import Store
 from kvaudit.audit.policies import parse_policy
+from kvaudit.audit.policies.int8 import Int8
 from kvaudit.audit.sampling import captured
 from kvaudit.audit.sampling.episode import Episode
 from kvaudit.audit.sampling.sampler import Decoding, Sampler
@@ -303,3 +304,12 @@ def test_float64_needs_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode_kernels, "is_available", lambda device: True)
     assert decode_kernels.compute(torch.zeros(1, 2, 1, 16))
     assert not decode_kernels.compute(torch.zeros(1, 2, 1, 16, dtype=torch.float64))
+
+
+def test_what_an_unknown_codec_codes_is_not_captured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(text, "_noted", set())
+    monkeypatch.setattr(Int8, "codes_singly", False)
+    assert Played("int8", "graph", monkeypatch).recorder.captures == 0
+    assert "codes of int8, which may code several entries in a step;" in capsys.readouterr().err

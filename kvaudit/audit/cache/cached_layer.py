@@ -217,8 +217,11 @@ class CachedLayer:
             return "layers with a state"
         if self.selector is not None:
             return "queries that select what they attend to"
-        if isinstance(self.store, SteppedStore) and self.evictor.evicts:
+        codec = self.plan.quantiser
+        if codec is not None and self.evictor.evicts:
             return "codes of a cache that evicts too"
+        if codec is not None and not codec.codes_singly:
+            return f"codes of {codec.name}, which may code several entries in a step"
         return None
 
     @property
@@ -305,7 +308,7 @@ class CachedLayer:
             moments=moments.of(rows) if moments else None,
             centres=centres.of(rows) if centres else None,
             sink_logits=self._sink_logits,
-            longest=forward.longest,
+            longest=forward.longest or None,
         )
 
     def evict(self, eviction: Eviction, forward: Forward, view: View, importance: Tensor, pins: Pins | None) -> None:

@@ -29,6 +29,7 @@ class Float8(Absmax):
     name = "fp8"
     paper = "2209.05433"
     keeps = "every entry, in 8-bit floats"
+    codes_singly = True
     uses = ("format", "residual", "scale", "scales", "write", "skip_layers", "chunk")
 
     format: str = "e4m3"

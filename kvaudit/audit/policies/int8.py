@@ -21,6 +21,7 @@ class Int8(Absmax):
 
     name = "int8"
     keeps = "every entry, in 8-bit integers"
+    codes_singly = True
     uses = ("residual", "scale", "scales", "write", "skip_layers", "chunk")
 
     @property

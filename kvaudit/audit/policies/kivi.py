@@ -27,6 +27,7 @@ class Kivi(Quantiser):
     name = "kivi"
     paper = "2402.02750"
     keeps = "every entry, all but the last `residual` in `bits` bits"
+    codes_singly = True
     uses = ("bits", "group", "residual", "skip_layers", "chunk")
 
     residual: int = 32

@@ -32,6 +32,7 @@ class Q4(Quantiser):
 
     name = "q4_0"
     keeps = "every entry, in 4-bit integers"
+    codes_singly = True
     uses = ("group", "residual", "write", "rotate", "skip_layers", "chunk")
 
     group: int = 32

@@ -33,6 +33,9 @@ class Quantiser(Policy):
     """
 
     quantises: ClassVar[bool] = True
+    # a decode step codes at most one entry per row, or where keys have groups whole ones from position 0 on: then steps
+    # may be captured on a GPU
+    codes_singly: ClassVar[bool] = False
 
     residual: int = 0
     chunk: int = 1024
