@@ -174,8 +174,8 @@ MALFORMED = [
     '{"name": "no_tool_of_mine", "arguments": {}}',
     'print("hello")',
     "get_weather(city=",
-    "{" * 3000,
-    '{"a":' * 3000,
+    "{" * 900,
+    '{"a":' * 300,
     "A { b } and [c](d) <i>e</i> `{}`.  ",
     " \n ",
 ]

@@ -97,6 +97,7 @@ class GrowingAnswer:
     def __init__(self, openings: Sequence[str] | None, names: frozenset[str], *, opens_thought: bool) -> None:
         self._openings, self._names, self._opens_thought = openings, names, opens_thought
         self._decided = 0  # characters in which no call begins, whatever follows
+        self._held_from, self._look_at = 0, 0  # in characters: the last result, and the length to look again at
         self._start, self._may_be_python = 0, True  # of the text behind a thought
 
     def sendable(self, text: str) -> str:
@@ -109,14 +110,21 @@ class GrowingAnswer:
         if not body:
             return len(text)
         if len(thought) != self._start:  # until now a thought could not be told from an answer
-            self._start, self._may_be_python = len(thought), True
+            self._start, self._may_be_python, self._look_at = len(thought), True, 0
         if self._openings is None:
             return len(thought)
-        window, start = text[: len(thought) + LONGEST_ANSWER], max(self._decided, len(thought))
-        place = min(_find_opening(window, start, self._openings), _find_json_call(window, start))
+        if len(text) >= self._look_at:
+            self._held_from = self._look(text, len(thought), body)
+            # a long stretch that is held is looked at again after an eighth more, or looking would cost its square
+            self._look_at = len(text) + max(1, (len(text) - self._held_from) // 8)
+        return self._held_from
+
+    def _look(self, text: str, begin: int, body: str) -> int:
+        window, start = text[: begin + LONGEST_ANSWER], max(self._decided, begin)
+        place = min(_find_opening(window, start, self._openings or ()), _find_json_call(window, start))
         self._decided = max(start, place)
         if self._begins_in_python(body):
-            return len(thought)
+            return begin
         return place if place < len(window) else len(text)
 
     def _begins_in_python(self, body: str) -> bool:
