@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 from suite_world import words, write_rows
-from test_chat_tools import CALL, TALK, WEATHER, Asking, chat_of, random_name, random_tool
+from test_chat_tools import CALL, RESPONSE, TALK, WEATHER, Asking, chat_of, random_name, random_tool
 from test_engines_http import endpoint
 from test_evaluate_episodes import Scripted
 from test_serving import KEY, Server, serving
-from tool_templates import FORMS, ONE_CALL, TEMPLATES
+from tool_templates import FORMS, ONE_CALL, TEMPLATES, tool_tokenizer
 
 from kvaudit.audit.engines.conversation import EngineAnswer, converse
 from kvaudit.audit.sampling.chat import Chat
@@ -294,6 +294,53 @@ def test_a_stream_sends_what_the_whole_answer_says(form: str | None) -> None:
         if not whole.calls:
             assert whole.text == text
     assert called > 20
+
+
+def streamed(reader: AnswerReader, text: str) -> str:
+    """What a stream has sent, letter by letter, before the whole answer is read."""
+    growing = reader.start()
+    sent = [growing.sendable(text[:end]) for end in range(1, len(text) + 1)]
+    return max(sent, key=len)
+
+
+def test_a_call_in_python_behind_a_thought_is_not_sent_as_text() -> None:
+    reader = AnswerReader([WEATHER])
+    text = "<think>Hm.</think>get_weather(city='Bonn')"
+    assert [call.name for call in reader.read(choice_of(text)).calls] == ["get_weather"]
+    assert streamed(reader, text) == reader.read(choice_of(text)).text == "<think>Hm.</think>"
+
+
+def test_channels_before_a_call_are_not_sent_as_text() -> None:
+    text = (
+        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary to=functions.get_weather "
+        '<|constrain|>json<|message|>{"city": "Bonn"}'
+    )
+    for form in (TOOL_FORMS.get("harmony")(), None):
+        reader = AnswerReader([WEATHER], form)
+        said = reader.read(choice_of(text))
+        assert [(call.name, call.arguments) for call in said.calls] == [("get_weather", {"city": "Bonn"})]
+        assert said.text == streamed(reader, text) == ""
+
+
+def test_text_behind_the_longest_answer_that_is_read_is_kept() -> None:
+    reader = AnswerReader([WEATHER], TOOL_FORMS.get("hermes")())
+    call = call_text("qwen25", CALL).strip()
+    said = reader.read(choice_of(call + "x" * 30_000))
+    assert (len(said.calls), said.text) == (1, "x" * 30_000)
+    late = "x" * 20_000 + call
+    assert reader.read(choice_of(late)) == choice_of(late)
+    assert reader.start().sendable(late) == late
+
+
+def test_calls_of_a_tokenizers_own_form_are_sent_at_the_end() -> None:
+    pytest.importorskip("transformers.utils.chat_parsing")
+    tokenizer = tool_tokenizer("qwen25")
+    tokenizer.response_template = RESPONSE
+    reader = AnswerReader([WEATHER], Chat(tokenizer).reader_of("tokenizer"))
+    text = "Look: " + call_text("qwen25", CALL).strip()
+    said = reader.read(choice_of(text))
+    assert [(call.name, call.arguments) for call in said.calls] == [(CALL.name, CALL.arguments)]
+    assert (said.text, streamed(reader, text)) == ("Look:", "")
 
 
 def test_plain_text_is_not_held_back() -> None:
