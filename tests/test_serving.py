@@ -16,6 +16,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 
@@ -66,9 +67,14 @@ class Server(NamedTuple):
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    engine = SamplingEngine({"embedded": load_model()}, {"release": f"embedded@{HIDDEN}"})
+    with serving(SamplingEngine({"embedded": load_model()}, {"release": f"embedded@{HIDDEN}"}), KEY) as running:
+        yield running
+
+
+@contextmanager
+def serving(engine: SamplingEngine, key: str | None) -> Iterator[Server]:
     lines: list[str] = []
-    config = uvicorn.Config(application(engine, key=KEY, log=lines.append), port=0, log_level="error")
+    config = uvicorn.Config(application(engine, key=key, log=lines.append), port=0, log_level="error")
     running = uvicorn.Server(config)
     thread = threading.Thread(target=running.run, daemon=True)
     thread.start()
@@ -223,7 +229,7 @@ def test_a_log_line_holds_no_text_of_requests(server: Server) -> None:
         ({"max_tokens": 0}, "max_tokens is 0"),
         ({"max_tokens": 30_000}, "positions"),
         ({"temperature": "hot"}, "temperature is 'hot'"),
-        ({"tools": [{"type": "function"}]}, "does not support"),
+        ({"functions": [{"name": "f"}]}, "functions is"),
         ({"top_k": 20}, "top_k is 20, which this server does not support"),
         ({"repetition_penalty": 1.1}, "does not support"),
         ({"guided_json": {"type": "object"}}, "guided_json is"),

@@ -17,6 +17,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from kvaudit.audit.serving.answers import AnswerReader
 from kvaudit.audit.serving.engine import PendingAnswers, QueueFull, SamplingEngine
 from kvaudit.audit.serving.wire import ChatRequest, Choice, ReplyBodies, error_body, read_request
 from kvaudit.core.errors import AuditError, RunError
@@ -96,7 +97,7 @@ class _Service:
         # in a thread, because rendering a chat template waits for another process
         prompt_tokens, answers = await asyncio.to_thread(self._engine.submit, request)
         try:
-            choices = await _wait_for(answers, http_request)
+            choices = await _read(await _wait_for(answers, http_request), answers.reader)
         finally:
             answers.abandon()
         self._log_success(request, choices, prompt_tokens, started)
@@ -113,7 +114,7 @@ class _Service:
 
         async def logged_events() -> AsyncIterator[str]:
             try:
-                async for event in _events(request, texts, finished, prompt_tokens):
+                async for event in _events(request, texts, finished, prompt_tokens, answers.reader):
                     yield event
             finally:
                 is_disconnected = not answers.done()
@@ -180,26 +181,44 @@ async def _body(request: Request) -> Any:
         raise AuditError(f"the request is not JSON ({str(error)[:120]})") from None
 
 
+async def _read(choices: list[Choice], reader: AnswerReader | None) -> list[Choice]:
+    """Return answers with the calls in them."""
+    if reader is None:
+        return choices
+    # in a thread, because some tokenizers read calls in another process
+    return [await asyncio.to_thread(reader.read, choice) for choice in choices]
+
+
 async def _events(
     request: ChatRequest,
     texts: asyncio.Queue[tuple[int, str]],
     finished: asyncio.Future[list[Choice]],
     prompt_tokens: int,
+    reader: AnswerReader | None,
 ) -> AsyncIterator[str]:
-    """Yield the events of a stream: text as it is drawn, then the end of each choice."""
+    """Yield the events of a stream: text as it is drawn, then the calls and the end of each choice."""
     bodies, sent = ReplyBodies(request), dict.fromkeys(range(request.choices), "")
+    growing = {} if reader is None else {number: reader.start() for number in sent}
     for number in sent:
         yield _event(bodies.chunk(number, {"role": "assistant", "content": ""}))
     async for number, text in _queued_texts(texts, finished):
-        yield _event(bodies.chunk(number, {"content": text[len(sent[number]) :]}))
-        sent[number] = text
-    if finished.exception() is not None:
-        yield _event(error_body(str(finished.exception()), "server_error"))
+        known = growing[number].sendable(text) if growing else text
+        if len(known) > len(sent[number]):
+            yield _event(bodies.chunk(number, {"content": known[len(sent[number]) :]}))
+            sent[number] = known
+    try:
+        choices = await _read(finished.result(), reader)
+    except AuditError as error:
+        yield _event(error_body(str(error), "server_error"))
         return
-    for number, choice in enumerate(finished.result()):
+    for number, choice in enumerate(choices):
+        if rest := choice.text[len(sent[number]) :]:
+            yield _event(bodies.chunk(number, {"content": rest}))
+        for chunk in bodies.call_chunks(number, choice):
+            yield _event(chunk)
         yield _event(bodies.chunk(number, {}, choice))
     if request.usage_in_stream:
-        yield _event(bodies.usage_chunk(finished.result(), prompt_tokens))
+        yield _event(bodies.usage_chunk(choices, prompt_tokens))
     yield "data: [DONE]\n\n"
 
 

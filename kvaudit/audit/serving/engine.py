@@ -19,10 +19,12 @@ from typing import NamedTuple
 from kvaudit.audit.cache.rotary import rotary_length_limit
 from kvaudit.audit.policies import Policy, parse_policy
 from kvaudit.audit.policies.draws import derive_seed
-from kvaudit.audit.sampling.chat import ChatTokens
+from kvaudit.audit.sampling.chat import Chat, ChatTokens
 from kvaudit.audit.sampling.model import LoadedModel
 from kvaudit.audit.sampling.packing import pack_weights
 from kvaudit.audit.sampling.sampler import AnyEpisode, Completion, Decoding, Sampler, join_episodes
+from kvaudit.audit.serving.answers import AnswerReader
+from kvaudit.audit.serving.tools import count_characters
 from kvaudit.audit.serving.wire import ChatRequest, Choice
 from kvaudit.core.errors import AuditError, RunError, SpecError, UnknownName
 
@@ -46,8 +48,9 @@ class ModelAndPolicy:
 
 
 class PendingAnswers(Future[list[Choice]]):
-    """The future answers to one request."""
+    """The future answers to one request. ``reader`` finds the calls in them, if the request has tools."""
 
+    reader: AnswerReader | None = None
     is_abandoned = False  # the client is gone: the request ends at its next token
 
     def abandon(self) -> None:
@@ -128,7 +131,7 @@ class SamplingEngine:
             raise QueueFull(f"{self._max_waiting} requests are waiting, the maximum; try again later")
         target = self.resolve(request.model)
         self._check_characters(request, target.model)
-        prompt = target.model.chat.prompt(request.messages)
+        prompt = target.model.chat.prompt(request.messages, (), request.tools)
         steady = rotary_length_limit(target.model.model.config)  # beyond it a row would depend on its batch
         positions = min(target.model.max_positions, steady or target.model.max_positions)
         room = positions - len(prompt.ids)
@@ -139,6 +142,7 @@ class SamplingEngine:
                 f"{positions} positions; shorten the prompt or lower max_tokens"
             )
         job = _Job(request, target, prompt, limit, listener)
+        job.pending.reader = _reader(request, target.model.chat)
         with self._lock:  # nothing may be queued after None, where it would never be answered
             if self._is_closed:
                 raise RunError(_CLOSING)
@@ -149,6 +153,7 @@ class SamplingEngine:
         """Raise SpecError for a prompt that no tokenization could fit: counting its tokens would take minutes."""
         most = model.max_positions * self._longest_token[id(model)]
         length = sum(len(message.content) for message in request.messages)
+        length += count_characters(request.tools, [call for message in request.messages for call in message.tool_calls])
         if length > most:
             raise SpecError(
                 f"the prompt has {length} characters, the {model.max_positions} positions of the model hold at most "
@@ -224,6 +229,13 @@ class SamplingEngine:
         for job in (*joining, self._waiting[0]):
             size, rows = size.plus(job), rows + job.request.choices
         return rows <= _MAX_ROWS and size.fits(self._batch_tokens)
+
+
+def _reader(request: ChatRequest, chat: Chat) -> AnswerReader | None:
+    if not request.tools:
+        return None
+    form = chat.reader_of(chat.tool_form_of(request.messages, request.tools))
+    return AnswerReader(request.tools, form, opens_thought=chat.opens_thought, parallel=request.parallel_calls)
 
 
 def _start(jobs: Sequence[_Job]) -> list[_Job]:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import time
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kvaudit.audit.serving.tools import read_call_id, read_message_calls, read_parallel, read_tools
 from kvaudit.core.errors import SpecError
-from kvaudit.core.records import Message, Role
+from kvaudit.core.records import Message, Role, ToolCall
 from kvaudit.core.text import is_text, short_repr
 
 _MAX_TOKENS, _MAX_CHOICES, _MAX_STOPS = 32_768, 16, 16
@@ -17,12 +19,12 @@ _ROLES = {"developer": Role.SYSTEM, **{str(role): role for role in Role}}
 # options that would change an answer in ways our sampler does not support, with the values that change nothing
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "response_format": (None, {"type": "text"}),
-    "tool_choice": (None, "none", "auto"),
+    "function_call": (None, "none", "auto"),
     "add_generation_prompt": (None, True),
     "top_k": (None, 0, -1),
     "best_of": (None, 1),
     "grammar": (None, ""),
-    **dict.fromkeys(("tools", "functions", "stop_token_ids", "guided_choice", "bad_words"), (None, [])),
+    **dict.fromkeys(("functions", "stop_token_ids", "guided_choice", "bad_words"), (None, [])),
     **dict.fromkeys(("logit_bias", "chat_template_kwargs"), (None, {})),
     **dict.fromkeys(("frequency_penalty", "presence_penalty", "min_p", "top_logprobs", "min_tokens"), (None, 0)),
     **dict.fromkeys(("typical_p", "repetition_penalty"), (None, 1)),
@@ -34,7 +36,10 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class ChatRequest:
-    """A checked request. ``model`` is CHECKPOINT@POLICY or an alias; without a ``seed`` the server draws one."""
+    """A checked request. ``model`` is CHECKPOINT@POLICY or an alias; without a ``seed`` the server draws one.
+
+    ``tools`` are the schemas of the functions that an answer may call; without ``parallel_calls`` one at a time.
+    """
 
     model: str
     messages: tuple[Message, ...]
@@ -47,6 +52,8 @@ class ChatRequest:
     logprobs: bool
     stream: bool
     usage_in_stream: bool
+    tools: tuple[Mapping[str, Any], ...] = ()
+    parallel_calls: bool = True
 
 
 def read_request(body: Any) -> ChatRequest:
@@ -64,7 +71,7 @@ def read_request(body: Any) -> ChatRequest:
     max_tokens = _integer(body, "max_completion_tokens", 1, _MAX_TOKENS)
     return ChatRequest(
         model=model,
-        messages=tuple(_message(row, number) for number, row in enumerate(rows)),
+        messages=_messages(rows),
         max_tokens=max_tokens or _integer(body, "max_tokens", 1, _MAX_TOKENS),
         temperature=_number(body, "temperature", 1.0, least=0.0, most=100.0),
         top_p=_number(body, "top_p", 1.0, least=1e-6, most=1.0),
@@ -74,16 +81,27 @@ def read_request(body: Any) -> ChatRequest:
         logprobs=bool(body.get("logprobs")),
         stream=bool(body.get("stream")),
         usage_in_stream=isinstance(options, Mapping) and bool(options.get("include_usage")),
+        tools=read_tools(body),
+        parallel_calls=read_parallel(body),
     )
 
 
-def _message(row: Any, number: int) -> Message:
+def _messages(rows: Sequence[Any]) -> tuple[Message, ...]:
+    messages, ids = list[Message](), set[str]()  # of the calls so far
+    for number, row in enumerate(rows):
+        messages.append(_message(row, number, ids))
+        ids.update(call.call_id for call in messages[-1].tool_calls)
+    return tuple(messages)
+
+
+def _message(row: Any, number: int, ids: set[str]) -> Message:
     role = row.get("role") if isinstance(row, Mapping) else None
     if not isinstance(role, str) or role not in _ROLES:
         raise SpecError(f"messages[{number}] has role {short_repr(role)}, expected one of {', '.join(_ROLES)}")
-    if row.get("tool_calls"):
-        raise SpecError(f"messages[{number}] has tool_calls, which this server does not support; write calls as text")
-    content = row.get("content")
+    place, content = f"messages[{number}]", row.get("content")
+    calls = read_message_calls(row, _ROLES[role], place)
+    if calls and not content:
+        content = ""  # null, or no part
     parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
     texts = [part.get("text") for part in parts if isinstance(part, Mapping) and part.get("type") == "text"]
     if not parts or len(texts) != len(parts) or not all(isinstance(text, str) for text in texts):
@@ -91,7 +109,7 @@ def _message(row: Any, number: int) -> Message:
     text = "".join(map(str, texts))
     if not is_text(text):
         raise SpecError(f"messages[{number}] holds a lone surrogate (half of a character), which cannot be tokenized")
-    return Message(_ROLES[role], text)
+    return Message(_ROLES[role], text, calls, read_call_id(row, _ROLES[role], place, ids))
 
 
 def _integer(body: Mapping[str, Any], key: str, least: int, most: int) -> int | None:
@@ -121,12 +139,28 @@ def _stops(value: Any) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Choice:
-    """One answer: its text without the stop text, and the drawn tokens with their log-probs in nats."""
+    """One answer: its text without the stop text, and the drawn tokens with their log-probs in nats.
+
+    ``text`` is what stands beside its ``calls``; the tokens are those of the calls too.
+    """
 
     text: str
-    finish_reason: str  # stop | length
+    finish_reason: str  # stop | length | tool_calls
     tokens: tuple[str, ...]
     logprobs: tuple[float, ...]
+    calls: tuple[ToolCall, ...] = ()
+
+    def to_message(self) -> dict[str, Any]:
+        """Return the message of the answer; its content is null if it has calls and no text."""
+        if not self.calls:
+            return {"role": "assistant", "content": self.text}
+        rows = [_call_row(call) for call in self.calls]
+        return {"role": "assistant", "content": self.text or None, "tool_calls": rows}
+
+
+def _call_row(call: ToolCall) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)}
+    return {"id": call.call_id, "type": "function", "function": function}
 
 
 class ReplyBodies:
@@ -141,7 +175,7 @@ class ReplyBodies:
         rows = [
             {
                 "index": index,
-                "message": {"role": "assistant", "content": choice.text},
+                "message": choice.to_message(),
                 "logprobs": _logprobs(choice) if self._request.logprobs else None,
                 "finish_reason": choice.finish_reason,
             }
@@ -149,7 +183,12 @@ class ReplyBodies:
         ]
         return {**self._head, "object": "chat.completion", "choices": rows, "usage": _usage(choices, prompt_tokens)}
 
-    def chunk(self, index: int, delta: Mapping[str, str], finished: Choice | None = None) -> dict[str, Any]:
+    def call_chunks(self, index: int, choice: Choice) -> list[dict[str, Any]]:
+        """Return a chunk for each call of a choice, with the call whole."""
+        rows = [{"index": number, **_call_row(call)} for number, call in enumerate(choice.calls)]
+        return [self.chunk(index, {"tool_calls": [row]}) for row in rows]
+
+    def chunk(self, index: int, delta: Mapping[str, Any], finished: Choice | None = None) -> dict[str, Any]:
         """Return a chat.completion.chunk object; the last one of a choice holds the log-probs of all its tokens."""
         row: dict[str, Any] = {"index": index, "delta": dict(delta), "finish_reason": None}
         if finished is not None:
