@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import gc
 import os
+import threading
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import cache
+from functools import cache, partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +28,7 @@ from transformers import AttentionInterface
 from kvaudit.audit.cache import attention
 from kvaudit.audit.cache.cache import EvictingCache
 from kvaudit.audit.cache.fixed_step import FixedStep, why_not_fixed
-from kvaudit.audit.cache.fusion import fusing
+from kvaudit.audit.cache.fusion import fusing, is_fusing
 from kvaudit.core.errors import RunError, SpecError
 from kvaudit.core.text import note_once
 
@@ -90,6 +92,13 @@ def capture_graph(run: Callable[[], Tensor]) -> CapturedStep:
     return CapturedStep(graph.replay, logits)
 
 
+def _address(weight: Tensor) -> int:
+    try:
+        return weight.data_ptr()
+    except RuntimeError:  # of several tensors
+        return id(weight)
+
+
 class StepRunner:
     """Computes the decode steps of one cache, by replays of captured steps where that is possible.
 
@@ -103,6 +112,8 @@ class StepRunner:
         self._graphs: dict[Hashable, CapturedStep] = {}
         self._runs: dict[Hashable, int] = {}  # by key, of steps that were not captured
         self._since_replay = 0
+        self._weights: list[Tensor] = list(chain(model.parameters(), model.buffers()))
+        self._model_state = self._describe_model()
 
     @staticmethod
     def for_cache(model: Any, cache: EvictingCache, device: torch.device) -> StepRunner | None:
@@ -118,6 +129,20 @@ class StepRunner:
             note_once(f"decode steps are not captured as CUDA graphs: {reason}; they are computed one by one, slower")
         return None
 
+    def begin_turn(self) -> None:
+        """Forget captured steps if the model's weights lie elsewhere by now, or it computes in another way."""
+        state = self._describe_model()
+        if state != self._model_state:
+            self._model_state = state
+            self._graphs.clear()
+            self._runs.clear()
+
+    def _describe_model(self) -> Hashable:
+        """Return what captured steps bake in of a model: the addresses of its weights, and modes that it reads."""
+        device = self.cache.device.type
+        modes = (self._model.training, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
+        return (*modes, *map(_address, self._weights))
+
     @torch.no_grad()
     def __call__(self, tokens: Sequence[int], room: int, pinned: Tensor | None = None) -> Tensor:
         """Feed one token per row (-1 = none) and return the next logits [B, V]; some ``room`` more are expected."""
@@ -128,7 +153,7 @@ class StepRunner:
         if captured is None:
             logits = self._run()
             self._runs = {key: 1}  # of the last key alone: it may be captured if it comes again
-            self._note_restless()
+            self._note_restless(room)
         else:
             captured.replay()
             logits, self._since_replay = captured.logits, 0
@@ -167,9 +192,11 @@ class StepRunner:
             return None
         return captured
 
-    def _note_restless(self) -> None:
+    def _note_restless(self, room: int) -> None:
+        if self._mode == "fixed" or room < FEWEST_STEPS:  # nothing is captured, whatever stays the same
+            return
         self._since_replay += 1
-        if self._since_replay == _RESTLESS and self._mode != "fixed":
+        if self._since_replay == _RESTLESS:
             note_once(f"no decode step of {_RESTLESS} could be replayed: batch or cache changed at every step")
 
     def _fused(self) -> Any:
@@ -180,28 +207,40 @@ class StepRunner:
 def fused_layers(model: Any) -> Iterator[None]:
     """Let torch.compile fuse the operators of the model's layers inside the context; the model itself is unchanged.
 
-    All layers share one compiled function. Attention is left out: it goes through the cache.
+    All layers of a class share one compiled function. Attention is left out: it goes through the cache. Other threads
+    that use the model compute its layers as they are, or wait here.
     """
-    layers = getattr(attention.find_decoder(model), "layers", None) or ()
-    own = [vars(layer).get("forward") for layer in layers]  # a layer that checkpoints gradients has one
-    AttentionInterface.register(attention.ATTENTION_NAME, attention.skip_compile(attention.attention))
-    try:
-        for layer in layers:
-            layer.forward = _fused_forward(type(layer)).__get__(layer)
-        with fusing(), warnings.catch_warnings():
-            # advice to whoever wrote the model, such as to multiply in TensorFloat32
-            warnings.filterwarnings("ignore", module=r"torch\._(inductor|dynamo)\.")
-            yield
-    finally:
-        for layer, forward in zip(layers, own, strict=True):
-            if forward is None:
-                del layer.forward
-            else:
-                layer.forward = forward
-        AttentionInterface.register(attention.ATTENTION_NAME, attention.attention)
+    with _FUSING:
+        layers = [layer for layer in getattr(attention.find_decoder(model), "layers", None) or () if _is_own(layer)]
+        own = [vars(layer).get("forward") for layer in layers]
+        AttentionInterface.register(attention.ATTENTION_NAME, attention.skip_compile(attention.attention))
+        try:
+            for layer in layers:
+                layer.forward = partial(_forward_fused, _fused_forward(type(layer)), layer, layer.forward)
+            with fusing(), warnings.catch_warnings():
+                # advice to whoever wrote the model, such as to multiply in TensorFloat32
+                warnings.filterwarnings("ignore", module=r"torch\._(inductor|dynamo)\.")
+                yield
+        finally:
+            for layer, forward in zip(layers, own, strict=True):
+                vars(layer).pop("forward", None)
+                if forward is not None:
+                    layer.forward = forward
+            AttentionInterface.register(attention.ATTENTION_NAME, attention.attention)
 
 
+_FUSING = threading.RLock()
 _fused_forwards: dict[type, Callable[..., Any]] = {}
+
+
+def _is_own(layer: Any) -> bool:
+    """Whether a layer computes what its class does: nothing replaced its forward but the checkpointing of gradients."""
+    forward = vars(layer).get("forward")
+    return forward is None or (isinstance(forward, partial) and forward.func.__module__.startswith("kvaudit."))
+
+
+def _forward_fused(fused: Callable[..., Any], layer: Any, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return fused(layer, *args, **kwargs) if is_fusing() else own(*args, **kwargs)
 
 
 def _fused_forward(kind: type) -> Callable[..., Any]:
