@@ -113,7 +113,7 @@ class StepRunner:
         self._runs: dict[Hashable, int] = {}  # by key, of steps that were not captured
         self._since_replay = 0
         self._weights: list[Tensor] = list(chain(model.parameters(), model.buffers()))
-        self._model_state = self._describe_model()
+        self._model_state: Hashable = None  # when the captured steps were
 
     @staticmethod
     def for_cache(model: Any, cache: EvictingCache, device: torch.device) -> StepRunner | None:
@@ -131,9 +131,7 @@ class StepRunner:
 
     def begin_turn(self) -> None:
         """Forget captured steps if the model's weights lie elsewhere by now, or it computes in another way."""
-        state = self._describe_model()
-        if state != self._model_state:
-            self._model_state = state
+        if self._graphs and self._describe_model() != self._model_state:
             self._graphs.clear()
             self._runs.clear()
 
@@ -184,6 +182,8 @@ class StepRunner:
         """Return the captured step, which was not computed yet; None if it cannot be captured."""
         while len(self._graphs) >= MAX_GRAPHS:
             del self._graphs[next(iter(self._graphs))]
+        if not self._graphs:
+            self._model_state = self._describe_model()
         try:
             self._graphs[key] = captured = capture_graph(self._run)
         except RunError as error:
