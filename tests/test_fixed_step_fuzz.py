@@ -225,8 +225,8 @@ class Player:
             for told in self.case.told:
                 getattr(self, told.what)(episode, random.Random(told.seed))
                 self.check_bytes()
-            while any(row.cap for row in self.rows):
-                self.decode(episode, random.Random(0))
+            if any(row.cap for row in self.rows):
+                self.decode(episode, random.Random(0), ends=True)
             if isinstance(self.policy, Mixture) or self.policy.replayable:
                 self.result.rollouts.append(episode.rollouts())
         except (SpecError, RunError) as error:
@@ -283,12 +283,13 @@ class Player:
                 if before != layer.bytes:
                     raise Bad(f"layer {layer.number} has {layer.bytes} bytes and says {before}")
 
-    def decode(self, episode: Any, draw: random.Random) -> None:
+    def decode(self, episode: Any, draw: random.Random, *, ends: bool = False) -> None:
+        """Let rows take turns, paused ones too; ``ends``: these alone, to their end."""
         most = draw.choice((1, 4, 12, 30, 70))
         caps = []
         for row in self.rows:
             fresh = 0 if row.finished or draw.random() < 0.2 else draw.randint(1, most)
-            caps.append(row.cap or fresh)
+            caps.append(row.cap or (0 if ends else fresh))
         if not any(caps):
             return
         steps, every = 0, draw.choice((None, None, 1, 3, 10))
@@ -306,7 +307,7 @@ class Player:
             self.rows[n].finished = random.Random(repr((n, done.ids))).random() < leaves
             return not self.rows[n].finished
 
-        should_pause = None if every is None else pause
+        should_pause = None if every is None or ends else pause
         episode.decode(Decoding(30), caps, lambda _, ids: ids[-1] % stops == 3, on_end, should_pause)
         for n, row in enumerate(self.rows):
             row.cap = 0 if n in ended else caps[n]

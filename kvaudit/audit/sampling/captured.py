@@ -99,6 +99,16 @@ def _address(weight: Tensor) -> int:
         return id(weight)
 
 
+def _why_not_replayed(model: Any) -> str | None:
+    """Return what of a model a replay would leave out, as the end of a sentence; None for nothing."""
+    for module in model.modules():
+        for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
+            # transformers' own let inputs require gradients; those of this project look after other caches
+            if not str(getattr(hook, "__module__", None)).startswith(("transformers.", "kvaudit.")):
+                return "hooks of the model, which are called at every step"
+    return None
+
+
 class StepRunner:
     """Computes the decode steps of one cache, by replays of captured steps where that is possible.
 
@@ -122,7 +132,7 @@ class StepRunner:
         if mode == "eager":
             return None
         shared = "weights that several processes share" if hasattr(model, "unshard") else None
-        reason = shared or why_not_fixed(cache)
+        reason = shared or why_not_fixed(cache) or _why_not_replayed(model)
         if reason is None:
             return StepRunner(model, cache, "graph" if mode == "compiled" and not _can_compile(device) else mode)
         if mode != "fixed":
