@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import threading
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +15,7 @@ from recorded_graph import GraphError, RecordedGraph, Recorder
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bench.exactness import largest_gap, noise, sample, tiny
-from kvaudit.audit.cache import decode_kernels
+from kvaudit.audit.cache import decode_kernels, fusion
 from kvaudit.audit.cache.fixed_step import FixedStep
 from kvaudit.audit.cache.layer_state import LastQueries
 from kvaudit.audit.cache.store import Store
@@ -22,6 +24,7 @@ from kvaudit.audit.policies.int8 import Int8
 from kvaudit.audit.sampling import captured
 from kvaudit.audit.sampling.episode import Episode
 from kvaudit.audit.sampling.sampler import Decoding, Sampler
+from kvaudit.audit.training.adapters import checkpoint_layers
 from kvaudit.core import text
 from kvaudit.core.errors import RunError, SpecError
 
@@ -144,8 +147,8 @@ class OpenStep:
         self.fixed = FixedStep(episode._cache)
 
     @torch.no_grad()
-    def step(self) -> Any:
-        key = self.fixed.prepare([5, 7], self.room)
+    def step(self, tokens: Sequence[int] = (5, 7)) -> Any:
+        key = self.fixed.prepare(tokens, self.room)
 
         def forward(ids: torch.Tensor, positions: torch.Tensor, step: FixedStep) -> torch.Tensor:
             mask = torch.ones(2, 1, 1, 1, dtype=torch.bool)
@@ -214,6 +217,7 @@ def test_a_step_on_a_device_waits_for_nothing(policy: str, monkeypatch: pytest.M
         return logits
 
     monkeypatch.setattr(captured, "step_mode", lambda device: "fixed")
+    monkeypatch.setattr(decode_kernels, "is_available", lambda device: False)  # triton may be installed
     monkeypatch.setattr(FixedStep, "run", listening)
     monkeypatch.setattr(FixedStep, "_describe", lambda self: None)  # what is pretended has no address
     served = tiny(torch.float32)
@@ -313,3 +317,154 @@ def test_what_an_unknown_codec_codes_is_not_captured(
     monkeypatch.setattr(Int8, "codes_singly", False)
     assert Played("int8", "graph", monkeypatch).recorder.captures == 0
     assert "codes of int8, which may code several entries in a step;" in capsys.readouterr().err
+
+
+def test_a_row_that_was_fed_nothing_gives_a_run_another_key() -> None:
+    """From then on its slots are no positions, which a run for aligned rows takes them for."""
+    step = open_step("kivi:bits=4,group=16,residual=16")
+    keys = [step.step([5, 7] if n != 5 else [5, -1]) for n in range(12)]
+    assert [keys.index(key) for key in keys] == [0] * 6 + [6] * 6
+
+
+def test_a_tensor_of_another_shape_at_an_old_address_gives_a_run_another_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An allocator may put a wider ledger where a narrower one was."""
+    monkeypatch.setattr(torch.Tensor, "data_ptr", lambda self: 0)
+    step, keys, widths = open_step("h2o:budget=12"), [], []
+    for _ in range(230):
+        keys.append(step.step())
+        widths.append(step.fixed._cache.layers[0].store.evicted_at.shape[2])
+    assert len(set(widths)) > 1
+    assert [keys.index(key) for key in keys] == [widths.index(width) for width in widths]
+
+
+@pytest.mark.parametrize("mode", ["eager", "fixed", "graph"])
+@pytest.mark.parametrize("calls", [0, 1])
+def test_after_an_interrupted_step_nothing_is_sampled(mode: str, calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*args: Any) -> Any:
+        nonlocal calls
+        calls -= 1
+        if calls < 0:
+            raise KeyboardInterrupt
+        return own(*args)
+
+    monkeypatch.setattr(captured, "step_mode", lambda device: mode)
+    episode = Sampler(tiny(torch.float32), parse_policy("int8")).open([noise(20)], [0, 1], group=2)
+    assert isinstance(episode, Episode)
+    recorder = Recorder(lambda: [tensor for layer in episode._cache.layers for tensor in layer.tensors()])
+    monkeypatch.setattr(captured, "capture_graph", recorder)
+    part = episode._model.model.model.layers[1].mlp
+    own, part.forward = part.forward, interrupted
+    with pytest.raises(KeyboardInterrupt):
+        episode.decode(Decoding(12))
+    part.forward = own
+    with pytest.raises(RunError, match="an error broke off an earlier call"):
+        episode.decode(Decoding(4))
+
+
+def test_weights_that_have_moved_are_read_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    turns = []
+    for mode in ("eager", "graph"):
+        served = tiny(torch.float32)
+        monkeypatch.setattr(captured, "step_mode", lambda device, mode=mode: mode)
+        episode = Sampler(served, parse_policy("snapkv:budget=32,window=8,interval=16")).open([noise(60)], [0], group=1)
+        assert isinstance(episode, Episode)
+        layers = episode._cache.layers
+        recorder = Recorder(lambda layers=layers: [t for own in layers for t in (*own.tensors(), own.store.evicted_at)])
+        monkeypatch.setattr(captured, "capture_graph", recorder)
+        own = [episode.decode(Decoding(12))]
+        with torch.no_grad():
+            for weight in served.model.parameters():
+                weight.mul_(1.1)  # in place: a replay reads it
+        own.append(episode.decode(Decoding(12)))
+        assert recorder.captures == (mode == "graph")
+        for weight in served.model.parameters():
+            weight.data = weight.data * 0.9
+        own.append(episode.decode(Decoding(12)))
+        assert recorder.captures == 2 * (mode == "graph")
+        turns.append([[answer.ids for answer in turn if answer] for turn in own])
+    assert turns[0] == turns[1]
+
+
+def test_short_turns_that_pay_no_capture_are_not_called_restless(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(text, "_noted", set())
+    monkeypatch.setattr(captured, "step_mode", lambda device: "graph")
+    episode = Sampler(tiny(torch.float32), parse_policy("none")).open([noise(20)], [0, 1], group=2)
+    for _ in range(12):
+        episode.decode(Decoding(captured.FEWEST_STEPS - 1))
+    assert capsys.readouterr().err == ""
+
+
+class Compiled:
+    """Takes the place of ``torch.compile``: counts calls of each function."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.calls = 0
+        patch.setattr(torch, "compile", self.compile)
+        patch.setattr(captured, "_fused_forwards", {})
+
+    def compile(self, function: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.calls += 1
+            return function(*args, **kwargs)
+
+        return call
+
+
+def test_fused_layers_are_of_one_thread_and_leave_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled, model, ids = Compiled(monkeypatch), tiny(torch.float32).model, torch.ones(1, 3, dtype=torch.int64)
+    before = [dict(vars(layer)) for layer in model.model.layers]
+    within, leave = threading.Event(), threading.Event()
+
+    def another() -> None:
+        with captured.fused_layers(model):
+            within.set()
+            leave.wait(10)
+
+    thread = threading.Thread(target=another)
+    thread.start()
+    assert within.wait(10)
+    model(ids)  # a learner's pass
+    assert compiled.calls == 0
+    threading.Timer(0.2, leave.set).start()
+    with captured.fused_layers(model):  # waits for the other thread
+        model(ids)
+    thread.join()
+    assert compiled.calls == 3
+    assert not fusion.is_fusing()
+    assert [dict(vars(layer)) for layer in model.model.layers] == before
+
+
+def test_a_layer_with_a_forward_of_its_own_is_not_fused(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled, model, ids = Compiled(monkeypatch), tiny(torch.float32).model, torch.ones(1, 3, dtype=torch.int64)
+    checkpoint_layers(model)
+    first = model.model.layers[0]
+    steered = first.forward = lambda *args, _own=first.forward, **kwargs: _own(*args, **kwargs) + 1.0
+    with torch.no_grad():
+        expected = model(ids).logits
+        with captured.fused_layers(model):
+            assert torch.equal(model(ids).logits, expected)
+    assert compiled.calls == 2  # of layers whose gradients are checkpointed
+    assert first.forward is steered
+
+
+def test_hooks_of_a_model_are_called_at_every_step(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(text, "_noted", set())
+    monkeypatch.setattr(captured, "step_mode", lambda device: "graph")
+    served, calls = tiny(torch.float32), list[int]()
+    served.model.enable_input_require_grads()  # a hook that changes no number
+    episode = Sampler(served, parse_policy("none")).open([noise(20)], [0, 1], group=2)
+    assert isinstance(episode, Episode)
+    recorder = Recorder(lambda: [tensor for layer in episode._cache.layers for tensor in layer.tensors()])
+    monkeypatch.setattr(captured, "capture_graph", recorder)
+    episode.decode(Decoding(12))
+    assert recorder.replays == 10
+    served.model.model.layers[0].register_forward_hook(lambda *args: calls.append(1))
+    episode = Sampler(served, parse_policy("none")).open([noise(20)], [0, 1], group=2)
+    calls.clear()
+    episode.decode(Decoding(12))
+    assert (len(calls), recorder.replays) == (11, 10)
+    assert "not captured as CUDA graphs: hooks of the model, which are called at every step;" in capsys.readouterr().err

@@ -51,6 +51,7 @@ class FixedStep:
         self._layers_of = {s: [layer for layer in cache.layers if layer.schedule is s] for s in self._schedules}
         self._coded = [layer.stepped for layer in cache.layers if layer.stepped is not None]
         self._ring_size = 0  # exact entries of a row for which they have room
+        self._is_aligned = True  # slots are positions in stores with codes, as far as the key says
         counts = [self._rows] * 7 + [len(cache.layers), len(self._schedules), len(self._schedules), 1]
         self._numbers = torch.zeros(sum(counts), dtype=torch.int64, device=cache.device)
         self._ids, self._positions, self._seen, *coding, self._slots, victims, left, hint = torch.split(
@@ -95,7 +96,7 @@ class FixedStep:
                 if victims is not None:
                     self._by_position.add(schedule)
                     left[schedule] = victims
-        coding, has_entered = self._count_codes(before, has_moved=has_moved)
+        coding, has_changed = self._count_codes(before, has_moved=has_moved)
         lacks_room = any(self._lacks_room(layer, longest) for layer in looked_at)
         if lacks_room:
             for layer in cache.layers:
@@ -112,7 +113,7 @@ class FixedStep:
         self._numbers.copy_(torch.tensor(numbers), non_blocking=self._numbers.device.type == "cuda")
         self._newest, self._longest = newest, longest
         self._is_new = False
-        if has_moved or has_entered or lacks_room or did != (self._replacing, self._by_position):
+        if has_moved or has_changed or lacks_room or did != (self._replacing, self._by_position):
             key = self._describe()
             self._key, self._is_new, self._changes = key, key != self._key, cache.changes
             alike = {(layer.schedule, layer.store.length, layer.store.slots): layer for layer in reversed(cache.layers)}
@@ -130,6 +131,8 @@ class FixedStep:
         first = self._coded[0]  # all have coded as much
         size = first.most_exact(before)
         enters = has_moved or size > self._ring_size
+        # a row that was fed nothing has lost step with its slots
+        changed, self._is_aligned = first.is_aligned != self._is_aligned, first.is_aligned
         if enters:
             self._ring_size = max(size, self._ring_size)
             for store in self._coded:
@@ -142,7 +145,7 @@ class FixedStep:
         ]
         self._leaving = (leaving[0], leaving[1])
         read = until if on_write else done
-        return [*read[0].numbers, *read[1].numbers, *leaving[0], *leaving[1]], enters
+        return [*read[0].numbers, *read[1].numbers, *leaving[0], *leaving[1]], enters or changed
 
     def _can_replace(self, schedule: Schedule, looked_at: Sequence[CachedLayer]) -> bool:
         eviction = schedule.eviction
@@ -187,9 +190,11 @@ class FixedStep:
             parts += [store.slots, store.uniform, replaces, layer.schedule in self._by_position]
             parts.append(layer.stepped is not None and layer.stepped.is_aligned)
             if replaces:
-                parts += [store.length, store.evicted_at.data_ptr()]
-            parts += [tensor.data_ptr() for tensor in layer.tensors()]
-        parts += [tensor.data_ptr() for tensor in self._cache.row_keys.tensors()]
+                parts += [store.length, *_place(store.evicted_at)]
+            for tensor in layer.tensors():
+                parts += _place(tensor)
+        for tensor in self._cache.row_keys.tensors():
+            parts += _place(tensor)
         return tuple(parts)
 
     def finish(self) -> None:
@@ -299,3 +304,8 @@ class FixedStep:
         """Raise RunError if some layer did not attend through this step."""
         if len(self._attended) < len(self._cache.layers):
             raise RunError(f"{len(self._attended)} of the model's {len(self._cache.layers)} layers attended")
+
+
+def _place(tensor: Tensor) -> tuple[Hashable, ...]:
+    """Return address, shape and dtype: memory that was freed may hold a tensor of another shape."""
+    return tensor.data_ptr(), tensor.shape, tensor.dtype

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
@@ -13,10 +14,18 @@ Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 
-class _Switch:
-    """Whether functions are fused now."""
+class _Switch(threading.local):
+    """Whether functions are fused now, in each thread."""
 
     on = False
+
+
+_switch = _Switch()
+
+
+def is_fusing() -> bool:
+    """Tell whether this thread is inside ``fusing``."""
+    return _switch.on
 
 
 def fusable(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
@@ -25,7 +34,7 @@ def fusable(function: Callable[Arguments, Result]) -> Callable[Arguments, Result
 
     @wraps(function)
     def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        if not _Switch.on:
+        if not _switch.on:
             return function(*args, **kwargs)
         if not compiled:
             compiled.append(torch.compile(function))
@@ -37,9 +46,9 @@ def fusable(function: Callable[Arguments, Result]) -> Callable[Arguments, Result
 
 @contextmanager
 def fusing() -> Iterator[None]:
-    """Fuse functions inside the context."""
-    before, _Switch.on = _Switch.on, True
+    """Fuse functions inside the context, in this thread alone."""
+    before, _switch.on = _switch.on, True
     try:
         yield
     finally:
-        _Switch.on = before
+        _switch.on = before

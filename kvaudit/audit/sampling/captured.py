@@ -13,10 +13,13 @@ from __future__ import annotations
 
 import gc
 import os
+import threading
 import warnings
+from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import cache
+from functools import cache, partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +29,7 @@ from transformers import AttentionInterface
 from kvaudit.audit.cache import attention
 from kvaudit.audit.cache.cache import EvictingCache
 from kvaudit.audit.cache.fixed_step import FixedStep, why_not_fixed
-from kvaudit.audit.cache.fusion import fusing
+from kvaudit.audit.cache.fusion import fusing, is_fusing
 from kvaudit.core.errors import RunError, SpecError
 from kvaudit.core.text import note_once
 
@@ -39,7 +42,7 @@ _RESTLESS = 64  # steps without a replay, after which that is said
 
 def step_mode(device: torch.device) -> str:
     """Return how steps on ``device`` are computed; raises SpecError for a bad value of the variable."""
-    mode = os.environ.get(VARIABLE, "auto")
+    mode = os.environ.get(VARIABLE) or "auto"
     if mode not in MODES:
         raise SpecError(f"{VARIABLE}={mode!r}, wanted one of {', '.join(MODES)}; correct or unset it")
     on_gpu = device.type == "cuda"
@@ -93,6 +96,23 @@ def capture_graph(run: Callable[[], Tensor], device: torch.device) -> CapturedSt
     return CapturedStep(graph.replay, logits)
 
 
+def _address(weight: Tensor) -> int:
+    try:
+        return weight.data_ptr()
+    except RuntimeError:  # of several tensors
+        return id(weight)
+
+
+def _why_not_replayed(model: Any) -> str | None:
+    """Return what of a model a replay would leave out, as the end of a sentence; None for nothing."""
+    for module in model.modules():
+        for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
+            # transformers' own let inputs require gradients; those of this project look after other caches
+            if not str(getattr(hook, "__module__", None)).startswith(("transformers.", "kvaudit.")):
+                return "hooks of the model, which are called at every step"
+    return None
+
+
 class StepRunner:
     """Computes the decode steps of one cache, by replays of captured steps where that is possible.
 
@@ -104,8 +124,10 @@ class StepRunner:
         self._model, self._mode = model, mode
         self._step = FixedStep(cache)
         self._graphs: dict[Hashable, CapturedStep] = {}
-        self._runs: dict[Hashable, int] = {}  # by key, of steps that were not captured
+        self._run_before = deque[Hashable](maxlen=MAX_GRAPHS)  # keys of the last steps that were not captured
         self._since_replay = 0
+        self._weights: list[Tensor] = list(chain(model.parameters(), model.buffers()))
+        self._model_state: Hashable = None  # when the captured steps were
 
     @staticmethod
     def for_cache(model: Any, cache: EvictingCache, device: torch.device) -> StepRunner | None:
@@ -114,24 +136,36 @@ class StepRunner:
         if mode == "eager":
             return None
         shared = "weights that several processes share" if hasattr(model, "unshard") else None
-        reason = shared or why_not_fixed(cache)
+        reason = shared or why_not_fixed(cache) or _why_not_replayed(model)
         if reason is None:
             return StepRunner(model, cache, "graph" if mode == "compiled" and not _can_compile(device) else mode)
         if mode != "fixed":
             note_once(f"decode steps are not captured as CUDA graphs: {reason}; they are computed one by one, slower")
         return None
 
+    def begin_turn(self) -> None:
+        """Forget captured steps if the model's weights lie elsewhere by now, or it computes in another way."""
+        if self._graphs and self._describe_model() != self._model_state:
+            self._graphs.clear()
+            self._run_before.clear()
+
+    def _describe_model(self) -> Hashable:
+        """Return what captured steps bake in of a model: the addresses of its weights, and modes that it reads."""
+        device = self.cache.device.type
+        modes = (self._model.training, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
+        return (*modes, *map(_address, self._weights))
+
     @torch.no_grad()
     def __call__(self, tokens: Sequence[int], room: int, pinned: Tensor | None = None) -> Tensor:
         """Feed one token per row (-1 = none) and return the next logits [B, V]; some ``room`` more are expected."""
         key = self._step.prepare(tokens, room, pinned)
         captured = self._graphs.get(key)
-        if captured is None and self._runs.get(key, 0) and room >= FEWEST_STEPS and self._mode != "fixed":
+        if captured is None and key in self._run_before and room >= FEWEST_STEPS and self._mode != "fixed":
             captured = self._capture(key)
         if captured is None:
             logits = self._run()
-            self._runs = {key: 1}  # of the last key alone: it may be captured if it comes again
-            self._note_restless()
+            self._run_before.append(key)
+            self._note_restless(room)
         else:
             captured.replay()
             logits, self._since_replay = captured.logits, 0
@@ -162,6 +196,8 @@ class StepRunner:
         """Return the captured step, which was not computed yet; None if it cannot be captured."""
         while len(self._graphs) >= MAX_GRAPHS:
             del self._graphs[next(iter(self._graphs))]
+        if not self._graphs:
+            self._model_state = self._describe_model()
         try:
             self._graphs[key] = captured = capture_graph(self._run, self.cache.device)
         except RunError as error:
@@ -170,9 +206,11 @@ class StepRunner:
             return None
         return captured
 
-    def _note_restless(self) -> None:
+    def _note_restless(self, room: int) -> None:
+        if self._mode == "fixed" or room < FEWEST_STEPS:  # nothing is captured, whatever stays the same
+            return
         self._since_replay += 1
-        if self._since_replay == _RESTLESS and self._mode != "fixed":
+        if self._since_replay == _RESTLESS:
             note_once(f"no decode step of {_RESTLESS} could be replayed: batch or cache changed at every step")
 
     def _fused(self) -> Any:
@@ -183,28 +221,40 @@ class StepRunner:
 def fused_layers(model: Any) -> Iterator[None]:
     """Let torch.compile fuse the operators of the model's layers inside the context; the model itself is unchanged.
 
-    All layers share one compiled function. Attention is left out: it goes through the cache.
+    All layers of a class share one compiled function. Attention is left out: it goes through the cache. Other threads
+    that use the model compute its layers as they are, or wait here.
     """
-    layers = getattr(attention.find_decoder(model), "layers", None) or ()
-    own = [vars(layer).get("forward") for layer in layers]  # a layer that checkpoints gradients has one
-    AttentionInterface.register(attention.ATTENTION_NAME, attention.skip_compile(attention.attention))
-    try:
-        for layer in layers:
-            layer.forward = _fused_forward(type(layer)).__get__(layer)
-        with fusing(), warnings.catch_warnings():
-            # advice to whoever wrote the model, such as to multiply in TensorFloat32
-            warnings.filterwarnings("ignore", module=r"torch\._(inductor|dynamo)\.")
-            yield
-    finally:
-        for layer, forward in zip(layers, own, strict=True):
-            if forward is None:
-                del layer.forward
-            else:
-                layer.forward = forward
-        AttentionInterface.register(attention.ATTENTION_NAME, attention.attention)
+    with _FUSING:
+        layers = [layer for layer in getattr(attention.find_decoder(model), "layers", None) or () if _is_own(layer)]
+        own = [vars(layer).get("forward") for layer in layers]
+        AttentionInterface.register(attention.ATTENTION_NAME, attention.skip_compile(attention.attention))
+        try:
+            for layer in layers:
+                layer.forward = partial(_forward_fused, _fused_forward(type(layer)), layer, layer.forward)
+            with fusing(), warnings.catch_warnings():
+                # advice to whoever wrote the model, such as to multiply in TensorFloat32
+                warnings.filterwarnings("ignore", module=r"torch\._(inductor|dynamo)\.")
+                yield
+        finally:
+            for layer, forward in zip(layers, own, strict=True):
+                vars(layer).pop("forward", None)
+                if forward is not None:
+                    layer.forward = forward
+            AttentionInterface.register(attention.ATTENTION_NAME, attention.attention)
 
 
+_FUSING = threading.RLock()
 _fused_forwards: dict[type, Callable[..., Any]] = {}
+
+
+def _is_own(layer: Any) -> bool:
+    """Whether a layer computes what its class does: nothing replaced its forward but the checkpointing of gradients."""
+    forward = vars(layer).get("forward")
+    return forward is None or (isinstance(forward, partial) and forward.func.__module__.startswith("kvaudit."))
+
+
+def _forward_fused(fused: Callable[..., Any], layer: Any, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return fused(layer, *args, **kwargs) if is_fusing() else own(*args, **kwargs)
 
 
 def _fused_forward(kind: type) -> Callable[..., Any]:

@@ -5,7 +5,8 @@ Batches are padded on the right, so that a row's chunk boundaries do not depend 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol
 
@@ -22,7 +23,7 @@ from kvaudit.audit.cache.tensors import upload
 from kvaudit.audit.policies import Policy, evictor_of, quantiser_of
 from kvaudit.audit.sampling.captured import StepRunner
 from kvaudit.audit.sampling.decoding import AnswerScore, Completion, Decoding, draw
-from kvaudit.core.errors import SpecError
+from kvaudit.core.errors import RunError, SpecError
 from kvaudit.core.records import Role
 
 # (logits [b, V], number of tokens in each row's turn [b]) -> next token and its log-prob for every row
@@ -96,6 +97,7 @@ class Episode:
         self._queued: list[list[tuple[int, str]]] = [[] for _ in self._rows]  # tokens and roles, not yet in the cache
         self._runner: StepRunner | None = None  # of the decode steps, where they are not computed one by one
         self._room = 0  # steps that the present turns may still take
+        self._is_whole = True  # no call has broken off, which may have fed some layers and not others
 
     @property
     def rows(self) -> int:
@@ -192,7 +194,28 @@ class Episode:
         A turn has at most ``limits`` tokens in each row. ``finish_turn`` is called after every token of a row and
         returns whether its turn is over.
         """
+        with self._feeding():
+            self._take_turns(limits, next_tokens, finish_turn, should_pause)
+
+    @contextmanager
+    def _feeding(self) -> Iterator[None]:
+        """Use the cache inside the context; raise RunError if an earlier use broke off, and left it half fed."""
+        if not self._is_whole:
+            raise RunError("an error broke off an earlier call, and the cache may be half fed; open the rows anew")
+        self._is_whole = False
+        yield
+        self._is_whole = True  # not after an error
+
+    def _take_turns(
+        self,
+        limits: Sequence[int],
+        next_tokens: SampleTokens,
+        finish_turn: Callable[[int, list[int], list[float]], bool],
+        should_pause: ShouldPause | None,
+    ) -> None:
         running = [limit > 0 for limit in limits]
+        if self._runner is not None:
+            self._runner.begin_turn()
         self._room = max(limits, default=0)
         assert not any(running[n] for n in self._finished), "a finished row cannot continue"
         assert all(running[n] for n in self._turns), "a paused turn must continue"
@@ -240,6 +263,10 @@ class Episode:
         Every row samples and records the same as it would alone.
         """
         first = self.rows
+        with self._feeding(), other._feeding():
+            self._join(other, first)
+
+    def _join(self, other: Episode, first: int) -> None:
         if self.open_rows:
             # drop finished rows first, so that they are not copied
             self._drop_finished(at_once=True)
@@ -322,7 +349,8 @@ class Episode:
         """Return every row with its ledger."""
         assert self._recorded
         assert not self._turns, "paused turns must be finished first"
-        self._feed_queued([True] * self.rows)
+        with self._feeding():
+            self._feed_queued([True] * self.rows)
         rollouts = self._rollouts_kept | self._rollouts(self._cached)
         return [rollouts[n] for n in range(self.rows)]
 
