@@ -155,12 +155,12 @@ class FailingRecorder(Recorder):
         super().__init__(state)
         self._draw, self._failing = random.Random(seed), failing
 
-    def __call__(self, run: Callable[[], torch.Tensor]) -> captured.CapturedStep:
+    def __call__(self, run: Callable[[], torch.Tensor], device: torch.device) -> captured.CapturedStep:
         fails = self._draw.random()
         before = [(tensor, tensor.clone()) for tensor in self._state()]
         if fails < self._failing / 2:
             raise RunError("no capture today")
-        done = super().__call__(run)
+        done = super().__call__(run, device)
         if fails < self._failing:  # after Python has run through all of it
             for tensor, old in before:
                 tensor.copy_(old)
