@@ -28,6 +28,8 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import kvaudit
+from kvaudit.audit.cache.hints import ranks
+from kvaudit.audit.policies.q4_0 import hadamard
 
 aten = torch.ops.aten
 GPU, HOST = torch.device("cuda:0"), torch.device("cpu")
@@ -183,5 +185,9 @@ def pretend_gpu() -> Iterator[PretendGpu]:
                 return tensor.twin.tolist()
 
         patch.setattr(FakeTensor, "tolist", tolist)
-        with torch.autograd.set_multithreading_enabled(False):  # a device's own thread would be its driver's
-            yield gpu
+        try:
+            with torch.autograd.set_multithreading_enabled(False):  # a device's own thread would be its driver's
+                yield gpu
+        finally:
+            for remembered in (ranks, hadamard):  # tensors of a device that is gone
+                remembered.cache_clear()
