@@ -6,6 +6,7 @@ Answers are untrusted: they are parsed, never evaluated, and no answer raises.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
@@ -141,6 +142,21 @@ def properties_of(tools: Tools, name: str) -> Mapping[str, Any]:
     """Return the schemas of a tool's parameters by name, {} if they are unknown."""
     properties = functions_of(tools).get(name, {}).get("properties")
     return properties if isinstance(properties, Mapping) else {}
+
+
+def read_tagged(text: str, place: int, opening: re.Pattern[str], close: str) -> tuple[dict[str, str], int]:
+    """Return the values that stand in tags from ``place`` on, by name, and the place behind the last of them.
+
+    Group 1 of ``opening`` is a name; its value goes up to ``close``. One that is not closed ends the reading.
+    """
+    values = dict[str, str]()
+    while match := opening.match(text, place):
+        end = text.find(close, match.end())
+        if end < 0:
+            break
+        values[match[1].strip()] = text[match.end() : end]
+        place = end + len(close)
+    return values, place
 
 
 def typed(text: str, schema: Any) -> Any:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from kvaudit.core.tool_forms.base import FoundCall, ToolForm, Tools, properties_of, typed
+from kvaudit.core.tool_forms.base import FoundCall, ToolForm, Tools, properties_of, read_tagged, typed
 
 _OPEN = re.compile(r"<tool_call>\s*([\w.-]{1,200})\s*(?=<arg_key>|</tool_call>)")
 _KEY = re.compile(r"\s*<arg_key>([^<]{0,200})</arg_key>\s*<arg_value>")
@@ -23,14 +23,11 @@ class Glm(ToolForm):
 
     def find(self, text: str, tools: Tools) -> Iterator[FoundCall]:
         for match in _OPEN.finditer(text):
-            schemas, arguments, place = properties_of(tools, match[1]), dict[str, Any](), match.end()
-            while key := _KEY.match(text, place):
-                end = text.find(_CLOSE, key.end())
-                if end < 0:
-                    break
-                name, value = key[1].strip(), text[key.end() : end]
-                arguments[name] = typed(value, schemas[name]) if name in schemas else _by_form(value)
-                place = end + len(_CLOSE)
+            schemas, (values, place) = properties_of(tools, match[1]), read_tagged(text, match.end(), _KEY, _CLOSE)
+            arguments = {
+                name: typed(value, schemas[name]) if name in schemas else _by_form(value)
+                for name, value in values.items()
+            }
             if closing := _END.match(text, place):
                 yield FoundCall(match.start(), closing.end(), match[1], arguments)
 
