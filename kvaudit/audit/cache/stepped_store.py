@@ -228,7 +228,7 @@ class SteppedStore(QuantisedStore):
         self._hints.add(part, x, codes, parameters, at_heads >= 0, at_heads, is_copy=True)
 
     def tensors(self) -> Iterator[Tensor]:
-        yield from self._tensors()
+        yield from super().tensors()
         for pending in self._pending or ():
             yield from pending.tensors()
 

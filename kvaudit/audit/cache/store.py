@@ -150,7 +150,7 @@ class Store:
 
     def tensors(self) -> Iterator[Tensor]:
         """Yield what a step reads or writes of the slots."""
-        yield from self._slots.values()
+        yield from self._tensors()
 
     def reserve_for_steps(self, slots: int, room: int, *, max_slots: int | None) -> None:
         """Allocate ``slots`` and up to ``room`` more, capped at ``max_slots``, and keep them from now on."""
