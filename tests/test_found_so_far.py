@@ -31,9 +31,9 @@ def spec_of(items: object) -> RunSpec:
     return parse_spec(SPEC.format(items=items, int8=parse_policy("int8").canonical), "spec.yaml")
 
 
-def write(folder: Path, spec: RunSpec, policy: str, text: str) -> None:
+def write(folder: Path, spec: RunSpec, policy: str, text: str, place: str = "records") -> None:
     (unit,) = [unit for unit in grid(spec) if unit.policy.canonical.partition(":")[0] == policy]
-    path = UnitFiles.of(folder / "records", unit).records
+    path = UnitFiles.of(folder / place, unit).records
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
         file.write(text)
@@ -57,3 +57,15 @@ def test_of_a_suite_whose_size_is_not_known_yet_no_total_is_told(tmp_path: Path,
     for policy in ("none", "int8"):
         write(tmp_path, spec, policy, line(0, 1.0))
     assert FoundSoFar(spec, tmp_path).lines() == ["int8: no loss so far in 1 answers"]
+
+
+def test_rows_of_rounds_count_while_a_round_is_asked(tmp_path: Path) -> None:
+    spec = spec_of("all")
+    found = FoundSoFar(spec, tmp_path)
+    for policy, score in (("none", 1.0), ("int8", 0.0)):
+        write(tmp_path, spec, policy, line(0, 1.0), "rounds/1")
+        write(tmp_path, spec, policy, line(1, score), "rounds/1")
+    assert found.lines() == ["int8: 1 lost so far in 2 answers"]
+    for policy in ("none", "int8"):
+        write(tmp_path, spec, policy, line(2, 1.0), "rounds/2")
+    assert found.lines() == ["int8: 1 lost so far in 3 answers"]

@@ -66,3 +66,19 @@ def test_what_another_process_did_is_counted(now: list[float]) -> None:
 @pytest.mark.parametrize(("seconds", "text"), [(None, "unknown"), (4.4, "4 s"), (59, "59 s"), (90, "1.5 min")])
 def test_a_duration_is_in_seconds_or_minutes(seconds: float | None, text: str) -> None:
     assert duration(seconds) == text
+
+
+def test_a_round_after_a_finished_part_has_an_estimate_of_its_own(now: list[float]) -> None:
+    said = io.StringIO()
+    with RunBar(Console(file=said, width=200)) as bar:
+        bar.expect([Part("pilot", 10)])
+        for step in range(1, 11):
+            now[0] += 1.0
+            bar.count("pilot", step)
+        bar.restart("round 1")
+        bar.expect([Part("a", 40)])
+        for step in range(1, 21):
+            now[0] += 1.0
+            bar.count("a", step)
+            bar.show("asking")
+    assert lines(said) == ["25% of round 1 done, ETA 30 s: asking"]

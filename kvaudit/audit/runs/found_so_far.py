@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvaudit.audit.runs.evaluate import grid
-from kvaudit.audit.runs.units import PILOT_FOLDER, Row, Unit, UnitFiles
+from kvaudit.audit.runs.units import PILOT_FOLDER, ROUNDS_FOLDER, Row, Unit, UnitFiles
 from kvaudit.core.policy_names import compressed_policies, condition_names, reference_of, short_names
 from kvaudit.core.spec import RunSpec
 
@@ -22,14 +22,18 @@ class _Compared(NamedTuple):
 
 
 class _Answers:
-    """The scores of a unit; ``update`` reads the complete lines that were added since the last call."""
+    """The scores of a unit of the run in ``folder``; ``update`` reads the complete lines added since the last call."""
 
-    def __init__(self, paths: Sequence[Path]) -> None:
-        self._read = dict.fromkeys(paths, 0)
+    def __init__(self, folder: Path, unit: Unit) -> None:
+        self._folder, self._unit = folder, unit
+        self._read: dict[Path, int] = {}
         self.scores: dict[Row, float | None] = {}
 
     def update(self) -> None:
-        for path, begin in self._read.items():
+        # every round has a folder of its own
+        places = (self._folder / PILOT_FOLDER, self._folder / "records", *self._folder.glob(f"{ROUNDS_FOLDER}/*"))
+        for path in (UnitFiles.of(place, self._unit).records for place in places):
+            begin = self._read.setdefault(path, 0)
             try:
                 with path.open("rb") as file:
                     file.seek(begin)
@@ -62,8 +66,7 @@ class FoundSoFar:
 
     @cached_property
     def _answers(self) -> dict[Unit, _Answers]:
-        places = (self._folder / PILOT_FOLDER, self._folder / "records")
-        return {unit: _Answers([UnitFiles.of(place, unit).records for place in places]) for unit in self._rows}
+        return {unit: _Answers(self._folder, unit) for unit in self._rows}
 
     def lines(self) -> list[str]:
         """Return a line for every side with answers: ``int8: no loss so far in 40 of 720 answers``."""

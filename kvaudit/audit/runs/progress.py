@@ -54,6 +54,10 @@ class _Bar(Progress):
         """Set the state without adding a sample to rich's estimate of the speed."""
         self.tasks[0].completed, self.tasks[0].total = done, total
 
+    def restart(self) -> None:
+        """Count from zero again, also after everything was done, which rich would otherwise remember."""
+        self.reset(self.tasks[0].id, total=0)  # type: ignore[arg-type]
+
     def advance_to(self, done: float) -> None:
         """Set the state, and count what was done since the last call as a sample of the speed."""
         self.update(self.tasks[0].id, completed=done)
@@ -162,7 +166,7 @@ class RunBar:
         self._parts.clear()
         self._done.clear()
         self._round = f" of {name}"
-        self._bar.set_to(0.0, 0.0)
+        self._bar.restart()
 
     def expect(self, parts: Iterable[Part]) -> None:
         """Add parts, or correct their sizes."""

@@ -22,6 +22,7 @@ from kvaudit.suites.base import SUITES
 
 REFUSED = "refused"  # key of a seal: the number of rows that a server refused, if any
 PILOT_FOLDER = "pilot"  # in a run folder: units with the pilot's items only
+ROUNDS_FOLDER = "rounds"  # in a run folder: a folder for each round, with units of its rows only
 Row = tuple[str, int]  # item id, sample index
 
 

@@ -26,7 +26,7 @@ from kvaudit.audit.runs.progress import Part
 from kvaudit.audit.runs.stages.answering import UnitWorker, unit_part
 from kvaudit.audit.runs.stages.base import RunContext, Stage
 from kvaudit.audit.runs.stages.pilot import pilot_records, suites_left_out
-from kvaudit.audit.runs.units import REFUSED, Unit, UnitFiles
+from kvaudit.audit.runs.units import REFUSED, ROUNDS_FOLDER, Unit, UnitFiles
 from kvaudit.core.errors import SpecError
 from kvaudit.core.facets import facet_of
 from kvaudit.core.files import mutex, read_json, write_json, write_output
@@ -41,7 +41,6 @@ from kvaudit.reports.verdict.family import gated_facets
 from kvaudit.reports.verdict.rules import GateOverrides, declared_rules
 from kvaudit.reports.verdict.verdict import Status
 
-ROUNDS_FOLDER = "rounds"
 DECIDED, ROWS_SPENT, LOSS = "everything is decided", "the rows are spent", "a loss is shown"
 # statuses that more rows may change
 OPEN = (Status.INCONCLUSIVE.value, Status.NOT_MEASURABLE.value, Status.INVALID.value)
