@@ -31,7 +31,7 @@ from kvaudit.audit.runs.stages.rounds import (
     plan_lines,
     rows_plan,
 )
-from kvaudit.audit.runs.units import ROUNDS_FOLDER, REFUSED, UnitFiles
+from kvaudit.audit.runs.units import REFUSED, ROUNDS_FOLDER, UnitFiles
 from kvaudit.core.errors import SpecError
 from kvaudit.core.files import write_json
 from kvaudit.core.provenance import ENDED, LOOKS, TIME_SPENT, item_counts
