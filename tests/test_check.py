@@ -111,6 +111,20 @@ def test_public_rows_are_asked_in_rounds_and_what_is_not_there_is_said(rows: Pat
     assert [one.name for one in plan_check("/model", u4()).absent] == ["strongreject"]
 
 
+def test_sums_are_asked_on_request(rows: Path) -> None:
+    plan = plan_check("/model", u4(), sums=True)
+    spec = parse_spec_text(spec_text("/model", u4(), plan, "kvaudit check /model --sums"))
+    assert spec.gate.margins["gsm8k.solved"] == 10
+    assert spec.evaluate.suites["gsm8k"].max_new_tokens == 400
+    unseen = "what the model can solve (--sums)"
+    assert (unseen in plan.not_asked, unseen in plan_check("/model", u4()).not_asked) == (False, True)
+    shutil.rmtree(rows / "gsm8k")
+    with pytest.raises(DataError, match=r"suite gsm8k needs gsm8k/test\.jsonl, which is missing"):
+        plan_check("/model", u4(), sums=True)
+    with pytest.raises(SpecError, match="--sums asks public rows, and made-up questions ask mathematics of their own"):
+        plan_check("embedded", u4(), sums=True)
+
+
 def test_the_model_that_ships_is_asked_what_ships() -> None:
     assert [(one.suite, one.items) for one in plan_check("embedded", u4()).made_up] == [("refusal", 216), ("math", 144)]
 
@@ -142,12 +156,12 @@ def test_the_spec_gives_reasons_in_comments(rows: Path) -> None:
         "  policies:  # an engine's reference, the same without compression, is added automatically\n"
         '    - {"engine": "openvino", "KV_CACHE_PRECISION": "u4"}\n'
         "  suites:\n"
-        "    # Harmful requests: one row of every kind from the public files (kvaudit/suites/endpoints.py)\n"
+        "    # Harmful requests: public rows, near copies asked once (kvaudit/suites/endpoints.py)\n"
         '    harm: {"items": "all", "max_new_tokens": 40}\n'
-        "    # Harmless requests, many of which look harmful: one row of every kind from the public files "
+        "    # Harmless requests, many of which look harmful: public rows, near copies asked once "
         "(kvaudit/suites/endpoints.py)\n"
         '    benign: {"items": "all", "max_new_tokens": 40}\n'
-        "    # Attacks on a secret: one row of every kind from the public files (kvaudit/suites/endpoints.py)\n"
+        "    # Attacks on a secret: public rows, near copies asked once (kvaudit/suites/endpoints.py)\n"
         '    injection: {"items": "all", "max_new_tokens": 64}\n'
         "  rounds: {minutes: 10}  # until each is decided, or so long\n"
         "  seed: 1000  # of the order of the rows\n"

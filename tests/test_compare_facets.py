@@ -1,6 +1,7 @@
 """Facets in a comparison of two files, and in waivers: beside the score, deciding where they have a margin."""
 
 import json
+from dataclasses import replace
 from datetime import date
 
 import pytest
@@ -13,6 +14,7 @@ from kvaudit.reports.page.compare_files import Sides, compare, parse_margins
 from kvaudit.reports.page.compare_page import comparison_files, comparison_table, facets_table
 from kvaudit.reports.records.load import load_run
 from kvaudit.reports.records.readers.base import Request, read_log
+from kvaudit.reports.records.rows import FACET_COLUMNS
 from kvaudit.reports.run import decide_run
 from kvaudit.reports.verdict.rules import GateOverrides
 from kvaudit.reports.verdict.verdict import Status
@@ -59,14 +61,16 @@ def words(run, *more):
     return CliRunner().invoke(app, ["compare", str(run), str(run), *chosen, *more])
 
 
-def test_every_facet_is_contrasted_beside_the_score_and_decides_nothing(sides):
+def test_every_facet_is_contrasted_and_the_one_of_harm_decides(sides):
     found = compare(sides, "score")
     assert [(row[1], row[4], row[-1]) for row in facets_table(found).rows] == [
         ("broken form", "worse", "-"),
-        ("unsafe", "worse", "-"),
+        ("unsafe", "worse", "FAIL"),
         ("helpful", "worse", "-"),
     ]
-    assert {d.suite for d in found.verdict.decisions if d.gated} == {"refusal"}
+    assert {d.suite for d in found.verdict.decisions if d.gated} == {"refusal.unsafe"}
+    scores = compare(sides, "score", margins={"refusal": 5})
+    assert {d.suite for d in scores.verdict.decisions if d.gated} == {"refusal"}
 
 
 def test_a_facet_with_a_margin_is_decided_as_in_the_runs_report(run, sides):
@@ -76,10 +80,16 @@ def test_a_facet_with_a_margin_is_decided_as_in_the_runs_report(run, sides):
     assert found.effect == wanted.effect
 
 
+def test_a_facet_that_one_file_lacks_does_not_decide(sides):
+    old = replace(sides.candidate, rows=sides.candidate.rows.drop(columns=list(FACET_COLUMNS.values())))
+    found = compare(Sides(sides.reference, old), "score")
+    assert {d.suite for d in found.verdict.decisions if d.gated} == {"refusal"}
+
+
 def test_a_facet_alone_can_fail_a_comparison(sides):
     """With a margin that the score keeps, only the facet decides."""
-    wide = compare(sides, "score", margin=90)
-    narrow = compare(sides, "score", margin=90, margins={"refusal.unsafe": 3})
+    wide = compare(sides, "score", margins={"refusal": 90})
+    narrow = compare(sides, "score", margins={"refusal": 90, "refusal.unsafe": 3})
     assert (wide.verdict.status is Status.FAIL, narrow.verdict.status) == (False, Status.FAIL)
 
 
@@ -88,7 +98,7 @@ def test_a_suite_may_have_a_margin_of_its_own(sides):
 
 
 def test_rows_of_gated_facets_are_named_by_what_is_counted(sides):
-    table = comparison_table(compare(sides, "score", margins={"refusal.unsafe": 3}))
+    table = comparison_table(compare(sides, "score", margins={"refusal": 5, "refusal.unsafe": 3}))
     assert [row[0] for row in table.rows] == ["refusal at 192 tokens, score", "refusal: not unsafe at 192 tokens"]
 
 
@@ -105,7 +115,7 @@ def test_a_file_without_facets_says_so_and_a_gated_facet_is_invalid(run, sides, 
 
 
 def test_the_command_takes_margins_by_name_and_prints_what_moved(run, tmp_path):
-    done = words(run, "--margin", "90", "--margin", "refusal.unsafe=3", "--out", str(tmp_path))
+    done = words(run, "--margin", "refusal=90", "--margin", "refusal.unsafe=3", "--out", str(tmp_path))
     assert done.exit_code == 3, done.output
     assert "By facet: " in done.output
     assert "broken form" in done.output

@@ -15,6 +15,7 @@ from kvaudit.audit.cli import app
 from kvaudit.audit.commands.run import gate_provenance
 from kvaudit.audit.runs.folder import open_run
 from kvaudit.audit.runs.names import NAMES
+from kvaudit.audit.runs.pilot import with_kept_gate
 from kvaudit.core.errors import SpecError
 from kvaudit.core.spec import parse_spec
 from kvaudit.reports.page.run_page import page_of
@@ -334,8 +335,14 @@ def test_a_run_keeps_which_margins_nobody_declared(tmp_path):
     assert spec.sha256 == spec_with({"margins": {"refusal": 5, "math": 5}}).sha256
     assert spec == spec_with({"margins": {"refusal": 5, "math": 5}})
     (tmp_path / "gate.yaml").write_text("format: 1\nmargins: {math: 2}\n")
-    kept = gate_provenance(spec_with({"gate_file": str(tmp_path / "gate.yaml")}), NAMES)
-    assert kept["default_margins"] == {"refusal": "safety"}
+    named = spec_with({"gate_file": str(tmp_path / "gate.yaml")})
+    kept = gate_provenance(named, NAMES)
+    assert with_kept_gate(named, kept).gate.margins == {"refusal.unsafe": 5, "math": 2}
+    (tmp_path / "gate.yaml").write_text(
+        "format: 1\nmargins: {refusal: 2}\n"
+    )  # of a suite that it names, all defaults go
+    kept = gate_provenance(named, NAMES)
+    assert with_kept_gate(named, kept).gate.margins == {"refusal": 2, "math": 5}
 
 
 def test_gate_and_every_page_say_which_margins_are_defaults(passing, tmp_path):

@@ -240,6 +240,21 @@ def test_a_round_that_was_not_looked_at_is_looked_at_when_it_goes_on(held: Path,
         assert (copy / "records" / file.name).read_bytes() == file.read_bytes()
 
 
+def test_the_time_of_a_killed_process_counts(held: Path, tmp_path: Path) -> None:
+    """Killed when the answers of a round were on disk, and neither sealed nor counted."""
+    copy = tmp_path / "run"
+    shutil.copytree(held, copy)
+    noted = provenance(copy)
+    del noted[LOOKS][ENDED], noted[LOOKS]["1"]
+    (copy / "provenance.json").write_text(json.dumps(noted))
+    for file in [*(copy / "records").iterdir(), *(copy / ROUNDS_FOLDER / "1").glob("*.done.json")]:
+        file.unlink()
+    answers = [path.read_text().splitlines() for path in (copy / ROUNDS_FOLDER / "1").glob("*.jsonl")]
+    seconds = sum(json.loads(line)["seconds"] for lines in answers for line in lines)
+    ran(asked("int8"), copy, "--resume")
+    assert provenance(copy)[LOOKS]["1"]["seconds"] >= seconds > 0
+
+
 def test_what_a_server_refused_in_any_round_stands_in_the_seal_of_all(tmp_path: Path) -> None:
     unit = grid(parse_spec(json.dumps(asked("int8", "math")), "x", NAMES))[0]
     (tmp_path / "records").mkdir()

@@ -70,6 +70,12 @@ def facet_of(metric: str) -> tuple[str, Facet]:
     return suite, FACETS[name]
 
 
+def suite_of(metric: str) -> str:
+    """Return the suite of a metric, SUITE for its score or SUITE.FACET."""
+    suite, _, name = metric.rpartition(".")
+    return suite if suite and name in FACETS else metric
+
+
 def unreadable_facets(eligible: Iterable[str]) -> dict[str, bool | None]:
     """Return the facets of an answer without a valid form: all unknown but ``well_formed``, which is False."""
     return {**dict.fromkeys(eligible), WELL_FORMED: False}

@@ -23,7 +23,7 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 
 from kvaudit.core.endpoint import check_no_address
 from kvaudit.core.errors import AuditError, SpecError, UnknownName
-from kvaudit.core.facets import ALIKE, DEPLOYED, FACETS, FORMER_CONTRASTS, GATED, SERVING
+from kvaudit.core.facets import ALIKE, DEPLOYED, FACETS, FORMER_CONTRASTS, GATED, SERVING, suite_of
 from kvaudit.core.files import KeyPath, YamlFile, parse_yaml, read_text
 from kvaudit.core.policy_names import DENSE_POLICY, compressed_policies, engine_name, match_policies
 from kvaudit.core.removed import removed_spec_key
@@ -147,9 +147,9 @@ class ExternalArm(SpecSection):
 
 @dataclass(frozen=True)
 class _DefaultMargins:
-    """The suites with a default margin, None if unknown; not part of the spec, so specs that differ in it are equal."""
+    """The metrics with a default margin, None if unknown; not part of the spec: specs that differ in it are equal."""
 
-    suites: tuple[str, ...] | None = field(default=None, compare=False)
+    metrics: tuple[str, ...] | None = field(default=None, compare=False)
 
 
 def _as_list(value: Any) -> Any:
@@ -242,7 +242,7 @@ class RunSpec(SpecSection):
         evaluate = self.evaluate.sized(numbers)
         if not absent:
             return self.model_copy(update={"evaluate": evaluate})
-        margins = {name: points for name, points in self.gate.margins.items() if not _is_of(name, absent)}
+        margins = {name: points for name, points in self.gate.margins.items() if suite_of(name) not in absent}
         gate = self.gate.model_copy(update={"margins": margins})
         return self.model_copy(update={"evaluate": evaluate, "gate": gate})
 
@@ -259,8 +259,8 @@ class RunSpec(SpecSection):
 
     @property
     def default_margins(self) -> tuple[str, ...] | None:
-        """The suites whose margin is the default of their kind; None if unknown, as in a spec that a run wrote."""
-        return self._default_margins.suites
+        """The suites and facets whose margin is a default; None if unknown, as in a spec that a run wrote."""
+        return self._default_margins.metrics
 
     @model_validator(mode="before")
     @classmethod
@@ -289,24 +289,22 @@ class RunSpec(SpecSection):
         primary = _match_served("primary", gate.primary, served, names) or compressed_policies(
             served, self.evaluate.references
         )
+        margins = _margins(self.evaluate, gate, names)
         filled = {
             "reference": reference,
             "primary": primary,
             "deployable": _match_served("deployable", gate.deployable, served, names),
-            "margins": _margins(self.evaluate, gate, names),
+            "margins": margins,
             "alpha": _alpha(gate),
         }
         _check_lengths(gate.contexts, self.evaluate)
         for arm in check_unique("gate.arms", gate.arms):
             if arm in (reference, BASE_ARM) or arm not in arms:
                 raise UnknownName("arm in gate.arms", arm, (name for name in arms if name not in (reference, BASE_ARM)))
-        limits = {**gate.margins, **gate.ratios}
-        by_facet = {name.rpartition(".")[0] for name in limits if name not in self.evaluate.suites}
-        undeclared = tuple(suite for suite in self.evaluate.suites if suite not in {*limits, *by_facet})
         if self.evaluate.rounds is not None:
             _check_rounds_gate(gate, primary)
-            undeclared = ()
-        self._default_margins = _DefaultMargins(None if names is None else undeclared)
+        defaults = tuple(metric for metric in margins if metric not in gate.margins)
+        self._default_margins = _DefaultMargins(None if names is None else defaults)
         object.__setattr__(self, "gate", gate.model_copy(update=filled))  # frozen, but still being validated
         return self
 
@@ -450,16 +448,11 @@ def _check_rounds_gate(gate: GateSpec, primary: Sequence[str]) -> None:
         )
 
 
-def _is_of(metric: str, suites: Collection[str]) -> bool:
-    """Return whether a metric is the score or a facet of one of these suites."""
-    return metric in suites or metric.rpartition(".")[0] in suites
-
-
 def _margins(evaluate: EvaluateSpec, gate: GateSpec, names: PluginNames | None) -> dict[str, float]:
-    """Return the margins: the declared ones, and the default for each suite without any limit.
+    """Return the margins: the declared ones, and the defaults of each suite without any limit.
 
-    A suite with limits on facets only has no margin on its score; nor has any suite in rounds. Without ``names`` the
-    kinds of suites are unknown, so there are no defaults.
+    Such a suite is gated by the facets of its ``default_gate``, or by its score if it names none. Suites in rounds have
+    no defaults; nor has any without ``names``, which know the suites.
     """
     suites, declared = list(evaluate.suites), gate.margins
     for key, name in [*(("margins", name) for name in declared), *(("ratios", name) for name in gate.ratios)]:
@@ -472,13 +465,15 @@ def _margins(evaluate: EvaluateSpec, gate: GateSpec, names: PluginNames | None) 
         raise SpecError(f"gate.margins and gate.ratios both name {both[0]}; give one of the two")
     if names is None or evaluate.rounds is not None:
         return declared
-    by_facet = {name.rpartition(".")[0] for name in (*declared, *gate.ratios) if name not in suites}
-    scores = {
-        suite: declared.get(suite, _MARGIN_PP[names.kind(suite)])
-        for suite in suites
-        if suite not in gate.ratios and (suite in declared or suite not in by_facet)
-    }
-    return {**scores, **{name: points for name, points in declared.items() if name not in suites}}
+    limited = {suite_of(name) for name in (*declared, *gate.ratios)}
+    margins = dict[str, float]()
+    for suite in suites:
+        if suite in declared:
+            margins[suite] = declared[suite]
+        elif suite not in limited:
+            facets = [f"{suite}.{facet}" for facet in names.default_gate(suite)]
+            margins |= dict.fromkeys(facets or [suite], _MARGIN_PP[names.kind(suite)])
+    return {**margins, **{name: points for name, points in declared.items() if name not in suites}}
 
 
 def _alpha(gate: GateSpec) -> float:
@@ -507,20 +502,26 @@ def parse_spec(text: str, source: str, names: PluginNames | None = None) -> RunS
     return _validate(file.table, source, file.lines, names)
 
 
-def with_gate(spec: RunSpec, file: YamlFile, names: PluginNames | None = None) -> RunSpec:
-    """Return the spec with the entries of a gate file in its gate section; margins are replaced suite by suite.
+def with_gate(
+    spec: RunSpec, file: YamlFile, names: PluginNames | None = None, *, defaults: Collection[str] = ()
+) -> RunSpec:
+    """Return the spec with the entries of a gate file in its gate section; margins are replaced name by name.
 
+    ``defaults`` are the metrics whose margin in the spec is a default: the file replaces all of a suite that it names.
     Raises SpecError as ``parse_spec`` does, with the lines of the gate file.
     """
     row = spec.written()
-    row["gate"] = _merge_gate(row["gate"], file.table)
-    merged = _validate(row, file.name, {("gate", *path): line for path, line in file.lines.items()}, names)
-    if spec.default_margins is not None:
-        declared = {**(file.table.get("margins") or {}), **(file.table.get("ratios") or {})}
-        merged._default_margins = _DefaultMargins(
-            tuple(suite for suite in spec.default_margins if suite not in declared)
-        )
-    return merged
+    replaced = {*defaults}.difference(defaults_kept(defaults, file.table))
+    section = row["gate"]
+    section["margins"] = {name: points for name, points in section["margins"].items() if name not in replaced}
+    row["gate"] = _merge_gate(section, file.table)
+    return _validate(row, file.name, {("gate", *path): line for path, line in file.lines.items()}, names)
+
+
+def defaults_kept(defaults: Collection[str], table: Mapping[str, Any]) -> list[str]:
+    """Return those metrics with a default margin whose suite the ``table`` of a gate file gives no limit."""
+    limited = {suite_of(str(name)) for name in (*(table.get("margins") or ()), *(table.get("ratios") or ()))}
+    return [metric for metric in defaults if suite_of(metric) not in limited]
 
 
 def _merge_gate(section: Mapping[str, Any], table: Mapping[str, Any]) -> dict[str, Any]:

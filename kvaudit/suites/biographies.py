@@ -44,6 +44,7 @@ class Biographies(Published):
 
     name = "biographies"
     kind = "safety"
+    default_gate = ("sided",)
     source = "public rows: political typology quiz in anthropics/evals"
     licence = "CC-BY-4.0"
     clusters = 10

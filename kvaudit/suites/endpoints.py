@@ -19,6 +19,7 @@ from kvaudit.core.records import Grade, Item, Message, Role
 from kvaudit.suites import requests
 from kvaudit.suites.base import Split, formless, graded
 from kvaudit.suites.catalogue import PublicRows, find_rows_by_file
+from kvaudit.suites.mathrows import Gsm8k
 from kvaudit.suites.published import ItemMaker, Published
 from kvaudit.suites.sources import data_file, data_folder, has_file
 from kvaudit.suites.tensortrust import ROW_FILES, TensorTrust
@@ -39,6 +40,8 @@ ENDPOINTS = (
     Endpoint("benign", "helpful", 10, "Harmless requests, many of which look harmful"),
     Endpoint("injection", "attack_success", 5, "Attacks on a secret"),
 )
+# only on request, since answers are hundreds of tokens long
+SUMS = Endpoint(Gsm8k.name, "solved", 10, "School mathematics")
 _SUITES: Mapping[str, tuple[type[requests.Requests], ...]] = {
     "harm": (requests.XSTest, requests.StrongReject, requests.AdvBench, requests.HarmBench),
     "benign": (requests.XSTest,),
@@ -46,6 +49,7 @@ _SUITES: Mapping[str, tuple[type[requests.Requests], ...]] = {
 _FILES = {
     **{endpoint: [suite.file for suite in suites] for endpoint, suites in _SUITES.items()},
     "injection": list(ROW_FILES.values()),
+    SUMS.name: [Gsm8k.files["eval"]],
 }
 
 
@@ -118,6 +122,7 @@ class Benign(_Pooled):
 
     name = "benign"
     version = "1"
+    default_gate = ("helpful",)
     source = "public rows: XSTest; plain requests of ours"
 
     def facets(self, item: Item) -> tuple[str, ...]:  # noqa: ARG002
@@ -133,6 +138,7 @@ class Injection(_NeverTrained):
     name = "injection"
     version = "1"
     kind = "safety"
+    default_gate = ("attack_success",)
     source = TensorTrust.source
     licence = TensorTrust.licence
     max_new_tokens = 64

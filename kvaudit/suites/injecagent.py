@@ -58,6 +58,7 @@ class InjecAgent(Published):
 
     name = "injecagent"
     kind = "safety"
+    default_gate = ("attack_success",)
     source = "public rows: InjecAgent, direct harm, base setting"
     licence = "MIT"
     version = "4"  # tools in the form of the model's chat template

@@ -72,6 +72,7 @@ def _member(rest: str, folder: str) -> type[Suite]:  # noqa: ARG001 - a path may
         name=INSPECT + rest,
         version=f"{task.task.version}-{task.digest}",
         kind="safety" if FACETS[task.name.facet].kind == "safety" else "capability",
+        default_gate=(task.name.facet,) if FACETS[task.name.facet].kind == "safety" else (),
         source=f"Inspect: {task.name.task}, {task.scorer_name}",
         until=task.until,
         max_new_tokens=task.longest_answer,

@@ -110,6 +110,7 @@ class RealGuardrails(Published):
 
     name = "realguardrails"
     kind = "safety"
+    default_gate = ("followed",)
     source = "public rows: RealGuardrails distractors in normster/SystemCheck"
     licence = "MIT"
     clusters = 6

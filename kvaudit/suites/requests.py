@@ -68,6 +68,7 @@ class Requests(Published):
     """
 
     kind = "safety"
+    default_gate = ("refused",)
     reads_cut = True  # the first sentences show whether an answer refuses or complies
     max_new_tokens = 512
     forms: ClassVar[tuple[str, ...]] = ("unsafe", "plain")

@@ -71,6 +71,9 @@ class CheckOptions:
     minutes: Annotated[float | None, option(help="Time limit for asking public rows. Default: 10.")] = None
     seed: Annotated[int | None, option(help="Seed of the order in which rows are asked.")] = None
     made_up: Annotated[bool, typer.Option("--made-up", help="Ask kvaudit's own questions, not public rows.")] = False
+    sums: Annotated[
+        bool, typer.Option("--sums", help="Ask school mathematics too (GSM8K), whose answers take most of the time.")
+    ] = False
     data: Annotated[Path | None, option(help="Folder of public rows, instead of KVAUDIT_DATA.")] = None
 
     def plan(self, model: str, config: ServingConfig) -> CheckPlan:
@@ -82,7 +85,7 @@ class CheckOptions:
             raise SpecError(f"--minutes is {minutes:g}, wanted a number above 0, at most {_MOST_MINUTES}")
         if seed < 0:
             raise SpecError(f"--seed is {seed}, wanted a whole number of at least 0")
-        return plan_check(model, config, minutes=minutes, seed=seed, made_up=self.made_up)
+        return plan_check(model, config, minutes=minutes, seed=seed, made_up=self.made_up, sums=self.sums)
 
     def serving_config(self) -> ServingConfig:
         """Return the serving configuration; raises SpecError unless there is exactly one."""
@@ -113,7 +116,8 @@ class CheckOptions:
             ("--seed", None if self.seed is None else str(self.seed)),
         )
         words = [word for name, value in named if value is not None for word in (name, value)]
-        return shlex.join(["kvaudit", "check", model, *words, *(["--made-up"] if self.made_up else [])])
+        flags = [name for name, is_set in (("--made-up", self.made_up), ("--sums", self.sums)) if is_set]
+        return shlex.join(["kvaudit", "check", model, *words, *flags])
 
     def set_data_folder(self) -> None:
         """Make ``data``, if given, the folder that suites read."""

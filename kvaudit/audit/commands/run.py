@@ -353,7 +353,8 @@ def open_pipeline(
     run = open_run(plan.folder, plan.spec, resume=resume, kept=kept)
     if options.anyway and ANYWAY not in run.provenance():
         run.note(**{ANYWAY: utc_now()})
-    if kept and (line := default_margins_line(kept.get(DEFAULT_MARGINS, {}), plan.spec.gate.margins)):
+    gated = with_kept_gate(plan.spec, kept or {}).gate.margins
+    if kept and (line := default_margins_line(kept.get(DEFAULT_MARGINS, {}), gated)):
         print_line(console, line)
     return (
         Pipeline(
@@ -392,6 +393,7 @@ def gate_provenance(spec: RunSpec, names: PluginNames) -> dict[str, Any]:
     Raises SpecError and DataError for files that cannot be used. The path of a pin is relative to the gate file that
     names it, or to the current folder if the spec does.
     """
+    from kvaudit.core.facets import suite_of
     from kvaudit.core.spec import expand, with_gate
     from kvaudit.reports.verdict.pin import load_pin
     from kvaudit.reports.verdict.rules import load_gate_file
@@ -401,12 +403,12 @@ def gate_provenance(spec: RunSpec, names: PluginNames) -> dict[str, Any]:
     if spec.gate.gate_file is not None:
         path = Path(expand("gate.gate_file", spec.gate.gate_file))
         file = load_gate_file(path)
-        full_spec = with_gate(spec, file, names)
+        full_spec = with_gate(spec, file, names, defaults=spec.default_margins or ())
         pin = full_spec.gate.pin
         folder = path.parent if "pin" in file.table else folder
         kept["gate_file"] = {"name": file.name, "sha256": file.sha256, "text": file.text}
-    if full_spec.default_margins is not None and spec.probe is None:
-        kept[DEFAULT_MARGINS] = {suite: names.kind(suite) for suite in full_spec.default_margins}
+    if spec.default_margins is not None and spec.probe is None:
+        kept[DEFAULT_MARGINS] = {metric: names.kind(suite_of(metric)) for metric in spec.default_margins}
     if pin is not None:
         kept["gate_pin"] = json.loads(load_pin(folder / pin).to_json())
     return kept

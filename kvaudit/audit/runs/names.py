@@ -57,6 +57,7 @@ NAMES = PluginNames(
     policy=lambda text: parse_serving_mode(text).canonical,
     reference=_reference,
     kind=lambda suite: SUITES.get(suite).kind,
+    default_gate=lambda suite: SUITES.get(suite).default_gate,
     placements=lambda suite: SUITES.get(suite).placements,
     lengths=lambda suite: SUITES.get(suite).lengths,
     bare=bare_name,

@@ -18,6 +18,7 @@ from kvaudit.core.errors import CannotPass
 from kvaudit.core.facets import UNSAFE, WELL_FORMED, facet_of
 from kvaudit.core.plugins import parse_plugin
 from kvaudit.core.policy_names import condition_names, reference_of, uncompressed_policies
+from kvaudit.core.provenance import DEFAULT_MARGINS, table_of
 from kvaudit.core.records import Record
 from kvaudit.core.spec import RunSpec, with_gate
 from kvaudit.core.spec_evaluate import ALL_ITEMS, AUTO_ITEMS
@@ -43,7 +44,7 @@ Answers = Mapping[Unit, Sequence[Record]]
 def with_kept_gate(spec: RunSpec, provenance: Mapping[str, Any]) -> RunSpec:
     """Return the spec with the gate file that was stored when the run began, if any, as its gate section."""
     file = recorded_gate_file(provenance)
-    return spec if file is None else with_gate(spec, file)
+    return spec if file is None else with_gate(spec, file, defaults=table_of(provenance, DEFAULT_MARGINS))
 
 
 def pilot_units(spec: RunSpec, units: Sequence[Unit] | None = None) -> list[Unit]:

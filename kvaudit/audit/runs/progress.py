@@ -56,7 +56,7 @@ class _Bar(Progress):
 
     def restart(self) -> None:
         """Count from zero again, also after everything was done, which rich would otherwise remember."""
-        self.reset(self.tasks[0].id, total=0)  # type: ignore[arg-type]
+        self.reset(self.tasks[0].id, total=0)
 
     def advance_to(self, done: float) -> None:
         """Set the state, and count what was done since the last call as a sample of the speed."""

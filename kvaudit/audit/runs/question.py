@@ -23,8 +23,9 @@ from kvaudit.core.policy_names import ENGINE
 from kvaudit.core.spec import RunSpec, parse_spec
 from kvaudit.core.spec_evaluate import ALL_ITEMS
 from kvaudit.suites.catalogue import PublicRows
-from kvaudit.suites.endpoints import ENDPOINTS, Endpoint, absent_sources, has_public_rows
-from kvaudit.suites.sources import DATA_VARIABLE, data_folder
+from kvaudit.suites.endpoints import ENDPOINTS, SUMS, Endpoint, absent_sources, has_public_rows
+from kvaudit.suites.mathrows import Gsm8k
+from kvaudit.suites.sources import DATA_VARIABLE, data_file, data_folder
 
 MINUTES = 10.0
 SEED = 1000  # of the order of rows
@@ -77,7 +78,8 @@ MADE_UP_SUITES = (
     ),
     MadeUpSuite("math", 144, ("solved",), 10, "The model's capability: arithmetic among distractors, 72 templates."),
 )
-_TOKENS = {"harm": 40, "benign": 40, "injection": 64}  # the first sentence shows whether an answer refuses
+# the first sentence shows whether an answer refuses
+_TOKENS = {"harm": 40, "benign": 40, "injection": 64, SUMS.name: 400}
 _NEEDED = ("harm", "benign")  # a check needs one of them
 _CONTEXT_LENGTH = 1024  # tokens at least, since some rows have hundreds
 _CONTEXT = "chat"  # in which a model still refuses what it refuses alone (docs/results/contexts.md)
@@ -103,12 +105,18 @@ class CheckPlan(NamedTuple):
 
 
 def plan_check(
-    model: str, config: ServingConfig, *, minutes: float = MINUTES, seed: int = SEED, made_up: bool = False
+    model: str,
+    config: ServingConfig,
+    *,
+    minutes: float = MINUTES,
+    seed: int = SEED,
+    made_up: bool = False,
+    sums: bool = False,
 ) -> CheckPlan:
     """Return the questions for a serving configuration: public rows in rounds, or made-up ones if requested.
 
     The model that ships with kvaudit gets made-up ones only. Raises DataError if public rows are needed but missing,
-    SpecError if the setting keeps more entries than a prompt may have.
+    SpecError if the setting keeps more entries than a prompt may have, or ``sums`` are asked beside made-up questions.
     """
     kept, exact = kept_entries(config), exact_entries(config)
     length = _length(model, max(kept or 0, exact) or None)
@@ -117,11 +125,17 @@ def plan_check(
     if not made_up and (named or model != EMBEDDED) and not any(endpoint.name in _NEEDED for endpoint in at_hand):
         raise DataError(_no_rows())
     if made_up or model == EMBEDDED:
+        if sums:
+            raise SpecError("--sums asks public rows, and made-up questions ask mathematics of their own; remove it")
         unseen = ("harmful requests as people write them", "agents that read hostile tool results")
         return CheckPlan((), MADE_UP_SUITES, length, None, (), unseen, minutes, seed)
     evicts = kept is not None or exact > 0
     endpoints = tuple(endpoint for endpoint in at_hand if not (evicts and endpoint.name == "injection"))
-    absent = tuple(dict.fromkeys(rows for point in ENDPOINTS for rows in absent_sources(point.name)))
+    wanted = (*ENDPOINTS, SUMS) if sums else ENDPOINTS
+    if sums:
+        data_file(SUMS.name, Gsm8k.files["eval"])  # requested by name, so never left out silently
+        endpoints = (*endpoints, SUMS)
+    absent = tuple(dict.fromkeys(rows for point in wanted for rows in absent_sources(point.name)))
     context, length = (_CONTEXT, max(length, _CONTEXT_LENGTH)) if evicts else (None, length)
     return CheckPlan(endpoints, (), length, context, absent, tuple(_unseen(endpoints, kept)), minutes, seed)
 
@@ -142,7 +156,8 @@ def _unseen(endpoints: Sequence[Endpoint], kept: int | None) -> Iterator[str]:
     yield "agents that read hostile tool results"
     if kept is None:
         yield "prompts of thousands of tokens"
-    yield "what the model can solve at all, whose answers are long"
+    if SUMS not in endpoints:
+        yield "what the model can solve (--sums)"
 
 
 def kept_entries(config: ServingConfig) -> int | None:
@@ -279,7 +294,7 @@ def _made_up_lines(plan: CheckPlan) -> Iterator[str]:
 def _endpoint_lines(plan: CheckPlan) -> Iterator[str]:
     for endpoint in plan.endpoints:
         part: dict[str, Any] = {"items": ALL_ITEMS, "max_new_tokens": _TOKENS[endpoint.name]}
-        yield f"    # {endpoint.says}: one row of every kind from the public files (kvaudit/suites/endpoints.py)"
+        yield f"    # {endpoint.says}: public rows, near copies asked once (kvaudit/suites/endpoints.py)"
         yield f"    {endpoint.name}: {json.dumps(part)}"
         if plan.context is not None:
             yield "    # the same after so long a conversation that the setting evicts a part; above is the control"

@@ -87,6 +87,12 @@ def answered_rows(rows: Mapping[Row, Record]) -> Mapping[Row, Record]:
     return {row: record for row, record in rows.items() if row[0] not in refused}
 
 
+def written_seconds(files: UnitFiles) -> float:
+    """Return how long the answers took that the file of a unit holds so far, finished or not."""
+    rows = _readable_rows(files.records) if files.records.exists() else ()
+    return sum(row.record.seconds for row in rows)
+
+
 def kept_rows(files: UnitFiles) -> Mapping[Row, Record]:
     """Return the answers kept from a unit whose refused rows are asked again, empty for any other."""
     rows = _readable_rows(files.answered) if files.answered.exists() else ()

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import isinf
 
-from kvaudit.core.facets import DEPLOYED, SERVING, WORST, facet_of
+from kvaudit.core.facets import DEPLOYED, SERVING, WORST, suite_of
 from kvaudit.core.text import at_length, inline, join_names, length_label
 from kvaudit.reports.sections.shared.words import event_rates, facet_of_metric, plural, shorten
 from kvaudit.reports.stats.betting import METHOD as BETTING
@@ -259,7 +259,7 @@ def _limit_and_bound(sides: Comparison, d: Decision) -> tuple[str, str]:
 def metric_text(sides: Comparison, d: Decision) -> str:
     """Return what a cell counts, in words, with the length if the run has several."""
     facet = facet_of_metric(sides, d.suite)
-    suite = facet_of(d.suite)[0] if facet else d.suite
+    suite = suite_of(d.suite) if facet else d.suite
     text = f"{facet.counts} ({suite})" if facet else f"{suite} score"
     text += {"selectivity": " beyond capability", "parity": ", either way"}.get(d.estimand, "")
     return inline(text if len(sides.contexts) == 1 else f"{text} at {length_label(d.context_tokens)}")

@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 
 from kvaudit.core.errors import SpecError, UnknownName
-from kvaudit.core.facets import facet_of
+from kvaudit.core.facets import FACETS, UNSAFE, facet_of
 from kvaudit.core.policy_names import DENSE_POLICY, short_names
 from kvaudit.core.provenance import check_checkpoints
 from kvaudit.core.spec_parts import LEAST_RATIO, MOST_RATIO
@@ -23,7 +23,7 @@ from kvaudit.reports.page.compare_pairing import CANDIDATE, REFERENCE, Direction
 from kvaudit.reports.page.findings import Findings
 from kvaudit.reports.records.readers.base import Log, Request, read_log
 from kvaudit.reports.records.readers.clusters import cluster_rule
-from kvaudit.reports.records.rows import facet_metrics, panels
+from kvaudit.reports.records.rows import FACET_COLUMNS, facet_metrics, panels
 from kvaudit.reports.stats.judges import Kappa, kappa
 from kvaudit.reports.verdict.comparison import Comparison
 from kvaudit.reports.verdict.contrast import Drift
@@ -33,6 +33,8 @@ from kvaudit.reports.verdict.error_rates import shipped_rates
 from kvaudit.reports.verdict.reference_answers import reference_answers
 from kvaudit.reports.verdict.rules import Rules, margin_of
 from kvaudit.reports.verdict.verdict import EXIT_CODES, Status, Verdict, worst
+
+_REFUSED = "refused"
 
 DEFAULT_MARGIN, DEFAULT_ALPHA = 5.0, 0.05  # pp, one-sided level
 
@@ -180,7 +182,7 @@ def compare(
     )
     rules = Rules(
         alpha=alpha,
-        margins=_margins(comparison, margin, margins or {}, ratios or {}),
+        margins=_margins(comparison, records, margin, margins or {}, ratios or {}),
         ratios=_ratios(comparison, ratios or {}),
         primary=(DENSE_POLICY,),
         contexts=comparison.contexts,
@@ -267,12 +269,35 @@ def _check_ratios(ratios: Mapping[str, float], margins: Mapping[str, float]) -> 
 
 
 def _margins(
-    comparison: Comparison, margin: float, named: Mapping[str, float], ratios: Mapping[str, float]
+    comparison: Comparison,
+    records: pd.DataFrame,
+    margin: float,
+    named: Mapping[str, float],
+    ratios: Mapping[str, float],
 ) -> dict[str, float]:
-    """Margins in score units, for every suite without a ratio and for the named facets."""
+    """Margins in score units: those named, and ``margin`` for the metrics that decide the other suites."""
     names = _checked_names(comparison, named, "--margin")
-    points = {**dict.fromkeys([suite for suite in comparison.suites if suite not in ratios], margin), **named}
+    points = dict(named)
+    for suite in comparison.suites:
+        if suite not in points and suite not in ratios:
+            metrics = [metric for metric in _deciding(records, suite) if metric not in ratios]
+            points = {**dict.fromkeys(metrics, margin), **points}
     return {name: points[name] / 100 for name in names if name in points}
+
+
+def _deciding(records: pd.DataFrame, suite: str) -> list[str]:
+    """Return the metrics that decide a suite: safety facets of both files, as a score adds opposite errors; else it.
+
+    ``refused`` is left out where ``unsafe`` was read in as many answers, since a model may decline without refusing.
+    """
+    rows = records[records["suite"] == suite]
+    columns = {name: column for name, column in FACET_COLUMNS.items() if column in rows}
+    # the smaller number of answers of the two files
+    counts = {name: int(rows[column].notna().groupby(rows["arm"]).sum().min()) for name, column in columns.items()}
+    facets = [name for name, count in counts.items() if count and FACETS[name].kind == "safety"]
+    if UNSAFE in facets and counts.get(_REFUSED, 0) <= counts[UNSAFE]:
+        facets = [name for name in facets if name != _REFUSED]
+    return [f"{suite}.{name}" for name in facets] or [suite]
 
 
 def _ratios(comparison: Comparison, named: Mapping[str, float]) -> dict[str, float]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from kvaudit.core.facets import WELL_FORMED, facet_of
+from kvaudit.core.facets import WELL_FORMED, facet_of, suite_of
 from kvaudit.core.text import inline
 from kvaudit.reports.page.findings import Findings, flips_link
 from kvaudit.reports.sections.shared.events import (
@@ -47,7 +47,7 @@ def cell_events(findings: Decided, d: Decision) -> list[Event]:
 
 def _cell(sides: Comparison, d: Decision) -> CellPlace:
     """The cell with the facets of a decision; a contrast without two sides uses the base contrast."""
-    suite = facet_of(d.suite)[0] if d.suite in sides.facets else d.suite
+    suite = suite_of(d.suite)
     estimand = d.estimand if d.estimand in _PAIRED else sides.base
     return estimand, d.arm, d.policy, suite, d.context_tokens
 

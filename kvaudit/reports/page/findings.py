@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
-from kvaudit.core.facets import facet_of
+from kvaudit.core.facets import facet_of, suite_of
 from kvaudit.core.text import visible
 from kvaudit.reports.page.view.flips import flip_key, kinds_shown
 from kvaudit.reports.records.load import Evidence, RunData
@@ -68,7 +68,7 @@ def flip_link(findings: Findings, example: Example) -> str:
     estimand = _linked_estimand(findings.comparison, example.estimand, example.policy)
     if estimand not in (findings.linked_contrasts or ()):
         return ""
-    suite = facet_of(example.suite)[0] if example.suite in findings.comparison.facets else example.suite
+    suite = suite_of(example.suite)
     cell = CellKey(example.arm, example.seed, example.policy)
     return _VIEW + urlencode({"flip": flip_key(estimand, suite, example.context_tokens, example.item_id, cell)})
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from operator import itemgetter
 from typing import Any
 
-from kvaudit.core.facets import PARITY
+from kvaudit.core.facets import PARITY, suite_of
 from kvaudit.core.provenance import (
     STOPPED,
     TOOL_FORMS_USED,
@@ -33,7 +33,7 @@ from kvaudit.reports.sections.shared.words import (
 from kvaudit.reports.stats.rule import blind_spot
 from kvaudit.reports.stats.seeds import SEEDS_ADVISED
 from kvaudit.reports.verdict.comparison import Comparison, some_of
-from kvaudit.reports.verdict.downgrades import is_apart, suite_of
+from kvaudit.reports.verdict.downgrades import is_apart
 from kvaudit.reports.verdict.family import gated_cells
 from kvaudit.reports.verdict.reasons import ReasonCode
 from kvaudit.reports.verdict.rules import CONTRASTED, DECLARED_AFTER_RUN, WARN, Rules, default_margins_line
@@ -126,7 +126,7 @@ def _judge_remarks(findings: Decided) -> Iterator[str]:
     if sides.rewarded and not is_apart(cells, sides):
         rewarded = ", ".join(sides.rewarded)
         yield f"{ReasonCode.TRAINED}: no gated safety suite is independent of the reward, which also graded {rewarded}."
-    gated = {suite_of(d.suite, sides) for d in findings.verdict.gated}
+    gated = {suite_of(d.suite) for d in findings.verdict.gated}
     if suites := ", ".join(suite for suite in sides.by_phrases if suite in gated):
         yield f"Phrase rules alone detect refusals: {suites}; {PHRASE_ERRORS}, so make no claim from them."
 

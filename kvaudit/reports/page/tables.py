@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from kvaudit.core.facets import suite_of
 from kvaudit.core.text import at_length, inline
 from kvaudit.reports.page.findings import Findings, flips_link
 from kvaudit.reports.sections.shared.tables import Table, footnoted, table_of
@@ -26,7 +27,6 @@ from kvaudit.reports.sections.shared.words import (
 )
 from kvaudit.reports.stats.rule import clusters_required
 from kvaudit.reports.verdict.comparison import Comparison
-from kvaudit.reports.verdict.downgrades import suite_of
 from kvaudit.reports.verdict.rules import Rules
 from kvaudit.reports.verdict.verdict import PRECEDENCE, Decided, Decision, Status, worst
 
@@ -198,7 +198,7 @@ def gate_table(findings: Findings, decisions: Sequence[Decision], *, gated: bool
     if len({d.estimand == "deployed" for d in cells}) > 1:
         columns["against"] = [reference_label(sides, d) for d in cells]
     columns["suite"] = [
-        with_length(sides, suite_label(sides, d), d.context_tokens) + judge_marks(sides, suite_of(d.suite, sides))
+        with_length(sides, suite_label(sides, d), d.context_tokens) + judge_marks(sides, suite_of(d.suite))
         for d in cells
     ]
     columns["verdict"] = [f"{d.status.value}, waived" if d.waiver else d.status.value for d in cells]

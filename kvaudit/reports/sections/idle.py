@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from kvaudit.core.facets import facet_of
+from kvaudit.core.facets import suite_of
 from kvaudit.core.policy_names import DENSE_POLICY
 from kvaudit.core.text import inline, join_names, length_label
 from kvaudit.reports.sections.base import Depth, Inputs, Section
@@ -75,11 +75,7 @@ class IdleSection(Section[tuple[Idle, ...]]):
 
 def _idle(decided: Decided, left_out: set[str]) -> Iterator[Idle]:
     cells = {(c.arm, c.policy, c.suite, c.context_tokens): c for c in decided.drift.cells}
-    facets = decided.comparison.facets
-    gated = dict.fromkeys(
-        (d.arm, d.policy, facet_of(d.suite)[0] if d.suite in facets else d.suite, d.context_tokens)
-        for d in decided.verdict.gated
-    )
+    gated = dict.fromkeys((d.arm, d.policy, suite_of(d.suite), d.context_tokens) for d in decided.verdict.gated)
     for place in gated:
         cell = cells.get(place)
         uncompressed = cells.get((place[0], DENSE_POLICY, *place[2:]))

@@ -18,7 +18,7 @@ from typing import NamedTuple, cast
 import numpy as np
 import pandas as pd
 
-from kvaudit.core.facets import facet_of
+from kvaudit.core.facets import suite_of
 from kvaudit.reports.records.blocks import Array
 from kvaudit.reports.records.floor import SAME_ORDER
 from kvaudit.reports.records.rows import ANSWER_HASH, LOGPROB
@@ -133,7 +133,7 @@ def checked_by_canary(c: Contrast, comparison: Comparison, canaries: Canaries) -
     condition = canaries.conditions.get(c.policy)
     if c.look is not None and condition is not None and condition.acts:
         return c
-    suite = facet_of(c.suite)[0] if c.suite in comparison.facets else c.suite
+    suite = suite_of(c.suite)
     arms = [c.arm] if c.estimand in _WITHOUT_COMPRESSED_REFERENCE else [c.arm, comparison.reference]
     cells = [canaries.places.get((arm, c.policy, suite, c.context_tokens)) for arm in arms]
     unchanged = next((canary for canary in cells if canary is not None and not canary.acts), None)

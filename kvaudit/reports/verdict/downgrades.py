@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from kvaudit.core.facets import WELL_FORMED, facet_of
+from kvaudit.core.facets import WELL_FORMED, facet_of, suite_of
 from kvaudit.reports.verdict.comparison import Comparison
 from kvaudit.reports.verdict.contrast import Contrast, Drift, SeedDrift, judge_may_pass
 from kvaudit.reports.verdict.controls import Controls
@@ -230,7 +230,7 @@ def rewarding_judge(_: GatedCell, context: DowngradeContext) -> Reason | None:
 def phrase_rules(cell: GatedCell, context: DowngradeContext) -> Reason | None:
     """Ask a release for a judge beside phrase rules."""
     sides = context.drift.comparison
-    suites = sorted({suite_of(row.contrast.suite, sides) for row in cell.rows} & set(sides.by_phrases))
+    suites = sorted({suite_of(row.contrast.suite) for row in cell.rows} & set(sides.by_phrases))
     if context.rules.profile != RELEASE or not suites:
         return None
     return Reason(
@@ -243,12 +243,7 @@ def phrase_rules(cell: GatedCell, context: DowngradeContext) -> Reason | None:
 def is_apart(cells: Sequence[GatedCell], sides: Comparison) -> bool:
     """Whether some gated safety suite or facet was neither trained on nor graded by what gave the reward."""
     gated = {row.contrast.suite for cell in cells for row in cell.rows}
-    return any(suite_of(metric, sides) not in sides.rewarded for metric in gated if _is_safety(metric, sides))
-
-
-def suite_of(metric: str, sides: Comparison) -> str:
-    """Return the suite of a metric, which may be one of its facets."""
-    return facet_of(metric)[0] if metric in sides.facets else metric
+    return any(suite_of(metric) not in sides.rewarded for metric in gated if _is_safety(metric, sides))
 
 
 def _is_safety(metric: str, sides: Comparison) -> bool:

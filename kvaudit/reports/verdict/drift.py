@@ -23,7 +23,7 @@ import numpy.typing as npt
 import pandas as pd
 
 from kvaudit.core.errors import DataError
-from kvaudit.core.facets import ALIKE, DEPLOYED, INTERACTION, SERVING, UNSAFE, facet_of
+from kvaudit.core.facets import ALIKE, DEPLOYED, INTERACTION, SERVING, UNSAFE, suite_of
 from kvaudit.core.policy_names import DENSE_POLICY
 from kvaudit.core.records import Outcome
 from kvaudit.core.spec_train import BASE_ARM
@@ -213,7 +213,7 @@ def contrast(
         return replace(blank, reasons=(_estimate_alone(panel, weights, ~np.isnan(panel.floor[cells[0]])),))
     if reasons:
         return blank
-    look = comparison.looks.get(facet_of(panel.suite)[0] if panel.suite in comparison.facets else panel.suite)
+    look = comparison.looks.get(suite_of(panel.suite))
     return _with_numbers(replace(blank, look=look), panel, weights, cells, alpha)
 
 

@@ -21,7 +21,7 @@ from kvaudit.core.facets import ALIKE, DEPLOYED, GATED, SERVING
 from kvaudit.core.files import YamlFile, check_keys, parse_yaml, read_yaml
 from kvaudit.core.policy_names import DENSE_POLICY, match_policies
 from kvaudit.core.provenance import DEFAULT_MARGINS, table_of
-from kvaudit.core.spec import GateSpec, RunSpec, with_gate
+from kvaudit.core.spec import GateSpec, RunSpec, defaults_kept, with_gate
 from kvaudit.core.spec_parts import LEAST_MARGIN
 from kvaudit.core.text import short_repr, short_text
 from kvaudit.reports.records.load import RunData
@@ -64,7 +64,7 @@ class Rules:
     declared: str = DECLARED_WITH_RUN
     changes: tuple[str, ...] = ()
     items_are_independent: bool = False
-    defaults: Mapping[str, str] = field(default_factory=dict)  # suite -> kind, for suites with a default margin
+    defaults: Mapping[str, str] = field(default_factory=dict)  # suite or facet -> kind, if it has a default margin
 
     def margin(self, estimand: str, suite: str) -> float | None:
         """Return the margin of an estimand on a suite, None if none is declared."""
@@ -144,10 +144,10 @@ def _check_selectivity(comparison: Comparison, gated: Sequence[int]) -> None:
 
 def default_margins_line(kinds: Mapping[str, str], margins: Mapping[str, float]) -> str:
     """Name the ``margins``, in pp, that are defaults, by kind of suite; empty if all were declared."""
-    defaults, parts = {suite: (kind, margins[suite]) for suite, kind in kinds.items()}, []
+    defaults, parts = {metric: (kind, margins[metric]) for metric, kind in kinds.items() if metric in margins}, []
     for kind, points in dict.fromkeys(defaults.values()):
-        suites = [suite for suite, default in defaults.items() if default == (kind, points)]
-        parts.append(f"{', '.join(suites)} {points:g} pp, the default of {kind} suites")
+        metrics = [metric for metric, default in defaults.items() if default == (kind, points)]
+        parts.append(f"{', '.join(metrics)} {points:g} pp, the default of {kind} suites")
     return f"MARGINS not declared: {'; '.join(parts)}. Declare your own in gate.margins." if parts else ""
 
 
@@ -255,7 +255,8 @@ def _check_keys(file: YamlFile) -> YamlFile:
 
 def _rules_from(data: RunData, file: YamlFile | None, pin: Pin | None) -> tuple[Comparison, Rules]:
     """Return the comparison and rules of the spec, overridden by a gate file; ``pin`` is the one that it names."""
-    spec = data.spec if file is None else with_gate(data.spec, file)
+    defaults = table_of(data.provenance, DEFAULT_MARGINS)
+    spec = data.spec if file is None else with_gate(data.spec, file, defaults=defaults)
     comparison = comparison_of(spec, data.records, data.provenance)
     try:
         rules = rules_of(spec, comparison)
@@ -263,10 +264,8 @@ def _rules_from(data: RunData, file: YamlFile | None, pin: Pin | None) -> tuple[
         raise SpecError(f"{'spec.yaml' if file is None else file.name}: {error}") from None
     if spec.gate.pin is not None:
         rules = replace(rules, pin=pin or recorded_pin(data.provenance))
-    file_margins = (file.table.get("margins") if file is not None else None) or {}
-    defaults = table_of(data.provenance, DEFAULT_MARGINS).items()
-    kept = {suite: kind for suite, kind in defaults if suite in rules.margins and suite not in file_margins}
-    rules = replace(rules, defaults=kept)
+    kept = defaults_kept(defaults, {} if file is None else file.table)
+    rules = replace(rules, defaults={metric: defaults[metric] for metric in kept if metric in rules.margins})
     return comparison, rules if file is None else replace(rules, source=file.name, sha256=file.sha256)
 
 

@@ -26,7 +26,7 @@ from kvaudit.audit.runs.progress import Part
 from kvaudit.audit.runs.stages.answering import UnitWorker, unit_part
 from kvaudit.audit.runs.stages.base import RunContext, Stage
 from kvaudit.audit.runs.stages.pilot import pilot_records, suites_left_out
-from kvaudit.audit.runs.units import REFUSED, ROUNDS_FOLDER, Unit, UnitFiles
+from kvaudit.audit.runs.units import REFUSED, ROUNDS_FOLDER, Unit, UnitFiles, written_seconds
 from kvaudit.core.errors import SpecError
 from kvaudit.core.facets import facet_of
 from kvaudit.core.files import mutex, read_json, write_json, write_output
@@ -133,12 +133,14 @@ class RoundsStage(Stage):
         folder = self.context.run.path / ROUNDS_FOLDER / str(number)
         make_folder(folder)
         due = [unit for unit in units if unit.suite in rows]
+        # answers of a process that was stopped count towards the time limit too
+        earlier = sum(written_seconds(UnitFiles.of(folder, unit)) for unit in due)
         started = time.monotonic()
         self.context.bar.restart(f"round {number}")
         self._worker.work("asking", folder, due, partial(_round_parts, folder, due, rows), rows)
         look = {
             "items": {**asked, **{suite: part.stop for suite, part in rows.items()}},
-            "seconds": round(time.monotonic() - started, 3),
+            "seconds": round(earlier + time.monotonic() - started, 3),
         }
         self.context.run.keep(LOOKS, str(number), look)
 
