@@ -249,10 +249,11 @@ def test_the_time_of_a_killed_process_counts(held: Path, tmp_path: Path) -> None
     (copy / "provenance.json").write_text(json.dumps(noted))
     for file in [*(copy / "records").iterdir(), *(copy / ROUNDS_FOLDER / "1").glob("*.done.json")]:
         file.unlink()
-    answers = [path.read_text().splitlines() for path in (copy / ROUNDS_FOLDER / "1").glob("*.jsonl")]
-    seconds = sum(json.loads(line)["seconds"] for lines in answers for line in lines)
+    for path in (copy / ROUNDS_FOLDER / "1").glob("*.jsonl"):
+        rows = [json.loads(line) | {"seconds": 7.0} for line in path.read_text().splitlines()]
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     ran(asked("int8"), copy, "--resume")
-    assert provenance(copy)[LOOKS]["1"]["seconds"] >= seconds > 0
+    assert provenance(copy)[LOOKS]["1"]["seconds"] >= 2 * 100 * 7.0
 
 
 def test_what_a_server_refused_in_any_round_stands_in_the_seal_of_all(tmp_path: Path) -> None:
