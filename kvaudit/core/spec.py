@@ -46,6 +46,7 @@ from kvaudit.core.text import HIDDEN, short_repr
 
 ENDPOINT_ARM = "endpoint"  # the arm of a probe
 UNKNOWN = "unknown"
+_MOST_ERRORS = 20  # that are printed after the first
 _VARIABLE = re.compile(r"\$\{(\w+)\}")
 _MARGIN_PP = {
     "safety": 5.0,
@@ -544,8 +545,8 @@ def _validate(
     try:
         return RunSpec.model_validate(table, context=names)
     except ValidationError as error:
-        path, message = _first_error(error)
-        raise SpecError(f"{_location(source, path, lines)}: {message}") from None
+        first, *others = _errors(error, source, lines)
+        raise SpecError(first, lines=others[:_MOST_ERRORS]) from None
     except AuditError as error:
         raise SpecError(f"{source}: {error}") from error
 
@@ -555,11 +556,14 @@ def dump_spec(spec: RunSpec) -> str:
     return yaml.safe_dump(spec.written(), sort_keys=False, allow_unicode=True, width=120)
 
 
-def _first_error(error: ValidationError) -> tuple[KeyPath, str]:
-    """Return path and message of the first error; unknown keys come first, as they often explain the others."""
+def _errors(error: ValidationError, source: str, lines: Mapping[KeyPath, int]) -> list[str]:
+    """Return a line for every error; unknown keys come first, as they often explain the others."""
     errors = sorted(error.errors(include_url=False), key=lambda details: details["type"] != "extra_forbidden")
-    path = tuple(key for key in errors[0]["loc"] if key != "[key]")  # pydantic's mark of a bad key
-    return path, _message(errors[0], path)
+    # "[key]" is pydantic's mark of a bad key
+    paths = [tuple(key for key in details["loc"] if key != "[key]") for details in errors]
+    messages = [_message(details, path) for details, path in zip(errors, paths, strict=True)]
+    texts = [f"{_location(source, path, lines)}: {text}" for path, text in zip(paths, messages, strict=True)]
+    return list(dict.fromkeys(texts))
 
 
 def _message(details: ErrorDetails, path: KeyPath) -> str:
