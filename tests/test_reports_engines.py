@@ -9,7 +9,7 @@ import pytest
 from report_text import run_text
 
 from kvaudit.reports.page.figures import figures
-from kvaudit.reports.page.publish import hub_results
+from kvaudit.reports.page.publish import hub_results, public_name
 from kvaudit.reports.page.remarks import remarks
 from kvaudit.reports.page.run_page import page_of
 from kvaudit.reports.page.terminal import terminal_lines
@@ -126,6 +126,26 @@ def test_what_is_published_names_no_address_of_a_server(tmp_path: Path) -> None:
         assert "10.1.2.3" not in text
         assert "server-1" in text
     assert "10.1.2.3:8001" in (run / "report" / "disclosure.json").read_text()
+
+
+@pytest.mark.parametrize("path", ["/home/anna/secret-project/qwen", "/a/" + "long-folder/" * 9 + "qwen"])
+def test_what_is_published_names_no_folder(tmp_path: Path, path: str) -> None:
+    run = synthetic.build(tmp_path / "run", served(U4, F32))
+    noted = json.loads((run / "provenance.json").read_text())
+    (run / "provenance.json").write_text(json.dumps(noted | {"model": path}))
+    write_report(run)
+    published = [(run / "report" / name).read_text() for name in ("card.md", "bom.json")]
+    published += hub_results(page_of(decide_run(load_run(run))), "base", "org/name").values()
+    assert "**qwen" in published[0]
+    for text in published:
+        assert not [word for word in ("anna", "secret", "long-folder") if word in text.replace("\\", "")]
+
+
+@pytest.mark.parametrize(
+    ("model", "name"), [("embedded", "embedded"), ("Qwen/Qwen2.5-0.5B", "Qwen/Qwen2.5-0.5B"), ("./m/qwen", "qwen")]
+)
+def test_a_hub_id_is_public(model: str, name: str) -> None:
+    assert public_name(model) == name
 
 
 def test_a_setting_that_changed_nothing_is_invalid_and_not_harmless(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Text for publication: the disclosure in a model card, results for the Hugging Face hub, masked server addresses.
+"""Text for publication: the disclosure in a model card, results for the Hugging Face hub, masked addresses and paths.
 
 The hub shows results of datasets registered with it as benchmarks. A run knows of none, so the user names one; a task
 is CONTRAST-METRIC-TOKENS, and each policy has its own file. Layout: huggingface.co/docs/hub/eval-results.
@@ -18,6 +18,7 @@ from kvaudit.core.errors import DataError, SpecError
 from kvaudit.core.files import read_text, write_output
 from kvaudit.core.policy_names import engine_settings
 from kvaudit.core.text import inline
+from kvaudit.reports.sections.shared.words import shorten
 
 if TYPE_CHECKING:
     from kvaudit.reports.page.disclosure import Disclosure, MeasuredCell
@@ -31,10 +32,20 @@ _DATASET = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 _UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
 
 
-def mask_servers(text: str, findings: Findings) -> str:
-    """Replace the address of every server in the spec by server-1, server-2, since host names are private."""
+def public_name(model: str) -> str:
+    """Return a model's name without the folders that lead to it; ORGANISATION/NAME of a hub stays."""
+    is_local = Path(model).is_absolute() or model.startswith(("~", ".")) or model.count("/") > 1 or Path(model).exists()
+    return Path(model).name or model if is_local else model
+
+
+def mask_private(text: str, findings: Findings) -> str:
+    """Replace the address of every server in the spec by server-1, server-2, and the model's path by its name."""
     from kvaudit.reports.page.formats.markdown import escape
 
+    if (name := public_name(findings.model)) != findings.model:
+        # the page may have shortened the path
+        for path in (findings.model, shorten(findings.model)):
+            text = text.replace(escape(path), escape(name)).replace(path, name)
     settings = [engine_settings(policy).get("base_url", "") for policy in findings.comparison.policies]
     addresses = dict.fromkeys(url.partition("://")[2] for url in settings)
     for number, address in enumerate(filter(None, addresses), 1):
@@ -90,7 +101,8 @@ def _span(card: str, name: str) -> tuple[int, int] | None:
 def write_card(folder: Path, section: str, *, base: str) -> None:
     """Write the section into the README.md of a checkpoint; a new file gets the hub's front matter."""
     path = folder / "README.md"
-    front = f"---\nlibrary_name: transformers\nbase_model: {json.dumps(base)}\ntags: [kv-cache-compression]\n---\n"
+    facts = f"library_name: transformers\nbase_model: {json.dumps(public_name(base))}\ntags: [kv-cache-compression]"
+    front = f"---\n{facts}\n---\n"
     card = read_card(path) if path.exists() else front
     write_output(path, insert_section(card, section, str(path)))
 
@@ -114,7 +126,7 @@ def hub_results(page: Page, arm: str, dataset: str) -> dict[str, str]:
         name = f"kvaudit-{_slug(cell.estimand)}-{_slug(str(cell.policy_hash.value or cell.label))}.yaml"
         files.setdefault(name, []).append(_hub_entry(disclosure, cell, dataset))
     texts = {name: yaml.safe_dump(rows, sort_keys=False, allow_unicode=False) for name, rows in files.items()}
-    return {name: mask_servers(text, page.findings) for name, text in texts.items()}
+    return {name: mask_private(text, page.findings) for name, text in texts.items()}
 
 
 def _hub_entry(disclosure: Disclosure, m: MeasuredCell, dataset: str) -> dict[str, Any]:

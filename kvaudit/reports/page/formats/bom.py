@@ -10,7 +10,7 @@ from uuid import UUID
 from kvaudit.core.text import inline, length_of
 from kvaudit.reports.page.disclosure import ArmRecipe, Disclosure, MeasuredCell, disclosure_of
 from kvaudit.reports.page.page import Page
-from kvaudit.reports.page.publish import mask_servers
+from kvaudit.reports.page.publish import mask_private
 from kvaudit.reports.sections.shared.facts import Fact, dump_json
 
 FILE = "bom.json"
@@ -36,7 +36,7 @@ def render(page: Page) -> str:
     # the serial number is a hash: documents that differ have different ones, and a rerun keeps it
     digest = hashlib.sha256(dump_json(body).encode()).digest()
     text = dump_json({**body, "serialNumber": f"urn:uuid:{UUID(bytes=digest[:16], version=4)}"})
-    return mask_servers(text, page.findings)
+    return mask_private(text, page.findings)
 
 
 def _groups(disclosure: Disclosure) -> Iterator[tuple[str, Mapping[str, Fact]]]:

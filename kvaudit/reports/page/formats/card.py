@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from kvaudit.reports.page.disclosure import ArmRecipe, Disclosure, disclosure_of, findings_of_arm
 from kvaudit.reports.page.formats.markdown import escape, markdown_table
 from kvaudit.reports.page.page import Page, Screen, grid_table, screen_of
-from kvaudit.reports.page.publish import mask_servers
+from kvaudit.reports.page.publish import mask_private
 from kvaudit.reports.sections.shared.facts import NOT_APPLICABLE, Fact, fact_of
 
 FILE = "card.md"
@@ -34,7 +34,7 @@ def render(page: Page, arm: str | None = None) -> str:
     screen = page.screen if arm is None else screen_of(findings_of_arm(page.findings, arm))
     assert screen is not None, "only a run has a card"
     arm_note = "" if arm is None else _word(disclosure.verdict["says"])
-    return mask_servers(
+    return mask_private(
         "\n\n".join(part for part in _parts(disclosure, screen, arm_note) if part) + "\n", page.findings
     )
 
