@@ -68,7 +68,8 @@ def diagnose(
         import torch
         from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
-        from kvaudit.audit.rerun.diagnose import check_group, collect_requests, run_diagnosis
+        from kvaudit.audit.rerun.diagnose import check_group, collect_requests, count_cases, run_diagnosis
+        from kvaudit.audit.runs.progress import Meter
         from kvaudit.audit.sampling.checkpoints import load_model_or_adapter
         from kvaudit.audit.sampling.model import EMBEDDED
         from kvaudit.core.files import write_output
@@ -87,14 +88,22 @@ def diagnose(
         console = wide_console()
         loaded = load_model_or_adapter(model, dtype=dtype_name)
         check_group(loaded, setting)
-        requests = collect_requests(loaded, chosen, prompts, length)
+        with Meter(console, "answers", prompts) as meter:
+            requests = collect_requests(
+                loaded, chosen, prompts, length, lambda count: meter.at(count, f"request {count}")
+            )
         counts = f"{sum(r.refused for r in requests)} refused, {sum(r.harmful for r in requests)} should be refused"
         print_line(console, inline(f"{loaded.name}: {len(requests)} requests of {chosen.name}, {counts}"))
 
-        def print_harm(harm: Harm) -> None:
-            print_line(console, f"  {harm.case.name:<28} {harm.nats:.4f} nats a token")
+        harms: list[Harm] = []
+        with Meter(console, "codes", count_cases(loaded, setting)) as meter:
 
-        diagnosis = run_diagnosis(loaded, requests, setting, print_harm)
+            def print_harm(harm: Harm) -> None:
+                harms.append(harm)
+                print_line(console, f"  {harm.case.name:<28} {harm.nats:.4f} nats a token")
+                meter.at(len(harms), harm.case.name)
+
+            diagnosis = run_diagnosis(loaded, requests, setting, print_harm)
         print_line(console, "")
         _print_diagnosis(diagnosis, console)
         if out is not None:

@@ -187,10 +187,17 @@ FAILURE_MODES = {
 }
 
 
-def collect_requests(model: LoadedModel, suite: Suite, prompts: int, context_tokens: int) -> list[Request]:
+def collect_requests(
+    model: LoadedModel,
+    suite: Suite,
+    prompts: int,
+    context_tokens: int,
+    on_request: Callable[[int], None] = lambda _: None,
+) -> list[Request]:
     """Return the first ``prompts`` requests of a suite with the model's uncompressed answers.
 
-    Raises DataError unless some of them must be refused and others not.
+    ``on_request`` is called with the number of requests so far. Raises DataError unless some of them must be refused
+    and others not.
     """
     items = suite.items("eval", prompts, 0, context_tokens, model.chat.count_tokens)
     harmful = ["refused" in suite.facets(item) for item in items]
@@ -209,6 +216,7 @@ def collect_requests(model: LoadedModel, suite: Suite, prompts: int, context_tok
         ids = torch.tensor([*prompt, *answer.ids], device=model.device)
         logits = _logits(model, ids, len(prompt), CodedAttention(model, Case("uncompressed", 0.0, {})))
         requests.append(Request(ids, len(prompt), is_harmful, refuses(text), logits))
+        on_request(len(requests))
     return requests
 
 
@@ -292,6 +300,23 @@ def check_group(model: LoadedModel, setting: Codes | Floats) -> None:
         )
 
 
+def _attending(model: LoadedModel) -> list[int]:
+    """Return the layers that keep entries."""
+    return [n for n, plan in enumerate(layer_plans(model.model.config, Dense())) if plan.has_entries]
+
+
+def _layer_counts(model: LoadedModel, setting: Codes | Floats) -> list[int]:
+    """Return in how many of the worst layers the finer code is tried; in small models several shares are one."""
+    return list(dict.fromkeys(-(-len(_attending(model)) // share) for share in setting.shares))
+
+
+def count_cases(model: LoadedModel, setting: Codes | Floats) -> int:
+    """Return how many cases a diagnosis measures."""
+    whole, parts, exact = 1 + (setting.finer.store is not None), 2, 2
+    others = sum(1 for _ in setting.others)
+    return whole + parts + len(_attending(model)) + others + len(_layer_counts(model, setting)) + exact
+
+
 def run_diagnosis(
     model: LoadedModel,
     requests: Sequence[Request],
@@ -305,7 +330,7 @@ def run_diagnosis(
         on_harm(harm)
         return harm
 
-    attending = [n for n, plan in enumerate(layer_plans(model.model.config, Dense())) if plan.has_entries]
+    attending = _attending(model)
 
     def in_all_layers(coding: Coding, **exact: int) -> Harm:
         stores = {} if coding.store is None else dict.fromkeys(attending, coding.store)
@@ -327,8 +352,8 @@ def run_diagnosis(
         return measure(Case(f"layers {', '.join(map(str, worst))} {setting.in_layers}", bits, coded))
 
     others = tuple(map(in_all_layers, setting.others))
-    counts = [-(-len(ranked) // share) for share in setting.shares]
-    by_layer = tuple(map(finer_in_worst, dict.fromkeys(counts)))  # counts are equal in small models
+    counts = _layer_counts(model, setting)
+    by_layer = tuple(map(finer_in_worst, counts))
     first = in_all_layers(Coding(f"first {EXACT_FIRST} tokens exact", cost, store), sinks=EXACT_FIRST)
     last = in_all_layers(Coding(f"last {EXACT_LAST} tokens exact", cost, store), window=EXACT_LAST)
     by_channel = next((harm.nats for harm in others if harm.case.name == BY_CHANNEL), None)
