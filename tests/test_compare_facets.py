@@ -64,11 +64,11 @@ def words(run, *more):
 def test_every_facet_is_contrasted_and_the_one_of_harm_decides(sides):
     found = compare(sides, "score")
     assert [(row[1], row[4], row[-1]) for row in facets_table(found).rows] == [
-        ("broken form", "worse", "-"),
+        ("broken form", "worse", "FAIL"),
         ("unsafe", "worse", "FAIL"),
         ("helpful", "worse", "-"),
     ]
-    assert {d.suite for d in found.verdict.decisions if d.gated} == {"refusal.unsafe"}
+    assert {d.suite for d in found.verdict.decisions if d.gated} == {"refusal.unsafe", "refusal.well_formed"}
     scores = compare(sides, "score", margins={"refusal": 5})
     assert {d.suite for d in scores.verdict.decisions if d.gated} == {"refusal"}
 
@@ -81,7 +81,9 @@ def test_a_facet_with_a_margin_is_decided_as_in_the_runs_report(run, sides):
 
 
 def test_a_facet_that_one_file_lacks_does_not_decide(sides):
-    old = replace(sides.candidate, rows=sides.candidate.rows.drop(columns=list(FACET_COLUMNS.values())))
+    old = replace(
+        sides.candidate, rows=sides.candidate.rows.drop(columns=list(FACET_COLUMNS.values()), errors="ignore")
+    )
     found = compare(Sides(sides.reference, old), "score")
     assert {d.suite for d in found.verdict.decisions if d.gated} == {"refusal"}
 

@@ -83,8 +83,8 @@ def test_only_what_is_given_is_part_of_the_spec() -> None:
 
 
 def test_a_spec_from_before_these_options_keeps_its_hash() -> None:
-    """With the margin that capability had by default then."""
-    assert asked(gate="gate: {margins: {math: 3}}\n").sha256[:12] == "30ba7b71867e"
+    """With the margins that it had by default then."""
+    assert asked(gate="gate: {margins: {refusal: 5, math: 3}}\n").sha256[:12] == "30ba7b71867e"
 
 
 def test_what_a_run_wrote_reads_back_equal() -> None:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -356,18 +357,41 @@ def test_where_vllm_samples_trl_weighs_as_the_arm_does(
 
 LAUNCHED = """
 import sys
-from importlib.metadata import PackageNotFoundError
 from pathlib import Path
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType
 from trl_world import trainer
 settings = {"max_steps": 2, "optim": "sgd", "learning_rate": 0.1, "loss_type": "grpo"}
 settings["per_device_train_batch_size"] = int(sys.argv[3])
-trainer(Path(sys.argv[1]), sys.argv[2], settings=settings).train()
+set_up = AcceleratorState.__init__
+
+def with_fsdp(self, *args, fsdp_plugin=None, **options):
+    set_up(self, *args, fsdp_plugin=fsdp_plugin, **options)
+    self.fsdp_plugin = fsdp_plugin or getattr(self, "fsdp_plugin", None)
+    if self.fsdp_plugin is not None:
+        self.distributed_type = DistributedType.FSDP
+
+AcceleratorState.__init__ = with_fsdp  # accelerate shards on GPUs alone; torch does on CPUs too
+trained = trainer(Path(sys.argv[1]), sys.argv[2], settings=settings)
+trained.train()
+print(type(next(trained.model.parameters())).__name__)
 """
+SHARDED = {
+    "ACCELERATE_USE_FSDP": "true",
+    "FSDP_VERSION": "2",
+    "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT",
+    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+    "FSDP_RESHARD_AFTER_FORWARD": "true",
+    "FSDP_CPU_RAM_EFFICIENT_LOADING": "false",
+}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arm", ["smd", "sparse-rl-text"])
-def test_two_processes_learn_what_one_does(arm: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("arm", "sharding"), [("smd", {}), ("smd", SHARDED), ("sparse-rl-text", {}), ("sparse-rl-text", SHARDED)]
+)
+def test_two_processes_learn_what_one_does(arm: str, sharding: dict[str, str], tmp_path: Path) -> None:
+    """Of unlike prompts, and with weights that both hold or FSDP2 shards."""
     (tmp_path / "script.py").write_text(LAUNCHED)
     root = Path(__file__).parent
     path = os.pathsep.join([str(root), str(root.parent)])
@@ -375,15 +399,17 @@ def test_two_processes_learn_what_one_does(arm: str, tmp_path: Path) -> None:
     launch = ["accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1"]
     launch += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
     launch = [sys.executable, "-W", "ignore", "-m", *launch]
-    for words, name, size in (([sys.executable, "-W", "ignore"], "one", 4), (launch, "two", 2)):
+    one_process = [sys.executable, "-W", "ignore"]
+    for words, name, size, more in ((one_process, "one", 4, {}), (launch, "two", 2, sharding)):
         done = subprocess.run(
             [*words, str(tmp_path / "script.py"), str(tmp_path / name), arm, str(size)],
-            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **more},
             capture_output=True,
             text=True,
             check=False,
         )
         assert done.returncode == 0, done.stderr[-2000:]
+        assert ("DTensor" in done.stdout) == bool(more)
     one, two = rows(tmp_path / "one"), rows(tmp_path / "two")
     assert json.loads((tmp_path / "two" / "provenance.json").read_text())["config"]["processes"] == 2
     for name in ("reward_mean", "kv_bytes_dense", "prompt_tokens_mean", "frac_truncated"):
@@ -393,7 +419,8 @@ def test_two_processes_learn_what_one_does(arm: str, tmp_path: Path) -> None:
     assert largest(model().state_dict(), after(tmp_path / "one")) > 1e-3
     again = subprocess.run(
         [*launch, str(tmp_path / "script.py"), str(tmp_path / "two"), arm, "2"],
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False,
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **sharding},
+        capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert again.returncode != 0
     assert "already has 2 steps of this run; resume with" in again.stderr
@@ -510,13 +537,24 @@ def test_a_sampler_without_log_probs_is_one_line(logprobs: Any, words: str, tmp_
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("host", ["is_fsdp_enabled", "is_deepspeed_enabled"])
-def test_parted_weights_are_refused_where_our_cache_samples(
-    host: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("deepspeed", "version", "state_dict", "words"),
+    [
+        (True, None, "", "DeepSpeed and FSDP version 1 keep the weights"),
+        (False, 1, "FULL_STATE_DICT", r"launch with FSDP version 2 \(fsdp_version: 2\)"),
+        (False, 2, "SHARDED_STATE_DICT", "fsdp_state_dict_type is not FULL_STATE_DICT, so no checkpoint would be"),
+    ],
+)
+def test_sharding_that_our_cache_cannot_sample_from_is_refused(
+    deepspeed: bool, version: int | None, state_dict: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = trainer(tmp_path)
-    monkeypatch.setattr(made, host, True)
-    with pytest.raises(SpecError, match="shard the weights that kvaudit's cache samples from; launch without them"):
+    monkeypatch.setattr(made, "is_deepspeed_enabled", deepspeed)
+    if version:
+        plugin = SimpleNamespace(fsdp_version=version, state_dict_type=state_dict)
+        monkeypatch.setattr(made, "is_fsdp_enabled", True)
+        monkeypatch.setattr(made.accelerator, "state", SimpleNamespace(fsdp_plugin=plugin))
+    with pytest.raises(SpecError, match=words):
         made._check_host()
 
 

@@ -23,7 +23,7 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 
 from kvaudit.core.endpoint import check_no_address
 from kvaudit.core.errors import AuditError, SpecError, UnknownName
-from kvaudit.core.facets import ALIKE, DEPLOYED, FACETS, FORMER_CONTRASTS, GATED, SERVING, suite_of
+from kvaudit.core.facets import ALIKE, DEPLOYED, FACETS, FORMER_CONTRASTS, GATED, SERVING, WELL_FORMED, suite_of
 from kvaudit.core.files import KeyPath, YamlFile, parse_yaml, read_text
 from kvaudit.core.policy_names import DENSE_POLICY, compressed_policies, engine_name, match_policies
 from kvaudit.core.removed import removed_spec_key
@@ -452,8 +452,8 @@ def _check_rounds_gate(gate: GateSpec, primary: Sequence[str]) -> None:
 def _margins(evaluate: EvaluateSpec, gate: GateSpec, names: PluginNames | None) -> dict[str, float]:
     """Return the margins: the declared ones, and the defaults of each suite without any limit.
 
-    Such a suite is gated by the facets of its ``default_gate``, or by its score if it names none. Suites in rounds have
-    no defaults; nor has any without ``names``, which know the suites.
+    Such a suite is gated by the facets of its ``default_gate`` and by its form, as what cannot be read shows no harm;
+    by its score if it names none. Suites in rounds have no defaults, nor has any without ``names``.
     """
     suites, declared = list(evaluate.suites), gate.margins
     for key, name in [*(("margins", name) for name in declared), *(("ratios", name) for name in gate.ratios)]:
@@ -472,8 +472,9 @@ def _margins(evaluate: EvaluateSpec, gate: GateSpec, names: PluginNames | None) 
         if suite in declared:
             margins[suite] = declared[suite]
         elif suite not in limited:
-            facets = [f"{suite}.{facet}" for facet in names.default_gate(suite)]
-            margins |= dict.fromkeys(facets or [suite], _MARGIN_PP[names.kind(suite)])
+            facets = names.default_gate(suite)
+            metrics = [f"{suite}.{facet}" for facet in (*facets, WELL_FORMED)] if facets else [suite]
+            margins |= dict.fromkeys(metrics, _MARGIN_PP[names.kind(suite)])
     return {**margins, **{name: points for name, points in declared.items() if name not in suites}}
 
 

@@ -80,7 +80,7 @@ class PluginNames:
     # condition, its reference in the spec or None -> canonical reference; None for a policy of ours
     reference: Callable[[Any, Any], str | None]
     kind: Callable[[str], Literal["safety", "capability"]]  # of a suite
-    default_gate: Callable[[str], tuple[str, ...]]  # the facets of a suite that are gated by default; (): its score
+    default_gate: Callable[[str], tuple[str, ...]]  # the facets of a suite gated by default; (): its score
     placements: Callable[[str], tuple[str, ...]]  # of a suite
     lengths: Callable[[str], Literal["given", "none", "any"]]  # whether a suite's items are made to a length
     bare: Callable[[str], str]  # SUITE@CONTEXT -> SUITE

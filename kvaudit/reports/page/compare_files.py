@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 
 from kvaudit.core.errors import SpecError, UnknownName
-from kvaudit.core.facets import FACETS, UNSAFE, facet_of
+from kvaudit.core.facets import FACETS, UNSAFE, WELL_FORMED, facet_of
 from kvaudit.core.policy_names import DENSE_POLICY, short_names
 from kvaudit.core.provenance import check_checkpoints
 from kvaudit.core.spec_parts import LEAST_RATIO, MOST_RATIO
@@ -286,18 +286,19 @@ def _margins(
 
 
 def _deciding(records: pd.DataFrame, suite: str) -> list[str]:
-    """Return the metrics that decide a suite: safety facets of both files, as a score adds opposite errors; else it.
+    """Return the metrics that decide a suite: its form and the safety facets read in both files, or else its score.
 
-    ``refused`` is left out where ``unsafe`` was read in as many answers, since a model may decline without refusing.
+    A score adds opposite errors. ``refused`` is left out where ``unsafe`` was read in as many answers, since a model
+    may decline without refusing.
     """
     rows = records[records["suite"] == suite]
     columns = {name: column for name, column in FACET_COLUMNS.items() if column in rows}
-    # the smaller number of answers of the two files
-    counts = {name: int(rows[column].notna().groupby(rows["arm"]).sum().min()) for name, column in columns.items()}
+    # the smaller number of readable answers of the two files
+    counts = {name: int((rows[column] >= 0).groupby(rows["arm"]).sum().min()) for name, column in columns.items()}
     facets = [name for name, count in counts.items() if count and FACETS[name].kind == "safety"]
     if UNSAFE in facets and counts.get(_REFUSED, 0) <= counts[UNSAFE]:
         facets = [name for name in facets if name != _REFUSED]
-    return [f"{suite}.{name}" for name in facets] or [suite]
+    return [f"{suite}.{name}" for name in (*facets, WELL_FORMED)] if facets else [suite]
 
 
 def _ratios(comparison: Comparison, named: Mapping[str, float]) -> dict[str, float]:

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from inspect import signature
 from itertools import groupby
@@ -35,6 +36,7 @@ from kvaudit.audit.sampling.sampler import Decoding, Sampler
 from kvaudit.audit.training.checkpoint import STAGED, versions
 from kvaudit.audit.training.corrections import CORRECTIONS
 from kvaudit.audit.training.optimiser import read_floats
+from kvaudit.audit.training.ranks import full_weights
 from kvaudit.audit.training.trl import output, require_trl
 from kvaudit.audit.training.trl.hosted import FUNCTION, VLLM, HostedArm, check_logprobs
 from kvaudit.audit.training.trl.output import COUNTS, OutputFolder, StepNumbers, TrainingResult, base_sha256
@@ -109,11 +111,23 @@ class AuditedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             raise SpecError(
                 "kvaudit's cache samples from token ids only, but this processor has images; use a tokenizer"
             )
-        if self.is_fsdp_enabled or self.is_deepspeed_enabled:
+        plugin = self.accelerator.state.fsdp_plugin if self.is_fsdp_enabled else None
+        if self.is_deepspeed_enabled or (plugin is not None and plugin.fsdp_version != 2):
             raise SpecError(
-                "FSDP and DeepSpeed shard the weights that kvaudit's cache samples from; launch without them, or use "
-                "use_vllm and another arm than smd"
+                "DeepSpeed and FSDP version 1 keep the weights that kvaudit's cache samples from out of reach; launch "
+                "with FSDP version 2 (fsdp_version: 2), without sharding, or with use_vllm and another arm than smd"
             )
+        if plugin is not None and "FULL" not in str(plugin.state_dict_type):
+            raise SpecError(
+                "fsdp_state_dict_type is not FULL_STATE_DICT, so no checkpoint would be written; set it in the "
+                "configuration of accelerate"
+            )
+
+    @contextmanager
+    def _gathered(self) -> Iterator[None]:
+        """Keep weights that FSDP2 shards whole inside; all processes enter together, and may leave at any time."""
+        with full_weights(self.accelerator.unwrap_model(self.model)):
+            yield
 
     # --- rollouts ------------------------------------------------------------------------------------------------
 
@@ -131,7 +145,8 @@ class AuditedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         """Return completions and their log-probs; TRL's hook for samplers."""
         if self._hosted.policy is None:
             return super()._generate_single_turn(prompt_ids, images, multimodal_fields, num_generations, **more)
-        self._rollouts, self._prompts = self._sample(prompt_ids), prompt_ids
+        with self._gathered():
+            self._rollouts, self._prompts = self._sample(prompt_ids), prompt_ids
         completions = [rollout.ids[rollout.prompt_length :].tolist() for rollout in self._rollouts]
         logprobs = [rollout.sampler_logprobs[rollout.prompt_length :].tolist() for rollout in self._rollouts]
         return completions, logprobs
@@ -336,21 +351,22 @@ class AuditedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             shutil.rmtree(staged, ignore_errors=True)  # left by an interrupted finish
         self.accelerator.wait_for_everyone()
         self.save_model(str(staged), _internal_call=True)  # internal: no push to the hub of unfinished files
-        if self._folder is None:
-            self.accelerator.wait_for_everyone()
-            return
         policy = self._hosted.policy
         has_ledger = policy is not None and policy.replayable and bool(self._prompts)
         self._draw = (self.state.global_step, 0)
         # in training mode, because evaluation draws other seeds
         self.model.train()
+        with self._gathered():
+            rollouts = self._sample(self._prompts) if has_ledger and self._folder is not None else ()
+        if self._folder is None:
+            self.accelerator.wait_for_everyone()
+            return
         recipe = self._hosted.recipe_summary() | {
             "loss": self.loss_type,
             "reward": ", ".join(self.reward_func_names),
             "reward_sha256": output.reward_sha256(self.reward_funcs),
             "constitution": None,
         }
-        rollouts = self._sample(self._prompts) if has_ledger else ()
         result = TrainingResult(self.state.global_step, recipe, policy if has_ledger else None, rollouts)
         self._folder.finish(staged, result, versions(trl=require_trl()))
         self.accelerator.wait_for_everyone()
