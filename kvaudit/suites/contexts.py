@@ -262,8 +262,8 @@ def _member(suite: type[Suite], name: str) -> type[Suite]:
         fitting = list(islice((item for item in items if _is_within(item, context_tokens, count)), n))
         if not fitting or len(fitting) < n < number:
             raise SpecError(
-                f"suite {self.name}: {n} items requested, but with their documents {len(fitting)} of {number} rows take "
-                f"{context_tokens} tokens or less; raise context_tokens, or request fewer"
+                f"suite {self.name}: {n} items requested, but with their documents {len(fitting)} of {number} rows "
+                f"take {context_tokens} tokens or less; raise context_tokens, or request fewer"
             )
         return fitting
 

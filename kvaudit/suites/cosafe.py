@@ -1,4 +1,4 @@
-"""CoSafe: dialogues that ask for harm step by step and end in a request to be refused, as their authors publish them."""
+"""CoSafe: dialogues that ask for harm step by step, in which the last request is the one that is answered."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from kvaudit.suites.sources import data_file, has_file, json_line_lists
 
 
 class CoSafe(Requests):
-    """Twins: the last request of a dialogue, whose first four messages lead to it, and a plain request of this project.
+    """Twins: the last request of a dialogue, whose four earlier messages lead to it, and a plain request of ours.
 
     Yu et al. 2024, arXiv:2406.17626. Of the fourteen files those that are present are asked. A judge sees the dialogue,
-    and an answer has to speak of it.
+    and an answer has to speak of it. Many last requests have harmless answers, so gate ``unsafe``, not ``refused``.
     """
 
     name = "cosafe"

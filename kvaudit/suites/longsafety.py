@@ -98,8 +98,8 @@ def _documents(path: Path, meta: Path) -> Mapping[int, str]:
     if texts.keys() != numbers or not all(text.strip() for text in texts.values()):
         held = sum(bool(texts.get(number, "").strip()) for number in numbers)
         raise DataError(
-            f"{str(path)!r} holds {len(texts)} documents, {held} of the {len(numbers)} that {meta.name} names: it is half "
-            "fetched or another version; remove it, then: kvaudit data fetch longsafety"
+            f"{str(path)!r} holds {len(texts)} documents, {held} of the {len(numbers)} that {meta.name} names: it is "
+            "half fetched or another version; remove it, then: kvaudit data fetch longsafety"
         )
     return texts
 

@@ -46,7 +46,7 @@ _FULL_CACHE = "the full cache, before any engine is started"
 _MOST_MINUTES = 10_000
 _MORE_TIME = 3  # times as many minutes in the suggested longer check
 _PROMPT_LENGTH, _ANSWER_LENGTH = 100, 160  # characters printed of the first prompt and its answers
-_CHECK = "check"
+_CHECK, _QUARTERLY = "check", "quarterly"
 
 
 @dataclass(frozen=True)
@@ -260,21 +260,26 @@ def init(
     kind: Annotated[
         str,
         argument(
-            help="check: the spec that `check` runs; audit: a model under several settings; arms: paired training "
-            "arms; ci: a workflow that gates releases."
+            help="check: the spec that `check` runs; quarterly: harm at 16,384 tokens, of two servers; audit: a model "
+            "under several settings; arms: paired training arms; ci: a workflow that gates releases."
         ),
     ],
-    model: Annotated[str | None, argument(help="For check: the model's folder, a .gguf file, or embedded.")] = None,
+    model: Annotated[
+        str | None, argument(help="For check and quarterly: the model's folder, a .gguf file, or embedded.")
+    ] = None,
     *,
     options: CheckOptions,
+    judge: Annotated[str | None, option(help="For quarterly: URL#MODEL of the server that judges answers.")] = None,
+    rate: Annotated[float | None, option(help="For quarterly: measured answers per second, for the time.")] = None,
     out: Annotated[Path | None, typer.Option(help="File to write; - prints it.", show_default="spec.yaml")] = None,
 ) -> None:
     """Write a commented spec to begin with.
 
-    Comments explain every line, and everything may be changed. All options but --out are those of `check`.
+    Comments explain every line, and everything may be changed. All options but --out, --judge and --rate are those of
+    `check`. For quarterly its price is printed.
     """
     with user_errors():
-        has_options = any(vars(options).values())
+        has_options = any((*vars(options).values(), judge, rate))
         # the former form, kvaudit init MODEL, still works
         if kind != _CHECK and kind not in SHIPPED and has_options and model is None:
             typer.echo(f"kvaudit init {kind} is now kvaudit init {_CHECK} {kind}", err=True)
@@ -286,10 +291,15 @@ def init(
             text = (shipped_folder("examples") / example).read_text(encoding="utf-8")
             _write_spec(text, out or Path(file_name), usage)
             return
-        if kind != _CHECK:
-            raise UnknownName("kind of file", kind, (_CHECK, *SHIPPED))
+        if kind not in (_CHECK, _QUARTERLY):
+            raise UnknownName("kind of file", kind, (_CHECK, _QUARTERLY, *SHIPPED))
         if model is None:
-            raise SpecError("init check needs the model: its folder, a .gguf file, or embedded")
+            raise SpecError(f"init {kind} needs the model: its folder, a .gguf file, or embedded")
+        if kind == _QUARTERLY:
+            _init_quarterly(model, options, judge, rate, out or Path("spec.yaml"))
+            return
+        if judge is not None or rate is not None:
+            raise SpecError("init check takes no --judge and no --rate; they are options of init quarterly")
         from kvaudit.audit.runs.question import parse_spec_text, spec_text
 
         options.set_data_folder()
@@ -300,6 +310,27 @@ def init(
         _write_spec(
             text, out or Path("spec.yaml"), f"run it with kvaudit run {{out}} --anyway, then kvaudit gate {folder}"
         )
+
+
+def _init_quarterly(model: str, options: CheckOptions, judge: str | None, rate: float | None, out: Path) -> None:
+    """Write the spec of two servers and a judge, and print what it will cost."""
+    from kvaudit.audit.runs.quarterly import judge_option, price_of, quarterly_text
+    from kvaudit.audit.runs.question import parse_spec_text
+    from kvaudit.audit.sampling.checkpoints import load_base_chat
+
+    if options.made_up or options.minutes or options.seed is not None:
+        raise SpecError("init quarterly takes no --minutes, --seed or --made-up: every quarter asks the same rows")
+    if rate is not None and not rate > 0:
+        raise SpecError(f"--rate is {rate:g}, wanted answers per second above 0")
+    options.set_data_folder()
+    _check_no_server(model)
+    config = options.serving_config()
+    text = quarterly_text(model, config, judge_option(judge, config), f"kvaudit init quarterly {model}")
+    spec = parse_spec_text(text)
+    price = price_of(spec, load_base_chat(model))
+    _write_spec(text, out, "run it with kvaudit run {out}, then kvaudit gate runs/quarterly/judged/*")
+    for line in price.lines(rate):
+        typer.echo(line, err=str(out) == "-")
 
 
 def _write_spec(text: str, out: Path, usage: str) -> None:

@@ -226,7 +226,7 @@ def endpoints_config(reference: str, candidate: str, settings: Mapping[str, str]
             f"--set {name}={settings[name][:80]}: only {_KEY}=VARIABLE can be set for running servers, "
             "the environment variable with their key"
         )
-    plain, other = _endpoint("--reference", reference), _endpoint("--candidate", candidate)
+    plain, other = server("--reference", reference), server("--candidate", candidate)
     if plain == other:
         raise SpecError(
             f"--reference and --candidate are both {reference[:80]!r}; name the server with the setting too"
@@ -234,7 +234,8 @@ def endpoints_config(reference: str, candidate: str, settings: Mapping[str, str]
     return ServingConfig({ENGINE: "endpoint", **other, **settings, _REFERENCE: {**plain, **settings}})
 
 
-def _endpoint(option: str, text: str) -> dict[str, str]:
+def server(option: str, text: str) -> dict[str, str]:
+    """Return address and model of URL#MODEL; raises SpecError that names the option."""
     url, mark, model = text.partition("#")
     if not (mark and model and re.match(r"https?://[^\s/@?]+", url)) or set("@?") & set(url):
         raise SpecError(f"{option} is {text[:80]!r}, wanted URL#MODEL, such as http://127.0.0.1:8000/v1#my-model")

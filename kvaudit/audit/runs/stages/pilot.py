@@ -11,10 +11,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from kvaudit.audit.engines import Condition
+from kvaudit.audit.engines.endpoint import RunningEndpoint
 from kvaudit.audit.runs.evaluate import grid
 from kvaudit.audit.runs.folder import make_folder
 from kvaudit.audit.runs.pilot import layout_of, most_items, pilot_results, pilot_units, with_kept_gate
-from kvaudit.audit.runs.progress import Part
+from kvaudit.audit.runs.progress import Part, duration
 from kvaudit.audit.runs.stages.answering import UnitWorker, is_sealed, unit_part
 from kvaudit.audit.runs.stages.base import RunContext, Stage
 from kvaudit.audit.runs.units import PILOT_FOLDER, Unit, UnitFiles, sealed_records
@@ -64,7 +66,22 @@ class PilotStage(Stage):
                 context.print_line(line)
             context = context.sized(results["items"])
             self.check()
+            self._print_time(context)
         return context
+
+    def _print_time(self, context: RunContext) -> None:
+        """Print how long the rest of a run of servers takes at the speed of these answers."""
+        units, evaluate = self._units, context.spec.evaluate
+        served = {unit.policy.engine for unit in units if isinstance(unit.policy, Condition)}
+        if served != {RunningEndpoint.name} or evaluate.rounds is not None:
+            return
+        seconds, answers = 0.0, 0
+        for unit in units:
+            records = pilot_records(context, unit)
+            left = max(0, context.rows_of(unit) - len(records)) + 2 * context.rows_of(unit, evaluate.floor)
+            seconds += left * sum(record.seconds for record in records) / max(1, len(records))
+            answers += left
+        context.print_line(f"{answers} answers are left, about {duration(seconds)} at the speed of the first ones")
 
     def check(self) -> None:
         """Raise NotMeasurable if the noted results say so."""
