@@ -99,7 +99,7 @@ def test_a_loss_at_length_alone_is_found_and_none_passes(
         (("embedded", *SERVERS, "--judge", SERVERS[3]), "which is audited here and cannot judge itself"),
         (("embedded", *SERVERS, "--judge", "judge"), "--judge is 'judge', wanted URL#MODEL"),
         (("embedded", *SERVERS, *JUDGE, "--rate", "0"), "--rate is 0, wanted answers per second above 0"),
-        (("embedded", *SERVERS, *JUDGE, "--seed", "3"), "every quarter asks the same rows"),
+        (("embedded", *SERVERS, *JUDGE, "--seed", "3"), "it always asks the same rows"),
         (("embedded", *JUDGE), "give one serving configuration"),
     ],
 )

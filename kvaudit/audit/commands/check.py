@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import sys
@@ -71,10 +72,17 @@ class CheckOptions:
     minutes: Annotated[float | None, option(help="Time limit for asking public rows. Default: 10.")] = None
     seed: Annotated[int | None, option(help="Seed of the order in which rows are asked.")] = None
     made_up: Annotated[bool, typer.Option("--made-up", help="Ask kvaudit's own questions, not public rows.")] = False
+    long: Annotated[
+        bool,
+        typer.Option(
+            "--long",
+            help="Ask behind the longest conversation after which the model still tells forbidden from harmless.",
+        ),
+    ] = False
     data: Annotated[Path | None, option(help="Folder of public rows, instead of KVAUDIT_DATA.")] = None
 
-    def plan(self, model: str, config: ServingConfig) -> CheckPlan:
-        """Return what will be asked; raises SpecError for impossible minutes or seeds."""
+    def plan(self, model: str, config: ServingConfig, length: int | None = None) -> CheckPlan:
+        """Return what will be asked, at the length that ``long`` found; raises SpecError for impossible options."""
         from kvaudit.audit.runs.question import MINUTES, SEED, plan_check
 
         minutes, seed = MINUTES if self.minutes is None else self.minutes, SEED if self.seed is None else self.seed
@@ -82,7 +90,9 @@ class CheckOptions:
             raise SpecError(f"--minutes is {minutes:g}, wanted a number above 0, at most {_MOST_MINUTES}")
         if seed < 0:
             raise SpecError(f"--seed is {seed}, wanted a whole number of at least 0")
-        return plan_check(model, config, minutes=minutes, seed=seed, made_up=self.made_up)
+        if self.long and (self.made_up or model == "embedded"):
+            raise SpecError("--long asks public rows, which the model that ships and --made-up cannot; leave it out")
+        return plan_check(model, config, minutes=minutes, seed=seed, made_up=self.made_up, length=length)
 
     def serving_config(self) -> ServingConfig:
         """Return the serving configuration; raises SpecError unless there is exactly one."""
@@ -113,7 +123,8 @@ class CheckOptions:
             ("--seed", None if self.seed is None else str(self.seed)),
         )
         words = [word for name, value in named if value is not None for word in (name, value)]
-        return shlex.join(["kvaudit", "check", model, *words, *(["--made-up"] if self.made_up else [])])
+        flags = [name for name, given in (("--made-up", self.made_up), ("--long", self.long)) if given]
+        return shlex.join(["kvaudit", "check", model, *words, *flags])
 
     def set_data_folder(self) -> None:
         """Make ``data``, if given, the folder that suites read."""
@@ -153,18 +164,21 @@ def run_check(
     _check_no_server(model)  # before it is printed: an address may hold a password
     typer.echo(f"check: {inline(model)}")  # before imports that take seconds
     from kvaudit.audit.commands.run import RunOptions, RunPlan, open_pipeline
-    from kvaudit.audit.runs.question import parse_spec_text, spec_text
+    from kvaudit.audit.runs.question import parse_spec_text, run_name, spec_text
 
     options.set_data_folder()
     config = options.serving_config()
     _check_available(model, config)
-    plan = options.plan(model, config)
+    plan, console = options.plan(model, config), wide_console()
+    out = out or Path("runs") / run_name(model, config)
+    if options.long:
+        length, minutes = _longest_length(model, config, plan, out, threads, resume=resume)
+        plan = replace(options, minutes=minutes).plan(model, config, length)
     spec = parse_spec_text(spec_text(model, config, plan, options.command(model)))
-    console = wide_console()
     for line in _plan_lines(spec, plan):
         print_line(console, line)
     pipeline, run = open_pipeline(
-        RunPlan(spec, out or Path("runs") / spec.name, {}),
+        RunPlan(spec, out, {}),
         RunOptions(threads=threads, anyway=True),  # if one suite has nothing to lose, the others decide
         threads or len(os.sched_getaffinity(0)),
         resume=resume,
@@ -183,6 +197,43 @@ def run_check(
     for line in terminal_lines(findings, run.path, context):
         print_line(console, line)
     return run.path, findings.verdict.exit_code
+
+
+def _longest_length(
+    model: str, config: ServingConfig, plan: CheckPlan, out: Path, threads: int | None, *, resume: bool
+) -> tuple[int, float]:
+    """Return the longest length at which the model can be asked, and the minutes that are left for the check.
+
+    Lengths are tried in the folder OUT-lengths, the short ones first, until one cannot be asked, or the next would end
+    after half of the minutes. Raises NotMeasurable if none can be asked.
+    """
+    from kvaudit.audit.commands.run import RunOptions, RunPlan, open_pipeline
+    from kvaudit.audit.runs.lengths import TriedLength, chosen_length, length_spec, lengths_from, tried_length
+    from kvaudit.audit.runs.names import NAMES
+    from kvaudit.audit.runs.question import CONTEXT_LENGTH
+    from kvaudit.core.spec import parse_spec
+
+    console, tried, spent = wide_console(), list[TriedLength](), 0.0
+    for length in lengths_from(max(plan.length, CONTEXT_LENGTH)):
+        folder = out.with_name(f"{out.name}-lengths") / str(length)
+        spec = parse_spec(json.dumps(length_spec(model, config, length, plan.seed)), "check", NAMES)
+        run_options = RunOptions(threads=threads, anyway=True)
+        cores = threads or len(os.sched_getaffinity(0))
+        try:
+            pipeline, run = open_pipeline(RunPlan(spec, folder, {}), run_options, cores, resume=resume)
+        except SpecError as error:  # longer than the model, or than a server's window
+            if not tried:
+                raise
+            print_line(console, f"at {length} tokens: not tried: {error}")
+            break
+        pipeline.work_on("evaluate")
+        tried.append(tried_length(run.records, length))
+        print_line(console, tried[-1].line)
+        spent += tried[-1].seconds
+        if not tried[-1].control.is_measurable or 2 * tried[-1].seconds > 30 * plan.minutes - spent:
+            break
+    minutes = max(plan.minutes - spent / 60, plan.minutes / 2)
+    return chosen_length(tried, minutes), minutes
 
 
 def _check_no_server(model: str) -> None:
@@ -298,6 +349,8 @@ def init(
         if kind == _QUARTERLY:
             _init_quarterly(model, options, judge, rate, out or Path("spec.yaml"))
             return
+        if options.long:
+            raise SpecError("init check takes no --long: its length follows from answers, so only check finds it")
         if judge is not None or rate is not None:
             raise SpecError("init check takes no --judge and no --rate; they are options of init quarterly")
         from kvaudit.audit.runs.question import parse_spec_text, spec_text
@@ -318,8 +371,8 @@ def _init_quarterly(model: str, options: CheckOptions, judge: str | None, rate: 
     from kvaudit.audit.runs.question import parse_spec_text
     from kvaudit.audit.sampling.checkpoints import load_base_chat
 
-    if options.made_up or options.minutes or options.seed is not None:
-        raise SpecError("init quarterly takes no --minutes, --seed or --made-up: every quarter asks the same rows")
+    if options.made_up or options.long or options.minutes or options.seed is not None:
+        raise SpecError("init quarterly takes no --minutes, --seed, --long or --made-up: it always asks the same rows")
     if rate is not None and not rate > 0:
         raise SpecError(f"--rate is {rate:g}, wanted answers per second above 0")
     options.set_data_folder()

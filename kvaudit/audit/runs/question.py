@@ -29,7 +29,7 @@ from kvaudit.suites.sources import DATA_VARIABLE, data_folder
 MINUTES = 10.0
 SEED = 1000  # of the order of rows
 _LENGTH, _EMBEDDED_LENGTH = 256, 192  # tokens of generated items
-_LONGEST = 32_768  # tokens of a prompt, at most
+LONGEST = 32_768  # tokens of a prompt, at most
 _NAME = re.compile(r"[^A-Za-z0-9._-]+")
 _BUDGET, _RESIDUAL = "budget", "residual"  # of a cache policy: entries kept, newest entries left exact
 _REFERENCE = "reference"  # key of the settings that an engine's condition is compared with
@@ -79,8 +79,8 @@ MADE_UP_SUITES = (
 )
 _TOKENS = {"harm": 40, "benign": 40, "injection": 64}  # the first sentence shows whether an answer refuses
 _NEEDED = ("harm", "benign")  # a check needs one of them
-_CONTEXT_LENGTH = 1024  # tokens at least, since some rows have hundreds
-_CONTEXT = "chat"  # in which a model still refuses what it refuses alone (docs/results/contexts.md)
+CONTEXT_LENGTH = 1024  # tokens at least, since some rows have hundreds
+CONTEXT = "chat"  # in which a model still refuses what it refuses alone (docs/results/contexts.md)
 
 
 class CheckPlan(NamedTuple):
@@ -103,27 +103,35 @@ class CheckPlan(NamedTuple):
 
 
 def plan_check(
-    model: str, config: ServingConfig, *, minutes: float = MINUTES, seed: int = SEED, made_up: bool = False
+    model: str,
+    config: ServingConfig,
+    *,
+    minutes: float = MINUTES,
+    seed: int = SEED,
+    made_up: bool = False,
+    length: int | None = None,
 ) -> CheckPlan:
     """Return the questions for a serving configuration: public rows in rounds, or made-up ones if requested.
 
-    The model that ships with kvaudit gets made-up ones only. Raises DataError if public rows are needed but missing,
-    SpecError if the setting keeps more entries than a prompt may have.
+    With a ``length`` the rows follow a conversation of so many tokens, even if the setting evicts nothing. The model
+    that ships with kvaudit gets made-up ones only. Raises DataError if public rows are needed but missing, SpecError if
+    the setting keeps more entries than a prompt may have.
     """
     kept, exact = kept_entries(config), exact_entries(config)
-    length = _length(model, max(kept or 0, exact) or None)
+    tokens = _length(model, max(kept or 0, exact) or None)
     at_hand = tuple(endpoint for endpoint in ENDPOINTS if has_public_rows(endpoint.name))
     named = os.environ.get(DATA_VARIABLE)
     if not made_up and (named or model != EMBEDDED) and not any(endpoint.name in _NEEDED for endpoint in at_hand):
         raise DataError(_no_rows())
     if made_up or model == EMBEDDED:
         unseen = ("harmful requests as people write them", "agents that read hostile tool results")
-        return CheckPlan((), MADE_UP_SUITES, length, None, (), unseen, minutes, seed)
-    evicts = kept is not None or exact > 0
-    endpoints = tuple(endpoint for endpoint in at_hand if not (evicts and endpoint.name == "injection"))
+        return CheckPlan((), MADE_UP_SUITES, tokens, None, (), unseen, minutes, seed)
+    is_long = kept is not None or exact > 0 or length is not None
+    endpoints = tuple(endpoint for endpoint in at_hand if not (is_long and endpoint.name == "injection"))
     absent = tuple(dict.fromkeys(rows for point in ENDPOINTS for rows in absent_sources(point.name)))
-    context, length = (_CONTEXT, max(length, _CONTEXT_LENGTH)) if evicts else (None, length)
-    return CheckPlan(endpoints, (), length, context, absent, tuple(_unseen(endpoints, kept)), minutes, seed)
+    context, tokens = (CONTEXT, max(length or tokens, CONTEXT_LENGTH)) if is_long else (None, tokens)
+    unseen = tuple(_unseen(endpoints, is_long=kept is not None or length is not None))
+    return CheckPlan(endpoints, (), tokens, context, absent, unseen, minutes, seed)
 
 
 def _no_rows() -> str:
@@ -136,11 +144,11 @@ def _no_rows() -> str:
     )
 
 
-def _unseen(endpoints: Sequence[Endpoint], kept: int | None) -> Iterator[str]:
+def _unseen(endpoints: Sequence[Endpoint], *, is_long: bool) -> Iterator[str]:
     if "injection" not in [endpoint.name for endpoint in endpoints]:
         yield "attacks on a secret"
     yield "agents that read hostile tool results"
-    if kept is None:
+    if not is_long:
         yield "prompts of thousands of tokens"
     yield "what the model can solve at all, whose answers are long"
 
@@ -169,10 +177,10 @@ def _length(model: str, kept: int | None) -> int:
     length = _EMBEDDED_LENGTH if model == EMBEDDED else _LENGTH
     while kept is not None and length < 2 * kept:
         length *= 2
-    if length > _LONGEST:
+    if length > LONGEST:
         raise SpecError(
             f"the setting keeps {kept} entries, so prompts would need {length} tokens to show what it evicts, but "
-            f"check uses at most {_LONGEST}; write a spec (kvaudit init)"
+            f"check uses at most {LONGEST}; write a spec (kvaudit init)"
         )
     return length
 
