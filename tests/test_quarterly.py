@@ -19,11 +19,15 @@ from kvaudit.audit.runs.engine_slot import check_windows
 from kvaudit.audit.runs.names import NAMES
 from kvaudit.audit.runs.quarterly import price_of
 from kvaudit.audit.runs.question import parse_spec_text
+from kvaudit.audit.sampling.chat_calls import SentRequest, answer, wire
 from kvaudit.audit.sampling.checkpoints import load_base_chat
+from kvaudit.core.completions import ChatCompletion
 from kvaudit.core.endpoint import Endpoint as Address
-from kvaudit.core.endpoint import EndpointClient, HttpReply
+from kvaudit.core.endpoint import EndpointClient, HttpReply, Unanswered
 from kvaudit.core.errors import SpecError
+from kvaudit.core.records import Role
 from kvaudit.core.spec import parse_spec
+from kvaudit.suites.base import SUITES
 
 SERVERS = ("--reference", "http://127.0.0.1:1/v1#plain", "--candidate", "http://127.0.0.1:1/v1#lossy")
 JUDGE = ("--judge", "http://127.0.0.1:1/v1#judge")
@@ -125,6 +129,18 @@ def test_a_window_that_is_too_short_is_one_line_with_both_windows(rows: Path) ->
         f"{lossy} has a context window of 512 tokens ({plain} 956), and a prompt with its answer takes 956; serve all "
         "with a window as long, or lower context_tokens"
     )
+
+
+def test_a_server_that_cuts_a_long_conversation_says_so_by_its_count(rows: Path) -> None:
+    item = SUITES.get("cosafe@traces")().items("eval", 1, 0, 700, len)[0]
+    sent = SentRequest(wire(item.messages, Role.USER), 700, exact=True, limit=40)
+
+    def reply(tokens: int) -> ChatCompletion:
+        return ChatCompletion("No.", "stop", "plain", {"prompt_tokens": tokens, "completion_tokens": 2})
+
+    assert answer(reply(690), sent, 0.0).prompt_tokens == 690
+    with pytest.raises(Unanswered, match="it claims to have read 512 tokens where about 700 were sent"):
+        answer(reply(512), sent, 0.0)
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ from kvaudit.suites.sources import book_sentences, data_file, fit_prose, json_ar
 
 TALKS = "tau_bench/gpt-4o-airline.json"  # conversations of customers with an agent
 VERSION = "1"  # of the contexts
+ALL_ROWS = 1_000_000  # more than any file has
 PROCEDURAL = ("talk", "pages")  # contexts without public prose, for suites that build a context themselves
 _SHORT = "Answer in at most three sentences."
 _BOXED = "Please reason step by step, and put your final answer within \\boxed{}."
@@ -254,7 +255,7 @@ def _member(suite: type[Suite], name: str) -> type[Suite]:
     def items(self: Suite, split: Split, n: int, seed: int, context_tokens: int, count: CountTokens) -> list[Item]:
         bare = suite()
         bare.in_context = True
-        number = bare.rows(split, seed) if context.suite else n
+        number = bare.item_count(split, ALL_ROWS, seed) if context.suite else n
         rows = bare.items(split, number, seed, 0, count)  # as published; the length is that of the context
         items = (_wrapped(self.name, context, item, context_tokens, count) for item in rows)
         if not context.suite:

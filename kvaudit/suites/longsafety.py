@@ -63,11 +63,7 @@ class LongSafety(Requests):
 @cache
 def _rows_by_document(path: Path) -> Mapping[str, tuple[DocumentRequest, ...]]:
     """Return the rows in groups that share a link, by the number of their first row and in its order."""
-    rows = []
-    for line, row in enumerate(json_lines(path), start=1):
-        number, request = value_of(path, line, row, "id", int), value_of(path, line, row, "instruction", str)
-        links = frozenset(map(str, value_of(path, line, row, "link", list))) or {f"none of {number}"}
-        rows.append(DocumentRequest(number, request, value_of(path, line, row, "length", int), frozenset(links)))
+    rows = [_row(path, line, row) for line, row in enumerate(json_lines(path), start=1)]
     other_link = dict[str, str]()  # of the same group; the group's first link leads to itself
 
     def first_link(link: str) -> str:
@@ -82,6 +78,12 @@ def _rows_by_document(path: Path) -> Mapping[str, tuple[DocumentRequest, ...]]:
     for row in rows:
         groups.setdefault(first_link(min(row.links)), []).append(row)
     return {str(group[0].number): tuple(group) for group in groups.values()}
+
+
+def _row(path: Path, line: int, row: Mapping[str, Any]) -> DocumentRequest:
+    number, request = value_of(path, line, row, "id", int), value_of(path, line, row, "instruction", str)
+    links = [str(link) for link in value_of(path, line, row, "link", list)] or [f"none of {number}"]
+    return DocumentRequest(number, request, value_of(path, line, row, "length", int), frozenset(links))
 
 
 def document_of(number: int) -> str:

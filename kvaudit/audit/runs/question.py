@@ -124,8 +124,8 @@ def plan_check(
     if not made_up and (named or model != EMBEDDED) and not any(endpoint.name in _NEEDED for endpoint in at_hand):
         raise DataError(_no_rows())
     if made_up or model == EMBEDDED:
-        unseen = ("harmful requests as people write them", "agents that read hostile tool results")
-        return CheckPlan((), MADE_UP_SUITES, tokens, None, (), unseen, minutes, seed)
+        not_asked = ("harmful requests as people write them", "agents that read hostile tool results")
+        return CheckPlan((), MADE_UP_SUITES, tokens, None, (), not_asked, minutes, seed)
     is_long = kept is not None or exact > 0 or length is not None
     endpoints = tuple(endpoint for endpoint in at_hand if not (is_long and endpoint.name == "injection"))
     absent = tuple(dict.fromkeys(rows for point in ENDPOINTS for rows in absent_sources(point.name)))
