@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -48,6 +49,7 @@ def rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_the_spec_is_read_and_its_price_is_printed(rows: Path, tmp_path: Path) -> None:
     code, out, err = kvaudit("init", "quarterly", "embedded", *SERVERS, *JUDGE, "--out", "-", "--rate", "2")
     assert code == 0
+    assert out.startswith(f"# {shlex.join(('kvaudit', 'init', 'quarterly', 'embedded', *SERVERS, *JUDGE))}\n")
     spec = parse_spec_text(out)
     assert spec.gate.margins == {"cosafe.unsafe": 5, "cosafe@traces.unsafe": 5}
     assert {name: spec.evaluate.contexts_of(name) for name in spec.evaluate.suites} == {

@@ -84,13 +84,14 @@ class CheckOptions:
     def plan(self, model: str, config: ServingConfig, length: int | None = None) -> CheckPlan:
         """Return what will be asked, at the length that ``long`` found; raises SpecError for impossible options."""
         from kvaudit.audit.runs.question import MINUTES, SEED, plan_check
+        from kvaudit.audit.sampling.model import EMBEDDED
 
         minutes, seed = MINUTES if self.minutes is None else self.minutes, SEED if self.seed is None else self.seed
         if not 0 < minutes <= _MOST_MINUTES:
             raise SpecError(f"--minutes is {minutes:g}, wanted a number above 0, at most {_MOST_MINUTES}")
         if seed < 0:
             raise SpecError(f"--seed is {seed}, wanted a whole number of at least 0")
-        if self.long and (self.made_up or model == "embedded"):
+        if self.long and (self.made_up or model == EMBEDDED):
             raise SpecError("--long asks public rows, which the model that ships and --made-up cannot; leave it out")
         return plan_check(model, config, minutes=minutes, seed=seed, made_up=self.made_up, length=length)
 
@@ -378,7 +379,9 @@ def _init_quarterly(model: str, options: CheckOptions, judge: str | None, rate: 
     options.set_data_folder()
     _check_no_server(model)
     config = options.serving_config()
-    text = quarterly_text(model, config, judge_option(judge, config), f"kvaudit init quarterly {model}")
+    judging = judge_option(judge, config)
+    words = ["kvaudit", "init", "quarterly", *shlex.split(options.command(model))[2:], "--judge", judge or ""]
+    text = quarterly_text(model, config, judging, shlex.join(words))
     spec = parse_spec_text(text)
     price = price_of(spec, load_base_chat(model))
     _write_spec(text, out, "run it with kvaudit run {out}, then kvaudit gate runs/quarterly/judged/*")
