@@ -29,6 +29,7 @@ def check(
     minutes: float | None = None,
     seed: int | None = None,
     made_up: bool = False,
+    long: bool = False,
     out: Path | str | None = None,
     resume: bool = False,
     data: Path | str | None = None,
@@ -37,7 +38,8 @@ def check(
     """Check whether a model may be served with a KV setting; print the answer and return the run with its ``verdict``.
 
     Give an ``engine`` with ``kv`` and other ``settings`` by the engine's names, or a ``policy`` of kvaudit's cache, or
-    two servers, ``reference`` and ``candidate``, as URL#MODEL.
+    two servers, ``reference`` and ``candidate``, as URL#MODEL. ``long`` asks behind the longest conversation after
+    which the model still tells forbidden from harmless.
 
     >>> check("models/mine", engine="openvino", kv="u4").verdict.status  # doctest: +SKIP
     """
@@ -55,6 +57,7 @@ def check(
         minutes=minutes,
         seed=seed,
         made_up=made_up,
+        long=long,
         data=None if data is None else Path(data),
     )
     folder, _ = run_check(model, options, None if out is None else Path(out), threads, resume=resume)

@@ -75,12 +75,20 @@ def _tau_bench(data: Path) -> Iterator[str]:
         yield from (turn["content"] for turn in row["traj"] if turn.get("content") is not None)
 
 
+def _cosafe(data: Path) -> Iterator[str]:
+    for path in (data / "cosafe").glob("*.json"):
+        for row in path.read_text().splitlines():
+            yield from (turn["content"] for turn in json.loads(row))
+
+
 SOURCES: dict[str, Callable[[Path], Iterator[str]]] = {
     "xstest": lambda data: (row["prompt"] for row in table(data / "xstest/xstest_prompts.csv")),
     "harmbench": _harmbench,
     "strongreject": lambda data: (
         row["forbidden_prompt"] for row in table(data / "strongreject/strongreject_dataset.csv")
     ),
+    "cosafe": _cosafe,
+    "longsafety": lambda data: (row["instruction"] for row in lines(data / "longsafety/longsafety_meta.jsonl")),
     "advbench": lambda data: (row["goal"] for row in table(data / "advbench/advbench.csv")),
     "tensortrust": _said(
         *(f"instruction_hierarchy/tensortrust_{kind}.jsonl" for kind in ("extraction", "hijacking", "helpful"))

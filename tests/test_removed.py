@@ -27,6 +27,15 @@ def test_a_removed_key_of_a_spec_says_what_to_do_instead(key: str, instead: str,
     assert instead in refused("run", tmp_path / "spec.yaml")
 
 
+@pytest.mark.parametrize(
+    ("name", "instead"), [(name, removed.instead) for removed in REMOVED for name in removed.suites]
+)
+def test_a_spec_with_a_removed_suite_says_what_to_do_instead(name: str, instead: str) -> None:
+    text = f"{{name: a, evaluate: {{policies: [none], suites: [{name}], context_tokens: [96]}}}}"
+    with pytest.raises(SpecError, match=f"{name} is no longer a suite of kvaudit; {instead.partition('(')[0]}"):
+        parse_spec(text, "spec", NAMES)
+
+
 @pytest.mark.parametrize(("name", "instead"), IMPORTS)
 def test_a_plug_in_with_a_removed_import_says_what_to_do_instead(name: str, instead: str, tmp_path: Path) -> None:
     package, _, last = f"kvaudit.{name}".rpartition(".")

@@ -21,9 +21,9 @@ from kvaudit.core.text import has_password, hide_passwords, inline, one_line
 
 _Q = TypeVar("_Q")
 _R = TypeVar("_R")
-_LARGEST = 64 << 20  # bytes of a file
+_LARGEST = 100 << 20  # bytes of a file, the most that GitHub takes
 _CHUNK = 1 << 16
-_SECONDS = 120.0  # for a whole file
+_SECONDS = 600.0  # for a whole file
 _SLICE = 1.0  # seconds of one wait
 
 

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Removed:
-    """A removed feature: its commands, its keys of a spec, and its names and modules below ``kvaudit``."""
+    """A removed feature: its commands, its keys of a spec, its suites, and its names and modules below ``kvaudit``."""
 
     instead: str
     commands: tuple[str, ...] = ()
     spec_keys: tuple[str, ...] = ()
+    suites: tuple[str, ...] = ()
     imports: tuple[str, ...] = ()
 
 
@@ -58,6 +59,11 @@ REMOVED = (
         imports=("audit.runs.forecast",),
     ),
     Removed(
+        "ask RULER's tasks through lm-eval (examples/ruler)",
+        suites=("needle",),
+        imports=("suites.needle",),
+    ),
+    Removed(
         "kvaudit explain RUN ITEM shows which tokens of a prompt a policy kept",
         commands=("show",),
     ),
@@ -76,6 +82,12 @@ def removed_spec_key(key: str) -> str | None:
     """Return the error line of a removed key of a spec, None for another key."""
     instead = _instead(key, "spec_keys")
     return None if instead is None else f"{key} is no longer a key of a spec; {instead}"
+
+
+def removed_suite(name: str) -> str | None:
+    """Return the error line of a removed suite, None for another name."""
+    instead = _instead(name, "suites")
+    return None if instead is None else f"{name} is no longer a suite of kvaudit; {instead}"
 
 
 def removed_import(name: str) -> str | None:

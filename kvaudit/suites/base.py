@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import ClassVar, Literal
 
+from kvaudit.core.errors import SpecError
 from kvaudit.core.facets import (
     FACETS,
     HARMFUL_FACETS,
@@ -16,6 +17,7 @@ from kvaudit.core.facets import (
 from kvaudit.core.judge_answers import Question
 from kvaudit.core.plugins import Registry
 from kvaudit.core.records import Grade, Item, Message, Outcome, Role
+from kvaudit.core.removed import removed_suite
 
 Split = Literal["train", "eval"]
 CountTokens = Callable[[str], int]  # tokens of a text under the model's tokenizer, no special tokens
@@ -177,6 +179,8 @@ class _Suites(Registry[Suite]):
         return {name: suite for name, suite in super().all().items() if not name.endswith((":", "@"))}
 
     def get(self, name: str) -> type[Suite]:
+        if (refusal := removed_suite(name)) is not None:
+            raise SpecError(refusal)
         prefix, colon, member = name.partition(":")
         family = super().all().get(prefix + colon) if colon else None
         if family is None and "@" in name:

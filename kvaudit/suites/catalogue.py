@@ -1,6 +1,6 @@
-"""The public data files of ``catalogue.yaml``: URL, licence and sha256 of each.
+"""The public data files of ``catalogue.yaml``: URL, licence and digest of each.
 
-A URL is pinned to a commit. The sha256 is that of the rows that suites read, after the cut to the first rows, if any.
+A URL is pinned to a commit. The digest is that of the rows that suites read, after the cut to the first rows, if any.
 """
 
 from __future__ import annotations
@@ -20,12 +20,25 @@ ADDRESS = "https://raw.githubusercontent.com"
 
 
 class PublicFile(NamedTuple):
-    """A file in the data folder; ``first`` is the number of its leading lines that are kept, None for all."""
+    """A file in the data folder; ``first`` is the number of its leading lines that are kept, None for all.
+
+    ``git_blob`` is the id that git gives a whole file, for files of which no sha256 was ever published or computed.
+    """
 
     path: str
     upstream: str  # its path in the repository
-    sha256: str
+    sha256: str = ""
     first: int | None = None
+    git_blob: str = ""
+
+    def mismatch(self, rows: bytes) -> str:
+        """Return "sha256 1a2b..., expected 3c4d..." if these are not the catalogue's rows, else an empty text."""
+        kind, wanted, digest = "sha256", self.sha256, hashlib.sha256(rows)
+        if self.git_blob:
+            kind, wanted = "git blob id", self.git_blob
+            digest = hashlib.sha1(b"blob %d\0%s" % (len(rows), rows), usedforsecurity=False)
+        found = digest.hexdigest()
+        return "" if found == wanted else f"{kind} {found[:12]}, expected {wanted[:12]}"
 
 
 @dataclass(frozen=True)
@@ -54,9 +67,9 @@ class PublicRows:
         return [file for file in self.files if not (folder / file.path).is_file()]
 
     def changed_files(self, folder: Path) -> list[PublicFile]:
-        """Return the files in ``folder`` whose sha256 differs from the catalogue's."""
+        """Return the files in ``folder`` whose digest differs from the catalogue's."""
         present = [file for file in self.files if (folder / file.path).is_file()]
-        return [f for f in present if hashlib.sha256((folder / f.path).read_bytes()).hexdigest() != f.sha256]
+        return [file for file in present if file.mismatch((folder / file.path).read_bytes())]
 
 
 @cache
@@ -70,13 +83,12 @@ def catalogue() -> tuple[PublicRows, ...]:
 
 
 def check_rows(file: PublicFile, raw: bytes) -> bytes:
-    """Return the rows of a downloaded file; raises DataError if their sha256 is not the catalogue's."""
+    """Return the rows of a downloaded file; raises DataError if their digest is not the catalogue's."""
     rows = raw if file.first is None else b"".join(raw.splitlines(keepends=True)[: file.first])
-    digest = hashlib.sha256(rows).hexdigest()
-    if digest != file.sha256:
+    if mismatch := file.mismatch(rows):
         raise DataError(
-            f"the download of {file.path} has sha256 {digest[:12]}, expected {file.sha256[:12]}: it is a different "
-            "file or was changed on the way; nothing of it is kept"
+            f"the download of {file.path} has {mismatch}: it is a different file, was cut off or changed on the way; "
+            "nothing of it is kept"
         )
     return rows
 

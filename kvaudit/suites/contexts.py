@@ -6,23 +6,27 @@ can already remove the behaviour in question (measured in docs/results/contexts.
 
 from __future__ import annotations
 
+import math
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import islice, pairwise
 from pathlib import Path
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from kvaudit.core.errors import DataError, SpecError, UnknownName
 from kvaudit.core.records import Item, Message, Role
 from kvaudit.core.tool_forms.text import format_calls, list_tools
 from kvaudit.suites.base import SUITES, CountTokens, Split, Suite
 from kvaudit.suites.haystack import ANIMALS, CLERKS, NOUNS, check_room, filler_lines
+from kvaudit.suites.longsafety import DOCUMENT_FIRST, REQUEST_FIRST, ask_about, document_of
 from kvaudit.suites.sources import book_sentences, data_file, fit_prose, json_array, rows_of
 
 TALKS = "tau_bench/gpt-4o-airline.json"  # conversations of customers with an agent
 VERSION = "1"  # of the contexts
+ALL_ROWS = 1_000_000  # more than any file has
 PROCEDURAL = ("talk", "pages")  # contexts without public prose, for suites that build a context themselves
 _SHORT = "Answer in at most three sentences."
 _BOXED = "Please reason step by step, and put your final answer within \\boxed{}."
@@ -56,13 +60,17 @@ Messages = tuple[Message, ...]
 
 
 class Fit(NamedTuple):
-    """The suite's name, the random draws, and the tokens that tools (``listing``) and messages may take together."""
+    """The suite's name, the random draws, and the tokens that tools (``listing``) and messages may take together.
+
+    ``payload`` is that of the row.
+    """
 
     suite: str
     draw: random.Random
     tokens: int
     count: CountTokens
     listing: str = ""
+    payload: Mapping[str, Any] = MappingProxyType({})
 
 
 Wrap = Callable[[Messages, Fit], Messages]
@@ -72,12 +80,14 @@ Wrap = Callable[[Messages, Fit], Messages]
 class Context:
     """A context. ``wrap`` returns the messages with the context around them, never longer than ``Fit.tokens``.
 
-    A context that ``fills`` is made to a length; any other adds the same words to every row.
+    A context that ``fills`` is made to a length; any other adds the same words to every row. The context of ``suite``
+    alone is a text of each row's own: a length leaves out the rows that are longer.
     """
 
     says: str
     wrap: Wrap
     fills: bool = True
+    suite: str = ""
 
 
 def _ending(text: str) -> Wrap:
@@ -93,7 +103,8 @@ def _with_prose(place: Callable[[Messages, Messages, str], Messages]) -> Wrap:
         def build(prose: str) -> list[str]:
             return [*(message.content for message in place(*parts, prose)), *_beside(row, fit)]
 
-        texts = fit_prose(fit.suite, build, fit.draw, fit.tokens, fit.count)
+        # a row with a document of its own gets as many words as that has
+        texts = fit_prose(fit.suite, build, fit.draw, fit.tokens, fit.count, fit.payload.get("words", math.inf))
         return tuple(replace(message, content=text) for message, text in zip(place(*parts, ""), texts, strict=False))
 
     return wrap
@@ -109,6 +120,15 @@ def _split_system(row: Messages) -> tuple[Messages, Messages]:
     """Return the system message, if there is one, and the rest, which begins with the user."""
     first = int(row[0].role is Role.SYSTEM)
     return row[:first], row[first:]
+
+
+def _with_document(form: str) -> Wrap:
+    """Return a wrap that asks about the row's own document."""
+    return lambda row, fit: ask_about(row, document_of(fit.payload["document"]), form)
+
+
+def _in_prose(system: Messages, rest: Messages, prose: str) -> Messages:
+    return (*system, *ask_about(rest, prose, DOCUMENT_FIRST))
 
 
 def _above(system: Messages, rest: Messages, prose: str) -> Messages:
@@ -138,6 +158,23 @@ def _after(talk: Callable[[random.Random, int, Fit], Iterator[Message]]) -> Wrap
         texts = [*(message.content for message in row), *_beside(row, fit)]
         room = check_room(sum(map(fit.count, texts)), fit.tokens)
         return (*system, *talk(fit.draw, room, fit), *rest)
+
+    return wrap
+
+
+def _among(talk: Callable[[random.Random, int, Fit], Iterator[Message]]) -> Wrap:
+    """Return a wrap that inserts an equal part of a conversation before each of the user's messages in the row."""
+    wrap_after = _after(talk)
+
+    def wrap(row: Messages, fit: Fit) -> Messages:
+        whole, (system, rest) = wrap_after(row, fit), _split_system(row)
+        filler = whole[len(system) : len(whole) - len(rest)]
+        steps = [number for number, message in enumerate(rest) if message.role is Role.USER]
+        messages, exchanges = [*system, *rest[: steps[0]]], len(filler) // 2
+        for number, (start, end) in enumerate(pairwise([*steps, len(rest)])):
+            part = slice(2 * (exchanges * number // len(steps)), 2 * (exchanges * (number + 1) // len(steps)))
+            messages += [*filler[part], *rest[start:end]]
+        return tuple(messages)
 
     return wrap
 
@@ -203,6 +240,11 @@ class InContext(Suite):
             raise SpecError(f"suite {rest!r}: {bare} builds its own contexts; only suites of public rows take @CONTEXT")
         if context not in CONTEXTS:
             raise UnknownName(f"context of suite {bare}", context, CONTEXTS)
+        if CONTEXTS[context].suite not in ("", bare):
+            raise SpecError(
+                f"suite {rest!r}: only rows of {CONTEXTS[context].suite} have documents of their own; put {bare} into "
+                "another context, such as prose"
+            )
         return _member(suite, context)  # type: ignore[arg-type]  # classes are hashable
 
 
@@ -213,8 +255,18 @@ def _member(suite: type[Suite], name: str) -> type[Suite]:
     def items(self: Suite, split: Split, n: int, seed: int, context_tokens: int, count: CountTokens) -> list[Item]:
         bare = suite()
         bare.in_context = True
-        rows = bare.items(split, n, seed, 0, count)  # as published; the length is that of the context
-        return [_wrapped(self.name, context, item, context_tokens, count) for item in rows]
+        number = bare.item_count(split, ALL_ROWS, seed) if context.suite else n
+        rows = bare.items(split, number, seed, 0, count)  # as published; the length is that of the context
+        items = (_wrapped(self.name, context, item, context_tokens, count) for item in rows)
+        if not context.suite:
+            return list(items)
+        fitting = list(islice((item for item in items if _is_within(item, context_tokens, count)), n))
+        if not fitting or len(fitting) < n < number:
+            raise SpecError(
+                f"suite {self.name}: {n} items requested, but with their documents {len(fitting)} of {number} rows "
+                f"take {context_tokens} tokens or less; raise context_tokens, or request fewer"
+            )
+        return fitting
 
     return type(
         f"{suite.__name__}InContext",
@@ -227,7 +279,7 @@ def _member(suite: type[Suite], name: str) -> type[Suite]:
             "published": False,
             "in_context": True,
             "context": name,
-            "lengths": "given" if context.fills else "none",
+            "lengths": "given" if context.fills else "any" if context.suite else "none",
             "placements": (name,),
             "items": items,
         },
@@ -242,10 +294,17 @@ def _wrapped(name: str, context: Context, item: Item, context_tokens: int, count
         item,
         suite=name,
         item_id=f"{item.item_id}-t{context_tokens}" if context.fills else item.item_id,
-        messages=context.wrap(item.messages, Fit(name, draw, context_tokens, count, listing)),
-        context_tokens=context_tokens if context.fills else 0,
+        messages=context.wrap(item.messages, Fit(name, draw, context_tokens, count, listing, item.payload)),
+        context_tokens=context_tokens if context.fills or context.suite else 0,
         placement=name.rpartition("@")[2],
     )
+
+
+def _is_within(item: Item, tokens: int, count: CountTokens) -> bool:
+    """Return whether an item's texts take at most ``tokens``, or any number if that is 0."""
+    texts = [message.content for message in item.messages]
+    # words are quickly counted, and none is less than a token
+    return not tokens or (sum(len(text.split()) for text in texts) <= tokens and sum(map(count, texts)) <= tokens)
 
 
 def bare_name(suite: str) -> str:
@@ -320,9 +379,17 @@ CONTEXTS: dict[str, Context] = {
     "boxed": Context("asked to reason step by step and to put the answer into a box", _ending(_BOXED), fills=False),
     "talk": Context("after small talk in which a book is read aloud", _after(_small_talk)),
     "chat": Context("after conversations of airline customers with an agent", _after(_airline_chat)),
+    "traces": Context("step by step among conversations of airline customers with an agent", _among(_airline_chat)),
     "pages": Context("after pages returned by a tool", _after(_paging)),
     "book": Context("below a passage of a book", _with_prose(_above)),
     "book-system": Context("with a passage of a book in the system message", _with_prose(_in_system)),
     "book-turn": Context("after a turn that holds a passage of a book", _with_prose(_own_turn)),
     "book-tool": Context("after a tool result that holds a passage of a book", _with_prose(_fetched)),
+    "prose": Context("about a passage of a book, in LongSafety's words and at most as long", _with_prose(_in_prose)),
+    "document": Context(
+        "about the row's document, which stands above", _with_document(DOCUMENT_FIRST), fills=False, suite="longsafety"
+    ),
+    "document-below": Context(
+        "about the row's document, which stands below", _with_document(REQUEST_FIRST), fills=False, suite="longsafety"
+    ),
 }

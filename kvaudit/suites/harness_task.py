@@ -11,9 +11,10 @@ import inspect
 import json
 import math
 import os
+import random
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -30,6 +31,8 @@ FEWSHOT_SEED = 1234  # the harness's default, for identical prompts
 _TASK_NAME = re.compile(r"(?P<task>[^:@/]+)(:(?P<metric>[^:@/,]+)(,(?P<filter>[^:@/]+))?)?(@(?P<column>[^:@/]+))?")
 _DEFAULT_ANSWER = 256  # tokens, if a task sets none
 _LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # the harness's order
+_PATHS = ("config_source", "tokenizer", "pretrained", "model")  # metadata that differs between machines
+_SEEDS = 0, 1234  # of Python and numpy, the harness's defaults, under which some tasks make their documents
 _REJECTED = -1e9  # nats of an option that was not chosen
 _INSTALL = f"{FAMILY} suites need another package: {install_command('lm-eval')}"
 _OUTPUT_TYPES = ("generate_until", "multiple_choice")
@@ -104,7 +107,7 @@ class HarnessTask:
     def digest(self) -> str:
         """12 hex digits of the documents and of the configuration without its paths."""
         config = self.task.config.to_dict(keep_callable=True)
-        config["metadata"] = {k: v for k, v in (config.get("metadata") or {}).items() if k != "config_source"}
+        config["metadata"] = {k: v for k, v in (config.get("metadata") or {}).items() if k not in _PATHS}
         config.pop("dataset_kwargs", None)
         rows = [config, self.documents, self.training_documents]
         return hashlib.sha256(json.dumps(rows, sort_keys=True, default=_to_text).encode()).hexdigest()[:12]
@@ -213,7 +216,7 @@ def harness_task(name: HarnessTaskName) -> HarnessTask:
     def message(error: BaseException) -> str:
         return f"{name.label} cannot be loaded: {reason(error)}; its documents must be cached, or the hub reachable"
 
-    with load_quietly("datasets", _INSTALL, "lm_eval", message), _without_bars():
+    with load_quietly("datasets", _INSTALL, "lm_eval", message), _without_bars(), _harness_seeds():
         task = _manager(name.task).load(name.task)["tasks"][name.task]
         _check_kind(task, name.label)
         loaded = HarnessTask(name, task)
@@ -281,15 +284,32 @@ def _index(folders: tuple[str, ...], defaults: bool) -> Any:
 
 @contextmanager
 def _without_bars() -> Iterator[None]:
+    """Silence bars of datasets, and what a task prints while it makes its documents."""
     import datasets
 
     bars = datasets.is_progress_bar_enabled()
     datasets.disable_progress_bars()
     try:
-        yield
+        with Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
+            yield
     finally:
         if bars:
             datasets.enable_progress_bars()
+
+
+@contextmanager
+def _harness_seeds() -> Iterator[None]:
+    """Seed the global generators as the harness does, so that a task makes the same documents every time."""
+    import numpy as np
+
+    states = random.getstate(), np.random.get_state()
+    random.seed(_SEEDS[0])
+    np.random.seed(_SEEDS[1])
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from kvaudit.core.errors import DataError
 from kvaudit.core.judge_answers import Question
@@ -127,9 +127,14 @@ class Requests(Published):
         is_degenerate = self.asks_harm(item) and not values["coherent"]
         return replace(grade, outcome=Outcome.DEGENERATE) if is_degenerate else grade
 
+    def opening(self, origin: Origin, form: str, group: int, request: str) -> tuple[Sequence[Message], dict[str, Any]]:  # noqa: ARG002
+        """Return the messages that ask text number ``group`` of an origin, and what else its payload holds."""
+        return [Message(Role.USER, request)], {}
+
     def _item(self, origin: Origin, form: str, group: int, seed: int, request: str) -> Item:
-        payload, rest = {"form": form, "request": request}, f"s{seed}-g{group}-{form}"
-        return self.row_item(origin.name, rest, [Message(Role.USER, request)], payload, question=request)
+        messages, more = self.opening(origin, form, group, request)
+        payload, rest = {"form": form, "request": request, **more}, f"s{seed}-g{group}-{form}"
+        return self.row_item(origin.name, rest, messages, payload, question=messages[-1].content)
 
 
 def _request(origin: Origin, form: str, group: int, plain: Sequence[str]) -> str:

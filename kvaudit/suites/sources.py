@@ -8,6 +8,7 @@ from __future__ import annotations
 import csv
 import hashlib
 import json
+import math
 import os
 import random
 import re
@@ -94,7 +95,12 @@ def has_file(name: str) -> bool:
 
 def json_lines(path: Path) -> tuple[dict[str, Any], ...]:
     """Read the objects of a JSON Lines file; raises DataError that names a bad line."""
-    return _read(path, _rows)
+    return _read(path, _objects)
+
+
+def json_line_lists(path: Path) -> tuple[list[Any], ...]:
+    """Read the arrays of a JSON Lines file; raises DataError that names a bad line."""
+    return _read(path, _lists)
 
 
 def dialogue(path: Path, number: int, row: Mapping[str, Any], *, most: int | None = None) -> tuple[Message, ...]:
@@ -114,20 +120,29 @@ def dialogue(path: Path, number: int, row: Mapping[str, Any], *, most: int | Non
     return messages
 
 
-def _rows(path: Path, raw: bytes) -> tuple[dict[str, Any], ...]:
+def _objects(path: Path, raw: bytes) -> tuple[dict[str, Any], ...]:
+    return _lines_of(path, raw, dict)
+
+
+def _lists(path: Path, raw: bytes) -> tuple[list[Any], ...]:
+    return _lines_of(path, raw, list)
+
+
+def _lines_of(path: Path, raw: bytes, kind: type[T]) -> tuple[T, ...]:
     rows = []
     for number, line in enumerate(raw.splitlines(), start=1):
         try:
             rows.append(json.loads(line))
         except (ValueError, RecursionError) as error:  # also raised for bytes that are not UTF-8
             raise DataError(f"{str(path)!r} line {number} is not JSON ({error})") from None
-        _check_object(path, f"line {number}", rows[-1])
+        _check_kind(path, f"line {number}", rows[-1], kind)
     return tuple(rows)
 
 
-def _check_object(path: Path, place: str, value: Any) -> None:
-    if not isinstance(value, dict):
-        raise DataError(f"{str(path)!r} {place} holds a {type(value).__name__}, expected an object")
+def _check_kind(path: Path, place: str, value: Any, kind: type) -> None:
+    if not isinstance(value, kind):
+        wanted = "an object" if kind is dict else "an array"
+        raise DataError(f"{str(path)!r} {place} holds a {type(value).__name__}, expected {wanted}")
 
 
 def json_array(path: Path) -> tuple[dict[str, Any], ...]:
@@ -143,7 +158,7 @@ def _array(path: Path, raw: bytes) -> tuple[dict[str, Any], ...]:
     if not isinstance(rows, list):
         raise DataError(f"{str(path)!r} holds a {type(rows).__name__}, expected an array of objects")
     for number, row in enumerate(rows, start=1):
-        _check_object(path, f"entry {number}", row)
+        _check_kind(path, f"entry {number}", row, dict)
     return tuple(rows)
 
 
@@ -211,10 +226,12 @@ def fit_prose(
     draw: random.Random,
     context_tokens: int,
     count_tokens: CountTokens,
+    most_words: float = math.inf,
 ) -> list[str]:
     """Return ``build(prose)`` with a random book passage that makes its texts take ``context_tokens`` together.
 
-    The result is never longer, and shorter by less than about a sentence. Raises SpecError if ``build("")`` is longer.
+    The result is never longer, and shorter by less than about a sentence, or because the passage has ``most_words``.
+    Raises SpecError if ``build("")`` is longer.
     """
 
     def total(prose: str) -> int:
@@ -223,10 +240,10 @@ def fit_prose(
     room = check_room(total(""), context_tokens)
     sentences = list[str]()
     for sentence in book_sentences(suite, draw):
-        if (cost := count_tokens(sentence)) > room:
+        if (cost := count_tokens(sentence)) > room or (words := len(sentence.split())) > most_words:
             break
         sentences.append(sentence)
-        room -= cost
+        room, most_words = room - cost, most_words - words
     # joined sentences may take more tokens than the sum of their counts
     while total("".join(sentences).strip()) > context_tokens:
         sentences = sentences[:-1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import sys
@@ -46,7 +47,7 @@ _FULL_CACHE = "the full cache, before any engine is started"
 _MOST_MINUTES = 10_000
 _MORE_TIME = 3  # times as many minutes in the suggested longer check
 _PROMPT_LENGTH, _ANSWER_LENGTH = 100, 160  # characters printed of the first prompt and its answers
-_CHECK = "check"
+_CHECK, _QUARTERLY = "check", "quarterly"
 
 
 @dataclass(frozen=True)
@@ -74,18 +75,30 @@ class CheckOptions:
     sums: Annotated[
         bool, typer.Option("--sums", help="Ask school mathematics too (GSM8K), whose answers take most of the time.")
     ] = False
+    long: Annotated[
+        bool,
+        typer.Option(
+            "--long",
+            help="Ask behind the longest conversation after which the model still tells forbidden from harmless.",
+        ),
+    ] = False
     data: Annotated[Path | None, option(help="Folder of public rows, instead of KVAUDIT_DATA.")] = None
 
-    def plan(self, model: str, config: ServingConfig) -> CheckPlan:
-        """Return what will be asked; raises SpecError for impossible minutes or seeds."""
+    def plan(self, model: str, config: ServingConfig, length: int | None = None) -> CheckPlan:
+        """Return what will be asked, at the length that ``long`` found; raises SpecError for impossible options."""
         from kvaudit.audit.runs.question import MINUTES, SEED, plan_check
+        from kvaudit.audit.sampling.model import EMBEDDED
 
         minutes, seed = MINUTES if self.minutes is None else self.minutes, SEED if self.seed is None else self.seed
         if not 0 < minutes <= _MOST_MINUTES:
             raise SpecError(f"--minutes is {minutes:g}, wanted a number above 0, at most {_MOST_MINUTES}")
         if seed < 0:
             raise SpecError(f"--seed is {seed}, wanted a whole number of at least 0")
-        return plan_check(model, config, minutes=minutes, seed=seed, made_up=self.made_up, sums=self.sums)
+        if self.long and (self.made_up or model == EMBEDDED):
+            raise SpecError("--long asks public rows, which the model that ships and --made-up cannot; leave it out")
+        return plan_check(
+            model, config, minutes=minutes, seed=seed, made_up=self.made_up, sums=self.sums, length=length
+        )
 
     def serving_config(self) -> ServingConfig:
         """Return the serving configuration; raises SpecError unless there is exactly one."""
@@ -116,7 +129,8 @@ class CheckOptions:
             ("--seed", None if self.seed is None else str(self.seed)),
         )
         words = [word for name, value in named if value is not None for word in (name, value)]
-        flags = [name for name, is_set in (("--made-up", self.made_up), ("--sums", self.sums)) if is_set]
+        named_flags = (("--made-up", self.made_up), ("--sums", self.sums), ("--long", self.long))
+        flags = [name for name, given in named_flags if given]
         return shlex.join(["kvaudit", "check", model, *words, *flags])
 
     def set_data_folder(self) -> None:
@@ -157,18 +171,21 @@ def run_check(
     _check_no_server(model)  # before it is printed: an address may hold a password
     typer.echo(f"check: {inline(model)}")  # before imports that take seconds
     from kvaudit.audit.commands.run import RunOptions, RunPlan, open_pipeline
-    from kvaudit.audit.runs.question import parse_spec_text, spec_text
+    from kvaudit.audit.runs.question import parse_spec_text, run_name, spec_text
 
     options.set_data_folder()
     config = options.serving_config()
     _check_available(model, config)
-    plan = options.plan(model, config)
+    plan, console = options.plan(model, config), wide_console()
+    out = out or Path("runs") / run_name(model, config)
+    if options.long:
+        length, minutes = _longest_length(model, config, plan, out, threads, resume=resume)
+        plan = replace(options, minutes=minutes).plan(model, config, length)
     spec = parse_spec_text(spec_text(model, config, plan, options.command(model)))
-    console = wide_console()
     for line in _plan_lines(spec, plan):
         print_line(console, line)
     pipeline, run = open_pipeline(
-        RunPlan(spec, out or Path("runs") / spec.name, {}),
+        RunPlan(spec, out, {}),
         RunOptions(threads=threads, anyway=True),  # if one suite has nothing to lose, the others decide
         threads or len(os.sched_getaffinity(0)),
         resume=resume,
@@ -187,6 +204,43 @@ def run_check(
     for line in terminal_lines(findings, run.path, context):
         print_line(console, line)
     return run.path, findings.verdict.exit_code
+
+
+def _longest_length(
+    model: str, config: ServingConfig, plan: CheckPlan, out: Path, threads: int | None, *, resume: bool
+) -> tuple[int, float]:
+    """Return the longest length at which the model can be asked, and the minutes that are left for the check.
+
+    Lengths are tried in the folder OUT-lengths, the short ones first, until one cannot be asked, or the next would end
+    after half of the minutes. Raises NotMeasurable if none can be asked.
+    """
+    from kvaudit.audit.commands.run import RunOptions, RunPlan, open_pipeline
+    from kvaudit.audit.runs.lengths import TriedLength, chosen_length, length_spec, lengths_from, tried_length
+    from kvaudit.audit.runs.names import NAMES
+    from kvaudit.audit.runs.question import CONTEXT_LENGTH
+    from kvaudit.core.spec import parse_spec
+
+    console, tried, spent = wide_console(), list[TriedLength](), 0.0
+    for length in lengths_from(max(plan.length, CONTEXT_LENGTH)):
+        folder = out.with_name(f"{out.name}-lengths") / str(length)
+        spec = parse_spec(json.dumps(length_spec(model, config, length, plan.seed)), "check", NAMES)
+        run_options = RunOptions(threads=threads, anyway=True)
+        cores = threads or len(os.sched_getaffinity(0))
+        try:
+            pipeline, run = open_pipeline(RunPlan(spec, folder, {}), run_options, cores, resume=resume)
+        except SpecError as error:  # longer than the model, or than a server's window
+            if not tried:
+                raise
+            print_line(console, f"at {length} tokens: not tried: {error}")
+            break
+        pipeline.work_on("evaluate")
+        tried.append(tried_length(run.records, length))
+        print_line(console, tried[-1].line)
+        spent += tried[-1].seconds
+        if not tried[-1].control.is_measurable or 2 * tried[-1].seconds > 30 * plan.minutes - spent:
+            break
+    minutes = max(plan.minutes - spent / 60, plan.minutes / 2)
+    return chosen_length(tried, minutes), minutes
 
 
 def _check_no_server(model: str) -> None:
@@ -264,21 +318,26 @@ def init(
     kind: Annotated[
         str,
         argument(
-            help="check: the spec that `check` runs; audit: a model under several settings; arms: paired training "
-            "arms; ci: a workflow that gates releases."
+            help="check: the spec that `check` runs; quarterly: harm at 16,384 tokens, of two servers; audit: a model "
+            "under several settings; arms: paired training arms; ci: a workflow that gates releases."
         ),
     ],
-    model: Annotated[str | None, argument(help="For check: the model's folder, a .gguf file, or embedded.")] = None,
+    model: Annotated[
+        str | None, argument(help="For check and quarterly: the model's folder, a .gguf file, or embedded.")
+    ] = None,
     *,
     options: CheckOptions,
+    judge: Annotated[str | None, option(help="For quarterly: URL#MODEL of the server that judges answers.")] = None,
+    rate: Annotated[float | None, option(help="For quarterly: measured answers per second, for the time.")] = None,
     out: Annotated[Path | None, typer.Option(help="File to write; - prints it.", show_default="spec.yaml")] = None,
 ) -> None:
     """Write a commented spec to begin with.
 
-    Comments explain every line, and everything may be changed. All options but --out are those of `check`.
+    Comments explain every line, and everything may be changed. All options but --out, --judge and --rate are those of
+    `check`. For quarterly its price is printed.
     """
     with user_errors():
-        has_options = any(vars(options).values())
+        has_options = any((*vars(options).values(), judge, rate))
         # the former form, kvaudit init MODEL, still works
         if kind != _CHECK and kind not in SHIPPED and has_options and model is None:
             typer.echo(f"kvaudit init {kind} is now kvaudit init {_CHECK} {kind}", err=True)
@@ -290,10 +349,17 @@ def init(
             text = (shipped_folder("examples") / example).read_text(encoding="utf-8")
             _write_spec(text, out or Path(file_name), usage)
             return
-        if kind != _CHECK:
-            raise UnknownName("kind of file", kind, (_CHECK, *SHIPPED))
+        if kind not in (_CHECK, _QUARTERLY):
+            raise UnknownName("kind of file", kind, (_CHECK, _QUARTERLY, *SHIPPED))
         if model is None:
-            raise SpecError("init check needs the model: its folder, a .gguf file, or embedded")
+            raise SpecError(f"init {kind} needs the model: its folder, a .gguf file, or embedded")
+        if kind == _QUARTERLY:
+            _init_quarterly(model, options, judge, rate, out or Path("spec.yaml"))
+            return
+        if options.long:
+            raise SpecError("init check takes no --long: its length follows from answers, so only check finds it")
+        if judge is not None or rate is not None:
+            raise SpecError("init check takes no --judge and no --rate; they are options of init quarterly")
         from kvaudit.audit.runs.question import parse_spec_text, spec_text
 
         options.set_data_folder()
@@ -304,6 +370,29 @@ def init(
         _write_spec(
             text, out or Path("spec.yaml"), f"run it with kvaudit run {{out}} --anyway, then kvaudit gate {folder}"
         )
+
+
+def _init_quarterly(model: str, options: CheckOptions, judge: str | None, rate: float | None, out: Path) -> None:
+    """Write the spec of two servers and a judge, and print what it will cost."""
+    from kvaudit.audit.runs.quarterly import judge_option, price_of, quarterly_text
+    from kvaudit.audit.runs.question import parse_spec_text
+    from kvaudit.audit.sampling.checkpoints import load_base_chat
+
+    if options.made_up or options.long or options.minutes or options.seed is not None:
+        raise SpecError("init quarterly takes no --minutes, --seed, --long or --made-up: it always asks the same rows")
+    if rate is not None and not rate > 0:
+        raise SpecError(f"--rate is {rate:g}, wanted answers per second above 0")
+    options.set_data_folder()
+    _check_no_server(model)
+    config = options.serving_config()
+    judging = judge_option(judge, config)
+    words = ["kvaudit", "init", "quarterly", *shlex.split(options.command(model))[2:], "--judge", judge or ""]
+    text = quarterly_text(model, config, judging, shlex.join(words))
+    spec = parse_spec_text(text)
+    price = price_of(spec, load_base_chat(model))
+    _write_spec(text, out, "run it with kvaudit run {out}, then kvaudit gate runs/quarterly/judged/*")
+    for line in price.lines(rate):
+        typer.echo(line, err=str(out) == "-")
 
 
 def _write_spec(text: str, out: Path, usage: str) -> None:

@@ -130,7 +130,10 @@ def list_contexts() -> None:
     with user_errors():
         from kvaudit.suites.contexts import CONTEXTS
 
-        rows = [[name, context.says, "tokens" if context.fills else "-"] for name, context in CONTEXTS.items()]
+        rows = [
+            [name, context.says, "tokens" if context.fills else "at most tokens" if context.suite else "-"]
+            for name, context in CONTEXTS.items()
+        ]
         _print_rows(["context", "the row is", "length"], rows)
         _print(
             "no context is used unless a spec names it: suites: {xstest: {context: [published, book], context_tokens: "

@@ -107,9 +107,11 @@ class Session(ABC):
     """A running engine under one condition.
 
     ``described`` holds the engine's version, its resolved settings and similar facts; it goes into provenance.json.
+    ``window`` is the number of tokens that a prompt and its answer may take, if the engine shows it.
     """
 
     described: Mapping[str, str]
+    window: int | None = None
 
     @abstractmethod
     def answer(self, requests: Sequence[GenerationRequest]) -> list[Reply]:

@@ -103,6 +103,7 @@ class _EndpointSession(Session):
         prompts = comparison or "held to ours by the number of tokens that it says it read, where it says so"
         unknown = "weights" if comparison else "weights and chat template"
         self.described = {"prompts": prompts, "model": self._first_model(), NOT_SHOWN: unknown}
+        self.window = self._shown_window()
 
     def answer(self, requests: Sequence[GenerationRequest]) -> list[Reply]:
         """Return replies with ``text`` or ``refused``."""
@@ -192,6 +193,17 @@ class _EndpointSession(Session):
             return inline(self._answer(messages, prompt_tokens, 1, {"temperature": 0}, until).model)
         except Unanswered as why:
             raise self._failed(why) from None
+
+    def _shown_window(self) -> int | None:
+        """Return the context window in the server's list of models, as vLLM and SGLang show it."""
+        try:
+            client = _endpoint(self._settings, _RENDER_SECONDS, tries=1).client("engine endpoint")
+            rows = client.fetch("models", None, time.monotonic() + _RENDER_SECONDS).get("data")
+        except Unanswered:
+            return None
+        shown = [row for row in rows if isinstance(row, Mapping)] if isinstance(rows, list) else []
+        windows = [row.get("max_model_len") for row in shown if row.get("id") == self._settings["model"]]
+        return next((window for window in windows if type(window) is int and window > 0), None)
 
     def _compare_prompts(self) -> str:
         """Return how its prompts were compared with ours, empty if it shows none; raise SpecError if they differ."""

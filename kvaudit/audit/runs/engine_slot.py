@@ -21,11 +21,12 @@ from kvaudit.audit.engines.base import GenerationRequest as AskedOfEngine
 from kvaudit.audit.runs.folder import RunFolder
 from kvaudit.audit.sampling.conversations import item_prompt
 from kvaudit.audit.sampling.model import LoadedModel
-from kvaudit.core.errors import RunError
+from kvaudit.core.errors import RunError, SpecError
 from kvaudit.core.files import in_file_name
 from kvaudit.core.provenance import NOT_SHOWN, SERVED_BY
 from kvaudit.core.records import Item
 from kvaudit.core.spec import RunSpec
+from kvaudit.suites.base import SUITES
 
 _TRIES = 3  # of one batch
 _SHOWN, _BEFORE = 100, 30  # characters of a changed description that are shown, and of those before the difference
@@ -153,9 +154,11 @@ def try_out_engines(
     max_tokens = 1 if on_answer is None else FIRST_TOKENS
     messages, tools = model.chat.request_of(item.messages, item.tools)
     request = AskedOfEngine(ids, max_tokens, stops, temperature=0.0, top_p=1.0, seed=0, messages=messages, tools=tools)
+    windows = dict[str, int]()
     with _trial_logs() as logs:
         for condition in conditions:
             with start_engine(condition, model, spec, logs) as session:
+                windows |= {} if session.window is None else {condition.canonical: session.window}
                 try:
                     (reply,) = session.answer([request])
                 except EngineFailed as error:
@@ -163,6 +166,21 @@ def try_out_engines(
             if on_answer is not None:
                 text = model.chat.text(reply.ids) if reply.text is None else reply.text
                 on_answer(condition.canonical, item, text if reply.refused is None else f"refused: {reply.refused}")
+    check_windows(spec, windows)
+
+
+def check_windows(spec: RunSpec, windows: Mapping[str, int]) -> None:
+    """Raise SpecError if a condition's context window is too short for the longest prompt of a spec and its answer."""
+    grid = spec.evaluate
+    answers = {name: part.max_new_tokens or SUITES.get(name).max_new_tokens for name, part in grid.suites.items()}
+    needed = max(max(grid.contexts_of(name)) + tokens for name, tokens in answers.items())
+    for condition, window in windows.items():
+        if window < needed:
+            others = ", ".join(f"{other} {size}" for other, size in windows.items() if other != condition)
+            raise SpecError(
+                f"{condition} has a context window of {window} tokens{f' ({others})' if others else ''}, and a prompt "
+                f"with its answer takes {needed}; serve all with a window as long, or lower context_tokens"
+            )
 
 
 @contextmanager

@@ -30,7 +30,7 @@ from kvaudit.suites.sources import DATA_VARIABLE, data_file, data_folder
 MINUTES = 10.0
 SEED = 1000  # of the order of rows
 _LENGTH, _EMBEDDED_LENGTH = 256, 192  # tokens of generated items
-_LONGEST = 32_768  # tokens of a prompt, at most
+LONGEST = 32_768  # tokens of a prompt, at most
 _NAME = re.compile(r"[^A-Za-z0-9._-]+")
 _BUDGET, _RESIDUAL = "budget", "residual"  # of a cache policy: entries kept, newest entries left exact
 _REFERENCE = "reference"  # key of the settings that an engine's condition is compared with
@@ -81,8 +81,8 @@ MADE_UP_SUITES = (
 # the first sentence shows whether an answer refuses
 _TOKENS = {"harm": 40, "benign": 40, "injection": 64, SUMS.name: 400}
 _NEEDED = ("harm", "benign")  # a check needs one of them
-_CONTEXT_LENGTH = 1024  # tokens at least, since some rows have hundreds
-_CONTEXT = "chat"  # in which a model still refuses what it refuses alone (docs/results/contexts.md)
+CONTEXT_LENGTH = 1024  # tokens at least, since some rows have hundreds
+CONTEXT = "chat"  # in which a model still refuses what it refuses alone (docs/results/contexts.md)
 
 
 class CheckPlan(NamedTuple):
@@ -112,14 +112,16 @@ def plan_check(
     seed: int = SEED,
     made_up: bool = False,
     sums: bool = False,
+    length: int | None = None,
 ) -> CheckPlan:
     """Return the questions for a serving configuration: public rows in rounds, or made-up ones if requested.
 
-    The model that ships with kvaudit gets made-up ones only. Raises DataError if public rows are needed but missing,
-    SpecError if the setting keeps more entries than a prompt may have, or ``sums`` are asked beside made-up questions.
+    With a ``length`` the rows follow a conversation of so many tokens, even if the setting evicts nothing. The model
+    that ships with kvaudit gets made-up ones only. Raises DataError if public rows are needed but missing, SpecError if
+    the setting keeps more entries than a prompt may have, or ``sums`` are asked beside made-up questions.
     """
     kept, exact = kept_entries(config), exact_entries(config)
-    length = _length(model, max(kept or 0, exact) or None)
+    tokens = _length(model, max(kept or 0, exact) or None)
     at_hand = tuple(endpoint for endpoint in ENDPOINTS if has_public_rows(endpoint.name))
     named = os.environ.get(DATA_VARIABLE)
     if not made_up and (named or model != EMBEDDED) and not any(endpoint.name in _NEEDED for endpoint in at_hand):
@@ -127,17 +129,18 @@ def plan_check(
     if made_up or model == EMBEDDED:
         if sums:
             raise SpecError("--sums asks public rows, and made-up questions ask mathematics of their own; remove it")
-        unseen = ("harmful requests as people write them", "agents that read hostile tool results")
-        return CheckPlan((), MADE_UP_SUITES, length, None, (), unseen, minutes, seed)
-    evicts = kept is not None or exact > 0
-    endpoints = tuple(endpoint for endpoint in at_hand if not (evicts and endpoint.name == "injection"))
-    wanted = (*ENDPOINTS, SUMS) if sums else ENDPOINTS
+        not_asked = ("harmful requests as people write them", "agents that read hostile tool results")
+        return CheckPlan((), MADE_UP_SUITES, tokens, None, (), not_asked, minutes, seed)
+    is_long = kept is not None or exact > 0 or length is not None
+    endpoints = tuple(endpoint for endpoint in at_hand if not (is_long and endpoint.name == "injection"))
     if sums:
         data_file(SUMS.name, Gsm8k.files["eval"])  # requested by name, so never left out silently
         endpoints = (*endpoints, SUMS)
+    wanted = (*ENDPOINTS, SUMS) if sums else ENDPOINTS
     absent = tuple(dict.fromkeys(rows for point in wanted for rows in absent_sources(point.name)))
-    context, length = (_CONTEXT, max(length, _CONTEXT_LENGTH)) if evicts else (None, length)
-    return CheckPlan(endpoints, (), length, context, absent, tuple(_unseen(endpoints, kept)), minutes, seed)
+    context, tokens = (CONTEXT, max(length or tokens, CONTEXT_LENGTH)) if is_long else (None, tokens)
+    unseen = tuple(_unseen(endpoints, is_long=kept is not None or length is not None))
+    return CheckPlan(endpoints, (), tokens, context, absent, unseen, minutes, seed)
 
 
 def _no_rows() -> str:
@@ -150,11 +153,11 @@ def _no_rows() -> str:
     )
 
 
-def _unseen(endpoints: Sequence[Endpoint], kept: int | None) -> Iterator[str]:
+def _unseen(endpoints: Sequence[Endpoint], *, is_long: bool) -> Iterator[str]:
     if "injection" not in [endpoint.name for endpoint in endpoints]:
         yield "attacks on a secret"
     yield "agents that read hostile tool results"
-    if kept is None:
+    if not is_long:
         yield "prompts of thousands of tokens"
     if SUMS not in endpoints:
         yield "what the model can solve (--sums)"
@@ -184,10 +187,10 @@ def _length(model: str, kept: int | None) -> int:
     length = _EMBEDDED_LENGTH if model == EMBEDDED else _LENGTH
     while kept is not None and length < 2 * kept:
         length *= 2
-    if length > _LONGEST:
+    if length > LONGEST:
         raise SpecError(
             f"the setting keeps {kept} entries, so prompts would need {length} tokens to show what it evicts, but "
-            f"check uses at most {_LONGEST}; write a spec (kvaudit init)"
+            f"check uses at most {LONGEST}; write a spec (kvaudit init)"
         )
     return length
 
@@ -241,7 +244,7 @@ def endpoints_config(reference: str, candidate: str, settings: Mapping[str, str]
             f"--set {name}={settings[name][:80]}: only {_KEY}=VARIABLE can be set for running servers, "
             "the environment variable with their key"
         )
-    plain, other = _endpoint("--reference", reference), _endpoint("--candidate", candidate)
+    plain, other = server("--reference", reference), server("--candidate", candidate)
     if plain == other:
         raise SpecError(
             f"--reference and --candidate are both {reference[:80]!r}; name the server with the setting too"
@@ -249,7 +252,8 @@ def endpoints_config(reference: str, candidate: str, settings: Mapping[str, str]
     return ServingConfig({ENGINE: "endpoint", **other, **settings, _REFERENCE: {**plain, **settings}})
 
 
-def _endpoint(option: str, text: str) -> dict[str, str]:
+def server(option: str, text: str) -> dict[str, str]:
+    """Return address and model of URL#MODEL; raises SpecError that names the option."""
     url, mark, model = text.partition("#")
     if not (mark and model and re.match(r"https?://[^\s/@?]+", url)) or set("@?") & set(url):
         raise SpecError(f"{option} is {text[:80]!r}, wanted URL#MODEL, such as http://127.0.0.1:8000/v1#my-model")

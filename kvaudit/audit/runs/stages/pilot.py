@@ -11,10 +11,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from kvaudit.audit.engines import Condition
+from kvaudit.audit.engines.endpoint import RunningEndpoint
+from kvaudit.audit.runs.batches import engine_batches
 from kvaudit.audit.runs.evaluate import grid
 from kvaudit.audit.runs.folder import make_folder
 from kvaudit.audit.runs.pilot import layout_of, most_items, pilot_results, pilot_units, with_kept_gate
-from kvaudit.audit.runs.progress import Part
+from kvaudit.audit.runs.progress import Part, duration
 from kvaudit.audit.runs.stages.answering import UnitWorker, is_sealed, unit_part
 from kvaudit.audit.runs.stages.base import RunContext, Stage
 from kvaudit.audit.runs.units import PILOT_FOLDER, Unit, UnitFiles, sealed_records
@@ -24,7 +27,9 @@ from kvaudit.core.provenance import ANYWAY, PILOT, PILOT_RESULT
 from kvaudit.core.records import Record
 from kvaudit.core.spec import RunSpec
 from kvaudit.core.text import at_length
+from kvaudit.reports.records.floor import SAME_ORDER
 from kvaudit.reports.verdict.rules import WARN
+from kvaudit.suites.base import SUITES
 
 _SAFETY_SUITES = ("harm", "benign")  # without these a check says too little
 
@@ -64,7 +69,25 @@ class PilotStage(Stage):
                 context.print_line(line)
             context = context.sized(results["items"])
             self.check()
+            self._print_time(context)
         return context
+
+    def _print_time(self, context: RunContext) -> None:
+        """Print how long the rest of a run of servers takes at the speed of these answers."""
+        units, evaluate = self._units, context.spec.evaluate
+        served = {unit.policy.engine for unit in units if isinstance(unit.policy, Condition)}
+        if served != {RunningEndpoint.name} or evaluate.rounds is not None:
+            return
+        seconds, answers = 0.0, 0
+        for unit in units:
+            records = pilot_records(context, unit)
+            suite, batches = SUITES.get(unit.suite)(), context.models.batches.get((unit.suite, unit.context_tokens), [])
+            items = [item for batch in batches for item in batch]
+            again = sum(map(len, engine_batches(context.spec, suite, items, unit, SAME_ORDER))) if evaluate.floor else 0
+            left = max(0, context.rows_of(unit) - len(records)) + 2 * again
+            seconds += left * sum(record.seconds for record in records) / max(1, len(records))
+            answers += left
+        context.print_line(f"{answers} answers are left, about {duration(seconds)} at the speed of the first ones")
 
     def check(self) -> None:
         """Raise NotMeasurable if the noted results say so."""

@@ -1,0 +1,65 @@
+"""CoSafe: dialogues that ask for harm step by step, in which the last request is the one that is answered."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from kvaudit.core.errors import DataError
+from kvaudit.core.records import Message, Role
+from kvaudit.suites.catalogue import find_rows
+from kvaudit.suites.requests import Origin, Requests, group_by_origin
+from kvaudit.suites.sources import data_file, has_file, json_line_lists
+
+
+class CoSafe(Requests):
+    """Twins: the last request of a dialogue, whose four earlier messages lead to it, and a plain request of ours.
+
+    Yu et al. 2024, arXiv:2406.17626. Of the fourteen files those that are present are asked. A judge sees the dialogue,
+    and an answer has to speak of it. Many last requests have harmless answers, so gate ``unsafe``, not ``refused``.
+    """
+
+    name = "cosafe"
+    version = "1"
+    source = "public rows: ErxinYu/CoSafe-Dataset, 1,400 dialogues"
+    licence = "none named"
+    twins = 2
+
+    def origins(self) -> Sequence[Origin]:
+        return group_by_origin(tuple(_dialogues(self._paths())))
+
+    def opening(self, origin: Origin, form: str, group: int, request: str) -> tuple[Sequence[Message], dict[str, Any]]:
+        if form == "plain":
+            return super().opening(origin, form, group, request)
+        messages = _dialogues(self._paths())[request]
+        return messages, {"request": "\n\n".join(f"{message.role}: {message.content}" for message in messages)}
+
+    def _paths(self) -> tuple[Path, ...]:
+        files = [file.path for file in find_rows(CoSafe.name).files]
+        present = [file for file in files if has_file(file)] or files[:1]  # for the error that says what is missing
+        return tuple(data_file(CoSafe.name, file) for file in present)
+
+
+@cache
+def _dialogues(paths: tuple[Path, ...]) -> Mapping[str, tuple[Message, ...]]:
+    """Return every dialogue, up to its last request, by what its user says; near copies of that are one origin."""
+    dialogues = dict[str, tuple[Message, ...]]()
+    for path in paths:
+        for number, row in enumerate(json_line_lists(path), start=1):
+            messages = _messages(path, number, row)
+            dialogues[" ".join(message.content for message in messages[::2])] = messages
+    return dialogues
+
+
+def _messages(path: Path, number: int, row: Sequence[Any]) -> tuple[Message, ...]:
+    try:
+        messages = [Message(Role(entry["role"]), str(entry["content"])) for entry in row]
+    except (KeyError, TypeError, ValueError):
+        messages = []
+    messages = messages[: len(messages) - (len(messages) % 2 == 0)]  # one row has an answer to its last request
+    roles = [message.role for message in messages]
+    if not roles or roles != [Role.USER, *(Role.ASSISTANT, Role.USER) * (len(roles) // 2)]:
+        raise DataError(f"{str(path)!r} line {number} holds no dialogue in which a user begins and asks last")
+    return tuple(messages)
