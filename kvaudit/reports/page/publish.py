@@ -18,7 +18,6 @@ from kvaudit.core.errors import DataError, SpecError
 from kvaudit.core.files import read_text, write_output
 from kvaudit.core.policy_names import engine_settings
 from kvaudit.core.text import inline
-from kvaudit.reports.sections.shared.words import shorten
 
 if TYPE_CHECKING:
     from kvaudit.reports.page.disclosure import Disclosure, MeasuredCell
@@ -41,6 +40,7 @@ def public_name(model: str) -> str:
 def mask_private(text: str, findings: Findings) -> str:
     """Replace the address of every server in the spec by server-1, server-2, and the model's path by its name."""
     from kvaudit.reports.page.formats.markdown import escape
+    from kvaudit.reports.sections.shared.words import shorten
 
     if (name := public_name(findings.model)) != findings.model:
         # the page may have shortened the path
