@@ -13,7 +13,9 @@ _BEGIN, _SEPARATOR = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>"
 _V3 = re.compile(
     r"(?:<｜tool▁calls▁begin｜>\s*)?<｜tool▁call▁begin｜>\s*function\s*<｜tool▁sep｜>\s*+([^\n`{<]{1,200}+)\n\s*+```(?:json)?\s*+"
 )
-_V31 = re.compile(r"(?:<｜tool▁calls▁begin｜>\s*)?<｜tool▁call▁begin｜>\s*+([^<\n]{1,200}+)\s*+<｜tool▁sep｜>\s*+(?=\{)")
+_V31 = re.compile(
+    r"(?:<｜tool▁calls▁begin｜>\s*)?<｜tool▁call▁begin｜>\s*+([^<\n]{1,200}+)\s*+<｜tool▁sep｜>\s*+(?=\{)"
+)
 _END = re.compile(r"(?:\s*```)?\s*<｜tool▁call▁end｜>(?:\s*<｜tool▁calls▁end｜>)?")
 _OPEN = re.compile(r"(?:<｜tool▁calls▁begin｜>\s*)?<｜tool▁call▁begin｜>")
 
