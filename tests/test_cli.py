@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shlex
 import shutil
 import signal
 import sys
@@ -20,7 +21,7 @@ from typer.testing import CliRunner
 
 from kvaudit.audit.cli import app
 from kvaudit.audit.commands.base import end_on_sigterm, user_errors
-from kvaudit.audit.commands.run import RunOptions, plan_workers
+from kvaudit.audit.commands.run import RunOptions, _continue_command, plan_workers
 from kvaudit.audit.policies import POLICIES
 from kvaudit.audit.runs.names import NAMES
 from kvaudit.core.spec import load_spec
@@ -384,6 +385,15 @@ def test_ctrl_c_and_sigterm_say_how_to_go_on(
             signal.signal(number, handler)
     assert got == code
     assert err == f"{word}; continue with: kvaudit run {spec} --out '{tmp_path / 'my run'}' --limit 2 --resume\n"
+
+
+def test_the_command_that_goes_on_names_plug_ins_and_the_launcher() -> None:
+    options = RunOptions(plugins=[Path("a b.py")], launcher="slurm:time=60", workers=4, limit=2)
+    words = _continue_command(Path("s.yaml"), None, options, only=None, join=False)
+    assert shlex.join(words) == (
+        "kvaudit run s.yaml --plugin 'a b.py' --limit 2 --launcher slurm:time=60 --workers 4 --resume"
+    )
+    assert _continue_command(Path("run"), None, options, only=None, join=True)[3:] == ["run", "--plugin", "a b.py"]
 
 
 def test_a_crash_is_not_dressed_up_as_the_users_fault(

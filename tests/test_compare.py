@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import random
 import re
 import zipfile
@@ -746,3 +747,49 @@ def test_a_ratio_that_cannot_be_is_one_line(tmp_path, options, said):
     assert done.exit_code == 2
     assert said in " ".join(done.output.split())
     assert len(done.output.strip().splitlines()) == 1
+
+
+def inspect_log(path, inputs):
+    samples = [
+        {"id": i, "epoch": 1, "input": text, "target": "x", "scores": {"s": {"value": 1}}}
+        for i, text in enumerate(inputs)
+    ]
+    eval_ = {"task": "t", "model": "m"}
+    path.write_text(json.dumps({"version": 2, "status": "success", "eval": eval_, "samples": samples}))
+    return path
+
+
+def test_one_question_that_is_asked_many_times_is_one_template(tmp_path):
+    for name, questions, status, clusters in (
+        ("copies", 1, Status.INVALID, 1),
+        ("thirds", 100, Status.PASS, 100),
+        ("whole", 300, Status.PASS, 300),
+    ):
+        path = inspect_log(tmp_path / f"{name}.json", [f"question {i % questions}" for i in range(300)])
+        found = compare(sides(path, path), "s", items_are_independent=True)
+        assert (found.verdict.status, found.records["cluster_id"].nunique()) == (status, clusters), name
+        said = "Items that ask what another item asks, and count as one with it: "
+        assert [note for note in found.notes if said in note] == (
+            [f"{said}{300 - questions}."] if questions < 300 else []
+        )
+
+
+def test_a_log_of_a_thousand_levels_is_one_line(tmp_path):
+    deep = "x"
+    for _ in range(700):
+        deep = [deep]
+    path = inspect_log(tmp_path / "deep.json", [deep])
+    done = run_command(path, path)
+    assert (done.exit_code, done.stderr.count("\n")) == (2, 1)
+    assert "hundreds of levels deep" in done.stderr
+
+
+@pytest.mark.timeout(20)
+def test_a_pipe_or_a_device_is_not_read(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    whole = inspect_log(tmp_path / "a.json", ["q"])
+    for words in ((pipe, whole), (whole, pipe), (whole, "/dev/zero"), (whole, whole, "--cluster", f"file:{pipe}")):
+        done = run_command(*words)
+        assert done.exit_code == 2
+        assert "is a pipe or a device; write what it holds to a file and give that" in done.stderr

@@ -6,10 +6,13 @@ import os
 import subprocess
 import sys
 import zipfile
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 from reports_synthetic import build, tiny
+
+from kvaudit.audit.cli import unmet_requirements
 
 ROOT = Path(__file__).parent.parent
 # what pyproject.toml leaves out of the wheel
@@ -92,3 +95,22 @@ def test_a_checkout_without_symlinks_can_be_imported(tmp_path: Path) -> None:
     (tmp_path / "import_all.py").write_text(IMPORT_ALL)
     done = launched(tmp_path, "import_all")
     assert done.returncode == 0, done.stderr
+
+
+def test_a_package_that_is_missing_or_too_old_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "needy-1.dist-info"
+    folder.mkdir()
+    needs = [
+        "numpy>=1",
+        "rich>=999",
+        "no-such-package>=2",
+        "typer>=999; extra == 'x'",
+        "typer>=999; python_version < '3'",
+    ]
+    lines = ["Metadata-Version: 2.1", "Name: needy", "Version: 1", *(f"Requires-Dist: {text}" for text in needs)]
+    (folder / "METADATA").write_text("\n".join(lines))
+    monkeypatch.syspath_prepend(tmp_path)
+    old, missing = unmet_requirements("needy")
+    assert old == f"rich>=999 is needed, {version('rich')} is installed"
+    assert missing == "no-such-package>=2 is needed and not installed"
+    assert unmet_requirements("no-such-package") == []

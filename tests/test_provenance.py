@@ -30,17 +30,28 @@ DAMAGES: list[dict[str, Any]] = [
     *({"base_sha256": value} for value in ({"a": "b"}, 10**30)),
     {"host": {"system": "\ud800"}},
     {"mine": float("nan")},
+    *({key: value} for key in ("known_policies", "selecting_policies") for value in ("int8", [{}], {"a": "b"})),
+    *({"looks": {name: {"items": {}}}} for name in ("2", "²", "9" * 5000, "01")),
+    *({"looks": {"1": {"items": {"a": 1}, "seconds": seconds}}} for seconds in ("x", None, -1, 10**400, True)),
+    *({"looks": {"1": {"items": {"a": 1}, "words": words}}} for words in ([], {"a": ["PASS"]})),
+    {"looks": {"1": {"seconds": 1.0}}},
+    {"looks": {"ended": ["now"]}},
+    *({"looks": {"planned": {"items": {}, **part}}} for part in ({"seconds": {"a": "x"}}, {"left_out": {"a": {}}})),
 ]
 
 
-@pytest.mark.parametrize("damage", DAMAGES, ids=str)
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: str(damage)[:60])
 def test_a_value_of_another_kind_is_refused(damage: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "provenance.json").write_text(json.dumps(damage))
     with pytest.raises(DataError, match=r"provenance\.json'.*start another run with --out$"):
         read_provenance(tmp_path)
 
 
-@pytest.mark.parametrize("damage", [{"policies": {"none": ["a"]}}, {"checkpoints": {"dense/1": {"a": ["b"]}}}], ids=str)
+@pytest.mark.parametrize(
+    "damage",
+    [{"policies": {"none": ["a"]}}, {"checkpoints": {"dense/1": {"a": ["b"]}}}],
+    ids=lambda damage: str(damage)[:60],
+)
 def test_a_report_refuses_it_too(damage: dict[str, Any], tmp_path: Path) -> None:
     run = build(tmp_path / "run", tiny())
     known = json.loads((run / "provenance.json").read_text())

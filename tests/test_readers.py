@@ -186,7 +186,7 @@ def test_a_directory_that_lies_about_a_member_is_named(tmp_path, damage):
 def test_a_name_with_half_a_character_is_no_name(tmp_path):
     rows = [json.dumps({"doc_id": i, "doc": {}, "resps": [], "metrics": ["acc"], "acc": 1.0}) for i in (0, 1)]
     rows[1] = rows[1].replace('"doc_id": 1', '"doc_id": "\\ud800"')
-    rows[0] = rows[0].replace('"acc": 1.0', '"acc": 1.0, "doc_hash": "\\ud800"')
+    rows[0] = rows[0].replace('"doc": {}', '"doc": {"question": "\\ud800"}')
     log = read(written(tmp_path, "s.jsonl", "\n".join(rows) + "\n"))
     assert list(log.rows["item"]) == ["0"]
     assert len(log.rows["fingerprint"][0]) == 16

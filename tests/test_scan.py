@@ -110,6 +110,7 @@ BROKEN = {
     "deep.py": ("x = " + "(" * 5_000 + ")" * 5_000, "no Python"),
     "torn.json": ('{"kv_cache_dtype": "fp8"', "no JSON"),
     "torn.yaml": ("a: [1, 2\nb: 3\n", "no YAML"),
+    "dotted.toml": ("a." * 150_000 + "a = 1\n", "nested more than"),
     "torn.toml": ("a = \n", "no TOML"),
     "torn.py": ("def f(:\n", "no Python"),
     "torn.sh": ("vllm serve 'x\n", "a quote is never closed"),
@@ -397,6 +398,13 @@ DEFAULTS = {
     "a workflow": ("a.yaml", "run: vllm serve m --kv-cache-dtype ${{ inputs.kv || 'fp8' }}\n", "fp8"),
     "python": ("a.py", 'import os\nLLM("m", kv_cache_dtype=os.environ.get("KV", "fp8"))\n', "fp8"),
 }
+
+
+@pytest.mark.timeout(20)
+def test_a_default_behind_a_long_run_of_blanks_is_read_at_once(tmp_path: Path) -> None:
+    blanks = " \n" * 100_000
+    text = f"args: --kv-cache-dtype={{{{ .Values.kv | default {blanks}}}}}\n"
+    assert [finding.by_default for finding in one(tmp_path, "a.yaml", text).findings] in ([], [False])
 
 
 @pytest.mark.parametrize(("name", "text", "value"), DEFAULTS.values(), ids=DEFAULTS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from kvaudit.core.records import Item, Message, Outcome, Role
 from kvaudit.suites.agent import Agent
 from kvaudit.suites.math import Math
+from kvaudit.suites.mathrows import Gsm8k, Math500
 from kvaudit.suites.refusal import Refusal
 
 PLACEMENTS = {
@@ -324,3 +326,21 @@ def test_math_gold_is_right_at_every_step():
             total += int(value) if operation == "plus" else -int(value)
             assert total == int(told) >= 0
         assert steps[-1] == f"Answer: {total}"
+
+
+# --- hostile answers --------------------------------------------------------------------------------------------------
+
+_STARTS = ("", "Answer: ", "The answer is", "answer **", "#### ", "\\boxed{", "I cannot ", "{", "A", "x = ")
+_RUNS = {"blanks": " ", "lines": "\n", "digits": "1234567890", "letters": "abcdefghij", "stars": "*", "commas": "1,"}
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("run", _RUNS.values(), ids=_RUNS)
+def test_a_long_run_in_an_answer_is_graded_at_once(run):
+    items = [(suite(), suite().items("eval", 1, 1, 96, words)[0]) for suite in PLACEMENTS]
+    row = Item("gsm8k", "r", "c", (Message(Role.USER, "How many?"),), 96, "start", {"answer": "4"})
+    for suite, item in (*items, (Gsm8k(), row), (Math500(), row)):
+        for start in _STARTS:
+            began = time.process_time()
+            verdict(suite, item, start + run * (16_000 // len(run)))
+            assert time.process_time() - began < 2.0, (suite.name, start)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -218,6 +219,27 @@ def test_a_hostile_answer_raises_nothing_and_gives_calls_that_a_record_holds(nam
     for call in reading.calls:
         assert is_plain(call.arguments)
         json.dumps(call.arguments, ensure_ascii=False, allow_nan=False).encode()
+
+
+_BLANKS = " " * LONGEST_ANSWER
+_RUNS = [  # a beginning of a call before a run that several parts of a pattern could take
+    "<｜tool▁call▁begin｜>" + _BLANKS,
+    "<｜tool▁call▁begin｜>function<｜tool▁sep｜>" + " \n" * (LONGEST_ANSWER // 2),
+    "<｜tool▁call▁begin｜>function<｜tool▁sep｜>a\n" + _BLANKS,
+    ("<｜tool▁call▁begin｜>" + " " * 200) * 90,
+    "[TOOL_CALLS]a[CALL_ID]" + _BLANKS,
+    "[TOOL_CALLS]a[CALL_ID]" + "a" * LONGEST_ANSWER,
+    ("to=functions." + "a" * 400) * 48,
+    "<tool_call>" + _BLANKS,
+    "f" + _BLANKS + "x",
+]
+
+
+@pytest.mark.parametrize("text", _RUNS, ids=range(len(_RUNS)))
+def test_a_long_run_of_one_character_is_read_at_once(text: str) -> None:
+    started = time.process_time()
+    assert read_calls(text, TOOLS).calls == ()
+    assert time.process_time() - started < 1.0
 
 
 _PIECES = st.sampled_from(

@@ -20,7 +20,8 @@ SECTIONS = {
     "engines": "the life of engines",
     "secrets": "keys and passwords",
     "server": "kvaudit serve",
-    "folders": "folders and disks",
+    "folders": "folders and specs",
+    "disks": "disks, clocks and places",
     "rows": "rows and words",
     "tasks": "foreign tasks",
 }

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.attack.hostile import Act, Heard, Hostile, completion, drips, in_turn, say, says, sends
-from bench.attack.trial import Broken, Trial, expect
+from bench.attack.trial import Broken, Trial, expect, timeless
 from kvaudit.audit.engines import ENGINES, GenerationRequest, Reply, parse_condition
 from kvaudit.audit.engines.base import EngineContext, EngineFailed
 from kvaudit.audit.sampling.model import LoadedModel, load_model
@@ -300,7 +300,7 @@ class _Chain:
         said = (self._folder / f"{self._out}.log").read_text(encoding="utf-8")[-300:]
         expect(process.returncode == 0, f"exit code {process.returncode}: {said}")
         run = self._folder / self._out
-        expect(_timeless(run) == _timeless(self._folder / "whole"), "other records than those of the whole run")
+        expect(timeless(run) == timeless(self._folder / "whole"), "other records than those of the whole run")
         left = [path.name for path in run.rglob("*") if path.suffix in (".partial", ".lock") and path.name[0] != "."]
         expect(not left, f"left behind: {left}")
         self._number += 1
@@ -316,10 +316,3 @@ class _Chain:
                 return
             time.sleep(0.1)
         raise Broken("a process of the run lives on")
-
-
-def _timeless(run: Path) -> dict[str, list[dict[str, Any]]]:
-    """Every record without its seconds."""
-    files = sorted(run.glob("records/*.jsonl"))
-    rows = {file.name: [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] for file in files}
-    return {name: [{k: v for k, v in row.items() if k != "seconds"} for row in own] for name, own in rows.items()}

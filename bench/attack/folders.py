@@ -188,7 +188,7 @@ def trials(folder: Path) -> Iterator[Trial]:
         yield Trial(name, partial(_unmade, folder, text))
 
 
-def _said(*words: str) -> tuple[int, str]:
+def said(*words: str) -> tuple[int, str]:
     """Exit code and stderr of a command; raises what it lets through."""
     done = CliRunner().invoke(app, list(words))
     if done.exception is not None and not isinstance(done.exception, SystemExit):
@@ -204,22 +204,22 @@ def _edited(folder: Path, name: str, edit: Edit, codes: tuple[int, ...]) -> None
     shutil.copytree(folder / "run", copy)
     edit(copy)
     for words in (("gate", str(copy)), ("report", str(copy)), ("card", str(copy))):
-        code, said = _said(*words)
+        code, stderr = said(*words)
         allowed = codes if words[0] == "gate" else (0, *codes)
-        expect(code in (allowed if codes == SAME else codes), f"{name}: {words[0]} ends with {code}: {said[:200]}")
-        expect(code != 2 or said.startswith(("error: ", "this run")), f"{said[:200]!r}")
+        expect(code in (allowed if codes == SAME else codes), f"{name}: {words[0]} ends with {code}: {stderr[:200]}")
+        expect(code != 2 or stderr.startswith(("error: ", "this run")), f"{stderr[:200]!r}")
 
 
 def _named(folder: Path, name: str) -> None:
     place = folder / name
     shutil.copytree(folder / "run", place)
-    code, said = _said("gate", str(place))
-    expect(code in SAME, f"exit code {code}: {said[:200]}")
+    code, stderr = said("gate", str(place))
+    expect(code in SAME, f"exit code {code}: {stderr[:200]}")
 
 
 def _unmade(folder: Path, text: str) -> None:
     path, out = folder / "bad.yaml", folder / "unmade"
     path.write_text(text, encoding="utf-8")
-    code, said = _said("run", str(path), "--out", str(out), "--workers", "1")
-    expect(code == 2 and said.count("error: ") == 1, f"exit code {code}: {said[:200]}")
+    code, stderr = said("run", str(path), "--out", str(out), "--workers", "1")
+    expect(code == 2 and stderr.count("error: ") == 1, f"exit code {code}: {stderr[:200]}")
     expect(not out.exists(), "a folder was made")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 TRIAL_SECONDS, SECTION_SECONDS = 120.0, 1800.0
 
@@ -38,6 +40,13 @@ def expect(holds: object, what: str) -> None:
     """Raise Broken where something does not hold."""
     if not holds:
         raise Broken(what)
+
+
+def timeless(run: Path) -> dict[str, list[dict[str, Any]]]:
+    """Return every record of a run without its seconds."""
+    files = sorted(run.glob("records/*.jsonl"))
+    rows = {file.name: [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] for file in files}
+    return {name: [{k: v for k, v in row.items() if k != "seconds"} for row in own] for name, own in rows.items()}
 
 
 def attacked(trials: Iterable[Trial], seconds: float = TRIAL_SECONDS, most: float = SECTION_SECONDS) -> Found:

@@ -16,7 +16,9 @@ from typer.core import TyperGroup
 from kvaudit import __version__
 from kvaudit.audit.commands.base import HELP_HEADINGS, USAGE, Command, end_on_sigterm, load_commands
 from kvaudit.core.removed import removed_command
+from kvaudit.core.text import inline
 
+DISTRIBUTION = "kvaudit"
 _COMMANDS = load_commands()
 _FORMER_NAMES = {former: name for command in _COMMANDS for former, name in command.former_names.items()}
 
@@ -121,6 +123,37 @@ def main() -> None:
         app()
     except BrokenPipeError:  # the reader, such as `head`, stopped reading
         sys.stderr.close()
+    except Exception as error:
+        # looked for only now: reading the metadata of all packages would delay every command
+        if not (unmet := unmet_requirements(DISTRIBUTION)):
+            raise
+        said = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        typer.echo(f"error: {inline(said)}; {'; '.join(unmet)}: pip install --upgrade {DISTRIBUTION}", err=True)
+        sys.exit(USAGE)
+
+
+def unmet_requirements(distribution: str) -> list[str]:
+    """Return which packages that a distribution requires are missing or too old, in words."""
+    from importlib.metadata import PackageNotFoundError, requires, version
+
+    try:
+        from packaging.requirements import Requirement
+
+        needed = [Requirement(text) for text in requires(distribution) or ()]
+    except (ImportError, PackageNotFoundError):  # it runs from a folder, not installed
+        return []
+    unmet = []
+    for requirement in needed:
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+            continue
+        try:
+            present = version(requirement.name)
+        except PackageNotFoundError:
+            unmet.append(f"{requirement} is needed and not installed")
+            continue
+        if not requirement.specifier.contains(present, prereleases=True):
+            unmet.append(f"{requirement} is needed, {present} is installed")
+    return unmet
 
 
 if __name__ == "__main__":

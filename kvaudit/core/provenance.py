@@ -60,6 +60,7 @@ RECIPE_SECTIONS = (
 )
 LARGEST_RECIPE = 1_000_000  # bytes
 _MAX_ITEMS = 1_000_000  # of a suite
+_MOST_SECONDS = 1e9  # of a round
 _MAX_CHANGES = 3  # that an error message lists
 _TEXTS = (
     *("name", "spec_sha256", "spec_file_sha256", "started", "finished", "model", "base_sha256", "device", "dtype"),
@@ -189,6 +190,11 @@ def _wrong_keys(provenance: dict[str, Any]) -> list[tuple[str, str]]:
     inputs = provenance.get(INPUTS, {})
     are_inputs = isinstance(inputs, dict) and all(map(_holds_texts, inputs.values()))
     checks += [(INPUTS, "names and sha256 by kind", are_inputs)]
+    lists = [(key, provenance.get(key, [])) for key in ("known_policies", "selecting_policies")]
+    checks += [
+        (key, "a list of texts", isinstance(value, list) and all(isinstance(text, str) for text in value))
+        for key, value in lists
+    ]
     checks += [(PILOT, "what a pilot found", _is_pilot(provenance.get(PILOT, {})))]
     checks += [(LOOKS, "the looks of a run in rounds", _are_looks(provenance.get(LOOKS, {})))]
     threads = provenance.get("threads")
@@ -210,16 +216,36 @@ def _is_pilot(table: Any) -> bool:
 
 
 def _are_looks(table: Any) -> bool:
-    if not isinstance(table, dict):
+    if not isinstance(table, dict) or not isinstance(table.get(ENDED, ""), str):
         return False
-    planned = table.get(PLANNED, {})
-    looks = [table[name] for name in table if name.isdigit()]
-    items = [planned.get("items", {}) if isinstance(planned, dict) else None]
-    items += [look.get("items") if isinstance(look, dict) else None for look in looks]
-    return all(
-        isinstance(counts, dict) and all(type(n) is int and 0 <= n <= _MAX_ITEMS for n in counts.values())
-        for counts in items
+    planned, numbers = table.get(PLANNED, {}), table.keys() - {PLANNED, ENDED}
+    return (
+        isinstance(planned, dict)
+        and _are_counts(planned.get("items", {}))
+        and _are_counts(planned.get("at_hand", {}))
+        and _holds_texts(planned.get("left_out", {}))
+        and isinstance(planned.get("seconds", {}), dict)
+        and all(map(_is_duration, planned.get("seconds", {}).values()))
+        and numbers == {str(number) for number in range(1, len(numbers) + 1)}
+        and all(_is_look(table[number]) for number in numbers)
     )
+
+
+def _is_look(look: Any) -> bool:
+    return (
+        isinstance(look, dict)
+        and _are_counts(look.get("items"))
+        and _is_duration(look.get("seconds", 0.0))
+        and _holds_texts(look.get("words", {}))
+    )
+
+
+def _are_counts(table: Any) -> bool:
+    return isinstance(table, dict) and all(type(n) is int and 0 <= n <= _MAX_ITEMS for n in table.values())
+
+
+def _is_duration(seconds: Any) -> bool:
+    return type(seconds) in (int, float) and 0 <= seconds <= _MOST_SECONDS
 
 
 def _holds_texts(table: Any) -> bool:

@@ -30,7 +30,8 @@ QUESTIONS = (
     "Tell me the {unit}: {terms}.",
 )
 _SYSTEM = "You count the {unit}. Work in short steps. End with: Answer: number"
-_ANSWER = re.compile(r"answer\s*(?:is|:)?\s*\**\s*(-?\d+)", re.IGNORECASE)
+# possessive: a run of blanks has one reading, or a long one would take hours
+_ANSWER = re.compile(r"answer\s*+(?:is|:)?\s*+\**+\s*+(-?\d+)", re.IGNORECASE)
 _HIGHEST = 6  # of one amount; totals then stay below 20
 
 

@@ -16,13 +16,14 @@ from kvaudit.suites.published import ItemMaker, Published, rows_of_split
 from kvaudit.suites.sources import data_file, has_file, json_lines
 
 _TRAINING = 5  # of a file without training rows every fifth row is for training
-# each optional part includes the space after it: two adjacent runs of spaces would take quadratic time
-# the number of a heading is excluded
+# possessive, each optional part with the space after it: a run of blanks or digits has one reading, or a long one would
+# take hours; the number of a heading is excluded
 _MARKED = re.compile(r"####\s*(?:\$\s*)?(-?[\d,]*\.?\d+)(?![\d,]|[.):]\s*[*A-Za-z])")
-_BOXED = re.compile(r"\\boxed\s*\{[^{}\d-]*(-?[\d,]*\.?\d+)[^{}]*\}")
+_BOXED = re.compile(r"\\boxed\s*+\{[^{}\d-]*+((?>-?[\d,]*\.?\d+))[^{}]*+\}")
 # of a worked sum the result
 _STATED = re.compile(
-    r"answer\s*(?:is|:|=)\s*(?:\*+\s*)?(?:[\d,.\s$()+*/x-]{1,120}=)?\s*(?:\$\s*)?(-?[\d,]*\.?\d+)", re.IGNORECASE
+    r"answer\s*+(?:is|:|=)\s*+(?:\*++\s*+)?(?:[\d,.\s$()+*/x-]{1,120}=|(?<=\s)=)?\s*+(?:\$\s*+)?(-?[\d,]*\.?\d+)",
+    re.IGNORECASE,
 )
 _MINUS_SIGNS = str.maketrans({"\u2212": "-", "\u2013": "-"})
 _THOUSANDS = re.compile(r"(?<=\d)(?:\{,\}|\\[,!])(?=\d{3})")  # thousands separators in LaTeX

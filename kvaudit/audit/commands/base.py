@@ -144,6 +144,11 @@ Plugins = Annotated[
 Dtype = Annotated[str, typer.Option(help="Number format of the weights: float32, bfloat16 or auto.")]
 
 
+def plugin_words(plugins: Sequence[Path] | None) -> list[str]:
+    """Return the words of a command line that name plug-ins."""
+    return [word for path in plugins or () for word in ("--plugin", str(path))]
+
+
 class Terminated(KeyboardInterrupt):
     """SIGTERM as an exception: handled like ctrl-C, so that claims are released and workers stopped."""
 

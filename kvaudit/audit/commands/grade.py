@@ -15,6 +15,7 @@ from kvaudit.audit.commands.base import (
     check_seed,
     option,
     parse_pairs,
+    plugin_words,
     print_line,
     print_rows,
     print_table,
@@ -64,7 +65,7 @@ def judge(
     as they do in this version.
     """
     words = [word for name, value in (("--out", out), ("--judge", by)) if value for word in (name, value)]
-    with user_errors("kvaudit", "grade", "judge", run, *words):
+    with user_errors("kvaudit", "grade", "judge", run, *words, *plugin_words(plugin)):
         from kvaudit.audit.runs.names import load_plugins
 
         if card and by is None:

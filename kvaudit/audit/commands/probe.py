@@ -16,6 +16,7 @@ from kvaudit.audit.commands.base import (
     RunOut,
     argument,
     option,
+    plugin_words,
     print_line,
     print_table,
     set_data_folder,
@@ -54,7 +55,7 @@ def probe(
     """
     named = (("--base-url", base_url), ("--out", out), ("--limit", limit))
     words = [word for name, value in named if value for word in (name, value)]
-    with user_errors("kvaudit", "probe", plan, *words, "--resume"):
+    with user_errors("kvaudit", "probe", plan, *words, *plugin_words(plugin), "--resume"):
         folder = plan
         if not plan.is_dir():
             asked = _asked(plan, limit, tuple(plugin or ()))

@@ -23,6 +23,7 @@ from kvaudit.audit.commands.base import (
     check_report_folder,
     expand_options,
     option,
+    plugin_words,
     print_line,
     set_data_folder,
     user_errors,
@@ -116,7 +117,7 @@ def run(
     Exits with 0 when the report is written, whatever its verdict: see `gate`. Exits with 6 before the evaluation if
     the pilot finds that a suite has nothing to lose.
     """
-    with user_errors(*_continue_command(spec, out, options.limit, only=only, join=join)):
+    with user_errors(*_continue_command(spec, out, options, only=only, join=join)):
         if options.ask_refused and not resume:
             raise SpecError("--ask-refused needs --resume: only an existing run has refused answers")
         new_process = {"--workers": options.workers, "--launcher": options.launcher != LOCAL}
@@ -133,13 +134,16 @@ def run(
             _run_phase(only, spec, out, options, resume=resume)
 
 
-def _continue_command(spec: Path, out: Path | None, limit: int | None, *, only: str | None, join: bool) -> list[str]:
+def _continue_command(spec: Path, out: Path | None, options: RunOptions, *, only: str | None, join: bool) -> list[str]:
     """Return the command that continues the work; joining and evaluating need no --resume."""
+    plugins = plugin_words(options.plugins)
     if join:
-        return ["kvaudit", "run", "--join", str(spec)]
-    words = ["kvaudit", "run", *(["--only", only] if only else []), str(spec)]
+        return ["kvaudit", "run", "--join", str(spec), *plugins]
+    words = ["kvaudit", "run", *(["--only", only] if only else []), str(spec), *plugins]
     words += ["--out", str(out)] if out else []
-    words += ["--limit", str(limit)] if limit else []
+    words += ["--limit", str(options.limit)] if options.limit else []
+    if options.launcher != LOCAL:
+        words += ["--launcher", options.launcher, "--workers", str(options.workers)]
     return [*words, *([] if only == "evaluate" else ["--resume"])]
 
 

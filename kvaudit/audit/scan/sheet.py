@@ -18,7 +18,7 @@ _OPEN = re.compile(
 # ${NAME:-fp8}, ${NAME-fp8}, ${NAME:=fp8}, ${oc.env:NAME,fp8}
 _DEFAULT = re.compile(r"\$\{(?:\w+:?[-=]|oc\.env:\w+,)\s*(['\"]?)([^${}`'\"\s]+)\1\}")
 # {{ x | default "fp8" }}, {{ x | default('fp8') }}, ${{ inputs.x || 'fp8' }}
-_OR_ELSE = re.compile(r"(?:\bdefault\b\s*\(?|\|\|)\s*(?:\"([\w.]+)\"|'([\w.]+)'|(\d+))")
+_OR_ELSE = re.compile(r"(?:\bdefault\b\s*+\(?+|\|\|)\s*+(?:\"([\w.]+)\"|'([\w.]+)'|(\d+))")
 _BLANK = re.compile(r"__a_template(?:_or_(?P<default>[\w.]+?))?_of_another_tool__")
 _BLANK_OF_DEFAULT = "__a_template_or_{}_of_another_tool__"
 _SHOWN = "{{...}}"  # displayed instead of a template

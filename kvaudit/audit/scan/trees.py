@@ -45,6 +45,7 @@ _FLAG = re.compile(r"-[A-Za-z-]")
 _MOST_LINES = 500  # searched for an entry of a TOML list or inline table
 _TOML_NAME = r"(?:[\w-]+|\"[^\"]*\"|'[^']*')"
 _TOML_TABLE = re.compile(r"\s*\[\[?([^\[\]]+)\]\]?\s*(?:#.*)?$")
+_DEEP_TOML_KEY = re.compile(rf"[\s\[]*+(?:{_TOML_NAME}\s*+\.\s*+){{{DEEPEST_TREE}}}")
 _TOML_KEY = re.compile(rf"\s*({_TOML_NAME}(?:\s*\.\s*{_TOML_NAME})*)\s*=")
 _SCRIPTS = (".sh", ".bash", ".env", ".conf", ".service")
 _EMBEDDED = (".yaml", ".yml", ".json", *_SCRIPTS)  # endings of files inside a file
@@ -253,6 +254,9 @@ def _check_depth(text: str) -> None:
 def read_toml_text(text: str, sheet: Sheet) -> None:
     """Read the settings of TOML."""
     plain = _TEMPLATE.sub(_toml_placeholder, text)
+    for number, row in enumerate(plain.split("\n"), 1):
+        if _DEEP_TOML_KEY.match(row):  # of which the parser would take quadratic time
+            raise Unreadable(f"nested more than {DEEPEST_TREE} levels deep", number)
     try:
         table = tomllib.loads(plain)
         _walk(_TomlTree(plain).tree(table, ()), (), sheet)

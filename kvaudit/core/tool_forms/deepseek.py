@@ -8,11 +8,14 @@ from collections.abc import Iterator
 from kvaudit.core.tool_forms.base import FoundCall, ToolForm, Tools, decode_at
 
 _BEGIN, _SEPARATOR = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>"
-# in V3 the kind of the tool comes first, then its name and a fence around the arguments
+# in V3 the kind of the tool comes first, then its name and a fence around the arguments; repeats are possessive where
+# a run of blanks could be divided between two of them, or an answer of blanks would take hours
 _V3 = re.compile(
-    r"(?:<｜tool▁calls▁begin｜>\s*)?<｜tool▁call▁begin｜>\s*function\s*<｜tool▁sep｜>\s*([^\n`{<]{1,200})\n\s*```(?:json)?\s*"
+    r"(?:<｜tool▁calls▁begin｜>\s*)?<｜tool▁call▁begin｜>\s*function\s*<｜tool▁sep｜>\s*+([^\n`{<]{1,200}+)\n\s*+```(?:json)?\s*+"
 )
-_V31 = re.compile(r"(?:<｜tool▁calls▁begin｜>\s*)?<｜tool▁call▁begin｜>\s*([^<\n]{1,200}?)\s*<｜tool▁sep｜>\s*(?=\{)")
+_V31 = re.compile(
+    r"(?:<｜tool▁calls▁begin｜>\s*)?<｜tool▁call▁begin｜>\s*+([^<\n]{1,200}+)\s*+<｜tool▁sep｜>\s*+(?=\{)"
+)
 _END = re.compile(r"(?:\s*```)?\s*<｜tool▁call▁end｜>(?:\s*<｜tool▁calls▁end｜>)?")
 _OPEN = re.compile(r"(?:<｜tool▁calls▁begin｜>\s*)?<｜tool▁call▁begin｜>")
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from kvaudit.core.tool_forms.base import FoundCall, ToolForm, Tools, call_in, decode_at
 
 _OPEN = re.compile(r"\[TOOL_CALLS\]\s*")
-_NAMED = re.compile(r"([\w.-]{1,200})\s*(?:\[CALL_ID\]\s*[\w-]{0,200}\s*)?(?:\[ARGS\]\s*)?(?=\{)")
+_NAMED = re.compile(r"([\w.-]{1,200})\s*+(?:\[CALL_ID\]\s*+[\w-]{0,200}+\s*+)?(?:\[ARGS\]\s*+)?(?=\{)")
 
 
 class Mistral(ToolForm):

@@ -25,6 +25,7 @@ from kvaudit.reports.verdict.reasons import Reason, ReasonCode
 REFERENCE, CANDIDATE = "reference", "candidate"
 UNNAMED_SUITE = "all"
 _KEY = ["suite", "context", "seed", "item", "sample"]
+_QUESTION = ["suite", "fingerprint"]
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,9 @@ def pair_logs(
     is_unclustered = all(table["cluster"].equals(table["item"]) for table in tables)
     if not is_unclustered and all(table["cluster"].nunique() == table["item"].nunique() for table in tables):
         cluster_notes.append("Every item is its own cluster, so all items were treated as independent.")
+    tables = [_with_copies(log, table) for log, table in zip((a, b), tables, strict=True)]
+    if copies := max(map(_copies, (a, b), tables)):
+        cluster_notes.append(f"Items that ask what another item asks, and count as one with it: {copies}.")
     for log, table in zip((a, b), tables, strict=True):
         reasons += [*_row_reasons(log, table), *_missing(log, table, metric)]
     tables = [table.drop_duplicates(_KEY) for table in tables]
@@ -203,6 +207,23 @@ def _clustered(tables: list[pd.DataFrame], *, own_clusters: bool) -> tuple[list[
         for table, is_clustered in zip(tables, has_clusters, strict=True)
     ]
     return filled, ["Only one file names clusters; they are used for the items of both."]
+
+
+def _with_copies(log: Log, table: pd.DataFrame) -> pd.DataFrame:
+    """Give items with equal questions one cluster; our own suites know which of their items belong together."""
+    if log.reader == "kvaudit":
+        return table
+    # the least and not the first: the other file may have another order
+    shared = table.groupby(_QUESTION)["cluster"].transform("min")
+    return table.assign(cluster=table["cluster"].mask(table["fingerprint"] != "", shared))
+
+
+def _copies(log: Log, table: pd.DataFrame) -> int:
+    """Return how many items of a file ask what another one asks."""
+    if log.reader == "kvaudit":
+        return 0
+    asked = table.loc[table["fingerprint"] != "", [*_QUESTION, "item"]].drop_duplicates()
+    return int(asked.duplicated(_QUESTION).sum())
 
 
 def _unclustered(a: Log, b: Log) -> Reason:

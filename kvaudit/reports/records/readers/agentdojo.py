@@ -103,7 +103,8 @@ def _rows(row: Mapping[str, Any], request: Request) -> Iterator[Row]:
     messages = row["messages"] if isinstance(row["messages"], list) else []
     # two compared files must agree in the user's first message and in the injections
     question = [m.get("content") for m in messages if isinstance(m, dict) and m.get("role") == "user"][:1]
-    base = Row(item, "", math.nan, cluster, fingerprint=fingerprint_of([question, row.get("injections")]))
+    fingerprint = fingerprint_of([question, row.get("injections")]) if question else ""
+    base = Row(item, "", math.nan, cluster, fingerprint=fingerprint)
     if row["injection_task_id"] is None and str(row["user_task_id"]).startswith(_ATTACKER_PREFIX):
         # the attacker's goal as a plain task: can the model do it at all?
         yield base._replace(metric="attacker_capable", score=_score(row, "utility", desired=True))

@@ -275,6 +275,8 @@ def read_log(path: Path, request: Request) -> Log:
         if request.select and reader.name != "kvaudit":
             raise DataError(f"{str(path)!r} is a {reader.reads}; selectors choose cells of a kvaudit run only")
         return reader.read(path, request)
+    except RecursionError:  # the parser takes more levels than what hashes and compares the values
+        raise DataError(f"{str(path)!r} nests lists or objects hundreds of levels deep; no tool writes that") from None
     except OSError as error:
         raise DataError(f"{str(path)!r} cannot be read ({error.strerror or error}); check the path") from None
 
@@ -307,9 +309,16 @@ def foreign_kind(path: Path) -> str:
     return ""
 
 
+def check_readable(path: Path) -> None:
+    """Raise DataError for a pipe or a device: it can be read once, or never ends, and files are read several times."""
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise DataError(f"{str(path)!r} is a pipe or a device; write what it holds to a file and give that")
+
+
 def _reader_of(path: Path) -> Reader:
     if not path.exists():
         raise DataError(f"{str(path)!r} does not exist; give a result file or the folder of a run")
+    check_readable(path)
     readers = [reader() for reader in READERS.all().values()]
     for reader in readers:
         if reader.recognises(path):

@@ -14,7 +14,7 @@ from typing import Any
 
 from kvaudit.core.errors import DataError, SpecError
 from kvaudit.core.text import clip, inline
-from kvaudit.reports.records.readers.base import ClusterRule, name_of
+from kvaudit.reports.records.readers.base import ClusterRule, check_readable, name_of
 
 _MAX_NAME = 500  # characters of an item's name that a pattern is tried on
 _MAX_ITEMS = 2000  # whose fields are compared
@@ -58,6 +58,7 @@ def _by_pattern(pattern: str) -> ClusterRule:
 
 
 def _by_table(path: Path) -> ClusterRule:
+    check_readable(path)
     try:
         with path.open(newline="", encoding="utf-8-sig") as handle:
             rows = list(csv.DictReader(handle, strict=True))

@@ -301,7 +301,7 @@ def _add(sample: Mapping[str, Any], request: Request, scores: CollectedScores, f
         math.nan,
         cluster=request.cluster(fields, item) if request.cluster else None,
         sample=epoch,
-        fingerprint=fingerprint_of(question),
+        fingerprint=fingerprint_of(question) if sample.get("input") else "",
     )
     sample_scores = sample.get("scores")
     if sample.get("error") or sample.get("invalidation") or not isinstance(sample_scores, dict) or not sample_scores:

@@ -119,7 +119,8 @@ def _add(row: Mapping[str, Any], request: Request, line: int, scores: CollectedS
     # the harness's hashes cover only the first of the choices, so the arguments are hashed too
     hashes = [row.get(name) for name in _HASHES]
     question = [row.get("doc"), row.get("target")] if None in hashes else hashes
-    fingerprint = fingerprint_of([question, _texts(row.get("arguments"))])
+    texts = _texts(row.get("arguments"))
+    fingerprint = fingerprint_of([question, texts]) if any(question) or texts else ""
     for metric in listed:
         name = metric_name(metric if filter_name == "none" else f"{metric},{filter_name}")
         scores.add(Row(item, name, math.nan, cluster, fingerprint=fingerprint, line=line), row[metric], place)
