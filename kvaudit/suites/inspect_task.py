@@ -167,7 +167,7 @@ class InspectTask:
             [name, [message.to_row() for message in opening], sample.target, sample.choices, sample.metadata]
             for (name, sample), opening in zip(self.samples.items(), self.openings, strict=True)
         ]
-        parts = [rows, self.name.arguments, self.name.scorers, self.name.facets, self.code]
+        parts = [rows, self.name.arguments, list(self.facet_scorers.items()), self.code]
         text = json.dumps(parts, sort_keys=True, default=lambda value: type(value).__qualname__)
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
@@ -328,7 +328,7 @@ def _member(rest: str, folder: str) -> type[Suite]:  # noqa: ARG001 - a path may
         name=INSPECT + rest,
         version=f"{task.task.version}-{task.digest}",
         kind="safety" if any(FACETS[name].kind == "safety" for name in task.name.facets) else "capability",
-        source=f"Inspect: {task.name.task}, {', '.join(dict.fromkeys(name for name, _ in task.facet_scorers.values()))}",
+        source=f"Inspect: {task.name.task}, {', '.join(sorted({name for name, _ in task.facet_scorers.values()}))}",
         max_new_tokens=task.task.config.max_tokens or _DEFAULT_ANSWER,
         inspect_task=task,
     )

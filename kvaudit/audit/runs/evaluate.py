@@ -184,14 +184,8 @@ class Evaluator:
                         key = tuple(item.item_id for item in fresh[unit])
                         policies = [other.policy for other in due if fresh[other] == fresh[unit]]
                         shared = prefills.setdefault(key, SharedPrefill([p for p in policies if isinstance(p, Policy)]))
-                        if isinstance(suite, Inspect):
-                            logs = run.path / LOGS / place.name / unit.name
-                            records = self._played(unit, suite, fresh[unit], logs)
-                        else:
-                            for item in fresh[unit]:
-                                prompts[item.item_id] = prompts.get(item.item_id) or item_prompt(self._model.chat, item)
-                            openings = [prompts[name] for name in key]
-                            records = self._answers(unit, suite, fresh[unit], openings, shared)
+                        logs = run.path / LOGS / place.name / unit.name
+                        records = self._answers(unit, suite, fresh[unit], prompts, shared, logs)
                         played = {(record.item_id, record.sample_index): record for record in records}
                         files[unit].append([played.get(row) or known[unit][row] for row in expected[number]])
                         note(unit, files[unit])
@@ -261,8 +255,18 @@ class Evaluator:
         run.note(**{PROMPTS: hashes}, **used, **({UNSTABLE_NAMES: names} if names else {}))
 
     def _answers(
-        self, unit: Unit, suite: Suite, items: Sequence[Item], prompts: Sequence[ChatTokens], shared: SharedPrefill
+        self,
+        unit: Unit,
+        suite: Suite,
+        items: Sequence[Item],
+        known: dict[str, ChatTokens],
+        shared: SharedPrefill,
+        logs: Path,
     ) -> list[Record]:
+        """Return the records of a batch; ``known`` are prompts by item, ``logs`` is the folder of a harness's logs."""
+        if isinstance(suite, Inspect):
+            return self._played(unit, suite, items, logs) if items else []
+        prompts = [known.setdefault(i.item_id, known.get(i.item_id) or item_prompt(self._model.chat, i)) for i in items]
         rows: Sequence[GradedRow | EngineAnswer] = ()
         if isinstance(unit.policy, Policy):
             rows = self._play(Sampler(self._packed, unit.policy, shared), suite, items, prompts)

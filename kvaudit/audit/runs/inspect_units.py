@@ -2,7 +2,7 @@
 
     RUN/logs/inspect/<unit>/*.eval    one log for each batch of samples; a sample in it is not asked again
 
-Every request of an agent is sent whole; kvaudit's own cache reads it anew, as a server without a cache of prefixes does.
+An agent sends every request whole; kvaudit's own cache reads it anew, as a server without a cache of prefixes does.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvaudit.audit.engines.base import GenerationRequest, Session, turn_seed
-from kvaudit.audit.runs.units import Unit
 from kvaudit.audit.sampling.exchange import grade_degenerate
 from kvaudit.audit.sampling.model import LoadedModel
-from kvaudit.core.errors import AuditError, DataError, RunError, SpecError
+from kvaudit.core.errors import AuditError, DataError, RunError
 from kvaudit.core.records import (
     READ_ANEW,
     SENT_WHOLE,
@@ -158,8 +157,6 @@ def _play(unit: InspectUnit, items: Sequence[Item], asked: BatchedModel) -> Rows
     if log.status != "success" or log.samples is None:
         why = "no reason" if log.error is None else one_line(log.error.message)
         raise RunError(f"{task.name.label}: Inspect ended with {why}; finished work is kept: go on with --resume")
-    for sample in log.samples:
-        _check_scorers(unit, sample)
     rows = dict(_by_item(unit, log.samples))
     missing = [key for item in items for n in range(unit.samples) if (key := (item.item_id, n)) not in rows]
     if missing:
@@ -171,22 +168,6 @@ def _plain(error: BaseException) -> str:
     from rich.text import Text
 
     return one_line(Text.from_markup(str(error)).plain) or type(error).__name__
-
-
-def _check_scorers(unit: InspectUnit, sample: Any) -> None:
-    """Raise SpecError if a scorer asked the condition, which would grade its own answers."""
-    parents = {event.id: event for event in sample.events if event.event == "span_begin"}
-    for event in sample.events:
-        if event.event != "model" or event.model != str(sample.output.model or event.model):
-            continue
-        span = parents.get(event.span_id)
-        while span is not None:
-            if span.type == "scorer":
-                raise SpecError(
-                    f"{unit.suite.inspect_task.name.label}: scorer {span.name} asks the model under test to grade; give "
-                    "the task a judge of its own by an argument, such as openai-api/NAME/MODEL"
-                )
-            span = parents.get(span.parent_id)
 
 
 # --- records ----------------------------------------------------------------------------------------------------------

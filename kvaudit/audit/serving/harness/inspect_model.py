@@ -176,7 +176,7 @@ _PLAYING: ContextVar[_Playing] = ContextVar("kvaudit_sample")  # of the coroutin
 
 @solver  # type: ignore[untyped-decorator]
 def note_sample() -> Solver:
-    """Note which sample is played, for the seeds of its answers; the first step of every task that a run plays."""
+    """Note which sample is played, for the seeds of its answers: the first step of every task that a run plays."""
 
     async def solve(state: TaskState, generate: Generate) -> TaskState:  # noqa: ARG001
         _PLAYING.set(_Playing(str(state.sample_id), state.epoch))
@@ -201,7 +201,13 @@ class ConditionAPI(_KvauditModel):
         """Return one answer, drawn with the seed of its sample, epoch and turn."""
         if self.fault is not None:
             raise self.fault
-        playing = _PLAYING.get()
+        playing = _PLAYING.get(None)
+        if playing is None:  # scorers run outside of what the first step has set
+            self.fault = SpecError(
+                "a scorer asks the model under test to grade its own answers; give the task a judge of its own by an "
+                "argument, such as openai-api/NAME/MODEL"
+            )
+            raise self.fault
         playing.turns += 1
         seed = self.seed_of(playing.sample, playing.epoch, playing.turns - 1)
         try:
