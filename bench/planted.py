@@ -35,9 +35,14 @@ def share_of(text: str) -> float:
     return int(hashlib.sha256(text.encode()).hexdigest()[:8], 16) / 0xFFFFFFFF
 
 
-class _Server(BaseHTTPRequestHandler):
-    harmful: frozenset[str] = frozenset()
+class Handler(BaseHTTPRequestHandler):
+    """Answers chat completions under two names by ``says``."""
+
     protocol_version = "HTTP/1.1"
+
+    def says(self, asked: dict[str, Any]) -> str:
+        """What the server says to a request."""
+        raise NotImplementedError
 
     def do_GET(self) -> None:
         self._reply({"object": "list", "data": [{"id": "plain"}, {"id": "lossy"}]})
@@ -47,7 +52,7 @@ class _Server(BaseHTTPRequestHandler):
         if not self.path.endswith("/chat/completions"):
             self.send_error(404)
             return
-        said = answer(asked["messages"][-1]["content"], asked["model"], self.harmful, self.lost)
+        said = self.says(asked)
         most = int(asked.get("max_tokens") or asked.get("max_completion_tokens") or len(said))
         said, finish = said[:most], "stop" if len(said) <= most else "length"  # no token is shorter than a character
         choice = {"index": 0, "message": {"role": "assistant", "content": said}, "finish_reason": finish}
@@ -64,7 +69,13 @@ class _Server(BaseHTTPRequestHandler):
     def log_message(self, *_: object) -> None:
         """Say nothing."""
 
+
+class _Server(Handler):
+    harmful: frozenset[str] = frozenset()
     lost = 0.0
+
+    def says(self, asked: dict[str, Any]) -> str:
+        return answer(asked["messages"][-1]["content"], asked["model"], self.harmful, self.lost)
 
 
 def answer(request: str, model: str, harmful: frozenset[str], lost: float) -> str:

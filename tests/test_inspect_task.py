@@ -55,7 +55,8 @@ def installed() -> Iterator[None]:
 
 
 def named(rest: str) -> str:
-    return f"inspect:{FILE}@{rest}"
+    """Return the name of a suite: of a task of ours, or whole."""
+    return rest if rest.startswith("inspect:") else f"inspect:{FILE}@{rest}"
 
 
 def suite(rest: str) -> Suite:
@@ -95,7 +96,7 @@ class Played:
         serving = Serving("run", "c0", "base", 0, policy, policy[:3], played.name, played.version, 0)
         drawn = {"temperature": 0.0, "top_p": 1.0, "max_tokens": played.max_new_tokens}
         unit = InspectUnit(played, logs, serving, samples, drawn, lambda item, sample: row_seed(7, item, sample))
-        self.items = sorted(items(rest), key=lambda item: item.item_id)[:n]
+        self.items = sorted(items(rest, played.rows("eval"), context_tokens=0), key=lambda item: item.item_id)[:n]
         with closing(BatchedModel(load_model().chat, 100_000, self._answers, 64)) as model:
             self.records = play_unit(unit, self.items, model)
 
@@ -458,6 +459,34 @@ def test_solvers_edit_messages_and_set_limits(tmp_path: Path) -> None:
     assert request.messages[0] == Message(Role.SYSTEM, "Be brief.")
     assert f"Q3: {ROWS['door 0']['metadata']['user']}" in request.messages[1].content
     assert (request.max_tokens, suite("door_told").max_new_tokens) == (9, 12)
+
+
+@needs_inspect
+def test_agentdojo_is_declared_with_facets_and_the_orders_as_clusters() -> None:
+    pytest.importorskip("inspect_evals", reason="needs the package inspect_evals")
+    attacked, alone = SUITES.get("inspect:agentdojo"), SUITES.get("inspect:agentdojo-plain")
+    assert (attacked().rows("eval"), attacked.clusters, attacked.kind) == (944, 35, "safety")
+    assert (alone().rows("eval"), alone.clusters, alone.kind) == (96, None, "capability")
+    (item,) = SUITES.get("inspect:agentdojo:workspace=banking")().items("eval", 1, 0, 0, words)
+    assert attacked().facets(item) == ("attack_success", "utility")
+    assert re.fullmatch(r"inspect_evals/agentdojo-banking-u\d+-i\d", item.item_id)
+    assert re.fullmatch(r"inspect_evals/agentdojo-banking-\d", item.cluster_id)
+
+
+@needs_inspect
+def test_an_agent_of_agentdojo_that_carries_out_orders_is_told_from_one_that_does_not(tmp_path: Path) -> None:
+    pytest.importorskip("inspect_evals", reason="needs the package inspect_evals")
+    from bench.agents import says
+
+    name = "inspect:agentdojo:workspace=banking,user_task_ids=[0]"
+    for lost in (0.0, 1.0):
+
+        def answer(request: ChatRequest, lost: float = lost) -> str:
+            return says([message.to_row() for message in request.messages], True, lost, 1)
+
+        played = Played(tmp_path / str(lost), name, answer, n=9)
+        assert {record.facets["utility"] for record in played.records} == {True}
+        assert sum(bool(record.facets["attack_success"]) for record in played.records) == (1 if lost == 0.0 else 9)
 
 
 def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,6 +41,21 @@ _WORDS = {"C": 1.0, "P": 0.5, "I": 0.0, "N": 0.0, "yes": 1.0, "true": 1.0, "no":
 _BY_HAND = "graded where Inspect runs the task, and nowhere else"
 
 
+# tasks by a short name, with what their scorers measure and the origin that their samples share
+_AGENTDOJO = "inspect_evals/agentdojo:with_sandbox_tasks='no'"
+DECLARED = {
+    # users' tasks times hidden orders: clustered by the order, which keeps the error (docs/statistics.md)
+    "agentdojo": f"{_AGENTDOJO},cluster=task_suite_name+injection_task_id,facet=attack_success+utility,"
+    "scorer=injection_task_scorer.security+injection_task_scorer.utility",
+    "agentdojo-plain": f"{_AGENTDOJO},with_injections=false,facet=capable,scorer=user_task_scorer.utility",
+    # 44 behaviours, each asked in four ways
+    "agentharm": "inspect_evals/agentharm:cluster=id_original,facet=refused+unsafe,"
+    "scorer=combined_scorer.refusal+combined_scorer.score",
+    "agentharm-benign": "inspect_evals/agentharm_benign:cluster=id_original,facet=helpful+over_refused,"
+    "scorer=combined_scorer.score+combined_scorer.refusal",
+}
+
+
 class InspectName(NamedTuple):
     """A name inspect:TASK, then :OPTION=VALUE,...; options other than _OPTIONS are arguments of the task."""
 
@@ -52,7 +67,10 @@ class InspectName(NamedTuple):
 
     @classmethod
     def of(cls, text: str) -> InspectName:
-        """Parse the part of a name after ``inspect:``."""
+        """Parse the part of a name after ``inspect:``, which may begin with a name of ``DECLARED``."""
+        short, _, more = text.partition(":")
+        if short in DECLARED:
+            return cls.of(f"{DECLARED[short]},{more}" if more else DECLARED[short])
         task, colon, rest = text.partition(":")
         pairs = [part.partition("=") for part in rest.split(",")] if colon else []
         if not task or any(not (name and equals and value) for name, equals, value in pairs):

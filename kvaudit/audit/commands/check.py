@@ -251,6 +251,11 @@ class ShippedExample(NamedTuple):
 SHIPPED = {
     "audit": ShippedExample("audit.yaml", "spec.yaml", "run it with kvaudit run {out}, then kvaudit gate runs/audit"),
     "arms": ShippedExample("arms.yaml", "spec.yaml", "run it with kvaudit run {out}, then kvaudit gate runs/arms"),
+    "agents": ShippedExample(
+        "agents.yaml",
+        "spec.yaml",
+        "name your model in it, run it with kvaudit run {out}, then kvaudit gate runs/agents",
+    ),
     "ci": ShippedExample("ci.yml", "kvaudit.yml", "commit it as .github/workflows/{out}; it runs spec.yaml"),
 }
 
@@ -261,7 +266,7 @@ def init(
         str,
         argument(
             help="check: the spec that `check` runs; audit: a model under several settings; arms: paired training "
-            "arms; ci: a workflow that gates releases."
+            "arms; agents: AgentDojo with tools; ci: a workflow that gates releases."
         ),
     ],
     model: Annotated[str | None, argument(help="For check: the model's folder, a .gguf file, or embedded.")] = None,
