@@ -389,10 +389,11 @@ def _of_package(name: InspectName) -> InspectTask:
     package, slash, _ = name.task.partition("/")
     if package == "hf":
         raise SpecError(f"{name.label} is defined by a data set's page; write it into a file and name that")
-    installed = {entry.name for entry in importlib.metadata.entry_points(group="inspect_ai")}
+    installed = {entry.name: entry for entry in importlib.metadata.entry_points(group="inspect_ai")}
     if not slash or package not in installed:
         hint = f" No package {package!r} with tasks is installed." if slash else ""
         raise SpecError(f"unknown {name.label}.{hint} Name PACKAGE/TASK of an installed package, or FILE.py@TASK")
+    installed[package].load()  # shows why, where the package cannot be imported
     try:
         task = registry_create("task", name.task, **dict(name.arguments))
     except LookupError:
