@@ -214,12 +214,14 @@ def test_an_agent_calls_its_tool_and_its_answer_is_graded(tmp_path: Path, plan: 
     played = Played(tmp_path, f"door_planned:plan={plan}", says, n=1)
     (record,) = played.records
     call = next(message for message in record.transcript if message.tool_calls)
+    assert call.content == CALL
     result = record.transcript[record.transcript.index(call) + 1]
     assert (call.tool_calls[0].name, dict(call.tool_calls[0].arguments)) == ("open_door", {"name": "wolf"})
     assert (result.role, result.content) == (Role.TOOL, "Door wolf opens: The code is in it.")
     assert result.tool_call_id == call.tool_calls[0].call_id
     assert [len(request.tools) for request in played.asked] == [1 if plan == "loop" else 2] * 2
     assert (record.score, record.finish_reason, record.tool_form) == (0.0, "stop", "text")
+    assert record.turns_read == "sent whole"  # the script stands for an engine
 
 
 @needs_inspect
@@ -243,6 +245,17 @@ def test_a_sample_that_fails_is_unscored_and_the_others_are_not(tmp_path: Path) 
 
 
 @needs_inspect
+def test_a_thought_is_kept_apart_from_the_answer(tmp_path: Path) -> None:
+    said = "<think>The wolf is in the list.</think>\n\nThe code: wolf island."
+    (record,) = Played(tmp_path, "door", lambda _: said, n=1).records
+    assert [message.role for message in record.transcript[-2:]] == [Role.THOUGHT, Role.ASSISTANT]
+    assert record.transcript[-2].content == "<think>The wolf is in the list.</think>"
+    assert record.transcript[-1].content.strip() == "The code: wolf island."
+    assert record.outcome is Outcome.DESIRED
+    assert "think" not in str(Played(tmp_path / "again", "door_planned:plan=twice", lambda _: said, n=1).asked[-1])
+
+
+@needs_inspect
 def test_an_agent_that_never_ends_is_ended_by_its_limit(tmp_path: Path) -> None:
     played = Played(tmp_path, "door_planned:plan=forever,messages=9", lambda _: "Hm.", n=1)
     assert (played.outcomes, played.records[0].finish_reason) == ([Outcome.UNDESIRED], "turns")
@@ -262,6 +275,7 @@ def test_a_condition_that_fails_ends_the_unit(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("rest", "wanted"),
     [
+        ("door_long", "max_tokens is 99999, expected an integer from 1 to 32768"),
         ("door_wide", "top_k is set, which this sampler does not support"),
         ("door_planned:plan=bad_tool", "function.name is 'an odd name!', expected 1 to 200 letters"),
         ("door_boxed", "Inspect cannot run it"),
@@ -316,17 +330,18 @@ def test_degenerate_answers_are_those_of_every_other_suite(tmp_path: Path) -> No
 
 
 @needs_inspect
-def test_samples_of_an_earlier_log_are_not_asked_again(tmp_path: Path) -> None:
-    first = Played(tmp_path, "door", says_target, n=2)
-    second = Played(tmp_path, "door", says_target, n=4)
-    assert len(first.asked) == len(second.asked) == 2
-    assert second.records[:2] == first.records
+def test_samples_of_an_earlier_log_are_not_asked_again_and_failed_ones_are(tmp_path: Path) -> None:
+    first = Played(tmp_path, "door_planned:plan=fails", says_target)
+    second = Played(tmp_path, "door_planned:plan=fails", says_target)
+    assert (len(first.asked), second.asked) == (1, [])  # the other sample fails before it asks
+    assert second.records[0] == first.records[0]
+    assert len(list(tmp_path.rglob("*.eval"))) == 2
 
 
 @needs_inspect
 def test_a_half_written_log_is_removed_and_its_samples_are_asked_again(tmp_path: Path) -> None:
     first = Played(tmp_path, "door", says_target)
-    (log,) = tmp_path.glob("*.eval")
+    (log,) = tmp_path.rglob("*.eval")
     log.write_bytes(log.read_bytes()[: log.stat().st_size // 2])
     second = Played(tmp_path, "door", says_target)
     assert len(second.asked) == 2

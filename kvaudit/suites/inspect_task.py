@@ -257,19 +257,26 @@ def _to_number(value: Any) -> float | None:
 
 
 def messages_of(messages: Sequence[Any]) -> tuple[Message, ...]:
-    """Return messages of Inspect as ours: texts, calls and the results of calls."""
-    return tuple(
-        Message(
-            Role(message.role),
-            message.text if is_text(message.text) else inline(message.text),
-            tuple(
-                ToolCall(call.function, dict(call.arguments), str(call.id))
-                for call in (getattr(message, "tool_calls", None) or ())
-            ),
-            str(getattr(message, "tool_call_id", None) or ""),
-        )
-        for message in messages
-    )
+    """Return messages of Inspect as ours: thoughts, texts, calls and the results of calls.
+
+    Calls are in the content too, as JSON, since answers are told apart by it.
+    """
+    converted = list[Message]()
+    for message in messages:
+        for part in () if isinstance(message.content, str) else message.content:
+            if part.type == "reasoning":
+                converted.append(Message(Role.THOUGHT, _plain(part.reasoning)))
+        calls = message.tool_calls or () if message.role == "assistant" else ()
+        called = tuple(ToolCall(call.function, dict(call.arguments), str(call.id)) for call in calls)
+        result_of = str(message.tool_call_id or "") if message.role == "tool" else ""
+        written = [_plain(message.text), Message(Role.ASSISTANT, "", called).text]
+        converted.append(Message(Role(message.role), "\n".join(filter(None, written)), called, result_of))
+    return tuple(converted)
+
+
+def _plain(text: str) -> str:
+    """Return a text that files can hold: without halves of characters."""
+    return text if is_text(text) else inline(text)
 
 
 # --- the suite --------------------------------------------------------------------------------------------------------

@@ -1,12 +1,13 @@
 """Units whose items Inspect plays: it runs the task whole, the unit's condition is its model, its log becomes records.
 
-    RUN/logs/inspect/<unit>/*.eval    one log for each batch of samples; a sample in it is not asked again
+    RUN/logs/inspect/<folder>/<unit>/<batch>/*.eval    a log of each attempt; a sample in it is not asked again
 
 An agent sends every request whole; kvaudit's own cache reads it anew, as a server without a cache of prefixes does.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -72,8 +73,9 @@ def play_unit(unit: InspectUnit, items: Sequence[Item], asked: BatchedModel) -> 
 
     Raises the error of the condition if it fails, and RunError if Inspect does.
     """
-    epochs = range(unit.samples)
-    rows = {row: sample for row, sample in kept_samples(unit).items() if row[0] in {item.item_id for item in items}}
+    epochs, batch = range(unit.samples), "\n".join(item.item_id for item in items)
+    unit = unit._replace(logs=unit.logs / hashlib.sha256(batch.encode()).hexdigest()[:8])
+    rows = kept_samples(unit)
     due = [item for item in items if any((item.item_id, epoch) not in rows for epoch in epochs)]
     if due:
         rows |= _play(unit, due, asked)
@@ -81,7 +83,7 @@ def play_unit(unit: InspectUnit, items: Sequence[Item], asked: BatchedModel) -> 
 
 
 def kept_samples(unit: InspectUnit) -> Rows:
-    """Return the finished samples of earlier logs of a unit; raise DataError for a log of another condition.
+    """Return the finished samples of earlier logs of a batch; raise DataError for a log of another condition.
 
     A log that a kill has cut is removed: its samples are asked again with the same seeds.
     """

@@ -18,6 +18,9 @@ from inspect_ai.model import (
     ChatCompletionChoice,
     ChatMessage,
     ChatMessageAssistant,
+    ChatMessageUser,
+    ContentReasoning,
+    ContentText,
     GenerateConfig,
     Model,
     ModelAPI,
@@ -32,8 +35,8 @@ from inspect_ai.tool import ToolChoice, ToolInfo
 
 from kvaudit.audit.sampling.checkpoints import load_model_or_adapter
 from kvaudit.audit.serving.engine import PendingAnswers, SamplingEngine
-from kvaudit.audit.serving.tools import read_tools
 from kvaudit.audit.serving.wire import ChatRequest, Choice, read_request
+from kvaudit.core.completions import split_thought
 from kvaudit.core.errors import AuditError, SpecError
 
 _ABOUT, _USE, _FORM = "kvaudit", "cache", "tool_form"  # keys in the metadata of an output
@@ -79,7 +82,7 @@ class _KvauditModel(ModelAPI):  # type: ignore[misc]  # where Inspect is not ins
         self, messages: Sequence[ChatMessage], tools: Sequence[ToolInfo], choice: ToolChoice, config: GenerateConfig
     ) -> ChatRequest:
         """Return a request of Inspect as one of our server; greedy if it sets no temperature."""
-        check_settings(tools, choice, config)
+        _check_settings(config)
         return read_request(
             {
                 "model": self.served,
@@ -106,8 +109,10 @@ class _KvauditModel(ModelAPI):  # type: ignore[misc]  # where Inspect is not ins
         return self._output(choice, prompt, {_USE: about, _FORM: answers.tool_form})
 
     def _output(self, choice: Choice, prompt: int, about: dict[str, Any]) -> ModelOutput:
+        *thoughts, said = split_thought(choice.text, is_open=None)
+        reasoning = [ContentReasoning(reasoning=thought.content) for thought in thoughts]
         message = ChatMessageAssistant(
-            content=choice.text,
+            content=[*reasoning, ContentText(text=said.content)] if reasoning else said.content,
             tool_calls=[InspectCall(call.call_id, call.name, dict(call.arguments)) for call in choice.calls] or None,
             model=self.model_name,
             source="generate",
@@ -211,8 +216,8 @@ class ConditionAPI(_KvauditModel):
         playing.turns += 1
         seed = self.seed_of(playing.sample, playing.epoch, playing.turns - 1)
         try:
-            check_settings(tools, tool_choice, config)
-        except AuditError as error:
+            self.request(_TRIAL, tools, tool_choice, config)
+        except AuditError as error:  # whatever is said: every sample would fail like this
             self.fault = error
             raise
         return await self.answer(replace(self.request(input, tools, tool_choice, config), seed=seed))
@@ -238,15 +243,17 @@ def condition_model(name: str, asked: Asked, seed_of: Callable[[str, int, int], 
 # --- requests ---------------------------------------------------------------------------------------------------------
 
 
-def check_settings(tools: Sequence[ToolInfo], choice: ToolChoice, config: GenerateConfig) -> None:
-    """Raise SpecError for settings that our samplers do not support, and for tools that no template could be given."""
+_TRIAL = (ChatMessageUser(content="."),)
+
+
+def _check_settings(config: GenerateConfig) -> None:
+    """Raise SpecError for settings that our samplers do not support."""
     settings = config.model_dump()
     # 0 and False are off, but 1 is a penalty, and True asks for log-probs
     names = [name for name in _UNSUPPORTED if settings.get(name) not in (None, False)]
     names += [name for name in _COUNTS if settings.get(name) not in (None, 1)]
     if names:
         raise SpecError(f"{names[0]} is set, which this sampler does not support; leave it out")
-    read_tools({"tools": [_tool(tool) for tool in tools] or None, "tool_choice": choice})
 
 
 def _tool(tool: ToolInfo) -> Mapping[str, Any]:
