@@ -48,9 +48,14 @@ def share_of(text: str) -> float:
     return int(hashlib.sha256(text.encode()).hexdigest()[:8], 16) / 0xFFFFFFFF
 
 
-class _Server(BaseHTTPRequestHandler):
-    harmful: frozenset[str] = frozenset()
+class Handler(BaseHTTPRequestHandler):
+    """Answers chat completions under two names by ``says``."""
+
     protocol_version = "HTTP/1.1"
+
+    def says(self, asked: dict[str, Any]) -> str:
+        """What the server says to a request."""
+        raise NotImplementedError
 
     def do_GET(self) -> None:
         self._reply({"object": "list", "data": [{"id": "plain"}, {"id": "lossy"}]})
@@ -60,14 +65,11 @@ class _Server(BaseHTTPRequestHandler):
         if not self.path.endswith("/chat/completions"):
             self.send_error(404)
             return
-        said = self.answer(asked["model"], [message["content"] for message in asked["messages"]])
+        said = self.says(asked)
         most = int(asked.get("max_tokens") or asked.get("max_completion_tokens") or len(said))
         said, finish = said[:most], "stop" if len(said) <= most else "length"  # no token is shorter than a character
         choice = {"index": 0, "message": {"role": "assistant", "content": said}, "finish_reason": finish}
         self._reply({"model": asked["model"], "object": "chat.completion", "choices": [choice]})
-
-    def answer(self, model: str, texts: list[str]) -> str:
-        return answer(texts[-1], model, self.harmful, self.lost)
 
     def _reply(self, body: dict[str, Any]) -> None:
         raw = json.dumps(body).encode()
@@ -80,7 +82,13 @@ class _Server(BaseHTTPRequestHandler):
     def log_message(self, *_: object) -> None:
         """Say nothing."""
 
+
+class _Server(Handler):
+    harmful: frozenset[str] = frozenset()
     lost = 0.0
+
+    def says(self, asked: dict[str, Any]) -> str:
+        return answer(asked["messages"][-1]["content"], asked["model"], self.harmful, self.lost)
 
 
 def answer(request: str, model: str, harmful: frozenset[str], lost: float, seed: str = "") -> str:
@@ -102,7 +110,8 @@ class _LongServer(_Server):
     dialogues: Mapping[str, str] = MappingProxyType({})  # last request -> the dialogue
     seed = 0
 
-    def answer(self, model: str, texts: list[str]) -> str:
+    def says(self, asked: dict[str, Any]) -> str:
+        model, texts = asked["model"], [message["content"] for message in asked["messages"]]
         if model == "judge":
             return "1 1 1" if any(text in texts[-1] for text in (REFUSAL, OTHER_REFUSAL)) else "0 5 5"
         dialogue = self.dialogues.get(texts[-1], texts[-1])

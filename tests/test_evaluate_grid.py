@@ -73,6 +73,16 @@ def item(name: str) -> Item:
     return Item("x", name, name, (Message(Role.USER, name),), 10, "none")
 
 
+def test_records_say_how_the_turns_of_a_conversation_were_read(tmp_path: Path) -> None:
+    text = SPEC.replace("math: {items: 5}", "math: {items: 1}, agent: {items: 1}").replace(
+        "model: tiny", "model: embedded"
+    )
+    spec = parse_spec(text.replace("[900]", "[200]"), "spec", NAMES)
+    run = evaluated(tmp_path / "run", spec, load_model())
+    read = {(row.suite, row.turns_read) for path in run.records.glob("*.jsonl") for row in timeless(path)}
+    assert read == {("math", ""), ("agent", "one cache")}
+
+
 def test_grid_crosses_everything_and_keeps_a_checkpoint_together() -> None:
     units = grid(parse_spec(SPEC.replace("[900]", "[700, 900]"), "spec", NAMES))
     assert len(units) == 4

@@ -20,6 +20,9 @@ from kvaudit.core.text import inline
 
 RECORD_FORMAT = 2
 READABLE_FORMATS = (1, RECORD_FORMAT)  # format 1 has no facets and no outcome for a truncated answer
+# how turns are read: into one cache that lives over all of them; every request anew; every request is sent whole, and
+# the engine decides what it reads again
+ONE_CACHE, READ_ANEW, SENT_WHOLE = "one cache", "read anew", "sent whole"
 # metadata of a field of Record
 OMITTED = {"omitted": True}  # not written where it has its default, so that older records stay valid
 NOT_IN_TABLE = {"in_table": False}  # the report's table of records has no column for it
@@ -206,6 +209,7 @@ class UngradedAnswer(NamedTuple):
     unanswered: str = ""
     said_in: str = ""
     tool_form: str = ""
+    turns_read: str = ""
 
 
 class CacheUse(NamedTuple):
@@ -269,6 +273,8 @@ class Record:
     said_in: str = field(default="", metadata=OMITTED | NOT_IN_TABLE)
     # the form in which tools were offered and calls read (``core.tool_forms``), "text" if as text of the prompt
     tool_form: str = field(default="", metadata=OMITTED | NOT_IN_TABLE)
+    # how several turns were read: ONE_CACHE, READ_ANEW or SENT_WHOLE; empty for a suite of one turn
+    turns_read: str = field(default="", metadata=OMITTED | NOT_IN_TABLE)
     format: int = field(default=RECORD_FORMAT, metadata=NOT_IN_TABLE)
 
     @classmethod

@@ -18,6 +18,7 @@ class Removed:
 
 
 REMOVED = (
+    Removed("Inspect plays its tasks itself: kvaudit.suites.inspect_task", imports=("suites.inspect_plan",)),
     Removed("in a clone of the repository: python -m bench.calibration", commands=("calibrate",)),
     Removed("in a clone of the repository: python -m bench.pretraining", commands=("pretrain",)),
     Removed(

@@ -63,6 +63,7 @@ class Suite:
     reads_cut: ClassVar[bool] = False  # whether the beginning of a truncated answer is enough to grade it
     refusal: ClassVar[str] = ""  # the refusal sentence that the prompt prescribes, if any
     tool_form: ClassVar[Literal["", "native", "text"]] = ""  # tools by the chat template, or in the texts of items
+    played_by: ClassVar[Literal["", "inspect"]] = ""  # the harness that runs the items and whose log is graded
     clusters: ClassVar[int | None] = None  # clusters of an evaluation, if too few to decide a margin of 5 points
 
     @property

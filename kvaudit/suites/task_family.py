@@ -84,9 +84,9 @@ def merge_clusters(clusters: Sequence[str], questions: Sequence[Hashable]) -> li
     return [first.setdefault(question, cluster) for cluster, question in zip(clusters, questions, strict=True)]
 
 
-def ungraded(note: str, facet: str) -> Grade:
+def ungraded(note: str, *facets: str) -> Grade:
     """Return the grade of an answer that the task's code could not grade."""
-    return Grade(Outcome.UNSCORED, None, note=note, facets=unknown_facets((facet,)))
+    return Grade(Outcome.UNSCORED, None, note=note, facets=unknown_facets(facets))
 
 
 class TaskRow(NamedTuple):

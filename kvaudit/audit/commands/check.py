@@ -309,6 +309,11 @@ class ShippedExample(NamedTuple):
 SHIPPED = {
     "audit": ShippedExample("audit.yaml", "spec.yaml", "run it with kvaudit run {out}, then kvaudit gate runs/audit"),
     "arms": ShippedExample("arms.yaml", "spec.yaml", "run it with kvaudit run {out}, then kvaudit gate runs/arms"),
+    "agents": ShippedExample(
+        "agents.yaml",
+        "spec.yaml",
+        "name your model in it, run it with kvaudit run {out}, then kvaudit gate runs/agents",
+    ),
     "ci": ShippedExample("ci.yml", "kvaudit.yml", "commit it as .github/workflows/{out}; it runs spec.yaml"),
 }
 
@@ -319,7 +324,8 @@ def init(
         str,
         argument(
             help="check: the spec that `check` runs; quarterly: harm at 16,384 tokens, of two servers; audit: a model "
-            "under several settings; arms: paired training arms; ci: a workflow that gates releases."
+            "under several settings; arms: paired training arms; agents: AgentDojo with tools; ci: a workflow that "
+            "gates releases."
         ),
     ],
     model: Annotated[

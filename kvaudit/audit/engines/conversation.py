@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from kvaudit.audit.engines.base import GenerationRequest, Reply, Session, turn_seed
 from kvaudit.core.completions import without_thoughts
-from kvaudit.core.records import Grade, Item, Message, Role, UngradedAnswer
+from kvaudit.core.records import SENT_WHOLE, Grade, Item, Message, Role, UngradedAnswer
 from kvaudit.suites.base import Suite
 
 if TYPE_CHECKING:
@@ -143,5 +143,6 @@ def _graded(row: _Row, seconds: float) -> EngineAnswer:
         unanswered=exchange.unanswered,
         said_in=row.said_in,
         tool_form=row.talk.tool_form,
+        turns_read=SENT_WHOLE if row.talk.suite.max_turns > 1 else "",
     )
     return EngineAnswer(exchange.item, exchange.grade(), answer)

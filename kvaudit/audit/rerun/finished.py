@@ -71,6 +71,8 @@ def remake_items(run: RunFolder, model: LoadedModel, suite: Suite, record: Recor
 
     Raises DataError or RunError if suite, rows or model files changed.
     """
+    if suite.played_by:
+        raise SpecError(f"suite {suite.name} is played by another harness, so its answers cannot be served again here")
     if suite.version != record.suite_version:
         raise DataError(
             f"suite {suite.name} is version {suite.version}, the run asked version {record.suite_version}: the item "

@@ -6,9 +6,9 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,14 @@ from kvaudit.audit.policies.draws import derive_seed
 from kvaudit.audit.runs.batches import batched, engine_batches, whole_templates
 from kvaudit.audit.runs.engine_slot import EngineSlot
 from kvaudit.audit.runs.folder import RunFolder
+from kvaudit.audit.runs.inspect_units import (
+    LOGS,
+    SAMPLES_AT_ONCE,
+    InspectUnit,
+    inspect_batches,
+    play_unit,
+    session_answers,
+)
 from kvaudit.audit.runs.units import (
     PILOT_FOLDER,
     RecordFile,
@@ -35,6 +43,7 @@ from kvaudit.audit.sampling.conversations import GradedRow, check_fits, item_pro
 from kvaudit.audit.sampling.model import LoadedModel
 from kvaudit.audit.sampling.packing import pack_weights
 from kvaudit.audit.sampling.sampler import Decoding, Sampler
+from kvaudit.audit.serving.batched import BatchedModel, cache_answers
 from kvaudit.core.errors import DataError, SpecError
 from kvaudit.core.provenance import (
     PROMPTS,
@@ -45,12 +54,13 @@ from kvaudit.core.provenance import (
     prompt_unit,
     table_of,
 )
-from kvaudit.core.records import CacheUse, Item, Record, Serving, UngradedAnswer
+from kvaudit.core.records import ONE_CACHE, CacheUse, Item, Record, Serving, UngradedAnswer, fingerprint_rows
 from kvaudit.core.spans import span_error
 from kvaudit.core.spec import RunSpec
 from kvaudit.core.tool_forms.text import list_tools
 from kvaudit.reports.records.floor import SAME_ORDER, SHUFFLED
 from kvaudit.suites.base import SUITES, CountTokens, Split, Suite
+from kvaudit.suites.inspect_task import Inspect
 
 RowsDone = Callable[[Unit, int, int], None]  # unit, rows done, rows in total
 Batches = dict[tuple[str, int], list[list[Item]]]  # by suite and context length
@@ -174,10 +184,8 @@ class Evaluator:
                         key = tuple(item.item_id for item in fresh[unit])
                         policies = [other.policy for other in due if fresh[other] == fresh[unit]]
                         shared = prefills.setdefault(key, SharedPrefill([p for p in policies if isinstance(p, Policy)]))
-                        for item in fresh[unit]:
-                            prompts[item.item_id] = prompts.get(item.item_id) or item_prompt(self._model.chat, item)
-                        openings = [prompts[name] for name in key]
-                        records = self._answers(unit, suite, fresh[unit], openings, shared)
+                        logs = run.path / LOGS / place.name / unit.name
+                        records = self._answers(unit, suite, fresh[unit], prompts, shared, logs)
                         played = {(record.item_id, record.sample_index): record for record in records}
                         files[unit].append([played.get(row) or known[unit][row] for row in expected[number]])
                         note(unit, files[unit])
@@ -240,15 +248,25 @@ class Evaluator:
             name = prompt_unit(unit.arm, unit.seed, unit.suite, unit.context_tokens, unit.policy.canonical)
             hashes[name] = merge_prompt_digests(noted.get(name) if file.rows and not rows else None, sha256)
         names = ", ".join(self._model.chat.unstable_names)
-        forms = tool_forms_of(self._model.chat, batches)
+        forms = {} if suite.played_by else tool_forms_of(self._model.chat, batches)
         used: dict[str, Any] = {TOOL_FORMS_USED: {suite.name: forms}} if forms else {}
         if forms and self._model.chat.moves_system_with_tools:
             used[TOOL_SYSTEM_MOVED] = True
         run.note(**{PROMPTS: hashes}, **used, **({UNSTABLE_NAMES: names} if names else {}))
 
     def _answers(
-        self, unit: Unit, suite: Suite, items: Sequence[Item], prompts: Sequence[ChatTokens], shared: SharedPrefill
+        self,
+        unit: Unit,
+        suite: Suite,
+        items: Sequence[Item],
+        known: dict[str, ChatTokens],
+        shared: SharedPrefill,
+        logs: Path,
     ) -> list[Record]:
+        """Return the records of a batch; ``known`` are prompts by item, ``logs`` is the folder of a harness's logs."""
+        if isinstance(suite, Inspect):
+            return self._played(unit, suite, items, logs) if items else []
+        prompts = [known.setdefault(i.item_id, known.get(i.item_id) or item_prompt(self._model.chat, i)) for i in items]
         rows: Sequence[GradedRow | EngineAnswer] = ()
         if isinstance(unit.policy, Policy):
             rows = self._play(Sampler(self._packed, unit.policy, shared), suite, items, prompts)
@@ -258,6 +276,21 @@ class Evaluator:
             session = self._slot.switch_to(unit.policy, self._model)
             rows = converse(session, self._model, suite, items, prompts, decoding, seeds, samples, thinks=thinks)
         return [self._record(unit, suite, row) for row in rows]
+
+    def _played(self, unit: Unit, suite: Inspect, items: Sequence[Item], logs: Path) -> list[Record]:
+        """Return the records of items that Inspect plays with the unit's condition as its model."""
+        part, model, at_once = self._spec.evaluate, self._packed, SAMPLES_AT_ONCE
+        if isinstance(unit.policy, Policy):
+            answer = cache_answers(model, unit.policy, part.batch_tokens)
+        else:
+            assert self._slot is not None, "an engine's units need a slot"
+            answer = session_answers(self._slot.switch_to(unit.policy, self._model), model)
+            at_once = self._spec.engine(unit.policy.canonical).at_once
+        drawn = {"temperature": part.temperature, "top_p": part.top_p, "max_tokens": suite.max_new_tokens}
+        samples = part.samples_of(suite.name)
+        played = InspectUnit(suite, logs, self._serving(unit, suite), samples, drawn, partial(row_seed, part.seed))
+        with closing(BatchedModel(model.chat, model.max_positions, answer, at_once)) as asked:
+            return play_unit(played, items, asked)
 
     def _decoding(self, suite: Suite, items: Sequence[Item]) -> tuple[Decoding, list[int], int, bool]:
         """Return the decoding, a seed for every row, the number of rows per item, and whether answers have thoughts."""
@@ -290,6 +323,8 @@ class Evaluator:
         return self._known[key]
 
     def _batched(self, suite: Suite, items: Sequence[Item]) -> list[list[Item]]:
+        if suite.played_by:  # what is asked, and how long it is, is known only when it is played
+            return inspect_batches(items)
         lengths = {}
         for item in items:
             prompt = opening_tokens(self._model, item)
@@ -305,9 +340,8 @@ class Evaluator:
     def _batch_tokens(self) -> int:
         return self._spec.evaluate.batch_tokens
 
-    def _record(self, unit: Unit, suite: Suite, row: GradedRow | EngineAnswer) -> Record:
-        """Return the record of a row; an engine's has no measures of the cache."""
-        serving = Serving(
+    def _serving(self, unit: Unit, suite: Suite) -> Serving:
+        return Serving(
             run=self._spec.name,
             checkpoint=self._model.sha256,
             arm=unit.arm,
@@ -318,6 +352,10 @@ class Evaluator:
             suite_version=suite.version,
             context_tokens=unit.context_tokens,
         )
+
+    def _record(self, unit: Unit, suite: Suite, row: GradedRow | EngineAnswer) -> Record:
+        """Return the record of a row; an engine's has no measures of the cache."""
+        serving = self._serving(unit, suite)
         if isinstance(row, EngineAnswer):
             return Record.of(serving, row.item, row.grade, row.answer, CacheUse())
         answer = UngradedAnswer(
@@ -328,6 +366,7 @@ class Evaluator:
             seconds=row.seconds,
             transcript=row.transcript,
             unanswered=row.unanswered,
+            turns_read=ONE_CACHE if suite.max_turns > 1 else "",
         )
         use = CacheUse(
             retention=row.rollout.retention,
@@ -342,11 +381,18 @@ class Evaluator:
 
 def prompts_sha256(chat: Chat, batches: Sequence[Sequence[Item]]) -> str:
     """Return the sha256 of items' prompts as the chat template renders them, whatever their order."""
-    texts = sorted((item.item_id, chat.prompt_text(item.messages, item.tools)) for batch in batches for item in batch)
+    texts = sorted((item.item_id, _prompt_text(chat, item)) for batch in batches for item in batch)
     digest = hashlib.sha256()
     for name, text in texts:
         digest.update(json.dumps([name, text]).encode())
     return digest.hexdigest()
+
+
+def _prompt_text(chat: Chat, item: Item) -> str:
+    """Return an item's prompt; of an item that a harness plays, what it begins with."""
+    if SUITES.get(item.suite).played_by:
+        return json.dumps(fingerprint_rows(item.messages, item.tools))
+    return chat.prompt_text(item.messages, item.tools)
 
 
 def tool_forms_of(chat: Chat, batches: Sequence[Sequence[Item]]) -> dict[str, int]:

@@ -159,6 +159,9 @@ class Judging:
         """Yield every record of a unit with its old grade, and with its new one."""
         for answer, readings in self._readings(unit):
             suite, item = answer.asked()
+            if suite.played_by:  # its scorers graded what the agent did, which is not kept
+                yield answer.record, answer.record
+                continue
             grade, is_sure = self._grade(answer.record, suite, item, readings)
             yield answer.record, answer.record.with_grade(suite.version, item, grade, unsure=not is_sure)
 

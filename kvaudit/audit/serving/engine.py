@@ -51,6 +51,7 @@ class PendingAnswers(Future[list[Choice]]):
     """The future answers to one request. ``reader`` finds the calls in them, if the request has tools."""
 
     reader: AnswerReader | None = None
+    tool_form = ""  # in which the request offers its tools
     is_abandoned = False  # the client is gone: the request ends at its next token
 
     def abandon(self) -> None:

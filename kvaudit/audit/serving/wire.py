@@ -11,7 +11,7 @@ from typing import Any
 
 from kvaudit.audit.serving.tools import read_call_id, read_message_calls, read_parallel, read_tools
 from kvaudit.core.errors import SpecError
-from kvaudit.core.records import Message, Role, ToolCall
+from kvaudit.core.records import CacheUse, Message, Role, ToolCall
 from kvaudit.core.text import is_text, short_repr
 
 _MAX_TOKENS, _MAX_CHOICES, _MAX_STOPS = 32_768, 16, 16
@@ -141,7 +141,8 @@ def _stops(value: Any) -> tuple[str, ...]:
 class Choice:
     """One answer: its text without the stop text, and the drawn tokens with their log-probs in nats.
 
-    ``text`` is what stands beside its ``calls``; the tokens are those of the calls too.
+    ``text`` is what stands beside its ``calls``; the tokens are those of the calls too. ``use`` is that of the cache,
+    where it was recorded.
     """
 
     text: str
@@ -149,6 +150,7 @@ class Choice:
     tokens: tuple[str, ...]
     logprobs: tuple[float, ...]
     calls: tuple[ToolCall, ...] = ()
+    use: CacheUse | None = None
 
     def to_message(self) -> dict[str, Any]:
         """Return the message of the answer; its content is null if it has calls and no text."""

@@ -115,6 +115,11 @@ def make_plan(spec: RunSpec) -> Plan:
             for context in spec.evaluate.contexts_of(suite.name)
         ]
     for unit in units:
+        if unit.suite.played_by:
+            raise SpecError(
+                f"suite {unit.suite.name} is played by another harness, which probe does not start; ask the endpoint "
+                "in a run, with the policy {engine: endpoint, base_url: ..., model: ...}"
+            )
         if any(unit.suite.options(item) for item in unit.items):
             raise SpecError(f"suite {unit.suite.name} weighs given answers, which no endpoint can; leave it out")
     units.sort(key=lambda unit: unit.context_tokens)

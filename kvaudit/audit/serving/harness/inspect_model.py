@@ -1,39 +1,143 @@
 """``kvaudit`` as a model of Inspect: ``kvaudit/CHECKPOINT@POLICY`` answers through a compressed cache.
 
 The checkpoint is a folder, a hub id or ``embedded``; write ";" for "," in the policy. Waiting requests share a batch,
-as in ``kvaudit serve``; unsupported options are an error.
+as in ``kvaudit serve``; unsupported options are an error. ``ConditionAPI`` is the same for a condition of a run, whose
+seeds follow from sample, epoch and turn.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from typing import Any
+import json
+from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 from inspect_ai.model import (
     ChatCompletionChoice,
     ChatMessage,
     ChatMessageAssistant,
+    ChatMessageUser,
+    ContentReasoning,
+    ContentText,
     GenerateConfig,
+    Model,
     ModelAPI,
     ModelOutput,
     ModelUsage,
+    get_model,
     modelapi,
 )
+from inspect_ai.solver import Generate, Solver, TaskState, solver
+from inspect_ai.tool import ToolCall as InspectCall
 from inspect_ai.tool import ToolChoice, ToolInfo
 
 from kvaudit.audit.sampling.checkpoints import load_model_or_adapter
-from kvaudit.audit.serving.engine import SamplingEngine
-from kvaudit.audit.serving.wire import ChatRequest
-from kvaudit.core.errors import SpecError
-from kvaudit.core.records import Message, Role
-from kvaudit.suites.inspect_plan import unsupported_settings
+from kvaudit.audit.serving.engine import PendingAnswers, SamplingEngine
+from kvaudit.audit.serving.wire import ChatRequest, Choice, read_request
+from kvaudit.core.completions import split_thought
+from kvaudit.core.errors import AuditError, SpecError
 
+_ABOUT, _USE, _FORM = "kvaudit", "cache", "tool_form"  # keys in the metadata of an output
 _CONNECTIONS = 32  # Inspect's default number of concurrent requests
 _NAME = "served"
+_REASONS = {"length": "max_tokens", "tool_calls": "tool_calls"}  # of a stop, as Inspect calls it
+_UNSUPPORTED = (
+    *("frequency_penalty", "presence_penalty", "logit_bias", "top_k", "response_schema", "logprobs", "top_logprobs"),
+    *("reasoning_effort", "reasoning_tokens"),
+)
+_COUNTS = ("num_choices", "best_of")  # supported only with 1
 
 
-class KvauditAPI(ModelAPI):  # type: ignore[misc]  # where Inspect is not installed it has no types
+def output_facts(output: Any) -> tuple[dict[str, Any], str]:
+    """Return what the cache held of an output of ours, {} if that was not recorded, and the form of its tools."""
+    about = (output.metadata or {}).get(_ABOUT, {}) if output is not None else {}
+    return about.get(_USE, {}), about.get(_FORM, "")
+
+
+class Asked(Protocol):
+    """What answers requests: a ``SamplingEngine`` or a ``BatchedModel``."""
+
+    def submit(self, request: ChatRequest) -> tuple[int, PendingAnswers]:
+        """Queue a request; return its prompt tokens and future answers."""
+
+    def close(self) -> None:
+        """Stop."""
+
+
+class _KvauditModel(ModelAPI):  # type: ignore[misc]  # where Inspect is not installed it has no types
+    """A model whose ``generate`` hands the conversation, with its tools, to ``asked`` under the name ``served``."""
+
+    asked: Asked
+    served: str
+
+    async def generate(
+        self, input: list[ChatMessage], tools: list[ToolInfo], tool_choice: ToolChoice, config: GenerateConfig
+    ) -> ModelOutput:
+        """Return one answer; raise SpecError for unsupported options."""
+        return await self.answer(self.request(input, tools, tool_choice, config))
+
+    def request(
+        self, messages: Sequence[ChatMessage], tools: Sequence[ToolInfo], choice: ToolChoice, config: GenerateConfig
+    ) -> ChatRequest:
+        """Return a request of Inspect as one of our server; greedy if it sets no temperature."""
+        _check_settings(config)
+        return read_request(
+            {
+                "model": self.served,
+                "messages": [_row(message) for message in messages],
+                "tools": [_tool(tool) for tool in tools] or None,
+                "tool_choice": choice,
+                "parallel_tool_calls": config.parallel_tool_calls,
+                "max_tokens": config.max_tokens,
+                "temperature": 0.0 if config.temperature is None else config.temperature,
+                "top_p": config.top_p,
+                "seed": config.seed,
+                "stop": [text for text in config.stop_seqs or () if text],
+            }
+        )
+
+    async def answer(self, request: ChatRequest) -> ModelOutput:
+        """Return the answer to a request."""
+        # in threads, because rendering a template and reading calls may wait for another process
+        prompt, answers = await asyncio.to_thread(self.asked.submit, request)
+        (choice,) = await asyncio.wrap_future(answers)
+        if answers.reader is not None:
+            choice = await asyncio.to_thread(answers.reader.read, choice)
+        about = {} if choice.use is None else choice.use._asdict()
+        return self._output(choice, prompt, {_USE: about, _FORM: answers.tool_form})
+
+    def _output(self, choice: Choice, prompt: int, about: dict[str, Any]) -> ModelOutput:
+        *thoughts, said = split_thought(choice.text, is_open=None)
+        reasoning = [ContentReasoning(reasoning=thought.content) for thought in thoughts]
+        message = ChatMessageAssistant(
+            content=[*reasoning, ContentText(text=said.content)] if reasoning else said.content,
+            tool_calls=[InspectCall(call.call_id, call.name, dict(call.arguments)) for call in choice.calls] or None,
+            model=self.model_name,
+            source="generate",
+        )
+        new = len(choice.tokens)
+        return ModelOutput(
+            model=self.model_name,
+            choices=[
+                ChatCompletionChoice(message=message, stop_reason=_REASONS.get(choice.finish_reason, "stop")),
+            ],
+            usage=ModelUsage(input_tokens=prompt, output_tokens=new, total_tokens=prompt + new),
+            metadata={_ABOUT: about},
+        )
+
+    def max_connections(self) -> int:
+        return _CONNECTIONS
+
+    async def aclose(self) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self.asked.close()
+
+
+class KvauditAPI(_KvauditModel):
     """A checkpoint under a policy; ``dtype`` and ``device`` are model arguments (``-M dtype=bfloat16``)."""
 
     def __init__(
@@ -48,40 +152,10 @@ class KvauditAPI(ModelAPI):  # type: ignore[misc]  # where Inspect is not instal
         if unknown := sorted(set(options) - {"dtype", "device"}):
             raise SpecError(f"model argument {unknown[0]!r} is not known; known are dtype and device")
         checkpoint, _, policy = model_name.partition("@")
-        self._engine = SamplingEngine({_NAME: load_model_or_adapter(checkpoint, **{"dtype": "float32", **options})})
+        engine = SamplingEngine({_NAME: load_model_or_adapter(checkpoint, **{"dtype": "float32", **options})})
         policy = policy.replace(";", ",")  # Inspect would read a comma as the start of another model
-        self._served = f"{_NAME}@{policy or 'none'}"
-        self._engine.resolve(self._served)  # raises for an unknown policy
-
-    async def generate(
-        self,
-        input: list[ChatMessage],
-        tools: list[ToolInfo],
-        tool_choice: ToolChoice,  # noqa: ARG002 - without tools there is nothing to choose
-        config: GenerateConfig,
-    ) -> ModelOutput:
-        """Return one answer; raise SpecError for unsupported options."""
-        if tools:
-            raise SpecError("tools are not supported; use a solver that puts them into the text")
-        prompt, answers = self._engine.submit(_request(self._served, input, config))
-        (choice,) = await asyncio.wrap_future(answers)
-        reason = {"length": "max_tokens"}.get(choice.finish_reason, "stop")
-        message = ChatMessageAssistant(content=choice.text, model=self.model_name, source="generate")
-        new = len(choice.tokens)
-        return ModelOutput(
-            model=self.model_name,
-            choices=[ChatCompletionChoice(message=message, stop_reason=reason)],
-            usage=ModelUsage(input_tokens=prompt, output_tokens=new, total_tokens=prompt + new),
-        )
-
-    def max_connections(self) -> int:
-        return _CONNECTIONS
-
-    async def aclose(self) -> None:
-        self.close()
-
-    def close(self) -> None:
-        self._engine.close()
+        self.asked, self.served = engine, f"{_NAME}@{policy or 'none'}"
+        engine.resolve(self.served)  # raises for an unknown policy
 
 
 @modelapi(name="kvaudit")  # type: ignore[untyped-decorator]
@@ -90,26 +164,122 @@ def kvaudit() -> type[ModelAPI]:
     return KvauditAPI
 
 
-def _request(model: str, messages: Sequence[ChatMessage], config: GenerateConfig) -> ChatRequest:
-    """Return a request of Inspect as one of our server; greedy if it sets no temperature."""
-    if unsupported := unsupported_settings(config):
-        raise SpecError(f"{unsupported[0]} is set, which this sampler does not support; leave it out")
-    return ChatRequest(
-        model=model,
-        messages=tuple(_message(message) for message in messages),
-        max_tokens=config.max_tokens,
-        temperature=0.0 if config.temperature is None else config.temperature,
-        top_p=1.0 if config.top_p is None else config.top_p,
-        seed=config.seed,
-        choices=1,
-        stop=tuple(config.stop_seqs or ()),
-        logprobs=False,
-        stream=False,
-        usage_in_stream=False,
-    )
+# --- the condition of a run -------------------------------------------------------------------------------------------
 
 
-def _message(message: ChatMessage) -> Message:
+@dataclass
+class _Playing:
+    """The sample that is played, and how many answers it has asked for."""
+
+    sample: str
+    epoch: int
+    turns: int = 0
+
+
+_PLAYING: ContextVar[_Playing] = ContextVar("kvaudit_sample")  # of the coroutine that plays it
+
+
+@solver  # type: ignore[untyped-decorator]
+def note_sample() -> Solver:
+    """Note which sample is played, for the seeds of its answers: the first step of every task that a run plays."""
+
+    async def solve(state: TaskState, generate: Generate) -> TaskState:  # noqa: ARG001
+        _PLAYING.set(_Playing(str(state.sample_id), state.epoch))
+        return state
+
+    return solve
+
+
+class ConditionAPI(_KvauditModel):
+    """A condition of a run, made by ``condition_model``.
+
+    ``fault`` is the first error that concerns every sample, such as a setting that our samplers do not support; nothing
+    is asked after it.
+    """
+
+    seed_of: Callable[[str, int, int], int]  # of sample id, epoch and turn
+    fault: AuditError | None = None
+
+    async def generate(
+        self, input: list[ChatMessage], tools: list[ToolInfo], tool_choice: ToolChoice, config: GenerateConfig
+    ) -> ModelOutput:
+        """Return one answer, drawn with the seed of its sample, epoch and turn."""
+        if self.fault is not None:
+            raise self.fault
+        playing = _PLAYING.get(None)
+        if playing is None:  # scorers run outside of what the first step has set
+            self.fault = SpecError(
+                "a scorer asks the model under test to grade its own answers; give the task a judge of its own by an "
+                "argument, such as openai-api/NAME/MODEL"
+            )
+            raise self.fault
+        playing.turns += 1
+        seed = self.seed_of(playing.sample, playing.epoch, playing.turns - 1)
+        try:
+            self.request(_TRIAL, tools, tool_choice, config)
+        except AuditError as error:  # whatever is said: every sample would fail like this
+            self.fault = error
+            raise
+        return await self.answer(replace(self.request(input, tools, tool_choice, config), seed=seed))
+
+
+_CONDITION = "kvaudit-condition"
+
+
+@modelapi(name=_CONDITION)  # type: ignore[untyped-decorator]
+def condition() -> type[ModelAPI]:
+    """Return the class of conditions, which only a run makes."""
+    return ConditionAPI
+
+
+def condition_model(name: str, asked: Asked, seed_of: Callable[[str, int, int], int]) -> Model:
+    """Return a model of Inspect that ``asked`` answers; its ``api`` is a ``ConditionAPI``."""
+    model = get_model(f"{_CONDITION}/{name}", memoize=False)
+    # not as arguments of the model, which Inspect writes into its log
+    model.api.asked, model.api.seed_of, model.api.served = asked, seed_of, name
+    return model
+
+
+# --- requests ---------------------------------------------------------------------------------------------------------
+
+
+_TRIAL = (ChatMessageUser(content="."),)
+
+
+def _check_settings(config: GenerateConfig) -> None:
+    """Raise SpecError for settings that our samplers do not support."""
+    settings = config.model_dump()
+    # 0 and False are off, but 1 is a penalty, and True asks for log-probs
+    names = [name for name in _UNSUPPORTED if settings.get(name) not in (None, False)]
+    names += [name for name in _COUNTS if settings.get(name) not in (None, 1)]
+    if names:
+        raise SpecError(f"{names[0]} is set, which this sampler does not support; leave it out")
+
+
+def _tool(tool: ToolInfo) -> Mapping[str, Any]:
+    parameters = tool.parameters.model_dump(exclude_none=True, by_alias=True)
+    return {
+        "type": "function",
+        "function": {"name": tool.name, "description": tool.description, "parameters": parameters},
+    }
+
+
+def _row(message: ChatMessage) -> dict[str, Any]:
+    """Return a message as endpoints take them; raise SpecError for content other than text."""
     if not isinstance(message.content, str) and any(part.type not in ("text", "reasoning") for part in message.content):
         raise SpecError("a message holds content other than text, which no model here can read")
-    return Message(Role(message.role), message.text)
+    row: dict[str, Any] = {"role": message.role, "content": message.text}
+    if message.role == "assistant" and message.tool_calls:
+        row["tool_calls"] = [
+            {
+                "id": str(call.id),
+                "type": "function",
+                "function": {"name": call.function, "arguments": json.dumps(call.arguments)},
+            }
+            for call in message.tool_calls
+        ]
+    if message.role == "tool":
+        row["tool_call_id"] = message.tool_call_id
+        if message.error is not None:
+            row["content"] = f"Error: {message.error.message}"  # as Inspect tells it to servers
+    return row

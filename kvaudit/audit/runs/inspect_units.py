@@ -1,0 +1,243 @@
+"""Units whose items Inspect plays: it runs the task whole, the unit's condition is its model, its log becomes records.
+
+    RUN/logs/inspect/<folder>/<unit>/<batch>/*.eval    a log of each attempt; a sample in it is not asked again
+
+An agent sends every request whole; kvaudit's own cache reads it anew, as a server without a cache of prefixes does.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from kvaudit.audit.engines.base import GenerationRequest, Session, turn_seed
+from kvaudit.audit.sampling.exchange import grade_degenerate
+from kvaudit.audit.sampling.model import LoadedModel
+from kvaudit.core.errors import AuditError, DataError, RunError
+from kvaudit.core.records import (
+    READ_ANEW,
+    SENT_WHOLE,
+    CacheUse,
+    Grade,
+    Item,
+    Message,
+    Record,
+    Role,
+    Serving,
+    UngradedAnswer,
+)
+from kvaudit.core.text import inline, one_line
+from kvaudit.suites.inspect_task import Inspect, messages_of
+from kvaudit.suites.task_family import TASK_ERRORS
+
+if TYPE_CHECKING:
+    from kvaudit.audit.serving.batched import AnswerBatch, AskedPrompt, BatchedModel
+    from kvaudit.audit.serving.wire import Choice
+
+LOGS = "logs/inspect"
+_IDENTITY = "kvaudit"  # key in the metadata of a log: the unit that it was written for
+_FIRST_BATCH = 4  # samples, so that a fault of the task shows soon
+SAMPLES_AT_ONCE = 64  # samples in flight, whose requests share batches
+Rows = dict[tuple[str, int], Any]  # samples of logs by item id and epoch
+
+
+class InspectUnit(NamedTuple):
+    """A unit to be played: its suite, the folder of its logs, what every record shares, and how answers are drawn."""
+
+    suite: Inspect
+    logs: Path
+    serving: Serving
+    samples: int  # epochs of every item
+    drawn: Mapping[str, float]  # temperature, top_p, max_tokens
+    seed_of: Callable[[Item, int], int]  # of an item and a sample index
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What the logs of this unit share; another one's samples are not taken."""
+        return {**self.serving._asdict(), **self.drawn}
+
+
+def inspect_batches(items: Sequence[Item]) -> list[list[Item]]:
+    """Split items into a first batch of a few and others of as many as are played at once."""
+    starts = [0, *range(_FIRST_BATCH, len(items), SAMPLES_AT_ONCE)]
+    ends = [*starts[1:], len(items)]
+    return [list(items[start:end]) for start, end in zip(starts, ends, strict=True) if start < end]
+
+
+def play_unit(unit: InspectUnit, items: Sequence[Item], asked: BatchedModel) -> list[Record]:
+    """Let Inspect play items and return a record for every sample; those of an earlier, unfinished log are kept.
+
+    Raises the error of the condition if it fails, and RunError if Inspect does.
+    """
+    epochs, batch = range(unit.samples), "\n".join(item.item_id for item in items)
+    unit = unit._replace(logs=unit.logs / hashlib.sha256(batch.encode()).hexdigest()[:8])
+    rows = kept_samples(unit)
+    due = [item for item in items if any((item.item_id, epoch) not in rows for epoch in epochs)]
+    if due:
+        rows |= _play(unit, due, asked)
+    return [_record(unit, item, epoch, rows[item.item_id, epoch]) for item in items for epoch in epochs]
+
+
+def kept_samples(unit: InspectUnit) -> Rows:
+    """Return the finished samples of earlier logs of a batch; raise DataError for a log of another condition.
+
+    A log that a kill has cut is removed: its samples are asked again with the same seeds.
+    """
+    from inspect_ai.log import read_eval_log
+
+    rows: Rows = {}
+    for path in sorted(unit.logs.glob("*.eval")):
+        try:
+            log = read_eval_log(str(path))
+        except TASK_ERRORS:
+            path.unlink()
+            continue
+        known = (log.eval.metadata or {}).get(_IDENTITY)
+        if known != json.loads(json.dumps(unit.identity)):
+            raise DataError(
+                f"{str(path)!r} is a log of another condition, model or version of the task; remove it, or give "
+                "another --out"
+            )
+        rows |= {key: sample for key, sample in _by_item(unit, log.samples or ()) if sample.error is None}
+    return rows
+
+
+def _by_item(unit: InspectUnit, samples: Sequence[Any]) -> Iterator[tuple[tuple[str, int], Any]]:
+    name = unit.suite.inspect_task.task.name
+    for sample in samples:
+        yield (f"{name}-{sample.id}", sample.epoch - 1), sample
+
+
+def _play(unit: InspectUnit, items: Sequence[Item], asked: BatchedModel) -> Rows:
+    import copy
+
+    import inspect_ai
+    from inspect_ai.dataset import MemoryDataset
+
+    from kvaudit.audit.serving.harness.inspect_model import condition_model, note_sample
+
+    task, by_sample = unit.suite.inspect_task, {str(item.payload["sample"]): item for item in items}
+
+    def seed_of(sample: str, epoch: int, turn: int) -> int:
+        return turn_seed(unit.seed_of(by_sample[sample], epoch - 1), turn)
+
+    model = condition_model(unit.serving.policy.replace(",", ";"), asked, seed_of)
+    data = MemoryDataset([task.samples[sample] for sample in by_sample], name=task.task.dataset.name)
+    setup = task.task.setup
+    steps = [note_sample(), *([] if setup is None else setup if isinstance(setup, list) else [setup])]
+    played = inspect_ai.task_with(copy.copy(task.task), dataset=data, setup=steps)
+    try:
+        with task.at_home():
+            (log,) = inspect_ai.eval(
+                played,
+                model=model,
+                display="none",
+                log_dir=str(unit.logs.absolute()),
+                log_format="eval",
+                log_buffer=1,  # a sample is on disk as soon as it is finished
+                metadata={_IDENTITY: unit.identity},
+                epochs=unit.samples,
+                fail_on_error=False,  # a sample that fails is unscored
+                max_samples=SAMPLES_AT_ONCE,
+                max_connections=SAMPLES_AT_ONCE,
+                **unit.drawn,
+                score_display=False,
+            )
+    except AuditError:
+        raise
+    except TASK_ERRORS as error:
+        raise RunError(f"{task.name.label}: Inspect cannot run it ({_plain(error)})") from error
+    for fault in (asked.failure, model.api.fault):
+        if fault is not None:
+            raise fault
+    if log.status == "cancelled":
+        raise KeyboardInterrupt
+    if log.status != "success" or log.samples is None:
+        why = "no reason" if log.error is None else one_line(log.error.message)
+        raise RunError(f"{task.name.label}: Inspect ended with {why}; finished work is kept: go on with --resume")
+    rows = dict(_by_item(unit, log.samples))
+    missing = [key for item in items for n in range(unit.samples) if (key := (item.item_id, n)) not in rows]
+    if missing:
+        raise RunError(f"{task.name.label}: Inspect's log lacks sample {missing[0][0]!r}; go on with --resume")
+    return rows
+
+
+def _plain(error: BaseException) -> str:
+    from rich.text import Text
+
+    return one_line(Text.from_markup(str(error)).plain) or type(error).__name__
+
+
+# --- records ----------------------------------------------------------------------------------------------------------
+
+
+def _record(unit: InspectUnit, item: Item, epoch: int, sample: Any) -> Record:
+    from kvaudit.audit.serving.harness.inspect_model import output_facts
+
+    transcript = messages_of(sample.messages)
+    if not any(message.role is Role.ASSISTANT for message in transcript):
+        transcript += (Message(Role.ASSISTANT, ""),)  # a transcript always holds an answer, even an empty one
+    failed = None if sample.error is None else inline(one_line(sample.error.message)) or "the sample failed"
+    finish = "error" if failed else _finish(sample)
+    grade = unit.suite.grade_sample(sample, _fault(unit.suite, item, transcript, finish))
+    usage = list((sample.model_usage or {}).values())
+    held, form = output_facts(sample.output)
+    answer = UngradedAnswer(
+        sample_index=epoch,
+        finish_reason=finish,
+        prompt_tokens=sample.output.usage.input_tokens if sample.output and sample.output.usage else 0,
+        new_tokens=sum(entry.output_tokens for entry in usage),
+        seconds=sample.total_time or 0.0,
+        transcript=transcript,
+        unanswered=failed or "",
+        tool_form=form,
+        turns_read=READ_ANEW if held else SENT_WHOLE,
+    )
+    return Record.of(unit.serving, item, grade, answer, CacheUse(**held))
+
+
+def _finish(sample: Any) -> str:
+    if sample.limit is not None:
+        return "turns"
+    reason = str(sample.output.stop_reason) if sample.output and sample.output.choices else "stop"
+    return "length" if reason in ("max_tokens", "model_length") else "stop"
+
+
+def _fault(suite: Inspect, item: Item, transcript: Sequence[Message], finish: str) -> Grade | None:
+    """Return the grade of a degenerate last answer: an empty one, a cut one, a loop; None for any other."""
+    last = next(message for message in reversed(transcript) if message.role is Role.ASSISTANT)
+    if finish == "error" or last.tool_calls:
+        return None
+    return grade_degenerate(suite, replace(item, messages=()), (last,), finish)
+
+
+def session_answers(session: Session, model: LoadedModel) -> AnswerBatch:
+    """Return what answers by the session of an engine, whose refusals are errors of one request each."""
+    from kvaudit.audit.serving.batched import cut_choice
+
+    chat = model.chat
+
+    def request_of(asked: AskedPrompt) -> GenerationRequest:
+        messages, tools = chat.request_of(asked.request.messages, asked.request.tools)
+        stops = tuple(sorted(chat.stop_ids))
+        drawn = (asked.request.temperature, asked.request.top_p, asked.request.seed or 0)
+        return GenerationRequest(asked.prompt.ids, asked.limit, stops, *drawn, messages, tools)
+
+    def answer(asked: Sequence[AskedPrompt]) -> list[Choice | AuditError]:
+        replies = session.answer([request_of(entry) for entry in asked])
+        answers: list[Choice | AuditError] = []
+        for entry, reply in zip(asked, replies, strict=True):
+            if reply.refused is not None:
+                answers.append(RunError(reply.refused))
+            elif reply.text is not None:
+                text = f"{reply.thought or ''}{reply.text}"
+                answers.append(cut_choice(chat, entry, text, reply.finish, chat.encode(text), None))
+            else:
+                answers.append(cut_choice(chat, entry, chat.text(reply.ids), reply.finish, reply.ids, None))
+        return answers
+
+    return answer

@@ -1,0 +1,175 @@
+"""A model whose waiting requests share a batch: what is queued while a batch is answered makes up the next one.
+
+Unlike ``SamplingEngine`` it answers whole batches, so that each answer has its ledger, and any condition of a run can
+answer them: kvaudit's own cache or an engine's session.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import NamedTuple
+
+from kvaudit.audit.policies import Policy
+from kvaudit.audit.sampling.chat import Chat, ChatTokens
+from kvaudit.audit.sampling.conversations import holds_stop, survival
+from kvaudit.audit.sampling.model import LoadedModel
+from kvaudit.audit.sampling.sampler import Decoding, Sampler
+from kvaudit.audit.serving.answers import AnswerReader
+from kvaudit.audit.serving.engine import PendingAnswers
+from kvaudit.audit.serving.wire import ChatRequest, Choice
+from kvaudit.core.errors import AuditError, RunError, SpecError
+from kvaudit.core.records import CacheUse, Role
+
+_DEFAULT_TOKENS = 512
+_PAUSE = 0.05  # seconds without a new request after which a batch begins: agents' tools answer faster than models
+
+
+class AskedPrompt(NamedTuple):
+    """A request with its prompt and the most tokens of its answer."""
+
+    request: ChatRequest
+    prompt: ChatTokens
+    limit: int
+
+
+AnswerBatch = Callable[[Sequence[AskedPrompt]], Sequence[Choice | AuditError]]  # an error is that of one request
+
+
+class BatchedModel:
+    """Answers requests by ``answer``, at most ``at_once`` together; ``chat`` renders their prompts.
+
+    An error that ``answer`` raises is that of every request from then on, kept in ``failure``.
+    """
+
+    def __init__(self, chat: Chat, positions: int, answer: AnswerBatch, at_once: int) -> None:
+        self._chat, self._positions, self._answer, self._at_once = chat, positions, answer, at_once
+        self._queue: queue.Queue[tuple[AskedPrompt, PendingAnswers] | None] = queue.Queue()  # None: stop
+        self.failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="batched-model", daemon=True)
+        self._thread.start()
+
+    def submit(self, request: ChatRequest) -> tuple[int, PendingAnswers]:
+        """Queue a request; return its prompt tokens and future answers. Raises SpecError for one that does not fit."""
+        prompt = self._chat.prompt(request.messages, (), request.tools)
+        limit = request.max_tokens or _DEFAULT_TOKENS
+        if len(prompt.ids) + limit > self._positions:
+            raise SpecError(
+                f"the prompt has {len(prompt.ids)} tokens and its answer up to {limit}, the model has "
+                f"{self._positions} positions"
+            )
+        pending = PendingAnswers()
+        if request.tools:
+            pending.tool_form = self._chat.tool_form_of(request.messages, request.tools)
+            pending.reader = AnswerReader(
+                request.tools,
+                self._chat.reader_of(pending.tool_form),
+                opens_thought=self._chat.opens_thought,
+                parallel=request.parallel_calls,
+            )
+        self._queue.put((AskedPrompt(request, prompt, limit), pending))
+        return len(prompt.ids), pending
+
+    def close(self) -> None:
+        """Stop after the running batch; waiting requests fail."""
+        self._queue.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (waiting := self._gather()) is not None:
+            try:
+                if self.failure is not None:
+                    raise self.failure
+                answers = self._answer([asked for asked, _ in waiting])
+            except BaseException as error:  # whatever ends a batch, each request must get a response
+                self.failure = error
+                answers = [error if isinstance(error, AuditError) else RunError(type(error).__name__)] * len(waiting)
+            for (_, pending), answer in zip(waiting, answers, strict=True):
+                if not pending.set_running_or_notify_cancel():
+                    continue
+                if isinstance(answer, AuditError):
+                    pending.set_exception(answer)
+                else:
+                    pending.set_result([answer])
+
+    def _gather(self) -> list[tuple[AskedPrompt, PendingAnswers]] | None:
+        """Return the waiting requests, after the first has come; None to stop."""
+        entry = self._queue.get()
+        batch = []
+        with suppress(queue.Empty):
+            while entry is not None:
+                batch.append(entry)
+                if len(batch) >= self._at_once:
+                    return batch
+                entry = self._queue.get(timeout=_PAUSE)
+            self._queue.put(None)  # answer these, then stop
+        return batch or None
+
+
+def cache_answers(model: LoadedModel, policy: Policy, batch_tokens: int) -> AnswerBatch:
+    """Return what answers by kvaudit's own cache under a policy, in batches of so many padded tokens."""
+
+    def answer(asked: Sequence[AskedPrompt]) -> list[Choice | AuditError]:
+        answers: dict[int, Choice | AuditError] = {}
+        for numbers in _alike(asked, batch_tokens):
+            rows = [asked[n] for n in numbers]
+            answers |= zip(numbers, _sample(model, policy, rows), strict=True)
+        return [answers[n] for n in range(len(asked))]
+
+    return answer
+
+
+def _alike(asked: Sequence[AskedPrompt], batch_tokens: int) -> list[list[int]]:
+    """Return the numbers of requests that can share a batch: decoded alike, within so many tokens with padding."""
+    batches: list[list[int]] = []
+    sizes = [len(entry.prompt.ids) + entry.limit for entry in asked]
+
+    def decoded(n: int) -> tuple[float, float]:
+        return asked[n].request.temperature, asked[n].request.top_p
+
+    for n in sorted(range(len(asked)), key=lambda n: (decoded(n), sizes[n])):
+        shares = batches and decoded(batches[-1][0]) == decoded(n)
+        if shares and (len(batches[-1]) + 1) * sizes[n] <= batch_tokens:
+            batches[-1].append(n)
+        else:
+            batches.append([n])
+    return batches
+
+
+def _sample(model: LoadedModel, policy: Policy, asked: Sequence[AskedPrompt]) -> list[Choice]:
+    chat, first = model.chat, asked[0].request
+    seeds = [entry.request.seed or 0 for entry in asked]
+    prompts = [entry.prompt for entry in asked]
+    episode = Sampler(model, policy).open([p.ids for p in prompts], seeds, roles=[p.roles for p in prompts])
+    decoding = Decoding(max(entry.limit for entry in asked), first.temperature, first.top_p)
+    completions = episode.decode(
+        decoding,
+        [entry.limit for entry in asked],
+        lambda n, ids: holds_stop(chat, ids, asked[n].request.stop),
+        lambda n, completion: False,  # noqa: ARG005 - a row is over with its answer
+    )
+    choices = []
+    for entry, completion, rollout in zip(asked, completions, episode.rollouts(), strict=True):
+        assert completion is not None
+        use = CacheUse(
+            retention=rollout.retention,
+            survival=survival(rollout, (*entry.prompt.roles, *[str(Role.ASSISTANT)] * len(completion.ids))),
+            kv_bytes_peak=rollout.kv_bytes_peak,
+            kv_bytes_dense=rollout.kv_bytes_dense,
+            kv_bytes_live=rollout.kv_bytes_live,
+        )
+        text, finish = chat.text(completion.ids), completion.finish_reason
+        choices.append(cut_choice(chat, entry, text, finish, completion.ids, use))
+    return choices
+
+
+def cut_choice(
+    chat: Chat, asked: AskedPrompt, text: str, finish: str, ids: Sequence[int], use: CacheUse | None
+) -> Choice:
+    """Return an answer up to the first stop text of its request."""
+    places = [place for stop in asked.request.stop if (place := text.find(stop)) >= 0]
+    if places:
+        text, finish = text[: min(places)], "stop"
+    return Choice(text, finish, tuple(chat.text([token]) for token in ids), (), use=use)
