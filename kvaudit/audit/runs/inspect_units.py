@@ -30,7 +30,7 @@ from kvaudit.core.records import (
     Serving,
     UngradedAnswer,
 )
-from kvaudit.core.text import inline, one_line
+from kvaudit.core.text import inline, one_line, reason
 from kvaudit.suites.inspect_task import Inspect, messages_of
 from kvaudit.suites.task_family import TASK_ERRORS
 
@@ -132,7 +132,7 @@ def _play(unit: InspectUnit, items: Sequence[Item], asked: BatchedModel) -> Rows
     played = inspect_ai.task_with(copy.copy(task.task), dataset=data, setup=steps)
     try:
         with task.at_home():
-            (log,) = inspect_ai.eval(
+            logs = inspect_ai.eval(
                 played,
                 model=model,
                 display="none",
@@ -150,12 +150,13 @@ def _play(unit: InspectUnit, items: Sequence[Item], asked: BatchedModel) -> Rows
     except AuditError:
         raise
     except TASK_ERRORS as error:
-        raise RunError(f"{task.name.label}: Inspect cannot run it ({_plain(error)})") from error
+        raise RunError(f"{task.name.label}: Inspect cannot run it ({reason(error)})") from error
     for fault in (asked.failure, model.api.fault):
         if fault is not None:
             raise fault
-    if log.status == "cancelled":
+    if not logs or logs[0].status == "cancelled":  # it catches Ctrl-C
         raise KeyboardInterrupt
+    log = logs[0]
     if log.status != "success" or log.samples is None:
         why = "no reason" if log.error is None else one_line(log.error.message)
         raise RunError(f"{task.name.label}: Inspect ended with {why}; finished work is kept: go on with --resume")
@@ -164,12 +165,6 @@ def _play(unit: InspectUnit, items: Sequence[Item], asked: BatchedModel) -> Rows
     if missing:
         raise RunError(f"{task.name.label}: Inspect's log lacks sample {missing[0][0]!r}; go on with --resume")
     return rows
-
-
-def _plain(error: BaseException) -> str:
-    from rich.text import Text
-
-    return one_line(Text.from_markup(str(error)).plain) or type(error).__name__
 
 
 # --- records ----------------------------------------------------------------------------------------------------------
