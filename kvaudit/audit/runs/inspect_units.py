@@ -68,7 +68,7 @@ def inspect_batches(items: Sequence[Item]) -> list[list[Item]]:
     return [list(items[start:end]) for start, end in zip(starts, ends, strict=True) if start < end]
 
 
-def play_unit(unit: InspectUnit, items: Sequence[Item], asked: BatchedModel) -> list[Record]:
+def play_unit(unit: InspectUnit, items: Sequence[Item], batched: BatchedModel) -> list[Record]:
     """Let Inspect play items and return a record for every sample; those of an earlier, unfinished log are kept.
 
     Raises the error of the condition if it fails, and RunError if Inspect does.
@@ -78,7 +78,7 @@ def play_unit(unit: InspectUnit, items: Sequence[Item], asked: BatchedModel) -> 
     rows = kept_samples(unit)
     due = [item for item in items if any((item.item_id, epoch) not in rows for epoch in epochs)]
     if due:
-        rows |= _play(unit, due, asked)
+        rows |= _play(unit, due, batched)
     return [_record(unit, item, epoch, rows[item.item_id, epoch]) for item in items for epoch in epochs]
 
 
@@ -112,7 +112,7 @@ def _by_item(unit: InspectUnit, samples: Sequence[Any]) -> Iterator[tuple[tuple[
         yield (f"{name}-{sample.id}", sample.epoch - 1), sample
 
 
-def _play(unit: InspectUnit, items: Sequence[Item], asked: BatchedModel) -> Rows:
+def _play(unit: InspectUnit, items: Sequence[Item], batched: BatchedModel) -> Rows:
     import copy
 
     import inspect_ai
@@ -125,7 +125,7 @@ def _play(unit: InspectUnit, items: Sequence[Item], asked: BatchedModel) -> Rows
     def seed_of(sample: str, epoch: int, turn: int) -> int:
         return turn_seed(unit.seed_of(by_sample[sample], epoch - 1), turn)
 
-    model = condition_model(unit.serving.policy.replace(",", ";"), asked, seed_of)
+    model = condition_model(unit.serving.policy.replace(",", ";"), batched, seed_of)
     data = MemoryDataset([task.samples[sample] for sample in by_sample], name=task.task.dataset.name)
     setup = task.task.setup
     steps = [note_sample(), *([] if setup is None else setup if isinstance(setup, list) else [setup])]
@@ -151,7 +151,7 @@ def _play(unit: InspectUnit, items: Sequence[Item], asked: BatchedModel) -> Rows
         raise
     except TASK_ERRORS as error:
         raise RunError(f"{task.name.label}: Inspect cannot run it ({reason(error)})") from error
-    for fault in (asked.failure, model.api.fault):
+    for fault in (batched.failure, model.api.fault):
         if fault is not None:
             raise fault
     if not logs or logs[0].status == "cancelled":  # it catches Ctrl-C
@@ -180,7 +180,7 @@ def _record(unit: InspectUnit, item: Item, epoch: int, sample: Any) -> Record:
     finish = "error" if failed else _finish(sample)
     grade = unit.suite.grade_sample(sample, _fault(unit.suite, item, transcript, finish))
     usage = list((sample.model_usage or {}).values())
-    held, form = output_facts(sample.output)
+    use, form = output_facts(sample.output)
     answer = UngradedAnswer(
         sample_index=epoch,
         finish_reason=finish,
@@ -190,9 +190,9 @@ def _record(unit: InspectUnit, item: Item, epoch: int, sample: Any) -> Record:
         transcript=transcript,
         unanswered=failed or "",
         tool_form=form,
-        turns_read=READ_ANEW if held else SENT_WHOLE,
+        turns_read=READ_ANEW if use else SENT_WHOLE,
     )
-    return Record.of(unit.serving, item, grade, answer, CacheUse(**held))
+    return Record.of(unit.serving, item, grade, answer, CacheUse(**use))
 
 
 def _finish(sample: Any) -> str:
