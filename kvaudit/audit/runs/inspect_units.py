@@ -142,6 +142,7 @@ def _play(unit: InspectUnit, items: Sequence[Item], batched: BatchedModel) -> Ro
                 metadata={_IDENTITY: unit.identity},
                 epochs=unit.samples,
                 fail_on_error=False,  # a sample that fails is unscored
+                message_limit=task.name.limit,
                 max_samples=SAMPLES_AT_ONCE,
                 max_connections=SAMPLES_AT_ONCE,
                 **unit.drawn,
