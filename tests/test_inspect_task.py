@@ -260,6 +260,8 @@ def test_an_agent_that_never_ends_is_ended_by_its_limit(tmp_path: Path) -> None:
     played = Played(tmp_path, "door_planned:plan=forever,messages=9", lambda _: "Hm.", n=1)
     assert (played.outcomes, played.records[0].finish_reason) == ([Outcome.UNDESIRED], "turns")
     assert 3 <= len(played.asked) <= 4
+    limited = Played(tmp_path / "limit", "door_planned:plan=forever,limit=5", lambda _: "Hm.", n=1)
+    assert (limited.records[0].finish_reason, len(limited.asked)) == ("turns", 2)
 
 
 @needs_inspect
@@ -419,6 +421,7 @@ def test_context_tokens_limit_the_input_and_0_is_no_limit() -> None:
         ("door:facet=leek", "unknown facet 'leek'. Did you mean 'leak'?"),
         ("door:facet=leak+solved,scorer=match", "expected different facets and a scorer for each of them"),
         ("door:facet=leak+leak", "expected different facets"),
+        ("door:limit=soon", "limit is 'soon', expected a number of messages"),
         ("door_ends:where=task", "SystemExit: 0"),
         ("door_bare", "has no scorer"),
         ("door_lost", "its data must be cached, or the hub reachable"),
@@ -429,7 +432,7 @@ def test_context_tokens_limit_the_input_and_0_is_no_limit() -> None:
         ("dor", "Did you mean 'door'?"),
         ("door:", "names no task; write inspect:PACKAGE/TASK"),
         ("door:plan", "names no task"),
-        ("door_planned:plant=dice", "has no option 'plant'; it has cluster, facet, scorer, plan"),
+        ("door_planned:plant=dice", "has no option 'plant'; it has cluster, facet, limit, scorer, plan"),
     ],
 )
 def test_tasks_that_cannot_be_asked_are_one_line_errors(rest: str, wanted: str) -> None:

@@ -34,7 +34,7 @@ from kvaudit.suites.task_family import PASS_THRESHOLD, TaskFamily, TaskRow, ungr
 
 INSPECT = "inspect:"
 _DEFAULT_ANSWER = 2048  # tokens, if a task sets none; Inspect's default for local models
-_OPTIONS = ("cluster", "facet", "scorer")  # kvaudit's own; others are arguments of the task
+_OPTIONS = ("cluster", "facet", "limit", "scorer")  # kvaudit's own; others are arguments of the task
 _JOIN = "+"  # between several columns, facets or scorers
 _INSTALL = f"inspect suites need another package: {install_command('inspect')}"
 _WORDS = {"C": 1.0, "P": 0.5, "I": 0.0, "N": 0.0, "yes": 1.0, "true": 1.0, "no": 0.0, "false": 0.0}  # as in Inspect
@@ -42,7 +42,7 @@ _BY_HAND = "graded where Inspect runs the task, and nowhere else"
 
 
 # tasks by a short name, with what their scorers measure and the origin that their samples share
-_AGENTDOJO = "inspect_evals/agentdojo:with_sandbox_tasks='no'"
+_AGENTDOJO = "inspect_evals/agentdojo:with_sandbox_tasks='no',limit=60"  # messages; its own loop has no end
 DECLARED = {
     # users' tasks times hidden orders: clustered by the order, which keeps the error (docs/statistics.md)
     "agentdojo": f"{_AGENTDOJO},cluster=task_suite_name+injection_task_id,facet=attack_success+utility,"
@@ -64,6 +64,7 @@ class InspectName(NamedTuple):
     cluster: tuple[str, ...]
     facets: tuple[str, ...]
     scorers: tuple[str, ...]  # the scorer of each facet; none for the task's first
+    limit: int | None  # messages of a conversation; None for the task's own limit
 
     @classmethod
     def of(cls, text: str) -> InspectName:
@@ -79,6 +80,9 @@ class InspectName(NamedTuple):
                 "optionally followed by :OPTION=VALUE,OPTION=VALUE"
             )
         options = {name: value for name, _, value in pairs}
+        limit = options.get("limit", "")
+        if "limit" in options and not (limit.isdecimal() and int(limit)):
+            raise SpecError(f"suite {INSPECT + text!r}: limit is {limit[:20]!r}, expected a number of messages")
         lists = {name: tuple(options[name].split(_JOIN)) if name in options else () for name in _OPTIONS}
         facets = lists["facet"] or ("solved",)
         for facet in facets:
@@ -93,7 +97,7 @@ class InspectName(NamedTuple):
                 "expected different facets and a scorer for each of them"
             )
         arguments = tuple((name, _parse(text, name, value)) for name, value in options.items() if name not in _OPTIONS)
-        return cls(task, arguments, lists["cluster"], facets, lists["scorer"])
+        return cls(task, arguments, lists["cluster"], facets, lists["scorer"], int(limit) if limit else None)
 
     @property
     def label(self) -> str:
@@ -185,7 +189,7 @@ class InspectTask:
             [name, [message.to_row() for message in opening], sample.target, sample.choices, sample.metadata]
             for (name, sample), opening in zip(self.samples.items(), self.openings, strict=True)
         ]
-        parts = [rows, self.name.arguments, list(self.facet_scorers.items()), self.code]
+        parts = [rows, self.name.arguments, list(self.facet_scorers.items()), self.name.limit, self.code]
         text = json.dumps(parts, sort_keys=True, default=lambda value: type(value).__qualname__)
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 

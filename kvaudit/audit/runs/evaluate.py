@@ -265,7 +265,7 @@ class Evaluator:
     ) -> list[Record]:
         """Return the records of a batch; ``known`` are prompts by item, ``logs`` is the folder of a harness's logs."""
         if isinstance(suite, Inspect):
-            return self._played(unit, suite, items, logs) if items else []
+            return self._play_in_inspect(unit, suite, items, logs) if items else []
         prompts = [known.setdefault(i.item_id, known.get(i.item_id) or item_prompt(self._model.chat, i)) for i in items]
         rows: Sequence[GradedRow | EngineAnswer] = ()
         if isinstance(unit.policy, Policy):
@@ -277,7 +277,7 @@ class Evaluator:
             rows = converse(session, self._model, suite, items, prompts, decoding, seeds, samples, thinks=thinks)
         return [self._record(unit, suite, row) for row in rows]
 
-    def _played(self, unit: Unit, suite: Inspect, items: Sequence[Item], logs: Path) -> list[Record]:
+    def _play_in_inspect(self, unit: Unit, suite: Inspect, items: Sequence[Item], logs: Path) -> list[Record]:
         """Return the records of items that Inspect plays with the unit's condition as its model."""
         part, model, at_once = self._spec.evaluate, self._packed, SAMPLES_AT_ONCE
         if isinstance(unit.policy, Policy):
@@ -288,9 +288,11 @@ class Evaluator:
             at_once = self._spec.engine(unit.policy.canonical).at_once
         drawn = {"temperature": part.temperature, "top_p": part.top_p, "max_tokens": suite.max_new_tokens}
         samples = part.samples_of(suite.name)
-        played = InspectUnit(suite, logs, self._serving(unit, suite), samples, drawn, partial(row_seed, part.seed))
-        with closing(BatchedModel(model.chat, model.max_positions, answer, at_once)) as asked:
-            return play_unit(played, items, asked)
+        inspect_unit = InspectUnit(
+            suite, logs, self._serving(unit, suite), samples, drawn, partial(row_seed, part.seed)
+        )
+        with closing(BatchedModel(model.chat, model.max_positions, answer, at_once)) as batched:
+            return play_unit(inspect_unit, items, batched)
 
     def _decoding(self, suite: Suite, items: Sequence[Item]) -> tuple[Decoding, list[int], int, bool]:
         """Return the decoding, a seed for every row, the number of rows per item, and whether answers have thoughts."""

@@ -30,7 +30,7 @@ from kvaudit.core.records import (
     Serving,
     UngradedAnswer,
 )
-from kvaudit.core.text import inline, one_line
+from kvaudit.core.text import inline, one_line, reason
 from kvaudit.suites.inspect_task import Inspect, messages_of
 from kvaudit.suites.task_family import TASK_ERRORS
 
@@ -68,7 +68,7 @@ def inspect_batches(items: Sequence[Item]) -> list[list[Item]]:
     return [list(items[start:end]) for start, end in zip(starts, ends, strict=True) if start < end]
 
 
-def play_unit(unit: InspectUnit, items: Sequence[Item], asked: BatchedModel) -> list[Record]:
+def play_unit(unit: InspectUnit, items: Sequence[Item], batched: BatchedModel) -> list[Record]:
     """Let Inspect play items and return a record for every sample; those of an earlier, unfinished log are kept.
 
     Raises the error of the condition if it fails, and RunError if Inspect does.
@@ -78,7 +78,7 @@ def play_unit(unit: InspectUnit, items: Sequence[Item], asked: BatchedModel) -> 
     rows = kept_samples(unit)
     due = [item for item in items if any((item.item_id, epoch) not in rows for epoch in epochs)]
     if due:
-        rows |= _play(unit, due, asked)
+        rows |= _play(unit, due, batched)
     return [_record(unit, item, epoch, rows[item.item_id, epoch]) for item in items for epoch in epochs]
 
 
@@ -112,7 +112,7 @@ def _by_item(unit: InspectUnit, samples: Sequence[Any]) -> Iterator[tuple[tuple[
         yield (f"{name}-{sample.id}", sample.epoch - 1), sample
 
 
-def _play(unit: InspectUnit, items: Sequence[Item], asked: BatchedModel) -> Rows:
+def _play(unit: InspectUnit, items: Sequence[Item], batched: BatchedModel) -> Rows:
     import copy
 
     import inspect_ai
@@ -125,14 +125,14 @@ def _play(unit: InspectUnit, items: Sequence[Item], asked: BatchedModel) -> Rows
     def seed_of(sample: str, epoch: int, turn: int) -> int:
         return turn_seed(unit.seed_of(by_sample[sample], epoch - 1), turn)
 
-    model = condition_model(unit.serving.policy.replace(",", ";"), asked, seed_of)
+    model = condition_model(unit.serving.policy.replace(",", ";"), batched, seed_of)
     data = MemoryDataset([task.samples[sample] for sample in by_sample], name=task.task.dataset.name)
     setup = task.task.setup
     steps = [note_sample(), *([] if setup is None else setup if isinstance(setup, list) else [setup])]
     played = inspect_ai.task_with(copy.copy(task.task), dataset=data, setup=steps)
     try:
         with task.at_home():
-            (log,) = inspect_ai.eval(
+            logs = inspect_ai.eval(
                 played,
                 model=model,
                 display="none",
@@ -142,6 +142,7 @@ def _play(unit: InspectUnit, items: Sequence[Item], asked: BatchedModel) -> Rows
                 metadata={_IDENTITY: unit.identity},
                 epochs=unit.samples,
                 fail_on_error=False,  # a sample that fails is unscored
+                message_limit=task.name.limit,
                 max_samples=SAMPLES_AT_ONCE,
                 max_connections=SAMPLES_AT_ONCE,
                 **unit.drawn,
@@ -150,12 +151,13 @@ def _play(unit: InspectUnit, items: Sequence[Item], asked: BatchedModel) -> Rows
     except AuditError:
         raise
     except TASK_ERRORS as error:
-        raise RunError(f"{task.name.label}: Inspect cannot run it ({_plain(error)})") from error
-    for fault in (asked.failure, model.api.fault):
+        raise RunError(f"{task.name.label}: Inspect cannot run it ({reason(error)})") from error
+    for fault in (batched.failure, model.api.fault):
         if fault is not None:
             raise fault
-    if log.status == "cancelled":
+    if not logs or logs[0].status == "cancelled":  # it catches Ctrl-C
         raise KeyboardInterrupt
+    log = logs[0]
     if log.status != "success" or log.samples is None:
         why = "no reason" if log.error is None else one_line(log.error.message)
         raise RunError(f"{task.name.label}: Inspect ended with {why}; finished work is kept: go on with --resume")
@@ -164,12 +166,6 @@ def _play(unit: InspectUnit, items: Sequence[Item], asked: BatchedModel) -> Rows
     if missing:
         raise RunError(f"{task.name.label}: Inspect's log lacks sample {missing[0][0]!r}; go on with --resume")
     return rows
-
-
-def _plain(error: BaseException) -> str:
-    from rich.text import Text
-
-    return one_line(Text.from_markup(str(error)).plain) or type(error).__name__
 
 
 # --- records ----------------------------------------------------------------------------------------------------------
@@ -185,7 +181,7 @@ def _record(unit: InspectUnit, item: Item, epoch: int, sample: Any) -> Record:
     finish = "error" if failed else _finish(sample)
     grade = unit.suite.grade_sample(sample, _fault(unit.suite, item, transcript, finish))
     usage = list((sample.model_usage or {}).values())
-    held, form = output_facts(sample.output)
+    use, form = output_facts(sample.output)
     answer = UngradedAnswer(
         sample_index=epoch,
         finish_reason=finish,
@@ -195,9 +191,9 @@ def _record(unit: InspectUnit, item: Item, epoch: int, sample: Any) -> Record:
         transcript=transcript,
         unanswered=failed or "",
         tool_form=form,
-        turns_read=READ_ANEW if held else SENT_WHOLE,
+        turns_read=READ_ANEW if use else SENT_WHOLE,
     )
-    return Record.of(unit.serving, item, grade, answer, CacheUse(**held))
+    return Record.of(unit.serving, item, grade, answer, CacheUse(**use))
 
 
 def _finish(sample: Any) -> str:

@@ -56,7 +56,7 @@ def output_facts(output: Any) -> tuple[dict[str, Any], str]:
     return about.get(_USE, {}), about.get(_FORM, "")
 
 
-class Asked(Protocol):
+class AnswerSource(Protocol):
     """What answers requests: a ``SamplingEngine`` or a ``BatchedModel``."""
 
     def submit(self, request: ChatRequest) -> tuple[int, PendingAnswers]:
@@ -67,9 +67,9 @@ class Asked(Protocol):
 
 
 class _KvauditModel(ModelAPI):  # type: ignore[misc]  # where Inspect is not installed it has no types
-    """A model whose ``generate`` hands the conversation, with its tools, to ``asked`` under the name ``served``."""
+    """A model whose ``generate`` hands the conversation, with its tools, to ``source`` under the name ``served``."""
 
-    asked: Asked
+    source: AnswerSource
     served: str
 
     async def generate(
@@ -101,7 +101,7 @@ class _KvauditModel(ModelAPI):  # type: ignore[misc]  # where Inspect is not ins
     async def answer(self, request: ChatRequest) -> ModelOutput:
         """Return the answer to a request."""
         # in threads, because rendering a template and reading calls may wait for another process
-        prompt, answers = await asyncio.to_thread(self.asked.submit, request)
+        prompt, answers = await asyncio.to_thread(self.source.submit, request)
         (choice,) = await asyncio.wrap_future(answers)
         if answers.reader is not None:
             choice = await asyncio.to_thread(answers.reader.read, choice)
@@ -134,7 +134,7 @@ class _KvauditModel(ModelAPI):  # type: ignore[misc]  # where Inspect is not ins
         self.close()
 
     def close(self) -> None:
-        self.asked.close()
+        self.source.close()
 
 
 class KvauditAPI(_KvauditModel):
@@ -154,7 +154,7 @@ class KvauditAPI(_KvauditModel):
         checkpoint, _, policy = model_name.partition("@")
         engine = SamplingEngine({_NAME: load_model_or_adapter(checkpoint, **{"dtype": "float32", **options})})
         policy = policy.replace(";", ",")  # Inspect would read a comma as the start of another model
-        self.asked, self.served = engine, f"{_NAME}@{policy or 'none'}"
+        self.source, self.served = engine, f"{_NAME}@{policy or 'none'}"
         engine.resolve(self.served)  # raises for an unknown policy
 
 
@@ -168,7 +168,7 @@ def kvaudit() -> type[ModelAPI]:
 
 
 @dataclass
-class _Playing:
+class _SampleTurns:
     """The sample that is played, and how many answers it has asked for."""
 
     sample: str
@@ -176,7 +176,7 @@ class _Playing:
     turns: int = 0
 
 
-_PLAYING: ContextVar[_Playing] = ContextVar("kvaudit_sample")  # of the coroutine that plays it
+_PLAYING: ContextVar[_SampleTurns] = ContextVar("kvaudit_sample")  # of the coroutine that plays it
 
 
 @solver  # type: ignore[untyped-decorator]
@@ -184,7 +184,7 @@ def note_sample() -> Solver:
     """Note which sample is played, for the seeds of its answers: the first step of every task that a run plays."""
 
     async def solve(state: TaskState, generate: Generate) -> TaskState:  # noqa: ARG001
-        _PLAYING.set(_Playing(str(state.sample_id), state.epoch))
+        _PLAYING.set(_SampleTurns(str(state.sample_id), state.epoch))
         return state
 
     return solve
@@ -232,11 +232,11 @@ def condition() -> type[ModelAPI]:
     return ConditionAPI
 
 
-def condition_model(name: str, asked: Asked, seed_of: Callable[[str, int, int], int]) -> Model:
-    """Return a model of Inspect that ``asked`` answers; its ``api`` is a ``ConditionAPI``."""
+def condition_model(name: str, source: AnswerSource, seed_of: Callable[[str, int, int], int]) -> Model:
+    """Return a model of Inspect that ``source`` answers; its ``api`` is a ``ConditionAPI``."""
     model = get_model(f"{_CONDITION}/{name}", memoize=False)
     # not as arguments of the model, which Inspect writes into its log
-    model.api.asked, model.api.seed_of, model.api.served = asked, seed_of, name
+    model.api.source, model.api.seed_of, model.api.served = source, seed_of, name
     return model
 
 
