@@ -1,1 +1,1 @@
-"""Attacks on what is near the outside: engines, keys, the server, folders, rows, foreign tasks; one file a section."""
+"""Attacks on what is near the outside: engines, keys, the server, folders, disks, rows, foreign tasks; one a file."""
