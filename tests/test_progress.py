@@ -82,3 +82,16 @@ def test_a_round_after_a_finished_part_has_an_estimate_of_its_own(now: list[floa
             bar.count("a", step)
             bar.show("asking")
     assert lines(said) == ["25% of round 1 done, ETA 30 s: asking"]
+
+
+def test_parts_that_come_after_all_others_are_done_have_an_estimate(now: list[float]) -> None:
+    said = io.StringIO()
+    with RunBar(Console(file=said, width=200)) as bar:
+        for name in ("a", "b"):
+            bar.expect([Part(name, 20)])
+            for step in range(1, 21):
+                now[0] += 1.0
+                bar.count(name, step)
+                if step < 20:
+                    bar.show("asking")
+    assert lines(said) == ["52% done, ETA 19 s: asking"]

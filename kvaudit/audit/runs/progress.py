@@ -53,6 +53,8 @@ class _Bar(Progress):
     def set_to(self, done: float, total: float) -> None:
         """Set the state without adding a sample to rich's estimate of the speed."""
         self.tasks[0].completed, self.tasks[0].total = done, total
+        if done < total:  # more parts after everything was done
+            self.tasks[0].finished_time = None
 
     def restart(self) -> None:
         """Count from zero again, also after everything was done, which rich would otherwise remember."""
