@@ -9,6 +9,7 @@ import shlex
 import shutil
 import signal
 import sys
+import threading
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -522,5 +523,11 @@ def test_a_folder_that_is_gone_while_a_command_works_is_one_line(
     assert "is gone: it was moved or deleted meanwhile; restore it and continue with: kvaudit run" in (
         capsys.readouterr().err
     )
+    going = tmp_path / "going"  # a deletion takes its files first
+    going.mkdir()
+    threading.Timer(0.2, going.rmdir).start()
+    with pytest.raises(typer.Exit), user_errors():
+        (going / "records.jsonl").read_bytes()
+    assert "is gone: it was moved or deleted meanwhile" in capsys.readouterr().err
     with pytest.raises(FileNotFoundError), user_errors():  # in a folder that is there: a fault of ours
         (tmp_path / "lost").read_bytes()

@@ -18,6 +18,7 @@ import os
 import pkgutil
 import shlex
 import signal
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field, fields, is_dataclass
@@ -186,12 +187,22 @@ def user_errors(*command: object) -> Iterator[None]:
         path = f" {str(error.filename)!r}" if error.filename else ""
         if error.errno == errno.ENAMETOOLONG:
             raise _fail(f"{path[1:81]} cannot be a path ({error.strerror}); give a shorter one") from None
-        if error.errno in _GONE and error.filename and not Path(error.filename).parent.exists():
+        if error.errno in _GONE and error.filename and _is_gone(Path(error.filename).parent):
             more = f" and continue with: {hint}" if hint else ""
             raise _fail(f"the folder of{path} is gone: it was moved or deleted meanwhile; restore it{more}") from None
         if error.errno not in _DISK_ERRORS:
             raise
         raise _fail(f"cannot write{path} ({error.strerror}){kept}") from None
+
+
+def _is_gone(folder: Path) -> bool:
+    """Return whether a folder is gone, or goes within a second: it is deleted file by file."""
+    until = time.monotonic() + 1.0
+    while is_there := folder.exists():
+        if time.monotonic() >= until:
+            break
+        time.sleep(0.05)
+    return not is_there
 
 
 def _fail(message: str, lines: Sequence[str] = (), code: int = USAGE) -> typer.Exit:
