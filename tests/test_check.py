@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import shutil
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +14,7 @@ from suite_world import write_rows
 from typer.testing import CliRunner
 
 from kvaudit.audit.cli import app
+from kvaudit.audit.commands.check import CheckOptions
 from kvaudit.audit.engines import ENGINES
 from kvaudit.audit.runs.pilot import impossible
 from kvaudit.audit.runs.question import (
@@ -320,6 +321,16 @@ def test_a_loss_is_told_with_both_rates_and_what_changes_by_itself(tmp_path: Pat
         "report: runs/x/report/report.html, card: runs/x/report/card.md",
         "next: kvaudit view runs/x",
     ]
+
+
+@pytest.mark.parametrize("name", [field.name for field in fields(CheckOptions)])
+def test_the_command_of_a_check_names_every_option(name: str) -> None:
+    values = {"settings": ["a=1", "b=2"], "minutes": 3.0, "seed": 7, "data": Path("rows")}
+    value = values.get(name, True if name in ("made_up", "sums", "long") else "x")
+    words = CheckOptions(**{name: value}).command("model").split()
+    assert words[:3] == ["kvaudit", "check", "model"]
+    option = "--set" if name == "settings" else f"--{name.replace('_', '-')}"
+    assert words.count(option) == (2 if name == "settings" else 1)
 
 
 def test_what_is_open_ends_with_one_command_and_advises_no_rows(tmp_path: Path) -> None:

@@ -122,11 +122,14 @@ class CheckOptions:
             ("--engine", self.engine),
             ("--kv", self.kv),
             *(("--set", text) for text in self.settings or ()),
+            ("--python", self.python),
+            ("--weights", self.weights),
             ("--policy", self.policy),
             ("--reference", self.reference),
             ("--candidate", self.candidate),
             ("--minutes", None if self.minutes is None else f"{self.minutes:g}"),
             ("--seed", None if self.seed is None else str(self.seed)),
+            ("--data", None if self.data is None else str(self.data)),
         )
         words = [word for name, value in named if value is not None for word in (name, value)]
         named_flags = (("--made-up", self.made_up), ("--sums", self.sums), ("--long", self.long))
