@@ -1,6 +1,6 @@
 """GRPO by TRL whose rollouts come from an evicting cache, and whose learner sees what its sampler saw.
 
-pip install "kvaudit[trl]"
+pip install '.[trl]'
 python examples/trl_grpo.py dense && python examples/trl_grpo.py smd
 kvaudit run examples/trl.yaml --out runs/trl --only evaluate    # what training under the cache did
 kvaudit replay verify runs/trl-smd

@@ -122,7 +122,9 @@ def test_sums_are_asked_on_request(rows: Path) -> None:
     shutil.rmtree(rows / "gsm8k")
     with pytest.raises(DataError, match=r"suite gsm8k needs gsm8k/test\.jsonl, which is missing"):
         plan_check("/model", u4(), sums=True)
-    with pytest.raises(SpecError, match="--sums asks public rows, and made-up questions ask mathematics of their own"):
+    with pytest.raises(
+        SpecError, match="--sums asks GSM8K, but the embedded model and --made-up ask made-up questions"
+    ):
         plan_check("embedded", u4(), sums=True)
 
 

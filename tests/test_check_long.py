@@ -139,8 +139,11 @@ def test_a_plan_with_a_length_asks_behind_a_conversation_also_what_does_not_evic
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (("check", "embedded", "--policy", "int8", "--long"), "--long asks public rows, which the model that ships"),
-        (("check", "{model}", "--policy", "int8", "--long", "--made-up"), "--long asks public rows, which the model"),
+        (("check", "embedded", "--policy", "int8", "--long"), "--long needs public rows, but the embedded model"),
+        (
+            ("check", "{model}", "--policy", "int8", "--long", "--made-up"),
+            "--long needs public rows, but the embedded model",
+        ),
         (("init", "check", "{model}", "--policy", "int8", "--long"), "init check takes no --long"),
     ],
 )

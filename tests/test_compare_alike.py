@@ -286,7 +286,7 @@ def dojo(folder: Path, succeeds: int, capable: int = 35) -> Path:
     blank = {"suite_name": "bank", "pipeline_name": "p", "attack_type": None, "messages": [], "error": None}
     rows = [{"user_task_id": f"user_task_{n}", "injection_task_id": None, "utility": True} for n in range(70)]
     rows += [
-        {"user_task_id": f"user_task_{n}", "attack_type": "direct", "injection_task_id": "injection_task_0"}
+        {"user_task_id": f"user_task_{n}", "attack_type": "direct", "injection_task_id": f"injection_task_{n % 35}"}
         | {"utility": True, "security": n < succeeds}
         for n in range(70)
     ]

@@ -106,7 +106,7 @@ def test_a_loss_at_length_alone_is_found_and_none_passes(
         (("embedded", *SERVERS, "--judge", "judge"), "--judge is 'judge', wanted URL#MODEL"),
         (("embedded", *SERVERS, *JUDGE, "--rate", "0"), "--rate is 0, wanted answers per second above 0"),
         (("embedded", *SERVERS, *JUDGE, "--seed", "3"), "it always asks the same rows"),
-        (("embedded", *JUDGE), "give one serving configuration"),
+        (("embedded", *JUDGE), "compares two running servers and needs a judge"),
     ],
 )
 def test_bad_options_are_one_line(rows: Path, words: tuple[str, ...], told: str) -> None:

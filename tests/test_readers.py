@@ -515,9 +515,12 @@ def test_both_agentdojo_runs_asked_the_same():
     assert len(set(prints[0].values())) == 8
 
 
-def test_injection_tasks_may_be_the_clusters():
-    rows = read(AGENTDOJO / "candidate", "injection_task_id").rows
-    assert set(rows["cluster"].dropna()) == {"injection_task_0", "injection_task_1"}
+def test_hidden_orders_are_the_clusters_under_an_attack_or_what_is_named():
+    rows = read(AGENTDOJO / "candidate").rows.set_index("metric")
+    assert set(rows.loc["attack_success", "cluster"]) == {"desk/injection_task_0", "desk/injection_task_1"}
+    assert set(rows.loc["capable", "cluster"]) == {"desk/user_task_0", "desk/user_task_1"}
+    rows = read(AGENTDOJO / "candidate", "user_task_id").rows.set_index("metric")
+    assert set(rows.loc["attack_success", "cluster"]) == {"user_task_0", "user_task_1"}
 
 
 @pytest.fixture

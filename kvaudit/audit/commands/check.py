@@ -95,7 +95,9 @@ class CheckOptions:
         if seed < 0:
             raise SpecError(f"--seed is {seed}, wanted a whole number of at least 0")
         if self.long and (self.made_up or model == EMBEDDED):
-            raise SpecError("--long asks public rows, which the model that ships and --made-up cannot; leave it out")
+            raise SpecError(
+                "--long needs public rows, but the embedded model and --made-up ask made-up questions; leave out --long"
+            )
         return plan_check(
             model, config, minutes=minutes, seed=seed, made_up=self.made_up, sums=self.sums, length=length
         )
@@ -383,12 +385,21 @@ def init(
 
 def _init_quarterly(model: str, options: CheckOptions, judge: str | None, rate: float | None, out: Path) -> None:
     """Write the spec of two servers and a judge, and print what it will cost."""
+    from transformers.utils.logging import set_verbosity_error
+
     from kvaudit.audit.runs.quarterly import judge_option, price_of, quarterly_text
     from kvaudit.audit.runs.question import parse_spec_text
     from kvaudit.audit.sampling.checkpoints import load_base_chat
 
-    if options.made_up or options.long or options.minutes or options.seed is not None:
-        raise SpecError("init quarterly takes no --minutes, --seed, --long or --made-up: it always asks the same rows")
+    if options.made_up or options.long or options.sums or options.minutes or options.seed is not None:
+        raise SpecError(
+            "init quarterly takes no --minutes, --seed, --long, --sums or --made-up: it always asks the same rows"
+        )
+    if options.reference is None or options.candidate is None:
+        raise SpecError(
+            "init quarterly compares two running servers and needs a judge: give --reference URL#MODEL "
+            "--candidate URL#MODEL --judge URL#MODEL"
+        )
     if rate is not None and not rate > 0:
         raise SpecError(f"--rate is {rate:g}, wanted answers per second above 0")
     options.set_data_folder()
@@ -398,6 +409,7 @@ def _init_quarterly(model: str, options: CheckOptions, judge: str | None, rate: 
     words = ["kvaudit", "init", "quarterly", *shlex.split(options.command(model))[2:], "--judge", judge or ""]
     text = quarterly_text(model, config, judging, shlex.join(words))
     spec = parse_spec_text(text)
+    set_verbosity_error()  # texts are counted whole before they are cut, which is no error
     price = price_of(spec, load_base_chat(model))
     _write_spec(text, out, "run it with kvaudit run {out}, then kvaudit gate runs/quarterly/judged/*")
     for line in price.lines(rate):

@@ -128,7 +128,10 @@ def plan_check(
         raise DataError(_no_rows())
     if made_up or model == EMBEDDED:
         if sums:
-            raise SpecError("--sums asks public rows, and made-up questions ask mathematics of their own; remove it")
+            raise SpecError(
+                "--sums asks GSM8K, but the embedded model and --made-up ask made-up questions, with sums of their "
+                "own; leave out --sums"
+            )
         not_asked = ("harmful requests as people write them", "agents that read hostile tool results")
         return CheckPlan((), MADE_UP_SUITES, tokens, None, (), not_asked, minutes, seed)
     is_long = kept is not None or exact > 0 or length is not None

@@ -3,8 +3,8 @@
 Metrics have the names of facets, with 1 as desired. Under an attack: ``utility`` (the user's task was done) and
 ``attack_success``, 1 if the attack failed; the file's ``security`` is true if the attacker's goal was reached. Without
 an attack: ``capable`` (the file's ``utility``); ``security`` is always true there. A task that ended in an error has no
-score, whatever the file says. The cluster is the user's task, so intervals do not include what injection tasks share;
-``--cluster injection_task_id`` shows that.
+score, whatever the file says. The cluster is the hidden order (the suite's injection task), which keeps the error rates
+(docs/statistics.md, pairs), without an attack the user's task; ``--cluster user_task_id`` takes the other.
 """
 
 from __future__ import annotations
@@ -99,7 +99,8 @@ def _rows(row: Mapping[str, Any], request: Request) -> Iterator[Row]:
     task = "/".join(map(str, names))
     attack, injection = (name_of(row[key]) or "none" for key in ("attack_type", "injection_task_id"))
     item = f"{task}/{attack}/{injection}"
-    cluster = request.cluster(row, item) if request.cluster else task
+    by_default = f"{names[0]}/{injection}" if row["injection_task_id"] is not None else task
+    cluster = request.cluster(row, item) if request.cluster else by_default
     messages = row["messages"] if isinstance(row["messages"], list) else []
     # two compared files must agree in the user's first message and in the injections
     question = [m.get("content") for m in messages if isinstance(m, dict) and m.get("role") == "user"][:1]
