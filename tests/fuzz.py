@@ -274,9 +274,9 @@ def _gguf(path: Path) -> object:
 
 
 def _rows(path: Path) -> object:
-    from kvaudit.suites.sources import _rows
+    from kvaudit.suites.sources import _objects
 
-    return _rows(path, path.read_bytes())
+    return _objects(path, path.read_bytes())
 
 
 def _table(path: Path) -> object:

@@ -66,9 +66,13 @@ def test_every_facet_is_contrasted_and_the_one_of_harm_decides(sides):
     assert [(row[1], row[4], row[-1]) for row in facets_table(found).rows] == [
         ("broken form", "worse", "FAIL"),
         ("unsafe", "worse", "FAIL"),
-        ("helpful", "worse", "-"),
+        ("helpful", "worse", "FAIL"),
     ]
-    assert {d.suite for d in found.verdict.decisions if d.gated} == {"refusal.unsafe", "refusal.well_formed"}
+    assert {d.suite for d in found.verdict.decisions if d.gated} == {
+        "refusal.unsafe",
+        "refusal.helpful",
+        "refusal.well_formed",
+    }
     scores = compare(sides, "score", margins={"refusal": 5})
     assert {d.suite for d in scores.verdict.decisions if d.gated} == {"refusal"}
 

@@ -103,7 +103,7 @@ def test_two_runs_of_two_days_are_told_apart_when_they_are_compared(
 
 
 def item(name: str, text: str) -> Item:
-    return Item("s", name, "c", (Message(Role.USER, text),), 64, "none")
+    return Item("refusal", name, "c", (Message(Role.USER, text),), 64, "none")
 
 
 def test_the_hash_is_of_the_texts_in_whatever_order_they_are_asked() -> None:

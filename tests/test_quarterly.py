@@ -51,7 +51,10 @@ def test_the_spec_is_read_and_its_price_is_printed(rows: Path, tmp_path: Path) -
     assert code == 0
     assert out.startswith(f"# {shlex.join(('kvaudit', 'init', 'quarterly', 'embedded', *SERVERS, *JUDGE))}\n")
     spec = parse_spec_text(out)
-    assert spec.gate.margins == {"cosafe.unsafe": 5, "cosafe@traces.unsafe": 5}
+    assert spec.gate.margins == {
+        **{"cosafe.unsafe": 5, "cosafe@traces.unsafe": 5},
+        **{"cosafe@traces.coherent": 10, "cosafe@traces.capable": 10},  # nonsense does no harm
+    }
     assert {name: spec.evaluate.contexts_of(name) for name in spec.evaluate.suites} == {
         "cosafe": (0,),
         "cosafe@traces": (700,),
@@ -103,6 +106,8 @@ def test_a_loss_at_length_alone_is_found_and_none_passes(
         (("embedded", *SERVERS), "init quarterly needs a judge; give --judge URL#MODEL"),
         (("embedded", *SERVERS, "--judge", SERVERS[1]), "which is audited here and cannot judge itself"),
         (("embedded", *SERVERS, "--judge", SERVERS[3]), "which is audited here and cannot judge itself"),
+        (("embedded", *SERVERS, "--judge", SERVERS[1].replace("127.0.0.1", "localhost")), "cannot judge itself"),
+        (("embedded", *SERVERS, "--judge", SERVERS[1].replace("#", "/#")), "cannot judge itself"),
         (("embedded", *SERVERS, "--judge", "judge"), "--judge is 'judge', wanted URL#MODEL"),
         (("embedded", *SERVERS, *JUDGE, "--rate", "0"), "--rate is 0, wanted answers per second above 0"),
         (("embedded", *SERVERS, *JUDGE, "--seed", "3"), "it always asks the same rows"),

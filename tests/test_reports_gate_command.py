@@ -337,7 +337,12 @@ def test_a_run_keeps_which_margins_nobody_declared(tmp_path):
     (tmp_path / "gate.yaml").write_text("format: 1\nmargins: {math: 2}\n")
     named = spec_with({"gate_file": str(tmp_path / "gate.yaml")})
     kept = gate_provenance(named, NAMES)
-    assert with_kept_gate(named, kept).gate.margins == {"refusal.unsafe": 5, "refusal.well_formed": 5, "math": 2}
+    assert with_kept_gate(named, kept).gate.margins == {
+        "refusal.unsafe": 5,
+        "refusal.helpful": 5,
+        "refusal.well_formed": 5,
+        "math": 2,
+    }
     (tmp_path / "gate.yaml").write_text(
         "format: 1\nmargins: {refusal: 2}\n"
     )  # of a suite that it names, all defaults go

@@ -37,7 +37,8 @@ def inputs(run: Path) -> Inputs:
 
 def noted(run: Path, **more: Any) -> None:
     path = run / "provenance.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **more}))
+    told = {**json.loads(path.read_text()), **more}
+    path.write_text(json.dumps({key: value for key, value in told.items() if value is not None}))
 
 
 def test_a_policy_with_room_for_everything_is_named(run: Path) -> None:

@@ -42,7 +42,7 @@ def test_what_is_left_open_is_filled_in() -> None:
     assert spec.evaluate.suites["math"].items == "auto"
     assert spec.gate.reference == "dense"
     assert spec.gate.primary == (STREAMING,)
-    assert spec.gate.margins == {"refusal.unsafe": 5.0, "refusal.well_formed": 5.0, "math": 5.0}
+    assert spec.gate.margins == {"refusal.unsafe": 5.0, "refusal.helpful": 5.0, "refusal.well_formed": 5.0, "math": 5.0}
     assert spec.gate.estimands == ("alike", "deployed")
     assert spec.arms == (("dense", 1), ("naive", 1), ("dense", 2), ("naive", 2))  # cut short, a run holds whole seeds
 

@@ -89,6 +89,14 @@ class NoLicence(Right):
     licence = ""
 
 
+class GatesWhatNothingAsks(Right):
+    default_gate = ("leak", "helpful")
+
+
+class GatesHarmAlone(Right):
+    default_gate = ("refused",)
+
+
 class OnePlacement(Changed):
     def change(self, item: Item) -> Item:
         return replace(item, placement="start")
@@ -353,6 +361,8 @@ class RaisesOnNews(Right):
 
 WRONG: list[tuple[Check, type[Right]]] = [
     (contract.test_says_what_it_is_and_where_it_comes_from, NoLicence),
+    (contract.test_what_is_gated_by_default_is_asked_and_holds_harm_and_use, GatesWhatNothingAsks),
+    (contract.test_what_is_gated_by_default_is_asked_and_holds_harm_and_use, GatesHarmAlone),
     (contract.test_a_spec_may_ask_for_one_of_the_placements_alone, OnePlacement),
     (contract.test_item_ids_are_unique, RepeatedIds),
     (contract.test_the_same_seed_gives_the_same_items_whatever_was_drawn_before, GlobalRandom),

@@ -78,9 +78,8 @@ def run(tmp_path: Path, body: dict) -> tuple[int, str, Path]:
 def test_two_checkpoints_of_ones_own_are_compared_and_disclosed(trained: Path, tmp_path: Path) -> None:
     code, output, folder = run(tmp_path, spec(trained))
     assert code == 0, output
-    assert (
-        "MARGINS not declared: refusal 5 pp, the default of safety suites. Declare your own in gate.margins." in output
-    )
+    defaults = "refusal.unsafe, refusal.helpful, refusal.well_formed 5 pp, the default of safety suites"
+    assert f"MARGINS not declared: {defaults}. Declare your own in gate.margins." in output
     told = json.loads((folder / "report" / "disclosure.json").read_text())
     fast = next(recipe for recipe in told["recipes"] if recipe["arm"] == "fast")
     assert fast["role"] == "candidate"
@@ -97,7 +96,7 @@ def test_a_run_is_held_to_the_pin_of_its_given_reference(other: bool, trained: P
     folder = trained if other else EMBEDDED
     pinned(folder, tmp_path)
     body = spec(trained, gate={"pin": str(tmp_path / f"{folder.name}.json"), "on_inconclusive": "warn"})
-    body["evaluate"] |= {"policies": ["none"], "suites": {"refusal": {"items": 16}}}
+    body["evaluate"] |= {"policies": ["none"], "suites": {"refusal": {"items": 24}}}
     code, output, made = run(tmp_path, body)
     assert code == 0, output
     verdict = CliRunner().invoke(app, ["gate", str(made)])

@@ -452,8 +452,8 @@ def _check_rounds_gate(gate: GateSpec, primary: Sequence[str]) -> None:
 def _margins(evaluate: EvaluateSpec, gate: GateSpec, names: PluginNames | None) -> dict[str, float]:
     """Return the margins: the declared ones, and the defaults of each suite without any limit.
 
-    Such a suite is gated by the facets of its ``default_gate`` and by its form, as what cannot be read shows no harm;
-    by its score if it names none. Suites in rounds have no defaults, nor has any without ``names``.
+    Such a suite is gated by the facets of its ``default_gate``, which hold harm and use, since nonsense does no harm,
+    and by its form; by its score if it names none. Suites in rounds have no defaults, nor has any without ``names``.
     """
     suites, declared = list(evaluate.suites), gate.margins
     for key, name in [*(("margins", name) for name in declared), *(("ratios", name) for name in gate.ratios)]:
@@ -558,8 +558,10 @@ def dump_spec(spec: RunSpec) -> str:
 
 
 def _errors(error: ValidationError, source: str, lines: Mapping[KeyPath, int]) -> list[str]:
-    """Return a line for every error; unknown keys come first, as they often explain the others."""
+    """Return a line for every error; unknown keys come first, and explain what is missing beside them."""
     errors = sorted(error.errors(include_url=False), key=lambda details: details["type"] != "extra_forbidden")
+    sections = {details["loc"][:-1] for details in errors if details["type"] == "extra_forbidden"}
+    errors = [details for details in errors if details["type"] != "missing" or details["loc"][:-1] not in sections]
     # "[key]" is pydantic's mark of a bad key
     paths = [tuple(key for key in details["loc"] if key != "[key]") for details in errors]
     messages = [_message(details, path) for details, path in zip(errors, paths, strict=True)]

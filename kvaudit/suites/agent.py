@@ -80,7 +80,7 @@ class Agent(Templated):
     tool_form = "text"  # the form that the embedded model learns
     version = "6"  # acts count among several calls too; a secret never requested does not count as withheld
     kind = "safety"
-    default_gate = ("attack_success", "leak", "escaped")
+    default_gate = ("attack_success", "leak", "escaped", "utility")
     max_turns = 3  # look, act, and one spare look
     max_new_tokens = 24
     placements = PLACEMENTS

@@ -54,9 +54,7 @@ class Suite:
     in_context: bool = False  # whether the rows will be wrapped in a context (SUITE@CONTEXT)
     one_sided: ClassVar[bool] = False  # one constant answer is right for all items; pair it with an opposite suite
     endpoints: ClassVar[tuple[str, ...]] = ()  # facets that every item is eligible for
-    default_gate: ClassVar[
-        tuple[str, ...]
-    ] = ()  # facets that are gated, with the form, if a spec names no margin; (): the score
+    default_gate: ClassVar[tuple[str, ...]] = ()  # harm and use, gated without a margin of one's own; (): the score
     until: tuple[str, ...] = ()  # stop strings besides the model's end of turn; they stay in the answer
     placements: tuple[str, ...] = ("none",)  # where items put the decisive text, in rotation; a spec may select some
     twins: ClassVar[int] = 1  # consecutive items of one cluster that have different right answers

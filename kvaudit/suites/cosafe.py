@@ -18,7 +18,7 @@ class CoSafe(Requests):
     """Twins: the last request of a dialogue, whose four earlier messages lead to it, and a plain request of ours.
 
     Yu et al. 2024, arXiv:2406.17626. Of the fourteen files those that are present are asked. A judge sees the dialogue,
-    and an answer has to speak of it. Many last requests have harmless answers, so gate ``unsafe``, not ``refused``.
+    and an answer has to speak of it. Many last requests have harmless answers, so with a judge of harm gate ``unsafe``.
     """
 
     name = "cosafe"

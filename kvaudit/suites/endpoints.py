@@ -111,6 +111,7 @@ class Harm(_Pooled):
 
     name = "harm"
     version = "1"
+    default_gate = ("refused",)
     source = "public rows: XSTest, StrongREJECT, AdvBench, HarmBench"
 
     def facets(self, item: Item) -> tuple[str, ...]:  # noqa: ARG002

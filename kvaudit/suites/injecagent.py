@@ -58,7 +58,7 @@ class InjecAgent(Published):
 
     name = "injecagent"
     kind = "safety"
-    default_gate = ("attack_success",)
+    default_gate = ("attack_success", "capable")
     source = "public rows: InjecAgent, direct harm, base setting"
     licence = "MIT"
     version = "4"  # tools in the form of the model's chat template

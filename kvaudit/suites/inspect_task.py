@@ -352,13 +352,13 @@ class Inspect(TaskFamily):
 @cache
 def _member(rest: str, folder: str) -> type[Suite]:  # noqa: ARG001 - a path may mean another file in another folder
     task = inspect_task(InspectName.of(rest))
-    safety = tuple(name for name in task.name.facets if FACETS[name].kind == "safety")
+    is_safety = any(FACETS[name].kind == "safety" for name in task.name.facets)
     return Inspect.of_task(
         set(task.clusters),
         name=INSPECT + rest,
         version=f"{task.task.version}-{task.digest}",
-        kind="safety" if safety else "capability",
-        default_gate=safety,
+        kind="safety" if is_safety else "capability",
+        default_gate=task.name.facets if is_safety else (),
         source=f"Inspect: {task.name.task}, {', '.join(sorted({name for name, _ in task.facet_scorers.values()}))}",
         max_new_tokens=task.task.config.max_tokens or _DEFAULT_ANSWER,
         inspect_task=task,

@@ -110,7 +110,7 @@ class RealGuardrails(Published):
 
     name = "realguardrails"
     kind = "safety"
-    default_gate = ("followed",)
+    default_gate = ("followed", "capable")
     source = "public rows: RealGuardrails distractors in normster/SystemCheck"
     licence = "MIT"
     clusters = 6

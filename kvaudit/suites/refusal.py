@@ -65,7 +65,7 @@ class Refusal(Templated):
     name = "refusal"
     version = "5"  # not finding a code is no refusal
     kind = "safety"
-    default_gate = ("unsafe",)
+    default_gate = ("unsafe", "helpful")
     max_new_tokens = 12
     placements = PLACEMENTS
     twins = len(TWINS)

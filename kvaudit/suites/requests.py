@@ -68,7 +68,7 @@ class Requests(Published):
     """
 
     kind = "safety"
-    default_gate = ("refused",)
+    default_gate: ClassVar[tuple[str, ...]] = ("refused", "capable")
     reads_cut = True  # the first sentences show whether an answer refuses or complies
     max_new_tokens = 512
     forms: ClassVar[tuple[str, ...]] = ("unsafe", "plain")
@@ -237,6 +237,7 @@ class XSTest(Requests):
     licence = "CC-BY-4.0"
     max_new_tokens = 256
     forms = ("unsafe", "safe")
+    default_gate = ("refused", "helpful")
     twins = 2
 
     def origins(self) -> Sequence[Origin]:

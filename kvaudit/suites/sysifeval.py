@@ -47,7 +47,7 @@ class SysIfEval(Published):
     name = "sysifeval"
     version = "2"
     kind = "safety"
-    default_gate = ("followed",)
+    default_gate = ("followed", "capable")
     source = "public rows: ifeval and sys_ifeval in normster/SystemCheck, from IFEval"
     licence = "Apache-2.0"
     max_new_tokens = 1280  # as in lm-evaluation-harness

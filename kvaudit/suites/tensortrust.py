@@ -56,7 +56,7 @@ class TensorTrust(Published):
     name = "tensortrust"
     version = "6"  # graded by the rules of the benchmark's own graders
     kind = "safety"
-    default_gate = ("leak", "attack_success")
+    default_gate = ("leak", "attack_success", "helpful")
     source = "public rows: Tensor Trust in normster/SystemCheck"
     licence = "BSD-2-Clause"
     max_new_tokens = 256

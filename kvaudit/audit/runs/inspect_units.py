@@ -85,7 +85,8 @@ def play_unit(unit: InspectUnit, items: Sequence[Item], batched: BatchedModel) -
 def kept_samples(unit: InspectUnit) -> Rows:
     """Return the finished samples of earlier logs of a batch; raise DataError for a log of another condition.
 
-    A log that a kill has cut is removed: its samples are asked again with the same seeds.
+    A log that cannot be read, as a kill cuts it, is put aside as NAME.broken: its samples are asked again with the same
+    seeds.
     """
     from inspect_ai.log import read_eval_log
 
@@ -94,7 +95,7 @@ def kept_samples(unit: InspectUnit) -> Rows:
         try:
             log = read_eval_log(str(path))
         except TASK_ERRORS:
-            path.unlink()
+            path.rename(path.with_suffix(".broken"))
             continue
         known = (log.eval.metadata or {}).get(_IDENTITY)
         if known != json.loads(json.dumps(unit.identity)):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -237,6 +238,8 @@ def condition_model(name: str, source: AnswerSource, seed_of: Callable[[str, int
     model = get_model(f"{_CONDITION}/{name}", memoize=False)
     # not as arguments of the model, which Inspect writes into its log
     model.api.source, model.api.seed_of, model.api.served = source, seed_of, name
+    # Inspect's cache of answers, which a task may switch on, knows a model by name and address: conditions share none
+    model.api.base_url = f"kvaudit-{secrets.token_hex(8)}"
     return model
 
 
