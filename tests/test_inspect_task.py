@@ -341,14 +341,23 @@ def test_samples_of_an_earlier_log_are_not_asked_again_and_failed_ones_are(tmp_p
 
 
 @needs_inspect
-def test_a_half_written_log_is_removed_and_its_samples_are_asked_again(tmp_path: Path) -> None:
+def test_a_half_written_log_is_put_aside_and_its_samples_are_asked_again(tmp_path: Path) -> None:
     first = Played(tmp_path, "door", says_target)
     (log,) = tmp_path.rglob("*.eval")
     log.write_bytes(log.read_bytes()[: log.stat().st_size // 2])
     second = Played(tmp_path, "door", says_target)
     assert len(second.asked) == 2
     assert not log.exists()
+    assert log.with_suffix(".broken").exists()
     assert [r.transcript for r in second.records] == [r.transcript for r in first.records]
+
+
+@needs_inspect
+def test_the_cache_of_a_task_is_not_shared_between_conditions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("INSPECT_CACHE_DIR", str(tmp_path / "cache"))
+    one, other = (Played(tmp_path / word, "door_cached", lambda _, word=word: word) for word in ("wolf", "owl"))
+    assert (len(one.asked), len(other.asked)) == (2, 2)
+    assert {record.transcript[-1].content for record in other.records} == {"owl"}
 
 
 @needs_inspect
