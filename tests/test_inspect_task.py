@@ -358,6 +358,7 @@ def test_the_cache_of_a_task_is_not_shared_between_conditions(tmp_path: Path, mo
     one, other = (Played(tmp_path / word, "door_cached", lambda _, word=word: word) for word in ("wolf", "owl"))
     assert (len(one.asked), len(other.asked)) == (2, 2)
     assert {record.transcript[-1].content for record in other.records} == {"owl"}
+    assert {record.new_tokens for record in other.records} == {1}
 
 
 @needs_inspect

@@ -173,7 +173,7 @@ def _play(unit: InspectUnit, items: Sequence[Item], batched: BatchedModel) -> Ro
 
 
 def _record(unit: InspectUnit, item: Item, epoch: int, sample: Any) -> Record:
-    from kvaudit.audit.serving.harness.inspect_model import output_facts
+    from kvaudit.audit.serving.harness.inspect_model import CONDITION, output_facts
 
     transcript = messages_of(sample.messages)
     if not any(message.role is Role.ASSISTANT for message in transcript):
@@ -181,13 +181,14 @@ def _record(unit: InspectUnit, item: Item, epoch: int, sample: Any) -> Record:
     failed = None if sample.error is None else inline(one_line(sample.error.message)) or "the sample failed"
     finish = "error" if failed else _finish(sample)
     grade = unit.suite.grade_sample(sample, _fault(unit.suite, item, transcript, finish))
-    usage = list((sample.model_usage or {}).values())
+    # not the tokens of judges and other models that the task asks
+    asked = [entry for model, entry in (sample.model_usage or {}).items() if model.startswith(f"{CONDITION}/")]
     use, form = output_facts(sample.output)
     answer = UngradedAnswer(
         sample_index=epoch,
         finish_reason=finish,
         prompt_tokens=sample.output.usage.input_tokens if sample.output and sample.output.usage else 0,
-        new_tokens=sum(entry.output_tokens for entry in usage),
+        new_tokens=sum(entry.output_tokens for entry in asked),
         seconds=sample.total_time or 0.0,
         transcript=transcript,
         unanswered=failed or "",

@@ -224,10 +224,10 @@ class ConditionAPI(_KvauditModel):
         return await self.answer(replace(self.request(input, tools, tool_choice, config), seed=seed))
 
 
-_CONDITION = "kvaudit-condition"
+CONDITION = "kvaudit-condition"
 
 
-@modelapi(name=_CONDITION)  # type: ignore[untyped-decorator]
+@modelapi(name=CONDITION)  # type: ignore[untyped-decorator]
 def condition() -> type[ModelAPI]:
     """Return the class of conditions, which only a run makes."""
     return ConditionAPI
@@ -235,7 +235,7 @@ def condition() -> type[ModelAPI]:
 
 def condition_model(name: str, source: AnswerSource, seed_of: Callable[[str, int, int], int]) -> Model:
     """Return a model of Inspect that ``source`` answers; its ``api`` is a ``ConditionAPI``."""
-    model = get_model(f"{_CONDITION}/{name}", memoize=False)
+    model = get_model(f"{CONDITION}/{name}", memoize=False)
     # not as arguments of the model, which Inspect writes into its log
     model.api.source, model.api.seed_of, model.api.served = source, seed_of, name
     # Inspect's cache of answers, which a task may switch on, knows a model by name and address: conditions share none
