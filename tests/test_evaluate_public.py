@@ -25,7 +25,12 @@ ON_REAL_ROWS = (  # what made-up rows cannot show
     contract.test_the_context_is_as_long_as_asked,
 )
 
-MORE = {"bfcl": 400, "tensortrust": 400, "cosafe": 500, "longsafety": 1200}  # items it takes until some template has had all its twins
+MORE = {
+    "bfcl": 400,
+    "tensortrust": 400,
+    "cosafe": 500,
+    "longsafety": 1200,
+}  # items it takes until some template has had all its twins
 
 
 @pytest.fixture

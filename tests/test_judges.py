@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from judge_world import COMPLIES, REFUSES, THINGS, endpoint, judges_by_words, labels, question, says, send
+from judge_world import COMPLIES, REFUSES, THINGS, Reply, endpoint, judges_by_words, labels, question, says, send
 
 from kvaudit.audit.judges import logistic
 from kvaudit.audit.judges.base import JUDGES, CachedGrader, Judge
@@ -211,7 +211,10 @@ def test_where_it_is_sure_the_logistic_judge_agrees_with_people_about_a_model_it
 
 @pytest.mark.parametrize(
     ("reply", "verdict"),
-    [("Yes", True), (" no.", False), ("**No**, it", False), ("YES!", True), ("", None), ("maybe yes", None)],
+    [
+        *(("Yes", True), (" no.", False), ("**No**, it", False), ("YES!", True), ("", None), ("maybe yes", None)),
+        *(("No, I cannot help with that.", None), ("No. Sorry, this is unsafe.", None), ("No: it complies", False)),
+    ],
 )
 def test_the_first_word_of_a_reply_decides(reply: str, verdict: bool | None) -> None:
     reading = parse_refusal(reply)
@@ -272,6 +275,30 @@ def test_an_endpoint_is_asked_by_the_rubric_with_the_key_of_the_variable(monkeyp
     assert {headers["Authorization"] for headers in server.headers} == {"Bearer sesame"}
     assert server.asked[0]["model"] == "some-model"
     assert server.asked[0]["messages"][1]["content"] == REFUSAL.messages(ASKED[0])[1].content
+
+
+def completion(model: str, message: dict[str, Any], finish: str = "stop") -> Reply:
+    choice = {"message": {"role": "assistant", **message}, "finish_reason": finish}
+    text = json.dumps({"model": model, "choices": [choice]})
+    return lambda handler, _: send(handler, 200, text)
+
+
+def test_a_reply_of_another_model_or_a_withheld_one_is_no_reading() -> None:
+    replies = [
+        completion("judge", {"content": "No"}),
+        completion("fallback-mini", {"content": "No"}),
+        completion("judge", {"content": None, "refusal": "No, I can't help with that."}),
+        completion("judge", {"content": "No"}, "content_filter"),
+        completion("judge", {"content": "Yes"}),
+    ]
+    with endpoint(*replies) as server:
+        judge = ask(server.url, parallel=1)
+        assert judge.refused(ASKED[:5]) == [False, None, None, None, True]
+        assert [text.partition(",")[0] for text in judge.unread] == [
+            "an answer of model 'fallback-mini'",
+            "a reply that was withheld (stop)",
+            "a reply that was withheld (content_filter)",
+        ]
 
 
 def test_a_key_that_is_not_set_is_one_line() -> None:

@@ -239,6 +239,16 @@ def test_what_a_system_leaves_beside_the_files_of_a_run_is_passed_over(run):
     assert load_run(run).records.equals(before)
 
 
+@pytest.mark.parametrize("name", ["scan.json", "answers.json", "recipe.json", "report/adjudication.json"])
+def test_a_pipe_in_place_of_what_a_run_keeps_is_refused_and_not_waited_for(run, name):
+    path = run / name
+    path.unlink(missing_ok=True)
+    path.parent.mkdir(exist_ok=True)
+    os.mkfifo(path)
+    with pytest.raises(DataError, match=r"is a (pipe|folder, a pipe or a device), where a file belongs"):
+        decide_run(load_run(run))
+
+
 def test_a_pipe_among_the_records_is_refused_and_not_waited_for(run):
     os.mkfifo(run / "records" / "pipe.jsonl")
     with pytest.raises(DataError, match=r"pipe\.jsonl' is a folder, a pipe or a device, where a file belongs"):

@@ -86,6 +86,11 @@ class ChatCompletion:
         """The text after any thought."""
         return split_thought(self.text, is_open=None)[-1].content
 
+    @property
+    def is_withheld(self) -> bool:
+        """Whether the server or its model refused to reply, in a field of its own or by a filter."""
+        return is_filtered(self.finish_reason) or _REFUSAL in self.said_in
+
 
 def parse_finish(word: str) -> Finish | None:
     """Return a server's finish reason as ours; None for one that ends no answer."""

@@ -267,7 +267,11 @@ class EndpointModel:
         self._endpoint.client(self.who)
 
     def completions(self, conversations: Iterable[Sequence[Message]], most_tokens: int) -> list[str | None]:
-        """Return the greedy reply to each conversation, None for a failed one; raises RunError if all would fail."""
+        """Return the greedy reply to each conversation, None for a failed one; raises RunError if all would fail.
+
+        A reply of another model than the first one's fails, since gateways fall back on others, and so does one that
+        the server or its model refused to give.
+        """
         client = self._endpoint.client(self.who)  # before a thread starts, so that a missing key raises here
         options = {"model": self.model, "temperature": 0, "max_tokens": most_tokens}
         bodies = [{**options, "messages": message_rows(messages)} for messages in conversations]
@@ -279,8 +283,25 @@ class EndpointModel:
                 f"{self.who}: {self.base_url} does not answer ({why}; model {self.model}, {key}); earlier answers are "
                 "kept: rerun when it answers, or give another base_url, model or key"
             ) from None
-        self.unread.extend(str(reply) for reply in replies if isinstance(reply, Unanswered))
-        return [reply.answer if isinstance(reply, ChatCompletion) else None for reply in replies]
+        faults = [self._fault(reply) for reply in replies]
+        self.unread.extend(filter(None, faults))
+        return [
+            reply.answer if isinstance(reply, ChatCompletion) and not fault else None
+            for reply, fault in zip(replies, faults, strict=True)
+        ]
+
+    def _fault(self, reply: ChatCompletion | Unanswered) -> str:
+        """Return why a reply cannot be used, empty if it can."""
+        if isinstance(reply, Unanswered):
+            return str(reply)
+        first = self._first_model.setdefault("name", reply.model)
+        if reply.model != first:
+            return f"an answer of model {reply.model!r}, the first was of model {first!r}"
+        return f"a reply that was withheld ({reply.finish_reason})" if reply.is_withheld else ""
+
+    @cached_property
+    def _first_model(self) -> dict[str, str]:
+        return {}
 
     @cached_property
     def unread(self) -> list[str]:

@@ -26,6 +26,7 @@ from kvaudit.core.text import is_text, one_line, short_text
 
 PARTIAL = ".partial"  # the suffix of a file that is being written, before it is renamed
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP}
+_SHELL_PIPES = ("/dev/", "/proc/")
 LARGEST_FILE = 100_000  # bytes
 MAX_VALUE_LENGTH = 2_000  # characters; Python cannot print a number of more digits
 MAX_DEPTH = 20  # levels
@@ -165,7 +166,12 @@ def read_yaml(path: Path, kind: str) -> YamlFile:
 
 
 def read_text(path: Path, kind: str, largest: int = LARGEST_FILE) -> str:
-    """Return the text of a small file, called ``kind`` in errors; raises DataError if it is unreadable or too large."""
+    """Return the text of a small file, called ``kind`` in errors; raises DataError if it is unreadable or too large.
+
+    A pipe is read only if a shell made it (``<(...)``), as nobody may ever write to another one.
+    """
+    if path.is_fifo() and not str(path).startswith(_SHELL_PIPES):
+        raise DataError(f"{kind} {str(path)!r} is a pipe, where a file belongs; give the path of the {kind}")
     try:
         with path.open("rb") as file:
             raw = file.read(largest + 1)  # one more byte shows that a file is too large

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvaudit.core.errors import DataError
+from kvaudit.core.files import check_plain
 from kvaudit.core.text import one_line
 from kvaudit.reports.records.load import RunData
 from kvaudit.reports.records.rows import RecordPlace
@@ -169,6 +170,7 @@ def load_labels(run: Path) -> Labels | None:
     path = run / "report" / LABELS_FILE
     if not path.exists():
         return None
+    check_plain(path)
     try:
         return _parse_labels(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
