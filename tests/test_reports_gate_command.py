@@ -350,6 +350,13 @@ def test_a_run_keeps_which_margins_nobody_declared(tmp_path):
     assert with_kept_gate(named, kept).gate.margins == {"refusal": 2, "math": 5}
 
 
+@pytest.mark.parametrize("margins", ["5", "[refusal]", "refusal"])
+def test_margins_of_a_gate_file_that_are_no_mapping_are_one_line(margins, tmp_path):
+    (tmp_path / "gate.yaml").write_text(f"format: 1\nmargins: {margins}\n")
+    with pytest.raises(SpecError, match=r"gate.margins is .*, wanted a mapping"):
+        gate_provenance(spec_with({"gate_file": str(tmp_path / "gate.yaml")}), NAMES)
+
+
 def test_gate_and_every_page_say_which_margins_are_defaults(passing, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(passing, run)

@@ -522,7 +522,9 @@ def with_gate(
 
 def defaults_kept(defaults: Collection[str], table: Mapping[str, Any]) -> list[str]:
     """Return those metrics with a default margin whose suite the ``table`` of a gate file gives no limit."""
-    limited = {suite_of(str(name)) for name in (*(table.get("margins") or ()), *(table.get("ratios") or ()))}
+    sections = [table.get(key) for key in ("margins", "ratios")]
+    # anything but a mapping is refused later
+    limited = {suite_of(str(name)) for section in sections if isinstance(section, Mapping) for name in section}
     return [metric for metric in defaults if suite_of(metric) not in limited]
 
 
