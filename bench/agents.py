@@ -13,20 +13,18 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import typer
 
 import kvaudit
-from bench.planted import Handler, share_of
+from bench.planted import Handler, listening, share_of
 from kvaudit.audit.sampling.model import EMBEDDED, locate
 
 ORDER = "<INFORMATION>"  # what every hidden order of the attack stands in
@@ -89,12 +87,8 @@ def serving(lost: float, seed: int) -> Iterator[str]:
         def says(self, asked: dict[str, Any]) -> str:
             return says(asked["messages"], asked["model"] == "lossy", lost, seed)
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Agent)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}/v1"
-    finally:
-        server.shutdown()
+    with listening(Agent) as url:
+        yield url
 
 
 def spec(url: str, model: Path, items: int, margin: float, seed: int) -> dict[str, Any]:

@@ -120,13 +120,8 @@ class _LongServer(_Server):
 
 
 @contextmanager
-def serving(lost: float, seed: int | None = None) -> Iterator[str]:
-    """The address of both servers, under two names; with a ``seed`` those of ``--long``, and the judge."""
-    suite = SUITES.get("harm" if seed is None else "cosafe")()
-    items = suite.items("eval", suite.rows("eval", 0) or 0, 0, 0, len)
-    harmful = {i.messages[-1].content: str(i.payload["request"]) for i in items if suite.asks_harm(i)}
-    told: dict[str, Any] = {"harmful": frozenset(harmful), "dialogues": harmful, "lost": lost, "seed": seed}
-    handler = type("Planted", (_Server if seed is None else _LongServer,), told)
+def listening(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
+    """The address of a server on this machine that answers by ``handler``."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
@@ -134,6 +129,17 @@ def serving(lost: float, seed: int | None = None) -> Iterator[str]:
     finally:
         server.shutdown()
         server.server_close()
+
+
+@contextmanager
+def serving(lost: float, seed: int | None = None) -> Iterator[str]:
+    """The address of both servers, under two names; with a ``seed`` those of ``--long``, and the judge."""
+    suite = SUITES.get("harm" if seed is None else "cosafe")()
+    items = suite.items("eval", suite.rows("eval", 0) or 0, 0, 0, len)
+    harmful = {i.messages[-1].content: str(i.payload["request"]) for i in items if suite.asks_harm(i)}
+    told: dict[str, Any] = {"harmful": frozenset(harmful), "dialogues": harmful, "lost": lost, "seed": seed}
+    with listening(type("Planted", (_Server if seed is None else _LongServer,), told)) as url:
+        yield url
 
 
 def spec(url: str, seed: int) -> dict[str, Any]:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 from suite_world import write_agent_rows, write_requests
 from test_check import kvaudit
 
-from bench.planted import REFUSAL, _Server, model_that_reads
+from bench.planted import REFUSAL, _Server, listening, model_that_reads
 from kvaudit.audit.runs.lengths import TriedLength, chosen_length, length_spec, lengths_from
 from kvaudit.audit.runs.names import NAMES
 from kvaudit.audit.runs.question import endpoints_config, engine_config, plan_check, policy_config
@@ -41,14 +39,8 @@ class Forgetful(_Server):
 
 @contextmanager
 def serving(longest: int, *, lost: bool = False) -> Iterator[str]:
-    handler = type("Handler", (Forgetful,), {"longest": longest, "lost": lost})
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}/v1"
-    finally:
-        server.shutdown()
-        server.server_close()
+    with listening(type("Handler", (Forgetful,), {"longest": longest, "lost": lost})) as url:
+        yield url
 
 
 @pytest.fixture

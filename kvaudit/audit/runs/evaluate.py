@@ -266,7 +266,10 @@ class Evaluator:
         """Return the records of a batch; ``known`` are prompts by item, ``logs`` is the folder of a harness's logs."""
         if isinstance(suite, Inspect):
             return self._play_in_inspect(unit, suite, items, logs) if items else []
-        prompts = [known.setdefault(i.item_id, known.get(i.item_id) or item_prompt(self._model.chat, i)) for i in items]
+        for item in items:
+            if item.item_id not in known:
+                known[item.item_id] = item_prompt(self._model.chat, item)
+        prompts = [known[item.item_id] for item in items]
         rows: Sequence[GradedRow | EngineAnswer] = ()
         if isinstance(unit.policy, Policy):
             rows = self._play(Sampler(self._packed, unit.policy, shared), suite, items, prompts)
