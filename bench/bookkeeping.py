@@ -22,7 +22,7 @@ from kvaudit.audit.runs.folder import RunFolder, open_run
 from kvaudit.audit.runs.models import Models
 from kvaudit.audit.runs.names import NAMES
 from kvaudit.audit.runs.pipeline import Pipeline
-from kvaudit.audit.runs.stages import answering
+from kvaudit.audit.runs.stages import base as stages
 from kvaudit.audit.runs.units import Unit, UnitFiles
 from kvaudit.core.files import write_json
 from kvaudit.core.provenance import PROVENANCE
@@ -68,7 +68,7 @@ def walked(folder: Path, spec: RunSpec) -> None:
             run.checkpoint(arm, seed).mkdir(parents=True)
             write_json(run.checkpoint(arm, seed) / PROVENANCE, {"sha256": MODEL.sha256, "files": {}, "ledgers": {}})
     with (
-        mock.patch.object(answering, "Evaluator", Sealer),
+        mock.patch.object(stages, "Evaluator", Sealer),
         mock.patch.object(models, "load_comparable", return_value=MODEL),
         mock.patch.object(Models, "base", return_value=MODEL),
     ):

@@ -34,8 +34,9 @@ from bench.models import Served, random_llama
 from bench.operators import Operators
 from kvaudit import CompressedCache
 from kvaudit.audit.policies import parse_policy
+from kvaudit.audit.sampling.decoding import Decoding
 from kvaudit.audit.sampling.packing import pack_weights
-from kvaudit.audit.sampling.sampler import Decoding, Episode, MixedEpisode, Sampler
+from kvaudit.audit.sampling.sampler import Episode, MixedEpisode, Sampler
 
 POLICIES = {"none": "none", **EVICTING, **CODING}
 PREFILLS = {**POLICIES, "h2o": f"h2o:budget={BUDGET}"}

@@ -19,8 +19,9 @@ from kvaudit.audit.runs.prepare import prepare_run
 from kvaudit.audit.runs.units import Unit, UnitFiles
 from kvaudit.audit.sampling.chat import ChatTokens
 from kvaudit.audit.sampling.conversations import GradedRow, play
+from kvaudit.audit.sampling.decoding import Decoding
 from kvaudit.audit.sampling.model import LoadedModel
-from kvaudit.audit.sampling.sampler import Decoding, Sampler
+from kvaudit.audit.sampling.sampler import Sampler
 from kvaudit.core.files import write_json
 from kvaudit.core.records import Item, Outcome, Record
 from kvaudit.core.spec import RunSpec, parse_spec

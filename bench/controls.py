@@ -35,7 +35,7 @@ from bench.control_runs import (
 from kvaudit.audit.runs.folder import RunFolder
 from kvaudit.reports.records.load import RunData, load_run
 from kvaudit.reports.run import write_report
-from kvaudit.reports.sections.shared.both_sides import BothSides, gated_sides
+from kvaudit.reports.sections.base import BothSides, gated_sides
 from kvaudit.reports.verdict.verdict import Decision, Status
 
 SPOILT_SHARE = 0.1

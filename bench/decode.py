@@ -31,9 +31,10 @@ from transformers import DynamicCache, GenerationConfig
 from bench.models import Served, embedded, random_llama
 from kvaudit.audit.cache.attention import ATTENTION_NAME
 from kvaudit.audit.policies import parse_policy
+from kvaudit.audit.sampling.decoding import Decoding
 from kvaudit.audit.sampling.model import load_model
 from kvaudit.audit.sampling.packing import pack_weights
-from kvaudit.audit.sampling.sampler import Decoding, Sampler
+from kvaudit.audit.sampling.sampler import Sampler
 from kvaudit.core.errors import RunError
 
 CONTEXT, NEW, TURNS, BUDGET = 2048, 16, 5, 512

@@ -29,9 +29,10 @@ from kvaudit.audit.engines import ENGINES, Condition, GenerationRequest, parse_c
 from kvaudit.audit.engines.base import EngineContext
 from kvaudit.audit.policies import Policy, parse_policy
 from kvaudit.audit.sampling.conversations import item_prompt, play
+from kvaudit.audit.sampling.decoding import Decoding
 from kvaudit.audit.sampling.model import LoadedModel, load_model
 from kvaudit.audit.sampling.packing import pack_weights
-from kvaudit.audit.sampling.sampler import Decoding, Sampler
+from kvaudit.audit.sampling.sampler import Sampler
 from kvaudit.core.errors import AuditError
 from kvaudit.core.records import Item
 from kvaudit.core.spec_evaluate import EngineSpec

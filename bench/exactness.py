@@ -26,8 +26,9 @@ from kvaudit.audit.cache.hints import unpack_hints
 from kvaudit.audit.cache.ledger import Rollout
 from kvaudit.audit.policies import Composed, Evictor, Policy, parse_policy
 from kvaudit.audit.replay.learner_pass import LearnerPass, suffix_logits
+from kvaudit.audit.sampling.decoding import Decoding
 from kvaudit.audit.sampling.model import load_model
-from kvaudit.audit.sampling.sampler import Decoding, Sampler
+from kvaudit.audit.sampling.sampler import Sampler
 
 PROMPT, NEW, GROUP, MESSAGE = 200, 48, 4, 30
 TEXT = Path(__file__).parent.parent / "docs" / "how-the-cache-works.md"

@@ -43,7 +43,8 @@ from bench.decode import measured_bandwidth, seeded, timed
 from bench.models import Served
 from kvaudit.audit.cache.attention import ATTENTION_NAME, disable_cudnn_attention
 from kvaudit.audit.policies import parse_policy
-from kvaudit.audit.sampling.sampler import Decoding, Sampler
+from kvaudit.audit.sampling.decoding import Decoding
+from kvaudit.audit.sampling.sampler import Sampler
 
 BUDGET = 512  # entries that evicting policies keep
 POLICIES = (

@@ -16,7 +16,8 @@ from bench.models import Served, embedded, random_llama
 from kvaudit.audit.cache.ledger import Rollout
 from kvaudit.audit.policies import parse_policy
 from kvaudit.audit.replay.learner_pass import suffix_logits
-from kvaudit.audit.sampling.sampler import Decoding, Sampler
+from kvaudit.audit.sampling.decoding import Decoding
+from kvaudit.audit.sampling.sampler import Sampler
 
 PROMPTS, GROUP, PROMPT, NEW, REPEATS = 4, 8, 256, 32, 5
 POLICIES = ("streaming:budget=96,sink=4,window=8", "snapkv:budget=96,window=8,interval=8")

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from bench.models import Served, random_llama
 from kvaudit.audit.cache.ledger import NEVER, Rollout
-from kvaudit.audit.training import token_logprobs
+from kvaudit.audit.training import learner
 
 VOCABULARY, WIDTH, TOKENS, ASKED = 152_064, 256, 512, 8 * 4096
 GIB = 1 << 30
@@ -23,7 +23,7 @@ GIB = 1 << 30
 def main() -> None:
     print(f"vocabulary {VOCABULARY}, width {WIDTH}, {TOKENS} tokens read, float32; gradients of the weights included")
     with ProcessPoolExecutor(1, mp_context=get_context("spawn"), max_tasks_per_child=1) as alone:
-        for name, limit in (("in pieces", token_logprobs.WHOLE_VOCABULARY), ("whole", VOCABULARY)):
+        for name, limit in (("in pieces", learner.WHOLE_VOCABULARY), ("whole", VOCABULARY)):
             kept, most = alone.submit(measured, limit).result()
             print(
                 f"  {name:10} kept {kept / GIB:.4f} GiB, held at most {most / GIB:.2f} GiB; kept of {ASKED} tokens: "
@@ -34,7 +34,7 @@ def main() -> None:
 def measured(limit: int) -> tuple[int, int]:
     """Bytes of width V or D that are kept of the n tokens, and by how much a forward and backward raise the peak."""
     torch.set_num_threads(1)
-    token_logprobs.WHOLE_VOCABULARY = limit
+    learner.WHOLE_VOCABULARY = limit
     served = random_llama(WIDTH, 1, vocabulary=VOCABULARY)
     model, before, found = served.model, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, dict[int, int]()
     own = {weight.untyped_storage().data_ptr() for weight in model.parameters()}
@@ -46,7 +46,7 @@ def measured(limit: int) -> tuple[int, int]:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        read = token_logprobs.read_tokens(model, [rollout(served)], 1, "dense", 1.0)
+        read = learner.read_tokens(model, [rollout(served)], 1, "dense", 1.0)
     kept = sum(found.values()) + read.distributions.states.nbytes
     read.logprobs.sum().backward()
     return kept, 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)

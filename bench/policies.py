@@ -30,8 +30,9 @@ from kvaudit.audit.cache.attention import ATTENTION_NAME
 from kvaudit.audit.cache.cache import EvictingCache
 from kvaudit.audit.cache.quantised_store import QuantisedStore
 from kvaudit.audit.policies import POLICIES, Policy, evictor_of, parse_policy
+from kvaudit.audit.sampling.decoding import Decoding
 from kvaudit.audit.sampling.model import load_model
-from kvaudit.audit.sampling.sampler import Decoding, Sampler
+from kvaudit.audit.sampling.sampler import Sampler
 from kvaudit.core.errors import DataError
 
 TURN = 10  # tokens that one side decodes before the other's turn

@@ -28,9 +28,8 @@ from torch.distributed.tensor import DTensor
 from kvaudit.audit.sampling.model import EMBEDDED, LoadedModel, load_model
 from kvaudit.audit.training import grpo
 from kvaudit.audit.training.adapters import frozen_copy, trainable_copy
-from kvaudit.audit.training.arms import ARMS
 from kvaudit.audit.training.batch import Batch, collect, training_items
-from kvaudit.audit.training.config import TrainConfig
+from kvaudit.audit.training.config import ARMS, TrainConfig
 from kvaudit.audit.training.learner import Learner
 from kvaudit.audit.training.losses.base import LOSSES
 from kvaudit.audit.training.optimiser import Optimiser, StepResult

@@ -38,7 +38,7 @@ from kvaudit.audit.engines.base import EngineContext
 from kvaudit.audit.sampling.conversations import item_prompt
 from kvaudit.audit.sampling.model import LoadedModel, load_model
 from kvaudit.audit.training.engine_rollouts import engine_rollout
-from kvaudit.audit.training.token_logprobs import read_tokens
+from kvaudit.audit.training.learner import read_tokens
 from kvaudit.core.errors import AuditError
 from kvaudit.core.spec_evaluate import EngineSpec
 from kvaudit.suites.base import SUITES

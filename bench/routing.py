@@ -17,7 +17,8 @@ from kvaudit.audit.cache.routing import RecordedRoutes, hook_expert_blocks
 from kvaudit.audit.policies import parse_policy
 from kvaudit.audit.replay.attention import Replay
 from kvaudit.audit.replay.learner_pass import suffix_logits
-from kvaudit.audit.sampling.sampler import Decoding, Sampler
+from kvaudit.audit.sampling.decoding import Decoding
+from kvaudit.audit.sampling.sampler import Sampler
 
 PROMPT, NEW, ROWS, POLICY = 200, 200, 8, "snapkv:budget=64,window=8,chunk=64,interval=16"
 

@@ -33,8 +33,9 @@ from bench.models import random_llama
 from kvaudit.audit.policies import parse_policy
 from kvaudit.audit.runs.evaluate import Batches, Evaluator
 from kvaudit.audit.runs.names import NAMES
+from kvaudit.audit.sampling.decoding import Decoding
 from kvaudit.audit.sampling.model import load_model
-from kvaudit.audit.sampling.sampler import Decoding, Sampler
+from kvaudit.audit.sampling.sampler import Sampler
 from kvaudit.core.spec import parse_spec
 
 LENGTHS, NEW = (4096, 8192, 16384, 32768), 8

@@ -146,8 +146,9 @@ def smd(asked: Asked) -> Found:
 def ours(asked: Asked, arm: str) -> Found:
     """This project's step, without a suite's conversation around it."""
     from kvaudit.audit.cache.ledger import Rollout
+    from kvaudit.audit.sampling.decoding import Decoding
     from kvaudit.audit.sampling.model import load_model
-    from kvaudit.audit.sampling.sampler import Decoding, Sampler
+    from kvaudit.audit.sampling.sampler import Sampler
     from kvaudit.audit.training.adapters import checkpoint_layers
     from kvaudit.audit.training.batch import collect
     from kvaudit.audit.training.config import TrainConfig

@@ -27,7 +27,8 @@ from kvaudit.audit.replay.ranking_check import RankingAgreement
 from kvaudit.audit.replay.rollout_checks import RecordedRollouts
 from kvaudit.audit.rerun.measure import run_measure
 from kvaudit.audit.rerun.verify import Verification, Verify
-from kvaudit.audit.sampling.sampler import Decoding, Sampler
+from kvaudit.audit.sampling.decoding import Decoding
+from kvaudit.audit.sampling.sampler import Sampler
 
 FIELDS = "budget=32,sink=0,window=4,interval=4,chunk=64"
 VOCABULARY, PROMPT, NEW, GIVEN = 97, 120, 24, 20

@@ -75,7 +75,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
-        from kvaudit.core.removed import removed_import
+        from kvaudit.core.moved import removed_import
 
         if (refusal := removed_import(f"kvaudit.{name}")) is not None:
             raise ImportError(refusal)

@@ -34,26 +34,24 @@ from kvaudit.reports.verdict.human_labels import (
     sheet_key,
     with_labels,
 )
-from kvaudit.reports.verdict.label_pairs import (
-    default_concordant,
-    paired_answers,
-    pairs_to_label,
-    records_digest,
-    shown_answers,
-)
 from kvaudit.reports.verdict.label_sheet import (
     CHARACTERS,
     Key,
     KeyCell,
     KeyPair,
     ShownAnswer,
+    default_concordant,
     key_path,
+    paired_answers,
+    pairs_to_label,
     read_key,
     read_labels,
+    records_digest,
     render_key,
     render_sheet,
     row_names,
     shown_answer,
+    shown_answers,
     spreadsheet_safe,
     text_hash,
 )

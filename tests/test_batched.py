@@ -11,8 +11,9 @@ import pytest
 from kvaudit.audit.engines.base import EngineFailed, GenerationRequest, Reply, Session
 from kvaudit.audit.policies import parse_policy
 from kvaudit.audit.runs.inspect_units import session_answers
+from kvaudit.audit.sampling.decoding import Decoding
 from kvaudit.audit.sampling.model import load_model
-from kvaudit.audit.sampling.sampler import Decoding, Sampler
+from kvaudit.audit.sampling.sampler import Sampler
 from kvaudit.audit.serving.batched import AnswerBatch, AskedPrompt, BatchedModel, cache_answers
 from kvaudit.audit.serving.wire import ChatRequest, Choice, read_request
 from kvaudit.core.errors import AuditError, RunError, SpecError

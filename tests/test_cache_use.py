@@ -13,8 +13,9 @@ from reports_synthetic import build, tiny, write_unit
 from kvaudit.audit.cache.ledger import NEVER
 from kvaudit.audit.cache.store import EntryBytes, peak_live_bytes
 from kvaudit.audit.policies import parse_policy
+from kvaudit.audit.sampling.decoding import Decoding
 from kvaudit.audit.sampling.model import LoadedModel, load_model
-from kvaudit.audit.sampling.sampler import Decoding, Sampler
+from kvaudit.audit.sampling.sampler import Sampler
 from kvaudit.reports.records.rows import Columns, read_unit
 from kvaudit.reports.run import write_report
 

@@ -22,7 +22,7 @@ from bench.calibration.sources import SOURCES, code_hash, code_only, source_hash
 from bench.calibration.table import all_cases
 from kvaudit.reports.records.load import load_run
 from kvaudit.reports.sections.shared.words import error_rates_text
-from kvaudit.reports.verdict.error_rates import shipped_calibration, shipped_rates
+from kvaudit.reports.verdict.controls import shipped_calibration, shipped_rates
 
 app = typer.Typer()
 app.command()(calibrate)

@@ -14,7 +14,7 @@ from conftest import CHATML, byte_tokenizer
 from rich.console import Console
 from test_chat import STRICT, SYSTEM, USER
 
-from kvaudit.audit.rerun.finished import checkpoint_rollouts
+from kvaudit.audit.rerun.measure import checkpoint_rollouts
 from kvaudit.audit.runs.folder import open_run
 from kvaudit.audit.runs.names import NAMES
 from kvaudit.audit.runs.pipeline import Pipeline

@@ -8,8 +8,9 @@ import pytest
 
 from kvaudit.audit.policies import parse_policy
 from kvaudit.audit.sampling.conversations import play
+from kvaudit.audit.sampling.decoding import Decoding
 from kvaudit.audit.sampling.model import LoadedModel, load_model
-from kvaudit.audit.sampling.sampler import Decoding, Sampler
+from kvaudit.audit.sampling.sampler import Sampler
 from kvaudit.core.records import Grade, Item, Message, Outcome, Role
 from kvaudit.suites.base import Suite
 

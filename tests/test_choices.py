@@ -13,8 +13,9 @@ from transformers import AutoModelForCausalLM
 
 from kvaudit.audit.policies import parse_policy
 from kvaudit.audit.sampling.conversations import GradedRow, play, score_answers
+from kvaudit.audit.sampling.decoding import Decoding
 from kvaudit.audit.sampling.model import LoadedModel, load_model, locate
-from kvaudit.audit.sampling.sampler import Decoding, Sampler
+from kvaudit.audit.sampling.sampler import Sampler
 from kvaudit.audit.training import batch
 from kvaudit.audit.training.config import TrainConfig
 from kvaudit.core.errors import SpecError

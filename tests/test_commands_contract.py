@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from kvaudit.audit.cli import app
 from kvaudit.audit.commands.base import HELP_HEADINGS, LONGEST_SUMMARY, Command, load_commands
-from kvaudit.core.removed import REMOVED
+from kvaudit.core.moved import REMOVED
 
 PACKAGE = "kvaudit.audit.commands"
 HEAVY = ("torch", "transformers", "pandas", "scipy", "numpy", "matplotlib")

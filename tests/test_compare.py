@@ -20,8 +20,7 @@ from kvaudit.core.errors import AuditError, DataError, SpecError
 from kvaudit.reports.page.compare_files import Sides, compare, compare_judges
 from kvaudit.reports.page.compare_page import comparison_cautions, comparison_files
 from kvaudit.reports.records.load import load_run
-from kvaudit.reports.records.readers.base import Request, read_log
-from kvaudit.reports.records.readers.clusters import cluster_rule
+from kvaudit.reports.records.readers.base import Request, cluster_rule, read_log
 from kvaudit.reports.run import decide_run
 from kvaudit.reports.stats.tango import ess_tango
 from kvaudit.reports.verdict.verdict import Status

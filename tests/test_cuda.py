@@ -9,8 +9,9 @@ from bench.exactness import largest_gap, noise, sample, tiny
 from bench.models import Served
 from kvaudit.audit.policies import parse_policy
 from kvaudit.audit.sampling import captured
+from kvaudit.audit.sampling.decoding import Decoding
 from kvaudit.audit.sampling.episode import Episode
-from kvaudit.audit.sampling.sampler import Decoding, Sampler
+from kvaudit.audit.sampling.sampler import Sampler
 
 pytestmark = [
     pytest.mark.gpu,

@@ -18,8 +18,7 @@ from kvaudit.audit.cli import app
 from kvaudit.core.errors import DataError, RunError
 from kvaudit.core.network import download
 from kvaudit.suites.base import SUITES
-from kvaudit.suites.catalogue import PublicFile, PublicRows, catalogue
-from kvaudit.suites.sources import data_file, data_folder, has_file
+from kvaudit.suites.sources import PublicFile, PublicRows, catalogue, data_file, data_folder, has_file
 
 WHOLE, LINES = b"prompt,label\na,safe\n", b'{"n": 1}\n{"n": 2}\n{"n": 3}\n'
 COMMIT = "1" * 40
@@ -62,7 +61,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, bytes]]:
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    monkeypatch.setattr("kvaudit.suites.catalogue.catalogue", lambda: (MADE_UP,))
+    monkeypatch.setattr("kvaudit.suites.sources.catalogue", lambda: (MADE_UP,))
     files[""] = f"http://127.0.0.1:{server.server_address[1]}".encode()
     yield files
     server.shutdown()

@@ -125,7 +125,7 @@ def test_a_rollout_policy_that_was_not_served_is_not_evaluated(run: Path) -> Non
     from kvaudit.reports.page.disclosure import disclosure_of
     from kvaudit.reports.records.load import load_run
     from kvaudit.reports.run import disclosure_page
-    from kvaudit.reports.sections.shared.facts import Fact
+    from kvaudit.reports.sections.shared.words import Fact
 
     data = load_run(run)
     for story in data.checkpoints.values():
@@ -150,7 +150,7 @@ def left_out(run: Path, declared: dict[str, str]) -> object:
 
 
 def test_a_declared_rollout_policy_that_was_not_served_is_not_evaluated_either(run: Path) -> None:
-    from kvaudit.reports.sections.shared.facts import NOT_APPLICABLE, UNKNOWN, Fact
+    from kvaudit.reports.sections.shared.words import NOT_APPLICABLE, UNKNOWN, Fact
 
     every = {"dense": "none", "naive": SNAPKV, "smd": "none"}
     assert left_out(run, {**every, "smd": "fp8 in the engine"}) == Fact("known", ["fp8 in the engine"])

@@ -25,8 +25,9 @@ from bench.pretraining.tokenizer import TAUGHT, build_tokenizer, played
 from kvaudit.audit.policies import parse_policy
 from kvaudit.audit.policies.draws import derive_seed
 from kvaudit.audit.sampling.conversations import play
+from kvaudit.audit.sampling.decoding import Decoding
 from kvaudit.audit.sampling.model import load_model
-from kvaudit.audit.sampling.sampler import Decoding, Sampler
+from kvaudit.audit.sampling.sampler import Sampler
 from kvaudit.core.errors import RunError
 from kvaudit.core.records import Role
 from kvaudit.suites.base import SUITES

@@ -23,7 +23,7 @@ from kvaudit.audit.replay.learner_pass import suffix_logits
 from kvaudit.audit.sampling.model import LoadedModel, load_model
 from kvaudit.audit.training.batch import microbatches
 from kvaudit.audit.training.engine_rollouts import RolloutTokens
-from kvaudit.audit.training.token_logprobs import read_tokens
+from kvaudit.audit.training.learner import read_tokens
 from kvaudit.core.errors import DataError, RunError
 
 EXACT = EngineStore(None, None)

@@ -15,9 +15,10 @@ from kvaudit.audit.cache.ledger import NEVER, Rollout
 from kvaudit.audit.policies import parse_policy
 from kvaudit.audit.sampling.chat import Chat
 from kvaudit.audit.sampling.conversations import play, survival
+from kvaudit.audit.sampling.decoding import Completion, Decoding
 from kvaudit.audit.sampling.episode import OnTurnEnd, ShouldPause
 from kvaudit.audit.sampling.model import load_model
-from kvaudit.audit.sampling.sampler import Completion, Decoding, Sampler
+from kvaudit.audit.sampling.sampler import Sampler
 from kvaudit.core.errors import SpecError
 from kvaudit.core.records import Grade, Item, Message, Outcome, Role
 from kvaudit.suites.base import Suite

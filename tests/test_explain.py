@@ -12,16 +12,14 @@ from xml.etree import ElementTree
 import pytest
 from test_cli import kvaudit, refused
 
-from kvaudit.audit.commands.shading import COLUMNS, ShadedPrompt, shading_svg
+from kvaudit.audit.commands.report import COLUMNS, ShadedPrompt, shading_svg
 from kvaudit.audit.policies import Policy, parse_policy
-from kvaudit.audit.rerun.explain import AnswerPlace, Explain
-from kvaudit.audit.rerun.finished import RerunAnswer, load_checkpoint
-from kvaudit.audit.rerun.measure import run_measure
-from kvaudit.audit.rerun.shade import Shade
+from kvaudit.audit.rerun.measure import RerunAnswer, load_checkpoint, run_measure
+from kvaudit.audit.rerun.shade import AnswerPlace, Explain, Shade
 from kvaudit.audit.runs.folder import RunFolder, existing_run
 from kvaudit.core.errors import DataError, SpecError
 from kvaudit.core.records import Message, Record, Role
-from kvaudit.core.shading import ALL_TOKENS, AnswerKey, read_shadings, shading_file, write_shadings
+from kvaudit.core.spans import ALL_TOKENS, AnswerKey, read_shadings, shading_file, write_shadings
 from kvaudit.suites.base import SUITES
 
 POLICY = "streaming:budget=64,sink=4,window=8"

@@ -15,15 +15,16 @@ from recorded_graph import GraphError, RecordedGraph, Recorder
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bench.exactness import largest_gap, noise, sample, tiny
-from kvaudit.audit.cache import decode_kernels, fusion
+from kvaudit.audit.cache import decode_kernels, tensors
 from kvaudit.audit.cache.fixed_step import FixedStep
 from kvaudit.audit.cache.layer_state import LastQueries
 from kvaudit.audit.cache.store import Store
 from kvaudit.audit.policies import parse_policy
 from kvaudit.audit.policies.int8 import Int8
 from kvaudit.audit.sampling import captured
+from kvaudit.audit.sampling.decoding import Decoding
 from kvaudit.audit.sampling.episode import Episode
-from kvaudit.audit.sampling.sampler import Decoding, Sampler
+from kvaudit.audit.sampling.sampler import Sampler
 from kvaudit.audit.training.adapters import checkpoint_layers
 from kvaudit.core import text
 from kvaudit.core.errors import RunError, SpecError
@@ -432,7 +433,7 @@ def test_fused_layers_are_of_one_thread_and_leave_no_trace(monkeypatch: pytest.M
         model(ids)
     thread.join()
     assert compiled.calls == 3
-    assert not fusion.is_fusing()
+    assert not tensors.is_fusing()
     assert [dict(vars(layer)) for layer in model.model.layers] == before
 
 

@@ -28,9 +28,9 @@ from kvaudit.audit.cache.ledger import Rollout
 from kvaudit.audit.policies import Composed, Evictor, Policy, evictor_of, parse_policy
 from kvaudit.audit.replay.learner_pass import suffix_logits
 from kvaudit.audit.sampling import captured
-from kvaudit.audit.sampling.decoding import Completion
+from kvaudit.audit.sampling.decoding import Completion, Decoding
 from kvaudit.audit.sampling.episode import Episode
-from kvaudit.audit.sampling.sampler import ContinuousBatch, Decoding, MixedEpisode, Sampler, join_episodes
+from kvaudit.audit.sampling.sampler import ContinuousBatch, MixedEpisode, Sampler, join_episodes
 from kvaudit.core.errors import RunError, SpecError
 
 WORDS = 60  # tokens 8 .. WORDS are in the vocabulary of every model

@@ -9,7 +9,7 @@ import pytest
 
 from kvaudit.audit.policies import parse_policy
 from kvaudit.audit.runs.evaluate import grid
-from kvaudit.audit.runs.found_so_far import FoundSoFar
+from kvaudit.audit.runs.progress import FoundSoFar
 from kvaudit.audit.runs.units import UnitFiles
 from kvaudit.core.spec import RunSpec, parse_spec
 

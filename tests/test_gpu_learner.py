@@ -22,8 +22,8 @@ from training_world import config, sampled, sharp
 from kvaudit.audit.sampling.model import LoadedModel
 from kvaudit.audit.training import grpo
 from kvaudit.audit.training.adapters import trainable_copy
-from kvaudit.audit.training.arms import ARMS
 from kvaudit.audit.training.batch import Batch
+from kvaudit.audit.training.config import ARMS
 from kvaudit.audit.training.learner import Learner
 from kvaudit.audit.training.losses.grpo import Grpo
 from kvaudit.audit.training.optimiser import Optimiser

@@ -22,8 +22,9 @@ from kvaudit.audit.cli import app
 from kvaudit.audit.policies import Dense, parse_policy
 from kvaudit.audit.replay.interchange import Event, build_ledger, read_rollouts
 from kvaudit.audit.replay.rollout_checks import RecordedRollouts, check_replayable
+from kvaudit.audit.sampling.decoding import Decoding
 from kvaudit.audit.sampling.model import load_model
-from kvaudit.audit.sampling.sampler import Decoding, Sampler
+from kvaudit.audit.sampling.sampler import Sampler
 from kvaudit.core.errors import DataError
 
 POLICIES = ["none", "streaming:budget=12,sink=2,chunk=16", "snapkv:budget=14,window=4,interval=5,chunk=16"]

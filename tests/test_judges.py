@@ -22,8 +22,7 @@ from kvaudit.audit.judges import logistic
 from kvaudit.audit.judges.base import JUDGES, CachedGrader, Judge
 from kvaudit.audit.judges.labels import OFF_TOPIC, LabelledAnswer, Source, card_lines, sources
 from kvaudit.audit.judges.logistic import normalised
-from kvaudit.audit.judges.rubric import HARM, REFUSAL, parse_harm, parse_refusal
-from kvaudit.audit.judges.rubric_endpoint import RubricEndpoint
+from kvaudit.audit.judges.rubric import HARM, REFUSAL, RubricEndpoint, parse_harm, parse_refusal
 from kvaudit.core.endpoint import _retry_after, over_http
 from kvaudit.core.errors import DataError, RunError, SpecError, UnknownName
 from kvaudit.core.judge_answers import Judgement, Question

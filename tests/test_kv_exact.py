@@ -15,8 +15,8 @@ from kvaudit.audit.cache.ledger import NEVER
 from kvaudit.audit.policies import parse_policy
 from kvaudit.audit.replay.attention import _causal_columns
 from kvaudit.audit.replay.learner_pass import suffix_logits
-from kvaudit.audit.sampling.decoding import nucleus
-from kvaudit.audit.sampling.sampler import Decoding, Sampler
+from kvaudit.audit.sampling.decoding import Decoding, nucleus
+from kvaudit.audit.sampling.sampler import Sampler
 from kvaudit.core.errors import SpecError
 
 __all__ = ["CONFIGS", "left_padded", "prompts"]

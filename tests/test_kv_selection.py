@@ -25,7 +25,8 @@ from kvaudit.audit.policies.quest import Quest
 from kvaudit.audit.replay.interchange import read_rollouts
 from kvaudit.audit.replay.learner_pass import suffix_logits
 from kvaudit.audit.replay.rollout_checks import RecordedRollouts, check_replayable
-from kvaudit.audit.sampling.sampler import Decoding, Sampler
+from kvaudit.audit.sampling.decoding import Decoding
+from kvaudit.audit.sampling.sampler import Sampler
 from kvaudit.core.errors import DataError, SpecError
 
 QUEST = "quest:budget=16,page=4,dense=1,chunk=16"

@@ -24,17 +24,9 @@ from kvaudit.audit.cache.selection import RecordedChoices
 from kvaudit.audit.policies import Mixture, parse_policy
 from kvaudit.audit.replay.learner_pass import suffix_logits
 from kvaudit.audit.sampling.conversations import play
+from kvaudit.audit.sampling.decoding import Completion, Decoding
 from kvaudit.audit.sampling.model import load_model
-from kvaudit.audit.sampling.sampler import (
-    AnyEpisode,
-    Completion,
-    ContinuousBatch,
-    Decoding,
-    Episode,
-    MixedEpisode,
-    Sampler,
-    join_episodes,
-)
+from kvaudit.audit.sampling.sampler import AnyEpisode, ContinuousBatch, Episode, MixedEpisode, Sampler, join_episodes
 from kvaudit.audit.training.config import TrainConfig
 from kvaudit.core.errors import DataError, RunError, SpecError
 from kvaudit.suites.base import SUITES

@@ -18,8 +18,9 @@ from test_evaluate_grid import evaluated, timeless
 from kvaudit.audit.policies import parse_policy
 from kvaudit.audit.runs.names import NAMES
 from kvaudit.audit.sampling.conversations import play
+from kvaudit.audit.sampling.decoding import Decoding
 from kvaudit.audit.sampling.model import LoadedModel, load_model
-from kvaudit.audit.sampling.sampler import Decoding, Sampler
+from kvaudit.audit.sampling.sampler import Sampler
 from kvaudit.core.errors import DataError, RunError, SpecError
 from kvaudit.core.records import Item, Message, Outcome, Role
 from kvaudit.core.spec import parse_spec

@@ -13,8 +13,9 @@ from test_cli import refused
 
 from kvaudit.audit.policies import parse_policy
 from kvaudit.audit.sampling.conversations import score_answers
+from kvaudit.audit.sampling.decoding import Decoding
 from kvaudit.audit.sampling.model import load_model, locate
-from kvaudit.audit.sampling.sampler import Decoding, Sampler
+from kvaudit.audit.sampling.sampler import Sampler
 from kvaudit.core.errors import SpecError
 from kvaudit.core.records import Message, Role
 from kvaudit.core.text import install_command

@@ -16,8 +16,8 @@ from kvaudit.audit.judges.rubric import HARM
 from kvaudit.core.errors import DataError, SpecError
 from kvaudit.core.records import Item, Message, Role
 from kvaudit.suites.base import SUITES
-from kvaudit.suites.catalogue import PublicFile
 from kvaudit.suites.contexts import CONTEXTS
+from kvaudit.suites.sources import PublicFile
 
 __all__ = ["folder", "served"]
 META, DOCUMENTS = "longsafety/longsafety_meta.jsonl", "longsafety/longsafety_docs.jsonl"
@@ -197,7 +197,7 @@ def test_a_file_is_held_to_the_id_that_git_gives_it(
     served: dict[str, bytes], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = PublicFile("hello/all.csv", "data/all of it.csv", git_blob="ce013625030ba8dba906f756967f9e9ca394464a")
-    monkeypatch.setattr("kvaudit.suites.catalogue.catalogue", lambda: (replace(MADE_UP, files=(file,)),))
+    monkeypatch.setattr("kvaudit.suites.sources.catalogue", lambda: (replace(MADE_UP, files=(file,)),))
     address = f"/somebody/greetings/{MADE_UP.commit}/data/all%20of%20it.csv"
     for raw in (GREETING[:-2], b"HELLO\n"):
         served[address] = raw

@@ -16,9 +16,10 @@ from kvaudit.audit.policies import parse_policy
 from kvaudit.audit.runs import evaluate
 from kvaudit.audit.runs.names import NAMES
 from kvaudit.audit.sampling import packing as module
+from kvaudit.audit.sampling.decoding import Decoding
 from kvaudit.audit.sampling.model import LoadedModel, load_model
 from kvaudit.audit.sampling.packing import LARGE, is_packable_dtype, pack_weights
-from kvaudit.audit.sampling.sampler import Decoding, Sampler
+from kvaudit.audit.sampling.sampler import Sampler
 from kvaudit.audit.serving import engine
 from kvaudit.audit.serving.harness import model as lm
 from kvaudit.audit.serving.wire import ChatRequest

@@ -15,8 +15,7 @@ from reports_synthetic import Design, build, policy
 
 from kvaudit.core.errors import AuditError, DataError, SpecError
 from kvaudit.reports.records.readers import inspect_log
-from kvaudit.reports.records.readers.base import OffScaleScores, Request, read_log, score_of
-from kvaudit.reports.records.readers.clusters import cluster_rule
+from kvaudit.reports.records.readers.base import OffScaleScores, Request, cluster_rule, read_log, score_of
 
 LOGS = Path(__file__).parent / "fixtures" / "logs"
 LM_EVAL = {name: next((LOGS / f"lm_eval_{name}").glob("*.jsonl")) for name in ("reference", "candidate")}

@@ -11,7 +11,7 @@ from test_cli import refused
 import kvaudit
 from kvaudit.audit.runs.names import NAMES
 from kvaudit.core.errors import SpecError
-from kvaudit.core.removed import REMOVED
+from kvaudit.core.moved import REMOVED
 from kvaudit.core.spec import parse_spec
 
 SPEC_KEYS = [(key, removed.instead) for removed in REMOVED for key in removed.spec_keys]

@@ -12,7 +12,7 @@ from scipy.stats import wilcoxon
 
 from kvaudit.reports.records.load import load_run
 from kvaudit.reports.run import decide_run
-from kvaudit.reports.stats.signed_rank import signed_rank_above
+from kvaudit.reports.stats.slope import signed_rank_above
 from kvaudit.reports.verdict.canary import Canary, canaries_of, canary_reasons
 from kvaudit.reports.verdict.comparison import Comparison
 from kvaudit.reports.verdict.verdict import Status

@@ -23,8 +23,8 @@ from kvaudit.reports.page.run_page import page_of, run_banner
 from kvaudit.reports.records.load import load_run
 from kvaudit.reports.run import decide_run
 from kvaudit.reports.sections.contexts import ContextEffect
+from kvaudit.reports.verdict.contrast import answers_of
 from kvaudit.reports.verdict.controls import TWINS, Measurability, _table, controls_of
-from kvaudit.reports.verdict.reference_answers import answers_of
 from kvaudit.reports.verdict.rules import WARN
 from kvaudit.reports.verdict.verdict import Status
 

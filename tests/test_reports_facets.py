@@ -20,8 +20,8 @@ from kvaudit.reports.records.blocks import UNREAD
 from kvaudit.reports.records.load import load_run
 from kvaudit.reports.records.rows import CellKey
 from kvaudit.reports.run import decide_run, with_report_sections
+from kvaudit.reports.sections.churn import OutcomesSection
 from kvaudit.reports.sections.examples import LostItem, record_of
-from kvaudit.reports.sections.outcomes import OutcomesSection
 from kvaudit.reports.verdict.contrast import CellName, Rates
 from kvaudit.reports.verdict.verdict import Status
 

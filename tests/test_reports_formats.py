@@ -27,10 +27,9 @@ from kvaudit.reports.run import decide_run, with_report_sections, write_report
 from kvaudit.reports.sections.shared.canvas import figure_style
 from kvaudit.reports.sections.shared.words import effect_text, error_rates_text, points, pvalue
 from kvaudit.reports.verdict.contrast import ClusterSums, Contrast
-from kvaudit.reports.verdict.error_rates import shipped_rates
+from kvaudit.reports.verdict.controls import shipped_rates
 from kvaudit.reports.verdict.human_labels import CellLabels, Labels, render_labels
-from kvaudit.reports.verdict.label_pairs import pairs_of, pairs_to_label, records_digest, shown_answers
-from kvaudit.reports.verdict.label_sheet import text_hash
+from kvaudit.reports.verdict.label_sheet import pairs_of, pairs_to_label, records_digest, shown_answers, text_hash
 from kvaudit.reports.verdict.verdict import Status
 
 

@@ -23,7 +23,7 @@ from kvaudit.reports.records.load import load_run
 from kvaudit.reports.run import decide_run, write_report
 from kvaudit.reports.sections.shared.words import decision_note
 from kvaudit.reports.verdict.contrast import Rates
-from kvaudit.reports.verdict.error_rates import shipped_rates
+from kvaudit.reports.verdict.controls import shipped_rates
 from kvaudit.reports.verdict.rules import changes
 from kvaudit.reports.verdict.verdict import Status
 

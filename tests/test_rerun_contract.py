@@ -22,10 +22,9 @@ import torch
 from rich.console import Console
 from test_cli import kvaudit
 
-from kvaudit.audit.rerun.explain import Explain
 from kvaudit.audit.rerun.measure import MEASURES, Measure, run_measure
 from kvaudit.audit.rerun.mismatch import Mismatch
-from kvaudit.audit.rerun.shade import Shade
+from kvaudit.audit.rerun.shade import Explain, Shade
 from kvaudit.audit.rerun.verify import Verify
 from kvaudit.audit.runs.folder import RunFolder, existing_run
 from kvaudit.audit.sampling.model import LoadedModel

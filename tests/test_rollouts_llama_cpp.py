@@ -20,7 +20,7 @@ from kvaudit.audit.engines.base import Drawer, DrawnRollout, EngineContext
 from kvaudit.audit.engines.rollouts import WorkerDrawer, model_weights
 from kvaudit.audit.training import grpo
 from kvaudit.audit.training.engine_rollouts import EngineUse, engine_rollout
-from kvaudit.audit.training.token_logprobs import read_tokens
+from kvaudit.audit.training.learner import read_tokens
 from kvaudit.core.errors import RunError, SpecError
 from kvaudit.core.spec_evaluate import EngineSpec
 

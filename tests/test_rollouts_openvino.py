@@ -25,8 +25,8 @@ from kvaudit.audit.engines.rollouts import ExchangeFolder, WorkerDrawer, arrays_
 from kvaudit.audit.training import grpo
 from kvaudit.audit.training.adapters import load_trained_adapter
 from kvaudit.audit.training.engine_rollouts import EngineUse, engine_rollout
+from kvaudit.audit.training.learner import read_tokens
 from kvaudit.audit.training.ranks import ALONE
-from kvaudit.audit.training.token_logprobs import read_tokens
 from kvaudit.core.errors import RunError, SpecError
 from kvaudit.core.records import Role
 from kvaudit.core.spec_evaluate import EngineSpec

@@ -19,7 +19,7 @@ from kvaudit.audit.engines import ENGINES, parse_condition
 from kvaudit.audit.engines.base import Drawer, DrawnRollout, EngineContext
 from kvaudit.audit.engines.rollouts import model_weights
 from kvaudit.audit.training.engine_rollouts import engine_rollout
-from kvaudit.audit.training.token_logprobs import read_tokens
+from kvaudit.audit.training.learner import read_tokens
 from kvaudit.core.spec_evaluate import EngineSpec
 
 HEAT = 0.7

@@ -26,7 +26,7 @@ from kvaudit.reports.page.run_page import page_of, run_banner, verdict_passages
 from kvaudit.reports.records.load import load_run
 from kvaudit.reports.run import decide_run, with_report_sections
 from kvaudit.reports.sections.base import Inputs, Section, sections
-from kvaudit.reports.sections.shared.facts import dump_json
+from kvaudit.reports.sections.shared.words import dump_json
 from kvaudit.reports.verdict import decide
 
 REPORTS = Path(kvaudit.reports.sections.__file__).parent.parent

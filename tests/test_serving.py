@@ -30,8 +30,9 @@ from kvaudit.audit.cli import app
 from kvaudit.audit.commands.serve import _listen, parse_aliases, parse_models
 from kvaudit.audit.policies import POLICIES, parse_policy
 from kvaudit.audit.policies.draws import derive_seed
+from kvaudit.audit.sampling.decoding import Decoding
 from kvaudit.audit.sampling.model import load_model
-from kvaudit.audit.sampling.sampler import Decoding, Sampler
+from kvaudit.audit.sampling.sampler import Sampler
 from kvaudit.audit.serving.app import application
 from kvaudit.audit.serving.engine import PendingAnswers, SamplingEngine, _RowText
 from kvaudit.audit.serving.wire import Choice, read_request

@@ -15,8 +15,9 @@ from conform.world import CONFIGS, prompts, served
 from kvaudit.audit.cache.ledger import Rollout
 from kvaudit.audit.cache.shared import SharedPrefill
 from kvaudit.audit.policies import Policy, parse_policy, quantiser_on_write
+from kvaudit.audit.sampling.decoding import Decoding
 from kvaudit.audit.sampling.model import load_model
-from kvaudit.audit.sampling.sampler import Decoding, Sampler
+from kvaudit.audit.sampling.sampler import Sampler
 from kvaudit.core.errors import RunError
 
 LENGTHS = (21, 8)

@@ -17,8 +17,9 @@ from kvaudit.audit.policies import parse_policy
 from kvaudit.audit.runs.evaluate import check_spans
 from kvaudit.audit.sampling.chat import Chat, _tokens
 from kvaudit.audit.sampling.conversations import GradedRow, play
+from kvaudit.audit.sampling.decoding import Decoding
 from kvaudit.audit.sampling.model import LoadedModel, load_model
-from kvaudit.audit.sampling.sampler import Decoding, Sampler
+from kvaudit.audit.sampling.sampler import Sampler
 from kvaudit.core.errors import DataError, SpecError
 from kvaudit.core.records import Grade, Item, Message, Outcome, Record, Role
 from kvaudit.core.spans import KeptSpan, Place, Span, find_spans, marked

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kvaudit.reports.stats.churn import draw_flips, flips
+from kvaudit.reports.stats.power import draw_flips, flips
 
 
 def test_flips_between_single_draws_are_the_discordant_items():

@@ -24,8 +24,8 @@ from kvaudit.audit.cache.ledger import NEVER, Rollout
 from kvaudit.audit.sampling.conversations import GradedRow
 from kvaudit.audit.sampling.model import LoadedModel
 from kvaudit.audit.training import corrections
-from kvaudit.audit.training.arms import ARMS, get_arm
 from kvaudit.audit.training.batch import Batch, split_halves
+from kvaudit.audit.training.config import ARMS, get_arm
 from kvaudit.audit.training.corrections import Correction, CorrectionRule
 from kvaudit.audit.training.losses.base import LOSSES, BatchRewards, ClippedLoss, Loss, LossInputs, StepCounts
 from kvaudit.audit.training.rewards.base import REWARDS, Reward, check_scores

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from kvaudit.audit.training.arms import ARMS, Arm, get_arm
+from kvaudit.audit.training.config import ARMS, Arm, get_arm
 from kvaudit.audit.training.corrections import CORRECTIONS, Correction, token_ratios
 from kvaudit.core.errors import UnknownName
 

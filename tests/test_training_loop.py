@@ -15,13 +15,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvaudit.audit.cache.ledger import NEVER, load_ledgers
 from kvaudit.audit.sampling.conversations import play
+from kvaudit.audit.sampling.decoding import Decoding
 from kvaudit.audit.sampling.model import LoadedModel, load_model, locate
-from kvaudit.audit.sampling.sampler import Decoding, Sampler
+from kvaudit.audit.sampling.sampler import Sampler
 from kvaudit.audit.training import grpo, rollouts
-from kvaudit.audit.training.arms import ARMS
 from kvaudit.audit.training.batch import batch_rewards, deal_slots, gradient_steps, training_items
-from kvaudit.audit.training.learner import Learner
-from kvaudit.audit.training.token_logprobs import read_tokens
+from kvaudit.audit.training.config import ARMS
+from kvaudit.audit.training.learner import Learner, read_tokens
 from kvaudit.core.records import Grade, Outcome
 from kvaudit.suites.base import SUITES
 

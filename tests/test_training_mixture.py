@@ -11,7 +11,7 @@ from training_world import POLICY, by_parity, killed_and_resumed, rows, same_bit
 
 from kvaudit.audit.cache.ledger import load_ledgers
 from kvaudit.audit.policies import parse_policy
-from kvaudit.audit.rerun.finished import checkpoint_rollouts
+from kvaudit.audit.rerun.measure import checkpoint_rollouts
 from kvaudit.audit.sampling.model import LoadedModel, load_model
 from kvaudit.audit.training.config import TrainConfig
 from kvaudit.audit.training.rollouts import group_policies

@@ -26,12 +26,10 @@ from training_world import POLICY, Killed, play_for_parity, rows, same_bits, sam
 from kvaudit.audit.commands.run import RunOptions, plan_workers
 from kvaudit.audit.sampling.model import LoadedModel
 from kvaudit.audit.training import grpo, rollouts
-from kvaudit.audit.training.arms import ARMS
 from kvaudit.audit.training.checkpoint import Position, Resumable
-from kvaudit.audit.training.config import TrainConfig
-from kvaudit.audit.training.learner import Learner
+from kvaudit.audit.training.config import ARMS, TrainConfig
+from kvaudit.audit.training.learner import Learner, read_tokens
 from kvaudit.audit.training.ranks import ALONE, RankGroup, _pack, _unpack
-from kvaudit.audit.training.token_logprobs import read_tokens
 from kvaudit.core.errors import DataError, RunError, SpecError
 
 ROUNDING = 2e-5  # of loss and gradient; float32, summed in another order

@@ -19,8 +19,8 @@ from training_world import Killed, play_for_parity, rows, sha256, sharp, short, 
 
 from kvaudit.audit.cache.ledger import load_ledgers
 from kvaudit.audit.sampling.model import LoadedModel
-from kvaudit.audit.training import checkpoint, files, grpo, rollouts
-from kvaudit.audit.training.files import TelemetryLog
+from kvaudit.audit.training import checkpoint, grpo, rollouts
+from kvaudit.audit.training.checkpoint import TelemetryLog
 from kvaudit.audit.training.losses.base import LOSSES
 from kvaudit.core.errors import DataError, RunError
 
@@ -85,15 +85,15 @@ def test_a_run_killed_after_any_step_ends_with_the_same_bits(
 
 def _die_at_state(patch: pytest.MonkeyPatch) -> None:
     """Killed with step 4's state written but not renamed: nobody is left to clean up."""
-    rename = files.os.rename
+    rename = checkpoint.os.rename
 
     def stop(source: Path, target: Path) -> None:
         if Path(target).name == "step-000004":
             raise Killed
         rename(source, target)
 
-    patch.setattr(files.os, "rename", stop)
-    patch.setattr(files.shutil, "rmtree", lambda *_, **__: None)
+    patch.setattr(checkpoint.os, "rename", stop)
+    patch.setattr(checkpoint.shutil, "rmtree", lambda *_, **__: None)
 
 
 def _die_at_telemetry(patch: pytest.MonkeyPatch) -> None:

@@ -22,14 +22,13 @@ from kvaudit.audit.runs.prepare import prepare_run
 from kvaudit.audit.sampling import memory
 from kvaudit.audit.sampling.checkpoints import load_comparable
 from kvaudit.audit.sampling.model import LoadedModel
-from kvaudit.audit.training import footprint, grpo, rollouts, token_logprobs
+from kvaudit.audit.training import footprint, grpo, learner, rollouts
 from kvaudit.audit.training.adapters import adapter_weights, check_adapter, load_trained_adapter, trainable_copy
 from kvaudit.audit.training.batch import Batch, gradient_steps, microbatches
 from kvaudit.audit.training.config import StartConfig
 from kvaudit.audit.training.footprint import check_memory, estimate_memory
-from kvaudit.audit.training.learner import Learner
+from kvaudit.audit.training.learner import Learner, read_tokens
 from kvaudit.audit.training.sft import gold_rollout, warm_start
-from kvaudit.audit.training.token_logprobs import read_tokens
 from kvaudit.core.errors import DataError, RunError, SpecError
 from kvaudit.core.spec import RunSpec
 from kvaudit.core.spec_train import AdapterSpec, TrainSpec
@@ -49,8 +48,8 @@ def batch(base: LoadedModel) -> Batch:
 @pytest.fixture
 def in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """No vocabulary is small, and logits of seven tokens are made at a time."""
-    monkeypatch.setattr(token_logprobs, "WHOLE_VOCABULARY", 0)
-    monkeypatch.setattr(token_logprobs, "LOGITS_PER_PIECE", 7 * 300)
+    monkeypatch.setattr(learner, "WHOLE_VOCABULARY", 0)
+    monkeypatch.setattr(learner, "LOGITS_PER_PIECE", 7 * 300)
 
 
 def numbers(base: LoadedModel, batch: Batch, view: str) -> list[torch.Tensor]:

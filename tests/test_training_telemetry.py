@@ -12,7 +12,7 @@ from training_world import config, rows
 from kvaudit.audit.cache.ledger import Rollout
 from kvaudit.audit.sampling.conversations import GradedRow
 from kvaudit.audit.training.batch import collect
-from kvaudit.audit.training.files import TelemetryLog
+from kvaudit.audit.training.checkpoint import TelemetryLog
 from kvaudit.audit.training.mismatch import mismatch_panel
 from kvaudit.audit.training.optimiser import Optimiser
 from kvaudit.audit.training.telemetry import (

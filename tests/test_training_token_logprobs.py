@@ -14,11 +14,12 @@ from training_world import config, gradients, sampled, sharp, short
 from kvaudit.audit.cache.ledger import Rollout
 from kvaudit.audit.policies import parse_policy
 from kvaudit.audit.sampling.conversations import play
+from kvaudit.audit.sampling.decoding import Decoding
 from kvaudit.audit.sampling.model import LoadedModel
-from kvaudit.audit.sampling.sampler import Decoding, Sampler
+from kvaudit.audit.sampling.sampler import Sampler
 from kvaudit.audit.training.batch import Batch, collect, row_seeds, training_items
+from kvaudit.audit.training.learner import pass_logprobs, read_tokens
 from kvaudit.audit.training.optimiser import Optimiser
-from kvaudit.audit.training.token_logprobs import pass_logprobs, read_tokens
 from kvaudit.core.errors import DataError
 
 

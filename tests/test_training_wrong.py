@@ -16,9 +16,9 @@ from training_world import sampled, sharp
 
 from kvaudit.audit.sampling.conversations import GradedRow
 from kvaudit.audit.sampling.model import LoadedModel
-from kvaudit.audit.training import arms, corrections, grpo
-from kvaudit.audit.training.arms import ARMS, Arm
+from kvaudit.audit.training import config, corrections, grpo
 from kvaudit.audit.training.batch import Batch
+from kvaudit.audit.training.config import ARMS, Arm
 from kvaudit.audit.training.corrections import CORRECTIONS, Correction, CorrectionRule, no_correction
 from kvaudit.audit.training.losses.base import BatchRewards, Estimate, Loss, LossInputs, LossOutputs, clipped_surrogate
 from kvaudit.audit.training.losses.grpo import Grpo
@@ -184,7 +184,7 @@ def test_a_wrong_correction_fails(check: Check, wrong: CorrectionRule) -> None:
 def test_a_wrong_arm_fails(
     check: Check, wrong: Arm, base: LoadedModel, batches: dict[str, Batch], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(arms, "ARMS", {**ARMS, wrong.name: wrong})
+    monkeypatch.setattr(config, "ARMS", {**ARMS, wrong.name: wrong})
     monkeypatch.setattr(grpo, "CORRECTIONS", {**CORRECTIONS, "halved": halved, "shared": shared})
     wanted = contract.followed(base, batches["dense"])
     with pytest.raises(AssertionError):

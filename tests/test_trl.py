@@ -26,7 +26,7 @@ from kvaudit.audit.replay.learner_pass import LearnerPass
 from kvaudit.audit.sampling.model import EMBEDDED, load_model, locate
 from kvaudit.audit.sampling.weights import weights_sha256
 from kvaudit.audit.training.corrections import CORRECTIONS
-from kvaudit.audit.training.token_logprobs import read_tokens
+from kvaudit.audit.training.learner import read_tokens
 from kvaudit.audit.training.trl import require_trl
 from kvaudit.audit.training.trl.hosted import TRL_CORRECTIONS, HostedArm
 from kvaudit.audit.training.trl.output import base_sha256

@@ -28,9 +28,10 @@ from kvaudit.audit.policies import Policy, evictor_of, parse_policy, quantiser_o
 from kvaudit.audit.policies.adakv import AdaKV
 from kvaudit.audit.replay.ranking_check import REQUIRED_AGREEMENT, ChoiceCount, check_ranking, repeat_choices
 from kvaudit.audit.replay.rollout_checks import RecordedRollouts, eviction_breach, quantisation_breach
-from kvaudit.audit.rerun.finished import checkpoint_rollouts
+from kvaudit.audit.rerun.measure import checkpoint_rollouts
+from kvaudit.audit.sampling.decoding import Decoding
 from kvaudit.audit.sampling.model import load_model
-from kvaudit.audit.sampling.sampler import Decoding, Sampler
+from kvaudit.audit.sampling.sampler import Sampler
 from kvaudit.audit.training import grpo, rollouts
 
 FINAL = Path("ledgers", "final.safetensors")

@@ -15,11 +15,10 @@ from typer.testing import CliRunner
 from kvaudit.audit.cli import app
 from kvaudit.core.errors import DataError, RunError
 from kvaudit.core.records import Outcome
-from kvaudit.core.shading import ALL_TOKENS, Shading
+from kvaudit.core.spans import ALL_TOKENS, Shading
 from kvaudit.reports.page.formats import html
 from kvaudit.reports.page.run_page import page_of
-from kvaudit.reports.page.view.data import ItemShades
-from kvaudit.reports.page.view.flips import KINDS, Change, Flip, flips_of, interleave_cells, places_of
+from kvaudit.reports.page.view.data import KINDS, Change, Flip, ItemShades, flips_of, interleave_cells, places_of
 from kvaudit.reports.page.view.folder import STATIC, RunView
 from kvaudit.reports.records.load import RunData, load_run
 from kvaudit.reports.records.rows import SCORE, CellKey

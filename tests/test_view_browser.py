@@ -15,7 +15,7 @@ from reports_synthetic import Design, build, policy, records_of
 
 from kvaudit.core.facets import FACETS
 from kvaudit.core.records import Record
-from kvaudit.core.shading import ALL_TOKENS, Shading, write_shadings
+from kvaudit.core.spans import ALL_TOKENS, Shading, write_shadings
 from kvaudit.reports.page.view.folder import RunView
 from kvaudit.reports.records.load import load_run
 from kvaudit.reports.verdict.comparison import comparison_of

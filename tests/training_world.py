@@ -17,8 +17,9 @@ import pytest
 import torch
 
 from kvaudit.audit.sampling.conversations import GradedRow
+from kvaudit.audit.sampling.decoding import Decoding
 from kvaudit.audit.sampling.model import LoadedModel, load_model
-from kvaudit.audit.sampling.sampler import Decoding, Sampler
+from kvaudit.audit.sampling.sampler import Sampler
 from kvaudit.audit.training import grpo, rollouts
 from kvaudit.audit.training.batch import Batch, collect, row_seeds, training_items
 from kvaudit.audit.training.config import TrainConfig

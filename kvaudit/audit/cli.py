@@ -15,7 +15,7 @@ from typer.core import TyperGroup
 
 from kvaudit import __version__
 from kvaudit.audit.commands.base import HELP_HEADINGS, USAGE, Command, end_on_sigterm, load_commands
-from kvaudit.core.removed import removed_command
+from kvaudit.core.moved import removed_command
 from kvaudit.core.text import inline
 
 DISTRIBUTION = "kvaudit"

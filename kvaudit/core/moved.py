@@ -1,24 +1,164 @@
-"""Modules that moved: an import by the old path gives the new module, with a DeprecationWarning, for one release."""
+"""Modules that moved, and features that were removed.
+
+An import by the old path gives the new module, with a DeprecationWarning, for one release; an import, command or spec
+key of a removed feature is refused with what to do instead.
+"""
 
 from __future__ import annotations
 
 import sys
 import warnings
 from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-from kvaudit.core.removed import REMOVED, removed_import
+
+@dataclass(frozen=True)
+class Removed:
+    """A removed feature: its commands, its keys of a spec, its suites, and its names and modules below ``kvaudit``."""
+
+    instead: str
+    commands: tuple[str, ...] = ()
+    spec_keys: tuple[str, ...] = ()
+    suites: tuple[str, ...] = ()
+    imports: tuple[str, ...] = ()
+
+
+REMOVED = (
+    Removed("Inspect plays its tasks itself: kvaudit.suites.inspect_task", imports=("suites.inspect_plan",)),
+    Removed("in a clone of the repository: python -m bench.calibration", commands=("calibrate",)),
+    Removed("in a clone of the repository: python -m bench.pretraining", commands=("pretrain",)),
+    Removed(
+        "measure a guard as a system of its own: put an endpoint that has it in front of the model, and audit that",
+        commands=("guard", "grade guard", "list guards"),
+        spec_keys=("guard",),
+        imports=("Guard", "audit.judges.guards", "audit.runs.guard", "reports.records.guards"),
+    ),
+    Removed(
+        "list the policies to try in evaluate.policies of a spec: each gets a verdict of its own",
+        commands=("remedy", "replay remedy"),
+        spec_keys=("remedies",),
+        imports=("audit.policies.remedy", "audit.runs.remedy", "reports.records.remedies", "reports.analysis.remedies"),
+    ),
+    Removed(
+        "serve the model under its policies (kvaudit serve MODEL) and ask it, or use kvaudit.CompressedCache in Python",
+        commands=("generate",),
+    ),
+    Removed(
+        "kvaudit diagnose MODEL measures how far a setting moves the model's probabilities, in nats",
+        commands=("displace", "replay displace"),
+        imports=("audit.again.displace", "audit.again.teacher_forcing", "reports.analysis.displacement"),
+    ),
+    Removed(
+        "the verdict is the declared analysis alone; kvaudit plan RUN says what a next run would need",
+        imports=("reports.analysis.sensitivity", "reports.sections.methods", "reports.sections.reach"),
+    ),
+    Removed(
+        "kvaudit view RUN shows every answer that was lost, by template",
+        imports=("reports.sections.concentration",),
+    ),
+    Removed(
+        "kvaudit run asks these suites of any model, engine or endpoint, and kvaudit compare reads lm-eval's logs",
+        commands=("tasks", "harness tasks"),
+        imports=("audit.serving.harness.tasks",),
+    ),
+    Removed(
+        "the bar of a run counts answers and estimates the rest by their speed (audit.runs.progress)",
+        imports=("audit.runs.forecast",),
+    ),
+    Removed(
+        "ask RULER's tasks through lm-eval (examples/ruler)",
+        suites=("needle",),
+        imports=("suites.needle",),
+    ),
+    Removed(
+        "kvaudit explain RUN ITEM shows which tokens of a prompt a policy kept",
+        commands=("show",),
+    ),
+)
+
+
+def removed_command(words: Sequence[str]) -> str | None:
+    """Return the error line of a removed command, None if the words begin with none."""
+    for name in (" ".join(words[:2]), *words[:1]):
+        if (instead := _instead(name, "commands")) is not None:
+            return f"{name} is no longer a command of kvaudit; {instead}"
+    return None
+
+
+def removed_spec_key(key: str) -> str | None:
+    """Return the error line of a removed key of a spec, None for another key."""
+    instead = _instead(key, "spec_keys")
+    return None if instead is None else f"{key} is no longer a key of a spec; {instead}"
+
+
+def removed_suite(name: str) -> str | None:
+    """Return the error line of a removed suite, None for another name."""
+    instead = _instead(name, "suites")
+    return None if instead is None else f"{name} is no longer a suite of kvaudit; {instead}"
+
+
+def removed_import(name: str) -> str | None:
+    """Return the error line of a removed import, such as ``kvaudit.Guard``, None for another name."""
+    package, _, path = name.partition(".")
+    if package != "kvaudit":
+        return None
+    for end in range(path.count(".") + 1, 0, -1):
+        if (instead := _instead(".".join(path.split(".")[:end]), "imports")) is not None:
+            return f"{name} is no longer part of kvaudit; {instead}"
+    return None
+
+
+def _instead(name: str, kind: str) -> str | None:
+    return next((removed.instead for removed in REMOVED if name in getattr(removed, kind)), None)
+
 
 # old path -> new path, both below kvaudit
 MOVED = {
-    "audit.again.answers": "audit.rerun.finished",
+    "reports.verdict.reference_answers": "reports.verdict.contrast",
+    "reports.verdict.error_rates": "reports.verdict.controls",
+    "audit.runs.stages.answering": "audit.runs.stages.base",
+    "audit.sampling.response_template": "audit.sampling.chat_tools",
+    "audit.cache.fusion": "audit.cache.tensors",
+    "reports.verdict.label_pairs": "reports.verdict.label_sheet",
+    "reports.verdict.ratios": "reports.verdict.rules",
+    "reports.stats.signed_rank": "reports.stats.slope",
+    "reports.stats.churn": "reports.stats.power",
+    "reports.sections.shared.facts": "reports.sections.shared.words",
+    "reports.sections.shared.both_sides": "reports.sections.base",
+    "reports.sections.shared.cache_use": "reports.sections.cache",
+    "reports.sections.outcomes": "reports.sections.churn",
+    "reports.sections.sensitivity": "reports.sections.dose",
+    "reports.sections.interaction": "reports.sections.dose",
+    "reports.sections.amplification": "reports.sections.dose",
+    "reports.records.readers.clusters": "reports.records.readers.base",
+    "reports.page.view.flips": "reports.page.view.data",
+    "suites.catalogue": "suites.sources",
+    "suites.published": "suites.base",
+    "audit.training.token_logprobs": "audit.training.learner",
+    "audit.training.files": "audit.training.checkpoint",
+    "audit.training.arms": "audit.training.config",
+    "audit.serving.tools": "audit.serving.wire",
+    "audit.scan.report": "audit.scan.scan",
+    "audit.scan.shell_words": "audit.scan.shell",
+    "audit.runs.found_so_far": "audit.runs.progress",
+    "audit.rerun.finished": "audit.rerun.measure",
+    "audit.rerun.explain": "audit.rerun.shade",
+    "audit.judges.rubric_local": "audit.judges.rubric",
+    "audit.judges.rubric_endpoint": "audit.judges.rubric",
+    "audit.commands.harness": "audit.commands.serve",
+    "audit.commands.shading": "audit.commands.report",
+    "audit.cache.code_ring": "audit.cache.stepped_store",
+    "core.removed": "core.moved",
+    "core.shading": "core.spans",
+    "audit.again.answers": "audit.rerun.measure",
     "audit.again.diagnose": "audit.rerun.diagnose",
     "audit.again.distances": "audit.rerun.diagnose",
-    "audit.again.explain": "audit.rerun.explain",
-    "audit.again.finished": "audit.rerun.finished",
+    "audit.again.explain": "audit.rerun.shade",
+    "audit.again.finished": "audit.rerun.measure",
     "audit.again.measure": "audit.rerun.measure",
     "audit.again.mismatch": "audit.rerun.mismatch",
     "audit.again.shade": "audit.rerun.shade",
@@ -76,18 +216,18 @@ MOVED = {
     "core.secrets": "core.text",
     "core.thoughts": "core.completions",
     "core.threads": "core.network",
-    "reports.analysis.cache_use": "reports.sections.shared.cache_use",
+    "reports.analysis.cache_use": "reports.sections.cache",
     "reports.analysis.examples": "reports.sections.shared.tables",
     "reports.analysis.floor": "reports.sections.shared.floor",
     "reports.analysis.mechanism": "reports.sections.shared.lost_spans",
     "reports.analysis.safe": "reports.sections.shared.safe",
-    "reports.analysis.sides": "reports.sections.shared.both_sides",
+    "reports.analysis.sides": "reports.sections.base",
     "reports.analysis.slopes": "reports.stats.slope",
     "reports.compare.direction": "reports.page.compare_pairing",
     "reports.compare.files": "reports.page.compare_files",
     "reports.compare.page": "reports.page.compare_page",
     "reports.compare.pairing": "reports.page.compare_pairing",
-    "reports.drift.answers": "reports.verdict.reference_answers",
+    "reports.drift.answers": "reports.verdict.contrast",
     "reports.drift.canary": "reports.verdict.canary",
     "reports.drift.comparison": "reports.verdict.comparison",
     "reports.drift.drift": "reports.verdict.drift",
@@ -99,24 +239,24 @@ MOVED = {
     "reports.gate.decide": "reports.verdict.decide",
     "reports.gate.decided": "reports.verdict.verdict",
     "reports.gate.enough": "reports.verdict.item_counts",
-    "reports.gate.error_rates": "reports.verdict.error_rates",
+    "reports.gate.error_rates": "reports.verdict.controls",
     "reports.gate.family": "reports.verdict.family",
     "reports.gate.pin": "reports.verdict.pin",
-    "reports.gate.ratios": "reports.verdict.ratios",
+    "reports.gate.ratios": "reports.verdict.rules",
     "reports.gate.rules": "reports.verdict.rules",
     "reports.gate.seeds": "reports.verdict.downgrades",
     "reports.gate.sizes": "reports.verdict.sizes",
     "reports.gate.verdict": "reports.verdict.verdict",
     "reports.gate.waivers": "reports.verdict.waivers",
     "reports.labels.blind": "reports.verdict.human_labels",
-    "reports.labels.pairs": "reports.verdict.label_pairs",
+    "reports.labels.pairs": "reports.verdict.label_sheet",
     "reports.labels.relabelled": "reports.verdict.human_labels",
     "reports.labels.sheet": "reports.verdict.label_sheet",
     "reports.layout.canvas": "reports.sections.shared.canvas",
     "reports.layout.contrasts": "reports.sections.base",
     "reports.layout.events": "reports.sections.shared.events",
-    "reports.layout.facts": "reports.sections.shared.facts",
-    "reports.layout.json_text": "reports.sections.shared.facts",
+    "reports.layout.facts": "reports.sections.shared.words",
+    "reports.layout.json_text": "reports.sections.shared.words",
     "reports.layout.rows": "reports.verdict.row",
     "reports.layout.tables": "reports.sections.shared.tables",
     "reports.layout.words": "reports.sections.shared.words",

@@ -25,8 +25,8 @@ from kvaudit.core.endpoint import check_no_address
 from kvaudit.core.errors import AuditError, SpecError, UnknownName
 from kvaudit.core.facets import ALIKE, DEPLOYED, FACETS, FORMER_CONTRASTS, GATED, SERVING, WELL_FORMED, suite_of
 from kvaudit.core.files import KeyPath, YamlFile, parse_yaml, read_text
+from kvaudit.core.moved import removed_spec_key
 from kvaudit.core.policy_names import DENSE_POLICY, compressed_policies, engine_name, match_policies
-from kvaudit.core.removed import removed_spec_key
 from kvaudit.core.spec_evaluate import EngineSpec, EvaluateSpec, ProbeSpec, check_probe_grid, fill_probe_grid
 from kvaudit.core.spec_parts import (
     Alpha,

@@ -18,9 +18,9 @@ from kvaudit.reports.page.run_page import page_of
 from kvaudit.reports.records.load import RunData, load_run, problem_lines
 from kvaudit.reports.sections.base import Depth, Inputs, SectionResults, compute_sections
 from kvaudit.reports.verdict.contrast import Drift
+from kvaudit.reports.verdict.controls import shipped_rates
 from kvaudit.reports.verdict.decide import decide
 from kvaudit.reports.verdict.drift import drift_of
-from kvaudit.reports.verdict.error_rates import shipped_rates
 from kvaudit.reports.verdict.family import gated_facets
 from kvaudit.reports.verdict.human_labels import with_labels
 from kvaudit.reports.verdict.rules import GateOverrides, Rules, declared_rules

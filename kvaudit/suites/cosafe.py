@@ -9,9 +9,8 @@ from typing import Any
 
 from kvaudit.core.errors import DataError
 from kvaudit.core.records import Message, Role
-from kvaudit.suites.catalogue import find_rows
 from kvaudit.suites.requests import Origin, Requests, group_by_origin
-from kvaudit.suites.sources import data_file, has_file, json_line_lists
+from kvaudit.suites.sources import data_file, find_rows, has_file, json_line_lists
 
 
 class CoSafe(Requests):

@@ -17,11 +17,9 @@ from kvaudit.core.errors import DataError
 from kvaudit.core.facets import FACETS
 from kvaudit.core.records import Grade, Item, Message, Role
 from kvaudit.suites import requests
-from kvaudit.suites.base import Split, formless, graded
-from kvaudit.suites.catalogue import PublicRows, find_rows_by_file
+from kvaudit.suites.base import ItemMaker, Published, Split, formless, graded
 from kvaudit.suites.mathrows import Gsm8k
-from kvaudit.suites.published import ItemMaker, Published
-from kvaudit.suites.sources import data_file, data_folder, has_file
+from kvaudit.suites.sources import PublicRows, data_file, data_folder, find_rows_by_file, has_file
 from kvaudit.suites.tensortrust import ROW_FILES, TensorTrust
 
 

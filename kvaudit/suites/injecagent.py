@@ -13,10 +13,9 @@ from typing import Any, NamedTuple
 from kvaudit.core.errors import DataError
 from kvaudit.core.records import Grade, Item, Message, Outcome, Role, ToolCall
 from kvaudit.core.tool_forms.text import format_calls
-from kvaudit.suites.base import Split, formless, graded
+from kvaudit.suites.base import ItemMaker, Published, Split, formless, graded, rotate, rows_of_split
 from kvaudit.suites.haystack import ANIMALS
 from kvaudit.suites.phrases import in_a_row
-from kvaudit.suites.published import ItemMaker, Published, rotate, rows_of_split
 from kvaudit.suites.sources import data_file, json_array, json_lines, rows_of, value_of
 from kvaudit.suites.tool_calls import function_schema, make_calls, read_answer
 

@@ -11,8 +11,7 @@ from typing import Any, ClassVar
 from kvaudit.core.errors import DataError
 from kvaudit.core.records import Grade, Item, Message, Outcome, Role
 from kvaudit.suites.answers import equal_by_algebra, final_answer, has_algebra, same_answer
-from kvaudit.suites.base import Split, formless, graded
-from kvaudit.suites.published import ItemMaker, Published, rows_of_split
+from kvaudit.suites.base import ItemMaker, Published, Split, formless, graded, rows_of_split
 from kvaudit.suites.sources import data_file, has_file, json_lines
 
 _TRAINING = 5  # of a file without training rows every fifth row is for training

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvaudit.core.records import Grade, Item, Message, Role
-from kvaudit.suites.base import Split, formless, graded
-from kvaudit.suites.published import ItemMaker, Published, rotate, rows_of_split
+from kvaudit.suites.base import ItemMaker, Published, Split, formless, graded, rotate, rows_of_split
 from kvaudit.suites.sources import data_file, dialogue, json_lines, value_of
 
 FILE = "instruction_hierarchy/realguardrails_distractors.jsonl"

@@ -15,9 +15,8 @@ from typing import Any, ClassVar, NamedTuple
 from kvaudit.core.errors import DataError
 from kvaudit.core.judge_answers import Question
 from kvaudit.core.records import Grade, Item, Message, Outcome, Role
-from kvaudit.suites.base import Split, formless, graded
+from kvaudit.suites.base import ItemMaker, Published, Split, formless, graded, rotate, rows_of_split
 from kvaudit.suites.phrases import answers, content_words, read_refusal
-from kvaudit.suites.published import ItemMaker, Published, rotate, rows_of_split
 from kvaudit.suites.sources import csv_rows, data_file
 
 GOLD_REFUSAL = "I can't help with that."

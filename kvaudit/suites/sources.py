@@ -1,6 +1,7 @@
 """Readers for the data folder: rows of public benchmarks and public-domain prose. Nothing is downloaded here.
 
-The folder is KVAUDIT_DATA or, if that is not set, the one that ``kvaudit data fetch`` writes to.
+The folder is KVAUDIT_DATA or, if that is not set, the one that ``kvaudit data fetch`` writes to. ``catalogue.yaml`` has
+the URL of each file, pinned to a commit, its licence, and the digest of the rows that suites read.
 """
 
 from __future__ import annotations
@@ -15,18 +16,111 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
+from urllib.parse import quote
 
-from kvaudit.core.errors import DataError
+import yaml
+
+from kvaudit.core.errors import DataError, UnknownName
 from kvaudit.core.files import cache_home
 from kvaudit.core.records import Message, Role
 from kvaudit.core.text import guide_path
 from kvaudit.suites.base import CountTokens
-from kvaudit.suites.catalogue import find_rows_by_file
 from kvaudit.suites.haystack import check_room
+
+ADDRESS = "https://raw.githubusercontent.com"
+
+
+class PublicFile(NamedTuple):
+    """A file in the data folder; ``first`` is the number of its leading lines that are kept, None for all.
+
+    ``git_blob`` is the id that git gives a whole file, for files of which no sha256 was ever published or computed.
+    """
+
+    path: str
+    upstream: str  # its path in the repository
+    sha256: str = ""
+    first: int | None = None
+    git_blob: str = ""
+
+    def mismatch(self, rows: bytes) -> str:
+        """Return "sha256 1a2b..., expected 3c4d..." if these are not the catalogue's rows, else an empty text."""
+        kind, wanted, digest = "sha256", self.sha256, hashlib.sha256(rows)
+        if self.git_blob:
+            kind, wanted = "git blob id", self.git_blob
+            digest = hashlib.sha1(b"blob %d\0%s" % (len(rows), rows), usedforsecurity=False)
+        found = digest.hexdigest()
+        return "" if found == wanted else f"{kind} {found[:12]}, expected {wanted[:12]}"
+
+
+@dataclass(frozen=True)
+class PublicRows:
+    """Files that are fetched together, and the ``suites`` that read them; ``rows`` is their number, in words."""
+
+    name: str
+    suites: tuple[str, ...]
+    rows: str
+    licence: str
+    repo: str
+    commit: str
+    files: tuple[PublicFile, ...]
+
+    @property
+    def source_url(self) -> str:
+        """The repository and its abbreviated commit."""
+        return f"github.com/{self.repo}@{self.commit[:7]}"
+
+    def address(self, file: PublicFile, base: str = ADDRESS) -> str:
+        """Return the URL of a file; ``base`` may be a mirror with the same paths."""
+        return f"{base.rstrip('/')}/{self.repo}/{self.commit}/{quote(file.upstream)}"
+
+    def missing_files(self, folder: Path) -> list[PublicFile]:
+        """Return the files that are missing in ``folder``."""
+        return [file for file in self.files if not (folder / file.path).is_file()]
+
+    def changed_files(self, folder: Path) -> list[PublicFile]:
+        """Return the files in ``folder`` whose digest differs from the catalogue's."""
+        present = [file for file in self.files if (folder / file.path).is_file()]
+        return [file for file in present if file.mismatch((folder / file.path).read_bytes())]
+
+
+@cache
+def catalogue() -> tuple[PublicRows, ...]:
+    """Read all entries, in the order of the file."""
+    table = yaml.safe_load(Path(__file__).with_name("catalogue.yaml").read_text(encoding="utf-8"))
+    for row in table.values():
+        row["suites"] = tuple(row["suites"])
+        row["files"] = tuple(PublicFile(path, **fields) for path, fields in row["files"].items())
+    return tuple(PublicRows(name, **row) for name, row in table.items())
+
+
+def check_rows(file: PublicFile, raw: bytes) -> bytes:
+    """Return the rows of a downloaded file; raises DataError if their digest is not the catalogue's."""
+    rows = raw if file.first is None else b"".join(raw.splitlines(keepends=True)[: file.first])
+    if mismatch := file.mismatch(rows):
+        raise DataError(
+            f"the download of {file.path} has {mismatch}: it is a different file, was cut off or changed on the way; "
+            "nothing of it is kept"
+        )
+    return rows
+
+
+def find_rows(name: str) -> PublicRows:
+    """Return the entry called ``name``; raises UnknownName."""
+    entries = {entry.name: entry for entry in catalogue()}
+    if name not in entries:
+        raise UnknownName("public rows", name, entries)
+    return entries[name]
+
+
+def find_rows_by_file(path: str) -> PublicRows | None:
+    """Return the entry that holds the file at ``path`` in the data folder; None if it cannot be fetched."""
+    return next((entry for entry in catalogue() if any(file.path == path for file in entry.files)), None)
+
 
 T = TypeVar("T")
 _GUIDE = guide_path("choose-suites.md")

@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 
 from kvaudit.core.errors import DataError
 from kvaudit.core.records import Grade, Item, Message, Role
-from kvaudit.suites.base import Split, formless, graded
-from kvaudit.suites.published import ItemMaker, Published, rotate, rows_of_split
+from kvaudit.suites.base import ItemMaker, Published, Split, formless, graded, rotate, rows_of_split
 from kvaudit.suites.rules import Arguments, is_checkable, keeps, write_answer
 from kvaudit.suites.sources import data_file, dialogue, json_lines
 

@@ -13,9 +13,8 @@ from typing import Any, ClassVar, NamedTuple
 from kvaudit.core.errors import SpecError
 from kvaudit.core.records import Item, Message, Role
 from kvaudit.core.spans import Span
-from kvaudit.suites.base import CountTokens, Split, Suite
+from kvaudit.suites.base import CountTokens, Split, Suite, rows_of_split
 from kvaudit.suites.haystack import fit
-from kvaudit.suites.published import rows_of_split
 
 
 class Template(NamedTuple):

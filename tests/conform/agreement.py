@@ -15,7 +15,8 @@ from kvaudit.audit.cache.ledger import NEVER, Rollout
 from kvaudit.audit.cache.selection import Selection
 from kvaudit.audit.policies import parse_policy
 from kvaudit.audit.replay.learner_pass import suffix_logits
-from kvaudit.audit.sampling.sampler import AnyEpisode, Decoding, Sampler, join_episodes
+from kvaudit.audit.sampling.decoding import Decoding
+from kvaudit.audit.sampling.sampler import AnyEpisode, Sampler, join_episodes
 
 
 class Disagreement(AssertionError):

@@ -12,7 +12,8 @@ from conform.policies import policy_id, pytest_generate_tests, refuses, roomy, s
 from conform.world import Moment, feed, governed, held, moments, new_cache, prompts, shared, steps, told_once
 from kvaudit.audit.cache.ledger import NEVER
 from kvaudit.audit.policies import POLICIES, Policy, View, evictor_of, parse_policy
-from kvaudit.audit.sampling.sampler import Decoding, Sampler
+from kvaudit.audit.sampling.decoding import Decoding
+from kvaudit.audit.sampling.sampler import Sampler
 from kvaudit.core.errors import SpecError
 
 __all__ = ["pytest_generate_tests"]

@@ -35,7 +35,8 @@ from kvaudit.audit.cache.rotary import find_rotary
 from kvaudit.audit.cache.routing import hook_expert_blocks
 from kvaudit.audit.policies import Policy, parse_policy
 from kvaudit.audit.replay.learner_pass import suffix_logits
-from kvaudit.audit.sampling.sampler import Decoding, Sampler
+from kvaudit.audit.sampling.decoding import Decoding
+from kvaudit.audit.sampling.sampler import Sampler
 
 SIZES = dict(vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=3, max_position_embeddings=512)
 GQA = dict(num_attention_heads=4, num_key_value_heads=2, initializer_range=0.3, **SIZES)

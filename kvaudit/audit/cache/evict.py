@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvaudit.audit.cache.fusion import fusable
+from kvaudit.audit.cache.tensors import fusable
 from kvaudit.audit.policies import Evictor, softmax
 
 QUERY_BLOCK = 128  # queries whose attention probabilities are computed together

@@ -16,9 +16,9 @@ from torch import Tensor
 from kvaudit.audit.cache.attention import AttentionCall, require_single_call, skip_compile
 from kvaudit.audit.cache.cache import EvictingCache
 from kvaudit.audit.cache.cached_layer import CachedLayer, Forward
-from kvaudit.audit.cache.code_ring import StepCoding
 from kvaudit.audit.cache.hints import HINT_BATCH
 from kvaudit.audit.cache.rows import Counts, NewTokens, Schedule, Victims
+from kvaudit.audit.cache.stepped_store import StepCoding
 from kvaudit.core.errors import RunError
 
 # a growing layer gets room for the steps that are expected, up to MAX_ROOM; at least an eighth of its slots or MIN_ROOM

@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kvaudit.audit.cache.fusion import fusable
 from kvaudit.audit.cache.rotary import Rotary
 from kvaudit.audit.cache.store import SHARE, Store
-from kvaudit.audit.cache.tensors import gather_columns
+from kvaudit.audit.cache.tensors import fusable, gather_columns
 from kvaudit.audit.policies import Centres, Extremes, Moments
 
 

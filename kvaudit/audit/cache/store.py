@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from kvaudit.audit.cache import decode_kernels
-from kvaudit.audit.cache.fusion import fusable
 from kvaudit.audit.cache.ledger import NEVER
 from kvaudit.audit.cache.rows import Victims
-from kvaudit.audit.cache.tensors import gather_entries
+from kvaudit.audit.cache.tensors import fusable, gather_entries
 
 SLACK, SHARE = 8, 16  # a store grows by 8 slots and a sixteenth, so that not every token copies the cache
 _LATEST = 2**31 - 1  # sorts empty slots behind all others

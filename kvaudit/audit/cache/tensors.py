@@ -1,6 +1,12 @@
-"""Gathering entries by index, and copying tensors to a device without waiting for it."""
+"""Gather entries by index, copy tensors to a device without waiting, and mark functions for torch.compile to fuse."""
 
 from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -32,3 +38,47 @@ def upload(tensor: Tensor, device: torch.device) -> Tensor:
     CUDA has read ordinary memory before the call returns; for other devices that is not guaranteed.
     """
     return tensor.to(device, non_blocking=device.type == "cuda")
+
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+
+class _Switch(threading.local):
+    """Whether functions are fused now, in each thread."""
+
+    on = False
+
+
+_switch = _Switch()
+
+
+def is_fusing() -> bool:
+    """Tell whether this thread is inside ``fusing``."""
+    return _switch.on
+
+
+def fusable(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Let ``fusing`` replace a function of tensors by its compiled form, which computes the same to rounding."""
+    compiled: list[Callable[..., Any]] = []
+
+    @wraps(function)
+    def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        if not _switch.on:
+            return function(*args, **kwargs)
+        if not compiled:
+            compiled.append(torch.compile(function))
+        result: Result = compiled[0](*args, **kwargs)
+        return result
+
+    return call
+
+
+@contextmanager
+def fusing() -> Iterator[None]:
+    """Fuse functions inside the context, in this thread alone."""
+    before, _switch.on = _switch.on, True
+    try:
+        yield
+    finally:
+        _switch.on = before

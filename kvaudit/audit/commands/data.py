@@ -23,8 +23,7 @@ def show_data(context: typer.Context) -> None:
     if context.invoked_subcommand is not None:
         return
     with user_errors():
-        from kvaudit.suites.catalogue import catalogue
-        from kvaudit.suites.sources import data_folder
+        from kvaudit.suites.sources import catalogue, data_folder
 
         folder, missing, table = data_folder(), [], []
         for rows in catalogue():
@@ -53,8 +52,7 @@ def fetch_data(
     """
     with user_errors():
         from kvaudit.core.network import download
-        from kvaudit.suites.catalogue import ADDRESS, check_rows, find_rows
-        from kvaudit.suites.sources import data_folder
+        from kvaudit.suites.sources import ADDRESS, check_rows, data_folder, find_rows
 
         console, folder = wide_console(), data_folder()
         for rows in dict.fromkeys(map(find_rows, names)):

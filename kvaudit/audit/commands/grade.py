@@ -213,8 +213,14 @@ def _write_sheet(run: Path, out: Path, select: Sequence[str], *, concordant: int
     from kvaudit.reports.records.load import load_run
     from kvaudit.reports.run import drift_and_rules
     from kvaudit.reports.verdict.human_labels import earlier_labels, sheet_key
-    from kvaudit.reports.verdict.label_pairs import concordant_templates, default_concordant, paired_answers
-    from kvaudit.reports.verdict.label_sheet import key_path, render_key, render_sheet
+    from kvaudit.reports.verdict.label_sheet import (
+        concordant_templates,
+        default_concordant,
+        key_path,
+        paired_answers,
+        render_key,
+        render_sheet,
+    )
     from kvaudit.reports.verdict.rules import GateOverrides
 
     check_checkpoints(run)
@@ -260,8 +266,7 @@ def _read_sheet(run: Path, sheet: Path) -> int:
     from kvaudit.reports.records.load import load_run
     from kvaudit.reports.run import decide_run, drift_and_rules
     from kvaudit.reports.verdict.human_labels import LABELS_FILE, apply_labels, check_key, collect_labels, render_labels
-    from kvaudit.reports.verdict.label_pairs import paired_answers, records_digest
-    from kvaudit.reports.verdict.label_sheet import read_key, read_labels
+    from kvaudit.reports.verdict.label_sheet import paired_answers, read_key, read_labels, records_digest
     from kvaudit.reports.verdict.rules import GateOverrides
 
     check_checkpoints(run)

@@ -145,7 +145,7 @@ def list_contexts() -> None:
 def list_arms() -> None:
     """Training arms: how each samples and learns."""
     with user_errors():
-        from kvaudit.audit.training.arms import ARMS
+        from kvaudit.audit.training.config import ARMS
 
         rows = [
             [arm.name, arm.rollout, arm.learner, arm.correction, "yes" if arm.distill else "no", arm.summary]

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from kvaudit.audit.rerun.measure import Measure, ServedBatch, Total, WorkUnit
     from kvaudit.audit.runs.folder import RunFolder
     from kvaudit.audit.sampling.model import DtypeName
-    from kvaudit.core.shading import AnswerKey
+    from kvaudit.core.spans import AnswerKey
 
 DIFFERS = 3  # exit code if a measure finds a difference
 _FORMS = "give CHECKPOINT [--rollouts COUNT], or --rollouts FILE --model MODEL"
@@ -81,7 +81,7 @@ def _find_rollouts(
     ``rollouts`` is a number of a checkpoint's rollouts, or the path of a file.
     """
     from kvaudit.audit.replay.interchange import read_rollouts
-    from kvaudit.audit.rerun.finished import checkpoint_rollouts
+    from kvaudit.audit.rerun.measure import checkpoint_rollouts
 
     is_file = rollouts is not None and not rollouts.isdecimal()
     if checkpoint is not None:
@@ -160,9 +160,9 @@ def explain(
     Shows by policy, role and layer what the cache still held of the item's prompt.
     """
     with user_errors():
-        from kvaudit.audit.commands.shading import ShadedPrompt, shading_svg
-        from kvaudit.audit.rerun.explain import AnswerPlace, Explain, match_run_policies
+        from kvaudit.audit.commands.report import ShadedPrompt, shading_svg
         from kvaudit.audit.rerun.measure import run_measure
+        from kvaudit.audit.rerun.shade import AnswerPlace, Explain, match_run_policies
         from kvaudit.core.spec_train import BASE_ARM
 
         folder = _open_run(run, plugin or ())

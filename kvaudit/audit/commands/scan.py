@@ -30,8 +30,7 @@ def scan(paths: Paths, *, declared: Declarations = None, json: Json = None) -> N
         from json import dumps
 
         from kvaudit.audit.scan.files import find_files
-        from kvaudit.audit.scan.report import report_lines, scan_table
-        from kvaudit.audit.scan.scan import find_declarations, scan_files
+        from kvaudit.audit.scan.scan import find_declarations, report_lines, scan_files, scan_table
         from kvaudit.core.files import write_output
 
         files, skipped = find_files(paths)

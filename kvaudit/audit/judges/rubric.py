@@ -1,7 +1,9 @@
-"""Rubrics: the instructions under which a model judges an answer, and how its reply is read.
+"""Rubric judges: a local model or one behind an endpoint reads an answer by instructions and replies with one word.
 
 Request and answer are untrusted text. They stand between marks made from a hash of both, which neither can predict, and
-the question comes after them.
+the question comes after them. A local judge samples greedily with an uncompressed cache. A reply that is late, too
+long, not JSON or not a word fails that answer; an endpoint that refuses every request, or is unreachable, raises
+RunError.
 """
 
 from __future__ import annotations
@@ -9,14 +11,21 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvaudit.audit.judges.base import Judge
+from kvaudit.core.endpoint import EndpointModel
 from kvaudit.core.errors import SpecError, UnknownName
 from kvaudit.core.files import read_text
 from kvaudit.core.judge_answers import Judgement, Question
+from kvaudit.core.plugins import sha256_of
 from kvaudit.core.records import Message, Role
 from kvaudit.core.text import clip
+
+if TYPE_CHECKING:
+    from kvaudit.audit.sampling.model import LoadedModel
 
 VERSION = 1
 LONGEST_QUOTED = 120  # characters quoted of a reply that could not be read
@@ -197,3 +206,73 @@ def parse_score(reply: str) -> float | None:
     word = _first_word(reply).removesuffix(f"/{BEST}")  # 8/10 is 8
     scores = {str(number): number / BEST for number in range(BEST + 1)}
     return scores.get(word)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RubricEndpoint(EndpointModel, RubricJudge):
+    """Sends the rubric and each question to the endpoint unchanged."""
+
+    name = "rubric-endpoint"
+    says = "a rubric, read by a model at an OpenAI-compatible endpoint"
+    who = "judge rubric-endpoint"
+
+    asks: str = "refusal"
+
+    def __post_init__(self) -> None:
+        EndpointModel.__post_init__(self)
+        RubricJudge.__post_init__(self)
+
+    def identity_under(self, rubric: Rubric) -> str:
+        return sha256_of(rubric.text, self.base_url.rstrip("/"), self.model)
+
+    def replies(self, rubric: Rubric, questions: Sequence[Question]) -> list[str | None]:
+        return self.completions(map(rubric.messages, questions), rubric.reply_tokens)
+
+
+_BATCH = 8  # questions of similar length
+
+
+@dataclass(frozen=True)
+class RubricLocal(RubricJudge):
+    """``model`` is a folder, a GGUF file or a hub id; a reply in another form counts as a failure."""
+
+    name = "rubric-local"
+    says = "a rubric, read by a local model"
+
+    model: str
+    asks: str = "refusal"
+
+    def identity_under(self, rubric: Rubric) -> str:
+        return sha256_of(rubric.text, _loaded(self.model).sha256)
+
+    def replies(self, rubric: Rubric, questions: Sequence[Question]) -> list[str | None]:
+        model = _loaded(self.model)
+        prompts = [model.chat.prompt(rubric.messages(question)).ids for question in questions]
+        # a question that does not fit the model's positions gets no reply
+        fitting = [n for n, ids in enumerate(prompts) if len(ids) + rubric.reply_tokens <= model.max_positions]
+        fitting.sort(key=lambda n: len(prompts[n]))
+        replies: list[str | None] = [None] * len(questions)
+        for start in range(0, len(fitting), _BATCH):
+            batch = fitting[start : start + _BATCH]
+            texts = _sample(model, [prompts[n] for n in batch], rubric.reply_tokens)
+            for n, text in zip(batch, texts, strict=True):
+                replies[n] = text
+        return replies
+
+
+def _sample(model: LoadedModel, prompts: Sequence[Sequence[int]], tokens: int) -> list[str]:
+    from kvaudit.audit.policies import parse_policy
+    from kvaudit.audit.sampling.decoding import Decoding
+    from kvaudit.audit.sampling.sampler import Sampler
+
+    episode = Sampler(model, parse_policy("none")).open(prompts, [0] * len(prompts))  # greedy, so seeds are not used
+    completions = episode.decode(Decoding(tokens, temperature=0.0))
+    return ["" if completion is None else model.chat.text(completion.ids) for completion in completions]
+
+
+@cache
+def _loaded(name: str) -> LoadedModel:
+    from kvaudit.audit.sampling.model import load_model
+    from kvaudit.core.spec import expand
+
+    return load_model(expand("model of judge rubric-local", name))

@@ -24,8 +24,9 @@ from kvaudit.audit.cache.attention import AttentionCall, require_single_call
 from kvaudit.audit.cache.engine_store import BLOCK, ByChannel, ByToken, Cast, EngineStore
 from kvaudit.audit.cache.layers import layer_plans
 from kvaudit.audit.policies import Dense, parse_policy, softmax
+from kvaudit.audit.sampling.decoding import Decoding
 from kvaudit.audit.sampling.model import LoadedModel
-from kvaudit.audit.sampling.sampler import Decoding, Sampler
+from kvaudit.audit.sampling.sampler import Sampler
 from kvaudit.core.errors import DataError, RunError, SpecError
 from kvaudit.suites.base import Suite
 from kvaudit.suites.phrases import refuses

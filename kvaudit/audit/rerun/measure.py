@@ -1,19 +1,40 @@
-"""The contract of a measure, and the one loop that serves recorded items again."""
+"""A finished run, reopened with its checkpoints, records and items, and the one loop that serves its answers again."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence, Sized
+from collections.abc import Iterator, Mapping, Sequence, Sized
+from dataclasses import dataclass, replace
 from io import StringIO
-from typing import Any, ClassVar, Generic, Self, TypeVar
+from pathlib import Path
+from typing import Any, ClassVar, Generic, NamedTuple, Self, TypeVar
 
 from rich.console import Console
 
+from kvaudit.audit.policies import Policy, parse_policy
+from kvaudit.audit.replay.interchange import read_rollouts
+from kvaudit.audit.replay.rollout_checks import RecordedRollouts
+from kvaudit.audit.runs.evaluate import Evaluator, evaluation_items, row_seed, suite_as_asked
 from kvaudit.audit.runs.folder import RunFolder
 from kvaudit.audit.runs.progress import Meter
+from kvaudit.audit.runs.stored import read_records, stored_unit
+from kvaudit.audit.runs.units import Unit, UnitFiles
+from kvaudit.audit.sampling.checkpoints import load_comparable, load_model_or_adapter
+from kvaudit.audit.sampling.conversations import GradedRow
 from kvaudit.audit.sampling.model import LoadedModel
+from kvaudit.audit.training.checkpoint import FINAL_LEDGER, LEDGERS
+from kvaudit.audit.training.config import get_arm
+from kvaudit.audit.training.rollouts import ledger_stem
+from kvaudit.core.errors import DataError, SpecError
+from kvaudit.core.files import read_json
 from kvaudit.core.plugins import Registry
+from kvaudit.core.provenance import INPUTS, JUDGED, MODEL, PROVENANCE, ROWS, check_checkpoint, check_inputs
+from kvaudit.core.records import Item, Record
+from kvaudit.core.spans import ALL_TOKENS, AnswerKey, Shading
+from kvaudit.core.spec_train import BASE_ARM
 from kvaudit.reports.sections.shared.tables import Table
+from kvaudit.suites.base import Suite
+from kvaudit.suites.sources import collect_file_hashes
 
 WorkUnit = TypeVar("WorkUnit")
 ServedBatch = TypeVar("ServedBatch", bound=Sized)
@@ -101,3 +122,205 @@ def run_measure(
             results.append((unit, measure.reduce(unit, model, serve(unit, model))))
         meter.at(total, "all of it")
     return results
+
+
+def load_checkpoint(run: RunFolder, arm: str, seed: int, sha256: str) -> LoadedModel:
+    """Load a checkpoint of a run; raises DataError if it is missing or its weights have another sha256."""
+    spec, external = run.spec, run.spec.external_source(arm, seed)
+    is_model = arm == BASE_ARM and not spec.starts
+    name = external or (spec.model_path if is_model else str(run.checkpoint(arm, seed)))
+    if not is_model and external is None and not run.checkpoint(arm, seed).is_dir():
+        raise DataError(f"{str(run.path)!r} holds no checkpoint of {arm} seed {seed} any more; put {name!r} back")
+    model = load_model_or_adapter(spec.model_path, dtype=spec.dtype, device=spec.device, chat=spec.chat)
+    if not is_model:
+        model = load_comparable(name, model, dtype=spec.dtype, device=spec.device, chat=spec.chat)
+    if model.sha256 != sha256:
+        raise DataError(
+            f"model {name!r} has weights {model.sha256[:12]}, the run was made with {sha256[:12]}; put those back"
+        )
+    return model
+
+
+def check_rerunnable(run: RunFolder) -> None:
+    """Raise SpecError if the run's answers were not given by its checkpoints."""
+    if JUDGED in run.provenance():
+        raise SpecError(f"{str(run.path)!r} holds answers of another run, judged again; explain that run's")
+    if run.spec.probe is not None:
+        raise SpecError(f"{str(run.path)!r} holds answers of an endpoint, whose cache cannot be inspected")
+
+
+def finished_records(run: RunFolder, unit: Unit) -> Iterator[Record]:
+    """Yield the records of a unit, none if it is unfinished; raises DataError if they changed since it was sealed."""
+    files = UnitFiles.of(run.records, unit)
+    if files.seal.is_file():
+        stored = stored_unit(files.records)
+        stored.check()
+        yield from read_records(stored)
+
+
+def remake_items(run: RunFolder, model: LoadedModel, suite: Suite, record: Record) -> dict[str, Item]:
+    """Make the items of a unit again, by name; ``record`` is any record of the unit.
+
+    Raises DataError or RunError if suite, rows or model files changed.
+    """
+    if suite.played_by:
+        raise SpecError(f"suite {suite.name} is played by another harness, so its answers cannot be served again here")
+    if suite.version != record.suite_version:
+        raise DataError(
+            f"suite {suite.name} is version {suite.version}, the run asked version {record.suite_version}: the item "
+            "may be another; install the kvaudit that the run was made with"
+        )
+    folder = run.checkpoint(record.arm, record.train_seed)
+    if (folder / PROVENANCE).is_file():
+        check_checkpoint(folder)
+    with collect_file_hashes() as rows:
+        items = evaluation_items(run.sized, suite, record.context_tokens, model.chat.count_tokens)
+    inputs = run.provenance().get(INPUTS)
+    if isinstance(inputs, dict):  # early versions recorded none
+        check_inputs(ROWS, {name: inputs.get(ROWS, {}).get(name) for name in rows}, rows)
+        # by arm, not by sha256: a checkpoint that learnt nothing has the base model's weights
+        if record.arm == BASE_ARM and not run.spec.starts:
+            check_inputs(MODEL, inputs.get(MODEL, {}), model.files)
+    return {item.item_id: item for item in items}
+
+
+def checkpoint_rollouts(folder: Path) -> list[RecordedRollouts]:
+    """Read the last rollouts of a finished checkpoint, one set per policy that a mixture drew.
+
+    Intermediate ledgers cannot be replayed, since their weights are not kept. Raises DataError if files changed or
+    there are no rollouts.
+    """
+    if not (folder / PROVENANCE).is_file():
+        raise DataError(
+            f"{str(folder)!r} holds no {PROVENANCE}; give the folder of a finished checkpoint, such as "
+            "RUN/checkpoints/ARM/seed-N, or --rollouts FILE --model MODEL"
+        )
+    check_checkpoint(folder)
+    provenance = read_json(folder / PROVENANCE)
+    try:
+        config = provenance["config"]
+        trained = parse_policy(str(config["policy"]) if get_arm(config["arm"]).rollout == "compressed" else "none")
+        temperature = float(config["temperature"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise DataError(f"{str(folder / PROVENANCE)!r} does not say how it was trained ({error!r})") from None
+    mixed = len(trained.draws) > 1
+    files = {f"{ledger_stem(FINAL_LEDGER, policy, mixed=mixed)}.safetensors": policy for policy in trained.draws}
+    kept = {name: policy for name, policy in files.items() if name in provenance["ledgers"]}
+    if not kept:
+        raise DataError(
+            f"checkpoint {str(folder)!r} keeps no {LEDGERS}/{min(files)}; train it again with ledger_every above 0"
+        )
+    return [
+        replace(read_rollouts(folder / LEDGERS / name), temperature=temperature, trained_policy=policy)
+        for name, policy in kept.items()
+    ]
+
+
+# --- answers served again -------------------------------------------------------------------------------------------
+
+
+class AnswerSet(NamedTuple):
+    """Answers to items of one suite and length, by one checkpoint under one policy.
+
+    ``records`` are None if the run did not serve that policy. ``example`` is a record of one of the items under any
+    policy, which identifies suite, length and checkpoint.
+    """
+
+    policy: Policy
+    records: Mapping[AnswerKey, Record | None]
+    example: Record
+
+
+@dataclass(frozen=True)
+class RerunAnswer:
+    """An answer that was served again, with the recorded one if the run served that policy."""
+
+    policy: Policy  # the one drawn, of a mixture
+    record: Record | None
+    row: GradedRow
+    shading: Shading
+
+    @property
+    def same(self) -> bool | None:
+        """Whether the answer equals the recorded one, None without a record."""
+        if self.record is None:
+            return None
+        return (self.row.transcript, self.row.new_tokens) == (self.record.transcript, self.record.new_tokens)
+
+    @property
+    def held(self) -> list[float]:
+        """For each token before the answer, the share of layers and KV heads that held it when the answer began."""
+        return [count / self.shading.heads for count in self.shading.held]
+
+    @property
+    def outcome(self) -> str:
+        """The grade in one line."""
+        words = {True: "yes", False: "no", None: "could not be read"}
+        facets = [f"{name} {words[value]}" for name, value in self.row.grade.facets.items()]
+        return ", ".join([self.row.grade.outcome.value, *facets])
+
+
+class AnswerMeasure(Measure[AnswerSet, list[RerunAnswer], Total], ABC):
+    """A measure of a run's answers; raises SpecError if they were not given by its checkpoints."""
+
+    def __init__(self, run: RunFolder) -> None:
+        check_rerunnable(run)
+        self._run = run
+        self._model: tuple[tuple[str, int, str], LoadedModel] | None = None  # the last one, by arm, seed and sha256
+        self._cell: tuple[str, int, str, int] | None = None
+        self._cell_items: dict[str, Item] = {}
+
+    def size(self, unit: AnswerSet) -> int:
+        return len(unit.records)
+
+    def model(self, unit: AnswerSet) -> LoadedModel:
+        key = (unit.example.arm, unit.example.train_seed, unit.example.checkpoint)
+        if self._model is None or self._model[0] != key:
+            self._model = None  # freed before the next one is loaded
+            self._model = key, load_checkpoint(self._run, *key)
+        return self._model[1]
+
+    def serve(self, unit: AnswerSet, model: LoadedModel) -> Iterator[list[RerunAnswer]]:
+        suite, seed = suite_as_asked(self._run.spec, unit.example.suite), self._run.spec.evaluate.seed
+        for rows in Evaluator(model, self._run.spec).answer_items(unit.policy, suite, self._items(unit, suite, model)):
+            keys = {AnswerKey(row.item.item_id, row.sample_index): row for row in rows}
+            yield [
+                RerunAnswer(
+                    unit.policy.drawn(row_seed(seed, row.item, row.sample_index)),
+                    unit.records[key],
+                    row,
+                    _shading(model, row),
+                )
+                for key, row in keys.items()
+                if key in unit.records
+            ]
+
+    def _items(self, unit: AnswerSet, suite: Suite, model: LoadedModel) -> list[Item]:
+        example = unit.example
+        cell = (example.arm, example.train_seed, example.suite, example.context_tokens)
+        if self._cell != cell:  # policies of one checkpoint are adjacent and share the items
+            self._cell, self._cell_items = cell, remake_items(self._run, model, suite, example)
+        names = list(dict.fromkeys(key.item for key in unit.records))
+        missing = next((name for name in names if name not in self._cell_items), None)
+        if missing is not None:
+            raise DataError(f"suite {suite.name} does not make item {missing!r} any more; its rows or words changed")
+        return [self._cell_items[name] for name in names]
+
+
+def _shading(model: LoadedModel, row: GradedRow) -> Shading:
+    rollout = row.rollout
+    start = rollout.answer_start
+    marks = {name: [token for token in tokens if token < start] for name, tokens in row.marks.items()}
+    marks = {name: tokens for name, tokens in marks.items() if tokens}
+    alive = rollout.evicted_at[:, :, :start] > start  # [L, H, T]
+    return Shading(
+        pieces=model.chat.pieces(rollout.ids[:start].tolist()),
+        roles=list(row.roles[:start]),
+        held=alive.sum((0, 1)).tolist(),  # by token: how many heads hold it
+        heads=alive.shape[0] * alive.shape[1],
+        depth={
+            name: alive[:, :, tokens].double().mean((1, 2)).tolist()  # by layer
+            for name, tokens in {ALL_TOKENS: list(range(start)), **marks}.items()
+        },
+        marks=marks,
+    )

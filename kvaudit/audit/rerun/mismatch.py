@@ -28,8 +28,8 @@ from kvaudit.audit.runs.folder import RunFolder
 from kvaudit.audit.sampling.model import LoadedModel, load_model
 from kvaudit.audit.training.batch import microbatches
 from kvaudit.audit.training.checkpoint import FINAL_LEDGER, LEDGERS
+from kvaudit.audit.training.learner import read_tokens
 from kvaudit.audit.training.mismatch import MismatchPanel, alarms
-from kvaudit.audit.training.token_logprobs import read_tokens
 from kvaudit.core.alarms import MISMATCH_BOUNDS, Bound
 from kvaudit.core.errors import DataError, SpecError
 from kvaudit.core.text import guide_path, inline

@@ -1,20 +1,23 @@
-"""Which prompt tokens the cache still held when an answer began: recorded answers served again in bulk, and stored."""
+"""Recorded answers served again: one with its seed under any policy, or many, to see what the cache held."""
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Self
+from typing import NamedTuple, Self
 
-from kvaudit.audit.policies import Policy
-from kvaudit.audit.rerun.finished import AnswerMeasure, AnswerSet, RerunAnswer, finished_records
-from kvaudit.audit.runs.evaluate import grid
+from kvaudit.audit.engines.base import is_engine
+from kvaudit.audit.policies import Policy, parse_policy
+from kvaudit.audit.rerun.measure import AnswerMeasure, AnswerSet, RerunAnswer, finished_records
+from kvaudit.audit.runs.evaluate import cache_policies, grid
 from kvaudit.audit.runs.folder import RunFolder
 from kvaudit.audit.runs.units import Unit
 from kvaudit.audit.sampling.model import LoadedModel
-from kvaudit.core.policy_names import engine_name
-from kvaudit.core.records import Record
-from kvaudit.core.shading import AnswerKey, Shadings, read_shadings, write_shadings
-from kvaudit.core.text import length_label
+from kvaudit.core.errors import DataError, SpecError
+from kvaudit.core.policy_names import engine_name, match_policies
+from kvaudit.core.records import Record, Role
+from kvaudit.core.spans import ALL_TOKENS, AnswerKey, Shadings, read_shadings, write_shadings
+from kvaudit.core.text import inline, length_label, visible
 
 
 class Shade(AnswerMeasure[Shadings]):
@@ -73,3 +76,123 @@ class Shade(AnswerMeasure[Shadings]):
 
 def _key(record: Record) -> AnswerKey:
     return AnswerKey(record.item_id, record.sample_index)
+
+
+_CLOSE = 3  # similar names that an error proposes
+_INDENT = "\n" + " " * 12
+
+
+class AnswerPlace(NamedTuple):
+    """Identifies an answer of a run; ``length`` may be None if the item was asked at one length only."""
+
+    item: str
+    arm: str
+    seed: int
+    length: int | None
+    sample: int
+
+
+class Explain(AnswerMeasure[RerunAnswer]):
+    """The answer to an item under each policy; raises SpecError for an answer that the run does not have."""
+
+    name = "explain"
+
+    def __init__(self, run: RunFolder, place: AnswerPlace, policies: Sequence[Policy]) -> None:
+        super().__init__(run)
+        self.title = f"{place.item}, {place.arm} seed {place.seed}, sample {place.sample}"
+        records, key = _records_at(run, place), AnswerKey(place.item, place.sample)
+        example = next(iter(records.values()))
+        self._units = [AnswerSet(policy, {key: records.get(policy.canonical)}, example) for policy in policies]
+
+    @classmethod
+    def trial(cls, run: RunFolder) -> Self:
+        record = next(finished_records(run, grid(run.spec)[0]))
+        policies = [parse_policy(text) for text in run.spec.evaluate.policies]
+        place = AnswerPlace(record.item_id, record.arm, record.train_seed, record.context_tokens, record.sample_index)
+        return cls(run, place, policies)
+
+    def units(self) -> Sequence[AnswerSet]:
+        return self._units
+
+    def reduce(self, unit: AnswerSet, model: LoadedModel, batches: Iterator[list[RerunAnswer]]) -> RerunAnswer:  # noqa: ARG002
+        ((answer,),) = batches  # one batch of one answer
+        return answer
+
+    def differs(self, total: RerunAnswer) -> bool:
+        return total.same is False
+
+    def lines(self, results: Sequence[tuple[AnswerSet, RerunAnswer]]) -> Iterator[str]:
+        yield inline(self.title)
+        for _, answer in results:
+            yield ""
+            yield from _lines(answer)
+
+
+def match_run_policies(run: RunFolder, texts: Sequence[str]) -> list[Policy]:
+    """Match texts with the run's policies; one that the run did not serve is parsed as written."""
+    for engine in filter(is_engine, map(engine_name, texts)):
+        raise SpecError(f"--policy names engine {engine}, whose cache cannot be inspected; name a kvaudit policy")
+    run_policies = [policy.canonical for policy in cache_policies(run.spec)]
+    return [parse_policy(text) for text in match_policies(texts, run_policies)]
+
+
+def _records_at(run: RunFolder, place: AnswerPlace) -> Mapping[str, Record]:
+    """Return the records of an answer by policy, at least one."""
+    rows: dict[str, dict[tuple[str, int, int], Record]] = {}  # by policy; by suite, length and sample
+    items = set[str]()
+    units = [unit for unit in grid(run.spec) if (unit.arm, unit.seed) == (place.arm, place.seed)]
+    if not units:
+        arms = ", ".join(f"{arm} {seed}" for arm, seed in run.spec.arms)
+        raise SpecError(f"the run has no arm {place.arm!r} with seed {place.seed}; it has {arms}")
+    for unit in units:
+        for record in finished_records(run, unit):
+            items.add(record.item_id)
+            if record.item_id == place.item:
+                key = (record.suite, record.context_tokens, record.sample_index)
+                rows.setdefault(unit.policy.canonical, {})[key] = record
+    suite, length = _suite_and_length({key[:2] for by_key in rows.values() for key in by_key}, items, place)
+    key = (suite, length, place.sample)
+    records = {policy: by_key[key] for policy, by_key in rows.items() if key in by_key}
+    if not records:
+        raise SpecError(f"--sample is {place.sample}, the run has {run.spec.evaluate.samples_of(suite)} of an item")
+    if not next(iter(records.values())).transcript:
+        raise DataError(f"{str(run.path)!r} holds no transcripts, so no answer to compare with; evaluate it again")
+    return records
+
+
+def _suite_and_length(pairs: set[tuple[str, int]], items: set[str], place: AnswerPlace) -> tuple[str, int]:
+    """Return suite and length of the item; raises SpecError if there are none or several."""
+    matches = [pair for pair in sorted(pairs) if place.length in (None, pair[1])]
+    if len(matches) == 1:
+        return matches[0]
+    if pairs:
+        names = ", ".join(f"{suite} at {length}" for suite, length in sorted(pairs))
+        raise SpecError(f"item {place.item!r} was asked in {names}; choose one with --length")
+    close = difflib.get_close_matches(place.item, items, n=_CLOSE, cutoff=0.3)
+    similar = f"; similar names: {', '.join(close)}" if close else ""
+    raise SpecError(f"item {place.item!r} is not among the finished answers of {place.arm} seed {place.seed}{similar}")
+
+
+def _lines(answer: RerunAnswer) -> Iterator[str]:
+    row = answer.row
+    yield f"policy      {answer.policy.canonical}"
+    for message in row.transcript[len(row.item.messages) :]:
+        label = "answer" if message.role is Role.ASSISTANT else message.role.value
+        yield f"{label:<11} {visible(message.text)}".replace("\n", _INDENT)
+    yield f"recorded    {_compare_with_record(answer)}"
+    yield f"graded      {answer.outcome}"
+    shares = ", ".join(f"{role} {share:.1%}" for role, share in row.survival.items())
+    yield f"kept        {row.rollout.retention:.1%} of the cache when the answer began: {shares}"
+    if row.spans:
+        yield f"by span     {', '.join(f'{name} {kept.share:.1%}' for name, kept in row.spans.items())}"
+    yield f"by layer    {' '.join(f'{share:.0%}' for share in answer.shading.depth[ALL_TOKENS])}"
+
+
+def _compare_with_record(answer: RerunAnswer) -> str:
+    if answer.record is None:
+        return "no: the run did not serve this policy"
+    if answer.same:
+        return "yes: the same answer, text for text"
+    messages = answer.record.transcript[len(answer.row.item.messages) :]
+    text = inline(" | ".join(message.text for message in messages))
+    return f"ANOTHER ANSWER ({answer.record.new_tokens} tokens): {text}"

@@ -28,8 +28,7 @@ from kvaudit.audit.replay.rollout_checks import (
     quantisation_breach,
     selection_breach,
 )
-from kvaudit.audit.rerun.finished import checkpoint_rollouts
-from kvaudit.audit.rerun.measure import Measure
+from kvaudit.audit.rerun.measure import Measure, checkpoint_rollouts
 from kvaudit.audit.runs.folder import RunFolder
 from kvaudit.audit.sampling.model import LoadedModel, load_model
 from kvaudit.audit.training.batch import microbatches

@@ -40,9 +40,10 @@ from kvaudit.audit.runs.units import (
 )
 from kvaudit.audit.sampling.chat import Chat, ChatTokens
 from kvaudit.audit.sampling.conversations import GradedRow, check_fits, item_prompt, play
+from kvaudit.audit.sampling.decoding import Decoding
 from kvaudit.audit.sampling.model import LoadedModel
 from kvaudit.audit.sampling.packing import pack_weights
-from kvaudit.audit.sampling.sampler import Decoding, Sampler
+from kvaudit.audit.sampling.sampler import Sampler
 from kvaudit.audit.serving.batched import BatchedModel, cache_answers
 from kvaudit.core.errors import DataError, SpecError
 from kvaudit.core.provenance import (

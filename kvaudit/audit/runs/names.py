@@ -11,13 +11,12 @@ from kvaudit.audit.engines import ENGINES, Condition, parse_serving_mode
 from kvaudit.audit.judges.base import JUDGES
 from kvaudit.audit.policies import POLICIES
 from kvaudit.audit.runs.launchers.base import LAUNCHERS
-from kvaudit.audit.training.arms import get_arm
-from kvaudit.audit.training.config import TrainConfig
+from kvaudit.audit.training.config import TrainConfig, get_arm
 from kvaudit.audit.training.losses.base import LOSSES
 from kvaudit.audit.training.rewards.base import REWARDS
 from kvaudit.core.errors import AuditError, DataError, SpecError
+from kvaudit.core.moved import removed_import
 from kvaudit.core.plugins import parse_plugin
-from kvaudit.core.removed import removed_import
 from kvaudit.core.spec_parts import PluginNames
 from kvaudit.core.spec_train import TrainSpec
 from kvaudit.core.text import reason, short_repr

@@ -16,11 +16,10 @@ from kvaudit.audit.policies import POLICIES
 from kvaudit.audit.runs.engine_slot import EngineSlot
 from kvaudit.audit.runs.evaluate import selecting_policies, served_policies
 from kvaudit.audit.runs.folder import RunFolder, check_inputs_unchanged
-from kvaudit.audit.runs.found_so_far import FoundSoFar
 from kvaudit.audit.runs.launchers.local import idle_cores
 from kvaudit.audit.runs.models import Models, trained_pairs
 from kvaudit.audit.runs.prepare import Prepared
-from kvaudit.audit.runs.progress import RunBar, print_line
+from kvaudit.audit.runs.progress import FoundSoFar, RunBar, print_line
 from kvaudit.audit.runs.stages.base import RunContext, Stage
 from kvaudit.audit.runs.stages.evaluate import EvaluateStage
 from kvaudit.audit.runs.stages.pilot import PilotStage

@@ -21,8 +21,9 @@ from kvaudit.audit.runs.evaluate import (
 from kvaudit.audit.runs.ranks import check_ranks
 from kvaudit.audit.sampling.checkpoints import check_comparable, load_model_or_adapter
 from kvaudit.audit.sampling.conversations import play
+from kvaudit.audit.sampling.decoding import Decoding
 from kvaudit.audit.sampling.model import LoadedModel
-from kvaudit.audit.sampling.sampler import Decoding, Sampler
+from kvaudit.audit.sampling.sampler import Sampler
 from kvaudit.audit.training.adapters import check_adapter
 from kvaudit.audit.training.engine_rollouts import check_rollout_engine, try_rollout_engine
 from kvaudit.audit.training.footprint import check_memory

@@ -22,10 +22,9 @@ from kvaudit.core.errors import DataError, SpecError
 from kvaudit.core.policy_names import ENGINE
 from kvaudit.core.spec import RunSpec, parse_spec
 from kvaudit.core.spec_evaluate import ALL_ITEMS
-from kvaudit.suites.catalogue import PublicRows
 from kvaudit.suites.endpoints import ENDPOINTS, SUMS, Endpoint, absent_sources, has_public_rows
 from kvaudit.suites.mathrows import Gsm8k
-from kvaudit.suites.sources import DATA_VARIABLE, data_file, data_folder
+from kvaudit.suites.sources import DATA_VARIABLE, PublicRows, data_file, data_folder
 
 MINUTES = 10.0
 SEED = 1000  # of the order of rows

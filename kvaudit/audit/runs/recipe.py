@@ -15,8 +15,8 @@ from kvaudit.audit.runs.evaluate import Batches
 from kvaudit.audit.runs.folder import RunFolder
 from kvaudit.audit.sampling.model import LoadedModel, locate
 from kvaudit.audit.training.batch import training_items
+from kvaudit.audit.training.checkpoint import TELEMETRY
 from kvaudit.audit.training.config import TrainConfig
-from kvaudit.audit.training.files import TELEMETRY
 from kvaudit.audit.training.rewards.base import parse_reward
 from kvaudit.core.files import read_json, write_json
 from kvaudit.core.plugins import sha256_of

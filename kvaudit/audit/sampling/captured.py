@@ -29,7 +29,7 @@ from transformers import AttentionInterface
 from kvaudit.audit.cache import attention
 from kvaudit.audit.cache.cache import EvictingCache
 from kvaudit.audit.cache.fixed_step import FixedStep, why_not_fixed
-from kvaudit.audit.cache.fusion import fusing, is_fusing
+from kvaudit.audit.cache.tensors import fusing, is_fusing
 from kvaudit.core.errors import RunError, SpecError
 from kvaudit.core.text import note_once
 

@@ -14,13 +14,13 @@ from kvaudit.audit.sampling.chat_tools import (
     PROBE_TEXTS,
     TOOL_SLOT,
     ArgumentsAs,
+    ResponseTemplate,
     slot_calls,
     slot_name,
     tool_fields,
     varying,
 )
 from kvaudit.audit.sampling.rendering import TemplateRefusal, renderer, unstable_names
-from kvaudit.audit.sampling.response_template import ResponseTemplate
 from kvaudit.core.completions import THOUGHT_CLOSING, THOUGHT_OPENING
 from kvaudit.core.errors import SpecError
 from kvaudit.core.records import Message, Role, ToolCall

@@ -12,9 +12,9 @@ import torch
 
 from kvaudit.audit.cache.ledger import Rollout
 from kvaudit.audit.sampling.chat import TEXT_FORM, Chat, ChatTokens
-from kvaudit.audit.sampling.decoding import AnswerScore, draw
+from kvaudit.audit.sampling.decoding import AnswerScore, Completion, Decoding, draw
 from kvaudit.audit.sampling.exchange import Exchange, grade_transcript
-from kvaudit.audit.sampling.sampler import AnyEpisode, Completion, ContinuousBatch, Decoding, Sampler, ServedModel
+from kvaudit.audit.sampling.sampler import AnyEpisode, ContinuousBatch, Sampler, ServedModel
 from kvaudit.core.errors import SpecError
 from kvaudit.core.records import Grade, Item, Message, Role
 from kvaudit.core.spans import KeptSpan, find_spans

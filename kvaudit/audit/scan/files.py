@@ -11,8 +11,7 @@ from typing import NamedTuple
 
 from kvaudit.audit.scan.python import read_python
 from kvaudit.audit.scan.sheet import Setting, Sheet, Unreadable, split_camel
-from kvaudit.audit.scan.shell import read_dockerfile, read_settings, read_shell
-from kvaudit.audit.scan.shell_words import HereDocument
+from kvaudit.audit.scan.shell import HereDocument, read_dockerfile, read_settings, read_shell
 from kvaudit.audit.scan.trees import read_json_text, read_toml_text, read_yaml_text, without_templates
 from kvaudit.core.errors import DataError, SpecError
 

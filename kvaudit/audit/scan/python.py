@@ -21,8 +21,7 @@ from kvaudit.audit.scan.sheet import (
     read_value,
     spelt,
 )
-from kvaudit.audit.scan.shell import read_line, read_words
-from kvaudit.audit.scan.shell_words import Word
+from kvaudit.audit.scan.shell import Word, read_line, read_words
 
 _FOR_PEOPLE = {"help", "description", "epilog", "usage"}  # keys of texts that mention flags without setting them
 _FLAG = re.compile(r"--?[A-Za-z]")

@@ -28,8 +28,7 @@ from kvaudit.audit.scan.sheet import (
     read_value,
     spelt,
 )
-from kvaudit.audit.scan.shell import read_line, read_shell, read_words
-from kvaudit.audit.scan.shell_words import Word
+from kvaudit.audit.scan.shell import Word, read_line, read_shell, read_words
 
 _LOADER = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader  # the same grammar, ten times as fast
 _TEMPLATE = re.compile(r"\$?\{\{(?:(?!\{\{).)*?\}\}", re.DOTALL)

@@ -15,8 +15,9 @@ from typing import NamedTuple
 from kvaudit.audit.policies import Policy
 from kvaudit.audit.sampling.chat import Chat, ChatTokens
 from kvaudit.audit.sampling.conversations import holds_stop, survival
+from kvaudit.audit.sampling.decoding import Decoding
 from kvaudit.audit.sampling.model import LoadedModel
-from kvaudit.audit.sampling.sampler import Decoding, Sampler
+from kvaudit.audit.sampling.sampler import Sampler
 from kvaudit.audit.serving.answers import AnswerReader
 from kvaudit.audit.serving.engine import PendingAnswers
 from kvaudit.audit.serving.wire import ChatRequest, Choice

@@ -20,12 +20,12 @@ from kvaudit.audit.cache.rotary import rotary_length_limit
 from kvaudit.audit.policies import Policy, parse_policy
 from kvaudit.audit.policies.draws import derive_seed
 from kvaudit.audit.sampling.chat import Chat, ChatTokens
+from kvaudit.audit.sampling.decoding import Completion, Decoding
 from kvaudit.audit.sampling.model import LoadedModel
 from kvaudit.audit.sampling.packing import pack_weights
-from kvaudit.audit.sampling.sampler import AnyEpisode, Completion, Decoding, Sampler, join_episodes
+from kvaudit.audit.sampling.sampler import AnyEpisode, Sampler, join_episodes
 from kvaudit.audit.serving.answers import AnswerReader
-from kvaudit.audit.serving.tools import count_characters
-from kvaudit.audit.serving.wire import ChatRequest, Choice
+from kvaudit.audit.serving.wire import ChatRequest, Choice, count_characters
 from kvaudit.core.errors import AuditError, RunError, SpecError, UnknownName
 
 _DEFAULT_TOKENS = 512

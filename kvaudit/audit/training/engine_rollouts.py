@@ -29,13 +29,12 @@ from kvaudit.audit.sampling.conversations import AskedItem, Conversation, Graded
 from kvaudit.audit.sampling.decoding import Completion
 from kvaudit.audit.sampling.model import LoadedModel
 from kvaudit.audit.training.adapters import merged_weights, without_adapter
-from kvaudit.audit.training.arms import get_arm
 from kvaudit.audit.training.batch import TrainingItem
-from kvaudit.audit.training.config import TrainConfig
+from kvaudit.audit.training.config import TrainConfig, get_arm
+from kvaudit.audit.training.learner import read_tokens
 from kvaudit.audit.training.ranks import ALONE, RankGroup
 from kvaudit.audit.training.rewards.base import RewardFn
 from kvaudit.audit.training.rollouts import RolloutSampler, StepRollouts, dense_rollout
-from kvaudit.audit.training.token_logprobs import read_tokens
 from kvaudit.core.errors import RunError, SpecError
 from kvaudit.core.files import in_file_name
 from kvaudit.core.spec_evaluate import EngineSpec

@@ -17,9 +17,9 @@ from kvaudit.audit.policies import Dense
 from kvaudit.audit.sampling.memory import free_bytes
 from kvaudit.audit.sampling.model import LoadedModel
 from kvaudit.audit.training.adapters import linear_layers
-from kvaudit.audit.training.arms import get_arm
+from kvaudit.audit.training.config import get_arm
+from kvaudit.audit.training.learner import LOGITS_PER_PIECE
 from kvaudit.audit.training.losses.base import LOSSES
-from kvaudit.audit.training.token_logprobs import LOGITS_PER_PIECE
 from kvaudit.core.errors import RunError
 from kvaudit.core.spec_train import TrainSpec
 from kvaudit.suites.base import SUITES

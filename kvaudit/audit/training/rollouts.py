@@ -17,8 +17,9 @@ from kvaudit.audit.cache.ledger import NEVER, Rollout
 from kvaudit.audit.policies import Dense, Policy
 from kvaudit.audit.policies.draws import derive_seed
 from kvaudit.audit.sampling.conversations import GradedRow, play
+from kvaudit.audit.sampling.decoding import Decoding
 from kvaudit.audit.sampling.model import LoadedModel
-from kvaudit.audit.sampling.sampler import Decoding, Sampler
+from kvaudit.audit.sampling.sampler import Sampler
 from kvaudit.audit.training.batch import TrainingItem, row_seeds
 from kvaudit.audit.training.config import TrainConfig
 from kvaudit.audit.training.losses.base import has_equal_rewards

@@ -20,11 +20,11 @@ from kvaudit.audit.training.adapters import trainable_copy
 from kvaudit.audit.training.batch import microbatches, training_items
 from kvaudit.audit.training.checkpoint import CheckpointFolder, Position, drop_state
 from kvaudit.audit.training.config import StartConfig
+from kvaudit.audit.training.learner import read_tokens
 from kvaudit.audit.training.optimiser import Optimiser
 from kvaudit.audit.training.rewards.base import RewardConfig, check_scores
 from kvaudit.audit.training.rollouts import dense_rollout
 from kvaudit.audit.training.telemetry import Clock, TelemetryRow
-from kvaudit.audit.training.token_logprobs import read_tokens
 from kvaudit.core.errors import SpecError
 from kvaudit.core.records import Item, Message, Role
 from kvaudit.core.tool_forms.reading import read_calls

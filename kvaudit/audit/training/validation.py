@@ -14,14 +14,15 @@ from typing import Any, NamedTuple
 from kvaudit.audit.policies import Dense, Policy, parse_policy
 from kvaudit.audit.policies.draws import derive_seed
 from kvaudit.audit.sampling.conversations import GradedRow, play
+from kvaudit.audit.sampling.decoding import Decoding
 from kvaudit.audit.sampling.model import LoadedModel
-from kvaudit.audit.sampling.sampler import Decoding, Sampler
+from kvaudit.audit.sampling.sampler import Sampler
 from kvaudit.audit.training.batch import TrainingItem, collect
+from kvaudit.audit.training.checkpoint import guarded
 from kvaudit.audit.training.config import TrainConfig
-from kvaudit.audit.training.files import guarded
+from kvaudit.audit.training.learner import pass_logprobs
 from kvaudit.audit.training.mismatch import mismatch_panel
 from kvaudit.audit.training.telemetry import TelemetryRow
-from kvaudit.audit.training.token_logprobs import pass_logprobs
 from kvaudit.core.alarms import alarm_key
 from kvaudit.core.errors import DataError, SpecError
 from kvaudit.core.files import read_json, write_json

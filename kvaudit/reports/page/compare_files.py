@@ -21,17 +21,15 @@ from kvaudit.core.spec_parts import LEAST_RATIO, MOST_RATIO
 from kvaudit.core.text import short_text
 from kvaudit.reports.page.compare_pairing import CANDIDATE, REFERENCE, Direction, direction_of, pair_logs
 from kvaudit.reports.page.findings import Findings
-from kvaudit.reports.records.readers.base import Log, Request, read_log
-from kvaudit.reports.records.readers.clusters import cluster_rule
+from kvaudit.reports.records.readers.base import Log, Request, cluster_rule, read_log
 from kvaudit.reports.records.rows import FACET_COLUMNS, facet_metrics, panels
 from kvaudit.reports.stats.judges import Kappa, kappa
 from kvaudit.reports.stats.signflip import FEWEST_CLUSTERS
 from kvaudit.reports.verdict.comparison import Comparison
-from kvaudit.reports.verdict.contrast import Drift
+from kvaudit.reports.verdict.contrast import Drift, reference_answers
+from kvaudit.reports.verdict.controls import shipped_rates
 from kvaudit.reports.verdict.decide import decide
 from kvaudit.reports.verdict.drift import contrasts
-from kvaudit.reports.verdict.error_rates import shipped_rates
-from kvaudit.reports.verdict.reference_answers import reference_answers
 from kvaudit.reports.verdict.rules import Rules, margin_of
 from kvaudit.reports.verdict.verdict import EXIT_CODES, Status, Verdict, worst
 

@@ -19,9 +19,19 @@ from kvaudit.reports.page.page import Page
 from kvaudit.reports.page.remarks import blind_spot_line, limits, remarks
 from kvaudit.reports.page.tables import deployed_cells
 from kvaudit.reports.sections.base import sections_in
-from kvaudit.reports.sections.shared.cache_use import CacheUse, cache_use
-from kvaudit.reports.sections.shared.facts import NOT_APPLICABLE, UNKNOWN, Fact, Facts, fact_of
-from kvaudit.reports.sections.shared.words import NOT_SHOWN, held_to, interval_text, metric_label, ratio_text
+from kvaudit.reports.sections.cache import CacheUse, cache_use
+from kvaudit.reports.sections.shared.words import (
+    NOT_APPLICABLE,
+    NOT_SHOWN,
+    UNKNOWN,
+    Fact,
+    Facts,
+    fact_of,
+    held_to,
+    interval_text,
+    metric_label,
+    ratio_text,
+)
 from kvaudit.reports.verdict.contrast import Contrast
 from kvaudit.reports.verdict.row import row_of
 from kvaudit.reports.verdict.verdict import PRECEDENCE, Decided, Decision

@@ -10,14 +10,14 @@ from urllib.parse import urlencode
 
 from kvaudit.core.facets import facet_of, suite_of
 from kvaudit.core.text import visible
-from kvaudit.reports.page.view.flips import flip_key, kinds_shown
+from kvaudit.reports.page.view.data import flip_key, kinds_shown
 from kvaudit.reports.records.load import Evidence, RunData
 from kvaudit.reports.records.rows import SCORE, CellKey
 from kvaudit.reports.sections.base import Values
 from kvaudit.reports.sections.shared.tables import Example
 from kvaudit.reports.verdict.comparison import Comparison
 from kvaudit.reports.verdict.contrast import Contrast
-from kvaudit.reports.verdict.error_rates import ErrorRates
+from kvaudit.reports.verdict.controls import ErrorRates
 from kvaudit.reports.verdict.verdict import Decided, Decision
 
 _VIEW = "../view/index.html#"  # from RUN/report

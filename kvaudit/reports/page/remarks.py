@@ -20,7 +20,7 @@ from kvaudit.core.text import at_length, inline, join_names, length_label
 from kvaudit.reports.page.findings import Findings
 from kvaudit.reports.records.rows import LIVE_BYTES
 from kvaudit.reports.sections.base import sections_in
-from kvaudit.reports.sections.shared.cache_use import lacks_live_bytes
+from kvaudit.reports.sections.cache import lacks_live_bytes
 from kvaudit.reports.sections.shared.words import (
     blind_spot_text,
     effect_text,

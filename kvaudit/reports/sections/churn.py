@@ -1,4 +1,4 @@
-"""Churn: the losses and gains of every gated cell, which cancel in its drift."""
+"""Churn: losses and gains of every gated cell, which cancel in its drift; and the outcomes of each cell's answers."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvaudit.reports.sections.base import Inputs, Section
-from kvaudit.reports.sections.shared.both_sides import BothSides, gated_sides
+from kvaudit.core.records import Outcome
+from kvaudit.core.text import length_label
+from kvaudit.reports.sections.base import BothSides, Inputs, Section, gated_sides
 from kvaudit.reports.sections.shared.canvas import (
     GAIN,
     INK,
@@ -23,8 +24,8 @@ from kvaudit.reports.sections.shared.canvas import (
 )
 from kvaudit.reports.sections.shared.tables import Table, table_of
 from kvaudit.reports.sections.shared.words import cell_label, percent, points
-from kvaudit.reports.stats.churn import draw_flips, flips
-from kvaudit.reports.verdict.contrast import CellName
+from kvaudit.reports.stats.power import draw_flips, flips
+from kvaudit.reports.verdict.contrast import Cell, CellName
 from kvaudit.reports.verdict.verdict import Decided, Decision
 
 _MOST_BARS = 40
@@ -125,3 +126,30 @@ def _cell(d: Decision, sides: BothSides) -> CellChurn:
         draws=unpaired.churn,
         draws_rerun=unpaired.rerun,
     )
+
+
+class OutcomesSection(Section[tuple[Cell, ...]]):
+    name = "outcomes"
+    title = "Rates and outcomes"
+    explain = (
+        "How often each cell did the desired thing; degenerate (empty, looping), truncated and unscored answers "
+        "count as 0."
+    )
+    order = 280
+
+    def compute(self, inputs: Inputs) -> tuple[Cell, ...] | None:
+        return tuple(inputs.decided.drift.cells) or None
+
+    def tables(self, value: tuple[Cell, ...], decided: Decided) -> Iterator[Table]:
+        headers = ["arm", "policy", "suite", "tokens", "rate", "if unscored were desired", *Outcome]
+        rows = []
+        for c in value:
+            row = [c.arm, decided.comparison.label(c.policy), c.suite, length_label(c.context_tokens)]
+            row += [percent(c.rate), percent(c.rate_if_desired)]
+            rows.append([*row, *(str(c.outcomes[name]) for name in Outcome)])
+        yield table_of(headers, rows, words=3)
+
+    def finding(self, value: tuple[Cell, ...], decided: Decided) -> str:
+        lost = [f"{sum(c.outcomes[name] for c in value)} {name}" for name in ("degenerate", "truncated", "unscored")]
+        low, high = (percent(end(c.rate for c in value)) for end in (min, max))
+        return f"Rates from {low} to {high}; answers: {', '.join(lost)}."

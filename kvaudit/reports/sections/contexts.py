@@ -10,8 +10,7 @@ from kvaudit.core.text import inline
 from kvaudit.reports.sections.base import Inputs, Section
 from kvaudit.reports.sections.shared.tables import Table, table_of
 from kvaudit.reports.sections.shared.words import percent, points
-from kvaudit.reports.verdict.contrast import Drift
-from kvaudit.reports.verdict.reference_answers import Answers
+from kvaudit.reports.verdict.contrast import Answers, Drift
 from kvaudit.reports.verdict.verdict import Decided
 
 LARGE = 0.15  # share of the reference's answers: a context that moves more of them changes the task

@@ -15,8 +15,7 @@ from kvaudit.core.text import clip
 from kvaudit.reports.records.blocks import UNREAD
 from kvaudit.reports.records.load import RunData
 from kvaudit.reports.records.rows import FACET_COLUMNS, ROLES, CellKey, Panel
-from kvaudit.reports.sections.base import Inputs, Section
-from kvaudit.reports.sections.shared.both_sides import has_two_sides
+from kvaudit.reports.sections.base import Inputs, Section, has_two_sides
 from kvaudit.reports.sections.shared.tables import Example, ExampleTurn, Passage
 from kvaudit.reports.verdict.contrast import Drift
 from kvaudit.reports.verdict.drift import seed_pairs, two_sides, weights_of

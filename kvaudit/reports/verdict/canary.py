@@ -22,7 +22,7 @@ from kvaudit.core.facets import suite_of
 from kvaudit.reports.records.blocks import Array
 from kvaudit.reports.records.floor import SAME_ORDER
 from kvaudit.reports.records.rows import ANSWER_HASH, LOGPROB
-from kvaudit.reports.stats.signed_rank import signed_rank_above
+from kvaudit.reports.stats.slope import signed_rank_above
 from kvaudit.reports.verdict.comparison import Comparison
 from kvaudit.reports.verdict.contrast import Contrast
 from kvaudit.reports.verdict.reasons import Reason, ReasonCode

@@ -32,8 +32,8 @@ from kvaudit.reports.verdict.family import (
     FamilyRow,
     GatedCell,
 )
-from kvaudit.reports.verdict.ratios import Ratio, ratio_of, templates_show_ratio
 from kvaudit.reports.verdict.reasons import Reason, ReasonCode
+from kvaudit.reports.verdict.rules import Ratio, ratio_of, templates_show_ratio
 from kvaudit.reports.verdict.verdict import (
     PASSED,
     PRECEDENCE,

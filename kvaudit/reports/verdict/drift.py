@@ -30,18 +30,26 @@ from kvaudit.core.spec_train import BASE_ARM
 from kvaudit.reports.records.load import RunData
 from kvaudit.reports.records.rows import LIVE_BYTES, NULLABLE, ROLES, CellKey, Panel, Panels
 from kvaudit.reports.stats.betting import betting_effect
-from kvaudit.reports.stats.churn import Flips, flips
 from kvaudit.reports.stats.clustered import cr3_effect
 from kvaudit.reports.stats.effect import Array, Effect
 from kvaudit.reports.stats.few import no_interval
+from kvaudit.reports.stats.power import Flips, flips
 from kvaudit.reports.stats.seeds import SEEDS_NEEDED, by_cluster, recipe_effect, seed_noise
 from kvaudit.reports.stats.signflip import FEWEST_CLUSTERS
 from kvaudit.reports.stats.tango import ess_tango, many_ess_tango
 from kvaudit.reports.verdict.canary import canaries_of, canary_reasons, checked_by_canary
 from kvaudit.reports.verdict.comparison import Comparison, run_reasons
-from kvaudit.reports.verdict.contrast import Cell, ClusterSums, Contrast, Drift, Rates, SeedDrift, UnwantedEvents
+from kvaudit.reports.verdict.contrast import (
+    Cell,
+    ClusterSums,
+    Contrast,
+    Drift,
+    Rates,
+    SeedDrift,
+    UnwantedEvents,
+    reference_answers,
+)
 from kvaudit.reports.verdict.reasons import Reason, ReasonCode
-from kvaudit.reports.verdict.reference_answers import reference_answers
 
 Weights = dict[CellKey, float]
 Scores = Mapping[CellKey, Array]

@@ -40,8 +40,7 @@ from kvaudit.reports.stats.signflip import (
 from kvaudit.reports.verdict.comparison import Comparison
 from kvaudit.reports.verdict.contrast import Contrast, Drift
 from kvaudit.reports.verdict.drift import CellFilter
-from kvaudit.reports.verdict.ratios import allowed_points
-from kvaudit.reports.verdict.rules import CONTRASTED, Rules
+from kvaudit.reports.verdict.rules import CONTRASTED, Rules, allowed_points
 
 
 @dataclass(frozen=True)

@@ -27,23 +27,21 @@ from kvaudit.reports.stats.adjudication import Labelled, adjudicated, label_weig
 from kvaudit.reports.stats.effect import Effect
 from kvaudit.reports.stats.judges import differential_bias, judge_error
 from kvaudit.reports.verdict.contrast import CellName, CellPlace, ClusterSums, Contrast, Drift, LabelSummary
-from kvaudit.reports.verdict.label_pairs import (
-    Indices,
-    PairedAnswers,
-    answer_places,
-    pairs_of,
-    pairs_to_label,
-    records_digest,
-    shown_answers,
-)
 from kvaudit.reports.verdict.label_sheet import (
+    Indices,
     Key,
     KeyCell,
     KeyPair,
+    PairedAnswers,
     ShownAnswer,
+    answer_places,
     check_types,
     key_path,
+    pairs_of,
+    pairs_to_label,
+    records_digest,
     row_names,
+    shown_answers,
     text_hash,
 )
 

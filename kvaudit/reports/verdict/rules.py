@@ -4,6 +4,9 @@ A gate file has the content of a spec's gate section and is identified by its sh
 If the spec names it (``gate.gate_file``), its text is recorded in the run's provenance when the run begins. Any other
 gate file counts as declared after the run, even with equal rules: the gate command refuses it (``refuse_late_rules``),
 and a report with it says so in red, with the changes.
+
+A ratio limits the rates of an unwanted event in place of a margin: "no more than a tenth more attacks succeed" is 1.1.
+PASS needs its upper bound below the limit, enough templates, and the template rule.
 """
 
 from __future__ import annotations
@@ -16,6 +19,8 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from kvaudit.core.errors import DataError, SpecError
 from kvaudit.core.facets import ALIKE, DEPLOYED, GATED, SERVING
 from kvaudit.core.files import YamlFile, check_keys, parse_yaml, read_yaml
@@ -25,7 +30,9 @@ from kvaudit.core.spec import GateSpec, RunSpec, defaults_kept, with_gate
 from kvaudit.core.spec_parts import LEAST_MARGIN
 from kvaudit.core.text import short_repr, short_text
 from kvaudit.reports.records.load import RunData
+from kvaudit.reports.stats.ratio import Events, Times, points_of, shows_ratio, times_of, widest
 from kvaudit.reports.verdict.comparison import Comparison, comparison_of
+from kvaudit.reports.verdict.contrast import Contrast, UnwantedEvents
 from kvaudit.reports.verdict.pin import Pin, recorded_pin
 
 CONTRASTED = (ALIKE, DEPLOYED)  # candidate against reference
@@ -283,3 +290,42 @@ def _times(value: float | None) -> str:
 
 def _points(value: float | None) -> str:
     return "none" if value is None else f"{100 * value:g} pp"
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """The ratio of the rates of an unwanted event, and its ``limit``."""
+
+    limit: float
+    times: Times
+
+    @property
+    def is_within(self) -> bool:
+        """Whether the ratio is shown to lie below the limit."""
+        return self.times.upper < self.limit
+
+
+def ratio_of(c: Contrast, limit: float) -> Ratio | None:
+    """Return the ratio of a contrast over every reading of uncertain answers; None for a contrast without two sides."""
+    if c.effect is None or not c.unwanted:
+        return None
+    floor = min(1.0, (c.judged or c.effect).deff)  # below 1 only for averaged draws and graded scores
+    return Ratio(limit, widest([times_of(_events(events, floor), alpha=c.effect.alpha) for events in c.unwanted]))
+
+
+def templates_show_ratio(c: Contrast, limit: float, alpha: float) -> bool:
+    """Return whether the template rule holds for the ratio of a contrast, under every reading of uncertain answers."""
+    return all(bool(shows_ratio(e.reference, e.candidate, e.counts, limit=limit, alpha=alpha)) for e in c.unwanted)
+
+
+def allowed_points(c: Contrast, limit: float) -> float | None:
+    """Return the loss in score units that a limit allows at the reference's rate; None without a number."""
+    return None if c.rates is None else float(points_of(limit, 1 - c.rates.reference))
+
+
+def _events(e: UnwantedEvents, floor: float) -> Events:
+    # the events of a side are those on both sides plus those on that side only
+    both = np.asarray(e.reference.sum() - e.before)
+    return Events(
+        both, np.asarray(e.before), np.asarray(e.after), e.reference, e.candidate, e.counts, np.asarray(floor)
+    )

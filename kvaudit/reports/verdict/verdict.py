@@ -10,9 +10,8 @@ from kvaudit.reports.stats.effect import Effect
 from kvaudit.reports.verdict.comparison import Comparison
 from kvaudit.reports.verdict.contrast import CellName, Contrast, Drift, Rates, SeedDrift
 from kvaudit.reports.verdict.controls import Control
-from kvaudit.reports.verdict.ratios import Ratio
 from kvaudit.reports.verdict.reasons import Reason, ReasonCode
-from kvaudit.reports.verdict.rules import WARN, Rules
+from kvaudit.reports.verdict.rules import WARN, Ratio, Rules
 from kvaudit.reports.verdict.waivers import Waiver
 
 

@@ -1,22 +1,29 @@
-"""The contract of a stage, and the context that all stages of a process are given."""
+"""The contract of a stage, the context that all stages of a process are given, and how units are answered."""
 
 from __future__ import annotations
 
+import gc
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import groupby
+from pathlib import Path
 
 import torch
 
+from kvaudit.audit.runs.claims import ClaimedUnits, work_on_groups
 from kvaudit.audit.runs.engine_slot import EngineSlot
-from kvaudit.audit.runs.folder import RunFolder
-from kvaudit.audit.runs.models import Models
-from kvaudit.audit.runs.progress import Part, RunBar
-from kvaudit.audit.runs.units import Unit
+from kvaudit.audit.runs.evaluate import Evaluator
+from kvaudit.audit.runs.folder import RunFolder, noted_value
+from kvaudit.audit.runs.models import Models, Pair
+from kvaudit.audit.runs.progress import Part, RunBar, policy_labels
+from kvaudit.audit.runs.units import Unit, UnitFiles
 from kvaudit.core.errors import RunError
+from kvaudit.core.provenance import INPUTS, inputs_sha256
 from kvaudit.core.spec import RunSpec
-from kvaudit.core.text import inline
+from kvaudit.core.text import inline, length_label
 
 
 @dataclass(frozen=True)
@@ -93,3 +100,113 @@ def explain_full_memory(work: str, settings: str) -> Iterator[None]:
             f"the GPU's memory is too small for {work} ({reason}); finished work is kept: resume it on a larger GPU, "
             f"or begin another run with lower values of {settings}"
         ) from None
+
+
+def is_sealed(folder: Path, unit: Unit) -> bool:
+    """Return whether the records of a unit in this folder are finished."""
+    return UnitFiles.of(folder, unit).seal.exists()
+
+
+def unit_part(folder: Path, unit: Unit, size: float, rows: int) -> Part:
+    """Return a unit as a part of the progress bar: ``size`` answers to be given, ``rows`` records in its file."""
+    files = UnitFiles.of(folder, unit)
+
+    def done() -> float:
+        share = 1.0 if files.seal.exists() else _count_lines(files.records) / max(1, rows)
+        return size * min(1.0, share)
+
+    return Part((folder, unit), size, done)
+
+
+def _count_lines(path: Path) -> int:
+    try:
+        return path.read_bytes().count(b"\n")
+    except FileNotFoundError:
+        return 0
+
+
+class UnitWorker:
+    """Answers units in this process, one checkpoint at a time, and counts them on the run's bar."""
+
+    def __init__(self, context: RunContext) -> None:
+        self._context = context
+        self._evaluator: tuple[Pair, Evaluator] | None = None
+
+    def work(
+        self,
+        phase: str,
+        folder: Path,
+        units: Sequence[Unit],
+        parts: Callable[[], Iterable[Part]],
+        rows: Mapping[str, range] | None = None,
+    ) -> bool:
+        """Answer the units whose records in ``folder`` are not sealed; return whether any were left to answer.
+
+        ``phase`` names the work on the bar, ``parts`` are these units there, and ``rows`` by suite are those of a
+        round.
+        """
+        context, bar = self._context, self._context.bar
+        files = {unit: UnitFiles.of(folder, unit) for unit in units}
+
+        def is_done(unit: Unit) -> bool:
+            return files[unit].seal.exists()
+
+        def finish(unit: Unit) -> None:
+            bar.count((folder, unit), bar.size((folder, unit)))
+
+        def answer(claimed: ClaimedUnits[Unit]) -> None:
+            first, resumed = claimed.units[0], set[Unit]()
+            bar.claim([(folder, unit) for unit in claimed.units])
+
+            def report(unit: Unit, done: int, of: int) -> None:
+                claimed.claim(unit).check()
+                name, answers = (folder, unit), bar.size((folder, unit)) * done / max(1, of)
+                if unit in resumed:
+                    bar.count(name, answers)
+                    bar.show(self._unit_text(phase, unit))
+                else:  # the first report counts what an earlier run has answered
+                    resumed.add(unit)
+                    bar.resume(name, answers)
+
+            with explain_full_memory(self._unit_text(phase, first), "evaluate.batch_tokens"):
+                evaluator = self._evaluator_of((first.arm, first.seed))
+                evaluator.answer_units(claimed.units, context.run, report, claimed.keep, folder=folder, rows=rows)
+
+        is_work_left = not all(map(is_done, units))
+        if is_work_left:
+            context.models.base()  # its items give the parts their sizes
+        bar.expect(parts())
+        with context.engines:  # an engine ends with the stage it answers in
+            work_on_groups(
+                # the units of a group are adjacent in the grid, as groupby requires
+                [list(group) for _, group in groupby(units, lambda unit: unit.group_key)],
+                is_done=is_done,
+                lock=lambda unit: files[unit].lock,
+                work=answer,
+                on_done=finish,
+                on_wait=context.print_line,
+                takeover=context.takeover,
+            )
+        bar.claim(())
+        return is_work_left
+
+    def _evaluator_of(self, pair: Pair) -> Evaluator:
+        if self._evaluator is None or self._evaluator[0] != pair:
+            self._evaluator = None  # frees the weights of the last checkpoint before the next are loaded
+            gc.collect()  # hooks and bound methods of some models refer to them in a cycle
+            context = self._context
+            model = context.models.checkpoint(pair)
+            inputs = inputs_sha256(noted_value(context.run, INPUTS))
+            self._evaluator = (pair, Evaluator(model, context.spec, context.models.batches, inputs, context.engines))
+        return self._evaluator[1]
+
+    @cached_property
+    def _labels(self) -> dict[str, str]:
+        return policy_labels(self._context.spec)
+
+    def _unit_text(self, phase: str, unit: Unit) -> str:
+        """Return ``asking: agent under snapkv 96``, with the length, arm and seed if the run has several."""
+        spec = self._context.spec
+        text = f"{phase}: {unit.suite} under {self._labels.get(unit.policy.canonical, unit.policy.canonical)}"
+        text += f", {length_label(unit.context_tokens)}" if len(spec.evaluate.contexts_of(unit.suite)) > 1 else ""
+        return text + (f", {unit.arm} seed {unit.seed}" if len(spec.arms) > 1 else "")

@@ -16,8 +16,7 @@ from pathlib import Path
 from kvaudit.audit.engines import Condition
 from kvaudit.audit.runs.folder import make_folder
 from kvaudit.audit.runs.progress import Part
-from kvaudit.audit.runs.stages.answering import UnitWorker, is_sealed, unit_part
-from kvaudit.audit.runs.stages.base import RunContext, Stage
+from kvaudit.audit.runs.stages.base import RunContext, Stage, UnitWorker, is_sealed, unit_part
 from kvaudit.audit.runs.units import Unit
 from kvaudit.reports.records.floor import FLOOR_FOLDER, SAME_ORDER, SHUFFLED
 

@@ -18,8 +18,7 @@ from kvaudit.audit.runs.evaluate import grid
 from kvaudit.audit.runs.folder import make_folder
 from kvaudit.audit.runs.pilot import layout_of, most_items, pilot_results, pilot_units, with_kept_gate
 from kvaudit.audit.runs.progress import Part, duration
-from kvaudit.audit.runs.stages.answering import UnitWorker, is_sealed, unit_part
-from kvaudit.audit.runs.stages.base import RunContext, Stage
+from kvaudit.audit.runs.stages.base import RunContext, Stage, UnitWorker, is_sealed, unit_part
 from kvaudit.audit.runs.units import PILOT_FOLDER, Unit, UnitFiles, sealed_records
 from kvaudit.core.errors import NotMeasurable
 from kvaudit.core.facets import FACETS

@@ -23,8 +23,7 @@ from kvaudit.audit.runs.evaluate import grid
 from kvaudit.audit.runs.folder import make_folder
 from kvaudit.audit.runs.pilot import layout_of, pilot_units, with_kept_gate
 from kvaudit.audit.runs.progress import Part
-from kvaudit.audit.runs.stages.answering import UnitWorker, unit_part
-from kvaudit.audit.runs.stages.base import RunContext, Stage
+from kvaudit.audit.runs.stages.base import RunContext, Stage, UnitWorker, unit_part
 from kvaudit.audit.runs.stages.pilot import pilot_records, suites_left_out
 from kvaudit.audit.runs.units import REFUSED, ROUNDS_FOLDER, Unit, UnitFiles, written_seconds
 from kvaudit.core.errors import SpecError

@@ -19,10 +19,9 @@ from kvaudit.audit.runs.progress import Part
 from kvaudit.audit.runs.ranks import start_ranks
 from kvaudit.audit.runs.recipe import recipe_of
 from kvaudit.audit.runs.stages.base import RunContext, Stage, explain_full_memory
-from kvaudit.audit.training.checkpoint import drop_state
+from kvaudit.audit.training.checkpoint import TELEMETRY, TelemetryLog, drop_state
 from kvaudit.audit.training.config import StartConfig, TrainConfig
 from kvaudit.audit.training.engine_rollouts import EngineUse
-from kvaudit.audit.training.files import TELEMETRY, TelemetryLog
 from kvaudit.audit.training.grpo import TrainingRun, train
 from kvaudit.audit.training.ranks import ALONE, RankGroup, keep_on_cpu
 from kvaudit.audit.training.rewards.base import RewardConfig, parse_reward

@@ -22,9 +22,10 @@ from kvaudit.audit.policies.draws import derive_seed
 from kvaudit.audit.sampling.chat import ChatTokens
 from kvaudit.audit.sampling.checkpoints import load_model_or_adapter
 from kvaudit.audit.sampling.conversations import holds_stop, score_answers
+from kvaudit.audit.sampling.decoding import Completion, Decoding
 from kvaudit.audit.sampling.model import EMBEDDED
 from kvaudit.audit.sampling.packing import pack_weights
-from kvaudit.audit.sampling.sampler import AnyEpisode, Completion, ContinuousBatch, Decoding, Sampler
+from kvaudit.audit.sampling.sampler import AnyEpisode, ContinuousBatch, Sampler
 from kvaudit.core.errors import SpecError
 from kvaudit.core.records import Message, Role
 

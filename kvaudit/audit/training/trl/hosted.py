@@ -8,7 +8,7 @@ from typing import Any
 
 from kvaudit.audit.policies import Policy, parse_policy
 from kvaudit.audit.replay.rollout_checks import LOGPROB_ROUNDING
-from kvaudit.audit.training.arms import Arm, get_arm
+from kvaudit.audit.training.config import Arm, get_arm
 from kvaudit.audit.training.corrections import MIS_RANGE, TIS_CAP
 from kvaudit.core.errors import AuditError, DataError, SpecError
 

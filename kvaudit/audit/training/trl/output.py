@@ -28,8 +28,18 @@ from kvaudit.audit.cache.ledger import Rollout
 from kvaudit.audit.policies import Policy
 from kvaudit.audit.sampling.checkpoints import adapter_sha256, is_adapter
 from kvaudit.audit.sampling.weights import INDEX, SINGLE, file_sha256, weights_sha256
-from kvaudit.audit.training.checkpoint import CLAIM, FINAL_LEDGER, FORMAT, Position, write_ledgers, write_provenance
-from kvaudit.audit.training.files import TELEMETRY, TelemetryLog, guarded, move_into
+from kvaudit.audit.training.checkpoint import (
+    CLAIM,
+    FINAL_LEDGER,
+    FORMAT,
+    TELEMETRY,
+    Position,
+    TelemetryLog,
+    guarded,
+    move_into,
+    write_ledgers,
+    write_provenance,
+)
 from kvaudit.audit.training.mismatch import MismatchPanel
 from kvaudit.audit.training.optimiser import HALF_METRICS
 from kvaudit.audit.training.telemetry import CERTIFICATE, TelemetryRow, entries_seen

@@ -32,7 +32,8 @@ from kvaudit.audit.cache.ledger import Rollout, batch_ledger
 from kvaudit.audit.cache.stock import prepare_model
 from kvaudit.audit.policies.draws import derive_seed
 from kvaudit.audit.replay.shadow import shadow
-from kvaudit.audit.sampling.sampler import Decoding, Sampler
+from kvaudit.audit.sampling.decoding import Decoding
+from kvaudit.audit.sampling.sampler import Sampler
 from kvaudit.audit.training.checkpoint import STAGED, versions
 from kvaudit.audit.training.corrections import CORRECTIONS
 from kvaudit.audit.training.optimiser import read_floats

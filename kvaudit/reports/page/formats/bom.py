@@ -11,7 +11,7 @@ from kvaudit.core.text import inline, length_of
 from kvaudit.reports.page.disclosure import ArmRecipe, Disclosure, MeasuredCell, disclosure_of
 from kvaudit.reports.page.page import Page
 from kvaudit.reports.page.publish import mask_private
-from kvaudit.reports.sections.shared.facts import Fact, dump_json
+from kvaudit.reports.sections.shared.words import Fact, dump_json
 
 FILE = "bom.json"
 

@@ -12,7 +12,7 @@ from kvaudit.reports.page.disclosure import ArmRecipe, Disclosure, disclosure_of
 from kvaudit.reports.page.formats.markdown import escape, markdown_table
 from kvaudit.reports.page.page import Page, Screen, grid_table, screen_of
 from kvaudit.reports.page.publish import mask_private
-from kvaudit.reports.sections.shared.facts import NOT_APPLICABLE, Fact, fact_of
+from kvaudit.reports.sections.shared.words import NOT_APPLICABLE, Fact, fact_of
 
 FILE = "card.md"
 MOST_CARD_WORDS = 150  # beside the tables

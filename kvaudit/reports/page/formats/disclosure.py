@@ -8,7 +8,7 @@ from typing import Any
 
 from kvaudit.reports.page.disclosure import DISCLOSURE_FORMAT, disclosure_of
 from kvaudit.reports.page.page import Page
-from kvaudit.reports.sections.shared.facts import Fact, dump_json
+from kvaudit.reports.sections.shared.words import Fact, dump_json
 
 FILE = "disclosure.json"
 

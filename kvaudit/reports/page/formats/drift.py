@@ -12,7 +12,7 @@ from typing import Any
 
 from kvaudit.reports.page.page import Page
 from kvaudit.reports.sections.base import sections
-from kvaudit.reports.sections.shared.facts import dump_json
+from kvaudit.reports.sections.shared.words import dump_json
 
 FILE = "drift.json"
 _FORMAT = 4  # 3 named a control's measurability "standing"

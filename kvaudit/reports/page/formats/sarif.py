@@ -7,7 +7,7 @@ from typing import Any
 from kvaudit.core.text import inline
 from kvaudit.reports.page.answers import answers, cell_message, cell_title
 from kvaudit.reports.page.page import Page
-from kvaudit.reports.sections.shared.facts import dump_json
+from kvaudit.reports.sections.shared.words import dump_json
 from kvaudit.reports.verdict.verdict import PASSED, Status
 
 FILE = "gate.sarif"

@@ -7,10 +7,9 @@ from typing import Any
 from kvaudit.reports.page.answers import Answer, answers, metric_text, question_of, severity_order, subject_of
 from kvaudit.reports.page.findings import Findings
 from kvaudit.reports.page.page import Page
-from kvaudit.reports.sections.shared.facts import dump_json
-from kvaudit.reports.sections.shared.words import event_rates, facet_of_metric
-from kvaudit.reports.verdict.ratios import Ratio
+from kvaudit.reports.sections.shared.words import dump_json, event_rates, facet_of_metric
 from kvaudit.reports.verdict.row import row_of
+from kvaudit.reports.verdict.rules import Ratio
 from kvaudit.reports.verdict.verdict import Decision
 
 FILE = "verdict.json"

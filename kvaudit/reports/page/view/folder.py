@@ -17,10 +17,19 @@ from kvaudit.core.errors import DataError, RunError
 from kvaudit.core.facets import FACETS
 from kvaudit.core.files import PARTIAL, write_output
 from kvaudit.core.provenance import JUDGED
-from kvaudit.core.shading import AnswerKey, Shadings, read_shadings
+from kvaudit.core.spans import AnswerKey, Shadings, read_shadings
 from kvaudit.core.text import visible
-from kvaudit.reports.page.view.data import ItemKey, ItemShades, Texts, script
-from kvaudit.reports.page.view.flips import flip_key, flips_of, interleave_cells, places_of, severity_rank
+from kvaudit.reports.page.view.data import (
+    ItemKey,
+    ItemShades,
+    Texts,
+    flip_key,
+    flips_of,
+    interleave_cells,
+    places_of,
+    script,
+    severity_rank,
+)
 from kvaudit.reports.records.load import RunData
 from kvaudit.reports.records.rows import SCORE
 from kvaudit.reports.verdict.comparison import Comparison

@@ -27,6 +27,7 @@ from kvaudit.reports.records.readers.base import (
     Reader,
     Request,
     Row,
+    SharedFields,
     fingerprint_of,
     log_of,
     metric_name,
@@ -34,7 +35,6 @@ from kvaudit.reports.records.readers.base import (
     parse_number,
     repeat_of,
 )
-from kvaudit.reports.records.readers.clusters import SharedFields
 
 LARGEST_MEMBER = 64 * 2**20  # bytes of JSON in one member
 LARGEST_TOTAL = 256 * 2**20  # bytes that any zip may unpack to; a larger zip may unpack to LARGEST_RATIO times its size

@@ -23,6 +23,7 @@ from kvaudit.reports.records.readers.base import (
     Reader,
     Request,
     Row,
+    SharedFields,
     fingerprint_of,
     first_objects,
     json_lines,
@@ -30,7 +31,6 @@ from kvaudit.reports.records.readers.base import (
     metric_name,
     name_of,
 )
-from kvaudit.reports.records.readers.clusters import SharedFields
 
 _UNNAMED = "filter-"  # the name of an unnamed filter, before its number
 _FILE_NAME = re.compile(r"^samples_(?P<task>.+)_\d{4}-\d\d-\d\dT[\d.\-]+$")

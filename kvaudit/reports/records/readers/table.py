@@ -21,6 +21,7 @@ from kvaudit.reports.records.readers.base import (
     Reader,
     Request,
     Row,
+    SharedFields,
     log_of,
     metric_name,
     name_of,
@@ -28,7 +29,6 @@ from kvaudit.reports.records.readers.base import (
     repeat_of,
     score_of,
 )
-from kvaudit.reports.records.readers.clusters import SharedFields
 
 NEEDED = ("item", "score")
 SAMPLES = ("sample", "epoch", "repeat")

@@ -1,9 +1,12 @@
-"""Texts that every format shares: numbers, names of cells and sides, error rates, and what an open cell needs."""
+"""Texts and facts that every format shares: numbers, names of cells, error rates, and known or unknown facts."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import json
+import math
+from collections.abc import Iterable, Mapping
 from math import isclose, isinf, log, log1p
+from typing import Any, Literal, NamedTuple
 
 from kvaudit.core.facets import PARITY, SELECTIVITY, Facet, facet_of
 from kvaudit.core.text import length_label
@@ -14,7 +17,7 @@ from kvaudit.reports.stats.rule import clusters_required
 from kvaudit.reports.stats.signflip import FEWEST_CLUSTERS
 from kvaudit.reports.verdict.comparison import Comparison
 from kvaudit.reports.verdict.contrast import CellName, Contrast, SeedDrift
-from kvaudit.reports.verdict.error_rates import ErrorRates
+from kvaudit.reports.verdict.controls import ErrorRates
 from kvaudit.reports.verdict.verdict import Decided, Decision, Larger, Status
 
 NOT_SHOWN = "not shown by the engine"  # of its cache
@@ -292,3 +295,36 @@ def reference_label(sides: Comparison, d: Decision | Contrast) -> str:
     is_alike = sides.mode == "training" and d.estimand != "deployed"
     policy = d.policy if is_alike else sides.uncompressed_of(d.policy)
     return f"{sides.reference} @ {sides.label(policy)}"
+
+
+class Fact(NamedTuple):
+    """One fact of a disclosure. ``value`` is plain JSON, None unless ``state`` is known."""
+
+    state: Literal["known", "unknown", "not applicable"]
+    value: Any = None
+
+
+UNKNOWN, NOT_APPLICABLE = Fact("unknown"), Fact("not applicable")
+Facts = Mapping[str, Fact]
+
+
+def fact_of(value: Any) -> Fact:
+    """Return the known fact of a value, unknown for None and empty text."""
+    return UNKNOWN if value is None or value == "" else Fact("known", value)
+
+
+def dump_json(body: Any) -> str:
+    """Return the ASCII text of a JSON file; NaN and infinities become null, values that JSON lacks become text."""
+    return json.dumps(_finite(body), indent=1, ensure_ascii=True, allow_nan=False) + "\n"
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _finite(inner) for key, inner in value.items()}
+    if isinstance(value, frozenset):
+        value = sorted(value)
+    if isinstance(value, list | tuple):
+        return [_finite(inner) for inner in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value if isinstance(value, str | int | float | bool | None) else str(value)
