@@ -10,6 +10,7 @@ from reports_synthetic import Design, build, policy, respecified, run_spec, with
 
 from kvaudit.core.errors import DataError
 from kvaudit.reports.page.run_page import page_of
+from kvaudit.reports.page.terminal import MOST_TERMINAL_LINES, terminal_lines
 from kvaudit.reports.records.load import load_run
 from kvaudit.reports.run import decide_run, with_report_sections, write_report
 from kvaudit.reports.sections.judges import second_judge
@@ -197,6 +198,15 @@ def test_a_cell_does_not_pass_on_what_a_judge_is_unsure_of(easy):
     assert decide_run(easy).verdict.status is Status.PASS
     assert {d.status for d in unsure.verdict.decisions if d.gated and d.suite == "refusal"} == {Status.INCONCLUSIVE}
     assert {d.status for d in unsure.verdict.decisions if d.gated and d.suite != "refusal"} == {Status.PASS}
+
+
+def test_an_open_verdict_shows_three_losses_that_the_judge_is_unsure_of(easy):
+    data = unsure_of(easy, "smd", 0.6)
+    lines = terminal_lines(with_report_sections(data, decide_run(data)))
+    place = lines.index("the judge is unsure of 144 of 240 answers of refusal; people can decide")
+    assert [line.partition(":")[0] for line in lines[place + 1 : place + 4]] == ["doubtful loss"] * 3
+    assert len(lines) <= MOST_TERMINAL_LINES
+    assert not any("unsure" in line for line in terminal_lines(with_report_sections(easy, decide_run(easy))))
 
 
 def test_the_page_counts_what_a_judge_is_unsure_of_by_cell(easy):

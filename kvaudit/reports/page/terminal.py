@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvaudit.core.facets import suite_of
 from kvaudit.core.provenance import ENDED, LOOKS, PLANNED, TIME_SPENT, all_looks, table_of
 from kvaudit.core.text import clip, inline
 from kvaudit.reports.page.answers import change_text, severity_order, subject_of
@@ -20,6 +21,7 @@ from kvaudit.reports.verdict.verdict import Decision, Status
 
 MOST_TERMINAL_LINES = 12
 _FLIPS = 2  # lost answers that are shown
+_DOUBTFUL = 3  # of them by a doubtful grade, where an open cell has answers its judge is unsure of
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,9 @@ def terminal_lines(findings: Findings, run: Path | None = None, extras: Terminal
         last.append(f"report: {run / 'report' / 'report.html'}, card: {run / 'report' / 'card.md'}")
         last += [f"next: {inline(command)}" for command in _next_command(findings, run, extras)]
     if screen.status in (Status.FAIL, Status.INCONCLUSIVE):
-        last[:0] = [_flip_line(flip) for flip in screen.flips[:_FLIPS]]
+        last[:0] = [_flip_line(flip) for flip in screen.flips[:_FLIPS] if not flip.is_doubtful]
+    if screen.status is Status.INCONCLUSIVE:
+        last[-1:-1] = _doubtful_lines(findings)
     room = MOST_TERMINAL_LINES - len(first) - len(last)
     cells = [f"  {_cell_line(findings, d)}" for d in _cells_shown(findings)]
     if len(cells) > room:
@@ -60,10 +64,26 @@ def terminal_lines(findings: Findings, run: Path | None = None, extras: Terminal
     return [inline(line) for line in (*first, *cells[: max(room, 0)], *last)]
 
 
+def _doubtful_lines(findings: Findings) -> Iterator[str]:
+    """How many answers of the worst open cell its judge is unsure of, and losses by such a grade, side by side."""
+    sides = findings.comparison
+    for d in sorted(findings.verdict.gated, key=severity_order(sides)):
+        suite = suite_of(d.suite) if d.suite in sides.facets else d.suite
+        place = d.arm, d.policy, suite, d.context_tokens
+        cells = [c for c in findings.drift.cells if (c.arm, c.policy, c.suite, c.context_tokens) == place and c.unsure]
+        if d.status is Status.INCONCLUSIVE and cells:
+            count = f"{cells[0].unsure} of {cells[0].n_samples} answers"
+            yield f"the judge is unsure of {count} of {suite}; people can decide"
+            examples = [e for e in findings.values.get("examples", ()) if e.is_doubtful and e.suite == d.suite]
+            yield from (_flip_line(example) for example in examples[:_DOUBTFUL])
+            return
+
+
 def _flip_line(flip: Example) -> str:
+    word = "doubtful loss" if flip.is_doubtful else "lost, for example"
     texts = (flip.asked, 70), (flip.reference_answer, 60), (flip.answer, 90)
     question, before, after = (clip(inline(text), length) for text, length in texts)
-    return f"lost, for example: {question} | before: {before} | after: {after}"
+    return f"{word}: {question} | before: {before} | after: {after}"
 
 
 def _cells_shown(findings: Findings) -> list[Decision]:

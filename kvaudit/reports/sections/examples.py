@@ -19,9 +19,10 @@ from kvaudit.reports.sections.base import Inputs, Section, has_two_sides
 from kvaudit.reports.sections.shared.tables import Example, ExampleTurn, Passage
 from kvaudit.reports.verdict.contrast import Drift
 from kvaudit.reports.verdict.drift import seed_pairs, two_sides, weights_of
-from kvaudit.reports.verdict.verdict import Decided, Decision, Verdict
+from kvaudit.reports.verdict.verdict import Decided, Decision, Status, Verdict
 
 PER_CELL = 2
+_DOUBTFUL = 3  # more of them, of an open cell: they may be what leaves it open
 AT_MOST = 12
 _CHARACTERS = 1200  # of one message
 
@@ -48,17 +49,21 @@ class ExamplesSection(Section[tuple[Example, ...]]):
 
 
 class LostItem(NamedTuple):
-    """A lost item of one gated cell: its loss and the records of both sides."""
+    """A lost item of one gated cell: its loss, the records of both sides, and whether a grade of theirs is doubtful."""
 
     decision: Decision
     item: str
     amount: float
     candidate: CellKey
     reference: CellKey
+    is_doubtful: bool
 
 
 def largest_losses(data: RunData, drift: Drift, verdict: Verdict) -> tuple[Example, ...]:
-    """Return up to ``AT_MOST`` examples, cells with the lowest drift first, ``PER_CELL`` templates of each cell."""
+    """Return up to ``AT_MOST`` examples, cells with the lowest drift first, ``PER_CELL`` templates of each cell.
+
+    Of an open cell follow up to ``_DOUBTFUL`` losses by a doubtful grade.
+    """
     gated = [d for d in verdict.decisions if has_two_sides(d) and d.effect and d.effect.losses > 0]
     gated.sort(key=lambda d: d.effect.estimate if d.effect else 0.0)
     doubtful = _doubtful_items(data)
@@ -91,7 +96,7 @@ def _doubtful_items(data: RunData) -> Mapping[CellKey, frozenset[str]]:
 
 
 def _losses(drift: Drift, d: Decision, panel: Panel, doubtful: Mapping[CellKey, frozenset[str]]) -> list[LostItem]:
-    """Return the largest losses of a cell over all seeds, one per template, those without a doubtful grade first."""
+    """Return the largest losses of a cell over all seeds, one per template, doubtful ones last."""
     losses = []
     for pair in seed_pairs(drift.comparison, panel, d.arm):
         weights = weights_of(drift.comparison, d.estimand, d.arm, pair, d.policy)
@@ -101,12 +106,11 @@ def _losses(drift: Drift, d: Decision, panel: Panel, doubtful: Mapping[CellKey, 
             losses.append((float(z[i]), panel.items[i], int(panel.clusters[i]), candidate, reference))
     by_template: dict[int, LostItem] = {}
     for amount, item, cluster, candidate, reference in sorted(losses):  # the largest loss first
-        by_template.setdefault(cluster, LostItem(d, item, amount, candidate, reference))
-
-    def is_doubtful(loss: LostItem) -> bool:
-        return any(loss.item in doubtful.get(cell, ()) for cell in (loss.candidate, loss.reference))
-
-    return sorted(by_template.values(), key=is_doubtful)[:PER_CELL]
+        is_doubtful = any(item in doubtful.get(cell, ()) for cell in (candidate, reference))
+        by_template.setdefault(cluster, LostItem(d, item, amount, candidate, reference, is_doubtful))
+    ordered = sorted(by_template.values(), key=lambda loss: loss.is_doubtful)
+    more = [loss for loss in ordered[PER_CELL:] if loss.is_doubtful][:_DOUBTFUL]
+    return ordered[:PER_CELL] + (more if d.status is Status.INCONCLUSIVE else [])
 
 
 def record_of(data: RunData, loss: LostItem, cell: CellKey, facets: Container[str]) -> pd.Series:
@@ -150,4 +154,5 @@ def _example(
         candidate=tuple(ExampleTurn(m.role.value, clip(m.text, _CHARACTERS)) for m in transcript),
         reference_answer=clip(answer, _CHARACTERS),
         kept=tuple((role, float(record[f"survival_{role}"])) for role in ROLES if pd.notna(record[f"survival_{role}"])),
+        is_doubtful=loss.is_doubtful,
     )

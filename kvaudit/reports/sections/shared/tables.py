@@ -55,7 +55,8 @@ class Example:
     """An item that the reference got right and the candidate lost.
 
     ``kept`` is the share of the prompt's entries that the candidate's cache still held when its last answer began, by
-    role; empty for an engine that does not show its cache.
+    role; empty for an engine that does not show its cache. ``is_doubtful``: the judge was unsure of one of the two
+    answers, or one is hardly coherent.
     """
 
     estimand: str
@@ -71,6 +72,7 @@ class Example:
     candidate: tuple[ExampleTurn, ...]
     reference_answer: str
     kept: tuple[tuple[str, float], ...] = ()
+    is_doubtful: bool = False
 
     @property
     def asked(self) -> str:
