@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
-from kvaudit.audit.runs.probe.plan import Plan
+from kvaudit.audit.runs.endpoint_probe import Plan
 from kvaudit.audit.sampling.chat_calls import wire
 from kvaudit.core.endpoint import HttpReply, Transport
 from kvaudit.core.tool_forms.reading import as_text

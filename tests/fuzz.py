@@ -297,7 +297,7 @@ def _completion(path: Path) -> object:
 
 
 def _calls(path: Path) -> object:
-    from kvaudit.audit.runs.probe.calls import Calls
+    from kvaudit.audit.runs.endpoint_probe import Calls
 
     return Calls(path).find("a")
 

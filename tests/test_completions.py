@@ -11,7 +11,7 @@ from judge_world import endpoint, send
 from test_judges import ASKED, ask
 from test_probe import SMALL, World, planned
 
-from kvaudit.audit.runs.probe.probe import Failure, grouped
+from kvaudit.audit.runs.endpoint_probe import Failure, group_failures
 from kvaudit.audit.sampling.chat_calls import Answer, Readings, SentRequest, answer
 from kvaudit.core.completions import (
     ChatCompletion,
@@ -230,7 +230,7 @@ def test_a_filter_by_any_name_refuses_the_request() -> None:
 def test_what_never_mends_is_not_told_to_be_resumed(world: World) -> None:
     done, _ = world.probe(lambda _: completion("yes", "tool_calls"))
     assert done.exit_code == 2
-    assert "gave no answer that counts to 8 questions in a row (it ended by 'tool_calls'" in done.stderr
+    assert "gave no valid answer to 8 questions in a row (it ended by 'tool_calls'" in done.stderr
     assert "resume" not in done.stderr
     right = gold(planned(SMALL))
     first = json.dumps(planned(SMALL).units[0].items[0].messages[-1].content)
@@ -316,7 +316,7 @@ def test_reasons_that_differ_in_numbers_alone_are_one_line() -> None:
 
     claims = Counter({f"it claims to have read {n} tokens where about 245 were sent": n for n in (1, 2, 3)})
     kinds = [*claims.items(), ("status 500", 1), ("status 429: request a1b2 came too fast", 1)]
-    (first, *others) = grouped(Counter(dict(kinds)), set(claims))
+    (first, *others) = group_failures(Counter(dict(kinds)), set(claims))
     assert first == Failure("it claims to have read 3 tokens where about 245 were sent", 6, 2, lasting=True)
     assert [failure.count for failure in others] == [1, 1]
     assert first.line.endswith("(2 more reasons differ in their numbers alone); asked again it would say the same")

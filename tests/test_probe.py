@@ -17,10 +17,9 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from kvaudit.audit.cli import app
+from kvaudit.audit.runs.endpoint_probe import Plan, Probe, make_plan
 from kvaudit.audit.runs.folder import open_run
 from kvaudit.audit.runs.names import NAMES
-from kvaudit.audit.runs.probe.plan import Plan, make_plan
-from kvaudit.audit.runs.probe.probe import Probe
 from kvaudit.audit.sampling.chat_calls import wire
 from kvaudit.core.endpoint import Endpoint, HttpReply
 from kvaudit.core.errors import SpecError

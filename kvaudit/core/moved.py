@@ -118,6 +118,9 @@ def _instead(name: str, kind: str) -> str | None:
 
 # old path -> new path, both below kvaudit
 MOVED = {
+    "audit.runs.probe.calls": "audit.runs.endpoint_probe",
+    "audit.runs.probe.plan": "audit.runs.endpoint_probe",
+    "audit.runs.probe.probe": "audit.runs.endpoint_probe",
     "reports.verdict.reference_answers": "reports.verdict.contrast",
     "reports.verdict.error_rates": "reports.verdict.controls",
     "audit.runs.stages.answering": "audit.runs.stages.base",

@@ -30,7 +30,7 @@ from kvaudit.core.text import inline
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from kvaudit.audit.runs.probe.plan import Plan
+    from kvaudit.audit.runs.endpoint_probe import Plan
 
 _Plan = Annotated[Path, argument(help="A spec with a probe section; or the folder of a probe, to see it again.")]
 _Url = Annotated[str | None, option("--base-url", help="Of the endpoint, up to /v1; the key is the plan's.")]
@@ -71,8 +71,8 @@ def probe(
 
 def _asked(path: Path, limit: int | None, plugins: Sequence[Path]) -> Plan:
     """The plan with its items; whatever is wrong with it comes up before a folder is claimed."""
+    from kvaudit.audit.runs.endpoint_probe import make_plan
     from kvaudit.audit.runs.names import NAMES, load_plugins
-    from kvaudit.audit.runs.probe.plan import make_plan
     from kvaudit.core.spec import load_spec
 
     load_plugins(plugins)
@@ -93,8 +93,8 @@ def _ask(plan: Plan, folder: Path, base_url: str | None, *, resume: bool, dry_ru
     """Say what it comes to and ask it; False where only that was wanted."""
     from rich.console import Console
 
+    from kvaudit.audit.runs.endpoint_probe import Probe
     from kvaudit.audit.runs.folder import check_folder, open_run
-    from kvaudit.audit.runs.probe.probe import Probe
     from kvaudit.core.endpoint import Endpoint
 
     console, part = Console(), plan.spec.probe

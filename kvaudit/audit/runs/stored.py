@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 from rich.console import Console
 
 from kvaudit.audit.runs.claims import Claim, work_on_units
+from kvaudit.audit.runs.endpoint_probe import counter
 from kvaudit.audit.runs.evaluate import evaluation_items, suite_as_asked
 from kvaudit.audit.runs.folder import RunFolder
-from kvaudit.audit.runs.probe.plan import counter
 from kvaudit.audit.runs.progress import Meter, print_line
 from kvaudit.audit.sampling.checkpoints import load_base_chat
 from kvaudit.core.errors import DataError
