@@ -15,6 +15,8 @@ from kvaudit.reports.page.run_page import page_of
 from kvaudit.reports.page.terminal import terminal_lines
 from kvaudit.reports.records.load import load_run
 from kvaudit.reports.run import decide_run, with_report_sections, write_report
+from kvaudit.reports.sections.base import Inputs
+from kvaudit.reports.sections.engines import EnginesSection
 from kvaudit.reports.sections.floor import FloorSection
 from kvaudit.reports.verdict.verdict import Status
 from tests import reports_synthetic as synthetic
@@ -318,6 +320,25 @@ def test_the_page_says_what_the_engine_made_of_each_setting(tmp_path: Path) -> N
         ("openvino", "KV_CACHE_PRECISION", "f32", "openvino f32"),
         ("openvino", "engine", "openvino 1.2", "every condition"),
     ), "what it says alike stands once"
+
+
+def test_the_page_says_how_conversations_of_several_turns_were_read(tmp_path: Path) -> None:
+    data = load_run(synthetic.build(tmp_path / "run", served("none", U4, F32)))
+    decided = decide_run(data)
+    words = {"none": "one cache", F32: "sent whole", U4: "sent whole"}
+
+    def records_at(places):
+        return ((place, replace(record, turns_read=words[record.policy])) for place, record in read(places))
+
+    read, several = data.records_at, replace(data)
+    object.__setattr__(several, "records_at", records_at)
+    value = EnginesSection().compute(Inputs(decided, several))
+    assert list(EnginesSection().notes(value, decided))[1:] == [
+        "Conversations of several turns under none: one cache was kept over all turns.",
+        "Conversations of several turns under openvino f32, openvino u4: each request held the whole conversation, and "
+        "what was kept of earlier turns is the engine's choice.",
+    ]
+    assert EnginesSection().compute(Inputs(decided, data)).turns == {}, "suites of one turn"
 
 
 def test_a_trained_arm_stands_beside_the_floor_of_both_arms(tmp_path: Path) -> None:

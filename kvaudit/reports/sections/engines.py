@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 from kvaudit.core.policy_names import engine_name, engine_settings
 from kvaudit.core.provenance import NOT_SHOWN, engine_facts
+from kvaudit.core.records import ONE_CACHE, READ_ANEW, SENT_WHOLE
 from kvaudit.core.text import inline, join_names
+from kvaudit.reports.records.load import RunData
 from kvaudit.reports.sections.base import Depth, Inputs, Section
 from kvaudit.reports.sections.shared.tables import Table, table_of
 from kvaudit.reports.sections.shared.words import plural
@@ -15,14 +17,23 @@ from kvaudit.reports.verdict.comparison import Comparison
 from kvaudit.reports.verdict.verdict import Decided
 
 SILENT = "nothing"  # for an engine that reports no settings
+_TURNS = {  # ``Record.turns_read`` -> how conversations of several turns were read
+    ONE_CACHE: "one cache was kept over all turns",
+    READ_ANEW: "each turn was read anew, from the first message",
+    SENT_WHOLE: "each request held the whole conversation, and what was kept of earlier turns is the engine's choice",
+}
 
 
 @dataclass(frozen=True)
 class Engines:
-    """The conditions that engines served, and the report of each engine under them."""
+    """The conditions that engines served, the report of each engine under them, and how several turns were read.
+
+    ``turns`` also has kvaudit's own conditions: policy -> the words of ``Record.turns_read``.
+    """
 
     conditions: tuple[str, ...]
     reports: Mapping[str, Mapping[str, str]]
+    turns: Mapping[str, tuple[str, ...]]
 
 
 class EnginesSection(Section[Engines]):
@@ -44,12 +55,21 @@ class EnginesSection(Section[Engines]):
         sides = inputs.decided.comparison
         conditions = tuple(policy for policy in sides.policies if sides.is_engine(policy))
         reports = {policy: engine_facts(inputs.data.provenance, policy) for policy in conditions}
-        return Engines(conditions, reports) if conditions else None
+        return Engines(conditions, reports, _turns_read(inputs.data)) if conditions else None
 
     def tables(self, value: Engines, decided: Decided) -> Iterator[Table]:
         yield _settings_table(decided.comparison, value.conditions)
         headers = ["engine", "reports", "in its own words", "under"]
         yield table_of(headers, _report_rows(decided.comparison, value), words=4)
+
+    def notes(self, value: Engines, decided: Decided) -> Iterator[str]:
+        yield from super().notes(value, decided)
+        labels: dict[str, list[str]] = {}
+        for policy, words in value.turns.items():
+            for word in words:
+                labels.setdefault(word, []).append(decided.comparison.label(policy))
+        for word, names in labels.items():
+            yield inline(f"Conversations of several turns under {join_names(names)}: {_TURNS.get(word, word)}.")
 
     def finding(self, value: Engines, decided: Decided) -> str:
         engines = list(dict.fromkeys(map(engine_name, value.conditions)))
@@ -68,6 +88,17 @@ class EnginesSection(Section[Engines]):
                 f"The {parts} of {join_names(labels)} could not be checked: that they are the checkpoint's "
                 "is only declared."
             )
+
+
+def _turns_read(data: RunData) -> dict[str, tuple[str, ...]]:
+    """Return by condition how its conversations of several turns were read, from one record of each suite."""
+    first = data.records.drop_duplicates(["policy", "suite"])
+    places = [(str(file), int(line)) for file, line in first[["file", "line"]].itertuples(index=False)]
+    turns: dict[str, set[str]] = {}
+    for _, record in data.records_at(places):
+        if record.turns_read:
+            turns.setdefault(record.policy, set()).add(record.turns_read)
+    return {policy: tuple(sorted(words)) for policy, words in sorted(turns.items())}
 
 
 def _settings_table(sides: Comparison, conditions: Sequence[str]) -> Table:
