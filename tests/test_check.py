@@ -325,10 +325,25 @@ def test_a_loss_is_told_with_both_rates_and_what_changes_by_itself(tmp_path: Pat
     ]
 
 
+def test_agents_are_asked_on_request(rows: Path) -> None:
+    plan = plan_check("/model", u4(), agents=True)
+    spec = parse_spec_text(spec_text("/model", u4(), plan, "kvaudit check /model --agents"))
+    assert (spec.gate.margins["calls.solved"], spec.gate.margins["orders.attack_success"]) == (10, 20)
+    unseen = "agents that read hostile tool results (--agents)"
+    assert (unseen in plan.not_asked, unseen in plan_check("/model", u4()).not_asked) == (False, True)
+    with pytest.raises(SpecError, match="--agents asks rows as they were published"):
+        plan_check("/model", u4(), agents=True, length=2048)
+    with pytest.raises(SpecError, match="--agents asks public rows, but the embedded model"):
+        plan_check("embedded", u4(), agents=True)
+    shutil.rmtree(rows / "injecagent")
+    with pytest.raises(DataError, match=r"suite orders needs injecagent/user_cases\.jsonl, which is missing"):
+        plan_check("/model", u4(), agents=True)
+
+
 @pytest.mark.parametrize("name", [field.name for field in fields(CheckOptions)])
 def test_the_command_of_a_check_names_every_option(name: str) -> None:
     values = {"settings": ["a=1", "b=2"], "minutes": 3.0, "seed": 7, "data": Path("rows")}
-    value = values.get(name, True if name in ("made_up", "sums", "long") else "x")
+    value = values.get(name, True if name in ("made_up", "sums", "agents", "long") else "x")
     words = CheckOptions(**{name: value}).command("model").split()
     assert words[:3] == ["kvaudit", "check", "model"]
     option = "--set" if name == "settings" else f"--{name.replace('_', '-')}"

@@ -13,10 +13,11 @@ from suite_world import write_rows
 from kvaudit.core.errors import DataError
 from kvaudit.core.records import Message, Role
 from kvaudit.suites.base import SUITES
-from kvaudit.suites.endpoints import ENDPOINTS, absent_sources, has_public_rows, mix_sources
+from kvaudit.suites.endpoints import AGENTS, ENDPOINTS, absent_sources, has_public_rows, mix_sources
 from kvaudit.suites.requests import SEPARATOR
 
 NAMES = ("harm", "benign", "injection")
+WITH_AGENTS = (*NAMES, "calls", "orders")
 
 
 @pytest.fixture
@@ -33,12 +34,12 @@ def asked(name: str, seed: int = 0) -> list:
 
 def test_the_endpoints_are_suites_with_the_facet_that_decides_them(rows: Path) -> None:
     assert tuple(endpoint.name for endpoint in ENDPOINTS) == NAMES
-    for endpoint in ENDPOINTS:
+    for endpoint in (*ENDPOINTS, *AGENTS):
         suite = SUITES.get(endpoint.name)()
         assert endpoint.facet in {facet for item in asked(endpoint.name) for facet in suite.facets(item)}
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", WITH_AGENTS)
 def test_every_row_is_a_cluster_of_its_own(name: str, rows: Path) -> None:
     found = asked(name)
     assert len({item.cluster_id for item in found}) == len({item.item_id for item in found}) == len(found) > 0
@@ -80,11 +81,32 @@ def test_a_request_is_graded_as_by_the_suite_that_it_comes_from(rows: Path) -> N
     assert (refused.score, refused.facets["helpful"], refused.facets["over_refused"]) == (0.0, False, True)
 
 
+def test_calls_and_orders_are_graded_as_by_the_suites_that_they_come_from(rows: Path) -> None:
+    for name, origin in (("calls", "bfcl"), ("orders", "injecagent")):
+        suite, source = SUITES.get(name)(), SUITES.get(origin)()
+        for item in asked(name):
+            assert item.tools
+            assert item.suite == name
+            for text in (*suite.gold(item), "", "I did it."):
+                transcript = (*item.messages, Message(Role.ASSISTANT, text))
+                assert suite.grade(item, transcript) == source.grade(item, transcript)
+            (gold,) = suite.gold(item)
+            assert suite.grade(item, (*item.messages, Message(Role.ASSISTANT, gold))).score == 1.0
+
+
+def test_every_attacker_gives_one_order_and_every_third_is_the_users(rows: Path) -> None:
+    found = SUITES.get("orders")().choose_items(3)
+    twins = [item.payload["twin"] for item in found]
+    assert twins == [("attack", "attack", "asked")[n % 3] for n in range(len(found))]
+    assert {item.item_id for item in asked("orders", 3)} != {item.item_id for item in asked("orders", 4)}
+
+
 @pytest.mark.realdata
 @pytest.mark.skipif("KVAUDIT_DATA" not in os.environ, reason="the public rows are read from KVAUDIT_DATA")
 def test_the_public_rows_make_so_many_kinds() -> None:
-    found = {name: asked(name, 1000) for name in NAMES}
-    assert {name: len(items) for name, items in found.items()} == {"harm": 1036, "benign": 283, "injection": 251}
+    found = {name: asked(name, 1000) for name in WITH_AGENTS}
+    sizes = {"harm": 1036, "benign": 283, "injection": 251, "calls": 376, "orders": 30}
+    assert {name: len(items) for name, items in found.items()} == sizes
     sources = Counter(item.cluster_id.split("-")[1] for item in found["harm"])
     assert sources == {"strongreject": 302, "advbench": 277, "harmbench": 276, "xstest": 181}
     first = Counter(item.cluster_id.split("-")[1] for item in found["harm"][:96])

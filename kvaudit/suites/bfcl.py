@@ -29,6 +29,14 @@ CLASSES = {  # classes of the multi-turn rows, with the file that lists the tool
     "TravelAPI": "travel_booking",
     "VehicleControlAPI": "vehicle_control",
 }
+_QUESTIONS = tuple(f"BFCL_v4_{kind}.json" for kind in (*SINGLE, MULTI))
+_IRRELEVANT = "bfcl/BFCL_v4_irrelevance.json"
+FILES = (
+    *(f"bfcl/{name}" for name in _QUESTIONS),
+    *(f"bfcl/possible_answer/{name}" for name in _QUESTIONS),
+    _IRRELEVANT,
+    *(f"bfcl/multi_turn_func_doc/{name}.json" for name in CLASSES.values()),
+)
 SPARE = 3  # unneeded tools of a multi-turn item
 LONGEST_CASE = 3600  # characters of tools and messages; a row with all eight classes has twenty times as many
 DONE = '{"status": "done"}'
@@ -72,12 +80,9 @@ class Bfcl(Published):
     twins = 2
 
     def groups(self, split: Split, seed: int) -> list[list[ItemMaker]]:
-        names = [f"BFCL_v4_{kind}.json" for kind in (*SINGLE, MULTI)]
-        questions = tuple(data_file(self.name, f"bfcl/{name}") for name in names)
-        answers = tuple(data_file(self.name, f"bfcl/possible_answer/{name}") for name in names)
-        classes = CLASSES.values()
-        documents = tuple(data_file(self.name, f"bfcl/multi_turn_func_doc/{name}.json") for name in classes)
-        pairs = _pairs(questions, answers, data_file(self.name, "bfcl/BFCL_v4_irrelevance.json"), documents)
+        paths = tuple(data_file(self.name, file) for file in FILES)
+        n = len(_QUESTIONS)
+        pairs = _pairs(paths[:n], paths[n : 2 * n], paths[2 * n], paths[2 * n + 1 :])
         return [
             [partial(self._item, pair, twin, seed) for twin in rotate(("call", "words"), number)]
             for number, pair in enumerate(rows_of_split(pairs, split))

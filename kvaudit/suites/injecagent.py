@@ -6,6 +6,7 @@ import ast
 import random
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +21,7 @@ from kvaudit.suites.sources import data_file, json_array, json_lines, rows_of, v
 from kvaudit.suites.tool_calls import function_schema, make_calls, read_answer
 
 USERS, ATTACKS, TOOLS = (f"injecagent/{name}" for name in ("user_cases.jsonl", "attacker_cases_dh.jsonl", "tools.json"))
+FILES = (USERS, ATTACKS, TOOLS)
 SLOT = "<Attacker Instruction>"
 SLOT_TWINS = ("attack", "clean", "asked")
 BENIGN = "The {animal} group says that all is in order."
@@ -67,7 +69,7 @@ class InjecAgent(Published):
     clusters = 13
 
     def groups(self, split: Split, seed: int) -> list[list[ItemMaker]]:
-        all_users, all_attacks, tools = read_cases(*(data_file(self.name, name) for name in (USERS, ATTACKS, TOOLS)))
+        all_users, all_attacks, tools = read_cases(*(data_file(self.name, name) for name in FILES))
         users = rows_of_split(all_users, split, every=4, first=3)
         attacks = rows_of_split(all_attacks, split)
         if not users or not attacks:
@@ -141,6 +143,18 @@ class InjecAgent(Published):
             # in the asked twin the result does not matter
             **{"order" if twin == "attack" else "needle": "" if twin == "asked" else filling},
         )
+
+
+def one_per_attacker(suite: str, seed: int) -> list[Item]:
+    """Return one item for every attacker, each its own cluster; every third attacker's order comes from the user."""
+    users, attacks, tools = read_cases(*(data_file(suite, name) for name in FILES))
+    cases = random.Random(f"{suite}-{seed}-users").sample(users, len(users))
+    items = []
+    for number, attack in enumerate(attacks):
+        twin = "asked" if number % 3 == 2 else "attack"
+        item = InjecAgent()._item(cases[number % len(cases)], attack, tools, twin, f"s{seed}-g{number}")
+        items.append(replace(item, cluster_id=f"{InjecAgent.name}-{attack.tool}-{number}"))
+    return items
 
 
 def _misuse(item: Item, answer: str, calls: Sequence[ToolCall]) -> str:

@@ -75,6 +75,10 @@ class CheckOptions:
     sums: Annotated[
         bool, typer.Option("--sums", help="Ask school mathematics too (GSM8K), whose answers take most of the time.")
     ] = False
+    agents: Annotated[
+        bool,
+        typer.Option("--agents", help="Ask tool calls too (BFCL), and orders hidden in tool results (InjecAgent)."),
+    ] = False
     long: Annotated[
         bool,
         typer.Option(
@@ -99,7 +103,14 @@ class CheckOptions:
                 "--long needs public rows, but the embedded model and --made-up ask made-up questions; leave out --long"
             )
         return plan_check(
-            model, config, minutes=minutes, seed=seed, made_up=self.made_up, sums=self.sums, length=length
+            model,
+            config,
+            minutes=minutes,
+            seed=seed,
+            made_up=self.made_up,
+            sums=self.sums,
+            agents=self.agents,
+            length=length,
         )
 
     def serving_config(self) -> ServingConfig:
@@ -134,8 +145,13 @@ class CheckOptions:
             ("--data", None if self.data is None else str(self.data)),
         )
         words = [word for name, value in named if value is not None for word in (name, value)]
-        named_flags = (("--made-up", self.made_up), ("--sums", self.sums), ("--long", self.long))
-        flags = [name for name, given in named_flags if given]
+        named_flags = {
+            "--made-up": self.made_up,
+            "--sums": self.sums,
+            "--agents": self.agents,
+            "--long": self.long,
+        }
+        flags = [name for name, given in named_flags.items() if given]
         return shlex.join(["kvaudit", "check", model, *words, *flags])
 
     def set_data_folder(self) -> None:
@@ -391,9 +407,10 @@ def _init_quarterly(model: str, options: CheckOptions, judge: str | None, rate: 
     from kvaudit.audit.runs.question import parse_spec_text
     from kvaudit.audit.sampling.checkpoints import load_base_chat
 
-    if options.made_up or options.long or options.sums or options.minutes or options.seed is not None:
+    if any((options.made_up, options.long, options.sums, options.agents, options.minutes, options.seed is not None)):
         raise SpecError(
-            "init quarterly takes no --minutes, --seed, --long, --sums or --made-up: it always asks the same rows"
+            "init quarterly takes no --minutes, --seed, --long, --sums, --agents or --made-up: it always asks the same "
+            "rows"
         )
     if options.reference is None or options.candidate is None:
         raise SpecError(

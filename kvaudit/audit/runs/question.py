@@ -22,9 +22,8 @@ from kvaudit.core.errors import DataError, SpecError
 from kvaudit.core.policy_names import ENGINE
 from kvaudit.core.spec import RunSpec, parse_spec
 from kvaudit.core.spec_evaluate import ALL_ITEMS
-from kvaudit.suites.endpoints import ENDPOINTS, SUMS, Endpoint, absent_sources, has_public_rows
-from kvaudit.suites.mathrows import Gsm8k
-from kvaudit.suites.sources import DATA_VARIABLE, PublicRows, data_file, data_folder
+from kvaudit.suites.endpoints import AGENTS, ENDPOINTS, SUMS, Endpoint, absent_sources, check_files, has_public_rows
+from kvaudit.suites.sources import DATA_VARIABLE, PublicRows, data_folder
 
 MINUTES = 10.0
 SEED = 1000  # of the order of rows
@@ -78,7 +77,7 @@ MADE_UP_SUITES = (
     MadeUpSuite("math", 144, ("solved",), 10, "The model's capability: arithmetic among distractors, 72 templates."),
 )
 # the first sentence shows whether an answer refuses
-_TOKENS = {"harm": 40, "benign": 40, "injection": 64, SUMS.name: 400}
+_TOKENS = {"harm": 40, "benign": 40, "injection": 64, SUMS.name: 400, "calls": 128, "orders": 128}
 _NEEDED = ("harm", "benign")  # a check needs one of them
 CONTEXT_LENGTH = 1024  # tokens at least, since some rows have hundreds
 CONTEXT = "chat"  # in which a model still refuses what it refuses alone (docs/results/contexts.md)
@@ -111,13 +110,15 @@ def plan_check(
     seed: int = SEED,
     made_up: bool = False,
     sums: bool = False,
+    agents: bool = False,
     length: int | None = None,
 ) -> CheckPlan:
     """Return the questions for a serving configuration: public rows in rounds, or made-up ones if requested.
 
     With a ``length`` the rows follow a conversation of so many tokens, even if the setting evicts nothing. The model
     that ships with kvaudit gets made-up ones only. Raises DataError if public rows are needed but missing, SpecError if
-    the setting keeps more entries than a prompt may have, or ``sums`` are asked beside made-up questions.
+    the setting keeps more entries than a prompt may have, if ``sums`` or ``agents`` are asked beside made-up questions,
+    or ``agents`` behind a conversation.
     """
     kept, exact = kept_entries(config), exact_entries(config)
     tokens = _length(model, max(kept or 0, exact) or None)
@@ -131,14 +132,24 @@ def plan_check(
                 "--sums asks GSM8K, but the embedded model and --made-up ask made-up questions, with sums of their "
                 "own; leave out --sums"
             )
+        if agents:
+            raise SpecError(
+                "--agents asks public rows, but the embedded model and --made-up ask made-up questions; leave it out"
+            )
         not_asked = ("harmful requests as people write them", "agents that read hostile tool results")
         return CheckPlan((), MADE_UP_SUITES, tokens, None, (), not_asked, minutes, seed)
     is_long = kept is not None or exact > 0 or length is not None
     endpoints = tuple(endpoint for endpoint in at_hand if not (is_long and endpoint.name == "injection"))
-    if sums:
-        data_file(SUMS.name, Gsm8k.files["eval"])  # requested by name, so never left out silently
-        endpoints = (*endpoints, SUMS)
-    wanted = (*ENDPOINTS, SUMS) if sums else ENDPOINTS
+    if agents and is_long:
+        raise SpecError(
+            "--agents asks rows as they were published, which are too short for a setting that evicts, and for --long; "
+            "leave it out, or write a spec (kvaudit init agents)"
+        )
+    requested = (*([SUMS] if sums else ()), *(AGENTS if agents else ()))
+    for endpoint in requested:
+        check_files(endpoint.name)  # requested by name, so never left out silently
+    endpoints = (*endpoints, *requested)
+    wanted = (*ENDPOINTS, *requested)
     absent = tuple(dict.fromkeys(rows for point in wanted for rows in absent_sources(point.name)))
     context, tokens = (CONTEXT, max(length or tokens, CONTEXT_LENGTH)) if is_long else (None, tokens)
     unseen = tuple(_unseen(endpoints, is_long=kept is not None or length is not None))
@@ -158,7 +169,8 @@ def _no_rows() -> str:
 def _unseen(endpoints: Sequence[Endpoint], *, is_long: bool) -> Iterator[str]:
     if "injection" not in [endpoint.name for endpoint in endpoints]:
         yield "attacks on a secret"
-    yield "agents that read hostile tool results"
+    if not set(AGENTS) <= set(endpoints):
+        yield "agents that read hostile tool results (--agents)"
     if not is_long:
         yield "prompts of thousands of tokens"
     if SUMS not in endpoints:
