@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from kvaudit.audit.commands.base import Command, Run, option, print_line, user_errors, wide_console
+from kvaudit.audit.commands.base import Command, Run, option, print_line, typed_command, user_errors, wide_console
 from kvaudit.core.errors import RunError, SpecError
 from kvaudit.core.provenance import read_provenance
 from kvaudit.core.text import inline, install_command, one_line
@@ -19,7 +19,7 @@ def export(run: Run, *, out: Annotated[Path, option(help="Folder to write the lo
 
     Each finished unit becomes one `.eval` file.
     """
-    with user_errors("kvaudit", "harness", "export", run, "--out", out):
+    with user_errors(*typed_command()):
         try:
             from kvaudit.audit.serving.harness.inspect_log import write_logs
         except ImportError:

@@ -10,7 +10,16 @@ from typing import Annotated
 
 import typer
 
-from kvaudit.audit.commands.base import Command, Dtype, argument, check_dtype, option, print_line, user_errors
+from kvaudit.audit.commands.base import (
+    Command,
+    Dtype,
+    argument,
+    check_dtype,
+    option,
+    print_line,
+    typed_command,
+    user_errors,
+)
 from kvaudit.core.errors import RunError, SpecError
 from kvaudit.core.text import install_command, safe_variable_name
 
@@ -37,7 +46,7 @@ def serve(
 
     Every checkpoint is served under any policy: a client asks for NAME@POLICY.
     """
-    with user_errors("kvaudit", "serve", "MODEL"):
+    with user_errors(*typed_command()):
         paths = parse_models(models)
         aliases = parse_aliases(alias or [], paths)
         try:

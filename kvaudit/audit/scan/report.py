@@ -9,9 +9,10 @@ from kvaudit import __version__
 from kvaudit.audit.scan.interpret import Finding
 from kvaudit.audit.scan.rules import NO_EQUIVALENT, load_rules
 from kvaudit.audit.scan.scan import Scan
-from kvaudit.core.text import inline
+from kvaudit.core.text import inline, join_names
 
 SCAN_FORMAT, SCAN_VERSION = "kvaudit.scan", 1
+_NAMED = 8  # links and folders that are left out
 _LISTED = 20  # clean files that are listed by name
 
 
@@ -29,6 +30,8 @@ def report_lines(scan: Scan) -> Iterator[str]:
         yield inline(f"not found     {file}")
     if len(scan.clean_files) > _LISTED:
         yield f"not found     in {len(scan.clean_files) - _LISTED} more files"
+    if scan.left_out:
+        yield inline(f"left out      {len(scan.left_out)} links or folders: {join_names(scan.left_out, _NAMED)}")
     for entry in scan.stale:
         subject = entry.rule or entry.mechanism
         yield inline(f"stale         the declaration of {subject} in {entry.file} matches no finding; remove it")
@@ -71,6 +74,7 @@ def scan_table(scan: Scan, paths: list[str]) -> dict[str, Any]:
         "not_readable": [unread._asdict() for unread in scan.not_readable],
         "not_found": list(scan.clean_files),
         "other_files": scan.skipped,
+        "left_out": list(scan.left_out),
         "open": len(scan.open),
     }
 

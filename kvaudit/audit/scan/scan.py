@@ -63,6 +63,7 @@ class Scan:
     clean_files: Sequence[str]
     skipped: int  # files that are no configurations
     stale: Sequence[Declaration]  # declarations that match no finding
+    left_out: Sequence[str] = ()  # links, and folders that are not read
 
     @property
     def open(self) -> list[Finding]:
@@ -70,7 +71,12 @@ class Scan:
         return [finding for finding in self.findings if finding.state == "open"]
 
 
-def scan_files(files: Sequence[ConfigFile], declared: Sequence[Declaration] = (), skipped: int = 0) -> Scan:
+def scan_files(
+    files: Sequence[ConfigFile],
+    declared: Sequence[Declaration] = (),
+    skipped: int = 0,
+    left_out: Sequence[str] = (),
+) -> Scan:
     """Match every file against the rules; an unreadable file is reported and does not stop the scan."""
     rules = load_rules()
     findings: list[Finding] = []
@@ -92,7 +98,7 @@ def scan_files(files: Sequence[ConfigFile], declared: Sequence[Declaration] = ()
         if not (file_findings or file_unread):
             clean_files.append(file.name)
     stale = [entry for entry in declared if not any(entry.covers(finding) for finding in findings)]
-    return Scan(findings, corrections, unread, clean_files, skipped, stale)
+    return Scan(findings, corrections, unread, clean_files, skipped, stale, left_out)
 
 
 def _set_state(finding: Finding, corrections: dict[int, Finding], declared: Sequence[Declaration]) -> Finding:
