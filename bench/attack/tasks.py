@@ -70,7 +70,7 @@ PLACES = ("doc_to_text", "doc_to_target", "process_results", "process_docs")
 SLEEPER = """
 import sys, time
 from kvaudit.suites import task_family
-task_family.limited.__wrapped__.__defaults__ = (1.0,)
+task_family.time_limit.__wrapped__.__defaults__ = (1.0,)
 from kvaudit.suites.base import SUITES
 from kvaudit.core.records import Message, Role
 suite = SUITES.get("lm-eval:plain")()
