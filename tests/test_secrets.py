@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from typer.testing import CliRunner
 
@@ -32,6 +34,13 @@ SERVERS = ("--candidate", "http://127.0.0.1:9/v1#m")
 )
 def test_addresses_are_shown_without_user_password_and_query(said: str, shown: str) -> None:
     assert hide_passwords(said) == shown
+
+
+@pytest.mark.parametrize("part", ["://", "https:/", "a://", "http://a?"])
+def test_passwords_are_hidden_in_a_long_line_at_once(part: str) -> None:
+    start = time.process_time()
+    hide_passwords(part * 50_000)
+    assert time.process_time() - start < 1.0
 
 
 @pytest.mark.parametrize(

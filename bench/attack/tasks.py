@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from bench.attack.trial import Trial, expect
+from bench.attack.trial import PATIENCE, Trial, expect
 from kvaudit.core.errors import AuditError
 from kvaudit.core.records import Message, Outcome, Role
 from kvaudit.suites.base import SUITES
@@ -126,5 +126,5 @@ def _graded(name: str, wanted: Outcome | None = None) -> None:
 
 def _sleeper() -> None:
     words = [sys.executable, "-c", SLEEPER]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=100 * PATIENCE, check=False)
     expect("the metric took over" in done.stdout, f"{done.stdout} {done.stderr[-200:]}")

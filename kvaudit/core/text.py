@@ -12,8 +12,9 @@ from typing import Any
 HIDDEN = "[not shown]"  # stands for a secret
 _repr = reprlib.Repr()
 _repr.maxstring = _repr.maxother = _repr.maxlong = 80
-_USERINFO = re.compile(r"(?i)\b(https?:/{1,2}|\w+://)[^\s'\"]*@")  # up to the last @: a password may hold / and @
-_QUERY = re.compile(r"(?i)\b(https?:/{1,2}[^\s?'\"]*)\?[^\s#'\"]*")
+# each takes a whole address at once, so that a text of many beginnings has one reading
+_ADDRESS = re.compile(r"(?i)\b(https?:/{1,2}|\w+://)([^\s'\"]*+)")
+_QUERY = re.compile(r"(?i)\b(https?:/{1,2}[^\s?'\"]*+)(\?[^\s#'\"]*)?")
 _SECRET_NAME = re.compile(
     r"(?i)(^|[_.-])(api|access|secret|private|admin)[_.-]?key$|(^|[_.-])(secret|password|passwd)$"
 )
@@ -120,12 +121,18 @@ def reason(error: BaseException) -> str:
 
 def hide_passwords(text: str) -> str:
     """Return the text without the user, password and query of every address in it."""
-    return _QUERY.sub(rf"\1?{HIDDEN}", _USERINFO.sub(rf"\1{HIDDEN}@", text))
+    text = _ADDRESS.sub(_without_user, text)
+    return _QUERY.sub(lambda found: f"{found[1]}?{HIDDEN}" if found[2] else found[1], text)
+
+
+def _without_user(found: re.Match[str]) -> str:
+    _, at, host = found[2].rpartition("@")  # the last @: a password may hold / and @
+    return f"{found[1]}{HIDDEN}@{host}" if at else found[0]
 
 
 def has_password(text: str) -> bool:
     """Return whether an address in the text has a user or a password."""
-    return _USERINFO.search(text) is not None
+    return any("@" in found[2] for found in _ADDRESS.finditer(text))
 
 
 def is_secret_name(name: str) -> bool:
