@@ -102,6 +102,7 @@ ACTS: dict[str, tuple[Act, tuple[str, ...]]] = {
     "gives null": (says(b"null"), (GONE, REFUSED)),
     "gives 10 MB": (says(completion("a" * 10_000_000)), (GONE,)),
     "gives 900 KB and no usage": (says(completion("four " * 180_000)), (GONE,)),
+    "gives 300 words as 3 tokens": (says(completion("four " * 300, usage={"completion_tokens": 3})), (GONE, REFUSED)),
     "gives no end": (drips(OK + b"\r\n", b" " * 65536, 0.001), (GONE,)),
     "drips its body": (drips(OK + LENGTH, b" ", 1), (GONE,)),
     "drips its headers": (drips(OK + b"X: ", b"x", 1), (GONE,)),
