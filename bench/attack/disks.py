@@ -178,7 +178,7 @@ def _working(folder: Path, draws: random.Random) -> Iterator[tuple[Path, subproc
     words = [sys.executable, "-m", "kvaudit", *_run(folder, out, "many")]
     process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     try:
-        until = time.monotonic() + 60
+        until = time.monotonic() + 60 * PATIENCE
         while not any((out / "records").glob("*.jsonl")) and process.poll() is None and time.monotonic() < until:
             time.sleep(0.02)
         time.sleep(draws.uniform(0.0, 1.0))

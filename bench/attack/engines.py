@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.attack.hostile import Act, Heard, Hostile, completion, drips, in_turn, say, says, sends
-from bench.attack.trial import Broken, Trial, expect, timeless
+from bench.attack.trial import PATIENCE, Broken, Trial, expect, timeless
 from kvaudit.audit.engines import ENGINES, GenerationRequest, Reply, parse_condition
 from kvaudit.audit.engines.base import EngineContext, EngineFailed
 from kvaudit.audit.sampling.model import LoadedModel, load_model
@@ -189,7 +189,7 @@ def _misbehaves(act: Act, may: tuple[str, ...]) -> None:
         ended, replies, words = _came_of(server.url)
     seconds = time.monotonic() - began
     expect(ended in may, f"it was {ended} ({words}), which is none of {', '.join(may)}")
-    expect(seconds < ANSWER + SLACK, f"it took {seconds:.0f} s where {ANSWER:.0f} were declared")
+    expect(seconds < ANSWER + SLACK * PATIENCE, f"it took {seconds:.0f} s where {ANSWER:.0f} were declared")
     expect(words.isprintable() and "\n" not in words, f"its words are obeyed: {words!r}")
     expect(KEY not in words + repr(replies), "the key is shown")
     if ended == FULL:
@@ -238,7 +238,7 @@ def _ends(folder: Path, what: str, sign: signal.Signals) -> None:
 
 
 def _until(holds: Callable[[], bool], process: subprocess.Popen[bytes], seconds: float = 90.0) -> None:
-    until = time.monotonic() + seconds
+    until = time.monotonic() + seconds * PATIENCE
     while not holds():
         expect(process.poll() is None and time.monotonic() < until, "it never came to hang")
         time.sleep(0.05)
