@@ -110,6 +110,7 @@ ACTS: dict[str, tuple[Act, tuple[str, ...]]] = {
     "has no choices at all": (says(completion(choices=...)), (GONE, REFUSED)),
     "has choices that are text": (says(completion(choices="four")), (GONE, REFUSED)),
     "has choices that are null": (says(completion(choices=[None])), (GONE, REFUSED)),
+    "has two choices in a wrong order": (says(completion(choices=[{**CHOICE, "index": 1}, CHOICE])), (GONE, REFUSED)),
     "is another model": (says(completion(model="fallback-mini")), (GONE,)),
     "is another model now and then": (in_turn(says(WHOLE), says(completion(model="fallback-mini"))), (GONE,)),
     "is no model any more": (says(completion(model=...)), (GONE,)),
