@@ -382,7 +382,7 @@ def test_what_may_pass_is_tried_again(reply: HttpReply, monkeypatch: pytest.Monk
         (
             HttpReply(
                 200,
-                b'{"choices": [{"index": 1, "message": {"content": "no"}}, {"index": 0, "message": {"content": "yes"}}]}',
+                b'{"choices": [{"index": 1, "message": {"content": "a"}}, {"index": 0, "message": {"content": "b"}}]}',
             ),
             Scope.QUESTION,
             "2 choices where one was asked for",
