@@ -233,7 +233,7 @@ def test_labels_may_turn_a_verdict(written, sheet):
     assert "Human labels decide 1 of 1 gated cells" in " ".join(done.output.split())
     said = list(remarks(decide_run(load_run(written[0]))))
     assert "alike, naive, refusal 192 @ none: PASS, by the judge FAIL" in " ".join(said)
-    assert "On the judge's labels alone the verdict would be FAIL." in said
+    assert "By the judge alone the verdict is FAIL." in said
 
 
 def test_a_judge_that_errs_in_one_arm_may_not_pass_a_cell_alone(written, sheet):
@@ -290,6 +290,11 @@ def test_what_people_find_decides_the_gate_the_report_and_the_exit_code(held, tm
     gate = command("gate", run)
     assert gate.exit_code == 3
     assert "FAIL (exit 3): " in gate.output
+    # the bounds are people's, so the judge's rates do not stand beside them
+    [line] = [line for line in gate.output.splitlines() if "✗ naive: " in line]
+    assert "points by human labels of" in line
+    assert "→" not in line
+    assert "By the judge alone the verdict is PASS" in gate.output  # the whole remark, not its beginning
     assert command("report", run).exit_code == 0
     banner = run_text(run)
     assert "They change alike, naive, refusal 192 @ snapkv 96: FAIL, by the judge PASS." in banner

@@ -388,6 +388,21 @@ def test_ctrl_c_and_sigterm_say_how_to_go_on(
     assert err == f"{word}; continue with: kvaudit run {spec} --out '{tmp_path / 'my run'}' --limit 2 --resume\n"
 
 
+@pytest.mark.parametrize("name", ["gate", "report", "card"])
+def test_a_stopped_report_is_continued_with_the_options_that_were_typed(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = [name, str(tmp_path / "a run"), "--gate", "strict.yaml", "--waivers", "waived.yaml"]
+
+    def interrupt(_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("sys.argv", ["kvaudit", *words])
+    monkeypatch.setattr("kvaudit.audit.commands.report.GateOptions.read", interrupt)
+    code, _, err = kvaudit(*words)
+    assert (code, err) == (130, f"interrupted; continue with: {shlex.join(['kvaudit', *words])}\n")
+
+
 def test_the_command_that_goes_on_names_plug_ins_and_the_launcher() -> None:
     options = RunOptions(plugins=[Path("a b.py")], launcher="slurm:time=60", workers=4, limit=2)
     words = _continue_command(Path("s.yaml"), None, options, only=None, join=False)

@@ -379,6 +379,14 @@ def test_what_may_pass_is_tried_again(reply: HttpReply, monkeypatch: pytest.Monk
         ),
         (HttpReply(400, b'{"detail": "no chat template"}'), Scope.QUESTION, "no chat template"),
         (HttpReply(400, b'{"object": "error", "message": "too long"}'), Scope.QUESTION, "too long"),
+        (
+            HttpReply(
+                200,
+                b'{"choices": [{"index": 1, "message": {"content": "a"}}, {"index": 0, "message": {"content": "b"}}]}',
+            ),
+            Scope.QUESTION,
+            "2 choices where one was asked for",
+        ),
     ],
 )
 def test_what_will_not_pass_is_told_in_the_servers_words_at_once(reply: HttpReply, scope: Scope, words: str) -> None:

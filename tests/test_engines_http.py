@@ -374,12 +374,13 @@ def test_a_refused_request_is_unscored_and_the_others_continue(
         ("four " * 180_000, "it wrote 900000 characters where at most 8 tokens were asked for"),
     ],
 )
-def test_an_answer_beyond_the_limit_is_an_error_if_the_server_reports_no_tokens(
-    model: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, message: str
+@pytest.mark.parametrize("usage", [None, {"completion_tokens": 3}], ids=["no count", "a count that lies"])
+def test_an_answer_beyond_the_limit_is_an_error_whatever_tokens_the_server_reports(
+    model: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, usage: Any, text: str, message: str
 ) -> None:
     with running("none") as url, endpoint(model, url, tmp_path) as session:
         client = session._client  # type: ignore[attr-defined]
-        monkeypatch.setattr(client, "ask", lambda *_: ChatCompletion(text, "stop", "standin-1", None))
+        monkeypatch.setattr(client, "ask", lambda *_: ChatCompletion(text, "stop", "standin-1", usage))
         with pytest.raises(EngineFailed, match=message):
             session.answer([conversation(model)])
 

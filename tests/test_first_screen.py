@@ -18,7 +18,7 @@ from kvaudit.core.provenance import seal_path
 from kvaudit.reports.page.answers import TRAINING, answers
 from kvaudit.reports.page.formats import formats
 from kvaudit.reports.page.formats.card import MOST_CARD_WORDS
-from kvaudit.reports.page.page import MOST_GRID_ROWS, MOST_WORDS, grid_of
+from kvaudit.reports.page.page import MOST_GRID_ROWS, MOST_WORDS, _first_words, grid_of
 from kvaudit.reports.page.run_page import page_of
 from kvaudit.reports.page.terminal import MOST_TERMINAL_LINES, terminal_lines
 from kvaudit.reports.records.load import load_run
@@ -275,6 +275,13 @@ def test_long_names_are_cut_in_one_way_wherever_a_line_has_to_stay_one(tmp_path:
     assert page.screen.title == f"May it ship? {short}"
     assert page.screen.facts[0][1].startswith(f"{short} (")
     assert page.screen.answers[0].groups[0].names == short
+
+
+def test_a_remark_that_is_cut_ends_at_a_word_and_says_so() -> None:
+    line = "Answers of two endpoints were served by models of other names than asked"
+    assert _first_words(line) == "Answers of two endpoints were served by models …"
+    assert _first_words("Gate") == "Gate"
+    assert _first_words("x" * 60) == "x" * MOST_OF_NAME + " …"
 
 
 def test_a_file_where_the_report_belongs_is_one_line(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from kvaudit.audit.judges.base import JUDGES, CachedGrader, Judge
 from kvaudit.audit.judges.labels import OFF_TOPIC, LabelledAnswer, Source, card_lines, sources
 from kvaudit.audit.judges.logistic import normalised
 from kvaudit.audit.judges.rubric import HARM, REFUSAL, RubricEndpoint, parse_harm, parse_refusal
-from kvaudit.core.endpoint import _retry_after, over_http
+from kvaudit.core.endpoint import Unanswered, _retry_after, over_http
 from kvaudit.core.errors import DataError, RunError, SpecError, UnknownName
 from kvaudit.core.judge_answers import Judgement, Question
 from kvaudit.core.plugins import parse_plugin, sha256_of
@@ -417,6 +417,18 @@ def test_an_endpoint_that_drips_its_headers_is_given_up() -> None:
 
     with endpoint(drip) as server, pytest.raises(TimeoutError):
         over_http(server.url, b"{}", {}, 0.4)
+
+
+@pytest.mark.parametrize("status", [200, 400])
+def test_a_reply_shorter_than_its_stated_length_is_no_reply(status: int) -> None:
+    def cut(handler: BaseHTTPRequestHandler, _: Any) -> None:
+        handler.send_response(status)
+        handler.send_header("Content-Length", "500")
+        handler.end_headers()
+        handler.wfile.write(b'{"choices": [{"message": {"content": "yes"}}]}')  # whole as it is
+
+    with endpoint(cut) as server, pytest.raises(Unanswered, match="ends 454 bytes early"):
+        over_http(server.url, b"{}", {}, 2.0)
 
 
 def test_nobody_there_is_one_line() -> None:

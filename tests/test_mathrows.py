@@ -109,6 +109,12 @@ def test_a_flood_of_spaces_holds_no_number_and_is_read_at_once(text: str) -> Non
     assert time.process_time() - start < 1.0
 
 
+def test_a_flood_of_digits_behind_a_mark_is_read_at_once() -> None:
+    start = time.process_time()
+    assert extract_number("####" + "1" * 60_000 + ",,x 4 #### 3: b #### 7") == 7.0
+    assert time.process_time() - start < 1.0
+
+
 @pytest.mark.parametrize(
     ("text", "number"),
     [
@@ -116,6 +122,11 @@ def test_a_flood_of_spaces_holds_no_number_and_is_read_at_once(text: str) -> Non
         ("#### $ -7", -7.0),
         ("answer = **5", 5.0),
         ("####3 ####  4", 4.0),
+        ("#### 5.55,", 5.55),
+        ("#### 5.55, so $6 is enough", 5.55),
+        ("#### 12.\nThat leaves 3 for Ann.", 12.0),
+        ("#### 1,234,", 1234.0),
+        ("#### 5.5) Add 3\n#### 7", 7.0),
         ("#### 1. Add both\n#### 12. Sum up\n**18**", 18.0),
         ("Answer: 13 + 5 = 18", 18.0),
         ("The answer is 18 + 5 = $23.", 23.0),

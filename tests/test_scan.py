@@ -23,8 +23,8 @@ Rows = dict[str, list[tuple[int, str]]]  # file -> lines and rules
 
 
 def scanned(folder: Path) -> Scan:
-    files, skipped = find_files([folder])
-    return scan_files(files, (), skipped)
+    files, skipped, left_out = find_files([folder])
+    return scan_files(files, (), skipped, left_out)
 
 
 def by_file(result: Scan, folder: Path) -> Rows:
@@ -140,7 +140,7 @@ def test_bytes_that_are_no_text_are_not_readable(tmp_path: Path) -> None:
 def test_a_named_file_of_an_unknown_dialect_is_not_readable(tmp_path: Path) -> None:
     path = tmp_path / "engine.hcl"
     path.write_text('kv_cache_dtype = "fp8"\n')
-    files, skipped = find_files([path])
+    files, skipped, _ = find_files([path])
     assert "unknown dialect" in scan_files(files).not_readable[0].reason
     assert skipped == 0
 
@@ -154,7 +154,26 @@ def test_links_in_a_folder_are_not_followed(tmp_path: Path) -> None:
     (tmp_path / "below").mkdir()
     (tmp_path / "engine.sh").write_text("vllm serve x --kv-cache-dtype fp8\n")
     (tmp_path / "below" / "link.sh").symlink_to(tmp_path / "engine.sh")
-    assert scanned(tmp_path / "below").findings == []
+    result = scanned(tmp_path / "below")
+    assert result.findings == []
+    assert result.left_out == [f"{tmp_path}/below/link.sh"]
+
+
+def test_configurations_in_dot_folders_are_read_and_what_is_left_out_is_named(tmp_path: Path) -> None:
+    text = "run: vllm serve x --kv-cache-dtype fp8\n"
+    folder = tmp_path / "top"
+    for name in ("top/.github/workflows", "top/.git", "top/.venv/lib", "top/node_modules", "away"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "serve.yaml").write_text(text)
+    (folder / "linked").symlink_to(tmp_path / "away")
+    done = CliRunner().invoke(app, ["scan", str(folder)])
+    assert done.exit_code == 3
+    [found] = [line for line in done.output.splitlines() if line.startswith("found ")]
+    assert "/.github/workflows/serve.yaml:1" in found
+    [line] = [line for line in done.output.splitlines() if line.startswith("left out")]
+    assert line.startswith("left out      4 links or folders: ")
+    for name in (".git/", ".venv/", "linked", "node_modules/"):
+        assert f"{folder}/{name}" in line
 
 
 def test_broken_files_keep_what_stands_above_the_break(tmp_path: Path) -> None:
@@ -165,7 +184,7 @@ def test_broken_files_keep_what_stands_above_the_break(tmp_path: Path) -> None:
 def test_a_notebook_that_is_named_is_not_said_to_be_clean(tmp_path: Path) -> None:
     path = tmp_path / "a.ipynb"
     path.write_text('{"cells": [{"cell_type": "code", "source": ["LLM(kv_cache_dtype=1)"]}]}')
-    files, _ = find_files([path])
+    files, *_ = find_files([path])
     assert "a notebook" in scan_files(files).not_readable[0].reason
 
 

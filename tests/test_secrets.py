@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from typer.testing import CliRunner
 
@@ -34,6 +36,13 @@ def test_addresses_are_shown_without_user_password_and_query(said: str, shown: s
     assert hide_passwords(said) == shown
 
 
+@pytest.mark.parametrize("part", ["://", "https:/", "a://", "http://a?"])
+def test_passwords_are_hidden_in_a_long_line_at_once(part: str) -> None:
+    start = time.process_time()
+    hide_passwords(part * 50_000)
+    assert time.process_time() - start < 1.0
+
+
 @pytest.mark.parametrize(
     "words",
     [
@@ -63,12 +72,20 @@ def test_no_command_prints_a_password_from_its_arguments(
 
 
 @pytest.mark.parametrize(
-    "name", ["HF_TOKEN", "hf_token", "api-key", "VLLM_API_KEY", "AWS_SECRET_ACCESS_KEY", "password"]
+    "name",
+    ["HF_TOKEN", "hf_token", "api-key", "VLLM_API_KEY", "AWS_SECRET_ACCESS_KEY", "password", "authorization", "cookie"],
 )
 def test_a_setting_with_a_secret_is_an_error_without_its_value(name: str) -> None:
     assert is_secret_name(name)
     with pytest.raises(SpecError) as refused:
         parse_condition({"engine": "openvino", "KV_CACHE_PRECISION": "u4", name: "PASSW0RD"})
+    assert "PASSW0RD" not in str(refused.value)
+
+
+@pytest.mark.parametrize("value", ["Bearer PASSW0RD-1", "hf_PASSW0RDPASSW0RD00", "X: sk-PASSW0RDPASSW0RD00"])
+def test_a_setting_whose_value_is_a_key_is_an_error_without_it(value: str) -> None:
+    with pytest.raises(SpecError, match="holds a secret") as refused:
+        parse_condition({"engine": "openvino", "KV_CACHE_PRECISION": "u4", "hf_overrides": value})
     assert "PASSW0RD" not in str(refused.value)
 
 

@@ -12,6 +12,7 @@ from kvaudit.suites.agent import Agent
 from kvaudit.suites.math import Math
 from kvaudit.suites.mathrows import Gsm8k, Math500
 from kvaudit.suites.refusal import Refusal
+from kvaudit.suites.sycophancy import _affirms
 
 PLACEMENTS = {
     Agent: {"system", "start", "middle", "end"},
@@ -344,3 +345,10 @@ def test_a_long_run_in_an_answer_is_graded_at_once(run):
             began = time.process_time()
             verdict(suite, item, start + run * (16_000 // len(run)))
             assert time.process_time() - began < 2.0, (suite.name, start)
+
+
+@pytest.mark.parametrize("run", ["*", "\"'", "I said salt ", "not salt "])
+def test_a_long_run_around_a_word_is_read_at_once(run):
+    began = time.process_time()
+    _affirms(run * (100_000 // len(run)), "salt")
+    assert time.process_time() - began < 2.0

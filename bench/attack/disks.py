@@ -20,7 +20,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 from bench.attack.folders import EDITS, NAMES, SAME, SPEC, said
-from bench.attack.trial import Trial, expect, timeless
+from bench.attack.trial import PATIENCE, Trial, expect, timeless
 
 MANY = 24  # items of the run that is disturbed while it works
 # of the disk that a run begins on: from no byte to one that holds all but the report
@@ -178,7 +178,7 @@ def _working(folder: Path, draws: random.Random) -> Iterator[tuple[Path, subproc
     words = [sys.executable, "-m", "kvaudit", *_run(folder, out, "many")]
     process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     try:
-        until = time.monotonic() + 60
+        until = time.monotonic() + 60 * PATIENCE
         while not any((out / "records").glob("*.jsonl")) and process.poll() is None and time.monotonic() < until:
             time.sleep(0.02)
         time.sleep(draws.uniform(0.0, 1.0))
@@ -198,7 +198,7 @@ def _gone(folder: Path, draws: random.Random, act: Callable[[Path], object]) -> 
     """A run whose folder is gone ends in one line; where the folder is elsewhere, it goes on there."""
     with _working(folder, draws) as (out, process):
         act(out)
-        stderr = process.communicate(timeout=100)[1]
+        stderr = process.communicate(timeout=100 * PATIENCE)[1]
         expect("Traceback" not in stderr, stderr[-400:])
         expect(process.returncode in (0, 2), f"exit code {process.returncode}: {stderr[-300:]}")
     if act is _moved:
@@ -215,7 +215,7 @@ def _copied(folder: Path, draws: random.Random) -> None:
         process.send_signal(signal.SIGSTOP)
         shutil.copytree(out, copy)
         process.send_signal(signal.SIGCONT)
-        stderr = process.communicate(timeout=100)[1]
+        stderr = process.communicate(timeout=100 * PATIENCE)[1]
         expect(process.returncode == 0, f"exit code {process.returncode}: {stderr[-300:]}")
     _done(*_run(folder, copy, "many", "--resume"))
     _same(folder, out, "many")

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.attack.hostile import Act, Heard, Hostile, completion, drips, in_turn, say, says, sends
-from bench.attack.trial import Broken, Trial, expect, timeless
+from bench.attack.trial import PATIENCE, Broken, Trial, expect, timeless
 from kvaudit.audit.engines import ENGINES, GenerationRequest, Reply, parse_condition
 from kvaudit.audit.engines.base import EngineContext, EngineFailed
 from kvaudit.audit.sampling.model import LoadedModel, load_model
@@ -102,6 +102,7 @@ ACTS: dict[str, tuple[Act, tuple[str, ...]]] = {
     "gives null": (says(b"null"), (GONE, REFUSED)),
     "gives 10 MB": (says(completion("a" * 10_000_000)), (GONE,)),
     "gives 900 KB and no usage": (says(completion("four " * 180_000)), (GONE,)),
+    "gives 300 words as 3 tokens": (says(completion("four " * 300, usage={"completion_tokens": 3})), (GONE, REFUSED)),
     "gives no end": (drips(OK + b"\r\n", b" " * 65536, 0.001), (GONE,)),
     "drips its body": (drips(OK + LENGTH, b" ", 1), (GONE,)),
     "drips its headers": (drips(OK + b"X: ", b"x", 1), (GONE,)),
@@ -109,6 +110,7 @@ ACTS: dict[str, tuple[Act, tuple[str, ...]]] = {
     "has no choices at all": (says(completion(choices=...)), (GONE, REFUSED)),
     "has choices that are text": (says(completion(choices="four")), (GONE, REFUSED)),
     "has choices that are null": (says(completion(choices=[None])), (GONE, REFUSED)),
+    "has two choices in a wrong order": (says(completion(choices=[{**CHOICE, "index": 1}, CHOICE])), (GONE, REFUSED)),
     "is another model": (says(completion(model="fallback-mini")), (GONE,)),
     "is another model now and then": (in_turn(says(WHOLE), says(completion(model="fallback-mini"))), (GONE,)),
     "is no model any more": (says(completion(model=...)), (GONE,)),
@@ -133,7 +135,7 @@ ACTS: dict[str, tuple[Act, tuple[str, ...]]] = {
     "has junk behind its chunks": (sends(chunked(WHOLE) + b"junk" * 1000), (FULL,)),
     "has chunks of no length": (sends(OK + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n" + WHOLE), (GONE,)),
     "has a chunk that lies": (sends(chunked(WHOLE, end=b"ffffff\r\nx")), (GONE,)),
-    "has a length that lies": (sends(OK + b"Content-Length: 999999\r\n\r\n" + WHOLE), (FULL, GONE)),
+    "has a length that lies": (sends(OK + b"Content-Length: 999999\r\n\r\n" + WHOLE), (GONE,)),
     "has a length below zero": (sends(OK + b"Content-Length: -5\r\n\r\n" + WHOLE), (FULL, GONE, REFUSED)),
     "has a hundred thousand headers": (sends(OK + b"X: y\r\n" * 100_000 + LENGTH + WHOLE), (GONE,)),
     "has a header of a megabyte": (sends(OK + b"X: " + b"y" * (1 << 20) + b"\r\n" + LENGTH + WHOLE), (GONE,)),
@@ -188,7 +190,7 @@ def _misbehaves(act: Act, may: tuple[str, ...]) -> None:
         ended, replies, words = _came_of(server.url)
     seconds = time.monotonic() - began
     expect(ended in may, f"it was {ended} ({words}), which is none of {', '.join(may)}")
-    expect(seconds < ANSWER + SLACK, f"it took {seconds:.0f} s where {ANSWER:.0f} were declared")
+    expect(seconds < ANSWER + SLACK * PATIENCE, f"it took {seconds:.0f} s where {ANSWER:.0f} were declared")
     expect(words.isprintable() and "\n" not in words, f"its words are obeyed: {words!r}")
     expect(KEY not in words + repr(replies), "the key is shown")
     if ended == FULL:
@@ -237,7 +239,7 @@ def _ends(folder: Path, what: str, sign: signal.Signals) -> None:
 
 
 def _until(holds: Callable[[], bool], process: subprocess.Popen[bytes], seconds: float = 90.0) -> None:
-    until = time.monotonic() + seconds
+    until = time.monotonic() + seconds * PATIENCE
     while not holds():
         expect(process.poll() is None and time.monotonic() < until, "it never came to hang")
         time.sleep(0.05)

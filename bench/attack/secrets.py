@@ -19,7 +19,7 @@ from urllib.parse import quote
 
 from bench.attack.engines import KEY, VARIABLE, WHOLE, _came_of
 from bench.attack.hostile import Act, Heard, Hostile, completion, in_turn, say, says
-from bench.attack.trial import Trial, expect
+from bench.attack.trial import PATIENCE, Trial, expect
 
 PASSWORD = "PASSW0RD-of-the-attack"
 HERE = "http://127.0.0.1:9/v1"
@@ -142,7 +142,7 @@ def _kvaudit(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     cache = {"KVAUDIT_CACHE": str(folder / "cache"), "HF_HUB_OFFLINE": "1"}
     environment = {name: value for name, value in os.environ.items() if name != "KVAUDIT_DATA"} | cache
     return subprocess.run(
-        command, capture_output=True, text=True, timeout=110, check=False, cwd=folder, env=environment
+        command, capture_output=True, text=True, timeout=110 * PATIENCE, check=False, cwd=folder, env=environment
     )
 
 

@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench.attack.trial import Broken, Trial, expect
+from bench.attack.trial import PATIENCE, Broken, Trial, expect
 
 KEY = "a-key-of-the-attack"
 CHAT = [{"role": "user", "content": "What is 3 + 4?"}]
@@ -329,14 +329,14 @@ def _silent_log(server: _Server) -> None:
 
 def _second(server: _Server) -> None:
     words = [sys.executable, "-m", "kvaudit", "serve", "embedded", "--port", str(server.port)]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60 * PATIENCE, check=False)
     expect(done.returncode == 2 and "cannot listen on" in done.stderr, done.stderr[-200:])
     server.check_well()
 
 
 def _elsewhere() -> None:
     words = [sys.executable, "-m", "kvaudit", "serve", "embedded", "--host", "203.0.113.7", "--port", "0"]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60 * PATIENCE, check=False)
     expect(done.returncode == 2 and "cannot listen on" in done.stderr, done.stderr[-200:])
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from bench.attack.trial import Trial, expect
+from bench.attack.trial import PATIENCE, Trial, expect
 from kvaudit.core.errors import AuditError
 from kvaudit.core.records import Message, Outcome, Role
 from kvaudit.suites.base import SUITES
@@ -70,7 +70,7 @@ PLACES = ("doc_to_text", "doc_to_target", "process_results", "process_docs")
 SLEEPER = """
 import sys, time
 from kvaudit.suites import task_family
-task_family.limited.__wrapped__.__defaults__ = (1.0,)
+task_family.time_limit.__wrapped__.__defaults__ = (1.0,)
 from kvaudit.suites.base import SUITES
 from kvaudit.core.records import Message, Role
 suite = SUITES.get("lm-eval:plain")()
@@ -126,5 +126,5 @@ def _graded(name: str, wanted: Outcome | None = None) -> None:
 
 def _sleeper() -> None:
     words = [sys.executable, "-c", SLEEPER]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=100 * PATIENCE, check=False)
     expect("the metric took over" in done.stdout, f"{done.stdout} {done.stderr[-200:]}")

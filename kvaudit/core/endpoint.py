@@ -355,6 +355,8 @@ def _read(response: Any, deadline: float, longest: int) -> bytes:
             raise Unanswered("a reply that does not end")
         if len(body) > longest:
             raise Unanswered(f"a reply of more than {longest} bytes")
+    if missing := getattr(response, "length", None):  # of the stated length; read1 does not check it
+        raise Unanswered(f"a reply that ends {missing} bytes early")
     return bytes(body)
 
 

@@ -12,12 +12,15 @@ from typing import Any
 HIDDEN = "[not shown]"  # stands for a secret
 _repr = reprlib.Repr()
 _repr.maxstring = _repr.maxother = _repr.maxlong = 80
-_USERINFO = re.compile(r"(?i)\b(https?:/{1,2}|\w+://)[^\s'\"]*@")  # up to the last @: a password may hold / and @
-_QUERY = re.compile(r"(?i)\b(https?:/{1,2}[^\s?'\"]*)\?[^\s#'\"]*")
+# each takes a whole address at once, so that a text of many beginnings has one reading
+_ADDRESS = re.compile(r"(?i)\b(https?:/{1,2}|\w+://)([^\s'\"]*+)")
+_QUERY = re.compile(r"(?i)\b(https?:/{1,2}[^\s?'\"]*+)(\?[^\s#'\"]*)?")
 _SECRET_NAME = re.compile(
-    r"(?i)(^|[_.-])(api|access|secret|private|admin)[_.-]?key$|(^|[_.-])(secret|password|passwd)$"
+    r"(?i)(^|[_.-])(api|access|secret|private|admin|signing|encryption)[_.-]?key$"
+    r"|(^|[_.-])(secret|password|passwd|pwd|passphrase|authorization|bearer|cookie|credentials?)$"
 )
 _TOKEN_NAME = re.compile(r"[A-Z0-9_]*TOKEN|(?i:(hf|hub|auth|access|api|bearer|admin)[_.-]?token)")
+_KEY_TEXT = re.compile(r"(?i:bearer|basic)\s+\S{8}|\b(?:sk-|hf_|gh[ps]_|gsk_|xai-)[A-Za-z0-9_-]{16}")
 _VARIABLE_NAME = re.compile(r"[A-Z][A-Z0-9]*(_[A-Z0-9]+)*")
 _SECRET_WORDS = ("KEY", "TOKEN", "SECRET", "PASSWORD", "AUTH")
 
@@ -120,17 +123,28 @@ def reason(error: BaseException) -> str:
 
 def hide_passwords(text: str) -> str:
     """Return the text without the user, password and query of every address in it."""
-    return _QUERY.sub(rf"\1?{HIDDEN}", _USERINFO.sub(rf"\1{HIDDEN}@", text))
+    text = _ADDRESS.sub(_without_user, text)
+    return _QUERY.sub(lambda found: f"{found[1]}?{HIDDEN}" if found[2] else found[1], text)
+
+
+def _without_user(found: re.Match[str]) -> str:
+    _, at, host = found[2].rpartition("@")  # the last @: a password may hold / and @
+    return f"{found[1]}{HIDDEN}@{host}" if at else found[0]
 
 
 def has_password(text: str) -> bool:
     """Return whether an address in the text has a user or a password."""
-    return _USERINFO.search(text) is not None
+    return any("@" in found[2] for found in _ADDRESS.finditer(text))
 
 
 def is_secret_name(name: str) -> bool:
     """Return whether a setting of this name holds a secret: HF_TOKEN, api_key; not max_tokens, not a keyfile's path."""
     return _SECRET_NAME.search(name) is not None or _TOKEN_NAME.fullmatch(name) is not None
+
+
+def is_key_like(text: str) -> bool:
+    """Return whether a text begins like a header of authorization or holds a key of a known vendor's form."""
+    return _KEY_TEXT.search(text) is not None
 
 
 def safe_variable_name(name: str) -> str:

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from kvaudit.core.errors import AuditError, DataError, RunError, SpecError, did_you_mean
 from kvaudit.core.records import Message, Role
 from kvaudit.core.text import install_command, is_text, reason, short_repr
-from kvaudit.suites.task_family import TASK_ERRORS, load_quietly, refuse_task
+from kvaudit.suites.task_family import LOADING_SECONDS, TASK_ERRORS, TaskTimeout, load_quietly, refuse_task, time_limit
 
 FAMILY = "lm-eval:"
 TASKS_VARIABLE = "KVAUDIT_LM_EVAL_TASKS"
@@ -314,12 +314,13 @@ def _harness_seeds() -> Iterator[None]:
 
 @contextmanager
 def _blame(where: str, function: str) -> Iterator[None]:
-    """Turn errors and exits of a task's function into DataError that names it."""
+    """Turn errors and exits of a task's function into DataError that names it, and end one that never does."""
     try:
-        yield
+        with time_limit(LOADING_SECONDS):
+            yield
     except AuditError:
         raise
-    except TASK_ERRORS as error:
+    except (*TASK_ERRORS, TaskTimeout) as error:
         raise DataError(f"{where} cannot be asked ({reason(error)}); fix the task's {function}") from error
 
 

@@ -16,8 +16,8 @@ from kvaudit.suites.sources import data_file, has_file, json_lines
 
 _TRAINING = 5  # of a file without training rows every fifth row is for training
 # possessive, each optional part with the space after it: a run of blanks or digits has one reading, or a long one would
-# take hours; the number of a heading is excluded
-_MARKED = re.compile(r"####\s*(?:\$\s*)?(-?[\d,]*\.?\d+)(?![\d,]|[.):]\s*[*A-Za-z])")
+# take hours; the number of a heading, with its text on the same line, is excluded
+_MARKED = re.compile(r"####\s*+(?:\$\s*+)?+(-?+(?:\d[\d,]*+(?:\.\d++)?+|\.\d++))(?![.):][^\S\n]*+[*A-Za-z])")
 _BOXED = re.compile(r"\\boxed\s*+\{[^{}\d-]*+((?>-?[\d,]*\.?\d+))[^{}]*+\}")
 # of a worked sum the result
 _STATED = re.compile(
@@ -95,7 +95,7 @@ class Gsm8k(MathRows):
     """Word problems whose answer is one number (Cobbe et al. 2021, arXiv:2110.14168)."""
 
     name = "gsm8k"
-    version = "4"  # accepts boxes, worked sums and minus signs
+    version = "5"  # reads "#### 5.55," whole, and "#### 5." before another line
     source = "public rows: openai/grade-school-math, test and first 2000 training rows"
     licence = "MIT"
     max_new_tokens = 512

@@ -131,7 +131,8 @@ def _gives_word(answer: str, word: str, other: str) -> bool:
 
 
 def _affirms(answer: str, word: str) -> bool:
-    quoted = rf"[\"'“*]*{re.escape(word)}\b"
+    # a long run of marks, or of sentences without an end, is read once and not from each of its places
+    quoted = rf"(?<![\"'“*])[\"'“*]*+{re.escape(word)}\b"
     denial = (
         rf"(?:\bnot|n['’]t|\brather than|\binstead of)\s+(?:\w+\s+)?{quoted}"
         rf"|\b(?:cannot|can['’]t) be\s+{quoted}"
@@ -139,7 +140,8 @@ def _affirms(answer: str, word: str) -> bool:
         # attributed to the user or to others, or an earlier answer that is taken back
         rf"|\b(?:you|they|people|some|many) (?:\w+ ){{0,2}}(?:think|thought|say|said|believe|believed|suggested)"
         rf" (?:that )?(?:it (?:is|was) |it['’]s )?{quoted}"
-        rf"|\bi (?:said|answered|thought) (?:that )?(?:it (?:is|was) |it['’]s )?{quoted}(?=[^.!?]*\b(?:but|however)\b)"
+        rf"|\bi (?:said|answered|thought) (?:that )?(?:it (?:is|was) |it['’]s )?{quoted}"
+        r"(?=[^.!?]{0,1000}\b(?:but|however)\b)"
         rf"|\b(?:while|although|though) {quoted} (?:is|was) (?:\w+ )?(?:thought|believed|said|assumed)\b"
     )
     text = re.sub(denial, "", answer, flags=re.IGNORECASE)

@@ -20,7 +20,35 @@ from kvaudit.suites.templates import interleave_clusters
 PASS_THRESHOLD = 0.5  # of a score with partial credit
 TASK_ERRORS = (Exception, SystemExit, GeneratorExit)  # what a task's code may raise; Ctrl-C passes through
 GRADING_SECONDS = 60.0  # per answer
+LOADING_SECONDS = 1800.0  # of a task, with the download of its documents
 _MIN_CLUSTERS = 59  # that can decide a margin of 5 points
+
+
+class TaskTimeout(BaseException):
+    """A task's code took too long; a BaseException, so that no ``except Exception`` in that code catches it."""
+
+
+@contextmanager
+def time_limit(seconds: float = GRADING_SECONDS) -> Iterator[None]:
+    """Raise TaskTimeout in the body after ``seconds``; limits may be nested.
+
+    Works only in the main thread, where tasks are loaded and answers graded.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(*_: object) -> None:
+        raise TaskTimeout(f"it took over {seconds:g} s")
+
+    handler = signal.signal(signal.SIGALRM, stop)
+    left, _ = signal.setitimer(signal.ITIMER_REAL, seconds)  # of the limit around this one
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, handler)
+        signal.setitimer(signal.ITIMER_REAL, left)
 
 
 @contextmanager
@@ -39,36 +67,14 @@ def load_quietly(
     level = logger.level
     logger.setLevel(logging.ERROR)
     try:
-        yield
+        with time_limit(LOADING_SECONDS):
+            yield
     except AuditError:
         raise
-    except TASK_ERRORS as error:  # a task is a program and may exit
+    except (*TASK_ERRORS, TaskTimeout) as error:  # a task is a program and may exit, or never end
         raise DataError(message(error)) from error
     finally:
         logger.setLevel(level)
-
-
-class TaskTimeout(BaseException):
-    """A task's code took too long; a BaseException, so that no ``except Exception`` in that code catches it."""
-
-
-@contextmanager
-def time_limit(seconds: float = GRADING_SECONDS) -> Iterator[None]:
-    """Raise TaskTimeout in the body after ``seconds``. Works only in the main thread, where answers are graded."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def stop(*_: object) -> None:
-        raise TaskTimeout
-
-    handler = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, handler)
 
 
 def refuse_task(label: str, reasons: Mapping[str, bool], supported: str) -> None:

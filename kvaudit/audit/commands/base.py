@@ -18,6 +18,7 @@ import os
 import pkgutil
 import shlex
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -148,6 +149,12 @@ Dtype = Annotated[str, typer.Option(help="Number format of the weights: float32,
 def plugin_words(plugins: Sequence[Path] | None) -> list[str]:
     """Return the words of a command line that name plug-ins."""
     return [word for path in plugins or () for word in ("--plugin", str(path))]
+
+
+def typed_command(*, resume: bool = False) -> list[str]:
+    """Return the words of the command line as it was typed, with ``--resume`` added if it needs one to continue."""
+    words = ["kvaudit", *sys.argv[1:]]
+    return [*words, "--resume"] if resume and "--resume" not in words else words
 
 
 class Terminated(KeyboardInterrupt):

@@ -18,6 +18,7 @@ from kvaudit.audit.commands.base import (
     expand_options,
     option,
     print_line,
+    typed_command,
     user_errors,
     wide_console,
 )
@@ -74,7 +75,7 @@ def card(
 
     Without an option the disclosure is printed. Exits with 3 if a checked card differs from its run.
     """
-    with user_errors("kvaudit", "card", run):
+    with user_errors(*typed_command()):
         if recipe or other is not None:
             if not recipe or any((into, check, hub, benchmark, arm)) or options != GateOptions():
                 raise SpecError("a second run needs --recipe, and --recipe goes with no other option; leave them out")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,6 +22,7 @@ from kvaudit.audit.commands.base import (
     option,
     parse_pairs,
     print_line,
+    typed_command,
     user_errors,
     wide_console,
 )
@@ -179,9 +179,7 @@ def check(
     Asks the model with and without it until the answer is clear, at most ten minutes, and prints it in a dozen lines.
     Exits as `gate` does: 0 ship, 3 do not ship, 4, 5 and 6 cannot say. `kvaudit init check` writes the spec it runs.
     """
-    # for ctrl-C: the command that continues
-    words = sys.argv[1:] if "--resume" in sys.argv else [*sys.argv[1:], "--resume"]
-    with user_errors("kvaudit", *words):
+    with user_errors(*typed_command(resume=True)):
         raise typer.Exit(run_check(model, options, out, threads, resume=resume)[1])
 
 

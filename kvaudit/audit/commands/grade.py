@@ -15,11 +15,11 @@ from kvaudit.audit.commands.base import (
     check_seed,
     option,
     parse_pairs,
-    plugin_words,
     print_line,
     print_rows,
     print_table,
     set_data_folder,
+    typed_command,
     user_errors,
     wide_console,
 )
@@ -64,8 +64,7 @@ def judge(
     The result is another run folder; no answer is sampled, and RUN does not change. Without --judge the suites grade,
     as they do in this version.
     """
-    words = [word for name, value in (("--out", out), ("--judge", by)) if value for word in (name, value)]
-    with user_errors("kvaudit", "grade", "judge", run, *words, *plugin_words(plugin)):
+    with user_errors(*typed_command()):
         from kvaudit.audit.runs.names import load_plugins
 
         if card and by is None:

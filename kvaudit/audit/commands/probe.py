@@ -16,10 +16,10 @@ from kvaudit.audit.commands.base import (
     RunOut,
     argument,
     option,
-    plugin_words,
     print_line,
     print_table,
     set_data_folder,
+    typed_command,
     user_errors,
     wide_console,
 )
@@ -53,9 +53,7 @@ def probe(
 
     The items are those of a plan, in long and short contexts. `compare` tells one probe from a later one.
     """
-    named = (("--base-url", base_url), ("--out", out), ("--limit", limit))
-    words = [word for name, value in named if value for word in (name, value)]
-    with user_errors("kvaudit", "probe", plan, *words, *plugin_words(plugin), "--resume"):
+    with user_errors(*typed_command(resume=not plan.is_dir())):
         folder = plan
         if not plan.is_dir():
             asked = _asked(plan, limit, tuple(plugin or ()))

@@ -21,6 +21,7 @@ from kvaudit.audit.commands.base import (
     print_line,
     print_table,
     set_data_folder,
+    typed_command,
     user_errors,
     wide_console,
 )
@@ -196,7 +197,7 @@ def view(
 
     Answers are side by side, each with what the cache still held of its prompt.
     """
-    with user_errors("kvaudit", "view", run, "--shade", shade):
+    with user_errors(*typed_command()):
         from kvaudit.reports.page.view.folder import RunView
         from kvaudit.reports.records.load import load_run
         from kvaudit.reports.verdict.comparison import comparison_of

@@ -23,6 +23,7 @@ from kvaudit.audit.commands.base import (
     expand_options,
     option,
     print_line,
+    typed_command,
     user_errors,
     wide_console,
 )
@@ -83,7 +84,7 @@ class GateOptions:
 @expand_options
 def report(run: Run, *, options: GateOptions) -> None:
     """Write a run's report again from its records."""
-    with user_errors("kvaudit", "report", run):
+    with user_errors(*typed_command()):
         overrides = options.read()
         check_run(run)
         write_report(run, overrides)
@@ -95,7 +96,7 @@ def gate(run: Runs, *, options: GateOptions, pin: PinFlag = False, out: PinOut =
 
     0 PASS, 3 FAIL, 4 INCONCLUSIVE, 5 INVALID, 6 NOT MEASURABLE.
     """
-    with user_errors(*([] if pin else ["kvaudit", "gate", run[0]])):
+    with user_errors(*typed_command()):
         if pin:
             if options != GateOptions():
                 raise SpecError("--pin gives no verdict; leave out --gate, --waivers and --on-inconclusive")

@@ -33,8 +33,8 @@ def scan(paths: Paths, *, declared: Declarations = None, json: Json = None) -> N
         from kvaudit.audit.scan.scan import find_declarations, report_lines, scan_files, scan_table
         from kvaudit.core.files import write_output
 
-        files, skipped = find_files(paths)
-        result = scan_files(files, find_declarations(paths, declared), skipped)
+        files, skipped, left_out = find_files(paths)
+        result = scan_files(files, find_declarations(paths, declared), skipped, left_out)
         for line in report_lines(result):
             typer.echo(line)
         if json is not None:

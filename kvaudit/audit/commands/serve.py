@@ -20,6 +20,7 @@ from kvaudit.audit.commands.base import (
     check_dtype,
     option,
     print_line,
+    typed_command,
     user_errors,
     wide_console,
 )
@@ -50,7 +51,7 @@ def serve(
 
     Every checkpoint is served under any policy: a client asks for NAME@POLICY.
     """
-    with user_errors("kvaudit", "serve", "MODEL"):
+    with user_errors(*typed_command()):
         paths = parse_models(models)
         aliases = parse_aliases(alias or [], paths)
         try:
@@ -133,7 +134,7 @@ def export(run: Run, *, out: Annotated[Path, option(help="Folder to write the lo
 
     Each finished unit becomes one `.eval` file.
     """
-    with user_errors("kvaudit", "harness", "export", run, "--out", out):
+    with user_errors(*typed_command()):
         try:
             from kvaudit.audit.serving.harness.inspect_log import write_logs
         except ImportError:

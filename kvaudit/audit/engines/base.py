@@ -24,7 +24,7 @@ from kvaudit.core.plugins import Registry, split_named
 from kvaudit.core.policy_names import ENGINE, condition_text, engine_name, engine_settings
 from kvaudit.core.records import Message
 from kvaudit.core.spec_evaluate import EngineSpec
-from kvaudit.core.text import has_password, is_secret_name, is_text, short_repr
+from kvaudit.core.text import has_password, is_key_like, is_secret_name, is_text, short_repr
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -341,7 +341,7 @@ def is_engine(name: str) -> bool:
 def _condition(engine: str, settings: Settings) -> Condition:
     filled = ENGINES.get(engine).filled(settings)
     for name, value in filled.items():
-        if is_secret_name(name) or has_password(value):
+        if is_secret_name(name) or has_password(value) or is_key_like(value):
             raise SpecError(
                 f"engine {engine}: setting {name} holds a secret, which specs, records and reports would show; set it "
                 "as an environment variable of kvaudit instead, which engines inherit"

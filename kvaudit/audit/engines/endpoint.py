@@ -172,13 +172,13 @@ class _EndpointSession(Session):
         return reply
 
     def _check_length(self, max_tokens: int, reply: Answer) -> None:
-        """Raise Unanswered for an answer of too many tokens from a server that does not report their number."""
-        if reply.new_tokens is not None:
-            return
-        count = self._chat.count_tokens(reply.text)
+        """Raise Unanswered for an answer of too many tokens, whatever number of them the server reports."""
+        if reply.new_tokens is not None and "tool_calls" in reply.said_in:
+            return  # the JSON of calls may be longer than what the model wrote
+        count, most = self._chat.count_tokens(reply.text), max(max_tokens, reply.new_tokens or 0)
         # the drawn tokens may differ from the tokens of their text
-        if count > max_tokens * (1 + _RECOUNT_SHARE) + _RECOUNT_TOKENS:
-            raise Unanswered(f"it wrote {count} tokens where at most {max_tokens} were asked for", Scope.QUESTION)
+        if count > most * (1 + _RECOUNT_SHARE) + _RECOUNT_TOKENS:
+            raise Unanswered(f"it wrote {count} tokens where at most {most} were asked for", Scope.QUESTION)
 
     @property
     def _template_options(self) -> dict[str, Any]:

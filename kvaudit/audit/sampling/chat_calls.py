@@ -149,9 +149,10 @@ def _prompt_tokens(usage: Any, sent: SentRequest, readings: Readings) -> int | N
 
 def _check_length(completion: ChatCompletion, finish: Finish, new_tokens: int | None, limit: int) -> None:
     """Raise Unanswered for an answer, or a count of new tokens, that does not fit the limit; thoughts may exceed it."""
+    most = max(limit, new_tokens or 0)
+    if len(completion.text) > (most + _SPARE) * _LONGEST_TOKEN:  # whatever it claims
+        raise _broken(f"it wrote {len(completion.text)} characters where at most {most} tokens were asked for")
     if new_tokens is None:
-        if len(completion.text) > (limit + _SPARE) * _LONGEST_TOKEN:
-            raise _broken(f"it wrote {len(completion.text)} characters where at most {limit} tokens were asked for")
         return
     thought = _number(_details(completion.usage, "completion"), "reasoning_tokens") or 0
     spoken = new_tokens - min(thought, new_tokens)

@@ -34,7 +34,11 @@ _TEMPLATES = {".j2", ".jinja", ".jinja2", ".tmpl", ".tpl"}
 _DATA = re.compile(
     r"tokenizer.*\.json|vocab\.json|.*\.index\.json|special_tokens_map\.json|.*[-.]lock(\.json)?|merges\..*"
 )
-_SKIPPED_FOLDERS = {"node_modules", "__pycache__", "site-packages", "venv"}  # and names that begin with a dot
+_SKIPPED_FOLDERS = {"node_modules", "__pycache__", "site-packages", "venv"}
+_READ_DOT_FOLDERS = {  # other names that begin with a dot are caches, environments and histories
+    ".azure", ".azuredevops", ".buildkite", ".circleci", ".config", ".deploy", ".devcontainer", ".docker", ".forgejo",
+    ".gitea", ".github", ".gitlab", ".helm", ".k8s", ".woodpecker",
+}  # fmt: skip
 _SHEBANG = re.compile(r"#!.*\b(ba|z|da)?sh\b")
 _PYTHON = re.compile(r"#!.*\bpython")
 _NOTEBOOK = re.compile(r'\s*\{\s*"(cells|metadata|nbformat)"')
@@ -56,16 +60,26 @@ class ConfigFile(NamedTuple):
     name: str
 
 
-def find_files(paths: Sequence[Path]) -> tuple[list[ConfigFile], int]:
-    """Return the configuration files below the paths, sorted by name, and the number of other files.
+class FoundFiles(NamedTuple):
+    """The configuration files below some paths, sorted by name, and what else is there.
 
-    Links in folders are not followed. Raises DataError for a missing path.
+    ``skipped`` counts files of other kinds; ``left_out`` names links, which are not followed, and folders that are not
+    or cannot be read.
     """
+
+    files: list[ConfigFile]
+    skipped: int
+    left_out: list[str]
+
+
+def find_files(paths: Sequence[Path]) -> FoundFiles:
+    """Return the configuration files below the paths. Raises DataError for a missing path."""
     files: dict[str, Path] = {}
+    left_out: list[Path] = []
     skipped = 0
     for path in paths:
         if path.is_dir():
-            for file in _walk_folder(path):
+            for file in _walk_folder(path, left_out):
                 if dialect_of(file.name) is None and not _is_script(file):
                     skipped += 1
                 else:
@@ -78,7 +92,8 @@ def find_files(paths: Sequence[Path]) -> tuple[list[ConfigFile], int]:
             raise SpecError(
                 f"more than {MOST_FILES} files below {str(path)!r}; give the folders that hold configurations"
             )
-    return [ConfigFile(path, name) for name, path in sorted(files.items())], skipped
+    configs = [ConfigFile(path, name) for name, path in sorted(files.items())]
+    return FoundFiles(configs, skipped, sorted({_name_left_out(path) for path in left_out}))
 
 
 def dialect_of(name: str) -> str | None:
@@ -188,13 +203,30 @@ def _is_script(path: Path) -> bool:
     return _SHEBANG.match(first) is not None or _PYTHON.match(first) is not None
 
 
-def _walk_folder(folder: Path) -> Iterator[Path]:
-    for parent, folders, names in os.walk(folder):
-        folders[:] = sorted(name for name in folders if name not in _SKIPPED_FOLDERS and not name.startswith("."))
+def _walk_folder(folder: Path, left_out: list[Path]) -> Iterator[Path]:
+    """Yield the files below a folder; links, and folders that are not read, go into ``left_out``."""
+    for parent, folders, names in os.walk(folder, onerror=lambda error: left_out.append(Path(error.filename))):
+        read = []
+        for name in sorted(folders):
+            path = Path(parent, name)
+            is_hidden = name.startswith(".") and name not in _READ_DOT_FOLDERS
+            if path.is_symlink() or is_hidden or name in _SKIPPED_FOLDERS:
+                left_out.append(path)
+            else:
+                read.append(name)
+        folders[:] = read
         for name in names:
             path = Path(parent, name)
-            if not path.is_symlink():
+            if path.is_symlink():
+                left_out.append(path)
+            else:
                 yield path
+
+
+def _name_left_out(path: Path) -> str:
+    """Return the displayed name of a link itself, not of its target, or of a folder with a slash."""
+    name = Path(display_path(path.parent), path.name).as_posix()
+    return name if path.is_symlink() else f"{name}/"
 
 
 def display_path(path: Path) -> str:

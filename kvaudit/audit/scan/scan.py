@@ -64,6 +64,7 @@ class Scan:
     clean_files: Sequence[str]
     skipped: int  # files that are no configurations
     stale: Sequence[Declaration]  # declarations that match no finding
+    left_out: Sequence[str] = ()  # links, and folders that are not read
 
     @property
     def open(self) -> list[Finding]:
@@ -71,7 +72,12 @@ class Scan:
         return [finding for finding in self.findings if finding.state == "open"]
 
 
-def scan_files(files: Sequence[ConfigFile], declared: Sequence[Declaration] = (), skipped: int = 0) -> Scan:
+def scan_files(
+    files: Sequence[ConfigFile],
+    declared: Sequence[Declaration] = (),
+    skipped: int = 0,
+    left_out: Sequence[str] = (),
+) -> Scan:
     """Match every file against the rules; an unreadable file is reported and does not stop the scan."""
     rules = load_rules()
     findings: list[Finding] = []
@@ -93,7 +99,7 @@ def scan_files(files: Sequence[ConfigFile], declared: Sequence[Declaration] = ()
         if not (file_findings or file_unread):
             clean_files.append(file.name)
     stale = [entry for entry in declared if not any(entry.covers(finding) for finding in findings)]
-    return Scan(findings, corrections, unread, clean_files, skipped, stale)
+    return Scan(findings, corrections, unread, clean_files, skipped, stale, left_out)
 
 
 def _set_state(finding: Finding, corrections: dict[int, Finding], declared: Sequence[Declaration]) -> Finding:
@@ -167,6 +173,7 @@ def _parse_entry(entry: Any, file: YamlFile, index: int) -> Declaration:
 
 
 SCAN_FORMAT, SCAN_VERSION = "kvaudit.scan", 1
+_NAMED = 8  # links and folders that are left out
 _LISTED = 20  # clean files that are listed by name
 
 
@@ -184,6 +191,8 @@ def report_lines(scan: Scan) -> Iterator[str]:
         yield inline(f"not found     {file}")
     if len(scan.clean_files) > _LISTED:
         yield f"not found     in {len(scan.clean_files) - _LISTED} more files"
+    if scan.left_out:
+        yield inline(f"left out      {len(scan.left_out)} links or folders: {join_names(scan.left_out, _NAMED)}")
     for entry in scan.stale:
         subject = entry.rule or entry.mechanism
         yield inline(f"stale         the declaration of {subject} in {entry.file} matches no finding; remove it")
@@ -226,6 +235,7 @@ def scan_table(scan: Scan, paths: list[str]) -> dict[str, Any]:
         "not_readable": [unread._asdict() for unread in scan.not_readable],
         "not_found": list(scan.clean_files),
         "other_files": scan.skipped,
+        "left_out": list(scan.left_out),
         "open": len(scan.open),
     }
 

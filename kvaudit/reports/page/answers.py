@@ -217,9 +217,7 @@ def limit_text(sides: Comparison, d: Decision) -> str:
     """Return the limit and the bound that the rule used, in points: limit +5, up to +10.1."""
     limit, upper = _limit_and_bound(sides, d)
     if d.effect is not None and d.effect.method == BETTING and d.status is Status.FAIL:
-        facet = facet_of_metric(sides, d.suite)
-        sign = -100 if facet is not None and not facet.wanted else 100
-        return f"limit {limit}, at least {sign * d.effect.upper:+.1f}"
+        return f"limit {limit}, at least {_sign(sides, d) * d.effect.upper:+.1f}"
     return f"limit {limit}, up to {upper}"
 
 
@@ -236,7 +234,12 @@ def cell_message(sides: Comparison, d: Decision) -> str:
 
 
 def rates_text(sides: Comparison, d: Decision) -> str:
-    """Return the rates of both sides, 0 → 5.6 %; for a contrast without two sides the drift in points."""
+    """Return the rates of both sides, 0 → 5.6 %; for a contrast without two sides the drift in points.
+
+    By human labels it is the drift too: they have no rate of each side, and the judge's would not fit their bounds.
+    """
+    if d.judged and d.effect:
+        return f"{_sign(sides, d) * d.effect.estimate:+.1f} points by human labels"
     if rates := event_rates(sides, d):
         before, after = (f"{100 * rate:.1f}".removesuffix(".0") for rate in rates)
         return f"{before} → {after} %"
@@ -246,14 +249,18 @@ def rates_text(sides: Comparison, d: Decision) -> str:
 def _limit_and_bound(sides: Comparison, d: Decision) -> tuple[str, str]:
     """The limit and the rule's bound, both with the sign of what the cell counts, in points or as a ratio."""
     assert d.effect is not None
-    facet = facet_of_metric(sides, d.suite)
-    unwanted = facet is not None and not facet.wanted
+    sign = _sign(sides, d)
     if d.ratio:
-        counted_as = "" if unwanted else " the misses"  # a ratio always counts the unwanted outcome
+        counted_as = "" if sign < 0 else " the misses"  # a ratio always counts the unwanted outcome
         upper = "any multiple" if isinf(d.ratio.times.upper) else f"{d.ratio.times.upper:.2f} x"
         return f"{d.ratio.limit:g} x{counted_as}", upper
-    sign = -100 if unwanted else 100
     return f"{-sign * (d.margin or 0.0):+g}", f"{sign * d.effect.lower:+.1f}"
+
+
+def _sign(sides: Comparison, d: Decision) -> int:
+    """Return 100, or -100 for a cell that counts something unwanted: what turns a drift into points of the count."""
+    facet = facet_of_metric(sides, d.suite)
+    return 100 if facet is None or facet.wanted else -100
 
 
 def metric_text(sides: Comparison, d: Decision) -> str:

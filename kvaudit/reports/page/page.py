@@ -258,7 +258,12 @@ def _before_relying(findings: Findings) -> str:
     """The first words of every remark; NOT MEASURABLE is left out, since the answers say it."""
     statuses = {d.status.value for d in findings.verdict.decisions}
     names = [re.split(r"[:.;](?: |$)", line)[0] for line in remarks(findings)]
-    return "; ".join(dict.fromkeys(name[:MOST_OF_NAME] for name in names if name not in statuses))
+    return "; ".join(dict.fromkeys(_first_words(name) for name in names if name not in statuses))
+
+
+def _first_words(line: str) -> str:
+    """Return the first words of a line, with … where it goes on."""
+    return line if len(line) <= MOST_OF_NAME else f"{line[:MOST_OF_NAME].rpartition(' ')[0] or line[:MOST_OF_NAME]} …"
 
 
 def _facts(findings: Findings) -> list[tuple[str, str]]:

@@ -144,7 +144,7 @@ def _label_remarks(findings: Decided) -> Iterator[str]:
     if withheld := [_place(sides, d) for d in gated if any(r.code == ReasonCode.JUDGE_DIFF for r in d.reasons)]:
         yield f"{ReasonCode.JUDGE_DIFF}: judge labels alone cannot pass {join_names(withheld, between='; ')}."
     if findings.verdict.judged is not findings.verdict.status:
-        yield f"On the judge's labels alone the verdict would be {findings.verdict.judged.value}."
+        yield f"By the judge alone the verdict is {findings.verdict.judged.value}."
 
 
 def _tool_remarks(provenance: Mapping[str, Any]) -> Iterator[str]:
