@@ -341,7 +341,9 @@ def init(
     options: CheckOptions,
     judge: Annotated[str | None, option(help="For quarterly: URL#MODEL of the server that judges answers.")] = None,
     rate: Annotated[float | None, option(help="For quarterly: measured answers per second, for the time.")] = None,
-    out: Annotated[Path | None, typer.Option(help="File to write; - prints it.", show_default="spec.yaml")] = None,
+    out: Annotated[
+        Path | None, option(help="File to write; - prints it. Default: spec.yaml, or kvaudit.yml for ci.")
+    ] = None,
 ) -> None:
     """Write a commented spec to begin with.
 

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from kvaudit.audit.commands.base import Command, Run, option, print_line, user_errors, wide_console
+from kvaudit.audit.commands.base import USAGE, Command, Run, option, print_line, user_errors, wide_console
 from kvaudit.core.errors import RunError, SpecError
 from kvaudit.core.provenance import read_provenance
 from kvaudit.core.text import inline, install_command, one_line
@@ -47,6 +47,12 @@ def lm_eval(context: typer.Context) -> None:
         sys.argv = ["kvaudit harness lm-eval", *context.args]
         try:
             cli_evaluate()
+        except SystemExit as end:
+            if end.code == USAGE:  # it has said what is wrong
+                raise typer.Exit(USAGE) from None
+            if not context.args or {"-h", "--help"} & set(context.args):
+                raise typer.Exit from None
+            raise
         except ValueError as error:  # raised by the harness for unknown names and options
             raise SpecError(f"lm-eval: {one_line(error)}") from error
 

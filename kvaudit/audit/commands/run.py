@@ -349,16 +349,17 @@ def open_pipeline(
     from rich.console import Console
 
     console = Console()
-    print_line(console, f"run {plan.spec.name} ({plan.spec.sha256[:12]}) in {plan.folder}: loading the model")
     from kvaudit.audit.runs.folder import check_folder, open_run, utc_now
+
+    check_report_folder(plan.folder)
+    exists = check_folder(plan.folder, plan.spec, resume=resume)
+    print_line(console, f"run {plan.spec.name} ({plan.spec.sha256[:12]}) in {plan.folder}: loading the model")
     from kvaudit.audit.runs.names import NAMES
     from kvaudit.audit.runs.pilot import with_kept_gate
     from kvaudit.audit.runs.pipeline import Pipeline
     from kvaudit.audit.runs.prepare import prepare_run
     from kvaudit.reports.verdict.rules import default_margins_line
 
-    check_report_folder(plan.folder)
-    exists = check_folder(plan.folder, plan.spec, resume=resume)
     kept = None if exists else gate_provenance(plan.spec, NAMES)
     prepared = None if exists or not works else prepare_run(plan.spec, on_first_answer=on_first_answer)
     if not exists:
