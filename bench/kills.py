@@ -114,7 +114,7 @@ class Chains:
         self._attempt(folder / "whole", "unbroken.log", resume=False)
         assert self.found["finished"] == 1, (folder / "unbroken.log").read_text(encoding="utf-8")
         self._seconds = time.monotonic() - started
-        self._whole = _outcome(folder / "whole")
+        self._whole = outcome(folder / "whole")
 
     def all(self) -> dict[str, Any]:
         """Run them; returns the figures."""
@@ -139,7 +139,7 @@ class Chains:
             self._attempt(run, "finish.log", resume=True)
             self.slowest = round(max(self.slowest, time.monotonic() - started), 1)
             self._compared(run, before)
-        self._judge(_outcome(run))
+        self._judge(outcome(run))
         shutil.rmtree(run, ignore_errors=True)
 
     def _judge(self, outcome: dict[str, object]) -> None:
@@ -250,7 +250,7 @@ def _whole_lines(path: Path) -> list[str]:
     return [line.decode() for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
 
 
-def _outcome(run: Path) -> dict[str, object]:
+def outcome(run: Path) -> dict[str, object]:
     """What two runs have to agree in: weights, ledgers, telemetry and records, without what a clock decides."""
     found: dict[str, object] = {}
     for path in sorted(run.glob("checkpoints/*/*/**/*.safetensors")):

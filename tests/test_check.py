@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
@@ -277,6 +280,45 @@ def test_bad_input_is_one_line(words: Sequence[str], told: str) -> None:
     said = "" if words[0].startswith("http") else f"check: {words[0]}\n"  # at once, but for what may hold a password
     assert (code, out, err.count("\n")) == (2, said, 1)
     assert told in err
+
+
+WITHOUT_TORCH = """
+import json, sys
+sys.modules["torch"] = sys.modules["transformers"] = None
+from typer.testing import CliRunner
+from kvaudit.audit.cli import app
+for words in json.loads(sys.argv[1]):
+    done = CliRunner().invoke(app, ["check", *words])
+    print(done.exit_code, done.stderr, end="")
+"""
+
+
+def test_what_needs_no_model_is_refused_before_torch_is_imported() -> None:
+    told = {
+        ("/nowhere", "--policy", "int8"): "model '/nowhere' is no folder and no .gguf file",
+        ("embedded", "--policy", "int9"): "unknown policy 'int9'. Did you mean 'int8'? Known: adakv, ",
+        ("embedded", "--policy", "openvino"): "openvino is an engine; give --engine openvino",
+        ("embedded", "--engine", "openvino", "--kv", "u5"): "--kv is 'u5', expected",
+        ("embedded", "--engine", "vlm", "--kv", "fp8"): "unknown engine 'vlm'. Did you mean 'vllm'?",
+        ("embedded", "--policy", "int8", "--minutes", "0"): "--minutes is 0, wanted a number above 0",
+        ("embedded", "--policy", "int8", "--data", "/nowhere"): "--data is '/nowhere', which is no folder",
+    }
+    command = [sys.executable, "-c", WITHOUT_TORCH, json.dumps(list(told))]
+    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    for line, part in zip(lines, told.values(), strict=True):
+        assert line.startswith("2 error: "), line
+        assert part in line
+    assert "openvino" not in lines[1]
+
+
+def test_a_spec_of_init_names_its_own_file_and_makes_no_folder(tmp_path: Path) -> None:
+    path = tmp_path / "my agents.yaml"
+    assert kvaudit("init", "agents", "--out", path)[0] == 0
+    assert f"#   kvaudit run '{path}' " in path.read_text()
+    assert "spec.yaml" not in path.read_text()
+    code, _, err = kvaudit("init", "agents", "--out", tmp_path / "new" / "spec.yaml")
+    assert (code, err.count("\n"), (tmp_path / "new").exists()) == (2, 1, False)
+    assert "but there is no folder" in err
 
 
 def test_an_engine_that_is_not_installed_is_said_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -267,6 +267,31 @@ def test_settings_become_flags_and_variables() -> None:
     assert environment_variables(settings) == {"VLLM_X": "2"}
 
 
+@pytest.mark.parametrize(
+    ("condition", "flags", "gpus"),
+    [
+        ("vllm:tensor_parallel_size=4,kv_cache_dtype=fp8", ["--tensor-parallel-size=4"], 4),
+        (
+            {"engine": "vllm", "--tensor-parallel-size": 2, "data_parallel_size": 3, "pipeline_parallel_size": 2},
+            ["--data-parallel-size=3", "--pipeline-parallel-size=2", "--tensor-parallel-size=2"],
+            12,
+        ),
+        ("sglang:tp_size=2,dp_size=2", ["--dp-size=2", "--tp-size=2"], 4),
+        ("sglang:tensor_parallel_size=8,enable_dp_attention=true", ["--tensor-parallel-size=8"], 8),
+        ("vllm:kv_cache_dtype=fp8", [], 1),
+    ],
+)
+def test_an_engine_that_spreads_over_gpus_is_given_its_flags_and_as_many(
+    condition: Any, flags: list[str], gpus: int
+) -> None:
+    from kvaudit.audit.engines.base import ENGINES
+    from kvaudit.audit.engines.http_server import command_flags
+
+    for found in (parse_condition(condition), parse_condition(condition).reference):
+        assert [flag for flag in command_flags(dict(found.settings)) if "-size" in flag] == flags
+        assert ENGINES.get(found.engine).gpus(dict(found.settings)) == gpus
+
+
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_a_missing_engine_is_an_error_that_says_how_to_install_it(engine: str) -> None:
     with pytest.raises(SpecError, match=rf"engine {engine} is not installed: pip install {engine}"):

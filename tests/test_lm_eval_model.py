@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 from lm_eval_world import row, settle, write_tasks
 from test_cli import refused
+from typer.testing import CliRunner
 
+from kvaudit.audit.cli import app
 from kvaudit.audit.policies import parse_policy
 from kvaudit.audit.sampling.conversations import score_answers
 from kvaudit.audit.sampling.decoding import Decoding
@@ -180,3 +182,10 @@ def test_an_error_of_the_harness_is_one_line(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(lm_eval.__main__, "cli_evaluate", refuse)
     assert refused("harness", "lm-eval", "run", "--tasks", "nothing") == "error: lm-eval: Tasks not found: nothing"
+
+
+@pytest.mark.parametrize(("words", "code"), [([], 0), (["--help"], 0), (["run", "--no-such-option"], 2)])
+def test_what_the_harness_says_of_its_own_options_is_no_error_of_ours(words: list[str], code: int) -> None:
+    done = CliRunner().invoke(app, ["harness", "lm-eval", *words])
+    assert done.exit_code == code
+    assert "code outside kvaudit" not in done.stderr

@@ -389,3 +389,12 @@ def test_figures_have_room_for_conditions_with_long_names(tmp_path: Path, settin
         data = load_run(synthetic.build(tmp_path / "run", design))
         drawn = figures(with_report_sections(data, decide_run(data)))
     assert {"forest", "heatmap", "churn"} <= set(drawn)
+
+
+def test_replicas_behind_an_address_are_said_not_to_be_told_apart(tmp_path: Path) -> None:
+    one, other = (f"endpoint:base_url=http://10.1.2.3:{port}/v1,model=m" for port in (8001, 8002))
+    run = synthetic.build(tmp_path / "run", replace(served(one, other), references={one: other}))
+    (line,) = [line for line in remarks(decide_run(load_run(run))) if "replicas" in line]
+    assert "cannot be told apart: they count as one server" in line
+    own = synthetic.build(tmp_path / "own", served(U4, F32))
+    assert not any("replicas" in line for line in remarks(decide_run(load_run(own))))

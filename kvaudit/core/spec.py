@@ -44,6 +44,7 @@ from kvaudit.core.spec_parts import (
 from kvaudit.core.spec_train import BASE_ARM, DENSE_ARM, TrainSpec
 from kvaudit.core.text import HIDDEN, short_repr
 
+EMBEDDED = "embedded"  # the model that ships
 ENDPOINT_ARM = "endpoint"  # the arm of a probe
 UNKNOWN = "unknown"
 _MOST_ERRORS = 20  # that are printed after the first
@@ -165,7 +166,7 @@ class RunSpec(SpecSection):
 
     format: Literal[1] = 1
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")
-    model: str = "embedded"
+    model: str = EMBEDDED
     dtype: Literal["float32", "bfloat16", "auto"] = "float32"
     device: str = "auto"
     # options of the chat template, also in training

@@ -91,7 +91,7 @@ class CheckOptions:
     def plan(self, model: str, config: ServingConfig, length: int | None = None) -> CheckPlan:
         """Return what will be asked, at the length that ``long`` found; raises SpecError for impossible options."""
         from kvaudit.audit.runs.question import MINUTES, SEED, plan_check
-        from kvaudit.audit.sampling.model import EMBEDDED
+        from kvaudit.core.spec import EMBEDDED
 
         minutes, seed = MINUTES if self.minutes is None else self.minutes, SEED if self.seed is None else self.seed
         if not 0 < minutes <= _MOST_MINUTES:
@@ -189,13 +189,14 @@ def run_check(
     """Plan, run and print a check; returns its folder and exit code."""
     _check_no_server(model)  # before it is printed: an address may hold a password
     typer.echo(f"check: {inline(model)}")  # before imports that take seconds
-    from kvaudit.audit.commands.run import RunOptions, RunPlan, open_pipeline
     from kvaudit.audit.runs.question import parse_spec_text, run_name, spec_text
 
     options.set_data_folder()
     config = options.serving_config()
     _check_available(model, config)
     plan, console = options.plan(model, config), wide_console()
+    from kvaudit.audit.commands.run import RunOptions, RunPlan, open_pipeline
+
     out = out or Path("runs") / run_name(model, config)
     if options.long:
         length, minutes = _longest_length(model, config, plan, out, threads, resume=resume)
@@ -271,7 +272,7 @@ def _check_no_server(model: str) -> None:
 def _check_available(model: str, config: ServingConfig) -> None:
     """Raise DataError or SpecError for a missing model or engine, before anything is loaded."""
     from kvaudit.audit.engines import ENGINES, Condition
-    from kvaudit.audit.sampling.model import EMBEDDED
+    from kvaudit.core.spec import EMBEDDED
     from kvaudit.core.spec_evaluate import EngineSpec
 
     path = Path(model)
@@ -354,7 +355,9 @@ def init(
     options: CheckOptions,
     judge: Annotated[str | None, option(help="For quarterly: URL#MODEL of the server that judges answers.")] = None,
     rate: Annotated[float | None, option(help="For quarterly: measured answers per second, for the time.")] = None,
-    out: Annotated[Path | None, typer.Option(help="File to write; - prints it.", show_default="spec.yaml")] = None,
+    out: Annotated[
+        Path | None, option(help="File to write; - prints it. Default: spec.yaml, or kvaudit.yml for ci.")
+    ] = None,
 ) -> None:
     """Write a commented spec to begin with.
 
@@ -372,6 +375,8 @@ def init(
                 raise SpecError(f"init {kind} takes no model and no option but --out; edit the file it writes")
             example, file_name, usage = SHIPPED[kind]
             text = (shipped_folder("examples") / example).read_text(encoding="utf-8")
+            if out is not None and str(out) != "-" and kind != "ci":  # whose spec.yaml is another file
+                text = text.replace("spec.yaml", shlex.quote(str(out)))
             _write_spec(text, out or Path(file_name), usage)
             return
         if kind not in (_CHECK, _QUARTERLY):
@@ -437,6 +442,8 @@ def _write_spec(text: str, out: Path, usage: str) -> None:
         return
     if out.exists():
         raise SpecError(f"{str(out)!r} exists already; give another --out")
+    if not out.parent.is_dir():
+        raise SpecError(f"--out is {str(out)!r}, but there is no folder {str(out.parent)!r}; make it, or give another")
     write_output(out, text)
     print_line(wide_console(), f"{out}: {usage.format(out=out)}")
 

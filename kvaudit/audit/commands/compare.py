@@ -34,10 +34,9 @@ def compare(
     *,
     margin: Annotated[
         list[str] | None,
-        typer.Option(
-            help="Largest tolerated drop, in percentage points. Repeat as NAME=POINTS for a suite or a facet of "
-            "kvaudit records (refusal.unsafe=3), which then counts for the verdict too.",
-            show_default="5",
+        option(
+            help="Largest tolerated drop, in percentage points. Default: 5. Repeat as NAME=POINTS for a suite or a "
+            "facet of kvaudit records (refusal.unsafe=3), which then counts for the verdict too.",
         ),
     ] = None,
     ratio: Annotated[

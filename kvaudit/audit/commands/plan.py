@@ -30,7 +30,7 @@ def plan(
     run: Annotated[Path | None, argument(help="A run: print how many templates would decide its cells.")] = None,
     *,
     margin: Annotated[
-        float | None, typer.Option(help="Largest tolerated drop, in percentage points.", show_default=f"{_MARGIN:g}")
+        float | None, option(help=f"Largest tolerated drop, in percentage points. Default: {_MARGIN:g}.")
     ] = None,
     ratio: Annotated[
         float | None,

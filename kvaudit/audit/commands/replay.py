@@ -142,9 +142,7 @@ def explain(
     *,
     policy: Annotated[
         list[str] | None,
-        typer.Option(
-            help="Policy to serve the item under, of the run or any other. May be repeated.", show_default="none"
-        ),
+        option(help="Policy to serve the item under, of the run or any other. Default: none. May be repeated."),
     ] = None,
     arm: Annotated[str | None, option(help="Arm that answers. Default: the reference.")] = None,
     seed: Annotated[int | None, option(help="Training seed. Default: the arm's first.")] = None,

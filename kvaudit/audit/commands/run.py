@@ -175,7 +175,7 @@ def run_spec(spec: Path | Mapping[str, Any], out: Path | None, options: RunOptio
         parse_plugin(JUDGES, name).check()
     pipeline, run = open_pipeline(plan, options, threads, resume=resume, works=launcher.here, processes=workers)
     words = [*_join_command(run.path, options), "--threads", "1", *(["--takeover"] if options.takeover else [])]
-    job = Job(words, run.path / "logs", Path.cwd(), plan.spec.device in ("auto", "cuda"), _ranks(plan.spec))
+    job = Job(words, run.path / "logs", Path.cwd(), plan.spec.device in ("auto", "cuda"), _gpus(plan.spec))
     # this process is one of the workers if they are local, else it only waits
     with launcher.start_workers(
         workers - launcher.here, job, lambda line: print_line(Console(stderr=True), line)
@@ -223,15 +223,24 @@ def plan_workers(
 def _local_places(spec: RunSpec) -> int:
     """Return the number of processes for this machine: one per idle core or per GPU, or one if none is known."""
     from kvaudit.audit.runs.launchers.local import idle_cores, visible_gpus
-    from kvaudit.audit.sampling.model import EMBEDDED
+    from kvaudit.core.spec import EMBEDDED
 
     if spec.model == EMBEDDED:
         return max(idle_cores() // _ranks(spec), 1)
-    return max(len(visible_gpus()) // _ranks(spec), 1) if spec.device in ("auto", "cuda") else 1
+    return max(len(visible_gpus()) // _gpus(spec), 1) if spec.device in ("auto", "cuda") else 1
 
 
 def _ranks(spec: RunSpec) -> int:
     return 1 if spec.train is None else spec.train.ranks
+
+
+def _gpus(spec: RunSpec) -> int:
+    """Return the GPUs that one worker needs: one per rank, or as many as the largest engine spreads over."""
+    from kvaudit.audit.engines.base import ENGINES, is_engine
+    from kvaudit.core.policy_names import engine_name, engine_settings
+
+    served = [policy for policy in spec.evaluate.policies if is_engine(engine_name(policy))]
+    return max([_ranks(spec), *(ENGINES.get(engine_name(text)).gpus(engine_settings(text)) for text in served)])
 
 
 def _join_command(folder: Path, options: RunOptions) -> list[str]:
@@ -340,16 +349,17 @@ def open_pipeline(
     from rich.console import Console
 
     console = Console()
-    print_line(console, f"run {plan.spec.name} ({plan.spec.sha256[:12]}) in {plan.folder}: loading the model")
     from kvaudit.audit.runs.folder import check_folder, open_run, utc_now
+
+    check_report_folder(plan.folder)
+    exists = check_folder(plan.folder, plan.spec, resume=resume)
+    print_line(console, f"run {plan.spec.name} ({plan.spec.sha256[:12]}) in {plan.folder}: loading the model")
     from kvaudit.audit.runs.names import NAMES
     from kvaudit.audit.runs.pilot import with_kept_gate
     from kvaudit.audit.runs.pipeline import Pipeline
     from kvaudit.audit.runs.prepare import prepare_run
     from kvaudit.reports.verdict.rules import default_margins_line
 
-    check_report_folder(plan.folder)
-    exists = check_folder(plan.folder, plan.spec, resume=resume)
     kept = None if exists else gate_provenance(plan.spec, NAMES)
     prepared = None if exists or not works else prepare_run(plan.spec, on_first_answer=on_first_answer)
     if not exists:

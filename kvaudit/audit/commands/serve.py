@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 
 from kvaudit.audit.commands.base import (
+    USAGE,
     Command,
     Dtype,
     Run,
@@ -162,6 +163,12 @@ def lm_eval(context: typer.Context) -> None:
         sys.argv = ["kvaudit harness lm-eval", *context.args]
         try:
             cli_evaluate()
+        except SystemExit as end:
+            if end.code == USAGE:  # it has said what is wrong
+                raise typer.Exit(USAGE) from None
+            if not context.args or {"-h", "--help"} & set(context.args):
+                raise typer.Exit from None
+            raise
         except ValueError as error:  # raised by the harness for unknown names and options
             raise SpecError(f"lm-eval: {one_line(error)}") from error
 

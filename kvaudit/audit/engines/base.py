@@ -221,6 +221,11 @@ class Engine:
         raise SpecError(f"engine {cls.name} does not support --kv {text[:80]!r}; give --set NAME=VALUE ({cls.says})")
 
     @classmethod
+    def gpus(cls, settings: Settings) -> int:  # noqa: ARG003
+        """Return the number of GPUs that one start of it takes."""
+        return 1
+
+    @classmethod
     def check(cls, settings: Settings, spec: EngineSpec) -> None:
         """Raise SpecError for impossible settings, and with ``install`` if the engine is not installed."""
         raise NotImplementedError

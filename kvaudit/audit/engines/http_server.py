@@ -6,6 +6,7 @@ one limit for all of its requests. Proxies of the environment are not used, and 
 
 from __future__ import annotations
 
+import math
 import re
 import secrets
 import time
@@ -33,6 +34,7 @@ _TRIES = 2  # of one request: our own server has no rate limits
 _LONGEST_REPLY = 32 << 20  # bytes: a reply repeats the prompt
 _EXIT_SECONDS = 3.0  # for a process to end whose connection broke
 _FLAG, _VARIABLE = re.compile(r"[a-z][a-z0-9_.]*"), re.compile(r"[A-Z][A-Z0-9_]*")
+_COUNT = re.compile(r"[1-9][0-9]{0,3}")
 _DTYPE = re.compile(r"\w[\w.-]*", re.ASCII)
 _OFFLINE = {"HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1"}
 
@@ -47,6 +49,7 @@ class ServerEngine(Engine):
     """
 
     ours: ClassVar[Collection[str]] = ()
+    parallel: ClassVar[Sequence[Collection[str]]] = ()  # per way of spreading over GPUs, the names of its flag
     session: ClassVar[type[ServerSession]]
 
     @classmethod
@@ -73,6 +76,12 @@ class ServerEngine(Engine):
                 "other settings by --set NAME=VALUE"
             )
         return {"kv_cache_dtype": text}
+
+    @classmethod
+    def gpus(cls, settings: Settings) -> int:
+        """See ``Engine.gpus``: the product over all ways of spreading it."""
+        given = [next((settings[name] for name in names if name in settings), "1") for names in cls.parallel]
+        return math.prod(int(text) if _COUNT.fullmatch(text) else 1 for text in given)
 
     @classmethod
     def check(cls, settings: Settings, spec: EngineSpec) -> None:  # noqa: ARG003

@@ -18,6 +18,11 @@ _OURS = {
     *("model", "model_path", "tokenizer_path", "host", "port", "served_model_name", "api_key", "config"),
     "trust_remote_code",
 }
+_PARALLEL = (  # each flag has two names
+    ("tp_size", "tensor_parallel_size"),
+    ("pp_size", "pipeline_parallel_size"),
+    ("dp_size", "data_parallel_size"),
+)
 _FACTS = (  # of its server_info
     *("kv_cache_dtype", "quantization_param_path", "attention_backend", "prefill_attention_backend", "dtype"),
     *("decode_attention_backend", "max_running_requests", "disable_radix_cache", "enable_deterministic_inference"),
@@ -88,5 +93,6 @@ class SgLang(ServerEngine):
     }
     uncompressed: ClassVar[Settings] = {"kv_cache_dtype": "auto"}
     ours: ClassVar = _OURS
+    parallel: ClassVar = _PARALLEL
     always: ClassVar[Settings] = {"dtype": "bfloat16", "kv_cache_dtype": "auto"}
     session: ClassVar = SgLangSession

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from kvaudit.audit.cache.engine_store import EngineStore
 
 _OURS = {"model", "tokenizer", "host", "port", "uds", "served_model_name", "api_key", "config", "trust_remote_code"}
+_PARALLEL = (("tensor_parallel_size",), ("pipeline_parallel_size",), ("data_parallel_size",))
 _UNCOMPRESSED = ("auto", "float16", "bfloat16")
 _LOG_PREFIX = re.compile(r"^(\(\w+ pid=\d+\) )?(INFO|WARNING|ERROR) [\d-]+ [\d:]+ \[[\w.]+:\d+\] ")
 _CACHE_FACTS = ("cache_dtype", "kv_cache_dtype_skip_layers", "enable_prefix_caching", "block_size")  # of its metrics
@@ -120,6 +121,7 @@ class Vllm(ServerEngine):
     }
     uncompressed: ClassVar[Settings] = {"kv_cache_dtype": "auto"}
     ours: ClassVar = _OURS
+    parallel: ClassVar = _PARALLEL
     always: ClassVar[Settings] = {"dtype": "float32", "kv_cache_dtype": "auto"}
     session: ClassVar = _VllmSession
 
@@ -131,7 +133,7 @@ class Vllm(ServerEngine):
                 "engine vllm: enable_prefix_caching would reuse keys and values of an earlier step's weights; remove "
                 "it from train.rollouts"
             )
-        for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
+        for name in (name for names in _PARALLEL for name in names):
             if settings.get(name, "1") != "1":
                 raise SpecError(
                     f"engine vllm: {name} is {settings[name]}, but training draws rollouts in one process, expected 1; "

@@ -104,9 +104,9 @@ def check_folder(path: Path, spec: RunSpec, *, resume: bool) -> bool:
     with _usable(path):
         if not (path / SPEC).exists():
             begun = {PROVENANCE, "records", "spec.yaml.partial"}  # traces of an interrupted start
-            if path.exists() and (
-                not path.is_dir() or any(file.name[0] != "." and file.name not in begun for file in path.iterdir())
-            ):
+            if path.exists() and not path.is_dir():
+                raise RunError(f"{str(path)!r} is a file, no folder of a run; give another --out")
+            if path.exists() and any(file.name[0] != "." and file.name not in begun for file in path.iterdir()):
                 raise RunError(f"{str(path)!r} is not empty and holds no run; give another --out")
             if (size := len(dump_spec(spec).encode())) > LARGEST_FILE:
                 raise SpecError(

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvaudit.audit.engines import ENGINES, Condition, ServingMode, parse_serving_mode
-from kvaudit.audit.policies import Policy
+from kvaudit.audit.engines.base import is_engine
+from kvaudit.audit.policies import parse_policy
 from kvaudit.audit.runs.names import NAMES
-from kvaudit.audit.sampling.model import EMBEDDED
 from kvaudit.core.errors import DataError, SpecError
-from kvaudit.core.policy_names import ENGINE
-from kvaudit.core.spec import RunSpec, parse_spec
+from kvaudit.core.policy_names import ENGINE, engine_name
+from kvaudit.core.spec import EMBEDDED, RunSpec, parse_spec
 from kvaudit.core.spec_evaluate import ALL_ITEMS
 from kvaudit.suites.endpoints import AGENTS, ENDPOINTS, SUMS, Endpoint, absent_sources, check_files, has_public_rows
 from kvaudit.suites.sources import DATA_VARIABLE, PublicRows, data_folder
@@ -245,8 +245,10 @@ def engine_config(
 
 def policy_config(text: str) -> ServingConfig:
     """Return the configuration of a policy of kvaudit's own cache; raise SpecError or UnknownName."""
-    served = parse_serving_mode(text)
-    if not isinstance(served, Policy) or served.canonical == "none":
+    name = engine_name(text)
+    if is_engine(name):
+        raise SpecError(f"--policy is {text[:80]!r}, but {name} is an engine; give --engine {name}")
+    if parse_policy(text).canonical == "none":
         raise SpecError(f"--policy is {text!r}, wanted a policy of kvaudit's own cache that compresses (list policies)")
     return ServingConfig(text)
 

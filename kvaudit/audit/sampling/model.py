@@ -40,9 +40,9 @@ from kvaudit.core.endpoint import check_no_address
 from kvaudit.core.errors import AuditError, DataError, RunError
 from kvaudit.core.files import plain_files
 from kvaudit.core.provenance import listed_files
+from kvaudit.core.spec import EMBEDDED as EMBEDDED  # noqa: PLC0414  others import it from here
 from kvaudit.core.text import install_command, short_repr
 
-EMBEDDED = "embedded"
 DtypeName = Literal["float32", "bfloat16", "auto"]
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _HUB_WEIGHTS = ["*.safetensors"]

@@ -19,7 +19,7 @@ from kvaudit.audit.scan.interpret import Finding, Interpreter, NotReadable
 from kvaudit.audit.scan.rules import CORRECTION, NATIVE, NO_EQUIVALENT, load_rules
 from kvaudit.core.errors import SpecError, UnknownName
 from kvaudit.core.files import YamlFile, check_keys, read_yaml
-from kvaudit.core.text import inline, one_line, short_repr
+from kvaudit.core.text import inline, join_names, one_line, short_repr
 
 DECLARATIONS_FILE = "kvaudit.yaml"
 DECLARATION_FORMAT = 1

@@ -16,6 +16,7 @@ from kvaudit.reports.sections.shared.words import plural
 from kvaudit.reports.verdict.comparison import Comparison
 from kvaudit.reports.verdict.verdict import Decided
 
+OUTSIDE = "endpoint"  # the engine whose server the user started
 SILENT = "nothing"  # for an engine that reports no settings
 _TURNS = {  # ``Record.turns_read`` -> how conversations of several turns were read
     ONE_CACHE: "one cache was kept over all turns",
@@ -87,6 +88,13 @@ class EnginesSection(Section[Engines]):
             yield inline(
                 f"The {parts} of {join_names(labels)} could not be checked: that they are the checkpoint's "
                 "is only declared."
+            )
+        if labels := [
+            decided.comparison.label(policy) for policy in value.conditions if engine_name(policy) == OUTSIDE
+        ]:
+            yield inline(
+                f"The replicas that may stand behind the address of {join_names(labels)} cannot be told apart: they "
+                "count as one server, and one with other settings would not be seen."
             )
 
 

@@ -6,9 +6,15 @@ Ray restarts a task whose node is lost; it joins the run again and resumes at th
 from __future__ import annotations
 
 import logging
+import os
+import re
+import socket
+import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from kvaudit.audit.runs.launchers.base import Job, Launcher, PrintLine, WorkerGroup
@@ -17,6 +23,11 @@ from kvaudit.core.errors import RunError
 from kvaudit.core.text import inline, install_command
 
 _POLL_SECONDS = 2.0
+_TRIES = 3  # of a cluster on this machine, whose start may take 30 seconds and no more: too few beside other work
+_LOGS = ("gcs_server.out", "raylet.out", "gcs_server.err", "raylet.err")
+_ERROR_LINE = re.compile(
+    r"^\[[^\]]* [ECF] [^\]]*\] (?:.*Check failed: )?(.+)$", re.MULTILINE
+)  # [2026-11-27 19:27:16,968 E 2 2] (raylet) ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,27 +59,77 @@ class Ray(Launcher):
         import ray
 
         job.logs.mkdir(parents=True, exist_ok=True)
-        self._connect()
+        self._connect(print_line)
         try:
             if (gpus := ray.cluster_resources().get("GPU", 0.0)) < self.gpus:
                 print_line(
                     f"the ray cluster has {gpus:g} GPUs now, a worker waits for {self.gpus:g}; ray:gpus=N asks for N"
+                )
+            cpus = ray.cluster_resources().get("CPU", 0.0)
+            if cpus < count * self.cpus:
+                print_line(
+                    f"the ray cluster has {cpus:g} CPUs now, {count} workers of {self.cpus:g} each run in turn; "
+                    "ray:cpus=N asks for N"
                 )
             task = ray.remote(num_gpus=self.gpus, num_cpus=self.cpus, max_retries=self.retries)(run_worker)
             yield _Tasks({task.remote(job, number): number for number in range(1, count + 1)}, print_line)
         finally:
             ray.shutdown()  # ends only what this process has started
 
-    def _connect(self) -> None:
+    def _connect(self, print_line: PrintLine) -> None:
         import ray
 
+        options = {"include_dashboard": False, "log_to_driver": False, "logging_level": logging.ERROR}
+        for left in reversed(range(_TRIES if self.address == "local" else 1)):
+            started = time.time()
+            try:
+                _reach(self.address)
+                ray.init(address=self.address, **options)
+                return
+            except (Exception, SystemExit) as error:  # ray raises nothing narrower, and may end the process itself
+                why = f"ray did not come up at address {self.address!r}: {_cause(error)}{_logged_since(started)}"
+                if not left:
+                    raise RunError(f"{why}; {self._advice()}") from None
+                ray.shutdown()
+                print_line(f"{why}; tries again")
+
+    def _advice(self) -> str:
+        """Say what to do instead, never what has just failed."""
+        if self.address == "auto":
+            return f"begin a cluster with 'ray start --head', or try it out with --launcher {self.trial}"
+        if self.address == "local":
+            return "begin a cluster with 'ray start --head' and leave out address=local"
+        return f"try 'ray status --address {inline(self.address)}'"
+
+
+def _reach(address: str) -> None:
+    """Raise OSError where nothing listens at HOST:PORT, which ray tries for minutes."""
+    host, _, port = address.rpartition(":")
+    if port.isdecimal() and "/" not in host:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_POLL_SECONDS * 5).close()
+
+
+def _cause(error: BaseException) -> str:
+    """Return the last line of what lies under the error: ray quotes whole tracebacks."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return inline(lines[-1].strip(" .") if lines else type(error).__name__)[:300]
+
+
+def _logged_since(started: float) -> str:
+    """Return the first error in the logs of ray's own processes, where it began any."""
+    folder = Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()) / "ray" / "session_latest" / "logs"
+    for path in (folder / name for name in _LOGS):
         try:
-            ray.init(address=self.address, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
-        except Exception as error:  # ray raises nothing narrower if its own processes do not start
-            raise RunError(
-                f"ray has no cluster at address {self.address!r} ({inline(' '.join(str(error).split()))[:200]}); begin "
-                f"one with 'ray start --head', or try it out with --launcher {self.trial}"
-            ) from None
+            if path.stat().st_mtime < started:
+                continue
+            text = path.read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            continue
+        if found := _ERROR_LINE.search(text):
+            return f"; ray's log {path} says: {inline(found[1])[:300]}"
+    return ""
 
 
 class _Tasks:
