@@ -1,4 +1,4 @@
-"""The page of a run: the verdict's own passages, then those of the sections that found something."""
+"""The page of a run: the verdict's own passages, then those of the sections that have content."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _PROBLEMS_SHOWN = 50
 
 
 def page_of(findings: Findings) -> Page:
-    """Return the page of a run, without passages that have nothing to say."""
+    """Return the page of a run, without empty passages."""
     placed = [
         *verdict_passages(findings).items(),
         *((section.order, section.passage(value, findings)) for section, value in sections_in(findings.values)),
@@ -136,7 +136,7 @@ def _gate_passage(findings: Findings) -> Passage:
 
 
 def _status_counts(decisions: Iterable[Decision], noun: str) -> str:
-    """A phrase such as: 24 gated cells: 3 FAIL, 7 INCONCLUSIVE, 14 PASS."""
+    """Return a phrase such as: 24 gated cells: 3 FAIL, 7 INCONCLUSIVE, 14 PASS."""
     counts = Counter(d.standing for d in decisions)
     parts = [f"{counts[status]} {status.value}" for status in PRECEDENCE if counts[status]]
     return f"{counts.total()} {noun}: {', '.join(parts)}." if parts else ""

@@ -35,7 +35,7 @@ from kvaudit.reports.records.blocks import (
 
 
 class TableColumns(NamedTuple):
-    """The columns of the table that are fields of a record, by how they are stored."""
+    """The columns of the table that are fields of a record, by their storage type."""
 
     words: tuple[str, ...]  # categories
     whole_numbers: tuple[str, ...]  # int64
@@ -130,7 +130,7 @@ class Columns:
         return array
 
     def frame(self) -> pd.DataFrame:
-        """Return all rows; empties the columns, so that memory never holds both."""
+        """Return all rows, and empty the columns, so that memory never holds both."""
         empty = np.full(self.rows, np.nan)  # one array for all empty columns, as nothing writes to a frame's columns
         names = [*WORDS, *WHOLE_NUMBERS, ANSWER_HASH, *REAL_NUMBERS, "file", "line"]
         columns = {name: self._column(name) if name in self._arrays else empty for name in names}
@@ -198,7 +198,7 @@ def _fast_columns(raw: bytes) -> dict[str, Sequence[Any]] | None:
 
 
 def _table_values(values: Mapping[str, Any]) -> dict[str, Sequence[Any]]:
-    """Return the columns of the table: degenerate answers score 0, one column per role, facet and span that occurs."""
+    """Return the columns of the table, one per role, facet and span that occurs; degenerate answers score 0."""
     columns = {name: values[name] for name in (*_FIELDS, ANSWER_HASH)}
     is_degenerate = [outcome == Outcome.DEGENERATE for outcome in values["outcome"]]
     columns["score"] = np.where(is_degenerate, 0.0, columns["score"])
@@ -213,15 +213,14 @@ def columns_of(records: Sequence[Record]) -> dict[str, Sequence[Any]]:
     values: dict[str, Any] = {name: [getattr(record, name) for record in records] for name in _FIELDS}
     values["outcome"] = [record.outcome.value for record in records]
     values["score"] = np.array(values["score"], dtype=np.float64)  # NaN for None
-    values[ANSWER_HASH] = [0 if r.retention is not None else _digest(_assistant_texts(r)) for r in records]
+    values[ANSWER_HASH] = [
+        0 if r.retention is not None else _digest(m.content for m in r.transcript if m.role is Role.ASSISTANT)
+        for r in records
+    ]
     values["survival"] = columns_by_name([record.survival for record in records])
     values["facets"] = columns_by_name([{n: FACET_CODES[v] for n, v in record.facets.items()} for record in records])
     values["spans"] = columns_by_name([{n: span.share for n, span in record.spans.items()} for record in records])
     return _table_values(values)
-
-
-def _assistant_texts(record: Record) -> Iterator[str]:
-    return (message.content for message in record.transcript if message.role is Role.ASSISTANT)
 
 
 def _digest(texts: Iterable[str]) -> int:

@@ -1,6 +1,6 @@
-"""The looks of a run in rounds: the rows asked before each, its result, and the figures of every source.
+"""The looks of a run in rounds: the rows asked before each, its result, and the figures of every source of rows.
 
-The decision is pooled over sources; the figures by source decide nothing.
+The decision pools all sources; the figures by source decide nothing.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ def _answer(answer: Answer) -> dict[str, Any]:
 
 
 def _cell(findings: Findings, d: Decision) -> dict[str, Any]:
-    """A gated cell. Rates count ``counts``; ``drift``, its bounds and ``margin`` count the wanted outcome.
+    """Return a gated cell. Rates count ``counts``; ``drift``, its bounds and ``margin`` count the wanted outcome.
 
     If a ratio decides, ``margin`` is its limit in score units at the reference's rate.
     """
@@ -98,7 +98,7 @@ def _cell(findings: Findings, d: Decision) -> dict[str, Any]:
 
 
 def _ratio(ratio: Ratio) -> dict[str, Any]:
-    """How many times as often the unwanted outcome happens; an infinite end is null."""
+    """Return the ratio of the rates of the unwanted outcome; an infinite end is null."""
     ends = {name: _short(getattr(ratio.times, name)) for name in ("estimate", "low", "high", "lower", "upper")}
     return {"limit": ratio.limit, **ends}
 

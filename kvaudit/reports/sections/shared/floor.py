@@ -1,8 +1,9 @@
-"""The A/A floor of an engine: how many answers change when the same is asked again, in the same or another order.
+"""The A/A floor of an engine: how many answers change when the same requests are sent again.
 
-The answers of a compressed engine can depend on the rest of the batch, so a flip counts as one of the setting only
-beyond the floors of the condition and its reference. The floors decide whether a setting acts at all (``canary.py``)
-and nothing else: A/A flips go both ways, and are already in the variance of the interval.
+Requests are repeated in the same and in another order, because the answers of a compressed engine can depend on the
+rest of the batch. So a flip counts as an effect of the setting only beyond the floors of the condition and of its
+reference. The floors decide only whether a setting acts at all (``verdict.controls``): A/A flips go both ways, and the
+variance of the interval already contains them.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import cast
 import numpy as np
 import pandas as pd
 
-from kvaudit.reports.records.floor import ANSWER_COLUMNS, SHUFFLED, RepeatedAnswers
+from kvaudit.reports.records.load import ANSWER_COLUMNS, SHUFFLED, RepeatedAnswers
 from kvaudit.reports.records.rows import ANSWER_HASH, FACET_COLUMNS, SCORE, facet_scores
 from kvaudit.reports.verdict.comparison import Comparison
 from kvaudit.reports.verdict.contrast import Contrast
@@ -40,7 +41,7 @@ class RepeatFlips:
 
 @dataclass(frozen=True)
 class FloorUnit:
-    """One unit that was asked again in one way, compared with its answers in the grid."""
+    """One unit whose requests were repeated in one way, compared with its answers in the grid."""
 
     way: str  # again | shuffled
     arm: str
@@ -54,7 +55,7 @@ class FloorUnit:
 
 
 def floor_of(records: pd.DataFrame, repeats: RepeatedAnswers, comparison: Comparison) -> tuple[FloorUnit, ...]:
-    """Return every unit that was asked again, in the order of the comparison, without unpaired answers."""
+    """Return every unit with repeated requests, in the order of the comparison, without unpaired answers."""
     units = [unit for way, again in repeats.records.items() for unit in _units(way, records, again)]
     places = {policy: i for i, policy in enumerate(comparison.policies)}
     return tuple(
@@ -109,7 +110,7 @@ class FloorCell:
 def floor_at(
     units: tuple[FloorUnit, ...], arm: str, policy: str, metric: str, context_tokens: int
 ) -> tuple[FloorCell, ...]:
-    """Return the floor of a cell for each way of asking; empty if it was not asked again."""
+    """Return the floor of a cell for each way of asking; empty if its requests were not repeated."""
     cells = []
     cell_units = [u for u in units if (u.arm, u.policy, u.context_tokens) == (arm, policy, context_tokens)]
     for way in dict.fromkeys(u.way for u in cell_units):
