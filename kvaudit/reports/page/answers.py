@@ -122,8 +122,8 @@ def question_of(sides: Comparison, d: Decision) -> str:
 def subject_of(sides: Comparison, d: Decision) -> str:
     """Return what would be shipped: a setting, an arm, or an arm with a setting."""
     setting = f"the worst of {len(d.policies)} settings" if d.estimand == WORST else sides.label(d.policy)
-    named = {SERVING: setting, TRAINING: d.arm, DEPLOYED: f"{d.arm} @ {setting}"}
-    return inline(named[question_of(sides, d)])
+    subjects = {SERVING: setting, TRAINING: d.arm, DEPLOYED: f"{d.arm} @ {setting}"}
+    return inline(subjects[question_of(sides, d)])
 
 
 def _asks(sides: Comparison, question: str) -> str:

@@ -129,7 +129,7 @@ def why_quoted(findings: Decided, d: Decision) -> str:
 def banner_lines(findings: Findings, head: Decision | None) -> list[str]:
     """Return the lines below the number: its facets, what to do, the claim, remarks and problems."""
     first = not_measurable(findings)
-    placed: list[tuple[int, Iterable[str]]] = [
+    positioned: list[tuple[int, Iterable[str]]] = [
         (10, first),
         (20, breakdown(findings, head)),
         (30, [to_do(findings)]),
@@ -145,7 +145,7 @@ def banner_lines(findings: Findings, head: Decision | None) -> list[str]:
             for section, value in sections_in(findings.values)
         ),
     ]
-    return [inline(line) for _, lines in sorted(placed, key=itemgetter(0)) for line in lines]
+    return [inline(line) for _, lines in sorted(positioned, key=itemgetter(0)) for line in lines]
 
 
 def _invalid_cells(findings: Decided) -> Iterator[str]:

@@ -271,12 +271,12 @@ def _margins(
     comparison: Comparison,
     records: pd.DataFrame,
     margin: float,
-    named: Mapping[str, float],
+    by_name: Mapping[str, float],
     ratios: Mapping[str, float],
 ) -> dict[str, float]:
     """Return margins in score units: the named ones, and ``margin`` for the metrics that decide the other suites."""
-    names = _checked_names(comparison, named, "--margin")
-    points = dict(named)
+    names = _checked_names(comparison, by_name, "--margin")
+    points = dict(by_name)
     for suite in comparison.suites:
         if suite not in points and suite not in ratios:
             metrics = [metric for metric in _deciding(records, suite) if metric not in ratios]
@@ -292,23 +292,25 @@ def _deciding(records: pd.DataFrame, suite: str) -> list[str]:
     """
     rows = records[records["suite"] == suite]
     columns = {name: column for name, column in FACET_COLUMNS.items() if column in rows}
-    read = {name: rows[rows[column] >= 0].groupby("arm")["cluster_id"].nunique() for name, column in columns.items()}
+    readable_clusters = {
+        name: rows[rows[column] >= 0].groupby("arm")["cluster_id"].nunique() for name, column in columns.items()
+    }
     arms = rows["arm"].nunique()
-    facets = [n for n, counts in read.items() if len(counts) == arms and counts.min() >= FEWEST_CLUSTERS]
+    facets = [n for n, counts in readable_clusters.items() if len(counts) == arms and counts.min() >= FEWEST_CLUSTERS]
     if not any(FACETS[name].kind == "safety" for name in facets):
         return [suite]
     deciding = [n for n in facets if FACETS[n].kind == "safety" or (FACETS[n].wanted and FACETS[n].kind in _USE)]
     return [f"{suite}.{name}" for name in (*deciding, WELL_FORMED)]
 
 
-def _ratios(comparison: Comparison, named: Mapping[str, float]) -> dict[str, float]:
-    return {name: named[name] for name in _checked_names(comparison, named, "--ratio") if name in named}
+def _ratios(comparison: Comparison, by_name: Mapping[str, float]) -> dict[str, float]:
+    return {name: by_name[name] for name in _checked_names(comparison, by_name, "--ratio") if name in by_name}
 
 
-def _checked_names(comparison: Comparison, named: Iterable[str], option: str) -> tuple[str, ...]:
+def _checked_names(comparison: Comparison, by_name: Iterable[str], option: str) -> tuple[str, ...]:
     """Return every suite and facet; raises UnknownName if the option names another."""
     names = (*comparison.suites, *comparison.facets)
-    for name in named:
+    for name in by_name:
         if name not in names:
             raise UnknownName(f"suite or facet in {option}", name, names)
     return names

@@ -131,9 +131,9 @@ def _broken_logs(a: Log, b: Log) -> Iterator[Reason]:
 
 
 def _unscored_by(metric: str, log: Log) -> Iterator[str]:
-    every, scored = (len(rows[_KEY].drop_duplicates()) for rows in (log.rows, log.rows[log.rows["metric"] == metric]))
-    if scored < every:
-        yield f"{log.path.name}: {every - scored} of {every} answers have no {metric}; they are not compared."
+    answers, scored = (len(rows[_KEY].drop_duplicates()) for rows in (log.rows, log.rows[log.rows["metric"] == metric]))
+    if scored < answers:
+        yield f"{log.path.name}: {answers - scored} of {answers} answers have no {metric}; they are not compared."
 
 
 def _run_reasons(log: Log) -> Iterator[Reason]:
@@ -180,9 +180,9 @@ def _log_notes(a: Log, b: Log, metric: str) -> Iterator[str]:
 
 def _one_suite(tables: list[pd.DataFrame], a: Log) -> list[pd.DataFrame]:
     """Give files with one suite each the same suite name, unless both name theirs differently."""
-    named = [set(table["suite"]) - {ONE_SUITE} for table in tables]
-    single = all(table["suite"].nunique() == 1 for table in tables) and len(named[0] | named[1]) < 2
-    name = str(min(named[0] | named[1], default=ONE_SUITE)) if single else ONE_SUITE
+    suite_names = [set(table["suite"]) - {ONE_SUITE} for table in tables]
+    single = all(table["suite"].nunique() == 1 for table in tables) and len(suite_names[0] | suite_names[1]) < 2
+    name = str(min(suite_names[0] | suite_names[1], default=ONE_SUITE)) if single else ONE_SUITE
     name = name or a.facts.get("task", "") or UNNAMED_SUITE
     if single:
         return [table.assign(suite=name) for table in tables]
@@ -222,8 +222,8 @@ def _copies(log: Log, table: pd.DataFrame) -> int:
     """Return the number of items whose question another item of the file has."""
     if log.reader == "kvaudit":
         return 0
-    asked = table.loc[table["fingerprint"] != "", [*_QUESTION, "item"]].drop_duplicates()
-    return int(asked.duplicated(_QUESTION).sum())
+    questions = table.loc[table["fingerprint"] != "", [*_QUESTION, "item"]].drop_duplicates()
+    return int(questions.duplicated(_QUESTION).sum())
 
 
 def _unclustered(a: Log, b: Log) -> Reason:

@@ -300,10 +300,10 @@ def _schedule(
     if not compressed:
         return dict.fromkeys(names, NOT_APPLICABLE)
     hashes = {str(seed): dict(table_of(checkpoint, "ledgers")) for seed, checkpoint in sorted(checkpoints.items())}
-    every, steps = config.get("ledger_every"), config.get("steps")
+    interval, steps = config.get("ledger_every"), config.get("steps")
     share = None
-    if isinstance(every, int) and isinstance(steps, int) and steps > 0 and every >= 0:
-        share = steps // every / steps if every else 0.0
+    if isinstance(interval, int) and isinstance(steps, int) and steps > 0 and interval >= 0:
+        share = steps // interval / steps if interval else 0.0
     certificate = {name: fact_of(largest.get(key)) for name, key in _CERTIFICATE.items()}
     return {"ledgers_sha256": fact_of(hashes or None), "share_of_steps_logged": fact_of(share), **certificate}
 

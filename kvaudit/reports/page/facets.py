@@ -230,8 +230,8 @@ def gated_events(findings: Decided) -> list[Event]:
     """Return every facet of the gated cells, suite by suite."""
     cells = dict.fromkeys(_cell(findings.comparison, d) for d in findings.verdict.gated)
     order = findings.comparison.suites
-    placed = sorted(cells, key=lambda cell: order.index(cell[3]))
-    return [event for cell in placed for event in _of_cell(findings, cell)]
+    ordered = sorted(cells, key=lambda cell: order.index(cell[3]))
+    return [event for cell in ordered for event in _of_cell(findings, cell)]
 
 
 def _has_row(findings: Decided, e: Event) -> bool:

@@ -150,17 +150,19 @@ def grid_of(findings: Findings) -> Grid:
     sides = findings.comparison
     gated = findings.verdict.gated
     columns = list(dict.fromkeys(metric_text(sides, d) for d in gated))
-    placed: dict[tuple[str, str], dict[str, Decision]] = {}
+    by_row: dict[tuple[str, str], dict[str, Decision]] = {}
     for d in gated:
-        placed.setdefault((question_of(sides, d), _row_name(sides, d)), {})[metric_text(sides, d)] = d
-    keys = sorted(placed, key=lambda key: QUESTIONS.index(key[0]))
-    kept = keys
+        by_row.setdefault((question_of(sides, d), _row_name(sides, d)), {})[metric_text(sides, d)] = d
+    keys = sorted(by_row, key=lambda key: QUESTIONS.index(key[0]))
+    shown_keys = keys
     if len(keys) > MOST_GRID_ROWS:
         rank = severity_order(sides)
-        worst_first = sorted(keys, key=lambda key: min(map(rank, placed[key].values())))
-        kept = [key for key in keys if key in set(worst_first[:MOST_GRID_ROWS])]
-    rows = tuple(GridRow(key[0], key[1], tuple(_cell(findings, placed[key].get(c)) for c in columns)) for key in kept)
-    return Grid(tuple(columns), rows, len(keys) - len(kept))
+        worst_first = sorted(keys, key=lambda key: min(map(rank, by_row[key].values())))
+        shown_keys = [key for key in keys if key in set(worst_first[:MOST_GRID_ROWS])]
+    rows = tuple(
+        GridRow(key[0], key[1], tuple(_cell(findings, by_row[key].get(c)) for c in columns)) for key in shown_keys
+    )
+    return Grid(tuple(columns), rows, len(keys) - len(shown_keys))
 
 
 def _row_name(sides: Comparison, d: Decision) -> str:
@@ -193,8 +195,8 @@ def grid_table(grid: Grid, n_rows: int = MOST_GRID_ROWS) -> Table:
 
     headers = ["question", "before → after", *grid.columns]
     worst_first = sorted(range(len(grid.rows)), key=severity)
-    kept = [grid.rows[place] for place in sorted(worst_first[:n_rows])]
-    rows = [[row.question, row.name, *(f"{c.sign} {c.text}" if c else "-" for c in row.cells)] for row in kept]
+    shown_rows = [grid.rows[place] for place in sorted(worst_first[:n_rows])]
+    rows = [[row.question, row.name, *(f"{c.sign} {c.text}" if c else "-" for c in row.cells)] for row in shown_rows]
     return table_of(headers, rows, words=2)
 
 

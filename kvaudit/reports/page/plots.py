@@ -44,13 +44,13 @@ from kvaudit.reports.verdict.verdict import Decided, Decision, Status
 def figures(findings: Findings) -> dict[str, Drawing]:
     """Return every figure that has data, by name."""
     with figure_style():
-        drawn = [
+        drawings = [
             draw_forest(findings),
             draw_quadrant(findings),
             draw_heatmap(findings),
             *(drawing for section, value in sections_in(findings.values) for drawing in section.draw(value, findings)),
         ]
-    return {drawing.name: drawing for drawing in drawn if drawing}
+    return {drawing.name: drawing for drawing in drawings if drawing}
 
 
 # --- forest plot: every gated drift with its interval, and the margin as a shaded band -------------------------------
@@ -192,10 +192,10 @@ def draw_heatmap(findings: Findings) -> Drawing | None:
     rows = [_heatmap_rows(sides, group) for group in groups.values()]
     columns = min(_HEATMAP_COLUMNS, len(groups)) if len(policies) <= 5 else 1
     lines = -(-len(groups) // columns)  # rounded up
-    named = max(len(row) for panel_rows in rows for row in panel_rows)
+    longest_name = max(len(row) for panel_rows in rows for row in panel_rows)
     width = 0.4 + (0.9 + 0.8 * len(policies)) * columns
     # long row names need more width than a few columns have
-    width = max(width, _LEAST_WIDTH, _LETTER * named * columns + 0.8 * len(policies) * columns)
+    width = max(width, _LEAST_WIDTH, _LETTER * longest_name * columns + 0.8 * len(policies) * columns)
     names = [shorten(inline(sides.label(policy)), _LONGEST) for policy in policies]
     below = max(map(len, names))  # drawn aslant under the last row
     figure = new_figure(width, 1.1 + lines * (0.35 + 0.36 * max(map(len, rows))) + _LETTER * max(0, below - _USUAL))
@@ -301,11 +301,11 @@ def draw_quadrant(findings: Decided) -> Drawing | None:
     panels_shown = dict(list(groups.items())[:QUADRANT_PANELS])
     figure = new_figure(max(6.0, 0.6 + 3.5 * len(panels_shown)), 4.2)
     panels = figure.subplots(1, len(panels_shown), squeeze=False, sharex=True, sharey=True)
-    drawn = [point for group in panels_shown.values() for point in group]
-    names = tuple(dict.fromkeys(_quadrant_name(sides, point) for point in drawn))
-    suites = tuple(dict.fromkeys(safety.suite for _, safety in drawn))
+    points_shown = [point for group in panels_shown.values() for point in group]
+    names = tuple(dict.fromkeys(_quadrant_name(sides, point) for point in points_shown))
+    suites = tuple(dict.fromkeys(safety.suite for _, safety in points_shown))
     places = sides.arms if sides.mode == "training" else names
-    bounds = _bounds(drawn)
+    bounds = _bounds(points_shown)
     for panel, (title, group) in zip(panels.flat, panels_shown.items(), strict=True):
         _quadrant_panel(panel, findings, group, places, suites, bounds)
         panel.set_title(inline(title))

@@ -53,7 +53,7 @@ PHRASE_ERRORS = "they misread 7 to 10 of 100 answers that people labelled"
 def remarks(findings: Findings) -> Iterator[str]:
     """Yield one line per remark; none for a run that needs no caution."""
     why, stopped = findings.verdict.adjustment.reason, table_of(findings.provenance, STOPPED).items()
-    placed: list[tuple[int, Iterable[str]]] = [
+    positioned: list[tuple[int, Iterable[str]]] = [
         (10, not_measurable(findings)),
         (20, _rule_remarks(findings)),
         (40, _judge_remarks(findings)),
@@ -66,7 +66,7 @@ def remarks(findings: Findings) -> Iterator[str]:
         (80, [f"FAIL is adjusted by Holm instead of max-T over the family: {why}."] if why else ()),
         *((section.remarks_at, section.remarks(value, findings)) for section, value in sections_in(findings.values)),
     ]
-    for _, lines in sorted(placed, key=itemgetter(0)):
+    for _, lines in sorted(positioned, key=itemgetter(0)):
         yield from lines
 
 

@@ -28,11 +28,11 @@ _PROBLEMS_SHOWN = 50
 
 def page_of(findings: Findings) -> Page:
     """Return the page of a run, without empty passages."""
-    placed = [
+    positioned = [
         *verdict_passages(findings).items(),
         *((section.order, section.passage(value, findings)) for section, value in sections_in(findings.values)),
     ]
-    passages = tuple(passage for _, passage in sorted(placed, key=itemgetter(0)) if passage.has_content)
+    passages = tuple(passage for _, passage in sorted(positioned, key=itemgetter(0)) if passage.has_content)
     return Page(findings, run_banner(findings), passages, tuple(remarks(findings)), screen_of(findings))
 
 

@@ -41,27 +41,27 @@ def terminal_lines(findings: Findings, run: Path | None = None, extras: Terminal
     """Return verdict, answers, deciding cells, remarks and the next command; no paths without ``run``."""
     screen, extras = screen_of(findings), extras or TerminalExtras()
     facts = ", ".join(f"{name} {text}" for name, text in screen.facts if name != "items")
-    first = [f"NOT BINDING: {screen.alarm}"] if screen.alarm else []
-    first += [f"{screen.status.value} (exit {findings.verdict.exit_code}){extras.questions}: {facts}"]
-    first += [f"{answer.question}: {answer.line}" for answer in screen.answers if answer.groups]
-    first += screen.suggestions
-    last = [*_rounds(findings)]
+    head = [f"NOT BINDING: {screen.alarm}"] if screen.alarm else []
+    head += [f"{screen.status.value} (exit {findings.verdict.exit_code}){extras.questions}: {facts}"]
+    head += [f"{answer.question}: {answer.line}" for answer in screen.answers if answer.groups]
+    head += screen.suggestions
+    tail = [*_rounds(findings)]
     if extras.unseen:
-        last.append(f"not asked: {'; '.join(extras.unseen)}")
+        tail.append(f"not asked: {'; '.join(extras.unseen)}")
     if screen.before_relying:
-        last.append(f"read first: {screen.before_relying}")
+        tail.append(f"read first: {screen.before_relying}")
     if run is not None:
-        last.append(f"report: {run / 'report' / 'report.html'}, card: {run / 'report' / 'card.md'}")
-        last += [f"next: {inline(command)}" for command in _next_command(findings, run, extras)]
+        tail.append(f"report: {run / 'report' / 'report.html'}, card: {run / 'report' / 'card.md'}")
+        tail += [f"next: {inline(command)}" for command in _next_command(findings, run, extras)]
     if screen.status in (Status.FAIL, Status.INCONCLUSIVE):
-        last[:0] = [_flip_line(flip) for flip in screen.flips[:_FLIPS] if not flip.is_doubtful]
+        tail[:0] = [_flip_line(flip) for flip in screen.flips[:_FLIPS] if not flip.is_doubtful]
     if screen.status is Status.INCONCLUSIVE:
-        last[-1:-1] = _doubtful_lines(findings)
-    room = MOST_TERMINAL_LINES - len(first) - len(last)
+        tail[-1:-1] = _doubtful_lines(findings)
+    room = MOST_TERMINAL_LINES - len(head) - len(tail)
     cells = [f"  {_cell_line(findings, d)}" for d in _cells_shown(findings)]
     if len(cells) > room:
         cells = [*cells[: room - 1], f"  and {len(cells) - room + 1} more in the report"]
-    return [inline(line) for line in (*first, *cells[: max(room, 0)], *last)]
+    return [inline(line) for line in (*head, *cells[: max(room, 0)], *tail)]
 
 
 def _doubtful_lines(findings: Findings) -> Iterator[str]:

@@ -392,15 +392,15 @@ def _panel(
     keys, cell = _cells(rows)  # cell [rows]
     items, item = _codes(rows["item_id"])  # item [rows]
     names, name = _codes(rows["cluster_id"])
-    first = np.zeros(len(items), dtype=np.int64)
-    first[item[::-1]] = name[::-1]  # of several clusters the one of the item's first row
-    used, clusters = np.unique(first, return_inverse=True)  # numbered within this panel: clusters [N]
+    first_cluster = np.zeros(len(items), dtype=np.int64)
+    first_cluster[item[::-1]] = name[::-1]  # of several clusters the one of the item's first row
+    used, clusters = np.unique(first_cluster, return_inverse=True)  # numbered within this panel: clusters [N]
     shape = (len(items), len(keys))
-    place = item * len(keys) + cell  # index of a row's entry in [items, cells]
+    index = item * len(keys) + cell  # index of a row's entry in [items, cells]
     hidden = unscored | ~is_read
     low, high = np.where(hidden, 0.0, score), np.where(hidden, 1.0, score)
-    counts = _counts(place, np.ones(len(place), dtype=np.bool_), shape)  # [items, cells]
-    most = int(counts.max())
+    counts = _counts(index, np.ones(len(index), dtype=np.bool_), shape)  # [items, cells]
+    most_samples = int(counts.max())
     unsure = unsure & ~hidden
     return Panel(
         suite=suite,
@@ -409,22 +409,22 @@ def _panel(
         clusters=clusters.astype(np.int64),
         cluster_names=tuple(names[code] for code in used),
         # an unreadable sample adds 0 to the sum, so only the count must leave it out
-        scores=_by_cell(keys, _means(place, low, _counts(place, is_read, shape))),
-        floor=_by_cell(keys, _means(place, low, counts)),
-        best=_by_cell(keys, _means(place, high, counts)),
+        scores=_by_cell(keys, _means(index, low, _counts(index, is_read, shape))),
+        floor=_by_cell(keys, _means(index, low, counts)),
+        best=_by_cell(keys, _means(index, high, counts)),
         unscored=dict(zip(keys, (_total(cell, unscored, len(keys)) / counts.sum(axis=0)).tolist(), strict=True)),
-        samples=most,
+        samples=most_samples,
         graded=bool(np.any((score > 0) & (score < 1))),
         uneven_samples=frozenset(
-            key for key, column in zip(keys, counts.T, strict=True) if ((column > 0) & (column != most)).any()
+            key for key, column in zip(keys, counts.T, strict=True) if ((column > 0) & (column != most_samples)).any()
         ),
-        split_items=len(np.unique(item[name != first[item]])),
+        split_items=len(np.unique(item[name != first_cluster[item]])),
         readings=tuple(
-            _by_cell(keys, _means(place, np.where(unsure, value, low), _counts(place, is_read, shape)))
+            _by_cell(keys, _means(index, np.where(unsure, value, low), _counts(index, is_read, shape)))
             for value in ((0.0, 1.0) if unsure.any() else ())
         ),
         unscored_as=tuple(
-            _by_cell(keys, _means(place, np.where(unscored, value, low), _counts(place, is_read | unscored, shape)))
+            _by_cell(keys, _means(index, np.where(unscored, value, low), _counts(index, is_read | unscored, shape)))
             for value in ((0.0, 1.0) if unscored.any() else ())
         ),
     )
@@ -453,19 +453,19 @@ def _codes(column: pd.Series) -> tuple[list[str], npt.NDArray[np.int64]]:
     return [str(word) for word in categories.cat.categories[used]], codes.astype(np.int64)
 
 
-def _total(place: npt.NDArray[np.int64], values: npt.NDArray[Any], size: int) -> Array:
-    sums: Array = np.bincount(place, weights=values.astype(np.float64), minlength=size).astype(np.float64)
+def _total(index: npt.NDArray[np.int64], values: npt.NDArray[Any], size: int) -> Array:
+    sums: Array = np.bincount(index, weights=values.astype(np.float64), minlength=size).astype(np.float64)
     return sums
 
 
-def _counts(place: npt.NDArray[np.int64], kept: _Mask, shape: tuple[int, int]) -> npt.NDArray[np.int64]:
+def _counts(index: npt.NDArray[np.int64], kept: _Mask, shape: tuple[int, int]) -> npt.NDArray[np.int64]:
     """Return the number of kept rows by [items, cells]."""
-    return np.bincount(place[kept], minlength=shape[0] * shape[1]).reshape(shape).astype(np.int64)
+    return np.bincount(index[kept], minlength=shape[0] * shape[1]).reshape(shape).astype(np.int64)
 
 
-def _means(place: npt.NDArray[np.int64], values: Array, counts: npt.NDArray[np.int64]) -> Array:
+def _means(index: npt.NDArray[np.int64], values: Array, counts: npt.NDArray[np.int64]) -> Array:
     """Return means by [items, cells], NaN where a cell lacks the item."""
-    sums = _total(place, values, counts.size).reshape(counts.shape)
+    sums = _total(index, values, counts.size).reshape(counts.shape)
     means: Array = np.divide(sums, counts, out=np.full(counts.shape, np.nan), where=counts > 0)
     return means
 

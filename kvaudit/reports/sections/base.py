@@ -255,8 +255,8 @@ def both_sides(panel: Panel, comparison: Comparison, name: CellName) -> BothSide
     positive, negative = two_sides(weights)
     if not pairs or broken_contract(panel, sorted({*positive, *negative})):
         return None
-    read = [~np.isnan(np.stack([panel.scores[cell] for cell in cells])) for cells in (positive, negative)]  # [S, N]
-    present: npt.NDArray[np.bool_] = np.any(read[0] & read[1], axis=0)  # [N]
+    readable = [~np.isnan(np.stack([panel.scores[cell] for cell in cells])) for cells in (positive, negative)]  # [S, N]
+    present: npt.NDArray[np.bool_] = np.any(readable[0] & readable[1], axis=0)  # [N]
     candidate, reference = paired_scores(panel, weights, present)
     return BothSides(
         items=tuple(panel.items[i] for i in np.flatnonzero(present)),

@@ -299,32 +299,34 @@ _ARM_SPREAD = 0.16  # distance from the first to the last arm at one dose, as a 
 
 
 def _draw(value: Doses, decided: Decided, axis: str, name: str, alt: str) -> Drawing | None:
-    drawn = [c for c in value.curves if c.axis == axis and c.doses]
+    curves_drawn = [c for c in value.curves if c.axis == axis and c.doses]
     if axis == "length":  # a panel per policy would be too many: only gated ones
         gated = {decided.comparison.label(p) for p in decided.rules.primary}
-        drawn = [c for c in drawn if c.family in gated] or drawn
+        curves_drawn = [c for c in curves_drawn if c.family in gated] or curves_drawn
     groups: dict[tuple[str, str, int | None], list[DoseCurve]] = {}
-    for curve in drawn:
+    for curve in curves_drawn:
         groups.setdefault((curve.family, curve.suite, curve.context_tokens), []).append(curve)
     if not groups:
         return None
     columns = min(_COLUMNS, len(groups))
-    shown = list(groups.items())[: columns * MOST_LINES]
-    lines = -(-len(shown) // columns)
+    panels_shown = list(groups.items())[: columns * MOST_LINES]
+    lines = -(-len(panels_shown) // columns)
     figure = new_figure(0.5 + 2.9 * columns, 0.6 + 2.3 * lines)
     panels = figure.subplots(lines, columns, squeeze=False, sharey=True)
-    for panel in panels.flat[len(shown) :]:
+    for panel in panels.flat[len(panels_shown) :]:
         panel.set_visible(False)
-    for place, (panel, (key, curves)) in enumerate(zip(panels.flat, shown, strict=False)):
+    for place, (panel, (key, curves)) in enumerate(zip(panels.flat, panels_shown, strict=False)):
         _panel(panel, value, decided, curves)
         family, suite, context = key
         name_of_suite = suite if context is None or len(decided.comparison.contexts) == 1 else f"{suite}, {context}"
         panel.set_title(inline(f"{name_of_suite}: {family}"))
         if place % columns == 0:
             panel.set_ylabel("desired, %")
-        if place + columns >= len(shown):
+        if place + columns >= len(panels_shown):
             panel.set_xlabel("budget, entries" if axis == "budget" else "context, tokens")
-    figure.legend(handles=_legend(decided.comparison, shown[0][1], axis), loc="outside upper center", ncols=columns)
+    figure.legend(
+        handles=_legend(decided.comparison, panels_shown[0][1], axis), loc="outside upper center", ncols=columns
+    )
     return save(figure, name, alt)
 
 
@@ -364,9 +366,9 @@ def _panel(panel: Axes, value: Doses, decided: Decided, curves: Sequence[DoseCur
     add_grid(panel)
 
 
-def _shade_safe(panel: Axes, curve: DoseCurve, last: int | None) -> None:
+def _shade_safe(panel: Axes, curve: DoseCurve, amount: int | None) -> None:
     """Shade the doses cleared for serving the reference: budgets from the last one up, lengths up to it."""
-    x = next((dose.x for dose in curve.doses if dose.amount == last), None)
+    x = next((dose.x for dose in curve.doses if dose.amount == amount), None)
     if x is None:
         return
     first, final = curve.doses[0].x, curve.doses[-1].x

@@ -339,9 +339,9 @@ def _regression(rows: _Rows, controls: Array, alpha: float) -> tuple[Effect | No
     if not rows.flips.any():
         return None, UNMOVED
     answers = telling_clusters(rows.lost, controls, np.arange(len(rows.lost)))  # every answer is its own cluster
-    moved = float(answers * (rows.flips != 0).mean())
-    if moved < MOVED:
-        return None, f"too few answers moved: {moved:.1f} informative ones, an interval needs {MOVED:.0f}"
+    n_moved = float(answers * (rows.flips != 0).mean())
+    if n_moved < MOVED:
+        return None, f"too few answers moved: {n_moved:.1f} informative ones, an interval needs {MOVED:.0f}"
     effect = regression_effect(rows.flips, rows.lost, controls, rows.clusters, alpha=alpha, df=templates - 1)
     if effect.high - effect.low <= NOTHING:
         return None, ALIKE
@@ -387,12 +387,12 @@ class MechanismSection(Section[Mechanism]):
 
 def _shown(value: Mechanism, rules: Rules) -> list[SpanRates]:
     """Return the first span of every cell under a gated policy, the largest differences first."""
-    first: dict[tuple[str, str, str, int], SpanRates] = {}
+    first_spans: dict[tuple[str, str, str, int], SpanRates] = {}
     for r in value.rates:
         key = (r.arm, r.policy, r.metric, r.context_tokens)
-        if r.policy in rules.primary and (key not in first or _ORDER[r.span] < _ORDER[first[key].span]):
-            first[key] = r
-    return sorted(first.values(), key=lambda r: -abs(r.difference.estimate) if r.difference else 0.0)
+        if r.policy in rules.primary and (key not in first_spans or _ORDER[r.span] < _ORDER[first_spans[key].span]):
+            first_spans[key] = r
+    return sorted(first_spans.values(), key=lambda r: -abs(r.difference.estimate) if r.difference else 0.0)
 
 
 def _rates_table(sides: Comparison, rates: list[SpanRates]) -> Table:
@@ -408,11 +408,11 @@ def _rates_table(sides: Comparison, rates: list[SpanRates]) -> Table:
 
 
 def _slopes_table(sides: Comparison, slopes: Iterable[SpanSlope]) -> Table:
-    first: dict[tuple[str, str], SpanSlope] = {}
+    first_slopes: dict[tuple[str, str], SpanSlope] = {}
     for slope in slopes:
-        first.setdefault((slope.arm, slope.metric), slope)
+        first_slopes.setdefault((slope.arm, slope.metric), slope)
     rows = []
-    for s in first.values():
+    for s in first_slopes.values():
         change = _difference_text(facet_of(s.metric)[1], s.effect) if s.effect else s.reason
         row = [s.metric, s.arm, s.span, change, ", ".join(s.equal) or "nothing else varied"]
         under = ", ".join(map(sides.label, s.policies)) or "-"

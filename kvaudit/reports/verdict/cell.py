@@ -256,8 +256,8 @@ def _test_in_rounds(row: FamilyRow, effect: Effect, margin: float) -> DecidedTes
     Every test already has its own share of the level, so no p-value is adjusted.
     """
     status: Status = Status.INCONCLUSIVE
-    shown = "a loss is shown, and whether" if effect.upper < 0 else "whether"
-    undecided = f"{shown} it exceeds {100 * margin:g} pp is open after {effect.n_clusters} rows"
+    prefix = "a loss is shown, and whether" if effect.upper < 0 else "whether"
+    undecided = f"{prefix} it exceeds {100 * margin:g} pp is open after {effect.n_clusters} rows"
     reasons: tuple[Reason, ...] = (Reason(ReasonCode.MARGIN, undecided),)
     if row.contrast.judged is not None:  # the judge's labels decided how many rows there are
         reasons = (_NO_LOOKS,)
@@ -344,10 +344,10 @@ def decision(
         ]
     else:
         tests = [decide_test(row, cell.margin_of(row) or 0.0, cell.ratio) for row in cell.rows]
-    shown = min(tests, key=lambda test: (PRECEDENCE.index(test.status), test.room))
+    worst_test = min(tests, key=lambda test: (PRECEDENCE.index(test.status), test.room))
     # if more templates would not help one of the tests, they would not decide the cell
     more = [test.larger for test in tests if test.status is Status.INCONCLUSIVE]
-    c, margin = shown.row.contrast, cell.margin_of(shown.row)
+    c, margin = worst_test.row.contrast, cell.margin_of(worst_test.row)
     return Decision(
         estimand=cell.estimand,
         arm=c.arm,
@@ -355,12 +355,12 @@ def decision(
         suite=c.suite,
         context_tokens=c.context_tokens,
         gated=cell.gated,
-        status=shown.status,
+        status=worst_test.status,
         recipe=worst_recipe([test.recipe for test in tests]),
-        reasons=shown.reasons,
+        reasons=worst_test.reasons,
         margin=margin,
-        pvalue_drop=shown.pvalue if c.effect else None,
-        pvalue_holm=shown.holm if c.effect else None,
+        pvalue_drop=worst_test.pvalue if c.effect else None,
+        pvalue_holm=worst_test.holm if c.effect else None,
         adjusted_by="Bonferroni" if c.look else HOLM if c.judged else adjustment.method,
         pvalue_floor=0.0 if c.judged else adjustment.floor,
         clusters_required=clusters_required(margin, alpha) if margin else None,
@@ -370,18 +370,18 @@ def decision(
         rates=c.rates,
         worst=c.worst,
         best=c.best,
-        template_bound=None if cell.ratio else _template_bound(shown, margin, alpha),
+        template_bound=None if cell.ratio else _template_bound(worst_test, margin, alpha),
         worst_seed=min(c.by_seed, key=lambda seed: seed.estimate, default=None),
         policies=tuple(row.contrast.policy for row in cell.rows) if cell.estimand == WORST else (),
         statement=_parity(tests, cell.margin) if cell.estimand == PARITY and cell.margin else "",
         judged=worst(test.judge or test.status for test in tests) if any(test.judge for test in tests) else None,
-        ratio=shown.ratio,
+        ratio=worst_test.ratio,
     )
 
 
-def _template_bound(shown: DecidedTest, margin: float | None, alpha: float) -> float | None:
+def _template_bound(test: DecidedTest, margin: float | None, alpha: float) -> float | None:
     """Return the lowest drift that the template rule does not rule out; None if the interval is lower."""
-    c, sign = shown.row.contrast, shown.row.sign
+    c, sign = test.row.contrast, test.row.sign
     if c.effect is None or c.look or margin is None or _mirrored(c.effect, sign).lower <= -margin:
         return None
     return min(template_bound(parts, alpha=alpha) for parts in (templates_of(c, sign), *readings_of(c, sign)))
@@ -395,8 +395,8 @@ def _effective_templates(templates: Sequence[Part], effect: Effect) -> float:
 def _parity(tests: Sequence[DecidedTest], margin: float) -> str:
     """Say whether the test for a drop and the one for a gain are both within the margin."""
     sides = {"non-inferior": tests[0].status, "non-superior": tests[1].status}
-    shown = [f"{word}: {'shown' if s in PASSED else s.value}" for word, s in sides.items()]
-    return f"parity within {100 * margin:g} pp, " + ", ".join(shown)
+    phrases = [f"{word}: {'phrases' if s in PASSED else s.value}" for word, s in sides.items()]
+    return f"parity within {100 * margin:g} pp, " + ", ".join(phrases)
 
 
 def by_judge(row: FamilyRow) -> FamilyRow:

@@ -180,8 +180,8 @@ def pass_rate(audits: Audits, *, margin: float, alpha: float, ratio: float | Non
         return float(np.mean(_passes_ratio(audits, ratio, alpha)))
     if not can_show(audits.counts, margin, alpha):
         return 0.0
-    shown = shows_margin(audits.sums, audits.counts, margin=margin, alpha=alpha)
-    return float(np.mean(shown & (_lower(audits, alpha) > -margin)))
+    is_shown = shows_margin(audits.sums, audits.counts, margin=margin, alpha=alpha)
+    return float(np.mean(is_shown & (_lower(audits, alpha) > -margin)))
 
 
 def can_show(counts: Array, margin: float, alpha: float) -> bool:
@@ -256,7 +256,7 @@ def _would_pass(c: Contrast, e: Effect, margin: float, ratio: float | None, time
     """Return whether ``times`` as many templates of a contrast pass with power .8 if there is no drift."""
     [templates] = c.judged_sums or c.sums  # by the labels of ``e``
     unwanted = None if ratio is None or not c.unwanted else c.unwanted[0].reference
-    drawn = flipped_audits(
+    simulated = flipped_audits(
         templates.sums,
         templates.counts,
         moved=e.losses + e.gains,
@@ -265,7 +265,7 @@ def _would_pass(c: Contrast, e: Effect, margin: float, ratio: float | None, time
         audits=audits,
         unwanted=unwanted,
     )
-    rate = pass_rate(drawn, margin=margin, alpha=e.alpha, ratio=None if unwanted is None else ratio)
+    rate = pass_rate(simulated, margin=margin, alpha=e.alpha, ratio=None if unwanted is None else ratio)
     return rate >= _POWER
 
 
@@ -291,6 +291,6 @@ def lowest_estimate(clusters: int, *, margin: float, alpha: float) -> float | No
         return None
     for _ in range(40):
         middle = (low + high) / 2
-        shown = bool(shows_margin(middle * counts, counts, margin=margin, alpha=alpha))
-        low, high = (low, middle) if shown else (middle, high)
+        is_shown = bool(shows_margin(middle * counts, counts, margin=margin, alpha=alpha))
+        low, high = (low, middle) if is_shown else (middle, high)
     return high

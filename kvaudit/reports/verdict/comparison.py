@@ -305,7 +305,7 @@ def _conflicts(records: pd.DataFrame) -> Iterator[Reason]:
     """Yield a reason for each name that stands for two different weights, policies, suite versions or judges."""
     # other outcomes were not graded by the suite's judge
     judged = records.loc[records["outcome"].isin([Outcome.DESIRED.value, Outcome.UNDESIRED.value]), ["suite", "judge"]]
-    for table, by, column, what in (
+    for table, by, column, noun in (
         (records, ["arm", "train_seed"], "checkpoint", "a checkpoint's weights"),
         (records, ["policy"], "policy_hash", "a policy's hash"),
         (records, ["suite"], "suite_version", "a suite's version"),
@@ -314,7 +314,7 @@ def _conflicts(records: pd.DataFrame) -> Iterator[Reason]:
         several = table.groupby(by, observed=True)[column].nunique()
         names = [str(index) for index in several[several > 1].index]
         if names:
-            yield Reason(ReasonCode.HASH, f"{what} differs within {', '.join(names)}")
+            yield Reason(ReasonCode.HASH, f"{noun} differs within {', '.join(names)}")
 
 
 def _unlisted(data: RunData) -> Iterator[Reason]:
@@ -323,16 +323,18 @@ def _unlisted(data: RunData) -> Iterator[Reason]:
         listed = table_of(data.provenance, table)
         recorded = data.records.groupby(name, observed=True)[column].unique()
         by_name = {str(key): set(values) for key, values in recorded.items()}
-        other = [key for key, values in by_name.items() if key in listed and values != {listed[key]}]
-        if other:
-            yield Reason(ReasonCode.HASH, f"{column} of the records is not what provenance lists for {some_of(other)}")
+        differing = [key for key, values in by_name.items() if key in listed and values != {listed[key]}]
+        if differing:
+            yield Reason(
+                ReasonCode.HASH, f"{column} of the records is not what provenance lists for {some_of(differing)}"
+            )
 
 
 def _unpinned(data: RunData, comparison: Comparison) -> Iterator[Reason]:
     """Yield a reason for checkpoints whose weights are not exactly those in provenance."""
     listed = table_of(data.provenance, "checkpoints")
     pinned = table_of(data.provenance, "reference_sha256")
-    other, unpinned = [], []
+    differing, unpinned = [], []
     weights = data.records.groupby(["arm", "train_seed"], observed=True)["checkpoint"].unique()
     for index, several in weights.items():
         arm, seed = cast(tuple[str, int], index)
@@ -341,12 +343,14 @@ def _unpinned(data: RunData, comparison: Comparison) -> Iterator[Reason]:
         if sha256 is None and arm == BASE_ARM:  # a base arm that is listed is the warm start of its seed
             sha256 = data.provenance.get("base_sha256")
         if recorded != {sha256}:
-            other.append(f"{arm} seed {seed}")
+            differing.append(f"{arm} seed {seed}")
         if arm == comparison.reference and recorded != {pinned.get(str(seed))}:
             unpinned.append(f"{arm} seed {seed}")
     remedy = "evaluate those units again, or resume the run to finish it"
-    if other:
-        yield Reason(ReasonCode.REF_HASH, f"provenance lists other weights, or none, for {some_of(other)}: {remedy}")
+    if differing:
+        yield Reason(
+            ReasonCode.REF_HASH, f"provenance lists other weights, or none, for {some_of(differing)}: {remedy}"
+        )
     if unpinned:
         yield Reason(
             ReasonCode.REF_HASH, f"the reference is not the one that provenance pins, {some_of(unpinned)}: {remedy}"
@@ -357,10 +361,10 @@ def _other_inputs(data: RunData) -> Iterator[Reason]:
     """Yield a reason if units were evaluated from other public rows, plug-ins or model files than provenance lists."""
     listed = inputs_sha256(data.provenance.get(INPUTS))
     # None: a seal of an older format, which does not name the inputs
-    other = [unit for unit, sha256 in data.inputs.items() if sha256 not in (None, listed)]
-    if other:
+    differing = [unit for unit, sha256 in data.inputs.items() if sha256 not in (None, listed)]
+    if differing:
         yield Reason(
             ReasonCode.INPUTS,
-            f"{len(other)} units were evaluated from other rows, plug-ins or model files than provenance lists "
-            f"({some_of(other)}): delete them and their seals, and resume the run",
+            f"{len(differing)} units were evaluated from other rows, plug-ins or model files than provenance lists "
+            f"({some_of(differing)}): delete them and their seals, and resume the run",
         )

@@ -431,9 +431,9 @@ def canaries_of(records: pd.DataFrame, repeated: Mapping[str, pd.DataFrame], com
         )
         if len(pairs):
             conditions[condition] = _canary(pairs, repeats)
-        for index, part in pairs.groupby(_UNIT, observed=True):
+        for index, cell_pairs in pairs.groupby(_UNIT, observed=True):
             arm, suite, context = cast(tuple[str, str, int], index)
-            places[str(arm), condition, str(suite), int(context)] = _canary(part, repeats)
+            places[str(arm), condition, str(suite), int(context)] = _canary(cell_pairs, repeats)
     return Canaries(places, conditions)
 
 
@@ -441,9 +441,9 @@ def _answers_under(policy: str, records: pd.DataFrame) -> pd.DataFrame:
     return records.loc[records["policy"] == policy, [*_ANSWER, ANSWER_HASH, LOGPROB]]
 
 
-def _moves(one: pd.DataFrame, other: pd.DataFrame) -> pd.DataFrame:
+def _moves(answers: pd.DataFrame, reference: pd.DataFrame) -> pd.DataFrame:
     """Return whether the text of each answer differs, and by how much its log-prob does (NaN where one is missing)."""
-    pairs = one.merge(other, on=_ANSWER, suffixes=("", "_other"))
+    pairs = answers.merge(reference, on=_ANSWER, suffixes=("", "_other"))
     moves = pairs[_ANSWER].copy()
     moves["text"] = (pairs[ANSWER_HASH] != pairs[f"{ANSWER_HASH}_other"]).astype(np.float64)
     moves["logprob"] = (pairs[LOGPROB] - pairs[f"{LOGPROB}_other"]).abs().astype(np.float64)
@@ -452,16 +452,16 @@ def _moves(one: pd.DataFrame, other: pd.DataFrame) -> pd.DataFrame:
 
 def _canary(pairs: pd.DataFrame, repeats: pd.DataFrame) -> Canary:
     logprobs = int(pairs["logprob"].notna().sum())
-    moved = int(((pairs["text"] > 0) | (pairs["logprob"] > 0)).sum())
+    n_moved = int(((pairs["text"] > 0) | (pairs["logprob"] > 0)).sum())
     # only answers that were asked again show noise
     rows = pairs.merge(repeats, on=_ANSWER, suffixes=("", "_repeats"))
     if not ((rows["text_repeats"] > 0) | (rows["logprob_repeats"] > 0)).any():
-        return Canary(len(pairs), logprobs, moved, None)
+        return Canary(len(pairs), logprobs, n_moved, None)
     exceeds = any(
         signed_rank_above((rows[name] - rows[f"{name}_repeats"]).dropna()) < _LEVEL for name in ("text", "logprob")
     )
     setting_moves, noise_moves = (_moves_of(rows[f"text{side}"], rows[f"logprob{side}"]) for side in ("", "_repeats"))
-    return Canary(len(pairs), logprobs, moved, NoiseComparison(len(rows), setting_moves, noise_moves, exceeds))
+    return Canary(len(pairs), logprobs, n_moved, NoiseComparison(len(rows), setting_moves, noise_moves, exceeds))
 
 
 def _moves_of(texts: pd.Series, logprobs: pd.Series) -> Moves:

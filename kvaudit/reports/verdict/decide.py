@@ -66,11 +66,11 @@ def decide(drift: Drift, rules: Rules, waivers: Sequence[Waiver] = ()) -> Verdic
         apply_downgrades(d, cell, context, PASS_DOWNGRADES) for d, cell in zip(from_data, cells, strict=True)
     ]
     gated = [_with_waiver(d, waivers) for d in with_pass_checks]  # last, because a waiver covers the final status
-    shown = [
+    ungated_decisions = [
         apply_downgrades(d, cell, context, (*DATA_DOWNGRADES, *PASS_DOWNGRADES))
         for d, cell in zip(_decide_by_tests(ungated, rules.alpha)[0], ungated, strict=True)
     ]
-    decisions = (*gated, *shown)
+    decisions = (*gated, *ungated_decisions)
     no_cell = Reason(ReasonCode.NOTHING, "no cell to gate: one arm under one policy cannot be compared")
     reasons = (*drift.reasons, *_pin_reasons(drift, rules), *(() if gated else (no_cell,)))
     arms = _arm_verdicts(gated)
@@ -122,9 +122,11 @@ def _pin_reasons(drift: Drift, rules: Rules) -> list[Reason]:
     if rules.pin is None:
         return []
     reference, pin = drift.comparison.reference, rules.pin
-    other = [f"{reference} seed {seed}" for seed, sha in drift.weights.items() if not pin.holds(reference, seed, sha)]
-    text = f"{pin.name} pins other weights, or none, for {some_of(other)}: gate with its own pin"
-    return [Reason(ReasonCode.REF_HASH, text)] if other else []
+    unpinned = [
+        f"{reference} seed {seed}" for seed, sha in drift.weights.items() if not pin.holds(reference, seed, sha)
+    ]
+    text = f"{pin.name} pins other weights, or none, for {some_of(unpinned)}: gate with its own pin"
+    return [Reason(ReasonCode.REF_HASH, text)] if unpinned else []
 
 
 def _key(row: FamilyRow) -> tuple[int, int]:
@@ -239,8 +241,8 @@ def failing_seed(cell: GatedCell, context: DowngradeContext) -> Reason | None:
     seeds = () if index is None else context.failing_seeds.get(index, ())
     if not seeds:
         return None
-    named = ", ".join(f"{s.seed} ({100 * s.estimate:+.1f} pp)" for s in {s.seed: s for s in seeds}.values())
-    return Reason(ReasonCode.SEED, f"fails by itself: seed {named}")
+    seed_texts = ", ".join(f"{s.seed} ({100 * s.estimate:+.1f} pp)" for s in {s.seed: s for s in seeds}.values())
+    return Reason(ReasonCode.SEED, f"fails by itself: seed {seed_texts}")
 
 
 class _SeedTest(NamedTuple):

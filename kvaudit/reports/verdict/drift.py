@@ -159,8 +159,22 @@ def seed_pairs(comparison: Comparison, panel: Panel, arm: str) -> list[SeedPair]
 
 
 def _empty_panel(suite: str, context: int) -> Panel:
-    none: dict[CellKey, Any] = {}
-    return Panel(suite, context, (), np.zeros(0, dtype=np.int64), (), none, none, none, {}, 1, False, frozenset(), 0)
+    no_scores: dict[CellKey, Any] = {}
+    return Panel(
+        suite,
+        context,
+        (),
+        np.zeros(0, dtype=np.int64),
+        (),
+        no_scores,
+        no_scores,
+        no_scores,
+        {},
+        1,
+        False,
+        frozenset(),
+        0,
+    )
 
 
 # --- estimands: weights over cells ------------------------------------------------------------------------------------
@@ -223,11 +237,11 @@ def contrast(
 
 def _estimate_alone(panel: Panel, weights: list[Weights], recorded: npt.NDArray[np.bool_]) -> Reason:
     z = np.stack([_combine(panel.scores, w, recorded) for w in weights])  # [S, N]
-    known = ~np.isnan(z).all(axis=0)  # [N], read in some seed
-    clusters = len(np.unique(panel.clusters[recorded][known]))
+    readable = ~np.isnan(z).all(axis=0)  # [N], read in some seed
+    clusters = len(np.unique(panel.clusters[recorded][readable]))
     if not clusters:
         return Reason(ReasonCode.FEW_CLUSTERS, f"{no_interval(0)}: no answer could be read on both sides")
-    estimate = 100 * float(np.nanmean(z[:, known], axis=0).mean())
+    estimate = 100 * float(np.nanmean(z[:, readable], axis=0).mean())
     return Reason(ReasonCode.FEW_CLUSTERS, f"{no_interval(clusters)}; the estimate alone is {estimate:+.1f} pp")
 
 
@@ -237,14 +251,14 @@ def _with_numbers(
     # the items that these cells have records of: the same in each, or the contract would be broken
     recorded = ~np.isnan(panel.floor[cells[0]])
     z = np.stack([_combine(panel.scores, w, recorded) for w in weights])  # [S, N], NaN where a facet could not be read
-    known = ~np.isnan(z).all(axis=0)  # recorded items that could be read in some seed
+    readable = ~np.isnan(z).all(axis=0)  # recorded items that could be read in some seed
     if blank.estimand != INTERACTION:  # which has four sides
         blank = replace(blank, unread=_unread(panel, weights, recorded))
-    if len(np.unique(panel.clusters[recorded][known])) < FEWEST_CLUSTERS:
+    if len(np.unique(panel.clusters[recorded][readable])) < FEWEST_CLUSTERS:
         return replace(blank, reasons=(_estimate_alone(panel, weights, recorded),))
     present = recorded.copy()  # the same as a mask of the whole panel
-    present[recorded] = known
-    clusters, z = panel.clusters[present], z[:, known]
+    present[recorded] = readable
+    clusters, z = panel.clusters[present], z[:, readable]
     mean = np.nanmean(z, axis=0)
     z = np.where(np.isnan(z), mean, z)  # a seed whose answer could not be read takes the mean of the others
     draws = panel.samples * len(weights)  # seeds are averaged as samples are
@@ -296,8 +310,8 @@ def _readings(
         readings += [(zero, one), (one, zero)]
     for plus, minus in readings:
         z = np.stack([_between(plus, minus, w, recorded) for w in weights])  # [S, N]
-        known = ~np.isnan(z).all(axis=0)
-        yield np.nanmean(z[:, known], axis=0), panel.clusters[recorded][known]
+        readable = ~np.isnan(z).all(axis=0)
+        yield np.nanmean(z[:, readable], axis=0), panel.clusters[recorded][readable]
 
 
 def _effect_of(
@@ -420,20 +434,20 @@ def _bound(plus: Scores, minus: Scores, weights: Sequence[Weights], present: npt
     return float(np.mean([_between(plus, minus, w, present) for w in weights]))
 
 
-def widened_to(one: Effect, other: Effect) -> Effect:
+def widened_to(effect: Effect, other: Effect) -> Effect:
     """Return the first effect, with an interval and p-values at least as wide as those of the second.
 
     A claim about a recipe is at least as uncertain as the claim about its checkpoints. A claim about unsure or unscored
     answers has to hold under every way to count them.
     """
     return replace(
-        one,
-        low=min(one.low, other.low),
-        high=max(one.high, other.high),
-        lower=min(one.lower, other.lower),
-        upper=max(one.upper, other.upper),
-        pvalue=max(one.pvalue, other.pvalue),
-        pvalue_drop=max(one.pvalue_drop, other.pvalue_drop),
+        effect,
+        low=min(effect.low, other.low),
+        high=max(effect.high, other.high),
+        lower=min(effect.lower, other.lower),
+        upper=max(effect.upper, other.upper),
+        pvalue=max(effect.pvalue, other.pvalue),
+        pvalue_drop=max(effect.pvalue_drop, other.pvalue_drop),
     )
 
 
@@ -443,8 +457,8 @@ def broken_contract(panel: Panel, cells: Sequence[CellKey]) -> tuple[Reason, ...
     if absent and not panel.scores and panel.suite.endswith(f".{UNSAFE}"):
         return (Reason(ReasonCode.HARM, NO_HARM_GRADER),)
     if absent:
-        named = "; ".join(f"{c.arm} seed {c.seed} under {c.policy}" for c in absent)
-        return (Reason(ReasonCode.CELL, f"not evaluated: {named}"),)
+        absent_names = "; ".join(f"{c.arm} seed {c.seed} under {c.policy}" for c in absent)
+        return (Reason(ReasonCode.CELL, f"not evaluated: {absent_names}"),)
     holes = np.stack([np.isnan(panel.floor[cell]) for cell in cells])  # [cells, N]
     lacking = int((holes.any(axis=0) & ~holes.all(axis=0)).sum())
     if lacking:

@@ -259,8 +259,8 @@ def match_labels(data: RunData, drift: Drift, stored: Labels) -> list[HumanLabel
         pairs_to_label(pairs, cell.concordant, cell.seed, spread=cell.spread)
         for pairs, cell in zip(answers, cells, strict=True)
     ]
-    shown = shown_answers(data, list(zip(answers, picks, strict=True)))
-    texts = {place: text_hash(text) for place, text in shown.items()}
+    answers_shown = shown_answers(data, list(zip(answers, picks, strict=True)))
+    texts = {place: text_hash(text) for place, text in answers_shown.items()}
     return [
         _match_cell(pairs, indices, cell, texts) for pairs, indices, cell in zip(answers, picks, cells, strict=True)
     ]

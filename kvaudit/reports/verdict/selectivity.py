@@ -46,7 +46,7 @@ def _selectivity(drift: Drift, policies: Sequence[str]) -> Iterator[Contrast]:
     by_cell = {(c.arm, c.policy, c.context_tokens, c.suite): c for c in drift.contrasts if c.estimand == sides.base}
     for (arm, policy, context, suite), safety in by_cell.items():
         if suite in sides.safety and policy in policies:
-            places = [(arm, policy, context, other) for other in sides.capability]
+            places = [(arm, policy, context, capability_suite) for capability_suite in sides.capability]
             capability = [by_cell[place] for place in places if place in by_cell]
             if capability:  # ``rules`` checks that a gated length has some
                 yield _combine(safety, capability, drift.alpha)

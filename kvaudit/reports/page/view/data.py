@@ -297,8 +297,8 @@ def places_of(data: RunData, flips: Sequence[Flip]) -> list[Pair]:
     def place(flip: Flip, cell: CellKey, *, highest: bool) -> RecordPlace:
         draws = rows_by_cell[flip.suite, flip.context_tokens, flip.item, *cell]
         value = worth[flip.changes[0].metric]
-        read = [n for n in draws if not np.isnan(value[n])] or draws  # readable draws, if any
-        chosen = (max if highest else min)(read, key=lambda n: value[n])
+        readable = [n for n in draws if not np.isnan(value[n])] or draws  # readable draws, if any
+        chosen = (max if highest else min)(readable, key=lambda n: value[n])
         return str(files[chosen]), int(lines[chosen])
 
     pairs = []

@@ -56,17 +56,17 @@ class FloorUnit:
 
 def floor_of(records: pd.DataFrame, repeats: RepeatedAnswers, comparison: Comparison) -> tuple[FloorUnit, ...]:
     """Return every unit with repeated requests, in the order of the comparison, without unpaired answers."""
-    units = [unit for way, again in repeats.records.items() for unit in _units(way, records, again)]
+    units = [unit for way, repeated in repeats.records.items() for unit in _units(way, records, repeated)]
     places = {policy: i for i, policy in enumerate(comparison.policies)}
     return tuple(
         sorted(units, key=lambda u: (u.suite, u.context_tokens, places.get(u.policy, -1), u.arm, u.seed, u.way))
     )
 
 
-def _units(way: str, records: pd.DataFrame, again: pd.DataFrame) -> Iterator[FloorUnit]:
-    metrics = [SCORE, *(column for column in FACET_COLUMNS.values() if column in records and column in again)]
+def _units(way: str, records: pd.DataFrame, repeated: pd.DataFrame) -> Iterator[FloorUnit]:
+    metrics = [SCORE, *(column for column in FACET_COLUMNS.values() if column in records and column in repeated)]
     columns = [*ANSWER_COLUMNS, ANSWER_HASH, *metrics]
-    pairs = records[columns].merge(again[columns], on=ANSWER_COLUMNS, suffixes=("", "_again"))
+    pairs = records[columns].merge(repeated[columns], on=ANSWER_COLUMNS, suffixes=("", "_again"))
     for index, rows in pairs.groupby(_UNIT, observed=True):
         arm, seed, policy, suite, context = cast(tuple[str, int, str, str, int], index)
         yield FloorUnit(
@@ -114,9 +114,9 @@ def floor_at(
     cells = []
     cell_units = [u for u in units if (u.arm, u.policy, u.context_tokens) == (arm, policy, context_tokens)]
     for way in dict.fromkeys(u.way for u in cell_units):
-        both = [(u, f) for u in cell_units if u.way == way for f in u.flips if f.metric == metric]
-        if both:
-            counts = [(u.answers, u.same, f.lost, f.gained, f.answers) for u, f in both]
+        unit_flips = [(u, f) for u in cell_units if u.way == way for f in u.flips if f.metric == metric]
+        if unit_flips:
+            counts = [(u.answers, u.same, f.lost, f.gained, f.answers) for u, f in unit_flips]
             cells.append(FloorCell(way, *(sum(column) for column in zip(*counts, strict=True))))
     return tuple(cells)
 
