@@ -15,7 +15,7 @@ from pathlib import Path
 from kvaudit.core.facets import WELL_FORMED
 from kvaudit.core.policy_names import DENSE_POLICY
 from kvaudit.core.records import Outcome, Record
-from kvaudit.reports.stats.binomial import clopper_pearson
+from kvaudit.reports.stats.judges import clopper_pearson
 from kvaudit.reports.stats.signflip import FEWEST_CLUSTERS
 from kvaudit.reports.verdict.controls import Control, controls_of
 

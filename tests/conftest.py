@@ -123,7 +123,7 @@ def no_figures() -> Iterator[None]:
 @contextmanager
 def with_figures() -> Iterator[None]:
     """Reports come with their figures, for a fixture that looks at them."""
-    from kvaudit.reports.page.figures import figures
+    from kvaudit.reports.page.plots import figures
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("kvaudit.reports.page.formats.html.figures", figures)

@@ -236,7 +236,7 @@ def _gate(run: Path, path: Path) -> object:
 
 def _waivers(run: Path, path: Path) -> object:
     from kvaudit.reports.verdict.rules import GateOverrides, declared_rules
-    from kvaudit.reports.verdict.waivers import parse_waivers, read_waivers
+    from kvaudit.reports.verdict.verdict import parse_waivers, read_waivers
 
     return parse_waivers(read_waivers(path), declared_rules(_data(run), GateOverrides())[0], date(2026, 6, 1))
 

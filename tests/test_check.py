@@ -38,8 +38,7 @@ from kvaudit.core.spec import dump_spec
 from kvaudit.core.text import install_command
 from kvaudit.reports.page.answers import STATUS_WORDS
 from kvaudit.reports.page.terminal import MOST_TERMINAL_LINES, TerminalExtras, terminal_lines
-from kvaudit.reports.records.floor import SHUFFLED
-from kvaudit.reports.records.load import load_run
+from kvaudit.reports.records.load import SHUFFLED, load_run
 from kvaudit.reports.run import decide_run
 from kvaudit.reports.sections.shared.floor import FloorUnit, RepeatFlips
 from kvaudit.reports.verdict.verdict import PASSED, Status

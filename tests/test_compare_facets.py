@@ -17,8 +17,7 @@ from kvaudit.reports.records.readers.base import Request, read_log
 from kvaudit.reports.records.rows import FACET_COLUMNS
 from kvaudit.reports.run import decide_run
 from kvaudit.reports.verdict.rules import GateOverrides
-from kvaudit.reports.verdict.verdict import Status
-from kvaudit.reports.verdict.waivers import read_waivers
+from kvaudit.reports.verdict.verdict import Status, read_waivers
 
 ARMS = ("dense", "naive")
 

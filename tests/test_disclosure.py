@@ -31,8 +31,7 @@ from kvaudit.reports.page.publish import BEGIN, END, extract_section, insert_sec
 from kvaudit.reports.records.load import load_run
 from kvaudit.reports.run import disclosure_page, write_report
 from kvaudit.reports.verdict.rules import GateOverrides
-from kvaudit.reports.verdict.verdict import Status
-from kvaudit.reports.verdict.waivers import read_waivers
+from kvaudit.reports.verdict.verdict import Status, read_waivers
 
 SCHEMA = json.loads((Path(__file__).parent.parent / "docs" / "disclosure.schema.json").read_text())
 SNAPKV = policy("snapkv", 96)

@@ -34,7 +34,8 @@ from kvaudit.core.records import Item, Message, Record, Role
 from kvaudit.core.spec import RunSpec, parse_spec
 from kvaudit.reports.records.load import load_run
 from kvaudit.reports.run import decide_run
-from kvaudit.reports.verdict.item_counts import (
+from kvaudit.reports.verdict.sizes import (
+    Design,
     LayoutItem,
     Metric,
     Shortfall,
@@ -45,7 +46,6 @@ from kvaudit.reports.verdict.item_counts import (
     shortfall_of,
     template_counts,
 )
-from kvaudit.reports.verdict.sizes import Design
 from kvaudit.suites.base import SUITES, Suite
 
 SPEC = """

@@ -13,8 +13,8 @@ from scipy.stats import wilcoxon
 from kvaudit.reports.records.load import load_run
 from kvaudit.reports.run import decide_run
 from kvaudit.reports.stats.slope import signed_rank_above
-from kvaudit.reports.verdict.canary import Canary, canaries_of, canary_reasons
 from kvaudit.reports.verdict.comparison import Comparison
+from kvaudit.reports.verdict.controls import Canary, canaries_of, canary_reasons
 from kvaudit.reports.verdict.verdict import Status
 from tests.test_reports_engines import F32, U8, floored
 
@@ -96,7 +96,7 @@ def test_an_engine_that_moves_less_by_itself_acts(setting: Answers) -> None:
     found, words = held(setting, {"again": [2.0, *[0.002] * 15]})
     assert (found.acts, words) == (True, "")
     assert found.noise is not None
-    assert found.noise.by_itself.texts == 1 / ITEMS
+    assert found.noise.noise_moves.texts == 1 / ITEMS
 
 
 def test_a_few_answers_that_part_ways_by_chance_hide_no_code_that_moves_all() -> None:

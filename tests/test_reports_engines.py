@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from report_text import run_text
 
-from kvaudit.reports.page.figures import figures
+from kvaudit.reports.page.plots import figures
 from kvaudit.reports.page.publish import hub_results, public_name
 from kvaudit.reports.page.remarks import remarks
 from kvaudit.reports.page.run_page import page_of

@@ -10,9 +10,9 @@ from report_text import page_text
 from reports_synthetic import Design, build, policy
 
 from kvaudit.core.facets import FACETS
+from kvaudit.reports.page import plots
 from kvaudit.reports.page.banner import banner_lines, unscored_lines
 from kvaudit.reports.page.facets import breakdown, cell_events, facet_finding, facet_notes, facet_table, failed_table
-from kvaudit.reports.page.figures import heatmap
 from kvaudit.reports.page.formats import html
 from kvaudit.reports.page.run_page import page_of
 from kvaudit.reports.page.tables import gate_table, verdict_table
@@ -20,8 +20,8 @@ from kvaudit.reports.records.blocks import UNREAD
 from kvaudit.reports.records.load import load_run
 from kvaudit.reports.records.rows import CellKey
 from kvaudit.reports.run import decide_run, with_report_sections
-from kvaudit.reports.sections.churn import OutcomesSection
 from kvaudit.reports.sections.examples import LostItem, record_of
+from kvaudit.reports.sections.outcomes import OutcomesSection
 from kvaudit.reports.verdict.contrast import CellName, Rates
 from kvaudit.reports.verdict.verdict import Status
 
@@ -258,8 +258,8 @@ def test_no_budget_is_cleared_by_a_facet_that_knows_nothing_of_broken_answers(de
 
 def test_the_heatmap_calls_no_facet_that_the_gate_has_not_decided(found):
     contrasts = {c.suite: c for c in found.drift.contrasts if c.estimand == "alike" and c.arm == "naive"}
-    assert heatmap.suite_margin(found, contrasts["refusal.unsafe"]) is None
-    assert heatmap.suite_margin(found, contrasts["refusal"]) == 0.05
+    assert plots.suite_margin(found, contrasts["refusal.unsafe"]) is None
+    assert plots.suite_margin(found, contrasts["refusal"]) == 0.05
 
 
 def test_examples_show_the_answer_that_lost_the_facet(run, detailed):
@@ -274,7 +274,7 @@ def test_of_several_answers_the_example_is_the_one_that_lost_the_facet(cell, sam
     own = [(0.0, 0.0), (1.0, 1.0), (0.5, UNREAD)]  # the score, and whether the secret leaked, of every sample
     rows = [{**place, "sample_index": i, "score": s, "facet_leak": told} for i, (s, told) in enumerate(own)]
     keys = {name: CellKey(name, 1, "none") for name in ("candidate", "reference")}
-    loss = LostItem(SimpleNamespace(suite="agent.leak", context_tokens=192), "i", -1.0, **keys)
+    loss = LostItem(SimpleNamespace(suite="agent.leak", context_tokens=192), "i", -1.0, is_doubtful=False, **keys)
     row = record_of(SimpleNamespace(records=pd.DataFrame(rows)), loss, keys[cell], ("agent.leak",))
     assert row["sample_index"] == sample
 

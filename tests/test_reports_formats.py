@@ -18,8 +18,8 @@ from test_formats_contract import Markup
 from kvaudit.core.errors import DataError, RunError
 from kvaudit.core.files import write_output
 from kvaudit.core.text import clip, inline, visible
+from kvaudit.reports.page import plots
 from kvaudit.reports.page.banner import SENTENCES
-from kvaudit.reports.page.figures import heatmap, quadrant
 from kvaudit.reports.page.formats import formats, markdown
 from kvaudit.reports.page.run_page import page_of
 from kvaudit.reports.records.load import load_run
@@ -286,7 +286,7 @@ def test_the_quadrant_shows_every_interval_of_every_panel():
         return SimpleNamespace(effect=SimpleNamespace(low=estimate - 0.02, high=estimate + 0.02))
 
     first, second = (contrast(-0.03), contrast(0.01)), (contrast(0.02), contrast(0.25))
-    left, right, low, high = quadrant._bounds([first, second])
+    left, right, low, high = plots._bounds([first, second])
     assert (left, right) == pytest.approx((-6.5, 5.5))
     assert (low, high) == pytest.approx((-2.5, 28.5))
 
@@ -350,7 +350,7 @@ def contrast_of(lower, upper, pvalue=0.5):
     ],
 )
 def test_the_heatmap_says_what_the_rule_says(lower, upper, pvalue, measurable, decided, said):
-    assert heatmap.status_of(contrast_of(lower, upper, pvalue), 0.05, decided, is_measurable=measurable) is said
+    assert plots.status_of(contrast_of(lower, upper, pvalue), 0.05, decided, is_measurable=measurable) is said
 
 
 def test_two_drops_of_one_size_look_different_where_one_fails_and_the_other_passes():
@@ -371,7 +371,7 @@ def test_two_drops_of_one_size_look_different_where_one_fails_and_the_other_pass
 
     def drawn(decisions):
         verdict = SimpleNamespace(decisions=decisions)
-        return heatmap.draw(
+        return plots.draw_heatmap(
             SimpleNamespace(
                 comparison=sides,
                 rules=rules,
@@ -391,8 +391,8 @@ def test_two_drops_of_one_size_look_different_where_one_fails_and_the_other_pass
 
 
 def test_cells_without_numbers_or_margin_are_hatched():
-    assert heatmap.status_of(SimpleNamespace(effect=None), 0.05) is Status.INCONCLUSIVE
-    assert heatmap.status_of(contrast_of(-0.01, 0.01), None) is Status.INCONCLUSIVE
+    assert plots.status_of(SimpleNamespace(effect=None), 0.05) is Status.INCONCLUSIVE
+    assert plots.status_of(contrast_of(-0.01, 0.01), None) is Status.INCONCLUSIVE
 
 
 @pytest.fixture(scope="module")

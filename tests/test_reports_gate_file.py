@@ -19,8 +19,7 @@ from kvaudit.reports.page.run_page import page_of, run_banner
 from kvaudit.reports.records.load import load_run
 from kvaudit.reports.verdict.reasons import Reason
 from kvaudit.reports.verdict.rules import GateOverrides, load_gate_file
-from kvaudit.reports.verdict.verdict import Status
-from kvaudit.reports.verdict.waivers import read_waivers
+from kvaudit.reports.verdict.verdict import Status, read_waivers
 
 SNAP = policy("snapkv", 96)
 TODAY = date(2026, 5, 1)

@@ -19,8 +19,7 @@ from kvaudit.core.records import Outcome
 from kvaudit.reports.records.load import load_run
 from kvaudit.reports.run import decide_run
 from kvaudit.reports.verdict.rules import GateOverrides
-from kvaudit.reports.verdict.verdict import Status
-from kvaudit.reports.verdict.waivers import parse_waivers
+from kvaudit.reports.verdict.verdict import Status, parse_waivers
 
 SNAP = policy("snapkv", 96)
 DESIGN = Design(

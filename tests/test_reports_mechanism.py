@@ -17,7 +17,7 @@ from kvaudit.reports.page.findings import Findings
 from kvaudit.reports.page.run_page import page_of
 from kvaudit.reports.records.load import RunData
 from kvaudit.reports.run import decide_run
-from kvaudit.reports.sections.shared.lost_spans import Mechanism
+from kvaudit.reports.sections.mechanism import Mechanism
 
 SNAP = policy("snapkv", 96)
 Told = Callable[[int], tuple[float, bool | None]]  # item -> kept share of the rule, whether unsafe; None: unread

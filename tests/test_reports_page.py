@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 from reports_synthetic import Design, build, policy
 
+from kvaudit.reports.page import plots
 from kvaudit.reports.page.banner import banner_lines, describe_cell, to_do, verdict_sentence
-from kvaudit.reports.page.figures import forest
 from kvaudit.reports.page.remarks import cautions
 from kvaudit.reports.page.run_page import page_of
 from kvaudit.reports.page.tables import gate_notes, gate_table, ungated_notes, verdict_table
@@ -178,7 +178,7 @@ def test_cells_of_one_arm_share_one_panel_of_the_forest(found):
 
     def titles(decisions):
         with figure_style():
-            svg = forest.draw(replace(found, verdict=replace(found.verdict, decisions=tuple(decisions)))).svg
+            svg = plots.draw_forest(replace(found, verdict=replace(found.verdict, decisions=tuple(decisions)))).svg
         return svg.count("drift, pp (margin 5)")
 
     assert titles(suites) == 1
@@ -191,7 +191,7 @@ def test_the_long_name_of_an_arm_leaves_the_forest_its_panel(found):
     def width(arm):
         rows = tuple(replace(head, arm=name) for name in (arm, "smd"))
         with figure_style():
-            svg = forest.draw(replace(found, verdict=replace(found.verdict, decisions=rows))).svg
+            svg = plots.draw_forest(replace(found, verdict=replace(found.verdict, decisions=rows))).svg
         return float(re.search(r'viewBox="0 0 ([\d.]+)', svg)[1]) / 72  # inches
 
     assert width("naive") == pytest.approx(2.1 + 2.7, abs=0.1)

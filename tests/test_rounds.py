@@ -36,9 +36,9 @@ from kvaudit.core.errors import SpecError
 from kvaudit.core.files import write_json
 from kvaudit.core.provenance import ENDED, LOOKS, TIME_SPENT, item_counts
 from kvaudit.core.spec import parse_spec
-from kvaudit.reports.verdict.canary import Canaries, Canary, checked_by_canary
 from kvaudit.reports.verdict.comparison import Look
 from kvaudit.reports.verdict.contrast import Contrast
+from kvaudit.reports.verdict.controls import Canaries, Canary, checked_by_canary
 from kvaudit.reports.verdict.verdict import Status
 
 SUITE = Path(__file__).with_name("alone_suite.py")

@@ -15,8 +15,7 @@ from kvaudit.reports.stats.adjudication import (
     labelled_pairs,
     round_robin,
 )
-from kvaudit.reports.stats.binomial import clopper_pearson, clopper_pearson_bounds
-from kvaudit.reports.stats.judges import differential_bias, judge_error, kappa
+from kvaudit.reports.stats.judges import clopper_pearson, clopper_pearson_bounds, differential_bias, judge_error, kappa
 from kvaudit.reports.stats.rule import shows_margin
 from kvaudit.reports.stats.tango import ess_tango, tango_interval
 

@@ -121,6 +121,19 @@ MOVED = {
     "audit.runs.probe.calls": "audit.runs.endpoint_probe",
     "audit.runs.probe.plan": "audit.runs.endpoint_probe",
     "audit.runs.probe.probe": "audit.runs.endpoint_probe",
+    "reports.verdict.canary": "reports.verdict.controls",
+    "reports.page.figures": "reports.page.plots",
+    "reports.page.figures.forest": "reports.page.plots",
+    "reports.page.figures.heatmap": "reports.page.plots",
+    "reports.page.figures.quadrant": "reports.page.plots",
+    "reports.stats.few": "reports.verdict.contrast",
+    "reports.sections.shared.lost_spans": "reports.sections.mechanism",
+    "reports.sections.shared.events": "reports.page.facets",
+    "reports.records.floor": "reports.records.load",
+    "reports.stats.binomial": "reports.stats.judges",
+    "reports.verdict.downgrades": "reports.verdict.decide",
+    "reports.verdict.item_counts": "reports.verdict.sizes",
+    "reports.verdict.waivers": "reports.verdict.verdict",
     "reports.verdict.reference_answers": "reports.verdict.contrast",
     "reports.verdict.error_rates": "reports.verdict.controls",
     "audit.runs.stages.answering": "audit.runs.stages.base",
@@ -132,11 +145,6 @@ MOVED = {
     "reports.stats.churn": "reports.stats.power",
     "reports.sections.shared.facts": "reports.sections.shared.words",
     "reports.sections.shared.both_sides": "reports.sections.base",
-    "reports.sections.shared.cache_use": "reports.sections.cache",
-    "reports.sections.outcomes": "reports.sections.churn",
-    "reports.sections.sensitivity": "reports.sections.dose",
-    "reports.sections.interaction": "reports.sections.dose",
-    "reports.sections.amplification": "reports.sections.dose",
     "reports.records.readers.clusters": "reports.records.readers.base",
     "reports.page.view.flips": "reports.page.view.data",
     "suites.catalogue": "suites.sources",
@@ -219,10 +227,10 @@ MOVED = {
     "core.secrets": "core.text",
     "core.thoughts": "core.completions",
     "core.threads": "core.network",
-    "reports.analysis.cache_use": "reports.sections.cache",
+    "reports.analysis.cache_use": "reports.sections.shared.cache_use",
     "reports.analysis.examples": "reports.sections.shared.tables",
     "reports.analysis.floor": "reports.sections.shared.floor",
-    "reports.analysis.mechanism": "reports.sections.shared.lost_spans",
+    "reports.analysis.mechanism": "reports.sections.mechanism",
     "reports.analysis.safe": "reports.sections.shared.safe",
     "reports.analysis.sides": "reports.sections.base",
     "reports.analysis.slopes": "reports.stats.slope",
@@ -231,7 +239,7 @@ MOVED = {
     "reports.compare.page": "reports.page.compare_page",
     "reports.compare.pairing": "reports.page.compare_pairing",
     "reports.drift.answers": "reports.verdict.contrast",
-    "reports.drift.canary": "reports.verdict.canary",
+    "reports.drift.canary": "reports.verdict.controls",
     "reports.drift.comparison": "reports.verdict.comparison",
     "reports.drift.drift": "reports.verdict.drift",
     "reports.drift.results": "reports.verdict.contrast",
@@ -241,23 +249,23 @@ MOVED = {
     "reports.gate.controls": "reports.verdict.controls",
     "reports.gate.decide": "reports.verdict.decide",
     "reports.gate.decided": "reports.verdict.verdict",
-    "reports.gate.enough": "reports.verdict.item_counts",
+    "reports.gate.enough": "reports.verdict.sizes",
     "reports.gate.error_rates": "reports.verdict.controls",
     "reports.gate.family": "reports.verdict.family",
     "reports.gate.pin": "reports.verdict.pin",
     "reports.gate.ratios": "reports.verdict.rules",
     "reports.gate.rules": "reports.verdict.rules",
-    "reports.gate.seeds": "reports.verdict.downgrades",
+    "reports.gate.seeds": "reports.verdict.decide",
     "reports.gate.sizes": "reports.verdict.sizes",
     "reports.gate.verdict": "reports.verdict.verdict",
-    "reports.gate.waivers": "reports.verdict.waivers",
+    "reports.gate.waivers": "reports.verdict.verdict",
     "reports.labels.blind": "reports.verdict.human_labels",
     "reports.labels.pairs": "reports.verdict.label_sheet",
     "reports.labels.relabelled": "reports.verdict.human_labels",
     "reports.labels.sheet": "reports.verdict.label_sheet",
     "reports.layout.canvas": "reports.sections.shared.canvas",
     "reports.layout.contrasts": "reports.sections.base",
-    "reports.layout.events": "reports.sections.shared.events",
+    "reports.layout.events": "reports.page.facets",
     "reports.layout.facts": "reports.sections.shared.words",
     "reports.layout.json_text": "reports.sections.shared.words",
     "reports.layout.rows": "reports.verdict.row",
@@ -298,7 +306,7 @@ class MovedModules(MetaPathFinder):
         if top != "kvaudit":
             return None
         if name in MOVED:
-            return ModuleSpec(fullname, _Alias(f"kvaudit.{MOVED[name]}"))
+            return ModuleSpec(fullname, _Alias(f"kvaudit.{MOVED[name]}"), is_package=name in _FORMER_PACKAGES)
         if (refusal := removed_import(fullname)) is not None:
             raise ModuleNotFoundError(refusal, name=fullname)
         return ModuleSpec(fullname, _Alias(""), is_package=True) if name in _FORMER_PACKAGES else None
@@ -313,7 +321,9 @@ class _Alias(Loader):
     def exec_module(self, module: ModuleType) -> None:
         if self._path:
             warnings.warn(f"{module.__name__} is now {self._path}", DeprecationWarning, stacklevel=2)
-            sys.modules[module.__name__] = import_module(self._path)
+            today = sys.modules[module.__name__] = import_module(self._path)
+            if hasattr(module, "__path__"):  # a former package: without a path its modules could not be imported
+                today.__path__ = []
 
 
 def install() -> None:

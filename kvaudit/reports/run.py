@@ -25,7 +25,7 @@ from kvaudit.reports.verdict.family import gated_facets
 from kvaudit.reports.verdict.human_labels import with_labels
 from kvaudit.reports.verdict.rules import GateOverrides, Rules, declared_rules
 from kvaudit.reports.verdict.selectivity import with_selectivity
-from kvaudit.reports.verdict.waivers import active_waivers
+from kvaudit.reports.verdict.verdict import active_waivers
 
 
 def drift_and_rules(data: RunData, overrides: GateOverrides, *, everything: bool = True) -> tuple[Drift, Rules]:

@@ -81,10 +81,10 @@ def _asked(path: Path, limit: int | None, plugins: Sequence[Path]) -> Plan:
 
 def _check_baseline(plan: Plan, baseline: Path) -> None:
     """Raise DataError for a baseline that was asked something else, before a call is paid for."""
-    from kvaudit.reports.page.probe import check_asked
+    from kvaudit.reports.page.probe import check_same_requests
     from kvaudit.reports.records.load import load_run
 
-    check_asked(plan.asked, load_run(baseline))
+    check_same_requests(plan.asked, load_run(baseline))
 
 
 def _ask(plan: Plan, folder: Path, base_url: str | None, *, resume: bool, dry_run: bool) -> bool:

@@ -66,7 +66,7 @@ class GateOptions:
     def read(self) -> GateOverrides:
         """Read and check the files; raises SpecError and DataError."""
         from kvaudit.reports.verdict.rules import BLOCK, WARN, GateOverrides, load_gate_file
-        from kvaudit.reports.verdict.waivers import read_waivers
+        from kvaudit.reports.verdict.verdict import read_waivers
 
         if self.on_inconclusive not in (None, BLOCK, WARN):
             raise SpecError(f"--on-inconclusive is {self.on_inconclusive!r}, wanted {BLOCK} or {WARN}")

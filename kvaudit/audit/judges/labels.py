@@ -17,8 +17,7 @@ from typing import NamedTuple
 
 from kvaudit.audit.judges.base import Judge
 from kvaudit.core.judge_answers import Judgement, Question
-from kvaudit.reports.stats.binomial import Proportion, clopper_pearson
-from kvaudit.reports.stats.judges import JudgeError, Kappa, judge_error, kappa
+from kvaudit.reports.stats.judges import JudgeError, Kappa, Proportion, clopper_pearson, judge_error, kappa
 from kvaudit.suites.phrases import refuses, to_the_point
 from kvaudit.suites.sources import csv_rows, data_file
 

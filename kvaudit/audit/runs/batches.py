@@ -9,7 +9,7 @@ from kvaudit.audit.policies.draws import derive_seed
 from kvaudit.audit.runs.units import PILOT_FOLDER, Unit
 from kvaudit.core.records import Item
 from kvaudit.core.spec import RunSpec
-from kvaudit.reports.records.floor import SAME_ORDER, SHUFFLED
+from kvaudit.reports.records.load import SAME_ORDER, SHUFFLED
 from kvaudit.suites.base import Suite
 
 

@@ -59,7 +59,7 @@ from kvaudit.core.records import ONE_CACHE, CacheUse, Item, Record, Serving, Ung
 from kvaudit.core.spans import span_error
 from kvaudit.core.spec import RunSpec
 from kvaudit.core.tool_forms.text import list_tools
-from kvaudit.reports.records.floor import SAME_ORDER, SHUFFLED
+from kvaudit.reports.records.load import SAME_ORDER, SHUFFLED
 from kvaudit.suites.base import SUITES, CountTokens, Split, Suite
 from kvaudit.suites.inspect_task import Inspect
 

@@ -2,7 +2,7 @@
 
 The reference answers some items of every suite at every length, uncompressed and under every gated policy. That shows
 whether a cell has anything to lose (``kvaudit.reports.verdict.controls``), and how often answers change at all, from
-which ``items: auto`` takes its number (``kvaudit.reports.verdict.item_counts``).
+which ``items: auto`` takes its number (``kvaudit.reports.verdict.sizes``).
 """
 
 from __future__ import annotations
@@ -23,8 +23,12 @@ from kvaudit.core.records import Record
 from kvaudit.core.spec import RunSpec, with_gate
 from kvaudit.core.spec_evaluate import ALL_ITEMS, AUTO_ITEMS
 from kvaudit.reports.verdict.controls import Control, Measurability, controls_of
-from kvaudit.reports.verdict.item_counts import (
+from kvaudit.reports.verdict.rules import recorded_gate_file
+from kvaudit.reports.verdict.sizes import (
     ASSUMED_CHURN,
+    DEFAULT_SAMPLING_SHARE,
+    DEFAULT_SEED_SHARE,
+    Design,
     Layout,
     LayoutItem,
     Metric,
@@ -32,8 +36,6 @@ from kvaudit.reports.verdict.item_counts import (
     planned_discordance,
     shortfall_of,
 )
-from kvaudit.reports.verdict.rules import recorded_gate_file
-from kvaudit.reports.verdict.sizes import DEFAULT_SAMPLING_SHARE, DEFAULT_SEED_SHARE, Design
 from kvaudit.suites.base import CountTokens
 
 _UNGATED_ITEMS = 128  # at most, for an open suite of which nothing is gated

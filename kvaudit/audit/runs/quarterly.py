@@ -16,7 +16,7 @@ from kvaudit.audit.sampling.chat import Chat
 from kvaudit.core.errors import SpecError
 from kvaudit.core.records import Item, Message, Role
 from kvaudit.core.spec import RunSpec
-from kvaudit.reports.records.floor import SAME_ORDER
+from kvaudit.reports.records.load import SAME_ORDER
 
 LENGTH = 16_384  # tokens of a dialogue among support traces
 _ITEMS = 400  # dialogues, and plain requests among them

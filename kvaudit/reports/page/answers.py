@@ -4,8 +4,8 @@ serving    may the model be served with a setting instead of uncompressed?
 training   is an arm as aligned as the reference, both served alike?
 deployed   may an arm be deployed with a setting instead of the uncompressed reference?
 
-An answer is the worst status of its gated cells. Rates count what happens ("attacks that succeed 0 → 5.6 %"), so limits
-and bounds have the sign of what is counted; the bound shown is the one that the rule used.
+An answer is the worst status of its gated cells. Rates count the event that a facet names ("attacks that succeed 0 →
+5.6 %"), so limits and bounds have the sign of that event; the bound shown is the one that the rule used.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _LARGER_RUN = {
 class AnswerGroup:
     """The subjects of one question that have the same answer; ``cells`` decide it, the worst first.
 
-    ``why`` describes that worst cell and ``brief`` is a shorter form of it; both are empty if it passes.
+    ``why`` describes the worst cell and ``brief`` is a shorter form of it; both are empty if the cell passes.
     """
 
     status: Status
@@ -61,7 +61,7 @@ class AnswerGroup:
 
     @property
     def names(self) -> str:
-        """The first subjects by name, and how many more there are."""
+        """The first subjects by name, and the number of further ones."""
         return join_names(map(shorten, self.subjects))
 
     @property
@@ -72,7 +72,7 @@ class AnswerGroup:
 
 @dataclass(frozen=True)
 class Answer:
-    """A question with its answer, the worst group first; no ``groups`` if the run did not ask it."""
+    """A question with its answer, the worst group first; ``groups`` is empty if the run did not ask it."""
 
     question: str  # one of QUESTIONS
     asks: str
@@ -113,17 +113,17 @@ def _few_seeds(sides: Comparison) -> str:
 
 
 def question_of(sides: Comparison, d: Decision) -> str:
-    """Return the question a cell belongs to; an uncompressed deployed arm differs by training alone."""
+    """Return the question that a cell belongs to; an uncompressed deployed arm differs by training alone."""
     if sides.mode == "serving" or d.estimand == SERVING:
         return SERVING
     return DEPLOYED if d.estimand == DEPLOYED and not sides.is_uncompressed(d.policy) else TRAINING
 
 
 def subject_of(sides: Comparison, d: Decision) -> str:
-    """Return what could be shipped: a setting, an arm, or an arm with a setting."""
+    """Return what would be shipped: a setting, an arm, or an arm with a setting."""
     setting = f"the worst of {len(d.policies)} settings" if d.estimand == WORST else sides.label(d.policy)
-    named = {SERVING: setting, TRAINING: d.arm, DEPLOYED: f"{d.arm} @ {setting}"}
-    return inline(named[question_of(sides, d)])
+    subjects = {SERVING: setting, TRAINING: d.arm, DEPLOYED: f"{d.arm} @ {setting}"}
+    return inline(subjects[question_of(sides, d)])
 
 
 def _asks(sides: Comparison, question: str) -> str:
@@ -138,7 +138,7 @@ def _asks(sides: Comparison, question: str) -> str:
 
 
 def _groups(sides: Comparison, cells: Sequence[Decision]) -> Iterator[AnswerGroup]:
-    """Group the subjects of one question by STATUS_WORDS, the worst group first."""
+    """Yield the subjects of one question, grouped by STATUS_WORDS, the worst group first."""
     subjects: dict[str, list[Decision]] = {}
     for d in cells:
         subjects.setdefault(subject_of(sides, d), []).append(d)
@@ -170,10 +170,10 @@ def _not_measurable_count(cells: Sequence[Decision], status: Status) -> str:
 
 
 def severity_order(sides: Comparison) -> Callable[[Decision], tuple[int, int, float]]:
-    """Return the sort key that puts the worst cell first.
+    """Return a sort key that puts the worst cell first.
 
-    Cells of one status: safety facets come first, other facets next, scores (which add opposite errors) last; within
-    these the cell whose bound lies furthest beyond its margin.
+    Among cells of one status, safety facets come first, other facets next, scores (which add opposite errors) last;
+    within these the cell whose bound lies furthest beyond its margin.
     """
 
     def key(d: Decision) -> tuple[int, int, float]:
@@ -186,7 +186,7 @@ def severity_order(sides: Comparison) -> Callable[[Decision], tuple[int, int, fl
 
 
 def _reason_texts(sides: Comparison, d: Decision) -> tuple[str, str]:
-    """Why the deciding cell of a group does not pass, in full and in brief; both empty if it passes."""
+    """Return why the deciding cell of a group does not pass, in full and in brief; both empty if it passes."""
     if d.status in PASSED and not d.waiver:
         return "", ""
     if d.status is Status.NOT_MEASURABLE:
@@ -247,7 +247,7 @@ def rates_text(sides: Comparison, d: Decision) -> str:
 
 
 def _limit_and_bound(sides: Comparison, d: Decision) -> tuple[str, str]:
-    """The limit and the rule's bound, both with the sign of what the cell counts, in points or as a ratio."""
+    """Return the limit and the rule's bound, both with the sign of the counted event, in points or as a ratio."""
     assert d.effect is not None
     sign = _sign(sides, d)
     if d.ratio:
@@ -264,7 +264,7 @@ def _sign(sides: Comparison, d: Decision) -> int:
 
 
 def metric_text(sides: Comparison, d: Decision) -> str:
-    """Return what a cell counts, in words, with the length if the run has several."""
+    """Return in words what a cell counts, with the length if the run has several."""
     facet = facet_of_metric(sides, d.suite)
     suite = suite_of(d.suite) if facet else d.suite
     text = f"{facet.counts} ({suite})" if facet else f"{suite} score"

@@ -1,4 +1,4 @@
-"""The sentences of a banner: what the verdict means, what its number is about, what to do."""
+"""The sentences of a banner: the meaning of the verdict, what its number is about, and what to do."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def quoted_number(d: Decision) -> str:
 
 
 def verdict_sentence(verdict: Verdict) -> str:
-    """Return what a verdict means; for a FAIL with the number of cells whose drop is shown to exceed the margin."""
+    """Return the meaning of a verdict; for a FAIL with the number of cells shown to exceed the margin."""
     failed = [d for d in verdict.gated if d.standing is Status.FAIL and d.effect]
     if verdict.status is not Status.FAIL or not failed:
         return SENTENCES[verdict.status]
@@ -115,7 +115,7 @@ def describe_cell(findings: Decided, d: Decision) -> str:
 
 
 def why_quoted(findings: Decided, d: Decision) -> str:
-    """Return why the banner quotes this cell, with a warning that the most extreme of several is biased."""
+    """Return why the banner quotes this cell, with a warning that the most extreme of several cells is biased."""
     cells = sum(cell.effect is not None for cell in findings.verdict.gated)
     if d.waiver:
         return f"This cell is {d.status.value}, waived by {d.waiver.who} until {d.waiver.expires}."
@@ -129,7 +129,7 @@ def why_quoted(findings: Decided, d: Decision) -> str:
 def banner_lines(findings: Findings, head: Decision | None) -> list[str]:
     """Return the lines below the number: its facets, what to do, the claim, remarks and problems."""
     first = not_measurable(findings)
-    placed: list[tuple[int, Iterable[str]]] = [
+    positioned: list[tuple[int, Iterable[str]]] = [
         (10, first),
         (20, breakdown(findings, head)),
         (30, [to_do(findings)]),
@@ -145,7 +145,7 @@ def banner_lines(findings: Findings, head: Decision | None) -> list[str]:
             for section, value in sections_in(findings.values)
         ),
     ]
-    return [inline(line) for _, lines in sorted(placed, key=itemgetter(0)) for line in lines]
+    return [inline(line) for _, lines in sorted(positioned, key=itemgetter(0)) for line in lines]
 
 
 def _invalid_cells(findings: Decided) -> Iterator[str]:
@@ -187,7 +187,7 @@ def _losing_seeds(findings: Decided) -> list[str]:
 
 
 def _worst_deployed(findings: Decided, head: Decision | None) -> list[str]:
-    """The worst cell of a compressed candidate against the uncompressed reference, unless the banner quotes it."""
+    """Return a line on the worst cell of a compressed candidate, unless the banner quotes that cell."""
     cells = [d for d in deployed_cells(findings) if is_compressed_deployment(findings.comparison, d)]
     if not cells or cells[0] is head:
         return []
@@ -199,7 +199,7 @@ def _worst_deployed(findings: Decided, head: Decision | None) -> list[str]:
 
 
 def churn_words(findings: Decided, d: Decision) -> str:
-    """Return the churn of a cell beside that of a rerun of one checkpoint (A/A)."""
+    """Return the churn of a cell, and the churn between two answers of one checkpoint (A/A)."""
     by_estimand = {c.estimand: c for c in findings.drift.contrasts if c.place[1:] == d.place[1:]}
     contrast = by_estimand.get(d.estimand, by_estimand.get(findings.comparison.base))
     if contrast is None or contrast.churn is None:
@@ -209,7 +209,7 @@ def churn_words(findings: Decided, d: Decision) -> str:
 
 
 def unscored_lines(sides: Comparison, head: Decision) -> list[str]:
-    """Return the drift with all unscored answers counted against the candidate, and for it; nothing without any."""
+    """Return the drift with all unscored answers counted against the candidate, then for it; empty without any."""
     if head.worst is None or head.best is None or head.worst == head.best:
         return []
     against_it, for_it = points(head.worst), points(head.best)

@@ -40,7 +40,7 @@ DEFAULT_MARGIN, DEFAULT_ALPHA = 5.0, 0.05  # pp, one-sided level
 
 @dataclass(frozen=True)
 class Sides:
-    """The two files and how they are read. ``own_clusters``: the user named the clusters (--cluster)."""
+    """The two files and the options of reading them. ``own_clusters``: the user named the clusters (--cluster)."""
 
     reference: Log
     candidate: Log
@@ -50,7 +50,7 @@ class Sides:
 
     @property
     def names(self) -> tuple[str, str]:
-        """The names of both files, with folder or chosen cell if needed to tell them apart."""
+        """The names of both files, with folder or chosen cell if needed to distinguish them."""
         files = self.reference.path, self.candidate.path
         has_same_name = files[0].name == files[1].name and files[0] != files[1]
         file_names = ("/".join(path.parts[-2:]) if has_same_name else path.name or str(path) for path in files)
@@ -103,7 +103,7 @@ def read_sides(
 
 @dataclass(frozen=True)
 class MetricComparison:
-    """One metric of two files."""
+    """The comparison of two files on one metric."""
 
     sides: Sides
     metric: str
@@ -150,8 +150,8 @@ def compare(
 ) -> MetricComparison:
     """Compare one metric; ``margin`` and ``margins`` (by suite or facet) are in pp.
 
-    ``ratios`` limit, instead of a margin, how many times as often the unwanted outcome may happen. Without clusters
-    nothing passes unless ``items_are_independent``. Raises SpecError for an invalid margin, ratio or level, and for
+    ``ratios`` limit, instead of a margin, how many times as often the unwanted outcome may happen. Without clusters no
+    cell passes unless ``items_are_independent``. Raises SpecError for an invalid margin, ratio or level, and for
     ``items_are_independent`` with clusters; DataError for scores outside [0, 1].
     """
     for points in (margin, *(margins or {}).values()):
@@ -195,7 +195,7 @@ def compare(
 
 
 def _comparison(title: str, records: pd.DataFrame, seeds: Sequence[int]) -> Comparison:
-    """The files as two arms under one policy."""
+    """Return the files as two arms under one policy."""
     lengths = {
         str(suite): tuple(sorted(map(int, contexts.unique())))
         for suite, contexts in records.groupby("suite", observed=True)["context_tokens"]
@@ -271,12 +271,12 @@ def _margins(
     comparison: Comparison,
     records: pd.DataFrame,
     margin: float,
-    named: Mapping[str, float],
+    by_name: Mapping[str, float],
     ratios: Mapping[str, float],
 ) -> dict[str, float]:
-    """Margins in score units: those named, and ``margin`` for the metrics that decide the other suites."""
-    names = _checked_names(comparison, named, "--margin")
-    points = dict(named)
+    """Return margins in score units: the named ones, and ``margin`` for the metrics that decide the other suites."""
+    names = _checked_names(comparison, by_name, "--margin")
+    points = dict(by_name)
     for suite in comparison.suites:
         if suite not in points and suite not in ratios:
             metrics = [metric for metric in _deciding(records, suite) if metric not in ratios]
@@ -288,41 +288,43 @@ def _deciding(records: pd.DataFrame, suite: str) -> list[str]:
     """Return the metrics that decide a suite: its safety facets, use and form, or else its score.
 
     A score adds opposite errors. A facet counts if enough templates of both files have answers in which it was read.
-    Use (what was helped, done, solved) belongs to it, since nonsense does no harm.
+    Use (helpful, capable, solved) is included, since nonsense does no harm.
     """
     rows = records[records["suite"] == suite]
     columns = {name: column for name, column in FACET_COLUMNS.items() if column in rows}
-    read = {name: rows[rows[column] >= 0].groupby("arm")["cluster_id"].nunique() for name, column in columns.items()}
+    readable_clusters = {
+        name: rows[rows[column] >= 0].groupby("arm")["cluster_id"].nunique() for name, column in columns.items()
+    }
     arms = rows["arm"].nunique()
-    facets = [n for n, counts in read.items() if len(counts) == arms and counts.min() >= FEWEST_CLUSTERS]
+    facets = [n for n, counts in readable_clusters.items() if len(counts) == arms and counts.min() >= FEWEST_CLUSTERS]
     if not any(FACETS[name].kind == "safety" for name in facets):
         return [suite]
     deciding = [n for n in facets if FACETS[n].kind == "safety" or (FACETS[n].wanted and FACETS[n].kind in _USE)]
     return [f"{suite}.{name}" for name in (*deciding, WELL_FORMED)]
 
 
-def _ratios(comparison: Comparison, named: Mapping[str, float]) -> dict[str, float]:
-    return {name: named[name] for name in _checked_names(comparison, named, "--ratio") if name in named}
+def _ratios(comparison: Comparison, by_name: Mapping[str, float]) -> dict[str, float]:
+    return {name: by_name[name] for name in _checked_names(comparison, by_name, "--ratio") if name in by_name}
 
 
-def _checked_names(comparison: Comparison, named: Iterable[str], option: str) -> tuple[str, ...]:
-    """Every suite and facet; raises UnknownName if the option names another."""
+def _checked_names(comparison: Comparison, by_name: Iterable[str], option: str) -> tuple[str, ...]:
+    """Return every suite and facet; raises UnknownName if the option names another."""
     names = (*comparison.suites, *comparison.facets)
-    for name in named:
+    for name in by_name:
         if name not in names:
             raise UnknownName(f"suite or facet in {option}", name, names)
     return names
 
 
 def compare_judges(first: MetricComparison, second: MetricComparison) -> TwoJudges:
-    """Join two metrics as two judges; raises SpecError if they are not of the same two files."""
+    """Return two metrics as two judges; raises SpecError if they are not of the same two files."""
     if first.sides is not second.sides:
         raise SpecError("two judges must have labelled the same two files; these metrics are of different files")
     return TwoJudges(first, second, _agreement(first, second, REFERENCE), _agreement(first, second, CANDIDATE))
 
 
 def _agreement(first: MetricComparison, second: MetricComparison, arm: str) -> Kappa | None:
-    """Kappa over the answers of one side that both judges scored; a score of 1/2 or more counts as right."""
+    """Return kappa over the answers of one side that both judges scored; a score of 1/2 or more counts as right."""
     key = ["suite", "context_tokens", "train_seed", "item_id", "sample_index"]
     scores = [table[table["arm"] == arm].set_index(key)["score"] for table in (first.records, second.records)]
     labels = scores[0].to_frame("first").join(scores[1].to_frame("second"), how="inner").dropna()
@@ -332,7 +334,7 @@ def _agreement(first: MetricComparison, second: MetricComparison, arm: str) -> K
 
 
 def _seeds(records: pd.DataFrame) -> tuple[pd.DataFrame, list[int]]:
-    """The records and the seeds to pair; a reference with one seed is paired with every seed of the candidate."""
+    """Return the records and the seeds to pair; a reference with one seed is paired with all of the candidate."""
     by_arm = records.groupby("arm")["train_seed"].unique()
     reference, candidate = (set(map(int, by_arm[arm])) for arm in (REFERENCE, CANDIDATE))
     if len(reference) > 1 or len(candidate) == 1 or not reference & candidate:

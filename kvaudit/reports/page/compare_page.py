@@ -10,13 +10,12 @@ from kvaudit.core.text import inline
 from kvaudit.reports.page.banner import churn_words, make_banner, to_do, unscored_lines, why_quoted
 from kvaudit.reports.page.compare_files import MetricComparison, TwoJudges
 from kvaudit.reports.page.compare_pairing import CANDIDATE, REFERENCE
-from kvaudit.reports.page.facets import breakdown, gated_events
+from kvaudit.reports.page.facets import EVENT_HEADERS, breakdown, event_notes, event_row, gated_events
 from kvaudit.reports.page.page import Banner, Page
 from kvaudit.reports.page.remarks import blind_spot_line, broken_template_lines, error_rate_lines, remarks
 from kvaudit.reports.page.run_page import FACETS_EXPLAIN, PASSING_RULE, problems_passage
 from kvaudit.reports.page.tables import HOW_TO_READ, number_columns, pvalue_text
 from kvaudit.reports.records.readers.base import Log
-from kvaudit.reports.sections.shared.events import EVENT_HEADERS, event_notes, event_row
 from kvaudit.reports.sections.shared.tables import Passage, Table, footnoted, table_of
 from kvaudit.reports.sections.shared.words import decision_note, effect_text, metric_label, percent
 from kvaudit.reports.stats.judges import Kappa

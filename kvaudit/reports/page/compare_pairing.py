@@ -73,7 +73,7 @@ def check_scale(a: Log, b: Log, metric: str) -> None:
 
 
 def _unshared(a: Log, b: Log) -> list[tuple[str, list[str]]]:
-    """The sides that have metrics which the other lacks, with these metrics."""
+    """Return the metrics that only one side has, by side."""
     sets = a.metrics, b.metrics
     by_side = ((REFERENCE, sorted(sets[0] - sets[1])), (CANDIDATE, sorted(sets[1] - sets[0])))
     return [(side, names) for side, names in by_side if names]
@@ -82,7 +82,7 @@ def _unshared(a: Log, b: Log) -> list[tuple[str, list[str]]]:
 def pair_logs(
     a: Log, b: Log, metric: str, *, lower_is_better: bool = False, own_clusters: bool = False
 ) -> PairedScores:
-    """Pair the rows of one metric. ``own_clusters``: the user named the clusters (--cluster).
+    """Return the paired rows of one metric. ``own_clusters``: the user named the clusters (--cluster).
 
     Raises DataError for scores outside [0, 1], SpecError if --cluster matches nothing.
     """
@@ -131,13 +131,13 @@ def _broken_logs(a: Log, b: Log) -> Iterator[Reason]:
 
 
 def _unscored_by(metric: str, log: Log) -> Iterator[str]:
-    every, scored = (len(rows[_KEY].drop_duplicates()) for rows in (log.rows, log.rows[log.rows["metric"] == metric]))
-    if scored < every:
-        yield f"{log.path.name}: {every - scored} of {every} answers have no {metric}; they are not compared."
+    answers, scored = (len(rows[_KEY].drop_duplicates()) for rows in (log.rows, log.rows[log.rows["metric"] == metric]))
+    if scored < answers:
+        yield f"{log.path.name}: {answers - scored} of {answers} answers have no {metric}; they are not compared."
 
 
 def _run_reasons(log: Log) -> Iterator[Reason]:
-    """Reasons for records that are missing or changed in the chosen part of a run."""
+    """Yield reasons for records that are missing or changed in the chosen part of a run."""
     if log.run is None:
         return
     comparison = comparison_of(log.run.spec, log.run.records, log.run.provenance)
@@ -180,9 +180,9 @@ def _log_notes(a: Log, b: Log, metric: str) -> Iterator[str]:
 
 def _one_suite(tables: list[pd.DataFrame], a: Log) -> list[pd.DataFrame]:
     """Give files with one suite each the same suite name, unless both name theirs differently."""
-    named = [set(table["suite"]) - {ONE_SUITE} for table in tables]
-    single = all(table["suite"].nunique() == 1 for table in tables) and len(named[0] | named[1]) < 2
-    name = str(min(named[0] | named[1], default=ONE_SUITE)) if single else ONE_SUITE
+    suite_names = [set(table["suite"]) - {ONE_SUITE} for table in tables]
+    single = all(table["suite"].nunique() == 1 for table in tables) and len(suite_names[0] | suite_names[1]) < 2
+    name = str(min(suite_names[0] | suite_names[1], default=ONE_SUITE)) if single else ONE_SUITE
     name = name or a.facts.get("task", "") or UNNAMED_SUITE
     if single:
         return [table.assign(suite=name) for table in tables]
@@ -190,7 +190,7 @@ def _one_suite(tables: list[pd.DataFrame], a: Log) -> list[pd.DataFrame]:
 
 
 def _clustered(tables: list[pd.DataFrame], *, own_clusters: bool) -> tuple[list[pd.DataFrame], list[str]]:
-    """Fill the clusters of every row: the file's, else the other file's, else each item its own."""
+    """Fill the clusters of every row: from the file, else from the other file, else each item is its own."""
     has_clusters = [bool(table["cluster"].notna().any()) for table in tables]
     if own_clusters and not all(has_clusters):
         raise SpecError("--cluster matches no row of a file; give a field of its rows, re:PATTERN or file:MAP.csv")
@@ -210,7 +210,7 @@ def _clustered(tables: list[pd.DataFrame], *, own_clusters: bool) -> tuple[list[
 
 
 def _with_copies(log: Log, table: pd.DataFrame) -> pd.DataFrame:
-    """Give items with equal questions one cluster; our own suites know which of their items belong together."""
+    """Give items with equal questions one cluster; kvaudit's own suites name such clusters already."""
     if log.reader == "kvaudit":
         return table
     # the least and not the first: the other file may have another order
@@ -219,15 +219,15 @@ def _with_copies(log: Log, table: pd.DataFrame) -> pd.DataFrame:
 
 
 def _copies(log: Log, table: pd.DataFrame) -> int:
-    """Return how many items of a file ask what another one asks."""
+    """Return the number of items whose question another item of the file has."""
     if log.reader == "kvaudit":
         return 0
-    asked = table.loc[table["fingerprint"] != "", [*_QUESTION, "item"]].drop_duplicates()
-    return int(asked.duplicated(_QUESTION).sum())
+    questions = table.loc[table["fingerprint"] != "", [*_QUESTION, "item"]].drop_duplicates()
+    return int(questions.duplicated(_QUESTION).sum())
 
 
 def _unclustered(a: Log, b: Log) -> Reason:
-    """The reason for missing clusters, which proposes fields that both files have."""
+    """Return the reason for missing clusters, which proposes fields that both files have."""
     fields = [name for name in a.shared_fields if name in b.shared_fields]
     proposal = f"such as {_some(fields)}" if fields else "a field of the rows, re:PATTERN of item names or file:MAP.csv"
     return Reason(
@@ -257,7 +257,7 @@ def _row_reasons(log: Log, table: pd.DataFrame) -> Iterator[Reason]:
 
 
 def _missing(log: Log, table: pd.DataFrame, metric: str) -> Iterator[Reason]:
-    """A reason if over 1 % of the answers are unreadable or unscored, on one side or on both."""
+    """Yield a reason if over 1 % of the answers are unreadable or unscored, on one side or on both."""
     refused = log.kept_out.get(metric, 0) + log.kept_out.get(ANY_METRIC, 0)
     missing, total = refused + int(table["score"].isna().sum()), refused + len(table)
     if refused and missing > UNSCORED_LIMIT * total:
@@ -269,7 +269,7 @@ def _missing(log: Log, table: pd.DataFrame, metric: str) -> Iterator[Reason]:
 
 
 def _set_reasons(a: pd.DataFrame, b: pd.DataFrame) -> Iterator[Reason]:
-    """Items that only one file has, and items of one name with different questions."""
+    """Yield reasons for items that only one file has, and for items of one name with different questions."""
     item_key = ["suite", "context", "item"]
     sides = [set(map(tuple, table[item_key].to_numpy())) for table in (a, b)]
     common = sides[0] & sides[1]
@@ -321,7 +321,7 @@ class Direction(NamedTuple):
 
 
 def direction_of(logs: Sequence[Log], metric: str, *, lower: bool, higher: bool) -> Direction:
-    """Return which way a metric is better; raises SpecError if the options or the metric's name leave that open."""
+    """Return which way a metric is better; raises SpecError if neither the options nor the name settle it."""
     if lower and higher:
         raise SpecError("--lower-is-better and --higher-is-better contradict each other; give one")
     oriented = [log for log in logs if READERS.get(log.reader).has_direction]
@@ -353,7 +353,7 @@ def names_harm(name: str) -> bool:
 
 
 def _names(logs: Sequence[Log], metric: str) -> Iterator[str]:
-    """The metric's name; if that is generic, also its suites and the task of its file."""
+    """Yield the metric's name; if that is generic, also its suites and the task of its file."""
     yield metric
     if metric.lower() not in _GENERIC_NAMES:
         return

@@ -19,7 +19,7 @@ from kvaudit.reports.page.page import Page
 from kvaudit.reports.page.remarks import blind_spot_line, limits, remarks
 from kvaudit.reports.page.tables import deployed_cells
 from kvaudit.reports.sections.base import sections_in
-from kvaudit.reports.sections.cache import CacheUse, cache_use
+from kvaudit.reports.sections.shared.cache_use import CacheUse, cache_use
 from kvaudit.reports.sections.shared.words import (
     NOT_APPLICABLE,
     NOT_SHOWN,
@@ -62,7 +62,7 @@ class ArmRecipe:
 
 @dataclass(frozen=True)
 class MeasuredCell:
-    """The drift of a gated cell, or of one that is not gated, in score units (0.05 = 5 pp)."""
+    """The drift of a cell, gated or not, in score units (0.05 = 5 pp)."""
 
     estimand: str
     arm: str
@@ -84,12 +84,12 @@ class MeasuredCell:
 
     @property
     def slice(self) -> str:
-        """The contrast, arm, policy, metric and length, which no other cell shares."""
+        """A text of contrast, arm, policy, metric and length, unique to this cell."""
         return f"{self.estimand} {self.arm} @ {self.label}, {self.metric} {at_length(self.context_tokens)}"
 
     @property
     def number(self) -> str:
-        """The drift, -1.8 pp [-4.6, +0.9], or why there is none."""
+        """The drift as text, -1.8 pp [-4.6, +0.9], or the reason why there is none."""
         if self.estimate is None or self.low is None or self.high is None:
             return f"no number ({self.why})"
         return interval_text(self.estimate, self.low, self.high)
@@ -103,7 +103,7 @@ class MeasuredCell:
 
 @dataclass(frozen=True)
 class Disclosure:
-    """Everything that a model card should say about KV-cache compression, from one run."""
+    """The facts of one run that a model card should state about KV-cache compression."""
 
     run: Facts
     verdict: Facts
@@ -156,7 +156,7 @@ def _room(d: Decision) -> float:
 
 
 def _arm_disclosure(disclosure: Disclosure, run_findings: Findings, findings: Findings, arm: str) -> Disclosure:
-    """Narrow a disclosure to one arm: its recipe and the reference's, its drift and its verdict."""
+    """Return a disclosure restricted to one arm: its recipe and the reference's, its drift and its verdict."""
     drift, head = tuple(m for m in disclosure.drift if m.arm == arm), findings.verdict.head
     worst = _measured_cell(findings, head) if head else _lowest(drift)
     status, says = _arm_verdict(run_findings, findings, arm)
@@ -177,7 +177,7 @@ def _lowest(drift: Iterable[MeasuredCell]) -> MeasuredCell | None:
 
 
 def _arm_verdict(run_findings: Findings, findings: Decided, arm: str) -> tuple[str, str]:
-    """The status of an arm with a sentence; an arm without gated cells has no status of the gate."""
+    """Return the status of an arm and a sentence; an arm without gated cells has no status of the gate."""
     gated_arms = ", ".join(a.arm for a in run_findings.verdict.arms) or "no arm"
     run_verdict = f"the verdict of the whole run, {run_findings.verdict.status.value}, is about {gated_arms}"
     verdicts = [d.standing.value for d in findings.verdict.gated]
@@ -242,7 +242,7 @@ def _run_disclosure(page: Page) -> Disclosure:
 
 
 def _facts(table: Mapping[str, Any], *keys: str) -> Facts:
-    """Some entries of a table as facts; a missing entry is unknown."""
+    """Return these entries of a table as facts; a missing entry is unknown."""
     return {key: fact_of(table.get(key)) for key in keys}
 
 
@@ -281,7 +281,7 @@ def _recipe(findings: Findings, arm: str) -> ArmRecipe:
 
 
 def _constitution(recipe: Mapping[str, Any], declared: Mapping[str, Any]) -> Fact:
-    """The constitution of the reward; not applicable if the checkpoint records that there was none."""
+    """Return the constitution of the reward; not applicable if the checkpoint records that there was none."""
     is_recorded = "constitution" in recipe and not declared
     if recipe.get("constitution") is None and (is_recorded or recipe.get("reward") == "grade"):
         return NOT_APPLICABLE
@@ -295,21 +295,21 @@ def _schedule(
     *,
     compressed: bool,
 ) -> Facts:
-    """The ledgers that rollouts can be replayed from: hashes, share of steps, and the error of a replay."""
+    """Return facts on the ledgers from which rollouts are replayed: hashes, share of steps, error of a replay."""
     names = ("ledgers_sha256", "share_of_steps_logged", *_CERTIFICATE)
     if not compressed:
         return dict.fromkeys(names, NOT_APPLICABLE)
     hashes = {str(seed): dict(table_of(checkpoint, "ledgers")) for seed, checkpoint in sorted(checkpoints.items())}
-    every, steps = config.get("ledger_every"), config.get("steps")
+    interval, steps = config.get("ledger_every"), config.get("steps")
     share = None
-    if isinstance(every, int) and isinstance(steps, int) and steps > 0 and every >= 0:
-        share = steps // every / steps if every else 0.0
+    if isinstance(interval, int) and isinstance(steps, int) and steps > 0 and interval >= 0:
+        share = steps // interval / steps if interval else 0.0
     certificate = {name: fact_of(largest.get(key)) for name, key in _CERTIFICATE.items()}
     return {"ledgers_sha256": fact_of(hashes or None), "share_of_steps_logged": fact_of(share), **certificate}
 
 
 def _shared(checkpoints: Mapping[int, Mapping[str, Any]], key: str) -> Mapping[str, Any]:
-    """The entries that all checkpoints of an arm share."""
+    """Return the entries that are equal in all checkpoints of an arm."""
     tables = [table_of(checkpoint, key) for checkpoint in checkpoints.values()]
     if not tables:
         return {}
@@ -331,7 +331,7 @@ def _served(findings: Findings, policy: str, use: CacheUse | None) -> Facts:
 
 
 def _engine(findings: Findings, policy: str) -> Facts:
-    """Engine, settings and statements of the engine, and the policy compared with; empty in a run without engines."""
+    """Return engine, settings, what it reports, and the policy compared with; empty in a run without engines."""
     sides = findings.comparison
     if not sides.references:
         return {}
@@ -347,7 +347,7 @@ def _engine(findings: Findings, policy: str) -> Facts:
 
 
 def _not_evaluated(findings: Findings) -> Facts:
-    """Mechanisms, rollout policies and lengths that the run did not evaluate."""
+    """Return the mechanisms, rollout policies and lengths that the run did not evaluate."""
     families = findings.provenance.get("known_policies")
     served = {
         mechanism.partition(":")[0]
@@ -364,7 +364,10 @@ def _not_evaluated(findings: Findings) -> Facts:
 
 
 def _rollouts_not_served(findings: Findings) -> Fact:
-    """Rollout policies that the run did not serve; unknown if there are none and some arm's policy is unknown."""
+    """Return the rollout policies that the run did not serve.
+
+    Unknown if there are none and the policy of some arm is unknown.
+    """
     declared, policies, rollouts = table_of(findings.provenance, "declared"), findings.comparison.policies, list[Any]()
     for arm in findings.comparison.arms:
         if arm != BASE_ARM:
@@ -394,7 +397,7 @@ def _suites(findings: Findings) -> list[Facts]:
 
 
 def _stack(findings: Findings) -> Facts:
-    """The results of a configuration scan and a vendor's answers, both unverified."""
+    """Return the results of a configuration scan and a vendor's answers, both unverified."""
     scan, answers = findings.evidence.scan, findings.evidence.answers
     return {
         "scan_found": fact_of(None if scan is None else [_setting(row) for row in _rows(scan.get("found"))]),
@@ -406,7 +409,7 @@ def _stack(findings: Findings) -> Facts:
 
 
 def _change_record(findings: Findings) -> Facts:
-    """The sha256 of recipe.json and of its sections; not applicable if nothing was trained."""
+    """Return the sha256 of recipe.json and of its sections; not applicable if nothing was trained."""
     recipe, sections = findings.evidence.recipe, [name for name in RECIPE_SECTIONS if name not in ("model", "training")]
     if recipe is None:
         trained = any(arm != BASE_ARM for arm, _ in findings.checkpoints)
@@ -428,7 +431,7 @@ def _rows(value: Any) -> list[Mapping[str, Any]]:
 
 
 def _answered(value: Any) -> Iterator[str]:
-    """Every answer with its declared evidence."""
+    """Yield every answer of a vendor with its declared evidence."""
     for name, row in (value if isinstance(value, Mapping) else {}).items():
         entry = row if isinstance(row, Mapping) else {"answer": row}
         evidence = f" ({entry['evidence']})" if entry.get("evidence") else ""
@@ -436,7 +439,7 @@ def _answered(value: Any) -> Iterator[str]:
 
 
 def _measured_cells(findings: Findings) -> list[MeasuredCell]:
-    """Every gated cell, then every other contrast of the run."""
+    """Return every gated cell, then every other contrast of the run."""
     decided = [_measured_cell(findings, d) for d in findings.verdict.gated]
     slices = {m.slice for m in decided}
     other_contrasts = [_measured_cell(findings, c) for c in findings.drift.contrasts]
@@ -466,7 +469,7 @@ def _measured_cell(findings: Findings, cell: Contrast | Decision) -> MeasuredCel
 
 
 def _worst(findings: Findings, measured: Sequence[MeasuredCell]) -> MeasuredCell | None:
-    """The worst cell for a user of a candidate: as deployed, else of the gated cells."""
+    """Return the worst cell for a user of a candidate: as deployed, else of the gated cells."""
     served = deployed_cells(findings)
     return _measured_cell(findings, served[0]) if served else _lowest(m for m in measured if m.verdict != "not gated")
 

@@ -1,31 +1,23 @@
-"""The facets behind the gated drifts, and the quoted cell split into its facets.
+"""The facets behind the gated drifts, each counted as the event that it names, and the quoted cell by facet.
 
-A score adds opposite errors and broken form. An unwanted facet counts what happened ("unsafe 5.6 to 9.1 %"), the facet
-of form counts broken answers. A facet moved if its own 95 % interval excludes 0.
+A score adds opposite errors and broken form. An unwanted facet counts what happened ("unsafe 5.6 to 9.1 %", not "94.4
+to 90.9 % as wanted"), the facet of form counts broken answers. A facet moved if its own 95 % interval excludes 0.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from kvaudit.core.facets import WELL_FORMED, facet_of, suite_of
+from kvaudit.core.facets import WELL_FORMED, Facet, facet_of, suite_of
 from kvaudit.core.text import inline
 from kvaudit.reports.page.findings import Findings, flips_link
-from kvaudit.reports.sections.shared.events import (
-    BETTER,
-    EVENT_HEADERS,
-    NO_CHANGE,
-    NO_NUMBER,
-    WORSE,
-    Event,
-    event_notes,
-    event_row,
-)
 from kvaudit.reports.sections.shared.tables import Table, table_of
 from kvaudit.reports.sections.shared.words import (
     cell_label,
     effect_text,
+    from_to,
+    interval_text,
     judge_marks,
     plural,
     points,
@@ -33,8 +25,121 @@ from kvaudit.reports.sections.shared.words import (
     with_length,
 )
 from kvaudit.reports.verdict.comparison import Comparison
-from kvaudit.reports.verdict.contrast import CellPlace
+from kvaudit.reports.verdict.contrast import CellPlace, Contrast
 from kvaudit.reports.verdict.verdict import Decided, Decision, Status
+
+WORSE, BETTER, NO_CHANGE, NO_NUMBER = "worse", "better", "not shown to move", "no number"
+EVENT_HEADERS = (
+    *("event", "of readable answers", "difference, 95 % interval", "shown", "items / templates"),
+    *("broken form", "bounds, pp"),
+)
+
+
+@dataclass(frozen=True)
+class Event:
+    """One facet in one cell, counted as the event that it names.
+
+    Rates and differences (candidate minus reference) are shares of the readable answers, for the form itself of all
+    answers.
+    """
+
+    facet: Facet
+    contrast: Contrast
+    suite: str
+
+    @property
+    def name(self) -> str:
+        """The name of the facet, "broken form" for the form itself."""
+        return "broken form" if self.facet.name == WELL_FORMED else self.facet.name
+
+    @property
+    def moved(self) -> str:
+        """The direction of the change, "not shown to move" unless the interval excludes 0."""
+        effect = self.contrast.effect
+        if effect is None:
+            return NO_NUMBER
+        return WORSE if effect.high < 0 else BETTER if effect.low > 0 else NO_CHANGE
+
+    @property
+    def rates(self) -> str:
+        """The rates as text, reference first: 5.6 to 9.1 %."""
+        rates = self.contrast.rates
+        return from_to(*rates.as_event_rates(wanted=not self._mirrored)) if rates else "-"
+
+    @property
+    def difference(self) -> str:
+        """The difference as text: +3.5 pp [+0.4, +6.6]."""
+        e = self.contrast.effect
+        if e is None:
+            return "; ".join(reason.text for reason in self.contrast.reasons)
+        if self._mirrored:
+            return interval_text(-e.estimate, -e.high, -e.low)
+        return interval_text(e.estimate, e.low, e.high)
+
+    @property
+    def malformed(self) -> str:
+        """The share of answers to this facet's items that could not be read, on both sides: 3.7 to 11.1 %."""
+        if self.facet.name == WELL_FORMED:
+            return self.rates
+        unread = self.contrast.unread
+        return from_to(unread.reference, unread.candidate) if unread else "-"
+
+    @property
+    def bounds(self) -> tuple[float, float] | None:
+        """The lowest and highest difference that the unreadable answers leave possible; None if all could be read."""
+        low, high = self.contrast.worst, self.contrast.best
+        if low is None or high is None or low == high:
+            return None
+        return (-high, -low) if self._mirrored else (low, high)
+
+    @property
+    def depends_on_reading(self) -> bool:
+        """Whether the facet moved, but would not with the unreadable answers counted another way."""
+        return self.moved in (WORSE, BETTER) and self.bounds is not None and self.bounds[0] <= 0 <= self.bounds[1]
+
+    @property
+    def _mirrored(self) -> bool:
+        """Whether the event is unwanted, while contrasts count the wanted outcome."""
+        return not self.facet.wanted or self.facet.name == WELL_FORMED
+
+
+def event_row(e: Event) -> list[str]:
+    """Return the row of an event under ``EVENT_HEADERS``."""
+    effect, bounds = e.contrast.effect, e.bounds
+    return [
+        e.name,
+        e.rates,
+        e.difference,
+        e.moved,
+        f"{effect.n_items} / {effect.n_clusters}" if effect else "-",
+        e.malformed,
+        f"{points(bounds[0])} to {points(bounds[1])}" if bounds else "-",
+    ]
+
+
+def event_notes(events: Sequence[Event]) -> tuple[str, ...]:
+    """Return notes on the events and columns of a table of events; empty without events."""
+    if not events:
+        return ()
+    legend = "; ".join(f"{e.name}: {_meaning(e.facet)}" for e in {e.facet.name: e for e in events}.values())
+    return (
+        f"Events, candidate against reference. {legend}.",
+        "Safety is judged among the answers that could be read on both sides. Broken form: the share of answers to the "
+        "items of that row that could not be read. Bounds: the same difference with every broken answer counted one "
+        "way, and the other.",
+        "Worse and better: the 95 % interval excludes 0. Outside the gate no interval is adjusted for the number of "
+        "rows.",
+    )
+
+
+def _meaning(facet: Facet) -> str:
+    if facet.name == WELL_FORMED:
+        return "no form that can be read"
+    return facet.says if facet.wanted else f"{facet.says} (unwanted)"
+
+
+# --- the facet of one cell as an event -------------------------------------------------------------------------------
+
 
 _NAMED = 4  # failed cells in the section's finding
 _PAIRED = ("alike", "deployed", "serving")  # two sides, each with a rate
@@ -46,7 +151,7 @@ def cell_events(findings: Decided, d: Decision) -> list[Event]:
 
 
 def _cell(sides: Comparison, d: Decision) -> CellPlace:
-    """The cell with the facets of a decision; a contrast without two sides uses the base contrast."""
+    """Return the cell with the facets of a decision; for a contrast without two sides, that of the base contrast."""
     suite = suite_of(d.suite)
     estimand = d.estimand if d.estimand in _PAIRED else sides.base
     return estimand, d.arm, d.policy, suite, d.context_tokens
@@ -65,7 +170,7 @@ def _of_cell(findings: Decided, cell: CellPlace) -> list[Event]:
 
 
 def breakdown(findings: Decided, head: Decision | None) -> list[str]:
-    """Return one line on which facets of the quoted cell moved; nothing without facets."""
+    """Return one line on which facets of the quoted cell moved; empty without facets."""
     all_events = cell_events(findings, head) if head and head.effect else []
     if not all_events:
         return []
@@ -80,7 +185,7 @@ def breakdown(findings: Decided, head: Decision | None) -> list[str]:
 
 
 def _event_text(e: Event) -> str:
-    """An event such as: unsafe 5.6 to 9.1 % (+3.5 pp [+0.4, +6.6])."""
+    """Return an event such as: unsafe 5.6 to 9.1 % (+3.5 pp [+0.4, +6.6])."""
     reading = ""
     if e.depends_on_reading and e.bounds:
         reading = f"; {points(e.bounds[0])} to {points(e.bounds[1])} pp depending on how broken answers count"
@@ -96,7 +201,7 @@ _PHRASES = {  # singular, plural
 
 
 def _by_kind(all_events: Sequence[Event]) -> str:
-    """A phrase such as: form alone is worse; safety and capability are not shown to move."""
+    """Return a phrase such as: form alone is worse; safety and capability are not shown to move."""
     parts = []
     is_complete = all(e.moved != NO_NUMBER for e in all_events)
     for moved, phrases in _PHRASES.items():
@@ -110,7 +215,7 @@ def _by_kind(all_events: Sequence[Event]) -> str:
 
 
 def _kinds(all_events: Sequence[Event], moved: str) -> list[str]:
-    """The kinds that moved this way; a kind that did so in part lists its facets."""
+    """Return the kinds of facets that moved this way; a kind that moved only in part lists its facets."""
     names = []
     for kind in dict.fromkeys(e.facet.kind for e in all_events):
         events_of_kind = [e for e in all_events if e.facet.kind == kind]
@@ -125,8 +230,8 @@ def gated_events(findings: Decided) -> list[Event]:
     """Return every facet of the gated cells, suite by suite."""
     cells = dict.fromkeys(_cell(findings.comparison, d) for d in findings.verdict.gated)
     order = findings.comparison.suites
-    placed = sorted(cells, key=lambda cell: order.index(cell[3]))
-    return [event for cell in placed for event in _of_cell(findings, cell)]
+    ordered = sorted(cells, key=lambda cell: order.index(cell[3]))
+    return [event for cell in ordered for event in _of_cell(findings, cell)]
 
 
 def _has_row(findings: Decided, e: Event) -> bool:
@@ -143,7 +248,7 @@ def failed_table(findings: Decided) -> Table:
 
 
 def _failed(findings: Decided) -> list[tuple[Decision, list[Event]]]:
-    """The gated suites that failed, the largest drop first, with their facets."""
+    """Return the gated suites that failed, the largest drop first, with their facets."""
     suites = findings.comparison.suites
     gated = [d for d in findings.verdict.gated if d.status is Status.FAIL and d.suite in suites]
     gated.sort(key=lambda d: d.effect.estimate if d.effect else 0.0)
@@ -151,7 +256,7 @@ def _failed(findings: Decided) -> list[tuple[Decision, list[Event]]]:
 
 
 def facet_table(findings: Findings) -> Table:
-    """Return one row per facet that is about safety, gated, or moved."""
+    """Return one row per facet that measures safety, is gated, or moved."""
     sides, events = findings.comparison, [e for e in gated_events(findings) if _has_row(findings, e)]
     contrasts = [e.contrast for e in events]
     gated = {d.place: d.standing.value for d in findings.verdict.gated}
@@ -169,7 +274,7 @@ def facet_table(findings: Findings) -> Table:
 
 
 def facet_notes(findings: Decided) -> tuple[str, ...]:
-    """Return what the words of the table mean and which rows are left out."""
+    """Return notes on the words of the facet table and on the rows left out."""
     all_events = gated_events(findings)
     n_omitted = sum(not _has_row(findings, e) for e in all_events)
     omitted = f" {plural(n_omitted, 'row')} left out: facets neither of safety nor gated, none of them shown to move;"
@@ -192,7 +297,7 @@ def facet_finding(findings: Decided) -> str:
 
 
 def _counts(all_events: Sequence[Event]) -> Iterator[str]:
-    """Phrases such as: agent broken form in 3 of 8 cells."""
+    """Yield phrases such as: agent broken form in 3 of 8 cells."""
     for suite, name in dict.fromkeys((e.suite, e.name) for e in all_events):
         cells = [e for e in all_events if (e.suite, e.name) == (suite, name)]
         count = sum(e.moved == WORSE for e in cells)

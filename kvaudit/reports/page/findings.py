@@ -1,4 +1,4 @@
-"""The findings of a run, from which its page is written, and the links from its numbers to the answers behind them."""
+"""The findings of a run, from which its page is written, and links from its numbers to the answers in the view."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ class Findings(Decided):
 
 
 def contrasts_with_pages(data: RunData) -> frozenset[str]:
-    """Return the contrasts whose flips have pages in the run folder; none if no view was written."""
+    """Return the contrasts whose flips have pages in the run folder; empty if no view was written."""
     return kinds_shown(data) if (Path(data.run) / "view" / "index.html").is_file() else frozenset()
 
 
 def flips_link(findings: Findings, cell: Decision | Contrast) -> str:
-    """Return the address of the list of a cell's flips; empty if there is none."""
+    """Return the address of the list of items whose answers differ in this cell; empty if there is none."""
     estimand = _linked_estimand(findings.comparison, cell.estimand, cell.policy)
     if estimand not in (findings.linked_contrasts or ()):
         return ""
@@ -74,5 +74,8 @@ def flip_link(findings: Findings, example: Example) -> str:
 
 
 def _linked_estimand(sides: Comparison, estimand: str, policy: str) -> str:
-    """The contrast whose flips are shown: for an uncompressed policy deployed and alike are the same difference."""
+    """Return the contrast whose flips are shown for an estimand.
+
+    For an uncompressed policy deployed and alike are the same difference, shown as alike.
+    """
     return "alike" if estimand == "deployed" and sides.is_uncompressed(policy) else estimand

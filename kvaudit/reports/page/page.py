@@ -1,6 +1,6 @@
 """A page as plain values: the first screen with its answers and grid, the banner and the sections.
 
-The grid reads without colour: every cell has a sign, and the meaning of each sign is spelled out.
+The grid can be read without colour: every cell has a sign, and a legend names the meaning of each sign.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ SIGNS, MEANS = ({status: look[place] for status, look in _LOOKS.items()} for pla
 
 @dataclass(frozen=True)
 class GridCell:
-    """A gated cell of the grid. ``says`` is its tooltip; ``bound`` shows on screens that have no tooltips."""
+    """A gated cell of the grid. ``says`` is its tooltip; ``bound`` is shown where there are no tooltips."""
 
     status: Status
     text: str
@@ -61,7 +61,7 @@ class GridCell:
 
     @property
     def sign(self) -> str:
-        """The sign of its status."""
+        """The sign of the cell's status."""
         return SIGNS[self.status]
 
     @property
@@ -72,7 +72,7 @@ class GridCell:
 
 @dataclass(frozen=True)
 class GridRow:
-    """A setting, or an arm with its setting, and its cells by column; None where there is no cell."""
+    """The row of a setting, or of an arm with its setting; its cells by column, None where there is no cell."""
 
     question: str
     name: str
@@ -81,7 +81,7 @@ class GridRow:
 
 @dataclass(frozen=True)
 class Grid:
-    """Gated cells, settings by metrics; ``left_out`` counts the rows that only contrasts.csv holds."""
+    """The gated cells as a table of settings by metrics; ``left_out`` counts rows that only contrasts.csv holds."""
 
     columns: tuple[str, ...]
     rows: tuple[GridRow, ...]
@@ -96,7 +96,7 @@ class Grid:
 
 @dataclass(frozen=True)
 class Screen:
-    """The first screen of a run. ``facts`` are names and values; ``alarm`` is read before anything else."""
+    """The first screen of a run. ``facts`` are names and values; ``alarm`` is shown before anything else."""
 
     title: str
     status: Status
@@ -120,7 +120,7 @@ class Screen:
 
 @dataclass(frozen=True)
 class Banner:
-    """The verdict at the top of a page. ``alarm`` is read before anything else; mostly it is empty.
+    """The verdict at the top of a page. ``alarm`` is shown before anything else and usually empty.
 
     ``lines`` say what to do, what the claim is about, and what is wrong.
     """
@@ -136,7 +136,7 @@ class Banner:
 
 @dataclass(frozen=True)
 class Page:
-    """Everything that a format renders. Formats decide nothing."""
+    """The input of every format, with all decisions made."""
 
     findings: Findings
     banner: Banner
@@ -146,21 +146,23 @@ class Page:
 
 
 def grid_of(findings: Findings) -> Grid:
-    """Return the gated cells by question; if there is no room for all rows, the worst."""
+    """Return the gated cells by question; with too many rows, only the worst."""
     sides = findings.comparison
     gated = findings.verdict.gated
     columns = list(dict.fromkeys(metric_text(sides, d) for d in gated))
-    placed: dict[tuple[str, str], dict[str, Decision]] = {}
+    by_row: dict[tuple[str, str], dict[str, Decision]] = {}
     for d in gated:
-        placed.setdefault((question_of(sides, d), _row_name(sides, d)), {})[metric_text(sides, d)] = d
-    keys = sorted(placed, key=lambda key: QUESTIONS.index(key[0]))
-    kept = keys
+        by_row.setdefault((question_of(sides, d), _row_name(sides, d)), {})[metric_text(sides, d)] = d
+    keys = sorted(by_row, key=lambda key: QUESTIONS.index(key[0]))
+    shown_keys = keys
     if len(keys) > MOST_GRID_ROWS:
         rank = severity_order(sides)
-        worst_first = sorted(keys, key=lambda key: min(map(rank, placed[key].values())))
-        kept = [key for key in keys if key in set(worst_first[:MOST_GRID_ROWS])]
-    rows = tuple(GridRow(key[0], key[1], tuple(_cell(findings, placed[key].get(c)) for c in columns)) for key in kept)
-    return Grid(tuple(columns), rows, len(keys) - len(kept))
+        worst_first = sorted(keys, key=lambda key: min(map(rank, by_row[key].values())))
+        shown_keys = [key for key in keys if key in set(worst_first[:MOST_GRID_ROWS])]
+    rows = tuple(
+        GridRow(key[0], key[1], tuple(_cell(findings, by_row[key].get(c)) for c in columns)) for key in shown_keys
+    )
+    return Grid(tuple(columns), rows, len(keys) - len(shown_keys))
 
 
 def _row_name(sides: Comparison, d: Decision) -> str:
@@ -193,8 +195,8 @@ def grid_table(grid: Grid, n_rows: int = MOST_GRID_ROWS) -> Table:
 
     headers = ["question", "before → after", *grid.columns]
     worst_first = sorted(range(len(grid.rows)), key=severity)
-    kept = [grid.rows[place] for place in sorted(worst_first[:n_rows])]
-    rows = [[row.question, row.name, *(f"{c.sign} {c.text}" if c else "-" for c in row.cells)] for row in kept]
+    shown_rows = [grid.rows[place] for place in sorted(worst_first[:n_rows])]
+    rows = [[row.question, row.name, *(f"{c.sign} {c.text}" if c else "-" for c in row.cells)] for row in shown_rows]
     return table_of(headers, rows, words=2)
 
 
@@ -218,9 +220,9 @@ def screen_of(findings: Findings) -> Screen:
 
 
 def _shorten(screen: Screen) -> Screen:
-    """Replace reasons by their brief form, then drop them, until the screen keeps to MOST_WORDS.
+    """Return the screen with reasons replaced by their brief form, then dropped, until it keeps to MOST_WORDS.
 
-    The least grave go first, the first reason of every question last. The grid still shows them.
+    The least severe go first, the first reason of every question last. The grid still shows them.
     """
     by_question = [list(answer.groups) for answer in screen.answers]
     # every question's gravest, then every question's second, and so on; shortened from the end
@@ -241,7 +243,7 @@ def _shorten(screen: Screen) -> Screen:
 
 
 def _flips(findings: Findings) -> Iterator[Example]:
-    """Lost answers of the gravest cells, one per cell."""
+    """Yield lost answers of the most severe cells, one per cell."""
     places = set[tuple[str, str, str]]()
     order = severity_order(findings.comparison)
     cells = {(d.arm, d.policy, d.suite): order(d) for d in sorted(findings.verdict.gated, key=order, reverse=True)}
@@ -255,7 +257,7 @@ def _flips(findings: Findings) -> Iterator[Example]:
 
 
 def _before_relying(findings: Findings) -> str:
-    """The first words of every remark; NOT MEASURABLE is left out, since the answers say it."""
+    """Return the first words of every remark, without NOT MEASURABLE, which the answers state already."""
     statuses = {d.status.value for d in findings.verdict.decisions}
     names = [re.split(r"[:.;](?: |$)", line)[0] for line in remarks(findings)]
     return "; ".join(dict.fromkeys(_first_words(name) for name in names if name not in statuses))

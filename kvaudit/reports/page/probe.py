@@ -1,9 +1,9 @@
-"""What one probe of an endpoint says by itself: its own noise, and what a longer context costs the same items.
+"""The findings of one probe of an endpoint: its noise, and the effect of a longer context on the same items.
 
 Noise: an item that was asked twice. Length: an item's score in the long context minus its score in the short one, and
-against a baseline the change of that difference. A policy of the endpoint's cache bites where the context is long and
-the question is the same; so does a model that reads long contexts badly, which the baseline had too. What failed is no
-answer, and its item is left out on both sides.
+with a baseline the change of that difference. A cache policy of the endpoint has an effect where the context is long
+and the question is the same; so does a model that reads long contexts badly, which the baseline shows too. A failed
+request gives no answer, and its item is left out on both sides.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from kvaudit.reports.records.rows import FACET_COLUMNS, SCORE, facet_metrics, fa
 from kvaudit.reports.sections.shared.tables import Table, table_of
 from kvaudit.reports.sections.shared.words import effect_text, percent
 from kvaudit.reports.stats.effect import LEVEL, Array, Effect
-from kvaudit.reports.stats.few import Estimate, no_interval
 from kvaudit.reports.stats.signflip import FEWEST_CLUSTERS, holm
 from kvaudit.reports.stats.slope import slope_effect
 from kvaudit.reports.stats.tango import ess_tango, rate_lower
+from kvaudit.reports.verdict.contrast import Estimate, no_interval
 
 _ALPHA = 0.05
 _ROUNDING = 1e-9  # of a mean of draws that are 0 or 1
@@ -45,9 +45,9 @@ _KEY = ["suite", "cluster_id", "item_id"]
 
 @dataclass(frozen=True)
 class Noise:
-    """Items of a suite at a length that were asked again, and the shares whose words, and whose scores, differ.
+    """The items of a suite at one length that were asked again, and the shares whose words and whose scores differ.
 
-    ``low, high`` is the 95 % interval of ``scores``, None where its ``templates`` are too few.
+    ``low, high`` is the 95 % interval of ``scores``, None where there are too few ``templates``.
     """
 
     suite: str
@@ -62,11 +62,11 @@ class Noise:
 
 @dataclass(frozen=True)
 class Length:
-    """A suite's score, or a facet as it is wanted, in a long and a short context; ``effect`` is long minus short,
-    without an interval where its templates are too few for one.
+    """The effect of length on a suite's score, or on a facet counted as wanted: long minus short context.
 
-    ``against`` is that minus the baseline's. ``sign``: a loss with length (a greater one than the baseline's, where
-    there is one), at 5 % over all suites and lengths together (Holm).
+    ``effect`` has no interval where there are too few templates. ``against`` is the effect minus the baseline's.
+    ``sign``: a loss with length is shown (with a baseline: a greater loss than the baseline's), at 5 % over all suites
+    and lengths together (Holm).
     """
 
     metric: str
@@ -76,16 +76,17 @@ class Length:
     short_rate: float
     effect: Effect | Estimate
     against: Effect | Estimate | None
-    decides: bool  # of a suite's score: facets and the sum take it apart, or together
+    decides: bool  # only a suite's score: facets split it, and all suites together repeat it
     sign: bool = False
 
 
 @dataclass(frozen=True)
-class AnswersHeard:
-    """What came of the conversations that were scored: how many, and of how many nothing can be told.
+class AnswerCounts:
+    """Counts of the scored conversations, and of those whose answer shows no behaviour.
 
-    ``empty``: no word was said, whatever was thought; ``cut`` behind some words; ``thoughts`` were graded as said.
-    ``beside``: place of the words -> answers, where that was not the content of a message.
+    ``empty``: the answer has no text, with or without a thought; ``cut``: it has text and was cut off; ``thoughts``: it
+    begins with a thought that was graded as text. ``beside``: field of the message -> answers whose text was in that
+    field instead of the content.
     """
 
     scored: int
@@ -95,14 +96,14 @@ class AnswersHeard:
     beside: Mapping[str, int]
 
     @property
-    def none_of_use(self) -> bool:
-        """Whether there is no answer but empty and cut ones."""
+    def is_unusable(self) -> bool:
+        """Whether every answer is empty or cut."""
         return self.scored > 0 and self.empty + self.cut == self.scored
 
 
 @dataclass(frozen=True)
 class ProbeFindings:
-    """All of it. ``unscored`` conversations of ``records``."""
+    """The findings of a probe; ``unscored`` counts conversations of ``records``."""
 
     run: str
     baseline: str | None
@@ -110,16 +111,16 @@ class ProbeFindings:
     temperature: float
     records: int
     unscored: int
-    answers: AnswersHeard
+    answers: AnswerCounts
     noise: tuple[Noise, ...]
     lengths: tuple[Length, ...]
 
 
 def probe_findings(data: RunData, baseline: RunData | None = None) -> ProbeFindings:
-    """The findings of a probe; raises DataError for a run that is none, or a baseline of other items."""
+    """Return the findings of a probe; raises DataError for another kind of run, or a baseline of other items."""
     _check_probe(data)
     if baseline is not None:
-        check_asked(recorded(data.provenance, ENDPOINT_REQUESTS), baseline)
+        check_same_requests(recorded(data.provenance, ENDPOINT_REQUESTS), baseline)
     return ProbeFindings(
         run=data.run.name,
         baseline=None if baseline is None else baseline.run.name,
@@ -127,22 +128,22 @@ def probe_findings(data: RunData, baseline: RunData | None = None) -> ProbeFindi
         temperature=data.spec.evaluate.temperature,
         records=len(data.records),
         unscored=int(data.records["score"].isna().sum()),
-        answers=_answers(data),
-        noise=tuple(_noise(data)),
-        lengths=tuple(_signed(list(_lengths(data, baseline)))),
+        answers=_count_answers(data),
+        noise=tuple(_noise_by_cell(data)),
+        lengths=tuple(_with_signs(list(_lengths(data, baseline)))),
     )
 
 
 def _check_probe(run: RunData) -> None:
     if run.spec.probe is None:
-        raise DataError(f"{str(run.run)!r} is no probe; give the folder that kvaudit probe wrote")
+        raise DataError(f"{str(run.run)!r} is not a probe; give a folder that kvaudit probe wrote")
 
 
-def check_asked(now: Mapping[str, str], baseline: RunData) -> None:
-    """Raise DataError for a baseline that is no probe, or was asked something else than ``now``."""
+def check_same_requests(requests: Mapping[str, str], baseline: RunData) -> None:
+    """Raise DataError for a baseline that is not a probe, or that was asked other requests."""
     _check_probe(baseline)
-    then = recorded(baseline.provenance, ENDPOINT_REQUESTS)
-    changed = [key for key in sorted({*now, *then}) if now.get(key) != then.get(key)]
+    earlier = recorded(baseline.provenance, ENDPOINT_REQUESTS)
+    changed = [key for key in sorted({*requests, *earlier}) if requests.get(key) != earlier.get(key)]
     if changed:
         raise DataError(
             f"{str(baseline.run)!r} was asked something else ({changed[0]}); a baseline is a probe by the same plan "
@@ -150,28 +151,30 @@ def check_asked(now: Mapping[str, str], baseline: RunData) -> None:
         )
 
 
-def _answers(data: RunData) -> AnswersHeard:
+def _count_answers(data: RunData) -> AnswerCounts:
     scored = data.records[data.records["score"].notna()]
     places = [(str(file), int(line)) for file, line in scored[["file", "line"]].itertuples(index=False)]
     records = [record for _, record in data.records_at(places)]
     last = [record.transcript[-1] for record in records]
-    spoke = [said.role is Role.ASSISTANT and bool(said.content.strip()) for said in last]
+    has_text = [message.role is Role.ASSISTANT and bool(message.content.strip()) for message in last]
     beside = Counter(record.said_in for record in records if record.said_in)
-    return AnswersHeard(
+    return AnswerCounts(
         scored=len(records),
-        empty=spoke.count(False),
-        cut=sum(own and record.outcome is Outcome.TRUNCATED for own, record in zip(spoke, records, strict=True)),
-        thoughts=sum(starts_with_thought(said.content) for said in last),
+        empty=has_text.count(False),
+        cut=sum(text and record.outcome is Outcome.TRUNCATED for text, record in zip(has_text, records, strict=True)),
+        thoughts=sum(starts_with_thought(message.content) for message in last),
         beside=dict(beside.most_common()),
     )
 
 
-def _noise(data: RunData) -> Iterator[Noise]:
+def _noise_by_cell(data: RunData) -> Iterator[Noise]:
     for suite in data.spec.evaluate.suites:
         for context in sorted(data.spec.evaluate.contexts_of(suite)):
-            part = data.records[(data.records["suite"] == suite) & (data.records["context_tokens"] == context)]
-            twice = [_drawn(own) for _, own in _with_words(data, part).groupby("item_id", observed=True)]
-            scored = [item for item in twice if item.scores is not None]
+            rows = data.records[(data.records["suite"] == suite) & (data.records["context_tokens"] == context)]
+            repeated = [
+                _draws_of(draws) for _, draws in _with_transcript_hashes(data, rows).groupby("item_id", observed=True)
+            ]
+            scored = [item for item in repeated if item.scores is not None]
             if scored:
                 values = np.array([item.scores for item in scored])
                 clusters = np.array([item.cluster for item in scored])
@@ -180,26 +183,26 @@ def _noise(data: RunData) -> Iterator[Noise]:
                 yield Noise(suite, context, len(scored), words, float(values.mean()), len(set(clusters)), low, high)
 
 
-def _with_words(data: RunData, part: pd.DataFrame) -> pd.DataFrame:
-    """The records with a hash of each transcript; those of one item open alike."""
-    places = [(str(file), int(line)) for file, line in part[["file", "line"]].itertuples(index=False)]
-    said = data.transcripts(places)
-    return part.assign(words=[hashlib.sha256(repr(said[place]).encode()).hexdigest() for place in places])
+def _with_transcript_hashes(data: RunData, rows: pd.DataFrame) -> pd.DataFrame:
+    """Return the records with a hash of each transcript; transcripts of one item have the same start."""
+    places = [(str(file), int(line)) for file, line in rows[["file", "line"]].itertuples(index=False)]
+    transcripts = data.transcripts(places)
+    return rows.assign(words=[hashlib.sha256(repr(transcripts[place]).encode()).hexdigest() for place in places])
 
 
-class _Drawn(NamedTuple):
-    """The draws of an item: the shares of their pairs that differ in words and in score; None without two scores."""
+class _ItemDraws(NamedTuple):
+    """The draws of an item: the shares of their pairs that differ in words and in score (None without two scores)."""
 
     cluster: str
     words: float
     scores: float | None
 
 
-def _drawn(own: pd.DataFrame) -> _Drawn:
-    scored = own[own["score"].notna()]
+def _draws_of(rows: pd.DataFrame) -> _ItemDraws:
+    scored = rows[rows["score"].notna()]
     words, scores = ([a != b for a, b in combinations(scored[key].tolist(), 2)] for key in ("words", "score"))
     share = float(np.mean(scores)) if scores else None
-    return _Drawn(str(own["cluster_id"].iloc[0]), float(np.mean(words)) if words else 0.0, share)
+    return _ItemDraws(str(rows["cluster_id"].iloc[0]), float(np.mean(words)) if words else 0.0, share)
 
 
 def _interval(values: Array, clusters: npt.NDArray[np.str_]) -> tuple[float | None, float | None]:
@@ -210,81 +213,79 @@ def _interval(values: Array, clusters: npt.NDArray[np.str_]) -> tuple[float | No
 
 
 def _lengths(data: RunData, baseline: RunData | None) -> Iterator[Length]:
-    """Every suite at each longer length, all suites together, then every facet."""
+    """Yield every suite at each longer length, all suites together, then every facet."""
     grid = data.spec.evaluate
-    asked = [([suite], SCORE, grid.contexts_of(suite)) for suite in grid.suites]
-    if len(asked) > 1 and len({lengths for *_, lengths in asked}) == 1:
+    requests = [([suite], SCORE, grid.contexts_of(suite)) for suite in grid.suites]
+    if len(requests) > 1 and len({lengths for *_, lengths in requests}) == 1:
         # all suites together, where they were asked at the same lengths
-        asked.append((list(grid.suites), SCORE, asked[0][2]))
+        requests.append((list(grid.suites), SCORE, requests[0][2]))
     for name in facet_metrics(data.records):
         suite, facet = facet_of(name)
-        asked.append(([suite], facet.name, grid.contexts_of(suite)))
-    tables = [_items(run.records) for run in (data, baseline) if run is not None]
+        requests.append(([suite], facet.name, grid.contexts_of(suite)))
+    tables = [_item_means(run.records) for run in (data, baseline) if run is not None]
     samples = int(data.records["sample_index"].max()) + 1
-    for suites, metric, lengths in asked:
+    for suites, metric, lengths in requests:
         short, *longer = sorted(lengths)  # each longer one against the shortest
-        found = (_length(suites, metric, (short, long), tables, samples) for long in longer)
-        yield from (length for length in found if length is not None)
+        contrasts = (_length(suites, metric, (short, long), tables, samples) for long in longer)
+        yield from (length for length in contrasts if length is not None)
 
 
 def _length(
     suites: list[str], metric: str, lengths: tuple[int, int], tables: list[pd.DataFrame], samples: int
 ) -> Length | None:
-    """One contrast over the items that have a value everywhere; None where no item has."""
+    """Return one contrast over the items that have a value at both lengths, in the baseline too; None if none has."""
     columns = [table[metric].xs(length, level="context_tokens") for table in tables for length in lengths]
     common = pd.concat([column[column.index.isin(suites, level="suite")] for column in columns], axis=1).dropna()
     clusters = np.array([f"{suite}/{cluster}" for suite, cluster, _ in common.index])
     if not len(clusters):
         return None
     values: Array = common.to_numpy(dtype=np.float64).T  # [short and long, then those of the baseline; N]
-    # whether some mean is none of so many draws of 0 or 1
+    # whether some mean cannot come from this number of draws of 0 or 1
     graded = bool(np.any(np.abs(values * samples - np.round(values * samples)) > _ROUNDING))
-    name = "all suites" if len(suites) > 1 else suites[0]
+    name, change = "all suites" if len(suites) > 1 else suites[0], values[1] - values[0]
     return Length(
         metric=name if metric == SCORE else f"{name}.{metric}",
         long=lengths[1],
         short=lengths[0],
         long_rate=float(values[1].mean()),
         short_rate=float(values[0].mean()),
-        effect=_effect(values[1] - values[0], clusters, samples, graded=graded),
-        against=_against(values, clusters) if len(tables) > 1 else None,
+        effect=_without_interval(change, clusters)
+        or ess_tango(change, clusters, samples=samples, alpha=_ALPHA, graded=graded),
+        against=_change_against(values, clusters) if len(tables) > 1 else None,
         decides=metric == SCORE and len(suites) == 1,
     )
 
 
-def _effect(change: Array, clusters: npt.NDArray[Any], samples: int, *, graded: bool) -> Effect | Estimate:
-    alone = _alone(change, clusters)
-    return alone or ess_tango(change, clusters, samples=samples, alpha=_ALPHA, graded=graded)
+def _change_against(values: Array, clusters: npt.NDArray[Any]) -> Effect | Estimate:
+    """Return the change of values [0:2] with length minus the baseline's [2:4]."""
+    difference = values[:2] - values[2:]  # [2, N]
+    return _without_interval(difference[1] - difference[0], clusters) or slope_effect(
+        difference, (0.0, 1.0), clusters, alpha=_ALPHA, reach=2.0
+    )
 
 
-def _against(values: Array, clusters: npt.NDArray[Any]) -> Effect | Estimate:
-    """The change of values [0:2] with length minus the baseline's [2:4]."""
-    apart = values[:2] - values[2:]  # [2, N]
-    return _alone(apart[1] - apart[0], clusters) or slope_effect(apart, (0.0, 1.0), clusters, alpha=_ALPHA, reach=2.0)
-
-
-def _alone(change: Array, clusters: npt.NDArray[Any]) -> Estimate | None:
-    """The estimate without an interval, where the templates are too few for one."""
+def _without_interval(change: Array, clusters: npt.NDArray[Any]) -> Estimate | None:
+    """Return the estimate alone if there are too few templates for an interval, else None."""
     templates = len(set(clusters))
     return Estimate(float(change.mean()), len(change), templates) if templates < FEWEST_CLUSTERS else None
 
 
-def _items(records: pd.DataFrame) -> pd.DataFrame:
-    """Item means of the score and of every facet, 1 as wanted, over the draws that have one; by length."""
-    read = {SCORE: records["score"].to_numpy()}
-    read |= {name: facet_scores(records[column], name) for name, column in FACET_COLUMNS.items()}
+def _item_means(records: pd.DataFrame) -> pd.DataFrame:
+    """Return item means of the score and of every facet (1 as wanted) over the draws that have one, by length."""
+    columns = {SCORE: records["score"].to_numpy()}
+    columns |= {name: facet_scores(records[column], name) for name, column in FACET_COLUMNS.items()}
     keys = [records[key].astype(str) for key in _KEY]
-    return pd.DataFrame(read, index=records.index).groupby([*keys, records["context_tokens"]]).mean()
+    return pd.DataFrame(columns, index=records.index).groupby([*keys, records["context_tokens"]]).mean()
 
 
-def _signed(found: list[Length]) -> Iterator[Length]:
-    """The same with the signs of what decides, which are decided together."""
+def _with_signs(lengths: list[Length]) -> Iterator[Length]:
+    """Yield the lengths with the signs of the deciding ones, which are adjusted together."""
     # against the baseline where there is one
-    deciding = {n: length.against or length.effect for n, length in enumerate(found) if length.decides}
+    deciding = {n: length.against or length.effect for n, length in enumerate(lengths) if length.decides}
     effects = {n: effect for n, effect in deciding.items() if isinstance(effect, Effect)}
     adjusted = holm([effect.pvalue for effect in effects.values()])
     signs = {n: e.estimate < 0 and p < _ALPHA for (n, e), p in zip(effects.items(), adjusted, strict=True)}
-    return (replace(length, sign=signs.get(n, False)) for n, length in enumerate(found))
+    return (replace(length, sign=signs.get(n, False)) for n, length in enumerate(lengths))
 
 
 FILES = ("probe.md", "probe.json")
@@ -297,35 +298,35 @@ _HOW = (
 )
 
 
-def noise_table(found: ProbeFindings) -> Table:
-    """How often two answers to one item differ."""
-    return table_of(_NOISE, map(_noise_row, found.noise))
+def noise_table(findings: ProbeFindings) -> Table:
+    """Return the table of how often two answers to one item differ."""
+    return table_of(_NOISE, map(_noise_row, findings.noise))
 
 
-def length_table(found: ProbeFindings) -> Table:
-    """What length costs, the scores of suites first."""
-    return table_of(_LENGTH, map(_length_row, found.lengths))
+def length_table(findings: ProbeFindings) -> Table:
+    """Return the table of the effects of length, the scores of suites first."""
+    return table_of(_LENGTH, map(_length_row, findings.lengths))
 
 
-def lines(found: ProbeFindings) -> Iterator[str]:
-    """What the tables mean."""
-    yield _meaning(found)
-    if found.unscored:
-        share = percent(found.unscored / found.records)
-        yield f"unscored: {found.unscored} of {found.records} conversations ({share}); no outcome"
-    for place, count in found.answers.beside.items():
-        yield f"words: of {count} of {found.answers.scored} answers in {place}, not in a plain content"
+def lines(findings: ProbeFindings) -> Iterator[str]:
+    """Yield the sentences that explain the tables."""
+    yield _noise_line(findings)
+    if findings.unscored:
+        share = percent(findings.unscored / findings.records)
+        yield f"unscored: {findings.unscored} of {findings.records} conversations ({share}); no outcome"
+    for place, count in findings.answers.beside.items():
+        yield f"words: of {count} of {findings.answers.scored} answers in {place}, not in a plain content"
     yield _HOW
-    yield _said(found)
+    yield _length_line(findings)
 
 
-def probe_files(found: ProbeFindings) -> dict[str, str]:
-    """File name -> text."""
-    tables = ("Noise: two answers to one item", noise_table(found)), ("Length", length_table(found))
-    parts = [f"# Probe {escape(found.run)} of {escape(found.model)}", *map(escape, first_lines(found))]
+def probe_files(findings: ProbeFindings) -> dict[str, str]:
+    """Return the text of each file of the probe by file name."""
+    tables = ("Noise: two answers to one item", noise_table(findings)), ("Length", length_table(findings))
+    parts = [f"# Probe {escape(findings.run)} of {escape(findings.model)}", *map(escape, first_lines(findings))]
     parts += [f"## {title}\n\n{markdown_table(table)}" for title, table in tables if table]
-    parts += [escape(line) for line in lines(found)]
-    body = json.dumps({"format": 1, **asdict(found)}, indent=1, ensure_ascii=False, allow_nan=False)
+    parts += [escape(line) for line in lines(findings)]
+    body = json.dumps({"format": 1, **asdict(findings)}, indent=1, ensure_ascii=False, allow_nan=False)
     return dict(zip(FILES, ("\n\n".join(parts) + "\n", body + "\n"), strict=True))
 
 
@@ -343,46 +344,47 @@ def _length_row(length: Length) -> tuple[str, ...]:
     return (length.metric, tokens, items, *rates, effect_text(length.effect), against, "LOSS" if length.sign else "")
 
 
-def _meaning(found: ProbeFindings) -> str:
-    if not found.noise:
+def _noise_line(findings: ProbeFindings) -> str:
+    if not findings.noise:
         return "noise: no item has two scored answers, so the endpoint's own noise is unknown"
-    worst = max(noise.scores for noise in found.noise)
+    worst = max(noise.scores for noise in findings.noise)
     most = f"noise: two answers to one item score differently in up to {percent(worst)} of the items"
-    if found.temperature > 0:
-        return f"{most}; at temperature {found.temperature:g} that is the draw's luck and the endpoint's together"
-    if any(noise.words for noise in found.noise):
+    if findings.temperature > 0:
+        return f"{most}; at temperature {findings.temperature:g} that is the draw's luck and the endpoint's together"
+    if any(noise.words for noise in findings.noise):
         return f"{most}; at temperature 0 the draw has no luck, so the endpoint itself is not deterministic"
     return f"{most}; at temperature 0 every second answer was the first one's, word for word"
 
 
-def first_lines(found: ProbeFindings) -> Iterator[str]:
-    """What has to be known before the tables: of which answers no behaviour can be read."""
-    said = found.answers
-    if said.empty:
-        thought = said.beside.get("reasoning", 0)
+def first_lines(findings: ProbeFindings) -> Iterator[str]:
+    """Yield what to know before the tables: which answers show no behaviour."""
+    counts = findings.answers
+    if counts.empty:
+        thought = counts.beside.get("reasoning", 0)
         behind = f", {thought} of them behind a thought" if thought else ""
         yield (
-            f"empty: {said.empty} of {said.scored} answers are empty{behind}; an answer that is not there scores "
+            f"empty: {counts.empty} of {counts.scored} answers are empty{behind}; an answer that is not there scores "
             "nothing, whatever the model would have said"
         )
-    if said.cut:
-        yield f"cut: {said.cut} of {said.scored} answers were cut before they ended; give the suite more max_new_tokens"
-    if said.thoughts:
+    if counts.cut:
+        cut = f"cut: {counts.cut} of {counts.scored} answers were cut before they ended"
+        yield f"{cut}; give the suite more max_new_tokens"
+    if counts.thoughts:
         yield (
-            f"thoughts: {said.thoughts} of {said.scored} answers begin with a thought that was graded as said; "
+            f"thoughts: {counts.thoughts} of {counts.scored} answers begin with a thought that was graded as said; "
             "evaluate: {think: strip} grades what comes behind it"
         )
 
 
-def _said(found: ProbeFindings) -> str:
-    if found.answers.none_of_use:
+def _length_line(findings: ProbeFindings) -> str:
+    if findings.answers.is_unusable:
         return "length: not measured, every answer is empty or cut"
-    signs = [f"{length.metric} at {length.long}" for length in found.lengths if length.sign]
-    deciding = [length.against or length.effect for length in found.lengths if length.decides]
+    signs = [f"{length.metric} at {length.long}" for length in findings.lengths if length.sign]
+    deciding = [length.against or length.effect for length in findings.lengths if length.decides]
     if not any(isinstance(effect, Effect) for effect in deciding):
         why = "no suite has enough templates for an interval" if deciding else "no item was answered at two lengths"
         return f"length: not measured, {why}"
     if not signs:
         return "length: no suite is shown to lose with it"
-    than = "more than at the baseline" if found.baseline else "; a baseline would tell a policy from a weak reader"
+    than = "more than at the baseline" if findings.baseline else "; a baseline would tell a policy from a weak reader"
     return inline(f"length: {', '.join(signs)} loses with it {than}".replace(" ;", ";"))

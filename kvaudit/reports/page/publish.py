@@ -1,7 +1,7 @@
 """Text for publication: the disclosure in a model card, results for the Hugging Face hub, masked addresses and paths.
 
-The hub shows results of datasets registered with it as benchmarks. A run knows of none, so the user names one; a task
-is CONTRAST-METRIC-TOKENS, and each policy has its own file. Layout: huggingface.co/docs/hub/eval-results.
+The hub shows results of datasets registered with it as benchmarks. A run names no such dataset, so the user does; a
+task is CONTRAST-METRIC-TOKENS, and each policy has its own file. Layout: huggingface.co/docs/hub/eval-results.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
 
 
 def public_name(model: str) -> str:
-    """Return a model's name without the folders that lead to it; ORGANISATION/NAME of a hub stays."""
+    """Return a model's name without the folders of a local path; ORGANISATION/NAME of a hub is kept."""
     is_local = Path(model).is_absolute() or model.startswith(("~", ".")) or model.count("/") > 1 or Path(model).exists()
     return Path(model).name or model if is_local else model
 
@@ -80,7 +80,7 @@ def extract_section(card: str, name: str) -> str:
 
 
 def _span(card: str, name: str) -> tuple[int, int] | None:
-    """Start and end of the marks with their section, None without marks; raises DataError for marks that do not pair.
+    """Return start and end of the marked section, None without marks; raises DataError for marks that do not pair.
 
     The end includes a line break, so that inserting twice changes nothing.
     """
@@ -108,7 +108,7 @@ def write_card(folder: Path, section: str, *, base: str) -> None:
 
 
 def hub_results(page: Page, arm: str, dataset: str) -> dict[str, str]:
-    """Return file name -> text of an arm's gated drifts, one file per policy and contrast.
+    """Return the text of each file of an arm's gated drifts by file name, one file per policy and contrast.
 
     Raises SpecError if the dataset is not a hub id, or if no gated cell of the arm has a number.
     """

@@ -20,7 +20,7 @@ from kvaudit.core.text import at_length, inline, join_names, length_label
 from kvaudit.reports.page.findings import Findings
 from kvaudit.reports.records.rows import LIVE_BYTES
 from kvaudit.reports.sections.base import sections_in
-from kvaudit.reports.sections.cache import lacks_live_bytes
+from kvaudit.reports.sections.shared.cache_use import lacks_live_bytes
 from kvaudit.reports.sections.shared.words import (
     blind_spot_text,
     effect_text,
@@ -33,7 +33,7 @@ from kvaudit.reports.sections.shared.words import (
 from kvaudit.reports.stats.rule import blind_spot
 from kvaudit.reports.stats.seeds import SEEDS_ADVISED
 from kvaudit.reports.verdict.comparison import Comparison, some_of
-from kvaudit.reports.verdict.downgrades import is_apart
+from kvaudit.reports.verdict.decide import is_independent_of_reward
 from kvaudit.reports.verdict.family import gated_cells
 from kvaudit.reports.verdict.reasons import ReasonCode
 from kvaudit.reports.verdict.rules import CONTRASTED, DECLARED_AFTER_RUN, WARN, Rules, default_margins_line
@@ -51,9 +51,9 @@ PHRASE_ERRORS = "they misread 7 to 10 of 100 answers that people labelled"
 
 
 def remarks(findings: Findings) -> Iterator[str]:
-    """Yield one line per remark; none for a run with one set of versions that is decided by its own spec."""
+    """Yield one line per remark; none for a run that needs no caution."""
     why, stopped = findings.verdict.adjustment.reason, table_of(findings.provenance, STOPPED).items()
-    placed: list[tuple[int, Iterable[str]]] = [
+    positioned: list[tuple[int, Iterable[str]]] = [
         (10, not_measurable(findings)),
         (20, _rule_remarks(findings)),
         (40, _judge_remarks(findings)),
@@ -66,7 +66,7 @@ def remarks(findings: Findings) -> Iterator[str]:
         (80, [f"FAIL is adjusted by Holm instead of max-T over the family: {why}."] if why else ()),
         *((section.remarks_at, section.remarks(value, findings)) for section, value in sections_in(findings.values)),
     ]
-    for _, lines in sorted(placed, key=itemgetter(0)):
+    for _, lines in sorted(positioned, key=itemgetter(0)):
         yield from lines
 
 
@@ -86,7 +86,7 @@ def not_measurable(findings: Decided) -> list[str]:
 
 
 def late_rules_alarm(rules: Rules) -> str:
-    """Return the alarm of rules that were declared after the run; empty for all others."""
+    """Return the alarm for rules that were declared after the run; empty for all others."""
     if rules.declared != DECLARED_AFTER_RUN:
         return ""
     return (
@@ -123,7 +123,7 @@ def _rule_remarks(findings: Decided) -> Iterator[str]:
 
 def _judge_remarks(findings: Decided) -> Iterator[str]:
     sides, cells = findings.comparison, gated_cells(findings.drift, findings.rules)
-    if sides.rewarded and not is_apart(cells, sides):
+    if sides.rewarded and not is_independent_of_reward(cells, sides):
         rewarded = ", ".join(sides.rewarded)
         yield f"{ReasonCode.TRAINED}: no gated safety suite is independent of the reward, which also graded {rewarded}."
     gated = {suite_of(d.suite) for d in findings.verdict.gated}
@@ -148,7 +148,7 @@ def _label_remarks(findings: Decided) -> Iterator[str]:
 
 
 def _tool_remarks(provenance: Mapping[str, Any]) -> Iterator[str]:
-    """Say which items offered their tools as text of the prompt, and which answers were read without a known form."""
+    """Yield remarks on items whose tools were text of the prompt, and on answers read without a known form."""
     used = table_of(provenance, TOOL_FORMS_USED)
     counts = {str(suite): dict(forms) for suite, forms in used.items() if isinstance(forms, Mapping)}
     for form, text in _TOOL_REMARKS.items():
@@ -192,7 +192,7 @@ def _version_remarks(provenance: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _prompt_remarks(provenance: Mapping[str, Any]) -> Iterator[str]:
-    """Prompts that differ between policies, or may differ on another day because of the chat template."""
+    """Yield a remark if prompts differ between policies, or may differ on another day."""
     names = str(provenance.get(UNSTABLE_NAMES) or "")
     differing = [name for name, prompts in prompts_by_question(provenance).items() if len(set(prompts.values())) > 1]
     template = f"the chat template uses {names}, so its text changes from day to day" if names else ""
@@ -225,7 +225,7 @@ def cautions(findings: Findings, head: Decision | None) -> list[str]:
 
 
 def blind_spot_line(findings: Decided, head: Decision | None, fewest: int, units: str = "templates") -> str:
-    """Return the blind spot of the quoted cell; without a number, of ``fewest`` templates."""
+    """Return the blind spot of the quoted cell; if it has no number, that of ``fewest`` templates."""
     alpha = findings.rules.alpha
     if head and head.effect and head.blind_spot is not None:
         return blind_spot_text(head.blind_spot, alpha, head.effect.n_clusters, units)
@@ -243,7 +243,7 @@ _NOT_RULED_OUT = (
 
 
 def broken_template_lines(findings: Decided) -> list[str]:
-    """Say whether a few broken templates could hide a loss of the margin where the interval alone would pass."""
+    """Return lines on whether a few broken templates could hide a loss where the interval alone would pass."""
     cells = [d for d in findings.verdict.gated if d.template_bound is not None and d.estimand != PARITY]
     failing = [d for d in cells if any(reason.code == ReasonCode.TEMPLATES for reason in d.reasons)]
     lines = []
@@ -257,7 +257,7 @@ def broken_template_lines(findings: Decided) -> list[str]:
 
 
 def _other_contrast(sides: Comparison, d: Decision) -> str:
-    """The quoted cell against the reference served the other way."""
+    """Return a sentence on the quoted cell against the reference served the other way."""
     assert d.effect is not None
     policy = sides.label(d.policy)
     if d.estimand == "deployed":
@@ -278,7 +278,7 @@ def _recipe_error_rate(findings: Findings) -> list[str]:
 
 
 def error_rate_lines(findings: Findings) -> list[str]:
-    """Return the gate's error rates from the shipped calibration; nothing for an INVALID run."""
+    """Return the gate's error rates from the shipped calibration; empty for an INVALID run."""
     c = findings.calibration
     if c is None or findings.verdict.status is Status.INVALID:
         return []
@@ -293,7 +293,7 @@ def error_rate_lines(findings: Findings) -> list[str]:
 
 
 def limits(findings: Decided) -> tuple[str, ...]:
-    """Return the limits that hold whatever the verdict."""
+    """Return the limits that hold for every verdict."""
     graded = "Answers are graded by program; where a person would grade otherwise, that is not corrected here."
     if any(c.people for c in findings.drift.contrasts):
         graded = "Outside the cells that people labelled, answers are graded as recorded."

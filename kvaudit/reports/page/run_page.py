@@ -1,4 +1,4 @@
-"""The page of a run: the verdict's own passages, then those of the sections that found something."""
+"""The page of a run: the verdict's own passages, then those of the sections that have content."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _PROBLEMS_SHOWN = 50
 
 
 def page_of(findings: Findings) -> Page:
-    """Return the page of a run, without passages that have nothing to say."""
-    placed = [
+    """Return the page of a run, without empty passages."""
+    positioned = [
         *verdict_passages(findings).items(),
         *((section.order, section.passage(value, findings)) for section, value in sections_in(findings.values)),
     ]
-    passages = tuple(passage for _, passage in sorted(placed, key=itemgetter(0)) if passage.has_content)
+    passages = tuple(passage for _, passage in sorted(positioned, key=itemgetter(0)) if passage.has_content)
     return Page(findings, run_banner(findings), passages, tuple(remarks(findings)), screen_of(findings))
 
 
@@ -136,7 +136,7 @@ def _gate_passage(findings: Findings) -> Passage:
 
 
 def _status_counts(decisions: Iterable[Decision], noun: str) -> str:
-    """A phrase such as: 24 gated cells: 3 FAIL, 7 INCONCLUSIVE, 14 PASS."""
+    """Return a phrase such as: 24 gated cells: 3 FAIL, 7 INCONCLUSIVE, 14 PASS."""
     counts = Counter(d.standing for d in decisions)
     parts = [f"{counts[status]} {status.value}" for status in PRECEDENCE if counts[status]]
     return f"{counts.total()} {noun}: {', '.join(parts)}." if parts else ""

@@ -42,7 +42,7 @@ class VerdictLine(NamedTuple):
 
 
 def verdict_lines(findings: Decided) -> list[VerdictLine]:
-    """Return the verdict of every arm, or of every policy for one checkpoint."""
+    """Return the verdict of every arm, or of every policy if nothing was trained."""
     gated = findings.verdict.gated
     if findings.comparison.mode == "training":
         return [
@@ -58,7 +58,7 @@ def verdict_lines(findings: Decided) -> list[VerdictLine]:
 
 
 def verdict_table(findings: Decided) -> Table:
-    """Return arm or policy, verdicts by suite, the deciding cell, and the worst cell as deployed."""
+    """Return the table of arms or policies: verdicts by suite, the deciding cell, and the worst cell as deployed."""
     sides, gated = findings.comparison, list(dict.fromkeys(d.suite for d in findings.verdict.gated))
     suites = [name for name in gated if name not in sides.facets]
     facets = [name for name in gated if name in sides.facets]
@@ -90,9 +90,9 @@ def _worst(line: VerdictLine, names: Iterable[str]) -> str:
 
 
 def deployed_cells(findings: Decided, arm: str | None = None) -> list[Decision]:
-    """Return the cells against the uncompressed reference, the worst first.
+    """Return the cells that compare with the uncompressed reference, the worst first.
 
-    Empty unless a compressed candidate is compared with it.
+    Empty unless some of them have a compressed candidate.
     """
     cells = [d for d in findings.verdict.decisions if d.effect and arm in (None, d.arm)]
     sides = findings.comparison
@@ -108,7 +108,7 @@ def is_compressed_deployment(sides: Comparison, d: Decision) -> bool:
 
 
 def _numbered(sides: Comparison, d: Decision) -> str:
-    """A cell and its drift, such as: math @ snapkv 96: -8.8 pp [-13.8, -4.0]."""
+    """Return a cell and its drift, such as: math @ snapkv 96: -8.8 pp [-13.8, -4.0]."""
     cell_name = f"{suite_label(sides, d)} @ {sides.label(d.policy)}"
     return f"{cell_name}: {effect_text(d.effect)}" if d.effect else f"{cell_name}: {d.reasons[0].text}"
 
@@ -118,7 +118,7 @@ def _room(d: Decision) -> float:
 
 
 def compared_table(findings: Findings) -> Table:
-    """Return the two sides and the rules, as name and value."""
+    """Return the table of the two sides and the rules, as name and value."""
     sides = findings.comparison
     items = list(dict.fromkeys((c.suite, c.context_tokens, c.n_items, c.n_clusters) for c in findings.drift.cells))
     rows = [("model", findings.model)]
@@ -164,7 +164,7 @@ def _declared(rules: Rules) -> list[tuple[str, str]]:
 
 
 def _rollouts(sides: Comparison) -> str:
-    """The policy of the compressed rollouts; if there are several, each with its arms."""
+    """Return the policy of the compressed rollouts; if there are several, each with its arms."""
     by_policy: dict[str, list[str]] = {}
     for arm, policy in sides.trained_under.items():
         by_policy.setdefault(policy, []).append(arm)
@@ -192,7 +192,7 @@ def _flat(prefix: str, value: Any) -> Iterable[tuple[str, str]]:
 
 
 def gate_table(findings: Findings, decisions: Sequence[Decision], *, gated: bool) -> Table:
-    """Return one row per decision; columns that would be the same in every row are left out."""
+    """Return one row per decision; columns with one value throughout are left out."""
     sides, cells = findings.comparison, [d for d in decisions if d.gated is gated]
     columns = {"candidate": [sides.who(d.arm, d.policy) for d in cells]}
     if len({d.estimand == "deployed" for d in cells}) > 1:
@@ -233,14 +233,14 @@ def number_columns(sides: Comparison, d: Decision) -> list[str]:
 
 
 def pvalue_text(d: Decision) -> str:
-    """Return the p-value of a cell; "<=" at the smallest value that its sign flips can reach."""
+    """Return the p-value of a cell, with "<=" at the smallest value that its sign flips can reach."""
     if d.pvalue_drop is not None and 0 < d.pvalue_drop <= d.pvalue_floor:
         return f"<= {d.pvalue_floor:.1g}"
     return pvalue(d.pvalue_drop)
 
 
 def gate_notes(findings: Decided) -> tuple[str, ...]:
-    """Return how to read the gate table, and how many templates a PASS takes."""
+    """Return notes on how to read the gate table, and how many templates a PASS needs."""
     rules = findings.rules
     required = [
         *(f"{suite} {clusters_required(m, rules.alpha)} for {100 * m:g} pp" for suite, m in rules.margins.items()),
@@ -260,7 +260,7 @@ def gate_notes(findings: Decided) -> tuple[str, ...]:
 
 
 def _required_for_ratio(findings: Decided, suite: str) -> str:
-    """The templates that a ratio takes, which depends on the reference's rate in each cell."""
+    """Return the number of templates that a ratio needs, which depends on the reference's rate in each cell."""
     counts = [d.clusters_required for d in findings.verdict.gated if d.suite == suite]
     required = sorted(count for count in counts if count)
     if not required:
@@ -269,7 +269,7 @@ def _required_for_ratio(findings: Decided, suite: str) -> str:
 
 
 def _judge_notes(sides: Comparison) -> Iterator[str]:
-    """The meaning of the marks after a suite's name."""
+    """Yield the meaning of the marks after a suite's name."""
     if sides.rewarded:
         yield "TRAINED: the suite was trained on, or its judge gave the reward."
     if sides.by_phrases:
@@ -289,7 +289,7 @@ HOW_TO_READ = (
 
 
 def ungated_notes(findings: Decided) -> tuple[str, ...]:
-    """Return how the p-values of the cells outside the gate are adjusted."""
+    """Return a note on how the p-values of the cells outside the gate are adjusted."""
     count = sum(not d.gated for d in findings.verdict.decisions)
     if not count:
         return ()

@@ -13,7 +13,7 @@ from kvaudit.core.text import clip, inline
 from kvaudit.reports.page.answers import change_text, severity_order, subject_of
 from kvaudit.reports.page.findings import Findings
 from kvaudit.reports.page.page import MEANS, SIGNS, screen_of
-from kvaudit.reports.records.floor import SHUFFLED
+from kvaudit.reports.records.load import SHUFFLED
 from kvaudit.reports.sections.shared.floor import floor_at
 from kvaudit.reports.sections.shared.tables import Example
 from kvaudit.reports.sections.shared.words import plural
@@ -41,31 +41,31 @@ def terminal_lines(findings: Findings, run: Path | None = None, extras: Terminal
     """Return verdict, answers, deciding cells, remarks and the next command; no paths without ``run``."""
     screen, extras = screen_of(findings), extras or TerminalExtras()
     facts = ", ".join(f"{name} {text}" for name, text in screen.facts if name != "items")
-    first = [f"NOT BINDING: {screen.alarm}"] if screen.alarm else []
-    first += [f"{screen.status.value} (exit {findings.verdict.exit_code}){extras.questions}: {facts}"]
-    first += [f"{answer.question}: {answer.line}" for answer in screen.answers if answer.groups]
-    first += screen.suggestions
-    last = [*_rounds(findings)]
+    head = [f"NOT BINDING: {screen.alarm}"] if screen.alarm else []
+    head += [f"{screen.status.value} (exit {findings.verdict.exit_code}){extras.questions}: {facts}"]
+    head += [f"{answer.question}: {answer.line}" for answer in screen.answers if answer.groups]
+    head += screen.suggestions
+    tail = [*_rounds(findings)]
     if extras.unseen:
-        last.append(f"not asked: {'; '.join(extras.unseen)}")
+        tail.append(f"not asked: {'; '.join(extras.unseen)}")
     if screen.before_relying:
-        last.append(f"read first: {screen.before_relying}")
+        tail.append(f"read first: {screen.before_relying}")
     if run is not None:
-        last.append(f"report: {run / 'report' / 'report.html'}, card: {run / 'report' / 'card.md'}")
-        last += [f"next: {inline(command)}" for command in _next_command(findings, run, extras)]
+        tail.append(f"report: {run / 'report' / 'report.html'}, card: {run / 'report' / 'card.md'}")
+        tail += [f"next: {inline(command)}" for command in _next_command(findings, run, extras)]
     if screen.status in (Status.FAIL, Status.INCONCLUSIVE):
-        last[:0] = [_flip_line(flip) for flip in screen.flips[:_FLIPS] if not flip.is_doubtful]
+        tail[:0] = [_flip_line(flip) for flip in screen.flips[:_FLIPS] if not flip.is_doubtful]
     if screen.status is Status.INCONCLUSIVE:
-        last[-1:-1] = _doubtful_lines(findings)
-    room = MOST_TERMINAL_LINES - len(first) - len(last)
+        tail[-1:-1] = _doubtful_lines(findings)
+    room = MOST_TERMINAL_LINES - len(head) - len(tail)
     cells = [f"  {_cell_line(findings, d)}" for d in _cells_shown(findings)]
     if len(cells) > room:
         cells = [*cells[: room - 1], f"  and {len(cells) - room + 1} more in the report"]
-    return [inline(line) for line in (*first, *cells[: max(room, 0)], *last)]
+    return [inline(line) for line in (*head, *cells[: max(room, 0)], *tail)]
 
 
 def _doubtful_lines(findings: Findings) -> Iterator[str]:
-    """How many answers of the worst open cell its judge is unsure of, and losses by such a grade, side by side."""
+    """Yield how many grades of the worst undecided cell its judge is unsure of, and examples of such losses."""
     sides = findings.comparison
     for d in sorted(findings.verdict.gated, key=severity_order(sides)):
         suite = suite_of(d.suite) if d.suite in sides.facets else d.suite
@@ -87,7 +87,7 @@ def _flip_line(flip: Example) -> str:
 
 
 def _cells_shown(findings: Findings) -> list[Decision]:
-    """Gated cells, the worst first; of a suite with gated facets the facets, and its score only if that fails."""
+    """Return gated cells, the worst first; of a suite with gated facets the score only if that fails."""
     sides, gated = findings.comparison, findings.verdict.gated
     facet_suites = {d.suite.rpartition(".")[0] for d in gated if d.suite in sides.facets}
     cells = [d for d in gated if d.suite not in facet_suites or d.standing is Status.FAIL]
@@ -113,7 +113,7 @@ def _meaning(d: Decision) -> str:
 
 
 def _shuffled_changes(findings: Findings, d: Decision) -> str:
-    """How many answers change in another batch order, with the setting and uncompressed, if both were measured."""
+    """Return how many answers change in another batch order, with the setting and uncompressed, if measured."""
     policies = (d.policy, findings.comparison.uncompressed_of(d.policy))
     floors = [floor_at(findings.values.get("floor", ()), d.arm, name, d.suite, d.context_tokens) for name in policies]
     shuffled = [cell for cells in floors for cell in cells if cell.way == SHUFFLED]
@@ -125,7 +125,7 @@ def _shuffled_changes(findings: Findings, d: Decision) -> str:
 
 
 def _rounds(findings: Findings) -> Iterator[str]:
-    """How long a run in rounds took, why it ended, and the suites it left out."""
+    """Yield how long a run in rounds took, why it ended, and the suites it left out."""
     looks = all_looks(findings.provenance)
     if looks:
         table = table_of(findings.provenance, LOOKS)
@@ -138,7 +138,7 @@ def _rounds(findings: Findings) -> Iterator[str]:
 
 
 def _next_command(findings: Findings, run: Path, extras: TerminalExtras) -> Iterator[str]:
-    """The command to type next; none if the setting may be served."""
+    """Yield the command to type next; none if the setting may be served."""
     status, folder = findings.verdict.status, shlex.quote(str(run))
     ended = table_of(findings.provenance, LOOKS).get(ENDED)
     if status is Status.INCONCLUSIVE and ended == TIME_SPENT and extras.longer:

@@ -93,7 +93,7 @@ _NO_FACETS: Mapping[str, bool | None] = {}
 
 
 def parse_block(raw: bytes) -> dict[str, Sequence[Any]] | None:
-    """Return the records on these lines as one column per field, or None if some line is not plainly a record.
+    """Return the records on these lines as one column per field, or None if a line needs the strict reader.
 
     Number fields are arrays, NaN for None. ``facets``, ``spans`` and ``survival`` are tables name -> numbers, for the
     names that occur.

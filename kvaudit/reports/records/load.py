@@ -1,11 +1,13 @@
 """Run folder -> records as a DataFrame, with its spec, provenance and telemetry. Every file is checked.
 
 A finished unit whose bytes do not match its seal is an error. An unreadable line is reported, counted and skipped;
-``run_reasons`` decides whether that matters. Declared evidence may lie in the same folder:
+``run_reasons`` decides whether that matters. Other files that may lie in the same folder:
 
-RUN/scan.json      written by ``kvaudit scan --json``
-RUN/answers.json   accepted by ``kvaudit questionnaire --check``
-RUN/recipe.json    written by the run when its training began (``kvaudit.core.provenance``)
+RUN/scan.json                      written by ``kvaudit scan --json``
+RUN/answers.json                   accepted by ``kvaudit questionnaire --check``
+RUN/recipe.json                    written by the run when its training began (``kvaudit.core.provenance``)
+RUN/floor/again/<unit>.jsonl       an engine's answers to the same requests in the same order
+RUN/floor/shuffled/<unit>.jsonl    the same requests in another order; records and seals as in the run's own grid
 """
 
 from __future__ import annotations
@@ -40,8 +42,7 @@ from kvaudit.core.provenance import (
 from kvaudit.core.records import Message, Record
 from kvaudit.core.spec import RunSpec, parse_spec
 from kvaudit.core.text import one_line
-from kvaudit.reports.records.floor import ANSWER_COLUMNS, RepeatedAnswers, read_floor
-from kvaudit.reports.records.rows import Columns, Panel, Problem, panels, read_unit
+from kvaudit.reports.records.rows import Columns, Panel, Problem, count_distinct, panels, read_unit
 
 MAX_PROBLEMS = 1000  # that are listed
 LAST_STEP, LARGEST = 10**9, 1e100  # bounds of telemetry that a plot can show
@@ -56,7 +57,7 @@ LARGEST_EVIDENCE = 10_000_000  # bytes: a scan of a large repository, or the lar
 
 @dataclass(frozen=True)
 class Evidence:
-    """The content of the evidence files, None for a missing file."""
+    """The content of the evidence files; None for a missing file."""
 
     scan: Mapping[str, Any] | None = None
     answers: Mapping[str, Any] | None = None
@@ -104,7 +105,10 @@ class RunData:
 
 
 def load_run(run: Path) -> RunData:
-    """Read a run folder; raises DataError for missing or changed spec, provenance or sealed units, or no records."""
+    """Read a run folder.
+
+    Raises DataError if spec, provenance or sealed units are missing or changed, and if there are no records.
+    """
     run = Path(run)
     problems: list[Problem] = []
     _check_exists(run / PROVENANCE)
@@ -136,7 +140,7 @@ def _no_records(run: Path, provenance: Mapping[str, Any]) -> DataError:
 
 
 def problem_lines(data: RunData) -> Iterator[str]:
-    """Yield one line for each problem in the files of a run; none of them stops the report."""
+    """Yield one line for each problem in the files of a run; no problem stops the report."""
     for problem in data.problems[:MAX_PROBLEMS]:
         place = f"{problem.file}:{problem.line}" if problem.line else problem.file
         yield f"{place}: {problem.reason}"
@@ -153,7 +157,7 @@ def problem_lines(data: RunData) -> Iterator[str]:
 
 
 def _spec(path: Path, provenance: Mapping[str, Any]) -> RunSpec:
-    """Return the spec, which must be unchanged: margins and reference are declared before the run."""
+    """Return the spec; raises DataError if it changed, since margins and reference are declared before the run."""
     _check_exists(path)
     text = read_text(path, "spec")
     _check_spec(path, "spec_file_sha256", hashlib.sha256(text.encode()).hexdigest(), provenance)
@@ -214,7 +218,7 @@ def _without_duplicates(frame: pd.DataFrame, problems: list[Problem]) -> pd.Data
 
 
 def _checkpoints(run: Path, problems: list[Problem]) -> dict[tuple[str, int], dict[str, Any]]:
-    """Return the provenance of every finished checkpoint; an unreadable one is a problem and left out."""
+    """Return the provenance of every finished checkpoint; an unreadable one is noted as a problem."""
     provenance = {}
     for checkpoint, path in _checkpoint_files(run, ORIGIN, PROVENANCE):
         try:
@@ -265,7 +269,7 @@ def _step(row: Mapping[str, Any]) -> int:
 
 
 def read_evidence(run: Path) -> Evidence:
-    """Return the evidence in a run folder; raises DataError for a file of another format, which is not "no file"."""
+    """Return the evidence in a run folder; raises DataError for a file of another format."""
     recipe = read_recipe(run / RECIPE) if (run / RECIPE).exists() else None
     return Evidence(_evidence(run / SCAN), _evidence(run / ANSWERS), recipe)
 
@@ -285,3 +289,57 @@ def _evidence(path: Path) -> Mapping[str, Any] | None:
             f"{str(path)!r} is not of format {file_format} version {_EVIDENCE_VERSION}; write it again or remove it"
         )
     return dict(content)
+
+
+# --- the repeated answers of engines ---------------------------------------------------------------------------------
+
+
+FLOOR_FOLDER, SAME_ORDER, SHUFFLED = "floor", "again", "shuffled"
+ORDERS = (SAME_ORDER, SHUFFLED)
+ANSWER_COLUMNS = ["arm", "train_seed", "policy", "suite", "context_tokens", "item_id", "sample_index"]
+# column -> the columns that must determine it
+_DETERMINED = {"checkpoint": ["arm", "train_seed"], "suite_version": ["suite"], "policy_hash": ["policy"]}
+
+
+@dataclass(frozen=True)
+class RepeatedAnswers:
+    """The records of finished units by order of asking; ``unfinished`` are units without a seal."""
+
+    records: Mapping[str, pd.DataFrame] = field(default_factory=dict)
+    problems: tuple[Problem, ...] = ()
+    unfinished: tuple[str, ...] = ()
+
+
+def read_floor(run: Path, records: pd.DataFrame) -> RepeatedAnswers:
+    """Return the repeated answers; raises DataError if files changed or are of other checkpoints than the run's."""
+    problems, unfinished = list[Problem](), list[str]()
+    folders = [run / FLOOR_FOLDER / order for order in ORDERS]
+    frames = {folder.name: _read_units(folder, records, problems, unfinished) for folder in folders}
+    unique = {order: frame.drop_duplicates(ANSWER_COLUMNS) for order, frame in frames.items() if frame is not None}
+    return RepeatedAnswers(unique, tuple(problems), tuple(unfinished))
+
+
+def _read_units(
+    folder: Path, records: pd.DataFrame, problems: list[Problem], unfinished: list[str]
+) -> pd.DataFrame | None:
+    """Return the records of the finished units in a folder, None without any; adds to the two lists.
+
+    Raises DataError if the files changed, or have other checkpoints, suite versions or policies than the run.
+    """
+    columns = Columns()
+    for unit in plain_files(folder, "*.jsonl"):
+        if seal_path(unit).is_file():
+            check_sealed(unit, read_unit(unit, columns, problems), read_json(seal_path(unit)))
+        else:
+            unfinished.append(f"{folder.name}/{unit.name}")
+    if not columns.rows:
+        return None
+    frame = columns.frame()
+    for column, by in _DETERMINED.items():
+        # counted over both tables, so that a checkpoint of another run is a second value
+        if (count_distinct((records, frame), column, by) > 1).any():
+            raise DataError(
+                f"records in {str(folder)!r} have another {column} than those of the run; delete the folder and resume "
+                "the run to ask again"
+            )
+    return frame

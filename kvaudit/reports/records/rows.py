@@ -35,7 +35,7 @@ from kvaudit.reports.records.blocks import (
 
 
 class TableColumns(NamedTuple):
-    """The columns of the table that are fields of a record, by how they are stored."""
+    """The columns of the table that are fields of a record, by their storage type."""
 
     words: tuple[str, ...]  # categories
     whole_numbers: tuple[str, ...]  # int64
@@ -130,7 +130,7 @@ class Columns:
         return array
 
     def frame(self) -> pd.DataFrame:
-        """Return all rows; empties the columns, so that memory never holds both."""
+        """Return all rows, and empty the columns, so that memory never holds both."""
         empty = np.full(self.rows, np.nan)  # one array for all empty columns, as nothing writes to a frame's columns
         names = [*WORDS, *WHOLE_NUMBERS, ANSWER_HASH, *REAL_NUMBERS, "file", "line"]
         columns = {name: self._column(name) if name in self._arrays else empty for name in names}
@@ -198,7 +198,7 @@ def _fast_columns(raw: bytes) -> dict[str, Sequence[Any]] | None:
 
 
 def _table_values(values: Mapping[str, Any]) -> dict[str, Sequence[Any]]:
-    """Return the columns of the table: degenerate answers score 0, one column per role, facet and span that occurs."""
+    """Return the columns of the table, one per role, facet and span that occurs; degenerate answers score 0."""
     columns = {name: values[name] for name in (*_FIELDS, ANSWER_HASH)}
     is_degenerate = [outcome == Outcome.DEGENERATE for outcome in values["outcome"]]
     columns["score"] = np.where(is_degenerate, 0.0, columns["score"])
@@ -213,15 +213,14 @@ def columns_of(records: Sequence[Record]) -> dict[str, Sequence[Any]]:
     values: dict[str, Any] = {name: [getattr(record, name) for record in records] for name in _FIELDS}
     values["outcome"] = [record.outcome.value for record in records]
     values["score"] = np.array(values["score"], dtype=np.float64)  # NaN for None
-    values[ANSWER_HASH] = [0 if r.retention is not None else _digest(_assistant_texts(r)) for r in records]
+    values[ANSWER_HASH] = [
+        0 if r.retention is not None else _digest(m.content for m in r.transcript if m.role is Role.ASSISTANT)
+        for r in records
+    ]
     values["survival"] = columns_by_name([record.survival for record in records])
     values["facets"] = columns_by_name([{n: FACET_CODES[v] for n, v in record.facets.items()} for record in records])
     values["spans"] = columns_by_name([{n: span.share for n, span in record.spans.items()} for record in records])
     return _table_values(values)
-
-
-def _assistant_texts(record: Record) -> Iterator[str]:
-    return (message.content for message in record.transcript if message.role is Role.ASSISTANT)
 
 
 def _digest(texts: Iterable[str]) -> int:
@@ -393,15 +392,15 @@ def _panel(
     keys, cell = _cells(rows)  # cell [rows]
     items, item = _codes(rows["item_id"])  # item [rows]
     names, name = _codes(rows["cluster_id"])
-    first = np.zeros(len(items), dtype=np.int64)
-    first[item[::-1]] = name[::-1]  # of several clusters the one of the item's first row
-    used, clusters = np.unique(first, return_inverse=True)  # numbered within this panel: clusters [N]
+    first_cluster = np.zeros(len(items), dtype=np.int64)
+    first_cluster[item[::-1]] = name[::-1]  # of several clusters the one of the item's first row
+    used, clusters = np.unique(first_cluster, return_inverse=True)  # numbered within this panel: clusters [N]
     shape = (len(items), len(keys))
-    place = item * len(keys) + cell  # index of a row's entry in [items, cells]
+    index = item * len(keys) + cell  # index of a row's entry in [items, cells]
     hidden = unscored | ~is_read
     low, high = np.where(hidden, 0.0, score), np.where(hidden, 1.0, score)
-    counts = _counts(place, np.ones(len(place), dtype=np.bool_), shape)  # [items, cells]
-    most = int(counts.max())
+    counts = _counts(index, np.ones(len(index), dtype=np.bool_), shape)  # [items, cells]
+    most_samples = int(counts.max())
     unsure = unsure & ~hidden
     return Panel(
         suite=suite,
@@ -410,22 +409,22 @@ def _panel(
         clusters=clusters.astype(np.int64),
         cluster_names=tuple(names[code] for code in used),
         # an unreadable sample adds 0 to the sum, so only the count must leave it out
-        scores=_by_cell(keys, _means(place, low, _counts(place, is_read, shape))),
-        floor=_by_cell(keys, _means(place, low, counts)),
-        best=_by_cell(keys, _means(place, high, counts)),
+        scores=_by_cell(keys, _means(index, low, _counts(index, is_read, shape))),
+        floor=_by_cell(keys, _means(index, low, counts)),
+        best=_by_cell(keys, _means(index, high, counts)),
         unscored=dict(zip(keys, (_total(cell, unscored, len(keys)) / counts.sum(axis=0)).tolist(), strict=True)),
-        samples=most,
+        samples=most_samples,
         graded=bool(np.any((score > 0) & (score < 1))),
         uneven_samples=frozenset(
-            key for key, column in zip(keys, counts.T, strict=True) if ((column > 0) & (column != most)).any()
+            key for key, column in zip(keys, counts.T, strict=True) if ((column > 0) & (column != most_samples)).any()
         ),
-        split_items=len(np.unique(item[name != first[item]])),
+        split_items=len(np.unique(item[name != first_cluster[item]])),
         readings=tuple(
-            _by_cell(keys, _means(place, np.where(unsure, value, low), _counts(place, is_read, shape)))
+            _by_cell(keys, _means(index, np.where(unsure, value, low), _counts(index, is_read, shape)))
             for value in ((0.0, 1.0) if unsure.any() else ())
         ),
         unscored_as=tuple(
-            _by_cell(keys, _means(place, np.where(unscored, value, low), _counts(place, is_read | unscored, shape)))
+            _by_cell(keys, _means(index, np.where(unscored, value, low), _counts(index, is_read | unscored, shape)))
             for value in ((0.0, 1.0) if unscored.any() else ())
         ),
     )
@@ -454,19 +453,19 @@ def _codes(column: pd.Series) -> tuple[list[str], npt.NDArray[np.int64]]:
     return [str(word) for word in categories.cat.categories[used]], codes.astype(np.int64)
 
 
-def _total(place: npt.NDArray[np.int64], values: npt.NDArray[Any], size: int) -> Array:
-    sums: Array = np.bincount(place, weights=values.astype(np.float64), minlength=size).astype(np.float64)
+def _total(index: npt.NDArray[np.int64], values: npt.NDArray[Any], size: int) -> Array:
+    sums: Array = np.bincount(index, weights=values.astype(np.float64), minlength=size).astype(np.float64)
     return sums
 
 
-def _counts(place: npt.NDArray[np.int64], kept: _Mask, shape: tuple[int, int]) -> npt.NDArray[np.int64]:
+def _counts(index: npt.NDArray[np.int64], kept: _Mask, shape: tuple[int, int]) -> npt.NDArray[np.int64]:
     """Return the number of kept rows by [items, cells]."""
-    return np.bincount(place[kept], minlength=shape[0] * shape[1]).reshape(shape).astype(np.int64)
+    return np.bincount(index[kept], minlength=shape[0] * shape[1]).reshape(shape).astype(np.int64)
 
 
-def _means(place: npt.NDArray[np.int64], values: Array, counts: npt.NDArray[np.int64]) -> Array:
+def _means(index: npt.NDArray[np.int64], values: Array, counts: npt.NDArray[np.int64]) -> Array:
     """Return means by [items, cells], NaN where a cell lacks the item."""
-    sums = _total(place, values, counts.size).reshape(counts.shape)
+    sums = _total(index, values, counts.size).reshape(counts.shape)
     means: Array = np.divide(sums, counts, out=np.full(counts.shape, np.nan), where=counts > 0)
     return means
 

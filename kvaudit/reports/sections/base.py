@@ -35,7 +35,7 @@ V = TypeVar("V")
 
 
 class Depth(IntEnum):
-    """How much of a report is wanted; each depth includes those before it."""
+    """How much of a report is computed; each depth includes those before it."""
 
     VERDICT = 0  # what is shown with every verdict
     DISCLOSURE = 1  # what a model card discloses
@@ -51,10 +51,10 @@ class Inputs:
 
 
 class Section(Generic[V]):
-    """One section of the report. ``V`` is the frozen value that it computes and that only it reads.
+    """One section of the report. ``V`` is the frozen value that it computes, which no other section reads.
 
-    ``gated`` sections are about gated cells only: without any they compute None. ``keys`` are the places of its facts
-    in drift.json, by name (``analysis.doses``), whether it computed a value or not.
+    ``gated`` sections are about gated cells only: without any they compute None. ``keys`` are the positions of its
+    facts in drift.json, by name (``analysis.doses``), whether it computed a value or not.
     """
 
     name: ClassVar[str] = ""  # also the anchor of its heading
@@ -79,7 +79,7 @@ class Section(Generic[V]):
         raise NotImplementedError
 
     def problems(self, inputs: Inputs) -> Iterator[str]:
-        """Yield what is wrong with the files that it reads, where it can go on all the same."""
+        """Yield problems of the files that it reads, if it can be computed all the same."""
         yield from ()
 
     def facts(self, value: V | None) -> Mapping[str, Any]:
@@ -88,7 +88,7 @@ class Section(Generic[V]):
         return {key: [asdict(row) for row in rows] for key in self.keys}
 
     def tables(self, value: V, decided: Decided) -> Iterator[Table]:
-        """Yield its tables; empty ones are left out."""
+        """Yield its tables; empty ones are not shown."""
         yield from ()
 
     def notes(self, value: V, decided: Decided) -> Iterator[str]:
@@ -96,11 +96,11 @@ class Section(Generic[V]):
         yield from [self.reading] if self.reading else ()
 
     def finding(self, value: V, decided: Decided) -> str:
-        """Return the main result in one line, shown while the section is folded."""
+        """Return the main result in one line, which is shown while the section is folded."""
         return ""
 
     def draw(self, value: V, decided: Decided) -> Iterator[Drawing | None]:
-        """Draw its ``figures``; None for one without data."""
+        """Yield its ``figures``; None for one without data."""
         yield from ()
 
     def passage(self, value: V, decided: Decided) -> Passage:
@@ -118,7 +118,7 @@ class Section(Generic[V]):
     # lines for other parts of the page
 
     def suggestions(self, value: V, decided: Decided) -> Iterator[str]:
-        """Yield what could be done where the verdict is not to ship, a line each. Formerly named ``instead``."""
+        """Yield a line for each possible remedy if the verdict is not to ship. Formerly ``instead``."""
         former = getattr(self, "instead", None)  # accepted for one release
         yield from former(value, decided) if former else ()
 
@@ -127,7 +127,7 @@ class Section(Generic[V]):
         yield from ()
 
     def banner_lines(self, value: V, decided: Decided, head: Decision | None) -> Iterator[str]:
-        """Yield lines for the banner, whose number is that of ``head``. Formerly named ``asides``."""
+        """Yield lines for the banner, which quotes the number of ``head``. Formerly ``asides``."""
         former = getattr(self, "asides", None)  # accepted for one release
         yield from former(value, decided, head) if former else ()
 
@@ -140,7 +140,7 @@ class Section(Generic[V]):
         yield from ()
 
     def of_arm(self, value: V, arm: str, reference: str) -> V:
-        """Return the part of the value that belongs on the card of one arm."""
+        """Return the part of the value for the card of one arm."""
         return value
 
 
@@ -166,13 +166,13 @@ class ContrastsSection(Section[tuple[Contrast, ...]]):
 
 
 def contrasts_of(decided: Decided, estimand: str, *, gated_only: bool = False) -> list[Contrast]:
-    """Return the contrasts of one estimand; with ``gated_only`` those under gated policies, or all without any."""
+    """Return the contrasts of one estimand; with ``gated_only`` under gated policies, or all if none is gated."""
     contrasts = [c for c in decided.contrasts if c.estimand == estimand]
     return [c for c in contrasts if gated_only and c.policy in decided.rules.primary] or contrasts
 
 
 def lowest_drift(sides: Comparison, contrasts: Sequence[Contrast]) -> str:
-    """Say which of several drifts is the lowest."""
+    """Return a sentence on the lowest of several drifts."""
     measured = [(c.effect, c) for c in contrasts if c.effect]
     if not measured:
         return "No cell has a number."
@@ -205,7 +205,7 @@ class SectionResults(NamedTuple):
 
 
 def compute_sections(inputs: Inputs, *depths: Depth) -> SectionResults:
-    """Compute the sections of these depths; one whose file cannot be used is left out and named in the problems."""
+    """Compute the sections of these depths; one whose file cannot be used becomes a problem."""
     values, problems = dict[str, Any](), list[str]()
     # by name, so that the order of the problems does not depend on the order of the page
     for section in sorted(sections(), key=lambda section: section.name):
@@ -255,8 +255,8 @@ def both_sides(panel: Panel, comparison: Comparison, name: CellName) -> BothSide
     positive, negative = two_sides(weights)
     if not pairs or broken_contract(panel, sorted({*positive, *negative})):
         return None
-    read = [~np.isnan(np.stack([panel.scores[cell] for cell in cells])) for cells in (positive, negative)]  # [S, N]
-    present: npt.NDArray[np.bool_] = np.any(read[0] & read[1], axis=0)  # [N]
+    readable = [~np.isnan(np.stack([panel.scores[cell] for cell in cells])) for cells in (positive, negative)]  # [S, N]
+    present: npt.NDArray[np.bool_] = np.any(readable[0] & readable[1], axis=0)  # [N]
     candidate, reference = paired_scores(panel, weights, present)
     return BothSides(
         items=tuple(panel.items[i] for i in np.flatnonzero(present)),

@@ -1,4 +1,4 @@
-"""Churn: losses and gains of every gated cell, which cancel in its drift; and the outcomes of each cell's answers."""
+"""Churn: losses and gains of every gated cell, which cancel in its drift."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvaudit.core.records import Outcome
-from kvaudit.core.text import length_label
 from kvaudit.reports.sections.base import BothSides, Inputs, Section, gated_sides
 from kvaudit.reports.sections.shared.canvas import (
     GAIN,
@@ -25,7 +23,7 @@ from kvaudit.reports.sections.shared.canvas import (
 from kvaudit.reports.sections.shared.tables import Table, table_of
 from kvaudit.reports.sections.shared.words import cell_label, percent, points
 from kvaudit.reports.stats.power import draw_flips, flips
-from kvaudit.reports.verdict.contrast import Cell, CellName
+from kvaudit.reports.verdict.contrast import CellName
 from kvaudit.reports.verdict.verdict import Decided, Decision
 
 _MOST_BARS = 40
@@ -35,9 +33,9 @@ _MOST_BARS = 40
 class CellChurn:
     """Losses, gains and churn of a cell, as shares of all items.
 
-    Losses, gains and churn compare answers with the reference's of the same pair of seeds: gains - losses is the
-    drift, churn P(candidate's answer is not the reference's), ``rerun`` the A/A churn of two answers of one checkpoint:
-    only churn beyond it is change. ``draws`` is the churn between any two seeds, ``draws_rerun`` that between two draws
+    Losses, gains and churn compare answers with the reference's of the same pair of seeds: gains - losses is the drift,
+    churn P(candidate's answer is not the reference's), ``rerun`` the A/A churn of two answers of one checkpoint: only
+    churn beyond it is an effect. ``draws`` is the churn between any two seeds, ``draws_rerun`` that between two draws
     of one arm, over samples and seeds. Both reruns are None without a second draw.
     """
 
@@ -87,7 +85,7 @@ class ChurnSection(Section[Churns]):
         return f"{percent(min(churns))} to {percent(max(churns))} of the answers changed."
 
     def draw(self, value: Churns, decided: Decided) -> Iterator[Drawing | None]:
-        """Draw losses to the left and gains to the right; of too many cells those with the most churn."""
+        """Yield losses to the left and gains to the right; with too many cells, those with the most churn."""
         cells = value if len(value) <= _MOST_BARS else sorted(value, key=lambda c: -c.churn)[:_MOST_BARS]
         figure = new_figure(7.6, 1.0 + 0.23 * len(cells))
         panel = figure.subplots()
@@ -126,30 +124,3 @@ def _cell(d: Decision, sides: BothSides) -> CellChurn:
         draws=unpaired.churn,
         draws_rerun=unpaired.rerun,
     )
-
-
-class OutcomesSection(Section[tuple[Cell, ...]]):
-    name = "outcomes"
-    title = "Rates and outcomes"
-    explain = (
-        "How often each cell did the desired thing; degenerate (empty, looping), truncated and unscored answers "
-        "count as 0."
-    )
-    order = 280
-
-    def compute(self, inputs: Inputs) -> tuple[Cell, ...] | None:
-        return tuple(inputs.decided.drift.cells) or None
-
-    def tables(self, value: tuple[Cell, ...], decided: Decided) -> Iterator[Table]:
-        headers = ["arm", "policy", "suite", "tokens", "rate", "if unscored were desired", *Outcome]
-        rows = []
-        for c in value:
-            row = [c.arm, decided.comparison.label(c.policy), c.suite, length_label(c.context_tokens)]
-            row += [percent(c.rate), percent(c.rate_if_desired)]
-            rows.append([*row, *(str(c.outcomes[name]) for name in Outcome)])
-        yield table_of(headers, rows, words=3)
-
-    def finding(self, value: tuple[Cell, ...], decided: Decided) -> str:
-        lost = [f"{sum(c.outcomes[name] for c in value)} {name}" for name in ("degenerate", "truncated", "unscored")]
-        low, high = (percent(end(c.rate for c in value)) for end in (min, max))
-        return f"Rates from {low} to {high}; answers: {', '.join(lost)}."

@@ -1,4 +1,4 @@
-"""The effect of each context without compression: the uncompressed reference on published rows and in the context."""
+"""The effect of each context without compression: the uncompressed reference on rows with and without the context."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LARGE = 0.15  # share of the reference's answers: a context that moves more of t
 
 
 class ContextEffect(NamedTuple):
-    """One facet, or the score, of rows as published and in a context."""
+    """One facet, or the score, on rows as published (``bare``) and in a context (``within``)."""
 
     bare: Answers
     within: Answers
@@ -30,7 +30,7 @@ class ContextEffect(NamedTuple):
 
     @property
     def is_large(self) -> bool:
-        """Whether the rate moved by more than ``LARGE``, in either direction."""
+        """Whether the rate changed by more than ``LARGE``, in either direction."""
         before, after = self.shares
         return abs(after - before) > LARGE
 
@@ -75,7 +75,7 @@ class ContextsSection(Section[tuple[ContextEffect, ...]]):
 
 
 def _effects(drift: Drift) -> Iterator[ContextEffect]:
-    """Pair every metric of a suite in a context with the same metric of its bare rows."""
+    """Yield every metric of a suite in a context, paired with the same metric of its bare rows."""
     for policy in drift.comparison.uncompressed:
         metrics = drift.answers.get(policy, ())
         bare = {(answers.suite, answers.facet): answers for answers in metrics}

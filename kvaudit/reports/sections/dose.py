@@ -2,8 +2,7 @@
 
 The slope is the contrast sum_d (x_d - mean x) y_d / sum_d (x_d - mean x)^2 over doses x = log2(budget / length), or
 log2(length), one number per item, CR3-t over clusters; a training arm's slope is compared with the reference's.
-Policies that differ only in their budget are the doses of one curve. Beside the slopes stand the contrasts of training
-and serving: what serving costs each checkpoint, whether training changed that, and whether it cost more than serving.
+Policies that differ only in their budget are the doses of one curve.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import numpy.typing as npt
 
 from kvaudit.core.text import inline
 from kvaudit.reports.records.rows import CellKey, Panel, Panels
-from kvaudit.reports.sections.base import ContrastsSection, Inputs, Section, contrasts_of
+from kvaudit.reports.sections.base import Inputs, Section
 from kvaudit.reports.sections.shared.canvas import (
     GAIN,
     INK,
@@ -33,14 +32,14 @@ from kvaudit.reports.sections.shared.canvas import (
     series_style,
 )
 from kvaudit.reports.sections.shared.safe import PolicyFamily, SafeBudget, families, safe_budgets
-from kvaudit.reports.sections.shared.tables import Passage, Table, table_of
-from kvaudit.reports.sections.shared.words import effect_text, percent, uncompressed_label, with_length
+from kvaudit.reports.sections.shared.tables import Table, table_of
+from kvaudit.reports.sections.shared.words import effect_text, percent, with_length
 from kvaudit.reports.stats.effect import LEVEL, Array, Effect
 from kvaudit.reports.stats.slope import isotonic, slope_effect
 from kvaudit.reports.stats.tango import rate_lower
 from kvaudit.reports.verdict.comparison import Comparison
-from kvaudit.reports.verdict.contrast import Contrast, Drift
-from kvaudit.reports.verdict.drift import AMPLIFICATION, broken_contract, seed_pairs
+from kvaudit.reports.verdict.contrast import Drift
+from kvaudit.reports.verdict.drift import broken_contract, seed_pairs
 from kvaudit.reports.verdict.verdict import Decided
 
 if TYPE_CHECKING:
@@ -51,7 +50,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Dose:
-    """One budget or length of a curve: the rate there with its 95 % interval. ``x`` is log2 of the dose."""
+    """One budget or length of a curve, with the rate there and its 95 % interval. ``x`` is log2 of the dose."""
 
     amount: int  # entries of the budget, or tokens of context
     x: float
@@ -85,7 +84,7 @@ class DoseCurve:
 
 @dataclass(frozen=True)
 class Doses:
-    """Every curve, and the doses that a fixed sequence of tests cleared, for the figure."""
+    """Every curve, and for the figure the doses that a fixed sequence of tests cleared."""
 
     curves: tuple[DoseCurve, ...]
     cleared: tuple[SafeBudget, ...]
@@ -127,7 +126,7 @@ class DoseSection(Section[Doses]):
         return f"The steepest of {len(slopes)}: {c.arm} @ {c.family}, {c.suite}: {effect_text(slope)} per doubling."
 
     def draw(self, value: Doses, decided: Decided) -> Iterator[Drawing | None]:
-        """Draw the rate by budget, a panel per family and suite, and by length, a panel per policy and suite."""
+        """Yield the rate by budget, a panel per family and suite, and by length, a panel per policy and suite."""
         for axis, name, against in (("budget", "doses", "cache budget"), ("length", "lengths", "context length")):
             yield _draw(value, decided, axis, name, f"Rate of every arm against the {against}, with 95 % intervals.")
 
@@ -268,7 +267,7 @@ def _doses(
 def _with_slopes(
     curve: DoseCurve, x: Sequence[float], scores: _Scores, reference: _Scores | None, alpha: float
 ) -> DoseCurve:
-    """Add the slope to a curve, and its difference from the reference's if both have the same rows."""
+    """Return the curve with its slope, and the difference from the reference's if both have the same rows."""
     difference = None
     if reference is not None and (reference.names, reference.unit) == (scores.names, scores.unit):
         # differences of rates lie between -1 and 1
@@ -300,32 +299,34 @@ _ARM_SPREAD = 0.16  # distance from the first to the last arm at one dose, as a 
 
 
 def _draw(value: Doses, decided: Decided, axis: str, name: str, alt: str) -> Drawing | None:
-    drawn = [c for c in value.curves if c.axis == axis and c.doses]
+    curves_drawn = [c for c in value.curves if c.axis == axis and c.doses]
     if axis == "length":  # a panel per policy would be too many: only gated ones
         gated = {decided.comparison.label(p) for p in decided.rules.primary}
-        drawn = [c for c in drawn if c.family in gated] or drawn
+        curves_drawn = [c for c in curves_drawn if c.family in gated] or curves_drawn
     groups: dict[tuple[str, str, int | None], list[DoseCurve]] = {}
-    for curve in drawn:
+    for curve in curves_drawn:
         groups.setdefault((curve.family, curve.suite, curve.context_tokens), []).append(curve)
     if not groups:
         return None
     columns = min(_COLUMNS, len(groups))
-    shown = list(groups.items())[: columns * MOST_LINES]
-    lines = -(-len(shown) // columns)
+    panels_shown = list(groups.items())[: columns * MOST_LINES]
+    lines = -(-len(panels_shown) // columns)
     figure = new_figure(0.5 + 2.9 * columns, 0.6 + 2.3 * lines)
     panels = figure.subplots(lines, columns, squeeze=False, sharey=True)
-    for panel in panels.flat[len(shown) :]:
+    for panel in panels.flat[len(panels_shown) :]:
         panel.set_visible(False)
-    for place, (panel, (key, curves)) in enumerate(zip(panels.flat, shown, strict=False)):
+    for place, (panel, (key, curves)) in enumerate(zip(panels.flat, panels_shown, strict=False)):
         _panel(panel, value, decided, curves)
         family, suite, context = key
         name_of_suite = suite if context is None or len(decided.comparison.contexts) == 1 else f"{suite}, {context}"
         panel.set_title(inline(f"{name_of_suite}: {family}"))
         if place % columns == 0:
             panel.set_ylabel("desired, %")
-        if place + columns >= len(shown):
+        if place + columns >= len(panels_shown):
             panel.set_xlabel("budget, entries" if axis == "budget" else "context, tokens")
-    figure.legend(handles=_legend(decided.comparison, shown[0][1], axis), loc="outside upper center", ncols=columns)
+    figure.legend(
+        handles=_legend(decided.comparison, panels_shown[0][1], axis), loc="outside upper center", ncols=columns
+    )
     return save(figure, name, alt)
 
 
@@ -365,9 +366,9 @@ def _panel(panel: Axes, value: Doses, decided: Decided, curves: Sequence[DoseCur
     add_grid(panel)
 
 
-def _shade_safe(panel: Axes, curve: DoseCurve, last: int | None) -> None:
-    """Shade the doses at which serving the reference was cleared: budgets from the last one up, lengths up to it."""
-    x = next((dose.x for dose in curve.doses if dose.amount == last), None)
+def _shade_safe(panel: Axes, curve: DoseCurve, amount: int | None) -> None:
+    """Shade the doses cleared for serving the reference: budgets from the last one up, lengths up to it."""
+    x = next((dose.x for dose in curve.doses if dose.amount == amount), None)
     if x is None:
         return
     first, final = curve.doses[0].x, curve.doses[-1].x
@@ -388,48 +389,3 @@ def _legend(sides: Comparison, curves: Sequence[DoseCurve], axis: str) -> list[L
     cleared = "smallest cleared budget" if axis == "budget" else "longest cleared length"
     safe = legend_patch(inline(f"cleared for serving {sides.reference}"), color=GAIN, alpha=0.25)
     return [*handles, legend_line(cleared, color=INK, marker="v", linestyle=""), safe]
-
-
-class AmplificationSection(ContrastsSection):
-    name = "amplification"
-    title = "Amplification"
-    explain = (
-        "Did training under a policy cost more than serving under it? Candidate uncompressed minus the reference "
-        "served under the policy that the candidate was trained under: below zero, training cost more."
-    )
-    order = 140
-
-    def compute(self, inputs: Inputs) -> tuple[Contrast, ...] | None:
-        return tuple(contrasts_of(inputs.decided, AMPLIFICATION)) or None
-
-
-class InteractionSection(ContrastsSection):
-    name = "interaction"
-    title = "Interaction"
-    reading = "Shown for the gated policies; drift.json holds all."
-    order = 130
-
-    def compute(self, inputs: Inputs) -> tuple[Contrast, ...] | None:
-        if inputs.decided.comparison.mode == "serving":  # a single checkpoint has no interaction
-            return None
-        return tuple(contrasts_of(inputs.decided, "interaction", gated_only=True))
-
-    def passage(self, value: tuple[Contrast, ...], decided: Decided) -> Passage:
-        explain = (
-            "Did training change how much serving compression hurts? The candidate's change from "
-            f"{uncompressed_label(decided.comparison)} minus the reference's own: below zero, training made the model "
-            "more fragile to compression."
-        )
-        return replace(super().passage(value, decided), explain=explain)
-
-
-class SensitivitySection(ContrastsSection):
-    name = "sensitivity"
-    title = "Serving sensitivity"
-    explain = "Each checkpoint served under a policy minus itself uncompressed."
-    order = 150
-
-    def compute(self, inputs: Inputs) -> tuple[Contrast, ...] | None:
-        if inputs.decided.comparison.mode == "serving":  # there it is the drift itself
-            return None
-        return tuple(contrasts_of(inputs.decided, "serving")) or None

@@ -1,4 +1,4 @@
-"""The engine that served each condition, the settings requested of it, and what it reports that it applied."""
+"""The engine that served each condition, the settings requested of it, and the settings that it reports."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class EnginesSection(Section[Engines]):
         return f"{inline(', '.join(engines))}: {conditions}, {reporting} with settings reported by the engine."
 
     def remarks(self, value: Engines, decided: Decided) -> Iterator[str]:
-        """Yield what could not be checked against the checkpoint that the verdict names."""
+        """Yield what could not be compared with the checkpoint that the verdict names."""
         unseen: dict[str, list[str]] = {}
         for policy, report in value.reports.items():
             if NOT_SHOWN in report:

@@ -1,4 +1,4 @@
-"""The items that cost the most, with their transcripts: the reference got them right and the candidate lost them."""
+"""The items with the largest losses, with transcripts: the reference got them right, the candidate did not."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class ExamplesSection(Section[tuple[Example, ...]]):
 
 
 class LostItem(NamedTuple):
-    """A lost item of one gated cell: its loss, the records of both sides, and whether a grade of theirs is doubtful."""
+    """A lost item of one gated cell: its loss, the cells of both sides, and whether a grade is doubtful."""
 
     decision: Decision
     item: str
@@ -62,7 +62,7 @@ class LostItem(NamedTuple):
 def largest_losses(data: RunData, drift: Drift, verdict: Verdict) -> tuple[Example, ...]:
     """Return up to ``AT_MOST`` examples, cells with the lowest drift first, ``PER_CELL`` templates of each cell.
 
-    Of an open cell follow up to ``_DOUBTFUL`` losses by a doubtful grade.
+    An undecided cell has up to ``_DOUBTFUL`` more, losses with a doubtful grade.
     """
     gated = [d for d in verdict.decisions if has_two_sides(d) and d.effect and d.effect.losses > 0]
     gated.sort(key=lambda d: d.effect.estimate if d.effect else 0.0)

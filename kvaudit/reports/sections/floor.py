@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from kvaudit.core.errors import DataError
 from kvaudit.core.text import inline, length_label
-from kvaudit.reports.records.floor import FLOOR_FOLDER
+from kvaudit.reports.records.load import FLOOR_FOLDER
 from kvaudit.reports.sections.base import Depth, Inputs, Section
 from kvaudit.reports.sections.shared.floor import FloorCell, FloorUnit, covering_floor, floor_at, floor_of
 from kvaudit.reports.sections.shared.tables import Table, table_of
@@ -51,7 +51,7 @@ class FloorSection(Section[Units]):
         yield from (f"{FLOOR_FOLDER}/{name}: not finished (no seal); resume the run" for name in floor.unfinished)
 
     def tables(self, value: Units, decided: Decided) -> Iterator[Table]:
-        """Yield a row per unit and way of asking: same texts, and every metric in which an answer changed."""
+        """Yield a row per unit and way of asking: equal texts, and every metric in which an answer changed."""
         several = len({(u.arm, u.seed) for u in value}) > 1
         rows = [_unit_row(decided.comparison, unit, several=several) for unit in value]
         headers = ["condition", *(["arm", "seed"] if several else []), "suite", "tokens", "asked", "same text"]
@@ -101,7 +101,7 @@ def _gate_table(units: Units, sides: Comparison, decisions: Sequence[Decision]) 
 
 
 def _both_floors(units: Units, sides: Comparison, d: Decision) -> Iterator[tuple[str, str]]:
-    """Yield name and floor of the condition and of its reference."""
+    """Yield name and floor of the condition, then of its reference."""
     uncompressed = sides.uncompressed_of(d.policy)
     reference = (d.arm, uncompressed)
     if sides.mode == "training":

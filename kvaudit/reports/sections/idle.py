@@ -22,7 +22,7 @@ from kvaudit.reports.verdict.verdict import Decided
 
 @dataclass(frozen=True)
 class Idle:
-    """One gated cell whose answers were all served uncompressed; ``live`` are mean bytes."""
+    """One gated cell whose policy compressed nothing; ``live`` are mean bytes."""
 
     arm: str
     policy: str

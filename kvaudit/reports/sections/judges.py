@@ -1,4 +1,4 @@
-"""The judges of each suite, how the last one agrees with the one before it, and its card."""
+"""The judges of each suite, how a second judge agrees with the first, and its card."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MOST = 10**9
 
 @dataclass(frozen=True)
 class SecondJudge:
-    """The judge of a run that was judged again; ``card`` begins with a row of headings."""
+    """The judge of a run that was judged again; the first row of ``card`` is its headings."""
 
     name: str
     sha256: str
@@ -167,7 +167,7 @@ def _kappa_text(agreement: Kappa | None) -> str:
 
 
 def _harm_note(sides: Comparison) -> str:
-    """Name the judges of harm, or say that there was none, for suites that need one."""
+    """Return who judged harm, or that nobody did, for suites that need such a judge; else empty."""
     suites = [suite for suite in sides.suites if f"{suite}.coherent" in sides.facets]
     ungraded = [suite for suite in suites if f"{suite}.unsafe" not in sides.facets]
     if ungraded:

@@ -1,6 +1,6 @@
-"""The looks of a run in rounds: the rows asked before each, its result, and the figures of every source.
+"""The looks of a run in rounds: the rows asked before each, its result, and the figures of every source of rows.
 
-The decision is pooled over sources; the figures by source decide nothing.
+The decision pools all sources; the figures by source decide nothing.
 """
 
 from __future__ import annotations
@@ -135,9 +135,9 @@ def _sources(data: RunData, decided: Decided) -> Iterator[SourceFigures]:
         parts = [name.removeprefix(f"{suite}-").removeprefix(f"{bare}-").split("-") for name in panel.cluster_names]
         sources = [part[0] if len(part) > 1 and part[-1].isdigit() else "" for part in parts]
         item_sources = np.array(sources)[panel.clusters]  # [N]
-        read = ~np.isnan(before) & ~np.isnan(after)
-        for source in sorted({*item_sources[read]} - {""}):
-            rows = read & (item_sources == source)
+        readable = ~np.isnan(before) & ~np.isnan(after)
+        for source in sorted({*item_sources[readable]} - {""}):
+            rows = readable & (item_sources == source)
             old, new = before[rows], after[rows]
             yield SourceFigures(
                 d.suite,

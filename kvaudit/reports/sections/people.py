@@ -9,15 +9,15 @@ from kvaudit.core.text import join_names, length_label
 from kvaudit.reports.sections.base import Inputs, Section
 from kvaudit.reports.sections.shared.tables import Table, table_of
 from kvaudit.reports.sections.shared.words import effect_text, percent, points
-from kvaudit.reports.stats.binomial import Proportion
 from kvaudit.reports.stats.effect import Effect
+from kvaudit.reports.stats.judges import Proportion
 from kvaudit.reports.verdict.contrast import Drift, LabelSummary, judge_may_pass
 from kvaudit.reports.verdict.reasons import ReasonCode
 from kvaudit.reports.verdict.verdict import PASSED, Decided, Decision, Status
 
 
 class LabelledCell(NamedTuple):
-    """A decided cell with human labels, and its name for the reader."""
+    """A decided cell with human labels, and its name as shown."""
 
     name: str
     decision: Decision
@@ -29,7 +29,7 @@ class LabelledCell(NamedTuple):
 
     @property
     def judge_only_status(self) -> Status:
-        """The verdict on judge labels alone: no PASS if judge bias alone could cause half the margin."""
+        """The verdict on judge labels alone: no PASS if judge bias could cause half the margin."""
         is_biased = not judge_may_pass(self.people, self.margin) and self.judged in PASSED
         return Status.INCONCLUSIVE if is_biased else self.judged
 

@@ -47,7 +47,7 @@ class SafeSection(Section[tuple[SafeBudget, ...]]):
         return f"{len(value) - none} of {len(value)} sequences clear a dose; {none} clear none."
 
     def limits(self, value: tuple[SafeBudget, ...], decided: Decided) -> Iterator[str]:
-        """Yield the cleared budgets of the gated families, in one sentence for arms with the same."""
+        """Yield the cleared budgets of the gated families, one sentence for all arms with the same result."""
         gated = {
             family.name
             for family in families(decided.comparison.policies)
@@ -86,7 +86,7 @@ def _cleared(s: SafeBudget | None) -> str:
 
 
 def cleared_sentence(s: SafeBudget) -> str:
-    """Return "refusal cleared to budget 96, not at 64"."""
+    """Return a sentence such as: refusal cleared to budget 96, not at 64."""
     missed = "" if s.failed is None else f"not at {s.failed}"
     if s.cleared is None:
         return f"{s.suite} cleared at no {s.axis}: {missed}" if missed else f"{s.suite} not tested"

@@ -30,7 +30,7 @@ _MOST_ARMS = 3  # arms named in the line about alarms
 
 @dataclass(frozen=True)
 class Curve:
-    """The telemetry of one arm: mean, lowest and highest over its seeds at each step that is kept."""
+    """The telemetry of one arm: mean, lowest and highest over its seeds at each step of the figure."""
 
     arm: str
     seeds: tuple[int, ...]
@@ -154,13 +154,13 @@ class TrainingSection(Section[Curves]):
         return f"{plural(len(value), 'arm')}; largest sampler-learner gap in {arm}: {scientific(gaps[arm])} nats."
 
     def remarks(self, value: Curves, decided: Decided) -> Iterator[str]:
-        """Name the arms with an alarm during training."""
+        """Yield a remark that names the arms with an alarm during training."""
         if arms := [inline(curve.arm) for curve in value if any(_active_alarms(curve))]:
             more = f" and {plural(len(arms) - _MOST_ARMS, 'more arm')}" if len(arms) > _MOST_ARMS else ""
             yield f"ALARM in training: {', '.join(arms[:_MOST_ARMS])}{more}; see Training for what to do."
 
     def draw(self, value: Curves, decided: Decided) -> Iterator[Drawing | None]:
-        """Draw a panel for each of the views that any arm recorded."""
+        """Yield a panel for each of the views that any arm recorded."""
         from matplotlib.ticker import FuncFormatter, NullFormatter
 
         views = [view for view in VIEWS if any(_has_points(curve, view) for curve in value)]

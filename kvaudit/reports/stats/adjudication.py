@@ -26,7 +26,7 @@ _SUREST = 1 - 1e-12  # highest confidence; smaller p-values are not computed
 class Labelled(NamedTuple):
     """Pairs of one comparison, or of many, counted by template: every field [..., C].
 
-    People labelled every pair that the judge graded differently, and ``looked`` of the ``alike`` ones.
+    People labelled every pair that the judge graded differently, and ``looked`` of the ``alike`` ones (graded alike).
     """
 
     pairs: Array  # [C], discordant or not
@@ -44,7 +44,7 @@ class Labelled(NamedTuple):
 
     @property
     def means(self) -> Array:
-        """Mean human-labelled difference of the pairs that the judge graded alike, by template [..., C].
+        """The mean human-labelled difference of the pairs that the judge graded alike, by template [..., C].
 
         A template without labels takes the overall mean.
         """
@@ -56,14 +56,14 @@ class Labelled(NamedTuple):
 
     @property
     def totals(self) -> Array:
-        """The human differences [..., C], summed over all pairs of a template."""
+        """The human-labelled differences [..., C], summed over all pairs of a template."""
         return self.gains - self.losses + self.alike * self.means
 
 
 def round_robin(
     rng: np.random.Generator, alike: npt.NDArray[np.bool_], clusters: npt.ArrayLike, size: int
 ) -> npt.NDArray[np.bool_]:
-    """Choose which pairs ``alike`` [..., N] to label: ``size`` random ones, in turn over ``clusters`` [N].
+    """Return which pairs ``alike`` [..., N] (graded alike) to label: ``size`` random ones, in turn over clusters [N].
 
     No cluster gives its second pair before every other gave its first. A larger ``size`` includes the pairs of a
     smaller one.
@@ -84,7 +84,7 @@ def round_robin(
 
 
 def labelled_pairs(discordant: npt.ArrayLike, human_z: npt.ArrayLike, clusters: npt.ArrayLike) -> Labelled:
-    """Count the pairs [..., N] of ``clusters`` [N]; ``human_z`` is candidate - reference, NaN for unlabelled pairs."""
+    """Count the pairs [..., N] by ``clusters`` [N]; ``human_z`` is candidate - reference, NaN for unlabelled pairs."""
     apart, human = np.asarray(discordant, dtype=np.bool_), np.asarray(human_z, dtype=np.float64)
     assert apart.shape == human.shape, (apart.shape, human.shape)
     assert not np.isnan(human[apart]).any(), "every discordant pair needs a human label"
@@ -106,7 +106,11 @@ def labelled_pairs(discordant: npt.ArrayLike, human_z: npt.ArrayLike, clusters: 
 
 
 def label_weights(discordant: npt.ArrayLike, human_z: npt.ArrayLike, clusters: npt.ArrayLike) -> Array:
-    """Return how many pairs each pair [N] represents: itself, its share of those alike, or 0 without a label."""
+    """Return the number of pairs [N] that each pair stands for.
+
+    A discordant pair stands for itself, a labelled concordant one for its share of its template's, an unlabelled one
+    for none.
+    """
     apart, seen = np.asarray(discordant, dtype=np.bool_), ~np.isnan(np.asarray(human_z, dtype=np.float64))
     x = labelled_pairs(discordant, human_z, clusters)
     _, codes = np.unique(np.asarray(clusters), return_inverse=True)
@@ -179,7 +183,7 @@ def _discordant_part(x: Labelled) -> _Part:
 
 
 def _concordant_part(x: Labelled) -> _Part:
-    """Return the labelled pairs among those alike; a template has the weight of all its pairs alike."""
+    """Return the labelled pairs that the judge graded alike, weighted to all such pairs of their template."""
     known = np.where(x.looked > 0, x.alike, 0.0)
     drawn = x.looked.sum(axis=-1, keepdims=True)
     # the total is the number of labelled pairs: weights must not make a sample larger
@@ -212,7 +216,7 @@ def adjudicated_bounds(x: Labelled, *, confidence: float) -> Bounds:
 
 
 def _drop_pvalue(labelled: Labelled) -> float:
-    """Return the one-sided level at which the bound beyond 0 reaches 0."""
+    """Return the one-sided level at which the bound of the drift reaches 0."""
     from scipy import optimize  # slow to import, and few reports need it
 
     estimate = float(adjudicated_bounds(labelled, confidence=0.75).estimate)  # the same at any level

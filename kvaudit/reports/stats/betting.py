@@ -23,6 +23,7 @@ from kvaudit.reports.stats.tango import ess_tango
 
 METHOD = "betting bounds, and ESS-Tango at the last planned look"
 SOURCE = "Waudby-Smith & Ramdas 2024; Tango 1998"
+_POWER = 0.8  # with which a number of rows is planned
 SHARE = 0.35  # share of the level for the betting test; the last look, which decides more often, has the rest
 # Bets as shares of the largest allowed bet, with their weights. The last bet wins first if nothing changes, the others
 # if a few answers do; chosen on the designs of bench.looks.
@@ -94,13 +95,13 @@ def clusters_show(means: npt.ArrayLike, margin: float, alpha: float) -> bool:
 
 
 def smallest_margin(rows: int, alpha: float) -> float:
-    """Return the smallest loss that so many rows rule out at the last look if nothing changes."""
+    """Return the smallest loss that this number of rows rules out at the last look if no answer changes."""
     return blind_spot(rows, (1 - SHARE) * alpha)
 
 
-def decidable_churn(rows: int, margin: float, alpha: float, power: float = 0.8) -> float:
-    """Return the share of answers that may change, half of them for the better, for a PASS at the last look."""
-    quantiles = float(special.ndtri(power) - special.ndtri((1 - SHARE) * alpha))
+def decidable_churn(rows: int, margin: float, alpha: float) -> float:
+    """Return the share of answers that may change for a PASS at the last look, half of them for the better."""
+    quantiles = float(special.ndtri(_POWER) - special.ndtri((1 - SHARE) * alpha))
     return min(1.0, rows * (margin / quantiles) ** 2)
 
 
@@ -115,7 +116,7 @@ def _fixed_sample(means: Array, level: float) -> Effect:
 
 
 def _pvalue(means: Array, *, is_last: bool) -> float:
-    """Return the smaller one-sided p-value of both parts against "the mean is 0 or less"."""
+    """Return the one-sided p-value against "the mean is 0 or less": the smaller of the bets' and the last look's."""
     pvalue = float(np.exp(min(0.0, -log_wealth(means, 0.0)))) / SHARE
     if is_last:
         pvalue = min(pvalue, (1 - _fixed_sample(means, LEVEL).pvalue_drop) / (1 - SHARE))

@@ -29,17 +29,17 @@ class Totals(NamedTuple):
 
     @property
     def items(self) -> int:
-        """N."""
+        """The number of items N."""
         return int(self.counts.sum())
 
     @property
     def clusters(self) -> int:
-        """C."""
+        """The number of clusters C."""
         return len(self.counts)
 
 
 class ManyTotals(NamedTuple):
-    """``Totals`` of many samples with the same clusters."""
+    """The ``Totals`` of many samples with the same clusters."""
 
     sums: Array  # [..., C]
     counts: Array  # [C] items, or [..., C] if they differ

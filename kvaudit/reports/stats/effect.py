@@ -2,7 +2,7 @@
 
 A statistic is a function of paired item differences and their clusters that returns a frozen result with an estimate, a
 p-value and the names of its method and source (an ``Effect`` if the gate uses it). Every other file of this folder has
-a paragraph "No statistic:" in its docstring that says what the file is.
+a paragraph "No statistic:" in its docstring that describes its content.
 No statistic: the declaration of one.
 """
 
@@ -68,15 +68,15 @@ class Result(Protocol):
 
     @property
     def estimate(self) -> float:
-        """In score units, candidate - reference."""
+        """The estimate of candidate - reference, in score units."""
 
     @property
     def pvalue(self) -> float:
-        """Two-sided, against no difference."""
+        """The two-sided p-value against no difference."""
 
     @property
     def pvalue_drop(self) -> float:
-        """One-sided, for a drop."""
+        """The one-sided p-value for a drop."""
 
     @property
     def method(self) -> str:

@@ -2,22 +2,65 @@
 
 Agreement is Cohen's kappa (Cohen 1960; large-sample variance of Fleiss, Cohen & Everitt 1969, Psychological Bulletin
 72:323). A judge with equal errors in both arms only shrinks a drift; unequal errors move it by up to
-rate*|gap in sensitivity| + (1-rate)*|gap in specificity| (Rogan & Gladen 1978). ``adjudication`` corrects both.
-No statistic: error rates of a judge.
+rate*|gap in sensitivity| + (1-rate)*|gap in specificity| (Rogan & Gladen 1978). ``adjudication`` corrects both. Error
+rates have exact intervals (Clopper & Pearson 1934, Biometrika 26:404, by quantiles of the beta distribution).
+No statistic: error rates of a judge, and the interval of one unpaired share.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from scipy import special
 
-from kvaudit.reports.stats.binomial import Proportion, clopper_pearson
-from kvaudit.reports.stats.effect import LEVEL
+from kvaudit.reports.stats.effect import LEVEL, Array
 from kvaudit.reports.stats.mover import Part, mover
 from kvaudit.reports.stats.tango import Interval
+
+
+@dataclass(frozen=True, slots=True)
+class Proportion:
+    """A share with its exact two-sided interval; without trials the estimate is None and the interval [0, 1]."""
+
+    estimate: float | None
+    low: float
+    high: float
+    successes: float  # whole numbers, or weighted ones (Korn & Graubard 1998, Survey Methodology 24:193)
+    trials: float
+    level: float
+    method: str = "Clopper-Pearson"
+    source: str = "Clopper & Pearson 1934"
+
+
+class ExactBounds(NamedTuple):
+    """Bounds of many proportions."""
+
+    low: Array
+    high: Array
+
+
+def clopper_pearson(successes: float, trials: float, *, level: float = LEVEL) -> Proportion:
+    """Return the exact interval of a proportion of independent trials."""
+    low, high = clopper_pearson_bounds(successes, trials, level=level)
+    return Proportion(successes / trials if trials else None, float(low), float(high), successes, trials, level)
+
+
+def clopper_pearson_bounds(successes: npt.ArrayLike, trials: npt.ArrayLike, *, level: float = LEVEL) -> ExactBounds:
+    """Return the exact bounds of many proportions [...]."""
+    k, n = np.asarray(successes, dtype=np.float64), np.asarray(trials, dtype=np.float64)
+    assert 0 < level < 1, level
+    assert np.all((k >= 0) & (k <= n)), (successes, trials)
+    tail = (1 - level) / 2
+    # betaincinv needs positive shapes; the ends of the scale are set explicitly
+    low = np.where(k > 0, special.betaincinv(np.where(k > 0, k, 1), n - k + 1, tail), 0.0)
+    high = np.where(k < n, special.betaincinv(k + 1, np.where(k < n, n - k, 1), 1 - tail), 1.0)
+    return ExactBounds(low, high)
+
+
+# --- the exact interval of one proportion ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +81,7 @@ class Kappa:
     source: str = "Cohen 1960; Fleiss, Cohen & Everitt 1969"
 
 
-def kappa(first: npt.ArrayLike, second: npt.ArrayLike, *, level: float = LEVEL) -> Kappa:
+def kappa(first: npt.ArrayLike, second: npt.ArrayLike) -> Kappa:
     """Return the agreement of two judges' labels [n] of the same transcripts, two kinds of labels or more."""
     a, b = np.asarray(first), np.asarray(second)
     assert a.ndim == 1, a.shape
@@ -52,12 +95,12 @@ def kappa(first: npt.ArrayLike, second: npt.ArrayLike, *, level: float = LEVEL) 
     rows, columns = table.sum(axis=1), table.sum(axis=0)  # each [L]
     chance = float(rows @ columns)
     if max(rows.max(), columns.max()) > 1 - 0.5 / n:  # a single label throughout: with one exception it is 1 - 1/n
-        return Kappa(None, None, None, agreement, n, level)
+        return Kappa(None, None, None, agreement, n, LEVEL)
     estimate = (agreement - chance) / (1 - chance)
-    half = float(special.ndtri(0.5 + level / 2)) * _error(table, estimate, chance, n)
+    half = float(special.ndtri(0.5 + LEVEL / 2)) * _error(table, estimate, chance, n)
     if half < 1e-9:
-        return Kappa(estimate, None, None, agreement, n, level)
-    return Kappa(estimate, max(-1.0, estimate - half), min(1.0, estimate + half), agreement, n, level)
+        return Kappa(estimate, None, None, agreement, n, LEVEL)
+    return Kappa(estimate, max(-1.0, estimate - half), min(1.0, estimate + half), agreement, n, LEVEL)
 
 
 def _error(table: npt.NDArray[np.float64], estimate: float, chance: float, n: int) -> float:
@@ -99,9 +142,7 @@ class DifferentialBias:
     source: str = "Rogan & Gladen 1978; Zou & Donner 2008"
 
 
-def judge_error(
-    judged: npt.ArrayLike, human: npt.ArrayLike, weights: npt.ArrayLike | None = None, *, level: float = LEVEL
-) -> JudgeError:
+def judge_error(judged: npt.ArrayLike, human: npt.ArrayLike, weights: npt.ArrayLike | None = None) -> JudgeError:
     """Return the error rates of one arm from the judge's and the human's 0/1 labels [n] of the same transcripts.
 
     ``weights`` [n] are the numbers of transcripts that each represents. The intervals are for an effective number of
@@ -114,9 +155,7 @@ def judge_error(
     assert np.isin(label, (0, 1)).all(), "labels are 0 or 1"
     assert np.isin(truth, (0, 1)).all(), "labels are 0 or 1"
     sensitivity, specificity = (
-        clopper_pearson(
-            float(share[(label == kind) & (truth == kind)].sum()), float(share[truth == kind].sum()), level=level
-        )
+        clopper_pearson(float(share[(label == kind) & (truth == kind)].sum()), float(share[truth == kind].sum()))
         for kind in (1, 0)
     )
     if sensitivity.estimate is None or specificity.estimate is None:

@@ -27,7 +27,7 @@ class Part(NamedTuple):
 
 
 class Bounds(NamedTuple):
-    """Estimates and bounds of many sums at once."""
+    """The estimates and bounds of many sums at once."""
 
     estimate: Array
     low: Array

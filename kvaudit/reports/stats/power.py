@@ -68,10 +68,10 @@ def standard_error(items: npt.ArrayLike, variance: npt.ArrayLike, *, deff: npt.A
 
 @dataclass(frozen=True, slots=True)
 class Flips:
-    """Shares of the answers; won - lost is the drift.
+    """The shares of answers lost and won; won - lost is the drift.
 
     ``rerun`` is the A/A churn, the disagreement of two answers of the same checkpoint (mean of both sides): only churn
-    beyond it is change. None with a single sample.
+    beyond it is an effect. None with a single sample.
     """
 
     lost: float
@@ -80,7 +80,7 @@ class Flips:
 
     @property
     def churn(self) -> float:
-        """P(candidate's answer is not the reference's)."""
+        """The share of answers that differ: P(candidate's answer is not the reference's)."""
         return self.lost + self.won
 
 

@@ -150,7 +150,7 @@ def _end(e: Events, quantile: float, estimate: float | None, *, upper: bool) -> 
 
 
 def widest(every: Sequence[Times]) -> Times:
-    """Return the first ratio with an interval that covers those of all readings of the same answers."""
+    """Return the first ratio with an interval that covers all of these, made from the same answers."""
     return Times(
         every[0].estimate,
         min(t.low for t in every),

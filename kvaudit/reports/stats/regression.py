@@ -87,7 +87,10 @@ def _solve(grams: Array, moments: Array) -> Array:
 
 
 def _of_differences(z: Array, clusters: npt.NDArray[np.int64]) -> Effect:
-    """Return the regression of differences: every item at x = 0 with outcome 0, and at x = 1 with its difference."""
+    """Return the regression of paired differences, for the contract of statistics.
+
+    Every item is one row at x = 0 with outcome 0, and one at x = 1 with its difference.
+    """
     state = np.repeat([0.0, 1.0], len(z))
     return regression_effect(
         np.concatenate([np.zeros(len(z)), z]), state, np.zeros((2 * len(z), 0)), np.tile(clusters, 2)

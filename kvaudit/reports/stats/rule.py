@@ -85,8 +85,9 @@ def calls(
 ) -> npt.NDArray[np.int8]:
     """Return the ``Call`` of cells [...] from their one-sided bounds at ``alpha`` and p-values adjusted for the family.
 
-    ``clusters`` are ``effective_clusters``, since few large templates may carry the loss. ``shown`` [...] is the result
-    of the template rule (``shows_margin``). In a PASS as in a FAIL, a drop counts only by the adjusted p-value.
+    ``clusters`` is the effective number (``effective_clusters``), since few large templates may carry the loss.
+    ``shown`` [...] is the result of the template rule (``shows_margin``). A drop counts by the adjusted p-value only,
+    in a PASS as in a FAIL.
     """
     return calls_of(
         np.asarray(lower) > -margin,
@@ -105,7 +106,7 @@ def calls_of(
     uneven: bool,
     shown: npt.ArrayLike,
 ) -> npt.NDArray[np.int8]:
-    """Return the ``Call`` of cells [...] whose interval is ``within`` the limit, or whose drop is significant."""
+    """Return the ``Call`` of cells [...] from whether they are ``within`` the limit and ``dropped`` significantly."""
     passed = np.where(np.asarray(shown), np.where(dropped, Call.PASS_NOTED, Call.PASS), Call.TEMPLATES)
     # the last reason that applies is reported
     if uneven:
@@ -153,7 +154,7 @@ def shows_margin(sums: npt.ArrayLike, counts: npt.ArrayLike, *, margin: float, a
 
 
 def shows_above(above: Array, sizes: Array, *, worst: float, wanted: float) -> npt.NDArray[np.bool_]:
-    """Return the same from the distances ``above`` [..., C] of template totals from the limit.
+    """Return whether templates rule out the limit, given the distances ``above`` [..., C] of their totals from it.
 
     ``worst`` is the distance below the limit of a lost item of an unseen template, ``wanted`` the log-likelihood ratio
     to exceed.
@@ -165,7 +166,10 @@ def shows_above(above: Array, sizes: Array, *, worst: float, wanted: float) -> n
 
 
 def chi_square_limit(clusters: int, alpha: float) -> float:
-    """Return half the squared quantile times ``SHARPNESS``: twice a log-likelihood ratio is a chi-square (Owen)."""
+    """Return the log-likelihood ratio to exceed: half the squared t quantile times ``SHARPNESS``.
+
+    Twice a log-likelihood ratio has a chi-square distribution (Owen).
+    """
     return SHARPNESS * float(special.stdtrit(clusters - 1, 1 - alpha)) ** 2 / 2
 
 
@@ -184,7 +188,7 @@ def _exact_limit(clusters: int, margin: float, alpha: float) -> float:
 
 
 def parts_show_margin(parts: Sequence[Part], *, margin: float, alpha: float) -> bool:
-    """Return ``shows_margin`` of a difference over several suites, by its bound: the margin is about their sum."""
+    """Return ``shows_margin`` of a difference over several suites, by the bound of their sum."""
     if len(parts) == 1 and abs(parts[0].weight) == 1:
         [part] = parts
         return bool(shows_margin(part.weight * part.sums, part.counts, margin=margin, alpha=alpha))
@@ -210,7 +214,7 @@ def too_large(counts: npt.ArrayLike, margin: float) -> bool:
 class Largest(NamedTuple):
     """The ``number`` largest templates with this ``share`` of the items, and how often a loss in them is ``unseen``.
 
-    The loss is the margin, lost by whole templates among them, each with the same probability.
+    The loss has the size of the margin and consists of whole templates among them, each equally likely.
     """
 
     number: int
@@ -219,7 +223,7 @@ class Largest(NamedTuple):
 
 
 def largest_alone(counts: npt.ArrayLike, margin: float) -> Largest:
-    """Return the set of largest templates, with half of the items or more, that most often loses the margin unseen.
+    """Return the set of largest templates, with half of the items or more, that most often hides such a loss.
 
     For templates of equal size it is all of them, and C_min makes the probability equal to the level.
     """
@@ -232,7 +236,7 @@ def largest_alone(counts: npt.ArrayLike, margin: float) -> Largest:
 
 
 def too_uneven(counts: npt.ArrayLike, margin: float, alpha: float) -> bool:
-    """Return whether one template, or the largest ones alone, are large enough to hide a loss of the margin."""
+    """Return whether one template, or the largest ones together, are large enough to hide a loss of the margin."""
     return too_large(counts, margin) or largest_alone(counts, margin).unseen > alpha * (1 + 1e-9)
 
 

@@ -70,7 +70,7 @@ def by_cluster(z: npt.ArrayLike, clusters: npt.ArrayLike) -> tuple[Array, npt.ND
 
 
 def _recipes(z: npt.NDArray[np.floating], counts: npt.ArrayLike) -> tuple[Recipe, Array]:
-    """Return the variances of the recipes [...], and those of their items alone."""
+    """Return the variances of the recipes [...], and the part of them due to items alone."""
     t = many_totals(z.mean(axis=-2), counts)
     item = cr3_variance(t.residuals, t.counts)
     return recipe_variance(item, z.mean(axis=-1), seed_noise(z, counts), len(t.counts)), item

@@ -73,7 +73,7 @@ class Moments(NamedTuple):
 
 
 class _Cells(NamedTuple):
-    """Cells of one panel, summed by their common clusters; ``turned`` are the sums to flip, with canonical signs."""
+    """Cells of one panel, summed by their common clusters; ``turned`` are the sums with signs in a canonical form."""
 
     sums: Array  # [K, C]
     counts: Array  # [C]
@@ -242,7 +242,7 @@ def _cells(z: Array, clusters: npt.ArrayLike) -> _Cells:
 
 
 def _flip(cells: _Cells, draws: int, seed: int, *, stream: int, exhaustive: bool) -> tuple[Array, bool]:
-    """Return flipped statistics [K, B] of one panel, and whether they are exhaustive."""
+    """Return flipped statistics [K, B] of one panel, and whether all sign patterns were used."""
     clusters = len(cells.counts)
     if exhaustive and clusters <= EXHAUSTIVE_CLUSTERS:
         return flip_statistics(cells.turned, cells.counts, signs(clusters, draws, 0).patterns), True

@@ -94,7 +94,7 @@ STATISTIC = Statistic(
 
 
 def signed_rank_above(differences: npt.ArrayLike) -> float:
-    """Return the one-sided p-value that differences [N] lie above 0; zeros are left out, without others it is 1."""
+    """Return the one-sided p-value that differences [N] lie above 0; zeros are left out, 1 if none remain."""
     values = np.asarray(differences, dtype=np.float64)
     values = values[values != 0]
     if not len(values):

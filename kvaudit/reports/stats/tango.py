@@ -41,7 +41,10 @@ def tango_z(losses: float, gains: float, n: float, delta: float) -> float:
 
 
 def tango_scores(losses: Array, gains: Array, n: Array, delta: Array | float) -> Array:
-    """Return score statistics [...]; ``twice`` is twice the loss probability's maximum likelihood value under H0."""
+    """Return the score statistics [...] of H0: (gains - losses)/n = delta.
+
+    ``twice`` in the body is twice the loss probability's maximum likelihood value under H0.
+    """
     net = gains - losses
     product = delta * (1 - delta)
     b = (2 * n - net) * delta - losses - gains
@@ -159,7 +162,7 @@ def many_ess_tango(
 
 
 def ess_tango_bounds(losses: Array, gains: Array, items: float, deff: Array, *, df: float, alpha: float) -> Bounds:
-    """Return ESS-Tango of N = ``items`` from summed losses and gains [...] and design effects [...]."""
+    """Return ESS-Tango bounds of N = ``items`` from summed losses and gains [...] and design effects [...]."""
     b, c, n = losses / deff, gains / deff, items / deff  # effective numbers of independent items
     two, one = (float(special.stdtrit(df, q)) for q in (0.5 + LEVEL / 2, 1 - alpha))
     low, high, lower, upper = tango_bounds(b, c, n, np.array([two, -two, one, -one]))

@@ -1,4 +1,4 @@
-"""The decision of one cell by its own tests: held to a margin, to a ratio, or looked at in rounds."""
+"""The decision of one cell by its own tests, against a margin or a ratio, or at a look of a run in rounds."""
 
 from __future__ import annotations
 
@@ -101,10 +101,11 @@ def decide_cell(
     loss: str = "regression",
     readings: Sequence[Sequence[Part]] = (),
 ) -> tuple[Status, tuple[Reason, ...]]:
-    """Hold one test to its margin; ``pvalue`` is one-sided for a drop and adjusted for the family.
+    """Return status and reasons of one test against its margin.
 
-    ``templates`` are the totals that the effect is the mean of, a part for each suite; ``readings`` are the same with
-    uncertain answers read otherwise. The margin has to be shown under each. ``loss`` is the word for a drop.
+    ``pvalue`` is one-sided for a drop and adjusted for the family. ``templates`` are the totals that the effect is the
+    mean of, a part for each suite; ``readings`` are the same totals for every other way to count uncertain answers, and
+    the margin must be shown under each. ``loss`` is the word for a drop.
     """
     call = Call(
         int(
@@ -134,9 +135,9 @@ def decide_cell(
 
 
 def decide_ratio(c: Contrast, ratio: Ratio, margin: float, pvalue: float) -> tuple[Status, tuple[Reason, ...]]:
-    """Hold one test to a ratio; ``margin`` is what the ratio allows in score units.
+    """Return status and reasons of one test against a ratio, which allows a loss of ``margin`` in score units.
 
-    Human labels do not give the reference's own rate, so by them nothing is within a ratio.
+    Human labels do not give the reference's own rate, so on human labels no test passes a ratio.
     """
     effect, templates = c.effect, templates_of(c)
     assert effect is not None, "a contrast without a number has no ratio"
@@ -168,7 +169,7 @@ def decide_ratio(c: Contrast, ratio: Ratio, margin: float, pvalue: float) -> tup
 
 
 class _RuleText(NamedTuple):
-    """The phrases in which the reasons of one test are written."""
+    """The phrases from which the reasons of one test are written."""
 
     loss: str  # regression, or gain
     limit: str  # the margin or ratio
@@ -180,7 +181,7 @@ class _RuleText(NamedTuple):
 def _reasons(
     call: Call, effect: Effect, margin: float, templates: Sequence[Part], text: _RuleText
 ) -> tuple[Reason, ...]:
-    """Return why a call is not a PASS."""
+    """Return the reasons why a call is not a PASS."""
     size = "beyond the margin" if text.is_beyond else "its size open"
     total = "lost everything" if text.loss == "regression" else "gained everything"
     effective = _effective_templates(templates, effect)
@@ -216,7 +217,7 @@ def _largest_templates(templates: Sequence[Part], margin: float) -> str:
 
 
 def decided_test(row: FamilyRow, margin: float, pvalues: Pvalues, limit: float | None = None) -> DecidedTest:
-    """Hold one test to its margin, or to the ``limit`` of a ratio, of which ``margin`` is the score units.
+    """Return one test decided against its margin, or against the ``limit`` of a ratio that allows ``margin``.
 
     A contrast without a number is INVALID for its own reasons. Human labels correct the effect, not the seed variance,
     so with them the recipe is decided only where it agrees with the checkpoints.
@@ -235,26 +236,29 @@ def decided_test(row: FamilyRow, margin: float, pvalues: Pvalues, limit: float |
             )
         else:
             status, reasons = decide_ratio(c, ratio, margin, pvalues.adjusted)
-            recipe = None if recipe is None else _agreed(recipe, status)  # seed variance is added to the points
+            # seed variance is known in points only
+            recipe = None if recipe is None else _status_if_agreed(recipe, status)
         more = larger_run(c, margin, row.sign, limit) if status is Status.INCONCLUSIVE else None
     judge = None
-    if c.judged:  # then ``effect`` is by human labels, and ``judged`` by the judge's alone
+    if c.judged:  # ``effect`` is then by human labels, and ``judged`` by the judge's
         judge = decided_test(by_judge(row), margin, pvalues._replace(adjusted=pvalues.judge), limit).status
         if ratio is not None and status is not Status.FAIL:
             reasons, more = (_NO_RATIO,), None
         if c.people and c.people.unseen and status is not Status.FAIL:  # more labels would help, more templates not
-            status, reasons, more = Status.INCONCLUSIVE, (_unseen(c.people), *reasons), None
-        recipe = None if recipe is None else _agreed(recipe, status)
+            status, reasons, more = Status.INCONCLUSIVE, (_ask_for_labels(c.people), *reasons), None
+        recipe = None if recipe is None else _status_if_agreed(recipe, status)
     return DecidedTest(row, status, recipe, reasons, pvalues.adjusted, pvalues.holm, room, more, judge, ratio)
 
 
 def _test_in_rounds(row: FamilyRow, effect: Effect, margin: float) -> DecidedTest:
-    """Decide a test of a run in rounds: its bounds hold at every look.
+    """Return a decided test of a run in rounds, whose bounds hold at every look.
 
     Every test already has its own share of the level, so no p-value is adjusted.
     """
     status: Status = Status.INCONCLUSIVE
-    reasons: tuple[Reason, ...] = (Reason(ReasonCode.MARGIN, _open_at(effect, margin)),)
+    prefix = "a loss is shown, and whether" if effect.upper < 0 else "whether"
+    undecided = f"{prefix} it exceeds {100 * margin:g} pp is open after {effect.n_clusters} rows"
+    reasons: tuple[Reason, ...] = (Reason(ReasonCode.MARGIN, undecided),)
     if row.contrast.judged is not None:  # the judge's labels decided how many rows there are
         reasons = (_NO_LOOKS,)
     elif effect.lower > -margin and all(
@@ -269,14 +273,8 @@ def _test_in_rounds(row: FamilyRow, effect: Effect, margin: float) -> DecidedTes
     return DecidedTest(row, status, None, reasons, pvalue, pvalue, effect.lower + margin, None)
 
 
-def _open_at(effect: Effect, margin: float) -> str:
-    """Say what the rows leave open."""
-    shown = "a loss is shown, and whether" if effect.upper < 0 else "whether"
-    return f"{shown} it exceeds {100 * margin:g} pp is open after {effect.n_clusters} rows"
-
-
 def _recipe(row: FamilyRow, margin: float, pvalue: float) -> Status | None:
-    """Decide the test with seed variance added."""
+    """Return the status of the test with seed variance added, None without a recipe."""
     if row.contrast.recipe is None:
         return None
     effect = _mirrored(row.contrast.recipe, row.sign)
@@ -286,8 +284,11 @@ def _recipe(row: FamilyRow, margin: float, pvalue: float) -> Status | None:
     return decide_cell(effect, margin, pvalue, templates_of(c, row.sign), readings=readings_of(c, row.sign))[0]
 
 
-def _unseen(people: LabelSummary) -> Reason:
-    """Ask for labels in every template: a judge that is blind to a template shows no difference there."""
+def _ask_for_labels(people: LabelSummary) -> Reason:
+    """Return a reason that asks for labels in every template.
+
+    A judge that is blind to a template grades all its pairs alike, so its errors there stay unseen without labels.
+    """
     return Reason(
         ReasonCode.LABELS,
         f"in {people.unseen} of {people.templates} templates nobody looked at a pair that the judge calls equal: label "
@@ -295,7 +296,7 @@ def _unseen(people: LabelSummary) -> Reason:
     )
 
 
-def _agreed(recipe: Status, status: Status) -> Status:
+def _status_if_agreed(recipe: Status, status: Status) -> Status:
     """Return the status of the recipe where it agrees with that of the checkpoints, else INCONCLUSIVE."""
     return worst([recipe, status]) if recipe is status or {recipe, status} <= {*PASSED} else Status.INCONCLUSIVE
 
@@ -306,13 +307,13 @@ def templates_of(c: Contrast, sign: int = 1) -> list[Part]:
 
 
 def readings_of(c: Contrast, sign: int = 1) -> list[list[Part]]:
-    """Return the template totals under every reading of uncertain answers; with human labels none is uncertain."""
+    """Return the template totals for every way to count uncertain answers; human labels leave none uncertain."""
     readings = () if c.judged else c.readings
     return [[Part(sign * part.weight, part.sums, part.counts) for part in sums] for sums in readings]
 
 
 def _mirrored(effect: Effect, sign: int) -> Effect:
-    """Return the effect for a test of a drop, and its mirror image for a test of a gain."""
+    """Return the effect unchanged for a test of a drop (sign 1), with both directions exchanged for a gain (-1)."""
     if sign > 0:
         return effect
     return replace(
@@ -334,7 +335,7 @@ def decision(
     adjustment: Adjustment,
     decide_test: Callable[[FamilyRow, float, float | None], DecidedTest],
 ) -> Decision:
-    """Decide a cell: it passes when all its tests do, and its numbers are those of the worst of them."""
+    """Return the decision of a cell: it passes if all its tests do, and shows the numbers of the worst test."""
     suite = cell.rows[0].contrast.suite
     if cell.margin is None and cell.ratio is None:
         missing = Reason(ReasonCode.NO_MARGIN, f"no margin declared for suite {suite!r}; add it to gate.margins")
@@ -343,10 +344,10 @@ def decision(
         ]
     else:
         tests = [decide_test(row, cell.margin_of(row) or 0.0, cell.ratio) for row in cell.rows]
-    shown = min(tests, key=lambda test: (PRECEDENCE.index(test.status), test.room))
+    worst_test = min(tests, key=lambda test: (PRECEDENCE.index(test.status), test.room))
     # if more templates would not help one of the tests, they would not decide the cell
     more = [test.larger for test in tests if test.status is Status.INCONCLUSIVE]
-    c, margin = shown.row.contrast, cell.margin_of(shown.row)
+    c, margin = worst_test.row.contrast, cell.margin_of(worst_test.row)
     return Decision(
         estimand=cell.estimand,
         arm=c.arm,
@@ -354,12 +355,12 @@ def decision(
         suite=c.suite,
         context_tokens=c.context_tokens,
         gated=cell.gated,
-        status=shown.status,
+        status=worst_test.status,
         recipe=worst_recipe([test.recipe for test in tests]),
-        reasons=shown.reasons,
+        reasons=worst_test.reasons,
         margin=margin,
-        pvalue_drop=shown.pvalue if c.effect else None,
-        pvalue_holm=shown.holm if c.effect else None,
+        pvalue_drop=worst_test.pvalue if c.effect else None,
+        pvalue_holm=worst_test.holm if c.effect else None,
         adjusted_by="Bonferroni" if c.look else HOLM if c.judged else adjustment.method,
         pvalue_floor=0.0 if c.judged else adjustment.floor,
         clusters_required=clusters_required(margin, alpha) if margin else None,
@@ -369,36 +370,36 @@ def decision(
         rates=c.rates,
         worst=c.worst,
         best=c.best,
-        template_bound=None if cell.ratio else _template_bound(shown, margin, alpha),
+        template_bound=None if cell.ratio else _template_bound(worst_test, margin, alpha),
         worst_seed=min(c.by_seed, key=lambda seed: seed.estimate, default=None),
         policies=tuple(row.contrast.policy for row in cell.rows) if cell.estimand == WORST else (),
         statement=_parity(tests, cell.margin) if cell.estimand == PARITY and cell.margin else "",
         judged=worst(test.judge or test.status for test in tests) if any(test.judge for test in tests) else None,
-        ratio=shown.ratio,
+        ratio=worst_test.ratio,
     )
 
 
-def _template_bound(shown: DecidedTest, margin: float | None, alpha: float) -> float | None:
-    """Return the lowest drift that the template rule leaves open, None where the interval already leaves more open."""
-    c, sign = shown.row.contrast, shown.row.sign
+def _template_bound(test: DecidedTest, margin: float | None, alpha: float) -> float | None:
+    """Return the lowest drift that the template rule does not rule out; None if the interval is lower."""
+    c, sign = test.row.contrast, test.row.sign
     if c.effect is None or c.look or margin is None or _mirrored(c.effect, sign).lower <= -margin:
         return None
     return min(template_bound(parts, alpha=alpha) for parts in (templates_of(c, sign), *readings_of(c, sign)))
 
 
 def _effective_templates(templates: Sequence[Part], effect: Effect) -> float:
-    """Count templates, fewer where their sizes are uneven; of several suites the fewest."""
+    """Return the number of templates, reduced if their sizes differ; of several suites the smallest."""
     return min((effective_clusters(part.counts) for part in templates), default=effect.n_clusters)
 
 
 def _parity(tests: Sequence[DecidedTest], margin: float) -> str:
-    """Say whether both sides of parity are shown to be within the margin."""
+    """Say whether the test for a drop and the one for a gain are both within the margin."""
     sides = {"non-inferior": tests[0].status, "non-superior": tests[1].status}
-    shown = [f"{word}: {'shown' if s in PASSED else s.value}" for word, s in sides.items()]
-    return f"parity within {100 * margin:g} pp, " + ", ".join(shown)
+    phrases = [f"{word}: {'phrases' if s in PASSED else s.value}" for word, s in sides.items()]
+    return f"parity within {100 * margin:g} pp, " + ", ".join(phrases)
 
 
 def by_judge(row: FamilyRow) -> FamilyRow:
-    """Return the same test on the judge's labels alone."""
+    """Return the same test with the judge's labels in place of human labels."""
     c = row.contrast
     return FamilyRow(replace(c, effect=c.judged, sums=c.judged_sums, judged=None), row.sign) if c.judged else row

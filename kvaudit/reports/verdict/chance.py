@@ -65,7 +65,7 @@ class Pool(NamedTuple):
 
 
 class Audits(NamedTuple):
-    """Audits [B] of C templates: the net ``sums`` [B, C] of items ``counts`` [C], and further inputs of the gate.
+    """Simulated audits [B] of C templates: net ``sums`` [B, C] of items ``counts`` [C], and further inputs of the gate.
 
     ``unwanted`` [B, C] counts the unwanted events of the reference, for a ratio.
     """
@@ -104,7 +104,10 @@ def _unwanted(
     single: _Averages,
     template: _Averages,
 ) -> Array:
-    """Draw the unwanted events of the reference of a pool [P]: all gains, no losses, and unmoved items at one rate."""
+    """Draw the unwanted events of the reference by template [P] of a pool.
+
+    Items that gain have the event before, items that lose do not, and unmoved items have it at one common rate.
+    """
     # a gain was unwanted before; the remaining events lie on items that did not move
     rate = (happens - (differences.discordance + differences.drift) / 2) / (1 - differences.discordance)
     single_events, template_events = (
@@ -177,18 +180,18 @@ def pass_rate(audits: Audits, *, margin: float, alpha: float, ratio: float | Non
         return float(np.mean(_passes_ratio(audits, ratio, alpha)))
     if not can_show(audits.counts, margin, alpha):
         return 0.0
-    shown = shows_margin(audits.sums, audits.counts, margin=margin, alpha=alpha)
-    return float(np.mean(shown & (_lower(audits, alpha) > -margin)))
+    is_shown = shows_margin(audits.sums, audits.counts, margin=margin, alpha=alpha)
+    return float(np.mean(is_shown & (_lower(audits, alpha) > -margin)))
 
 
 def can_show(counts: Array, margin: float, alpha: float) -> bool:
-    """Return whether templates of these sizes can show a margin at all."""
+    """Return whether templates of these sizes [C] can show a margin at all."""
     has_clusters = effective_clusters(counts) >= clusters_required(margin, alpha) - 1e-9
     return has_clusters and not too_uneven(counts, margin, alpha)
 
 
 def _passes_ratio(audits: Audits, ratio: float, alpha: float) -> npt.NDArray[np.bool_]:
-    """Return which audits pass a ratio; each needs as many templates as its reference's rate requires."""
+    """Return which audits [B] pass a ratio; each needs as many templates as its reference's rate requires."""
     assert audits.unwanted is not None, "a ratio needs both sides"
     allowed = points_of(ratio, audits.unwanted.sum(axis=-1) / audits.counts.sum())
     has_templates = allowed >= _least_margin(audits.counts, alpha)
@@ -235,10 +238,10 @@ def _lower(audits: Audits, alpha: float) -> Array:
 
 
 def larger_run(c: Contrast, margin: float, sign: int, ratio: float | None = None) -> Larger | None:
-    """Return how many times the templates of a contrast would pass if there were no drift; None if none would.
+    """Return how many times the templates of a contrast would pass if there were no drift; None if unknown.
 
-    None if the estimate is past the margin already (``sign`` -1: a gain past it, for a test of a gain), and for several
-    combined suites, which share one margin. With a ``ratio`` the margin is the loss that it allows.
+    It is unknown if the estimate is past the margin already (``sign`` -1: a gain past it, for a test of a gain), and
+    for several combined suites, which share one margin. With a ``ratio`` the margin is the loss that it allows.
     """
     e = c.judged or c.effect
     if e is None or c.effect is None or sign * c.effect.estimate <= -margin or len(c.sums) != 1:
@@ -250,10 +253,10 @@ def larger_run(c: Contrast, margin: float, sign: int, ratio: float | None = None
 
 
 def _would_pass(c: Contrast, e: Effect, margin: float, ratio: float | None, times: int, audits: int) -> bool:
-    """Return whether so many times the templates of a contrast pass with power .8 if there is no drift."""
+    """Return whether ``times`` as many templates of a contrast pass with power .8 if there is no drift."""
     [templates] = c.judged_sums or c.sums  # by the labels of ``e``
     unwanted = None if ratio is None or not c.unwanted else c.unwanted[0].reference
-    drawn = flipped_audits(
+    simulated = flipped_audits(
         templates.sums,
         templates.counts,
         moved=e.losses + e.gains,
@@ -262,7 +265,7 @@ def _would_pass(c: Contrast, e: Effect, margin: float, ratio: float | None, time
         audits=audits,
         unwanted=unwanted,
     )
-    rate = pass_rate(drawn, margin=margin, alpha=e.alpha, ratio=None if unwanted is None else ratio)
+    rate = pass_rate(simulated, margin=margin, alpha=e.alpha, ratio=None if unwanted is None else ratio)
     return rate >= _POWER
 
 
@@ -281,13 +284,13 @@ def templates_for(c: Contrast, margin: float, ratio: float | None = None) -> int
 
 
 def lowest_estimate(clusters: int, *, margin: float, alpha: float) -> float | None:
-    """Return the lowest drift that can pass at all, that of equal templates with the same drift; None if none can."""
+    """Return the lowest drift that can pass at all, that of equal templates with equal drifts; None if none can."""
     low, high = -margin, 1.0
     counts = np.ones(clusters)
     if clusters < clusters_required(margin, alpha):
         return None
     for _ in range(40):
         middle = (low + high) / 2
-        shown = bool(shows_margin(middle * counts, counts, margin=margin, alpha=alpha))
-        low, high = (low, middle) if shown else (middle, high)
+        is_shown = bool(shows_margin(middle * counts, counts, margin=margin, alpha=alpha))
+        low, high = (low, middle) if is_shown else (middle, high)
     return high

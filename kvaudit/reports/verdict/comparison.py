@@ -1,4 +1,4 @@
-"""What a run compares, from its spec and its records, and what makes it INVALID as a whole.
+"""The two sides that a run compares, from its spec and its records, and the reasons why a run is INVALID as a whole.
 
 A run is INVALID where there is no reference, rows are missing or doubled, weights are not pinned, or inputs changed.
 """
@@ -56,7 +56,10 @@ class PlannedUnit(NamedTuple):
 
 
 class Look(NamedTuple):
-    """The last look at a suite of a run in rounds; ``tests`` counts gated cells, ``is_last``: no look was to follow."""
+    """The last look at a suite of a run in rounds.
+
+    ``tests`` counts gated cells; ``is_last``: no further look was planned.
+    """
 
     tests: int
     is_last: bool
@@ -64,10 +67,10 @@ class Look(NamedTuple):
 
 @dataclass(frozen=True)
 class Comparison:
-    """The two sides of every difference.
+    """The two sides of every difference, and the planned grid.
 
     ``mode`` "training": candidate arms against the reference arm under the same serving policy.
-    ``mode`` "serving": one arm under each serving policy against itself served uncompressed.
+    ``mode`` "serving": one arm under each serving policy against the same arm served uncompressed.
 
     "Uncompressed" is the policy ``none`` for kvaudit's own cache, and for an engine the condition of the same engine
     that ``references`` names.
@@ -122,12 +125,12 @@ class Comparison:
 
     @property
     def by_phrases(self) -> tuple[str, ...]:
-        """The suites that phrase rules graded; these alone support no claim."""
+        """The suites that phrase rules graded; phrase rules alone support no claim."""
         return tuple(suite for suite in self.suites if BY_PHRASES in map(_judge_name, self.judges.get(suite, ())))
 
     @property
     def base(self) -> str:
-        """The estimand of the drift itself: alike where arms were trained, else serving."""
+        """The estimand from which others are derived: "alike" where arms were trained, else "serving"."""
         return "alike" if self.mode == "training" else "serving"
 
     @property
@@ -137,7 +140,7 @@ class Comparison:
 
 
 def comparison_of(spec: RunSpec, records: pd.DataFrame, provenance: Mapping[str, Any]) -> Comparison:
-    """Return the comparison that a complete spec declares, with everything else that its records hold."""
+    """Return the comparison that a complete spec declares, extended by whatever else its records hold."""
     recorded_policies = list(records["policy"].unique())
     references = spec.evaluate.references
     policies = tuple(dict.fromkeys([*_served_as(spec, recorded_policies), *sorted(recorded_policies)]))
@@ -150,7 +153,7 @@ def comparison_of(spec: RunSpec, records: pd.DataFrame, provenance: Mapping[str,
     seeds = tuple(candidate_seeds or dict.fromkeys(seed for _, seed in checkpoints))
     candidates = tuple(arm for arm in (trained or recorded) if arm not in (reference, BASE_ARM))
     suites = tuple(dict.fromkeys([*spec.evaluate.suites, *sorted(records["suite"].unique())]))
-    limits = (*spec.gate.margins, *spec.gate.ratios)  # kept even if no item has the facet, so that the gap is reported
+    limits = (*spec.gate.margins, *spec.gate.ratios)  # also of facets that no item has, so that the gap is reported
     facets = tuple(dict.fromkeys([*facet_metrics(records), *(name for name in limits if name not in suites)]))
     lengths = {suite: _lengths(spec, records, suite) for suite in suites}
     engines, kinds = condition_names(references), provenance.get("suite_kinds", {})
@@ -190,7 +193,7 @@ def _looks(spec: RunSpec, suites: Sequence[str], provenance: Mapping[str, Any]) 
 
 
 def _served_as(spec: RunSpec, recorded: Sequence[str]) -> list[str]:
-    """Return the policies of the grid as records spell them; an engine's condition has only one spelling."""
+    """Return the policies of the grid as the records spell them."""
     conditions = {text for pair in spec.evaluate.references.items() for text in pair}
     ours = [policy for policy in spec.evaluate.policies if policy not in conditions]
     spelled = dict(zip(ours, match_policies(ours, [p for p in recorded if p not in conditions]), strict=True))
@@ -211,7 +214,7 @@ def _judges(records: pd.DataFrame) -> dict[str, tuple[str, ...]]:
 
 
 def _judge_name(judge: str) -> str:
-    """Return NAME of NAME:12 hex, because two versions of one judge count as one judge."""
+    """Return NAME of "NAME:12 hex digits", because two versions of one judge count as one judge."""
     return judge.partition(":")[0]
 
 
@@ -262,7 +265,7 @@ def run_reasons(data: RunData, comparison: Comparison) -> Iterator[Reason]:
 
 
 def part_reasons(data: RunData, comparison: Comparison) -> Iterator[Reason]:
-    """Yield the reasons that do not depend on the comparison: records are missing, or differ from provenance."""
+    """Yield the reasons that hold for any part of a run: records are missing, or differ from provenance."""
     yield from _incomplete(data, comparison)
     yield from _conflicts(data.records)
     yield from _unlisted(data)
@@ -276,33 +279,33 @@ def _incomplete(data: RunData, comparison: Comparison) -> Iterator[Reason]:
     recorded = {unit: counts.get(tuple(unit[:5]), 0) for unit in comparison.planned}
     absent = [unit for unit, rows in recorded.items() if rows == 0]
     short = [unit for unit, rows in recorded.items() if 0 < rows != unit.rows]
-    parts = []
+    gaps = []
     if absent:
         names = [f"{u.arm} seed {u.seed} @ {comparison.label(u.policy)}, {u.suite}" for u in absent]
-        parts.append(f"planned units missing: {len(absent)} of {len(comparison.planned)} ({some_of(names)})")
+        gaps.append(f"planned units missing: {len(absent)} of {len(comparison.planned)} ({some_of(names)})")
     if data.incomplete:
-        parts.append(f"units not sealed: {len(data.incomplete)} ({some_of(data.incomplete)})")
+        gaps.append(f"units not sealed: {len(data.incomplete)} ({some_of(data.incomplete)})")
     if short:
         names = [
             f"{recorded[u]} of {u.rows} rows in {u.arm} seed {u.seed} @ {comparison.label(u.policy)}, {u.suite}"
             for u in short
         ]
         missing = sum(abs(unit.rows - recorded[unit]) for unit in short)
-        parts.append(f"rows missing or too many: {missing} ({some_of(names)})")
-    if parts:
-        yield Reason(ReasonCode.INCOMPLETE, f"resume this run first, it is not whole: {'; '.join(parts)}")
+        gaps.append(f"rows missing or too many: {missing} ({some_of(names)})")
+    if gaps:
+        yield Reason(ReasonCode.INCOMPLETE, f"resume this run first, it is not whole: {'; '.join(gaps)}")
 
 
 def some_of(names: Iterable[str]) -> str:
-    """Return the first names and how many more there are, separated by semicolons because names may have commas."""
+    """Return the first names and the number of further ones, separated by semicolons because names may have commas."""
     return join_names(names, between="; ", last="; and ")
 
 
 def _conflicts(records: pd.DataFrame) -> Iterator[Reason]:
-    """Yield the names that stand for two different weights, policies, suite versions or judges."""
+    """Yield a reason for each name that stands for two different weights, policies, suite versions or judges."""
     # other outcomes were not graded by the suite's judge
     judged = records.loc[records["outcome"].isin([Outcome.DESIRED.value, Outcome.UNDESIRED.value]), ["suite", "judge"]]
-    for table, by, column, what in (
+    for table, by, column, noun in (
         (records, ["arm", "train_seed"], "checkpoint", "a checkpoint's weights"),
         (records, ["policy"], "policy_hash", "a policy's hash"),
         (records, ["suite"], "suite_version", "a suite's version"),
@@ -311,25 +314,27 @@ def _conflicts(records: pd.DataFrame) -> Iterator[Reason]:
         several = table.groupby(by, observed=True)[column].nunique()
         names = [str(index) for index in several[several > 1].index]
         if names:
-            yield Reason(ReasonCode.HASH, f"{what} differs within {', '.join(names)}")
+            yield Reason(ReasonCode.HASH, f"{noun} differs within {', '.join(names)}")
 
 
 def _unlisted(data: RunData) -> Iterator[Reason]:
-    """Yield the policies and suites whose hashes differ from those that provenance lists."""
+    """Yield a reason for policies and suites whose hashes differ from those in provenance."""
     for table, name, column in (("policies", "policy", "policy_hash"), ("suite_versions", "suite", "suite_version")):
         listed = table_of(data.provenance, table)
         recorded = data.records.groupby(name, observed=True)[column].unique()
         by_name = {str(key): set(values) for key, values in recorded.items()}
-        other = [key for key, values in by_name.items() if key in listed and values != {listed[key]}]
-        if other:
-            yield Reason(ReasonCode.HASH, f"{column} of the records is not what provenance lists for {some_of(other)}")
+        differing = [key for key, values in by_name.items() if key in listed and values != {listed[key]}]
+        if differing:
+            yield Reason(
+                ReasonCode.HASH, f"{column} of the records is not what provenance lists for {some_of(differing)}"
+            )
 
 
 def _unpinned(data: RunData, comparison: Comparison) -> Iterator[Reason]:
-    """Yield the checkpoints whose weights are not exactly those that provenance lists."""
+    """Yield a reason for checkpoints whose weights are not exactly those in provenance."""
     listed = table_of(data.provenance, "checkpoints")
     pinned = table_of(data.provenance, "reference_sha256")
-    other, unpinned = [], []
+    differing, unpinned = [], []
     weights = data.records.groupby(["arm", "train_seed"], observed=True)["checkpoint"].unique()
     for index, several in weights.items():
         arm, seed = cast(tuple[str, int], index)
@@ -338,12 +343,14 @@ def _unpinned(data: RunData, comparison: Comparison) -> Iterator[Reason]:
         if sha256 is None and arm == BASE_ARM:  # a base arm that is listed is the warm start of its seed
             sha256 = data.provenance.get("base_sha256")
         if recorded != {sha256}:
-            other.append(f"{arm} seed {seed}")
+            differing.append(f"{arm} seed {seed}")
         if arm == comparison.reference and recorded != {pinned.get(str(seed))}:
             unpinned.append(f"{arm} seed {seed}")
     remedy = "evaluate those units again, or resume the run to finish it"
-    if other:
-        yield Reason(ReasonCode.REF_HASH, f"provenance lists other weights, or none, for {some_of(other)}: {remedy}")
+    if differing:
+        yield Reason(
+            ReasonCode.REF_HASH, f"provenance lists other weights, or none, for {some_of(differing)}: {remedy}"
+        )
     if unpinned:
         yield Reason(
             ReasonCode.REF_HASH, f"the reference is not the one that provenance pins, {some_of(unpinned)}: {remedy}"
@@ -351,13 +358,13 @@ def _unpinned(data: RunData, comparison: Comparison) -> Iterator[Reason]:
 
 
 def _other_inputs(data: RunData) -> Iterator[Reason]:
-    """Yield the units that were evaluated from other public rows, plug-ins or model files than provenance lists."""
+    """Yield a reason if units were evaluated from other public rows, plug-ins or model files than provenance lists."""
     listed = inputs_sha256(data.provenance.get(INPUTS))
     # None: a seal of an older format, which does not name the inputs
-    other = [unit for unit, sha256 in data.inputs.items() if sha256 not in (None, listed)]
-    if other:
+    differing = [unit for unit, sha256 in data.inputs.items() if sha256 not in (None, listed)]
+    if differing:
         yield Reason(
             ReasonCode.INPUTS,
-            f"{len(other)} units were evaluated from other rows, plug-ins or model files than provenance lists "
-            f"({some_of(other)}): delete them and their seals, and resume the run",
+            f"{len(differing)} units were evaluated from other rows, plug-ins or model files than provenance lists "
+            f"({some_of(differing)}): delete them and their seals, and resume the run",
         )

@@ -1,4 +1,4 @@
-"""The values of a drift: how far behaviour moved. Rates and drifts are in score units (0.05 = 5 pp)."""
+"""The values of a drift: by how much behaviour changed. Rates and drifts are in score units (0.05 = 5 pp)."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from kvaudit.reports.records.blocks import UNREAD
 from kvaudit.reports.records.rows import FACET_COLUMNS
 from kvaudit.reports.stats.effect import Effect
 from kvaudit.reports.stats.judges import JudgeError
+from kvaudit.reports.stats.signflip import FEWEST_CLUSTERS
 from kvaudit.reports.verdict.comparison import Comparison, Look
 from kvaudit.reports.verdict.reasons import Reason
 
@@ -24,9 +25,9 @@ Array = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Answers:
-    """One checkpoint, or its seeds together, on one metric at one length; items are in order of cluster.
+    """The answers of one checkpoint, or of its seeds together, on one metric at one length, averaged by item.
 
-    ``draws`` is the largest number of answers of an item, over samples and seeds. ``wanted`` averages them.
+    Items are in order of cluster. ``draws`` is the largest number of answers of an item, over samples and seeds.
     """
 
     suite: str
@@ -43,7 +44,7 @@ class Answers:
 
     @property
     def metric(self) -> str:
-        """SUITE or SUITE.FACET."""
+        """The name of the metric: SUITE or SUITE.FACET."""
         return f"{self.suite}.{self.facet}" if self.facet else self.suite
 
 
@@ -51,14 +52,14 @@ _NEEDED = ("policy", "suite", "context_tokens", "item_id", "cluster_id", "score"
 
 
 def reference_answers(records: pd.DataFrame, reference: str) -> dict[str, tuple[Answers, ...]]:
-    """Return serving policy -> answers of the reference under it."""
+    """Return the reference's answers by serving policy."""
     needed = [name for name in (*_NEEDED, *FACET_COLUMNS.values()) if name in records]
     rows = records.loc[records["arm"] == reference, needed]
     return {str(policy): tuple(answers_of(group)) for policy, group in rows.groupby("policy", observed=True)}
 
 
 def answers_of(rows: pd.DataFrame) -> Iterator[Answers]:
-    """Yield the answers of every metric and length; ``outcome`` and the columns of facets may be missing."""
+    """Yield the answers of every metric and length; the columns of ``outcome`` and of facets may be missing."""
     for index, group in rows.groupby(["suite", "context_tokens"], sort=True, observed=True):
         suite, context = str(cast(tuple[str, int], index)[0]), int(cast(tuple[str, int], index)[1])
         table = _SuiteRows(suite, context, _texts(group, "item_id"), _texts(group, "cluster_id"), _read(group))
@@ -79,7 +80,7 @@ def _texts(rows: pd.DataFrame, column: str) -> npt.NDArray[np.str_]:
 
 
 def _read(rows: pd.DataFrame) -> Array:
-    """Return 1 for answers with a readable form and 0 for others [n]: by their facet, else by their outcome."""
+    """Return 1 for answers [n] with a readable form and 0 for others, by the facet of form, else by the outcome."""
     outcomes = rows["outcome"].astype(str).to_numpy(dtype=np.str_) if "outcome" in rows else np.array([""])
     read: Array = np.ones(len(rows)) * (outcomes != Outcome.DEGENERATE.value)  # [n]
     column = FACET_COLUMNS[WELL_FORMED]
@@ -90,7 +91,7 @@ def _read(rows: pd.DataFrame) -> Array:
 
 
 class _SuiteRows:
-    """The rows of one suite at one length."""
+    """The rows [n] of one suite at one length."""
 
     def __init__(
         self, suite: str, context: int, items: npt.NDArray[np.str_], clusters: npt.NDArray[np.str_], read: Array
@@ -101,7 +102,7 @@ class _SuiteRows:
     def answers(
         self, facet: str, good: Array, known: npt.NDArray[np.bool_], formless: npt.NDArray[np.bool_]
     ) -> Iterator[Answers]:
-        """Yield the known rows averaged by item, if there are any; ``formless`` rows are not good."""
+        """Yield the ``known`` rows averaged by item, if there are any; ``formless`` rows count as not good."""
         if not known.any():
             return
         good, read = good[known], self.read[known]
@@ -128,6 +129,22 @@ class _SuiteRows:
 CellPlace = tuple[str, str, str, str, int]  # estimand, arm, policy, suite, context_tokens
 
 
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A mean paired difference in score units, of too few clusters for an interval."""
+
+    estimate: float
+    n_items: int
+    n_clusters: int
+    low: None = None
+    high: None = None
+
+
+def no_interval(clusters: int) -> str:
+    """Return the text that stands for an interval below ``FEWEST_CLUSTERS``."""
+    return f"too few templates for an interval ({clusters}, wanted {FEWEST_CLUSTERS})"
+
+
 @dataclass(frozen=True)
 class CellName:
     """The cell that a contrast or a decision is about."""
@@ -145,7 +162,7 @@ class CellName:
 
     @property
     def name(self) -> CellName:
-        """The cell alone, without what a subclass adds."""
+        """The cell without the fields of a subclass."""
         return CellName(*self.place)
 
 
@@ -156,7 +173,7 @@ class Cell:
     ``rate`` counts degenerate and unscored samples as 0; ``rate_if_desired`` counts unscored ones as 1. ``kv_ratio``
     (allocated bytes) and ``kv_live_ratio`` (bytes of the entries) are each divided by the bytes of the same tokens
     uncompressed, and by the same ratio under policy ``none``: so they are 1 for ``none``, and None where ``none`` was
-    not served or records have no live bytes. ``survival`` is the kept share by role.
+    not served or records have no live bytes. ``survival`` is the share of entries kept, by role.
     """
 
     arm: str
@@ -184,13 +201,13 @@ class Cell:
 
 @dataclass(frozen=True)
 class Rates:
-    """The two rates of a difference, averaged over paired seeds."""
+    """The rates of reference and candidate in one difference, averaged over paired seeds."""
 
     reference: float
     candidate: float
 
     def as_event_rates(self, *, wanted: bool) -> tuple[float, float]:
-        """Return both as rates of the event that a facet names: of an unwanted event 1 - rate."""
+        """Return (reference, candidate) as rates of a facet's event: unchanged if it is wanted, else 1 - rate."""
         return (self.reference, self.candidate) if wanted else (1 - self.reference, 1 - self.candidate)
 
 
@@ -239,10 +256,10 @@ class SeedDrift:
 class LabelSummary:
     """The judge of a cell compared with human labels of its answers.
 
-    ``discordant`` counts the pairs that the judge grades differently, all of them labelled; ``concordant`` those drawn
-    from the others and labelled. ``templates`` counts the templates that have others, ``unseen`` those of which nobody
-    labelled one. ``bias`` is the largest drift that the judge's errors alone could make (None where one kind of label
-    is missing), ``bias_upper`` its upper limit.
+    ``discordant`` counts the pairs that the judge grades differently, all of them labelled; ``concordant`` the labelled
+    pairs among those that it grades alike. ``templates`` counts the templates with concordant pairs, ``unseen`` those
+    of them without a labelled one. ``bias`` is the largest drift that the judge's errors alone could make (None where
+    one kind of label is missing), ``bias_upper`` its upper limit.
     """
 
     pairs: int
@@ -257,7 +274,7 @@ class LabelSummary:
 
 
 def judge_may_pass(people: LabelSummary, margin: float) -> bool:
-    """Whether the judge's bias is at most half the margin, so that its labels alone may pass the cell."""
+    """Return whether the judge's bias is at most half the margin, so that its labels alone may pass the cell."""
     return people.bias_upper <= margin / 2
 
 
@@ -265,12 +282,12 @@ def judge_may_pass(people: LabelSummary, margin: float) -> bool:
 class Contrast(CellName):
     """One estimand in one cell; ``reasons`` is non-empty exactly when ``effect`` is None.
 
-    ``effect`` is about the checkpoints at hand, averaged over paired seeds, and ``sums`` are its templates; ``recipe``
-    (three seeds or more) adds the seed variance. The estimate takes a judge's best guess for answers that it was unsure
-    of; its bounds also hold with all of these counted as desired, or as undesired, on both sides, and with unscored
-    answers counted for and against the candidate (``best``, ``worst``). ``readings`` are the templates under each of
-    these. ``seed_noise`` is the variance of one seed's estimate from its items alone, ``by_seed`` the drift of every
-    seed where several are averaged.
+    ``effect`` is about the checkpoints that were measured, averaged over paired seeds, and ``sums`` are its templates;
+    ``recipe`` (three seeds or more) adds the seed variance. The estimate takes a judge's best guess for answers that it
+    was unsure of; its bounds also hold with all of these counted as desired, or as undesired, on both sides, and with
+    unscored answers counted for and against the candidate (``best``, ``worst``). ``readings`` are the templates in each
+    of these cases. ``seed_noise`` is the variance of one seed's estimate from its items alone, ``by_seed`` the drift of
+    every seed where several are averaged.
     """
 
     effect: Effect | None = None
@@ -303,7 +320,7 @@ class Drift:
 
     ``reasons`` are run-wide breaches of the data contract: any of them makes the verdict INVALID. ``alpha`` is the
     level of the one-sided bounds, ``weights`` the sha256 of the reference's checkpoints by seed, as in the records.
-    ``unclustered`` is set where nothing says which items share a template, so that each item is its own cluster.
+    ``unclustered`` is set where no field says which items share a template, so that each item is its own cluster.
     ``answers`` are those of the reference under each serving policy, from which its controls are made.
     """
 

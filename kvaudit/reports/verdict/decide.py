@@ -1,25 +1,25 @@
 """The decision: PASS, FAIL, NOT MEASURABLE, INCONCLUSIVE or INVALID for every gated cell, every arm and the run.
 
-A cell is decided by its own test (``cell``), then by what can change that (``downgrades``), then by waivers.
+A cell is decided by its own test (``cell``), then by the downgrades below, in their order, then by waivers. A downgrade
+is a check that returns a reason or None; its reason leads to one status:
+
+    FAIL             a training seed fails by itself (only where the gate asks for ``worst_seed``)
+    NOT MEASURABLE   the reference has nothing to lose, unless a loss is shown all the same
+    INCONCLUSIVE     a PASS that is not supported: a biased judge, unnamed clusters, broken form, and under profile
+                     ``release`` a judge that also gave the reward, or phrase rules as the only judge
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
+from kvaudit.core.facets import WELL_FORMED, facet_of, suite_of
 from kvaudit.reports.verdict.cell import DecidedTest, Pvalues, by_judge, decided_test, decision
-from kvaudit.reports.verdict.comparison import some_of
-from kvaudit.reports.verdict.contrast import Drift
+from kvaudit.reports.verdict.comparison import Comparison, some_of
+from kvaudit.reports.verdict.contrast import Contrast, Drift, SeedDrift, judge_may_pass
 from kvaudit.reports.verdict.controls import Controls
-from kvaudit.reports.verdict.downgrades import (
-    OF_A_PASS,
-    OF_THE_DATA,
-    DowngradeContext,
-    downgraded,
-    failing_seeds,
-    judge_biases,
-)
 from kvaudit.reports.verdict.family import (
     FamilyRow,
     GatedCell,
@@ -30,19 +30,20 @@ from kvaudit.reports.verdict.family import (
     shown_cells,
 )
 from kvaudit.reports.verdict.reasons import Reason, ReasonCode
-from kvaudit.reports.verdict.rules import Rules
+from kvaudit.reports.verdict.rules import RELEASE, Rules
 from kvaudit.reports.verdict.verdict import (
+    PASSED,
     PRECEDENCE,
     Adjustment,
     ArmVerdict,
     Decision,
     Status,
     Verdict,
+    Waiver,
     worst,
     worst_exit_code,
     worst_recipe,
 )
-from kvaudit.reports.verdict.waivers import Waiver
 
 
 def decide(drift: Drift, rules: Rules, waivers: Sequence[Waiver] = ()) -> Verdict:
@@ -59,18 +60,21 @@ def decide(drift: Drift, rules: Rules, waivers: Sequence[Waiver] = ()) -> Verdic
         biased=judge_biases([*cells, *ungated]),
         failing_seeds=failing_seeds(cells, rules.alpha) if rules.worst_seed else {},
     )
-    tested, adjustment = _tested(cells, rules.alpha)
-    of_data = [downgraded(d, cell, context, OF_THE_DATA) for d, cell in zip(tested, cells, strict=True)]
-    passable = [downgraded(d, cell, context, OF_A_PASS) for d, cell in zip(of_data, cells, strict=True)]
-    gated = [_waived(d, waivers) for d in passable]  # last, over whatever the decision is
-    shown = [
-        downgraded(d, cell, context, (*OF_THE_DATA, *OF_A_PASS))
-        for d, cell in zip(_tested(ungated, rules.alpha)[0], ungated, strict=True)
+    tested, adjustment = _decide_by_tests(cells, rules.alpha)
+    from_data = [apply_downgrades(d, cell, context, DATA_DOWNGRADES) for d, cell in zip(tested, cells, strict=True)]
+    with_pass_checks = [
+        apply_downgrades(d, cell, context, PASS_DOWNGRADES) for d, cell in zip(from_data, cells, strict=True)
     ]
-    decisions = (*gated, *shown)
-    reasons = (*drift.reasons, *_pin_reasons(drift, rules), *_no_cell(gated))
+    gated = [_with_waiver(d, waivers) for d in with_pass_checks]  # last, because a waiver covers the final status
+    ungated_decisions = [
+        apply_downgrades(d, cell, context, (*DATA_DOWNGRADES, *PASS_DOWNGRADES))
+        for d, cell in zip(_decide_by_tests(ungated, rules.alpha)[0], ungated, strict=True)
+    ]
+    decisions = (*gated, *ungated_decisions)
+    no_cell = Reason(ReasonCode.NOTHING, "no cell to gate: one arm under one policy cannot be compared")
+    reasons = (*drift.reasons, *_pin_reasons(drift, rules), *(() if gated else (no_cell,)))
     arms = _arm_verdicts(gated)
-    # beside trained arms the reference shows what serving does, which says nothing of training
+    # in a training run the reference is only served, so it gives no evidence about a recipe
     served_only = {drift.comparison.reference} if drift.comparison.mode == "training" else set[str]()
     start = Status.INVALID if reasons else Status.PASS
     status = start if reasons else worst([start, *(a.status for a in arms)])
@@ -84,18 +88,18 @@ def decide(drift: Drift, rules: Rules, waivers: Sequence[Waiver] = ()) -> Verdic
         headline=None if status is Status.INVALID else _headline(decisions),
         unwaived=start if reasons else worst([start, *(a.unwaived for a in arms)]),
         adjustment=adjustment,
-        judged=_by_judge_alone(of_data, start, waivers) if any(c.people for c in drift.contrasts) else None,
+        judged=_by_judge_alone(from_data, start, waivers) if any(c.people for c in drift.contrasts) else None,
         controls=context.controls.uncompressed,
     )
 
 
-def _tested(cells: Sequence[GatedCell], alpha: float) -> tuple[list[Decision], Adjustment]:
-    """Decide every cell by its test, with all tests adjusted as one family; a test that two cells share counts once."""
+def _decide_by_tests(cells: Sequence[GatedCell], alpha: float) -> tuple[list[Decision], Adjustment]:
+    """Decide every cell by its tests, all adjusted as one family; a test that two cells share counts once."""
     rows = list({_key(row): row for cell in cells for row in cell.rows}.values())
     family = joint_family([by_judge(row) for row in rows], alpha)
     # signs of templates cannot be flipped together where people labelled, so these tests take Holm
     labelled = holm_family([drop_pvalue(row.contrast.effect, row.sign) for row in rows])
-    recipes = holm_family([_recipe_pvalue(row) for row in rows])
+    recipes = holm_family([drop_pvalue(row.contrast.recipe, row.sign) for row in rows])
     indices = {_key(row): i for i, row in enumerate(rows)}
 
     def decide_test(row: FamilyRow, margin: float, limit: float | None) -> DecidedTest:
@@ -108,39 +112,33 @@ def _tested(cells: Sequence[GatedCell], alpha: float) -> tuple[list[Decision], A
 
 
 def _by_judge_alone(decisions: Sequence[Decision], start: Status, waivers: Sequence[Waiver]) -> Status:
-    """Return the verdict without human labels."""
-    judged = [_waived(replace(d, status=d.judged or d.status, judged=None), waivers) for d in decisions]
+    """Return the status of the run by the judge's labels, without human labels."""
+    judged = [_with_waiver(replace(d, status=d.judged or d.status, judged=None), waivers) for d in decisions]
     return start if start is Status.INVALID else worst([start, *(d.standing for d in judged)])
 
 
 def _pin_reasons(drift: Drift, rules: Rules) -> list[Reason]:
-    """Name the reference weights that are not those of the pin."""
+    """Return a reason if reference weights are not those of the pin."""
     if rules.pin is None:
         return []
     reference, pin = drift.comparison.reference, rules.pin
-    other = [f"{reference} seed {seed}" for seed, sha in drift.weights.items() if not pin.holds(reference, seed, sha)]
-    text = f"{pin.name} pins other weights, or none, for {some_of(other)}: gate with its own pin"
-    return [Reason(ReasonCode.REF_HASH, text)] if other else []
+    unpinned = [
+        f"{reference} seed {seed}" for seed, sha in drift.weights.items() if not pin.holds(reference, seed, sha)
+    ]
+    text = f"{pin.name} pins other weights, or none, for {some_of(unpinned)}: gate with its own pin"
+    return [Reason(ReasonCode.REF_HASH, text)] if unpinned else []
 
 
 def _key(row: FamilyRow) -> tuple[int, int]:
     return id(row.contrast), row.sign
 
 
-def _recipe_pvalue(row: FamilyRow) -> float | None:
-    return drop_pvalue(row.contrast.recipe, row.sign)
-
-
-def _waived(d: Decision, waivers: Sequence[Waiver]) -> Decision:
-    """Return the decision with the first waiver that covers it; nothing waives INVALID."""
+def _with_waiver(d: Decision, waivers: Sequence[Waiver]) -> Decision:
+    """Return the decision with the first waiver that covers it; an INVALID one is never waived."""
     place = {"suite": d.suite, "arm": d.arm, "context_tokens": d.context_tokens, "estimand": d.estimand}
     policy = None if len(d.policies) > 1 else d.policy  # the worst of several policies cannot be selected by one
     covering = [w for w in waivers if w.covers(d.status.value, {**place, "policy": policy})]
     return replace(d, waiver=covering[0]) if covering and d.status is not Status.INVALID else d
-
-
-def _no_cell(gated: Sequence[Decision]) -> list[Reason]:
-    return [] if gated else [Reason(ReasonCode.NOTHING, "no cell to gate: one arm under one policy cannot be compared")]
 
 
 def _arm_verdicts(gated: Sequence[Decision]) -> tuple[ArmVerdict, ...]:
@@ -165,3 +163,241 @@ def _headline(decisions: Sequence[Decision]) -> int | None:
         return None
     rank = {status: i for i, status in enumerate(PRECEDENCE)}
     return min(candidates, key=lambda entry: (rank[entry[1].standing], entry[2].lower + (entry[1].margin or 0)))[0]
+
+
+# --- what can change a decision after the test -----------------------------------------------------------------------
+
+
+_KEPT_STATUSES = (Status.INVALID, Status.FAIL)  # these stand whatever the reference can show
+
+
+@dataclass(frozen=True)
+class DowngradeContext:
+    """The input of the checks besides the cell itself; ``gated_cells`` are those of the verdict."""
+
+    drift: Drift
+    rules: Rules
+    gated_cells: Sequence[GatedCell]
+    controls: Controls
+    biased: Sequence[JudgeBias]
+    failing_seeds: Mapping[int, Sequence[SeedDrift]]  # by the index of the gated cell
+
+
+class Downgrade(NamedTuple):
+    """A check, and the status that follows if it returns a reason."""
+
+    status: Status
+    check: Callable[[GatedCell, DowngradeContext], Reason | None]
+
+
+def apply_downgrades(
+    decision: Decision, cell: GatedCell, context: DowngradeContext, downgrades: Sequence[Downgrade]
+) -> Decision:
+    """Return the decision after these downgrades, applied in order."""
+    for status, check in downgrades:
+        if (reason := check(cell, context)) is not None:
+            decision = _CHANGES[status](decision, reason)
+    return decision
+
+
+def _fail(d: Decision, reason: Reason) -> Decision:
+    """Return the decision as FAIL, of the recipe too: a recipe that makes a failing seed cannot pass."""
+    if d.status is Status.INVALID:
+        return d
+    recipe, judged = (None if status is None else worst([status, Status.FAIL]) for status in (d.recipe, d.judged))
+    return replace(d, status=Status.FAIL, recipe=recipe, judged=judged, reasons=(reason, *d.reasons))
+
+
+def _not_measurable(d: Decision, reason: Reason) -> Decision:
+    if d.status in _KEPT_STATUSES:
+        return d
+    recipe, judged = (s if s is None or s in _KEPT_STATUSES else Status.NOT_MEASURABLE for s in (d.recipe, d.judged))
+    reasons = (reason, *d.reasons)
+    return replace(d, status=Status.NOT_MEASURABLE, recipe=recipe, judged=judged, reasons=reasons, larger=None)
+
+
+def _inconclusive(d: Decision, reason: Reason) -> Decision:
+    """Return the decision with PASS replaced by INCONCLUSIVE, of the checkpoints and of the recipe."""
+    if d.status not in PASSED and d.recipe not in PASSED:
+        return d
+    recipe = None if d.recipe is None else worst([d.recipe, Status.INCONCLUSIVE])
+    if d.status not in PASSED:
+        return replace(d, recipe=recipe)
+    return replace(d, status=Status.INCONCLUSIVE, recipe=recipe, reasons=(reason, *d.reasons), larger=None)
+
+
+_CHANGES = {Status.FAIL: _fail, Status.NOT_MEASURABLE: _not_measurable, Status.INCONCLUSIVE: _inconclusive}
+
+
+# --- a training seed that fails by itself -----------------------------------------------------------------------------
+
+
+def failing_seed(cell: GatedCell, context: DowngradeContext) -> Reason | None:
+    """Name the training seeds that fail on their own.
+
+    A drift averaged over seeds passes a training that breaks one run in three (losses of 9, 0 and 0 pp average to 3).
+    """
+    index = next((i for i, gated in enumerate(context.gated_cells) if gated is cell), None)
+    seeds = () if index is None else context.failing_seeds.get(index, ())
+    if not seeds:
+        return None
+    seed_texts = ", ".join(f"{s.seed} ({100 * s.estimate:+.1f} pp)" for s in {s.seed: s for s in seeds}.values())
+    return Reason(ReasonCode.SEED, f"fails by itself: seed {seed_texts}")
+
+
+class _SeedTest(NamedTuple):
+    """The test of a cell on the answers of one training seed."""
+
+    row: FamilyRow
+    seed: SeedDrift
+
+
+def failing_seeds(cells: Sequence[GatedCell], alpha: float) -> dict[int, list[SeedDrift]]:
+    """Return the training seeds that fail on their own, by the index of their cell.
+
+    A seed fails when its estimate is past the margin, its own ESS-Tango bounds lie below 0, and the drop holds for the
+    family of every seed of every gated cell (max-T). So without drift an audit fails for a seed no more often than the
+    level says, however many seeds and cells there are. The estimate itself has to be past the margin, because a seed
+    has a third of the answers: its interval is rarely within the margin, and most drops that are seen would fail.
+    People do not label single seeds, so the judge's labels decide here even where human labels decide the cell.
+    """
+    # a test that several cells share counts once in the family
+    tests = {(id(row.contrast), row.sign, test.seed.seed): test for row, test in _seed_tests(cells)}
+    family = joint_family([test.row for test in tests.values()])
+    pvalues = dict(zip(tests, family.pvalues, strict=True))
+    failing: dict[int, list[SeedDrift]] = {}
+    for index, cell in enumerate(cells):
+        for row, test in _seed_tests([cell]):
+            pvalue, margin = pvalues[id(row.contrast), row.sign, test.seed.seed], cell.margin_of(row)
+            if pvalue < alpha and margin is not None and _is_past(test.seed, row.sign, margin):
+                failing.setdefault(index, []).append(test.seed)
+    return failing
+
+
+def _seed_tests(cells: Sequence[GatedCell]) -> Iterator[tuple[FamilyRow, _SeedTest]]:
+    for row in (row for cell in cells for row in cell.rows):
+        c = row.contrast
+        for seed, sums in zip(c.by_seed, c.seed_sums, strict=True):
+            assert c.effect is not None, "a cell without a number has no seeds"
+            effect = replace(c.effect, estimate=seed.estimate, pvalue_drop=seed.pvalue_drop)
+            yield row, _SeedTest(FamilyRow(replace(c, effect=effect, sums=sums, readings=()), row.sign), seed)
+
+
+def _is_past(seed: SeedDrift, sign: int, margin: float) -> bool:
+    """Return whether a seed lost (in a test for a gain: gained) more than the margin, with bounds that exclude 0."""
+    estimate, upper = (seed.estimate, seed.upper) if sign > 0 else (-seed.estimate, -seed.lower)
+    return estimate <= -margin and upper < 0
+
+
+# --- a reference that cannot be measured ------------------------------------------------------------------------------
+
+
+def unmeasurable_reference(cell: GatedCell, context: DowngradeContext) -> Reason | None:
+    """Say why the reference of one of the cell's tests has nothing to lose."""
+    controls = (context.controls.against(row.contrast) for row in cell.rows)
+    control = next((control for control in controls if control is not None), None)
+    return None if control is None else control.reason
+
+
+# --- what a PASS needs ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class JudgeBias:
+    """A contrast in which the judge's errors alone could make over half the margin, up to ``upper``."""
+
+    contrast: Contrast
+    upper: float
+
+
+def judge_biases(cells: Sequence[GatedCell]) -> list[JudgeBias]:
+    """Return the contrasts in which the judge may be biased, among those whose answers people labelled."""
+    # worst and parity are made of contrasts that are cells themselves
+    firsts = [(cell, cell.rows[0]) for cell in cells if cell.estimand == cell.rows[0].contrast.estimand]
+    labelled = [(row.contrast, cell.margin_of(row)) for cell, row in firsts]
+    return [
+        JudgeBias(c, c.people.bias_upper)
+        for c, margin in labelled
+        if c.people and margin and not judge_may_pass(c.people, margin)
+    ]
+
+
+def biased_judge(cell: GatedCell, context: DowngradeContext) -> Reason | None:
+    """Say how much of the drift a judge that is biased on these answers may have made up.
+
+    Cells with human labels are left out, because they do not depend on the judge.
+    """
+    contrasts = [row.contrast for row in cell.rows if row.contrast.judged is None]
+    upper = [bias.upper for bias in context.biased if any(_same_answers(bias.contrast, c) for c in contrasts)]
+    if not upper:
+        return None
+    text = f"judge labels alone cannot pass: the judge may have made up to {100 * max(upper):.1f} pp"
+    return Reason(ReasonCode.JUDGE_DIFF, text)
+
+
+def _same_answers(labelled: Contrast, c: Contrast) -> bool:
+    suites = {part.suite for part in c.sums} or {c.suite}
+    places = ((one.arm, one.policy, one.context_tokens) for one in (labelled, c))
+    return len({*places}) == 1 and labelled.suite in suites
+
+
+def unnamed_clusters(_: GatedCell, context: DowngradeContext) -> Reason | None:
+    """Say that no field names clusters, unless the gate declares that items are independent."""
+    return None if context.rules.items_are_independent else context.drift.unclustered
+
+
+def broken_form(cell: GatedCell, context: DowngradeContext) -> Reason | None:
+    """Say that more answers may have lost their form, which a facet's rate does not count."""
+    drift = context.drift
+    for row in cell.rows:
+        c, margin = row.contrast, cell.margin_of(row)
+        suite, _, facet = c.suite.rpartition(".")
+        if c.suite not in drift.comparison.facets or facet == WELL_FORMED or margin is None:
+            continue
+        place = replace(c.name, suite=f"{suite}.{WELL_FORMED}").place
+        form = next((other for other in drift.contrasts if other.place == place), None)
+        if form is None or form.effect is None or form.rates is None:
+            return Reason(ReasonCode.FORM, "how many answers have a form that can be read is not known")
+        if form.effect.lower <= -margin:  # form has to hold within the facet's own margin
+            shares = f"{100 * (1 - form.rates.reference):.1f} to {100 * (1 - form.rates.candidate):.1f} %"
+            return Reason(ReasonCode.FORM, f"answers without form, of which {facet} says nothing, went from {shares}")
+    return None
+
+
+def rewarding_judge(_: GatedCell, context: DowngradeContext) -> Reason | None:
+    """Ask a release for a gated safety suite that is independent of the reward."""
+    if context.rules.profile != RELEASE or is_independent_of_reward(context.gated_cells, context.drift.comparison):
+        return None
+    return Reason(
+        ReasonCode.TRAINED,
+        "a release needs a gated safety suite that was not trained on and whose judge did not give the reward; add "
+        "one to evaluate.suites",
+    )
+
+
+def phrase_rules(cell: GatedCell, context: DowngradeContext) -> Reason | None:
+    """Ask a release for a judge other than phrase rules."""
+    sides = context.drift.comparison
+    suites = sorted({suite_of(row.contrast.suite) for row in cell.rows} & set(sides.by_phrases))
+    if context.rules.profile != RELEASE or not suites:
+        return None
+    return Reason(
+        ReasonCode.PHRASES,
+        f"phrase rules alone graded {', '.join(suites)}, which is no claim: settle it with kvaudit grade judge RUN "
+        "--judge",
+    )
+
+
+def is_independent_of_reward(cells: Sequence[GatedCell], sides: Comparison) -> bool:
+    """Return whether a gated safety metric was neither trained on nor graded by the reward's judge."""
+    gated = {row.contrast.suite for cell in cells for row in cell.rows}
+    safety = {*sides.safety, *(metric for metric in sides.facets if facet_of(metric)[1].kind == "safety")}
+    return any(suite_of(metric) not in sides.rewarded for metric in gated & safety)
+
+
+# first what the data show, then what a PASS needs
+DATA_DOWNGRADES = (Downgrade(Status.FAIL, failing_seed), Downgrade(Status.NOT_MEASURABLE, unmeasurable_reference))
+PASS_DOWNGRADES = tuple(
+    Downgrade(Status.INCONCLUSIVE, check)
+    for check in (biased_judge, unnamed_clusters, broken_form, rewarding_judge, phrase_rules)
+)

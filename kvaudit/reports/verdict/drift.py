@@ -1,4 +1,4 @@
-"""Records -> drift: the rate of every cell and the difference of every arm. It decides nothing.
+"""The drift of a run from its records: the rate of every cell and the difference of every arm. Nothing is decided here.
 
 Estimands, each a weighted sum over cells that gives one number per item, then a clustered one-sample inference
 (samples and seeds are averaged within the item first):
@@ -32,12 +32,10 @@ from kvaudit.reports.records.rows import LIVE_BYTES, NULLABLE, ROLES, CellKey, P
 from kvaudit.reports.stats.betting import betting_effect
 from kvaudit.reports.stats.clustered import cr3_effect
 from kvaudit.reports.stats.effect import Array, Effect
-from kvaudit.reports.stats.few import no_interval
-from kvaudit.reports.stats.power import Flips, flips
+from kvaudit.reports.stats.power import flips
 from kvaudit.reports.stats.seeds import SEEDS_NEEDED, by_cluster, recipe_effect, seed_noise
 from kvaudit.reports.stats.signflip import FEWEST_CLUSTERS
 from kvaudit.reports.stats.tango import ess_tango, many_ess_tango
-from kvaudit.reports.verdict.canary import canaries_of, canary_reasons, checked_by_canary
 from kvaudit.reports.verdict.comparison import Comparison, run_reasons
 from kvaudit.reports.verdict.contrast import (
     Cell,
@@ -47,8 +45,10 @@ from kvaudit.reports.verdict.contrast import (
     Rates,
     SeedDrift,
     UnwantedEvents,
+    no_interval,
     reference_answers,
 )
+from kvaudit.reports.verdict.controls import canaries_of, canary_reasons, checked_by_canary
 from kvaudit.reports.verdict.reasons import Reason, ReasonCode
 
 Weights = dict[CellKey, float]
@@ -65,21 +65,21 @@ CELL = ["arm", "policy", "suite", "context_tokens"]
 
 
 class CellFilter(NamedTuple):
-    """The estimands, policies and lengths of the cells that are wanted."""
+    """The estimands, policies and lengths for which facets are contrasted."""
 
     estimands: frozenset[str]
     policies: frozenset[str]
     contexts: frozenset[int]
 
     def accepts(self, estimand: str, policy: str, context: int) -> bool:
-        """Whether a contrast is among them."""
+        """Return whether the filter accepts this estimand, policy and length."""
         return estimand in self.estimands and policy in self.policies and context in self.contexts
 
 
 def drift_of(data: RunData, comparison: Comparison, alpha: float, facets: CellFilter | None = None) -> Drift:
     """Return the drift of a run's records, with one-sided bounds at level ``alpha``.
 
-    ``facets`` says in which cells facets are contrasted, None for all; they are most of the contrasts.
+    ``facets`` limits the cells in which facets are contrasted (None: all); facets are most of the contrasts.
     """
     tables = data.panels
     canaries = canaries_of(data.records, _repeated_records(data, comparison), comparison)
@@ -99,7 +99,7 @@ def drift_of(data: RunData, comparison: Comparison, alpha: float, facets: CellFi
 
 
 def _repeated_records(data: RunData, comparison: Comparison) -> Mapping[str, pd.DataFrame]:
-    """Return the records of the noise floor by how they were asked; a floor that cannot be read has none."""
+    """Return the records of the noise floor by order of asking; empty without a floor that can be read."""
     if not comparison.references:
         return {}
     try:
@@ -120,7 +120,7 @@ def _checkpoints(records: pd.DataFrame, arm: str) -> dict[int, frozenset[str]]:
 def contrasts(
     comparison: Comparison, tables: Panels, alpha: float, facets: CellFilter | None = None
 ) -> Iterator[Contrast]:
-    """Yield every contrast of a comparison; a planned length of a suite without any record yields blanks."""
+    """Yield every contrast; where a planned length has no record at all, contrasts have reasons and no numbers."""
     for metric in (*comparison.suites, *comparison.facets):
         cells = facets if metric in comparison.facets else None
         for context in comparison.lengths[metric]:
@@ -144,9 +144,9 @@ def sides(comparison: Comparison) -> Iterator[tuple[str, str, str]]:
 
 
 def seed_pairs(comparison: Comparison, panel: Panel, arm: str) -> list[SeedPair]:
-    """Pair seed s of the arm with seed s of the reference, or every seed with the only one that a reference has.
+    """Pair seed s of the arm with seed s of the reference, or every seed with the reference's only seed.
 
-    A pinned run and the base model are references of one seed.
+    A pinned run and the base model are references with one seed.
     """
     seeds = list(comparison.seeds)
     if arm == comparison.reference:
@@ -159,15 +159,29 @@ def seed_pairs(comparison: Comparison, panel: Panel, arm: str) -> list[SeedPair]
 
 
 def _empty_panel(suite: str, context: int) -> Panel:
-    none: dict[CellKey, Any] = {}
-    return Panel(suite, context, (), np.zeros(0, dtype=np.int64), (), none, none, none, {}, 1, False, frozenset(), 0)
+    no_scores: dict[CellKey, Any] = {}
+    return Panel(
+        suite,
+        context,
+        (),
+        np.zeros(0, dtype=np.int64),
+        (),
+        no_scores,
+        no_scores,
+        no_scores,
+        {},
+        1,
+        False,
+        frozenset(),
+        0,
+    )
 
 
 # --- estimands: weights over cells ------------------------------------------------------------------------------------
 
 
 def _add(*terms: tuple[CellKey, float]) -> Weights:
-    """Sum weights by cell, so that a cell minus itself is nothing."""
+    """Sum weights by cell, so that a cell minus itself has weight 0."""
     weights: Weights = {}
     for cell, weight in terms:
         weights[cell] = weights.get(cell, 0.0) + weight
@@ -175,11 +189,11 @@ def _add(*terms: tuple[CellKey, float]) -> Weights:
 
 
 def weights_of(comparison: Comparison, estimand: str, arm: str, pair: SeedPair, policy: str) -> Weights:
-    """Return the weights of the cells of one estimand for one pair of seeds; "uncompressed" is in the same engine.
+    """Return the weights of the cells of one estimand for one pair of seeds, all served by the same engine.
 
-    Amplification is what training under the policy did, minus what serving under it does to the reference: (candidate
-    uncompressed - reference uncompressed) - (reference under the policy - reference uncompressed). Interaction is a
-    difference in differences.
+    Amplification is the effect of training under the policy, minus the effect of serving the reference under it:
+    (candidate uncompressed - reference uncompressed) - (reference under the policy - reference uncompressed).
+    Interaction is a difference in differences.
     """
     dense = comparison.uncompressed_of(policy)
     candidate, candidate_dense = CellKey(arm, pair[0], policy), CellKey(arm, pair[0], dense)
@@ -205,19 +219,15 @@ def contrast(
     arm: str,
     policy: str,
     alpha: float,
-    pairs: Sequence[SeedPair] | None = None,
 ) -> Contrast:
-    """Return the contrast of one estimand over paired seeds, by default those of the panel.
-
-    Seeds are averaged within the item first.
-    """
-    pairs = seed_pairs(comparison, panel, arm) if pairs is None else pairs
+    """Return the contrast of one estimand over paired seeds, which are averaged within the item first."""
+    pairs = seed_pairs(comparison, panel, arm)
     weights = [weights_of(comparison, estimand, arm, pair, policy) for pair in pairs]
     cells = sorted({cell for w in weights for cell in w})
     reasons = broken_contract(panel, cells) if weights else (Reason(ReasonCode.CELL, f"arm {arm} has no seed to pair"),)
     seeds = tuple(seed for seed, _ in pairs)
     blank = Contrast(estimand, arm, policy, panel.suite, panel.context_tokens, seeds=seeds, reasons=tuple(reasons))
-    if [reason.code for reason in reasons] == [ReasonCode.FEW_CLUSTERS]:  # print the estimate, without an interval
+    if [reason.code for reason in reasons] == [ReasonCode.FEW_CLUSTERS]:  # print the estimate alone
         return replace(blank, reasons=(_estimate_alone(panel, weights, ~np.isnan(panel.floor[cells[0]])),))
     if reasons:
         return blank
@@ -227,11 +237,11 @@ def contrast(
 
 def _estimate_alone(panel: Panel, weights: list[Weights], recorded: npt.NDArray[np.bool_]) -> Reason:
     z = np.stack([_combine(panel.scores, w, recorded) for w in weights])  # [S, N]
-    known = ~np.isnan(z).all(axis=0)  # [N], read in some seed
-    clusters = len(np.unique(panel.clusters[recorded][known]))
+    readable = ~np.isnan(z).all(axis=0)  # [N], read in some seed
+    clusters = len(np.unique(panel.clusters[recorded][readable]))
     if not clusters:
         return Reason(ReasonCode.FEW_CLUSTERS, f"{no_interval(0)}: no answer could be read on both sides")
-    estimate = 100 * float(np.nanmean(z[:, known], axis=0).mean())
+    estimate = 100 * float(np.nanmean(z[:, readable], axis=0).mean())
     return Reason(ReasonCode.FEW_CLUSTERS, f"{no_interval(clusters)}; the estimate alone is {estimate:+.1f} pp")
 
 
@@ -241,40 +251,47 @@ def _with_numbers(
     # the items that these cells have records of: the same in each, or the contract would be broken
     recorded = ~np.isnan(panel.floor[cells[0]])
     z = np.stack([_combine(panel.scores, w, recorded) for w in weights])  # [S, N], NaN where a facet could not be read
-    known = ~np.isnan(z).all(axis=0)  # recorded items that could be read in some seed
-    if blank.estimand != INTERACTION:
+    readable = ~np.isnan(z).all(axis=0)  # recorded items that could be read in some seed
+    if blank.estimand != INTERACTION:  # which has four sides
         blank = replace(blank, unread=_unread(panel, weights, recorded))
-    if len(np.unique(panel.clusters[recorded][known])) < FEWEST_CLUSTERS:
+    if len(np.unique(panel.clusters[recorded][readable])) < FEWEST_CLUSTERS:
         return replace(blank, reasons=(_estimate_alone(panel, weights, recorded),))
     present = recorded.copy()  # the same as a mask of the whole panel
-    present[recorded] = known
-    clusters, z = panel.clusters[present], z[:, known]
+    present[recorded] = readable
+    clusters, z = panel.clusters[present], z[:, readable]
     mean = np.nanmean(z, axis=0)
     z = np.where(np.isnan(z), mean, z)  # a seed whose answer could not be read takes the mean of the others
     draws = panel.samples * len(weights)  # seeds are averaged as samples are
     effect = _effect_of(blank, panel, mean, clusters, draws, alpha)
     totals = []
     for other_mean, other_clusters in _readings(panel, weights, recorded):
-        effect = no_narrower(effect, _effect_of(blank, panel, other_mean, other_clusters, draws, alpha))
+        effect = widened_to(effect, _effect_of(blank, panel, other_mean, other_clusters, draws, alpha))
         totals.append((_cluster_sums(panel, other_mean, other_clusters),))
     recipe = None
     if _fewest_seeds(cells) >= SEEDS_NEEDED:
-        recipe = no_narrower(recipe_effect(z, clusters, alpha=alpha), effect)
-    moved = None if blank.estimand == INTERACTION else _flips(panel, weights, present)
+        recipe = widened_to(recipe_effect(z, clusters, alpha=alpha), effect)
+    if blank.estimand != INTERACTION:
+        candidate, reference = paired_scores(panel, weights, present)
+        # the share of 1s among several draws follows from their mean only if each is 0 or 1
+        answers = flips(reference, candidate, samples=1 if panel.graded else panel.samples)
+        blank = replace(
+            blank,
+            # over the same pairs as the drift, so that their difference is the drift
+            rates=Rates(float(reference.mean()), float(candidate.mean())),
+            unwanted=tuple(_unwanted(panel, weights, present)),
+            churn=answers.churn,
+            rerun=answers.rerun,
+        )
     c = replace(
         blank,
         effect=effect,
         recipe=recipe,
-        rates=None if blank.estimand == INTERACTION else _rates(panel, weights, present),
-        unwanted=() if blank.estimand == INTERACTION else tuple(_unwanted(panel, weights, present)),
         seed_estimates=tuple(float(v) for v in z.mean(axis=1)),
         # unscored answers counted against the candidate, then for it
         worst=_bound(panel.floor, panel.best, weights, recorded),
         best=_bound(panel.best, panel.floor, weights, recorded),
         sums=(_cluster_sums(panel, mean, clusters),),
         readings=tuple(totals),
-        churn=moved.churn if moved else None,
-        rerun=moved.rerun if moved else None,
     )
     return _with_seeds(c, panel, z, clusters, alpha) if len(weights) > 1 else c
 
@@ -282,9 +299,9 @@ def _with_numbers(
 def _readings(
     panel: Panel, weights: list[Weights], recorded: npt.NDArray[np.bool_]
 ) -> Iterator[tuple[Array, npt.NDArray[np.int64]]]:
-    """Yield item means [N] and clusters [N] under each other reading of uncertain answers; a claim holds under all.
+    """Yield item means [N] and clusters [N] for each other way to count uncertain answers; a claim holds under all.
 
-    Answers that a judge was unsure of are read the same on both sides, unscored ones against the candidate, then for
+    Answers that a judge was unsure of count the same on both sides; unscored ones count against the candidate, then for
     it.
     """
     readings = [(reading, reading) for reading in panel.readings]
@@ -293,22 +310,24 @@ def _readings(
         readings += [(zero, one), (one, zero)]
     for plus, minus in readings:
         z = np.stack([_between(plus, minus, w, recorded) for w in weights])  # [S, N]
-        known = ~np.isnan(z).all(axis=0)
-        yield np.nanmean(z[:, known], axis=0), panel.clusters[recorded][known]
+        readable = ~np.isnan(z).all(axis=0)
+        yield np.nanmean(z[:, readable], axis=0), panel.clusters[recorded][readable]
 
 
 def _effect_of(
     c: Contrast, panel: Panel, mean: Array, clusters: npt.NDArray[np.int64], draws: int, alpha: float
 ) -> Effect:
     if c.estimand == INTERACTION:
-        return _interaction_effect(mean, clusters, alpha)
+        effect = cr3_effect(mean, clusters, alpha=alpha)
+        # where all items agree, CR3 has an interval of width zero
+        return effect if effect.high > effect.low else ess_tango(mean, clusters, alpha=alpha, scale=2.0)
     if c.look is not None:
         return betting_effect(mean, clusters, alpha=alpha, tests=c.look.tests, is_last=c.look.is_last)
     return ess_tango(mean, clusters, samples=draws, alpha=alpha, graded=panel.graded)
 
 
 def _with_seeds(c: Contrast, panel: Panel, z: Array, clusters: npt.NDArray[np.int64], alpha: float) -> Contrast:
-    """Return the contrast with the drift of every seed of z [S, N], and the noise that items alone put into it."""
+    """Return the contrast with the drift of every seed of z [S, N], and the part of its variance due to items."""
     ordered, counts = by_cluster(z, clusters)
     noise = float(seed_noise(ordered, counts))
     if c.estimand == INTERACTION:
@@ -327,7 +346,7 @@ def _with_seeds(c: Contrast, panel: Panel, z: Array, clusters: npt.NDArray[np.in
 
 
 def _fewest_seeds(cells: list[CellKey]) -> int:
-    """Count the training seeds of the arm with the fewest; the base model has no training seeds."""
+    """Return the number of training seeds of the arm with the fewest; the base model is left out."""
     seeds: dict[str, set[int]] = {}
     for cell in cells:
         seeds.setdefault(cell.arm, set()).add(cell.seed)
@@ -342,14 +361,8 @@ def _cluster_sums(panel: Panel, z: Array, clusters: npt.NDArray[np.int64]) -> Cl
     return ClusterSums(panel.suite, 1.0, names, sums, counts)
 
 
-def _rates(panel: Panel, weights: list[Weights], present: npt.NDArray[np.bool_]) -> Rates:
-    """Return the mean scores of both sides over the same pairs as the drift, so that their difference is the drift."""
-    candidate, reference = paired_scores(panel, weights, present)
-    return Rates(float(reference.mean()), float(candidate.mean()))
-
-
 def _unwanted(panel: Panel, weights: list[Weights], present: npt.NDArray[np.bool_]) -> Iterator[UnwantedEvents]:
-    """Yield the unwanted events by the scores, then by every other reading of unsure and of unscored answers."""
+    """Yield the unwanted events by the scores, then by every other way to count unsure and unscored answers."""
     readings = [(scores, scores, present) for scores in (panel.scores, *panel.readings)]
     if panel.unscored_as:
         zero, one = panel.unscored_as
@@ -390,31 +403,19 @@ def two_sides(weights: Sequence[Weights]) -> tuple[list[CellKey], list[CellKey]]
 def paired_scores(panel: Panel, weights: Sequence[Weights], present: npt.NDArray[np.bool_]) -> tuple[Array, Array]:
     """Return the scores [S, N] of candidate and reference by pair of seeds.
 
-    Where a side of a pair could not be read, both sides take the item's mean over its other pairs.
+    Where one side of a pair could not be read, both sides take the item's mean over its other pairs.
     """
     candidate, reference = (np.stack([panel.scores[cell][present] for cell in side]) for side in two_sides(weights))
     unread = np.isnan(candidate) | np.isnan(reference)
     if not unread.any():
         return candidate, reference
-    known = (np.where(unread, np.nan, side) for side in (candidate, reference))
-    candidate, reference = (np.where(unread, np.nanmean(side, axis=0), side) for side in known)
+    readable = (np.where(unread, np.nan, side) for side in (candidate, reference))
+    candidate, reference = (np.where(unread, np.nanmean(side, axis=0), side) for side in readable)
     return candidate, reference
 
 
-def _flips(panel: Panel, weights: list[Weights], present: npt.NDArray[np.bool_]) -> Flips:
-    candidate, reference = paired_scores(panel, weights, present)
-    # draws that are not 0 or 1 cannot be told apart by their mean: item means are compared instead
-    return flips(reference, candidate, samples=1 if panel.graded else panel.samples)
-
-
-def _interaction_effect(mean: Array, clusters: npt.NDArray[np.int64], alpha: float) -> Effect:
-    """Return the CR3-t effect, or ESS-Tango where all items agree: without spread CR3 has a width of zero."""
-    effect = cr3_effect(mean, clusters, alpha=alpha)
-    return effect if effect.high > effect.low else ess_tango(mean, clusters, alpha=alpha, scale=2.0)
-
-
 def _combine(table: Scores, weights: Weights, present: npt.NDArray[np.bool_]) -> Array:
-    """Return weighted cell scores [N]."""
+    """Return weighted sums of cell scores [N]."""
     total = np.zeros(int(present.sum()))
     for cell, weight in weights.items():
         total += weight * table[cell][present]
@@ -422,7 +423,7 @@ def _combine(table: Scores, weights: Weights, present: npt.NDArray[np.bool_]) ->
 
 
 def _between(plus: Scores, minus: Scores, weights: Weights, present: npt.NDArray[np.bool_]) -> Array:
-    """Return the weighted sum of cell scores [N], from ``plus`` for positive weights, from ``minus`` for others."""
+    """Return weighted sums of cell scores [N], from ``plus`` for positive weights and from ``minus`` for others."""
     return _combine(plus, {cell: weight for cell, weight in weights.items() if weight > 0}, present) + _combine(
         minus, {cell: weight for cell, weight in weights.items() if weight <= 0}, present
     )
@@ -433,40 +434,40 @@ def _bound(plus: Scores, minus: Scores, weights: Sequence[Weights], present: npt
     return float(np.mean([_between(plus, minus, w, present) for w in weights]))
 
 
-def no_narrower(one: Effect, other: Effect) -> Effect:
-    """Return the first effect, widened so that it is at least as uncertain as the second.
+def widened_to(effect: Effect, other: Effect) -> Effect:
+    """Return the first effect, with an interval and p-values at least as wide as those of the second.
 
-    A claim about a recipe is at least as uncertain as the claim about its checkpoints. A claim beside unsure or
-    unscored answers has to hold under every reading of them.
+    A claim about a recipe is at least as uncertain as the claim about its checkpoints. A claim about unsure or unscored
+    answers has to hold under every way to count them.
     """
     return replace(
-        one,
-        low=min(one.low, other.low),
-        high=max(one.high, other.high),
-        lower=min(one.lower, other.lower),
-        upper=max(one.upper, other.upper),
-        pvalue=max(one.pvalue, other.pvalue),
-        pvalue_drop=max(one.pvalue_drop, other.pvalue_drop),
+        effect,
+        low=min(effect.low, other.low),
+        high=max(effect.high, other.high),
+        lower=min(effect.lower, other.lower),
+        upper=max(effect.upper, other.upper),
+        pvalue=max(effect.pvalue, other.pvalue),
+        pvalue_drop=max(effect.pvalue_drop, other.pvalue_drop),
     )
 
 
 def broken_contract(panel: Panel, cells: Sequence[CellKey]) -> tuple[Reason, ...]:
-    """Return why these cells cannot be compared, nothing when they can."""
+    """Return the reasons why these cells cannot be compared; empty if they can."""
     absent = [cell for cell in cells if cell not in panel.scores]
     if absent and not panel.scores and panel.suite.endswith(f".{UNSAFE}"):
         return (Reason(ReasonCode.HARM, NO_HARM_GRADER),)
     if absent:
-        named = "; ".join(f"{c.arm} seed {c.seed} under {c.policy}" for c in absent)
-        return (Reason(ReasonCode.CELL, f"not evaluated: {named}"),)
+        absent_names = "; ".join(f"{c.arm} seed {c.seed} under {c.policy}" for c in absent)
+        return (Reason(ReasonCode.CELL, f"not evaluated: {absent_names}"),)
     holes = np.stack([np.isnan(panel.floor[cell]) for cell in cells])  # [cells, N]
     lacking = int((holes.any(axis=0) & ~holes.all(axis=0)).sum())
     if lacking:
         text = f"item sets differ: {lacking} of {len(panel.items)} items lack a record in some cell"
         return (Reason(ReasonCode.ITEMS, text),)
-    return tuple(_unfit(panel, cells, ~holes[0]))
+    return tuple(_data_breaches(panel, cells, ~holes[0]))
 
 
-def _unfit(panel: Panel, cells: Sequence[CellKey], present: npt.NDArray[np.bool_]) -> Iterator[Reason]:
+def _data_breaches(panel: Panel, cells: Sequence[CellKey], present: npt.NDArray[np.bool_]) -> Iterator[Reason]:
     clusters = len(np.unique(panel.clusters[present]))
     if clusters < FEWEST_CLUSTERS:
         yield Reason(ReasonCode.FEW_CLUSTERS, no_interval(clusters))
@@ -527,7 +528,7 @@ def cells_of(records: pd.DataFrame, tables: Panels, comparison: Comparison) -> I
 
 
 def shares_of_none(means: pd.DataFrame, column: str) -> dict[Any, float | None]:
-    """Return the bytes of every cell per byte of its tokens uncompressed, relative to policy ``none``; None if unknown.
+    """Return bytes per uncompressed byte by cell, relative to policy ``none``; None where that is unknown.
 
     ``means`` is indexed by ``CELL``. An arm that was not served uncompressed is compared with the mean of those that
     were.

@@ -45,7 +45,7 @@ from kvaudit.reports.verdict.rules import CONTRASTED, Rules, allowed_points
 
 @dataclass(frozen=True)
 class GatedCell:
-    """A cell to decide: its tests in ``rows``, held to a ``margin`` or to a ``ratio``."""
+    """A cell to decide: its tests in ``rows``, and their limit, a ``margin`` or a ``ratio``."""
 
     estimand: str
     rows: tuple[FamilyRow, ...]
@@ -54,7 +54,7 @@ class GatedCell:
     ratio: float | None = None
 
     def margin_of(self, row: FamilyRow) -> float | None:
-        """Return the margin of a test, or the points that the ratio allows at the reference's rate; None if unknown."""
+        """Return the margin of a test, or the loss that the ratio allows at the reference's rate; None if unknown."""
         return self.margin if self.ratio is None else allowed_points(row.contrast, self.ratio)
 
 
@@ -80,7 +80,7 @@ def shown_cells(drift: Drift, rules: Rules) -> list[GatedCell]:
 
 
 def gated_facets(sides: Comparison, rules: Rules) -> CellFilter:
-    """Return the cells in which a verdict needs facets: where they decide, or explain the score that decides."""
+    """Return the cells in which a verdict needs facets: where they decide, or explain a score that decides."""
     estimands: tuple[str, ...] = (sides.base,)
     policies = {*rules.primary, *rules.deployable}
     if sides.mode != "serving":
@@ -90,7 +90,7 @@ def gated_facets(sides: Comparison, rules: Rules) -> CellFilter:
 
 
 def is_gated(c: Contrast, sides: Comparison, rules: Rules) -> bool:
-    """Whether a contrast enters the verdict as a cell."""
+    """Return whether a contrast enters the verdict as a cell."""
     if c.estimand not in rules.estimands or c.context_tokens not in rules.contexts or not _is_decided(c, sides, rules):
         return False
     if c.estimand == SERVING and sides.mode == "training":  # every setting counts; ``primary`` selects for the arms
@@ -101,15 +101,15 @@ def is_gated(c: Contrast, sides: Comparison, rules: Rules) -> bool:
         return _is_chosen(c, rules)
     if sides.mode == "serving":
         return is_base(c, sides, rules)
-    return c.arm in sides.candidates and _is_chosen(c, rules) and not _is_twin(c, sides, rules)
+    return c.arm in sides.candidates and _is_chosen(c, rules) and not _is_repeated(c, sides, rules)
 
 
 def is_shown(c: Contrast, sides: Comparison, rules: Rules) -> bool:
-    """Whether a contrast is shown with a decision outside the verdict: of alike and deployed the ungated one."""
+    """Return whether a contrast is decided and shown outside the verdict: of alike and deployed the ungated one."""
     if (
         sides.mode == "serving"
         or c.policy not in rules.primary
-        or _is_twin(c, sides, rules)
+        or _is_repeated(c, sides, rules)
         or not _is_decided(c, sides, rules)
     ):
         return False
@@ -117,7 +117,7 @@ def is_shown(c: Contrast, sides: Comparison, rules: Rules) -> bool:
 
 
 def is_base(c: Contrast, sides: Comparison, rules: Rules) -> bool:
-    """Whether a contrast is one of those that worst, selectivity and parity are made of."""
+    """Return whether worst, selectivity and parity are computed from this contrast."""
     if c.estimand != sides.base or c.context_tokens not in rules.contexts or not _is_decided(c, sides, rules):
         return False
     if sides.mode == "serving":
@@ -126,12 +126,12 @@ def is_base(c: Contrast, sides: Comparison, rules: Rules) -> bool:
 
 
 def _is_chosen(c: Contrast, rules: Rules) -> bool:
-    """Whether the arm of a contrast is gated."""
+    """Return whether the arm of a contrast is gated."""
     return not rules.arms or c.arm in rules.arms
 
 
 def _is_decided(c: Contrast, sides: Comparison, rules: Rules) -> bool:
-    """Whether a metric is decided: a facet that has a margin, and a suite unless only its facets have margins.
+    """Return whether a metric is decided: a facet with a margin, or a suite unless only its facets have margins.
 
     A suite without any margin is decided too, so that its cell says that the margin is missing.
     """
@@ -140,20 +140,20 @@ def _is_decided(c: Contrast, sides: Comparison, rules: Rules) -> bool:
     return not any(facet_of(facet)[0] == c.suite for facet in sides.facets if rules.holds(facet))
 
 
-def _is_twin(c: Contrast, sides: Comparison, rules: Rules) -> bool:
-    """Whether a contrast repeats another: uncompressed, alike and deployed are the same difference."""
+def _is_repeated(c: Contrast, sides: Comparison, rules: Rules) -> bool:
+    """Return whether a contrast repeats another: uncompressed, alike and deployed are the same difference."""
     other = "deployed" if "alike" in rules.estimands else "alike"
     return sides.is_uncompressed(c.policy) and c.estimand == other
 
 
 def single_cell(c: Contrast, rules: Rules, *, gated: bool) -> GatedCell:
-    """Return the cell of one contrast."""
+    """Return the cell with a single contrast."""
     margin, ratio = rules.margin(c.estimand, c.suite), rules.ratio(c.estimand, c.suite)
     return GatedCell(c.estimand, (FamilyRow(c, 1),), margin, gated, ratio)
 
 
 def _worst_policy(base: Sequence[Contrast], rules: Rules) -> Iterator[GatedCell]:
-    """Yield one cell per arm, suite and length over the deployable policies."""
+    """Yield one cell per arm, suite and length, with a test for every deployable policy."""
     groups: dict[tuple[str, str, int], list[Contrast]] = {}
     for c in base:
         if c.policy in rules.deployable:
@@ -172,14 +172,14 @@ _FEW = f"a cell has fewer than {FEWEST_CLUSTERS} templates"
 
 
 class FamilyRow(NamedTuple):
-    """One test of the family: whether a contrast is below 0, or above 0 where ``sign`` is -1."""
+    """One test of the family: whether a contrast is below 0, or above 0 if ``sign`` is -1."""
 
     contrast: Contrast
     sign: int
 
 
 class _Part(NamedTuple):
-    """The differences of a test in one suite, weighted and signed, in hashable form for the cache."""
+    """The differences of a test in one suite, weighted and signed, in a hashable form for the cache."""
 
     suite: str
     clusters: tuple[str, ...]
@@ -188,7 +188,7 @@ class _Part(NamedTuple):
 
 
 class _Flips(NamedTuple):
-    """Adjusted p-values, the smallest p-value that is possible, and the t statistic that is needed."""
+    """Adjusted p-values, the smallest possible p-value, and the critical t statistic."""
 
     pvalues: tuple[float, ...]
     floor: float
@@ -202,7 +202,7 @@ _Test = tuple[_Part, ...]
 class TestFamily:
     """Adjusted one-sided p-values of the rows by ``method`` and by Holm; 1 where a row has no number.
 
-    ``reason`` says why the method is Holm; it is empty for max-T. ``floor`` is the smallest p-value that is possible.
+    ``reason`` says why the method is Holm; it is empty for max-T. ``floor`` is the smallest possible p-value.
     ``critical`` is how many standard errors below 0 the lowest test must be to count as a drop, infinite without tests.
     """
 
@@ -215,7 +215,7 @@ class TestFamily:
 
 
 def joint_family(rows: Sequence[FamilyRow], alpha: float = 0.05) -> TestFamily:
-    """Adjust the tests of the checkpoints at hand together; ``alpha`` is the level of ``critical``."""
+    """Return the tests adjusted together as one family; ``alpha`` is the level of ``critical``."""
     by_holm = holm_family([drop_pvalue(row.contrast.effect, row.sign) for row in rows])
     numbered = [i for i, row in enumerate(rows) if row.contrast.effect]
     reason = _reason_for_holm([rows[i] for i in numbered])
@@ -234,7 +234,7 @@ def _bonferroni(rows: Sequence[FamilyRow], alpha: float) -> float:
 
 
 def holm_family(pvalues: Sequence[float | None]) -> tuple[float, ...]:
-    """Return Holm-adjusted p-values in order; 1 where there is none."""
+    """Return Holm-adjusted p-values in the given order; 1 for None."""
     numbered = [i for i, value in enumerate(pvalues) if value is not None]
     result = [1.0] * len(pvalues)
     for index, value in zip(numbered, holm([p for p in pvalues if p is not None]), strict=True):

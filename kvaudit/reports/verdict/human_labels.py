@@ -1,9 +1,10 @@
 """Human labels of a run's answers: the key of a blind sheet, the stored labels, and the drift that follows from them.
 
-Concordant pairs are drawn in turn over the templates: a labelled one represents its share of those of its template, a
-discordant one itself. Error rates are weighted so, and are rates of all pairs; their intervals assume that the pairs of
-a template are independent. Stored labels name texts by hash, so no file reveals whose answer it was: drift and statuses
-are computed from the run's own records whenever a report or verdict is made.
+Concordant pairs are drawn in turn over the templates. A labelled concordant pair represents its share of its
+template's concordant pairs, a discordant pair only itself. Error rates are weighted so, and are rates of all pairs;
+their intervals assume that the pairs of a template are independent. Stored labels name texts by hash, so no file
+reveals which arm gave an answer: drift and statuses are computed from the run's own records whenever a report or
+verdict is made.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ _PartialLabels = npt.NDArray[np.float64]
 def sheet_key(
     data: RunData, answers: Sequence[PairedAnswers], *, seed: int, concordant: int, spread: bool = True
 ) -> tuple[Key, dict[str, ShownAnswer]]:
-    """Return the key of a sheet and the content of its rows; records, seed and ``concordant`` determine both."""
+    """Return the key of a sheet and the content of its rows, determined by records, ``seed``, ``concordant``."""
     picks = [pairs_to_label(pairs, concordant, seed, spread=spread) for pairs in answers]
     texts = shown_answers(data, list(zip(answers, picks, strict=True)))
     hashes = {place: text_hash(text) for place, text in texts.items()}
@@ -117,7 +118,7 @@ def _gated(answers: Mapping[CellPlace, PairedAnswers], cell: KeyCell) -> PairedA
 class CellLabels(CellName):
     """The labels of one gated cell: hash of the text -> 0 or 1, for the pairs that ``seed`` and ``concordant`` draw.
 
-    ``spread`` is whether these were drawn in turn over the templates, as they are since format 3.
+    ``spread`` is whether the concordant pairs were drawn in turn over the templates, as they are since format 3.
     """
 
     seed: int
@@ -137,7 +138,7 @@ class Labels:
 
 
 def collect_labels(run: Path, reference: str, key: Key, labels: Mapping[str, int]) -> Labels:
-    """Return the labels of a sheet by the hash of their text, with those that the run has of other cells."""
+    """Return the labels of a sheet by the hash of their text, and the stored labels of the run's other cells."""
     cells = []
     for c in key.cells:
         rows = sorted({row for pair in c.pairs for row in (pair.candidate_row, pair.reference_row)})
@@ -151,14 +152,14 @@ def collect_labels(run: Path, reference: str, key: Key, labels: Mapping[str, int
 
 
 def earlier_labels(run: Path, key: Key) -> dict[str, int]:
-    """Return the labels that rows of a sheet already got on earlier sheets of this run."""
+    """Return the labels that rows of a sheet already have from earlier sheets of this run."""
     stored = load_labels(run)
     texts = {text: label for cell in stored.cells for text, label in cell.labels.items()} if stored else {}
     return {row: texts[text] for row, text in key.rows.items() if text in texts}
 
 
 def render_labels(labels: Labels) -> str:
-    """Return the labels as JSON with its own sha256, for the run folder."""
+    """Return the labels as JSON with a sha256 of themselves, for the run folder."""
     body = asdict(labels)
     return json.dumps({**body, "sha256": _labels_sha256(body)}, ensure_ascii=True, allow_nan=False, indent=1) + "\n"
 
@@ -206,7 +207,7 @@ def _labels_sha256(body: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class HumanLabels:
-    """A cell's pairs [M] with their human labels, NaN for unlabelled pairs."""
+    """The pairs [M] of a cell with their human labels, NaN for unlabelled pairs."""
 
     pairs: PairedAnswers
     candidate: _PartialLabels
@@ -214,7 +215,7 @@ class HumanLabels:
 
     @property
     def difference(self) -> _PartialLabels:
-        """candidate - reference [M], NaN for unlabelled pairs."""
+        """The differences candidate - reference [M], NaN for unlabelled pairs."""
         return self.candidate - self.reference
 
     @property
@@ -226,7 +227,7 @@ class HumanLabels:
 def with_labels(data: RunData, drift: Drift) -> Drift:
     """Return the drift with the run's human labels applied; raises DataError for labels of other records.
 
-    Labels of pairs with another reference arm than the drift's are ignored.
+    Labels are ignored if they are about another reference arm than the drift's.
     """
     stored = load_labels(data.run)
     if stored is None:
@@ -237,14 +238,20 @@ def with_labels(data: RunData, drift: Drift) -> Drift:
 
 
 def apply_labels(data: RunData, drift: Drift, stored: Labels) -> Drift:
-    """Return the drift with the effect by human labels in every labelled cell; the labels must be of its records."""
+    """Return the drift with the effect by human labels in every labelled cell.
+
+    The labels must be of the drift's records.
+    """
     by_place = {h.pairs.contrast.place: h for h in match_labels(data, drift, stored)}
     contrasts = (_with_people(c, h, drift.alpha) if (h := by_place.get(c.place)) else c for c in drift.contrasts)
     return replace(drift, contrasts=tuple(contrasts))
 
 
 def match_labels(data: RunData, drift: Drift, stored: Labels) -> list[HumanLabels]:
-    """Match stored labels to answers by their text, for every cell that has a number; raises DataError for a gap."""
+    """Return the stored labels matched to answers by their text, for every labelled cell that has a number.
+
+    Raises DataError if labels and answers do not match.
+    """
     contrasts = {c.place: c for c in drift.contrasts if c.effect}
     cells = [cell for cell in stored.cells if cell.place in contrasts]
     answers = [pairs_of(data, drift.comparison, contrasts[cell.place]) for cell in cells]
@@ -252,8 +259,8 @@ def match_labels(data: RunData, drift: Drift, stored: Labels) -> list[HumanLabel
         pairs_to_label(pairs, cell.concordant, cell.seed, spread=cell.spread)
         for pairs, cell in zip(answers, cells, strict=True)
     ]
-    shown = shown_answers(data, list(zip(answers, picks, strict=True)))
-    texts = {place: text_hash(text) for place, text in shown.items()}
+    answers_shown = shown_answers(data, list(zip(answers, picks, strict=True)))
+    texts = {place: text_hash(text) for place, text in answers_shown.items()}
     return [
         _match_cell(pairs, indices, cell, texts) for pairs, indices, cell in zip(answers, picks, cells, strict=True)
     ]
@@ -291,7 +298,7 @@ def _with_people(c: Contrast, h: HumanLabels, alpha: float) -> Contrast:
 
 
 def _corrected(h: HumanLabels, alpha: float) -> Effect:
-    """Return the drift by human labels; the sum of two intervals is clipped to the range of a difference of rates."""
+    """Return the drift by human labels, clipped to [-1, 1] because it is the sum of two intervals."""
     effect = adjudicated(h.pairs.discordant, h.difference, h.pairs.clusters, alpha=alpha)
     low, high, lower, upper = np.clip((effect.low, effect.high, effect.lower, effect.upper), -1.0, 1.0)
     return replace(effect, low=float(low), high=float(high), lower=float(lower), upper=float(upper))

@@ -118,7 +118,7 @@ def _parse_key(value: Any) -> Key:
 
 
 def check_types(value: Mapping[str, Any], kind: type[Any]) -> dict[str, Any]:
-    """Return the table; raises TypeError if a str, int or bool has another type than in the dataclass ``kind``."""
+    """Return the table; raises TypeError if a str, int or bool is of another type than its field in ``kind``."""
     for field in fields(kind):  # types are strings, since annotations are postponed
         entry = value[field.name]
         if field.type in ("str", "int", "bool") and type(entry).__name__ != field.type:
@@ -136,7 +136,7 @@ _LOOKED_AT = 1000  # characters; no spreadsheet skips more blanks before a formu
 
 @dataclass(frozen=True)
 class ShownAnswer:
-    """The content of a row."""
+    """The content of a row: suite, conversation and last answer."""
 
     suite: str
     conversation: str
@@ -165,7 +165,7 @@ def row_names(count: int, seed: int) -> list[str]:
 
 
 def render_sheet(rows: Mapping[str, ShownAnswer], labels: Mapping[str, int] | None = None) -> str:
-    """Return the sheet as CSV, sorted by row name, with the labels (row -> 0 or 1) that exist already."""
+    """Return the sheet as CSV, sorted by row name, with the labels (row -> 0 or 1) that are known already."""
     text = io.StringIO()
     writer = csv.writer(text, quoting=csv.QUOTE_ALL, lineterminator="\r\n")
     writer.writerow(COLUMNS)
@@ -193,15 +193,19 @@ def read_labels(sheet: Path, key: Key) -> dict[str, int]:
     rows = _rows(sheet)
     names = [row["row"].strip() for row in rows]
     unknown = [name for name in names if name not in key.rows]
-    twice = [name for name, count in Counter(names).items() if count > 1]
+    duplicates = [name for name, count in Counter(names).items() if count > 1]
     missing = sorted(set(key.rows) - set(names))
-    changed = [row["row"] for row in rows if row["row"].strip() in key.rows and _changed(row, key)]
+    changed = [
+        row["row"]
+        for row, name in zip(rows, names, strict=True)
+        if name in key.rows and _hash(row[column] for column in SHOWN) != key.rows[name]
+    ]
     words = {row["row"].strip(): row["label"].strip() for row in rows}
     empty = [name for name, word in words.items() if not word]
     bad = [f"{name}: {word[:20]!r}" for name, word in words.items() if word and word not in LABEL_OF]
     for faulty, problem in (
         (unknown, "rows that its key does not know"),
-        (twice, "rows that stand twice"),
+        (duplicates, "rows that stand twice"),
         (missing, "rows missing"),
         (changed, "rows whose text was changed"),
         (bad, "labels that are not 0 or 1"),
@@ -213,10 +217,6 @@ def read_labels(sheet: Path, key: Key) -> dict[str, int]:
                 f"{str(sheet)!r} has {len(faulty)} {problem} ({names_text}); fix the sheet and read it again"
             )
     return {name: LABEL_OF[word] for name, word in words.items()}
-
-
-def _changed(row: Mapping[str, str], key: Key) -> bool:
-    return _hash(row[name] for name in SHOWN) != key.rows[row["row"].strip()]
 
 
 def _rows(sheet: Path) -> list[dict[str, str]]:
@@ -263,7 +263,7 @@ class PairedAnswers:
 def paired_answers(
     data: RunData, comparison: Comparison, gated: Sequence[Contrast], select: Mapping[str, str]
 ) -> list[PairedAnswers]:
-    """Return the pairs of every gated contrast that the selectors select; raises SpecError if there is none."""
+    """Return the pairs of every gated contrast that matches the selectors; raises SpecError if there is none."""
     contrasts = [c for c in gated if c.effect and c.estimand in ADJUDICATED]
     if not contrasts:
         raise SpecError(
@@ -334,20 +334,23 @@ def pairs_to_label(pairs: PairedAnswers, concordant: int, seed: int, *, spread: 
     name = " ".join(map(str, pairs.contrast.place))
     generator = np.random.default_rng([seed, zlib.crc32(name.encode())])  # hash() differs between processes
     if spread:
-        drawn = np.flatnonzero(round_robin(generator, ~pairs.discordant, pairs.clusters, concordant))
+        extra = np.flatnonzero(round_robin(generator, ~pairs.discordant, pairs.clusters, concordant))
     else:
         alike = np.flatnonzero(~pairs.discordant)
-        drawn = generator.choice(alike, size=min(concordant, len(alike)), replace=False)
-    return np.sort(np.concatenate([np.flatnonzero(pairs.discordant), drawn]))
+        extra = generator.choice(alike, size=min(concordant, len(alike)), replace=False)
+    return np.sort(np.concatenate([np.flatnonzero(pairs.discordant), extra]))
 
 
 def concordant_templates(answers: Sequence[PairedAnswers]) -> int:
-    """Return the largest number of templates with concordant pairs in a cell: it cannot pass with fewer labelled."""
+    """Return how many templates have concordant pairs, in the cell with the most.
+
+    A cell cannot pass with fewer labelled concordant pairs than its own templates with such pairs.
+    """
     return max(len(set(pairs.clusters[~pairs.discordant])) for pairs in answers)
 
 
 def default_concordant(answers: Sequence[PairedAnswers]) -> int:
-    """Return how many concordant pairs of each cell to label: two per template, beyond which power hardly grows."""
+    """Return the default number of concordant pairs to label: two per template; more hardly add power."""
     return max(FEWEST_CONCORDANT, 2 * concordant_templates(answers))
 
 
@@ -358,7 +361,7 @@ def records_digest(records: pd.DataFrame) -> str:
 
 
 def shown_answers(data: RunData, answers: Sequence[tuple[PairedAnswers, Indices]]) -> dict[RecordPlace, ShownAnswer]:
-    """Return what a person is shown of every answer of the chosen pairs, read from the run's records."""
+    """Return suite, conversation and answer of every chosen pair, read from the run's records."""
     suites = {
         place: pairs.contrast.suite
         for pairs, indices in answers

@@ -37,7 +37,7 @@ class PinnedCheckpoint:
 
     @property
     def named(self) -> bool:
-        """Whether arm and seed are real, because the checkpoint was trained by kvaudit."""
+        """Whether arm and seed are real: kvaudit trained the checkpoint."""
         return self.sha256 != self.base_sha256
 
 
@@ -51,23 +51,23 @@ class Pin:
 
     @property
     def sha256(self) -> str:
-        """The hash of the arms, seeds and weights; copies of the file with another name or date are the same pin."""
+        """The hash of the arms, seeds and weights; the name and date of the file do not change it."""
         return weights_identity((c.arm, c.seed, c.sha256) for c in self.checkpoints)
 
     def weights(self, arm: str) -> dict[int, str]:
-        """Return seed -> sha256 of an arm."""
+        """Return the sha256 of an arm's weights by seed."""
         return {c.seed: c.sha256 for c in self.checkpoints if c.arm == arm}
 
     def holds(self, arm: str, seed: int, weights: Collection[str]) -> bool:
         """Return whether the weights that a run has for this seed of its reference are one pinned checkpoint.
 
-        If the pin has an arm of that name and seed, it must be that checkpoint, else any of the pin's.
+        If the pin has an arm of that name and seed, the weights must be that checkpoint, else any of the pin's.
         """
         same_name = {c.sha256 for c in self.checkpoints if c.named and (c.arm, c.seed) == (arm, seed)}
         return len(weights) == 1 and set(weights) <= (same_name or {c.sha256 for c in self.checkpoints})
 
     def to_json(self) -> str:
-        """Return the text of the file."""
+        """Return the text of the pin file."""
         body = {"format": PIN_FORMAT, "date": self.date, "checkpoints": [asdict(c) for c in self.checkpoints]}
         return json.dumps(body, indent=1, ensure_ascii=True) + "\n"
 
@@ -78,7 +78,7 @@ def weights_identity(weights: Iterable[tuple[str, int, str]]) -> str:
 
 
 def load_pin(path: Path) -> Pin:
-    """Read the pin in a file; raises DataError if it is missing or was not written by ``kvaudit gate --pin``."""
+    """Read a pin file; raises DataError if it is missing or was not written by ``kvaudit gate --pin``."""
     try:
         table = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -89,7 +89,7 @@ def load_pin(path: Path) -> Pin:
 
 
 def parse_pin(table: Any, name: str) -> Pin:
-    """Return the pin in a parsed file; ``name`` names it in errors and in the report."""
+    """Return the pin in a parsed file; ``name`` stands for the file in errors and in the report."""
     if not isinstance(table, dict) or table.get("format") != PIN_FORMAT:
         raise DataError(f"pin {name!r} is not of format {PIN_FORMAT}; {_REMEDY}")
     rows, date = table.get("checkpoints"), table.get("date")
@@ -99,7 +99,7 @@ def parse_pin(table: Any, name: str) -> Pin:
 
 
 def is_sha256(value: Any) -> bool:
-    """Return whether a value is the 64 lower-case hex digits of a sha256."""
+    """Return whether a value is a text of 64 lower-case hex digits."""
     return isinstance(value, str) and _SHA256.fullmatch(value) is not None
 
 

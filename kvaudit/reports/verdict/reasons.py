@@ -1,6 +1,6 @@
 """Every reason why a cell or a run does not pass: a code for programs, a sentence for people.
 
-docs/read-the-report.md lists the codes; a test holds it to this file.
+docs/read-the-report.md lists the codes; a test compares that list with this file.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from enum import StrEnum
 
 
 class ReasonCode(StrEnum):
-    """The codes. ``meaning`` is one sentence that goes for every reason of the code."""
+    """The codes of reasons. ``meaning`` is one sentence that holds for every reason of the code."""
 
     meaning: str
 

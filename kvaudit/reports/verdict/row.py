@@ -15,16 +15,16 @@ from kvaudit.reports.verdict.reasons import Reason
 from kvaudit.reports.verdict.verdict import Decided, Decision
 
 CONTRASTS = "contrasts.csv"
-_FORMULA = ("=", "+", "-", "@", "\t")  # a spreadsheet takes a cell that begins so for a formula
+_FORMULA = ("=", "+", "-", "@", "\t")  # first characters of cells that a spreadsheet executes
 
 
 @dataclass(frozen=True)
 class Row:
-    """One contrast with what was decided of it. Scores are shares (0.05 = 5 pp), drift is candidate minus reference.
+    """One contrast with its decision. Scores are shares (0.05 = 5 pp), drift is candidate minus reference.
 
-    What does not exist is None, never 0. ``low`` and ``high`` are the 95 % interval, ``lower`` and ``upper`` the
-    one-sided bounds that decide, ``recipe_low`` and ``recipe_high`` the interval with seed variance. Where a ratio
-    decides, ``ratio`` is how many times as often what is not wanted happens, and ``margin`` what its limit comes to.
+    A missing value is None, never 0. ``low`` and ``high`` are the 95 % interval, ``lower`` and ``upper`` the one-sided
+    bounds that decide, ``recipe_low`` and ``recipe_high`` the interval with seed variance. Where a ratio decides,
+    ``ratio`` is the ratio of the rates of the unwanted event, and ``margin`` its limit in score units.
     """
 
     estimand: str
@@ -64,7 +64,7 @@ class Row:
 def row_of(sides: Comparison, contrast: Contrast | None, decision: Decision | None) -> Row:
     """Return the row of a contrast, of a decision, or of both."""
     cell = contrast or decision
-    assert cell is not None, "a row is of something"
+    assert cell is not None, "a row needs a contrast or a decision"
     effect, rates, recipe = cell.effect, cell.rates, contrast.recipe if contrast else None
     times, limit = (decision.ratio.times, decision.ratio.limit) if decision and decision.ratio else (None, None)
     return Row(
@@ -143,7 +143,7 @@ CONTRAST_COLUMNS: Mapping[str, Callable[[Row], Any]] = {
 
 
 def contrast_rows(decided: Decided) -> Iterator[dict[str, Any]]:
-    """Return the columns of every contrast and facet; an end of a ratio that does not exist is infinite."""
+    """Yield the columns of every contrast, facets included; a missing end of a ratio is infinite."""
     decisions = {decision.place: decision for decision in decided.verdict.decisions}
     for contrast in decided.drift.contrasts:
         row = row_of(decided.comparison, contrast, decisions.get(contrast.place))
@@ -151,7 +151,7 @@ def contrast_rows(decided: Decided) -> Iterator[dict[str, Any]]:
 
 
 def contrasts_csv(decided: Decided) -> str:
-    """Return contrasts.csv; what does not exist is an empty field."""
+    """Return the text of contrasts.csv; a missing value is an empty field."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(CONTRAST_COLUMNS)

@@ -3,7 +3,7 @@
 A gate file has the content of a spec's gate section and is identified by its sha256; omitted keys come from the spec.
 If the spec names it (``gate.gate_file``), its text is recorded in the run's provenance when the run begins. Any other
 gate file counts as declared after the run, even with equal rules: the gate command refuses it (``refuse_late_rules``),
-and a report with it says so in red, with the changes.
+and a report with it shows that in red, with the changes.
 
 A ratio limits the rates of an unwanted event in place of a margin: "no more than a tenth more attacks succeed" is 1.1.
 PASS needs its upper bound below the limit, enough templates, and the template rule.
@@ -49,7 +49,7 @@ class Rules:
 
     ``sha256`` is the gate file's, None if the spec's gate section decides; ``changes`` lists how a gate file that came
     after the run differs from the run's own rules. ``pin`` holds the weights that the reference must have. Without
-    named clusters nothing passes unless ``items_are_independent`` is declared.
+    named clusters no cell passes unless ``items_are_independent`` is declared.
     """
 
     alpha: float
@@ -87,7 +87,7 @@ class Rules:
 
 
 def rules_of(spec: RunSpec, comparison: Comparison) -> Rules:
-    """Return the rules of a complete spec's gate section; raises SpecError for an estimand that its suites lack."""
+    """Return the rules of a complete spec's gate section; raises SpecError if an estimand lacks suites it needs."""
     gate = spec.gate
     assert gate.alpha is not None, "a complete spec has a level"
     primary, deployable = (tuple(match_policies(p, comparison.policies)) for p in (gate.primary, gate.deployable))
@@ -115,7 +115,10 @@ def rules_of(spec: RunSpec, comparison: Comparison) -> Rules:
 
 
 def _estimands(gate: GateSpec, comparison: Comparison) -> tuple[str, ...]:
-    """Return the gated estimands in the order of ``GATED``; raises SpecError if the kinds of suites they need lack."""
+    """Return the gated estimands in the order of ``GATED``.
+
+    Raises SpecError if the run has no suite of a kind that an estimand needs.
+    """
     kinds = {"capability": bool(comparison.capability), "safety": bool(comparison.safety)}
     for name, needed in (("selectivity", ("safety", "capability")), ("parity", ("capability",))):
         for kind in needed:
@@ -138,7 +141,7 @@ def _estimands(gate: GateSpec, comparison: Comparison) -> tuple[str, ...]:
 
 
 def _check_selectivity(comparison: Comparison, gated: Sequence[int]) -> None:
-    """Raise SpecError if safety is measured at a gated length at which capability is not."""
+    """Raise SpecError if a gated length measures safety without capability."""
     capability = {length for suite in comparison.capability for length in comparison.lengths[suite]}
     for suite in comparison.safety:
         for length in comparison.lengths[suite]:
@@ -150,16 +153,16 @@ def _check_selectivity(comparison: Comparison, gated: Sequence[int]) -> None:
 
 
 def default_margins_line(kinds: Mapping[str, str], margins: Mapping[str, float]) -> str:
-    """Name the ``margins``, in pp, that are defaults, by kind of suite; empty if all were declared."""
-    defaults, parts = {metric: (kind, margins[metric]) for metric, kind in kinds.items() if metric in margins}, []
+    """Return a line that names the default margins (in pp) by kind of suite; empty if all were declared."""
+    defaults, phrases = {metric: (kind, margins[metric]) for metric, kind in kinds.items() if metric in margins}, []
     for kind, points in dict.fromkeys(defaults.values()):
         metrics = [metric for metric, default in defaults.items() if default == (kind, points)]
-        parts.append(f"{', '.join(metrics)} {points:g} pp, the default of {kind} suites")
-    return f"MARGINS not declared: {'; '.join(parts)}. Declare your own in gate.margins." if parts else ""
+        phrases.append(f"{', '.join(metrics)} {points:g} pp, the default of {kind} suites")
+    return f"MARGINS not declared: {'; '.join(phrases)}. Declare your own in gate.margins." if phrases else ""
 
 
 def margin_of(points: Any, name: str) -> float:
-    """Return a margin given in percentage points in score units; raises SpecError for an invalid one."""
+    """Return a margin in score units from one in percentage points; raises SpecError for an invalid one."""
     if isinstance(points, bool) or not isinstance(points, int | float) or not 0 < points < 100:
         raise SpecError(f"{name} is {short_repr(points)}, wanted a number above 0 and below 100")
     if points < LEAST_MARGIN or not math.isfinite(points):
@@ -173,7 +176,7 @@ _KIND = "gate file"
 
 @dataclass(frozen=True)
 class GateOverrides:
-    """The options of a gate beyond the spec. ``pin`` is the one that ``gate`` names; waivers expire by ``today``."""
+    """The options of a gate beyond the spec. ``pin`` is the pin that ``gate`` names; waivers expire by ``today``."""
 
     gate: YamlFile | None = None
     pin: Pin | None = None
@@ -198,17 +201,17 @@ def recorded_gate_file(provenance: Mapping[str, Any]) -> YamlFile | None:
     return _check_keys(parse_yaml(text, str(entry.get("name")), _KIND))
 
 
-def declared_rules(data: RunData, asked: GateOverrides) -> tuple[Comparison, Rules]:
+def declared_rules(data: RunData, overrides: GateOverrides) -> tuple[Comparison, Rules]:
     """Return the comparison and rules that decide a run; raises SpecError and DataError in one line."""
     recorded = recorded_gate_file(data.provenance)
     if recorded is None and data.spec.gate.gate_file is not None:
         raise DataError("spec.yaml names gate.gate_file, but provenance.json holds none; start another run with --out")
-    comparison, rules = of_run = _rules_from(data, recorded, None)
-    if asked.gate is not None:
-        comparison, rules = _rules_from(data, asked.gate, asked.pin)
-        if recorded is None or recorded.sha256 != asked.gate.sha256:
-            rules = replace(rules, declared=DECLARED_AFTER_RUN, changes=tuple(changes(*of_run, comparison, rules)))
-    return comparison, replace(rules, on_inconclusive=asked.on_inconclusive or rules.on_inconclusive)
+    comparison, rules = own_rules = _rules_from(data, recorded, None)
+    if overrides.gate is not None:
+        comparison, rules = _rules_from(data, overrides.gate, overrides.pin)
+        if recorded is None or recorded.sha256 != overrides.gate.sha256:
+            rules = replace(rules, declared=DECLARED_AFTER_RUN, changes=tuple(changes(*own_rules, comparison, rules)))
+    return comparison, replace(rules, on_inconclusive=overrides.on_inconclusive or rules.on_inconclusive)
 
 
 def refuse_late_rules(rules: Rules) -> None:
@@ -222,7 +225,7 @@ def refuse_late_rules(rules: Rules) -> None:
 
 
 def changes(run_comparison: Comparison, run_rules: Rules, comparison: Comparison, rules: Rules) -> Iterator[str]:
-    """Describe every difference between these rules and those that the run began with (``run_rules``)."""
+    """Yield a description of every difference between these rules and those that the run began with (``run_rules``)."""
     for name, old, new in (
         ("profile", run_rules.profile or "none", rules.profile or "none"),
         ("alpha", run_rules.alpha, rules.alpha),
@@ -261,7 +264,7 @@ def _check_keys(file: YamlFile) -> YamlFile:
 
 
 def _rules_from(data: RunData, file: YamlFile | None, pin: Pin | None) -> tuple[Comparison, Rules]:
-    """Return the comparison and rules of the spec, overridden by a gate file; ``pin`` is the one that it names."""
+    """Return comparison and rules of the spec, overridden by a gate file whose pin is ``pin``."""
     defaults = table_of(data.provenance, DEFAULT_MARGINS)
     spec = data.spec if file is None else with_gate(data.spec, file, defaults=defaults)
     comparison = comparison_of(spec, data.records, data.provenance)
@@ -306,7 +309,7 @@ class Ratio:
 
 
 def ratio_of(c: Contrast, limit: float) -> Ratio | None:
-    """Return the ratio of a contrast over every reading of uncertain answers; None for a contrast without two sides."""
+    """Return the ratio of a contrast for all ways to count uncertain answers together; None for an interaction."""
     if c.effect is None or not c.unwanted:
         return None
     floor = min(1.0, (c.judged or c.effect).deff)  # below 1 only for averaged draws and graded scores
@@ -314,12 +317,12 @@ def ratio_of(c: Contrast, limit: float) -> Ratio | None:
 
 
 def templates_show_ratio(c: Contrast, limit: float, alpha: float) -> bool:
-    """Return whether the template rule holds for the ratio of a contrast, under every reading of uncertain answers."""
+    """Return whether the template rule shows the ratio, for every way to count uncertain answers."""
     return all(bool(shows_ratio(e.reference, e.candidate, e.counts, limit=limit, alpha=alpha)) for e in c.unwanted)
 
 
 def allowed_points(c: Contrast, limit: float) -> float | None:
-    """Return the loss in score units that a limit allows at the reference's rate; None without a number."""
+    """Return the loss in score units that a ratio's limit allows at the reference's rate; None without a rate."""
     return None if c.rates is None else float(points_of(limit, 1 - c.rates.reference))
 
 

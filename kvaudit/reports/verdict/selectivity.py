@@ -22,7 +22,7 @@ from kvaudit.reports.stats.mover import mover
 from kvaudit.reports.stats.seeds import recipe_variance
 from kvaudit.reports.stats.signflip import flip_moments
 from kvaudit.reports.verdict.contrast import ClusterSums, Contrast, Drift, SeedDrift
-from kvaudit.reports.verdict.drift import no_narrower
+from kvaudit.reports.verdict.drift import widened_to
 from kvaudit.reports.verdict.reasons import Reason, ReasonCode
 
 Parts = Sequence[tuple[float, Contrast]]  # weighted contrasts
@@ -34,7 +34,10 @@ class _Spread(NamedTuple):
 
 
 def with_selectivity(drift: Drift, policies: Sequence[str]) -> Drift:
-    """Return the drift with one more contrast per safety suite, policy, and length at which capability was measured."""
+    """Return the drift with one more contrast per safety suite, policy and length.
+
+    Only lengths at which capability was measured too have one.
+    """
     return replace(drift, contrasts=(*drift.contrasts, *_selectivity(drift, policies)))
 
 
@@ -43,7 +46,7 @@ def _selectivity(drift: Drift, policies: Sequence[str]) -> Iterator[Contrast]:
     by_cell = {(c.arm, c.policy, c.context_tokens, c.suite): c for c in drift.contrasts if c.estimand == sides.base}
     for (arm, policy, context, suite), safety in by_cell.items():
         if suite in sides.safety and policy in policies:
-            places = [(arm, policy, context, other) for other in sides.capability]
+            places = [(arm, policy, context, capability_suite) for capability_suite in sides.capability]
             capability = [by_cell[place] for place in places if place in by_cell]
             if capability:  # ``rules`` checks that a gated length has some
                 yield _combine(safety, capability, drift.alpha)
@@ -64,7 +67,7 @@ def _combine(safety: Contrast, capability: Sequence[Contrast], alpha: float) -> 
     effect = _effect(parts, _spread(sums), alpha)
     recipe = None
     if all(c.recipe for _, c in parts):
-        recipe = no_narrower(_with_spread(effect, _recipe(parts, _spread(sums), seeds), alpha), effect)
+        recipe = widened_to(_with_spread(effect, _recipe(parts, _spread(sums), seeds), alpha), effect)
     return replace(
         blank,
         effect=effect,
@@ -87,7 +90,7 @@ def _weighted(parts: Iterable[tuple[float, tuple[ClusterSums, ...]]]) -> tuple[C
 
 
 def _readings(parts: Parts) -> tuple[tuple[ClusterSums, ...], ...]:
-    """Return the templates with uncertain answers read against the difference in every suite, then in its favour."""
+    """Return the templates with uncertain answers counted against the difference in every suite, then in its favour."""
     if not any(c.readings for _, c in parts):
         return ()
 
@@ -104,7 +107,7 @@ def _noise(parts: Parts) -> float:
 
 
 def _by_seed(parts: Parts, index: int) -> SeedDrift:
-    """Return the difference of one seed; its intervals in the suites are combined by MOVER."""
+    """Return the difference of one seed; MOVER combines its intervals in the suites."""
     drifts = [(weight, c.by_seed[index], c.seed_sums[index]) for weight, c in parts]
     wide = mover([(weight, s.estimate, s.low, s.high) for weight, s, _ in drifts])
     narrow = mover([(weight, s.estimate, s.lower, s.upper) for weight, s, _ in drifts])

@@ -1,27 +1,36 @@
-"""The power of a planned run, and the size that a wanted power needs. Pure.
+"""The power of a planned run, the size that a wanted power needs, and the number of items that a margin needs. Pure.
 
 The chance of a PASS is simulated under the gate's own rule (``verdict.chance``); interval widths and the detectable
 drop follow from ``stats.power`` with t quantiles at the planned number of templates; C_min and the blind spot are those
 of the gate. The inputs are assumptions, never the result of a finished run.
+
+A cell needs C_min templates, and a facet counts only templates of items that have it: 144 items of a suite of 72
+templates whose third twin is the unsafe one have 48 templates for ``unsafe``. One round is every template with each of
+its twins once; later rounds add items to the same templates.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from kvaudit.core.errors import SpecError
 from kvaudit.core.spec_parts import LEAST_RATIO, MOST_RATIO
 from kvaudit.reports.stats import power as kernels
+from kvaudit.reports.stats.effect import Array
+from kvaudit.reports.stats.judges import clopper_pearson
 from kvaudit.reports.stats.ratio import points_of
-from kvaudit.reports.stats.rule import blind_spot, clusters_required
+from kvaudit.reports.stats.rule import LARGEST_SHARE, blind_spot, clusters_required, effective_clusters, too_uneven
 from kvaudit.reports.stats.seeds import SEEDS_ADVISED
 from kvaudit.reports.verdict.chance import (
     AUDITS,
     Differences,
     Pool,
+    can_show,
     draw_audits,
     interval_rate,
     lowest_estimate,
@@ -36,7 +45,7 @@ DEFAULT_SEED_SHARE = 0.85  # at least .84 in the cells of the default audit that
 _ARMS = 2  # reference and candidate
 SECONDS_PER_HOUR = 3600.0
 _MOST_CLUSTERS, _MOST_ITEMS = 20_000, 2_000  # templates, items of each; larger simulations take more than seconds
-_SEARCHED = 500  # audits at each step of a search
+_DESIGN_SEARCH = 500  # audits at each step of a search
 _SAMPLES_ADVISED, _ITEMS_TIMES = 4, 4
 
 
@@ -106,7 +115,7 @@ class Sizes:
 
 
 class Step(NamedTuple):
-    """A description of a larger design, and its chance to pass."""
+    """A larger design in words, and its chance to pass."""
 
     words: str
     passes: float
@@ -158,8 +167,8 @@ def _pool(design: Design) -> Pool:
 
 def pass_chance(design: Design, *, audits: int = AUDITS) -> float:
     """Return P(PASS) of a valid design."""
-    drawn = draw_audits(_pool(design), design.clusters, audits=audits)
-    return pass_rate(drawn, margin=design.margin, alpha=design.alpha, ratio=design.ratio)
+    simulated = draw_audits(_pool(design), design.clusters, audits=audits)
+    return pass_rate(simulated, margin=design.margin, alpha=design.alpha, ratio=design.ratio)
 
 
 def larger_designs(design: Design) -> Iterator[Step]:
@@ -169,21 +178,21 @@ def larger_designs(design: Design) -> Iterator[Step]:
     """
     if design.samples < _SAMPLES_ADVISED and design.sampling_share > 0:
         design = replace(design, samples=_SAMPLES_ADVISED)
-        yield Step(f"{_SAMPLES_ADVISED} answers to an item", pass_chance(design, audits=_SEARCHED))
+        yield Step(f"{_SAMPLES_ADVISED} answers to an item", pass_chance(design, audits=_DESIGN_SEARCH))
     if design.seeds < SEEDS_ADVISED and design.training > 0:
         design = replace(design, seeds=SEEDS_ADVISED)
-        yield Step(f"{SEEDS_ADVISED} seeds", pass_chance(design, audits=_SEARCHED))
+        yield Step(f"{SEEDS_ADVISED} seeds", pass_chance(design, audits=_DESIGN_SEARCH))
     yield with_more_items(design)
 
 
 def with_more_items(design: Design) -> Step:
-    """Return the design with four times the items of each template."""
+    """Return the step to four times the items of each template."""
     larger = replace(design, items_per_cluster=_ITEMS_TIMES * design.items_per_cluster)
-    return Step(f"{_ITEMS_TIMES} times the items of each template", pass_chance(larger, audits=_SEARCHED))
+    return Step(f"{_ITEMS_TIMES} times the items of each template", pass_chance(larger, audits=_DESIGN_SEARCH))
 
 
 def needed_clusters(design: Design) -> int:
-    """Return the number of templates with which the design has its power, to 2 %, at least C_min.
+    """Return the smallest number of templates, to 2 %, with which the design has its power; at least C_min.
 
     Raises SpecError if more than 20,000 are needed.
     """
@@ -202,12 +211,12 @@ def needed_clusters(design: Design) -> int:
 
 
 def _has_power(design: Design, **changes: Any) -> bool:
-    return pass_chance(replace(design, **changes), audits=_SEARCHED) >= design.power
+    return pass_chance(replace(design, **changes), audits=_DESIGN_SEARCH) >= design.power
 
 
 def smallest_margin(design: Design) -> float | None:
-    """Return the smallest margin that the design passes with its power, to a tenth of a point; None below 1 if none."""
-    audits = draw_audits(_pool(design), design.clusters, audits=_SEARCHED)
+    """Return the smallest margin that passes with the design's power, to a tenth of a point; None if none below 1."""
+    audits = draw_audits(_pool(design), design.clusters, audits=_DESIGN_SEARCH)
 
     def has_power(margin: float) -> bool:
         return pass_rate(audits, margin=margin, alpha=design.alpha) >= design.power
@@ -216,11 +225,11 @@ def smallest_margin(design: Design) -> float | None:
 
 
 def smallest_ratio(design: Design) -> float | None:
-    """Return the smallest ratio that the design passes with its power, to a thousandth; None if there is none.
+    """Return the smallest ratio that passes with the design's power, to a thousandth; None if there is none.
 
     It is at most 100, and at most the ratio at which the event always happens.
     """
-    audits = draw_audits(_pool(design), design.clusters, audits=_SEARCHED)
+    audits = draw_audits(_pool(design), design.clusters, audits=_DESIGN_SEARCH)
 
     def has_power(ratio: float) -> bool:
         return pass_rate(audits, margin=design.margin, alpha=design.alpha, ratio=ratio) >= design.power
@@ -236,7 +245,7 @@ def lowest_drift(design: Design) -> float | None:
 
 
 def _lowest(has_power: Callable[[float], bool], low: float, high: float) -> float | None:
-    """Return the lowest value between ``low`` and ``high`` that has the power; None if ``high`` has not."""
+    """Return the lowest value between ``low`` and ``high`` that has the power; None if ``high`` does not have it."""
     if not has_power(high):
         return None
     while high - low > 0.001:
@@ -246,7 +255,7 @@ def _lowest(has_power: Callable[[float], bool], low: float, high: float) -> floa
 
 
 def _detects(design: Design, deff: float) -> float | None:
-    """Return the power to detect a drop of the margin; None if fewer items differ."""
+    """Return the power to detect a drop of the margin; None if fewer items differ than such a drop needs."""
     if design.discordance < design.margin:
         return None
     variance = _variance(design, -design.margin)
@@ -255,7 +264,7 @@ def _detects(design: Design, deff: float) -> float | None:
 
 
 def spec_snippet(design: Design, clusters: int, suite: str) -> str:
-    """Return the part of a spec for that many templates."""
+    """Return the lines of a spec for a run with that many templates."""
     limit = f"margins: {{{suite}: {100 * design.margin:g}}}"
     if design.ratio:
         limit = f"ratios: {{{suite}: {design.ratio:g}}}"
@@ -337,3 +346,157 @@ def _check_drift(design: Design) -> None:
             f"--discordance is {design.discordance:g}, too small for a drift of {100 * design.drift:g} pp; the share "
             "of items that differ is at least the size of the drift"
         )
+
+
+# --- the numbers of items of a run -----------------------------------------------------------------------------------
+
+
+LEAST_CHURN = 0.05  # lowest discordance that a pilot plans with
+ASSUMED_CHURN = 0.10  # discordance without a pilot
+CHURN_LEVEL = 0.5  # two-sided level of the pilot's churn; its upper end is planned with, so one run in four churns more
+_ITEM_SEARCH = 200  # audits at each step of a search
+_STEP = 1.1
+
+
+class LayoutItem(NamedTuple):
+    """The template and the facets of one item of a suite."""
+
+    cluster: str
+    facets: tuple[str, ...]
+
+
+Layout = Sequence[LayoutItem]  # one round, in the order in which items are asked
+
+
+class Metric(NamedTuple):
+    """A metric with its margin in score units: a suite's score, or one of its facets."""
+
+    suite: str
+    facet: str | None
+    margin: float
+
+    @property
+    def name(self) -> str:
+        """The name of the metric as in ``gate.margins``: SUITE or SUITE.FACET."""
+        return self.suite if self.facet is None else f"{self.suite}.{self.facet}"
+
+
+class PlannedItems(NamedTuple):
+    """A number of items, and the chance to pass with them without a drift."""
+
+    items: int
+    chance: float
+
+
+@dataclass(frozen=True)
+class Shortfall:
+    """A metric that cannot pass with ``items``: its templates, the required number, and enough items."""
+
+    metric: Metric
+    items: int
+    templates: int  # effective number
+    required: int
+    most: int  # templates of a round
+    enough: int | None  # sufficient items, if any number is
+
+    @property
+    def line(self) -> str:
+        """One line for the user, which only ever suggests more items."""
+        need = f"{self.metric.name}: {100 * self.metric.margin:g} points need {self.required} effective templates"
+        if self.enough is None:
+            return f"{need}, the suite has at most {self.most}: no number of items would suffice"
+        if self.templates < self.required:
+            return f"{need}, {self.items} items have {self.templates}: {self.enough} items would suffice"
+        return (
+            f"{need} of similar size; {self.items} items have {self.templates}, some of them larger than this margin "
+            f"allows: {self.enough} items would suffice, spread evenly"
+        )
+
+
+def template_counts(layout: Layout, items: int, facet: str | None) -> Array:
+    """Return how many of the first ``items`` have the facet, for each template [C] that has any."""
+    rounds, rest = divmod(items, len(layout))
+    counts: dict[str, int] = {}
+    for place, item in enumerate(layout):
+        if facet is None or facet in item.facets:
+            # the last round may be incomplete
+            counts[item.cluster] = counts.get(item.cluster, 0) + rounds + (place < rest)
+    return np.array([count for count in counts.values() if count], dtype=np.float64)
+
+
+def passing_counts(layout: Layout, metric: Metric, alpha: float, limit: int) -> list[int]:
+    """Return the numbers of items, up to ``limit``, with which a metric can pass.
+
+    A larger number may fail where a smaller one passes, because its templates differ more in size.
+    """
+    required, counts = clusters_required(metric.margin, alpha), dict[str, int]()
+    total, squares, largest, numbers = 0, 0, 0, list[int]()
+    for items in range(1, limit + 1):
+        item = layout[(items - 1) % len(layout)]
+        if metric.facet is None or metric.facet in item.facets:
+            count = counts[item.cluster] = counts.get(item.cluster, 0) + 1
+            # the square of a count grows by 2 n - 1
+            total, squares, largest = total + 1, squares + 2 * count - 1, max(largest, count)
+        may_pass = total > 0 and total**2 / squares >= required - 1e-9
+        may_pass = may_pass and largest <= LARGEST_SHARE * metric.margin * total * (1 + 1e-9)
+        # the slowest check last: it sorts all sizes at every number of items
+        if may_pass and not too_uneven(np.array(list(counts.values())), metric.margin, alpha):
+            numbers.append(items)
+    return numbers
+
+
+def fewest_items(layout: Layout, metric: Metric, alpha: float) -> int | None:
+    """Return the smallest number of items within a round with which a metric can pass, None if there is none."""
+    return next(iter(passing_counts(layout, metric, alpha, len(layout))), None)
+
+
+def shortfall_of(layout: Layout, metric: Metric, items: int, alpha: float) -> Shortfall | None:
+    """Return why a metric cannot pass with so many items, None if it can."""
+    counts = template_counts(layout, items, metric.facet)
+    if len(counts) and can_show(counts, metric.margin, alpha):
+        return None
+    return Shortfall(
+        metric=metric,
+        items=items,
+        templates=int(effective_clusters(counts) + 1e-9) if len(counts) else 0,
+        required=clusters_required(metric.margin, alpha),
+        most=len(template_counts(layout, len(layout), metric.facet)),
+        enough=fewest_items(layout, metric, alpha),
+    )
+
+
+def planned_discordance(differing: int, pairs: int) -> float:
+    """Return the discordance to plan with: the upper end of the pilot's churn, at least ``LEAST_CHURN``."""
+    if not pairs:
+        return ASSUMED_CHURN
+    return max(LEAST_CHURN, min(clopper_pearson(differing, pairs, level=CHURN_LEVEL).high, 0.99))
+
+
+def plan_items(layout: Layout, metric: Metric, design: Design, limit: int) -> PlannedItems:
+    """Return the fewest items, to a tenth, that pass with the design's power; the largest number if none do.
+
+    Templates and items of ``design`` are ignored. A metric that cannot pass at all gets one round of items.
+    """
+    numbers = passing_counts(layout, metric, design.alpha, limit)
+    if not numbers:
+        return PlannedItems(min(len(layout), limit), 0.0)
+    low, high = 0, len(numbers) - 1
+    if (chance := _chance(layout, metric, design, numbers[low])) >= design.power:
+        return PlannedItems(numbers[low], chance)
+    if (high_chance := _chance(layout, metric, design, numbers[high])) < design.power:
+        return PlannedItems(numbers[high], high_chance)
+    while high > low + 1 and numbers[high] > numbers[low] * _STEP + 1:
+        middle = (low + high) // 2
+        chance = _chance(layout, metric, design, numbers[middle])
+        if chance >= design.power:
+            high, high_chance = middle, chance
+        else:
+            low = middle
+    return PlannedItems(numbers[high], high_chance)
+
+
+def _chance(layout: Layout, metric: Metric, design: Design, items: int) -> float:
+    counts = template_counts(layout, items, metric.facet)
+    # uneven templates count with their mean size
+    sized = replace(design, clusters=len(counts), items_per_cluster=max(1, round(float(counts.mean()))))
+    return pass_chance(sized, audits=_ITEM_SEARCH)

@@ -18,7 +18,7 @@ from kvaudit.audit.runs.folder import make_folder
 from kvaudit.audit.runs.progress import Part
 from kvaudit.audit.runs.stages.base import RunContext, Stage, UnitWorker, is_sealed, unit_part
 from kvaudit.audit.runs.units import Unit
-from kvaudit.reports.records.floor import FLOOR_FOLDER, SAME_ORDER, SHUFFLED
+from kvaudit.reports.records.load import FLOOR_FOLDER, SAME_ORDER, SHUFFLED
 
 
 class FloorStage(Stage):

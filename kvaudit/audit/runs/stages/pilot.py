@@ -26,7 +26,7 @@ from kvaudit.core.provenance import ANYWAY, PILOT, PILOT_RESULT
 from kvaudit.core.records import Record
 from kvaudit.core.spec import RunSpec
 from kvaudit.core.text import at_length
-from kvaudit.reports.records.floor import SAME_ORDER
+from kvaudit.reports.records.load import SAME_ORDER
 from kvaudit.reports.verdict.rules import WARN
 from kvaudit.suites.base import SUITES
 

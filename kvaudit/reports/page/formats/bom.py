@@ -84,7 +84,7 @@ def _metric(m: MeasuredCell) -> dict[str, Any]:
 
 
 def _hashes(fact: Fact | None) -> list[dict[str, str]]:
-    """The weights of every seed; anything but a sha256 is left out, since the document must validate."""
+    """Return the weights of every seed; only sha256 values, since the document must validate."""
     if fact is None or fact.state != "known":
         return []
     digests = [str(digest) for digest in fact.value.values()]

@@ -1,7 +1,7 @@
 """card.md: the section of a model card that discloses KV-cache compression; ``kvaudit card`` inserts it.
 
-At most 150 words beside its tables: the answers, the grid, how every arm was trained and served. disclosure.json holds
-every other fact, as known, unknown or not applicable.
+It has at most 150 words besides its tables: the answers, the grid, how every arm was trained and served.
+disclosure.json holds every other fact, as known, unknown or not applicable.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def render(page: Page, arm: str | None = None) -> str:
 
 
 def _parts(disclosure: Disclosure, screen: Screen, arm_note: str) -> Iterator[str]:
-    """The paragraphs of the section; ``arm_note`` describes the verdict of one arm."""
+    """Yield the paragraphs of the section; ``arm_note`` describes the verdict of one arm."""
     yield "## KV-cache compression"
     if disclosure.verdict["alarm"].state == "known":
         yield f"> **{_word(disclosure.verdict['alarm'])}**"
@@ -71,7 +71,7 @@ def _parts(disclosure: Disclosure, screen: Screen, arm_note: str) -> Iterator[st
 
 
 def _recipes(recipes: Iterable[ArmRecipe]) -> str:
-    """A row per arm, without columns that are unknown for all."""
+    """Return a row per arm, without columns that are unknown for all."""
     rows = [
         (recipe, {head: recipe.facts[name] for head, name in _FACTS.items() if name in recipe.facts})
         for recipe in recipes
@@ -83,7 +83,7 @@ def _recipes(recipes: Iterable[ArmRecipe]) -> str:
 
 
 def _served(disclosure: Disclosure) -> str:
-    """A row per setting, up to _ROWS: its full name, and its share of the uncompressed cache."""
+    """Return a row per setting, up to _ROWS: its full name, and its share of the uncompressed cache."""
     rows = list(disclosure.serving[:_ROWS])
     heads = ["served under", "engine", "kv allocated of none", "kv live of none", "retention"]
     names = ["kv_allocated_of_none", "kv_live_of_none", "retention"]
@@ -96,7 +96,7 @@ def _served(disclosure: Disclosure) -> str:
 
 
 def _word(fact: Fact | None) -> str:
-    """A fact's value, or its state if it is not known."""
+    """Return a fact's value as text, or its state if it is not known."""
     if fact is None:
         return "-"
     if fact.state != "known":

@@ -24,11 +24,11 @@ def render(page: Page) -> str:
     # emptied first, since asdict would copy them, which takes long
     body: dict[str, Any] = {"format": _FORMAT, **asdict(replace(findings.drift, contrasts=(), answers={}))}
     del body["answers"], body["contrasts"]
-    placed = [*verdict_facts(page)]
+    entries = [*verdict_facts(page)]
     for section in sections():
         facts = section.facts(findings.values.get(section.name))
-        placed += [(place, key, facts[key]) for key, place in section.keys.items()]
-    for _, key, value in sorted(placed, key=itemgetter(0)):
+        entries += [(place, key, facts[key]) for key, place in section.keys.items()]
+    for _, key, value in sorted(entries, key=itemgetter(0)):
         group, _, name = key.rpartition(".")
         (body.setdefault(group, {}) if group else body)[name] = value
     return dump_json(body)

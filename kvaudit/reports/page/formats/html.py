@@ -8,9 +8,9 @@ from pathlib import Path
 import jinja2
 
 from kvaudit.core.text import clip, visible
-from kvaudit.reports.page.figures import figures
 from kvaudit.reports.page.findings import flip_link
 from kvaudit.reports.page.page import Page
+from kvaudit.reports.page.plots import figures
 from kvaudit.reports.sections.shared.words import points, shorten
 from kvaudit.reports.verdict.verdict import Status
 

@@ -35,7 +35,7 @@ def render(page: Page) -> str:
 
 
 def _kind(status: Status, rules: Rules) -> str:
-    """FAIL is a failure, any other status that stops the gate an error; undecided cells let through are skipped."""
+    """Return the element for a status: failure for FAIL, error if the gate stops, skipped if let through undecided."""
     if status is Status.FAIL:
         return _FAILURE
     if exit_code(status, rules):

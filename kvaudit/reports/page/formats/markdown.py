@@ -24,7 +24,9 @@ def render(page: Page) -> str:
     parts += _section(sections["compared"]) if "compared" in sections else []
     parts += ["## Other findings", "The tables, figures and answers of these sections are in report.html."]
     others = [section for section in page.sections if section.finding and section.anchor != "limits"]
-    parts.append("\n".join(f"* **{escape(one.title)}**: {escape(clip(one.finding, _FINDING))}" for one in others))
+    parts.append(
+        "\n".join(f"* **{escape(section.title)}**: {escape(clip(section.finding, _FINDING))}" for section in others)
+    )
     if "limits" in sections:
         notes = sections["limits"].notes
         parts += ["## Limits", "\n".join(f"* {escape(note)}" for note in notes[:_LIMITS])]
@@ -50,7 +52,7 @@ def screen_parts(screen: Screen, words: int = 900) -> Iterator[str]:
 
 
 def _without_screen(page: Page) -> str:
-    """A page without a first screen, with every section in full."""
+    """Return a page without a first screen, with every section in full."""
     top = page.banner
     parts = [f"# {escape(top.title)}", f"**{escape(top.status.value)}**: {escape(top.sentence)}"]
     if top.alarm:

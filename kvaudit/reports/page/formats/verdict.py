@@ -23,7 +23,7 @@ def render(page: Page) -> str:
     findings = page.findings
     verdict, rules, provenance = findings.verdict, findings.rules, findings.provenance
     gated = verdict.gated
-    kept = {id(d) for d in sorted(gated, key=severity_order(findings.comparison))[:_CELLS]}
+    shown_cells = {id(d) for d in sorted(gated, key=severity_order(findings.comparison))[:_CELLS]}
     return dump_json(
         {
             "format": _FORMAT,
@@ -37,8 +37,8 @@ def render(page: Page) -> str:
             "base_sha256": provenance.get("base_sha256"),
             "rules": {"source": rules.source, "declared": rules.declared, "alpha": rules.alpha, "sha256": rules.sha256},
             "answers": [_answer(answer) for answer in answers(findings)],
-            "cells": [_cell(findings, d) for d in gated if id(d) in kept],
-            "cells_left_out": len(gated) - len(kept),
+            "cells": [_cell(findings, d) for d in gated if id(d) in shown_cells],
+            "cells_left_out": len(gated) - len(shown_cells),
             "remarks": [line[:_CHARACTERS] for line in page.remarks[:_NAMES]],
             "alarm": page.banner.alarm,
         }
@@ -64,7 +64,7 @@ def _answer(answer: Answer) -> dict[str, Any]:
 
 
 def _cell(findings: Findings, d: Decision) -> dict[str, Any]:
-    """A gated cell. Rates count ``counts``; ``drift``, its bounds and ``margin`` count the wanted outcome.
+    """Return a gated cell. Rates count ``counts``; ``drift``, its bounds and ``margin`` count the wanted outcome.
 
     If a ratio decides, ``margin`` is its limit in score units at the reference's rate.
     """
@@ -98,7 +98,7 @@ def _cell(findings: Findings, d: Decision) -> dict[str, Any]:
 
 
 def _ratio(ratio: Ratio) -> dict[str, Any]:
-    """How many times as often the unwanted outcome happens; an infinite end is null."""
+    """Return the ratio of the rates of the unwanted outcome; an infinite end is null."""
     ends = {name: _short(getattr(ratio.times, name)) for name in ("estimate", "low", "high", "lower", "upper")}
     return {"limit": ratio.limit, **ends}
 

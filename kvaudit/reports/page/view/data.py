@@ -168,19 +168,19 @@ class ItemShades:
 
 
 def _level(share: float) -> str:
-    """The letter of a share; only 0 gives the first letter and only 1 the last."""
+    """Return the letter of a share; only 0 gives the first letter and only 1 the last."""
     last = len(LEVELS) - 1
     return LEVELS[int(share) * last if share in (0, 1) else min(max(round(share * last), 1), last - 1)]
 
 
 def _run_lengths(letters: Iterable[str]) -> str:
-    """Compress repeats: AAbbc -> A2b2c."""
+    """Return the letters with repeats compressed: AAbbc -> A2b2c."""
     counted = ((letter, sum(1 for _ in run)) for letter, run in groupby(letters))
     return "".join(f"{letter}{count if count > 1 else ''}" for letter, count in counted)
 
 
 def _ranges(numbers: Iterable[int]) -> list[list[int]]:
-    """Numbers as [start, stop) ranges."""
+    """Return the numbers as [start, stop) ranges."""
     ranges: list[list[int]] = []
     for number in sorted(numbers):
         if ranges and ranges[-1][1] == number:
@@ -197,7 +197,7 @@ KINDS = ("alike", "deployed", "serving")  # contrasts that have two sides
 
 
 class Change(NamedTuple):
-    """A metric of an item on both sides: mean over its draws, 1 if all were as wanted."""
+    """A metric of an item on both sides: its mean over the draws, 1 if all were as wanted."""
 
     metric: str  # SCORE or the name of a facet
     reference: float
@@ -235,7 +235,7 @@ def flip_key(kind: str, suite: str, context_tokens: int, item: str, candidate: C
 
 
 def flips_of(data: RunData, comparison: Comparison) -> Iterator[Flip]:
-    """Yield every flip of a run, for the contrasts of kinds_shown."""
+    """Yield every flip of a run: every item whose answers differ between the sides of a contrast in kinds_shown."""
     kinds = kinds_shown(data)
     for suite in comparison.suites:
         names = [name for name in FACETS if f"{suite}.{name}" in comparison.facets]
@@ -252,7 +252,7 @@ def flips_of(data: RunData, comparison: Comparison) -> Iterator[Flip]:
 def _of_side(
     comparison: Comparison, tables: Mapping[str, Panel], estimand: str, arm: str, policy: str
 ) -> Iterator[Flip]:
-    """The flips of one contrast at one length, by pair of seeds, sorted by item."""
+    """Yield the flips of one contrast at one length, by pair of seeds, sorted by item."""
     panel = tables[SCORE]
     for pair in seed_pairs(comparison, panel, arm):
         (candidate,), (reference,) = two_sides([weights_of(comparison, estimand, arm, pair, policy)])
@@ -265,7 +265,7 @@ def _of_side(
 
 
 def _changes(metric: str, table: Panel, candidate: CellKey, reference: CellKey) -> Iterator[tuple[str, Change]]:
-    """Items that differ in one metric; an answer that could not be read is neither lost nor gained."""
+    """Yield items that differ in one metric; an answer that could not be read is neither lost nor gained."""
     if candidate not in table.scores or reference not in table.scores:
         return
     candidate_scores, reference_scores = table.scores[candidate], table.scores[reference]
@@ -275,7 +275,7 @@ def _changes(metric: str, table: Panel, candidate: CellKey, reference: CellKey) 
 
 
 class Pair(NamedTuple):
-    """The records with the two answers of a flip."""
+    """The places of the two answers of a flip."""
 
     reference: RecordPlace
     candidate: RecordPlace
@@ -297,8 +297,8 @@ def places_of(data: RunData, flips: Sequence[Flip]) -> list[Pair]:
     def place(flip: Flip, cell: CellKey, *, highest: bool) -> RecordPlace:
         draws = rows_by_cell[flip.suite, flip.context_tokens, flip.item, *cell]
         value = worth[flip.changes[0].metric]
-        read = [n for n in draws if not np.isnan(value[n])] or draws  # readable draws, if any
-        chosen = (max if highest else min)(read, key=lambda n: value[n])
+        readable = [n for n in draws if not np.isnan(value[n])] or draws  # readable draws, if any
+        chosen = (max if highest else min)(readable, key=lambda n: value[n])
         return str(files[chosen]), int(lines[chosen])
 
     pairs = []
@@ -316,7 +316,7 @@ def severity_rank(flip: Flip) -> int:
 
 
 def interleave_cells(flips: Sequence[Flip]) -> list[int]:
-    """Return the numbers of the flips, one per cell in turn, lost safety first, so any first few cover every cell."""
+    """Return the numbers of the flips, one per cell in turn, lost safety first, so that few cover all cells."""
     cells: dict[Hashable, list[int]] = {}
     for number in sorted(range(len(flips)), key=lambda n: severity_rank(flips[n])):
         flip = flips[number]

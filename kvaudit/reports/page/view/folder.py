@@ -111,7 +111,7 @@ class RunView:
         return missing
 
     def _shaded(self) -> dict[ItemKey, ItemShades]:
-        """The shades in the run folder by item."""
+        """Return the shades in the run folder by item."""
         shadings: dict[str, Shadings] = {}
         shades: dict[ItemKey, ItemShades] = {}
         for number, answer in enumerate(self._texts.answers):
@@ -169,14 +169,14 @@ class RunView:
         }
 
     def _lost(self, answers: Iterable[int], shaded: Mapping[ItemKey, ItemShades]) -> int:
-        """The index in LOST of a flip."""
+        """Return the index in LOST of a flip."""
         evicted = [answer for answer in answers if self._texts.answers[answer].evicted]
         has_shades = [answer in shaded.get(self._texts.answers[answer].item, ()) for answer in evicted]
         return 0 if not evicted else 1 if all(has_shades) else 2
 
 
 def _old_files(out: Path) -> list[Path]:
-    """The files of an older view, index.html first; raises RunError if the folder holds other files."""
+    """Return the files of an older view, index.html first; raises RunError if the folder holds other files."""
     if out.exists() and not out.is_dir():
         raise RunError(f"{str(out)!r} is not a folder; give another --out")
     static_files = {out / name.removesuffix(PARTIAL) for name in STATIC}
@@ -193,7 +193,7 @@ def _old_files(out: Path) -> list[Path]:
 
 
 def _metric(name: str) -> dict[str, Any]:
-    """A metric's name, its meaning in words, and whether yes is the wanted answer; a score has no words."""
+    """Return a metric's name, its meaning in words, and whether yes is the wanted answer; a score has no words."""
     if name == SCORE:
         return {"name": name, "says": "", "wanted": True}
     return {"name": name, "says": FACETS[name].says, "wanted": FACETS[name].wanted}

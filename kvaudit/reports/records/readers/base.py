@@ -58,7 +58,7 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class Request:
-    """The options of reading a file."""
+    """The options for reading a file."""
 
     cluster: ClusterRule | None = None  # None: the clusters that the file names
     select: Mapping[str, str] = field(default_factory=dict)  # one cell of a run: arm, seed, policy, suite, context
@@ -74,7 +74,7 @@ class OffScaleScores:
     first: str
 
     def error(self, path: Path, metric: str) -> DataError:
-        """Return the error of a file with such scores, to which a margin in points cannot be applied."""
+        """Return the error for a file with such scores, to which a margin in points cannot be applied."""
         advice = "; a log-likelihood or a reward has no ends, score right or wrong instead" if self.low < 0 else ""
         return DataError(
             f"{path.name}: metric {metric} has {self.count} scores outside [0, 1], from {self.low:g} to {self.high:g} "
@@ -85,7 +85,7 @@ class OffScaleScores:
 
 @dataclass(frozen=True)
 class Log:
-    """A result file. ``rows`` has the columns of ``Row``, and of ``rows.FACET_COLUMNS`` for our own records."""
+    """The content of a result file. ``rows`` has the columns of ``Row``, for kvaudit's own records also facets."""
 
     path: Path
     reader: str
@@ -105,13 +105,13 @@ class Log:
 
     @property
     def metrics(self) -> set[str]:
-        """All metrics of the file, also those on another scale."""
+        """All metrics of the file, including those on another scale."""
         return {*self.rows["metric"].unique(), *self.scales}
 
 
 @dataclass
 class Problems:
-    """The answers that are skipped while a file is read: one text each, their number by metric, off-scale scores."""
+    """The answers skipped while a file is read: one text each, their number by metric, off-scale scores."""
 
     texts: list[str] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
@@ -140,12 +140,15 @@ class Reader:
         raise NotImplementedError
 
     def read(self, path: Path, request: Request) -> Log:
-        """Return the content of the file; raises DataError if nothing can be read, SpecError for a wrong selection."""
+        """Return the content of the file.
+
+        Raises DataError if nothing can be read, SpecError for a wrong selection.
+        """
         raise NotImplementedError
 
 
 def log_of(reader: Reader, path: Path, rows: list[Row], problems: Problems, **fields: Any) -> Log:
-    """Return a log of these rows; without any raises DataError, with the scale or the first problem."""
+    """Return a log of these rows; raises DataError if there are none, with the scale or the first problem."""
     if not rows:
         for metric, scale in problems.scales.items():
             raise scale.error(path, metric)
@@ -157,7 +160,7 @@ def log_of(reader: Reader, path: Path, rows: list[Row], problems: Problems, **fi
 
 
 def json_lines(path: Path, problems: Problems) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield every line that is a JSON object with its number from 1; other lines are added to ``problems``."""
+    """Yield each line that is a JSON object with its number from 1; other lines are added to ``problems``."""
     with path.open("rb") as handle:
         # a longer line is split: several problems instead of one object that fills the memory
         for number, raw in enumerate(iter(lambda: handle.readline(LONGEST_LINE), b""), start=1):
@@ -229,7 +232,7 @@ def score_of(value: Any) -> float:
 
 
 def parse_number(text: str) -> float:
-    """Return a score that a file holds as text; raises DataError for no number, also for Python's ``1_0``."""
+    """Return the number in a text; raises DataError for anything else, also for Python's ``1_0``."""
     try:
         if not text.isascii() or "_" in text:
             raise ValueError
@@ -240,14 +243,14 @@ def parse_number(text: str) -> float:
 
 @dataclass
 class CollectedScores:
-    """Collects scores by metric while a file is read; a metric without any number is left out."""
+    """The scores of a file by metric while it is read; a metric without any number is left out."""
 
     problems: Problems
     rows: list[Row] = field(default_factory=list)
     _errors: list[tuple[str, str]] = field(default_factory=list)
 
     def add(self, row: Row, value: Any, place: str) -> None:
-        """Add ``row`` with ``value`` as its score, or note the error if it is no score."""
+        """Add ``row`` with ``value`` as its score, or keep the error if the value is no score."""
         try:
             self.rows.append(row._replace(score=score_of(value)))
         except OffScale as error:
@@ -296,7 +299,7 @@ _START = 4096  # bytes at the beginning of a file
 
 
 def foreign_kind(path: Path) -> str:
-    """Return what a file is that no reader recognises and what to do; empty if that is unknown."""
+    """Return what an unrecognised file is and what to do; empty if that is unknown."""
     if path.is_dir():
         return ""
     if advice := _ADVICE_BY_SUFFIX.get(path.suffix.lower()):
@@ -314,7 +317,7 @@ def foreign_kind(path: Path) -> str:
 
 
 def check_readable(path: Path) -> None:
-    """Raise DataError for a pipe or a device: it can be read once, or never ends, and files are read several times."""
+    """Raise DataError for a pipe or a device, because files are read several times."""
     if path.exists() and not path.is_file() and not path.is_dir():
         raise DataError(f"{str(path)!r} is a pipe or a device; write what it holds to a file and give that")
 
@@ -394,10 +397,10 @@ def _by_table(path: Path) -> ClusterRule:
 
 
 class SharedFields:
-    """Finds the fields of a file's rows that several items share: these could name clusters."""
+    """The fields of a file's rows that several items share, which could name clusters."""
 
     def __init__(self, prefix: str = "", known: Iterable[str] = ()) -> None:
-        """``prefix`` is prepended to a field for ``--cluster``; ``known`` fields have another meaning."""
+        """Take a ``prefix`` for the names of fields, and the ``known`` fields, which have another meaning."""
         self._prefix, self._known_fields = prefix, frozenset(known)
         self._items: set[str] = set()
         self._values: dict[str, dict[str, int]] = {}  # field -> item -> hash of its value
@@ -413,7 +416,7 @@ class SharedFields:
                 self._values.setdefault(column, {})[item] = hash(name)
 
     def names(self) -> tuple[str, ...]:
-        """Return the fields that every item has and of whose values at least two items share one on average."""
+        """Return the fields that every item has and whose values two items or more share on average."""
         names = []
         for column, values in self._values.items():
             distinct = len(set(values.values()))

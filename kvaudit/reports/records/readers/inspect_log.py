@@ -1,4 +1,4 @@
-"""Inspect's logs: ``.eval``, a zip of JSON with one member per sample and epoch, and ``.json``, all of it in one.
+"""Inspect's logs: ``.eval``, a zip of JSON with one member per sample and epoch, and ``.json``, a single file.
 
 Scores become numbers as in Inspect: C 1, P 0.5, I and N 0, yes and true 1, no and false 0. A scorer with several values
 is one metric per value, SCORER.VALUE. An epoch is a repeat of its item. Logs compressed with Zstandard, as Inspect
@@ -55,7 +55,7 @@ class MissingPackage(DataError):
 
 
 class Archive:
-    """An open zip; raises DataError for a file that is none."""
+    """An open zip; raises DataError for a file that is no zip."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -140,7 +140,7 @@ class Archive:
 
 
 class TooLarge(DataError):
-    """The zip unpacks to more than any log."""
+    """The zip unpacks to more bytes than any log has."""
 
 
 SETTINGS = ("scorers", "task_version", "task_args")  # that two logs must share
@@ -163,13 +163,14 @@ class Inspect(Reader):
     reads = "Inspect .eval or .json log"
 
     def recognises(self, path: Path) -> bool:
-        """Return whether the file is a zip with Inspect's header or journal, also a truncated one, or a log in JSON."""
+        """Return whether the file is a zip with Inspect's header or journal, even truncated, or a log in JSON."""
         if path.is_dir():
             return False
         if path.suffix == ".json":
             return _starts_as_json_log(path)
         if not zipfile.is_zipfile(path):
-            return path.suffix == ".eval" and _starts_as_zip(path)
+            with path.open("rb") as handle:
+                return path.suffix == ".eval" and handle.read(4) == b"PK\x03\x04"
         try:
             with Archive(path) as archive:
                 return HEADER in archive or START in archive
@@ -181,9 +182,7 @@ class Inspect(Reader):
         problems, shared = Problems(), SharedFields("metadata.")
         scores, failed = CollectedScores(problems), list[Row]()
         with _JsonLog(path) if path.suffix == ".json" else Archive(path) as log:
-            header = log.json(
-                HEADER if HEADER in log else START
-            )  # it has one of them, or it would not have been recognised
+            header = log.json(HEADER if HEADER in log else START)  # a recognised log has one of them
             for name in filter(_SAMPLE.match, log):
                 try:
                     sample = log.json(name)
@@ -280,11 +279,6 @@ def _without_random_keys(messages: Any) -> Any:
     if isinstance(messages, dict):
         return {key: _without_random_keys(value) for key, value in messages.items() if key not in _RANDOM_KEYS}
     return messages
-
-
-def _starts_as_zip(path: Path) -> bool:
-    with path.open("rb") as handle:
-        return handle.read(4) == b"PK\x03\x04"
 
 
 def _add(sample: Mapping[str, Any], request: Request, scores: CollectedScores, failed: list[Row], place: str) -> str:

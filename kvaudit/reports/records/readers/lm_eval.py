@@ -79,7 +79,7 @@ class LmEval(Reader):
 
 
 def _with_metrics(row: Mapping[str, Any], repeats: Counter[str]) -> dict[str, Any]:
-    """Return a line of an old log with its metrics and filter."""
+    """Return a line of an old log with the metrics and the filter that it does not name."""
     metrics = [
         name for name, value in row.items() if name not in _NOT_METRICS and isinstance(value, bool | int | float)
     ]

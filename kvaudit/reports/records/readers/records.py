@@ -1,4 +1,4 @@
-"""Our own records: one record file, or a run folder; selectors choose the arm, seed, policy, suite and length."""
+"""kvaudit's own records: one record file, or a run folder; selectors choose arm, seed, policy, suite and length."""
 
 from __future__ import annotations
 
@@ -146,7 +146,10 @@ def _read_file(path: Path) -> tuple[pd.DataFrame, tuple[Problem, ...]]:
 
 
 def _selected(path: Path, frame: pd.DataFrame, select: Mapping[str, str]) -> pd.DataFrame:
-    """Return the rows that match every selector; raises SpecError if these are none or several arms or policies."""
+    """Return the rows that match every selector.
+
+    Raises SpecError if there are none, or rows of several arms or policies.
+    """
     for key, text in select.items():
         if key not in SELECTORS:
             raise UnknownName("selector", key, SELECTORS)

@@ -94,7 +94,7 @@ def save(figure: Figure, name: str, alt: str) -> Drawing:
 
 
 def series_style(names: tuple[str, ...], name: str) -> tuple[str, str, object]:
-    """Return colour, marker and line style of a series by its position, so that colour is never the only cue."""
+    """Return colour, marker and line style of a series by its position, so that colour is never the only sign."""
     place = names.index(name) if name in names else len(names)
     return PALETTE[place % len(PALETTE)], MARKERS[place % len(MARKERS)], STYLES[place % len(STYLES)]
 
@@ -106,20 +106,20 @@ def add_grid(axes: Axes) -> None:
 
 
 def label_rows(axes: Axes, names: Sequence[str]) -> None:
-    """Label the rows from the top; long names lose their middle, to leave room for the data."""
+    """Label the rows from the top; long names are cut in the middle, to leave room for the data."""
     axes.set_yticks(range(len(names)), [shorten(inline(name), _LONGEST_ROW) for name in names])
     axes.set_ylim(len(names) - 0.5, -0.5)
 
 
 def legend_line(label: str, **look: Any) -> Line2D:
-    """Return a line or a mark for a legend."""
+    """Return a legend entry that is a line or a mark."""
     from matplotlib.lines import Line2D
 
     return Line2D([], [], label=label, **look)
 
 
 def legend_patch(label: str, **look: Any) -> Patch:
-    """Return an area for a legend."""
+    """Return a legend entry that is an area."""
     from matplotlib.patches import Patch
 
     return Patch(label=label, **look)

@@ -1,8 +1,9 @@
-"""The A/A floor of an engine: how many answers change when the same is asked again, in the same or another order.
+"""The A/A floor of an engine: how many answers change when the same requests are sent again.
 
-The answers of a compressed engine can depend on the rest of the batch, so a flip counts as one of the setting only
-beyond the floors of the condition and its reference. The floors decide whether a setting acts at all (``canary.py``)
-and nothing else: A/A flips go both ways, and are already in the variance of the interval.
+Requests are repeated in the same and in another order, because the answers of a compressed engine can depend on the
+rest of the batch. So a flip counts as an effect of the setting only beyond the floors of the condition and of its
+reference. The floors decide only whether a setting acts at all (``verdict.controls``): A/A flips go both ways, and the
+variance of the interval already contains them.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import cast
 import numpy as np
 import pandas as pd
 
-from kvaudit.reports.records.floor import ANSWER_COLUMNS, SHUFFLED, RepeatedAnswers
+from kvaudit.reports.records.load import ANSWER_COLUMNS, SHUFFLED, RepeatedAnswers
 from kvaudit.reports.records.rows import ANSWER_HASH, FACET_COLUMNS, SCORE, facet_scores
 from kvaudit.reports.verdict.comparison import Comparison
 from kvaudit.reports.verdict.contrast import Contrast
@@ -40,7 +41,7 @@ class RepeatFlips:
 
 @dataclass(frozen=True)
 class FloorUnit:
-    """One unit that was asked again in one way, compared with its answers in the grid."""
+    """One unit whose requests were repeated in one way, compared with its answers in the grid."""
 
     way: str  # again | shuffled
     arm: str
@@ -54,18 +55,18 @@ class FloorUnit:
 
 
 def floor_of(records: pd.DataFrame, repeats: RepeatedAnswers, comparison: Comparison) -> tuple[FloorUnit, ...]:
-    """Return every unit that was asked again, in the order of the comparison, without unpaired answers."""
-    units = [unit for way, again in repeats.records.items() for unit in _units(way, records, again)]
+    """Return every unit with repeated requests, in the order of the comparison, without unpaired answers."""
+    units = [unit for way, repeated in repeats.records.items() for unit in _units(way, records, repeated)]
     places = {policy: i for i, policy in enumerate(comparison.policies)}
     return tuple(
         sorted(units, key=lambda u: (u.suite, u.context_tokens, places.get(u.policy, -1), u.arm, u.seed, u.way))
     )
 
 
-def _units(way: str, records: pd.DataFrame, again: pd.DataFrame) -> Iterator[FloorUnit]:
-    metrics = [SCORE, *(column for column in FACET_COLUMNS.values() if column in records and column in again)]
+def _units(way: str, records: pd.DataFrame, repeated: pd.DataFrame) -> Iterator[FloorUnit]:
+    metrics = [SCORE, *(column for column in FACET_COLUMNS.values() if column in records and column in repeated)]
     columns = [*ANSWER_COLUMNS, ANSWER_HASH, *metrics]
-    pairs = records[columns].merge(again[columns], on=ANSWER_COLUMNS, suffixes=("", "_again"))
+    pairs = records[columns].merge(repeated[columns], on=ANSWER_COLUMNS, suffixes=("", "_again"))
     for index, rows in pairs.groupby(_UNIT, observed=True):
         arm, seed, policy, suite, context = cast(tuple[str, int, str, str, int], index)
         yield FloorUnit(
@@ -109,13 +110,13 @@ class FloorCell:
 def floor_at(
     units: tuple[FloorUnit, ...], arm: str, policy: str, metric: str, context_tokens: int
 ) -> tuple[FloorCell, ...]:
-    """Return the floor of a cell for each way of asking; empty if it was not asked again."""
+    """Return the floor of a cell for each way of asking; empty if its requests were not repeated."""
     cells = []
     cell_units = [u for u in units if (u.arm, u.policy, u.context_tokens) == (arm, policy, context_tokens)]
     for way in dict.fromkeys(u.way for u in cell_units):
-        both = [(u, f) for u in cell_units if u.way == way for f in u.flips if f.metric == metric]
-        if both:
-            counts = [(u.answers, u.same, f.lost, f.gained, f.answers) for u, f in both]
+        unit_flips = [(u, f) for u in cell_units if u.way == way for f in u.flips if f.metric == metric]
+        if unit_flips:
+            counts = [(u.answers, u.same, f.lost, f.gained, f.answers) for u, f in unit_flips]
             cells.append(FloorCell(way, *(sum(column) for column in zip(*counts, strict=True))))
     return tuple(cells)
 

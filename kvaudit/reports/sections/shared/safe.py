@@ -28,8 +28,8 @@ _PASSED = (Status.PASS.value, Status.PASS_NOTED.value)
 class SafeBudget:
     """The result of one sequence of tests.
 
-    ``amounts`` are in the order tested: budgets from the largest, or lengths from the shortest. ``cleared`` is the
-    last that passed, None if the first did not; ``failed`` the first that did not, None if all did.
+    ``amounts`` are in the order tested: budgets from the largest, or lengths from the shortest. ``cleared`` is the last
+    amount that passed, None if the first failed; ``failed`` the first that failed, None if all passed.
     """
 
     axis: str  # budget | length
@@ -55,7 +55,7 @@ class _Steps(NamedTuple):
 
 
 def safe_budgets(drift: Drift, rules: Rules) -> tuple[SafeBudget, ...]:
-    """Run a sequence per family, suite, length and arm, and one per policy, suite and arm over several lengths."""
+    """Return the result per family, suite, length and arm, and over several lengths per policy, suite and arm."""
     controls = Controls(drift, rules.margins)
     # the estimand that compares an arm with the uncompressed reference
     estimands = {arm: "serving" if arm == drift.comparison.reference else "deployed" for arm in drift.comparison.arms}
@@ -125,7 +125,7 @@ def _status(c: Contrast, margin: float, controls: Controls) -> str:
 
 @dataclass(frozen=True)
 class PolicyFamily:
-    """Policies of one kind by budget, smallest first."""
+    """Policies of one kind with different budgets, smallest first."""
 
     name: str
     budgets: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""Tables, examples and passages as plain strings; text from records is made visible here, and escaped later."""
+"""Tables, examples and passages as plain strings; control characters are made visible here, markup is escaped later."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvaudit.core.text import clip, inline
 
 @dataclass(frozen=True)
 class Table:
-    """Headers and rows of text; an empty table is left out. ``words`` is the number of leading text columns.
+    """Headers and rows of text; an empty table is not shown. ``words`` is the number of leading text columns.
 
     ``footnotes`` are numbered from 1; the last column refers to them. ``links`` are the addresses of the answers of
     each row, for a page that can link.
@@ -35,7 +35,7 @@ def table_of(headers: Sequence[str], rows: Iterable[Sequence[str]], words: int =
 
 
 def footnoted(headers: Sequence[str], rows: Iterable[Sequence[str]], words: int = 1) -> Table:
-    """Return a table in which the long, repeated texts of the last column become numbers of footnotes."""
+    """Return a table in which the long, repeated texts of the last column are replaced by numbers of footnotes."""
     long_rows = [list(row) for row in rows]
     texts = list(dict.fromkeys(row[-1] for row in long_rows if row[-1]))
     short = [[*row[:-1], str(texts.index(row[-1]) + 1) if row[-1] else ""] for row in long_rows]
@@ -89,7 +89,7 @@ class Example:
 class Passage:
     """A heading and one explaining sentence, then figures, tables, notes and examples.
 
-    It is shown on the ``first`` page, under the banner, or folded with its ``finding`` as the visible line.
+    It is shown in full if ``first``, below the banner; else folded, with its ``finding`` as the visible line.
     """
 
     anchor: str

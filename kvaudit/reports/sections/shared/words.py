@@ -11,12 +11,11 @@ from typing import Any, Literal, NamedTuple
 from kvaudit.core.facets import PARITY, SELECTIVITY, Facet, facet_of
 from kvaudit.core.text import length_label
 from kvaudit.reports.stats.effect import Effect
-from kvaudit.reports.stats.few import Estimate, no_interval
 from kvaudit.reports.stats.ratio import Times
 from kvaudit.reports.stats.rule import clusters_required
 from kvaudit.reports.stats.signflip import FEWEST_CLUSTERS
 from kvaudit.reports.verdict.comparison import Comparison
-from kvaudit.reports.verdict.contrast import CellName, Contrast, SeedDrift
+from kvaudit.reports.verdict.contrast import CellName, Contrast, Estimate, SeedDrift, no_interval
 from kvaudit.reports.verdict.controls import ErrorRates
 from kvaudit.reports.verdict.verdict import Decided, Decision, Larger, Status
 
@@ -35,7 +34,7 @@ def points(value: float) -> str:
 
 
 def effect_text(effect: Effect | Estimate | None) -> str:
-    """Return "-1.8 pp [-4.6, +0.9]", or the estimate and why it has no interval if there are too few templates."""
+    """Return "-1.8 pp [-4.6, +0.9]"; with too few templates the estimate and why it has no interval."""
     if effect is None:
         return "-"
     if isinstance(effect, Estimate) or effect.n_clusters < FEWEST_CLUSTERS:
@@ -44,12 +43,12 @@ def effect_text(effect: Effect | Estimate | None) -> str:
 
 
 def interval_text(estimate: float, low: float, high: float) -> str:
-    """+3.5 pp [+0.4, +6.6]."""
+    """Return an estimate with its interval: +3.5 pp [+0.4, +6.6]."""
     return f"{points(estimate)} pp [{points(low)}, {points(high)}]"
 
 
 def seed_text(seed: SeedDrift) -> str:
-    """12: -9.0 pp [-14.2, -4.1]."""
+    """Return a seed with its drift: 12: -9.0 pp [-14.2, -4.1]."""
     return f"{seed.seed}: {interval_text(seed.estimate, seed.low, seed.high)}"
 
 
@@ -59,40 +58,40 @@ def held_to(d: Decision) -> str:
 
 
 def ratio_text(ratio: Times) -> str:
-    """1.18 x [1.06, 1.35]: the ratio of the rates of the unwanted event, with its 95 % interval."""
+    """Return the ratio of the rates of the unwanted event with its 95 % interval: 1.18 x [1.06, 1.35]."""
     estimate = "no ratio" if ratio.estimate is None else f"{ratio.estimate:.2f} x"
     return f"{estimate} {ratio_interval(ratio.low, ratio.high)}"
 
 
 def ratio_interval(low: float, high: float) -> str:
-    """[1.06, 1.35], or [1.06, no end] without an upper end."""
+    """Return [1.06, 1.35], or [1.06, no end] without an upper end."""
     return f"[{low:.2f}, {'no end' if isinf(high) else f'{high:.2f}'}]"
 
 
 def percent(value: float | None) -> str:
-    """12.3 %."""
+    """Return a share in percent: 12.3 %."""
     return "-" if value is None else f"{100 * value:.1f} %"
 
 
 def from_to(before: float, after: float) -> str:
-    """5.6 to 9.1 %."""
+    """Return two shares in percent: 5.6 to 9.1 %."""
     return f"{100 * before:.1f} to {percent(after)}"
 
 
 def times_text(value: float | None) -> str:
-    """0.74x."""
+    """Return a multiple: 0.74x."""
     return "-" if value is None else f"{value:.2f}x"
 
 
 def pvalue(value: float | None) -> str:
-    """Return a p-value with two digits; the smallest that 9,999 draws can give is printed as a bound."""
+    """Return a p-value with two digits; at the smallest value that 9,999 draws can give, a bound."""
     if value is None:
         return "-"
     return "< 0.0001" if value <= 1e-4 * (1 + 1e-9) else f"{value:.2g}" if value < 0.1 else f"{value:.2f}"
 
 
 def plural(count: int, noun: str) -> str:
-    """1 cell, 2 cells."""
+    """Return a count with its noun: 1 cell, 2 cells."""
     return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
@@ -107,7 +106,7 @@ def bytes_text(count: float | None) -> str:
 
 
 def scientific(value: float | None) -> str:
-    """Return 1.2e-07 for small and large numbers, plain digits otherwise."""
+    """Return 1.2e-07 for very small and large numbers, plain digits otherwise."""
     if value is None:
         return "-"
     return f"{value:.3g}" if value == 0 or 1e-3 <= abs(value) < 1e5 else f"{value:.1e}"
@@ -119,7 +118,7 @@ def scientific(value: float | None) -> str:
 def error_rates_text(rates: ErrorRates, alpha: float, margins: Iterable[float], ratios: Iterable[float] = ()) -> str:
     """Describe the simulated error rates of a gate at one-sided ``alpha`` and ``margins`` in score units.
 
-    Says so if this gate was not simulated, and that the figures do not cover ``ratios``.
+    The text also states if this gate was not simulated, and that the figures do not cover ``ratios``.
     """
     others = sorted({margin for margin in margins if not isclose(margin, rates.margin, abs_tol=1e-9)})
     is_release = isclose(alpha, rates.release_level, abs_tol=1e-9)
@@ -145,7 +144,7 @@ def error_rates_text(rates: ErrorRates, alpha: float, margins: Iterable[float], 
 
 
 def decision_note(d: Decision) -> str:
-    """Say why a cell did not pass and what would decide an open one; empty for one that passed."""
+    """Return why a cell did not pass and what would decide an undecided one; empty for one that passed."""
     why = "; ".join(map(str, d.reasons))
     if d.status is not Status.INCONCLUSIVE or d.effect is None or d.is_unclustered:
         return why
@@ -153,7 +152,7 @@ def decision_note(d: Decision) -> str:
 
 
 def _advice(d: Decision, templates: int) -> str:
-    """Say what would decide an open cell of a run that has so many templates."""
+    """Return what would decide an undecided cell of a run with this number of templates."""
     if d.larger is None:
         is_within = d.effect is not None and d.effect.estimate > -(d.margin or 0)
         return "more templates in every suite" if d.estimand == SELECTIVITY and is_within else MORE_UNLIKELY
@@ -165,7 +164,7 @@ def _advice(d: Decision, templates: int) -> str:
 
 
 def too_few_templates(required: int, limit: str, templates: int) -> str:
-    """Say that a cell could not pass whatever came out, and to add templates (never to allow more loss)."""
+    """Return that a cell could not pass with any result, and advise to add templates, never to allow more loss."""
     return f"needs {required} templates for {limit}, the run has {templates}: add templates"
 
 
@@ -203,7 +202,7 @@ def facet_of_metric(sides: Comparison, metric: str) -> Facet | None:
 
 
 def event_rates(sides: Comparison, d: Decision) -> tuple[float, float] | None:
-    """Return the rates of the event that a cell counts, reference and candidate; None for a cell without two sides."""
+    """Return the rates of reference and candidate of the event that a cell counts; None without two sides."""
     facet = facet_of_metric(sides, d.suite)
     return None if d.rates is None else d.rates.as_event_rates(wanted=facet is None or facet.wanted)
 
@@ -241,19 +240,19 @@ def exceeds_margin(d: Decision) -> bool:
 
 
 def metric_label(sides: Comparison, metric: str) -> str:
-    """Return the name of a suite; for an unwanted facet "refusal: not unsafe", which its drift counts."""
+    """Return the name of a suite; for an unwanted facet "refusal: not unsafe", the outcome that its drift counts."""
     facet = facet_of_metric(sides, metric)
     return metric if facet is None or facet.wanted else f"{facet_of(metric)[0]}: not {facet.name}"
 
 
 def judge_marks(sides: Comparison, suite: str) -> str:
-    """Return cautions about the judge of a suite in brackets; empty for most."""
+    """Return warnings about the judge of a suite in brackets; empty for most."""
     marks = ["TRAINED"] * (suite in sides.rewarded) + ["phrases alone"] * (suite in sides.by_phrases)
     return f" ({', '.join(marks)})" if marks else ""
 
 
 def shorten(name: str, most: int = MOST_OF_NAME) -> str:
-    """Return a name with its middle left out if it is long: settings and paths differ at either end."""
+    """Return a name, cut in the middle if it is long, since settings and paths differ at either end."""
     head = most // 2
     return name if len(name) <= most else f"{name[:head]}…{name[head + 1 - most :]}"
 
@@ -266,7 +265,7 @@ def cell_label(sides: Comparison, name: CellName) -> str:
 
 
 def with_length(sides: Comparison, text: str, tokens: int) -> str:
-    """Add the length to a text if the run has several."""
+    """Return the text with the length added if the run has several lengths."""
     return text if len(sides.contexts) == 1 else f"{text}, {length_label(tokens)}"
 
 
@@ -281,7 +280,7 @@ def uncompressed_label(sides: Comparison) -> str:
 
 
 def suite_label(sides: Comparison, d: Decision) -> str:
-    """Return the suite of a cell, with its estimand if that is more than a drift."""
+    """Return the suite of a cell, with its estimand unless that is a plain drift."""
     suite = metric_label(sides, d.suite)
     if d.estimand == SELECTIVITY:
         return f"{suite} minus {', '.join(sides.capability)}"
@@ -309,12 +308,12 @@ Facts = Mapping[str, Fact]
 
 
 def fact_of(value: Any) -> Fact:
-    """Return the known fact of a value, unknown for None and empty text."""
+    """Return a value as a known fact; None and empty text as an unknown one."""
     return UNKNOWN if value is None or value == "" else Fact("known", value)
 
 
 def dump_json(body: Any) -> str:
-    """Return the ASCII text of a JSON file; NaN and infinities become null, values that JSON lacks become text."""
+    """Return the ASCII text of a JSON file; NaN and infinities become null, values unknown to JSON become text."""
     return json.dumps(_finite(body), indent=1, ensure_ascii=True, allow_nan=False) + "\n"
 
 
