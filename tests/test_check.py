@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from kvaudit.audit.cli import app
 from kvaudit.audit.commands.check import CheckOptions
 from kvaudit.audit.engines import ENGINES
-from kvaudit.audit.runs.pilot import impossible
+from kvaudit.audit.runs.pilot import impossible_cells
 from kvaudit.audit.runs.question import (
     ServingConfig,
     endpoints_config,
@@ -183,7 +183,7 @@ def test_the_spec_gives_reasons_in_comments(rows: Path) -> None:
 def test_what_ships_can_decide_its_margins() -> None:
     spec = parse_spec_text(spec_text("embedded", u4(), plan_check("embedded", u4()), "check"))
     assert spec.gate.margins == {"refusal.unsafe": 5, "refusal.helpful": 5, "math.solved": 10}
-    assert list(impossible(spec, load_base_chat("embedded").count_tokens)) == []
+    assert list(impossible_cells(spec, load_base_chat("embedded").count_tokens)) == []
 
 
 def test_what_evicts_is_asked_at_twice_what_it_keeps(rows: Path) -> None:

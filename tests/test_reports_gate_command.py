@@ -321,7 +321,7 @@ def test_a_run_keeps_the_gate_file_and_the_pin_it_was_declared_with(tmp_path):
         "sha256": hashlib.sha256(gate.read_bytes()).hexdigest(),
         "text": "format: 1\npin: pin.json\n",
     }
-    open_run(tmp_path / "run", spec, resume=False, kept=kept)
+    open_run(tmp_path / "run", spec, resume=False, entries=kept)
     story = json.loads((tmp_path / "run" / "provenance.json").read_text())
     assert story["gate_file"] == kept["gate_file"]
     assert story["gate_pin"]["checkpoints"][0]["sha256"] == hashlib.sha256(b"dense1").hexdigest()

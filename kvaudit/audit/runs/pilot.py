@@ -1,15 +1,14 @@
-"""What the pilot asks, and what follows from its answers.
+"""The pilot's units, and the conclusions from its answers.
 
-The reference answers some items of every suite at every length, uncompressed and under every gated policy. That shows
-whether a cell has anything to lose (``kvaudit.reports.verdict.controls``), and how often answers change at all, from
-which ``items: auto`` takes its number (``kvaudit.reports.verdict.item_counts``).
+The reference answers some items of every suite at every length, uncompressed and under every gated policy. The answers
+show whether a cell has anything to lose (``kvaudit.reports.verdict.controls``) and how many answers a policy changes,
+from which ``items: auto`` takes its number (``kvaudit.reports.verdict.item_counts``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvaudit.audit.judges.base import JUDGES
 from kvaudit.audit.runs.evaluate import grid, make_items, round_size, suite_as_asked
@@ -50,17 +49,17 @@ def with_kept_gate(spec: RunSpec, provenance: Mapping[str, Any]) -> RunSpec:
 def pilot_units(spec: RunSpec, units: Sequence[Unit] | None = None) -> list[Unit]:
     """Return the units that the pilot begins: the reference's, uncompressed and under every gated policy.
 
-    Each engine with a gated condition has its own uncompressed units. ``units`` is the grid, if it is at hand.
+    Each engine with a gated condition has uncompressed units too. ``units`` is the grid, if the caller has it.
     """
     if not spec.evaluate.pilot_size:
         return []
-    policies = {*spec.gate.primary, *_uncompressed_of_gated(spec)}
+    policies = {*spec.gate.primary, *_reference_policies(spec)}
     reference_units = [unit for unit in (grid(spec) if units is None else units) if unit.arm == spec.gate.reference]
     return [unit for unit in reference_units if unit.policy.canonical in policies]
 
 
-def _uncompressed_of_gated(spec: RunSpec) -> list[str]:
-    """Return what the gated policies are compared with, or everything uncompressed in the grid if none is gated."""
+def _reference_policies(spec: RunSpec) -> list[str]:
+    """Return the references of the gated policies, or every uncompressed policy if none is gated."""
     references = spec.evaluate.references
     policies = [reference_of(policy, references) for policy in spec.gate.primary]
     return list(
@@ -69,7 +68,7 @@ def _uncompressed_of_gated(spec: RunSpec) -> list[str]:
 
 
 def gated_metrics(spec: RunSpec, suite: str) -> list[Metric]:
-    """Return a suite's score and its facets that have a margin; none if nothing is gated."""
+    """Return the gated metrics of a suite: its score and its facets with a margin; none if nothing is gated."""
     # the largest difference that a ratio can allow, whatever the reference's rate is
     allowed = {name: 100 * (1 - 1 / ratio) for name, ratio in spec.gate.ratios.items()}
     margins = {**spec.gate.margins, **allowed}
@@ -87,10 +86,10 @@ def gated_lengths(spec: RunSpec, suite: str) -> list[int]:
 
 
 def layout_of(spec: RunSpec, name: str, count: CountTokens) -> Layout:
-    """Return the cluster and facets of every item of one round of a suite."""
-    suite, part = suite_as_asked(spec, name), spec.evaluate
-    context = min(part.contexts_of(name))
-    items = make_items("evaluate", suite, "eval", round_size(spec, suite, count), part.seed, context, count)
+    """Return the cluster and the facets of every item in one round of a suite."""
+    suite, section = suite_as_asked(spec, name), spec.evaluate
+    context = min(section.contexts_of(name))
+    items = make_items("evaluate", suite, "eval", round_size(spec, suite, count), section.seed, context, count)
     grades_harm = any(parse_plugin(JUDGES, text).grades_harm for text in spec.judge)
     return [
         LayoutItem(
@@ -104,15 +103,15 @@ def layout_of(spec: RunSpec, name: str, count: CountTokens) -> Layout:
 # --- what cannot pass ------------------------------------------------------------------------------------------------
 
 
-def impossible(spec: RunSpec, count: CountTokens) -> Iterator[str]:
+def impossible_cells(spec: RunSpec, count: CountTokens) -> Iterator[str]:
     """Yield a line for each gated cell that cannot pass with its number of items, with a number that could."""
     assert spec.gate.alpha is not None, "a complete spec has a level"
     for name in spec.evaluate.suites:
         if not (metrics := gated_metrics(spec, name)):
             continue
         layout = layout_of(spec, name, count)
-        part = spec.evaluate.suites[name]
-        items = part.items if isinstance(part.items, int) else len(layout)  # the layout has every template
+        section = spec.evaluate.suites[name]
+        items = section.items if isinstance(section.items, int) else len(layout)  # the layout has every template
         for metric in metrics:
             if (shortage := shortfall_of(layout, metric, items, spec.gate.alpha)) is not None:
                 yield shortage.line
@@ -120,7 +119,7 @@ def impossible(spec: RunSpec, count: CountTokens) -> Iterator[str]:
 
 def check_possible(spec: RunSpec, count: CountTokens) -> None:
     """Raise CannotPass, with a line for every gated cell that could not pass even with perfect answers."""
-    if lines := tuple(impossible(spec, count)):
+    if lines := tuple(impossible_cells(spec, count)):
         raise CannotPass(
             "the spec asks for a decision that its items cannot give; ask the number that would do, or run it as a "
             "description with --anyway",
@@ -131,8 +130,7 @@ def check_possible(spec: RunSpec, count: CountTokens) -> None:
 # --- what follows from the answers -----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Churn:
+class Churn(NamedTuple):
     """The number of pilot answers that differ between the uncompressed cache and a gated policy."""
 
     differing: int
@@ -142,22 +140,27 @@ class Churn:
 def pilot_results(
     spec: RunSpec, answers: Answers, layouts: Mapping[str, Layout], most: Mapping[str, int]
 ) -> dict[str, Any]:
-    """Return the table for provenance.json: controls, and numbers of items of open suites (``most`` that they have)."""
-    plain = _uncompressed_of_gated(spec)
-    dense = {p: [row for unit, rows in answers.items() if unit.policy.canonical == p for row in rows] for p in plain}
+    """Return the pilot's results: controls, numbers of items of open suites, and how these were computed.
+
+    ``most`` is the number of items that an open suite has. The table goes into provenance.json.
+    """
+    dense = {
+        policy: [row for unit, rows in answers.items() if unit.policy.canonical == policy for row in rows]
+        for policy in _reference_policies(spec)
+    }
     controls, names = [], condition_names(spec.evaluate.references)
     items, sizes = dict[str, int](), dict[str, Any]()
-    for name, part in spec.evaluate.suites.items():
+    for name, section in spec.evaluate.suites.items():
         metrics, lengths = gated_metrics(spec, name), gated_lengths(spec, name)
         for policy, rows in dense.items():
             suite_rows = [row for row in rows if row.suite == name and row.context_tokens in lengths]
             suite_controls = controls_of(suite_rows, {m.name: m.margin for m in metrics}) if suite_rows else ()
             policy_keys = {"policy": policy, "under": names.get(policy, policy)} if spec.evaluate.references else {}
             controls += [_control_table(name, control) | policy_keys for control in suite_controls]
-        if isinstance(part.items, int):
+        if isinstance(section.items, int):
             continue
-        items[name] = min(len(layouts[name]), len(layouts[name]) if part.items == ALL_ITEMS else _UNGATED_ITEMS)
-        if part.items == AUTO_ITEMS and metrics:
+        items[name] = min(len(layouts[name]), len(layouts[name]) if section.items == ALL_ITEMS else _UNGATED_ITEMS)
+        if section.items == AUTO_ITEMS and metrics:
             needed = {m.name: _needed_items(spec, m, answers, layouts[name], most[name]) for m in metrics}
             items[name] = max(size["items"] for size in needed.values())
             sizes |= needed
@@ -180,16 +183,16 @@ def _control_table(suite: str, control: Control) -> dict[str, Any]:
 
 
 def _needed_items(spec: RunSpec, metric: Metric, answers: Answers, layout: Layout, most: int) -> dict[str, Any]:
-    """Return how many items a metric needs at the length and under the policy that need most, and their churn."""
+    """Return how many items a metric needs at the length and policy that need most, with their churn."""
     worst = max(churns_of(spec, metric, answers), key=lambda c: planned_discordance(c.differing, c.pairs), default=None)
     discordance = ASSUMED_CHURN if worst is None else planned_discordance(worst.differing, worst.pairs)
-    enough = plan_items(layout, metric, _design(spec, metric, discordance), most)
-    pilot = None if worst is None else {"differing": worst.differing, "pairs": worst.pairs}
-    return {**enough._asdict(), "discordance": discordance, "pilot": pilot}
+    plan = plan_items(layout, metric, _design(spec, metric, discordance), most)
+    pilot = None if worst is None else worst._asdict()
+    return {**plan._asdict(), "discordance": discordance, "pilot": pilot}
 
 
 def _design(spec: RunSpec, metric: Metric, discordance: float) -> Design:
-    """Return the design as planned before the grid is served: no drift, all samples and seeds of the spec."""
+    """Return the statistical design before the grid is answered: no drift, all samples and seeds of the spec."""
     assert spec.gate.alpha is not None
     is_trained = spec.train is not None
     return Design(
@@ -212,13 +215,13 @@ def churns_of(spec: RunSpec, metric: Metric, answers: Answers) -> Iterator[Churn
         units = [unit for unit in answers if (unit.suite, unit.context_tokens) == (metric.suite, length)]
         policies = dict.fromkeys(unit.policy.canonical for unit in units)
         for policy in (p for p in policies if p not in uncompressed_policies(references)):
-            plain = reference_of(policy, references)
+            reference = reference_of(policy, references)
             # rows of one seed, paired by item and sample
             pairs = [
                 (values[dense][row], value)
                 for unit in units
                 for dense in units
-                if unit.policy.canonical == policy and (dense.seed, dense.policy.canonical) == (unit.seed, plain)
+                if unit.policy.canonical == policy and (dense.seed, dense.policy.canonical) == (unit.seed, reference)
                 for row, value in values[unit].items()
             ]
             scored = [(a, b) for a, b in pairs if a is not None and b is not None]
@@ -231,9 +234,9 @@ def _value(record: Record, metric: Metric) -> float | bool | None:
 
 def most_items(spec: RunSpec, name: str, layout: Layout, count: CountTokens) -> int:
     """Return how many items a suite has: one round, or several if a second round asks new questions."""
-    suite, part = suite_as_asked(spec, name), spec.evaluate
-    if suite.rows("eval", part.seed) is not None:
+    suite, section = suite_as_asked(spec, name), spec.evaluate
+    if suite.rows("eval", section.seed) is not None:
         return len(layout)
-    context, items = min(part.contexts_of(name)), 2 * len(layout)
-    prompts = [item.messages for item in make_items("evaluate", suite, "eval", items, part.seed, context, count)]
+    context, items = min(section.contexts_of(name)), 2 * len(layout)
+    prompts = [item.messages for item in make_items("evaluate", suite, "eval", items, section.seed, context, count)]
     return len(layout) * (_MOST_ROUNDS if len(set(prompts)) == len(prompts) else 1)

@@ -1,7 +1,7 @@
-"""The pilot stage: the reference answers some items of every suite before the grid is served.
+"""The pilot stage: the reference answers some items of every suite before the grid is answered.
 
-RUN/pilot holds the answers, sealed like those of any unit; the grid takes them over. What follows from them
-(``kvaudit.audit.runs.pilot``) is noted in provenance.json once, and every process reads it there.
+RUN/pilot holds the answers, sealed like those of any unit; the grid copies them. The conclusions
+(``kvaudit.audit.runs.pilot``) are stored in provenance.json once, and every process reads them there.
 """
 
 from __future__ import annotations
@@ -30,29 +30,29 @@ from kvaudit.reports.records.floor import SAME_ORDER
 from kvaudit.reports.verdict.rules import WARN
 from kvaudit.suites.base import SUITES
 
-_SAFETY_SUITES = ("harm", "benign")  # without these a check says too little
+_SAFETY_SUITES = ("harm", "benign")  # without one of these a check shows too little
 
 
 class PilotStage(Stage):
-    """Answers the pilot's units and notes what they show: controls, and the number of items of open suites."""
+    """Answers the pilot's units and stores the results: controls, and the numbers of items of open suites."""
 
     def parts(self) -> Iterator[Part]:
         return iter(()) if self.is_done else self._unit_parts(self._units)
 
     @property
     def is_done(self) -> bool:
-        """Whether its result is noted, or there is no pilot.
+        """Whether the result is stored, or there is no pilot.
 
-        A run of an earlier version that has sealed units has none, since it would answer them twice.
+        A run of an earlier version with sealed units counts as done, since a pilot would answer them twice.
         """
         run, open_suites = self.context.run, self.context.open_suites
         is_past = not open_suites and any(is_sealed(run.records, unit) for unit in grid(self.context.spec))
         return PILOT in run.provenance() or is_past or not (open_suites or self._units)
 
     def work(self) -> RunContext:
-        """Answer the units, print what they show, and return a context with the numbers of items.
+        """Answer the units, print the results, and return a context with the numbers of items.
 
-        Raises NotMeasurable if a suite has nothing to lose, unless the run goes on anyway.
+        Raises NotMeasurable if a suite has nothing to lose, unless the run is to go on anyway.
         """
         context = self.context
         if not self.is_done:
@@ -72,7 +72,7 @@ class PilotStage(Stage):
         return context
 
     def _print_time(self, context: RunContext) -> None:
-        """Print how long the rest of a run of servers takes at the speed of these answers."""
+        """Print how long the rest of a run of running servers takes at the speed of the pilot's answers."""
         units, evaluate = self._units, context.spec.evaluate
         served = {unit.policy.engine for unit in units if isinstance(unit.policy, Condition)}
         if served != {RunningEndpoint.name} or evaluate.rounds is not None:
@@ -82,14 +82,14 @@ class PilotStage(Stage):
             records = pilot_records(context, unit)
             suite, batches = SUITES.get(unit.suite)(), context.models.batches.get((unit.suite, unit.context_tokens), [])
             items = [item for batch in batches for item in batch]
-            again = sum(map(len, engine_batches(context.spec, suite, items, unit, SAME_ORDER))) if evaluate.floor else 0
-            left = max(0, context.rows_of(unit) - len(records)) + 2 * again
-            seconds += left * sum(record.seconds for record in records) / max(1, len(records))
-            answers += left
+            floor = sum(map(len, engine_batches(context.spec, suite, items, unit, SAME_ORDER))) if evaluate.floor else 0
+            remaining = max(0, context.rows_of(unit) - len(records)) + 2 * floor
+            seconds += remaining * sum(record.seconds for record in records) / max(1, len(records))
+            answers += remaining
         context.print_line(f"{answers} answers are left, about {duration(seconds)} at the speed of the first ones")
 
     def check(self) -> None:
-        """Raise NotMeasurable if the noted results say so."""
+        """Raise NotMeasurable if the stored results say that a suite has nothing to lose."""
         provenance = self.context.run.provenance()
         if PILOT in provenance and ANYWAY not in provenance:
             check_measurable(with_kept_gate(self.context.spec, provenance), provenance[PILOT][PILOT_RESULT])
@@ -117,7 +117,7 @@ class PilotStage(Stage):
 
 
 def pilot_records(context: RunContext, unit: Unit) -> list[Record]:
-    """Return the pilot's records of a unit; raise DataError if they are not those that were sealed."""
+    """Return the pilot's records of a unit; raise DataError if they differ from their seal."""
     files = UnitFiles.of(context.run.path / PILOT_FOLDER, unit)
     identity = unit.identity(context.models.sha256_of((unit.arm, unit.seed)))
     return list(sealed_records(files, identity).values())
@@ -127,7 +127,7 @@ def pilot_records(context: RunContext, unit: Unit) -> list[Record]:
 
 
 def pilot_lines(results: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a line for every suite and gated facet, then one for every number of items that the pilot fixed."""
+    """Yield a line for every suite and gated facet, then a line for every number of items that the pilot fixed."""
     lengths = {control["context_tokens"] for control in results["controls"]}
     for control in results["controls"]:
         name = control["metric"] + (f" {at_length(control['context_tokens'])}" if len(lengths) > 1 else "")
@@ -155,7 +155,7 @@ def _reason_for_size(suite: str, sizes: Mapping[str, Any]) -> str:
 
 
 def hopeless_suites(results: Mapping[str, Any]) -> dict[str, str]:
-    """Return the suites in which nothing gated can be measured, however much is asked, each with the reason."""
+    """Return the suites in which more answers could not make any gated metric measurable, each with the reason."""
     return {
         suite: f"{controls[0]['standing']}, {controls[0]['says']}"
         for suite, controls in _controls_by_suite(results).items()
@@ -164,10 +164,10 @@ def hopeless_suites(results: Mapping[str, Any]) -> dict[str, str]:
 
 
 def suites_left_out(results: Mapping[str, Any]) -> dict[str, str]:
-    """Return the suites that rounds leave out since the reference has nothing to lose in them, each with the reason.
+    """Return the suites that rounds do not ask because the reference has nothing to lose, each with the reason.
 
-    Harmful and harmless requests are left out only if more answers could hardly change that. The other safety suites
-    stay in if none would remain.
+    Harmful and harmless requests are left out only if more answers could hardly change that. The other safety
+    suites are kept if none would remain.
     """
     controls = _controls_by_suite(results)
     unmeasured = {suite: [row for row in rows if not row["measurable"]] for suite, rows in controls.items()}
@@ -180,13 +180,13 @@ def suites_left_out(results: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _left_out_reason(control: Mapping[str, Any]) -> str:
-    """Return a count and what follows from it: "attacks that succeed: 10 of 20, at floor"."""
+    """Return a count and the conclusion from it: "attacks that succeed: 10 of 20, at floor"."""
     _, _, name = control["metric"].rpartition(".")
     facet, answers = FACETS.get(name), control.get("answers", 0)
-    wanted = control.get("rate", 0.0) * answers
+    desired = control.get("rate", 0.0) * answers
     if facet is None:
         return f"{control['standing']}, {control['says']}"
-    count = f"{facet.counts}: {wanted if facet.wanted else answers - wanted:.0f} of {answers}"
+    count = f"{facet.counts}: {desired if facet.wanted else answers - desired:.0f} of {answers}"
     is_undecided = "not shown to tell the two apart" in control["says"]
     return f"{count}, {'not told apart from what is allowed' if is_undecided else control['standing']}"
 
@@ -206,7 +206,8 @@ def _is_safety(metric: str) -> bool:
 def check_measurable(spec: RunSpec, results: Mapping[str, Any]) -> None:
     """Raise NotMeasurable, with a line for every suite in which no gated cell can be measured.
 
-    Does nothing if the gate allows such cells (``not_measurable: warn``), and in rounds, which leave such suites out.
+    Does nothing if the gate allows such cells (``not_measurable: warn``), nor in rounds, which leave such suites
+    out.
     """
     if spec.gate.not_measurable == WARN or spec.evaluate.rounds is not None:
         return
