@@ -21,10 +21,9 @@ from typing import Any
 
 from kvaudit.audit.runs.evaluate import grid
 from kvaudit.audit.runs.folder import make_folder
-from kvaudit.audit.runs.pilot import layout_of, pilot_units, with_kept_gate
 from kvaudit.audit.runs.progress import Part
 from kvaudit.audit.runs.stages.base import RunContext, Stage, UnitWorker, unit_part
-from kvaudit.audit.runs.stages.pilot import pilot_records, suites_left_out
+from kvaudit.audit.runs.stages.pilot import layout_of, pilot_records, pilot_units, suites_left_out, with_kept_gate
 from kvaudit.audit.runs.units import REFUSED, ROUNDS_FOLDER, Unit, UnitFiles, written_seconds
 from kvaudit.core.errors import SpecError
 from kvaudit.core.facets import facet_of
