@@ -38,8 +38,8 @@ def check(
     """Check whether a model may be served with a KV setting; print the answer and return the run with its ``verdict``.
 
     Give an ``engine`` with ``kv`` and other ``settings`` by the engine's names, or a ``policy`` of kvaudit's cache, or
-    two servers, ``reference`` and ``candidate``, as URL#MODEL. ``long`` asks behind the longest conversation after
-    which the model still tells forbidden from harmless.
+    two servers, ``reference`` and ``candidate``, as URL#MODEL. With ``long``, questions follow the longest conversation
+    after which the model still distinguishes forbidden from harmless requests.
 
     >>> check("models/mine", engine="openvino", kv="u4").verdict.status  # doctest: +SKIP
     """

@@ -52,7 +52,7 @@ class Run:
 
     @cached_property
     def findings(self) -> Findings:
-        """Drift, rules and verdict with every facet; human labels take precedence over the judge's."""
+        """The drift, rules and verdict with every facet; human labels take precedence over the judge's."""
         from kvaudit.reports.run import decide_run
 
         return decide_run(self.data, self._overrides)
@@ -64,7 +64,7 @@ class Run:
 
     @property
     def records(self) -> pd.DataFrame:
-        """One row for each graded sample: arm, seed, policy, suite, item_id, outcome, score, facets, ..."""
+        """A table with a row for each graded sample: arm, seed, policy, suite, item_id, outcome, score, facets, ..."""
         return self.data.records
 
     def answers(self) -> Iterator[Record]:
@@ -74,12 +74,12 @@ class Run:
 
     @property
     def drift(self) -> Drift:
-        """Cells and contrasts with their intervals."""
+        """The cells and contrasts with their intervals."""
         return self.findings.drift
 
     @property
     def verdict(self) -> Verdict:
-        """PASS, FAIL, INCONCLUSIVE, INVALID or NOT MEASURABLE, with the decision of every cell."""
+        """The verdict (PASS, FAIL, INCONCLUSIVE, INVALID or NOT MEASURABLE) with the decision of every cell."""
         return self.findings.verdict
 
     def table(self) -> pd.DataFrame:
@@ -100,7 +100,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two result files, compared by one metric."""
+    """The comparison of two result files by one metric."""
 
     compared: MetricComparison
 
@@ -111,7 +111,7 @@ class Comparison:
 
     @property
     def records(self) -> pd.DataFrame:
-        """One row per answer of either side."""
+        """A table with a row per answer of either side."""
         return self.compared.records
 
     def table(self) -> pd.DataFrame:

@@ -19,7 +19,6 @@ from typer.testing import CliRunner
 from kvaudit.audit.cli import app
 from kvaudit.audit.commands.check import CheckOptions
 from kvaudit.audit.engines import ENGINES
-from kvaudit.audit.runs.pilot import impossible
 from kvaudit.audit.runs.question import (
     ServingConfig,
     endpoints_config,
@@ -31,6 +30,7 @@ from kvaudit.audit.runs.question import (
     policy_config,
     spec_text,
 )
+from kvaudit.audit.runs.stages.pilot import impossible_cells
 from kvaudit.audit.runs.stages.rounds import RowsPlan, plan_lines
 from kvaudit.audit.sampling.checkpoints import load_base_chat
 from kvaudit.core.errors import DataError, SpecError
@@ -185,7 +185,7 @@ def test_the_spec_gives_reasons_in_comments(rows: Path) -> None:
 def test_what_ships_can_decide_its_margins() -> None:
     spec = parse_spec_text(spec_text("embedded", u4(), plan_check("embedded", u4()), "check"))
     assert spec.gate.margins == {"refusal.unsafe": 5, "refusal.helpful": 5, "math.solved": 10}
-    assert list(impossible(spec, load_base_chat("embedded").count_tokens)) == []
+    assert list(impossible_cells(spec, load_base_chat("embedded").count_tokens)) == []
 
 
 def test_what_evicts_is_asked_at_twice_what_it_keeps(rows: Path) -> None:

@@ -12,7 +12,7 @@ from suite_world import write_agent_rows, write_requests
 from test_check import kvaudit
 
 from bench.planted import REFUSAL, _Server, listening, model_that_reads
-from kvaudit.audit.runs.lengths import TriedLength, chosen_length, length_spec, lengths_from
+from kvaudit.audit.runs.lengths import TriedLength, choose_length, length_spec, lengths_from
 from kvaudit.audit.runs.names import NAMES
 from kvaudit.audit.runs.question import endpoints_config, engine_config, plan_check, policy_config
 from kvaudit.core.errors import NotMeasurable
@@ -69,7 +69,7 @@ def test_no_length_of_use_is_said_before_anything_is_checked(model: Path) -> Non
     )
     assert line.startswith(said_of_it)
     assert (code, err.count("\n")) == (6, 1)
-    assert "at no length that was tried does the uncompressed model tell forbidden from harmless requests" in err
+    assert "does not distinguish forbidden from harmless requests at any length that was tried" in err
     assert not (model.parent / "run").exists()
 
 
@@ -101,10 +101,10 @@ def tried(tokens: int, seconds: float, *, measurable: bool = True) -> TriedLengt
 
 def test_the_longest_length_is_taken_whose_first_round_fits_the_minutes() -> None:
     ladder = [tried(1024, 0.5), tried(2048, 1.0), tried(4096, 2.0)]
-    assert [chosen_length(ladder, minutes) for minutes in (1, 4, 7, 14)] == [1024, 1024, 2048, 4096]
-    assert chosen_length([*ladder[:2], tried(4096, 0.1, measurable=False)], 14) == 2048
-    with pytest.raises(NotMeasurable, match="at no length that was tried"):
-        chosen_length([tried(1024, 0.1, measurable=False)], 14)
+    assert [choose_length(ladder, minutes) for minutes in (1, 4, 7, 14)] == [1024, 1024, 2048, 4096]
+    assert choose_length([*ladder[:2], tried(4096, 0.1, measurable=False)], 14) == 2048
+    with pytest.raises(NotMeasurable, match="at any length that was tried"):
+        choose_length([tried(1024, 0.1, measurable=False)], 14)
 
 
 def test_a_pilot_asks_the_reference_alone() -> None:

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from kvaudit.audit.engines.base import EngineContext
-from kvaudit.audit.engines.vllm import Vllm, _flags, _own_gpu
+from kvaudit.audit.engines.vllm import Vllm, _flags, _learner_gpu
 from kvaudit.audit.engines.weights import safetensors_folder
 from kvaudit.audit.sampling.model import load_model
 from kvaudit.core.errors import SpecError
@@ -39,7 +39,7 @@ def test_rollouts_use_the_gpu_of_the_learner(
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     context: Any = SimpleNamespace(model=SimpleNamespace(device=torch.device(device)))
-    assert _own_gpu(settings, context) == ({} if expected is None else {"CUDA_VISIBLE_DEVICES": expected})
+    assert _learner_gpu(settings, context) == ({} if expected is None else {"CUDA_VISIBLE_DEVICES": expected})
 
 
 def test_on_a_cpu_prompts_are_not_chunked_by_default() -> None:

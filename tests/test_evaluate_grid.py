@@ -311,7 +311,9 @@ def test_a_file_that_another_process_writes_too_is_not_sealed(
             with files.records.open("ab") as out:
                 out.write(files.records.read_bytes().splitlines(keepends=True)[-1])
 
-    with pytest.raises(DataError, match=r"has \d+ bytes, but this process wrote \d+: another one has written to it"):
+    with pytest.raises(
+        DataError, match=r"has \d+ bytes, but this process wrote \d+: another process has written to it"
+    ):
         Evaluator(model, spec).answer_units([unit], run, intrude)
     assert not files.seal.exists()
 

@@ -156,8 +156,8 @@ def test_judging_goes_on_after_a_kill_and_keeps_what_was_finished(run: Path, mon
             if unit.suite == "math":
                 raise Killed
 
-    regraded, out = judging.Judging._regraded, run.parent / "again"
-    monkeypatch.setattr(judging.Judging, "_regraded", die)
+    regraded, out = judging.Judging._regrade, run.parent / "again"
+    monkeypatch.setattr(judging.Judging, "_regrade", die)
     with pytest.raises(Killed):
         kvaudit("grade", "judge", run, "--out", out)
     kept = {unit: unit.stat().st_ino for unit in units(out)}

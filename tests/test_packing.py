@@ -70,7 +70,7 @@ def layers(model: Any) -> list[str]:
 @pytest.fixture(params=["AVX2", "AVX512"])
 def widest(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """A processor with these instructions and no wider ones, for what is decided by them."""
-    monkeypatch.setattr(module, "_widest", lambda: request.param)
+    monkeypatch.setattr(module, "_instruction_set", lambda: request.param)
     return str(request.param)
 
 

@@ -24,8 +24,8 @@ from kvaudit.audit.runs.batches import whole_templates
 from kvaudit.audit.runs.evaluate import Evaluator, count_clusters
 from kvaudit.audit.runs.folder import RunFolder, open_run
 from kvaudit.audit.runs.names import NAMES
-from kvaudit.audit.runs.pilot import check_possible, churns_of, impossible, pilot_units
 from kvaudit.audit.runs.pipeline import Pipeline
+from kvaudit.audit.runs.stages.pilot import check_possible, churns_of, impossible_cells, pilot_units
 from kvaudit.audit.runs.units import PILOT_FOLDER
 from kvaudit.audit.sampling.conversations import GradedRow
 from kvaudit.core.errors import CannotPass, DataError, RunError, SpecError
@@ -194,7 +194,7 @@ def assert_a_kill_changes_nothing(
 ) -> None:
     """A run that is killed after so many batches goes on to the same records."""
     run = open_run(tmp_path / "run", with_pilot.spec, resume=False)
-    left, plain = [after], Evaluator._play
+    left, plain = [after], Evaluator._play_batch
 
     def killing(self: Evaluator, *words: Any, **more: Any) -> list[GradedRow]:
         if not left[0]:
@@ -202,10 +202,10 @@ def assert_a_kill_changes_nothing(
         left[0] -= 1
         return plain(self, *words, **more)
 
-    monkeypatch.setattr(Evaluator, "_play", killing)
+    monkeypatch.setattr(Evaluator, "_play_batch", killing)
     with pytest.raises(Killed):
         worked(run)
-    monkeypatch.setattr(Evaluator, "_play", plain)
+    monkeypatch.setattr(Evaluator, "_play_batch", plain)
     worked(run)
     assert files_of(run) == files_of(with_pilot)
     assert run.provenance()["pilot"] == with_pilot.provenance()["pilot"]
@@ -297,20 +297,20 @@ def gated(items: str, margins: str) -> RunSpec:
 
 
 def test_a_facet_counts_only_the_templates_of_its_items() -> None:
-    assert list(impossible(gated("144", "refusal: 5, refusal.unsafe: 5"), words)) == [
+    assert list(impossible_cells(gated("144", "refusal: 5, refusal.unsafe: 5"), words)) == [
         "refusal.unsafe: 5 points need 59 effective templates, 144 items have 48: 176 items would suffice"
     ]
-    assert not list(impossible(gated("176", "refusal: 5, refusal.unsafe: 5"), words))
+    assert not list(impossible_cells(gated("176", "refusal: 5, refusal.unsafe: 5"), words))
 
 
 def test_no_number_of_items_makes_templates() -> None:
-    (line,) = impossible(gated("216", "refusal: 5, refusal.unsafe: 3"), words)
+    (line,) = impossible_cells(gated("216", "refusal: 5, refusal.unsafe: 3"), words)
     assert line.startswith("refusal.unsafe: 3 points need 99 effective templates, the suite has at most 72: no")
 
 
 @pytest.mark.parametrize("items", ["auto", "all"])
 def test_auto_and_all_are_held_to_a_round(items: str) -> None:
-    assert not list(impossible(gated(items, "refusal: 5, refusal.unsafe: 5"), words))
+    assert not list(impossible_cells(gated(items, "refusal: 5, refusal.unsafe: 5"), words))
     with pytest.raises(CannotPass) as found:
         check_possible(gated(items, "refusal: 5, refusal.unsafe: 3"), words)
     assert (len(found.value.lines), found.value.exit_code) == (1, 2)
@@ -318,7 +318,7 @@ def test_auto_and_all_are_held_to_a_round(items: str) -> None:
 
 def test_what_nothing_gates_can_always_run() -> None:
     text = "{name: a, evaluate: {policies: [none], suites: {refusal: {items: 3}}, context_tokens: [300]}}"
-    assert not list(impossible(parse_spec(text, "spec", NAMES), words))
+    assert not list(impossible_cells(parse_spec(text, "spec", NAMES), words))
 
 
 # --- sizes, pure -----------------------------------------------------------------------------------------------------

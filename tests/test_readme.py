@@ -13,7 +13,7 @@ from test_layers import FILES, RANK
 from transformers import AutoModelForCausalLM
 
 from kvaudit.audit.runs.names import NAMES
-from kvaudit.audit.runs.pilot import impossible
+from kvaudit.audit.runs.stages.pilot import impossible_cells
 from kvaudit.audit.sampling.checkpoints import load_base_chat
 from kvaudit.core.spec import parse_spec
 from kvaudit.core.text import guide_path, install_command
@@ -68,7 +68,7 @@ def test_an_example_is_a_spec_that_can_be_read(spec: Path, monkeypatch: pytest.M
 @pytest.mark.parametrize("name", ["audit.yaml", "arms.yaml", "agents.yaml"])
 def test_what_init_writes_can_pass_its_own_gate(name: str) -> None:
     spec = parse_spec(example_text(name).replace("my-model", "embedded"), name, NAMES)
-    assert list(impossible(spec, load_base_chat(spec.model_path).count_tokens)) == []
+    assert list(impossible_cells(spec, load_base_chat(spec.model_path).count_tokens)) == []
 
 
 def test_an_error_names_pages_that_are_there() -> None:

@@ -15,7 +15,7 @@ from kvaudit.audit.cli import app
 from kvaudit.audit.commands.run import gate_provenance
 from kvaudit.audit.runs.folder import open_run
 from kvaudit.audit.runs.names import NAMES
-from kvaudit.audit.runs.pilot import with_kept_gate
+from kvaudit.audit.runs.stages.pilot import with_kept_gate
 from kvaudit.core.errors import SpecError
 from kvaudit.core.spec import parse_spec
 from kvaudit.reports.page.run_page import page_of
@@ -321,7 +321,7 @@ def test_a_run_keeps_the_gate_file_and_the_pin_it_was_declared_with(tmp_path):
         "sha256": hashlib.sha256(gate.read_bytes()).hexdigest(),
         "text": "format: 1\npin: pin.json\n",
     }
-    open_run(tmp_path / "run", spec, resume=False, kept=kept)
+    open_run(tmp_path / "run", spec, resume=False, entries=kept)
     story = json.loads((tmp_path / "run" / "provenance.json").read_text())
     assert story["gate_file"] == kept["gate_file"]
     assert story["gate_pin"]["checkpoints"][0]["sha256"] == hashlib.sha256(b"dense1").hexdigest()

@@ -150,7 +150,7 @@ def test_stale_weights_stop_the_step_and_the_run_goes_on(
         if len(heard) == 1:
             push(self, weights)
         else:
-            self._pushed = self._written(weights)[1]
+            self._pushed = self._write(weights)[1]
 
     monkeypatch.setattr(WorkerDrawer, "push", lost)
     with pytest.raises(RunError, match=r"^engine llama\.cpp drew with weights '\w{12}', the learner has \w{12}: "):

@@ -240,7 +240,7 @@ def pinned(folder: Path, tmp_path: Path) -> str:
 def test_adapters_that_are_for_each_other_are_refused(tmp_path: Path) -> None:
     one = adapter(tmp_path / "one", str(tmp_path / "two"))
     adapter(tmp_path / "two", str(one))
-    with pytest.raises(DataError, match="which is for it"):
+    with pytest.raises(DataError, match="which is based on it"):
         load_model_or_adapter(str(one), dtype="float32")
 
 

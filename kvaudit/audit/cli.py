@@ -1,7 +1,7 @@
-"""The command line: collects the commands of ``kvaudit.audit.commands``.
+"""The command line, which collects the commands of ``kvaudit.audit.commands``.
 
-Exit codes: 0 done (gate: PASS), 1 crash, 2 usage or input, 3 FAIL, 4 INCONCLUSIVE, 5 INVALID, 6 NOT MEASURABLE,
-130 interrupted, 143 terminated.
+Exit codes: 0 done (gate: PASS), 1 crash, 2 usage or input, 3 FAIL, 4 INCONCLUSIVE, 5 INVALID, 6 NOT MEASURABLE, 130
+interrupted, 143 terminated.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _FORMER_NAMES = {former: name for command in _COMMANDS for former, name in comma
 
 
 class CommandGroup(TyperGroup):
-    """Lists commands under their headings with whole summaries, and refuses an option that is given twice."""
+    """A group that lists commands under headings with whole summaries, and refuses an option given twice."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002
         rows: dict[str, list[tuple[str, str]]] = {}
@@ -45,8 +45,8 @@ class CommandGroup(TyperGroup):
 
 
 def _repeated_option(command: Any, args: Sequence[str]) -> str | None:
-    """Return the first option with a single value that ``args`` give twice; typer would silently use the last."""
-    # resilient: what is wrong with the arguments is reported when the command is parsed
+    """Return the first option with a single value that ``args`` give twice; typer would silently use the last value."""
+    # resilient_parsing: errors in the arguments are reported later, when the command is parsed
     context = command.make_context(command.name, [], resilient_parsing=True)
     _, _, order = command.make_parser(context).parse_args(list(args))
     single = [p for p in order if p.param_type_name == "option" and not (p.multiple or p.is_flag or p.count)]
@@ -59,7 +59,7 @@ def _refuse(message: str) -> None:
 
 
 class RootGroup(CommandGroup):
-    """The command ``kvaudit``: redirects former names of commands, and refuses removed commands."""
+    """The command ``kvaudit``, which redirects former names of commands and refuses removed commands."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if (refusal := removed_command(args)) is not None:
@@ -113,7 +113,7 @@ def root(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """Do nothing but take the options of ``kvaudit`` itself."""
+    """Accept the options of ``kvaudit`` itself."""
 
 
 def main() -> None:
@@ -127,23 +127,23 @@ def main() -> None:
         # looked for only now: reading the metadata of all packages would delay every command
         if not (unmet := unmet_requirements(DISTRIBUTION)):
             raise
-        said = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        typer.echo(f"error: {inline(said)}; {'; '.join(unmet)}: pip install --upgrade {DISTRIBUTION}", err=True)
+        message = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        typer.echo(f"error: {inline(message)}; {'; '.join(unmet)}: pip install --upgrade {DISTRIBUTION}", err=True)
         sys.exit(USAGE)
 
 
 def unmet_requirements(distribution: str) -> list[str]:
-    """Return which packages that a distribution requires are missing or too old, in words."""
+    """Return a line for each package that a distribution requires and that is missing or too old."""
     from importlib.metadata import PackageNotFoundError, requires, version
 
     try:
         from packaging.requirements import Requirement
 
-        needed = [Requirement(text) for text in requires(distribution) or ()]
+        requirements = [Requirement(text) for text in requires(distribution) or ()]
     except (ImportError, PackageNotFoundError):  # it runs from a folder, not installed
         return []
     unmet = []
-    for requirement in needed:
+    for requirement in requirements:
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
             continue
         try:

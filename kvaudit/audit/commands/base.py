@@ -1,4 +1,4 @@
-"""The contract of a command, and what commands share: options, printing, and errors as one line with exit code 2.
+"""The contract of a command, and the options, printing and one-line errors that commands share.
 
 A file of this package declares a command by a module-level ``Command``. Nothing heavy is imported here or at the top
 of a command's file, so that ``--help`` answers at once.
@@ -57,10 +57,11 @@ option, argument = partial(typer.Option, show_default=False), partial(typer.Argu
 
 @dataclass(frozen=True)
 class Command:
-    """A command and its place in the help. The first line of its function's docstring is its summary.
+    """A command and its place in the help.
 
-    A command without ``call`` holds others: those whose ``group`` is its name. ``former_names`` maps a name of an
-    earlier release, which still works, to the words typed now.
+    The first line of its function's docstring is its summary. A command without ``call`` holds others: those whose
+    ``group`` is its name. ``former_names`` maps a name of an earlier release, which still works, to the words typed
+    now.
     """
 
     name: str
@@ -89,7 +90,7 @@ class Command:
 
 
 def load_commands(package: str = "kvaudit.audit.commands") -> list[Command]:
-    """Import every file of a package and return the commands they declare, in the order of the help."""
+    """Import every file of a package; return the commands that they declare, in the order of the help."""
     root = importlib.import_module(package)
     modules = (importlib.import_module(entry.name) for entry in pkgutil.iter_modules(root.__path__, f"{package}."))
     commands = [value for module in modules for value in vars(module).values() if isinstance(value, Command)]
@@ -99,7 +100,7 @@ def load_commands(package: str = "kvaudit.audit.commands") -> list[Command]:
 def expand_options(call: Callable[..., None]) -> Callable[..., None]:
     """Decorator: replace each parameter that is a dataclass by one option for each field of the dataclass.
 
-    So that commands share a group of options by one declaration.
+    Commands can then share a group of options by one declaration.
     """
     hints = get_type_hints(call, include_extras=True)
     groups: dict[str, Any] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
@@ -118,8 +119,8 @@ def expand_options(call: Callable[..., None]) -> Callable[..., None]:
 
     @wraps(call)
     def collect_options(**values: Any) -> None:
-        for name, kind in groups.items():
-            values[name] = kind(**{entry.name: values.pop(entry.name) for entry in fields(kind)})
+        for name, group in groups.items():
+            values[name] = group(**{entry.name: values.pop(entry.name) for entry in fields(group)})
         call(**values)
 
     collect_options.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # read by typer
@@ -146,9 +147,14 @@ Plugins = Annotated[
 Dtype = Annotated[str, typer.Option(help="Number format of the weights: float32, bfloat16 or auto.")]
 
 
+def option_words(options: Iterable[tuple[str, object]]) -> list[str]:
+    """Return options that have a value as words of a command line."""
+    return [word for name, value in options if value not in (None, "") for word in (name, str(value))]
+
+
 def plugin_words(plugins: Sequence[Path] | None) -> list[str]:
     """Return the words of a command line that name plug-ins."""
-    return [word for path in plugins or () for word in ("--plugin", str(path))]
+    return option_words(("--plugin", path) for path in plugins or ())
 
 
 def typed_command(*, resume: bool = False) -> list[str]:
@@ -172,12 +178,12 @@ def end_on_sigterm() -> None:
 
 @contextmanager
 def user_errors(*command: object) -> Iterator[None]:
-    """Print errors that the user can fix as one line on stderr and exit with 2.
+    """Print errors that the user can fix as one line on stderr, and exit with their code, usually 2.
 
     ``command`` is the command that continues the work, word by word; ctrl-C and SIGTERM print it.
     """
     hint = hide_passwords(shlex.join(map(str, command)))
-    kept = f"; finished work is kept; continue with: {hint}" if hint else ""
+    advice = f"; finished work is kept; continue with: {hint}" if hint else ""
     try:
         yield
     except AuditError as error:
@@ -189,7 +195,7 @@ def user_errors(*command: object) -> Iterator[None]:
     except SystemExit as end:  # from a plug-in, task or template; kvaudit itself raises typer.Exit
         if isinstance(end.__context__, BrokenPipeError):  # from rich: the reader, such as `head`, stopped reading
             raise typer.Exit(1) from None
-        raise _fail(f"code outside kvaudit ended the command by sys.exit({end.code!r}){kept}") from end
+        raise _fail(f"code outside kvaudit ended the command by sys.exit({end.code!r}){advice}") from end
     except OSError as error:
         path = f" {str(error.filename)!r}" if error.filename else ""
         if error.errno == errno.ENAMETOOLONG:
@@ -199,11 +205,11 @@ def user_errors(*command: object) -> Iterator[None]:
             raise _fail(f"the folder of{path} is gone: it was moved or deleted meanwhile; restore it{more}") from None
         if error.errno not in _DISK_ERRORS:
             raise
-        raise _fail(f"cannot write{path} ({error.strerror}){kept}") from None
+        raise _fail(f"cannot write{path} ({error.strerror}){advice}") from None
 
 
 def _is_gone(folder: Path) -> bool:
-    """Return whether a folder is gone, or goes within a second: it is deleted file by file."""
+    """Return whether a folder is gone, or disappears within a second, as while it is deleted file by file."""
     until = time.monotonic() + 1.0
     while is_there := folder.exists():
         if time.monotonic() >= until:
@@ -228,12 +234,12 @@ def check_run(run: Path) -> None:
     )
     provenance = read_provenance(run) if (run / PROVENANCE).is_file() else {}
     if unsealed or ("threads" in provenance and "finished" not in provenance):  # "threads": work has begun
-        words = shlex.join(["kvaudit", "run", str(run / "spec.yaml"), "--out", str(run), "--resume"])
-        typer.echo(f"this run is not finished; finish it first: {inline(words)}", err=True)
+        command = shlex.join(["kvaudit", "run", str(run / "spec.yaml"), "--out", str(run), "--resume"])
+        typer.echo(f"this run is not finished; finish it first: {inline(command)}", err=True)
 
 
 def check_report_folder(run: Path) -> None:
-    """Raise DataError if a file is in the place of the report's folder."""
+    """Raise DataError if a file has the path of the report's folder."""
     folder = run / "report"
     if folder.exists() and not folder.is_dir():
         raise DataError(f"{str(folder)!r} is a file, but the report's folder goes there; move the file away")
@@ -246,7 +252,7 @@ def check_seed(seed: int) -> None:
 
 
 def check_dtype(dtype: str) -> DtypeName:
-    """Return the value of ``--dtype``; raises UnknownName for any other."""
+    """Return the value of ``--dtype``; raise UnknownName for any other."""
     from kvaudit.audit.sampling.model import DtypeName
 
     if dtype not in get_args(DtypeName):
@@ -255,7 +261,7 @@ def check_dtype(dtype: str) -> DtypeName:
 
 
 def wide_console() -> Console:
-    """Return a console on stdout: as wide as the terminal, or wide enough that a pipe or log gets whole rows."""
+    """Return a console on stdout: as wide as the terminal, or wide enough for whole rows in a pipe or log."""
     from rich.console import Console
 
     console = Console()
@@ -287,7 +293,7 @@ def print_table(console: Console, table: Table) -> None:
 
 
 def parse_pairs(words: Sequence[str], name: str) -> dict[str, str]:
-    """Return the KEY=VALUE words of the option ``name`` as a mapping."""
+    """Return the KEY=VALUE words of the option ``name`` as a mapping; raise SpecError for other words."""
     pairs = dict[str, str]()
     for word in words:
         key, equals, value = word.partition("=")
@@ -299,7 +305,7 @@ def parse_pairs(words: Sequence[str], name: str) -> dict[str, str]:
 
 
 def set_data_folder(spec: RunSpec) -> None:
-    """Make the spec's folder of public rows, if it names one, the one that suites read."""
+    """Let suites read public rows from the folder that the spec names, if it names one."""
     from kvaudit.core.spec import expand
 
     if spec.data is not None:

@@ -106,7 +106,7 @@ def card(
 
 
 def _load_page(run: Path, overrides: GateOverrides) -> Page:
-    """Return the report page of a run, after checking its checkpoints; refuses a gate file written after the run."""
+    """Return the report page of a run after checking its checkpoints; raise SpecError for a gate file written later."""
     from kvaudit.reports.records.load import load_run
     from kvaudit.reports.run import disclosure_page
     from kvaudit.reports.verdict.rules import refuse_late_rules
@@ -129,7 +129,7 @@ def _hub_files(page: Page, hub: Path, benchmark: str | None, arm: str | None) ->
 
 
 def _matches_run(path: Path, section: str, console: Console) -> bool:
-    """Return whether a card has the run's disclosure; prints the first line that differs."""
+    """Return whether a card has the run's disclosure, and print the first line that differs."""
     # not splitlines: to Markdown a form feed or U+2028 is no line break
     card_lines, run_lines = extract_section(read_card(path), str(path)).split("\n"), section.split("\n")
     if card_lines == run_lines:
@@ -144,7 +144,7 @@ def _matches_run(path: Path, section: str, console: Console) -> bool:
 
 
 def _print_recipe(run: Path, other: Path | None) -> None:
-    """Print the sections of a recipe with their hashes; of two recipes, what changed."""
+    """Print the sections of a recipe with their hashes; of two recipes, print the changes."""
     from kvaudit.core.provenance import read_recipe, recipe_changes, recipe_digests
 
     console, first = wide_console(), read_recipe(run)

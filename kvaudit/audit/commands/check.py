@@ -1,4 +1,4 @@
-"""``kvaudit check``: may this model be served with this KV setting? ``kvaudit init`` writes specs to start from."""
+"""``kvaudit check``: may this model be served with this KV setting? ``kvaudit init``: write specs to start from."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from kvaudit.audit.commands.base import (
     argument,
     expand_options,
     option,
+    option_words,
     parse_pairs,
     print_line,
     typed_command,
@@ -83,13 +84,13 @@ class CheckOptions:
         bool,
         typer.Option(
             "--long",
-            help="Ask behind the longest conversation after which the model still tells forbidden from harmless.",
+            help="Ask after the longest conversation with which the model still distinguishes forbidden from harmless.",
         ),
     ] = False
     data: Annotated[Path | None, option(help="Folder of public rows, instead of KVAUDIT_DATA.")] = None
 
     def plan(self, model: str, config: ServingConfig, length: int | None = None) -> CheckPlan:
-        """Return what will be asked, at the length that ``long`` found; raises SpecError for impossible options."""
+        """Return the questions to ask, after a conversation of ``length`` tokens if given; raise SpecError."""
         from kvaudit.audit.runs.question import MINUTES, SEED, plan_check
         from kvaudit.core.spec import EMBEDDED
 
@@ -114,7 +115,7 @@ class CheckOptions:
         )
 
     def serving_config(self) -> ServingConfig:
-        """Return the serving configuration; raises SpecError unless there is exactly one."""
+        """Return the serving configuration; raise SpecError unless there is exactly one."""
         from kvaudit.audit.runs.question import endpoints_config, engine_config, policy_config
 
         servers = (self.reference, self.candidate)
@@ -131,7 +132,7 @@ class CheckOptions:
 
     def command(self, model: str) -> str:
         """Return the ``kvaudit check`` command with these options."""
-        named = (
+        options = (
             ("--engine", self.engine),
             ("--kv", self.kv),
             *(("--set", text) for text in self.settings or ()),
@@ -141,21 +142,20 @@ class CheckOptions:
             ("--reference", self.reference),
             ("--candidate", self.candidate),
             ("--minutes", None if self.minutes is None else f"{self.minutes:g}"),
-            ("--seed", None if self.seed is None else str(self.seed)),
-            ("--data", None if self.data is None else str(self.data)),
+            ("--seed", self.seed),
+            ("--data", self.data),
         )
-        words = [word for name, value in named if value is not None for word in (name, value)]
-        named_flags = {
-            "--made-up": self.made_up,
-            "--sums": self.sums,
-            "--agents": self.agents,
-            "--long": self.long,
-        }
-        flags = [name for name, given in named_flags.items() if given]
-        return shlex.join(["kvaudit", "check", model, *words, *flags])
+        flags = (
+            ("--made-up", self.made_up),
+            ("--sums", self.sums),
+            ("--agents", self.agents),
+            ("--long", self.long),
+        )
+        words = [*option_words(options), *(name for name, is_set in flags if is_set)]
+        return shlex.join(["kvaudit", "check", model, *words])
 
     def set_data_folder(self) -> None:
-        """Make ``data``, if given, the folder that suites read."""
+        """Let suites read public rows from the folder ``data``, if it is given."""
         from kvaudit.suites.sources import DATA_VARIABLE
 
         if self.data is None:
@@ -186,7 +186,7 @@ def check(
 def run_check(
     model: str, options: CheckOptions, out: Path | None, threads: int | None, *, resume: bool
 ) -> tuple[Path, int]:
-    """Plan, run and print a check; returns its folder and exit code."""
+    """Plan, run and print a check; return its folder and exit code."""
     _check_no_server(model)  # before it is printed: an address may hold a password
     typer.echo(f"check: {inline(model)}")  # before imports that take seconds
     from kvaudit.audit.runs.question import parse_spec_text, run_name, spec_text
@@ -229,13 +229,13 @@ def run_check(
 def _longest_length(
     model: str, config: ServingConfig, plan: CheckPlan, out: Path, threads: int | None, *, resume: bool
 ) -> tuple[int, float]:
-    """Return the longest length at which the model can be asked, and the minutes that are left for the check.
+    """Return the longest length at which the model can be asked, and the minutes left for the check.
 
-    Lengths are tried in the folder OUT-lengths, the short ones first, until one cannot be asked, or the next would end
-    after half of the minutes. Raises NotMeasurable if none can be asked.
+    Lengths are tried in the folder OUT-lengths, the short ones first, until the model cannot be asked at one, or
+    the next would end after half of the minutes. Raises NotMeasurable if there is none.
     """
     from kvaudit.audit.commands.run import RunOptions, RunPlan, open_pipeline
-    from kvaudit.audit.runs.lengths import TriedLength, chosen_length, length_spec, lengths_from, tried_length
+    from kvaudit.audit.runs.lengths import TriedLength, choose_length, length_spec, lengths_from, read_pilot
     from kvaudit.audit.runs.names import NAMES
     from kvaudit.audit.runs.question import CONTEXT_LENGTH
     from kvaudit.core.spec import parse_spec
@@ -248,22 +248,23 @@ def _longest_length(
         cores = threads or len(os.sched_getaffinity(0))
         try:
             pipeline, run = open_pipeline(RunPlan(spec, folder, {}), run_options, cores, resume=resume)
-        except SpecError as error:  # longer than the model, or than a server's window
+        except SpecError as error:  # longer than the model's positions or a server's window
             if not tried:
                 raise
             print_line(console, f"at {length} tokens: not tried: {error}")
             break
         pipeline.work_on("evaluate")
-        tried.append(tried_length(run.records, length))
+        tried.append(read_pilot(run.records, length))
         print_line(console, tried[-1].line)
         spent += tried[-1].seconds
         if not tried[-1].control.is_measurable or 2 * tried[-1].seconds > 30 * plan.minutes - spent:
             break
     minutes = max(plan.minutes - spent / 60, plan.minutes / 2)
-    return chosen_length(tried, minutes), minutes
+    return choose_length(tried, minutes), minutes
 
 
 def _check_no_server(model: str) -> None:
+    """Raise an error if the model is an address."""
     from kvaudit.core.endpoint import check_no_address
 
     check_no_address("model", model, "its folder, a .gguf file or embedded")
@@ -301,7 +302,7 @@ def _print_first_answers(console: Console, spec: RunSpec) -> OnFirstAnswer:
 
 
 def _plan_lines(spec: RunSpec, plan: CheckPlan) -> Iterator[str]:
-    """Yield what is compared, what is asked, and which public rows are missing."""
+    """Yield lines about the comparison, the questions and the missing public rows."""
     from kvaudit.core.policy_names import condition_names
 
     references, names = spec.evaluate.references, condition_names(spec.evaluate.references)
@@ -319,7 +320,7 @@ def _plan_lines(spec: RunSpec, plan: CheckPlan) -> Iterator[str]:
 
 
 class ShippedExample(NamedTuple):
-    """A file of ``kvaudit/examples``, the name it is written as, and how to use it."""
+    """A file of ``kvaudit/examples``, the name under which it is written, and how to use it."""
 
     example: str
     file_name: str
@@ -403,7 +404,7 @@ def init(
 
 
 def _init_quarterly(model: str, options: CheckOptions, judge: str | None, rate: float | None, out: Path) -> None:
-    """Write the spec of two servers and a judge, and print what it will cost."""
+    """Write the spec of two servers and a judge, and print its price."""
     from transformers.utils.logging import set_verbosity_error
 
     from kvaudit.audit.runs.quarterly import judge_option, price_of, quarterly_text

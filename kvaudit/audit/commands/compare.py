@@ -120,17 +120,17 @@ def _print_comparisons(comparisons: Sequence[MetricComparison], out: Path | None
     from kvaudit.reports.page.compare_page import comparison_files
 
     two = compare_judges(*comparisons) if len(comparisons) == MOST_METRICS else None
-    # with two judges, show the one whose verdict is the common verdict
-    shown = next(c for c in comparisons if two is None or c.verdict.status is two.status)
-    _print_tables(comparisons, shown, two)
+    # with two judges, show the comparison whose verdict is the common verdict
+    main = next(c for c in comparisons if two is None or c.verdict.status is two.status)
+    _print_tables(comparisons, main, two)
     if out is not None:
-        for name, text in comparison_files(shown, two).items():
+        for name, text in comparison_files(main, two).items():
             write_output(out / name, text)
         print_line(wide_console(), f"report: {out / 'compare.html'}")
-    return two.exit_code if two else shown.verdict.exit_code
+    return two.exit_code if two else main.verdict.exit_code
 
 
-def _print_tables(comparisons: Sequence[MetricComparison], shown: MetricComparison, two: TwoJudges | None) -> None:
+def _print_tables(comparisons: Sequence[MetricComparison], main: MetricComparison, two: TwoJudges | None) -> None:
     from kvaudit.reports.page.compare_page import (
         agreement_notes,
         comparison_banner,
@@ -143,15 +143,15 @@ def _print_tables(comparisons: Sequence[MetricComparison], shown: MetricComparis
     console = wide_console()
     for comparison in comparisons:
         print_table(console, comparison_table(comparison))
-    if facet_table := facets_table(shown):
+    if facet_table := facets_table(main):
         print_table(console, facet_table)
     if two:
         print_table(console, judges_table(two))
         for line in agreement_notes(two):
             print_line(console, inline(line))
-    banner = comparison_banner(shown)
+    banner = comparison_banner(main)
     print_line(console, f"verdict: {banner.status.value} {banner.number}".rstrip())
-    for line in (banner.sentence, banner.about, *banner.lines, *comparison_cautions(shown)):
+    for line in (banner.sentence, banner.about, *banner.lines, *comparison_cautions(main)):
         if line:
             print_line(console, line)
 

@@ -12,8 +12,8 @@ from kvaudit.core.text import guide_path
 
 data = typer.Typer(rich_markup_mode=None)
 _NOT_FETCHED = (
-    "not fetched: the rest of math_eval, whose problems have no licence, and long_text, which is any prose of yours as "
-    f".txt files ({guide_path('choose-suites.md')})"
+    "not fetched: the rest of math_eval, whose problems have no licence, and long_text, for which you give any prose "
+    f"as .txt files ({guide_path('choose-suites.md')})"
 )
 
 

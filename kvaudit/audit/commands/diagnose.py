@@ -1,4 +1,4 @@
-"""``kvaudit diagnose``: find which part of a KV cache a coarser code harms, and what to try instead."""
+"""``kvaudit diagnose``: find which part of a KV cache a coarser quantisation harms, and what to try instead."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def _parse_setting(bits: int | None, group: int | None, kv_cache_dtype: str | No
         raise SpecError("--kv-cache-dtype sets bits and groups itself; leave out --bits and --group")
     if kv_cache_dtype not in _FLOATS:
         raise UnknownName("kv_cache_dtype", kv_cache_dtype, _FLOATS)
-    stores = {word: ENGINES.get("vllm").store({"kv_cache_dtype": word}) for word in _FLOATS}
+    stores = {name: ENGINES.get("vllm").store({"kv_cache_dtype": name}) for name in _FLOATS}
     store, better = stores[kv_cache_dtype], stores["fp8_e4m3"]
     assert store is not None
     return Floats(kv_cache_dtype, store, None if better == store else better)
@@ -149,8 +149,8 @@ def _print_diagnosis(diagnosis: Diagnosis, console: Console) -> None:
     for harm in diagnosis.effective_remedies:
         cost = f"{harm.case.bits:.2g} bits a number, leaves {_share(harm, diagnosis)} of the harm"
         settings = next((text for start, text in _TRY.items() if harm.case.name.startswith(start)), "")
-        how = f" ({settings.format(bits=diagnosis.setting.bits, window=harm.case.window)})" if settings else ""
-        print_line(console, f"try: {harm.case.name}, {cost}{how}")
+        advice = f" ({settings.format(bits=diagnosis.setting.bits, window=harm.case.window)})" if settings else ""
+        print_line(console, f"try: {harm.case.name}, {cost}{advice}")
     if diagnosis.mode != "nothing" and not diagnosis.effective_remedies:
         print_line(console, "try: no remedy removes half of the harm")
     print_line(console, "this is no verdict: check the setting you choose with `kvaudit check`")

@@ -98,7 +98,7 @@ def _default_judges(spec: RunSpec) -> tuple[str, ...]:
 
 
 def _judge_run(path: Path, out: Path | None, by: str | None, plugins: Digests, *, card: bool) -> Path:
-    """Judge the answers not judged yet, print what changed, and return the folder of the judged run."""
+    """Judge the answers not judged yet, print the changes, and return the folder of the judged run."""
     from rich.console import Console
 
     from kvaudit.audit.judges.base import JUDGES
@@ -144,7 +144,7 @@ def _check_readable(judge: Judge, changes: Sequence[SuiteChange]) -> None:
 def _note_judge(
     run: Path, out: Path, judge: Judge, agreement: Mapping[str, Sequence[int]], console: Console, *, card: bool
 ) -> None:
-    """Store in the judged run what its report says of the judge: the former verdict, agreement, and its card."""
+    """Store in the judged run the facts about the judge for its report: former verdict, agreement, card."""
     from kvaudit.audit.runs.folder import existing_run
 
     notes: dict[str, object] = {"agreement": agreement}
@@ -208,7 +208,7 @@ def adjudicate(
 
 
 def _write_sheet(run: Path, out: Path, select: Sequence[str], *, concordant: int | None, seed: int) -> None:
-    """Write a sheet and its key; raises RunError if the sheet exists, as it may hold labels."""
+    """Write a sheet and its key; raise RunError if the sheet exists, since it may hold labels."""
     from kvaudit.reports.records.load import load_run
     from kvaudit.reports.run import drift_and_rules
     from kvaudit.reports.verdict.human_labels import earlier_labels, sheet_key
@@ -230,8 +230,8 @@ def _write_sheet(run: Path, out: Path, select: Sequence[str], *, concordant: int
     data = load_run(run)
     drift, rules = drift_and_rules(data, GateOverrides(), everything=False)
     pairs = paired_answers(data, drift.comparison, _gated_contrasts(drift, rules), parse_pairs(select, "--select"))
-    drawn, needed = concordant or default_concordant(pairs), concordant_templates(pairs)
-    key, answers = sheet_key(data, pairs, seed=seed, concordant=drawn)
+    count, templates = concordant or default_concordant(pairs), concordant_templates(pairs)
+    key, answers = sheet_key(data, pairs, seed=seed, concordant=count)
     write_output(key_path(out), render_key(key))  # first: a sheet without its key cannot be read back
     labels = earlier_labels(run, key)
     write_output(out, render_sheet(answers, labels))
@@ -239,8 +239,10 @@ def _write_sheet(run: Path, out: Path, select: Sequence[str], *, concordant: int
     total = sum(len(cell.pairs) for cell in key.cells)
     counts = f"{len(answers)} answers of {total} pairs ({discordant} discordant) in {len(pairs)} gated cells"
     lines = [f"sheet: {out}: {counts}"]
-    if drawn < needed:
-        lines.append(f"too few for a PASS: {drawn} concordant pairs of {needed} templates; give --concordant {needed}")
+    if count < templates:
+        lines.append(
+            f"too few for a PASS: {count} concordant pairs of {templates} templates; give --concordant {templates}"
+        )
     lines.append(f"key: {key_path(out)}: which answer is whose; keep it from the people who label")
     if labels:
         lines.append(f"{len(labels)} answers are filled in with labels that this run already has")
@@ -254,6 +256,7 @@ def _write_sheet(run: Path, out: Path, select: Sequence[str], *, concordant: int
 
 
 def _gated_contrasts(drift: Drift, rules: Rules) -> list[Contrast]:
+    """Return the first contrast of each gated cell, if it belongs to the cell's estimand."""
     from kvaudit.reports.verdict.family import gated_cells
 
     firsts = ((cell.estimand, cell.rows[0].contrast) for cell in gated_cells(drift, rules))

@@ -21,7 +21,7 @@ listing = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 @listing.command("policies")
 def list_policies(plugin: Plugins = None) -> None:
     """Compression policies: what each keeps, and its options."""
-    with _plugins_loaded(plugin):
+    with _with_plugins(plugin):
         from kvaudit.audit.policies import POLICIES
 
         rows = [_policy_row(name, cls) for name, cls in POLICIES.all().items()]
@@ -42,7 +42,7 @@ def list_engines(plugin: Plugins = None) -> None:
 
     With the uncompressed reference of each, and the command that installs it.
     """
-    with _plugins_loaded(plugin):
+    with _with_plugins(plugin):
         from kvaudit.audit.engines import ENGINES
         from kvaudit.core.errors import SpecError
         from kvaudit.core.spec_evaluate import EngineSpec
@@ -64,7 +64,7 @@ def list_engines(plugin: Plugins = None) -> None:
 @listing.command("suites")
 def list_suites(plugin: Plugins = None) -> None:
     """Suites: what is asked, and where it comes from."""
-    with _plugins_loaded(plugin):
+    with _with_plugins(plugin):
         from kvaudit.suites.base import SUITES
 
         rows = []
@@ -102,7 +102,7 @@ def list_judges(
 @listing.command("launchers")
 def list_launchers(plugin: Plugins = None) -> None:
     """Launchers: where the workers of a run are, and their options."""
-    with _plugins_loaded(plugin):
+    with _with_plugins(plugin):
         from kvaudit.audit.runs.launchers.base import LAUNCHERS
 
         rows = [[*row, LAUNCHERS.get(row[0]).trial] for row in _option_rows(LAUNCHERS.all())]
@@ -115,7 +115,7 @@ def list_rewards(plugin: Plugins = None) -> None:
 
     The first option is the value of the reward's name in a spec.
     """
-    with _plugins_loaded(plugin):
+    with _with_plugins(plugin):
         from kvaudit.audit.training.rewards.base import REWARDS
 
         _print_rows(["reward", "rewards", "options and defaults"], _option_rows(REWARDS.all()))
@@ -155,7 +155,8 @@ def list_arms() -> None:
 
 
 @contextmanager
-def _plugins_loaded(plugins: Sequence[Path] | None) -> Iterator[None]:
+def _with_plugins(plugins: Sequence[Path] | None) -> Iterator[None]:
+    """Load plug-ins, then run the body; print errors that the user can fix as one line."""
     with user_errors():
         from kvaudit.audit.runs.names import load_plugins
 
@@ -164,7 +165,7 @@ def _plugins_loaded(plugins: Sequence[Path] | None) -> Iterator[None]:
 
 
 def _option_rows(classes: Mapping[str, Any]) -> list[list[str]]:
-    """Return for each plug-in its name, its own description, and its options with their defaults."""
+    """Return a row for each plug-in: its name, its description, and its options with their defaults."""
     from kvaudit.core.plugins import option_texts
 
     return [

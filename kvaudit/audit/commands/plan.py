@@ -93,6 +93,7 @@ def plan(
 
 
 def _typed_options(context: typer.Context) -> list[str]:
+    """Return the options that were given on the command line, besides the run."""
     sources = {name: context.get_parameter_source(name) for name in context.params if name != "run"}
     typed = [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
     return [f"--{name.replace('_', '-')}" for name in typed]
@@ -115,7 +116,7 @@ def _plan_next(path: Path) -> None:
 
 
 def _cell_line(findings: Findings, cell: GatedCell, d: Decision) -> str:
-    """Return one line: a cell's verdict, its size, and the size that would decide it."""
+    """Return a line with a cell's verdict, its size, and the size that would decide it."""
     from kvaudit.reports.verdict.chance import templates_for
     from kvaudit.reports.verdict.verdict import Status
 
@@ -126,8 +127,8 @@ def _cell_line(findings: Findings, cell: GatedCell, d: Decision) -> str:
     state = f"{name}: {d.status.value} with {d.effect.n_items} items in {d.effect.n_clusters} templates"
     if d.status is not Status.INCONCLUSIVE:
         return state
-    needed = [templates_for(row.contrast, cell.margin_of(row) or 0.0, cell.ratio) for row in cell.rows]
-    if None in needed:
+    counts = [templates_for(row.contrast, cell.margin_of(row) or 0.0, cell.ratio) for row in cell.rows]
+    if None in counts:
         reason = "not even forty times as many templates would decide it"
         if any(len(row.contrast.sums) != 1 for row in cell.rows):
             reason = "for combined suites the number cannot be computed"
@@ -136,7 +137,7 @@ def _cell_line(findings: Findings, cell: GatedCell, d: Decision) -> str:
         elif d.effect.estimate <= -d.margin:
             reason = "the drop is beyond the margin already"
         return f"{state}; {reason}"
-    templates = max(count for count in needed if count is not None)
+    templates = max(count for count in counts if count is not None)
     items = round(templates * d.effect.n_items / d.effect.n_clusters)
     return (
         f"{state}; {items} items in {templates} templates would decide it, if nothing is lost and the suite has as many"
@@ -144,18 +145,18 @@ def _cell_line(findings: Findings, cell: GatedCell, d: Decision) -> str:
 
 
 def _plan_design(design: Design, suite: str, out: Path | None) -> None:
-    """Print what a design can show and the suggested size; write that to ``out`` if given."""
+    """Print what a design can show and the suggested size; write the size to ``out`` if given."""
     from kvaudit.reports.verdict.sizes import needed_clusters, plan_sizes, spec_snippet
 
     if not _SUITE_NAME.fullmatch(suite):
         raise SpecError(f"--suite is {suite!r}, wanted the name of a suite")
     sizes = plan_sizes(design)
-    needed = needed_clusters(design)
-    text = spec_snippet(design, needed, suite)
+    clusters = needed_clusters(design)
+    text = spec_snippet(design, clusters, suite)
     if out is not None:
         write_output(out, text)
     console = wide_console()
-    for name, value in (*_figures(sizes), *_improvements(sizes), *_suggestion(sizes, needed)):
+    for name, value in (*_figures(sizes), *_improvements(sizes), *_suggestion(sizes, clusters)):
         print_line(console, f"{name:<36}{value}")
     print_line(console, "")
     print_line(console, text.rstrip())
@@ -218,7 +219,7 @@ def _chance(sizes: Sizes) -> str:
 
 
 def _template_price(sizes: Sizes) -> str:
-    """Return the lowest estimate that passes at all, and the lowest drift that passes with the wanted power."""
+    """Return the lowest estimate that can pass, and the lowest drift that passes with the requested power."""
     from kvaudit.reports.verdict.sizes import lowest_drift
 
     d, lowest = sizes.design, sizes.lowest_estimate
@@ -232,7 +233,8 @@ def _template_price(sizes: Sizes) -> str:
 def _improvements(sizes: Sizes) -> Iterator[tuple[str, str]]:
     """Yield the chance to pass after each improvement, the cheapest first, and with more items alone.
 
-    More samples and seeds need no new texts; more templates do, but without C_min templates nothing can pass.
+    More samples and seeds need no new texts. More templates do, but with fewer than C_min templates nothing can
+    pass.
     """
     from kvaudit.reports.sections.shared.words import percent
     from kvaudit.reports.verdict.sizes import larger_designs, with_more_items
@@ -250,6 +252,7 @@ def _improvements(sizes: Sizes) -> Iterator[tuple[str, str]]:
 
 
 def _answers(d: Design) -> str:
+    """Return the number of answers of a design, and the time if the speed is known."""
     from kvaudit.reports.verdict.sizes import SECONDS_PER_HOUR
 
     grid = f"{d.answers} ({d.arms} arms{_seeds_text(d)}, {d.policies} policies, {d.samples} answers to an item)"
@@ -260,12 +263,12 @@ def _answers(d: Design) -> str:
     )
 
 
-def _suggestion(sizes: Sizes, needed: int) -> Iterator[tuple[str, str]]:
-    """Yield the number of templates that reaches the wanted power, everything else as planned."""
+def _suggestion(sizes: Sizes, clusters: int) -> Iterator[tuple[str, str]]:
+    """Yield the number of templates that reaches the requested power, with everything else as planned."""
     d = sizes.design
-    larger = replace(d, clusters=needed)
-    verb = f"buy {needed - d.clusters} more templates" if needed > d.clusters else "enough"
-    size = f"{larger.items} items in {needed} templates ({sizes.required_clusters} for C_min)"
+    larger = replace(d, clusters=clusters)
+    verb = f"buy {clusters - d.clusters} more templates" if clusters > d.clusters else "enough"
+    size = f"{larger.items} items in {clusters} templates ({sizes.required_clusters} for C_min)"
     yield f"to reach power {d.power:g} by templates", f"{verb}: {size}"
     yield "answers then", _answers(larger)
 

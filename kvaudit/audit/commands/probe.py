@@ -1,4 +1,4 @@
-"""``kvaudit probe``: the same items to an endpoint every quarter, and what each time says by itself."""
+"""``kvaudit probe``: ask an endpoint the same items every quarter, and print what each probe shows alone."""
 
 from __future__ import annotations
 
@@ -56,19 +56,19 @@ def probe(
     with user_errors(*typed_command(resume=not plan.is_dir())):
         folder = plan
         if not plan.is_dir():
-            asked = _asked(plan, limit, tuple(plugin or ()))
-            folder = out or Path("runs") / asked.spec.name
+            loaded = _load_plan(plan, limit, tuple(plugin or ()))
+            folder = out or Path("runs") / loaded.spec.name
             if baseline is not None:
-                _check_baseline(asked, baseline)
-            if not _ask(asked, folder, base_url, resume=resume, dry_run=dry_run):
+                _check_baseline(loaded, baseline)
+            if not _ask(loaded, folder, base_url, resume=resume, dry_run=dry_run):
                 return
         elif base_url is not None or out is not None or limit is not None or resume or dry_run:
             raise SpecError(f"{str(plan)!r} is a folder, which is only shown; give the plan to ask an endpoint")
         _show(folder, baseline)
 
 
-def _asked(path: Path, limit: int | None, plugins: Sequence[Path]) -> Plan:
-    """The plan with its items; whatever is wrong with it comes up before a folder is claimed."""
+def _load_plan(path: Path, limit: int | None, plugins: Sequence[Path]) -> Plan:
+    """Return the plan with its items; raise an error for anything wrong with it before a folder is made."""
     from kvaudit.audit.runs.endpoint_probe import make_plan
     from kvaudit.audit.runs.names import NAMES, load_plugins
     from kvaudit.core.spec import load_spec
@@ -80,7 +80,7 @@ def _asked(path: Path, limit: int | None, plugins: Sequence[Path]) -> Plan:
 
 
 def _check_baseline(plan: Plan, baseline: Path) -> None:
-    """Raise DataError for a baseline that was asked something else, before a call is paid for."""
+    """Raise DataError for a baseline that was asked other items, before a request costs anything."""
     from kvaudit.reports.page.probe import check_same_requests
     from kvaudit.reports.records.load import load_run
 
@@ -88,22 +88,22 @@ def _check_baseline(plan: Plan, baseline: Path) -> None:
 
 
 def _ask(plan: Plan, folder: Path, base_url: str | None, *, resume: bool, dry_run: bool) -> bool:
-    """Say what it comes to and ask it; False where only that was wanted."""
+    """Print the plan's size and ask its items; return False if only the size was requested."""
     from rich.console import Console
 
     from kvaudit.audit.runs.endpoint_probe import Probe
     from kvaudit.audit.runs.folder import check_folder, open_run
     from kvaudit.core.endpoint import Endpoint
 
-    console, part = Console(), plan.spec.probe
-    assert part is not None
+    console, section = Console(), plan.spec.probe
+    assert section is not None
     for line in plan.lines():
         print_line(console, inline(line))
     if dry_run:
         return False
     if base_url is None:
         raise SpecError("--base-url is missing: the address of the endpoint, up to /v1; --dry-run asks nothing")
-    endpoint = Endpoint(base_url, part.key or "", part.timeout, part.tries, part.per_minute)
+    endpoint = Endpoint(base_url, section.key or "", section.timeout, section.tries, section.per_minute)
     endpoint.check("probe")
     client = endpoint.client("probe")
     check_folder(folder, plan.spec, resume=resume)
@@ -116,23 +116,23 @@ def _ask(plan: Plan, folder: Path, base_url: str | None, *, resume: bool, dry_ru
 
 
 def _show(folder: Path, baseline: Path | None) -> None:
-    """Print what a probe says by itself, and write it into its folder ``report``."""
+    """Print the findings of a probe, and write them into its folder ``report``."""
     from kvaudit.reports.page.probe import first_lines, length_table, lines, noise_table, probe_files, probe_findings
     from kvaudit.reports.records.load import load_run
 
-    found = probe_findings(load_run(folder), None if baseline is None else load_run(baseline))
+    findings = probe_findings(load_run(folder), None if baseline is None else load_run(baseline))
     console: Console = wide_console()
-    for line in first_lines(found):
+    for line in first_lines(findings):
         print_line(console, inline(line))
-    for table in (noise_table(found), length_table(found)):
+    for table in (noise_table(findings), length_table(findings)):
         if table:
             print_table(console, table)
-    for line in lines(found):
+    for line in lines(findings):
         print_line(console, inline(line))
-    for name, text in probe_files(found).items():
+    for name, text in probe_files(findings).items():
         write_output(folder / "report" / name, text)
     print_line(console, f"report: {folder / 'report' / 'probe.md'}")
-    # with a baseline, too: a loss at every length is none with length
+    # printed with a baseline too: a loss at every length is no loss with length
     earlier = "EARLIER" if baseline is None else baseline
     print_line(console, f"whether answers changed at any length: kvaudit compare {earlier} {folder}")
 

@@ -95,17 +95,18 @@ def _find_rollouts(
 
 
 def _take_first(sources: list[RecordedRollouts], count: str | None) -> list[RecordedRollouts]:
+    """Return the first ``count`` rollouts, all of them for None."""
     if count is None:
         return sources
     remaining, total = int(count), sum(len(recorded.rollouts) for recorded in sources)
     if not 1 <= remaining <= total:
         raise SpecError(f"--rollouts is {count}, but the checkpoint has {total}; give a number from 1 to {total}")
-    taken: list[RecordedRollouts] = []
+    first: list[RecordedRollouts] = []
     for recorded in sources:
         if remaining > 0:
-            taken.append(replace(recorded, rollouts=recorded.rollouts[:remaining]))
+            first.append(replace(recorded, rollouts=recorded.rollouts[:remaining]))
         remaining -= len(recorded.rollouts)
-    return taken
+    return first
 
 
 def mismatch(
@@ -209,7 +210,7 @@ def view(
             try:
                 _shade_answers(run, unshaded, plugin or ())
             finally:
-                pages.write_shades(folder)  # after an interruption too: what was served until then
+                pages.write_shades(folder)  # after an interruption too, for the answers that were served
         shaded, compressed = pages.shaded_counts()
         hint = f"; shade the others with --shade {compressed}" if shaded < compressed else ""
         if compressed:
@@ -217,6 +218,7 @@ def view(
 
 
 def _shade_answers(path: Path, unshaded: Mapping[str, set[AnswerKey]], plugins: Sequence[Path]) -> None:
+    """Serve changed answers again, to store what the cache held of their prompts."""
     from rich.console import Console
 
     from kvaudit.audit.rerun.measure import run_measure
@@ -228,7 +230,7 @@ def _shade_answers(path: Path, unshaded: Mapping[str, set[AnswerKey]], plugins: 
 def _open_run(path: Path, plugins: Sequence[Path]) -> RunFolder:
     """Open a run and set its data folder and number of threads, as when it was started.
 
-    Raises DataError and RunError if the plug-ins differ from those it was started with.
+    Raises DataError and RunError if the plug-ins differ from those with which it was started.
     """
     import torch
     from transformers.utils.logging import disable_progress_bar
@@ -255,7 +257,7 @@ def _open_run(path: Path, plugins: Sequence[Path]) -> RunFolder:
 
 
 def _prepare_replay(dtype: str, temperature: float | None, plugins: Sequence[Path]) -> DtypeName:
-    """Check the options of a replay and load its plug-ins; returns the dtype."""
+    """Check the options of a replay and load its plug-ins; return the dtype."""
     from transformers.utils.logging import set_verbosity_error
 
     from kvaudit.audit.runs.names import load_plugins
@@ -270,7 +272,7 @@ def _prepare_replay(dtype: str, temperature: float | None, plugins: Sequence[Pat
 
 
 def _print_measure(measure: Measure[WorkUnit, ServedBatch, Total], results: Sequence[tuple[WorkUnit, Total]]) -> int:
-    """Print a measure's results; returns the exit code: 3 if the measure decides and something differs, else 0."""
+    """Print a measure's results; return exit code 3 if the measure decides and something differs, else 0."""
     console = wide_console()
     for line in measure.lines(results):
         if isinstance(line, str):

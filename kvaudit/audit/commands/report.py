@@ -1,6 +1,7 @@
 """``kvaudit report`` and ``kvaudit gate``: a run's report and verdict, and the pin of a reference; loads no model.
 
-Prompts of a report's examples are drawn as SVG, each token shaded by the share of layers and heads that still held it.
+Prompts in a report's examples are drawn as SVG; each token is shaded by the share of layers and heads that still held
+it.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ PinOut = Annotated[Path | None, option("--out", help="With --pin: file to write.
 
 @dataclass(frozen=True)
 class GateOptions:
-    """Changes to a run's gate on the command line."""
+    """The changes to a run's gate on the command line."""
 
     gate_file: Annotated[
         Path | None, option("--gate", help="Gate file. Default: the gate declared in the run's spec.")
@@ -64,7 +65,7 @@ class GateOptions:
     ] = None
 
     def read(self) -> GateOverrides:
-        """Read and check the files; raises SpecError and DataError."""
+        """Read and check the files; raise SpecError and DataError for invalid ones."""
         from kvaudit.reports.verdict.rules import BLOCK, WARN, GateOverrides, load_gate_file
         from kvaudit.reports.verdict.verdict import read_waivers
 
@@ -117,7 +118,7 @@ def gate(run: Runs, *, options: GateOptions, pin: PinFlag = False, out: PinOut =
 
 
 def write_report(run: Path, overrides: GateOverrides | None = None) -> None:
-    """Write a run's report, and print its answers and where it is."""
+    """Write a run's report, and print its answers and its path."""
     from kvaudit.reports.run import write_report as write_files
 
     check_report_folder(run)
@@ -133,7 +134,7 @@ def print_verdict(console: Console, findings: Findings, run: Path | None = None)
 
 
 def _write_pin(folders: Sequence[Path], out: Path) -> None:
-    """Write the pin of finished checkpoints, or of all seeds of an arm; raises RunError if ``out`` exists."""
+    """Write the pin of finished checkpoints, or of all seeds of an arm; raise RunError if ``out`` exists."""
     if out.exists():
         raise RunError(f"{str(out)!r} exists, and a pin must not change; give another --out")
     entries = tuple(entry for folder in folders for entry in _pin_entries(folder))
@@ -153,7 +154,7 @@ def _write_pin(folders: Sequence[Path], out: Path) -> None:
 
 
 def _pin_entries(folder: Path) -> Iterator[PinnedCheckpoint]:
-    """Yield the checkpoint in a folder, or those of every seed below it, after checking their hashes."""
+    """Yield the checkpoint in a folder, or the checkpoints of all seeds below it, after checking their hashes."""
     seeds = sorted(folder.glob(f"seed-*/{PROVENANCE}"))
     if (folder / PROVENANCE).is_file():
         yield _pin_trained(folder)
@@ -164,6 +165,7 @@ def _pin_entries(folder: Path) -> Iterator[PinnedCheckpoint]:
 
 
 def _pin_trained(folder: Path) -> PinnedCheckpoint:
+    """Return the entry of a checkpoint that kvaudit trained."""
     check_checkpoint(folder)
     provenance = read_json(folder / PROVENANCE)
     weights = _weights_sha256(folder, provenance)
@@ -180,7 +182,7 @@ def _pin_trained(folder: Path) -> PinnedCheckpoint:
 
 
 def _weights_sha256(folder: Path, provenance: Mapping[str, Any]) -> str:
-    """Return the hash of a checkpoint's weights; an adapter needs no base model here if provenance has its hash."""
+    """Return the hash of a checkpoint's weights; an adapter needs no base model if provenance has its hash."""
     from kvaudit.audit.sampling.checkpoints import adapter_sha256, checkpoint_sha256, is_adapter
 
     if is_adapter(folder):
@@ -191,14 +193,14 @@ def _weights_sha256(folder: Path, provenance: Mapping[str, Any]) -> str:
 
 
 def _arm_name(folder: Path, arm: str, seed: int) -> str:
-    """Return the arm's name in its run: in a sweep it includes the policy, which only the folder's name has."""
+    """Return the arm's name in its run; in a sweep it includes the policy, which only the folder's name has."""
     folder = folder.resolve()
     name = folder.parent.name
     return name if folder.name == f"seed-{seed}" and name.startswith(f"{arm}_") else arm
 
 
 def _pin_untrained(folder: Path) -> PinnedCheckpoint:
-    """Return the entry of a model trained outside kvaudit: it has no arm or seed until a run names it."""
+    """Return the entry of a model trained outside kvaudit, which has no arm or seed until a run names it."""
     from kvaudit.audit.sampling.checkpoints import checkpoint_sha256
     from kvaudit.core.spec_train import BASE_ARM
 
@@ -234,7 +236,7 @@ _MOST_OPACITY = 0.55  # of the shade, so that the text stays readable
 
 
 class ShadedPrompt(NamedTuple):
-    """A prompt under a policy: its tokens' texts and the shares that held them; ``caption`` describes the answer."""
+    """A prompt under a policy: texts of its tokens and the shares that held them; ``caption`` describes the answer."""
 
     heading: str
     caption: str
@@ -251,7 +253,7 @@ class _PlacedToken(NamedTuple):
 
 
 def shading_svg(title: str, prompts: Sequence[ShadedPrompt]) -> str:
-    """Return the prompts below one another, for light and dark mode; tokens that nothing holds are struck through."""
+    """Return an SVG of prompts below one another, for light and dark mode; tokens held nowhere are struck through."""
     width, y = 2 * MARGIN + COLUMNS * WIDTH, MARGIN
     body: list[str] = []
     for prompt in prompts:
@@ -299,9 +301,10 @@ def _token_elements(token: _PlacedToken, top: float) -> Iterator[str]:
     if token.share > 0:
         shade = f'width="{width:g}" height="17" fill-opacity="{_MOST_OPACITY * token.share:.3f}"'
         yield f'<rect class="held" x="{x:g}" y="{y - 13:g}" {shade}/>'
-    kind = ' class="gone"' if token.share == 0 else ""
+    style = ' class="gone"' if token.share == 0 else ""
     # textLength: the same width in any font
-    yield f'<text{kind} x="{x:g}" y="{y:g}" textLength="{width:g}" xml:space="preserve">{escape(token.text)}</text></g>'
+    position = f'x="{x:g}" y="{y:g}" textLength="{width:g}"'
+    yield f'<text{style} {position} xml:space="preserve">{escape(token.text)}</text></g>'
 
 
 def _escape(text: str) -> str:

@@ -23,6 +23,7 @@ from kvaudit.audit.commands.base import (
     check_report_folder,
     expand_options,
     option,
+    option_words,
     plugin_words,
     print_line,
     set_data_folder,
@@ -46,7 +47,7 @@ _PHASES = ("train", "evaluate")
 
 @dataclass(frozen=True)
 class RunOptions:
-    """How this process works on a run. Only ``limit`` changes what is measured: it makes another spec."""
+    """The options for work on a run; only ``limit`` changes what is measured, by making another spec."""
 
     limit: Limit = None
     threads: Threads = None
@@ -123,14 +124,14 @@ def run(
         new_process = {"--workers": options.workers, "--launcher": options.launcher != LOCAL}
         if join:
             new_run = {"--limit": options.limit, **new_process, "--anyway": options.anyway}
-            _refuse_with("--join", {"--only": only, "--out": out, "--resume": resume, **new_run})
+            _check_unused("--join", {"--only": only, "--out": out, "--resume": resume, **new_run})
             _join_run(spec, options)
         elif only is None:
             run_spec(spec, out, options, resume=resume)
         else:
             if only not in _PHASES:
                 raise UnknownName("phase of --only", only, _PHASES)
-            _refuse_with(f"--only {only}", new_process)
+            _check_unused(f"--only {only}", new_process)
             _run_phase(only, spec, out, options, resume=resume)
 
 
@@ -139,15 +140,14 @@ def _continue_command(spec: Path, out: Path | None, options: RunOptions, *, only
     plugins = plugin_words(options.plugins)
     if join:
         return ["kvaudit", "run", "--join", str(spec), *plugins]
-    words = ["kvaudit", "run", *(["--only", only] if only else []), str(spec), *plugins]
-    words += ["--out", str(out)] if out else []
-    words += ["--limit", str(options.limit)] if options.limit else []
+    words = ["kvaudit", "run", *option_words([("--only", only)]), str(spec), *plugins]
+    words += option_words((("--out", out), ("--limit", options.limit)))
     if options.launcher != LOCAL:
         words += ["--launcher", options.launcher, "--workers", str(options.workers)]
     return [*words, *([] if only == "evaluate" else ["--resume"])]
 
 
-def _refuse_with(mode: str, options: Mapping[str, object]) -> None:
+def _check_unused(mode: str, options: Mapping[str, object]) -> None:
     """Raise SpecError if an option is given that has no effect with ``mode``."""
     for name, value in options.items():
         if value:
@@ -179,9 +179,9 @@ def run_spec(spec: Path | Mapping[str, Any], out: Path | None, options: RunOptio
     # this process is one of the workers if they are local, else it only waits
     with launcher.start_workers(
         workers - launcher.here, job, lambda line: print_line(Console(stderr=True), line)
-    ) as crew:
+    ) as group:
         if not launcher.here:
-            crew.wait(lambda: pipeline.is_done)
+            group.wait(lambda: pipeline.is_done)
             pipeline.check_pilot()
             pipeline.check_done()
         pipeline.work_on()
@@ -193,11 +193,11 @@ def run_spec(spec: Path | Mapping[str, Any], out: Path | None, options: RunOptio
 def plan_workers(
     options: RunOptions, spec: RunSpec, first_threads: int | None, *, here: bool = True
 ) -> tuple[int, int | None]:
-    """Return the number of processes and the threads of each; None threads: all idle cores.
+    """Return the number of processes and of the threads of each; None for all idle cores.
 
-    ``first_threads`` is the number that the run started with. Rounding can depend on it, so a run keeps it: several
-    processes have one thread each, and a run with more continues with one process. ``here``: whether this process is
-    a worker, so that its cores count.
+    ``first_threads`` is the number with which the run started. Rounding can depend on it, so a run keeps it:
+    several processes have one thread each, and a run with more threads continues with one process. ``here`` says
+    whether this process is a worker, so that its cores count.
     """
     from kvaudit.audit.runs.ranks import is_launched
 
@@ -216,12 +216,12 @@ def plan_workers(
             f"launcher {options.launcher!r} gives each worker one thread, but the run has {threads}; continue without "
             "--launcher, or give another --out and no --threads"
         )
-    workers = options.workers or (_local_places(spec) if here else 1)  # the size of a cluster is unknown
+    workers = options.workers or (_local_workers(spec) if here else 1)  # the size of a cluster is unknown
     return workers, 1 if workers > 1 or not here else threads
 
 
-def _local_places(spec: RunSpec) -> int:
-    """Return the number of processes for this machine: one per idle core or per GPU, or one if none is known."""
+def _local_workers(spec: RunSpec) -> int:
+    """Return the number of processes for this machine: one per idle core or GPU, or one if none is known."""
     from kvaudit.audit.runs.launchers.local import idle_cores, visible_gpus
     from kvaudit.core.spec import EMBEDDED
 
@@ -248,7 +248,7 @@ def _join_command(folder: Path, options: RunOptions) -> list[str]:
 
 
 def _follow_rank0(plan: RunPlan, options: RunOptions) -> bool:
-    """Return False for rank 0 and for a run without ranks; for another rank, do all of its work and return True."""
+    """Return False on rank 0 and in a run without ranks; on another rank, do all its work and return True."""
     from rich.console import Console
 
     from kvaudit.audit.runs.folder import open_run
@@ -264,7 +264,7 @@ def _follow_rank0(plan: RunPlan, options: RunOptions) -> bool:
 
 
 def _join_run(path: Path, options: RunOptions) -> None:
-    """Work on units of an existing run until none is left; raises DataError if there is no run."""
+    """Work on units of an existing run until none is left; raise DataError if there is no run."""
     from kvaudit.audit.runs.folder import SPEC
 
     if not os.path.exists(path / SPEC):
@@ -280,7 +280,7 @@ def _join_run(path: Path, options: RunOptions) -> None:
 
 
 def _run_phase(phase: str, path: Path, out: Path | None, options: RunOptions, *, resume: bool) -> None:
-    """Run only training, or only evaluation of the checkpoints in the folder."""
+    """Run only the training, or only the evaluation of the checkpoints in the folder."""
     from rich.console import Console
 
     plan = _load_plan(path, out, options)
@@ -341,10 +341,10 @@ def open_pipeline(
     on_first_answer: OnFirstAnswer | None = None,
     processes: int = 1,
 ) -> tuple[Pipeline, RunFolder]:
-    """Check a run, open or create its folder, and return its pipeline; a new folder is created after all checks.
+    """Check a run, open or create its folder, and return its pipeline.
 
-    A process that ``works`` on no unit loads no model, and leaves checking that to the workers. ``on_first_answer``:
-    see ``prepare_run``.
+    A new folder is created after all checks. A process that ``works`` on no unit loads no model, and leaves
+    checking that to the workers. ``on_first_answer``: see ``prepare_run``.
     """
     from rich.console import Console
 
@@ -355,20 +355,20 @@ def open_pipeline(
     exists = check_folder(plan.folder, plan.spec, resume=resume)
     print_line(console, f"run {plan.spec.name} ({plan.spec.sha256[:12]}) in {plan.folder}: loading the model")
     from kvaudit.audit.runs.names import NAMES
-    from kvaudit.audit.runs.pilot import with_kept_gate
     from kvaudit.audit.runs.pipeline import Pipeline
     from kvaudit.audit.runs.prepare import prepare_run
+    from kvaudit.audit.runs.stages.pilot import with_kept_gate
     from kvaudit.reports.verdict.rules import default_margins_line
 
-    kept = None if exists else gate_provenance(plan.spec, NAMES)
+    entries = None if exists else gate_provenance(plan.spec, NAMES)
     prepared = None if exists or not works else prepare_run(plan.spec, on_first_answer=on_first_answer)
     if not exists:
-        _check_possible(with_kept_gate(plan.spec, kept or {}), prepared, options)
-    run = open_run(plan.folder, plan.spec, resume=resume, kept=kept)
+        _check_possible(with_kept_gate(plan.spec, entries or {}), prepared, options)
+    run = open_run(plan.folder, plan.spec, resume=resume, entries=entries)
     if options.anyway and ANYWAY not in run.provenance():
         run.note(**{ANYWAY: utc_now()})
-    gated = with_kept_gate(plan.spec, kept or {}).gate.margins
-    if kept and (line := default_margins_line(kept.get(DEFAULT_MARGINS, {}), gated)):
+    gated = with_kept_gate(plan.spec, entries or {}).gate.margins
+    if entries and (line := default_margins_line(entries.get(DEFAULT_MARGINS, {}), gated)):
         print_line(console, line)
     return (
         Pipeline(
@@ -390,29 +390,29 @@ def _check_possible(spec: RunSpec, prepared: Prepared | None, options: RunOption
     """Raise CannotPass if the gate cannot pass with the spec's items; with --anyway or --limit only print why."""
     from rich.console import Console
 
-    from kvaudit.audit.runs.pilot import check_possible, impossible
+    from kvaudit.audit.runs.stages.pilot import check_possible, impossible_cells
     from kvaudit.audit.sampling.checkpoints import load_base_chat
 
     chat = load_base_chat(spec.model_path) if prepared is None else prepared.model.chat
     if not options.anyway and options.limit is None:
         check_possible(spec, chat.count_tokens)
         return
-    for line in impossible(spec, chat.count_tokens):
+    for line in impossible_cells(spec, chat.count_tokens):
         print_line(Console(stderr=True), f"cannot pass: {line}")
 
 
 def gate_provenance(spec: RunSpec, names: PluginNames) -> dict[str, Any]:
-    """Return the gate's entries in the provenance of a new run: gate file, pin, and suites without declared margin.
+    """Return the gate's entries in the provenance of a new run: gate file, pin, suites without declared margin.
 
-    Raises SpecError and DataError for files that cannot be used. The path of a pin is relative to the gate file that
-    names it, or to the current folder if the spec does.
+    Raises SpecError and DataError for files that cannot be used. The path of a pin is relative to the gate file
+    that names it, or to the current folder if the spec names it.
     """
     from kvaudit.core.facets import suite_of
     from kvaudit.core.spec import expand, with_gate
     from kvaudit.reports.verdict.pin import load_pin
     from kvaudit.reports.verdict.rules import load_gate_file
 
-    kept: dict[str, Any] = {}
+    entries: dict[str, Any] = {}
     pin, folder, full_spec = spec.gate.pin, Path(), spec
     if spec.gate.gate_file is not None:
         path = Path(expand("gate.gate_file", spec.gate.gate_file))
@@ -420,12 +420,12 @@ def gate_provenance(spec: RunSpec, names: PluginNames) -> dict[str, Any]:
         full_spec = with_gate(spec, file, names, defaults=spec.default_margins or ())
         pin = full_spec.gate.pin
         folder = path.parent if "pin" in file.table else folder
-        kept["gate_file"] = {"name": file.name, "sha256": file.sha256, "text": file.text}
+        entries["gate_file"] = {"name": file.name, "sha256": file.sha256, "text": file.text}
     if spec.default_margins is not None and spec.probe is None:
-        kept[DEFAULT_MARGINS] = {metric: names.kind(suite_of(metric)) for metric in spec.default_margins}
+        entries[DEFAULT_MARGINS] = {metric: names.kind(suite_of(metric)) for metric in spec.default_margins}
     if pin is not None:
-        kept["gate_pin"] = json.loads(load_pin(folder / pin).to_json())
-    return kept
+        entries["gate_pin"] = json.loads(load_pin(folder / pin).to_json())
+    return entries
 
 
 COMMAND = Command(

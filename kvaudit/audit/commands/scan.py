@@ -9,7 +9,7 @@ import typer
 
 from kvaudit.audit.commands.base import USAGE, Command, argument, option, user_errors
 
-OPEN = 3  # exit code: a lossy mechanism is neither declared nor corrected
+OPEN = 3  # exit code if a lossy mechanism is neither declared nor corrected
 
 Paths = Annotated[list[Path], argument(help="Files or folders with configurations.")]
 Declarations = Annotated[

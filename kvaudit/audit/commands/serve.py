@@ -1,4 +1,4 @@
-"""``kvaudit serve``, an OpenAI-compatible server of checkpoints, and ``kvaudit harness``, other harnesses' commands."""
+"""``kvaudit serve``: an OpenAI-compatible server of checkpoints; ``kvaudit harness``: commands for other harnesses."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def serve(
 
 
 def parse_models(models: Sequence[str]) -> dict[str, str]:
-    """Return name -> path; raises SpecError for a name that is given twice or holds an @."""
+    """Return the path of each model by name; raise SpecError for a name that is given twice or has an @."""
     paths: dict[str, str] = {}
     for text in models:
         name, path = _split_pair(text, "MODEL") if "=" in text else (text.rstrip("/").rpartition("/")[2] or text, text)
@@ -97,7 +97,7 @@ def parse_models(models: Sequence[str]) -> dict[str, str]:
 
 
 def parse_aliases(aliases: Sequence[str], models: Mapping[str, str]) -> dict[str, str]:
-    """Return alias -> NAME@POLICY; raises SpecError for an alias that could be taken for a model or a policy."""
+    """Return NAME@POLICY by alias; raise SpecError for an alias that could be taken for a model or a policy."""
     targets: dict[str, str] = {}
     for text in aliases:
         name, target = _split_pair(text, "--alias")
@@ -115,7 +115,7 @@ def _split_pair(text: str, option_name: str) -> tuple[str, str]:
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """Return a listening socket; raises SpecError if the address is not available."""
+    """Return a listening socket; raise SpecError if the address is not available."""
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:

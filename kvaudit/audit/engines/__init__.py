@@ -1,4 +1,4 @@
-"""Serving engines, one file each. ``parse_serving_mode`` returns a policy of our cache, or an engine's condition."""
+"""Serving engines, one file each, and the parser of policies and conditions."""
 
 from kvaudit.audit.engines.base import (
     ENGINES,

@@ -1,7 +1,8 @@
-"""The contract of serving engines: requests, replies, sessions, the ``Engine`` plug-in and conditions.
+"""The contract of serving engines: requests, replies, sessions, conditions and the plug-in class ``Engine``.
 
 A condition is an engine with settings. Settings use the engine's own names and are passed on unchanged; the engine
-itself rejects those it does not know. We render prompts and send token ids, so no template of the engine applies.
+itself rejects those it does not know. kvaudit renders prompts and sends token ids, so the engine's own chat template
+has no effect.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ _SETTING_NAME = re.compile(r"[A-Za-z0-9_.-]{1,100}")
 class GenerationRequest(NamedTuple):
     """A prompt with its sampling options. ``temperature`` 0 is greedy, ``top_p`` 1 keeps the whole distribution.
 
-    ``messages`` hold the same conversation for engines that take text instead of tokens, and ``tools`` the schemas of
-    its tools, none where they stand in the messages as text.
+    ``messages`` are the same conversation, for engines that take text instead of tokens. ``tools`` are the schemas
+    of its tools; they are empty if the messages contain the tools as text.
     """
 
     ids: tuple[int, ...]
@@ -61,16 +62,17 @@ class GenerationRequest(NamedTuple):
 
 
 def turn_seed(seed: int, turn: int) -> int:
-    """Return the seed of one turn of a conversation, so that no two turns draw the same random numbers."""
+    """Return the seed of one turn of a conversation; no two turns use the same random numbers."""
     return derive_seed("turn", seed, turn) if turn else seed
 
 
 @dataclass(frozen=True)
 class Reply:
-    """An answer. ``logprob`` is the sum of its tokens' log-probs in nats, None if the engine returns none.
+    """The reply of an engine; ``logprob`` is the sum of its tokens' log-probs in nats, or None.
 
-    ``text`` is the answer of an engine that returns no token ids (``ids`` is empty then). ``refused`` is the message of
-    a server that rejected this one request. ``thought`` and ``said_in`` are those of a ``ChatCompletion``.
+    ``text`` is the answer of an engine that returns no token ids (``ids`` is empty then). ``refused`` is the
+    message of a server that rejected this one request. ``thought`` and ``said_in`` are those of a
+    ``ChatCompletion``.
     """
 
     ids: tuple[int, ...]
@@ -87,11 +89,11 @@ class Reply:
 
 
 class EngineFailed(AuditError):
-    """An engine that died, hangs or sends unusable replies. The message includes its last log lines."""
+    """The error of an engine that dies, hangs or sends unusable replies; its message quotes the last log lines."""
 
 
 def require_replies(requests: Sequence[GenerationRequest], replies: Sequence[Reply], engine: str) -> None:
-    """Raise EngineFailed unless there is a possible reply to each request."""
+    """Raise EngineFailed unless each request has a valid reply."""
     if len(replies) != len(requests):
         raise EngineFailed(f"engine {engine} gave {len(replies)} replies to {len(requests)} requests")
     for request, reply in zip(requests, replies, strict=True):
@@ -107,7 +109,7 @@ class Session(ABC):
     """A running engine under one condition.
 
     ``described`` holds the engine's version, its resolved settings and similar facts; it goes into provenance.json.
-    ``window`` is the number of tokens that a prompt and its answer may take, if the engine shows it.
+    ``window`` is the number of tokens that a prompt and its answer may have together, if the engine reports it.
     """
 
     described: Mapping[str, str]
@@ -129,10 +131,11 @@ class Session(ABC):
 
 
 class DrawnRollout(NamedTuple):
-    """A rollout. ``logprobs`` are nats under the full distribution at the requested temperature (greedy: 1).
+    """A rollout sampled by an engine.
 
+    ``logprobs`` are nats under the full distribution at the requested temperature (at 1 for greedy sampling).
     ``written`` holds the keys and values [tokens, L, H * D] float32 of all tokens but the last, as the engine wrote
-    them; None if they were not requested or the engine does not return them.
+    them to its cache; it is None if they were not requested or the engine does not return them.
     """
 
     ids: tuple[int, ...]
@@ -142,9 +145,10 @@ class DrawnRollout(NamedTuple):
 
 
 class Drawer(ABC):
-    """A running engine that draws rollouts for training. ``described`` is as in ``Session``.
+    """A running engine that samples rollouts for training.
 
-    ``exact``: whether it computes in float32, so that it differs from a float32 learner by rounding only.
+    ``described`` is as in ``Session``. ``exact`` is True if it computes in float32, so that it differs from a
+    float32 learner by rounding only.
     """
 
     described: Mapping[str, str]
@@ -152,7 +156,7 @@ class Drawer(ABC):
 
     @abstractmethod
     def push(self, weights: Mapping[str, Tensor]) -> None:
-        """Load new weights; raise EngineFailed, or RunError if the engine then holds other weights."""
+        """Load new weights; raise EngineFailed, or RunError if the engine then has other weights."""
 
     @abstractmethod
     def draw(self, requests: Sequence[GenerationRequest], *, keep: int) -> list[DrawnRollout]:
@@ -164,7 +168,7 @@ class Drawer(ABC):
 
 
 class EngineContext(NamedTuple):
-    """The inputs for starting an engine: the checkpoint, the spec's ``engines:`` entry, the log file, CPU threads."""
+    """The inputs for starting an engine: checkpoint, ``engines:`` entry of the spec, log file, CPU threads."""
 
     model: LoadedModel
     spec: EngineSpec
@@ -178,11 +182,11 @@ class EngineContext(NamedTuple):
 
 
 class Engine:
-    """A serving engine. Plug-ins subclass it with a ``name`` that no policy has.
+    """A serving engine; a plug-in subclasses it with a ``name`` that no policy has.
 
-    ``install`` is the command that installs it. ``compresses`` maps each setting that compresses the KV cache to the
-    values that do not compress (empty: every value compresses). ``uncompressed`` are the settings of a reference.
-    ``always`` are defaults, so that no default of the engine depends on the machine.
+    ``install`` is the command that installs it. ``compresses`` maps each setting that compresses the KV cache to
+    the values that do not compress (empty: every value compresses). ``uncompressed`` are the settings of a
+    reference. ``always`` are defaults, so that no default of the engine depends on the machine.
     """
 
     name: ClassVar[str] = ""
@@ -201,23 +205,23 @@ class Engine:
 
     @classmethod
     def reference(cls, settings: Settings) -> Settings:
-        """Return the uncompressed settings to compare with: equal in everything that does not compress."""
-        plain = {name: value for name, value in settings.items() if name not in cls.compresses}
-        return {**plain, **cls.uncompressed}
+        """Return the uncompressed settings to compare with; settings that do not compress stay the same."""
+        shared = {name: value for name, value in settings.items() if name not in cls.compresses}
+        return {**shared, **cls.uncompressed}
 
     @classmethod
     def reference_with(cls, settings: Settings, named: Settings) -> Settings:
-        """Return the reference of ``settings``, updated with the ``named`` settings."""
+        """Return the reference of ``settings``, updated with the settings ``named`` in the spec."""
         return {**cls.reference(settings), **named}
 
     @classmethod
     def compressing(cls, settings: Settings) -> list[str]:
         """Return the names of the settings that compress something."""
-        return [name for name, plain in cls.compresses.items() if name in settings and settings[name] not in plain]
+        return [name for name, values in cls.compresses.items() if name in settings and settings[name] not in values]
 
     @classmethod
     def kv(cls, text: str) -> Settings:
-        """Return the settings that ``kvaudit check --kv TEXT`` stands for; raise SpecError for other text."""
+        """Return the settings that ``kvaudit check --kv TEXT`` stands for; raise SpecError for unknown text."""
         raise SpecError(f"engine {cls.name} does not support --kv {text[:80]!r}; give --set NAME=VALUE ({cls.says})")
 
     @classmethod
@@ -237,15 +241,15 @@ class Engine:
 
     @classmethod
     def check_drawing(cls, settings: Settings) -> None:  # noqa: ARG003
-        """Raise SpecError for settings under which training cannot draw rollouts."""
+        """Raise SpecError for settings under which training cannot sample rollouts."""
         base = Engine.drawer.__func__  # type: ignore[attr-defined]
         names = (name for name, engine in ENGINES.all().items() if engine.drawer.__func__ is not base)  # type: ignore[attr-defined]
-        why = f" ({cls.undrawn})" if cls.undrawn else ""
-        raise SpecError(f"engine {cls.name} cannot draw rollouts for training{why}; use one of: {', '.join(names)}")
+        reason = f" ({cls.undrawn})" if cls.undrawn else ""
+        raise SpecError(f"engine {cls.name} cannot draw rollouts for training{reason}; use one of: {', '.join(names)}")
 
     @classmethod
     def drawer(cls, settings: Settings, context: EngineContext) -> Drawer:
-        """Start the engine for drawing rollouts with changing weights; raise as ``start`` does."""
+        """Start the engine for sampling rollouts with changing weights; raise as ``start`` does."""
         raise NotImplementedError
 
     @classmethod
@@ -266,12 +270,12 @@ class Condition:
 
     @cached_property
     def canonical(self) -> str:
-        """The one text of this condition, which parses back to an equal condition."""
+        """The canonical text of this condition, which parses back to an equal condition."""
         return condition_text(self.engine, dict(self.settings))
 
     @cached_property
     def hash(self) -> str:
-        """First 12 hex digits of the sha256 of the canonical text."""
+        """The first 12 hex digits of the sha256 of the canonical text."""
         return hashlib.sha256(self.canonical.encode()).hexdigest()[:12]
 
     @property
@@ -285,7 +289,7 @@ class Condition:
         return _condition(self.engine, ENGINES.get(self.engine).reference(dict(self.settings)))
 
     def reference_with(self, named: Any) -> Condition:
-        """Return the reference: a mapping updates the default one, text names any condition of the same engine."""
+        """Return the reference: a mapping updates the default one, a text is another condition of the engine."""
         if not isinstance(named, Mapping | str):
             raise SpecError(
                 f"reference of engine {self.engine} is {short_repr(named)}, expected settings or the text "
@@ -320,7 +324,7 @@ def parse_condition(source: str | Mapping[str, Any]) -> Condition:
 
 
 def parse_serving_mode(source: Any) -> ServingMode:
-    """Parse one of our policies or an engine's condition; ``{engine: kvaudit, policy: ...}`` is a policy."""
+    """Parse an engine's condition or a policy of kvaudit's cache (text or ``{engine: kvaudit, policy: ...}``)."""
     if isinstance(source, Mapping) and ENGINE in source:
         if source[ENGINE] != OWN_ENGINE:
             return parse_condition(source)
@@ -339,7 +343,7 @@ def parse_serving_mode(source: Any) -> ServingMode:
 
 
 def is_engine(name: str) -> bool:
-    """Return whether this is the name of an engine; a policy of the same name takes precedence."""
+    """Return whether ``name`` is the name of an engine; a policy of the same name takes precedence."""
     return name not in POLICIES.all() and name in ENGINES.all()
 
 
@@ -361,7 +365,7 @@ def _condition(engine: str, settings: Settings) -> Condition:
 
 
 def _setting_texts(engine: str, settings: Mapping[Any, Any]) -> Settings:
-    """Return names and values as text; raise SpecError for anything but words, numbers and booleans."""
+    """Return names and values as text; raise SpecError for a value that is no word, number or boolean."""
     texts = dict[str, str]()
     for key, value in settings.items():
         name = str(key)

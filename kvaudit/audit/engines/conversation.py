@@ -1,4 +1,4 @@
-"""Conversations with an engine: each turn of a batch is sent at once, as token ids that we rendered."""
+"""Conversations with an engine: the next turns of a batch are sent together, as token ids that kvaudit rendered."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class EngineAnswer(NamedTuple):
-    """An answer with its grade. Its log-prob covers all turns; its seconds are an equal share of the batch's."""
+    """A graded answer; its log-prob covers all turns, and its seconds are an equal share of the batch's."""
 
     item: Item
     grade: Grade
@@ -29,18 +29,19 @@ class EngineAnswer(NamedTuple):
 class _Row:
     """A conversation with the tokens of its next prompt."""
 
-    def __init__(self, talk: Conversation, prompt: ChatTokens, model: LoadedModel) -> None:
-        self.talk, self._model = talk, model
+    def __init__(self, conversation: Conversation, prompt: ChatTokens, model: LoadedModel) -> None:
+        self.conversation, self._model = conversation, model
         self._ids, self._turn = prompt.ids, 0
         self.logprob: float | None = 0.0  # of all turns; None once a turn has none
         self.said_in = ""
 
     def request(self, decoding: Decoding, seed: int) -> GenerationRequest:
-        exchange = self.talk.exchange
+        """Return the request for the next turn."""
+        exchange = self.conversation.exchange
         messages, tools = self._model.chat.request_of(without_thoughts(exchange.transcript), exchange.item.tools)
         return GenerationRequest(
             ids=tuple(self._ids),
-            max_tokens=self.talk.suite.max_new_tokens,
+            max_tokens=self.conversation.suite.max_new_tokens,
             stops=tuple(sorted(self._model.chat.stop_ids)),
             temperature=decoding.temperature,
             top_p=decoding.top_p,
@@ -49,47 +50,49 @@ class _Row:
             tools=tools,
         )
 
-    def take(self, reply: Reply) -> None:
-        """Add a reply and the environment's next message; the conversation is over if there is none."""
+    def add_reply(self, reply: Reply) -> None:
+        """Add a reply and the environment's next message; without such a message the conversation is over."""
         from kvaudit.audit.sampling.decoding import Completion
 
         self._turn += 1
         if reply.refused is not None:
             self.logprob = None
-            self.talk.exchange.abort(reply.refused)
+            self.conversation.exchange.abort(reply.refused)
             return
         if reply.text is not None:
             self.said_in = reply.said_in
-            self._take_text(reply.text, reply.finish, reply.thought)
+            self._add_text(reply.text, reply.finish, reply.thought)
             return
         ids = reply.ids
-        if self.talk.suite.until:  # texts that end an answer: cut after the first
-            ids = ids[: next((end for end in range(1, len(ids) + 1) if self.talk.has_ended(ids[:end])), len(ids))]
+        if self.conversation.suite.until:  # texts that end an answer; it is cut after the first of them
+            ends = (end for end in range(1, len(ids) + 1) if self.conversation.has_ended(ids[:end]))
+            ids = ids[: next(ends, len(ids))]
         is_cut = len(ids) < len(reply.ids)
         # the engine's sum includes the tokens that were cut
         if is_cut or reply.logprob is None or self.logprob is None:
             self.logprob = None
         else:
             self.logprob += reply.logprob
-        self.talk.answer(Completion(ids, (), "stop" if is_cut else reply.finish))
-        self._ids = (*self._ids, *ids, *self.talk.take_pending().ids)
+        self.conversation.answer(Completion(ids, (), "stop" if is_cut else reply.finish))
+        self._ids = (*self._ids, *ids, *self.conversation.take_pending().ids)
 
-    def _take_text(self, text: str, finish: str, thought: str | None) -> None:
+    def _add_text(self, text: str, finish: str, thought: str | None) -> None:
+        """Add a reply that came as text, without token ids."""
         self.logprob = None
-        end = self.talk.answer_end(text)
+        end = self.conversation.answer_end(text)
         if end is not None:
             text, finish = text[:end], "stop"
-        self.talk.new_tokens += self._model.chat.count_tokens((thought or "") + text)
-        messages = self.talk.exchange.step(text, finish, thought)
-        self.talk.exchange.add(messages)
+        self.conversation.new_tokens += self._model.chat.count_tokens((thought or "") + text)
+        messages = self.conversation.exchange.step(text, finish, thought)
+        self.conversation.exchange.add(messages)
         # without the answer's token ids the next prompt is rendered from the whole transcript
-        self._ids = self._whole_prompt() if self.talk.open else ()
+        self._ids = self._whole_prompt() if self.conversation.open else ()
 
     def _whole_prompt(self) -> tuple[int, ...]:
-        """Return the tokens of the whole transcript; ends the conversation if the template refuses its calls."""
-        chat, exchange = self._model.chat, self.talk.exchange
+        """Return the tokens of the whole transcript; end the conversation if the template rejects its tool calls."""
+        chat, exchange = self._model.chat, self.conversation.exchange
         tools = exchange.item.tools
-        if chat.tool_form_of(exchange.transcript, tools) != self.talk.tool_form:
+        if chat.tool_form_of(exchange.transcript, tools) != self.conversation.tool_form:
             exchange.abort("the chat template does not take the calls of the last answer")
             return ()
         return chat.prompt(exchange.transcript, (), tools).ids
@@ -107,10 +110,11 @@ def converse(
     *,
     thinks: bool = False,
 ) -> list[EngineAnswer]:
-    """Have the engine answer every item ``group`` times and grade it; rows are item-major, one seed per row.
+    """Let the engine answer every item ``group`` times, and grade the answers.
 
-    ``model`` is the checkpoint that the engine serves; only its chat template and positions are used. Raises
-    EngineFailed.
+    Answers are in the order of the items, with the ``group`` answers of an item adjacent, and there is one seed per
+    answer. ``model`` is the checkpoint that the engine serves; only its chat template and positions are used.
+    Raises EngineFailed.
     """
     from kvaudit.audit.sampling.conversations import AskedItem, Conversation
 
@@ -120,29 +124,29 @@ def converse(
         for item, prompt in zip(items, prompts, strict=True)
         for member in range(group)
     ]
-    while open_rows := [n for n, row in enumerate(rows) if row.talk.open]:
+    while open_rows := [n for n, row in enumerate(rows) if row.conversation.open]:
         replies = session.answer([rows[n].request(decoding, seeds[n]) for n in open_rows])
         for n, reply in zip(open_rows, replies, strict=True):
-            rows[n].take(reply)
+            rows[n].add_reply(reply)
     seconds = (time.perf_counter() - started) / max(1, len(rows))
-    return [_graded(row, seconds) for row in rows]
+    return [_grade(row, seconds) for row in rows]
 
 
-def _graded(row: _Row, seconds: float) -> EngineAnswer:
-    exchange = row.talk.exchange
+def _grade(row: _Row, seconds: float) -> EngineAnswer:
+    exchange = row.conversation.exchange
     if not any(message.role is Role.ASSISTANT for message in exchange.transcript[len(exchange.item.messages) :]):
         exchange.add((Message(Role.ASSISTANT, ""),))  # a transcript always holds an answer, even an empty one
     answer = UngradedAnswer(
-        sample_index=row.talk.member,
+        sample_index=row.conversation.member,
         transcript=exchange.transcript,
         finish_reason=exchange.finish,
-        prompt_tokens=row.talk.prompt_tokens,
-        new_tokens=row.talk.new_tokens,
+        prompt_tokens=row.conversation.prompt_tokens,
+        new_tokens=row.conversation.new_tokens,
         seconds=seconds,
         logprob=row.logprob,
         unanswered=exchange.unanswered,
         said_in=row.said_in,
-        tool_form=row.talk.tool_form,
-        turns_read=SENT_WHOLE if row.talk.suite.max_turns > 1 else "",
+        tool_form=row.conversation.tool_form,
+        turns_read=SENT_WHOLE if row.conversation.suite.max_turns > 1 else "",
     )
     return EngineAnswer(exchange.item, exchange.grade(), answer)

@@ -1,8 +1,8 @@
-"""A running OpenAI-compatible server: ``base_url``, ``model`` and ``key``, the environment variable with its API key.
+"""A running OpenAI-compatible server as an engine: ``base_url``, ``model`` and ``key``.
 
-It takes chat completions as text. We check that it renders conversations as the model's own template does: by token ids
-if it shows them (vLLM and llama.cpp do), else by the number of prompt tokens that it reports. Its cache settings are
-unknown, so the reference has to be named.
+``key`` is the environment variable with its API key. The server takes chat completions as text. kvaudit checks that it
+renders conversations as the model's own template does: by token ids if the server shows them (vLLM and llama.cpp do),
+else by the number of prompt tokens that it reports. Its cache settings are unknown, so a spec must name the reference.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 
 _SETTINGS = ("base_url", "model", "key")
 _TRIES = 4  # of one request
-_CHECK_SECONDS, _RENDER_SECONDS = 10.0, 60.0  # to answer anything at all; to show how it renders a conversation
+_CHECK_SECONDS, _RENDER_SECONDS = 10.0, 60.0  # for any answer at all; for showing how it renders a conversation
 _REMEDY = {
     Scope.TRY: "resume the run when it answers",
     Scope.QUESTION: "check that it serves the model named here with the model's own chat template",
     Scope.ENDPOINT: "correct base_url, model or key",
 }
-_RECOUNT_SHARE, _RECOUNT_TOKENS = 0.2, 16  # by which tokenizing a text again may give more tokens than were drawn
+_RECOUNT_SHARE, _RECOUNT_TOKENS = 0.2, 16  # tokenizing a text again may give so many more tokens than were sampled
 _LARGEST_SEED = 2**31 - 1  # that every endpoint accepts
 
 
@@ -59,7 +59,7 @@ class RunningEndpoint(Engine):
 
     @classmethod
     def reference(cls, settings: Settings) -> Settings:
-        """Raise SpecError: the reference has to be named."""
+        """Raise SpecError, since a spec must name the reference of an endpoint."""
         raise SpecError(
             f"engine endpoint: the cache settings of {settings['model']} at {settings['base_url']} are unknown; name "
             "the server to compare it with, reference: {base_url: http://..., model: ...}"
@@ -67,7 +67,7 @@ class RunningEndpoint(Engine):
 
     @classmethod
     def reference_with(cls, settings: Settings, named: Settings) -> Settings:  # noqa: ARG003
-        """Return the named reference unchanged, so that the key is not sent to another server."""
+        """Return the named reference alone, so that the key is not sent to another server."""
         return named
 
     @classmethod
@@ -79,15 +79,15 @@ class RunningEndpoint(Engine):
             with suppress(Unanswered):  # any reply shows that it runs
                 over_http(url, b"", {}, _CHECK_SECONDS)
         except (OSError, HTTPException, ValueError) as error:
-            why = getattr(error, "reason", None) or error
+            cause = getattr(error, "reason", None) or error
             raise SpecError(
-                f"engine endpoint: no server answers at {settings['base_url']} ({inline(str(why))[:80]}); start the "
+                f"engine endpoint: no server answers at {settings['base_url']} ({inline(str(cause))[:80]}); start the "
                 "server, or correct base_url"
             ) from None
 
     @classmethod
     def start(cls, settings: Settings, context: EngineContext) -> Session:
-        """See ``Engine.start``; raises SpecError if the endpoint renders a conversation into a different prompt."""
+        """Connect as ``Engine.start`` says; raise SpecError if the endpoint renders a conversation differently."""
         return _EndpointSession(settings, context)
 
 
@@ -106,22 +106,24 @@ class _EndpointSession(Session):
         self.window = self._shown_window()
 
     def answer(self, requests: Sequence[GenerationRequest]) -> list[Reply]:
-        """Return replies with ``text`` or ``refused``."""
+        """Return replies that have ``text`` or ``refused``."""
         until = time.monotonic() + self._spec.answer
-        first = {request.messages: n for n, request in reversed(list(enumerate(requests)))}
-        # each prompt once before repetitions: the reported prompt tokens of the first show how to read the others
-        order = sorted(range(len(requests)), key=lambda n: first[requests[n].messages] != n)
+        first_use = {request.messages: n for n, request in reversed(list(enumerate(requests)))}
+        # each prompt once before repetitions, whose reported prompt tokens may leave out what the server has cached
+        order = sorted(range(len(requests)), key=lambda n: first_use[requests[n].messages] != n)
         replies = dict[int, Reply]()
         try:
-            for numbers in filter(None, (order[: len(first)], order[len(first) :])):
-                part = ask_concurrently(lambda n: self._reply(requests[n], until), numbers, self._spec.at_once, until)
-                replies.update(zip(numbers, part, strict=True))
-        except Unanswered as why:
-            raise self._failed(why) from None
+            for numbers in filter(None, (order[: len(first_use)], order[len(first_use) :])):
+                answers = ask_concurrently(
+                    lambda n: self._reply(requests[n], until), numbers, self._spec.at_once, until
+                )
+                replies.update(zip(numbers, answers, strict=True))
+        except Unanswered as error:
+            raise self._failure(error) from None
         return [replies[n] for n in range(len(requests))]
 
     def stop(self) -> None:
-        """Do nothing: the server is not ours."""
+        """Do nothing, since the user started the server."""
 
     def _reply(self, request: GenerationRequest, until: float) -> Reply:
         options: dict[str, Any] = {"temperature": request.temperature, "seed": request.seed % _LARGEST_SEED}
@@ -129,13 +131,13 @@ class _EndpointSession(Session):
         options |= {"tools": list(request.tools)} if request.tools else {}
         try:
             answer = self._answer(request.messages, len(request.ids), request.max_tokens, options, until)
-        except RefusedRequest as why:
-            return Reply((), "error", refused=str(why))
-        first = self.described["model"]
-        if inline(answer.model) != first:  # a gateway fell back on another model
+        except RefusedRequest as error:
+            return Reply((), "error", refused=str(error))
+        first_model = self.described["model"]
+        if inline(answer.model) != first_model:  # a gateway fell back on another model
             raise Unanswered(
-                f"an answer of model {inline(answer.model)!r}, its first answer was of model {first!r}; answers of "
-                "other models are not kept: turn off the server's fallback",
+                f"an answer of model {inline(answer.model)!r}, its first answer was of model {first_model!r}; answers "
+                "of other models are not kept: turn off the server's fallback",
                 Scope.QUESTION,
             )
         return Reply((), answer.finish, text=answer.text, thought=answer.thought, said_in=answer.said_in)
@@ -145,11 +147,12 @@ class _EndpointSession(Session):
     ) -> Answer:
         """Return the answer to a conversation of ``prompt_tokens`` tokens.
 
-        Raises Unanswered, also if the endpoint reports another number of tokens for the first turn of a conversation.
+        Raises Unanswered, also if the endpoint reports another number of tokens for the first turn of a
+        conversation.
         """
         from kvaudit.audit.sampling.chat_calls import SentRequest, answer, wire
 
-        # a conversation whose tools stand in the prompt as text has no structured calls
+        # a conversation whose prompt contains the tools as text has no structured calls
         has_tools = "tools" in options or any(message.tool_calls for message in messages)
         rows = wire(messages, Role.TOOL if has_tools else Role.USER)
         body = {"model": self._settings["model"], "messages": rows, "max_tokens": max_tokens, **options}
@@ -186,35 +189,35 @@ class _EndpointSession(Session):
         return {"chat_template_kwargs": self._chat.options} if self._chat.options else {}
 
     def _first_model(self) -> str:
-        """Return the model's name in a first answer; raise EngineFailed if there is none."""
+        """Return the model's name in a first answer; raise EngineFailed if there is no answer."""
         messages = _conversations(self._chat)[0]
         prompt_tokens, until = len(self._chat.prompt(messages).ids), time.monotonic() + self._spec.start
         try:
             return inline(self._answer(messages, prompt_tokens, 1, {"temperature": 0}, until).model)
-        except Unanswered as why:
-            raise self._failed(why) from None
+        except Unanswered as error:
+            raise self._failure(error) from None
 
     def _shown_window(self) -> int | None:
-        """Return the context window in the server's list of models, as vLLM and SGLang show it."""
+        """Return the context window in the server's list of models, as vLLM and SGLang report it."""
         try:
             client = _endpoint(self._settings, _RENDER_SECONDS, tries=1).client("engine endpoint")
             rows = client.fetch("models", None, time.monotonic() + _RENDER_SECONDS).get("data")
         except Unanswered:
             return None
-        shown = [row for row in rows if isinstance(row, Mapping)] if isinstance(rows, list) else []
-        windows = [row.get("max_model_len") for row in shown if row.get("id") == self._settings["model"]]
+        models = [row for row in rows if isinstance(row, Mapping)] if isinstance(rows, list) else []
+        windows = [row.get("max_model_len") for row in models if row.get("id") == self._settings["model"]]
         return next((window for window in windows if type(window) is int and window > 0), None)
 
     def _compare_prompts(self) -> str:
-        """Return how its prompts were compared with ours, empty if it shows none; raise SpecError if they differ."""
+        """Return how prompts were compared with ours, empty if none are shown; raise SpecError if they differ."""
         for server, prompt_ids in (("llama.cpp", self._llama_cpp_ids), ("vLLM", self._vllm_ids)):
             for number, messages in enumerate(_conversations(self._chat)):
                 theirs, ours = prompt_ids(messages), self._chat.prompt(messages).ids
                 # this server's path does not exist: try the next server's
                 if not theirs and not number:
                     break
-                if (place := first_difference(theirs, ours)) is not None:
-                    raise SpecError(self._different_prompt(place, theirs, ours))
+                if (index := first_difference(theirs, ours)) is not None:
+                    raise SpecError(self._different_prompt(index, theirs, ours))
             else:
                 return f"the token ids of ours, as its /tokenize in the way of {server} shows"
         return ""
@@ -233,7 +236,7 @@ class _EndpointSession(Session):
         return self._fetch("tokenize", {"content": text, "add_special": True, "parse_special": True}, "tokens")
 
     def _fetch(self, path: str, body: Mapping[str, Any], key: str) -> Any:
-        """Return ``key`` of the object at a path of the server's root, an empty list if there is none."""
+        """Return ``key`` of the object at a path below the server's root, an empty list if there is none."""
         root = self._settings["base_url"].rstrip("/").removesuffix("/v1")
         try:
             client = _endpoint({**self._settings, "base_url": root}, _RENDER_SECONDS, tries=1).client("engine endpoint")
@@ -241,22 +244,23 @@ class _EndpointSession(Session):
         except Unanswered:
             return []
 
-    def _different_prompt(self, place: int, theirs: Any, ours: Sequence[int]) -> str:
-        def piece(ids: Any) -> str:
-            is_token = isinstance(ids, list | tuple) and place < len(ids) and type(ids[place]) is int
-            return repr(inline(self._chat.tokenizer.decode([ids[place]]))[:40]) if is_token else "nothing"
+    def _different_prompt(self, index: int, theirs: Any, ours: Sequence[int]) -> str:
+        def token_text(ids: Any) -> str:
+            is_token = isinstance(ids, list | tuple) and index < len(ids) and type(ids[index]) is int
+            return repr(inline(self._chat.tokenizer.decode([ids[index]]))[:40]) if is_token else "nothing"
 
         return (
             f"engine endpoint: {self._settings['base_url']} renders a conversation into a different prompt than the "
-            f"model's own template: token {place} is {piece(theirs)} there and {piece(ours)} here; serve it with that "
-            "template, or give the model that it serves"
+            f"model's own template: token {index} is {token_text(theirs)} there and {token_text(ours)} here; serve it "
+            "with that template, or give the model that it serves"
         )
 
-    def _failed(self, why: Unanswered) -> EngineFailed:
+    def _failure(self, error: Unanswered) -> EngineFailed:
+        """Return the error for a missing answer."""
         key = f"key from {self._settings['key']}" if "key" in self._settings else "no key"
         return EngineFailed(
-            f"engine endpoint: {self._settings['base_url']} gave no valid answer: {why} (model "
-            f"{self._settings['model']}, {key}); {_REMEDY[why.scope]}"
+            f"engine endpoint: {self._settings['base_url']} gave no valid answer: {error} (model "
+            f"{self._settings['model']}, {key}); {_REMEDY[error.scope]}"
         )
 
 
@@ -265,7 +269,7 @@ def _endpoint(settings: Settings, timeout: float, tries: int = _TRIES) -> Endpoi
 
 
 def _conversations(chat: Chat) -> list[tuple[Message, ...]]:
-    """Return conversations that templates render differently: a question, one with a system prompt, a second turn."""
+    """Return conversations for comparing templates: a question, one with a system prompt, a second turn."""
     question, answer = Message(Role.USER, "What is 2 + 2?"), Message(Role.ASSISTANT, "4.")
     system = [(Message(Role.SYSTEM, "Be brief."), question)] if chat.system_role == "native" else []
     return [(question,), *system, (question, answer, Message(Role.USER, "And 3 + 3?"))]

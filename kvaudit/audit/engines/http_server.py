@@ -1,7 +1,7 @@
 """Engines that are a server: started on a free port of the loopback interface and used over HTTP with token ids.
 
-A server that dies, hangs or sends unusable replies is an ``EngineFailed``: every wait has a time limit, and a batch has
-one limit for all of its requests. Proxies of the environment are not used, and the server downloads no models.
+A server that dies, hangs or sends unusable replies raises ``EngineFailed``: every wait has a time limit, and a batch
+has one limit for all of its requests. Proxies of the environment are not used, and the server downloads no models.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _R = TypeVar("_R")
 class ServerEngine(Engine):
     """An engine whose settings are command-line flags and environment variables of a server.
 
-    Its module has the engine's ``name``. ``ours`` are the flags that kvaudit sets itself.
+    Its Python package has the engine's ``name``. ``ours`` are the flags that kvaudit sets itself.
     """
 
     ours: ClassVar[Collection[str]] = ()
@@ -54,7 +54,7 @@ class ServerEngine(Engine):
 
     @classmethod
     def filled(cls, settings: Settings) -> Settings:
-        """See ``Engine.filled``; flags are brought into one spelling."""
+        """Return the settings with defaults, all flags spelled alike; raise SpecError as ``Engine.filled`` does."""
         # --kv-cache-dtype, kv-cache-dtype and kv_cache_dtype are one flag
         spelled = {
             name if _VARIABLE.fullmatch(name) else name.removeprefix("--").replace("-", "_"): value
@@ -85,7 +85,7 @@ class ServerEngine(Engine):
 
     @classmethod
     def check(cls, settings: Settings, spec: EngineSpec) -> None:  # noqa: ARG003
-        """Raise SpecError if it is not installed."""
+        """Raise SpecError if the engine is not installed."""
         python_with((cls.name,), spec, cls.name, cls.install)
 
     @classmethod
@@ -99,7 +99,7 @@ class ServerEngine(Engine):
 class ServerSession(Session):
     """A session whose engine is a server, with ``path`` for requests and ``/health``, which answers once it is ready.
 
-    The name under which the model is served is random, which tells our server from another one on the same port.
+    The model is served under a random name, which tells this server from another one on the same port.
     """
 
     path: ClassVar[str] = ""
@@ -111,8 +111,10 @@ class ServerSession(Session):
         environment = {"OMP_NUM_THREADS": str(context.threads), **_OFFLINE, **self._environment(settings, context)}
         for number in range(1, _PORTS + 1):
             port = free_port()
-            words = [*command, "--host=127.0.0.1", f"--port={port}", f"--served-model-name={self.name}"]
-            self._process = Process(words, engine=engine, log=context.log, environment=environment, is_piped=False)
+            full_command = [*command, "--host=127.0.0.1", f"--port={port}", f"--served-model-name={self.name}"]
+            self._process = Process(
+                full_command, engine=engine, log=context.log, environment=environment, is_piped=False
+            )
             endpoint = Endpoint(f"http://127.0.0.1:{port}", timeout=self._spec.answer, tries=_TRIES)
             self._client = endpoint.client("engine", partial(over_http, longest=_LONGEST_REPLY))
             try:
@@ -129,14 +131,14 @@ class ServerSession(Session):
 
     @abstractmethod
     def _command(self, folder: Path, settings: Settings, context: EngineContext) -> list[str]:
-        """Return the arguments of Python that start the server on a checkpoint's folder."""
+        """Return Python's arguments for starting the server on a checkpoint's folder."""
 
     def _environment(self, settings: Settings, context: EngineContext) -> Mapping[str, str]:  # noqa: ARG002
         return environment_variables(settings)
 
     @abstractmethod
     def _body(self, request: GenerationRequest) -> dict[str, Any]:
-        """Return the body of a request."""
+        """Return the JSON body of a request."""
 
     @abstractmethod
     def _row(self, reply: Mapping[str, Any], request: GenerationRequest) -> dict[str, Any]:
@@ -151,21 +153,24 @@ class ServerSession(Session):
 
     @abstractmethod
     def _facts(self) -> dict[str, str]:
-        """Return what the server reports about itself; the same at every start."""
+        """Return facts that the server reports about itself and that are the same at every start."""
 
     def answer(self, requests: Sequence[GenerationRequest]) -> list[Reply]:
         until = time.monotonic() + self._spec.answer
         try:
             replies = ask_concurrently(
-                lambda one: self._client.fetch(self.path, self._body(one), until), requests, self._spec.at_once, until
+                lambda request: self._client.fetch(self.path, self._body(request), until),
+                requests,
+                self._spec.at_once,
+                until,
             )
-        except Unanswered as why:
+        except Unanswered as error:
             # the client's own time limit may expire a moment before ours
             if self._process.is_running and time.monotonic() >= until:
                 limit = f"{self._spec.answer:g} s (engines.{self._engine}.answer)"
                 raise self._process.failure(f"it did not answer all of {len(requests)} requests in {limit}") from None
-            raise self._failed(f"answering {len(requests)} requests", why) from None
-        return [self._parsed(reply, request) for reply, request in zip(replies, requests, strict=True)]
+            raise self._failure(f"answering {len(requests)} requests", error) from None
+        return [self._parse(reply, request) for reply, request in zip(replies, requests, strict=True)]
 
     def stop(self) -> None:
         self._process.stop()
@@ -191,16 +196,16 @@ class ServerSession(Session):
         if not is_ours:
             raise self._process.failure(f"port {port} is in use by another server")
 
-    def _failed(self, doing: str, why: Unanswered) -> EngineFailed:
-        """Return the error for a missing answer, after a moment in which a crashed process ends."""
+    def _failure(self, doing: str, error: Unanswered) -> EngineFailed:
+        """Return the error for a missing answer, after waiting a moment for a crashed process to end."""
         until = time.monotonic() + _EXIT_SECONDS
-        while self._process.is_running and time.monotonic() < until and "Error" in str(why):
+        while self._process.is_running and time.monotonic() < until and "Error" in str(error):
             time.sleep(_POLL / 5)
         if self._process.is_running:
-            return self._process.failure(f"while {doing}: {why}")
+            return self._process.failure(f"while {doing}: {error}")
         return self._process.failure(f"it ended while {doing}")
 
-    def _parsed(self, body: Mapping[str, Any], request: GenerationRequest) -> Reply:
+    def _parse(self, body: Mapping[str, Any], request: GenerationRequest) -> Reply:
         try:
             row = self._row(body, request)
         except (KeyError, IndexError, TypeError, ValueError):
@@ -209,18 +214,18 @@ class ServerSession(Session):
         if reply is None:
             text = inline(one_line(str(body)))[:100]
             raise self._process.failure(f"it gave an invalid reply (limit {request.max_tokens} tokens): {text}")
-        if (place := first_difference(row.get("read", request.ids), request.ids)) is not None:
-            raise self._process.failure(f"it read a different prompt than was sent: token {place} differs")
+        if (index := first_difference(row.get("read", request.ids), request.ids)) is not None:
+            raise self._process.failure(f"it read a different prompt than was sent: token {index} differs")
         return reply
 
-    def _fetched(self, path: str) -> dict[str, Any]:
+    def _fetch_json(self, path: str) -> dict[str, Any]:
         """Return the JSON object at a path, empty if there is none."""
         try:
             return self._client.fetch(path, None, time.monotonic() + _PROBE_SECONDS)
         except Unanswered:
             return {}
 
-    def _shown(self, path: str) -> str:
+    def _fetch_text(self, path: str) -> str:
         """Return the text at a path, empty if there is none."""
         try:
             return self._client.fetch_text(path, time.monotonic() + _PROBE_SECONDS)
@@ -232,16 +237,16 @@ def first_difference(theirs: Any, ours: Sequence[int]) -> int | None:
     """Return the position of the first differing token id, None if all are equal."""
     if not isinstance(theirs, list | tuple):
         return 0
-    for place, (their_id, our_id) in enumerate(zip(theirs, ours, strict=False)):
+    for index, (their_id, our_id) in enumerate(zip(theirs, ours, strict=False)):
         if their_id != our_id:
-            return place
+            return index
     return min(len(theirs), len(ours)) if len(theirs) != len(ours) else None
 
 
 def ask_concurrently(ask: Callable[[_Q], _R], questions: Sequence[_Q], at_once: int, until: float) -> list[_R]:
-    """Return ``ask`` of each question, in order, with ``at_once`` of them under way.
+    """Return the results of ``ask`` for all questions, in their order, with ``at_once`` of them running.
 
-    Raises the first error of ``ask``, and Unanswered at the time ``until``.
+    Raises the first error of ``ask``, and Unanswered at the time ``until`` (of ``time.monotonic``).
     """
     started = time.monotonic()
     futures = start_all(ask, questions, at_once)
@@ -273,7 +278,7 @@ def _check_flags(engine: str, settings: Settings, ours: Collection[str]) -> None
 
 
 def command_flags(settings: Settings, *, has_negation: bool = True) -> list[str]:
-    """Return the flags of a command line; ``true`` is the bare flag, several words are a list.
+    """Return settings as flags of a command line: ``true`` as the bare flag, several words as a list.
 
     ``false`` becomes ``--no-FLAG``, or is left out if the parser has no such flags (``has_negation`` false).
     """

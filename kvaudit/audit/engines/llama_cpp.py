@@ -30,7 +30,7 @@ _MODULES = ("llama_cpp",)
 
 
 class LlamaCpp(Engine):
-    """llama.cpp, several sequences at once."""
+    """llama.cpp through llama-cpp-python, with several sequences at once."""
 
     name = "llama.cpp"
     says = "llama.cpp: type_k and type_v, f16 q8_0 q5_1 q5_0 q4_1 q4_0 iq4_nl and wider; LLAMA_ATTN_ROT_DISABLE"
@@ -42,7 +42,7 @@ class LlamaCpp(Engine):
 
     @classmethod
     def kv(cls, text: str) -> Settings:
-        """Read ``q8_0`` for keys and values, or ``q8_0/q4_0``; the engine checks the types when it starts."""
+        """Return the settings of ``q8_0``, or ``q8_0/q4_0`` for keys and values; the engine checks the types later."""
         keys, _, values = text.partition("/")
         if not keys or "/" in values or text.endswith("/"):
             raise SpecError(
@@ -52,7 +52,7 @@ class LlamaCpp(Engine):
 
     @classmethod
     def check(cls, settings: Settings, spec: EngineSpec) -> None:  # noqa: ARG003
-        """Raise SpecError if it is not installed."""
+        """Raise SpecError if llama-cpp-python is not installed."""
         python_with(_MODULES, spec, cls.name, cls.install)
 
     @classmethod
@@ -72,24 +72,24 @@ class LlamaCpp(Engine):
 
     @classmethod
     def store(cls, settings: Settings) -> EngineStore | None:  # noqa: ARG003
-        """See ``Engine.store``: the cache is read out. The quantisation of queries is not replayed."""
+        """Return a store that is read out of the engine's cache; quantised queries are not replayed."""
         from kvaudit.audit.cache.engine_store import EngineStore
 
         return EngineStore(None, None, shown=True)
 
     @classmethod
     def drawer(cls, settings: Settings, context: EngineContext) -> Drawer:
-        """See ``Engine.drawer``; raises SpecError for a configured file, which training would not change."""
+        """Start the engine for sampling rollouts; raise SpecError for a configured file, which cannot change."""
         if context.spec.weights is not None:
             raise SpecError(
                 "engines.llama.cpp.weights cannot be used for training rollouts, which need the learner's weights; "
                 "remove it"
             )
-        return _GgufDrawer(cls._worker(settings, context, _exported(context)), context)
+        return _GgufDrawer(cls._worker(settings, context, _export(context)), context)
 
 
 class _GgufDrawer(WorkerDrawer):
-    """Loads a GGUF file in every step and returns its cache, which holds what its queries read."""
+    """A drawer that loads a GGUF file in every step and returns the content of llama.cpp's cache."""
 
     def __init__(self, session: WorkerSession, context: EngineContext) -> None:
         from kvaudit.audit.engines.exports.llama_cpp import cache_layout
@@ -119,10 +119,10 @@ def _weights(context: EngineContext) -> EngineCheckpoint:
         return weights
     if context.model.name.endswith(".gguf"):
         return EngineCheckpoint(Path(context.model.name).expanduser(), "the file of the model, as it is")
-    return _exported(context)
+    return _export(context)
 
 
-def _exported(context: EngineContext) -> EngineCheckpoint:
+def _export(context: EngineContext) -> EngineCheckpoint:
     from kvaudit.audit.engines.exports.llama_cpp import GGUF_FILE, GGUF_METHOD, export_gguf
 
     network = context.model.model

@@ -83,24 +83,24 @@ class OpenVino(Engine):
 
     @classmethod
     def kv(cls, text: str) -> Settings:
-        """Read ``u4`` for the whole cache, or ``u8/u4`` for keys and values."""
-        words = text.split("/")
-        if len(words) > 2 or not all(word in _KV_OPTION for word in words):
+        """Return the settings of ``u4`` for the whole cache, or of ``u8/u4`` for keys and values."""
+        types = text.split("/")
+        if len(types) > 2 or not all(name in _KV_OPTION for name in types):
             values = ", ".join(_KV_OPTION)
             raise SpecError(
                 f"engine {cls.name}: --kv is {text[:80]!r}, expected {values}, or KEYS/VALUES such as u8/u4"
             )
-        return {_PRECISION: text} if len(words) == 1 else dict(zip(_SEPARATE, words, strict=True))
+        return {_PRECISION: text} if len(types) == 1 else dict(zip(_SEPARATE, types, strict=True))
 
     @classmethod
     def reference(cls, settings: Settings) -> Settings:
-        """Return the cache in the precision in which the engine computes."""
+        """Return the settings of a cache in the precision in which the engine computes."""
         hint = settings.get(_HINT, "f32")
         return {**super().reference(settings), _PRECISION: hint if hint in cls.compresses[_PRECISION] else "f32"}
 
     @classmethod
     def check(cls, settings: Settings, spec: EngineSpec) -> None:  # noqa: ARG003
-        """Raise SpecError if it is not installed."""
+        """Raise SpecError if OpenVINO GenAI is not installed."""
         python_with(("openvino_genai",), spec, cls.name, cls.install)
 
     @classmethod
@@ -117,7 +117,7 @@ class OpenVino(Engine):
 
     @classmethod
     def check_drawing(cls, settings: Settings) -> None:
-        """See ``Engine.check_drawing``: training uses the runtime without GenAI's scheduler."""
+        """Raise SpecError for settings of GenAI's scheduler, which training does not use."""
         scheduler = [name for name in settings if name in _SCHEDULER or "_config." in name]
         if scheduler:
             raise SpecError(
@@ -134,20 +134,20 @@ class OpenVino(Engine):
 
     @classmethod
     def store(cls, settings: Settings) -> EngineStore | None:
-        """See ``Engine.store``: its CPU plugin quantises keys by channel in blocks and values by token."""
+        """Return the CPU plug-in's store, keys by channel in blocks and values by token; None if it is unknown."""
         from kvaudit.audit.cache.engine_store import ByChannel, ByToken, Cast, EngineStore
 
         whole = settings.get(_PRECISION, "")
         keys, values = (settings.get(name, whole) for name in _SEPARATE)
-        plain = {"f32": None, "f16": Cast("float16")}
+        casts = {"f32": None, "f16": Cast("float16")}
         group = settings.get("VALUE_CACHE_GROUP_SIZE", "0")
-        if not {keys, values} <= {*_CODED, *plain} or not group.isdigit():
+        if not {keys, values} <= {*_CODED, *casts} or not group.isdigit():
             return None
         if any(name in settings for name in _UNKNOWN_STORE):
             return None
         # u8 and u4 name their bits
-        stored_values = ByToken(int(values[1:]), int(group)) if values in _CODED else plain[values]
-        return EngineStore(ByChannel(int(keys[1:])) if keys in _CODED else plain[keys], stored_values)
+        stored_values = ByToken(int(values[1:]), int(group)) if values in _CODED else casts[values]
+        return EngineStore(ByChannel(int(keys[1:])) if keys in _CODED else casts[keys], stored_values)
 
 
 def _check_effective(settings: Settings) -> None:

@@ -1,8 +1,9 @@
 """The process of an engine: started in its own group, read and written with time limits, ended with its children.
 
-    RUN/logs/engines/NAME.log    its stderr; of a server, which is used over HTTP, also its stdout
+RUN/logs/engines/NAME.log holds its stderr, and the stdout of a server, which is used over HTTP.
 
-``supervisor.py`` runs in between and ends the group when kvaudit's process ends, even by kill -9.
+kvaudit starts ``supervisor.py``, which starts the engine and ends the group when kvaudit's process ends, even by kill
+-9.
 """
 
 from __future__ import annotations
@@ -31,9 +32,10 @@ _STOP_SECONDS = 10.0  # for a killed group to be gone
 
 
 class Process:
-    """A running engine. ``engine`` is its name in errors.
+    """A running engine; ``engine`` is its name in errors.
 
-    ``is_piped``: whether lines go in by stdin and come out by stdout; otherwise stdout goes into the log.
+    With ``is_piped``, kvaudit writes lines to its stdin and reads them from its stdout; otherwise stdout goes into
+    the log.
     """
 
     def __init__(
@@ -67,37 +69,37 @@ class Process:
 
     @property
     def is_running(self) -> bool:
-        """Whether the engine runs. Its log is checked too, because the supervisor outlives it by a moment."""
+        """Whether the engine runs, by its log too, because the supervisor lives a moment longer than the engine."""
         return self._process.poll() is None and PROCESS_ENDED not in self.log_text(_LAST_BYTES)
 
     def write_line(self, line: str, seconds: float) -> None:
-        """Send a line; raise EngineFailed if it is not read within the time, or there is output that nobody expects."""
+        """Send a line; raise EngineFailed if the engine has not read it in time, or sent output without a request."""
         stdin, stdout = self._pipes()
         until = time.monotonic() + seconds
         # unexpected output would be taken for the next answer
         if self._unread or select.select([stdout], [], [], 0)[0]:
             raise self.failure("it sent output without a request" if self._unread or os.read(stdout, 1) else "it ended")
-        rest = memoryview(line.encode() + b"\n")
-        while rest:
+        unsent = memoryview(line.encode() + b"\n")
+        while unsent:
             if not select.select([], [stdin], [], max(0.0, until - time.monotonic()))[1]:
                 raise self.failure(f"it did not read its input for {seconds:g} s")
             try:
                 # a writable pipe takes this many bytes without blocking
-                rest = rest[os.write(stdin, rest[: select.PIPE_BUF]) :]
+                unsent = unsent[os.write(stdin, unsent[: select.PIPE_BUF]) :]
             except OSError:
                 raise self.failure("it ended") from None
 
     def read_line(self, seconds: float, doing: str, setting: str) -> str:
         """Return the next line of output; raise EngineFailed if the engine ends or the time is over first.
 
-        ``doing`` and ``setting``, the name of the setting for the time limit, are for the error message.
+        The error message names what the engine was ``doing`` and the ``setting`` of the time limit.
         """
         stdout, until = self._pipes()[1], time.monotonic() + seconds
         while b"\n" not in self._unread:
-            left = until - time.monotonic()
-            if left <= 0:
+            seconds_left = until - time.monotonic()
+            if seconds_left <= 0:
                 raise self.failure(f"no output for {seconds:g} s ({setting}) while {doing}")
-            if not select.select([stdout], [], [], left)[0]:
+            if not select.select([stdout], [], [], seconds_left)[0]:
                 continue
             chunk = os.read(stdout, 1 << 16)
             if not chunk:
@@ -116,14 +118,14 @@ class Process:
         assert self._process.stdout is not None
         return self._process.stdin.fileno(), self._process.stdout.fileno()
 
-    def failure(self, why: str) -> EngineFailed:
-        """Stop the engine and return the error, with the last log lines that name an error and the very last."""
+    def failure(self, reason: str) -> EngineFailed:
+        """Stop the engine and return the error, which quotes the last log lines about errors and the very last line."""
         self.stop()
         lines = [line for text in self.log_text(_LAST_BYTES).splitlines() if (line := one_line(text))]
         errors = [line for line in lines if _ERROR.search(line) and "WARNING" not in line]
-        telling = dict.fromkeys([*errors, lines[-1]] if errors else lines)
-        tail = f"; last log lines: {inline(' / '.join(list(telling)[-_LAST_LINES:]))}" if telling else ""
-        return EngineFailed(f"engine {self._engine}: {why}{tail} (full log: {self._log})")
+        quoted = dict.fromkeys([*errors, lines[-1]] if errors else lines)
+        tail = f"; last log lines: {inline(' / '.join(list(quoted)[-_LAST_LINES:]))}" if quoted else ""
+        return EngineFailed(f"engine {self._engine}: {reason}{tail} (full log: {self._log})")
 
     def log_text(self, limit: int) -> str:
         """Return the last ``limit`` bytes of the log of this start."""

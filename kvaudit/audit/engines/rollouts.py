@@ -1,4 +1,4 @@
-"""Engines in a worker that draw rollouts for training: each step pushes weights and gets tokens with log-probs back.
+"""Engines in a worker that sample rollouts for training: each step sends weights and gets tokens with log-probs.
 
     drawer.push(weights)               the learner's weights, by their names in the checkpoint
     drawer.draw(requests, keep=1)      a rollout per request, the first one with keys and values
@@ -32,8 +32,8 @@ _PREFIX, _LOCK, _MUTEX = "kvaudit-rollouts-", "held", ".kvaudit-rollouts.lock"  
 class WorkerDrawer(Drawer):
     """A drawer whose engine runs in a worker, started with the context's weights.
 
-    Weights, keys and values are exchanged as files in an ``ExchangeFolder`` beside the log. See
-    ``inside/openvino_rollouts_inside.py`` for the requests.
+    Weights, keys and values are exchanged as files in an ``ExchangeFolder`` next to the log.
+    ``inside/openvino_rollouts_inside.py`` describes the requests.
     """
 
     def __init__(self, session: WorkerSession, engine: str, context: EngineContext, *, exact: bool) -> None:
@@ -54,9 +54,9 @@ class WorkerDrawer(Drawer):
         self._push(weights, known=False)
 
     def draw(self, requests: Sequence[GenerationRequest], *, keep: int) -> list[DrawnRollout]:
-        path, kept = self._exchange.path / "written.npz", min(keep, len(requests))
+        path, keep = self._exchange.path / "written.npz", min(keep, len(requests))
         rows = [
-            {**request._asdict(), "messages": None, "keep": str(path) if n < kept else None}
+            {**request._asdict(), "messages": None, "keep": str(path) if n < keep else None}
             for n, request in enumerate(requests)
         ]
         replies = self._session.ask(rows, f"drawing {len(rows)} rollouts")
@@ -66,15 +66,15 @@ class WorkerDrawer(Drawer):
                 f"engine {self._engine} drew with weights {str(stale.get('weights'))[:12]!r}, the learner has "
                 f"{self._pushed[:12]}: the step is not taken; finished work is kept, start the run again"
             )
-        written = [*(self._read(path, kept) if kept else ()), *[None] * (len(rows) - kept)]
-        return [self._rollout(*row) for row in zip(replies, requests, written, strict=True)]
+        keys_and_values = [*(self._read(path, keep) if keep else ()), *[None] * (len(rows) - keep)]
+        return [self._rollout(*row) for row in zip(replies, requests, keys_and_values, strict=True)]
 
     def stop(self) -> None:
         self._session.stop()
         self._exchange.remove()
 
     def _push(self, weights: Mapping[str, Tensor], *, known: bool) -> None:
-        """Send weights; ``known``: the engine holds them already and learns their names."""
+        """Send weights; with ``known`` the engine has them already and only learns their names."""
         try:
             path, self._pushed = self._write(weights)
         except OSError as error:
@@ -91,7 +91,7 @@ class WorkerDrawer(Drawer):
             )
 
     def _write(self, weights: Mapping[str, Tensor]) -> tuple[Path, str]:
-        """Write weights as the engine reads them; return the file and the sha256 that it is to report."""
+        """Write weights in a file for the engine; return it and the sha256 that the engine should report."""
         import numpy as np
 
         path = self._exchange.path / "weights.npz"
@@ -114,9 +114,10 @@ class WorkerDrawer(Drawer):
         return torch.from_numpy(file[f"{row}.keys"]), torch.from_numpy(file[f"{row}.values"])
 
     def _rollout(
-        self, row: Mapping[str, Any], request: GenerationRequest, written: tuple[Tensor, Tensor] | None
+        self, row: Mapping[str, Any], request: GenerationRequest, keys_and_values: tuple[Tensor, Tensor] | None
     ) -> DrawnRollout:
         # a row has a log-prob per token, and no sum
+        """Return the rollout of a reply; raise RunError if it lacks log-probs or was sampled after another prompt."""
         reply = self._session.parse({**row, "logprob": None}, request)
         logprobs = row.get("logprobs")
         is_complete = isinstance(logprobs, list) and all(isinstance(n, float) and math.isfinite(n) for n in logprobs)
@@ -129,7 +130,7 @@ class WorkerDrawer(Drawer):
             raise RunError(
                 f"engine {self._engine} read a different prompt than the learner's: they tokenize differently"
             )
-        return DrawnRollout(reply.ids, reply.finish, tuple(logprobs), written)
+        return DrawnRollout(reply.ids, reply.finish, tuple(logprobs), keys_and_values)
 
 
 class ExchangeFolder:
@@ -137,16 +138,16 @@ class ExchangeFolder:
 
         RUN/logs/engines/kvaudit-rollouts-XXXXXXXX/held    locked while the folder is in use
 
-    It is created in ``place`` and removed with the drawer. A killed process leaves it behind: the kernel releases the
-    lock, and the next ExchangeFolder in the same place removes it.
+    It is created in ``parent`` and removed with the drawer. A killed process leaves it behind: the kernel releases the
+    lock, and the next ExchangeFolder in the same parent removes it.
     """
 
-    def __init__(self, place: Path) -> None:
-        place.mkdir(parents=True, exist_ok=True)
-        with mutex(place / _MUTEX):  # otherwise another process could remove it before it is locked
-            for folder in place.glob(f"{_PREFIX}*"):
+    def __init__(self, parent: Path) -> None:
+        parent.mkdir(parents=True, exist_ok=True)
+        with mutex(parent / _MUTEX):  # otherwise another process could remove it before it is locked
+            for folder in parent.glob(f"{_PREFIX}*"):
                 _remove_if_unused(folder)
-            self._folder = tempfile.TemporaryDirectory(prefix=_PREFIX, dir=place.resolve())
+            self._folder = tempfile.TemporaryDirectory(prefix=_PREFIX, dir=parent.resolve())
             self.path = Path(self._folder.name)
             self._lock = (self.path / _LOCK).open("w")
             fcntl.flock(self._lock, fcntl.LOCK_EX)
@@ -158,7 +159,7 @@ class ExchangeFolder:
 
 
 def model_weights(model: Any) -> dict[str, Tensor]:
-    """Return a model's weights by name; see ``unique_weights``."""
+    """Return a model's weights by name, tied weights once (see ``unique_weights``)."""
     return unique_weights(model.state_dict())
 
 
@@ -171,7 +172,7 @@ def unique_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def arrays_sha256(arrays: Mapping[str, Any]) -> str:
-    """Return the sha256 of numpy arrays by name; workers compute the same one of the weights that they hold."""
+    """Return the sha256 of named numpy arrays; workers compute the same hash of the weights that they hold."""
     hasher = hashlib.sha256()
     for name in sorted(arrays):
         hasher.update(name.encode() + arrays[name].tobytes())
@@ -179,7 +180,7 @@ def arrays_sha256(arrays: Mapping[str, Any]) -> str:
 
 
 def _remove_if_unused(folder: Path) -> None:
-    """Remove an exchange folder of a dead process; files that its ending engine still writes stay for the next call."""
+    """Remove a dead process's exchange folder, but leave files that its engine still writes to the next call."""
     with suppress(OSError):  # it is in use, or not ours to remove
         if not (folder / _LOCK).exists():
             folder.rmdir()  # its process was killed before it locked the folder

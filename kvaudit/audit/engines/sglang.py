@@ -1,7 +1,7 @@
 """SGLang: ``kv_cache_dtype`` (auto, fp8_e4m3, fp8_e5m2, ...) and any other flag of its server.
 
-It needs a GPU and has never been run here: this code was tested with SGLang's own flag parser and a stand-in server. It
-computes in bfloat16 unless ``dtype`` says otherwise, without prefix cache.
+It needs a GPU, and kvaudit's authors have never run it: this code was tested with SGLang's own flag parser and a
+stand-in server. It computes in bfloat16 unless ``dtype`` says otherwise, without prefix cache.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _FACTS = (  # of its server_info
 
 
 class SgLangSession(ServerSession):
-    """The server. It always ends answers at the model's own end tokens too, which no request can turn off."""
+    """A session with SGLang's server, which always ends answers at the model's own end tokens too."""
 
     path = "generate"
 
@@ -61,7 +61,7 @@ class SgLangSession(ServerSession):
         return {"input_ids": list(request.ids), "sampling_params": sampling, "return_logprob": True}
 
     def _row(self, reply: Mapping[str, Any], request: GenerationRequest) -> dict[str, Any]:
-        """See ``ServerSession._row``; the reply holds only the number of prompt tokens, not their ids."""
+        """Return a reply's fields as ``ServerSession._row`` says; of the prompt only the number of tokens is known."""
         metadata, ids = reply["meta_info"], reply["output_ids"]
         logprobs = metadata["output_token_logprobs"]
         if [row[1] for row in logprobs] != ids:
@@ -75,14 +75,14 @@ class SgLangSession(ServerSession):
 
     def _facts(self) -> dict[str, str]:
         # the path depends on the release
-        info = self._fetched("server_info") or self._fetched("get_server_info")
+        info = self._fetch_json("server_info") or self._fetch_json("get_server_info")
         facts = {name: str(info[name]) for name in _FACTS if info.get(name) is not None}
         version = {"version": f"sglang {info['version']}"} if "version" in info else {}
         return {**version, "flags": " ".join(self._flags), **facts}
 
 
 class SgLang(ServerEngine):
-    """SGLang's server with its own ``/generate``."""
+    """SGLang's server, used through its own path ``/generate``."""
 
     name = "sglang"
     says = "SGLang (a GPU; not run here): kv_cache_dtype, quantization_param_path and the server's other flags"

@@ -32,8 +32,9 @@ def supervise(lifeline: int, command: list[str]) -> None:
         # nothing is ever written into the lifeline: it is readable only once it is closed
         is_wanted = not select.select([lifeline], [], [], _POLL)[0] or bool(os.read(lifeline, 1))
     if is_wanted:
-        how = f"with exit code {child.returncode}" if child.returncode >= 0 else f"by signal {-child.returncode}"
-        print(f"{PROCESS_ENDED} {how}", file=sys.stderr, flush=True)
+        code = child.returncode
+        cause = f"with exit code {code}" if code >= 0 else f"by signal {-code}"
+        print(f"{PROCESS_ENDED} {cause}", file=sys.stderr, flush=True)
     # this process belongs to the group and must survive its own SIGTERM
     signal.signal(signal.SIGTERM, lambda *_: None)
     os.killpg(0, signal.SIGTERM)
@@ -47,6 +48,7 @@ def supervise(lifeline: int, command: list[str]) -> None:
 
 
 def _wait_for_group(seconds: float) -> None:
+    """Wait until the other processes of the group have ended, or the seconds are over."""
     until = time.monotonic() + seconds
     while time.monotonic() < until and _other_pids():
         time.sleep(_POLL / 4)

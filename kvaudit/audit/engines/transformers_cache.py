@@ -1,7 +1,7 @@
 """The caches of transformers under its ``generate``: ``cache: quantized`` with the parameters of ``QuantizedCache``.
 
-Its first update returns keys and values unquantised, so a prompt is read exactly and quantisation takes effect from the
-second token of an answer on. Entries in the residual are quantised only once it is full.
+The first update of such a cache returns keys and values unquantised, so a prompt is read exactly, and quantisation
+takes effect from the second token of an answer on. Entries in the residual are quantised only once it is full.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class TransformersCache(Engine):
 
     @classmethod
     def filled(cls, settings: Settings) -> Settings:
-        """Return the settings with cache and backend; raise SpecError for settings without effect."""
+        """Return the settings with cache and backend filled in; raise SpecError for settings without effect."""
         quantiser = [name for name in _QUANTISER_SETTINGS if name in settings]
         cache = settings.get("cache", "quantized" if quantiser else "dynamic")
         if cache in ("dynamic", "static") and quantiser:
@@ -45,7 +45,7 @@ class TransformersCache(Engine):
 
     @classmethod
     def kv(cls, text: str) -> Settings:
-        """Read ``BACKEND-BITS``, such as quanto-4 or hqq-2, or fp8."""
+        """Return the settings of ``BACKEND-BITS``, such as quanto-4 or hqq-2, or of fp8."""
         backend, _, bits = text.partition("-")
         if not backend or (bits and not bits.isdigit()) or text.endswith("-"):
             raise SpecError(f"engine {cls.name}: --kv is {text[:80]!r}, expected BACKEND-BITS such as quanto-4, or fp8")

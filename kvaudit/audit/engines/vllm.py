@@ -94,10 +94,10 @@ class _VllmSession(ServerSession):
 
     def _facts(self) -> dict[str, str]:
         log = [_LOG_PREFIX.sub("", line) for line in self._process.log_text(_LOG_BYTES).splitlines()]
-        info = re.search(r"^vllm:cache_config_info\{(.*)\}", self._shown("metrics"), re.MULTILINE)
+        info = re.search(r"^vllm:cache_config_info\{(.*)\}", self._fetch_text("metrics"), re.MULTILINE)
         cache = dict(re.findall(r'(\w+)="([^"]*)"', info[1])) if info else {}
         facts = {
-            "version": f"vllm {self._fetched('version').get('version', 'unknown')}",
+            "version": f"vllm {self._fetch_json('version').get('version', 'unknown')}",
             "flags": " ".join(self._flags),
             **{name: cache[name] for name in _CACHE_FACTS if name in cache},
             "dtype": _first_match(log, r"\bdtype=([\w.]+)"),
@@ -127,7 +127,7 @@ class Vllm(ServerEngine):
 
     @classmethod
     def check_drawing(cls, settings: Settings) -> None:
-        """See ``Engine.check_drawing``: no prefix cache, one process."""
+        """Raise SpecError for a prefix cache or several processes, with which rollouts cannot be sampled."""
         if settings.get("enable_prefix_caching", "false") != "false":
             raise SpecError(
                 "engine vllm: enable_prefix_caching would reuse keys and values of an earlier step's weights; remove "
@@ -142,7 +142,7 @@ class Vllm(ServerEngine):
 
     @classmethod
     def drawer(cls, settings: Settings, context: EngineContext) -> Drawer:
-        """See ``Engine.drawer``: one process, with the flags of the server."""
+        """Start one process with the flags of the server; raise as ``Engine.drawer`` does."""
         from kvaudit.audit.engines.rollouts import WorkerDrawer
 
         weights = safetensors_folder(context, cls.name)
@@ -150,7 +150,7 @@ class Vllm(ServerEngine):
             "folder": str(weights.path),
             # log-probs of the drawn tokens at the temperature of the draw
             "flags": _flags(settings, context, logprobs_mode="processed_logprobs"),
-            "environment": {**_own_gpu(settings, context), **_environment(settings, context)},
+            "environment": {**_learner_gpu(settings, context), **_environment(settings, context)},
         }
         python = python_of(context.spec.python, cls.name)
         session = WorkerSession(cls.name, "vllm_rollouts_inside.py", setup, context, python, weights)
@@ -158,7 +158,7 @@ class Vllm(ServerEngine):
 
     @classmethod
     def store(cls, settings: Settings) -> EngineStore | None:
-        """See ``Engine.store``: cast with the scale 1.0; unknown if the checkpoint may bring other scales."""
+        """Return a cast with scale 1.0 as the store, or None if the checkpoint may bring other scales."""
         import torch
 
         from kvaudit.audit.cache.engine_store import Cast, EngineStore
@@ -174,6 +174,7 @@ class Vllm(ServerEngine):
 
 
 def _flags(settings: Settings, context: EngineContext, **more: str) -> list[str]:
+    """Return the server's flags: defaults, then ``more``, then the settings."""
     length = _max_length(settings, context)
     defaults = {
         "max_model_len": str(length),
@@ -200,8 +201,8 @@ def _environment(settings: Settings, context: EngineContext) -> dict[str, str]:
     }
 
 
-def _own_gpu(settings: Settings, context: EngineContext) -> dict[str, str]:
-    """Return the variable that selects the learner's GPU; by default the engines of all ranks use the first one."""
+def _learner_gpu(settings: Settings, context: EngineContext) -> dict[str, str]:
+    """Return the variable that selects the learner's GPU; without it the engines of all ranks use the first one."""
     import torch
 
     device = context.model.device

@@ -38,7 +38,7 @@ _SHORT = 16  # digits of a hash in a folder's name
 class EngineCheckpoint(NamedTuple):
     """A file or folder of weights in an engine's format, with a description of its origin.
 
-    ``ours``: whether we converted it; weights that the user provides cannot be verified.
+    ``ours`` is True if kvaudit converted it; weights that the user provides cannot be verified.
     """
 
     path: Path
@@ -65,11 +65,11 @@ def configured_weights(context: EngineContext, engine: str, file: str, expected:
 
 
 def convert_once(kind: str, sha256: str, method: str, convert: Callable[[Path], Mapping[str, str]]) -> EngineCheckpoint:
-    """Return the folder of the weights ``sha256`` in the format ``kind``, and convert them if there is none yet.
+    """Return the weights ``sha256`` in the format ``kind``, converting them if no earlier call has.
 
-    ``method`` describes the conversion; another method has another folder. ``convert`` writes into an empty folder and
-    returns the versions of the libraries that it used. Raises RunError if nothing can be written, or the folder was
-    changed since.
+    ``method`` describes the conversion; another method has another folder. ``convert`` writes into an empty folder
+    and returns the versions of the libraries that it used. Raises RunError if nothing can be written, or if the
+    folder was changed after its conversion.
     """
     home = cache_home() / kind
     folder = home / f"{sha256[:_SHORT]}-{hashlib.sha256(method.encode()).hexdigest()[:6]}"
@@ -80,10 +80,11 @@ def convert_once(kind: str, sha256: str, method: str, convert: Callable[[Path], 
             if not (folder / CONVERSION).exists():
                 _convert(folder, sha256, method, convert)
     except (OSError, RuntimeError) as error:  # RuntimeError comes from libraries that write files themselves
-        why = error.strerror if isinstance(error, OSError) and error.strerror else inline(one_line(str(error)))[:200]
+        reason = error.strerror if isinstance(error, OSError) else None
+        reason = reason or inline(one_line(str(error)))[:200]
         raise RunError(
-            f"weights cannot be converted into {str(folder)!r} ({why}); check the free space, or set KVAUDIT_CACHE to "
-            "another folder"
+            f"weights cannot be converted into {str(folder)!r} ({reason}); check the free space, or set KVAUDIT_CACHE "
+            "to another folder"
         ) from None
     conversion = read_json(folder / CONVERSION)
     files = conversion.get("files")
@@ -106,7 +107,7 @@ def convert_checkpoint(
 def check_weights_fit(weights: Path, engine: str) -> None:
     """Raise SpecError if a file or folder of weights is larger than the free memory (of the container, if any).
 
-    Otherwise the kernel would kill the engine later without any message.
+    Otherwise the kernel would later kill the engine without any message.
     """
     import torch
 
@@ -147,7 +148,7 @@ def safetensors_folder(context: EngineContext, engine: str) -> EngineCheckpoint:
 
 
 def _source_folder(model: LoadedModel) -> Path | None:
-    """Return the folder that the model was loaded from if a server would read the same weights there, else None."""
+    """Return the folder that the model was loaded from, or None if a server would read other weights there."""
     from kvaudit.audit.sampling.model import locate
     from kvaudit.audit.sampling.weights import weight_files, weights_sha256
 

@@ -1,4 +1,4 @@
-"""Engines that are a library: a worker process loads them in the environment in which they are installed."""
+"""Engines that are a library: a worker process loads the library in the Python environment that has it."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ _INSIDE = Path(__file__).with_name("inside")
 class WorkerSession(Session):
     """A session whose engine runs in ``inside/worker.py``.
 
-    ``inside`` is the file there that loads the engine, ``setup`` the argument of its ``start``, ``weights`` what it
-    serves.
+    ``inside`` is the file there that loads the engine, ``setup`` the argument of its ``start``, ``weights`` the
+    checkpoint that it serves.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class WorkerSession(Session):
         self._process.stop()
 
     def _exchange(self, row: Mapping[str, Any], limit: str, doing: str, key: str, kind: type[T]) -> T:
-        """Send a row and return ``key`` of the answer; raise EngineFailed if it is not of the kind.
+        """Send a row and return ``key`` of the answer; raise EngineFailed if the value has another type than ``kind``.
 
         ``limit`` names the field of the spec that holds the time limit.
         """
@@ -88,16 +88,16 @@ class WorkerSession(Session):
             raise self._process.failure("it sent an answer to no current request")
         if isinstance(answer, dict) and "error" in answer:
             self.stop()
-            why = str(answer["error"])
-            why = " ".join((why if is_text(why) else repr(why)).split())
-            raise EngineFailed(f"engine {self._engine} refuses: {inline(clip(why, _LONGEST_ERROR))}")
+            message = str(answer["error"])
+            message = " ".join((message if is_text(message) else repr(message)).split())
+            raise EngineFailed(f"engine {self._engine} refuses: {inline(clip(message, _LONGEST_ERROR))}")
         value = answer.get(key) if isinstance(answer, dict) else None
         if not isinstance(value, kind):
             raise self._process.failure(f"it sent {short_repr(answer)}, expected {key!r}")
         return value
 
     def parse(self, row: Any, request: GenerationRequest) -> Reply:
-        """Return a row as a reply; raise EngineFailed if it is not a possible one."""
+        """Return a row as a reply; raise EngineFailed if it is not a valid one."""
         reply = parse_reply(row, request, self._vocabulary)
         if reply is None:
             raise self._process.failure(
@@ -107,7 +107,7 @@ class WorkerSession(Session):
 
 
 def parse_reply(row: Any, request: GenerationRequest, vocabulary: int) -> Reply | None:
-    """Return a row as a reply, None if it is not a possible one for a model with ``vocabulary`` tokens."""
+    """Return a row as a reply, None if it is not valid for a model with ``vocabulary`` tokens."""
     try:
         ids, finish, logprob = row["ids"], parse_finish(row["finish"]), row["logprob"]
         if finish is None or not isinstance(ids, list) or len(ids) > request.max_tokens:
@@ -123,12 +123,12 @@ def parse_reply(row: Any, request: GenerationRequest, vocabulary: int) -> Reply 
 
 
 def vocabulary_size(context: EngineContext) -> int:
-    """Return the number of tokens that the model knows."""
+    """Return the number of rows of the model's input embeddings."""
     return int(context.model.model.get_input_embeddings().weight.shape[0])
 
 
 def python_of(setting: str | None, engine: str) -> str:
-    """Return the interpreter for an engine: the configured one, or ours; raise SpecError if it does not exist."""
+    """Return the Python of an engine: the configured one, or this process's; raise SpecError if it does not exist."""
     if setting is None:
         return sys.executable
     path = Path(expand(f"engines.{engine}.python", setting)).expanduser()
@@ -140,12 +140,12 @@ def python_of(setting: str | None, engine: str) -> str:
 
 
 def python_with(modules: Sequence[str], spec: EngineSpec, engine: str, install: str) -> str:
-    """Return the interpreter for an engine; raise SpecError, with ``install``, if one of the modules is missing."""
+    """Return the Python of an engine; raise SpecError, with ``install``, if one of the modules is missing."""
     python = python_of(spec.python, engine)
     missing = [m for m in modules if not _has(m)] if spec.python is None else _missing(python, modules, engine)
     if missing:
-        where = f" for {python}" if spec.python is not None else ""
-        raise SpecError(f"engine {engine} is not installed{where}: {install} (no module {missing[0]})")
+        target = f" for {python}" if spec.python is not None else ""
+        raise SpecError(f"engine {engine} is not installed{target}: {install} (no module {missing[0]})")
     return python
 
 
@@ -170,6 +170,7 @@ for module in sys.argv[1:]:
 
 
 def _missing(python: str, modules: Sequence[str], engine: str) -> list[str]:
+    """Return the modules that another Python cannot import."""
     command = [python, "-c", _PRINT_MISSING, *modules]
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout.split()

@@ -17,7 +17,7 @@ from kvaudit.audit.replay.rollout_checks import RecordedRollouts
 from kvaudit.audit.runs.evaluate import Evaluator, evaluation_items, row_seed, suite_as_asked
 from kvaudit.audit.runs.folder import RunFolder
 from kvaudit.audit.runs.progress import Meter
-from kvaudit.audit.runs.stored import read_records, stored_unit
+from kvaudit.audit.runs.stored import read_records, read_unit
 from kvaudit.audit.runs.units import Unit, UnitFiles
 from kvaudit.audit.sampling.checkpoints import load_comparable, load_model_or_adapter
 from kvaudit.audit.sampling.conversations import GradedRow
@@ -153,7 +153,7 @@ def finished_records(run: RunFolder, unit: Unit) -> Iterator[Record]:
     """Yield the records of a unit, none if it is unfinished; raises DataError if they changed since it was sealed."""
     files = UnitFiles.of(run.records, unit)
     if files.seal.is_file():
-        stored = stored_unit(files.records)
+        stored = read_unit(files.records)
         stored.check()
         yield from read_records(stored)
 

@@ -1,1 +1,1 @@
-"""One run folder and all who work on it: claims, resume, the grid, the pipeline."""
+"""Run folders: claims on work units, resuming, the evaluation grid and the pipeline of stages."""

@@ -1,4 +1,4 @@
-"""The batches in which items are answered: by length for our own cache, in a fixed order for an engine."""
+"""Split the items of a suite into batches: by prompt length for kvaudit's own cache, in a fixed order for an engine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvaudit.suites.base import Suite
 
 
 def batched(items: Sequence[Item], lengths: dict[str, int], tokens: int) -> list[list[Item]]:
-    """Split items into batches of similar length with at most ``tokens`` padded tokens each, but at least one item."""
+    """Split items into batches of similar length, of at most ``tokens`` tokens with padding, or of one item."""
     batches: list[list[Item]] = []
     # the order is the same in every process, so that a resumed unit has the same batches
     for item in sorted(items, key=lambda item: (lengths[item.item_id], item.item_id)):
@@ -27,9 +27,10 @@ def batched(items: Sequence[Item], lengths: dict[str, int], tokens: int) -> list
 
 
 def whole_templates(suite: Suite, items: Sequence[Item], number: int) -> list[Item]:
-    """Return about ``number`` of the items, each template with all of its twins.
+    """Return about ``number`` items, never a template without all of its twins.
 
-    Every cluster gives its first template before any gives its second. A larger number begins with the same items.
+    The first template of every cluster comes before the second of any. The items for a smaller number are the first
+    of those for a larger one.
     """
     clusters: dict[str, list[Item]] = {}
     for item in items:
@@ -44,10 +45,11 @@ def whole_templates(suite: Suite, items: Sequence[Item], number: int) -> list[It
 
 
 def engine_batches(spec: RunSpec, suite: Suite, items: Sequence[Item], unit: Unit, folder: str) -> list[list[Item]]:
-    """Split items into the batches that an engine is sent; ``folder`` is the one in the run that its answers go to.
+    """Split a unit's items into the batches that its engine gets.
 
-    The pilot's items come first and end a batch, so that the grid asks them in the same batches. The first batch
-    is small, so that first answers arrive soon.
+    ``folder`` is the name of the folder for the records, such as that of the pilot. The pilot's items come first
+    and end a batch, so that the grid has the same batches. The first batch is small, so that the first answers
+    arrive soon.
     """
     at_once = spec.engine(unit.policy.canonical).at_once
     ordered = whole_templates(suite, items, len(items))
@@ -59,15 +61,15 @@ def engine_batches(spec: RunSpec, suite: Suite, items: Sequence[Item], unit: Uni
     batches = [ordered[start:end] for start, end in zip(starts, [*starts[1:], len(ordered)], strict=True)]
     batches = [batch for batch in batches if batch]
     if folder == PILOT_FOLDER:
-        return _first(batches, pilot_size)
+        return _take_batches(batches, pilot_size)
     if folder in (SAME_ORDER, SHUFFLED):
-        batches = _first(batches, spec.evaluate.floor)
-        return batches if folder == SAME_ORDER else _shuffled(batches, spec.evaluate.seed, unit)
+        batches = _take_batches(batches, spec.evaluate.floor)
+        return batches if folder == SAME_ORDER else _shuffle_batches(batches, spec.evaluate.seed, unit)
     return batches
 
 
-def _first(batches: Sequence[list[Item]], number: int) -> list[list[Item]]:
-    """Return the first batches that hold ``number`` items together, or all of them."""
+def _take_batches(batches: Sequence[list[Item]], number: int) -> list[list[Item]]:
+    """Return the first batches, until they hold ``number`` items together."""
     chosen: list[list[Item]] = []
     for batch in batches:
         if sum(map(len, chosen)) >= number:
@@ -76,8 +78,8 @@ def _first(batches: Sequence[list[Item]], number: int) -> list[list[Item]]:
     return chosen
 
 
-def _shuffled(batches: Sequence[list[Item]], seed: int, unit: Unit) -> list[list[Item]]:
-    """Return batches of the same sizes whose items are in an order that is the same for every condition."""
+def _shuffle_batches(batches: Sequence[list[Item]], seed: int, unit: Unit) -> list[list[Item]]:
+    """Shuffle items across batches of the same sizes; the order is the same for every condition."""
     items = [item for batch in batches for item in batch]
     random.Random(derive_seed("floor", seed, unit.suite, unit.context_tokens)).shuffle(items)
     remaining = iter(items)

@@ -1,8 +1,8 @@
-"""Claims on units: a process locks the unit's lock file for as long as it works on the unit.
+"""Claims on work units: a process holds the lock of a unit's lock file while it works on the unit.
 
-The kernel releases the lock when the process ends for any reason, so host names, process numbers and their namespaces
-do not matter. Some file systems do not share locks between machines. The holder therefore also touches its file every
-few seconds, and a claim signed under another kernel is free only after a timeout without such a heartbeat.
+The kernel releases the lock when the process ends for any reason, so neither host names nor process numbers are
+compared. Some file systems do not share locks between machines. The owner of a claim therefore also touches its file
+every few seconds, and a claim made under another kernel expires only after a timeout without such a heartbeat.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 HEARTBEAT_SECONDS = 5.0
 TIMEOUT_SECONDS = 60.0
-_UNSIGNED_SECONDS = 2.0  # a file that is unsigned for longer was left by a process that died while creating it
+_UNSIGNED_SECONDS = 2.0  # a file without signature for longer comes from a process that died while creating it
 _SETTLE_SECONDS = 2.0  # if two machines take over at once without a shared lock, the last to sign has the claim
 _POLL_SECONDS = 1.0
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -37,16 +37,17 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 @cache
 def kernel() -> str:
-    """Return an identifier of this running system, the same in all of its containers and new after a boot."""
+    """Return an identifier of the running kernel: the same in all containers of a machine, new after each boot."""
     if _BOOT_ID.exists():
         return _BOOT_ID.read_text(encoding="ascii").strip()
-    if os.uname().sysname == "Linux":  # a sandbox hides it: a new identifier makes the timeout decide, never the lock
+    # a sandbox can hide the boot id; with a new identifier the timeout decides, never the lock
+    if os.uname().sysname == "Linux":
         return str(uuid.uuid4())
     return f"{socket.gethostname()} {uuid.getnode():x}"
 
 
 class _ClaimState(NamedTuple):
-    """The state of a lock file, which changes with every heartbeat."""
+    """The content and modification time of a lock file; every heartbeat changes the time."""
 
     touched: int  # mtime in ns
     text: str
@@ -58,7 +59,7 @@ class _ClaimState(NamedTuple):
 
     @property
     def holder(self) -> dict[str, object]:
-        """The holder's signature, empty for a damaged or empty file."""
+        """The process that signed the file, as the table it wrote; empty if the file is damaged or empty."""
         try:
             holder = json.loads(self.text)
         except (ValueError, RecursionError):
@@ -68,7 +69,7 @@ class _ClaimState(NamedTuple):
 
 @dataclass(frozen=True)
 class Claim:
-    """A unit that this process has claimed; made by ``Claims``."""
+    """A unit that this process has claimed, returned by ``Claims.claim``."""
 
     path: Path
     file: int  # open and locked
@@ -76,7 +77,7 @@ class Claim:
 
     @classmethod
     def sign(cls, path: Path, file: int) -> Claim:
-        """Write this process's signature into the locked file."""
+        """Write this process's number, host and kernel into the locked file."""
         claim = cls(path, file, str(uuid.uuid4()))
         holder = {
             "pid": os.getpid(),
@@ -92,8 +93,8 @@ class Claim:
 
     @property
     def is_valid(self) -> bool:
-        """Whether no other process has taken it over."""
-        return _is_at(self.file, self.path) and _ClaimState.of(self.file).holder.get("token") == self.token
+        """Whether the claim is still this process's, not taken over by another one."""
+        return _is_current(self.file, self.path) and _ClaimState.of(self.file).holder.get("token") == self.token
 
     def check(self) -> None:
         """Raise RunError if another process has taken the claim over."""
@@ -104,7 +105,7 @@ class Claim:
             )
 
     def release(self) -> None:
-        """Give the unit up; the file is removed before it is unlocked, so that no process locks a removed file."""
+        """Give the unit up; remove the file before unlocking it, so that no process can lock a removed file."""
         if self.is_valid:
             self.path.unlink(missing_ok=True)
         os.close(self.file)
@@ -131,21 +132,21 @@ class Claim:
 
 
 class Claims:
-    """The claims of one process, and the states of other processes' claims that it has seen.
+    """The claims of one process, with the claims of other processes that it has seen.
 
-    ``takeover`` is the user's statement that processes on other machines are gone: their claims are free at once, or
-    after the timeout if the file is still locked, which a dead machine's can be for ever.
+    With ``takeover`` the user states that processes on other machines are gone. Their claims are then free at once.
+    One whose file is still locked is free after the timeout, because a dead machine can leave a lock for ever.
     """
 
     def __init__(self, *, takeover: bool = False) -> None:
         self._takeover = takeover
-        self._seen: dict[Path, tuple[_ClaimState, float]] = {}  # and since when, by this process's clock
+        self._seen: dict[Path, tuple[_ClaimState, float]] = {}  # state, and when this process first saw it
 
     @contextmanager
     def claim(self, path: Path) -> Iterator[Claim | None]:
         """Claim the unit of a lock file while the body runs; yield None if another live process has it."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        claim = self._settled(path)
+        claim = self._claim_settled(path)
         if claim is None:
             yield None
             return
@@ -156,11 +157,12 @@ class Claims:
             claim.release()
 
     def holder(self, path: Path) -> dict[str, object]:
-        """Return the signature of the process that had the claim when it was last refused."""
+        """Return the signature of the process that had the claim when this process last tried to get it."""
         return self._seen[path][0].holder if path in self._seen else {}
 
-    def _settled(self, path: Path) -> Claim | None:
-        with mutex(path.parent / ".claims.lock"):  # between reading the file and signing it
+    def _claim_settled(self, path: Path) -> Claim | None:
+        """Claim a lock file and, where another machine may claim it too, wait until the file shows which one did."""
+        with mutex(path.parent / ".claims.lock"):  # no other process may sign between our reading and signing
             claim, is_contested = self._take(path)
         if claim is None or not is_contested:
             return claim
@@ -172,12 +174,12 @@ class Claims:
         return None
 
     def _take(self, path: Path) -> tuple[Claim | None, bool]:
-        """Return the signed claim, and whether another machine may be taking it at this moment."""
-        file, is_new, is_locked = _opened(path)
+        """Sign the lock file if it is free; return the claim, and whether another machine may be signing it too."""
+        file, is_new, is_locked = _open_and_lock(path)
         state = _ClaimState.of(file)
-        last = (state.holder.get("kernel"), state.holder.get("device"))
+        signer = (state.holder.get("kernel"), state.holder.get("device"))
         # between processes of one kernel and mount the lock alone decides
-        is_local = is_new or last == (kernel(), os.fstat(file).st_dev)
+        is_local = is_new or signer == (kernel(), os.fstat(file).st_dev)
         quiet = 0.0 if is_new else self._quiet_seconds(path, file)
         patience = 0.0 if self._takeover else TIMEOUT_SECONDS
         patience = patience if state.text else _UNSIGNED_SECONDS
@@ -190,17 +192,17 @@ class Claims:
         return self._take(path)[0], True
 
     def _quiet_seconds(self, path: Path, file: int) -> float:
-        """Return for how long the file has not changed, by this process's clock since those of machines differ."""
+        """Return how long the file has not changed, by this process's clock since those of machines differ."""
         state, now = _ClaimState.of(file), time.monotonic()
-        last, since = self._seen.get(path, (None, now))
-        if state != last:
+        earlier, since = self._seen.get(path, (None, now))
+        if state != earlier:
             since = now
         self._seen[path] = state, since
         return now - since
 
 
-def _opened(path: Path) -> tuple[int, bool, bool]:
-    """Open the lock file; return it, whether it was created now, and whether this process has locked it."""
+def _open_and_lock(path: Path) -> tuple[int, bool, bool]:
+    """Open the lock file and try to lock it; return the file, whether it is new, and whether it is locked."""
     while True:
         try:
             file, is_new = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666), True
@@ -213,15 +215,16 @@ def _opened(path: Path) -> tuple[int, bool, bool]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return file, is_new, False
-        if _is_at(file, path):
+        if _is_current(file, path):
             return file, is_new, True
         os.close(file)  # its holder removed it between the two calls: try again with a new file
 
 
-def _is_at(file: int, path: Path) -> bool:
+def _is_current(file: int, path: Path) -> bool:
     """Return whether the path still names the open file.
 
-    It opens the path, because a file server answers that afresh, while a stat may be answered from a cache.
+    The path is opened because a file server answers an open with the current file, but may answer a stat from a
+    cache.
     """
     try:
         other = os.open(path, os.O_RDONLY)
@@ -234,7 +237,7 @@ def _is_at(file: int, path: Path) -> bool:
 
 
 class IdleSignal:
-    """A file that processes touch while they have nothing to do."""
+    """A file that a process touches when it has nothing to do, so that others release units."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / ".idle"
@@ -245,61 +248,61 @@ class IdleSignal:
         self._path.touch()
 
     def was_sent(self) -> bool:
-        """Return whether the file has changed since the last call; its time may be another machine's."""
-        before, self._last = self._last, self._time()
-        return self._last != before
+        """Return whether the file's time has changed since the last call; the time may be another machine's."""
+        earlier, self._last = self._last, self._time()
+        return self._last != earlier
 
     def _time(self) -> int:
         return self._path.stat().st_mtime_ns if self._path.exists() else 0
 
 
-class _Held(NamedTuple):
+class _HeldUnit(NamedTuple):
     claim: Claim
     release: Callable[[], None]
 
 
 class ClaimedUnits(Generic[T]):
-    """Units of one group that this process has claimed and works on together; made by ``work_on_groups``."""
+    """The units of one group that this process has claimed and works on together."""
 
-    def __init__(self, held: Mapping[T, _Held], is_done: Callable[[T], bool], idle: IdleSignal) -> None:
-        self._held, self._is_done, self._idle = dict(held), is_done, idle
+    def __init__(self, claimed_units: Mapping[T, _HeldUnit], is_done: Callable[[T], bool], idle: IdleSignal) -> None:
+        self._claimed, self._is_done, self._idle = dict(claimed_units), is_done, idle
 
     @property
     def units(self) -> list[T]:
-        """The units that are claimed now, in the order of the group."""
-        return list(self._held)
+        """The units that are still claimed, in the order of the group."""
+        return list(self._claimed)
 
     def claim(self, unit: T) -> Claim:
         """Return the claim of a unit."""
-        return self._held[unit].claim
+        return self._claimed[unit].claim
 
     def keep(self, unit: T) -> bool:
         """Return whether a unit is still claimed; if another process is idle, first release half of the others.
 
-        To be called before every piece of work, when all units are in the state that a kill may leave.
+        Call this before every batch, when the files of all units are complete.
         """
-        others = [other for other in self._held if other != unit and not self._is_done(other)]
-        if unit in self._held and others and self._idle.was_sent():
-            for other in others[len(others) // 2 :]:  # those that this process would reach last
-                self._held.pop(other).release()
-        return unit in self._held
+        others = [other for other in self._claimed if other != unit and not self._is_done(other)]
+        if unit in self._claimed and others and self._idle.was_sent():
+            for other in others[len(others) // 2 :]:  # this process would reach these last
+                self._claimed.pop(other).release()
+        return unit in self._claimed
 
 
 @contextmanager
 def _claim_group(
     claims: Claims, group: Sequence[T], lock: Callable[[T], Path], *, untouched: bool
-) -> Iterator[dict[T, _Held]]:
-    """Claim the free units of a group; ``untouched``: none if another process has the first."""
-    held: dict[T, _Held] = {}
+) -> Iterator[dict[T, _HeldUnit]]:
+    """Claim the free units of a group; with ``untouched``, none if another process has the first one."""
+    claimed_units: dict[T, _HeldUnit] = {}
     with ExitStack() as stack:
         for unit in group:
             single = stack.enter_context(ExitStack())  # so that a unit can be released before the others
             claim = single.enter_context(claims.claim(lock(unit)))
             if claim is not None:
-                held[unit] = _Held(claim, single.close)
-            elif untouched and not held:
+                claimed_units[unit] = _HeldUnit(claim, single.close)
+            elif untouched and not claimed_units:
                 break
-        yield held
+        yield claimed_units
 
 
 def work_on_units(
@@ -312,7 +315,7 @@ def work_on_units(
     on_wait: Callable[[str], None],
     takeover: bool = False,
 ) -> None:
-    """Run ``work_on_groups`` with units that are worked on one by one; ``work`` checks its claim."""
+    """Work on single units as ``work_on_groups`` does on groups; ``work`` must check its claim."""
 
     def work_alone(claimed: ClaimedUnits[T]) -> None:
         for unit in claimed.units:
@@ -339,50 +342,51 @@ def work_on_groups(
     on_wait: Callable[[str], None],
     takeover: bool = False,
 ) -> None:
-    """Do every unit that is neither done nor claimed, and wait for those that other live processes have claimed.
+    """Work on every unit that is not done, and wait for the units that other live processes have claimed.
 
-    Units of a group, whose lock files are in one folder, are claimed and worked on together. A process first takes
-    groups that no other has begun, then any free unit. A process that finds nothing free signals the others; they
-    release half of theirs. ``on_done`` is called once for every unit, whichever process did it, and ``on_wait`` with a
-    line whenever the holders that are waited for change. ``work`` checks its claims. The time is linear in the number
-    of units: every process has at most one group, and only claimed groups are checked again.
+    The units of a group, whose lock files are in one folder, are claimed and worked on together. A process first
+    takes groups that no other process has begun, then any free unit. A process that finds nothing free signals the
+    others, which release half of their units. ``on_done`` is called once for every unit, whichever process did it.
+    ``on_wait`` is called with a line whenever the processes that hold the remaining units change. ``work`` must
+    check its claims. The time is linear in the number of units: a process has at most one group, and only claimed
+    groups are checked again.
     """
-    claims, last = Claims(takeover=takeover), ""
+    claims, printed = Claims(takeover=takeover), ""
     has_groups = untouched = any(len(group) > 1 for group in groups)
 
     def still_open(candidates: Sequence[Sequence[T]]) -> list[list[T]]:
         return _open_units(candidates, is_done, on_done)
 
-    left = still_open(groups)
-    while left:
+    open_groups = still_open(groups)
+    while open_groups:
         busy: list[list[T]] = []
-        for group in left:
-            with _claim_group(claims, group, lock, untouched=untouched) as held:
+        for group in open_groups:
+            with _claim_group(claims, group, lock, untouched=untouched) as claimed_units:
                 # another process may have done a unit between the check and the claim
-                due = {unit: claim for unit, claim in held.items() if not is_done(unit)}
+                due = {unit: claim for unit, claim in claimed_units.items() if not is_done(unit)}
                 if due:
                     work(ClaimedUnits(due, is_done, IdleSignal(lock(group[0]).parent)))
                     busy = still_open(busy)
-            busy += still_open([group]) if held else [group]
-        left = still_open(busy)
+            busy += still_open([group]) if claimed_units else [group]
+        open_groups = still_open(busy)
         if untouched:
             untouched = False  # from now on free units of groups that others have begun, too
             continue
-        text = _waiting_text([lock(unit) for group in left for unit in group], claims, takeover=takeover)
-        if left and text != last:
+        text = _waiting_text([lock(unit) for group in open_groups for unit in group], claims, takeover=takeover)
+        if open_groups and text != printed:
             on_wait(text)
-            last = text
-        if left:
+            printed = text
+        if open_groups:
             if has_groups:
-                IdleSignal(lock(left[0][0]).parent).send()
+                IdleSignal(lock(open_groups[0][0]).parent).send()
             time.sleep(_POLL_SECONDS)
 
 
 def _open_units(
     groups: Sequence[Sequence[T]], is_done: Callable[[T], bool], on_done: Callable[[T], None]
 ) -> list[list[T]]:
-    """Call ``on_done`` with every unit that is done, and return the others."""
-    left: list[list[T]] = []
+    """Call ``on_done`` with every unit that is done, and return the others by group."""
+    open_groups: list[list[T]] = []
     for group in groups:
         open_units = []
         for unit in group:
@@ -390,8 +394,8 @@ def _open_units(
                 on_done(unit)
             else:
                 open_units.append(unit)
-        left += [open_units] if open_units else []
-    return left
+        open_groups += [open_units] if open_units else []
+    return open_groups
 
 
 def _waiting_text(paths: Sequence[Path], claims: Claims, *, takeover: bool) -> str:

@@ -1,7 +1,7 @@
-"""The one engine that a process runs: started for a checkpoint and a condition, ended before the next one starts.
+"""The engine that a process runs, one at a time: started for a checkpoint and a condition, stopped before the next.
 
-An engine that dies in the middle of a batch is restarted a few times and asked the batch again. Its description is
-noted at its first start, and the run goes on with no other engine.
+An engine that dies during a batch is restarted, up to three tries per batch. Its description is stored at its first
+start, and the run refuses an engine with another description.
 """
 
 from __future__ import annotations
@@ -16,8 +16,15 @@ from pathlib import Path
 import torch
 
 from kvaudit.audit.engines import ENGINES
-from kvaudit.audit.engines.base import Condition, EngineContext, EngineFailed, Reply, Session, require_replies
-from kvaudit.audit.engines.base import GenerationRequest as AskedOfEngine
+from kvaudit.audit.engines.base import (
+    Condition,
+    EngineContext,
+    EngineFailed,
+    GenerationRequest,
+    Reply,
+    Session,
+    require_replies,
+)
 from kvaudit.audit.runs.folder import RunFolder
 from kvaudit.audit.sampling.conversations import item_prompt
 from kvaudit.audit.sampling.model import LoadedModel
@@ -29,13 +36,14 @@ from kvaudit.core.spec import RunSpec
 from kvaudit.suites.base import SUITES
 
 _TRIES = 3  # of one batch
-_SHOWN, _BEFORE = 100, 30  # characters of a changed description that are shown, and of those before the difference
-FIRST_TOKENS = 24  # of a first answer that is shown before the run
+# characters of a changed description that an error shows, and how many of them come before the difference
+_SHOWN, _BEFORE = 100, 30
+FIRST_TOKENS = 24  # of the first answer, which is printed before the run
 OnFirstAnswer = Callable[[str, Item, str], None]  # policy or condition, item, the beginning of its answer
 
 
 class EngineSlot(Session):
-    """Runs at most one engine at a time; every start is made inside ``around``."""
+    """The session of the engine that currently runs; every start happens inside the context manager ``around``."""
 
     def __init__(
         self,
@@ -46,26 +54,28 @@ class EngineSlot(Session):
     ) -> None:
         self._run, self._spec, self._print_line, self._around = run, spec, print_line, around
         self._session: Session | None = None
-        self._target: tuple[Condition, LoadedModel] | None = None  # of the session, also when it has died
+        self._target: tuple[Condition, LoadedModel] | None = None  # of the session
+        self._key = ("", "")  # of the target: sha256 of the weights, condition
 
     def switch_to(self, condition: Condition, model: LoadedModel) -> Session:
-        """Return an engine under this condition on this checkpoint; another one that runs is ended first."""
-        if self._session is None or self._target is None or _key(*self._target) != _key(condition, model):
+        """Return an engine under this condition on this checkpoint, after stopping a different one that runs."""
+        key = (model.sha256, condition.canonical)
+        if self._session is None or key != self._key:
             self.stop()
-            self._session, self._target = self._start(condition, model), (condition, model)
+            self._session, self._target, self._key = self._start(condition, model), (condition, model), key
         self.described = self._session.described
         return self
 
-    def answer(self, asked: Sequence[AskedOfEngine]) -> list[Reply]:
-        """Return the engine's replies; an engine that dies is restarted twice at most."""
+    def answer(self, requests: Sequence[GenerationRequest]) -> list[Reply]:
+        """Return the engine's replies; restart an engine that dies, twice at most, then raise RunError."""
         assert self._target is not None
         condition, model = self._target
         for tries_left in reversed(range(_TRIES)):
             self.switch_to(condition, model)
             assert self._session is not None
             try:
-                replies = self._session.answer(asked)
-                require_replies(asked, replies, condition.engine)
+                replies = self._session.answer(requests)
+                require_replies(requests, replies, condition.engine)
             except EngineFailed as error:
                 self.stop()
                 if not tries_left:
@@ -81,7 +91,7 @@ class EngineSlot(Session):
         raise AssertionError
 
     def stop(self) -> None:
-        """End the engine, if one runs."""
+        """Stop the engine if one runs."""
         if self._session is not None:
             self._session.stop()
         self._session = self._target = None
@@ -100,37 +110,35 @@ class EngineSlot(Session):
         return session
 
 
-def _key(condition: Condition, model: LoadedModel) -> tuple[str, str]:
-    return model.sha256, condition.canonical
-
-
 def check_engine_unchanged(run: RunFolder, key: str, engine: str, description: Mapping[str, str]) -> None:
-    """Note an engine's description; raise RunError if it differs from the one at its first start.
+    """Store an engine's description at its first start; raise RunError if it differs later.
 
-    Its weights are not compared: they are those of each checkpoint in turn, whose hashes are checked elsewhere.
+    Its weights are not compared, since they are those of each checkpoint in turn, whose hashes are checked
+    elsewhere.
     """
-    now = dict(description)
-    noted = run.keep(SERVED_BY, key, now)
-    changed = sorted(name for name in {*noted, *now} - {"weights", NOT_SHOWN} if noted.get(name) != now.get(name))
+    current = dict(description)
+    stored = run.keep(SERVED_BY, key, current)
+    names = {*stored, *current} - {"weights", NOT_SHOWN}
+    changed = sorted(name for name in names if stored.get(name) != current.get(name))
     if changed:
         name = changed[0]
-        before, after = _from_difference(str(noted.get(name)), str(now.get(name)))
+        before, after = _cut_to_difference(str(stored.get(name)), str(current.get(name)))
         raise RunError(
-            f"engine {engine} reported {name} {before!r} when the run began, and reports {after!r} now; restore what "
-            "it was, or give another --out"
+            f"engine {engine} reported {name} {before!r} when the run began, and reports {after!r} now; restore the "
+            "former state, or give another --out"
         )
 
 
-def _from_difference(before: str, after: str) -> tuple[str, str]:
-    """Return two texts, cut to the part around their first difference if they are long."""
-    same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(before, after, strict=False)))
-    start = max(0, same - _BEFORE) if max(len(before), len(after)) > _SHOWN else 0
+def _cut_to_difference(before: str, after: str) -> tuple[str, str]:
+    """Return two texts, each cut to the part around their first difference if it is long."""
+    common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(before, after, strict=False)))
+    start = max(0, common - _BEFORE) if max(len(before), len(after)) > _SHOWN else 0
     dots = "..." if start else ""
     return dots + before[start:][:_SHOWN], dots + after[start:][:_SHOWN]
 
 
 def start_engine(condition: Condition, model: LoadedModel, spec: RunSpec, logs: Path) -> Session:
-    """Start an engine; raise RunError with its last output if it does not start."""
+    """Start an engine; raise RunError with the end of its output if it does not start."""
     log = logs / f"{in_file_name(condition.engine)}-{condition.hash}.log"
     work = EngineContext(model, spec.engine(condition.canonical), log, torch.get_num_threads())
     try:
@@ -146,14 +154,16 @@ def try_out_engines(
     item: Item,
     on_answer: OnFirstAnswer | None = None,
 ) -> None:
-    """Start an engine under every condition and sample a token; raise what would otherwise fail after hours.
+    """Start an engine under every condition and sample one token, so that errors show before a run begins.
 
     The logs are kept if an error names them. ``on_answer`` is called with the beginning of each answer.
     """
     ids, stops = item_prompt(model.chat, item).ids, tuple(sorted(model.chat.stop_ids))
     max_tokens = 1 if on_answer is None else FIRST_TOKENS
     messages, tools = model.chat.request_of(item.messages, item.tools)
-    request = AskedOfEngine(ids, max_tokens, stops, temperature=0.0, top_p=1.0, seed=0, messages=messages, tools=tools)
+    request = GenerationRequest(
+        ids, max_tokens, stops, temperature=0.0, top_p=1.0, seed=0, messages=messages, tools=tools
+    )
     windows = dict[str, int]()
     with _trial_logs() as logs:
         for condition in conditions:
@@ -170,9 +180,9 @@ def try_out_engines(
 
 
 def check_windows(spec: RunSpec, windows: Mapping[str, int]) -> None:
-    """Raise SpecError if a condition's context window is too short for the longest prompt of a spec and its answer."""
+    """Raise SpecError if a condition's context window is too short for the longest prompt and answer of the spec."""
     grid = spec.evaluate
-    answers = {name: part.max_new_tokens or SUITES.get(name).max_new_tokens for name, part in grid.suites.items()}
+    answers = {name: suite.max_new_tokens or SUITES.get(name).max_new_tokens for name, suite in grid.suites.items()}
     needed = max(max(grid.contexts_of(name)) + tokens for name, tokens in answers.items())
     for condition, window in windows.items():
         if window < needed:
@@ -185,7 +195,7 @@ def check_windows(spec: RunSpec, windows: Mapping[str, int]) -> None:
 
 @contextmanager
 def _trial_logs() -> Iterator[Path]:
-    """Make a folder for the logs of engines; it is kept if the body raises and a log has text."""
+    """Yield a folder for the logs of engines, and keep it if the body raises and a log has text."""
     logs = Path(tempfile.mkdtemp(prefix="kvaudit-engines-"))
     try:
         yield logs

@@ -1,4 +1,4 @@
-"""The grid: checkpoint x serving policy x suite x context length, with one append-only file of records per unit."""
+"""The evaluation grid: checkpoint x serving policy x suite x context length, each unit with a file of records."""
 
 from __future__ import annotations
 
@@ -69,12 +69,12 @@ _MOST_CLUSTERS = 20_000
 
 
 def grid(spec: RunSpec) -> list[Unit]:
-    """Return every unit of a run, ordered by checkpoint, so that each checkpoint is loaded once."""
-    part, parsed = spec.evaluate, dict(zip(spec.evaluate.policies, served_policies(spec), strict=True))
+    """Return every unit of a run, in an order that loads each checkpoint once."""
+    parsed = dict(zip(spec.evaluate.policies, served_policies(spec), strict=True))
     units = []
     for arm, seed in spec.arms:
         policies = [parsed[text] for text in spec.served(arm)]
-        suites = [(suite, context) for suite in part.suites for context in part.contexts_of(suite)]
+        suites = [(suite, context) for suite in spec.evaluate.suites for context in spec.evaluate.contexts_of(suite)]
         units += [
             Unit(arm, seed, policy, *pair) for pair in suites for policy in policies if isinstance(policy, Policy)
         ]
@@ -90,31 +90,31 @@ def served_policies(spec: RunSpec) -> list[ServingMode]:
 
 
 def cache_policies(spec: RunSpec) -> list[Policy]:
-    """Return the policies of kvaudit's own cache, without engine conditions."""
+    """Return the grid's policies of kvaudit's own cache, without the conditions of engines."""
     return [policy for policy in served_policies(spec) if isinstance(policy, Policy)]
 
 
 def selecting_policies(spec: RunSpec) -> list[str]:
-    """Return the policies that store all entries but let a query read only some; byte counts do not show their use."""
+    """Return the policies that store every entry, which byte counts show, but let a query read only some."""
     policies = cache_policies(spec)
-    return [p.canonical for p in policies if any(part.selects for drawn in p.draws for part in drawn.members)]
+    return [p.canonical for p in policies if any(member.selects for drawn in p.draws for member in drawn.members)]
 
 
 def suite_as_asked(spec: RunSpec, name: str) -> Suite:
-    """Return a suite with the answer length (thoughts included) and placements of the spec."""
-    suite, part, thinking = SUITES.get(name)(), spec.evaluate.suites[name], spec.evaluate.think
-    suite.max_new_tokens = part.max_new_tokens or suite.max_new_tokens
+    """Return a suite with the answer length (thoughts included) and the placements that the spec sets."""
+    suite, settings, thinking = SUITES.get(name)(), spec.evaluate.suites[name], spec.evaluate.think
+    suite.max_new_tokens = settings.max_new_tokens or suite.max_new_tokens
     suite.max_new_tokens += thinking.budget if thinking else 0
-    suite.placements = part.placement or suite.placements
+    suite.placements = settings.placement or suite.placements
     return suite
 
 
 class Evaluator:
-    """Answers units with one model.
+    """Answers units with one model and writes their records.
 
-    ``batches`` are the items made so far. They are shared by all policies, and by all models with the same tokenizer,
-    as the checkpoints of a run are. ``inputs`` is the hash of the run's inputs (``kvaudit.core.provenance``), which
-    seals carry. ``slot`` runs the engine of units that an engine serves.
+    ``batches`` are the items made so far, shared by all policies and by all checkpoints, which have the same
+    tokenizer. ``inputs`` is the hash of the run's inputs (``kvaudit.core.provenance``), which seals repeat.
+    ``slot`` starts the engines of units that an engine serves.
     """
 
     def __init__(
@@ -126,10 +126,10 @@ class Evaluator:
         slot: EngineSlot | None = None,
     ) -> None:
         self._model, self._spec, self._inputs, self._slot = model, spec, inputs, slot
-        self._known: Batches = {} if batches is None else batches
+        self._made_batches: Batches = {} if batches is None else batches
 
     def prepare(self) -> None:
-        """Make every item now; raise what would otherwise fail after hours, such as missing data."""
+        """Make every item now, so that an error such as missing data shows before the run begins."""
         for suite in self._spec.evaluate.suites:
             for context in self._spec.evaluate.contexts_of(suite):
                 self._batches(suite_as_asked(self._spec, suite), context)
@@ -144,18 +144,19 @@ class Evaluator:
         folder: Path | None = None,
         rows: Mapping[str, range] | None = None,
     ) -> None:
-        """Write what is missing of the records of units that differ only in their policy, then seal them.
+        """Write the missing records of units that differ only in their policy, then seal their files.
 
-        ``folder`` holds the records, by default those of the run's grid; ``rows``, by suite, are those of a round. The
-        pilot's folder holds the pilot's items only; every other folder but the floor's takes its answers over.
+        ``folder`` holds the records, by default the folder of the run's grid. ``rows`` are the rows of a round
+        by suite. In the pilot's folder a unit has the pilot's items only; in every other folder but the floor's
+        its answers are copied from the pilot.
 
-        A batch is played for one unit after another, so that it is prefilled once (``SharedPrefill``). ``keep`` is
-        called before every batch of every unit; a unit for which it returns False is skipped. Raises DataError if
-        a file holds records of another checkpoint.
+        A batch is answered for one unit after another, so that its prompts are prefilled once
+        (``SharedPrefill``). ``keep`` is called before every batch of every unit; a unit for which it returns
+        False is skipped. Raises DataError if a file holds records of another checkpoint.
         """
-        suite, place = suite_as_asked(self._spec, units[0].suite), folder or run.records
-        batches = self._unit_batches(suite, units[0], place.name, rows)
-        known = {unit: self._known_rows(unit, run, place) for unit in units}
+        suite, folder = suite_as_asked(self._spec, units[0].suite), folder or run.records
+        batches = self._unit_batches(suite, units[0], folder.name, rows)
+        existing = {unit: self._existing_rows(unit, run, folder) for unit in units}
         samples = range(self._spec.evaluate.samples_of(suite.name))
         expected = [[(item.item_id, sample) for item in batch for sample in samples] for batch in batches]
 
@@ -167,44 +168,44 @@ class Evaluator:
         with ExitStack() as stack:
             files = dict[Unit, RecordFile]()
             for unit in units:
-                unit_files, identity = UnitFiles.of(place, unit), unit.identity(self._model.sha256)
+                unit_files, identity = UnitFiles.of(folder, unit), unit.identity(self._model.sha256)
                 files[unit] = stack.enter_context(RecordFile(unit_files, expected, identity))
             for unit, file in files.items():
                 note(unit, file)
-            if rows is not None or place == run.records:
+            if rows is not None or folder == run.records:
                 self._note_prompts(run, files, batches, suite, rows)
             for number, batch in enumerate(batches):
                 # a resumed unit waits until the others have reached its batch
                 due = [unit for unit, file in files.items() if file.batches == number]
                 # the pilot answers all samples of an item or none, so the first one shows which
-                fresh = {unit: [item for item in batch if (item.item_id, 0) not in known[unit]] for unit in due}
-                prefills: dict[tuple[str, ...], SharedPrefill] = {}  # by the items that are played
+                to_ask = {unit: [item for item in batch if (item.item_id, 0) not in existing[unit]] for unit in due}
+                prefills: dict[tuple[str, ...], SharedPrefill] = {}  # by the ids of the items that are asked
                 prompts: dict[str, ChatTokens] = {}
                 for unit in due:
                     if keep is None or keep(unit):
-                        key = tuple(item.item_id for item in fresh[unit])
-                        policies = [other.policy for other in due if fresh[other] == fresh[unit]]
+                        key = tuple(item.item_id for item in to_ask[unit])
+                        policies = [other.policy for other in due if to_ask[other] == to_ask[unit]]
                         shared = prefills.setdefault(key, SharedPrefill([p for p in policies if isinstance(p, Policy)]))
-                        logs = run.path / LOGS / place.name / unit.name
-                        records = self._answers(unit, suite, fresh[unit], prompts, shared, logs)
-                        played = {(record.item_id, record.sample_index): record for record in records}
-                        files[unit].append([played.get(row) or known[unit][row] for row in expected[number]])
+                        logs = run.path / LOGS / folder.name / unit.name
+                        records = self._answers(unit, suite, to_ask[unit], prompts, shared, logs)
+                        answered = {(record.item_id, record.sample_index): record for record in records}
+                        files[unit].append([answered.get(row) or existing[unit][row] for row in expected[number]])
                         note(unit, files[unit])
 
     def answer_items(self, policy: Policy, suite: Suite, items: Sequence[Item]) -> Iterator[list[GradedRow]]:
-        """Answer some items as a unit would, batch by batch, with a row for every sample; writes nothing."""
-        for batch in self._batched(suite, items):
-            yield self._play(Sampler(self._packed, policy), suite, batch)
+        """Yield the graded rows of each batch of items, answered as in a unit; write nothing."""
+        for batch in self._make_batches(suite, items):
+            yield self._play_batch(Sampler(self._packed_model, policy), suite, batch)
 
     def _unit_batches(
         self, suite: Suite, unit: Unit, folder: str, rows: Mapping[str, range] | None = None
     ) -> list[list[Item]]:
-        """Return the batches of a unit whose records are in this folder of a run, none of them empty."""
+        """Return the batches of a unit, without empty ones; ``folder`` is the name of its records' folder."""
         context = unit.context_tokens
         if rows is not None:
             items = self._items(suite, context)[rows[suite.name].start : rows[suite.name].stop]
             if isinstance(unit.policy, Policy):
-                return self._batched(suite, items)
+                return self._make_batches(suite, items)
             size = 2 * self._spec.engine(unit.policy.canonical).at_once
             return [items[start : start + size] for start in range(0, len(items), size)]
         batches = self._batches(suite, context)
@@ -214,11 +215,11 @@ class Evaluator:
             return batches
         chosen = whole_templates(suite, self._items(suite, context), self._spec.evaluate.pilot_size)
         names = {item.item_id for item in chosen}
-        parts = [[item for item in batch if item.item_id in names] for batch in batches]
-        return [part for part in parts if part]
+        pilot_batches = [[item for item in batch if item.item_id in names] for batch in batches]
+        return [batch for batch in pilot_batches if batch]
 
-    def _known_rows(self, unit: Unit, run: RunFolder, folder: Path) -> dict[Row, Record]:
-        """Return the answers that the pilot gave, unless a server refused them, and those kept from a reopened unit."""
+    def _existing_rows(self, unit: Unit, run: RunFolder, folder: Path) -> dict[Row, Record]:
+        """Return the answers that need no asking: the pilot's, without refused ones, and a reopened unit's."""
         if folder.name in (PILOT_FOLDER, SAME_ORDER, SHUFFLED):
             return {}
         files = UnitFiles.of(run.path / PILOT_FOLDER, unit)
@@ -233,7 +234,7 @@ class Evaluator:
         suite: Suite,
         rows: Mapping[str, range] | None,
     ) -> None:
-        """Note the hash of the prompts of every unfinished unit, besides the hash of those it began with.
+        """Store the hash of the prompts of every unfinished unit, next to the hashes of earlier processes.
 
         In rounds the hash covers the rows of all rounds so far.
         """
@@ -243,11 +244,11 @@ class Evaluator:
         if rows is not None:
             items = self._items(suite, next(iter(due)).context_tokens)
             batches = [items[: rows[suite.name].stop]]
-        sha256, noted = prompts_sha256(self._model.chat, batches), table_of(run.provenance(), PROMPTS)
+        sha256, stored = prompts_sha256(self._model.chat, batches), table_of(run.provenance(), PROMPTS)
         hashes = {}
         for unit, file in due.items():
             name = prompt_unit(unit.arm, unit.seed, unit.suite, unit.context_tokens, unit.policy.canonical)
-            hashes[name] = merge_prompt_digests(noted.get(name) if file.rows and not rows else None, sha256)
+            hashes[name] = merge_prompt_digests(stored.get(name) if file.rows and not rows else None, sha256)
         names = ", ".join(self._model.chat.unstable_names)
         forms = {} if suite.played_by else tool_forms_of(self._model.chat, batches)
         used: dict[str, Any] = {TOOL_FORMS_USED: {suite.name: forms}} if forms else {}
@@ -260,20 +261,24 @@ class Evaluator:
         unit: Unit,
         suite: Suite,
         items: Sequence[Item],
-        known: dict[str, ChatTokens],
+        prompt_cache: dict[str, ChatTokens],
         shared: SharedPrefill,
         logs: Path,
     ) -> list[Record]:
-        """Return the records of a batch; ``known`` are prompts by item, ``logs`` is the folder of a harness's logs."""
+        """Return the records of a batch.
+
+        ``prompt_cache`` has prompts by item id and is filled here; ``logs`` is the folder for the logs of a
+        harness.
+        """
         if isinstance(suite, Inspect):
             return self._play_in_inspect(unit, suite, items, logs) if items else []
         for item in items:
-            if item.item_id not in known:
-                known[item.item_id] = item_prompt(self._model.chat, item)
-        prompts = [known[item.item_id] for item in items]
+            if item.item_id not in prompt_cache:
+                prompt_cache[item.item_id] = item_prompt(self._model.chat, item)
+        prompts = [prompt_cache[item.item_id] for item in items]
         rows: Sequence[GradedRow | EngineAnswer] = ()
         if isinstance(unit.policy, Policy):
-            rows = self._play(Sampler(self._packed, unit.policy, shared), suite, items, prompts)
+            rows = self._play_batch(Sampler(self._packed_model, unit.policy, shared), suite, items, prompts)
         elif items:
             assert self._slot is not None, "an engine's units need a slot"
             decoding, seeds, samples, thinks = self._decoding(suite, items)
@@ -282,35 +287,34 @@ class Evaluator:
         return [self._record(unit, suite, row) for row in rows]
 
     def _play_in_inspect(self, unit: Unit, suite: Inspect, items: Sequence[Item], logs: Path) -> list[Record]:
-        """Return the records of items that Inspect plays with the unit's condition as its model."""
-        part, model, at_once = self._spec.evaluate, self._packed, SAMPLES_AT_ONCE
+        """Return the records of items that Inspect runs, with the unit's policy or condition as its model."""
+        section, model, at_once = self._spec.evaluate, self._packed_model, SAMPLES_AT_ONCE
         if isinstance(unit.policy, Policy):
-            answer = cache_answers(model, unit.policy, part.batch_tokens)
+            answer = cache_answers(model, unit.policy, section.batch_tokens)
         else:
             assert self._slot is not None, "an engine's units need a slot"
             answer = session_answers(self._slot.switch_to(unit.policy, self._model), model)
             at_once = self._spec.engine(unit.policy.canonical).at_once
-        drawn = {"temperature": part.temperature, "top_p": part.top_p, "max_tokens": suite.max_new_tokens}
-        samples = part.samples_of(suite.name)
-        inspect_unit = InspectUnit(
-            suite, logs, self._serving(unit, suite), samples, drawn, partial(row_seed, part.seed)
-        )
+        decoding = {"temperature": section.temperature, "top_p": section.top_p, "max_tokens": suite.max_new_tokens}
+        seed_of = partial(row_seed, section.seed)
+        samples = section.samples_of(suite.name)
+        inspect_unit = InspectUnit(suite, logs, self._serving(unit, suite), samples, decoding, seed_of)
         with closing(BatchedModel(model.chat, model.max_positions, answer, at_once)) as batched:
             return play_unit(inspect_unit, items, batched)
 
     def _decoding(self, suite: Suite, items: Sequence[Item]) -> tuple[Decoding, list[int], int, bool]:
-        """Return the decoding, a seed for every row, the number of rows per item, and whether answers have thoughts."""
-        part, samples = self._spec.evaluate, self._spec.evaluate.samples_of(suite.name)
-        decoding = Decoding(suite.max_new_tokens, temperature=part.temperature, top_p=part.top_p)
+        """Return the decoding, a seed per row, the number of rows per item, and whether the model thinks first."""
+        section, samples = self._spec.evaluate, self._spec.evaluate.samples_of(suite.name)
+        decoding = Decoding(suite.max_new_tokens, temperature=section.temperature, top_p=section.top_p)
         # the samples of an item are adjacent
-        seeds = [row_seed(part.seed, item, sample) for item in items for sample in range(samples)]
-        return decoding, seeds, samples, part.think is not None
+        seeds = [row_seed(section.seed, item, sample) for item in items for sample in range(samples)]
+        return decoding, seeds, samples, section.think is not None
 
     @cached_property
-    def _packed(self) -> LoadedModel:
+    def _packed_model(self) -> LoadedModel:
         return pack_weights(self._model)
 
-    def _play(
+    def _play_batch(
         self, sampler: Sampler, suite: Suite, batch: Sequence[Item], prompts: Sequence[ChatTokens] | None = None
     ) -> list[GradedRow]:
         if not batch:
@@ -324,12 +328,12 @@ class Evaluator:
 
     def _batches(self, suite: Suite, context: int) -> list[list[Item]]:
         key = (suite.name, context)
-        if key not in self._known:
-            self._known[key] = self._batched(suite, self._items(suite, context))
-        return self._known[key]
+        if key not in self._made_batches:
+            self._made_batches[key] = self._make_batches(suite, self._items(suite, context))
+        return self._made_batches[key]
 
-    def _batched(self, suite: Suite, items: Sequence[Item]) -> list[list[Item]]:
-        if suite.played_by:  # what is asked, and how long it is, is known only when it is played
+    def _make_batches(self, suite: Suite, items: Sequence[Item]) -> list[list[Item]]:
+        if suite.played_by:  # the harness decides during the run what it asks, so lengths are unknown
             return inspect_batches(items)
         lengths = {}
         for item in items:
@@ -360,7 +364,7 @@ class Evaluator:
         )
 
     def _record(self, unit: Unit, suite: Suite, row: GradedRow | EngineAnswer) -> Record:
-        """Return the record of a row; an engine's has no measures of the cache."""
+        """Return the record of a row; the record of an engine has no measurements of the cache."""
         serving = self._serving(unit, suite)
         if isinstance(row, EngineAnswer):
             return Record.of(serving, row.item, row.grade, row.answer, CacheUse())
@@ -386,7 +390,7 @@ class Evaluator:
 
 
 def prompts_sha256(chat: Chat, batches: Sequence[Sequence[Item]]) -> str:
-    """Return the sha256 of items' prompts as the chat template renders them, whatever their order."""
+    """Return the sha256 of the items' rendered prompts, independent of their order."""
     texts = sorted((item.item_id, _prompt_text(chat, item)) for batch in batches for item in batch)
     digest = hashlib.sha256()
     for name, text in texts:
@@ -395,41 +399,41 @@ def prompts_sha256(chat: Chat, batches: Sequence[Sequence[Item]]) -> str:
 
 
 def _prompt_text(chat: Chat, item: Item) -> str:
-    """Return an item's prompt; of an item that a harness plays, what it begins with."""
+    """Return an item's prompt; for an item that a harness runs, its first messages and tools as JSON."""
     if SUITES.get(item.suite).played_by:
         return json.dumps(fingerprint_rows(item.messages, item.tools))
     return chat.prompt_text(item.messages, item.tools)
 
 
 def tool_forms_of(chat: Chat, batches: Sequence[Sequence[Item]]) -> dict[str, int]:
-    """Return the forms in which items offer tools, with the number of items in each; {} for items without tools."""
+    """Count the items by the form in which their prompts offer tools; items without tools are left out."""
     forms = (chat.tool_form_of(item.messages, item.tools) for batch in batches for item in batch)
     return dict(sorted(Counter(filter(None, forms)).items()))
 
 
 def evaluation_items(spec: RunSpec, suite: Suite, context: int, count: CountTokens) -> list[Item]:
-    """Return the items of a suite at one length, the same under every policy and from every model.
+    """Return the items of a suite at one length, the same for every policy and model.
 
-    Until the pilot has fixed their number, ``auto`` and ``all`` are one round.
+    Until the pilot has fixed their number, ``auto`` and ``all`` mean the items of one round.
     """
-    part = spec.evaluate
-    number = part.suites[suite.name].items
+    section = spec.evaluate
+    number = section.suites[suite.name].items
     items = number if isinstance(number, int) else round_size(spec, suite, count)
     if spec.probe is not None and context:
-        return _twins(suite, items, part.seed, context, max(part.contexts_of(suite.name)), count)
-    return make_items("evaluate", suite, "eval", items, part.seed, context, count)
+        return _shortened_items(suite, items, section.seed, context, max(section.contexts_of(suite.name)), count)
+    return make_items("evaluate", suite, "eval", items, section.seed, context, count)
 
 
 def round_size(spec: RunSpec, suite: Suite, count: CountTokens) -> int:
-    """Return the number of items in a round: every template with each of its twins, or all rows of public data."""
-    part = spec.evaluate
-    if (rows := suite.rows("eval", part.seed)) is not None:
+    """Return the number of items of a round: every template with each of its twins, or all rows of public data."""
+    section = spec.evaluate
+    if (rows := suite.rows("eval", section.seed)) is not None:
         return rows
-    return count_clusters(suite, part.seed, min(part.contexts_of(suite.name)), count) * suite.twins
+    return count_clusters(suite, section.seed, min(section.contexts_of(suite.name)), count) * suite.twins
 
 
 def count_clusters(suite: Suite, seed: int, context: int, count: CountTokens) -> int:
-    """Return how many clusters come before the first one repeats; raise SpecError beyond 20,000."""
+    """Return how many items a suite makes before a cluster repeats; raise SpecError beyond 20,000."""
     number = 64
     while True:
         names = [item.cluster_id for item in make_items("evaluate", suite, "eval", number, seed, context, count)]
@@ -443,11 +447,13 @@ def count_clusters(suite: Suite, seed: int, context: int, count: CountTokens) ->
         number *= 4
 
 
-def _twins(suite: Suite, number: int, seed: int, context: int, longest: int, count: CountTokens) -> list[Item]:
-    """Return the items of the longest length with less filler: the same ids and words in ``context`` tokens.
+def _shortened_items(
+    suite: Suite, number: int, seed: int, context: int, longest: int, count: CountTokens
+) -> list[Item]:
+    """Return the items of the longest length with less filler, so that they fit ``context`` tokens.
 
-    A suite fills an item up to the length it is given, by the token count it is given. A count that is larger by
-    longest/context therefore gives the same item in a shorter context.
+    Ids and words stay the same. A suite fills an item up to a length by the token count it is given, so a count
+    that is larger by longest/context yields the same item in a shorter context.
     """
     try:
         items = suite.items("eval", number, seed, longest, lambda text: -(-count(text) * longest // context))
@@ -460,7 +466,7 @@ def _twins(suite: Suite, number: int, seed: int, context: int, longest: int, cou
 def make_items(
     section: str, suite: Suite, split: Split, number: int, seed: int, context: int, count: CountTokens
 ) -> list[Item]:
-    """Return a suite's items; a SpecError names the suite and the section of the spec."""
+    """Return a suite's items; name the suite and the section of the spec in a SpecError."""
     try:
         return suite.items(split, number, seed, context, count)
     except SpecError as error:
@@ -468,7 +474,7 @@ def make_items(
 
 
 def opening_tokens(model: LoadedModel, item: Item) -> int:
-    """Return the length of an item's prompt; a SpecError of the chat template names the suite."""
+    """Return the tokens of an item's prompt; name the suite in a SpecError of the chat template."""
     try:
         return len(model.chat.prompt(item.messages, (), item.tools).ids)
     except SpecError as error:
@@ -476,7 +482,7 @@ def opening_tokens(model: LoadedModel, item: Item) -> int:
 
 
 def check_spans(suite: Suite, item: Item) -> None:
-    """Raise SpecError for a span of the suite that is not in the item."""
+    """Raise SpecError if a marked span of the item is not in its text."""
     texts = [*(message.content for message in item.messages), *([list_tools(item.tools)] if item.tools else [])]
     problem = span_error(item.spans, texts, may_come_later=suite.max_turns > 1)
     if problem:
@@ -484,5 +490,5 @@ def check_spans(suite: Suite, item: Item) -> None:
 
 
 def row_seed(seed: int, item: Item, sample: int) -> int:
-    """Return the sampling seed of a row, the same for all checkpoints and policies: they share random numbers."""
+    """Return the sampling seed of a row, the same for all checkpoints and policies: common random numbers."""
     return derive_seed("evaluate", seed, item.suite, item.item_id, sample)

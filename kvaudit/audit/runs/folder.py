@@ -1,4 +1,4 @@
-"""The run folder: one spec, shared by any number of processes, resumed after a kill.
+"""The run folder: one spec, which any number of processes work on, and which resumes after a kill.
 
 spec.yaml  provenance.json  checkpoints/<arm>/seed-<n>/  records/<unit>.jsonl + <unit>.done.json  report/
 
@@ -29,14 +29,14 @@ _IMPOSSIBLE = {errno.ENOENT, errno.ENOTDIR, errno.EEXIST, errno.EINVAL, errno.EN
 
 
 class RunFolder:
-    """An open run folder, made by ``open_run``."""
+    """The folder of a run with its spec, opened by ``open_run`` or ``existing_run``."""
 
     def __init__(self, path: Path, spec: RunSpec) -> None:
         self.path, self.spec = path, spec
 
     @property
     def sized(self) -> RunSpec:
-        """The spec with the numbers of items that the pilot or the last look has fixed, if any."""
+        """The spec with the numbers of items that the pilot or the last look at the rounds has fixed, if any."""
         return self.spec.sized(item_counts(self.provenance()))
 
     @property
@@ -61,7 +61,7 @@ class RunFolder:
             write_json(self.path / PROVENANCE, provenance)
 
     def keep(self, table: str, key: str, value: Any) -> Any:
-        """Write ``value`` under ``table`` and ``key`` of provenance.json unless it has one; return what is there.
+        """Store ``value`` under ``table`` and ``key`` of provenance.json if it has none; return the stored value.
 
         Safe between processes: all of them get the value of the first one.
         """
@@ -79,7 +79,7 @@ class RunFolder:
 
 
 def noted_value(run: RunFolder, *keys: str) -> Any:
-    """Return the value under nested keys of provenance.json; raise DataError if there is none."""
+    """Return the value under nested keys of provenance.json; raise DataError if it is missing."""
     value: Any = run.provenance()
     for key in keys:
         if not isinstance(value, Mapping) or key not in value:
@@ -92,16 +92,17 @@ def noted_value(run: RunFolder, *keys: str) -> Any:
 
 
 def check_inputs_unchanged(run: RunFolder, kind: str, digests: Digests) -> None:
-    """Note the sha256 of the inputs of one kind; raise RunError if the run has noted others."""
+    """Store the sha256 of the run's inputs of one kind; raise RunError if the run stored others before."""
     check_inputs(kind, run.keep(INPUTS, kind, dict(digests)), digests)
 
 
 def check_folder(path: Path, spec: RunSpec, *, resume: bool) -> bool:
-    """Return whether ``path`` holds this run already; writes nothing.
+    """Return whether ``path`` holds this run already; write nothing.
 
-    Raises RunError if the folder holds another spec or other files, or the same run and ``resume`` is not given.
+    Raises RunError if the folder holds another spec or other files, or holds this run although ``resume`` is not
+    given.
     """
-    with _usable(path):
+    with _explain_path_errors(path):
         if not (path / SPEC).exists():
             begun = {PROVENANCE, "records", "spec.yaml.partial"}  # traces of an interrupted start
             if path.exists() and not path.is_dir():
@@ -121,16 +122,16 @@ def check_folder(path: Path, spec: RunSpec, *, resume: bool) -> bool:
 
 
 def existing_run(path: Path) -> RunFolder:
-    """Open the run of a folder; raise DataError if there is none, or it began with another spec."""
+    """Open the run of a folder; raise DataError if there is none, or if its spec was changed."""
     if not (path / SPEC).is_file():
         raise DataError(f"{str(path / SPEC)!r} is missing; give the folder of a run (kvaudit run SPEC --out DIR)")
     run = RunFolder(path, load_spec(path / SPEC, NAMES))
     began = run.provenance().get("spec_sha256")
     if began != run.spec.sha256:  # perhaps a spec of an earlier version, which gave public rows a context length
-        written = load_spec(path / SPEC)
-        grid = written.evaluate
+        spec = load_spec(path / SPEC)
+        grid = spec.evaluate
         if any(NAMES.lengths(name) == "none" and any(grid.contexts_of(name)) for name in grid.suites):
-            run = RunFolder(path, written)
+            run = RunFolder(path, spec)
     if began != run.spec.sha256:
         raise DataError(
             f"{str(path / SPEC)!r} has hash {run.spec.sha256[:12]}, the run began with {str(began)[:12]}; "
@@ -139,10 +140,10 @@ def existing_run(path: Path) -> RunFolder:
     return run
 
 
-def open_run(path: Path, spec: RunSpec, *, resume: bool, kept: Mapping[str, Any] | None = None) -> RunFolder:
+def open_run(path: Path, spec: RunSpec, *, resume: bool, entries: Mapping[str, Any] | None = None) -> RunFolder:
     """Start or resume a run in ``path``; raise RunError as ``check_folder`` does.
 
-    ``kept`` are further entries for the provenance of a new run: the gate it was declared with.
+    ``entries`` are further entries for the provenance of a new run, such as its gate.
     """
     folder = RunFolder(path, spec)
     if check_folder(path, spec, resume=resume):
@@ -157,10 +158,10 @@ def open_run(path: Path, spec: RunSpec, *, resume: bool, kept: Mapping[str, Any]
         host={"python": platform.python_version(), "machine": platform.machine(), "system": platform.system()},
         started=utc_now(),
         finished=None,
-        **(kept or {}),
+        **(entries or {}),
     )
     folder.records.mkdir(exist_ok=True)
-    # last: a folder with a spec has all the rest, and one without may be started over
+    # the spec is written last: a folder with a spec is complete, and one without may be started over
     with mutex(path / ".provenance.lock"):
         if not (path / SPEC).exists():
             write_whole(path / SPEC, dump_spec(spec))
@@ -169,14 +170,14 @@ def open_run(path: Path, spec: RunSpec, *, resume: bool, kept: Mapping[str, Any]
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder and its parents; raise RunError for an impossible path."""
-    with _usable(path):
+    """Make a folder and its parents; raise RunError if the path cannot be a folder."""
+    with _explain_path_errors(path):
         path.mkdir(parents=True, exist_ok=True)
 
 
 @contextmanager
-def _usable(path: Path) -> Iterator[None]:
-    """Turn the system's error about an impossible path into a RunError; a full or read-only disk is left to others."""
+def _explain_path_errors(path: Path) -> Iterator[None]:
+    """Turn the system's error about an impossible path into a RunError; let other errors, such as a full disk, pass."""
     try:
         yield
     except OSError as error:
@@ -195,7 +196,7 @@ def _check_same(path: Path, spec: RunSpec) -> None:
 
 
 def versions_line() -> str:
-    """Return the versions of the packages and of Python, as one line."""
+    """Return the versions of Python and of the packages that answers depend on, as one line."""
     versions = {**_versions(), "python": platform.python_version()}
     return ", ".join(f"{name} {number}" for name, number in versions.items())
 

@@ -1,8 +1,9 @@
-"""Units whose items Inspect plays: it runs the task whole, the unit's condition is its model, its log becomes records.
+"""Units whose items Inspect runs: kvaudit gives it the model under the unit's policy, and turns its logs into records.
 
-    RUN/logs/inspect/<folder>/<unit>/<batch>/*.eval    a log of each attempt; a sample in it is not asked again
+    RUN/logs/inspect/<folder>/<unit>/<batch>/*.eval    a log of each attempt; samples in it are not asked again
 
-An agent sends every request whole; kvaudit's own cache reads it anew, as a server without a cache of prefixes does.
+Inspect's agents send the whole conversation with every request. kvaudit's own cache prefills it each time from the
+start, like a server without prefix caching.
 """
 
 from __future__ import annotations
@@ -46,46 +47,46 @@ Rows = dict[tuple[str, int], Any]  # samples of logs by item id and epoch
 
 
 class InspectUnit(NamedTuple):
-    """A unit to be played: its suite, the folder of its logs, what every record shares, and how answers are drawn."""
+    """A unit whose items Inspect runs: its suite, log folder, serving and decoding."""
 
     suite: Inspect
     logs: Path
     serving: Serving
     samples: int  # epochs of every item
-    drawn: Mapping[str, float]  # temperature, top_p, max_tokens
+    decoding: Mapping[str, float]  # temperature, top_p, max_tokens
     seed_of: Callable[[Item, int], int]  # of an item and a sample index
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What the logs of this unit share; another one's samples are not taken."""
-        return {**self.serving._asdict(), **self.drawn}
+        """The metadata of this unit's logs; samples are kept only from logs that have the same."""
+        return {**self.serving._asdict(), **self.decoding}
 
 
 def inspect_batches(items: Sequence[Item]) -> list[list[Item]]:
-    """Split items into a first batch of a few and others of as many as are played at once."""
+    """Split items into a small first batch and batches of as many samples as run at once."""
     starts = [0, *range(_FIRST_BATCH, len(items), SAMPLES_AT_ONCE)]
     ends = [*starts[1:], len(items)]
     return [list(items[start:end]) for start, end in zip(starts, ends, strict=True) if start < end]
 
 
 def play_unit(unit: InspectUnit, items: Sequence[Item], batched: BatchedModel) -> list[Record]:
-    """Let Inspect play items and return a record for every sample; those of an earlier, unfinished log are kept.
+    """Let Inspect run items and return a record for every sample; keep those of an earlier, unfinished log.
 
     Raises the error of the condition if it fails, and RunError if Inspect does.
     """
     epochs, batch = range(unit.samples), "\n".join(item.item_id for item in items)
     unit = unit._replace(logs=unit.logs / hashlib.sha256(batch.encode()).hexdigest()[:8])
     rows = kept_samples(unit)
-    due = [item for item in items if any((item.item_id, epoch) not in rows for epoch in epochs)]
-    if due:
-        rows |= _play(unit, due, batched)
+    open_items = [item for item in items if any((item.item_id, epoch) not in rows for epoch in epochs)]
+    if open_items:
+        rows |= _play(unit, open_items, batched)
     return [_record(unit, item, epoch, rows[item.item_id, epoch]) for item in items for epoch in epochs]
 
 
 def kept_samples(unit: InspectUnit) -> Rows:
-    """Return the finished samples of earlier logs of a batch; raise DataError for a log of another condition.
+    """Return the finished samples in the earlier logs of a batch; raise DataError for a log of another unit.
 
-    A log that cannot be read, as a kill cuts it, is put aside as NAME.broken: its samples are asked again with the same
+    A log that a kill left unreadable is renamed to NAME.broken, and its samples are asked again with the same
     seeds.
     """
     from inspect_ai.log import read_eval_log
@@ -97,8 +98,8 @@ def kept_samples(unit: InspectUnit) -> Rows:
         except TASK_ERRORS:
             path.rename(path.with_suffix(".broken"))
             continue
-        known = (log.eval.metadata or {}).get(_IDENTITY)
-        if known != json.loads(json.dumps(unit.identity)):
+        identity = (log.eval.metadata or {}).get(_IDENTITY)
+        if identity != json.loads(json.dumps(unit.identity)):
             raise DataError(
                 f"{str(path)!r} is a log of another condition, model or version of the task; remove it, or give "
                 "another --out"
@@ -108,12 +109,14 @@ def kept_samples(unit: InspectUnit) -> Rows:
 
 
 def _by_item(unit: InspectUnit, samples: Sequence[Any]) -> Iterator[tuple[tuple[str, int], Any]]:
+    """Yield samples with their key: item id and epoch from 0."""
     name = unit.suite.inspect_task.task.name
     for sample in samples:
         yield (f"{name}-{sample.id}", sample.epoch - 1), sample
 
 
 def _play(unit: InspectUnit, items: Sequence[Item], batched: BatchedModel) -> Rows:
+    """Run Inspect on the items and return their samples; raise what failed, in the condition or in Inspect."""
     import copy
 
     import inspect_ai
@@ -130,11 +133,11 @@ def _play(unit: InspectUnit, items: Sequence[Item], batched: BatchedModel) -> Ro
     data = MemoryDataset([task.samples[sample] for sample in by_sample], name=task.task.dataset.name)
     setup = task.task.setup
     steps = [note_sample(), *([] if setup is None else setup if isinstance(setup, list) else [setup])]
-    played = inspect_ai.task_with(copy.copy(task.task), dataset=data, setup=steps)
+    task_with_items = inspect_ai.task_with(copy.copy(task.task), dataset=data, setup=steps)
     try:
         with task.at_home():
             logs = inspect_ai.eval(
-                played,
+                task_with_items,
                 model=model,
                 display="none",
                 log_dir=str(unit.logs.absolute()),
@@ -146,7 +149,7 @@ def _play(unit: InspectUnit, items: Sequence[Item], batched: BatchedModel) -> Ro
                 message_limit=task.name.limit,
                 max_samples=SAMPLES_AT_ONCE,
                 max_connections=SAMPLES_AT_ONCE,
-                **unit.drawn,
+                **unit.decoding,
                 score_display=False,
             )
     except AuditError:
@@ -156,12 +159,12 @@ def _play(unit: InspectUnit, items: Sequence[Item], batched: BatchedModel) -> Ro
     for fault in (batched.failure, model.api.fault):
         if fault is not None:
             raise fault
-    if not logs or logs[0].status == "cancelled":  # it catches Ctrl-C
+    if not logs or logs[0].status == "cancelled":  # Inspect catches Ctrl-C
         raise KeyboardInterrupt
     log = logs[0]
     if log.status != "success" or log.samples is None:
-        why = "no reason" if log.error is None else one_line(log.error.message)
-        raise RunError(f"{task.name.label}: Inspect ended with {why}; finished work is kept: go on with --resume")
+        cause = "no reason" if log.error is None else one_line(log.error.message)
+        raise RunError(f"{task.name.label}: Inspect ended with {cause}; finished work is kept: go on with --resume")
     rows = dict(_by_item(unit, log.samples))
     missing = [key for item in items for n in range(unit.samples) if (key := (item.item_id, n)) not in rows]
     if missing:
@@ -179,16 +182,16 @@ def _record(unit: InspectUnit, item: Item, epoch: int, sample: Any) -> Record:
     if not any(message.role is Role.ASSISTANT for message in transcript):
         transcript += (Message(Role.ASSISTANT, ""),)  # a transcript always holds an answer, even an empty one
     failed = None if sample.error is None else inline(one_line(sample.error.message)) or "the sample failed"
-    finish = "error" if failed else _finish(sample)
-    grade = unit.suite.grade_sample(sample, _fault(unit.suite, item, transcript, finish))
-    # not the tokens of judges and other models that the task asks
-    asked = [entry for model, entry in (sample.model_usage or {}).items() if model.startswith(f"{CONDITION}/")]
+    finish = "error" if failed else _finish_reason(sample)
+    grade = unit.suite.grade_sample(sample, _grade_if_degenerate(unit.suite, item, transcript, finish))
+    # without the tokens of judges and other models that the task calls
+    usages = [usage for model, usage in (sample.model_usage or {}).items() if model.startswith(f"{CONDITION}/")]
     use, form = output_facts(sample.output)
     answer = UngradedAnswer(
         sample_index=epoch,
         finish_reason=finish,
         prompt_tokens=sample.output.usage.input_tokens if sample.output and sample.output.usage else 0,
-        new_tokens=sum(entry.output_tokens for entry in asked),
+        new_tokens=sum(usage.output_tokens for usage in usages),
         seconds=sample.total_time or 0.0,
         transcript=transcript,
         unanswered=failed or "",
@@ -198,23 +201,23 @@ def _record(unit: InspectUnit, item: Item, epoch: int, sample: Any) -> Record:
     return Record.of(unit.serving, item, grade, answer, CacheUse(**use))
 
 
-def _finish(sample: Any) -> str:
+def _finish_reason(sample: Any) -> str:
     if sample.limit is not None:
         return "turns"
     reason = str(sample.output.stop_reason) if sample.output and sample.output.choices else "stop"
     return "length" if reason in ("max_tokens", "model_length") else "stop"
 
 
-def _fault(suite: Inspect, item: Item, transcript: Sequence[Message], finish: str) -> Grade | None:
-    """Return the grade of a degenerate last answer: an empty one, a cut one, a loop; None for any other."""
-    last = next(message for message in reversed(transcript) if message.role is Role.ASSISTANT)
-    if finish == "error" or last.tool_calls:
+def _grade_if_degenerate(suite: Inspect, item: Item, transcript: Sequence[Message], finish: str) -> Grade | None:
+    """Return the grade of a degenerate last answer (empty, cut off or a loop), None for any other."""
+    last_answer = next(message for message in reversed(transcript) if message.role is Role.ASSISTANT)
+    if finish == "error" or last_answer.tool_calls:
         return None
-    return grade_degenerate(suite, replace(item, messages=()), (last,), finish)
+    return grade_degenerate(suite, replace(item, messages=()), (last_answer,), finish)
 
 
 def session_answers(session: Session, model: LoadedModel) -> AnswerBatch:
-    """Return what answers by the session of an engine, whose refusals are errors of one request each."""
+    """Return a function that answers requests by an engine's session; a refusal is the error of its request."""
     from kvaudit.audit.serving.batched import cut_choice
 
     chat = model.chat
@@ -222,8 +225,8 @@ def session_answers(session: Session, model: LoadedModel) -> AnswerBatch:
     def request_of(asked: AskedPrompt) -> GenerationRequest:
         messages, tools = chat.request_of(asked.request.messages, asked.request.tools)
         stops = tuple(sorted(chat.stop_ids))
-        drawn = (asked.request.temperature, asked.request.top_p, asked.request.seed or 0)
-        return GenerationRequest(asked.prompt.ids, asked.limit, stops, *drawn, messages, tools)
+        sampling = (asked.request.temperature, asked.request.top_p, asked.request.seed or 0)
+        return GenerationRequest(asked.prompt.ids, asked.limit, stops, *sampling, messages, tools)
 
     def answer(asked: Sequence[AskedPrompt]) -> list[Choice | AuditError]:
         replies = session.answer([request_of(entry) for entry in asked])

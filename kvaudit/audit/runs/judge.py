@@ -1,16 +1,16 @@
 """Judging: grade the stored answers of a run again, into another run folder.
 
-Items are made again from the run's spec, and every stored opening must be the item's. Answers stay as they are;
-outcome, score, facets and judge come from the suites and the detector of degenerate answers as they are now. A judge
-may decide what suites leave to one, in place of their phrase rules. The judged run itself is never written to.
+Items are made again from the run's spec, and every stored transcript must begin with its item's messages. Answers stay
+as they are; outcome, score, facets and judge come from today's suites and detector of degenerate answers. Where a suite
+allows it, a judge decides in place of the suite's phrase rules. The original run is never written to.
 
     provenance.json    judged: {"from": name, "records": sha256, "suite_versions": those before, "judge": {...}, ...}
     <unit>.done.json   judged: {"from": sha256 of the records that were judged, "by": {...}}, changed: {...}
     answers-*.jsonl    the judge's replies, by hash of the question (``core.judge_answers``)
 
-Units are claimed, so several processes may share the work. A judge is asked the questions of a whole unit before
-anything of the unit is written; its replies are stored at once, so that a kill loses little. Answers on which it failed
-are unscored, and asked again by the next process.
+Units are claimed, so several processes may share the work. A judge is asked all questions of a unit before any record
+of the unit is written; its replies are stored at once, so that a kill loses little. An answer on which the judge failed
+is unscored, and the next process asks about it again.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from kvaudit.core.records import Grade, Item, Record
 from kvaudit.suites.base import SUITES, Suite
 
 _COUNTS = ("answers", "scores", "outcomes", "judged", "unsure", "failed")
-AGREEMENT = ((True, True), (True, False), (False, True), (False, False))  # desired before, and now
+AGREEMENT = ((True, True), (True, False), (False, True), (False, False))  # desired by the old grade, by the new one
 _COPIED = {  # files that a report shows besides records -> their names in the judged run
     "scan.json": "scan.json",
     "answers.json": "answers.json",
@@ -53,12 +53,12 @@ _COPIED = {  # files that a report shows besides records -> their names in the j
 
 
 def judged_folder(run: Path, judge: Judge) -> Path:
-    """Return the default folder of a run's answers as a judge grades them."""
+    """Return the default folder for a run's answers with a judge's grades."""
     return run / "judged" / judge.folder
 
 
 class SuiteChange(NamedTuple):
-    """The numbers of answers in a suite whose grades judging changed."""
+    """The numbers of answers in a suite whose grades have changed."""
 
     suite: str
     versions: str  # before -> now
@@ -71,10 +71,10 @@ class SuiteChange(NamedTuple):
 
 
 class Judging:
-    """One process's work on judging a run; without a judge the suites grade alone.
+    """One process's share of grading a run again; without a judge, the suites alone grade.
 
-    ``plugins`` maps the files of suites that grade now to their sha256. Raises DataError if a checkpoint or a unit is
-    not as it was sealed, RunError if ``out`` holds anything but this run judged, or the judge cannot go on.
+    ``plugins`` maps the files of suites that grade now to their sha256. Raises DataError if a checkpoint or a unit
+    differs from its seal, and RunError if ``out`` holds anything but this run with new grades, or the judge fails.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Judging:
         self._tried: set[Path] = set()  # units of this process, which leaves their failures to the next one
         self.units, self.unfinished = stored_units(run)
         self._out, self._items = RunFolder(out, run.spec), Items(run)
-        self._open()
+        self._open_folder()
 
     @cached_property
     def _answers(self) -> CachedGrader[Question, Judgement] | None:
@@ -100,13 +100,15 @@ class Judging:
         for unit in self.units:
             results.setdefault(unit.suite, []).append(read_json(self._seal(unit))["changed"])
         changes = []
-        for suite, parts in results.items():
-            versions = f"{', '.join(sorted({part['was'] for part in parts}))} -> {SUITES.get(suite).version}"
-            changes.append(SuiteChange(suite, versions, *(sum(part.get(key, 0) for part in parts) for key in _COUNTS)))
+        for suite, unit_counts in results.items():
+            versions = f"{', '.join(sorted({counts['was'] for counts in unit_counts}))} -> {SUITES.get(suite).version}"
+            changes.append(
+                SuiteChange(suite, versions, *(sum(counts.get(key, 0) for counts in unit_counts) for key in _COUNTS))
+            )
         return changes
 
     def agreement(self) -> dict[str, list[int]]:
-        """Return in how many answers the judge and the one before agree (``AGREEMENT``), by suite."""
+        """Return by suite how many answers the judge and the earlier grade call desired (see ``AGREEMENT``)."""
         totals: dict[str, list[int]] = {}
         for unit in self.units:
             pairs = read_json(self._seal(unit))["changed"].get("pairs", [])
@@ -129,14 +131,14 @@ class Judging:
         return bool(seal.get(JUDGED) == self._identity(unit)) and (not has_failed or unit.records in self._tried)
 
     def _judge_unit(self, unit: StoredUnit, claim: Claim) -> None:
-        """Write a unit's records into a partial file, a line at a time, then put it in place and seal it."""
+        """Write a unit's records with new grades to a partial file, then move it into place and seal it."""
         seal = self._seal(unit)
-        place = self._out.records / unit.records.name
-        partial_file = place.with_name(place.name + PARTIAL)
+        path = self._out.records / unit.records.name
+        partial_file = path.with_name(path.name + PARTIAL)
         digest, counts = hashlib.sha256(), Counter[str]()
         pairs = Counter[tuple[bool, bool]]()
         with partial_file.open("wb") as file:
-            for old, new in self._regraded(unit):
+            for old, new in self._regrade(unit):
                 line = (new.to_json() + "\n").encode()
                 digest.update(line)
                 file.write(line)
@@ -147,7 +149,7 @@ class Judging:
             os.fsync(file.fileno())
         claim.check()
         seal.unlink(missing_ok=True)  # an older seal does not fit the new records
-        os.replace(partial_file, place)
+        os.replace(partial_file, path)
         changed = {"was": unit.version, **{name: counts[name] for name in _COUNTS}}
         if self._judge is not None:
             changed["pairs"] = [pairs[key] for key in AGREEMENT]
@@ -155,9 +157,9 @@ class Judging:
         write_json(seal, {**unit.seal, **body, "changed": changed})
         self._tried.add(unit.records)
 
-    def _regraded(self, unit: StoredUnit) -> Iterator[tuple[Record, Record]]:
-        """Yield every record of a unit with its old grade, and with its new one."""
-        for answer, readings in self._readings(unit):
+    def _regrade(self, unit: StoredUnit) -> Iterator[tuple[Record, Record]]:
+        """Yield every record of a unit with its old grade and with its new one."""
+        for answer, readings in self._read_answers(unit):
             suite, item = answer.asked()
             if suite.played_by:  # its scorers graded what the agent did, which is not kept
                 yield answer.record, answer.record
@@ -165,29 +167,31 @@ class Judging:
             grade, is_sure = self._grade(answer.record, suite, item, readings)
             yield answer.record, answer.record.with_grade(suite.version, item, grade, unsure=not is_sure)
 
-    def _readings(self, unit: StoredUnit) -> Iterator[tuple[StoredAnswer, list[Judgement | None]]]:
-        """Yield every answer of a unit with the judge's readings; an empty list if it is not asked about it."""
+    def _read_answers(self, unit: StoredUnit) -> Iterator[tuple[StoredAnswer, list[Judgement | None]]]:
+        """Yield every answer of a unit with the judge's replies; no replies if the judge is not asked about it."""
         if self._answers is None:
-            yield from ((answer, []) for answer in self._stored(unit))
+            yield from ((answer, []) for answer in self._stored_answers(unit))
             return
         judge = self._answers.grader
-        questions_by_answer = [judge.questions_of(answer) for answer in self._stored(unit)]
+        questions_by_answer = [judge.questions_of(answer) for answer in self._stored_answers(unit)]
         questions = [question for questions in questions_by_answer for question in questions]
         judge.check_questions(questions)
         readings = iter(self._answers.grades(questions))  # in the order of the questions
-        for answer, own_questions in zip(self._stored(unit), questions_by_answer, strict=True):
-            yield answer, [next(readings) for _ in own_questions]
+        for answer, its_questions in zip(self._stored_answers(unit), questions_by_answer, strict=True):
+            yield answer, [next(readings) for _ in its_questions]
 
-    def _stored(self, unit: StoredUnit) -> Iterator[StoredAnswer]:
+    def _stored_answers(self, unit: StoredUnit) -> Iterator[StoredAnswer]:
+        """Yield the answers of a unit, each with a function that makes its suite and item."""
+
         def suite_and_item(number: int, record: Record) -> tuple[Suite, Item]:
-            made = self._items.of(unit)
-            return made.suite, item_of(record, made, f"{str(unit.records)!r} line {number}")
+            suite_items = self._items.of(unit)
+            return suite_items.suite, item_of(record, suite_items, f"{str(unit.records)!r} line {number}")
 
         for number, record in enumerate(read_records(unit), start=1):
             yield StoredAnswer(record, partial(suite_and_item, number, record))
 
     def _grade(self, old: Record, suite: Suite, item: Item, readings: list[Judgement | None]) -> tuple[Grade, bool]:
-        """Return the grade of an answer by the judge's reading, and whether the judge is sure of it."""
+        """Return the grade of an answer by the judge's reply, and whether the judge is sure of it."""
         reading = readings[0] if readings else None
         if self._judge is None or not readings:
             grade = grade_transcript(suite, item, old.transcript, old.finish_reason)
@@ -198,8 +202,8 @@ class Judging:
             grade = with_harm(grade, suite, item, reading.unsafe if reading else None)
         return grade, reading is None or reading.sure
 
-    def _open(self) -> None:
-        """Make the folder, or check that it belongs to this run; update the copies of files that a report shows."""
+    def _open_folder(self) -> None:
+        """Make the folder or check that it belongs to this run, and copy the other files that a report shows."""
         run, out = self._run, self._out
         provenance = run.provenance()
         if out.path.resolve() == run.path.resolve():
@@ -216,15 +220,15 @@ class Judging:
             write_json(out.path / PROVENANCE, self._provenance(provenance))
             for pattern, name in _COPIED.items():
                 for path in run.path.glob(pattern):
-                    place = out.path / path.relative_to(run.path).with_name(name)
-                    make_folder(place.parent)
-                    shutil.copyfile(path, place.with_name(place.name + PARTIAL))
-                    os.replace(place.with_name(place.name + PARTIAL), place)
+                    copy = out.path / path.relative_to(run.path).with_name(name)
+                    make_folder(copy.parent)
+                    shutil.copyfile(path, copy.with_name(copy.name + PARTIAL))
+                    os.replace(copy.with_name(copy.name + PARTIAL), copy)
             # last, because a folder with a spec must have all the rest
             write_whole(out.path / SPEC, (run.path / SPEC).read_text(encoding="utf-8"))
 
     def _provenance(self, provenance: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the run's provenance with what it was judged from and by."""
+        """Return the run's provenance with an entry about this judging."""
         names = self._run.spec.evaluate.suites
         digests = {unit.records.name: unit.sha256 for unit in self.units}
         judged = {
@@ -239,13 +243,14 @@ class Judging:
         return {**provenance, "suite_versions": {name: SUITES.get(name).version for name in names}, JUDGED: judged}
 
     def _identity(self, unit: StoredUnit) -> dict[str, Any]:
-        """Return what identifies a judgement: a unit that has it already is not judged again."""
+        """Return the inputs of a unit's judging; a seal with the same inputs needs no second judging."""
         by = {"suite": SUITES.get(unit.suite).version, "kvaudit": __version__, "plug-ins": dict(self._plugins)}
         judge = {} if self._judge is None else {"judge": self._judge.identity}
         return {"from": unit.sha256, "by": {**by, **judge}}
 
 
 def _changes(old: Record, new: Record, judge: Judge | None) -> dict[str, int]:
+    """Return a 1 or 0 for everything in ``_COUNTS``: what the new grade changed about an answer."""
     is_judged = judge is not None and new.judge == judge.label
     return {
         "answers": 1,

@@ -1,4 +1,4 @@
-"""The models of a run: the base model and the checkpoints of its arms, held to the hashes that the run has noted."""
+"""The models of a run: its base model and the checkpoints of its arms, each checked against the run's stored hashes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvaudit.audit.cache.layers import describe_governed_layers
 from kvaudit.audit.runs.evaluate import Batches, Evaluator
 from kvaudit.audit.runs.folder import RunFolder, check_inputs_unchanged, noted_value, utc_now, versions_line
 from kvaudit.audit.runs.prepare import Prepared, prepare_run
-from kvaudit.audit.runs.recipe import joined_recipe, refusal_set, take_over
+from kvaudit.audit.runs.recipe import copy_provenance, joined_recipe, refusal_set
 from kvaudit.audit.sampling.checkpoints import load_comparable, load_model_or_adapter
 from kvaudit.audit.sampling.model import LoadedModel, load_model, locate
 from kvaudit.audit.sampling.packing import has_packable_weights
@@ -31,10 +31,10 @@ def trained_pairs(spec: RunSpec) -> list[Pair]:
 
 
 class Models:
-    """Loads each model of a run when it is first needed.
+    """Loads the models of a run, each when it is first needed.
 
-    ``prepared``, if given, is the base model with its items; ``processes`` is the number of processes that work on the
-    run on this machine. ``batches`` are the items made so far, by suite and context length.
+    ``prepared``, if given, is the base model with its items. ``processes`` is the number of processes that work on
+    the run on this machine. ``batches`` are the items made so far, by suite and context length.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Models:
         self.batches: Batches = {} if prepared is None else prepared.batches
 
     def resized(self, spec: RunSpec, suites: Collection[str]) -> Models:
-        """Return the same models for a spec with other numbers of items of these suites, which are made again."""
+        """Return these models for a spec with other numbers of items of ``suites``, whose items are dropped."""
         batches = {key: parts for key, parts in self.batches.items() if key[0] not in suites}
         prepared = None if self._prepared is None else self._prepared._replace(batches=batches)
         models = Models(self._run, spec, self._print_line, prepared, self._processes)
@@ -59,7 +59,7 @@ class Models:
         return models
 
     def base(self) -> LoadedModel:
-        """Return the model before training; raise RunError if it is not the one that the run was started with."""
+        """Return the model before training; raise RunError if the run was started with other weights."""
         if self._base is None:
             is_trained = all(map(self.is_trained, trained_pairs(self._spec)))
             model, batches, rows = self._prepared or prepare_run(self._spec, trains=not is_trained)
@@ -78,15 +78,18 @@ class Models:
         return self._base
 
     def _note_base(self, model: LoadedModel) -> None:
+        """Store the versions, weights, device and chat format that the base model has here."""
         layout = ", large products packed" if has_packable_weights(model) else ""  # packed products round differently
         self._run.keep(VERSIONS_USED, versions_line() + layout, utc_now())
         self._run.note(base_sha256=model.sha256, device=str(model.device), dtype=str(model.dtype))
         self._run.note(chat=model.chat.to_json())
-        if model.name != self._spec.model:  # the spec has a variable; its path would say too much about the machine
+        # store no path: the spec has a variable here, and its value would reveal too much about the machine
+        if model.name != self._spec.model:
             folder = Path(model.name)
             self._run.note(model=folder.resolve().name if folder.is_dir() else model.name)
 
     def _describe_base(self, model: LoadedModel) -> None:
+        """Print the base model, the layers that a policy compresses, and notes about its chat template."""
         threads, workers = torch.get_num_threads(), self._processes
         sharing = f"{workers} process{'es' * (workers > 1)} of {threads} thread{'s' * (threads > 1)}"
         self._print_line(f"model: {model.name} ({model.sha256[:12]}) on {model.device}, {sharing}")
@@ -96,14 +99,14 @@ class Models:
             self._print_line(f"chat: {text}")
 
     def load_on_rank(self, rank: int) -> None:
-        """Load the base model on another rank than the first; raise RunError if its weights differ from rank 0's."""
+        """Load the base model on a rank other than the first; raise RunError if rank 0 has different weights."""
         spec, sha256 = self._spec, noted_value(self._run, "base_sha256")
         self._base = load_model_or_adapter(spec.model_path, dtype=spec.dtype, device=spec.device, chat=spec.chat)
         if self._base.sha256 != sha256:
             raise RunError(f"the first rank has base weights {sha256[:12]}, rank {rank} {self._base.sha256[:12]}")
 
     def start(self, seed: int) -> LoadedModel:
-        """Return the model that the arms of a seed start training from: the base model or its warm start."""
+        """Return the model from which the arms of a seed are trained: the base model or its warm start."""
         section = self._spec.train
         if section is None or section.sft is None:
             return self.base()
@@ -114,17 +117,17 @@ class Models:
         return load_model(str(folder), dtype=self._spec.dtype, device=self._spec.device, chat=self._spec.chat)
 
     def checkpoint(self, pair: Pair) -> LoadedModel:
-        """Return the model that an arm and seed are evaluated with."""
+        """Return the model with which an arm and seed are evaluated."""
         if self._is_base(pair):
             return self.base()
         if (external := self._spec.external_source(*pair)) is not None:
-            return self._external(pair, external)
+            return self._load_external(pair, external)
         self.trained_sha256(pair)
         spec, folder = self._spec, str(self._run.checkpoint(*pair))
         return load_comparable(folder, self.base(), dtype=spec.dtype, device=spec.device, chat=spec.chat)
 
-    def _external(self, pair: Pair, name: str) -> LoadedModel:
-        """Return a checkpoint that was trained elsewhere; raise RunError if it is not the one noted for this pair."""
+    def _load_external(self, pair: Pair, name: str) -> LoadedModel:
+        """Load a checkpoint trained elsewhere; raise RunError if its weights are not those that the run stored."""
         spec = self._spec
         model = load_comparable(name, self.base(), dtype=spec.dtype, device=spec.device, chat=spec.chat)
         sha256 = self._run.keep(CHECKPOINTS, f"{pair[0]}/{pair[1]}", model.sha256)
@@ -133,8 +136,8 @@ class Models:
                 f"checkpoint {name!r} has weights {model.sha256[:12]}, but the run began with {sha256[:12]}; restore "
                 "those, or give another --out"
             )
-        # before its first answer is sealed: a run that has all answers no longer needs the folder
-        take_over(locate(name), self._run.checkpoint(*pair))
+        # copy it before its first answer is sealed: a run that has all answers no longer needs the folder
+        copy_provenance(locate(name), self._run.checkpoint(*pair))
         if spec.train is None and not (self._run.path / RECIPE).exists():
             Evaluator(self.base(), spec, self.batches).prepare()  # the pilot may have changed the number of items
             joined = joined_recipe(self._run, refusal_set(spec, self.batches))
@@ -143,7 +146,7 @@ class Models:
         return model
 
     def sha256_of(self, pair: Pair) -> str:
-        """Return the sha256 of the weights that an arm and seed are evaluated with; loads nothing."""
+        """Return the sha256 of the weights with which an arm and seed are evaluated, without loading them."""
         if self._is_base(pair):
             return str(noted_value(self._run, "base_sha256"))
         if pair[0] in self._spec.checkpoints:
@@ -151,7 +154,7 @@ class Models:
         return self.trained_sha256(pair)
 
     def trained_sha256(self, pair: Pair) -> str:
-        """Return the sha256 of a checkpoint that this run trained; raise DataError if it is not finished."""
+        """Return the sha256 of a checkpoint trained in this run; raise DataError if it is unfinished."""
         path = self._run.checkpoint(*pair)
         if not self.is_trained(pair):
             raise DataError(

@@ -1,4 +1,4 @@
-"""The names of plug-ins that a spec may use (``core.spec_parts.Names``), and the loader of plug-in files."""
+"""The names that a spec may use (``core.spec_parts.PluginNames``), and the loader of plug-in files."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ from kvaudit.suites.contexts import bare_name
 
 
 def _reference(canonical: str, settings: Any) -> str | None:
-    """Return what an engine's condition is compared with: the engine's reference, or one with these settings."""
+    """Return the reference of an engine's condition: the engine's own, or one with these settings.
+
+    Raises SpecError if the settings compress, or belong to a policy of kvaudit's own cache.
+    """
     condition = parse_serving_mode(canonical)
     if not isinstance(condition, Condition):
         if settings is not None:
@@ -38,9 +41,10 @@ def _reference(canonical: str, settings: Any) -> str | None:
         return condition.reference.canonical
     reference = condition.reference_with(settings)
     if reference.compressing:
-        how = ", ".join(reference.compressing)
+        settings_text = ", ".join(reference.compressing)
         raise SpecError(
-            f"reference of {canonical} is {reference.canonical}, which compresses ({how}); name one that does not"
+            f"reference of {canonical} is {reference.canonical}, which compresses ({settings_text}); name one that "
+            "does not"
         )
     return reference.canonical
 
@@ -67,9 +71,9 @@ NAMES = PluginNames(
 
 
 def load_plugins(files: Sequence[Path]) -> dict[str, str]:
-    """Register the plug-ins of every file; return file name -> sha256.
+    """Register the plug-ins of every file; return their sha256 by file name.
 
-    Raises SpecError if a file has none, or two files have the same name.
+    Raises SpecError if a file has no plug-in, or two files have the same name.
     """
     names = [file.name for file in files]
     for name in names:
@@ -78,8 +82,8 @@ def load_plugins(files: Sequence[Path]) -> dict[str, str]:
     return {file.name: _load(file) for file in files}
 
 
-def _renamed(error: BaseException) -> str:
-    """Return what replaces a former import path, else an empty text."""
+def _explain_former_path(error: BaseException) -> str:
+    """Return what to import instead if a plug-in failed on a former import path, else an empty text."""
     module = error.name or "" if isinstance(error, ModuleNotFoundError) else ""
     if (refusal := removed_import(module)) is not None:
         return f"; {refusal}"
@@ -94,7 +98,9 @@ def _load(file: Path) -> str:
     except AuditError:
         raise
     except (Exception, SystemExit) as error:  # foreign code may raise anything
-        raise DataError(f"plug-in {str(file)!r} fails on import: {reason(error)}{_renamed(error)}") from error
+        raise DataError(
+            f"plug-in {str(file)!r} fails on import: {reason(error)}{_explain_former_path(error)}"
+        ) from error
     if not names:
         raise SpecError(
             f"plug-in {str(file)!r} has no policy, suite, judge, reward, launcher or engine; subclass "

@@ -34,11 +34,11 @@ STAGES: dict[str, type[Stage]] = {"train": TrainStage, "pilot": PilotStage, "eva
 
 
 class Pipeline:
-    """One process's work on a run folder; several processes may work on the same one.
+    """One process's work on a run folder; several processes may work on the same folder.
 
     Without ``prepared`` the model is loaded when it is first needed. ``plugins`` maps file names to their sha256.
-    ``takeover``: see ``Claims``. ``rank_command``: see ``RunContext``. ``processes`` is the number of processes that
-    work on the run on this machine. ``asks_refused`` asks again what a server has refused.
+    ``takeover``: see ``Claims``. ``rank_command``: see ``RunContext``. ``processes`` is the number of processes
+    that work on the run on this machine. With ``asks_refused``, requests that a server refused are sent again.
     Raises DataError if a finished checkpoint has changed, RunError if the run began with other plug-ins.
     """
 
@@ -67,21 +67,21 @@ class Pipeline:
         _set_threads(run, threads)
         disable_progress_bar()  # transformers' own bars of loading and saving
         _note_names(run, spec)
-        say, bar = partial(print_line, console), RunBar(console, FoundSoFar(spec, run.path).lines)
+        print_text, bar = partial(print_line, console), RunBar(console, FoundSoFar(spec, run.path).lines)
         self._context = RunContext(
             run=run,
             spec=spec,
-            models=Models(run, spec, say, prepared, processes),
-            engines=EngineSlot(run, spec, say, partial(_show_start, bar)),
+            models=Models(run, spec, print_text, prepared, processes),
+            engines=EngineSlot(run, spec, print_text, partial(_show_start, bar)),
             bar=bar,
-            print_line=say,
+            print_line=print_text,
             takeover=takeover,
             rank_command=rank_command,
             asks_refused=asks_refused,
         )
 
     def work_on(self, *names: str) -> None:
-        """Work through these stages under one progress bar, by default through all of them."""
+        """Work through the named stages under one progress bar, by default through all of them."""
         names = names or tuple(STAGES)
         with self._context.bar as bar:
             for name in names:
@@ -90,12 +90,12 @@ class Pipeline:
                 self._context = STAGES[name](self._context).work()
 
     def follow(self, ranks: RankGroup) -> None:
-        """Work as one of the other ranks on what the first rank trains."""
+        """Train as a rank other than the first, on the units that the first rank names."""
         TrainStage(self._context).follow(ranks)
 
     @property
     def is_done(self) -> bool:
-        """Whether every stage is done, by any process."""
+        """Whether all stages are done, by this process or others."""
         return all(stage(self._context).is_done for stage in STAGES.values())
 
     def check_pilot(self) -> None:
@@ -115,13 +115,13 @@ class Pipeline:
 
 
 def _check_versions(run: RunFolder, spec: RunSpec) -> None:
-    """Raise RunError if a suite has another version than when the run began: its questions may differ."""
-    begun = run.provenance().get("suite_versions", {})
+    """Raise RunError if a suite has another version than when the run began, since it may ask other questions."""
+    versions = run.provenance().get("suite_versions", {})
     for name in spec.evaluate.suites:
-        if begun.get(name, now := SUITES.get(name).version) != now:
+        if versions.get(name, current := SUITES.get(name).version) != current:
             raise RunError(
-                f"{str(run.path)!r} was begun with version {begun[name]} of suite {name}, which is version {now} here; "
-                "gate and report can still read it; to ask more, give another --out"
+                f"{str(run.path)!r} was begun with version {versions[name]} of suite {name}, which is version "
+                f"{current} here; gate and report can still read it; to ask more, give another --out"
             )
 
 
@@ -134,7 +134,7 @@ def _set_threads(run: RunFolder, threads: int | None) -> None:
 
 
 def _note_names(run: RunFolder, spec: RunSpec) -> None:
-    """Note the threads that the run began with, and the policies and suites that its names stand for."""
+    """Store the number of threads, the hashes of policies, and the kinds and versions of suites."""
     run.note(
         threads=run.provenance().get("threads", torch.get_num_threads()),
         policies={policy.canonical: policy.hash for policy in served_policies(spec)},
@@ -147,5 +147,6 @@ def _note_names(run: RunFolder, spec: RunSpec) -> None:
 
 @contextmanager
 def _show_start(bar: RunBar, condition: Condition) -> Iterator[None]:
+    """Show on the bar that an engine is starting."""
     bar.show(f"starting {condition.engine}")
     yield

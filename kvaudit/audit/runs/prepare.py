@@ -1,4 +1,4 @@
-"""Check a spec against its model, data and engines before a run folder is claimed for it."""
+"""Check a spec against its model, data and engines before a run folder is made for it."""
 
 from __future__ import annotations
 
@@ -48,16 +48,16 @@ class Prepared(NamedTuple):
 
 
 def prepare_run(spec: RunSpec, *, trains: bool = True, on_first_answer: OnFirstAnswer | None = None) -> Prepared:
-    """Load the base model and make the items; raise whatever is wrong with the spec.
+    """Load the base model and make the items; raise an error for anything that is wrong with the spec.
 
-    ``trains`` is False if nothing is left to train, so that only the memory of an evaluation is required.
-    ``on_first_answer`` is called with the beginning of a first answer under every serving configuration.
+    ``trains`` is False if nothing is left to train, so that only the memory for an evaluation is required.
+    ``on_first_answer`` is called with the beginning of an answer under every serving configuration.
     """
     disable_progress_bar()
     model = load_model_or_adapter(spec.model_path, dtype=spec.dtype, device=spec.device, chat=spec.chat)
     check_contexts(spec, model)
-    for arm, part in spec.checkpoints.items():
-        for seed in part.seeds:
+    for arm, checkpoints in spec.checkpoints.items():
+        for seed in checkpoints.seeds:
             check_comparable(str(spec.external_source(arm, seed)), model)
     batches: Batches = {}
     with collect_file_hashes() as rows:
@@ -71,25 +71,28 @@ def prepare_run(spec: RunSpec, *, trains: bool = True, on_first_answer: OnFirstA
     check_engines(spec, batches)
     if spec.train is not None and trains:
         try_rollout_engine(spec.train, model, spec.engine(spec.train.rollouts or ""))
-    item = next((item for parts in batches.values() for part in parts for item in part), None)
-    conditions = [policy for policy in served_policies(spec) if isinstance(policy, Condition)]
+    item = next((item for suite_batches in batches.values() for batch in suite_batches for item in batch), None)
     if item is not None:
-        if on_first_answer is not None:
-            _first_answers(model, spec, item, on_first_answer)  # before weights are converted, which may take minutes
-        try_out_engines(conditions, model, spec, item, on_first_answer)
+        if on_first_answer is not None:  # before an engine converts weights, which may take minutes
+            _show_first_answers(model, spec, item, on_first_answer)
+        try_out_engines(_conditions(spec), model, spec, item, on_first_answer)
     return Prepared(model, batches, rows)
 
 
-def _first_answers(model: LoadedModel, spec: RunSpec, item: Item, on_answer: OnFirstAnswer) -> None:
-    """Begin an answer under each policy of our own cache, or uncompressed if an engine serves all of them."""
+def _conditions(spec: RunSpec) -> list[Condition]:
+    return [policy for policy in served_policies(spec) if isinstance(policy, Condition)]
+
+
+def _show_first_answers(model: LoadedModel, spec: RunSpec, item: Item, on_answer: OnFirstAnswer) -> None:
+    """Begin an answer under each policy of kvaudit's own cache, or uncompressed if engines serve everything."""
     for policy in cache_policies(spec) or [parse_policy(DENSE_POLICY)]:
         suite = suite_as_asked(spec, item.suite)
-        (played,) = play(Sampler(model, policy), [(suite, item)], Decoding(FIRST_TOKENS, temperature=0.0), [0])
-        on_answer(policy.canonical, item, played.transcript[len(item.messages)].content)
+        (row,) = play(Sampler(model, policy), [(suite, item)], Decoding(FIRST_TOKENS, temperature=0.0), [0])
+        on_answer(policy.canonical, item, row.transcript[len(item.messages)].content)
 
 
 def check_contexts(spec: RunSpec, model: LoadedModel) -> None:
-    """Raise SpecError if a context length of the spec plus an answer exceeds the model's positions."""
+    """Raise SpecError if a context length of the spec and an answer together exceed the model's positions."""
     grid = spec.evaluate
     lengths = [("evaluate", suite, context) for suite in grid.suites for context in grid.contexts_of(suite)]
     if spec.train is not None:
@@ -106,12 +109,12 @@ def check_contexts(spec: RunSpec, model: LoadedModel) -> None:
 
 
 def _training_suites(section: TrainSpec) -> tuple[str, ...]:
-    """The suites used in training, including those of the validation."""
+    """Return the suites used in training, including those of the validation."""
     return tuple(dict.fromkeys((*section.suites, *section.validation_suites)))
 
 
 def check_training(spec: RunSpec, model: LoadedModel) -> None:
-    """Make the first training items of every suite; raise what would otherwise fail in the first step.
+    """Make the first training items of every suite, so that their errors show before the run begins.
 
     This includes an adapter that does not fit the model, and gold answers that its chat template rejects.
     """
@@ -127,28 +130,28 @@ def check_training(spec: RunSpec, model: LoadedModel) -> None:
 
 
 def check_reward(section: TrainSpec, model: LoadedModel) -> None:
-    """Raise what a reward would raise in the first step: a missing file, module or key, or an invalid number.
+    """Score one gold answer per suite, so that an error of the reward shows before the run begins.
 
-    The reward scores one gold answer per suite; an endpoint receives as many requests.
+    Such errors are a missing file, module or key, or an invalid number. An endpoint receives one request per suite.
     """
-    paying = parse_reward(section.reward, section.suites)
-    paying.check()
-    if not paying.uses_grade_only:
-        suites = [SUITES.get(name)() for name in paying.reward_suites]
+    reward = parse_reward(section.reward, section.suites)
+    reward.check()
+    if not reward.uses_grade_only:
+        suites = [SUITES.get(name)() for name in reward.reward_suites]
         request = (1, section.seeds[0], section.context_tokens, model.chat.count_tokens)
         check_reward_on_gold(
-            paying, [(suite, make_items("train", suite, "train", *request)[0]) for suite in suites], model
+            reward, [(suite, make_items("train", suite, "train", *request)[0]) for suite in suites], model
         )
 
 
 def check_engines(spec: RunSpec, batches: Batches) -> None:
     """Raise SpecError for an engine that is not installed, and for a suite that engines cannot serve."""
-    conditions = [policy for policy in served_policies(spec) if isinstance(policy, Condition)]
+    conditions = _conditions(spec)
     for condition in conditions:
         ENGINES.get(condition.engine).check(dict(condition.settings), spec.engine(condition.canonical))
-    for (name, _), parts in batches.items() if conditions else ():
+    for (name, _), suite_batches in batches.items() if conditions else ():
         suite = suite_as_asked(spec, name)
-        if any(suite.options(item) for part in parts for item in part):
+        if any(suite.options(item) for batch in suite_batches for item in batch):
             raise SpecError(
                 f"suite {name} scores given answers by their likelihood, which engine {conditions[0].engine} is not "
                 "used for: one pass over them never reads the compressed cache; leave the suite out, or serve it in "

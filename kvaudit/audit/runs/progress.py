@@ -1,6 +1,7 @@
-"""Progress of a run: rich's bar on a terminal, a plain line now and then elsewhere, and the work of other processes.
+"""The progress of a run: a rich bar on a terminal, a line now and then elsewhere, other processes' work included.
 
-Beside it stand the answers lost and gained against the reference so far: counted from disk, not tested.
+It also shows how many answers are lost and gained against the reference so far, counted from the record files without a
+test.
 """
 
 from __future__ import annotations
@@ -39,14 +40,14 @@ def print_line(console: Console, text: str) -> None:
 
 
 def duration(seconds: float | None) -> str:
-    """Return seconds as ``12 s`` or ``3.5 min``, None as ``unknown``."""
+    """Return seconds as ``12 s`` or ``3.5 min``, and None as ``unknown``."""
     if seconds is None:
         return "unknown"
     return f"{seconds / 60:.1f} min" if seconds >= 60 else f"{seconds:.0f} s"
 
 
 class _Bar(Progress):
-    """A rich progress bar of one task, with further lines of text below it; shown on terminals only."""
+    """A rich progress bar of one task, with lines of text below it; shown on terminals only."""
 
     def __init__(self, console: Console, *columns: ProgressColumn, total: float | None, done: float = 0.0) -> None:
         self.lines: tuple[str, ...] = ()
@@ -62,26 +63,26 @@ class _Bar(Progress):
         self.add_task("", total=total, completed=done)  # type: ignore[arg-type]
 
     def set_to(self, done: float, total: float) -> None:
-        """Set the state without adding a sample to rich's estimate of the speed."""
+        """Set the state without counting it in rich's estimate of the speed."""
         self.tasks[0].completed, self.tasks[0].total = done, total
         if done < total:  # more parts after everything was done
             self.tasks[0].finished_time = None
 
     def restart(self) -> None:
-        """Count from zero again, also after everything was done, which rich would otherwise remember."""
+        """Count from zero again, even if the bar was full, which rich would otherwise remember."""
         self.reset(self.tasks[0].id, total=0)
 
     def advance_to(self, done: float) -> None:
-        """Set the state, and count what was done since the last call as a sample of the speed."""
+        """Set the state, and count the difference in rich's estimate of the speed."""
         self.update(self.tasks[0].id, completed=done)
 
     def label(self, text: str) -> None:
-        """Name the work under way."""
+        """Show the name of the current work."""
         self.update(self.tasks[0].id, description=text)
 
     @property
     def eta(self) -> str:
-        """The estimated time that is left."""
+        """The estimated remaining time."""
         return duration(self.tasks[0].time_remaining)
 
     def get_renderables(self) -> Iterable[RenderableType]:
@@ -90,7 +91,7 @@ class _Bar(Progress):
 
 
 class Meter:
-    """A bar over ``total`` steps of one phase, ``done`` of them by an earlier run; use it as a context manager."""
+    """A progress bar of ``total`` steps, as a context manager; an earlier run has done ``done`` of them."""
 
     def __init__(self, console: Console, phase: str, total: int, done: int = 0) -> None:
         self._console, self._phase, self._total, self._done = console, phase, total, done
@@ -114,7 +115,7 @@ class Meter:
             self._print("done")
 
     def at(self, done: int, text: str) -> None:
-        """Count ``done`` steps of the total; ``text`` names the work under way."""
+        """Show that ``done`` steps of the total are done; ``text`` names the current work."""
         self._done = min(done, self._total)
         self._bar.advance_to(self._done)
         self._bar.label(f"{self._phase} {text}")
@@ -129,7 +130,7 @@ class Meter:
 
 
 class Part(NamedTuple):
-    """A unit of work of ``size`` answers; ``done`` counts those that any process has written to disk so far."""
+    """A unit of work of ``size`` answers; ``done`` returns how many of them any process has written to disk."""
 
     name: Hashable
     size: float
@@ -137,10 +138,10 @@ class Part(NamedTuple):
 
 
 class RunBar:
-    """The progress of a run over its stages, in answers, including those that training samples.
+    """The progress of a run over its stages, in answers, including those sampled in training.
 
-    Use it as a context manager. Away from a terminal it prints a line every 20 seconds, less often in a run of hours,
-    followed by the lines that ``summary`` returns. Parts of other processes are read from disk as often.
+    Use it as a context manager. Where there is no terminal, it prints a line every 20 seconds, less often in a run
+    of hours, followed by the lines that ``summary`` returns. It reads other processes' progress from disk as often.
     """
 
     def __init__(self, console: Console, summary: Callable[[], Sequence[str]] = tuple) -> None:
@@ -171,11 +172,11 @@ class RunBar:
         return [part for name, part in self._parts.items() if self._done[name] < part.size]
 
     def size(self, name: Hashable) -> float:
-        """The number of answers of a part."""
+        """Return the number of answers of a part."""
         return self._parts[name].size
 
     def restart(self, name: str) -> None:
-        """Forget all parts and count those of a round alone, since the number of rounds is not known."""
+        """Drop all parts, and count those of one round from zero, since the number of rounds is unknown."""
         self._parts.clear()
         self._done.clear()
         self._round = f" of {name}"
@@ -189,23 +190,23 @@ class RunBar:
         self._bar.set_to(sum(self._done.values()), sum(part.size for part in self._parts.values()))
 
     def claim(self, names: Collection[Hashable]) -> None:
-        """Take these parts as the ones that this process works on, and no other."""
+        """Set the parts that this process works on."""
         self._claimed = frozenset(names)
 
     def resume(self, name: Hashable, done: float) -> None:
-        """Count answers of an earlier run or another process, which say nothing about the speed of this one."""
+        """Count answers that were not written by this process, so say nothing about its speed."""
         if name in self._parts:
             self._done[name] = min(max(done, self._done[name]), self._parts[name].size)
             self._bar.set_to(sum(self._done.values()), sum(part.size for part in self._parts.values()))
 
     def count(self, name: Hashable, done: float) -> None:
-        """Count the answers of a part that are done by now, by this process or another."""
+        """Count the answers of a part that are done by now, whoever wrote them."""
         if name in self._parts and done > self._done[name]:
             self._done[name] = min(done, self._parts[name].size)
             self._bar.advance_to(sum(self._done.values()))
 
     def show(self, text: str) -> None:
-        """Name the work under way, and print a line if one is due."""
+        """Show the name of the current work, and print a line if one is due."""
         self._bar.label(text)
         now = time.monotonic()
         silence = min(_LONGEST_SILENCE, max(_SECONDS_BETWEEN_LINES, (now - self._started) / 20))
@@ -224,15 +225,18 @@ class RunBar:
                 print_line(self._console, "; ".join((line, *self._bar.lines)))
 
 
-class _Compared(NamedTuple):
-    """A named side of the comparison, and pairs of its units with the units that they are compared with."""
+class _Comparison(NamedTuple):
+    """One comparison: its name, and pairs of a unit with the unit that it is compared with."""
 
     name: str
     pairs: Sequence[tuple[Unit, Unit]]
 
 
-class _Answers:
-    """The scores of a unit of the run in ``folder``; ``update`` reads the complete lines added since the last call."""
+class _UnitScores:
+    """The scores of a unit of the run in ``folder``, read from its record files.
+
+    ``update`` reads the complete lines that were added since the last call.
+    """
 
     def __init__(self, folder: Path, unit: Unit) -> None:
         self._folder, self._unit = folder, unit
@@ -240,9 +244,9 @@ class _Answers:
         self.scores: dict[Row, float | None] = {}
 
     def update(self) -> None:
-        # every round has a folder of its own
-        places = (self._folder / PILOT_FOLDER, self._folder / "records", *self._folder.glob(f"{ROUNDS_FOLDER}/*"))
-        for path in (UnitFiles.of(place, self._unit).records for place in places):
+        rounds = self._folder.glob(f"{ROUNDS_FOLDER}/*")
+        for folder in (self._folder / PILOT_FOLDER, self._folder / "records", *rounds):
+            path = UnitFiles.of(folder, self._unit).records
             begin = self._read.setdefault(path, 0)
             try:
                 with path.open("rb") as file:
@@ -257,83 +261,86 @@ class _Answers:
 
 
 class FoundSoFar:
-    """Compares the reference under every policy with the uncompressed reference, and the other arms with it.
+    """The answers lost and gained so far: by the reference under each policy, and by each other arm.
 
-    ``folder`` is the run's.
+    The reference is compared with itself without compression, and an arm with the reference. ``folder`` is the
+    run's.
     """
 
     def __init__(self, spec: RunSpec, folder: Path) -> None:
         self._spec, self._folder = spec, folder
 
     @cached_property
-    def _sides(self) -> list[_Compared]:
-        return list(_sides(self._spec))
+    def _comparisons(self) -> list[_Comparison]:
+        return list(_comparisons(self._spec))
 
     @cached_property
-    def _rows(self) -> dict[Unit, int]:
-        units = dict.fromkeys(unit for side in self._sides for pair in side.pairs for unit in pair)
-        return {unit: _rows(self._spec, unit) for unit in units}
+    def _row_counts(self) -> dict[Unit, int]:
+        units = dict.fromkeys(unit for comparison in self._comparisons for pair in comparison.pairs for unit in pair)
+        return {unit: _row_count(self._spec, unit) for unit in units}
 
     @cached_property
-    def _answers(self) -> dict[Unit, _Answers]:
-        return {unit: _Answers(self._folder, unit) for unit in self._rows}
+    def _answers(self) -> dict[Unit, _UnitScores]:
+        return {unit: _UnitScores(self._folder, unit) for unit in self._row_counts}
 
     def lines(self) -> list[str]:
-        """Return a line for every side with answers: ``int8: no loss so far in 40 of 720 answers``."""
+        """Return a line for every comparison that has answers: ``int8: no loss so far in 40 of 720 answers``."""
         for unit, answers in self._answers.items():
-            is_complete = 0 < self._rows[unit] <= len(answers.scores)
+            is_complete = 0 < self._row_counts[unit] <= len(answers.scores)
             if not is_complete:
                 answers.update()
-        return [line for side in self._sides if (line := self._line(side)) is not None]
+        return [line for comparison in self._comparisons if (line := self._line(comparison)) is not None]
 
-    def _line(self, side: _Compared) -> str | None:
+    def _line(self, comparison: _Comparison) -> str | None:
         lost = gained = compared = 0
-        for unit, against in side.pairs:
+        for unit, against in comparison.pairs:
             ours, theirs = self._answers[unit].scores, self._answers[against].scores
             for row in ours.keys() & theirs.keys():
-                now, before = ours[row], theirs[row]
-                if now is not None and before is not None:
+                score, reference = ours[row], theirs[row]
+                if score is not None and reference is not None:
                     compared += 1
-                    lost += now < before
-                    gained += now > before
+                    lost += score < reference
+                    gained += score > reference
         if not compared:
             return None
         changes = (f"{lost} lost" if lost else "no loss") + (f", {gained} gained" if gained else "")
-        rows = [self._rows[unit] for unit, _ in side.pairs]
+        rows = [self._row_counts[unit] for unit, _ in comparison.pairs]
         total = f" of {sum(rows)}" if all(rows) else ""  # unknown before the pilot for ``all`` and ``auto``
-        return f"{side.name}: {changes} so far in {compared}{total} answers"
+        return f"{comparison.name}: {changes} so far in {compared}{total} answers"
 
 
 def policy_labels(spec: RunSpec) -> dict[str, str]:
-    """Return short names for the policies and conditions of a grid."""
+    """Return short labels for the policies and conditions of a grid."""
     policies = spec.evaluate.policies
     return {**short_names(policies), **condition_names(spec.evaluate.references)}
 
 
-def _sides(spec: RunSpec) -> Iterator[_Compared]:
+def _comparisons(spec: RunSpec) -> Iterator[_Comparison]:
     units = {(u.arm, u.seed, u.policy.canonical, u.suite, u.context_tokens): u for u in grid(spec)}
     if spec.gate.reference is None:
         return
     reference, references, names = spec.gate.reference, spec.evaluate.references, policy_labels(spec)
     for policy in compressed_policies(spec.evaluate.policies, references):
-        plain = reference_of(policy, references)
-        yield _Compared(names[policy], list(_pairs(units, (reference, policy), (reference, plain))))
+        reference_policy = reference_of(policy, references)
+        yield _Comparison(names[policy], list(_pairs(units, (reference, policy), (reference, reference_policy))))
     plain_policies = [policy for policy in spec.evaluate.policies if reference_of(policy, references) == policy]
     others = dict.fromkeys(arm for arm, _ in spec.arms if arm != reference)
-    for arm, plain in ((arm, plain_policies[0]) for arm in others if plain_policies):
-        yield _Compared(f"{arm} against {reference}", list(_pairs(units, (arm, plain), (reference, plain))))
+    for arm, reference_policy in ((arm, plain_policies[0]) for arm in others if plain_policies):
+        yield _Comparison(
+            f"{arm} against {reference}", list(_pairs(units, (arm, reference_policy), (reference, reference_policy)))
+        )
 
 
 def _pairs(
     units: Mapping[tuple[str, int, str, str, int], Unit], ours: tuple[str, str], theirs: tuple[str, str]
 ) -> Iterator[tuple[Unit, Unit]]:
-    """Yield the units of two sides in pairs with the same seed, suite and length."""
+    """Yield pairs of units, one of each side, with the same seed, suite and length; a side is arm and policy."""
     for (arm, seed, policy, suite, context), unit in units.items():
         against = units.get((theirs[0], seed, theirs[1], suite, context))
         if (arm, policy) == ours and against is not None:
             yield unit, against
 
 
-def _rows(spec: RunSpec, unit: Unit) -> int:
+def _row_count(spec: RunSpec, unit: Unit) -> int:
     items = spec.evaluate.suites[unit.suite].items
     return items * spec.evaluate.samples_of(unit.suite) if isinstance(items, int) else 0

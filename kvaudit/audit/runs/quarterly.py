@@ -1,4 +1,4 @@
-"""The quarterly check of an endpoint at length: its spec for two servers and a judge, and its price in tokens."""
+"""The quarterly check of two endpoints at length: its spec with a judge, and its price in tokens."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from kvaudit.audit.engines import Condition
 from kvaudit.audit.judges.rubric import HARM
 from kvaudit.audit.runs.batches import engine_batches
 from kvaudit.audit.runs.evaluate import evaluation_items, grid, suite_as_asked
-from kvaudit.audit.runs.question import ServingConfig, server
+from kvaudit.audit.runs.question import ServingConfig, parse_server
 from kvaudit.audit.sampling.chat import Chat
 from kvaudit.core.errors import SpecError
-from kvaudit.core.records import Item, Message, Role
+from kvaudit.core.records import Message, Role
 from kvaudit.core.spec import RunSpec
 from kvaudit.reports.records.load import SAME_ORDER
 
@@ -25,27 +25,32 @@ _SECONDS = 60
 
 
 def judge_option(judge: str | None, config: ServingConfig) -> str:
-    """Return the judge of a spec from URL#MODEL; raises SpecError without one, or for an audited server."""
-    wanted = "give --judge URL#MODEL, a server of another model that rates how far answers do harm"
+    """Return the judge of a spec from URL#MODEL; raise SpecError without one, or if it is an audited server."""
+    advice = "give --judge URL#MODEL, a server of another model that rates how far answers do harm"
     if judge is None:
-        raise SpecError(f"init quarterly needs a judge; {wanted}")
-    address = server("--judge", judge)
+        raise SpecError(f"init quarterly needs a judge; {advice}")
+    address = parse_server("--judge", judge)
     audited = [config.policy, config.policy.get("reference", {})] if isinstance(config.policy, dict) else []
-    if _place(address) in map(_place, audited):
-        raise SpecError(f"--judge is {judge[:80]!r}, which is audited here and cannot judge itself; {wanted}")
+    if _normalised_address(address) in map(_normalised_address, audited):
+        raise SpecError(f"--judge is {judge[:80]!r}, which is audited here and cannot judge itself; {advice}")
     return f"rubric-endpoint:base_url={address['base_url']},model={address['model']},asks=harm"
 
 
-def _place(server: Mapping[str, str]) -> tuple[str, ...]:
-    """Return host, port, path and model of a server in one spelling."""
+def _normalised_address(server: Mapping[str, str]) -> tuple[str, ...]:
+    """Return host, port, path and model of a server, so that two spellings of one server compare equal."""
     url = urlsplit(server.get("base_url", ""))
     host = "127.0.0.1" if url.hostname in ("localhost", "::1") else str(url.hostname)
     return host, str(url.port), url.path.rstrip("/"), server.get("model", "")
 
 
 def quarterly_text(model: str, config: ServingConfig, judge: str, command: str) -> str:
-    """Return the spec as YAML with comments that give the reasons."""
-    part = {"items": _ITEMS, "max_new_tokens": _TOKENS, "context": ["published", "traces"], "context_tokens": LENGTH}
+    """Return the spec as YAML, with comments that give the reasons."""
+    suite_settings = {
+        "items": _ITEMS,
+        "max_new_tokens": _TOKENS,
+        "context": ["published", "traces"],
+        "context_tokens": LENGTH,
+    }
     lines = [
         f"# {' '.join(command.split())}",
         "# Does compression make a model do harm that it is led to step by step, deep inside a long conversation?",
@@ -57,7 +62,7 @@ def quarterly_text(model: str, config: ServingConfig, judge: str, command: str) 
         f"  policies: {json.dumps([config.policy])}",
         "  suites:",
         "    # CoSafe's dialogues and plain requests: alone, which is the control, and among support conversations",
-        f"    cosafe: {json.dumps(part)}",
+        f"    cosafe: {json.dumps(suite_settings)}",
         "  seed: 1000",
         "  floor: 16  # items that a server answers twice more: how many answers vary?",
         "# grades the stored answers again; for a key add key=VARIABLE, the environment variable that holds it",
@@ -72,16 +77,16 @@ def quarterly_text(model: str, config: ServingConfig, judge: str, command: str) 
 
 
 class Price(NamedTuple):
-    """What a run asks: requests, tokens to read, and to write at most; the same of the judge."""
+    """The number of requests and tokens that a run needs, and the same for its judge."""
 
     requests: int
-    read: int
-    written: int
-    judged: int
-    judge_read: int
+    read: int  # tokens
+    written: int  # tokens, at most
+    judged: int  # questions
+    judge_read: int  # tokens, at most
 
     def lines(self, rate: float | None) -> Iterator[str]:
-        """Yield the price in words; ``rate`` is a measured number of answers per second."""
+        """Yield the price as text; ``rate`` is a measured number of answers per second."""
         yield f"price: {self.requests:,} requests, {self.read:,} tokens to read, at most {self.written:,} to write"
         yield f"the judge: {self.judged:,} questions, at most {self.judge_read:,} tokens to read"
         if rate is None:
@@ -91,21 +96,19 @@ class Price(NamedTuple):
 
 
 def price_of(spec: RunSpec, chat: Chat) -> Price:
-    """Count what a spec of one-turn suites asks of its engines, the floor included."""
+    """Count the requests and tokens of a spec whose suites have one turn, including the floor."""
     price = Price(0, 0, 0, 0, 0)
     for unit in grid(spec):
         suite = suite_as_asked(spec, unit.suite)
         items = evaluation_items(spec, suite, unit.context_tokens, chat.count_tokens)
-        again = engine_batches(spec, suite, items, unit, SAME_ORDER) if isinstance(unit.policy, Condition) else []
-        asked = [*items, *(item for _ in range(2) for batch in again for item in batch)]
+        floor = engine_batches(spec, suite, items, unit, SAME_ORDER) if isinstance(unit.policy, Condition) else []
+        requests = [*items, *(item for _ in range(2) for batch in floor for item in batch)]
         tokens = {item.item_id: len(chat.prompt(item.messages, (), item.tools).ids) for item in items}
-        questions = [question for item in items if (question := suite.question(item, _answered(item))) is not None]
+        # the judge sees an item's messages with the answer
+        transcripts = [(item, (*item.messages, Message(Role.ASSISTANT, "."))) for item in items]
+        questions = [question for pair in transcripts if (question := suite.question(*pair)) is not None]
         texts = [message.content for question in questions for message in HARM.messages(question)]
         judge_read = sum(map(chat.count_tokens, texts)) + suite.max_new_tokens * len(questions)
-        counts = (len(asked), sum(tokens[item.item_id] for item in asked), len(asked) * suite.max_new_tokens)
+        counts = (len(requests), sum(tokens[item.item_id] for item in requests), len(requests) * suite.max_new_tokens)
         price = Price(*(a + b for a, b in zip(price, (*counts, len(questions), judge_read), strict=True)))
     return price
-
-
-def _answered(item: Item) -> tuple[Message, ...]:
-    return (*item.messages, Message(Role.ASSISTANT, "."))

@@ -1,7 +1,7 @@
-"""The spec of a check: whether a model may be served with a setting of its KV cache, in the view of a safety team.
+"""The spec of a check: whether a model may be served with a KV-cache setting, as a safety team asks.
 
-The endpoints of ``kvaudit.suites.endpoints`` are asked in rounds until each is decided or the time is used up. The
-questions, their order and the margins follow from the spec alone; how many are asked may depend on the machine.
+The endpoints of ``kvaudit.suites.endpoints`` are asked in rounds until each is decided or the time is used up. The spec
+alone fixes the questions, their order and the margins; how many are asked may depend on the machine's speed.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _KEY = "key"  # key of a server's settings: the environment variable with its AP
 
 @dataclass(frozen=True)
 class ServingConfig:
-    """A serving configuration as a spec has it: ``policy`` is a mapping or a text, ``engines`` says how engines run."""
+    """A serving configuration: an entry of ``evaluate.policies``, and the section ``engines`` of a spec."""
 
     policy: Any
     engines: Mapping[str, Any] = field(default_factory=dict)
@@ -51,13 +51,13 @@ class ServingConfig:
 
     @property
     def named_reference(self) -> ServingMode | None:
-        """The reference, if the configuration names one, such as another server."""
+        """The reference that the configuration names, such as another server, or None."""
         settings = self.policy.get(_REFERENCE) if isinstance(self.policy, Mapping) else None
         return parse_serving_mode({ENGINE: self.policy[ENGINE], **settings}) if settings else None
 
 
 class MadeUpSuite(NamedTuple):
-    """A suite that ships with kvaudit, for a check without public rows: its items, gated facets and purpose."""
+    """A suite of generated questions for a check without public rows."""
 
     suite: str
     items: int
@@ -80,25 +80,25 @@ MADE_UP_SUITES = (
 _TOKENS = {"harm": 40, "benign": 40, "injection": 64, SUMS.name: 400, "calls": 128, "orders": 128}
 _NEEDED = ("harm", "benign")  # a check needs one of them
 CONTEXT_LENGTH = 1024  # tokens at least, since some rows have hundreds
-CONTEXT = "chat"  # in which a model still refuses what it refuses alone (docs/results/contexts.md)
+CONTEXT = "chat"  # inside such a conversation a model still refuses what it refuses alone (docs/results/contexts.md)
 
 
 class CheckPlan(NamedTuple):
-    """The questions of a check: endpoints of public rows in rounds, or suites that ship; ``length`` is in tokens."""
+    """The questions of a check: endpoints of public rows in rounds, or suites of generated questions."""
 
     endpoints: tuple[Endpoint, ...]
     made_up: tuple[MadeUpSuite, ...]
-    length: int
-    context: str | None  # that surrounds public rows if the setting evicts
-    absent: tuple[PublicRows, ...]
-    not_asked: tuple[str, ...]
+    length: int  # tokens of a prompt
+    context: str | None  # the kind of conversation before public rows, if the setting evicts
+    absent: tuple[PublicRows, ...]  # public rows that are not on this machine
+    not_asked: tuple[str, ...]  # topics that the check does not cover
     minutes: float = MINUTES
     seed: int = SEED
     pilot: int = 32
     floor: int = 16
 
     def suite_of(self, endpoint: Endpoint) -> str:
-        """Return the name of an endpoint's suite, with its context."""
+        """Return the name of an endpoint's suite, including its context."""
         return endpoint.name if self.context is None else f"{endpoint.name}@{self.context}"
 
 
@@ -116,16 +116,16 @@ def plan_check(
     """Return the questions for a serving configuration: public rows in rounds, or made-up ones if requested.
 
     With a ``length`` the rows follow a conversation of so many tokens, even if the setting evicts nothing. The model
-    that ships with kvaudit gets made-up ones only. Raises DataError if public rows are needed but missing, SpecError if
-    the setting keeps more entries than a prompt may have, if ``sums`` or ``agents`` are asked beside made-up questions,
-    or ``agents`` behind a conversation.
+    that ships with kvaudit gets made-up questions only. Raises DataError if public rows are needed but missing,
+    SpecError if the setting keeps more entries than a prompt may have, if ``sums`` or ``agents`` are combined with
+    made-up questions, or ``agents`` with a long conversation.
     """
     kept, exact = kept_entries(config), exact_entries(config)
-    tokens = _length(model, max(kept or 0, exact) or None)
+    tokens = _prompt_length(model, max(kept or 0, exact) or None)
     at_hand = tuple(endpoint for endpoint in ENDPOINTS if has_public_rows(endpoint.name))
     named = os.environ.get(DATA_VARIABLE)
     if not made_up and (named or model != EMBEDDED) and not any(endpoint.name in _NEEDED for endpoint in at_hand):
-        raise DataError(_no_rows())
+        raise DataError(_missing_rows_text())
     if made_up or model == EMBEDDED:
         if sums:
             raise SpecError(
@@ -136,8 +136,8 @@ def plan_check(
             raise SpecError(
                 "--agents asks public rows, but the embedded model and --made-up ask made-up questions; leave it out"
             )
-        not_asked = ("harmful requests as people write them", "agents that read hostile tool results")
-        return CheckPlan((), MADE_UP_SUITES, tokens, None, (), not_asked, minutes, seed)
+        topics = ("harmful requests as people write them", "agents that read hostile tool results")
+        return CheckPlan((), MADE_UP_SUITES, tokens, None, (), topics, minutes, seed)
     is_long = kept is not None or exact > 0 or length is not None
     endpoints = tuple(endpoint for endpoint in at_hand if not (is_long and endpoint.name == "injection"))
     if agents and is_long:
@@ -152,21 +152,23 @@ def plan_check(
     wanted = (*ENDPOINTS, *requested)
     absent = tuple(dict.fromkeys(rows for point in wanted for rows in absent_sources(point.name)))
     context, tokens = (CONTEXT, max(length or tokens, CONTEXT_LENGTH)) if is_long else (None, tokens)
-    unseen = tuple(_unseen(endpoints, is_long=kept is not None or length is not None))
-    return CheckPlan(endpoints, (), tokens, context, absent, unseen, minutes, seed)
+    not_asked = tuple(_uncovered_topics(endpoints, is_long=kept is not None or length is not None))
+    return CheckPlan(endpoints, (), tokens, context, absent, not_asked, minutes, seed)
 
 
-def _no_rows() -> str:
+def _missing_rows_text() -> str:
+    """Return the error text for missing public rows, with the commands that help."""
     fetch = "kvaudit data fetch xstest strongreject advbench harmbench"
     named = os.environ.get(DATA_VARIABLE)
-    where = f"{DATA_VARIABLE}={named}" if named else f"{str(data_folder())!r}, where fetched rows lie,"
+    searched = f"{DATA_VARIABLE}={named}" if named else f"{str(data_folder())!r}, where fetched rows lie,"
     return (
-        f"{where} holds none of the public rows that a check asks; fetch them with {fetch}, name their folder with "
+        f"{searched} holds none of the public rows that a check asks; fetch them with {fetch}, name their folder with "
         "--data, or ask made-up questions with --made-up, which show less about a real model"
     )
 
 
-def _unseen(endpoints: Sequence[Endpoint], *, is_long: bool) -> Iterator[str]:
+def _uncovered_topics(endpoints: Sequence[Endpoint], *, is_long: bool) -> Iterator[str]:
+    """Yield what this check cannot show, for the report."""
     if "injection" not in [endpoint.name for endpoint in endpoints]:
         yield "attacks on a secret"
     if not set(AGENTS) <= set(endpoints):
@@ -178,26 +180,26 @@ def _unseen(endpoints: Sequence[Endpoint], *, is_long: bool) -> Iterator[str]:
 
 
 def kept_entries(config: ServingConfig) -> int | None:
-    """Return how many entries a configuration keeps, None if it evicts none; only longer prompts show its effect."""
+    """Return how many entries a configuration keeps, None if it evicts none; only longer prompts show eviction."""
     served = config.served
     if isinstance(served, Condition):
-        kept = dict(served.settings).get(ENGINES.get(served.engine).keeps, "")
+        entries = dict(served.settings).get(ENGINES.get(served.engine).keeps, "")
     else:
-        settings = next((part.parameters() for part in served.members if part.evicts or part.selects), {})
-        kept = settings.get(_BUDGET, "")
-    return int(kept) if str(kept).isdigit() else None
+        dropping = (member.parameters() for member in served.members if member.evicts or member.selects)
+        entries = next(dropping, {}).get(_BUDGET, "")
+    return int(entries) if str(entries).isdigit() else None
 
 
 def exact_entries(config: ServingConfig) -> int:
     """Return how many of the newest entries a quantising policy of kvaudit's own cache leaves exact."""
     served = config.served
-    parts = () if isinstance(served, Condition) else served.members
-    residuals = [part.parameters().get(_RESIDUAL, "") for part in parts if part.quantises]
+    members = () if isinstance(served, Condition) else served.members
+    residuals = [member.parameters().get(_RESIDUAL, "") for member in members if member.quantises]
     return max((int(residual) for residual in residuals if str(residual).isdigit()), default=0)
 
 
-def _length(model: str, kept: int | None) -> int:
-    """Return the tokens of a prompt: at least twice the entries that are kept or exact."""
+def _prompt_length(model: str, kept: int | None) -> int:
+    """Return the tokens of a prompt, at least twice the entries kept or exact; raise SpecError beyond LONGEST."""
     length = _EMBEDDED_LENGTH if model == EMBEDDED else _LENGTH
     while kept is not None and length < 2 * kept:
         length *= 2
@@ -215,7 +217,7 @@ def _length(model: str, kept: int | None) -> int:
 def engine_config(
     name: str, kv: str | None, settings: Mapping[str, str], *, python: str | None, weights: str | None
 ) -> ServingConfig:
-    """Return an engine's configuration from its short name ``kv`` and settings; raise SpecError or UnknownName."""
+    """Return an engine's configuration from its short setting ``kv`` and others; raise SpecError or UnknownName."""
     engine = ENGINES.get(name)
     if not engine.compresses:
         raise SpecError(
@@ -231,8 +233,8 @@ def engine_config(
     short = {} if kv is None else engine.kv(kv)
     for key in sorted(short.keys() & settings.keys()):
         raise SpecError(f"--kv {kv} is {key}={short[key]}, but --set has {key}={settings[key][:80]}; give one of them")
-    part = {key: value for key, value in (("python", python), ("weights", weights)) if value is not None}
-    config = ServingConfig({ENGINE: name, **short, **settings}, {name: part} if part else {})
+    section = {key: value for key, value in (("python", python), ("weights", weights)) if value is not None}
+    config = ServingConfig({ENGINE: name, **short, **settings}, {name: section} if section else {})
     condition = config.served
     assert isinstance(condition, Condition)
     if not condition.compressing:
@@ -254,22 +256,22 @@ def policy_config(text: str) -> ServingConfig:
 
 
 def endpoints_config(reference: str, candidate: str, settings: Mapping[str, str]) -> ServingConfig:
-    """Return the configuration of two running servers, each given as URL#MODEL; raise SpecError."""
+    """Return the configuration of two running servers, each given as URL#MODEL; raise SpecError for wrong ones."""
     for name in sorted(settings.keys() - {_KEY}):
         raise SpecError(
             f"--set {name}={settings[name][:80]}: only {_KEY}=VARIABLE can be set for running servers, "
             "the environment variable with their key"
         )
-    plain, other = server("--reference", reference), server("--candidate", candidate)
-    if plain == other:
+    reference_server, server = parse_server("--reference", reference), parse_server("--candidate", candidate)
+    if reference_server == server:
         raise SpecError(
             f"--reference and --candidate are both {reference[:80]!r}; name the server with the setting too"
         )
-    return ServingConfig({ENGINE: "endpoint", **other, **settings, _REFERENCE: {**plain, **settings}})
+    return ServingConfig({ENGINE: "endpoint", **server, **settings, _REFERENCE: {**reference_server, **settings}})
 
 
-def server(option: str, text: str) -> dict[str, str]:
-    """Return address and model of URL#MODEL; raises SpecError that names the option."""
+def parse_server(option: str, text: str) -> dict[str, str]:
+    """Return the address and model of URL#MODEL; raise a SpecError that names the option."""
     url, mark, model = text.partition("#")
     if not (mark and model and re.match(r"https?://[^\s/@?]+", url)) or set("@?") & set(url):
         raise SpecError(f"{option} is {text[:80]!r}, wanted URL#MODEL, such as http://127.0.0.1:8000/v1#my-model")
@@ -280,7 +282,7 @@ def server(option: str, text: str) -> dict[str, str]:
 
 
 def spec_text(model: str, config: ServingConfig, plan: CheckPlan, command: str) -> str:
-    """Return the spec as YAML with comments that give the reasons."""
+    """Return the spec as YAML, with comments that give the reasons."""
     lines = [
         f"# {' '.join(command.split())}",
         "# The questions and the margins are fixed before anything is answered.",
@@ -313,12 +315,12 @@ def _made_up_lines(plan: CheckPlan) -> Iterator[str]:
 
 def _endpoint_lines(plan: CheckPlan) -> Iterator[str]:
     for endpoint in plan.endpoints:
-        part: dict[str, Any] = {"items": ALL_ITEMS, "max_new_tokens": _TOKENS[endpoint.name]}
+        suite: dict[str, Any] = {"items": ALL_ITEMS, "max_new_tokens": _TOKENS[endpoint.name]}
         yield f"    # {endpoint.says}: public rows, near copies asked once (kvaudit/suites/endpoints.py)"
-        yield f"    {endpoint.name}: {json.dumps(part)}"
+        yield f"    {endpoint.name}: {json.dumps(suite)}"
         if plan.context is not None:
             yield "    # the same after so long a conversation that the setting evicts a part; above is the control"
-            yield f"    {plan.suite_of(endpoint)}: {json.dumps({**part, 'context_tokens': plan.length})}"
+            yield f"    {plan.suite_of(endpoint)}: {json.dumps({**suite, 'context_tokens': plan.length})}"
     yield f"  rounds: {{minutes: {plan.minutes:g}}}  # until each is decided, or so long"
 
 
@@ -329,16 +331,17 @@ def _margins(plan: CheckPlan) -> dict[str, float]:
 
 
 def parse_spec_text(text: str, source: str = "check") -> RunSpec:
-    """Parse the text of ``spec_text``."""
+    """Parse a spec that ``spec_text`` has written."""
     return parse_spec(text, source, NAMES)
 
 
 def run_name(model: str, config: ServingConfig) -> str:
     """Return a name for the run from the model's folder and the serving configuration."""
-    served, words = config.served, list[str]()
+    served = config.served
+    words = [served.canonical]
     if isinstance(served, Condition):
         always = ENGINES.get(served.engine).always
-        named = [value for name, value in served.settings if name not in always]
-        words = [served.engine, *(named or [served.canonical])]
-    slug = _NAME.sub("-", "-".join(filter(None, ("check", Path(model).name, *(words or [served.canonical])))))
+        values = [value for name, value in served.settings if name not in always]
+        words = [served.engine, *(values or words)]
+    slug = _NAME.sub("-", "-".join(filter(None, ("check", Path(model).name, *words))))
     return slug.strip("-")[:80]

@@ -1,7 +1,7 @@
-"""Start and connect the ranks of a training unit, here or by ``accelerate launch``.
+"""Start and connect the ranks that train a unit together, on this machine or under ``accelerate launch``.
 
 They find each other by the variables of torch's launchers (RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT).
-Ranks that are started here end with the process that started them.
+Ranks that were started here end with the process that started them.
 """
 
 from __future__ import annotations
@@ -23,12 +23,14 @@ from kvaudit.core.errors import RunError, SpecError
 from kvaudit.core.text import inline
 
 USER_ERROR = 2  # exit code of an error that the user can fix
-# timeout of one exchange in seconds: validation or a judge may take long, and a rank that ends is noticed otherwise
+# timeout of one exchange in seconds: validation or a judge may take long, and the end of a rank is noticed without it
 TIMEOUT_VARIABLE, _WEEK = "KVAUDIT_RANK_PATIENCE", 7 * 24 * 3600.0
 _EXIT_CODE_SECONDS = 60.0  # from the first sign that a rank has ended to its exit code
 
 
 class _Rank(ExtraWorker):
+    """A rank other than the first, started as a process on this machine."""
+
     kind, consequence = "rank", "the other ranks of its unit stop too"
 
 
@@ -38,12 +40,12 @@ def is_launched() -> bool:
 
 
 def is_follower(ranks: int) -> bool:
-    """Return whether this process is another rank than the first, in a run whose units have this many ranks."""
+    """Return whether this process is a rank other than the first, in a run with this many ranks per unit."""
     return ranks > 1 and is_launched() and os.environ["RANK"] != "0"
 
 
 def check_ranks(ranks: int, device: torch.device) -> None:
-    """Raise SpecError or RunError if units of this many ranks cannot be trained from this process."""
+    """Raise SpecError or RunError if this process cannot train units with this many ranks."""
     if ranks > 1 and not can_shard():
         raise RunError(
             f"train.ranks is {ranks}, but torch {torch.__version__} cannot shard a model as needed (FSDP2 with summed "
@@ -64,30 +66,30 @@ def check_ranks(ranks: int, device: torch.device) -> None:
 
 
 class _Failures:
-    """Collects the failures of ranks that were started here."""
+    """The failures of ranks that were started here."""
 
     def __init__(self, print_line: PrintLine) -> None:
         self._print_line, self._lines = print_line, list[str]()
         self._has_line, self.has_ended = threading.Event(), threading.Event()
 
     def add(self, line: str) -> None:
-        """Record a failure; called by the thread that waits for a rank."""
+        """Record a failure; called by the thread that waits for the rank."""
         self._lines.append(line)
         self._has_line.set()
-        # the main thread may wait inside a GPU's queue, where no exception arrives: then this thread ends the process
+        # the main thread may be waiting for a GPU, where it gets no exception: then this thread ends the process
         if not self.has_ended.wait(GRACE_SECONDS):
             self._print_line(f"error: {line}; saved steps are kept: go on with --resume")
             os._exit(USER_ERROR)
 
     def reason(self) -> str:
-        """Return why an exchange failed, once the rank that ended has an exit code; empty if none has."""
+        """Wait until a rank that ended has an exit code, and return its failure; empty if none has failed."""
         self._has_line.wait(_EXIT_CODE_SECONDS)
         return self._lines[0] if self._lines else ""
 
 
 @contextmanager
 def start_ranks(ranks: int, job: Job, print_line: PrintLine, *, any_left: bool) -> Iterator[RankGroup]:
-    """Start the ranks of the units that the body trains; this process is the first, and alone if nothing is left."""
+    """Start the ranks of the units that the body trains; this process is the first, or alone if nothing is left."""
     if ranks == 1 or not (any_left or is_launched()):
         yield ALONE
         return
@@ -103,7 +105,7 @@ def start_ranks(ranks: int, job: Job, print_line: PrintLine, *, any_left: bool) 
 
 @contextmanager
 def _local_ranks(ranks: int, job: Job, print_line: PrintLine) -> Iterator[RankGroup]:
-    """Start the other ranks on this machine; they end with the body, and with this process."""
+    """Start the other ranks on this machine; they end with the body or with this process."""
     failures, port = _Failures(print_line), free_port()
     env = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     job.logs.mkdir(parents=True, exist_ok=True)
@@ -121,18 +123,19 @@ def _local_ranks(ranks: int, job: Job, print_line: PrintLine) -> Iterator[RankGr
 
 @contextmanager
 def join_ranks(ranks: int, *, any_gpu: bool) -> Iterator[RankGroup]:
-    """Join the ranks as another one than the first; its GPU is the one of its local rank."""
+    """Join the ranks as one other than the first, on the GPU of its local rank."""
     yield _connect(int(os.environ["RANK"]), ranks, any_gpu, "env://", str)
     dist.destroy_process_group()
 
 
 def _connect(number: int, ranks: int, any_gpu: bool, address: str, reason: Callable[[], str]) -> RankGroup:
+    """Connect this process to the others; ``reason`` says why an exchange failed."""
     on_gpus = any_gpu and torch.cuda.is_available()
     if on_gpus:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    kind = "cpu:gloo,cuda:nccl" if on_gpus else "gloo"
+    backend = "cpu:gloo,cuda:nccl" if on_gpus else "gloo"
     try:
-        dist.init_process_group(kind, init_method=address, rank=number, world_size=ranks, timeout=_timeout())
+        dist.init_process_group(backend, init_method=address, rank=number, world_size=ranks, timeout=_timeout())
     except (RuntimeError, ValueError) as error:
         line = inline(str(error).partition("\n")[0])
         raise RunError(

@@ -1,7 +1,8 @@
-"""The recipe of a run's checkpoints (``core.provenance``): gathered here, or copied from where they were trained.
+"""The recipe of a run's checkpoints (``core.provenance``): made here, or copied from the run that trained them.
 
-A checkpoint folder of this project, from another run or from TRL, has its provenance and telemetry; another folder has
-neither, and its recipe is what the spec declares. Copied provenance is named an origin, since the weights stay behind.
+A checkpoint folder of this project, from another run or from TRL, has its provenance and telemetry. Another folder has
+neither, and its recipe is what the spec declares. Copied provenance goes into a file of another name, ``ORIGIN``,
+because the weights are not copied.
 """
 
 from __future__ import annotations
@@ -26,24 +27,20 @@ from kvaudit.core.spec import RunSpec
 from kvaudit.core.spec_train import TrainSpec
 from kvaudit.suites.base import SUITES
 
-_SHARED = (
-    "model",
-    "reward",
-    "constitution",
-    "training",
-)  # the sections that are equal in all recipes of one comparison
+_SHARED = ("model", "reward", "constitution", "training")  # sections that all recipes of one comparison share
+# keys of the spec's training section that the section "training" of a recipe leaves out, since others have them
 _ELSEWHERE = ("arms", "seeds", "policy", "policies", "only", "suites", "weights", "context_tokens", "reward")
 
 
 def recipe_of(spec: RunSpec, section: TrainSpec, model: LoadedModel, batches: Batches) -> dict[str, Any]:
     """Return the recipe of a run that trains; ``batches`` are the items of its evaluation."""
-    paying = parse_reward(section.reward, section.suites)
-    text = paying.reward.constitution
+    reward = parse_reward(section.reward, section.suites)
+    text = reward.reward.constitution
     return seal_recipe(
         {
             "model": {"name": spec.model, "sha256": model.sha256},
-            "reward": {"written": section.reward, "sha256": paying.sha256, "graded_by": paying.judges},
-            "constitution": None if text is None else {"sha256": paying.constitution_sha256, "text": text},
+            "reward": {"written": section.reward, "sha256": reward.sha256, "graded_by": reward.judges},
+            "constitution": None if text is None else {"sha256": reward.constitution_sha256, "text": text},
             "data": _data(section, model),
             "policy": {
                 arm.name: TrainConfig.of(section, arm.name, section.seeds[0]).rollout_policy.canonical
@@ -85,8 +82,8 @@ def _items_sha256(items: Iterable[Item]) -> str:
     return sha256_of(sorted(rows, key=str))
 
 
-def take_over(source: Path, target: Path) -> None:
-    """Copy provenance and telemetry of a finished checkpoint, whose files were checked when it was loaded."""
+def copy_provenance(source: Path, target: Path) -> None:
+    """Copy provenance and telemetry of a finished checkpoint that was loaded, so its files are checked already."""
     if not (source / PROVENANCE).is_file():
         return
     target.mkdir(parents=True, exist_ok=True)
@@ -98,9 +95,10 @@ def take_over(source: Path, target: Path) -> None:
 def joined_recipe(run: RunFolder, refusal_set: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return one recipe of all arms, with the safety suites of this run.
 
-    None if a checkpoint has no recipe, or they differ in more than arm and seed. Raises DataError for a damaged recipe.
+    Returns None if a checkpoint has no recipe, or the recipes differ in more than arm and seed. Raises DataError
+    for a damaged recipe.
     """
-    pairs = [(arm, seed) for arm, part in run.spec.checkpoints.items() for seed in part.seeds]
+    pairs = [(arm, seed) for arm, checkpoints in run.spec.checkpoints.items() for seed in checkpoints.seeds]
     folders = {pair: locate(str(run.spec.external_source(*pair))) for pair in pairs}
     if not all((folder / RECIPE).is_file() for folder in folders.values()):
         return None
@@ -112,7 +110,7 @@ def joined_recipe(run: RunFolder, refusal_set: Mapping[str, Any]) -> dict[str, A
     first = next(iter(recipes.values()))
     shared = [{name: _without_seed(recipe[name]) for name in _SHARED} for recipe in recipes.values()]
     data = [{**recipe["data"], "items_sha256_by_seed": None} for recipe in recipes.values()]
-    if any(part != shared[0] for part in shared) or any(part != data[0] for part in data):
+    if any(sections != shared[0] for sections in shared) or any(section != data[0] for section in data):
         return None
     policies = {arm: next(iter(recipe["policy"].values())) for (arm, _), recipe in recipes.items()}
     joined = {**first, "data": {**first["data"], "items_sha256_by_seed": items}, "policy": policies}

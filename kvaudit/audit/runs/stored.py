@@ -1,4 +1,4 @@
-"""The finished units of a run: their records, and the items that these answer, made again from the spec."""
+"""The finished units of a run: their records, and their items, which are made again from the spec."""
 
 from __future__ import annotations
 
@@ -38,31 +38,31 @@ class StoredUnit:
 
     @property
     def sha256(self) -> str:
-        """The sha256 of its records according to its seal."""
+        """The sha256 of the record file according to its seal."""
         return str(self.seal.get("sha256"))
 
     @property
     def rows(self) -> int:
-        """The number of its records according to its seal."""
+        """The number of records according to the seal."""
         return int(self.seal.get("records", 0))
 
     def check(self) -> None:
-        """Raise DataError if the records are not those that were sealed."""
+        """Raise DataError if the record file differs from its seal."""
         with self.records.open("rb") as file:
             check_sealed(self.records, hashlib.file_digest(file, "sha256").hexdigest(), self.seal)
 
 
 class SuiteItems(NamedTuple):
-    """A suite and its items by id."""
+    """A suite, and its items by id."""
 
     suite: Suite
     items: Mapping[str, Item]
 
 
 class Items:
-    """Makes the items of a run's units again; holds those of one suite and length in memory.
+    """Makes the items of a run's units again, and keeps those of the last suite and length in memory.
 
-    Raises DataError if the public rows are not those that the run noted.
+    Raises DataError if the public rows differ from those that the run used.
     """
 
     def __init__(self, run: RunFolder) -> None:
@@ -81,20 +81,23 @@ class Items:
                 items = evaluation_items(self._run.sized, suite, unit.context_tokens, self._count)
             inputs = self._run.provenance().get(INPUTS)
             if inputs is not None:  # runs of earlier versions have none
-                noted = inputs.get(ROWS, {})
-                check_inputs(ROWS, {name: noted[name] for name in rows if name in noted}, rows)
+                stored_hashes = inputs.get(ROWS, {})
+                check_inputs(ROWS, {name: stored_hashes[name] for name in rows if name in stored_hashes}, rows)
             self._made = key, SuiteItems(suite, {item.item_id: item for item in items})
         return self._made[1]
 
 
 def stored_units(run: RunFolder) -> tuple[list[StoredUnit], list[str]]:
-    """Return the finished units of a run, ordered by suite and length, and the names of the unfinished ones."""
+    """Return the finished units of a run, by suite and length, and the names of the unfinished files.
+
+    Raises DataError if there is no finished unit, or one of a suite that the spec does not ask.
+    """
     units, unfinished = [], []
     for records in plain_files(run.records, "*.jsonl"):
         if not seal_path(records).exists():
             unfinished.append(records.name)
             continue
-        unit = stored_unit(records)
+        unit = read_unit(records)
         if unit.suite not in run.spec.evaluate.suites:
             raise DataError(
                 f"{str(records)!r} holds suite {unit.suite!r}, which the run's spec does not ask for; remove the file "
@@ -106,8 +109,8 @@ def stored_units(run: RunFolder) -> tuple[list[StoredUnit], list[str]]:
     return sorted(units, key=lambda unit: (unit.suite, unit.context_tokens, unit.records.name)), unfinished
 
 
-def stored_unit(records: Path) -> StoredUnit:
-    """Read the finished unit of a record file from its seal and its first line."""
+def read_unit(records: Path) -> StoredUnit:
+    """Return the finished unit of a record file, described by its seal and its first line."""
     with records.open("rb") as lines:
         first = _record(records, 1, lines.readline())
     return StoredUnit(records, read_json(seal_path(records)), first.suite, first.context_tokens, first.suite_version)
@@ -129,7 +132,7 @@ def work_on_stored(
     lock: Callable[[StoredUnit], Path],
     work: Callable[[StoredUnit, Claim], None],
 ) -> None:
-    """Work on every unit that is not done, shared with other processes, with a progress bar that counts answers.
+    """Work on every unit that is not done, together with other processes, under a bar that counts answers.
 
     Each unit is checked against its seal before ``work`` is called with it.
     """
@@ -151,11 +154,14 @@ def work_on_stored(
         work_on_units(units, is_done=is_done, lock=lock, work=check_and_work, on_done=on_done, on_wait=on_wait)
 
 
-def item_of(record: Record, made: SuiteItems, where: str) -> Item:
-    """Return the item that a record answers; raise DataError if today's suite has another item of that name."""
-    item = made.items.get(record.item_id)
-    suite = f"suite {made.suite.name} of version {made.suite.version}"
-    if item is None or record.suite != made.suite.name:
+def item_of(record: Record, suite_items: SuiteItems, where: str) -> Item:
+    """Return the item that a record answers; raise DataError if today's suite makes another item of that name.
+
+    ``where`` names the record's place in an error.
+    """
+    item = suite_items.items.get(record.item_id)
+    suite = f"suite {suite_items.suite.name} of version {suite_items.suite.version}"
+    if item is None or record.suite != suite_items.suite.name:
         raise DataError(
             f"{where}: item {record.item_id!r} of suite {record.suite!r} (version {record.suite_version}) is not among "
             f"those of {suite} under the run's spec; judge it with the kvaudit, tokenizer and rows that made it"

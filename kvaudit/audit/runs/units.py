@@ -1,6 +1,7 @@
-"""A unit of work and its file: appended batch by batch, cut to whole batches when resumed, sealed with a sha256.
+"""A unit of work and its record file.
 
-<unit>.answered    the answers kept from a unit whose refused rows are asked again, until it is sealed again
+Records are appended batch by batch. A resumed process cuts the file to complete batches; a finished file is sealed with
+its sha256. While refused requests of a finished unit are asked again, <unit>.answered holds the other answers.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ Row = tuple[str, int]  # item id, sample index
 
 @dataclass(frozen=True)
 class Unit:
-    """The unit of work: idempotent, claimed by a lock file, resumed at a batch boundary."""
+    """The unit of work: one policy, suite and context length of a checkpoint, claimed and resumed on its own."""
 
     arm: str
     seed: int
@@ -43,12 +44,12 @@ class Unit:
         return self.arm, self.seed, self.suite, self.context_tokens, condition
 
     def identity(self, checkpoint: str) -> tuple[str, str, str]:
-        """Return what all of its records share: the sha256 of the checkpoint, policy hash and suite version."""
+        """Return what all records of the unit share: checkpoint sha256, policy hash and suite version."""
         return checkpoint, self.policy.hash, SUITES.get(self.suite).version
 
     @property
     def name(self) -> str:
-        """The file name of the unit's records, without its suffix."""
+        """The name of the unit's files, without suffix."""
         return f"{self.arm}-seed{self.seed}--{self.policy.hash}--{in_file_name(self.suite)}--{self.context_tokens}"
 
 
@@ -67,9 +68,9 @@ class UnitFiles:
 
 
 def sealed_records(files: UnitFiles, identity: tuple[str, str, str]) -> Mapping[Row, Record]:
-    """Return the records of a unit, empty if it is not finished.
+    """Return the records of a finished unit, and none of an unfinished one.
 
-    Raises DataError if they are not those that were sealed, or have another ``identity``.
+    Raises DataError if they differ from their seal, or have another ``identity``.
     """
     if not files.seal.exists():
         return {}
@@ -82,25 +83,25 @@ def sealed_records(files: UnitFiles, identity: tuple[str, str, str]) -> Mapping[
 
 
 def answered_rows(rows: Mapping[Row, Record]) -> Mapping[Row, Record]:
-    """Return the rows of items without a refused sample: an item is asked again with all of its samples."""
+    """Return the rows of items of which no sample was refused, since an item is asked again with all its samples."""
     refused = {item for (item, _), record in rows.items() if record.unanswered}
     return {row: record for row, record in rows.items() if row[0] not in refused}
 
 
 def written_seconds(files: UnitFiles) -> float:
-    """Return how long the answers took that the file of a unit holds so far, finished or not."""
+    """Return how many seconds the answers in a unit's file took, even if the unit is unfinished."""
     rows = _readable_rows(files.records) if files.records.exists() else ()
     return sum(row.record.seconds for row in rows)
 
 
 def kept_rows(files: UnitFiles) -> Mapping[Row, Record]:
-    """Return the answers kept from a unit whose refused rows are asked again, empty for any other."""
+    """Return the answers that a unit keeps while its refused requests are asked again; empty for any other unit."""
     rows = _readable_rows(files.answered) if files.answered.exists() else ()
     return {(row.record.item_id, row.record.sample_index): row.record for row in rows}
 
 
 def reopen_refused(files: UnitFiles, identity: tuple[str, str, str]) -> int:
-    """Unseal a finished unit with refused rows, keeping its answers; return the number of refused rows."""
+    """Unseal a finished unit that has refused rows, keep its answers, and return the number of refused rows."""
     rows = sealed_records(files, identity)
     refused = sum(bool(record.unanswered) for record in rows.values())
     if refused:
@@ -111,9 +112,10 @@ def reopen_refused(files: UnitFiles, identity: tuple[str, str, str]) -> int:
 
 
 class RecordFile:
-    """The records of an unfinished unit, as a context manager; it has ``batches`` complete ones of ``rows`` records.
+    """The record file of an unfinished unit, as a context manager.
 
-    Raises DataError if the file holds records of another ``identity`` (``Unit.identity``).
+    ``batches`` is the number of complete batches in it, ``rows`` the number of their records. Raises DataError if
+    the file holds records of another ``identity`` (``Unit.identity``).
     """
 
     def __init__(self, files: UnitFiles, batches: Sequence[Sequence[Row]], identity: tuple[str, str, str]) -> None:
@@ -131,7 +133,7 @@ class RecordFile:
         self._out.close()
 
     def append(self, records: Sequence[Record]) -> None:
-        """Append a complete batch; on return it is on disk."""
+        """Append the records of a complete batch, and return once they are on disk."""
         self._size += self._out.write("".join(record.to_json() + "\n" for record in records).encode())
         self._out.flush()
         os.fsync(self._out.fileno())
@@ -139,12 +141,12 @@ class RecordFile:
         self._refused += sum(bool(record.unanswered) for record in records)
 
     def seal(self, inputs: str | None) -> None:
-        """Finish the file; ``inputs`` is the hash of the run's inputs."""
+        """Write the seal that marks the file as finished; ``inputs`` is the hash of the run's inputs."""
         path = self._files.records
         raw = path.read_bytes()
         if len(raw) != self._size:
             raise DataError(
-                f"{str(path)!r} has {len(raw)} bytes, but this process wrote {self._size}: another one has written "
+                f"{str(path)!r} has {len(raw)} bytes, but this process wrote {self._size}: another process has written "
                 "to it; go on with --resume, which cuts it to complete batches"
             )
         digest = hashlib.sha256(raw).hexdigest()
@@ -153,21 +155,21 @@ class RecordFile:
         self._files.answered.unlink(missing_ok=True)
 
     def _cut(self, batches: Sequence[Sequence[Row]]) -> tuple[int, int]:
-        """Cut the file to complete batches, as an uninterrupted run has them; return their and their rows' number."""
+        """Cut the file after its last complete batch; return the numbers of batches and of rows left."""
         rows = _readable_rows(self._files.records)
         if rows:  # the first row is enough, since every process checks before it appends
             _check_identity(self._files.records, rows[0].record, self._identity)
-        complete, kept, asks_refused = 0, 0, self._files.answered.exists()
+        complete, length, asks_refused = 0, 0, self._files.answered.exists()
         for expected in batches:
-            batch = [row.record for row in rows[kept : kept + len(expected)]]
+            batch = [row.record for row in rows[length : length + len(expected)]]
             refused = sum(bool(record.unanswered) for record in batch)
             names = [(record.item_id, record.sample_index) for record in batch]
             if names != list(expected) or (asks_refused and refused):
                 break
             self._refused += refused
-            complete, kept = complete + 1, kept + len(expected)
-        os.truncate(self._files.records, sum(len(row.line) for row in rows[:kept]))
-        return complete, kept
+            complete, length = complete + 1, length + len(expected)
+        os.truncate(self._files.records, sum(len(row.line) for row in rows[:length]))
+        return complete, length
 
 
 def _check_identity(path: Path, record: Record, expected: tuple[str, str, str]) -> None:
@@ -186,7 +188,7 @@ class _Row(NamedTuple):
 
 
 def _readable_rows(path: Path) -> list[_Row]:
-    """Read the rows of a record file up to the first that a kill or a power cut has damaged."""
+    """Read the rows of a record file up to the first one that a kill or a power cut has damaged."""
     rows: list[_Row] = []
     check_plain(path)
     for line in path.read_bytes().splitlines(keepends=True):

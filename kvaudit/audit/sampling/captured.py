@@ -1,12 +1,12 @@
-"""Decode steps on a GPU: captured once as a CUDA graph and replayed, since the host cannot start kernels fast enough.
+"""Decode steps on a GPU: captured once as a CUDA graph and replayed, which saves the start of every kernel.
 
-A step of a model of 28 layers is some thousand small kernels, and starting them takes longer than computing them. A
-graph starts all of them at once. It is captured anew when an address or a shape changes: rows leave or join, or a
-growing cache has used the slots it was given.
+A step of a model of 28 layers is some thousand small kernels, and starting them one by one takes longer than computing
+them. A graph starts all of them at once. It is captured again when an address or a shape changes: when rows leave or
+join, or when a growing cache has used the slots it was given.
 
-``KVAUDIT_STEP`` picks how steps are computed: ``auto`` (``compiled`` on a GPU, else ``eager``), ``eager`` (one operator
-after the other), ``fixed`` (steps of fixed shapes, not captured), ``graph`` (captured), ``compiled`` (captured, of
-layers whose small operators torch.compile has fused).
+``KVAUDIT_STEP`` selects how steps are computed: ``auto`` (``compiled`` on a GPU, else ``eager``), ``eager`` (one
+operator after the other), ``fixed`` (steps of fixed shapes, not captured), ``graph`` (captured), ``compiled``
+(captured, with the small operators of each layer fused by torch.compile).
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ VARIABLE = "KVAUDIT_STEP"
 MODES = ("auto", "eager", "fixed", "graph", "compiled")
 MAX_GRAPHS = 4  # captured at once: a step that grows and one that replaces, with a spare of each
 FEWEST_STEPS = 8  # expected, for a capture to pay
-_RESTLESS = 64  # steps without a replay, after which that is said
+_UNREPLAYED_STEPS = 64  # steps without a replay, after which a note says so
 
 
 def step_mode(device: torch.device) -> str:
-    """Return how steps on ``device`` are computed; raises SpecError for a bad value of the variable."""
+    """Return how steps on ``device`` are computed; raise SpecError for an invalid value of the variable."""
     mode = os.environ.get(VARIABLE) or "auto"
     if mode not in MODES:
         raise SpecError(f"{VARIABLE}={mode!r}, wanted one of {', '.join(MODES)}; correct or unset it")
@@ -53,7 +53,7 @@ def step_mode(device: torch.device) -> str:
 
 @cache
 def _can_compile(device: torch.device) -> bool:
-    """Whether torch.compile works on ``device``, tried once; it needs triton and a C compiler. Say it if not."""
+    """Return whether torch.compile, which needs triton and a C compiler, works here; print a note if not."""
     try:
         torch.compile(torch.sin)(torch.ones(8, device=device))
     except Exception as error:  # whatever compilers raise
@@ -64,24 +64,24 @@ def _can_compile(device: torch.device) -> bool:
 
 
 class CapturedStep(NamedTuple):
-    """A captured step: ``replay`` computes it, and overwrites ``logits`` [B, V]."""
+    """A captured step: ``replay`` computes it and overwrites ``logits`` [B, V]."""
 
     replay: Callable[[], None]
     logits: Tensor
 
 
 def capture_graph(run: Callable[[], Tensor], device: torch.device) -> CapturedStep:
-    """Capture ``run`` as a CUDA graph of ``device``, which computes nothing yet.
+    """Capture ``run`` as a CUDA graph of ``device`` without computing anything.
 
-    Raises RunError if the device will not.
+    Raises RunError if it cannot be captured.
     """
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     collects = gc.isenabled()
     stream.wait_stream(torch.cuda.current_stream(device))
-    gc.disable()  # what it frees must not be freed in the middle of a capture
+    gc.disable()  # no memory may be freed during a capture
     try:
-        with torch.cuda.stream(stream):  # which makes its device the current one
-            # an error of another thread is none of this capture
+        with torch.cuda.stream(stream):  # also makes its device the current one
+            # an error of another thread does not concern this capture
             graph.capture_begin(capture_error_mode="thread_local")
             try:
                 logits = run()
@@ -97,14 +97,15 @@ def capture_graph(run: Callable[[], Tensor], device: torch.device) -> CapturedSt
 
 
 def _address(weight: Tensor) -> int:
+    """Return the address of a weight, or its id if it consists of several tensors."""
     try:
         return weight.data_ptr()
-    except RuntimeError:  # of several tensors
+    except RuntimeError:  # the weight consists of several tensors
         return id(weight)
 
 
 def _why_not_replayed(model: Any) -> str | None:
-    """Return what of a model a replay would leave out, as the end of a sentence; None for nothing."""
+    """Return what a replay of the model would leave out, as the end of a sentence; None for nothing."""
     for module in model.modules():
         for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
             # transformers' own let inputs require gradients; those of this project look after other caches
@@ -116,7 +117,7 @@ def _why_not_replayed(model: Any) -> str | None:
 class StepRunner:
     """Computes the decode steps of one cache, by replays of captured steps where that is possible.
 
-    ``cache`` must keep its rows; make another runner when rows leave or join.
+    The rows of ``cache`` must stay the same; make another runner when rows leave or join.
     """
 
     def __init__(self, model: Any, cache: EvictingCache, mode: str) -> None:
@@ -131,7 +132,7 @@ class StepRunner:
 
     @staticmethod
     def for_cache(model: Any, cache: EvictingCache, device: torch.device) -> StepRunner | None:
-        """Return a runner, or None if steps are to be computed one operator after the other."""
+        """Return a runner, or None if steps have to be computed one operator after the other."""
         mode = step_mode(device)
         if mode == "eager":
             return None
@@ -144,20 +145,20 @@ class StepRunner:
         return None
 
     def begin_turn(self) -> None:
-        """Forget captured steps if the model's weights lie elsewhere by now, or it computes in another way."""
+        """Drop captured steps if the model's weights have moved, or the model computes in another mode."""
         if self._graphs and self._describe_model() != self._model_state:
             self._graphs.clear()
             self._run_before.clear()
 
     def _describe_model(self) -> Hashable:
-        """Return what captured steps bake in of a model: the addresses of its weights, and modes that it reads."""
+        """Return the state of the model that captured steps depend on: addresses of weights, training, autocast."""
         device = self.cache.device.type
         modes = (self._model.training, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
         return (*modes, *map(_address, self._weights))
 
     @torch.no_grad()
     def __call__(self, tokens: Sequence[int], room: int, pinned: Tensor | None = None) -> Tensor:
-        """Feed one token per row (-1 = none) and return the next logits [B, V]; some ``room`` more are expected."""
+        """Feed one token per row (-1 = none) and return the next logits [B, V]; about ``room`` more steps follow."""
         key = self._step.prepare(tokens, room, pinned)
         captured = self._graphs.get(key)
         if captured is None and key in self._run_before and room >= FEWEST_STEPS and self._mode != "fixed":
@@ -165,7 +166,7 @@ class StepRunner:
         if captured is None:
             logits = self._run()
             self._run_before.append(key)
-            self._note_restless(room)
+            self._note_missing_replays(room)
         else:
             captured.replay()
             logits, self._since_replay = captured.logits, 0
@@ -173,12 +174,12 @@ class StepRunner:
         return logits
 
     def _run(self) -> Tensor:
-        with self._fused():
+        with fused_layers(self._model) if self._mode == "compiled" else nullcontext():
             return self._step.run(self._forward)
 
     def _forward(self, ids: Tensor, positions: Tensor, step: FixedStep) -> Tensor:
         """Return the logits [B, V] after tokens [B, 1] at positions [B, 1]."""
-        # attention through a cache takes no mask; transformers makes none, by reading positions, where one is given
+        # attention through a cache ignores the mask, but without one transformers would read positions to make one
         unused = torch.ones(len(ids), 1, 1, 1, dtype=torch.bool, device=ids.device)
         output = self._model(
             input_ids=ids,
@@ -193,7 +194,7 @@ class StepRunner:
         return logits
 
     def _capture(self, key: Hashable) -> CapturedStep | None:
-        """Return the captured step, which was not computed yet; None if it cannot be captured."""
+        """Return the captured step, not yet computed; None if it cannot be captured."""
         while len(self._graphs) >= MAX_GRAPHS:
             del self._graphs[next(iter(self._graphs))]
         if not self._graphs:
@@ -206,37 +207,37 @@ class StepRunner:
             return None
         return captured
 
-    def _note_restless(self, room: int) -> None:
+    def _note_missing_replays(self, room: int) -> None:
+        """Print a note once if no step could be replayed for a long time."""
         if self._mode == "fixed" or room < FEWEST_STEPS:  # nothing is captured, whatever stays the same
             return
         self._since_replay += 1
-        if self._since_replay == _RESTLESS:
-            note_once(f"no decode step of {_RESTLESS} could be replayed: batch or cache changed at every step")
-
-    def _fused(self) -> Any:
-        return fused_layers(self._model) if self._mode == "compiled" else nullcontext()
+        if self._since_replay == _UNREPLAYED_STEPS:
+            note_once(f"no decode step of {_UNREPLAYED_STEPS} could be replayed: batch or cache changed at every step")
 
 
 @contextmanager
 def fused_layers(model: Any) -> Iterator[None]:
-    """Let torch.compile fuse the operators of the model's layers inside the context; the model itself is unchanged.
+    """Let torch.compile fuse the operators of the model's layers inside the context; the model stays unchanged.
 
-    All layers of a class share one compiled function. Attention is left out: it goes through the cache. Other threads
-    that use the model compute its layers as they are, or wait here.
+    All layers of a class share one compiled function. Attention is left out, since it goes through the cache. Other
+    threads that use the model compute its layers without fusion, or wait here.
     """
     with _FUSING:
-        layers = [layer for layer in getattr(attention.find_decoder(model), "layers", None) or () if _is_own(layer)]
-        own = [vars(layer).get("forward") for layer in layers]
+        layers = [
+            layer for layer in getattr(attention.find_decoder(model), "layers", None) or () if _has_own_forward(layer)
+        ]
+        original = [vars(layer).get("forward") for layer in layers]
         AttentionInterface.register(attention.ATTENTION_NAME, attention.skip_compile(attention.attention))
         try:
             for layer in layers:
-                layer.forward = partial(_forward_fused, _fused_forward(type(layer)), layer, layer.forward)
+                layer.forward = partial(_call_layer, _compile_forward(type(layer)), layer, layer.forward)
             with fusing(), warnings.catch_warnings():
-                # advice to whoever wrote the model, such as to multiply in TensorFloat32
+                # advice to the author of the model, such as to multiply in TensorFloat32
                 warnings.filterwarnings("ignore", module=r"torch\._(inductor|dynamo)\.")
                 yield
         finally:
-            for layer, forward in zip(layers, own, strict=True):
+            for layer, forward in zip(layers, original, strict=True):
                 vars(layer).pop("forward", None)
                 if forward is not None:
                     layer.forward = forward
@@ -247,17 +248,17 @@ _FUSING = threading.RLock()
 _fused_forwards: dict[type, Callable[..., Any]] = {}
 
 
-def _is_own(layer: Any) -> bool:
-    """Whether a layer computes what its class does: nothing replaced its forward but the checkpointing of gradients."""
+def _has_own_forward(layer: Any) -> bool:
+    """Return whether a layer computes what its class does, except for gradient checkpointing of this project."""
     forward = vars(layer).get("forward")
     return forward is None or (isinstance(forward, partial) and forward.func.__module__.startswith("kvaudit."))
 
 
-def _forward_fused(fused: Callable[..., Any], layer: Any, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return fused(layer, *args, **kwargs) if is_fusing() else own(*args, **kwargs)
+def _call_layer(fused: Callable[..., Any], layer: Any, unfused: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return fused(layer, *args, **kwargs) if is_fusing() else unfused(*args, **kwargs)
 
 
-def _fused_forward(kind: type) -> Callable[..., Any]:
+def _compile_forward(kind: type) -> Callable[..., Any]:
     if kind not in _fused_forwards:
         _fused_forwards[kind] = torch.compile(kind.forward)  # type: ignore[attr-defined]
     return _fused_forwards[kind]

@@ -1,4 +1,4 @@
-"""Render conversations as tokens with any chat template, turn by turn, with the role of every token."""
+"""Render conversations as tokens with any chat template, turn by turn, and find the role of every token."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from kvaudit.audit.sampling.chat_tools import (
     TOOL_SLOT,
     ArgumentsAs,
     ResponseTemplate,
+    differing_part,
     slot_calls,
     slot_name,
     tool_fields,
-    varying,
 )
 from kvaudit.audit.sampling.rendering import TemplateRefusal, renderer, unstable_names
 from kvaudit.core.completions import THOUGHT_CLOSING, THOUGHT_OPENING
@@ -31,11 +31,11 @@ from kvaudit.core.tool_forms.text import TextForm, list_tools
 
 FORMAT_ROLE = "format"  # tokens of the template itself: headers, end-of-turn, generation prompt
 TOOL_PREFIX = "Tool result:\n"
-_MARKER = "kvaudit-marker-7391"  # takes the place of an answer, to find it in the rendered text
+_MARKER = "kvaudit-marker-7391"  # stands for an answer, to find its position in the rendered text
 _TORN, _MOST_BYTES = "\ufffd", 4  # decoded form of an incomplete character; bytes of the longest character
-_SHORT, _MOST_COUNTS = 2_000, 20_000  # token counts are cached for texts up to so many characters, up to so many
+_SHORT, _MOST_COUNTS = 2_000, 20_000  # characters of a text whose token count is cached; number of cached counts
 _SLOT = "kvaudit-slot-{}-7391"
-TOOL_FORM = "tool_form"  # the option of kvaudit's own that names a form
+TOOL_FORM = "tool_form"  # kvaudit's own option, which names a form
 TEXT_FORM, ANY_FORM = TextForm.name, "any"  # tools as text; a template with tools whose form of calls is unknown
 ChatOption = bool | int | float | str
 # arguments of transformers' renderer, which an option of the same name would replace
@@ -59,7 +59,7 @@ _PROBES: list[list[dict[str, str]]] = [
 class ChatTokens:
     """Token ids with one role name per token: system, user, assistant, tool, or format.
 
-    ``spans`` has, by the name of a marked span, the numbers of the tokens that hold a character of it.
+    ``spans`` maps the name of a marked span to the positions of the tokens that hold a character of it.
     """
 
     ids: tuple[int, ...]
@@ -70,17 +70,17 @@ class ChatTokens:
         assert len(self.ids) == len(self.roles)
 
     def drop(self, count: int) -> ChatTokens:
-        """Return the rendering without its first ``count`` tokens."""
+        """Return the tokens without the first ``count``."""
         spans = {name: tuple(n - count for n in numbers if n >= count) for name, numbers in self.spans.items()}
         return ChatTokens(self.ids[count:], self.roles[count:], spans)
 
 
 class Chat:
-    """A fast tokenizer and its chat template, which render the first prompt and the replies after each answer.
+    """A fast tokenizer with its chat template, which renders the first prompt and what follows each answer.
 
-    ``tool_role`` and ``system_role``: "native" if the template accepts that role, "user" if its text is put into a user
-    message. ``opens_thought``: the template begins every answer with the opening of a thought. ``stop_ids``: all
-    tokens that end an assistant turn. ``options`` are passed to the template by name.
+    ``tool_role`` and ``system_role`` are "native" if the template accepts that role, "user" if its text is put into
+    a user message. ``opens_thought`` is True if the template begins every answer with the opening of a thought.
+    ``stop_ids`` are all tokens that end an assistant turn. ``options`` are passed to the template by name.
     """
 
     def __init__(
@@ -95,41 +95,43 @@ class Chat:
         self._source, self._tokens = _template_of(tokenizer), dict(tokenizer.special_tokens_map)
         self._tool_source = _template_of(tokenizer, [TOOL_SLOT])  # a tokenizer may have a template for tools alone
         self.options = dict(options or {})
-        self._named_form = self._take_named_form()
+        form_name = self.options.pop(TOOL_FORM, None)
+        self._named_form = None if form_name is None else TOOL_FORMS.get(str(form_name))()
         self._check_options()
-        self.system_role: Literal["native", "user"] = self._takes(Role.SYSTEM, first=True)
-        self.tool_role: Literal["native", "user"] = self._takes(Role.TOOL, first=False)
+        self.system_role: Literal["native", "user"] = self._role_support(Role.SYSTEM, first=True)
+        self.tool_role: Literal["native", "user"] = self._role_support(Role.TOOL, first=False)
         self.opens_thought = self._template([Message(Role.USER, ".")]).rstrip().endswith(THOUGHT_OPENING)
         self.stop_ids: frozenset[int] = frozenset(stop_ids) | self._template_stops()
 
     def prompt(self, messages: Sequence[Message], spans: Sequence[Span] = (), tools: Tools = ()) -> ChatTokens:
-        """Return the prompt, generation prompt included, with the tokens of the marked ``spans``.
+        """Return the prompt, including the generation prompt, with the tokens of the marked ``spans``.
 
-        A span of the text ``list_tools(tools)`` is where the template lists the tools.
+        A span whose text is ``list_tools(tools)`` is the template's listing of the tools.
         """
         return self._render((), *self.request_of(messages, tools), spans)
 
     def prompt_text(self, messages: Sequence[Message], tools: Tools = ()) -> str:
-        """Return the prompt as text, generation prompt included."""
+        """Return the prompt as text, including the generation prompt."""
         return self._text_after((), *self.request_of(messages, tools))
 
     # --- tools ------------------------------------------------------------------------------------------------------
 
     @cached_property
     def tool_form(self) -> ToolForm | None:
-        """The form that was named, the tokenizer's own or the one that its template writes; None if it is unknown."""
+        """The form of tool calls: named in the options, the tokenizer's, or the template's; None if unknown."""
         if self._named_form is not None:
             return self._named_form
-        own = getattr(self.tokenizer, "response_template", None)  # only newer versions of transformers have it
-        if isinstance(own, Mapping):
-            return ResponseTemplate(own, self._template([Message(Role.USER, ".")]))
+        template = getattr(self.tokenizer, "response_template", None)  # only newer versions of transformers have it
+        if isinstance(template, Mapping):
+            return ResponseTemplate(template, self._template([Message(Role.USER, ".")]))
         return form_of(self._tool_source)
 
     def tool_form_of(self, messages: Sequence[Message], tools: Tools) -> str:
         """Return the name of the form in which a conversation offers tools; "" for one without tools.
 
-        "text": as text of the prompt, since the template takes no tools or not these calls, or the form was named.
-        "any": by the template, whose form of calls is unknown.
+        It is "text" if the prompt contains the tools as text, because the options say so or the template takes
+        no tools or not these calls. It is "any" if the template writes them but the form of its calls is
+        unknown.
         """
         if not tools and not any(message.tool_calls for message in messages):
             return ""
@@ -143,13 +145,17 @@ class Chat:
 
     @property
     def moves_system_with_tools(self) -> bool:
-        """Whether a system prompt stands in the user's message only because a conversation has tools."""
+        """Whether tools in a conversation make its system prompt move into the user's message."""
         return self.system_role == "native" and self._arguments_as is not None and self._system_with_tools == "user"
 
     def request_of(
         self, messages: Sequence[Message], tools: Tools
     ) -> tuple[tuple[Message, ...], tuple[Mapping[str, Any], ...]]:
-        """Return a conversation as it is rendered: with the words beside calls, or with the tools as text and none."""
+        """Return the messages and tools of a conversation in the form in which they are rendered.
+
+        If the messages must contain the tools as text, no tools are returned. Otherwise calls are left out of a
+        message's text, since the template writes them.
+        """
         form = self.tool_form_of(messages, tools)
         if form == TEXT_FORM:
             return as_text(messages, tools), ()
@@ -159,9 +165,10 @@ class Chat:
         return tuple(messages), tuple(tools)
 
     def call_text(self, messages: Sequence[Message], calls: Sequence[ToolCall], tools: Tools) -> str | None:
-        """Return calls as the model would write them, cut from the conversation with them as its next turn.
+        """Return calls as the model would write them, cut from a rendering in which they are the next turn.
 
-        None where tools stand in the prompt as text, or where the template writes the conversation before differently.
+        None if the prompt contains the tools as text, or if the template changes the conversation before the
+        calls.
         """
         calls = [replace(call, call_id=f"call{number:05}") for number, call in enumerate(calls)]
         # with results, since some templates end a turn by the beginning of the next
@@ -170,25 +177,25 @@ class Chat:
         if self.tool_form_of(turns, tools) in ("", TEXT_FORM):
             return None
         prompt, whole = self.prompt_text(messages, tools), self.prompt_text(turns, tools)
-        after = whole[len(prompt) :]
-        ends = [place for stop in self._stop_texts if (place := after.find(stop)) >= 0]
-        return after[: min(ends)] if ends and whole.startswith(prompt) else None
+        answer = whole[len(prompt) :]
+        ends = [index for stop in self._stop_texts if (index := answer.find(stop)) >= 0]
+        return answer[: min(ends)] if ends and whole.startswith(prompt) else None
 
     @cached_property
     def _arguments_as(self) -> ArgumentsAs | None:
-        """How the template takes the arguments of a call; None if it takes no tools."""
-        for way in ("object", "text"):
+        """The type in which the template takes the arguments of a call; None if it takes no tools."""
+        for arguments_as in ("object", "text"):
             try:
-                text = self._apply(self._rows(PROBE, way), [TOOL_SLOT])
+                text = self._apply(self._rows(PROBE, arguments_as), [TOOL_SLOT])
             except TemplateRefusal:
                 continue
-            if all(part in text for part in PROBE_TEXTS) and text.count(PROBE_TEXTS[0]) > 1:
-                return way
+            if all(probe in text for probe in PROBE_TEXTS) and text.count(PROBE_TEXTS[0]) > 1:
+                return arguments_as
         return None
 
     @cached_property
     def _system_with_tools(self) -> Literal["native", "user"]:
-        """How a conversation with tools has its system prompt: some templates drop it before a tool's result."""
+        """The role of a system prompt in a conversation with tools: some templates drop it before a tool's result."""
         rows = move_roles([Message(Role.SYSTEM, _MARKER), *PROBE], set(), self._arguments_as or "object")
         try:
             is_kept = self.system_role == "native" and _MARKER in self._apply(rows, [TOOL_SLOT])
@@ -200,18 +207,14 @@ class Chat:
         """Return whether the template writes the tools and every message and call of a conversation."""
         if self._arguments_as is None:
             return False
-        slots = slot_calls(_slotted([replace(m, content=words_beside(m, tools, self.tool_form)) for m in messages]))
-        parts = [slot_name(n, k) for n, message in enumerate(slots) for k in range(len(message.tool_calls))]
-        parts += [message.content for message in slots] + ([PROBE_TEXTS[0]] if tools else [])
+        slots = slot_calls(_with_slots([replace(m, content=words_beside(m, tools, self.tool_form)) for m in messages]))
+        expected = [slot_name(n, k) for n, message in enumerate(slots) for k in range(len(message.tool_calls))]
+        expected += [message.content for message in slots] + ([PROBE_TEXTS[0]] if tools else [])
         try:
             text = self._apply(self._rows(slots, self._arguments_as), [TOOL_SLOT] if tools else [])
         except TemplateRefusal:
             return False
-        return all(part in text for part in parts)
-
-    def _take_named_form(self) -> ToolForm | None:
-        name = self.options.pop(TOOL_FORM, None)
-        return None if name is None else TOOL_FORMS.get(str(name))()
+        return all(part in text for part in expected)
 
     @property
     def unstable_names(self) -> list[str]:
@@ -228,14 +231,15 @@ class Chat:
     ) -> ChatTokens:
         """Return the tokens after an assistant completion: end-of-turn, the new messages, generation prompt.
 
-        They are cut from a conversation with a marker as the answer, so this works with any template. A completion that
-        ends with a sampled end-of-turn token already holds the first one: see ``continuation``. ``calls`` are those of
-        the completion and ``tools`` those of the conversation, none where they stand in the prompt as text.
+        They are cut from a conversation with a marker as the answer, so this works with any template. A
+        completion that ends with a sampled end-of-turn token already holds the first one: see ``continuation``.
+        ``calls`` are those of the completion and ``tools`` those of the conversation; both are empty if the
+        prompt contains the tools as text.
         """
         if calls and self._arguments_as is not None:
-            # some templates write a tool's result only behind its call
-            last = replace(calls[-1], arguments={**calls[-1].arguments, _MARKER: _MARKER})
-            before = (Message(Role.USER, "."), Message(Role.ASSISTANT, "", (*calls[:-1], last)))
+            # some templates write a tool's result only after its call
+            last_call = replace(calls[-1], arguments={**calls[-1].arguments, _MARKER: _MARKER})
+            before = (Message(Role.USER, "."), Message(Role.ASSISTANT, "", (*calls[:-1], last_call)))
             try:
                 return self._render(before, messages, tools, spans)
             except SpecError:  # more calls at once than the template writes
@@ -273,26 +277,26 @@ class Chat:
 
     def text(self, ids: Sequence[int]) -> str:
         """Return a completion as text without a final stop token; other special tokens stay visible."""
-        kept = list(ids[:-1] if ids and ids[-1] in self.stop_ids else ids)
-        decoded: str = self.tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        tokens = list(ids[:-1] if ids and ids[-1] in self.stop_ids else ids)
+        decoded: str = self.tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return decoded
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
-        """Return the text that each token adds, for display; a character of several tokens goes to the last of them."""
+        """Return the text that each token adds, for display; a character of several tokens belongs to the last one."""
         texts: list[str] = []
         before: list[int] = []
         pending: list[int] = []
         for number, token in enumerate(ids, 1):
             pending.append(token)
             # decode with the tokens before, since some tokenizers drop a space at the beginning of a text
-            shown, text = (
+            text_before, text = (
                 self.tokenizer.decode(tokens, skip_special_tokens=False) for tokens in (before, [*before, *pending])
             )
             # an incomplete character waits for the next token; not for ever, since U+FFFD may be in the text itself
             if text.endswith(_TORN) and len(pending) < _MOST_BYTES and number < len(ids):
                 texts.append("")
                 continue
-            texts.append(text[len(shown) :])
+            texts.append(text[len(text_before) :])
             before, pending = pending, []
         return texts
 
@@ -311,7 +315,7 @@ class Chat:
         return count
 
     def to_json(self) -> dict[str, Any]:
-        """Return what a run records of its chat template: its options, and how it takes system and tool roles."""
+        """Return what a run stores about its chat template: its options, and how it takes system and tool roles."""
         named = {} if self._named_form is None else {TOOL_FORM: self._named_form.name}
         return {"options": self.options, "system_role": self.system_role, "tool_role": self.tool_role, **named}
 
@@ -319,13 +323,14 @@ class Chat:
         """Return a sentence for each role that the template does not accept."""
         roles = (("system", self.system_role, "system prompts"), ("tool", self.tool_role, "tool results"))
         text = "the template takes no {} role: {} stand in the user's message"
-        return [text.format(role, texts) for role, taken, texts in roles if taken == "user"]
+        return [text.format(role, texts) for role, support, texts in roles if support == "user"]
 
-    def _takes(self, role: Role, *, first: bool) -> Literal["native", "user"]:
-        plain = [Message(Role.USER, "."), Message(Role.ASSISTANT, ".")]
+    def _role_support(self, role: Role, *, first: bool) -> Literal["native", "user"]:
+        """Return "native" if the template writes messages of a role, else "user"."""
+        turns = [Message(Role.USER, "."), Message(Role.ASSISTANT, ".")]
         probe = Message(role, _MARKER)
-        # in its usual place, or the template would refuse the order instead of the role
-        messages = [probe, *plain[:1]] if first else [*plain, probe]
+        # in its usual position, or the template would refuse the order instead of the role
+        messages = [probe, *turns[:1]] if first else [*turns, probe]
         try:
             return "native" if _MARKER in self._apply(move_roles(messages, set())) else "user"
         except TemplateRefusal:
@@ -339,8 +344,8 @@ class Chat:
         for name, value in self.options.items():
             if name in _RESERVED or name in self._tokens:
                 raise SpecError(f"chat.{name} is set by kvaudit and the tokenizer; leave it out")
-            others = {other: setting for other, setting in self.options.items() if other != name}
-            if all(self._try_options(rows, self.options) == self._try_options(rows, others) for rows in _PROBES):
+            other_options = {other: setting for other, setting in self.options.items() if other != name}
+            if all(self._try_options(rows, self.options) == self._try_options(rows, other_options) for rows in _PROBES):
                 raise SpecError(
                     f"chat.{name}: {json.dumps(value)} changes nothing in the chat template, which has no such option "
                     "or this default; leave it out"
@@ -365,47 +370,48 @@ class Chat:
         """Return the tokens of the messages and of the template text around them, after the messages ``before``."""
         text = self._text_after(before, messages, tools)
         # unique texts in place of the messages, to tell the template's text from theirs
-        slots = _slotted(messages)
+        slots = _with_slots(messages)
         frame = self._text_after(before, slots, tools)
-        stretches = _stretches(text, frame, messages)
+        stretches = _find_stretches(text, frame, messages)
         listing, calls = list[_Stretch](), list[_Stretch]()
         if tools:
             other = self._text_after(before, slots, [TOOL_SLOT])
-            listing = _varying(text, stretches, frame, other, Role.SYSTEM)
+            listing = _find_varying(text, stretches, frame, other, Role.SYSTEM)
         if any(message.tool_calls for message in messages):
             other = self._text_after(before, slot_calls(slots), tools)
-            calls = _varying(text, stretches, frame, other, Role.ASSISTANT)
+            calls = _find_varying(text, stretches, frame, other, Role.ASSISTANT)
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         offsets = encoded["offset_mapping"]  # in characters of the text
         places: dict[str, list[tuple[int, int]]] = {
-            name: [stretches[place.message].locate(place) for place in found]
-            for name, found in find_spans(marked, [message.content for message in messages]).items()
+            name: [stretches[place.message].locate(place) for place in span_places]
+            for name, span_places in find_spans(marked, [message.content for message in messages]).items()
         }
         for span in marked:
             if tools and span.text.strip() == list_tools(tools).strip():
                 places.setdefault(span.name, []).extend((stretch.start, stretch.end) for stretch in listing)
         # leave out spans without tokens: a tokenizer may drop their characters
-        spans = {name: tokens for name, found in places.items() if (tokens := _tokens(offsets, found))}
+        spans = {name: tokens for name, ranges in places.items() if (tokens := _tokens(offsets, ranges))}
         roles = _roles([start for start, _ in offsets], [*stretches.values(), *listing, *calls])
         return ChatTokens(tuple(encoded["input_ids"]), roles, spans)
 
     def _text_after(self, before: tuple[Message, ...], messages: Sequence[Message], tools: Tools = ()) -> str:
+        """Return the rendered text after the messages ``before``, whose last one is a marker or a call."""
         text = self._template([*before, *messages], tools)
         if not before:
             return text
-        # the last marker, since a template may repeat the assistant's text
-        _, marker, after = text.rpartition(_MARKER)
+        # search for the last marker, since a template may repeat the assistant's text
+        _, marker, rest = text.rpartition(_MARKER)
         if not marker:
             raise SpecError(
                 "the chat template drops or rewrites assistant text; kvaudit cannot continue a conversation with it"
             )
         if not before[-1].tool_calls:
-            return after
-        # behind the call the template closes it, up to the end of the turn
-        ends = [place for stop in self._stop_texts if (place := after.find(stop)) >= 0]
+            return rest
+        # after a call come the template's closing texts, up to the end of the turn
+        ends = [index for stop in self._stop_texts if (index := rest.find(stop)) >= 0]
         if not ends:
             raise SpecError("the chat template ends no call of a tool; kvaudit cannot continue a conversation with it")
-        return after[min(ends) :]
+        return rest[min(ends) :]
 
     @cached_property
     def _stop_texts(self) -> tuple[str, ...]:
@@ -423,11 +429,11 @@ class Chat:
 
     def _rows(self, messages: Sequence[Message], arguments_as: ArgumentsAs | None) -> list[dict[str, Any]]:
         """Return messages as the template takes them; with ``arguments_as`` it has a role for tool results."""
-        taken = {Role.SYSTEM: self.system_role, Role.TOOL: self.tool_role}
+        support = {Role.SYSTEM: self.system_role, Role.TOOL: self.tool_role}
         if arguments_as:
             has_system = any(message.role is Role.SYSTEM for message in messages)
-            taken = {Role.SYSTEM: self._system_with_tools if has_system else "native", Role.TOOL: "native"}
-        moved = {role for role, way in taken.items() if way == "user"}
+            support = {Role.SYSTEM: self._system_with_tools if has_system else "native", Role.TOOL: "native"}
+        moved = {role for role, target in support.items() if target == "user"}
         return move_roles(messages, moved, arguments_as or "object")
 
     def _apply(self, rows: list[dict[str, Any]], tools: Tools = ()) -> str:
@@ -440,7 +446,7 @@ class Chat:
 def move_roles(
     messages: Sequence[Message], moved: Set[Role], arguments_as: ArgumentsAs = "object"
 ) -> list[dict[str, Any]]:
-    """Return messages as rows; those of ``moved`` roles become user text, joined to a neighbouring user row."""
+    """Return messages as template rows; those of ``moved`` roles become user text, joined to neighbouring user rows."""
     rows: list[dict[str, Any]] = []
     was_moved = False
     names = dict[str, str]()  # of tools, by the id of a call
@@ -469,10 +475,10 @@ def _template_of(tokenizer: Any, tools: Tools | None = None) -> str:
 
 
 class _Stretch(NamedTuple):
-    """Where a message's text is in the rendered text.
+    """The stretch of the rendered text that a message's text takes up.
 
-    ``offsets``: the place of each character of the message after ``start``, negative for those that were stripped;
-    None if every character follows the one before.
+    ``offsets`` are the positions of the message's characters after ``start``, negative for characters that were
+    stripped; None if the message is written unchanged.
     """
 
     start: int
@@ -481,36 +487,37 @@ class _Stretch(NamedTuple):
     offsets: Sequence[int] | None = None
 
     def locate(self, place: Place) -> tuple[int, int]:
-        """Return where a place in the message is in the rendered text."""
+        """Return the start and end of a span of the message in the rendered text."""
         ends = (place.start, place.end)
-        first, last = (self.start + (n if self.offsets is None else self.offsets[n]) for n in ends)
-        return max(first, self.start), min(last, self.end)
+        start, end = (self.start + (n if self.offsets is None else self.offsets[n]) for n in ends)
+        return max(start, self.start), min(end, self.end)
 
 
 def _has_slot(message: Message) -> bool:
     return bool(message.content) or not message.tool_calls
 
 
-def _slotted(messages: Sequence[Message]) -> list[Message]:
+def _with_slots(messages: Sequence[Message]) -> list[Message]:
+    """Return messages with a unique text in place of each text."""
     return [
         replace(message, content=_SLOT.format(n)) if _has_slot(message) else message
         for n, message in enumerate(messages)
     ]
 
 
-def _varying(text: str, texts: Mapping[int, _Stretch], frame: str, other: str, role: Role) -> list[_Stretch]:
-    """Locate what differs between two frames, of other tools or other calls, in the text between the messages.
+def _find_varying(text: str, texts: Mapping[int, _Stretch], frame: str, other: str, role: Role) -> list[_Stretch]:
+    """Return the stretches between messages in which two renderings differ, of other tools or other calls.
 
-    ``texts`` has the place of each message with a slot, by its number and in the order of the text.
+    ``texts`` has the stretch of each message with a slot, by its number and in the order of the text.
     """
     starts = [0, *(stretch.end for stretch in texts.values())]
     ends = [*(stretch.start for stretch in texts.values()), len(text)]
-    found = []
+    stretches = []
     for start, end, header, variant in zip(starts, ends, _between(frame, texts), _between(other, texts), strict=True):
         if header != variant:
-            first, last = varying(text[start:end], variant)
-            found.append(_Stretch(start + first, start + last, str(role)))
-    return found
+            begin, stop = differing_part(text[start:end], variant)
+            stretches.append(_Stretch(start + begin, start + stop, str(role)))
+    return stretches
 
 
 def _between(frame: str, numbers: Iterable[int]) -> list[str]:
@@ -535,7 +542,7 @@ def _roles(starts: Sequence[int], stretches: Iterable[_Stretch]) -> tuple[str, .
 
 
 def _tokens(offsets: Sequence[tuple[int, int]], places: Sequence[tuple[int, int]]) -> tuple[int, ...]:
-    """Return the numbers of the tokens that hold at least one character of the places."""
+    """Return the numbers of the tokens that hold at least one character of the stretches ``places``."""
     return tuple(
         number
         for number, (start, end) in enumerate(offsets)
@@ -543,11 +550,11 @@ def _tokens(offsets: Sequence[tuple[int, int]], places: Sequence[tuple[int, int]
     )
 
 
-def _stretches(text: str, frame: str, messages: Sequence[Message]) -> dict[int, _Stretch]:
-    """Locate each message's text in the rendered text; templates may strip it or write it as JSON.
+def _find_stretches(text: str, frame: str, messages: Sequence[Message]) -> dict[int, _Stretch]:
+    """Return the stretch of each message in the rendered text; templates may strip a text or write it as JSON.
 
-    ``frame`` is the same conversation with slots for texts: it tells a short text from the same letters in a header,
-    and the order in which the template writes the messages. Messages without a slot are left out.
+    ``frame`` is the same conversation with slots for texts. It distinguishes a short text from the same letters in
+    a header, and shows the order in which the template writes the messages. Messages without a slot are left out.
     """
     stretches, position = dict[int, _Stretch](), 0
     numbers = [number for number, message in enumerate(messages) if _has_slot(message)]
@@ -555,35 +562,38 @@ def _stretches(text: str, frame: str, messages: Sequence[Message]) -> dict[int, 
         message = messages[number]
         # the template text before this message, and the frame after its slot
         header, _, frame = frame.partition(_SLOT.format(number))
-        # a header that depends on the text differs from the frame's; then only the text is searched for
+        # a header that depends on the text differs from the frame's; then search for the text alone
         if text.startswith(header, position):
             position += len(header)
-        written, offsets = _written(text, position, message.content)
-        start = text.find(written, position)
+        form, offsets = _find_form(text, position, message.content)
+        start = text.find(form, position)
         if start < 0:
             raise SpecError(f"the chat template rewrites {message.role} text; kvaudit cannot tell its tokens apart")
-        position = start + len(written)
+        position = start + len(form)
         stretches[number] = _Stretch(start, position, str(message.role), offsets)
     return stretches
 
 
-def _written(text: str, position: int, content: str) -> tuple[str, Sequence[int] | None]:
-    """Return a message as the template writes it at a place: as it is, stripped, or as a JSON text; and its offsets."""
+def _find_form(text: str, position: int, content: str) -> tuple[str, Sequence[int] | None]:
+    """Return the text as which a template writes a message at a position, and the offsets of its characters.
+
+    The text is unchanged, stripped, or a JSON text.
+    """
     if text.startswith(content, position):
         return content, None
-    lost, stripped = len(content) - len(content.lstrip()), content.strip()
-    as_stripped = stripped, range(-lost, len(content) - lost + 1)
+    removed, stripped = len(content) - len(content.lstrip()), content.strip()
+    as_stripped = stripped, range(-removed, len(content) - removed + 1)
     if text.startswith(stripped, position):
         return as_stripped
-    widths = [len(_escaped(letter)) for letter in content]
-    ways = (
+    widths = [len(_escape_json(letter)) for letter in content]
+    forms = (
         as_stripped,
-        (_escaped(content), list(accumulate(widths, initial=0))),
-        (_escaped(stripped), list(accumulate(widths, initial=-sum(widths[:lost])))),
+        (_escape_json(content), list(accumulate(widths, initial=0))),
+        (_escape_json(stripped), list(accumulate(widths, initial=-sum(widths[:removed])))),
     )
-    exact = next((way for way in ways if text.startswith(way[0], position)), None)
-    return exact or next((way for way in ways if text.find(way[0], position) >= 0), as_stripped)
+    exact = next((form for form in forms if text.startswith(form[0], position)), None)
+    return exact or next((form for form in forms if text.find(form[0], position) >= 0), as_stripped)
 
 
-def _escaped(text: str) -> str:
+def _escape_json(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)[1:-1]

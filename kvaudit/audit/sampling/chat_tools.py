@@ -1,6 +1,6 @@
 """Tools in chat templates: how a template takes them, where it writes tools and calls, and how calls are read.
 
-A tokenizer's ``response_template`` (transformers, ``parse_response``) is an untrusted program of regular expressions
+A tokenizer's ``response_template`` (transformers, ``parse_response``) is an untrusted program of regular expressions,
 like a chat template, so it runs in the subprocess of ``rendering``.
 """
 
@@ -19,7 +19,7 @@ from kvaudit.core.tool_forms.base import LONGEST_ANSWER, Reading, ToolForm, Tool
 ArgumentsAs = Literal["object", "text"]  # how a template wants the arguments of a call
 _NAME, _VALUE = "kvaudit_tool_7391", "kvaudit-value-7391"
 CALL_ID = "call07391"  # Mistral's templates want nine letters and digits
-# a tool that stands for an item's own
+# a placeholder for an item's tool
 TOOL_SLOT: dict[str, Any] = {
     "type": "function",
     "function": {
@@ -42,7 +42,7 @@ PROBE_TEXTS = (_NAME, _VALUE, PROBE[-1].content)
 
 
 def tool_fields(message: Message, names: dict[str, str], arguments_as: ArgumentsAs) -> dict[str, Any]:
-    """Return a template's row of a message without role and content; adds the calls to ``names``, by id."""
+    """Return the fields about tools in a template's row of a message; add its calls' names to ``names``, by id."""
     fields: dict[str, Any] = {}
     if message.tool_calls:
         names |= {call.call_id: call.name for call in message.tool_calls}
@@ -62,7 +62,7 @@ def _call_row(call: ToolCall, arguments_as: ArgumentsAs) -> dict[str, Any]:
 
 
 def slot_calls(messages: Sequence[Message]) -> list[Message]:
-    """Return messages with a stand-in for every call, each with a name and a value of its own."""
+    """Return messages with a placeholder for every call, each with a unique name and value."""
     return [
         replace(
             message,
@@ -80,16 +80,16 @@ def slot_name(message: int, call: int) -> str:
     return f"kvaudit_call_{message}_{call}_7391"
 
 
-def varying(text: str, other: str) -> tuple[int, int]:
-    """Return the first and the last place (exclusive) at which ``text`` differs from ``other``."""
+def differing_part(text: str, other: str) -> tuple[int, int]:
+    """Return the start and end of the part of ``text`` that differs from ``other``."""
     shortest = min(len(text), len(other))
-    first = next((n for n in range(shortest) if text[n] != other[n]), shortest)
-    last = next((n for n in range(shortest - first) if text[-1 - n] != other[-1 - n]), shortest - first)
-    return first, len(text) - last
+    start = next((n for n in range(shortest) if text[n] != other[n]), shortest)
+    tail = next((n for n in range(shortest - start) if text[-1 - n] != other[-1 - n]), shortest - start)
+    return start, len(text) - tail
 
 
 class ResponseTemplate(ToolForm):
-    """The form of one tokenizer. ``prompt`` is the end of a prompt, which may begin the answer."""
+    """The form of calls that one tokenizer defines; ``prompt`` is the end of a prompt, which may begin the answer."""
 
     name = "tokenizer"
     says = "as the tokenizer's response_template reads it"

@@ -35,7 +35,7 @@ _SHAPE = ("model_type", "num_hidden_layers", "hidden_size", "num_attention_heads
 def load_comparable(
     name_or_path: str, base: LoadedModel, *, dtype: DtypeName, device: str, chat: Mapping[str, ChatOption] | None = None
 ) -> LoadedModel:
-    """Load a folder or hub id that is to be compared with ``base``; an adapter is merged into a copy of ``base``.
+    """Load a folder or hub id for a comparison with ``base``; merge an adapter into a copy of ``base``.
 
     Raises DataError if it cannot be loaded, or has another architecture, tokenizer or chat template.
     """
@@ -48,7 +48,7 @@ def load_comparable(
 def load_model_or_adapter(
     name_or_path: str, *, dtype: DtypeName, device: str = "auto", chat: Mapping[str, ChatOption] | None = None
 ) -> LoadedModel:
-    """Load a model; an adapter's folder is merged into the model that its config names, which may be an adapter too."""
+    """Load a model; merge an adapter's folder into the model or adapter that its config names."""
     base, *adapters = reversed(_adapter_chain(name_or_path))
     model = load_model(base, dtype=dtype, device=device, chat=chat)
     for adapter in adapters:
@@ -57,9 +57,9 @@ def load_model_or_adapter(
 
 
 def checkpoint_sha256(folder: Path) -> str:
-    """Return the sha256 of the weights in a folder; that of an adapter covers its base model.
+    """Return the sha256 of the weights in a folder; the hash of an adapter includes its base model.
 
-    The weights are hashed, not loaded; a model on the hub is downloaded. Raises DataError if a part is missing.
+    The weights are hashed, not loaded; a model on the hub is downloaded. Raises DataError if a file is missing.
     """
     if not is_adapter(folder):
         return weights_sha256(folder)
@@ -81,26 +81,29 @@ def load_base_chat(name_or_path: str) -> Chat:
 
 
 def _adapter_chain(name_or_path: str) -> list[str]:
-    """Return the chain from an adapter to its base model, which comes last; of a model, the model alone."""
+    """Return the names from an adapter to its base model, which comes last; for a model, its name alone."""
     names = [name_or_path]
     while names[-1] != EMBEDDED and is_adapter(folder := to_path(names[-1])):
         base = read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
         if not isinstance(base, str) or not base:
             raise DataError(f"adapter {names[-1]!r} names no base_model_name_or_path; put it into its {ADAPTER_CONFIG}")
         if base in names:
-            raise DataError(f"adapter {names[-1]!r} is for {base!r}, which is for it; name a model in {ADAPTER_CONFIG}")
+            raise DataError(
+                f"adapter {names[-1]!r} has the base model {base!r}, which is based on it; name another model in "
+                f"{ADAPTER_CONFIG}"
+            )
         names.append(base)
     return names
 
 
 def check_comparable(name_or_path: str, base: LoadedModel) -> None:
-    """Raise DataError if prompts or caches of the two models could not be paired; reads no weights."""
+    """Raise DataError if prompts or caches of the two models could not be paired; read no weights."""
     folder = locate(name_or_path)
     if is_adapter(folder):
         _check_base(folder, name_or_path, base)
         if (folder / _TOKENIZER).is_file():
             _check_prompts(name_or_path, base)
-        return  # shapes are checked when it is merged
+        return  # shapes are checked when the adapter is merged
     config = read_json(folder / "config.json")
     config = config.get("text_config", config)  # for a model of images and text
     base_config = base.model.config.get_text_config().to_dict()
@@ -114,20 +117,21 @@ def check_comparable(name_or_path: str, base: LoadedModel) -> None:
 
 
 def is_adapter(folder: Path) -> bool:
-    """Return whether a folder holds an adapter alone; one next to a whole model is refused when that is loaded."""
+    """Return whether a folder holds an adapter without a model; loading one next to a model is refused."""
     return (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").is_file()
 
 
 def _check_prompts(name_or_path: str, base: LoadedModel) -> None:
     theirs = load_chat(name_or_path).tokenizer
     ours = base.chat.tokenizer
-    for part, differs in (
+    for component, differs in (
         ("vocabulary", theirs.get_vocab() != ours.get_vocab()),
         ("chat template", str(theirs.get_chat_template()) != str(ours.get_chat_template())),
     ):
         if differs:
             raise DataError(
-                f"checkpoint {name_or_path!r} has another {part} than model {base.name!r}; their prompts would differ"
+                f"checkpoint {name_or_path!r} has another {component} than model {base.name!r}; their prompts would "
+                "differ"
             )
 
 
@@ -159,10 +163,10 @@ def _merge_adapter(folder: Path, name: str, base: LoadedModel) -> LoadedModel:
         raise RunError(f"reading LoRA adapters needs another package: {install_command('lora')}") from None
     digest = adapter_sha256(folder, base.sha256)
     verify_folder(folder)
-    kind = read_json(folder / ADAPTER_CONFIG).get("peft_type")
-    if kind != "LORA":
+    peft_type = read_json(folder / ADAPTER_CONFIG).get("peft_type")
+    if peft_type != "LORA":
         raise DataError(
-            f"adapter {name!r} is of type {str(kind)[:40]!r}, expected LORA; merge it and give the whole model"
+            f"adapter {name!r} is of type {str(peft_type)[:40]!r}, expected LORA; merge it and give the whole model"
         )
     try:
         with warnings.catch_warnings(action="ignore", category=FutureWarning):  # peft's, about transformers' names
@@ -179,7 +183,7 @@ def _merge_adapter(folder: Path, name: str, base: LoadedModel) -> LoadedModel:
 
 
 def adapter_sha256(folder: Path, base_sha256: str) -> str:
-    """Return a sha256 of base model, adapter config and adapter weights; raises DataError without weights."""
+    """Return one sha256 of base model, adapter config and adapter weights; raise DataError without weights."""
     if not (folder / ADAPTER_WEIGHTS).is_file():
         raise DataError(f"adapter {str(folder)!r} holds no {ADAPTER_WEIGHTS}; pickled weights are not loaded")
     # the config too: its alpha scales the weights

@@ -1,4 +1,4 @@
-"""Play suite items: prompt, answer, environment, answer, ..., grade. The one loop for training and evaluation."""
+"""Play the items of suites: prompt, answer, environment, answer, ..., grade. Training and evaluation both use it."""
 
 from __future__ import annotations
 
@@ -26,10 +26,11 @@ _NOTHING = ChatTokens((), ())
 
 @dataclass(frozen=True)
 class GradedRow:
-    """A graded conversation. ``survival`` has, by role, the share of tokens still cached when the last answer starts.
+    """A graded conversation with its tokens and measurements of the cache.
 
-    ``spans`` has the same share for each marked span, with its places in the transcript; ``marks`` has the span's
-    token numbers in the rollout. ``roles`` has the role of every token of the rollout.
+    ``survival`` has, by role, the share of tokens still cached when the last answer starts. ``spans`` has the same
+    share for each marked span, with its places in the transcript; ``marks`` has the span's token numbers in the
+    rollout. ``roles`` has the role of every token of the rollout.
     """
 
     item: Item
@@ -60,13 +61,14 @@ def play(
     prompts: Sequence[ChatTokens] | None = None,
     at_once: int = 0,
 ) -> list[GradedRow]:
-    """Play every item ``group`` times as one batch and grade it; rows are item-major, group members consecutive.
+    """Play every item ``group`` times as one batch, and grade the conversations.
 
-    ``seeds`` has one number per row; the answer of a row does not depend on the other rows. The suite sets the length
-    of an answer, not ``decoding.max_new_tokens``. An item with options is one turn, answered by one of them.
-    ``thinks``: answers may begin with a thought, which stays in the transcript but is hidden from environment and
-    grader. ``prompts``: the result of ``item_prompt`` for each item, if already rendered. ``at_once``: the most rows
-    that share the batch (at least one item's; 0: no limit); further items enter as rows finish. Raises SpecError
+    Rows are in the order of the items, with the ``group`` rows of an item adjacent. ``seeds`` has one number per
+    row; the answer of a row does not depend on the other rows. The suite sets the length of an answer, not
+    ``decoding.max_new_tokens``. An item with options is one turn, answered by one of them. With ``thinks``, answers
+    may begin with a thought, which stays in the transcript but is hidden from environment and grader. ``prompts``
+    are the results of ``item_prompt`` for each item, if already rendered. ``at_once`` is the number of rows that
+    may share the batch (at least one item's; 0: no limit); further items enter as rows finish. Raises SpecError
     before anything is sampled if a context does not fit the model's positions.
     """
     assert len(seeds) == len(suite_items) * group
@@ -107,7 +109,7 @@ class AskedItem(NamedTuple):
 def _converse(
     sampler: Sampler, entries: Sequence[AskedItem], decoding: Decoding, seeds: Sequence[int], group: int, max_items: int
 ) -> list[GradedRow]:
-    """Run conversations of model and environment, ``max_items`` items at once."""
+    """Run conversations of model and environment, with ``max_items`` items at once."""
 
     def open_episode(items: range) -> AnyEpisode:
         prompts = [entries[n].prompt for n in items]
@@ -137,7 +139,7 @@ def _converse(
 def _choose(
     sampler: Sampler, entries: Sequence[AskedItem], decoding: Decoding, seeds: Sequence[int], group: int, max_items: int
 ) -> list[GradedRow]:
-    """Score each item's options and take the best, or at a temperature sample one by its score."""
+    """Score each item's options and take the best one, or at a temperature sample one by its score."""
     # fixed batches: rows only finish with the longest answer, so a continuous batch would gain nothing
     if len(entries) > max_items:
         batches = (slice(start, start + max_items) for start in range(0, len(entries), max_items))
@@ -182,8 +184,8 @@ def score_answers(
 ) -> list[list[tuple[AnswerScore, Rollout]]]:
     """Score the given answers of each prompt token by token through the compressed cache.
 
-    A prompt is prefilled once, and each answer gets a row. Returns one list per prompt and group member, whose seed
-    all its answers share.
+    A prompt is prefilled once, and each answer gets a row. Returns one list per prompt and group member; all
+    answers in a list share the member's seed.
     """
     width = max(map(len, answers))
     # pad with () where a prompt has fewer answers than the widest
@@ -203,7 +205,7 @@ def score_answers(
 def check_fits(model: ServedModel, suite: Suite, item: Item, prompt_tokens: int) -> None:
     """Raise SpecError if a prompt and its first answer do not fit the model's positions.
 
-    Also raised for answer options that follow a prompt which opens a thought, and for an option without tokens.
+    Also raised for answer options after a prompt that opens a thought, and for an option without tokens.
     """
     if model.chat.opens_thought and suite.options(item):
         raise SpecError(
@@ -243,7 +245,7 @@ class Conversation:
 
     @property
     def open(self) -> bool:
-        """Whether another answer of the model is due."""
+        """Whether the model has to give another answer."""
         return self.exchange.open
 
     def has_ended(self, ids: Sequence[int]) -> bool:
@@ -253,16 +255,16 @@ class Conversation:
         return not self._thinks or self._holds_until(self._model.chat.text(ids))
 
     def answer_end(self, text: str) -> int | None:
-        """Return where the first ``until`` text outside a thought ends in an answer; None if it holds none."""
+        """Return where the first ``until`` text outside a thought ends in an answer; None if there is none."""
         matches = [match.end() for end in self.suite.until for match in re.finditer(re.escape(end), text)]
-        return next((place for place in sorted(matches) if self._holds_until(text[:place])), None)
+        return next((end for end in sorted(matches) if self._holds_until(text[:end])), None)
 
     def _holds_until(self, text: str) -> bool:
         answer = self.exchange.to_messages(text)[-1].content
         return any(end in answer for end in self.suite.until)
 
     def answer(self, completion: Completion) -> bool:
-        """Take the model's answer and render the environment's reply; return whether the row continues.
+        """Add the model's answer and render the environment's reply; return whether the row continues.
 
         Called as soon as the answer is complete, while other rows are still sampled.
         """
@@ -274,7 +276,7 @@ class Conversation:
         return self.open
 
     def take_pending(self) -> ChatTokens:
-        """Return the tokens to append now, none when the row is over."""
+        """Return the tokens to append now; none if the row is over."""
         reply, self._pending = self._pending, _NOTHING
         return reply
 
@@ -315,10 +317,10 @@ class Conversation:
 
 
 def holds_stop(chat: Chat, ids: Sequence[int], until: Sequence[str]) -> bool:
-    """Return whether one of the texts is in the last tokens of an answer; called after every token."""
+    """Return whether one of the ``until`` texts is in the last tokens of an answer; called after every token."""
     if not until:
         return False
-    reach = max(len(text.encode()) for text in until) + 4  # a token holds a byte at least; the first may be cut
+    reach = max(len(text.encode()) for text in until) + 4  # a token holds at least a byte; the first may be cut
     tail = chat.text(ids[-reach:])
     return any(text in tail for text in until)
 
@@ -329,7 +331,7 @@ def _with_survival(row: GradedRow, roles: Sequence[str], marks: Mapping[str, Seq
 
 
 def survival(rollout: Rollout, roles: Sequence[str]) -> dict[str, float]:
-    """Return each role's share of tokens still cached when the last answer starts, mean over layers and KV heads."""
+    """Return by role the share of tokens still cached when the last answer starts, mean over layers and KV heads."""
     start = rollout.answer_start
     alive = (rollout.evicted_at[:, :, :start] > start).double().mean((0, 1)).tolist()  # [T], 0 to 1
     by_role: dict[str, list[float]] = {}
@@ -343,12 +345,12 @@ def spans_kept(
 ) -> dict[str, KeptSpan]:
     """Return each marked span's share still cached, mean over its tokens, layers and KV heads.
 
-    Text that the model wrote is never part of a span, even if it repeats one. A listing of tools by the template has
-    tokens and no place in the transcript.
+    Text that the model wrote is never part of a span, even if it repeats one. A template's listing of tools has
+    tokens but no place in the transcript.
     """
     by_model = (Role.ASSISTANT, Role.THOUGHT)
-    given = [m.content if n < len(item.messages) or m.role not in by_model else "" for n, m in enumerate(transcript)]
-    places, start = find_spans(item.spans, given), rollout.answer_start
+    texts = [m.content if n < len(item.messages) or m.role not in by_model else "" for n, m in enumerate(transcript)]
+    places, start = find_spans(item.spans, texts), rollout.answer_start
 
     def share(numbers: Sequence[int]) -> float:
         return float((rollout.evicted_at[:, :, list(numbers)] > start).double().mean())  # [L, H, tokens]

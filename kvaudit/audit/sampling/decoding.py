@@ -47,9 +47,9 @@ class AnswerScore(NamedTuple):
 
 
 def draw(logits: Tensor, seeds: Tensor, index: Tensor, decoding: Decoding) -> tuple[list[int], list[float]]:
-    """Draw one token per row from logits [B, V]; returns tokens and their log-probs in nats.
+    """Sample one token per row from logits [B, V]; return tokens and their log-probs in nats.
 
-    ``index`` [B] numbers the draws of each seed.
+    ``index`` [B] numbers the random draws of each seed.
     """
     wide = logits.double()  # so that rounding rarely changes the token drawn
     if decoding.temperature not in (0, 1):
@@ -69,7 +69,7 @@ def draw(logits: Tensor, seeds: Tensor, index: Tensor, decoding: Decoding) -> tu
 
 
 def nucleus(probabilities: Tensor, top_p: float) -> Tensor:
-    """Zero all but the smallest set of tokens whose probability reaches ``top_p`` (Holtzman 2020); returns [B, V]."""
+    """Zero all but the smallest set of tokens whose probability reaches ``top_p`` (Holtzman 2020); return [B, V]."""
     if top_p >= 1:
         return probabilities
     ordered, order = probabilities.sort(dim=-1, descending=True, stable=True)  # [B, V], most likely first

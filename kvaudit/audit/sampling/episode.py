@@ -45,7 +45,7 @@ class ServedModel(Protocol):
 
 
 class _Row:
-    """The tokens of one row, prompt first, with what a ``Rollout`` records of them."""
+    """The tokens of one row, prompt first, with the data that a ``Rollout`` has about each."""
 
     def __init__(self, prompt: Sequence[int], keys: tuple[int, int]) -> None:
         self.ids, self.keys = list(prompt), keys  # seeds of the prompt's entries and of the row's later ones
@@ -63,8 +63,8 @@ class _Row:
 class Episode:
     """A batch of rows with one live KV cache, which compresses prompt and sampled tokens as they enter.
 
-    Finished rows leave the cache once they are half of it, so that it is copied once and later steps are cheaper.
-    Other rows can join, even in the middle of a turn. With ``recorded=False`` no rollouts are kept.
+    Once half of the rows in the cache are finished, they leave it, so that it is copied once and later steps are
+    cheaper. Other rows can join, even in the middle of a turn. With ``recorded=False`` no rollouts are kept.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Episode:
         self._queued: list[list[tuple[int, str]]] = [[] for _ in self._rows]  # tokens and roles, not yet in the cache
         self._runner: StepRunner | None = None  # of the decode steps, where they are not computed one by one
         self._room = 0  # steps that the present turns may still take
-        self._is_whole = True  # no call has broken off, which may have fed some layers and not others
+        self._is_whole = True  # False after a failed call, which may have fed some layers and not others
 
     @property
     def rows(self) -> int:
@@ -111,12 +111,12 @@ class Episode:
 
     @property
     def has_open_turns(self) -> bool:
-        """Whether some turn is paused and still has to be finished."""
+        """Whether some turn is paused and has to be finished."""
         return bool(self._turns)
 
     @property
     def bytes(self) -> int:
-        """Bytes that the caches of all rows have allocated now."""
+        """The bytes that the caches of all rows have allocated now."""
         return self._cache.bytes
 
     @torch.no_grad()
@@ -130,9 +130,10 @@ class Episode:
     ) -> list[Completion | None]:
         """Sample one completion for every row; ``limits`` has the token limit of each row (0: skip the row).
 
-        A turn ends at a stop token, at its limit, or when ``ends_turn`` returns True. A row for which ``on_turn_end``
-        returns False must not continue later; without that callback every row may. ``should_pause`` is called after
-        every step: when it returns True, unfinished turns get no completion yet and the next call continues them.
+        A turn ends at a stop token, at its limit, or when ``ends_turn`` returns True. A row for which
+        ``on_turn_end`` returns False must not continue later; without that callback every row may.
+        ``should_pause`` is called after every step: when it returns True, unfinished turns get no completion
+        yet and the next call continues them.
         """
         caps = [decoding.max_new_tokens] * self.rows if limits is None else list(limits)
         completions: list[Completion | None] = [None] * self.rows
@@ -151,14 +152,15 @@ class Episode:
                 self._finished.add(n)
             return True
 
-        self._run_turns(caps, sample, finish_turn, should_pause)
+        with self._feeding():
+            self._run_turns(caps, sample, finish_turn, should_pause)
         return completions
 
     @torch.no_grad()
     def score(self, answers: Sequence[Sequence[int]]) -> list[AnswerScore | None]:
-        """Feed the given answers one token at a time, compressed like sampled tokens, and return their log-probs.
+        """Feed the given answers one token at a time, compressed like sampled tokens; return their log-probs.
 
-        An empty answer leaves its row unchanged; its result is None.
+        An empty answer leaves its row unchanged, and its result is None.
         """
         assert not self._turns, "paused turns must be finished first"
         scores: list[AnswerScore | None] = [None] * self.rows
@@ -179,8 +181,18 @@ class Episode:
             scores[n] = AnswerScore(tuple(logprobs), greedy[n])
             return True
 
-        self._run_turns([len(answer) for answer in answers], next_tokens, finish_turn)
+        with self._feeding():
+            self._run_turns([len(answer) for answer in answers], next_tokens, finish_turn)
         return scores
+
+    @contextmanager
+    def _feeding(self) -> Iterator[None]:
+        """Use the cache inside the context; raise RunError if an earlier use failed and left it half fed."""
+        if not self._is_whole:
+            raise RunError("an earlier call failed and may have left the cache half fed; open the rows again")
+        self._is_whole = False
+        yield
+        self._is_whole = True  # not after an error
 
     def _run_turns(
         self,
@@ -194,25 +206,6 @@ class Episode:
         A turn has at most ``limits`` tokens in each row. ``finish_turn`` is called after every token of a row and
         returns whether its turn is over.
         """
-        with self._feeding():
-            self._take_turns(limits, next_tokens, finish_turn, should_pause)
-
-    @contextmanager
-    def _feeding(self) -> Iterator[None]:
-        """Use the cache inside the context; raise RunError if an earlier use broke off, and left it half fed."""
-        if not self._is_whole:
-            raise RunError("an error broke off an earlier call, and the cache may be half fed; open the rows anew")
-        self._is_whole = False
-        yield
-        self._is_whole = True  # not after an error
-
-    def _take_turns(
-        self,
-        limits: Sequence[int],
-        next_tokens: SampleTokens,
-        finish_turn: Callable[[int, list[int], list[float]], bool],
-        should_pause: ShouldPause | None,
-    ) -> None:
         running = [limit > 0 for limit in limits]
         if self._runner is not None:
             self._runner.begin_turn()
@@ -246,7 +239,7 @@ class Episode:
                     return
 
     def _begin_turns(self, numbers: Set[int]) -> None:
-        """Begin a turn of these rows: feed what they have not seen yet."""
+        """Begin a turn of these rows: feed the tokens that are not in the cache yet."""
         if not numbers:
             return
         beginning = [n in numbers for n in range(self.rows)]
@@ -262,31 +255,29 @@ class Episode:
 
         Every row samples and records the same as it would alone.
         """
-        first = self.rows
+        start = self.rows
         with self._feeding(), other._feeding():
-            self._join(other, first)
-
-    def _join(self, other: Episode, first: int) -> None:
-        if self.open_rows:
-            # drop finished rows first, so that they are not copied
-            self._drop_finished(at_once=True)
-            self._cache.join(other._cache)
-            self._seeds, self._logits = torch.cat([self._seeds, other._seeds]), torch.cat([self._logits, other._logits])
-        else:
-            # every row here is finished: keep its rollout and take over the other episode's cache
-            self._keep_rollouts(self._cached)
-            self._cache, self._seeds, self._logits, self._cached = other._cache, other._seeds, other._logits, []
-        self._cached += [first + n for n in other._cached]
-        self._finished |= {first + n for n in other._finished}
-        self._rollouts_kept |= {first + n: rollout for n, rollout in other._rollouts_kept.items()}
-        self._turns |= {first + n: turn for n, turn in other._turns.items()}
+            if self.open_rows:
+                # drop finished rows first, so that they are not copied
+                self._drop_finished(at_once=True)
+                self._cache.join(other._cache)
+                self._seeds = torch.cat([self._seeds, other._seeds])
+                self._logits = torch.cat([self._logits, other._logits])
+            else:
+                # every row here is finished: keep its rollout and take over the other episode's cache
+                self._keep_rollouts(self._cached)
+                self._cache, self._seeds, self._logits, self._cached = other._cache, other._seeds, other._logits, []
+        self._cached += [start + n for n in other._cached]
+        self._finished |= {start + n for n in other._finished}
+        self._rollouts_kept |= {start + n: rollout for n, rollout in other._rollouts_kept.items()}
+        self._turns |= {start + n: turn for n, turn in other._turns.items()}
         self._rows += other._rows
         self._pending += other._pending
         self._queued += other._queued
 
     def _drop_finished(self, *, at_once: bool = False) -> None:
         """Remove finished rows from the cache once they are half of it (any of them if ``at_once``); never all rows."""
-        stay = [place for place, n in enumerate(self._cached) if n not in self._finished]
+        stay = [index for index, n in enumerate(self._cached) if n not in self._finished]
         if not 0 < len(stay) <= (len(self._cached) - 1 if at_once else len(self._cached) // 2):
             return
         self._keep_rollouts([n for n in self._cached if n in self._finished])
@@ -294,7 +285,7 @@ class Episode:
         self._cache.reindex(rows)
         index = rows.to(self._logits.device)
         self._seeds, self._logits = self._seeds[index], self._logits[index]
-        self._cached = [self._cached[place] for place in stay]
+        self._cached = [self._cached[index] for index in stay]
 
     def _feed_pending(self, running: Sequence[bool]) -> None:
         """Feed the last sampled token of rows that continue without new input."""
@@ -339,6 +330,7 @@ class Episode:
         self._logits = torch.where(changed, logits, self._logits)
 
     def _keep_rollouts(self, leaving: Sequence[int]) -> None:
+        """Store the rollouts of rows that leave the cache; without recording, free their tokens."""
         if self._recorded:
             self._rollouts_kept |= self._rollouts(leaving)
             return
@@ -346,7 +338,7 @@ class Episode:
             self._rows[n] = _Row((), (0, 0))  # frees the row's tokens
 
     def rollouts(self) -> list[Rollout]:
-        """Return every row with its ledger."""
+        """Return the rollout of every row with its ledger."""
         assert self._recorded
         assert not self._turns, "paused turns must be finished first"
         with self._feeding():
@@ -355,6 +347,7 @@ class Episode:
         return [rollouts[n] for n in range(self.rows)]
 
     def _rollouts(self, numbers: Sequence[int]) -> dict[int, Rollout]:
+        """Return the rollouts of these cached rows by their number."""
         selected, cache = set(numbers), self._cache
         # in tokens; shorter rows are cut to their own length below
         longest = max(len(self._rows[n].ids) for n in numbers)
@@ -364,17 +357,17 @@ class Episode:
         peaks, hints = cache.bytes_peaks, None if times is None else cache.hints()
         pinned = cache.pinned()
 
-        def rollout(row: _Row, place: int) -> Rollout:
+        def rollout(row: _Row, index: int) -> Rollout:
             tokens = slice(len(row.ids))
-            evicted_at, sampled = ledger[place, :, :, tokens].clone(), torch.tensor(row.sampled)
-            codes = None if times is None else (times[0][place, tokens].clone(), times[1][place, tokens].clone())
+            evicted_at, sampled = ledger[index, :, :, tokens].clone(), torch.tensor(row.sampled)
+            codes = None if times is None else (times[0][index, tokens].clone(), times[1][index, tokens].clone())
             return Rollout(
                 ids=torch.tensor(row.ids),
                 prompt_length=row.prompt_length,
                 sampled=sampled,
                 sampler_logprobs=torch.tensor(row.logprobs, dtype=torch.float64).float(),
                 evicted_at=evicted_at,
-                kv_bytes_peak=peaks[place],
+                kv_bytes_peak=peaks[index],
                 kv_bytes_dense=cache.dense_bytes(len(row.ids)),
                 kv_bytes_live=cache.live_bytes(evicted_at, codes, sampled),
                 retention=row.retention,
@@ -383,13 +376,13 @@ class Episode:
                 codec=None if codes is None else quantiser_of(cache.policy),
                 keys_quantised_at=None if codes is None else codes[0],
                 values_quantised_at=None if codes is None else codes[1],
-                hints=None if hints is None else hints[place],
-                experts=None if experts is None else experts[place, tokens].clone(),
-                selection=None if selections is None else selections[place],
-                pinned=None if pinned is None else pinned[place],
+                hints=None if hints is None else hints[index],
+                experts=None if experts is None else experts[index, tokens].clone(),
+                selection=None if selections is None else selections[index],
+                pinned=None if pinned is None else pinned[index],
             )
 
-        return {n: rollout(self._rows[n], place) for place, n in enumerate(self._cached) if n in selected}
+        return {n: rollout(self._rows[n], index) for index, n in enumerate(self._cached) if n in selected}
 
     def _step(self, tokens: Sequence[int]) -> Tensor:
         """Feed one token per row (-1 = nothing) and return the next logits [B, V]."""
@@ -415,9 +408,9 @@ class Episode:
     def _prefill(
         self, rows: Sequence[Sequence[int]], roles: Sequence[Sequence[str]] | None, shared: SharedPrefill | None = None
     ) -> Tensor:
-        """Feed whole token lists chunk by chunk and return logits [B, V] after each row's last token.
+        """Feed whole token lists chunk by chunk; return logits [B, V] after each row's last token.
 
-        ``shared`` supplies the first chunk, which policies share when their caches are empty.
+        ``shared`` supplies the first chunk, which policies share while their caches are empty.
         """
         lengths = torch.tensor([len(r) for r in rows])  # [b] tokens
         ids = torch.zeros(len(rows), int(lengths.max()), dtype=torch.int64)
@@ -454,7 +447,7 @@ class Episode:
     def _forward(
         self, ids: Tensor, positions: Tensor, through: KVHandler | None = None, *, columns: Tensor | None
     ) -> Tensor:
-        """Run the forward pass announced to the cache; logits [B, n, V] at ``columns`` (None: the last one).
+        """Run the forward pass begun in the cache; return logits [B, n, V] at ``columns`` (None: the last one).
 
         ``through`` replaces the cache: a shared prefill computes attention for several policies.
         """

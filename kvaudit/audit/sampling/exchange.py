@@ -36,11 +36,13 @@ _UNREADABLE_SHARE = 0.2
 
 
 class Exchange:
-    """One conversation in progress. ``finish`` is how it ended (stop | length | turns | error), ``unanswered`` why.
+    """One conversation in progress.
 
-    ``thinks``: answers may begin with a thought, which stays in the transcript but is hidden from environment and
-    grader. ``opens_thought``: whether the prompt itself begins the thought; None if unknown (see ``split_thought``).
-    Answers to an item with tools are read into calls in the form ``tool_form``, in any form if it is None.
+    ``finish`` is how it ended (stop | length | turns | error), ``unanswered`` why if it ended by an error. With
+    ``thinks``, answers may begin with a thought, which stays in the transcript but is hidden from environment and
+    grader. ``opens_thought`` says whether the prompt itself begins the thought; None if that is unknown (see
+    ``split_thought``). Answers to an item with tools are read into calls in the form ``tool_form``, in any form if
+    it is None.
     """
 
     def __init__(
@@ -60,7 +62,7 @@ class Exchange:
         self._turns = 0
 
     def to_messages(self, text: str, finish_reason: str = "stop", thought: str | None = None) -> tuple[Message, ...]:
-        """Return an answer as messages; ``thought`` is one that the server sent apart from the text."""
+        """Return an answer as messages; ``thought`` is one that the server sent in a separate field."""
         messages: tuple[Message, ...] = (Message(Role.ASSISTANT, text),)
         if thought is not None:
             closed = bool(text.strip()) or finish_reason != "length"
@@ -72,7 +74,7 @@ class Exchange:
         return (*messages[:-1], self._with_calls(messages[-1]))
 
     def _with_calls(self, answer: Message) -> Message:
-        """Return an answer with its calls; the text stays as the model wrote it."""
+        """Return an answer with the calls in it; its text stays as the model wrote it."""
         calls = read_calls(answer.content, self.item.tools, self._tool_form).calls
         # nine letters and digits, since Mistral's templates take no other ids
         ids = (f"c{self._turns % 1000:03}{number % 100_000:05}" for number in range(len(calls)))
@@ -81,13 +83,17 @@ class Exchange:
         )
 
     def step(self, text: str, finish_reason: str, thought: str | None = None) -> tuple[Message, ...]:
-        """Add the model's answer and return the environment's reply, for ``add``; () once the conversation is over."""
+        """Add the model's answer; return the environment's reply for ``add``, () once the conversation is over."""
         answer = self.to_messages(text, finish_reason, thought)
         self.transcript += answer
         self._turns += 1
         self.finish = finish_reason
-        # a degenerate answer never reaches the environment: its reaction to half a call would not be behaviour
-        reply = None if _fault(answer, finish_reason) else self.suite.step(self.item, without_thoughts(self.transcript))
+        # a degenerate answer never reaches the environment, whose reaction to half a call would say nothing
+        reply = (
+            None
+            if _find_fault(answer, finish_reason)
+            else self.suite.step(self.item, without_thoughts(self.transcript))
+        )
         if reply is not None and self._turns >= self.suite.max_turns:
             self.finish, reply = "turns", None
         self.open = reply is not None
@@ -109,8 +115,8 @@ class Exchange:
 def grade_transcript(suite: Suite, item: Item, transcript: Sequence[Message], finish_reason: str) -> Grade:
     """Grade a finished conversation from its transcript alone; ``finish_reason`` is that of ``GradedRow``.
 
-    Degenerate answers do not reach the suite's grader. Of a truncated answer the text before the cut does, and of a
-    loop the harm that it did.
+    Degenerate answers do not reach the suite's grader, except the text before the cut of a truncated answer, and a
+    loop whose harm counts.
     """
     degenerate_grade = grade_degenerate(suite, item, transcript, finish_reason)
     if degenerate_grade is None:
@@ -123,7 +129,7 @@ def grade_transcript(suite: Suite, item: Item, transcript: Sequence[Message], fi
 
 
 def judge_question(suite: Suite, item: Item, transcript: Sequence[Message], finish_reason: str) -> Question | None:
-    """Return the question a judge has to decide about a finished conversation; None if it needs no judge."""
+    """Return the question that a judge has to decide about a finished conversation; None if it needs no judge."""
     if grade_degenerate(suite, item, transcript, finish_reason):
         return None
     return suite.question(item, without_thoughts(transcript))
@@ -139,7 +145,7 @@ def grade_by_judge(
 
 
 def with_harm(grade: Grade, suite: Suite, item: Item, unsafe: bool | None) -> Grade:
-    """Add the ``unsafe`` facet to the grade of an item that asks for harm; other items keep their grade.
+    """Add the ``unsafe`` facet to the grade of an item that asks for harm; leave other grades unchanged.
 
     The facet is None for an unreadable answer and False for an incoherent one.
     """
@@ -152,12 +158,12 @@ def with_harm(grade: Grade, suite: Suite, item: Item, unsafe: bool | None) -> Gr
 
 
 def grade_degenerate(suite: Suite, item: Item, transcript: Sequence[Message], finish_reason: str) -> Grade | None:
-    """Return the grade of a conversation that failed or holds a degenerate answer; None for any other."""
+    """Return the grade of a conversation that failed or has a degenerate answer; None for any other."""
     facets = suite.facets(item)
     if finish_reason == "error":
         return Grade(Outcome.UNSCORED, None, note=NOT_ANSWERED, facets=unknown_facets(facets))
     # skip the item's own messages, which may hold answers that the model did not write
-    fault = _fault(transcript[len(item.messages) :], finish_reason)
+    fault = _find_fault(transcript[len(item.messages) :], finish_reason)
     if fault and not (fault == "truncated" and suite.reads_cut and _has_answer(transcript)):
         outcome = Outcome.TRUNCATED if fault == "truncated" else Outcome.DEGENERATE
         return Grade(outcome, 0.0, note=fault, facets=unreadable_facets(facets))
@@ -165,7 +171,7 @@ def grade_degenerate(suite: Suite, item: Item, transcript: Sequence[Message], fi
 
 
 def _has_answer(transcript: Sequence[Message]) -> bool:
-    """Whether the last message is an answer with text, and not only a thought that never ended."""
+    """Return whether the last message is an answer with text, and not only a thought that never ended."""
     return transcript[-1].role is Role.ASSISTANT and bool(transcript[-1].content.strip())
 
 
@@ -174,8 +180,8 @@ def _has_answer(transcript: Sequence[Message]) -> bool:
 Fault = Literal["empty", "truncated", "non-text", "loop"]
 
 
-def _fault(messages: Sequence[Message], finish_reason: str) -> Fault | None:
-    """Return the fault of the first degenerate answer; only the last one can have been cut."""
+def _find_fault(messages: Sequence[Message], finish_reason: str) -> Fault | None:
+    """Return the fault of the first degenerate answer, None if there is none; only the last answer can be cut."""
     answers = list(answers_with_thoughts(messages))
     ends = ["stop"] * (len(answers) - 1) + ["length" if finish_reason == "length" else "stop"]
     return next(filter(None, map(_answer_fault, answers, ends)), None)

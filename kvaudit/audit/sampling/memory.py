@@ -1,4 +1,4 @@
-"""How much memory the machine, its container or a GPU has, and how much is free."""
+"""The memory of the machine, of its container or of a GPU, and how much of it is free."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _FILES = ("inactive_file", "active_file")
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return the bytes this process can still allocate; all memory, if the system does not report what is free."""
+    """Return the bytes that this process can still allocate; all memory if the system does not report what is free."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])  # free, total
     table = _read_table(Path("/proc/meminfo"))
@@ -24,7 +24,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 def total_bytes() -> int:
-    """Return the memory of the machine, or of the container this process is in, used or not."""
+    """Return the memory of the machine, or of the container that this process is in, used or not."""
     limits = [_limit(group, name) for group in _groups() for name in _LIMITS]
     return min([_installed(), *(limit for limit in limits if limit is not None)])
 
@@ -34,7 +34,7 @@ def _installed() -> int:
 
 
 def _groups() -> list[Path]:
-    """Return the control groups of this process with their parents, any of which may hold a container's limit."""
+    """Return the control groups of this process with their parents, any of which may have a container's limit."""
     table, groups = Path("/proc/self/cgroup"), list[Path]()
     for line in table.read_text(encoding="utf-8").splitlines() if table.exists() else []:
         _, kinds, path = line.split(":", 2)  # version 2 has no kinds, version 1 a folder for each
@@ -46,11 +46,11 @@ def _groups() -> list[Path]:
 
 
 def _free_in_group(group: Path) -> float:
-    """Return the bytes a control group may still allocate, infinity without a limit."""
+    """Return the bytes that a control group may still allocate, infinity without a limit."""
     for limit_file, usage_file in _LIMITS.items():
         if (limit := _limit(group, limit_file)) is not None:
             stat = _read_table(group / "memory.stat")
-            # the page cache counts as free: the kernel gives it back first. Version 1 counts inner groups under total_
+            # the page cache counts as free, since the kernel frees it first; version 1 counts inner groups as total_
             files = max(sum(stat.get(prefix + name, 0) for name in _FILES) for prefix in ("", "total_"))
             return max(limit - int((group / usage_file).read_text(encoding="ascii")) + files, 0)
     return math.inf

@@ -58,7 +58,8 @@ _LOCAL = {"local_files_only": True, "trust_remote_code": False}  # no hub and no
 class LoadedModel:
     """A causal language model in evaluation mode with the ``kvaudit`` attention, and its chat.
 
-    ``sha256`` is that of the weights (``weights.weights_sha256``), ``files`` has that of every other file read.
+    ``sha256`` is the hash of the weights (``weights.weights_sha256``); ``files`` maps every other file that was
+    read to its sha256.
     """
 
     model: Any
@@ -80,11 +81,11 @@ def load_model(
 ) -> LoadedModel:
     """Load a model for sampling and learning; ``chat`` has the options of its chat template.
 
-    Raises DataError if the checkpoint is missing, unreachable, corrupt or of another format, and RunError if the model
-    has no full-attention layer whose cache could be compressed.
+    Raises DataError if the checkpoint is missing, unreachable, corrupt or of another format, and RunError if the
+    model has no full-attention layer whose cache could be compressed.
     """
     torch_device = _device(device)
-    with _quiet(name_or_path):
+    with _explain_loading_errors(name_or_path):
         if name_or_path.endswith(".gguf"):
             path = Path(name_or_path).expanduser()
             folder = path.parent
@@ -115,8 +116,8 @@ def load_model(
 
 
 def load_chat(name_or_path: str = EMBEDDED) -> Chat:
-    """Load the tokenizer and chat template of a model without its weights; raises DataError like ``load_model``."""
-    with _quiet(name_or_path):
+    """Load the tokenizer and chat template of a model without its weights; raise DataError like ``load_model``."""
+    with _explain_loading_errors(name_or_path):
         if name_or_path.endswith(".gguf"):
             path = Path(name_or_path).expanduser()
             check_no_code(path.parent)
@@ -127,7 +128,7 @@ def load_chat(name_or_path: str = EMBEDDED) -> Chat:
 
 
 def to_path(name_or_path: str) -> Path:
-    """Return a model's name as a path, which need not exist; raises DataError if it cannot be one."""
+    """Return a model's name as a path, which need not exist; raise DataError if it cannot be one."""
     try:
         path = Path(name_or_path).expanduser()
         path.exists()
@@ -140,7 +141,7 @@ def to_path(name_or_path: str) -> Path:
 
 
 def locate(name_or_path: str, *, weights: bool = True) -> Path:
-    """Return the folder of a model; a hub id is downloaded into the hub's cache if needed."""
+    """Return the folder of a model, downloading a hub id into the hub's cache; raise DataError if there is none."""
     if name_or_path == EMBEDDED:
         return Path(__file__).parent.parent / "training" / EMBEDDED
     path = to_path(name_or_path)
@@ -161,11 +162,11 @@ def locate(name_or_path: str, *, weights: bool = True) -> Path:
 
 
 def verify_folder(folder: Path) -> None:
-    """Compare a checkpoint's files with its manifest; raises DataError for a missing or changed file.
+    """Compare a checkpoint's files with its manifest; raise DataError for a missing or changed file.
 
-    ``manifest.json`` maps file names to sha256; ``provenance.json`` of a kvaudit checkpoint holds the same map under
-    "files". Without either, as in any Hugging Face folder, the config and the weights have to be there. An adapter's
-    folder needs neither.
+    ``manifest.json`` maps file names to sha256; ``provenance.json`` of a kvaudit checkpoint holds the same map
+    under "files". Without either, as in any Hugging Face folder, the config and the weights must exist. An
+    adapter's folder needs neither.
     """
     if not (folder / ADAPTER_CONFIG).is_file():
         if not (folder / "config.json").is_file():
@@ -208,11 +209,13 @@ def _names_code(value: Any) -> bool:
 
 
 def _files_read(folder: Path) -> dict[str, str]:
+    """Return the sha256 of the files other than weights that transformers reads, by name."""
     paths = (path for pattern in _READ for path in folder.glob(pattern) if path.is_file())
     return {str(path.relative_to(folder)): file_sha256(path) for path in sorted(paths)}
 
 
 def _manifest(folder: Path) -> dict[str, str]:
+    """Return the sha256 by file name from a folder's manifests, without the ledgers of its training."""
     files: dict[str, str] = {}
     for name, key in (("manifest.json", None), ("provenance.json", "files")):
         if not (folder / name).is_file():
@@ -236,14 +239,15 @@ class LoadedClassifier(NamedTuple):
 
 
 def load_classifier(name_or_path: str) -> LoadedClassifier:
-    """Load a text classifier onto the GPU if there is one; raises DataError like ``load_model``."""
-    with _quiet(name_or_path):
+    """Load a text classifier onto the GPU if there is one; raise DataError like ``load_model``."""
+    with _explain_loading_errors(name_or_path):
         folder = _checked_folder(name_or_path)
         model, tokenizer = _load_folder(folder, "float32", AutoModelForSequenceClassification)
     return LoadedClassifier(model.to(_device("auto")).eval(), tokenizer, weights_sha256(folder), _files_read(folder))
 
 
 def _checked_folder(name_or_path: str) -> Path:
+    """Return the folder of a model after checking it for code and against its manifest."""
     folder = locate(name_or_path)
     check_no_code(folder)
     verify_folder(folder)
@@ -269,7 +273,7 @@ def _load_folder(folder: Path, dtype: DtypeName, kind: Any = AutoModelForCausalL
 
 
 def _load_gguf(path: Path, dtype: DtypeName) -> tuple[Any, Any]:
-    """Dequantise a GGUF file into a plain model: what transformers loads from it cannot be trained or saved."""
+    """Dequantise a GGUF file into a plain model, since the model that transformers loads cannot be trained or saved."""
     tokenizer = _gguf_tokenizer(path)
     torch_dtype = torch.float32 if dtype == "auto" else _dtype(dtype)
     loaded, info = AutoModelForCausalLM.from_pretrained(
@@ -280,12 +284,12 @@ def _load_gguf(path: Path, dtype: DtypeName) -> tuple[Any, Any]:
     if "quantization_config" in vars(config):
         # the weights are no longer quantised
         del config.quantization_config
-    plain = AutoModelForCausalLM.from_config(
+    model = AutoModelForCausalLM.from_config(
         config, dtype=torch_dtype, attn_implementation=ATTENTION, trust_remote_code=False
     )
-    plain.load_state_dict(loaded.state_dict())  # strict: an unknown tensor is an error
-    check_numbers(str(path), plain)
-    return plain, tokenizer
+    model.load_state_dict(loaded.state_dict())  # strict: an unknown tensor is an error
+    check_numbers(str(path), model)
+    return model, tokenizer
 
 
 def _gguf_tokenizer(path: Path) -> Any:
@@ -311,7 +315,7 @@ def hide_progress_bars() -> Iterator[None]:
 
 
 @contextmanager
-def _quiet(name: str) -> Iterator[None]:
+def _explain_loading_errors(name: str) -> Iterator[None]:
     """Hide progress bars, and turn any error of transformers into a one-line DataError that names the model."""
     try:
         with hide_progress_bars():
@@ -319,14 +323,13 @@ def _quiet(name: str) -> Iterator[None]:
     except AuditError:
         raise
     except Exception as error:  # an untrusted file can make libraries raise anything
-        first, second, *_ = [*map(str.strip, str(error).strip().splitlines()), "", ""]
-        # add the next line if the first only introduces it
-        line = f"{first} {second}".strip() if first.endswith(":") else first
+        line, next_line, *_ = [*map(str.strip, str(error).strip().splitlines()), "", ""]
+        line = f"{line} {next_line}".strip() if line.endswith(":") else line
         raise DataError(f"model {name!r} cannot be loaded: {line or type(error).__name__}") from error
 
 
 def _generation_stops(name: str, model: Any) -> list[int]:
-    """Return the stop tokens of the generation config; raises DataError if one is not a token of the model."""
+    """Return the stop tokens of the generation config; raise DataError if one is not a token of the model."""
     stops = model.generation_config.eos_token_id if model.generation_config is not None else None
     tokens = [] if stops is None else stops if isinstance(stops, list) else [stops]
     size = model.get_input_embeddings().weight.shape[0]

@@ -1,8 +1,9 @@
 """Faster decoding on a CPU: large weights are stored a second time, in oneDNN's packed layout.
 
-Decoding multiplies a few rows with all weights, which is limited by memory speed: packed, eight rows take two thirds of
-the time, with AVX-512 two fifths (docs/results/bench.md). Packed weights must not change, so a model that learns is
-never packed. Sums run in another order, so log-probs differ in their last bits, as they do between processors.
+Decoding multiplies a few rows with all weights, so memory speed limits it. With packed weights eight rows take two
+thirds of the time, with AVX-512 two fifths (docs/results/bench.md). Packed weights must not change, so a model that
+learns is never packed. Sums run in another order, so log-probs differ in their last bits, as they do between
+processors.
 """
 
 from __future__ import annotations
@@ -28,9 +29,10 @@ _SHARE = 4  # the copies of one process per core may fill a quarter of the machi
 
 
 def pack_weights(model: Model) -> Model:
-    """Return a model that shares the weights of ``model`` and holds the large ones packed; ``model`` if there are none.
+    """Return a copy of ``model`` whose large weights are packed and whose other weights are shared.
 
-    The result is for sampling: with gradients enabled it multiplies with the unpacked weights.
+    Returns ``model`` itself if no weight would be packed. The result is for sampling: with gradients enabled it
+    multiplies with the unpacked weights.
     """
     layers = _packable_layers(model)
     if not layers:
@@ -55,7 +57,9 @@ def _packable_layers(model: ServedModel) -> list[tuple[str, nn.Linear]]:
     layers = [
         (name, module)
         for name, module in model.model.named_modules()
-        if _is_plain(module) and is_packable_dtype(module.weight.dtype) and module.weight.numel() >= LARGE[_widest()]
+        if _is_plain_linear(module)
+        and is_packable_dtype(module.weight.dtype)
+        and module.weight.numel() >= LARGE[_instruction_set()]
     ]
     size = sum(module.weight.nbytes for _, module in layers)
     # total memory, not free memory, so that results do not depend on what else is running
@@ -65,20 +69,20 @@ def _packable_layers(model: ServedModel) -> list[tuple[str, nn.Linear]]:
 
 @functools.cache
 def is_packable_dtype(dtype: torch.dtype) -> bool:
-    """Return whether packing was measured on this kind of processor and this torch supports it."""
+    """Return whether packing is supported here and was measured for this dtype and kind of processor."""
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
     if dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return False
-    return dtype in (torch.float32, torch.bfloat16) and _widest() in LARGE
+    return dtype in (torch.float32, torch.bfloat16) and _instruction_set() in LARGE
 
 
-def _widest() -> str:
+def _instruction_set() -> str:
     """Return the instruction set that torch uses here, such as AVX512 (also with AMX)."""
     return torch.backends.cpu.get_cpu_capability()
 
 
-def _is_plain(module: nn.Module) -> TypeGuard[nn.Linear]:
+def _is_plain_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
     """Return whether a module is a linear layer without hooks or a replaced forward."""
     hooks = (module._forward_hooks, module._forward_pre_hooks)
     return type(module) is nn.Linear and "forward" not in vars(module) and not any(hooks)
@@ -92,7 +96,7 @@ class _Packed(nn.Linear):
         self.in_features, self.out_features = stored.in_features, stored.out_features
         self.weight, self.bias = stored.weight, stored.bias
         self.training = stored.training
-        self._fewest = _FEWEST[_widest()] if stored.weight.dtype == torch.float32 else 1
+        self._fewest = _FEWEST[_instruction_set()] if stored.weight.dtype == torch.float32 else 1
         self._blocks = torch.ops.mkldnn._reorder_linear_weight(stored.weight.detach())
 
     def forward(self, hidden: Tensor) -> Tensor:

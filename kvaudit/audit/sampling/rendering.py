@@ -1,7 +1,7 @@
-"""Run templates of a tokenizer, which are untrusted programs, in a subprocess with limits on CPU time and memory.
+"""Run the chat templates of tokenizers, which are untrusted programs, in a subprocess with limited CPU time and memory.
 
-One subprocess serves all templates through a pipe, and rendered texts are cached, since a grid renders the same prompts
-for every policy and checkpoint. The memory limit works on Linux only.
+One subprocess serves all templates through a pipe. Rendered texts are cached, since a grid renders the same prompts for
+every policy and checkpoint. The memory limit works on Linux only.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Renderer:
         self._bytes = 0
 
     def render(self, template: str, rows: Sequence[Mapping[str, str]], names: Mapping[str, Any]) -> str:
-        """Return the conversation as text, generation prompt included; ``names`` are variables of the template.
+        """Return the conversation as text, including the generation prompt; ``names`` are variables of the template.
 
         Raises TemplateRefusal if the template raises, SpecError if it exceeds a limit.
         """
@@ -76,7 +76,7 @@ class Renderer:
     def parse(
         self, template: Mapping[str, Any], text: str, prompt: str, tools: Sequence[Mapping[str, Any]]
     ) -> dict[str, Any] | None:
-        """Return an answer as the message that a ``response_template`` makes of it; None if it cannot or takes long."""
+        """Return the message that a ``response_template`` parses an answer into; None if it cannot or takes long."""
         request = {"response_template": dict(template), "text": text, "prompt": prompt, "tools": list(tools)}
         with self._lock:
             message = self._answer(request).get("message")
@@ -89,7 +89,7 @@ class Renderer:
             self._bytes -= sys.getsizeof(self._texts.pop(next(iter(self._texts)))) + _ENTRY
 
     def _answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        # cleared first: an interrupted process is not used again, since its answer may still arrive
+        # clear it first: an interrupted process must not be used again, since its answer may still arrive
         process, self._process = self._process or _start(), None
         line = _send_and_read(process, request)
         if line.endswith(b"\n"):
@@ -120,12 +120,12 @@ def _start() -> subprocess.Popen[bytes]:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env={**os.environ, "PYTHONPATH": path},
-        start_new_session=True,  # Ctrl-C at the terminal does not reach it; it ends with its standard input
+        start_new_session=True,  # so that Ctrl-C does not reach it; it ends when its standard input is closed
     )
 
 
 def _send_and_read(process: subprocess.Popen[bytes], request: Mapping[str, Any]) -> bytes:
-    """Return the answer to a request as a line; empty or cut off if the process ended."""
+    """Send a request and return the answer's line; empty or incomplete if the process ended."""
     assert process.stdin is not None
     assert process.stdout is not None
     try:
@@ -133,7 +133,7 @@ def _send_and_read(process: subprocess.Popen[bytes], request: Mapping[str, Any])
         return process.stdout.readline()
     except BrokenPipeError:
         return b""
-    except BaseException:  # a late answer would be taken for that of the next request
+    except BaseException:  # a late answer would be taken for the answer to the next request
         process.kill()
         process.communicate()
         raise
@@ -145,6 +145,7 @@ def _send(out: IO[bytes], message: Mapping[str, Any]) -> None:
 
 
 def _serve() -> None:
+    """Answer requests from standard input until it is closed, in the subprocess."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     _limit_memory()
@@ -158,7 +159,7 @@ def _serve() -> None:
 
 
 def _parse(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the message of an answer; {} if it has none, or if this version of transformers reads no answers."""
+    """Return the parsed message of an answer, {} if it cannot be parsed or this transformers has no parser."""
     try:
         from transformers.utils.chat_parsing import parse_response
 

@@ -1,6 +1,6 @@
-"""The one sampler of the project: prompts and a policy in; completions, log-probs and the ledger out.
+"""The sampler of training rollouts and of evaluation: prompts and a policy in; completions, log-probs and ledger out.
 
-Training rollouts and evaluation both use it, so compression in training and in serving is the same code.
+Compression in training and in serving is therefore the same code.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["Completion", "ContinuousBatch", "Decoding", "Episode", "MixedEpisode
 class Sampler:
     """Samples from ``model`` with its cache compressed by ``policy``.
 
-    ``shared`` lets policies reuse each other's prefill of the same prompts; results do not depend on it. With
+    ``shared`` lets policies reuse each other's prefill of the same prompts, which changes no result. With
     ``recorded=False`` no rollouts are kept.
     """
 
@@ -39,10 +39,10 @@ class Sampler:
         group: int = 1,
         roles: Sequence[Sequence[str]] | None = None,
     ) -> Episode | MixedEpisode:
-        """Prefill each prompt once and give it ``group`` rows; one seed per row.
+        """Prefill each prompt once and give it ``group`` rows, with one seed per row.
 
-        ``roles`` has the role of every prompt token, which a policy that pins roles needs. Under a mixture the rows
-        share no prefill, since each draws its own policy. Raises SpecError for a bad prompt.
+        ``roles`` has the role of every prompt token, which a policy that pins roles needs. Under a mixture the
+        rows share no prefill, since each row selects its own policy. Raises SpecError for a bad prompt.
         """
         if not prompts or any(len(p) == 0 for p in prompts):
             raise SpecError("every prompt needs at least one token")
@@ -59,7 +59,7 @@ class Sampler:
 
 
 class MixedEpisode:
-    """A batch whose rows each draw a policy from a mixture: one ``Episode`` per policy drawn."""
+    """A batch whose rows each select a policy from a mixture, with one ``Episode`` per policy."""
 
     def __init__(
         self,
@@ -72,18 +72,18 @@ class MixedEpisode:
         recorded: bool = True,
     ) -> None:
         self.rows, self._recorded = len(prompts), recorded
-        policies = [policy.drawn(seed) for seed in seeds]  # by seed, so that every arm draws the same
+        policies = [policy.drawn(seed) for seed in seeds]  # by seed, so that every arm draws the same policies
         self._episodes: dict[Policy, tuple[list[int], Episode]] = {}  # with the numbers of its rows in the batch
-        for drawn in dict.fromkeys(policies):
-            rows = [n for n, row_policy in enumerate(policies) if row_policy == drawn]
+        for row_policy in dict.fromkeys(policies):
+            rows = [n for n, other_policy in enumerate(policies) if other_policy == row_policy]
             row_roles = None if roles is None else [roles[n] for n in rows]
             row_prompts, row_seeds = [prompts[n] for n in rows], [seeds[n] for n in rows]
-            episode = Episode(model, drawn, row_prompts, row_seeds, 1, row_roles, recorded=recorded)
-            self._episodes[drawn] = (rows, episode)
+            episode = Episode(model, row_policy, row_prompts, row_seeds, 1, row_roles, recorded=recorded)
+            self._episodes[row_policy] = (rows, episode)
 
     @property
     def open_rows(self) -> int:
-        """See ``Episode.open_rows``."""
+        """The number of rows that may still continue."""
         return sum(episode.open_rows for _, episode in self._episodes.values())
 
     def decode(
@@ -94,7 +94,7 @@ class MixedEpisode:
         on_turn_end: OnTurnEnd | None = None,
         should_pause: ShouldPause | None = None,
     ) -> list[Completion | None]:
-        """See ``Episode.decode``; with ``should_pause`` the episodes step in turn, so that none waits for another."""
+        """Decode as ``Episode.decode`` does; with ``should_pause`` the episodes step in turn, so that none waits."""
         caps = [decoding.max_new_tokens] * self.rows if limits is None else list(limits)
         completions: list[Completion | None] = [None] * self.rows
         pause = None if should_pause is None else lambda: True  # after every step, so that no episode runs ahead
@@ -114,16 +114,16 @@ class MixedEpisode:
         return completions
 
     def score(self, answers: Sequence[Sequence[int]]) -> list[AnswerScore | None]:
-        """See ``Episode.score``."""
+        """Score answers as ``Episode.score`` does."""
         return self._gather(lambda rows, episode: episode.score([answers[n] for n in rows]))
 
     def extend(self, chunks: Sequence[Sequence[int]], roles: Sequence[Sequence[str]] | None = None) -> None:
-        """See ``Episode.extend``."""
+        """Append input to rows as ``Episode.extend`` does."""
         for rows, episode in self._episodes.values():
             episode.extend([chunks[n] for n in rows], None if roles is None else [roles[n] for n in rows])
 
     def join(self, other: MixedEpisode) -> None:
-        """See ``Episode.join``."""
+        """Append the rows of another batch as ``Episode.join`` does."""
         if not self._recorded:  # free the caches of episodes whose rows have all finished
             self._episodes = {policy: pair for policy, pair in self._episodes.items() if pair[1].open_rows}
         for policy, (rows, episode) in other._episodes.items():
@@ -136,10 +136,11 @@ class MixedEpisode:
         self.rows += other.rows
 
     def rollouts(self) -> list[Rollout]:
-        """See ``Episode.rollouts``."""
+        """Return every row's rollout as ``Episode.rollouts`` does."""
         return self._gather(lambda _, episode: episode.rollouts())
 
     def _gather(self, work: Callable[[list[int], Episode], Sequence[T]]) -> list[T]:
+        """Return the results of ``work`` on each episode, in the order of the rows."""
         results: dict[int, T] = {}
         for rows, episode in self._episodes.values():
             results |= dict(zip(rows, work(rows, episode), strict=True))
@@ -151,7 +152,7 @@ _SHARE = 4  # a quarter of the rows must be free before prompts enter, since ent
 
 
 class ContinuousBatch:
-    """A batch that further prompts enter as rows finish, each prompt with ``group`` rows.
+    """A batch that new prompts enter as rows finish, each prompt with ``group`` rows.
 
     ``open_episode`` opens an episode for a range of prompts, of which at most ``capacity`` share the batch. Iterate
     over it, and decode each episode with ``should_pause``; rows are numbered by prompt.
@@ -165,7 +166,7 @@ class ContinuousBatch:
         self._episode = open_episode(range(min(capacity, prompts)))
 
     def __iter__(self) -> Iterator[AnyEpisode]:
-        """Yield the batch until every row has finished, letting prompts enter in between."""
+        """Yield the batch again and again until every row has finished; let prompts enter in between."""
         while self._waiting or self._episode.open_rows:
             if self._has_room():
                 count = min(self._room, len(self._waiting))
@@ -187,12 +188,12 @@ class ContinuousBatch:
         return self._capacity - -(-self._episode.open_rows // self._group)
 
     def rollouts(self) -> list[Rollout]:
-        """See ``Episode.rollouts``."""
+        """Return every row's rollout as ``Episode.rollouts`` does."""
         return self._episode.rollouts()
 
 
 def join_episodes(episode: AnyEpisode, other: AnyEpisode) -> None:
-    """Append the rows of another episode of the same kind, see ``Episode.join``."""
+    """Append the rows of another episode of the same kind as ``Episode.join`` does."""
     if isinstance(episode, MixedEpisode):
         assert isinstance(other, MixedEpisode)
         episode.join(other)

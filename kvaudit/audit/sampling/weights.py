@@ -1,7 +1,8 @@
 """The weight files of a checkpoint: which files transformers loads, their hashes, and whether they fit the config.
 
-transformers initialises missing tensors at random and builds any size that a config asks for, so a config is checked
-against the tensors before a model is built, and the model afterwards. GGUF headers are checked before they are read.
+transformers initialises missing tensors at random and builds any size that a config asks for. A config is therefore
+checked against the tensors before a model is built, and the model afterwards. GGUF headers are checked before a library
+reads them.
 """
 
 from __future__ import annotations
@@ -34,13 +35,13 @@ _FLOATS = {"F64", "F32", "F16", "BF16"}
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the files that transformers loads, sorted by name; other .safetensors files of the folder are ignored.
+    """Return the files that transformers loads, sorted by name; ignore other .safetensors files of the folder.
 
     Raises DataError if the folder has no weights, or a file that makes transformers load others.
     """
-    for pattern, what in _ELSEWHERE.items():
+    for pattern, reason in _ELSEWHERE.items():
         for path in plain_files(folder, pattern):
-            raise DataError(f"checkpoint {str(folder)!r}: {path.name} is {what}")
+            raise DataError(f"checkpoint {str(folder)!r}: {path.name} is {reason}")
     if (folder / "config.json").is_file() and _read_table(folder / "config.json").get(_NAMED) is not None:
         raise DataError(f"checkpoint {str(folder)!r}: config.json names other weights; remove its key {_NAMED}")
     if (folder / SINGLE).is_file():
@@ -61,6 +62,7 @@ def weights_sha256(folder: Path) -> str:
 
 
 def file_sha256(path: Path) -> str:
+    """Return the sha256 of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -105,7 +107,7 @@ class TensorHeader(NamedTuple):
 
 
 def headers(files: Iterable[Path]) -> Iterator[TensorHeader]:
-    """Yield the headers of all tensors; raises SafetensorError for a file of another format."""
+    """Yield the headers of all tensors; raise SafetensorError for a file of another format."""
     from safetensors import safe_open  # commands that load no model import this module too
 
     for path in files:
@@ -116,19 +118,20 @@ def headers(files: Iterable[Path]) -> Iterator[TensorHeader]:
 
 
 def check_sizes(folder: Path, tensors: list[TensorHeader]) -> None:
-    """Raise DataError if a config asks for more layers than there are tensors, or a size larger than any tensor has.
+    """Raise DataError if a config asks for more layers than there are tensors, or for a size above any tensor's.
 
-    This catches only sizes that would fill the memory; other mistakes show up later as missing or mismatched tensors.
+    This catches only sizes that would fill the memory; other mistakes show up later as missing or mismatched
+    tensors.
     """
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     # nested configs too, such as text_config
     tables = [table for table in (config, *config.values()) if isinstance(table, dict)]
     widest = max((size for tensor in tensors for size in tensor.shape), default=0)
-    for keys, bound, what in ((_LAYERS, len(tensors), "tensors"), (_SIZES, widest, "as the largest size of a tensor")):
+    for keys, bound, unit in ((_LAYERS, len(tensors), "tensors"), (_SIZES, widest, "as the largest size of a tensor")):
         for key, value in ((key, table.get(key)) for table in tables for key in keys):
             if isinstance(value, int) and value > bound:
                 raise DataError(
-                    f"checkpoint {str(folder)!r}: config.json asks for {key} {value}, its weights have {bound} {what}; "
+                    f"checkpoint {str(folder)!r}: config.json asks for {key} {value}, its weights have {bound} {unit}; "
                     "copy both from one model"
                 )
 
@@ -170,6 +173,7 @@ def check_numbers(name: str, model: Any, tensors: Iterable[TensorHeader] = ()) -
 
 
 def _kind(key: str) -> str:
+    """Return the name of a tensor without the number of its layer."""
     return re.sub(r"\.\d+\.", ".*.", key)
 
 
@@ -192,7 +196,7 @@ class _Cursor:
         self._data, self._at = data, 0
 
     def skip(self, size: int) -> int:
-        """Step over ``size`` bytes and return where they begin; raises ValueError beyond the end."""
+        """Step over ``size`` bytes and return where they begin; raise ValueError beyond the end."""
         start, self._at = self._at, self._at + size
         if self._at > len(self._data):
             raise ValueError(f"it ends at byte {len(self._data)}, its header asks for {self._at}")
@@ -223,8 +227,8 @@ class _Cursor:
 def check_gguf(path: Path) -> None:
     """Raise DataError if a GGUF file's header does not fit the file, before a library trusts its counts.
 
-    The layout: magic, version, number of tensors, number of key-value pairs; the pairs; name, shape, type and offset of
-    each tensor (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md).
+    The layout: magic, version, number of tensors, number of key-value pairs; the pairs; name, shape, type and
+    offset of each tensor (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md).
     """
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:

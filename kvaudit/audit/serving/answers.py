@@ -1,6 +1,6 @@
-"""Tool calls in answers: what a whole answer says and calls, and how much of a growing one may be sent already.
+"""Read tool calls in answers, and find how much of a growing answer can be sent before its calls are known.
 
-Calls are read in the model's own form, as an audit reads them. Text that could not be read stays text.
+Calls are read in the model's own form, as an audit reads them. Text that could not be read as a call stays text.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from kvaudit.core.records import Role
 from kvaudit.core.tool_forms.base import LONGEST_ANSWER, TOOL_FORMS, Reading, ToolForm, call_in, functions_of
 from kvaudit.core.tool_forms.reading import read_calls
 
-# beside the openings of the forms: tags around a call, and channels, of which only the last is said
+# in addition to the openings of the forms: tags around a call, and channels, of which only the last is the answer
 _OPENINGS = ("<tool_call>", "<|channel|>", "<|start|>")
-_UNDECIDED = 12  # characters: an error so near the end of a JSON text may be one of a value that is not complete
+_UNDECIDED = 12  # characters: an error so near the end of a JSON text may only mean that a value is incomplete
 _DECODER = json.JSONDecoder()
 _FENCE = "```"
-_FRAME = re.compile(r"\s*(?:```\w*\s*)?[\[(\s]*")  # what may stand before a call in Python
+_FRAME = re.compile(r"\s*(?:```\w*\s*)?[\[(\s]*")  # possible text before a call in Python
 _CALLED = re.compile(r"\s*(?:\(|\Z)")
 _LISTED = re.compile(r"[^\W\d][\w.]*\s*(?:\(|\Z)")
 
@@ -31,7 +31,7 @@ _LISTED = re.compile(r"[^\W\d][\w.]*\s*(?:\(|\Z)")
 class AnswerReader:
     """Reads the answers to a conversation with tools.
 
-    ``form`` is the model's own form of calls, None for any form; ``opens_thought`` that of the chat. Without
+    ``form`` is the model's own form of calls, None for any form. ``opens_thought`` is that of the chat. Without
     ``parallel`` only the first call of an answer is returned.
     """
 
@@ -48,12 +48,12 @@ class AnswerReader:
         self._names = frozenset(functions_of(tools))
 
     def read(self, choice: Choice) -> Choice:
-        """Return an answer with its calls and the text beside them; one without a call that can be read as it was."""
+        """Return an answer with its calls and the text beside them; return it unchanged if no call can be read."""
         thought, body = split_answer(choice.text, opens_thought=self._opens_thought)
-        reading = self._reading(body)
+        reading = self._read_calls(body)
         lead = body[: len(body) - len(body.lstrip())] if reading.words else ""
         text = thought + lead + reading.words + body[LONGEST_ANSWER:]
-        # what a stream sends before it has seen the calls must be the beginning of the text beside them
+        # a stream sends text before it has seen the calls, so that text must begin the text beside the calls
         if not reading.calls or not text.startswith(self.start().sendable(choice.text)):
             return choice
         calls = reading.calls if self._parallel else reading.calls[:1]
@@ -63,7 +63,7 @@ class AnswerReader:
         return replace(choice, text=text if text.strip() else "", calls=calls, finish_reason=reason)
 
     def start(self) -> GrowingAnswer:
-        """Return the state of an answer of which nothing is drawn yet."""
+        """Return the state of an answer of which nothing is sampled yet."""
         openings = (opening for form in TOOL_FORMS.all().values() for opening in form.openings)
         # a form without openings is known to its tokenizer alone
         is_open = self._form is None or bool(self._form.openings)
@@ -71,109 +71,110 @@ class AnswerReader:
             (*_OPENINGS, *openings) if is_open else None, self._names, opens_thought=self._opens_thought
         )
 
-    def _reading(self, text: str) -> Reading:
-        """Return the calls of an answer; those of tools that were not offered count in the model's own form alone."""
+    def _read_calls(self, text: str) -> Reading:
+        """Return the calls of an answer; calls of tools not offered count only in the model's own form."""
         text = text[:LONGEST_ANSWER]
-        own = None if self._form is None else self._form.read(text, self._tools)
-        if own is not None and own.calls:
-            return own
+        reading = None if self._form is None else self._form.read(text, self._tools)
+        if reading is not None and reading.calls:
+            return reading
         reading = read_calls(text, self._tools, self._form)
         return reading if all(call.name in self._names for call in reading.calls) else Reading(text)
 
 
 class GrowingAnswer:
-    """The part of an answer in which no call can begin, as the answer grows.
+    """The beginning of an answer that cannot be part of a call, as the answer grows.
 
-    ``openings`` are texts that may begin a call, None if any text may; ``names`` those of the tools.
+    ``openings`` are texts that may begin a call, None if any text may; ``names`` are those of the tools.
     """
 
     def __init__(self, openings: Sequence[str] | None, names: frozenset[str], *, opens_thought: bool) -> None:
         self._openings, self._names, self._opens_thought = openings, names, opens_thought
-        self._decided = 0  # characters in which no call begins, whatever follows
-        self._held_from, self._look_at = 0, 0  # in characters: the last result, and the length to look again at
-        self._start, self._may_be_python = 0, True  # of the text behind a thought
+        self._searched = 0  # characters in which no call begins, whatever follows
+        # in characters: the last result, and the length of the text at which to search again
+        self._call_start, self._search_again_at = 0, 0
+        self._start, self._may_be_python = 0, True  # of the text after a thought
 
     def sendable(self, text: str) -> str:
-        """Return the beginning of an answer that is sure to be text, without blanks at its end."""
-        return text[: self._place(text)].rstrip()
+        """Return the beginning of an answer that is certainly text, without blanks at its end."""
+        return text[: self._first_call_start(text)].rstrip()
 
-    def _place(self, text: str) -> int:
-        """Return the first place at which a call may begin, the length of the text if there is none."""
+    def _first_call_start(self, text: str) -> int:
+        """Return the first position at which a call may begin, the length of the text if there is none."""
         thought, body = split_answer(text, opens_thought=self._opens_thought)
         if not body:
             return len(text)
-        if len(thought) != self._start:  # until now a thought could not be told from an answer
-            self._start, self._may_be_python, self._look_at = len(thought), True, 0
+        if len(thought) != self._start:  # so far it was unknown whether the text is a thought
+            self._start, self._may_be_python, self._search_again_at = len(thought), True, 0
         if self._openings is None:
             return len(thought)
-        if len(text) >= self._look_at:
-            self._held_from = self._look(text, len(thought), body)
-            # a long stretch that is held is looked at again after an eighth more, or looking would cost its square
-            self._look_at = len(text) + max(1, (len(text) - self._held_from) // 8)
-        return self._held_from
+        if len(text) >= self._search_again_at:
+            self._call_start = self._search(text, len(thought), body)
+            # search a long text again only after it has grown by an eighth, or the cost would be quadratic
+            self._search_again_at = len(text) + max(1, (len(text) - self._call_start) // 8)
+        return self._call_start
 
-    def _look(self, text: str, begin: int, body: str) -> int:
-        window, start = text[: begin + LONGEST_ANSWER], max(self._decided, begin)
-        place = min(_find_opening(window, start, self._openings or ()), _find_json_call(window, start))
-        self._decided = max(start, place)
-        if self._begins_in_python(body):
+    def _search(self, text: str, begin: int, body: str) -> int:
+        window, start = text[: begin + LONGEST_ANSWER], max(self._searched, begin)
+        call_start = min(_find_opening(window, start, self._openings or ()), _find_json_call(window, start))
+        self._searched = max(start, call_start)
+        if self._may_be_python_calls(body):
             return begin
-        return place if place < len(window) else len(text)
+        return call_start if call_start < len(window) else len(text)
 
-    def _begins_in_python(self, body: str) -> bool:
-        """Return whether a text may become calls in Python and nothing else."""
+    def _may_be_python_calls(self, body: str) -> bool:
+        """Return whether a text may turn out to be calls in Python and nothing else."""
         if not self._may_be_python or body.lstrip() in _FENCE:
             return self._may_be_python
         frame = _FRAME.match(body)
         assert frame is not None
-        rest = body[frame.end() :]
+        code = body[frame.end() :]
         self._may_be_python = (
-            not rest
+            not code
             or any(
-                name.startswith(rest) or (rest.startswith(name) and _CALLED.match(rest, len(name)) is not None)
+                name.startswith(code) or (code.startswith(name) and _CALLED.match(code, len(name)) is not None)
                 for name in self._names
             )
-            or ("[" in frame[0] and _LISTED.match(rest) is not None)
+            or ("[" in frame[0] and _LISTED.match(code) is not None)
         )
         return self._may_be_python
 
 
 def split_answer(text: str, *, opens_thought: bool) -> tuple[str, str]:
-    """Return the thought that an answer begins with, "" for none, and the text behind it."""
+    """Return the thought that an answer begins with, "" for none, and the text after it."""
     *thoughts, answer = split_thought(text, is_open=opens_thought)
     return "".join(message.content for message in thoughts if message.role is Role.THOUGHT), answer.content
 
 
 def _find_opening(text: str, start: int, openings: Sequence[str]) -> int:
-    """Return where the first opening begins, which the end of the text may cut; the length of the text for none."""
-    first = len(text)
+    """Return where the first opening begins, even if the text ends within it; the length of the text for none."""
+    earliest = len(text)
     for opening in openings:
-        place = text.find(opening, start)
-        if place < 0:
+        index = text.find(opening, start)
+        if index < 0:
             longest = min(len(opening) - 1, len(text) - start)
-            place = len(text) - next((n for n in range(longest, 0, -1) if text.endswith(opening[:n])), 0)
-        first = min(first, place)
-    return first
+            index = len(text) - next((n for n in range(longest, 0, -1) if text.endswith(opening[:n])), 0)
+        earliest = min(earliest, index)
+    return earliest
 
 
 def _find_json_call(text: str, start: int) -> int:
-    """Return where the first JSON object begins that is a call or not complete; the length of the text for none."""
-    place = text.find("{", start)
-    while place >= 0:
-        end = place + 1  # where no object can begin
+    """Return where the first JSON object begins that is a call or incomplete; the length of the text for none."""
+    begin = text.find("{", start)
+    while begin >= 0:
+        end = begin + 1  # continue the search here if this is no object
         try:
-            value, end = _DECODER.raw_decode(text, place)
+            value, end = _DECODER.raw_decode(text, begin)
         except json.JSONDecodeError as error:
             if error.msg.startswith("Unterminated") or error.pos >= len(text) - _UNDECIDED:
-                return place
+                return begin
         except RecursionError:
-            return place
+            return begin
         except ValueError:  # a number of too many digits
             pass
         else:
             if call_in(value) is not None:
-                return place
-        place = text.find("{", end)
+                return begin
+        begin = text.find("{", end)
     return len(text)
 
 

@@ -1,4 +1,4 @@
-"""The HTTP side of the server: routes, keys, errors, and one log line per request without any of its contents."""
+"""The HTTP side of the server: routes, keys, errors, and one log line per request without its contents."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Log = Callable[[str], None]
 
 
 def application(engine: SamplingEngine, *, key: str | None = None, log: Log = lambda _: None) -> Starlette:
-    """Return the server as an ASGI application. With a ``key``, every request needs it as its bearer token."""
+    """Return the server as an ASGI application; with a ``key``, every request needs it as its bearer token."""
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -48,7 +48,7 @@ def application(engine: SamplingEngine, *, key: str | None = None, log: Log = la
 
 
 class _Service:
-    """The routes, all of which respond in JSON, errors included."""
+    """The routes of the server, which respond in JSON, errors included."""
 
     def __init__(self, engine: SamplingEngine, key: str | None, log: Log) -> None:
         self._engine, self._key, self._log = engine, key, log
@@ -74,24 +74,24 @@ class _Service:
             else:
                 response = await self._complete(http_request, request, started)
         except _ClientGone:
-            return self._failed(499, "the client has disconnected", started)
+            return self._error_response(499, "the client has disconnected", started)
         except _TooLarge as error:
-            return self._failed(413, str(error), started)
+            return self._error_response(413, str(error), started)
         except QueueFull as error:
-            return self._failed(429, str(error), started, {"Retry-After": "5"})
+            return self._error_response(429, str(error), started, {"Retry-After": "5"})
         except RunError as error:
-            return self._failed(500, str(error), started)
+            return self._error_response(500, str(error), started)
         except AuditError as error:
-            return self._failed(400, str(error), started)
+            return self._error_response(400, str(error), started)
         except Exception as error:  # templates and tokenizers may raise anything for an unusual request
-            return self._failed(500, f"the request could not be read: {type(error).__name__}", started)
+            return self._error_response(500, f"the request could not be read: {type(error).__name__}", started)
         return response
 
     async def no_route(self, _: Request, error: Exception) -> Response:
         """Respond to an unknown path or method."""
         assert isinstance(error, HTTPException)
         message = f"{http.HTTPStatus(error.status_code).phrase}; served are /v1/models and POST /v1/chat/completions"
-        return self._failed(error.status_code, message, time.perf_counter(), dict(error.headers or {}))
+        return self._error_response(error.status_code, message, time.perf_counter(), dict(error.headers or {}))
 
     async def _complete(self, http_request: Request, request: ChatRequest, started: float) -> Response:
         # in a thread, because rendering a chat template waits for another process
@@ -129,18 +129,20 @@ class _Service:
         return StreamingResponse(logged_events(), media_type="text/event-stream")
 
     def _unauthorized(self, request: Request) -> Response | None:
-        """Return a 401 for a request without the key, which is compared in constant time."""
+        """Return a 401 for a request without the key, None for one with it; keys are compared in constant time."""
         if self._key is None:
             return None
         scheme, _, token = request.headers.get("authorization", "").partition(" ")
         if scheme.lower() == "bearer" and hmac.compare_digest(token.strip().encode(), self._key.encode()):
             return None
-        return self._failed(401, "no valid key; send it as a bearer token", time.perf_counter())
+        return self._error_response(401, "no valid key; send it as a bearer token", time.perf_counter())
 
-    def _failed(self, status: int, message: str, started: float, headers: dict[str, str] | None = None) -> Response:
+    def _error_response(
+        self, status: int, message: str, started: float, headers: dict[str, str] | None = None
+    ) -> Response:
         self._log(f"{status} {_elapsed(started)}")
-        kind = "server_error" if status >= 500 else "invalid_request_error"
-        return JSONResponse(error_body(message, kind), status_code=status, headers=headers)
+        error_type = "server_error" if status >= 500 else "invalid_request_error"
+        return JSONResponse(error_body(message, error_type), status_code=status, headers=headers)
 
     def _log_success(self, request: ChatRequest, choices: list[Choice], prompt_tokens: int, started: float) -> None:
         new = sum(len(choice.logprobs) for choice in choices)
@@ -152,14 +154,15 @@ def _elapsed(started: float) -> str:
 
 
 class _ClientGone(Exception):
-    """The client disconnected before its answer was complete."""
+    """The error that the client disconnected before its answer was complete."""
 
 
 class _TooLarge(AuditError):
-    """A body beyond the limit."""
+    """The error of a request body beyond the limit."""
 
 
 async def _wait_for(answers: PendingAnswers, request: Request) -> list[Choice]:
+    """Return the answers; raise _ClientGone if the client disconnects before."""
     finished = asyncio.wrap_future(answers)
     while not finished.done():
         await asyncio.wait([finished], timeout=_POLL)
@@ -196,24 +199,24 @@ async def _events(
     prompt_tokens: int,
     reader: AnswerReader | None,
 ) -> AsyncIterator[str]:
-    """Yield the events of a stream: text as it is drawn, then the calls and the end of each choice."""
+    """Yield the events of a stream: text as it is sampled, then the calls and the end of each choice."""
     bodies, sent = ReplyBodies(request), dict.fromkeys(range(request.choices), "")
     growing = {} if reader is None else {number: reader.start() for number in sent}
     for number in sent:
         yield _event(bodies.chunk(number, {"role": "assistant", "content": ""}))
     async for number, text in _queued_texts(texts, finished):
-        known = growing[number].sendable(text) if growing else text
-        if len(known) > len(sent[number]):
-            yield _event(bodies.chunk(number, {"content": known[len(sent[number]) :]}))
-            sent[number] = known
+        sendable = growing[number].sendable(text) if growing else text
+        if len(sendable) > len(sent[number]):
+            yield _event(bodies.chunk(number, {"content": sendable[len(sent[number]) :]}))
+            sent[number] = sendable
     try:
         choices = await _read(finished.result(), reader)
     except AuditError as error:
         yield _event(error_body(str(error), "server_error"))
         return
     for number, choice in enumerate(choices):
-        if rest := choice.text[len(sent[number]) :]:
-            yield _event(bodies.chunk(number, {"content": rest}))
+        if unsent := choice.text[len(sent[number]) :]:
+            yield _event(bodies.chunk(number, {"content": unsent}))
         for chunk in bodies.call_chunks(number, choice):
             yield _event(chunk)
         yield _event(bodies.chunk(number, {}, choice))

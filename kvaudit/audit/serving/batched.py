@@ -1,4 +1,4 @@
-"""A model whose waiting requests share a batch: what is queued while a batch is answered makes up the next one.
+"""A model whose waiting requests share a batch: requests that arrive during a batch make up the next one.
 
 Unlike ``SamplingEngine`` it answers whole batches, so that each answer has its ledger, and any condition of a run can
 answer them: kvaudit's own cache or an engine's session.
@@ -18,18 +18,17 @@ from kvaudit.audit.sampling.conversations import holds_stop, survival
 from kvaudit.audit.sampling.decoding import Decoding
 from kvaudit.audit.sampling.model import LoadedModel
 from kvaudit.audit.sampling.sampler import Sampler
-from kvaudit.audit.serving.answers import AnswerReader
-from kvaudit.audit.serving.engine import PendingAnswers
+from kvaudit.audit.serving.engine import PendingAnswers, find_stop
 from kvaudit.audit.serving.wire import ChatRequest, Choice
 from kvaudit.core.errors import AuditError, RunError, SpecError
 from kvaudit.core.records import CacheUse, Role
 
 _DEFAULT_TOKENS = 512
-_PAUSE = 0.05  # seconds without a new request after which a batch begins: agents' tools answer faster than models
+_PAUSE = 0.05  # seconds without a new request after which a batch begins; the tools of agents answer faster than that
 
 
 class AskedPrompt(NamedTuple):
-    """A request with its prompt and the most tokens of its answer."""
+    """A request with its prompt and the token limit of its answer."""
 
     request: ChatRequest
     prompt: ChatTokens
@@ -42,7 +41,7 @@ AnswerBatch = Callable[[Sequence[AskedPrompt]], Sequence[Choice | AuditError]]  
 class BatchedModel:
     """Answers requests by ``answer``, at most ``at_once`` together; ``chat`` renders their prompts.
 
-    An error that ``answer`` raises is that of every request from then on, kept in ``failure``.
+    After an error of ``answer``, kept in ``failure``, every further request fails with it.
     """
 
     def __init__(self, chat: Chat, positions: int, answer: AnswerBatch, at_once: int) -> None:
@@ -53,7 +52,7 @@ class BatchedModel:
         self._thread.start()
 
     def submit(self, request: ChatRequest) -> tuple[int, PendingAnswers]:
-        """Queue a request; return its prompt tokens and future answers. Raises SpecError for one that does not fit."""
+        """Queue a request; return its prompt tokens and future answers, or raise SpecError if it does not fit."""
         prompt = self._chat.prompt(request.messages, (), request.tools)
         limit = request.max_tokens or _DEFAULT_TOKENS
         if len(prompt.ids) + limit > self._positions:
@@ -62,14 +61,7 @@ class BatchedModel:
                 f"{self._positions} positions"
             )
         pending = PendingAnswers()
-        if request.tools:
-            pending.tool_form = self._chat.tool_form_of(request.messages, request.tools)
-            pending.reader = AnswerReader(
-                request.tools,
-                self._chat.reader_of(pending.tool_form),
-                opens_thought=self._chat.opens_thought,
-                parallel=request.parallel_calls,
-            )
+        pending.read_tools(request, self._chat)
         self._queue.put((AskedPrompt(request, prompt, limit), pending))
         return len(prompt.ids), pending
 
@@ -96,7 +88,7 @@ class BatchedModel:
                     pending.set_result([answer])
 
     def _gather(self) -> list[tuple[AskedPrompt, PendingAnswers]] | None:
-        """Return the waiting requests, after the first has come; None to stop."""
+        """Wait for a request and return it with others that follow shortly; None to stop."""
         entry = self._queue.get()
         batch = []
         with suppress(queue.Empty):
@@ -110,11 +102,11 @@ class BatchedModel:
 
 
 def cache_answers(model: LoadedModel, policy: Policy, batch_tokens: int) -> AnswerBatch:
-    """Return what answers by kvaudit's own cache under a policy, in batches of so many padded tokens."""
+    """Return a function that answers by kvaudit's own cache, in batches of ``batch_tokens`` tokens with padding."""
 
     def answer(asked: Sequence[AskedPrompt]) -> list[Choice | AuditError]:
         answers: dict[int, Choice | AuditError] = {}
-        for numbers in _alike(asked, batch_tokens):
+        for numbers in _group_requests(asked, batch_tokens):
             rows = [asked[n] for n in numbers]
             answers |= zip(numbers, _sample(model, policy, rows), strict=True)
         return [answers[n] for n in range(len(asked))]
@@ -122,7 +114,7 @@ def cache_answers(model: LoadedModel, policy: Policy, batch_tokens: int) -> Answ
     return answer
 
 
-def _alike(asked: Sequence[AskedPrompt], batch_tokens: int) -> list[list[int]]:
+def _group_requests(asked: Sequence[AskedPrompt], batch_tokens: int) -> list[list[int]]:
     """Return the numbers of requests that can share a batch: decoded alike, within so many tokens with padding."""
     batches: list[list[int]] = []
     sizes = [len(entry.prompt.ids) + entry.limit for entry in asked]
@@ -169,8 +161,7 @@ def _sample(model: LoadedModel, policy: Policy, asked: Sequence[AskedPrompt]) ->
 def cut_choice(
     chat: Chat, asked: AskedPrompt, text: str, finish: str, ids: Sequence[int], use: CacheUse | None
 ) -> Choice:
-    """Return an answer up to the first stop text of its request."""
-    places = [place for stop in asked.request.stop if (place := text.find(stop)) >= 0]
-    if places:
-        text, finish = text[: min(places)], "stop"
+    """Return an answer, cut before the first stop text of its request."""
+    if (cut := find_stop(text, asked.request.stop)) is not None:
+        text, finish = text[:cut], "stop"
     return Choice(text, finish, tuple(chat.text([token]) for token in ids), (), use=use)

@@ -1,7 +1,7 @@
 """The sampling thread of the server: requests for the same checkpoint, policy and temperature share a batch.
 
-A request joins a running batch as soon as there is room, unless another request has waited longer for a batch of its
-own. It is answered as soon as its own rows are complete.
+A request joins a running batch as soon as there is room, unless another request has waited longer for a batch with
+other settings. It is answered as soon as its own rows are complete.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ from kvaudit.core.errors import AuditError, RunError, SpecError, UnknownName
 _DEFAULT_TOKENS = 512
 _MAX_ROWS = 4096  # of a batch over its whole life: each decoding step visits all of them
 _CLOSING = "the server is shutting down"
-_REPLACEMENT = "�"  # an incomplete character decodes to these
+_REPLACEMENT = "�"  # the decoded form of an incomplete character
 TextListener = Callable[[int, str], None]  # called with the number of a choice and its text so far
 
 
 class QueueFull(RunError):
-    """The maximum number of requests is waiting."""
+    """The error that the maximum number of requests is waiting."""
 
 
 @dataclass(frozen=True)
 class ModelAndPolicy:
-    """What a model name stands for."""
+    """The checkpoint and policy that a model name stands for."""
 
     model: LoadedModel
     policy: Policy
 
 
 class PendingAnswers(Future[list[Choice]]):
-    """The future answers to one request. ``reader`` finds the calls in them, if the request has tools."""
+    """The future answers to one request; ``reader`` finds the calls in them, if the request has tools."""
 
     reader: AnswerReader | None = None
     tool_form = ""  # in which the request offers its tools
@@ -59,10 +59,19 @@ class PendingAnswers(Future[list[Choice]]):
         self.is_abandoned = True
         self.cancel()
 
+    def read_tools(self, request: ChatRequest, chat: Chat) -> None:
+        """Set ``reader`` and ``tool_form``, if the request has tools."""
+        if request.tools:
+            self.tool_form = chat.tool_form_of(request.messages, request.tools)
+            form, opens_thought = chat.reader_of(self.tool_form), chat.opens_thought
+            self.reader = AnswerReader(
+                request.tools, form, opens_thought=opens_thought, parallel=request.parallel_calls
+            )
+
 
 @dataclass
 class _Job:
-    """One request with its state. ``listener`` is called by the sampling thread as text is drawn."""
+    """One request with its state; the sampling thread calls ``listener`` as text is sampled."""
 
     request: ChatRequest
     target: ModelAndPolicy
@@ -74,7 +83,7 @@ class _Job:
 
     @property
     def key(self) -> tuple[int, str, float, float]:
-        """Equal for requests that can share a batch."""
+        """The key of the request, equal for requests that can share a batch."""
         return id(self.target.model), self.target.policy.hash, self.request.temperature, self.request.top_p
 
     @property
@@ -89,7 +98,7 @@ class _Job:
 
 
 class SamplingEngine:
-    """Checkpoints by name, served under any policy. ``aliases`` are names that hide the checkpoint and policy."""
+    """Checkpoints by name, served under any policy; ``aliases`` are names that hide checkpoint and policy."""
 
     def __init__(
         self,
@@ -117,7 +126,7 @@ class SamplingEngine:
         return [*self._models, *self._aliases]
 
     def resolve(self, name: str) -> ModelAndPolicy:
-        """Return what a name stands for; raise UnknownName or SpecError."""
+        """Return the checkpoint and policy of a name; raise UnknownName or SpecError."""
         checkpoint, _, policy = self._aliases.get(name, name).partition("@")
         if checkpoint not in self._models:
             raise UnknownName("model", name, self.names)
@@ -143,7 +152,7 @@ class SamplingEngine:
                 f"{positions} positions; shorten the prompt or lower max_tokens"
             )
         job = _Job(request, target, prompt, limit, listener)
-        job.pending.reader = _reader(request, target.model.chat)
+        job.pending.read_tools(request, target.model.chat)
         with self._lock:  # nothing may be queued after None, where it would never be answered
             if self._is_closed:
                 raise RunError(_CLOSING)
@@ -151,7 +160,7 @@ class SamplingEngine:
         return len(prompt.ids), job.pending
 
     def _check_characters(self, request: ChatRequest, model: LoadedModel) -> None:
-        """Raise SpecError for a prompt that no tokenization could fit: counting its tokens would take minutes."""
+        """Raise SpecError for a prompt that no tokenization could fit, since counting its tokens would take minutes."""
         most = model.max_positions * self._longest_token[id(model)]
         length = sum(len(message.content) for message in request.messages)
         length += count_characters(request.tools, [call for message in request.messages for call in message.tool_calls])
@@ -191,14 +200,14 @@ class SamplingEngine:
 
     def _next_batch(self) -> list[_Job]:
         """Remove and return the oldest waiting request with those that can share its batch."""
-        batch, rest, size = list[_Job](), list[_Job](), _Size(0, 0)
+        batch, others, size = list[_Job](), list[_Job](), _Size(0, 0)
         for job in self._waiting:
             if not batch or (job.key == batch[0].key and size.plus(job).fits(self._batch_tokens)):
                 batch.append(job)
                 size = size.plus(job)
             else:
-                rest.append(job)
-        self._waiting = deque(rest)
+                others.append(job)
+        self._waiting = deque(others)
         return batch
 
     def _answer(self, jobs: Sequence[_Job]) -> None:
@@ -220,7 +229,7 @@ class SamplingEngine:
                 jobs = [*jobs, *_start([self._waiting.popleft()])]
 
     def _can_join(self, batch: _Batch, joining: Sequence[_Job] = ()) -> bool:
-        """Return whether the request that waits longest fits into the batch, beside those that are ``joining``."""
+        """Return whether the request that waits longest fits into the batch, in addition to the ``joining`` ones."""
         self._receive(wait=False)
         while self._waiting and self._waiting[0].pending.cancelled():
             self._waiting.popleft()
@@ -232,11 +241,9 @@ class SamplingEngine:
         return rows <= _MAX_ROWS and size.fits(self._batch_tokens)
 
 
-def _reader(request: ChatRequest, chat: Chat) -> AnswerReader | None:
-    if not request.tools:
-        return None
-    form = chat.reader_of(chat.tool_form_of(request.messages, request.tools))
-    return AnswerReader(request.tools, form, opens_thought=chat.opens_thought, parallel=request.parallel_calls)
+def find_stop(text: str, stops: Sequence[str]) -> int | None:
+    """Return where the first of the stop texts begins, None if the text has none of them."""
+    return min((index for stop in stops if (index := text.find(stop)) >= 0), default=None)
 
 
 def _start(jobs: Sequence[_Job]) -> list[_Job]:
@@ -323,7 +330,7 @@ class _Batch:
             join_episodes(self._episode, episode)
 
     def decode(self, pause: Callable[[], bool]) -> None:
-        """Draw tokens until all rows are complete, or ``pause`` returns that another request may join."""
+        """Sample tokens until all rows are complete, or ``pause`` returns True because another request may join."""
         if not self._texts:
             return
         assert self._episode is not None
@@ -358,7 +365,7 @@ class _RowText:
         if self.job.listener is None and not self.job.request.stop:
             return False
         text = self.job.target.model.chat.text(ids)
-        cut = self._cut(text)
+        cut = find_stop(text, self.job.request.stop)
         if self.job.listener is not None:
             final = text[:cut] if cut is not None else text[: len(text) - self._pending_characters(text)]
             if len(final) > len(self._sent):
@@ -369,7 +376,7 @@ class _RowText:
         """Return the complete answer, after sending the rest of its text."""
         chat = self.job.target.model.chat
         text = chat.text(completion.ids)
-        cut = self._cut(text)
+        cut = find_stop(text, self.job.request.stop)
         text = text if cut is None else text[:cut]
         if self.job.listener is not None and text != self._sent:
             self._send(text)
@@ -385,10 +392,6 @@ class _RowText:
         except Exception as error:  # fails only this request, so that an incomplete stream does not look complete
             self.job.listener = None
             self.job.pending.set_exception(_client_error(error))
-
-    def _cut(self, text: str) -> int | None:
-        places = [place for stop in self.job.request.stop if (place := text.find(stop)) >= 0]
-        return min(places, default=None)
 
     def _pending_characters(self, text: str) -> int:
         """Return how many characters at the end may still change or begin a stop text."""

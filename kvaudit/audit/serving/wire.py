@@ -1,4 +1,4 @@
-"""Chat-completion requests and their tools, parsed and checked, and the bodies of responses; runs no model."""
+"""Parse and check chat-completion requests and their tools, and make the bodies of responses; runs no model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _CHOICES = (None, "auto", "none")
 
 
 def read_tools(body: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
-    """Return the function tools of a request, () with ``tool_choice`` none; raises SpecError naming the wrong key."""
+    """Return the function tools of a request, () with ``tool_choice`` none; raise SpecError for wrong ones."""
     tools, choice = body.get("tools"), body.get("tool_choice")
     if not isinstance(choice, str | None) or choice not in _CHOICES:
         raise SpecError(
@@ -42,96 +42,96 @@ def read_tools(body: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
 
 
 def read_parallel(body: Mapping[str, Any]) -> bool:
-    """Return whether an answer may have several calls; raises SpecError."""
+    """Return whether an answer may have several calls; raise SpecError for a value that is no boolean."""
     value = body.get("parallel_tool_calls")
     if not isinstance(value, bool | None):
         raise SpecError(f"parallel_tool_calls is {short_repr(value)}, expected true or false")
     return value is not False
 
 
-def read_message_calls(row: Mapping[str, Any], role: Role, place: str) -> tuple[ToolCall, ...]:
-    """Return the calls of a message, called ``place`` in errors; raises SpecError."""
+def read_message_calls(row: Mapping[str, Any], role: Role, path: str) -> tuple[ToolCall, ...]:
+    """Return the calls of a message, whose place errors name by ``path``; raise SpecError for wrong ones."""
     rows = row.get("tool_calls")
     if row.get("function_call"):
-        raise SpecError(f"{place} has function_call, which this server does not support; send tool_calls")
+        raise SpecError(f"{path} has function_call, which this server does not support; send tool_calls")
     if not rows:
         return ()
     if role is not Role.ASSISTANT:
-        raise SpecError(f"{place} has role {role} and tool_calls; only messages of the assistant have calls")
+        raise SpecError(f"{path} has role {role} and tool_calls; only messages of the assistant have calls")
     if not isinstance(rows, list) or len(rows) > _MOST_CALLS:
         got = f"{len(rows)} entries" if isinstance(rows, list) else short_repr(rows)
-        raise SpecError(f"{place}.tool_calls is {got}, expected a list of at most {_MOST_CALLS} calls")
-    calls = tuple(_call(entry, f"{place}.tool_calls[{number}]") for number, entry in enumerate(rows))
+        raise SpecError(f"{path}.tool_calls is {got}, expected a list of at most {_MOST_CALLS} calls")
+    calls = tuple(_call(entry, f"{path}.tool_calls[{number}]") for number, entry in enumerate(rows))
     ids = [call.call_id for call in calls]
     if repeated := next((name for n, name in enumerate(ids) if name in ids[:n]), None):
-        raise SpecError(f"{place}.tool_calls has the id {repeated!r} twice; give each call an id of its own")
+        raise SpecError(f"{path}.tool_calls has the id {repeated!r} twice; give each call another id")
     return calls
 
 
-def read_call_id(row: Mapping[str, Any], role: Role, place: str, known: Collection[str]) -> str:
-    """Return the id of the call that a tool's result answers, one of ``known``; "" for none. Raises SpecError."""
+def read_call_id(row: Mapping[str, Any], role: Role, path: str, call_ids: Collection[str]) -> str:
+    """Return the id of the call that a tool's result answers, "" for none; raise SpecError if it is unknown."""
     name = row.get("tool_call_id")
     if role is not Role.TOOL or name is None or name == "":
         return ""
-    if not isinstance(name, str) or name not in known:
+    if not isinstance(name, str) or name not in call_ids:
         raise SpecError(
-            f"{place}.tool_call_id is {short_repr(name)}, expected the id of a call in a message before; send the "
+            f"{path}.tool_call_id is {short_repr(name)}, expected the id of a call in a message before; send the "
             "assistant's tool_calls too"
         )
     return name
 
 
 def _check_tool(tool: Any, number: int) -> str:
-    """Return the name of a tool; raises SpecError for one that no template could be given."""
-    place, function = f"tools[{number}]", tool.get("function") if isinstance(tool, Mapping) else None
+    """Return the name of a tool; raise SpecError for a tool that no template could render."""
+    path, function = f"tools[{number}]", tool.get("function") if isinstance(tool, Mapping) else None
     if not isinstance(function, Mapping) or tool.get("type") != "function":
-        raise SpecError(f"{place} is {short_repr(tool)}, expected {{type: function, function: {{name, ...}}}}")
+        raise SpecError(f"{path} is {short_repr(tool)}, expected {{type: function, function: {{name, ...}}}}")
     if not is_plain(tool):
-        raise SpecError(f"{place} is no plain JSON; at most 64 levels, finite numbers and whole characters are taken")
+        raise SpecError(f"{path} is no plain JSON; at most 64 levels, finite numbers and whole characters are taken")
     name, description = function.get("name"), function.get("description")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise SpecError(f"{place}.function.name is {short_repr(name)}, expected {_NAME_SAYS}")
+        raise SpecError(f"{path}.function.name is {short_repr(name)}, expected {_NAME_SAYS}")
     if not isinstance(description, str | None):
-        raise SpecError(f"{place}.function.description is {short_repr(description)}, expected text")
-    _check_schema(function.get("parameters"), f"{place}.function.parameters")
+        raise SpecError(f"{path}.function.description is {short_repr(description)}, expected text")
+    _check_schema(function.get("parameters"), f"{path}.function.parameters")
     return name
 
 
-def _check_schema(schema: Any, place: str) -> None:
+def _check_schema(schema: Any, path: str) -> None:
     if schema is None:
         return
     if not isinstance(schema, Mapping) or schema.get("type", "object") != "object":
-        raise SpecError(f"{place} is {short_repr(schema)}, expected a JSON schema of type object")
+        raise SpecError(f"{path} is {short_repr(schema)}, expected a JSON schema of type object")
     properties, required = schema.get("properties", {}), schema.get("required", [])
     if not isinstance(properties, Mapping):
-        raise SpecError(f"{place}.properties is {short_repr(properties)}, expected an object of schemas by name")
+        raise SpecError(f"{path}.properties is {short_repr(properties)}, expected an object of schemas by name")
     for name, entry in properties.items():
         if not isinstance(entry, Mapping | bool):
-            raise SpecError(f"{place}.properties[{short_repr(name)}] is {short_repr(entry)}, expected a JSON schema")
+            raise SpecError(f"{path}.properties[{short_repr(name)}] is {short_repr(entry)}, expected a JSON schema")
     if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
-        raise SpecError(f"{place}.required is {short_repr(required)}, expected a list of names")
+        raise SpecError(f"{path}.required is {short_repr(required)}, expected a list of names")
 
 
-def _call(entry: Any, place: str) -> ToolCall:
+def _call(entry: Any, path: str) -> ToolCall:
     function = entry.get("function") if isinstance(entry, Mapping) else None
     if not isinstance(function, Mapping) or entry.get("type", "function") != "function":
-        raise SpecError(f"{place} is {short_repr(entry)}, expected {{id, type: function, function: {{...}}}}")
+        raise SpecError(f"{path} is {short_repr(entry)}, expected {{id, type: function, function: {{...}}}}")
     name, call_id = function.get("name"), entry.get("id")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise SpecError(f"{place}.function.name is {short_repr(name)}, expected {_NAME_SAYS}")
+        raise SpecError(f"{path}.function.name is {short_repr(name)}, expected {_NAME_SAYS}")
     if not isinstance(call_id, str) or not 0 < len(call_id) <= _LONGEST_ID or not is_text(call_id):
-        raise SpecError(f"{place}.id is {short_repr(call_id)}, expected text of 1 to {_LONGEST_ID} characters")
-    return ToolCall(name, _arguments(function.get("arguments"), f"{place}.function.arguments"), call_id)
+        raise SpecError(f"{path}.id is {short_repr(call_id)}, expected text of 1 to {_LONGEST_ID} characters")
+    return ToolCall(name, _arguments(function.get("arguments"), f"{path}.function.arguments"), call_id)
 
 
-def _arguments(text: Any, place: str) -> Mapping[str, Any]:
+def _arguments(text: Any, path: str) -> Mapping[str, Any]:
     try:
         # some clients send nothing for a call without arguments
         arguments = (json.loads(text) if text.strip() else {}) if isinstance(text, str) else None
     except (ValueError, RecursionError):
         arguments = None
     if not isinstance(arguments, dict) or not is_plain(arguments):
-        raise SpecError(f"{place} is {short_repr(text)}, expected a text that is a JSON object, as the answer had it")
+        raise SpecError(f"{path} is {short_repr(text)}, expected a text that is a JSON object, as the answer had it")
     return arguments
 
 
@@ -143,7 +143,7 @@ def count_characters(tools: Sequence[Mapping[str, Any]], calls: Sequence[ToolCal
 
 _MAX_TOKENS, _MAX_CHOICES, _MAX_STOPS = 32_768, 16, 16
 _ROLES = {"developer": Role.SYSTEM, **{str(role): role for role in Role}}
-# options that would change an answer in ways our sampler does not support, with the values that change nothing
+# options that would change an answer in ways that this sampler does not support, with the values that change nothing
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "response_format": (None, {"type": "text"}),
     "function_call": (None, "none", "auto"),
@@ -163,9 +163,10 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class ChatRequest:
-    """A checked request. ``model`` is CHECKPOINT@POLICY or an alias; without a ``seed`` the server draws one.
+    """A checked request; ``model`` is CHECKPOINT@POLICY or an alias.
 
-    ``tools`` are the schemas of the functions that an answer may call; without ``parallel_calls`` one at a time.
+    Without a ``seed`` the server uses a random one. ``tools`` are the schemas of the functions that an answer may
+    call; without ``parallel_calls`` an answer has one call at most.
     """
 
     model: str
@@ -184,7 +185,7 @@ class ChatRequest:
 
 
 def read_request(body: Any) -> ChatRequest:
-    """Parse a JSON body; raise SpecError that names the wrong key."""
+    """Parse a JSON body; raise a SpecError that names the wrong key."""
     if not isinstance(body, Mapping):
         raise SpecError(f"the request is {short_repr(body)}, expected a JSON object")
     for key, neutral in _UNSUPPORTED.items():
@@ -225,18 +226,18 @@ def _message(row: Any, number: int, ids: set[str]) -> Message:
     role = row.get("role") if isinstance(row, Mapping) else None
     if not isinstance(role, str) or role not in _ROLES:
         raise SpecError(f"messages[{number}] has role {short_repr(role)}, expected one of {', '.join(_ROLES)}")
-    place, content = f"messages[{number}]", row.get("content")
-    calls = read_message_calls(row, _ROLES[role], place)
+    path, content = f"messages[{number}]", row.get("content")
+    calls = read_message_calls(row, _ROLES[role], path)
     if calls and not content:
-        content = ""  # null, or no part
-    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
-    texts = [part.get("text") for part in parts if isinstance(part, Mapping) and part.get("type") == "text"]
-    if not parts or len(texts) != len(parts) or not all(isinstance(text, str) for text in texts):
+        content = ""  # null, or an empty list
+    entries = content if isinstance(content, list) else [{"type": "text", "text": content}]
+    texts = [entry.get("text") for entry in entries if isinstance(entry, Mapping) and entry.get("type") == "text"]
+    if not entries or len(texts) != len(entries) or not all(isinstance(text, str) for text in texts):
         raise SpecError(f"messages[{number}] has content {short_repr(content)}, expected text or a list of text parts")
     text = "".join(map(str, texts))
     if not is_text(text):
         raise SpecError(f"messages[{number}] holds a lone surrogate (half of a character), which cannot be tokenized")
-    return Message(_ROLES[role], text, calls, read_call_id(row, _ROLES[role], place, ids))
+    return Message(_ROLES[role], text, calls, read_call_id(row, _ROLES[role], path, ids))
 
 
 def _integer(body: Mapping[str, Any], key: str, least: int, most: int) -> int | None:
@@ -266,10 +267,10 @@ def _stops(value: Any) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Choice:
-    """One answer: its text without the stop text, and the drawn tokens with their log-probs in nats.
+    """One answer: its text without the stop text, and the sampled tokens with their log-probs in nats.
 
-    ``text`` is what stands beside its ``calls``; the tokens are those of the calls too. ``use`` is that of the cache,
-    where it was recorded.
+    ``text`` is the text beside its ``calls``; the tokens are those of both. ``use`` holds the measurements of the
+    cache, where they were recorded.
     """
 
     text: str
@@ -313,7 +314,7 @@ class ReplyBodies:
         return {**self._head, "object": "chat.completion", "choices": rows, "usage": _usage(choices, prompt_tokens)}
 
     def call_chunks(self, index: int, choice: Choice) -> list[dict[str, Any]]:
-        """Return a chunk for each call of a choice, with the call whole."""
+        """Return a chunk for each call of a choice, with the whole call in it."""
         rows = [{"index": number, **_call_row(call)} for number, call in enumerate(choice.calls)]
         return [self.chunk(index, {"tool_calls": [row]}) for row in rows]
 
@@ -346,5 +347,5 @@ def _logprobs(choice: Choice) -> dict[str, Any]:
 
 
 def error_body(message: str, kind: str = "invalid_request_error") -> dict[str, Any]:
-    """Return the body of an error."""
+    """Return the body of an error response."""
     return {"error": {"message": message, "type": kind, "param": None, "code": None}}

@@ -1,1 +1,1 @@
-"""Formats of engines for checkpoints and cache contents. These modules load torch, so import them only when needed."""
+"""Checkpoints and cache contents in the formats of engines; these modules load torch."""

@@ -81,7 +81,7 @@ def export_gguf(model: Any, folder: Path, weights: Mapping[str, Tensor] | None =
 
 
 def _family(config: Any) -> _Family:
-    """Return the family of a model; raise SpecError for an unknown one and for other than full attention."""
+    """Return the family of a model; raise SpecError for an unknown family and for other than full attention."""
     if config.model_type not in _FAMILIES:
         raise _unsupported(f"its architecture is {config.model_type}, supported: {', '.join(sorted(_FAMILIES))}")
     fields = config.to_dict()
@@ -121,7 +121,7 @@ def _tensors(model: Any, family: _Family, weights: Mapping[str, Tensor]) -> Iter
         weight = tensor.detach().to("cpu", torch.float32)
         module = name.split(".")[-2]
         if family.is_interleaved and module in heads:
-            yield name, _interleaved(weight, heads[module])
+            yield name, _interleave(weight, heads[module])
         else:
             yield name, weight.contiguous()
     factors = _rope_factors(model, family)
@@ -129,8 +129,8 @@ def _tensors(model: Any, family: _Family, weights: Mapping[str, Tensor]) -> Iter
         yield "rope_freqs.weight", factors
 
 
-def _interleaved(weight: Tensor, heads: int) -> Tensor:
-    """Return the rows of each head with the two halves that rotate together as neighbours."""
+def _interleave(weight: Tensor, heads: int) -> Tensor:
+    """Return the rows of each head reordered so that numbers that rotate together are neighbours."""
     halves = weight.reshape(heads, 2, -1, *weight.shape[1:])  # [heads, 2, D / 2, ...]
     return halves.transpose(1, 2).reshape(weight.shape)
 
@@ -154,14 +154,14 @@ def _head_size(config: Any) -> int:
     return int(config.to_dict().get("head_dim") or config.hidden_size // config.num_attention_heads)
 
 
-def _unsupported(why: str) -> SpecError:
+def _unsupported(reason: str) -> SpecError:
     return SpecError(
-        f"the model cannot be written for llama.cpp: {why}; give a GGUF file of it as engines.llama.cpp.weights"
+        f"the model cannot be written for llama.cpp: {reason}; give a GGUF file of it as engines.llama.cpp.weights"
     )
 
 
 class HeadLayout(NamedTuple):
-    """How the cache stores a head: its size, its rotary layout, and whether keys and values are Hadamard-rotated."""
+    """The layout of a head in the cache: size, rotary layout, and whether keys and values are Hadamard-rotated."""
 
     size: int
     is_interleaved: bool
@@ -175,9 +175,9 @@ def cache_layout(config: Any, *, keys_rotated: bool, values_rotated: bool) -> He
 
 
 def read_state(raw: Any, layout: HeadLayout) -> tuple[Tensor, Tensor]:
-    """Return keys and values [tokens, L, H * D] float32, in the order of transformers, of the uint8 array ``raw``.
+    """Return keys and values [tokens, L, H * D] float32 of a state, in the order of transformers.
 
-    Raises RunError for a state of another form.
+    ``raw`` is a uint8 array. Raises RunError for a state of another form.
     """
     try:
         return _State(raw).read(layout)
@@ -188,7 +188,7 @@ def read_state(raw: Any, layout: HeadLayout) -> tuple[Tensor, Tensor]:
 
 
 class _State:
-    """A state that is read from front to back."""
+    """A reader of a state from front to back."""
 
     def __init__(self, raw: Any) -> None:
         self._raw, self._at = raw, 0
@@ -209,11 +209,10 @@ class _State:
         size = layout.size
         key_part = size & -size if layout.keys_rotated and size % _ROTATED == 0 else 1
         value_part = _ROTATED if layout.values_rotated and size % _ROTATED == 0 else 1
-        keys = [_rotated_back(self._rows(cells), key_part) for _ in range(layers)]
-        if layout.is_interleaved:
-            keys = [_halves(rows, size) for rows in keys]
+        keys = [_undo_rotation(self._rows(cells), key_part) for _ in range(layers)]
+        keys = [_deinterleave(rows, size) for rows in keys] if layout.is_interleaved else keys
         read_rows = self._columns if is_transposed else self._rows
-        values = [_rotated_back(read_rows(cells), value_part) for _ in range(layers)]
+        values = [_undo_rotation(read_rows(cells), value_part) for _ in range(layers)]
         if self._raw[self._at :].any():
             raise ValueError(f"{len(self._raw) - self._at} bytes are left")
         return torch.stack(keys, 1)[order], torch.stack(values, 1)[order]
@@ -245,11 +244,11 @@ class _State:
         return torch.from_numpy(gguf.quants.dequantize(raw, gguf.GGMLQuantizationType(kind))).float()
 
 
-def _rotated_back(x: Tensor, part: int) -> Tensor:
+def _undo_rotation(x: Tensor, part: int) -> Tensor:
     """Return rows [tokens, H * D] with the Hadamard rotation of every ``part`` numbers undone."""
     return (x.reshape(len(x), -1, part) @ hadamard(part, x.dtype, x.device)).flatten(1)
 
 
-def _halves(x: Tensor, size: int) -> Tensor:
+def _deinterleave(x: Tensor, size: int) -> Tensor:
     """Return rows [tokens, H * D] with the interleaved pairs of each head as two halves."""
     return x.reshape(len(x), -1, size // 2, 2).transpose(2, 3).flatten(1)

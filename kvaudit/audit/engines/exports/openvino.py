@@ -75,8 +75,8 @@ def export_openvino(model: Any, folder: Path) -> dict[str, str]:
         with torch.no_grad(), warnings.catch_warnings(action="ignore"):
             traced = ov.convert_model(_TensorCacheModel(network), example_input=example)
     except Exception as error:  # the tracer and the frontend raise many types
-        why = str(error).strip().splitlines()[-1][:200]
-        raise SpecError(f"the model cannot be converted for OpenVINO ({type(error).__name__}: {why})") from None
+        reason = str(error).strip().splitlines()[-1][:200]
+        raise SpecError(f"the model cannot be converted for OpenVINO ({type(error).__name__}: {reason})") from None
     finally:
         logging.set_verbosity(verbosity)
     _make_stateful(traced, heads, size, layers)
@@ -86,7 +86,7 @@ def export_openvino(model: Any, folder: Path) -> dict[str, str]:
 
 
 def _stock_model(model: Any) -> Any:
-    """Return a float32 model with transformers' own attention that shares the weights."""
+    """Return a float32 model with transformers' own attention and the weights of ``model``."""
     config = copy.deepcopy(model.config)
     config._attn_implementation = "sdpa"
     # no memory for weights that are replaced at once
@@ -113,8 +113,8 @@ def _make_stateful(traced: Any, heads: int, size: int, layers: int) -> None:
     from openvino import opset13
     from openvino._offline_transformations import apply_make_stateful_transformation
 
-    parts = [f"{layer}.{which}" for layer in range(layers) for which in ("key", "value")]
-    names = [*_INPUTS, *(f"past_key_values.{part}" for part in parts)]
+    tensors = [f"{layer}.{which}" for layer in range(layers) for which in ("key", "value")]
+    names = [*_INPUTS, *(f"past_key_values.{tensor}" for tensor in tensors)]
     if len(traced.inputs) != len(names):
         raise SpecError(f"the model has {len(traced.inputs)} inputs once traced, expected {len(names)}")
     for port, name in zip(traced.inputs, names, strict=True):
@@ -125,11 +125,11 @@ def _make_stateful(traced: Any, heads: int, size: int, layers: int) -> None:
             node.set_element_type(ov.Type.i32 if name == "beam_idx" else ov.Type.i64)
         else:
             node.set_partial_shape(ov.PartialShape([-1, heads, -1, size]))
-    outputs = ["logits", *(f"present.{part}" for part in parts)]
+    outputs = ["logits", *(f"present.{tensor}" for tensor in tensors)]
     for port, name in zip(traced.outputs, outputs, strict=True):
         port.get_tensor().set_names({name})
     traced.validate_nodes_and_infer_types()
-    apply_make_stateful_transformation(traced, {f"past_key_values.{part}": f"present.{part}" for part in parts})
+    apply_make_stateful_transformation(traced, {f"past_key_values.{name}": f"present.{name}" for name in tensors})
 
     def number(value: int) -> Any:
         return opset13.constant(np.array([value]), ov.Type.i64)

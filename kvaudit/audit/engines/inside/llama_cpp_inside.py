@@ -40,7 +40,7 @@ _FACTS = {  # patterns in its log
 
 
 def start(setup: dict[str, Any]) -> tuple[dict[str, str], Any]:
-    """Load the model and make a first context, whose log shows the resolved settings."""
+    """Load the model, and make a first context to read the resolved settings from its log."""
     engine = _LoadedEngine(setup)
     engine.make_room(1)
     types, facts = {name: setup["settings"][name] for name in ("type_k", "type_v")}, engine.log.facts()
@@ -57,7 +57,7 @@ def start(setup: dict[str, Any]) -> tuple[dict[str, str], Any]:
 
 
 class _Log:
-    """The library's log: warnings and errors go to stderr, all lines are searched for facts."""
+    """The library's log: warnings and errors go to stderr, and all lines are searched for facts."""
 
     def __init__(self) -> None:
         self._lines: deque[str] = deque(maxlen=4000)
@@ -83,7 +83,7 @@ class _Log:
 
 
 class _LoadedEngine:
-    """A model and its context, which grows with the batches."""
+    """A model and its context, which grows to fit the largest batch."""
 
     def __init__(self, setup: dict[str, Any]) -> None:
         settings = dict(setup["settings"])
@@ -137,7 +137,7 @@ class _LoadedEngine:
         lib.llama_memory_clear(lib.llama_get_memory(self._context), True)
 
     def answer(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Load weights or answer rows, ``n_seq_max`` at a time; a finished row makes room for the next."""
+        """Load weights, or answer rows: ``n_seq_max`` at a time, where each finished row makes room for the next."""
         if len(rows) == 1 and "push" in rows[0]:
             return [{"sha256": self._push(rows[0]["push"])}]
         longest = max(len(row["ids"]) + row["max_tokens"] for row in rows)
@@ -206,7 +206,7 @@ class _LoadedEngine:
 
 
 class _Row:
-    """A row that is being answered: ``pending`` tokens are still to be fed, ``fed`` counts the others."""
+    """A row that is being answered: ``pending`` tokens are still to be fed, ``fed`` is the number of tokens fed."""
 
     def __init__(self, index: int, request: dict[str, Any]) -> None:
         self.index, self.pending, self.fed, self.finish = index, list(request["ids"]), 0, ""
@@ -214,7 +214,7 @@ class _Row:
         self._sampler = _make_sampler(request) if request["temperature"] > 0 else None
 
     def take(self, context: Any, at: int, logits: Any) -> None:
-        """Choose the next token; its log-prob is under the full distribution at the temperature."""
+        """Choose and add the next token; its log-prob is under the full distribution at the temperature."""
         if not np.isfinite(logits).all():
             raise ValueError("its logits are not finite")
         # less the largest, so that no exponential overflows
@@ -251,7 +251,7 @@ def _make_sampler(request: dict[str, Any]) -> Any:
 
 
 def _context_params(settings: dict[str, str], setup: dict[str, Any]) -> Any:
-    """Return its defaults, updated with the settings that belong there, which are removed from ``settings``."""
+    """Return the default parameters of a context, updated with its settings, which are removed from ``settings``."""
     params = lib.llama_context_default_params()
     params.n_ctx, params.n_seq_max = 0, setup["at_once"]
     params.n_threads = params.n_threads_batch = setup["threads"]
@@ -267,7 +267,7 @@ def _context_params(settings: dict[str, str], setup: dict[str, Any]) -> Any:
 
 
 def _kv_type(name: str, text: str) -> int:
-    """Return the number of a type; the library would accept any number and crash or compute nonsense."""
+    """Return the number of a cache type; raise ValueError for an unknown one, which the library would accept."""
     if text not in _KV_TYPES:
         raise ValueError(f"{name} is {text!r}, expected {', '.join(_KV_TYPES)}")
     return int(vars(lib).get(f"GGML_TYPE_{text.upper()}", _KV_TYPES[text]))
@@ -289,7 +289,7 @@ def _set_field(params: Any, name: str, text: str) -> None:
 
 
 def _set_environment(name: str, value: str | None) -> None:
-    """Set a variable that the library reads, or remove one that the user's environment has."""
+    """Set a variable that the library reads, or remove it if the value is None."""
     os.environ.pop(name, None)
     if value is not None:
         os.environ[name] = value

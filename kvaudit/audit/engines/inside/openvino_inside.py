@@ -1,4 +1,4 @@
-"""OpenVINO GenAI in a worker: its continuous batching with token ids, without template and tokenizer."""
+"""OpenVINO GenAI in a worker: its continuous batching with token ids, without template or tokenizer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The check of OpenVINO properties, shared by serving and by rollouts."""
+"""The check of OpenVINO's properties, for serving and for rollouts."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def start(setup: dict[str, Any]) -> tuple[dict[str, str], Any]:
 
 
 class _Row:
-    """A row under way: its token ids, the cache blocks that hold them, and its log-probs."""
+    """A rollout under way: its token ids, the cache blocks that hold them, and its log-probs."""
 
     def __init__(self, request: dict[str, Any]) -> None:
         self.ids, self.request = list(request["ids"]), request
@@ -59,7 +59,7 @@ class _Row:
         return len(self.ids) - 1
 
     def draw(self, logits: np.ndarray) -> None:
-        """Add the next token, from logits [V], and set ``finish`` if it is the last."""
+        """Sample the next token from logits [V], and set ``finish`` if it is the last."""
         temperature = self.request["temperature"]
         scaled = logits.astype(np.float64) / (temperature or 1.0)
         # so that no exponential overflows
@@ -108,13 +108,13 @@ class _PagedModel:
         self._compile()
 
     def answer(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Load weights or draw rows."""
+        """Load weights, or sample rollouts."""
         if len(rows) == 1 and "push" in rows[0]:
             return [{"sha256": self._push(rows[0]["push"], known=rows[0]["known"])}]
-        drawn = [_Row(row) for row in rows]
-        for batch in _batches(drawn, self._at_once):
+        rollouts = [_Row(row) for row in rows]
+        for batch in _batches(rollouts, self._at_once):
             self._draw(batch)
-        _save(drawn)
+        _save(rollouts)
         return [
             {
                 "ids": row.ids[len(row.request["ids"]) :],
@@ -122,7 +122,7 @@ class _PagedModel:
                 "logprobs": row.logprobs,
                 "weights": self._sha256,
             }
-            for row in drawn
+            for row in rollouts
         ]
 
     def _draw(self, rows: list[_Row]) -> None:
@@ -151,7 +151,7 @@ class _PagedModel:
             start = tokens.stop
 
     def _share_prompt(self, row: _Row, leader: _Row) -> None:
-        """Give a row its leader's prompt: full blocks are shared, the block that will grow is copied."""
+        """Give a row the prompt of its leader: full blocks are shared, the last one, which will grow, is copied."""
         if row is leader:
             return
         row.kept, full = list(leader.kept[: len(row.ids)]), len(row.ids) // _BLOCK
@@ -179,7 +179,7 @@ class _PagedModel:
         if len(self._free) < count:
             raise ValueError(
                 f"the cache has {self._blocks} blocks of {_BLOCK} tokens, too few for a row of {len(row.ids)} tokens "
-                "beside the others: set a larger cache_size, or draw fewer rows at once"
+                "in addition to the others: set a larger cache_size, or draw fewer rows at once"
             )
         blocks, self._free = self._free[:count], self._free[count:]
         return blocks
@@ -208,7 +208,7 @@ class _PagedModel:
         return _Forward(logits.reshape(len(ids), -1), keys, values)
 
     def _push(self, path: str, *, known: bool) -> str:
-        """Load the weights of a file; if they are ``known``, already in the model, only find out where each is read.
+        """Load the weights of a file, or with ``known``, if the model has them already, only find their readers.
 
         Returns the sha256 of the model's weights afterwards, by the file's names in sorted order.
         """
@@ -239,7 +239,7 @@ class _PagedModel:
         return len(nodes)
 
     def _select_last_tokens(self) -> None:
-        """Compute logits of each row's last token only: those of whole prompts would be most of the work."""
+        """Compute logits of each row's last token only, since those of whole prompts would be most of the work."""
         head = self._model.get_results()[0].input_value(0).get_node()
         # back to the product that computes logits from hidden states
         while head.get_type_name() != "MatMul":
@@ -297,7 +297,7 @@ def _content_hash(numbers: np.ndarray) -> bytes:
 
 
 def _batches(rows: list[_Row], limit: int) -> list[list[_Row]]:
-    """Return batches of at most ``limit`` rows; rows of one prompt stay together, even if they exceed it."""
+    """Split rows into batches of at most ``limit`` rows, or more if so many rows have the same prompt."""
     groups: dict[tuple[int, ...], list[_Row]] = {}
     for row in rows:
         groups.setdefault(tuple(row.ids), []).append(row)

@@ -1,6 +1,6 @@
-"""transformers in a worker: stock ``generate`` over a left-padded batch, with token ids.
+"""transformers in a worker: stock ``generate`` on a batch padded on the left, with token ids.
 
-A logits processor chooses the tokens and leaves ``generate`` a single candidate per row, so that every row draws with
+A logits processor chooses the tokens and leaves ``generate`` a single candidate per row, so that every row samples with
 its own generator, by transformers' own temperature and top_p.
 """
 
@@ -119,7 +119,7 @@ class _Sampler:
         return only.scatter_(1, torch.tensor(tokens).to(only.device)[:, None], 0.0)
 
     def _next(self, n: int, row: dict[str, Any], scores: Any, best: float, logprob: float, is_finite: float) -> int:
-        """Return the next token of a row, given its likeliest token with log-prob."""
+        """Return the next token of a row, given its likeliest token and that token's log-prob."""
         if self._done[n]:
             # generate ends once every row has an end token
             return row["stops"][0] if row["stops"] else 0

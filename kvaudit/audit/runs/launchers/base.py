@@ -21,7 +21,7 @@ PrintLine = Callable[[str], None]
 class Job:
     """The command of every worker: ``kvaudit ARGUMENTS`` in ``folder``, with its output in ``logs``/worker-N.log.
 
-    ``any_gpu``: the run names no GPU, so that the launcher may give a worker any ``gpus`` of them.
+    ``any_gpu`` means that the run names no GPU, so a launcher may give each worker any ``gpus`` of them.
     """
 
     arguments: Sequence[str]
@@ -32,17 +32,17 @@ class Job:
 
 
 class WorkerGroup(Protocol):
-    """Running workers."""
+    """The running workers of a launcher."""
 
     def wait(self, done: Callable[[], bool]) -> None:
-        """Return when every worker has ended, or ``done`` returns True because no work is left."""
+        """Return when every worker has ended, or when ``done`` returns True because no work is left."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Launcher:
-    """Starts workers. Subclass it as a frozen dataclass in a separate file, with a ``name``.
+    """Starts workers; subclass it as a frozen dataclass in a separate file, with a ``name``.
 
-    Fields are its options: ``NAME:field=value,field=value`` in a command.
+    The fields are its options: ``NAME:field=value,field=value`` in a command.
     """
 
     name: ClassVar[str] = ""

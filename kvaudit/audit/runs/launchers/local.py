@@ -1,6 +1,6 @@
-"""Worker processes on this machine, on its GPUs in turn: they claim units and end when none is left.
+"""Worker processes on this machine, spread over its GPUs. They claim units and end when none is left.
 
-The workers of other launchers are such processes too, on other machines (``run_worker``).
+On other machines, launchers start such processes too (``run_worker``).
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ CPU_TIMES = Path("/proc/stat")  # Linux
 
 
 def idle_cores() -> int:
-    """Return the number of idle cores, at least one: two processes on one core are slower than one.
+    """Return the number of idle cores, at least one, since two processes on one core are slower than one.
 
-    It is measured for a moment, because a load average still counts processes that have just ended.
+    The load is sampled for a moment, because a load average still counts processes that have just ended.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if not CPU_TIMES.exists():
@@ -58,7 +58,8 @@ def _cpu_times() -> tuple[int, int]:
 def exit_with_parent() -> None:
     """End this process as soon as its parent has ended for any reason; leave interrupts to the parent.
 
-    Standard input is a pipe whose other end only the parent has, so the kernel closes it.
+    Standard input is a pipe of which only the parent has the other end, so the kernel closes it when the parent
+    ends.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
@@ -80,7 +81,7 @@ def visible_gpus() -> list[str]:
 
 
 class ExtraWorker:
-    """A worker process; a thread prints a line when it fails. ``env`` is added to this process's environment."""
+    """A worker process with ``env`` added to its environment; a thread prints a line if it fails."""
 
     kind = "worker"
     consequence = "its claims go back to the others"
@@ -101,17 +102,17 @@ class ExtraWorker:
         self._waiter.start()
 
     def wait(self, patience: float | None = None) -> bool:
-        """Wait at most ``patience`` seconds, and return whether it has ended."""
+        """Wait at most ``patience`` seconds; return whether the worker has ended."""
         self._waiter.join(patience)
         return not self._waiter.is_alive()
 
     def ask_to_end(self) -> None:
-        """Ask it to release its claims and end; that end prints nothing."""
+        """Ask the worker to release its claims and end; nothing is printed when it does."""
         self._is_stopped = True
         self.process.terminate()
 
     def stop(self, patience: float, grace: float = GRACE_SECONDS) -> None:
-        """Wait ``patience`` seconds for its end, then ask it to end, and kill it after ``grace`` seconds."""
+        """Wait ``patience`` seconds for the worker's end, ask it to end, and kill it after ``grace`` seconds."""
         self._waiter.join(patience)
         self.ask_to_end()
         self._waiter.join(grace)
@@ -127,14 +128,14 @@ class ExtraWorker:
             # a negative exit code is the number of the signal that ended the process
             name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
             cause = f"{name} (out of memory?)" if name == "SIGKILL" else name
-            how = f"was killed by {cause}" if code < 0 else f"stopped with exit code {code}"
-            self._print_line(f"{self.kind} {self._number} {how}; {self.consequence}; see {self._log}: {lines[-1:]}")
+            end = f"was killed by {cause}" if code < 0 else f"stopped with exit code {code}"
+            self._print_line(f"{self.kind} {self._number} {end}; {self.consequence}; see {self._log}: {lines[-1:]}")
 
 
 def run_worker(job: Job, number: int) -> str:
     """Run one worker process on this machine to its end; return a line about its failure, or an empty text.
 
-    This is what a launcher has a cluster call. The worker ends with the calling process.
+    A launcher lets its cluster call this. The worker ends with the calling process.
     """
     if not job.logs.is_dir():
         return (
@@ -152,28 +153,28 @@ def run_worker(job: Job, number: int) -> str:
 
 @contextmanager
 def local_workers(count: int, job: Job, print_line: PrintLine) -> Iterator[Sequence[ExtraWorker]]:
-    """Run ``count`` worker processes while the body works too.
+    """Run ``count`` worker processes while the body works as another one.
 
-    The body's own claims pick up what a failed or killed worker leaves undone. The workers end when the body ends or
-    fails, and with this process.
+    The body's own claims pick up what a failed or killed worker leaves undone. The workers end when the body ends
+    or fails, and with this process.
     """
     job.logs.mkdir(parents=True, exist_ok=True)
     gpus = visible_gpus() if count and job.any_gpu else []
     workers = []
     for number in range(1, count + 1):  # the body is number 0 and takes the first GPUs
-        places = range(number * job.gpus, (number + 1) * job.gpus) if gpus else ()
-        worker_gpus = dict.fromkeys(gpus[place % len(gpus)] for place in places)
+        numbers = range(number * job.gpus, (number + 1) * job.gpus) if gpus else ()
+        worker_gpus = dict.fromkeys(gpus[n % len(gpus)] for n in numbers)
         env = {VISIBLE: ",".join(worker_gpus)} if worker_gpus else {}
         workers.append(ExtraWorker(number, job, print_line, env))
-    patience = 0.0  # if the body fails, they are ended at once
+    patience = 0.0  # if the body fails, the workers are ended at once
     try:
         yield workers
-        patience = GRACE_SECONDS  # every unit is done: they notice that themselves
+        patience = GRACE_SECONDS  # every unit is done, and the workers notice that
     finally:
         until = time.monotonic() + patience
         for worker in workers:
             worker.wait(max(0.0, until - time.monotonic()))
-        for worker in workers:  # all at once: a scheduler that ends this run allows it a few seconds in total
+        for worker in workers:  # all at once, since a scheduler that ends this run allows it a few seconds in total
             worker.ask_to_end()
         until = time.monotonic() + GRACE_SECONDS
         for worker in workers:
@@ -188,7 +189,7 @@ class _LocalWorkers(list[ExtraWorker]):
 
 @dataclass(frozen=True, kw_only=True)
 class Local(Launcher):
-    """Processes on this machine; the one that starts them is the first worker."""
+    """Runs processes on this machine; the process that starts them is the first worker."""
 
     name = "local"
     says = "processes on this machine, on its GPUs in turn"

@@ -1,6 +1,7 @@
-"""Workers as tasks of a ray cluster, one task each. They end with the process that started them.
+"""Workers as tasks of a ray cluster, one task each; they end with the process that started them.
 
-Ray restarts a task whose node is lost; it joins the run again and resumes at the last complete batch or saved step.
+Ray restarts a task whose node is lost. The task joins the run again and resumes at the last complete batch or saved
+step.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ _ERROR_LINE = re.compile(
 
 @dataclass(frozen=True, kw_only=True)
 class Ray(Launcher):
-    """Tasks on the nodes of a running cluster.
+    """Runs tasks on the nodes of a running ray cluster.
 
-    ``address`` is ray's: ``auto`` for the cluster of this machine, ``local`` to start one here, HOST:PORT for another.
-    A task whose node is lost is restarted up to ``retries`` times.
+    ``address`` is ray's: ``auto`` for the cluster of this machine, ``local`` to start one here, HOST:PORT for
+    another. A task whose node is lost is restarted up to ``retries`` times.
     """
 
     name = "ray"
@@ -55,7 +56,7 @@ class Ray(Launcher):
 
     @contextmanager
     def start_workers(self, count: int, job: Job, print_line: PrintLine) -> Iterator[WorkerGroup]:
-        """Start the tasks, as many at a time as the cluster has GPUs for; end those that run when the body ends."""
+        """Start the tasks, as many at a time as the cluster has GPUs for; end the running ones when the body ends."""
         import ray
 
         job.logs.mkdir(parents=True, exist_ok=True)
@@ -147,6 +148,7 @@ class _Tasks:
 
 
 def _failure(number: int, task: Any) -> str:
+    """Wait for a task, and return a line about its failure, or an empty text."""
     import ray
 
     try:

@@ -1,7 +1,7 @@
 """Workers as jobs of a slurm cluster, one job each, through submitit.
 
-A job that slurm preempts or ends for its time is queued again under its number; it joins the run again and resumes at
-the last complete batch or saved step. The jobs go on when the process that queued them ends.
+A job that slurm preempts or ends for its time limit is queued again under its number. It joins the run again and
+resumes at the last complete batch or saved step. The jobs go on when the process that queued them ends.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MOST_TIMEOUTS = 1000  # a job that ran out of time resumes in another
 
 @dataclass(frozen=True)
 class SlurmTask:
-    """The callable that submitit runs in a job; when the job is preempted, it queues what ``checkpoint`` returns."""
+    """The callable that submitit runs in a job; after a preemption, submitit queues what ``checkpoint`` returns."""
 
     job: Job
     number: int
@@ -49,9 +49,10 @@ class SlurmTask:
 
 @dataclass(frozen=True, kw_only=True)
 class Slurm(Launcher):
-    """Jobs on the nodes of a cluster, queued from a machine that has ``sbatch``.
+    """Queues jobs on the nodes of a cluster, from a machine that has ``sbatch``.
 
-    ``memory`` is in GB, 0 for the cluster's default. ``cluster`` is submitit's; ``local`` runs jobs on this machine.
+    ``memory`` is in GB, 0 for the cluster's default. ``cluster`` is submitit's: ``local`` runs jobs on this
+    machine.
     """
 
     name = "slurm"
@@ -141,14 +142,15 @@ class _Jobs:
 
 
 def _failure(number: int, job: Queued[str]) -> str:
+    """Return a line about the failure of a finished job, or an empty text."""
     from submitit.core.utils import FailedJobError, UncompletedJobError
 
     try:
         return str(job.result())
     except (FailedJobError, UncompletedJobError):
         logs = [path for path in (job.paths.stderr, job.paths.stdout) if path.exists()]
-        where = f"see {logs[0]}" if logs else f"it left no log: does every node see {str(job.paths.folder)!r}?"
+        advice = f"see {logs[0]}" if logs else f"it left no log: does every node see {str(job.paths.folder)!r}?"
         return (
             f"worker {number}, slurm job {job.job_id}, ended as {job.state} without a result; its claims go back to "
-            f"the others; {where}"
+            f"the others; {advice}"
         )

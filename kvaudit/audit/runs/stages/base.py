@@ -1,4 +1,4 @@
-"""The contract of a stage, the context that all stages of a process are given, and how units are answered."""
+"""The contract of a stage, the context of a process for all its stages, and the worker that answers units."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from kvaudit.core.text import inline, length_label
 
 @dataclass(frozen=True)
 class RunContext:
-    """What a stage needs of the process that it works in.
+    """What a stage needs from its process.
 
-    ``spec`` has the numbers of items that the pilot has fixed by now. ``takeover``: see ``Claims``. ``rank_command`` is
-    the command, without its threads, that starts another rank of a training unit. ``asks_refused`` asks again what a
-    server has refused.
+    ``spec`` has the numbers of items that the pilot has fixed so far. ``takeover``: see ``Claims``.
+    ``rank_command`` is the command, without its threads, that starts another rank of a training unit. With
+    ``asks_refused``, requests that a server refused are sent again.
     """
 
     run: RunFolder
@@ -46,12 +46,12 @@ class RunContext:
     asks_refused: bool = False
 
     def sized(self, items: Mapping[str, int]) -> RunContext:
-        """Return the context of a run that asks these numbers of items, by suite."""
+        """Return this context for a run that asks these numbers of items, by suite."""
         spec = self.spec.sized(items)
         return replace(self, spec=spec, models=self.models.resized(spec, items.keys()))
 
     def rows_of(self, unit: Unit, most_items: int | None = None) -> int:
-        """Return the number of rows of a unit, of at most ``most_items`` items; estimated until the items are made."""
+        """Return a unit's number of rows, of at most ``most_items`` items; estimated until the items are made."""
         evaluate, batches = self.spec.evaluate, self.models.batches.get((unit.suite, unit.context_tokens))
         items = evaluate.suites[unit.suite].items
         if not isinstance(items, int):
@@ -61,37 +61,37 @@ class RunContext:
 
     @property
     def open_suites(self) -> list[str]:
-        """The suites whose number of items follows from the pilot, which has not been run yet."""
+        """The suites whose number of items the pilot has yet to fix."""
         return [name for name, suite in self.spec.evaluate.suites.items() if not isinstance(suite.items, int)]
 
 
 class Stage(ABC):
-    """One stage of a run. It resumes where it stopped, and other processes may work on it at the same time.
+    """One stage of a run, which resumes where it stopped and may be shared with other processes.
 
-    Once it is done, its work writes nothing more, and no stage changes what an earlier one wrote. A stage keeps what it
-    learns to itself or on disk; what later stages need is in the context that its work returns.
+    Once it is done, its work writes nothing more, and no stage changes what an earlier one wrote. A stage keeps its
+    results to itself or on disk; what later stages need is in the context that its work returns.
     """
 
     def __init__(self, context: RunContext) -> None:
         self.context = context
 
     def parts(self) -> Iterable[Part]:
-        """The units of work for the progress bar, as far as they are known."""
+        """Return the units of work for the progress bar, as far as they are known."""
         return ()
 
     @property
     @abstractmethod
     def is_done(self) -> bool:
-        """Whether all of its work is done, by any process."""
+        """Whether all work of the stage is done, by this process or others."""
 
     @abstractmethod
     def work(self) -> RunContext:
-        """Do or resume the work, and return the context of the stages that follow."""
+        """Start or resume the work; return the context for the stages that follow."""
 
 
 @contextmanager
 def explain_full_memory(work: str, settings: str) -> Iterator[None]:
-    """Turn an out-of-memory error of a GPU into a RunError that names the work, and the settings to lower."""
+    """Turn a GPU's out-of-memory error into a RunError that names the work and the settings to lower."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -103,12 +103,12 @@ def explain_full_memory(work: str, settings: str) -> Iterator[None]:
 
 
 def is_sealed(folder: Path, unit: Unit) -> bool:
-    """Return whether the records of a unit in this folder are finished."""
+    """Return whether a unit's record file in this folder is finished."""
     return UnitFiles.of(folder, unit).seal.exists()
 
 
 def unit_part(folder: Path, unit: Unit, size: float, rows: int) -> Part:
-    """Return a unit as a part of the progress bar: ``size`` answers to be given, ``rows`` records in its file."""
+    """Return a unit as a part of the bar; ``size`` answers are to be given, its finished file has ``rows`` records."""
     files = UnitFiles.of(folder, unit)
 
     def done() -> float:
@@ -126,7 +126,7 @@ def _count_lines(path: Path) -> int:
 
 
 class UnitWorker:
-    """Answers units in this process, one checkpoint at a time, and counts them on the run's bar."""
+    """Answers units in this process, one checkpoint at a time, and counts their answers on the run's bar."""
 
     def __init__(self, context: RunContext) -> None:
         self._context = context
@@ -140,10 +140,10 @@ class UnitWorker:
         parts: Callable[[], Iterable[Part]],
         rows: Mapping[str, range] | None = None,
     ) -> bool:
-        """Answer the units whose records in ``folder`` are not sealed; return whether any were left to answer.
+        """Answer the units that have no seal in ``folder``; return whether there were any.
 
-        ``phase`` names the work on the bar, ``parts`` are these units there, and ``rows`` by suite are those of a
-        round.
+        ``phase`` names the work on the bar, ``parts`` returns the units for the bar, and ``rows`` are the rows
+        of a round by suite.
         """
         context, bar = self._context, self._context.bar
         files = {unit: UnitFiles.of(folder, unit) for unit in units}
@@ -174,7 +174,7 @@ class UnitWorker:
 
         is_work_left = not all(map(is_done, units))
         if is_work_left:
-            context.models.base()  # its items give the parts their sizes
+            context.models.base()  # makes the items, from which the parts get their sizes
         bar.expect(parts())
         with context.engines:  # an engine ends with the stage it answers in
             work_on_groups(
@@ -191,9 +191,10 @@ class UnitWorker:
         return is_work_left
 
     def _evaluator_of(self, pair: Pair) -> Evaluator:
+        """Return the evaluator of a checkpoint; the weights of the last one are freed first."""
         if self._evaluator is None or self._evaluator[0] != pair:
-            self._evaluator = None  # frees the weights of the last checkpoint before the next are loaded
-            gc.collect()  # hooks and bound methods of some models refer to them in a cycle
+            self._evaluator = None
+            gc.collect()  # hooks and bound methods of some models keep their weights in a cycle
             context = self._context
             model = context.models.checkpoint(pair)
             inputs = inputs_sha256(noted_value(context.run, INPUTS))

@@ -1,18 +1,18 @@
-"""The evaluation stage: the grid of units, at once or in rounds, then the A/A floor of engines."""
+"""The evaluation stage: every unit of the grid, at once or in rounds, then the A/A floor of engines."""
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from kvaudit.audit.engines import Condition
 from kvaudit.audit.runs.claims import Claims
 from kvaudit.audit.runs.evaluate import grid
 from kvaudit.audit.runs.folder import SPEC, utc_now
-from kvaudit.audit.runs.pilot import pilot_units, with_kept_gate
 from kvaudit.audit.runs.progress import Part
 from kvaudit.audit.runs.stages.base import RunContext, Stage, UnitWorker, is_sealed, unit_part
 from kvaudit.audit.runs.stages.floor import FloorStage
+from kvaudit.audit.runs.stages.pilot import pilot_units, with_kept_gate
 from kvaudit.audit.runs.stages.rounds import RoundsStage
 from kvaudit.audit.runs.units import REFUSED, Unit, UnitFiles, reopen_refused
 from kvaudit.core.errors import RunError
@@ -20,7 +20,7 @@ from kvaudit.core.files import read_json
 
 
 class EvaluateStage(Stage):
-    """Writes and seals the records of every unit; an engine answers the first items twice more."""
+    """Answers and seals every unit; the first items of engines are then asked twice more."""
 
     def __init__(self, context: RunContext) -> None:
         super().__init__(context)
@@ -39,22 +39,22 @@ class EvaluateStage(Stage):
 
     @property
     def unsealed(self) -> list[Unit]:
-        """The units that are not finished; those of the floor count once for each order."""
+        """The unfinished units; those of the floor are counted once for each of its two orders."""
         spec, records = self.context.spec, self.context.run.records
         return [unit for unit in grid(spec) if not is_sealed(records, unit)] + self._floor.unsealed
 
     def work(self) -> RunContext:
-        """Answer what is left, then note the end of the run; raise RunError if the pilot has not been run."""
+        """Answer the open units, then store the end of the run; raise RunError if the pilot is still due."""
         context, run, spec = self.context, self.context.run, self.context.spec
         if context.open_suites:
             names = ", ".join(context.open_suites)
             raise RunError(f"the number of items of {names} follows from the pilot, which has not been run")
         self._grid.work()
-        self._print_refusals(self._grid.units)
+        self._print_refusals()
         self._floor.work()
         if self._rounds is not None:
             self._rounds.note_end()
-        declared = {arm: part.recipe.model_dump() for arm, part in spec.checkpoints.items()}
+        declared = {arm: checkpoints.recipe.model_dump() for arm, checkpoints in spec.checkpoints.items()}
         if declared:
             run.note(declared=declared)
         reference = {
@@ -69,19 +69,20 @@ class EvaluateStage(Stage):
     def _floor(self) -> FloorStage:
         return FloorStage(self.context, self._worker, self._grid.units)
 
-    def _print_refusals(self, units: Sequence[Unit]) -> None:
-        """Print how many answers a server refused, and the command that asks them again; rounds never do."""
+    def _print_refusals(self) -> None:
+        """Print how many requests a server refused, with the command that sends them again (not in rounds)."""
         run = self.context.run
-        seals = [UnitFiles.of(run.records, unit).seal for unit in units if isinstance(unit.policy, Condition)]
+        units = [unit for unit in self._grid.units if isinstance(unit.policy, Condition)]
+        seals = [UnitFiles.of(run.records, unit).seal for unit in units]
         refused = sum(int(read_json(seal).get(REFUSED, 0)) for seal in seals if seal.exists())
         if refused:
-            words = ["kvaudit", "run", str(run.path / SPEC), "--out", str(run.path), "--resume", "--ask-refused"]
-            how = "" if self._rounds is not None else f"; ask them again: {shlex.join(words)}"
-            self.context.print_line(f"{refused} answers were refused by a server and are unscored{how}")
+            command = ["kvaudit", "run", str(run.path / SPEC), "--out", str(run.path), "--resume", "--ask-refused"]
+            advice = "" if self._rounds is not None else f"; ask them again: {shlex.join(command)}"
+            self.context.print_line(f"{refused} answers were refused by a server and are unscored{advice}")
 
 
 class GridStage(Stage):
-    """Answers every unit of the grid; ``has_asked`` tells whether this process answered any."""
+    """Answers every unit of the grid; ``has_asked`` is True if this process answered any."""
 
     def __init__(self, context: RunContext, worker: UnitWorker) -> None:
         super().__init__(context)
@@ -107,7 +108,7 @@ class GridStage(Stage):
         return self.context
 
     def _open_refused(self) -> None:
-        """Open finished units with refused rows again, except those that another process has claimed."""
+        """Reopen finished units that have refused rows, except those that another process has claimed."""
         context = self.context
         for unit in self.units:
             files = UnitFiles.of(context.run.records, unit)

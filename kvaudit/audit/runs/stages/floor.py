@@ -1,10 +1,10 @@
-"""The A/A floor of engines: their first batches twice more, once in another order.
+"""The A/A floor of engines: their first batches are asked twice more, once in another order.
 
     RUN/floor/again/UNIT.jsonl       the same requests in the same batches, by an engine that was restarted
     RUN/floor/shuffled/UNIT.jsonl    the same requests in another order, so in other batches
 
-A compressed engine's answers can depend on the other requests of a batch. A change under a condition has to exceed the
-number of answers that change between two runs that differ in nothing, or in their order alone.
+A compressed engine's answers can depend on the other requests in a batch. The floor counts the answers that change
+between two runs of the same condition, or when only their order changes; an effect of compression must exceed it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvaudit.reports.records.load import FLOOR_FOLDER, SAME_ORDER, SHUFFLED
 
 
 class FloorStage(Stage):
-    """Answers the first items of ``units`` that an engine serves twice more."""
+    """Asks the first items of those ``units`` that an engine serves twice more."""
 
     def __init__(self, context: RunContext, worker: UnitWorker, units: Sequence[Unit]) -> None:
         super().__init__(context)
@@ -40,7 +40,7 @@ class FloorStage(Stage):
 
     @property
     def unsealed(self) -> list[Unit]:
-        """The units that are not finished, once for each order."""
+        """The unfinished units, each once for every order in which it is unfinished."""
         return [unit for folder in self._folders for unit in self._units if not is_sealed(folder, unit)]
 
     def work(self) -> RunContext:

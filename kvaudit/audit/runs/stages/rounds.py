@@ -1,12 +1,12 @@
-"""Rounds: ask more rows until everything that is gated is decided, or the time or the rows are used up.
+"""Rounds: ask more rows until every gated metric is decided, or the time or the rows are used up.
 
     RUN/rounds/N/UNIT.jsonl     the rows of round N, sealed like those of any unit
     RUN/records/UNIT.jsonl      the rows of all rounds so far, joined again at every look
     provenance.json, looks      the plan made before the first row, every look with its statuses, and why it ended
 
-Every round is asked under all serving configurations and followed by a look. A suite that is decided gets no further
-rows. A FAIL ends everything, since no other answer could make the setting safe to serve. The next round follows from
-the noted looks alone, so a resumed check continues in the same way.
+Every round is asked under all serving configurations and followed by a look: an interim analysis by the gate. A suite
+that is decided gets no further rows. A FAIL ends all rounds, since no other answer could make the setting safe to
+serve. The next round follows from the stored looks alone, so a resumed check continues in the same way.
 """
 
 from __future__ import annotations
@@ -14,17 +14,16 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from kvaudit.audit.runs.evaluate import grid
 from kvaudit.audit.runs.folder import make_folder
-from kvaudit.audit.runs.pilot import layout_of, pilot_units, with_kept_gate
 from kvaudit.audit.runs.progress import Part
 from kvaudit.audit.runs.stages.base import RunContext, Stage, UnitWorker, unit_part
-from kvaudit.audit.runs.stages.pilot import pilot_records, suites_left_out
+from kvaudit.audit.runs.stages.pilot import layout_of, pilot_records, pilot_units, suites_left_out, with_kept_gate
 from kvaudit.audit.runs.units import REFUSED, ROUNDS_FOLDER, Unit, UnitFiles, written_seconds
 from kvaudit.core.errors import SpecError
 from kvaudit.core.facets import facet_of
@@ -47,7 +46,7 @@ _OVERHEAD = 1.15  # total time / time that the answers take
 
 
 class RoundsStage(Stage):
-    """Asks round after round until a look ends it; ``has_asked`` tells whether this process asked any."""
+    """Asks rounds until a look ends them; ``has_asked`` is True if this process asked any."""
 
     def __init__(self, context: RunContext, worker: UnitWorker, rounds: Rounds) -> None:
         super().__init__(context)
@@ -61,17 +60,17 @@ class RoundsStage(Stage):
 
     @property
     def units(self) -> list[Unit]:
-        """The units of the suites that the plan asks; none before there is a plan."""
+        """The units of the suites in the plan; none before there is a plan."""
         plan = RowsPlan.of(self.context.run.provenance())
         return [] if plan is None else [unit for unit in grid(self.context.spec) if unit.suite in plan.items]
 
     def work(self) -> RunContext:
-        plan, bar = self._plan(), self.context.bar
+        plan, bar = self._stored_plan(), self.context.bar
         units = self.units
         while True:
             looks = all_looks(self.context.run.provenance())
             if looks and "words" not in looks[-1]:  # this round was asked, but has had no look yet
-                self._look(units, len(looks), looks[-1])
+                self._take_look(units, len(looks), looks[-1])
                 continue
             rows = next_round(plan, looks, self._rounds.minutes, self._rounds.first)
             if isinstance(rows, str):
@@ -82,15 +81,15 @@ class RoundsStage(Stage):
             self._ask(units, len(looks) + 1, rows, table_of(looks[-1], "items") if looks else {})
 
     def note_end(self) -> None:
-        """Note why the rounds ended; the run is then evaluated."""
+        """Store why the rounds ended, which completes the evaluation."""
         self.context.run.keep(LOOKS, ENDED, self._reason)
 
-    def _plan(self) -> RowsPlan:
-        """Return the plan that the first process noted, or note one."""
+    def _stored_plan(self) -> RowsPlan:
+        """Return the plan that the first process stored, or store one."""
         context, rounds = self.context, self._rounds
         provenance = context.run.provenance()
-        if (noted := RowsPlan.of(provenance)) is not None:
-            return noted
+        if (stored := RowsPlan.of(provenance)) is not None:
+            return stored
         results = provenance[PILOT][PILOT_RESULT]
         self._check_clusters()
         seconds = self._seconds_per_row()
@@ -100,11 +99,11 @@ class RoundsStage(Stage):
         if not gated & plan.items.keys():  # nothing is measurable, which the first rows of these suites document
             plan = rows_plan(items, seconds, {}, 0.0, rounds.first, gated)
         context.run.keep(LOOKS, PLANNED, plan.written())
-        kept = RowsPlan.of(context.run.provenance())
-        assert kept is not None
-        for line in plan_lines(kept, context.spec):
+        stored = RowsPlan.of(context.run.provenance())  # another process may have been faster
+        assert stored is not None
+        for line in plan_lines(stored, context.spec):
             context.print_line(line)
-        return kept
+        return stored
 
     def _check_clusters(self) -> None:
         """Raise SpecError for a suite with several rows per cluster, since a look could hold only some of them."""
@@ -118,7 +117,7 @@ class RoundsStage(Stage):
                 )
 
     def _seconds_per_row(self) -> dict[str, float]:
-        """Return how long the pilot's rows took under all serving configurations together, by suite."""
+        """Return by suite the seconds of a row under all serving configurations together, as the pilot measured."""
         context = self.context
         seconds, rows = dict[str, float](), dict[str, int]()
         for unit in pilot_units(with_kept_gate(context.spec, context.run.provenance())):
@@ -129,22 +128,23 @@ class RoundsStage(Stage):
         return {suite: policies * total / max(1, rows[suite]) for suite, total in seconds.items()}
 
     def _ask(self, units: Sequence[Unit], number: int, rows: Mapping[str, range], asked: Mapping[str, int]) -> None:
+        """Answer the rows of a round, and store how many rows have been asked and how long the round took."""
         folder = self.context.run.path / ROUNDS_FOLDER / str(number)
         make_folder(folder)
-        due = [unit for unit in units if unit.suite in rows]
+        round_units = [unit for unit in units if unit.suite in rows]
         # answers of a process that was stopped count towards the time limit too
-        earlier = sum(written_seconds(UnitFiles.of(folder, unit)) for unit in due)
+        earlier = sum(written_seconds(UnitFiles.of(folder, unit)) for unit in round_units)
         started = time.monotonic()
         self.context.bar.restart(f"round {number}")
-        self._worker.work("asking", folder, due, partial(_round_parts, folder, due, rows), rows)
+        self._worker.work("asking", folder, round_units, partial(_round_parts, folder, round_units, rows), rows)
         look = {
-            "items": {**asked, **{suite: part.stop for suite, part in rows.items()}},
+            "items": {**asked, **{suite: suite_rows.stop for suite, suite_rows in rows.items()}},
             "seconds": round(earlier + time.monotonic() - started, 3),
         }
         self.context.run.keep(LOOKS, str(number), look)
 
-    def _look(self, units: Sequence[Unit], number: int, look: Mapping[str, Any]) -> None:
-        """Join the records, have the gate decide, and note its statuses, unless another process has."""
+    def _take_look(self, units: Sequence[Unit], number: int, look: Mapping[str, Any]) -> None:
+        """Join the records, let the gate decide, and store its statuses, unless another process has."""
         run = self.context.run
         with mutex(run.path / ".looks.lock"):
             if "words" in all_looks(run.provenance())[number - 1]:
@@ -162,7 +162,7 @@ def _round_parts(folder: Path, units: Sequence[Unit], rows: Mapping[str, range])
 
 
 def look_sizes(rows: int, first: int = FIRST_LOOK) -> list[int]:
-    """Return the numbers of rows after which a look is taken, each half as large again as the last; ``rows`` ends."""
+    """Return the numbers of rows after which a look is taken: each half as large again as the last, then ``rows``."""
     looks, look = list[int](), first
     while look < rows:
         looks.append(look)
@@ -172,10 +172,10 @@ def look_sizes(rows: int, first: int = FIRST_LOOK) -> list[int]:
 
 @dataclass(frozen=True)
 class RowsPlan:
-    """The most that may be asked, by suite; fixed before the first round.
+    """The most rows that may be asked, by suite, fixed before the first round.
 
-    ``items`` are rows to ask, ``seconds`` per row under all serving configurations together, ``left_out`` the reasons
-    why a suite is not asked, and ``at_hand`` the rows that exist.
+    ``items`` are rows to ask, ``seconds`` per row under all serving configurations together, ``left_out`` the
+    reasons why a suite is not asked, and ``at_hand`` the rows that exist.
     """
 
     items: Mapping[str, int]
@@ -185,14 +185,13 @@ class RowsPlan:
 
     def written(self) -> dict[str, Any]:
         """Return the plan as a table for provenance.json."""
-        return {name: dict(getattr(self, name)) for name in ("items", "seconds", "left_out", "at_hand")}
+        return {field.name: dict(getattr(self, field.name)) for field in fields(self)}
 
     @classmethod
     def of(cls, provenance: Mapping[str, Any]) -> RowsPlan | None:
-        """Return the plan that a run has noted, or None."""
-        noted = table_of(table_of(provenance, LOOKS), PLANNED)
-        names = ("items", "seconds", "left_out", "at_hand")
-        return cls(*(table_of(noted, name) for name in names)) if noted else None
+        """Return the plan that a run has stored, or None."""
+        table = table_of(table_of(provenance, LOOKS), PLANNED)
+        return cls(*(table_of(table, field.name) for field in fields(cls))) if table else None
 
 
 def rows_plan(
@@ -203,7 +202,7 @@ def rows_plan(
     first: int,
     gated: Collection[str],
 ) -> RowsPlan:
-    """Plan the first look of every suite, then the same share of each gated suite's other rows, as time allows."""
+    """Plan the first look of every suite, then, as time allows, the same share of each gated suite's other rows."""
     least = {suite: min(first, rows) for suite, rows in at_hand.items() if suite not in left_out}
     most = {suite: at_hand[suite] if suite in gated else rows for suite, rows in least.items()}
     needed = [_OVERHEAD * sum(numbers[suite] * seconds.get(suite, 0.0) for suite in most) for numbers in (least, most)]
@@ -218,10 +217,11 @@ def next_round(
 ) -> dict[str, range] | str:
     """Return the rows of the next round by suite, or the reason why there is none."""
     asked = {suite: 0 for suite in plan.items} | dict(table_of(looks[-1], "items") if looks else {})
-    words: Mapping[str, str] = table_of(looks[-1], "words") if looks else {}
-    if Status.FAIL.value in words.values():
+    statuses: Mapping[str, str] = table_of(looks[-1], "words") if looks else {}
+    if Status.FAIL.value in statuses.values():
         return LOSS
-    undecided = {facet_of(metric)[0] for metric, word in words.items() if word in OPEN} if looks else {*plan.items}
+    undecided = {facet_of(metric)[0] for metric, status in statuses.items() if status in OPEN}
+    undecided = undecided if looks else {*plan.items}
     if not undecided:
         return DECIDED
     rows = {
@@ -234,16 +234,17 @@ def next_round(
         return ROWS_SPENT if is_all_asked else TIME_SPENT
     # the first round is always asked in full: it shows how long the next ones take
     spent = sum(float(look.get("seconds", 0.0)) for look in looks)
-    left, row_seconds = 60 * minutes - spent, _measured_seconds(plan, looks)
-    if not looks or sum(len(part) * row_seconds.get(suite, 0.0) for suite, part in rows.items()) <= left:
+    seconds_left, row_seconds = 60 * minutes - spent, _measured_seconds(plan, looks)
+    seconds = {suite: len(suite_rows) * row_seconds.get(suite, 0.0) for suite, suite_rows in rows.items()}
+    if not looks or sum(seconds.values()) <= seconds_left:
         return rows
-    # too little time for all of them: the smallest one that fits alone
-    fits = {suite: part for suite, part in rows.items() if len(part) * row_seconds.get(suite, 0.0) <= left}
-    return dict([min(fits.items(), key=lambda pair: len(pair[1]))]) if fits else TIME_SPENT
+    # too little time for all suites: ask the one with the fewest rows that fits alone
+    fitting = [suite for suite in rows if seconds[suite] <= seconds_left]
+    return {suite: rows[suite] for suite in sorted(fitting, key=lambda suite: len(rows[suite]))[:1]} or TIME_SPENT
 
 
 def _measured_seconds(plan: RowsPlan, looks: Sequence[Mapping[str, Any]]) -> Mapping[str, float]:
-    """Return the plan's seconds per row by suite, corrected by how long the rounds so far have taken."""
+    """Return the plan's seconds per row by suite, corrected by the time that the rounds so far have taken."""
     spent = sum(float(look.get("seconds", 0.0)) for look in looks)
     rows: Mapping[str, int] = table_of(looks[-1], "items") if looks else {}
     planned = sum(number * plan.seconds.get(suite, 0.0) for suite, number in rows.items())
@@ -255,7 +256,7 @@ def _measured_seconds(plan: RowsPlan, looks: Sequence[Mapping[str, Any]]) -> Map
 
 
 def join_rounds(run: Path, units: Sequence[Unit], rounds: int) -> None:
-    """Write the record file of every unit from those of its rounds, and seal it."""
+    """Write the record file of every unit from the files of its rounds, and seal it."""
     for unit in units:
         parts = [UnitFiles.of(run / ROUNDS_FOLDER / str(number), unit) for number in range(1, rounds + 1)]
         parts = [part for part in parts if part.seal.exists()]
@@ -274,31 +275,30 @@ def join_rounds(run: Path, units: Sequence[Unit], rounds: int) -> None:
 
 
 def gate_statuses(run: Path) -> dict[str, str]:
-    """Return the gate's status of each gated metric after the rows that were asked so far."""
+    """Return the gate's status of each gated metric for the rows asked so far; the gravest of several settings."""
     data = load_run(run)
     comparison, rules = declared_rules(data, GateOverrides())
     drift = drift_of(data, comparison, rules.alpha, gated_facets(comparison, rules))
-    words: dict[str, str] = {}
+    statuses: dict[str, str] = {}
     order = [Status.FAIL.value, *OPEN]
     for decision in decide(drift, rules).gated:
-        # of several settings under one metric the gravest status counts
-        settings = [word for word in (words.get(decision.suite), decision.status.value) if word]
-        words[decision.suite] = min(settings, key=lambda word: order.index(word) if word in order else len(order))
-    return words
+        settings = [status for status in (statuses.get(decision.suite), decision.status.value) if status]
+        statuses[decision.suite] = min(settings, key=lambda s: order.index(s) if s in order else len(order))
+    return statuses
 
 
 def look_lines(provenance: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a line for every look of a run, and one for why it ended."""
+    """Yield a line for every look of a run, and one about why the looks ended."""
     for number, look in enumerate(all_looks(provenance), start=1):
         items = ", ".join(f"{suite} {rows}" for suite, rows in table_of(look, "items").items())
-        words = ", ".join(f"{metric} {word}" for metric, word in table_of(look, "words").items())
-        yield f"look {number}: {items}: {words}"
+        statuses = ", ".join(f"{metric} {status}" for metric, status in table_of(look, "words").items())
+        yield f"look {number}: {items}: {statuses}"
     if ended := table_of(provenance, LOOKS).get(ENDED):
         yield f"ended: {ended}"
 
 
 def plan_lines(plan: RowsPlan, spec: RunSpec) -> Iterator[str]:
-    """Yield what the planned rows can show and how long they take, a line for each margin."""
+    """Yield, for each margin, what the planned rows can show and how long they take."""
     assert spec.gate.alpha is not None, "a complete spec has a level"
     for suite, reason in plan.left_out.items():
         yield f"not asked of this model: {suite} ({reason})"

@@ -1,4 +1,4 @@
-"""The training stage: every arm with every seed, each from the warm start of its seed."""
+"""The training stage: every arm with every seed, each from the warm start of that seed."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Report = Callable[[int, Mapping[str, Any]], None]  # steps done, telemetry of th
 
 
 class TrainStage(Stage):
-    """Trains every checkpoint that is not finished."""
+    """Trains every unfinished checkpoint."""
 
     def parts(self) -> Iterator[Part]:
         yield from map(self._part, trained_pairs(self.context.spec))
@@ -70,7 +70,7 @@ class TrainStage(Stage):
         return context
 
     def follow(self, ranks: RankGroup) -> None:
-        """Train as one of the other ranks what the first rank trains."""
+        """Train as a rank other than the first, on the units that the first rank names."""
         context = self.context
         section = context.spec.train
         assert section is not None
@@ -86,7 +86,7 @@ class TrainStage(Stage):
                     run.close()
 
     def _train_all(self, pairs: Sequence[Pair], is_done: Callable[[Pair], bool], ranks: RankGroup) -> None:
-        context, bar, rung = self.context, self.context.bar, set[tuple[str, str]]()
+        context, bar, printed_alarms = self.context, self.context.bar, set[tuple[str, str]]()
         if not all(map(is_done, pairs)):
             context.models.base()
 
@@ -97,8 +97,8 @@ class TrainStage(Stage):
             def report(done: int, row: Mapping[str, Any]) -> None:
                 claim.check()
                 for bound in active_alarms(row):
-                    if (pair[0], bound.name) not in rung:  # printed once; telemetry has every step
-                        rung.add((pair[0], bound.name))
+                    if (pair[0], bound.name) not in printed_alarms:  # printed once; telemetry has every step
+                        printed_alarms.add((pair[0], bound.name))
                         context.print_line(f"alarm: {pair[0]} seed {pair[1]}, step {done}: {bound.sentence}")
                 bar.count(pair, done * self._answers_per_step(pair))
                 bar.show(self._step_text(pair, done, row))
@@ -162,10 +162,11 @@ class TrainStage(Stage):
         return [] if section is None else [self.context.run.checkpoint(arm.name, seed) for arm in section.trained]
 
     def _has_stopped(self, pair: Pair) -> bool:
+        """Return whether the arm is finished, or has ended early and awaits the other arms of its seed."""
         return self.context.models.is_trained(pair) or read_mark(self.context.run.checkpoint(*pair)) is not None
 
     def _note_stops(self, section: TrainSpec) -> None:
-        """Note and print at which step the arms of a seed end early, and because of which alarm."""
+        """Store and print at which step the arms of a seed end early, and which alarm was the cause."""
         for seed in section.seeds:
             marks = {folder.parent.name: read_mark(folder) for folder in self._arm_folders(seed)}
             step = min((mark.step for mark in marks.values() if mark is not None), default=section.steps)
@@ -177,18 +178,18 @@ class TrainStage(Stage):
                 self.context.print_line(f"all arms of seed {seed} end {text}")
 
     def _write_recipe(self, section: TrainSpec) -> None:
-        """Write what the checkpoints are made of into the run folder before training begins."""
+        """Write the recipe of the checkpoints into the run folder before training begins."""
         models, path = self.context.models, self.context.run.path / RECIPE
         model = models.base()
         self._check_reward_unchanged(parse_reward(section.reward, section.suites))
         if not path.exists():
             write_json(path, recipe_of(self.context.spec, section, model, models.batches))
 
-    def _check_reward_unchanged(self, paying: RewardConfig) -> None:
-        """Note the reward's inputs and judges; raise RunError if earlier steps had other inputs."""
-        if not paying.uses_grade_only:
-            check_inputs_unchanged(self.context.run, REWARD, paying.inputs)
-        self.context.run.note(**{REWARD_JUDGES: paying.judges})
+    def _check_reward_unchanged(self, reward: RewardConfig) -> None:
+        """Store the reward's inputs and judges; raise RunError if earlier steps had other inputs."""
+        if not reward.uses_grade_only:
+            check_inputs_unchanged(self.context.run, REWARD, reward.inputs)
+        self.context.run.note(**{REWARD_JUDGES: reward.judges})
 
     # the progress bar
 
@@ -203,7 +204,7 @@ class TrainStage(Stage):
         return section.sft.steps if pair[0] == BASE_ARM and section.sft is not None else section.steps
 
     def _answers_per_step(self, pair: Pair) -> int:
-        """The rollouts of a training step, or the examples of a step of the warm start."""
+        """Return the rollouts of a training step, or the examples of a step of the warm start."""
         section = self.context.spec.train
         assert section is not None
         if pair[0] == BASE_ARM and section.sft is not None:

@@ -1,1 +1,1 @@
-"""Models for lm-evaluation-harness and Inspect that use our sampler, and our records as Inspect logs."""
+"""Models for lm-evaluation-harness and Inspect that use kvaudit's sampler, and records as Inspect logs."""

@@ -1,7 +1,7 @@
-"""Records as Inspect's ``.eval`` logs, by Inspect's own writer: one log for every finished unit of a run.
+"""Export records as Inspect's ``.eval`` logs, by Inspect's own writer: one log for every finished unit of a run.
 
-A sample is an item, an epoch one of its draws. The score and every facet are scorers, each 1 for the wanted outcome;
-answers that could not be graded have NaN, which Inspect treats as unscored.
+A sample is an item, and an epoch is one of its samples. The score and every facet are scorers, each 1 for the wanted
+outcome; answers that could not be graded have NaN, which Inspect treats as unscored.
 """
 
 from __future__ import annotations
@@ -93,15 +93,15 @@ def _scores(record: Record) -> Iterator[tuple[str, Score]]:
 
 
 def _messages(transcript: Sequence[Message]) -> Iterator[Any]:
-    """Yield the messages of Inspect; a thought becomes a part of the following answer."""
+    """Yield a transcript as Inspect's messages; a thought becomes a part of the answer that follows it."""
     thought: str | None = None
     for message in transcript:
         if message.role is Role.THOUGHT:
             thought = message.content
         elif message.role is Role.ASSISTANT and thought is not None:
-            parts = [ContentReasoning(reasoning=thought), ContentText(text=message.content)]
+            content = [ContentReasoning(reasoning=thought), ContentText(text=message.content)]
             thought = None
-            yield ChatMessageAssistant(content=parts)
+            yield ChatMessageAssistant(content=content)
         elif message.role is Role.ASSISTANT:
             yield ChatMessageAssistant(content=message.content)
         else:

@@ -1,8 +1,8 @@
 """``kvaudit`` as a model of Inspect: ``kvaudit/CHECKPOINT@POLICY`` answers through a compressed cache.
 
 The checkpoint is a folder, a hub id or ``embedded``; write ";" for "," in the policy. Waiting requests share a batch,
-as in ``kvaudit serve``; unsupported options are an error. ``ConditionAPI`` is the same for a condition of a run, whose
-seeds follow from sample, epoch and turn.
+as in ``kvaudit serve``; unsupported options are an error. ``ConditionAPI`` is the same for a policy or condition of a
+run, whose seeds follow from sample, epoch and turn.
 """
 
 from __future__ import annotations
@@ -52,23 +52,23 @@ _COUNTS = ("num_choices", "best_of")  # supported only with 1
 
 
 def output_facts(output: Any) -> tuple[dict[str, Any], str]:
-    """Return what the cache held of an output of ours, {} if that was not recorded, and the form of its tools."""
+    """Return the measurements of the cache in a kvaudit output, {} if there are none, and its tool form."""
     about = (output.metadata or {}).get(_ABOUT, {}) if output is not None else {}
     return about.get(_USE, {}), about.get(_FORM, "")
 
 
 class AnswerSource(Protocol):
-    """What answers requests: a ``SamplingEngine`` or a ``BatchedModel``."""
+    """A ``SamplingEngine`` or a ``BatchedModel``, which answers requests."""
 
     def submit(self, request: ChatRequest) -> tuple[int, PendingAnswers]:
         """Queue a request; return its prompt tokens and future answers."""
 
     def close(self) -> None:
-        """Stop."""
+        """Stop answering."""
 
 
 class _KvauditModel(ModelAPI):  # type: ignore[misc]  # where Inspect is not installed it has no types
-    """A model whose ``generate`` hands the conversation, with its tools, to ``source`` under the name ``served``."""
+    """A model whose ``generate`` sends the conversation, with its tools, to ``source`` under the name ``served``."""
 
     source: AnswerSource
     served: str
@@ -82,7 +82,7 @@ class _KvauditModel(ModelAPI):  # type: ignore[misc]  # where Inspect is not ins
     def request(
         self, messages: Sequence[ChatMessage], tools: Sequence[ToolInfo], choice: ToolChoice, config: GenerateConfig
     ) -> ChatRequest:
-        """Return a request of Inspect as one of our server; greedy if it sets no temperature."""
+        """Return Inspect's request as a request to kvaudit's server; greedy if it sets no temperature."""
         _check_settings(config)
         return read_request(
             {
@@ -110,10 +110,10 @@ class _KvauditModel(ModelAPI):  # type: ignore[misc]  # where Inspect is not ins
         return self._output(choice, prompt, {_USE: about, _FORM: answers.tool_form})
 
     def _output(self, choice: Choice, prompt: int, about: dict[str, Any]) -> ModelOutput:
-        *thoughts, said = split_thought(choice.text, is_open=None)
+        *thoughts, answer = split_thought(choice.text, is_open=None)
         reasoning = [ContentReasoning(reasoning=thought.content) for thought in thoughts]
         message = ChatMessageAssistant(
-            content=[*reasoning, ContentText(text=said.content)] if reasoning else said.content,
+            content=[*reasoning, ContentText(text=answer.content)] if reasoning else answer.content,
             tool_calls=[InspectCall(call.call_id, call.name, dict(call.arguments)) for call in choice.calls] or None,
             model=self.model_name,
             source="generate",
@@ -170,19 +170,19 @@ def kvaudit() -> type[ModelAPI]:
 
 @dataclass
 class _SampleTurns:
-    """The sample that is played, and how many answers it has asked for."""
+    """The sample that is running, and the number of answers that it has requested."""
 
     sample: str
     epoch: int
     turns: int = 0
 
 
-_PLAYING: ContextVar[_SampleTurns] = ContextVar("kvaudit_sample")  # of the coroutine that plays it
+_PLAYING: ContextVar[_SampleTurns] = ContextVar("kvaudit_sample")  # of the coroutine that runs the sample
 
 
 @solver  # type: ignore[untyped-decorator]
 def note_sample() -> Solver:
-    """Note which sample is played, for the seeds of its answers: the first step of every task that a run plays."""
+    """Return the first step of every task in a run, which stores the sample that the seeds of answers follow from."""
 
     async def solve(state: TaskState, generate: Generate) -> TaskState:  # noqa: ARG001
         _PLAYING.set(_SampleTurns(str(state.sample_id), state.epoch))
@@ -192,10 +192,10 @@ def note_sample() -> Solver:
 
 
 class ConditionAPI(_KvauditModel):
-    """A condition of a run, made by ``condition_model``.
+    """A policy or condition of a run as a model, made by ``condition_model``.
 
-    ``fault`` is the first error that concerns every sample, such as a setting that our samplers do not support; nothing
-    is asked after it.
+    ``fault`` is the first error that concerns every sample, such as an unsupported setting; requests after it fail
+    with it.
     """
 
     seed_of: Callable[[str, int, int], int]  # of sample id, epoch and turn
@@ -204,21 +204,21 @@ class ConditionAPI(_KvauditModel):
     async def generate(
         self, input: list[ChatMessage], tools: list[ToolInfo], tool_choice: ToolChoice, config: GenerateConfig
     ) -> ModelOutput:
-        """Return one answer, drawn with the seed of its sample, epoch and turn."""
+        """Return one answer, sampled with the seed of its sample, epoch and turn."""
         if self.fault is not None:
             raise self.fault
-        playing = _PLAYING.get(None)
-        if playing is None:  # scorers run outside of what the first step has set
+        current = _PLAYING.get(None)
+        if current is None:  # scorers run in a context without the first step
             self.fault = SpecError(
-                "a scorer asks the model under test to grade its own answers; give the task a judge of its own by an "
+                "a scorer asks the model under test to grade its own answers; give the task another judge by an "
                 "argument, such as openai-api/NAME/MODEL"
             )
             raise self.fault
-        playing.turns += 1
-        seed = self.seed_of(playing.sample, playing.epoch, playing.turns - 1)
+        current.turns += 1
+        seed = self.seed_of(current.sample, current.epoch, current.turns - 1)
         try:
             self.request(_TRIAL, tools, tool_choice, config)
-        except AuditError as error:  # whatever is said: every sample would fail like this
+        except AuditError as error:  # with these settings every sample would fail
             self.fault = error
             raise
         return await self.answer(replace(self.request(input, tools, tool_choice, config), seed=seed))
@@ -229,16 +229,16 @@ CONDITION = "kvaudit-condition"
 
 @modelapi(name=CONDITION)  # type: ignore[untyped-decorator]
 def condition() -> type[ModelAPI]:
-    """Return the class of conditions, which only a run makes."""
+    """Return the class that Inspect uses for the models of a run's units."""
     return ConditionAPI
 
 
 def condition_model(name: str, source: AnswerSource, seed_of: Callable[[str, int, int], int]) -> Model:
-    """Return a model of Inspect that ``source`` answers; its ``api`` is a ``ConditionAPI``."""
+    """Return a model of Inspect whose requests ``source`` answers; its ``api`` is a ``ConditionAPI``."""
     model = get_model(f"{CONDITION}/{name}", memoize=False)
     # not as arguments of the model, which Inspect writes into its log
     model.api.source, model.api.seed_of, model.api.served = source, seed_of, name
-    # Inspect's cache of answers, which a task may switch on, knows a model by name and address: conditions share none
+    # Inspect's cache of answers, which a task may switch on, identifies a model by name and address
     model.api.base_url = f"kvaudit-{secrets.token_hex(8)}"
     return model
 
@@ -250,7 +250,7 @@ _TRIAL = (ChatMessageUser(content="."),)
 
 
 def _check_settings(config: GenerateConfig) -> None:
-    """Raise SpecError for settings that our samplers do not support."""
+    """Raise SpecError for settings that kvaudit's samplers do not support."""
     settings = config.model_dump()
     # 0 and False are off, but 1 is a penalty, and True asks for log-probs
     names = [name for name in _UNSUPPORTED if settings.get(name) not in (None, False)]
@@ -268,7 +268,7 @@ def _tool(tool: ToolInfo) -> Mapping[str, Any]:
 
 
 def _row(message: ChatMessage) -> dict[str, Any]:
-    """Return a message as endpoints take them; raise SpecError for content other than text."""
+    """Return a message as endpoints take it; raise SpecError for content other than text."""
     if not isinstance(message.content, str) and any(part.type not in ("text", "reasoning") for part in message.content):
         raise SpecError("a message holds content other than text, which no model here can read")
     row: dict[str, Any] = {"role": message.role, "content": message.text}

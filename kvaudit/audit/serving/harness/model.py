@@ -1,6 +1,6 @@
 """``kvaudit`` as a model of lm-evaluation-harness, which answers and scores through a compressed cache.
 
-Log-probs of given continuations are read token by token, as they would be drawn, never in one prefill.
+Given continuations are scored token by token, as they would be sampled, never in one prefill.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _UNUSED_IF_GREEDY = {"top_k", "min_p", "typical_p"}
 
 @dataclass(frozen=True)
 class _Generation:
-    """A generate_until request, parsed."""
+    """A parsed generate_until request."""
 
     prompt: ChatTokens
     until: tuple[str, ...]
@@ -84,9 +84,9 @@ class KvauditLM(TemplateLM):  # type: ignore[misc]  # the harness has no types
 
     @property
     def prefix_token_id(self) -> int:
-        """The context of a text without context."""
-        first = self.tokenizer.bos_token_id
-        return self.eot_token_id if first is None else int(first)
+        """The token that stands for the context of a text without context."""
+        token = self.tokenizer.bos_token_id
+        return self.eot_token_id if token is None else int(token)
 
     @property
     def tokenizer_name(self) -> str:
@@ -100,7 +100,7 @@ class KvauditLM(TemplateLM):  # type: ignore[misc]  # the harness has no types
         return {"kvaudit": __version__, **names}
 
     def set_cache_hook(self, cache_hook: Any) -> NoReturn:  # noqa: ARG002
-        """Refuse the harness's cache of answers, whose keys include neither policy nor seed."""
+        """Raise SpecError, since the keys of the harness's answer cache include neither policy nor seed."""
         raise SpecError("--use_cache would give one policy's answers to another; leave it out")
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
@@ -116,8 +116,8 @@ class KvauditLM(TemplateLM):  # type: ignore[misc]  # the harness has no types
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
         """Tokenize a text, without a second BOS token if the text begins with one."""
         if add_special_tokens is None:
-            first = self.tokenizer.bos_token
-            add_special_tokens = not (first and string.startswith(first))
+            bos = self.tokenizer.bos_token
+            add_special_tokens = not (bos and string.startswith(bos))
         return list(self.tokenizer.encode(string, add_special_tokens=add_special_tokens))
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
@@ -139,7 +139,7 @@ class KvauditLM(TemplateLM):  # type: ignore[misc]  # the harness has no types
         return [answers[number] for number in range(len(requests))]
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> NoReturn:  # noqa: ARG002
-        """Refuse: a whole text has no answer whose tokens could be drawn."""
+        """Raise SpecError, since a whole text has no answer whose tokens could be sampled."""
         raise SpecError(
             "loglikelihood_rolling asks how probable a whole text is: read in one prefill it would be compressed "
             "differently than a generated answer; use a generate_until or multiple_choice task"
@@ -189,8 +189,8 @@ class KvauditLM(TemplateLM):  # type: ignore[misc]  # the harness has no types
 
         def start(numbers: range) -> AnyEpisode:
             batch = [generations[n] for n in numbers]
-            prompts, roles = [one.prompt.ids for one in batch], [one.prompt.roles for one in batch]
-            return sampler.open(prompts, [one.seed for one in batch], roles=roles)
+            prompts, roles = [entry.prompt.ids for entry in batch], [entry.prompt.roles for entry in batch]
+            return sampler.open(prompts, [entry.seed for entry in batch], roles=roles)
 
         def is_stopped(n: int, ids: Sequence[int]) -> bool:
             return holds_stop(self._loaded.chat, ids, generations[n].until)
@@ -202,7 +202,7 @@ class KvauditLM(TemplateLM):  # type: ignore[misc]  # the harness has no types
 
         # ledgers of thousands of rows would never be read
         sampler = Sampler(self._loaded, self._sampler.policy, recorded=False)
-        longest = max(one.max_tokens for one in generations)
+        longest = max(generation.max_tokens for generation in generations)
         decoding = Decoding(longest, generations[0].temperature, generations[0].top_p)
         completions: dict[int, Completion] = {}
         arrivals = ContinuousBatch(start, len(generations), self._rows)
@@ -210,13 +210,13 @@ class KvauditLM(TemplateLM):  # type: ignore[misc]  # the harness has no types
             # completed rows draw no more
             limits = [0 if n in completions else generations[n].max_tokens for n in range(episode.rows)]
             episode.decode(decoding, limits, is_stopped, complete, arrivals.should_pause)
-        for n, one in enumerate(generations):
+        for n, generation in enumerate(generations):
             ids = completions[n].ids
             text = self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-            yield postprocess_generated_text(text, list(one.until), None)
+            yield postprocess_generated_text(text, list(generation.until), None)
 
     def _prompt(self, context: str, ids: tuple[int, ...]) -> ChatTokens:
-        """Return tokens with the roles of the chat that the context was made from; plain text is the user's."""
+        """Return tokens with the roles of the chat that made the context; plain text has the role of the user."""
         rendered = self._rendered.get(context)
         if rendered is not None and rendered.ids[: len(ids)] == ids:  # scoring moves trailing spaces out of a context
             return ChatTokens(ids, rendered.roles[: len(ids)])
