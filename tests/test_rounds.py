@@ -24,6 +24,7 @@ from kvaudit.audit.runs.stages.rounds import (
     LOSS,
     ROWS_SPENT,
     RowsPlan,
+    corrected_items,
     join_rounds,
     look_lines,
     look_sizes,
@@ -100,6 +101,23 @@ def test_the_plan_has_the_first_look_and_as_much_of_the_rest_as_the_time_allows(
     assert rows_plan(at_hand, seconds, {"benign": "at floor"}, 10, 96, BOTH).items == {"harm": 521}
     assert rows_plan(at_hand, seconds, {}, 10, 96, {"harm"}).items == {"harm": 425, "benign": 96}
     assert rows_plan({"harm": 40}, seconds, {}, 10, 96, BOTH).items == {"harm": 40}
+
+
+def test_the_first_round_corrects_the_plan_by_the_time_that_it_took() -> None:
+    at_hand, seconds = {"harm": 1036, "benign": 283}, {"harm": 4.0, "benign": 4.0}
+    plan = rows_plan(at_hand, seconds, {}, 20, 96, BOTH)
+    assert plan.items == {"harm": 153, "benign": 107}
+    both_open = {"harm__refused": "INCONCLUSIVE", "benign__helpful": "INCONCLUSIVE"}
+    fast = look({"harm": 96, "benign": 96}, 192.0, **both_open)  # a second a row in place of four
+    assert corrected_items(plan, [fast], 20, BOTH) == {"harm": 96 + 840, "benign": 96 + 167}
+    slow = look({"harm": 96, "benign": 96}, 1152.0, **both_open)  # six seconds a row
+    assert corrected_items(plan, [slow], 20, BOTH) == {"harm": 102, "benign": 97}
+    late = look({"harm": 96, "benign": 96}, 1300.0, **both_open)
+    assert corrected_items(plan, [late], 20, BOTH) == plan.items, "no time is left"
+    decided = look({"harm": 96, "benign": 96}, 384.0, harm__refused="INCONCLUSIVE", benign__helpful="PASS")
+    assert corrected_items(plan, [decided], 20, BOTH) == {"harm": 96 + 408, "benign": 107}
+    had_its_last = RowsPlan({"harm": 96, "benign": 109}, seconds, {}, at_hand)
+    assert corrected_items(had_its_last, [fast], 20, BOTH)["harm"] == 96
 
 
 def test_before_it_begins_it_says_what_it_can_show() -> None:

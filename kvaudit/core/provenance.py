@@ -223,6 +223,7 @@ def _are_looks(table: Any) -> bool:
         isinstance(planned, dict)
         and _are_counts(planned.get("items", {}))
         and _are_counts(planned.get("at_hand", {}))
+        and _are_counts(planned.get("first_items", {}))
         and _holds_texts(planned.get("left_out", {}))
         and isinstance(planned.get("seconds", {}), dict)
         and all(map(_is_duration, planned.get("seconds", {}).values()))

@@ -2,7 +2,8 @@
 
     RUN/rounds/N/UNIT.jsonl     the rows of round N, sealed like those of any unit
     RUN/records/UNIT.jsonl      the rows of all rounds so far, joined again at every look
-    provenance.json, looks      the plan made before the first row, every look with its statuses, and why it ended
+    provenance.json, looks      the plan made before the first row and corrected after the first round by the time that
+                                it took, every look with its statuses, and why it ended
 
 Every round is asked under all serving configurations and followed by a look: an interim analysis by the gate. A suite
 that is decided gets no further rows. A FAIL ends all rounds, since no other answer could make the setting safe to
@@ -14,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,8 @@ class RoundsStage(Stage):
             if looks and "words" not in looks[-1]:  # this round was asked, but has had no look yet
                 self._take_look(units, len(looks), looks[-1])
                 continue
+            if len(looks) == 1 and not plan.first_items:
+                plan = self._correct_plan(plan, looks)
             rows = next_round(plan, looks, self._rounds.minutes, self._rounds.first)
             if isinstance(rows, str):
                 self._reason = rows
@@ -104,6 +107,17 @@ class RoundsStage(Stage):
         for line in plan_lines(stored, context.spec):
             context.print_line(line)
         return stored
+
+    def _correct_plan(self, plan: RowsPlan, looks: Sequence[Mapping[str, Any]]) -> RowsPlan:
+        """Store how many rows fit into the time, now that the first round has shown how long they take."""
+        gated = {facet_of(metric)[0] for metric in self.context.spec.gate.margins}
+        items = corrected_items(plan, looks, self._rounds.minutes, gated)
+        corrected = replace(plan, items=items, first_items=plan.items)
+        self.context.run.note(**{LOOKS: {PLANNED: corrected.written()}})
+        changed = [f"{suite} up to {rows} rows" for suite, rows in items.items() if rows != plan.items[suite]]
+        if changed:
+            self.context.print_line(f"by the time that the first round took: {', '.join(changed)}")
+        return corrected
 
     def _check_clusters(self) -> None:
         """Raise SpecError for a suite with several rows per cluster, since a look could hold only some of them."""
@@ -172,26 +186,28 @@ def look_sizes(rows: int, first: int = FIRST_LOOK) -> list[int]:
 
 @dataclass(frozen=True)
 class RowsPlan:
-    """The most rows that may be asked, by suite, fixed before the first round.
+    """The most rows that may be asked, by suite; fixed before the first round, and corrected once after it.
 
     ``items`` are rows to ask, ``seconds`` per row under all serving configurations together, ``left_out`` the
-    reasons why a suite is not asked, and ``at_hand`` the rows that exist.
+    reasons why a suite is not asked, and ``at_hand`` the rows that exist. ``first_items`` are the rows planned before
+    the first round; it is empty until the plan is corrected.
     """
 
     items: Mapping[str, int]
     seconds: Mapping[str, float]
     left_out: Mapping[str, str]
     at_hand: Mapping[str, int]
+    first_items: Mapping[str, int] = field(default_factory=dict)
 
     def written(self) -> dict[str, Any]:
         """Return the plan as a table for provenance.json."""
-        return {field.name: dict(getattr(self, field.name)) for field in fields(self)}
+        return {part.name: dict(getattr(self, part.name)) for part in fields(self)}
 
     @classmethod
     def of(cls, provenance: Mapping[str, Any]) -> RowsPlan | None:
         """Return the plan that a run has stored, or None."""
         table = table_of(table_of(provenance, LOOKS), PLANNED)
-        return cls(*(table_of(table, field.name) for field in fields(cls))) if table else None
+        return cls(*(table_of(table, part.name) for part in fields(cls))) if table else None
 
 
 def rows_plan(
@@ -210,6 +226,30 @@ def rows_plan(
     share = min(1.0, max(0.0, share))
     items = {suite: least[suite] + int(share * (rows - least[suite])) for suite, rows in most.items()}
     return RowsPlan(items, {suite: seconds.get(suite, 0.0) for suite in most}, left_out, at_hand)
+
+
+def corrected_items(
+    plan: RowsPlan, looks: Sequence[Mapping[str, Any]], minutes: float, gated: Collection[str]
+) -> dict[str, int]:
+    """Return the most rows of each suite, planned anew from the time of the first round.
+
+    The same share of every open suite's other rows, as the remaining time allows. It depends on no answer of the suite
+    itself but that its first look left it open, so its last look is still chosen beforehand. A suite that had its last
+    look, is decided, or gets no time keeps its number.
+    """
+    asked, words = table_of(looks[0], "items"), table_of(looks[0], "words")
+    is_open = {facet_of(metric)[0] for metric, word in words.items() if word in OPEN}
+    more = {
+        suite: plan.at_hand.get(suite, rows) - asked.get(suite, 0)
+        for suite, rows in plan.items.items()
+        if suite in gated and suite in is_open and rows > asked.get(suite, 0)
+    }
+    seconds = _measured_seconds(plan, looks)
+    left = 60 * minutes - float(looks[0].get("seconds", 0.0))
+    needed = sum(rows * seconds.get(suite, 0.0) for suite, rows in more.items())
+    share = min(1.0, max(0.0, left / needed)) if needed else 1.0
+    added = {suite: int(share * rows) for suite, rows in more.items()}
+    return {suite: asked[suite] + added[suite] if added.get(suite) else rows for suite, rows in plan.items.items()}
 
 
 def next_round(
