@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -135,6 +136,67 @@ def test_a_machine_without_slurm_is_said(monkeypatch: pytest.MonkeyPatch) -> Non
         parse_launcher("slurm:partition=gpu").check()
     with pytest.raises(RunError, match="cluster is 'lsf', wanted slurm, or local"):
         parse_launcher("slurm:cluster=lsf").check()
+
+
+@pytest.fixture
+def broken_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A ray that quotes a traceback and ends the process, after its own server has logged why."""
+    logs = tmp_path / "ray" / "session_latest" / "logs"
+    logs.mkdir(parents=True)
+    (logs / "raylet.out").write_text("[2026-01-01 00:00:00,000 E 1 1] (raylet) a.cc:1: of another day\n")
+    os.utime(logs / "raylet.out", (0, 0))
+
+    def init(**_: object) -> None:
+        said = (
+            "[2026-11-27 19:27:16,968 I 2 2] (gcs_server) b.cc:2: starts\n[2026-11-27 19:27:16,969 C 2 2] (gcs_server) "
+        )
+        (logs / "gcs_server.out").write_text(f"{said}c.cc:3:  You found a bug. Check failed: no room\x1b\n*** Trace\n")
+        try:
+            raise RuntimeError("Traceback (most recent call last):\n  File x\nray.Error: no token was found.\n")
+        except RuntimeError as why:
+            raise SystemExit(15) from why
+
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(init=init, shutdown=lambda: None))
+
+
+@pytest.mark.usefixtures("broken_ray")
+@pytest.mark.parametrize(
+    ("options", "tries", "advice"),
+    [
+        ("address=local,gpus=0", 3, "begin a cluster with 'ray start --head' and leave out address=local"),
+        (
+            "gpus=0",
+            1,
+            "begin a cluster with 'ray start --head', or try it out with --launcher ray:address=local,gpus=0",
+        ),
+        ("address=ray://a:1", 1, "try 'ray status --address ray://a:1'"),
+    ],
+)
+def test_where_ray_does_not_come_up_its_own_log_is_quoted(
+    tmp_path: Path, options: str, tries: int, advice: str
+) -> None:
+    said: list[str] = []
+    launcher = parse_launcher(f"ray:{options}")
+    with pytest.raises(RunError) as error, launcher.start_workers(1, Job([], tmp_path / "logs", tmp_path), said.append):
+        pass
+    line = str(error.value)
+    assert line.startswith("ray did not come up at address ")
+    assert ": ray.Error: no token was found; ray's log " in line
+    assert line.endswith(f"gcs_server.out says: no room␛; {advice}")
+    assert f"--launcher ray:{options}" not in line
+    assert len(said) == tries - 1
+    assert all(text.endswith("; tries again") for text in said)
+
+
+def test_a_cluster_that_nothing_listens_for_is_said_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(init=pytest.fail))
+    launcher = parse_launcher("ray:address=127.0.0.1:9,gpus=0")
+    with (
+        pytest.raises(RunError, match=r"Connection refused; try 'ray status --address 127\.0\.0\.1:9'"),
+        launcher.start_workers(1, Job([], tmp_path / "logs", tmp_path), print),
+    ):
+        pass
 
 
 def test_a_wrong_option_is_one_line() -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import subprocess
 import sys
 import zipfile
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 
@@ -92,6 +94,25 @@ def test_a_checkout_without_symlinks_can_be_imported(tmp_path: Path) -> None:
     subprocess.run(words, cwd=ROOT, check=True)
     assert (tmp_path / "audit").is_file(), "a link is a file that names its target"
     assert launched(tmp_path, "kvaudit", "--help").returncode == 0
+    links = {"audit", "reports", "suites"}
+    assert all((ROOT / name).is_symlink() for name in links)
+    for path in (tmp_path / "kvaudit").rglob("*.py"):
+        assert not links & set(imported(path)), path
+
+
+def imported(path: Path) -> Iterator[str]:
+    """The top-level packages that a file imports, also inside functions."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield (node.module or "").partition(".")[0]
+
+
+@pytest.mark.slow
+def test_every_module_of_a_checkout_without_symlinks_can_be_imported(tmp_path: Path) -> None:
+    words = ["git", "-c", "core.symlinks=false", "checkout-index", "--all", f"--prefix={tmp_path}{os.sep}"]
+    subprocess.run(words, cwd=ROOT, check=True)
     (tmp_path / "import_all.py").write_text(IMPORT_ALL)
     done = launched(tmp_path, "import_all")
     assert done.returncode == 0, done.stderr

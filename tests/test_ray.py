@@ -18,7 +18,7 @@ from typing import NamedTuple
 import pytest
 
 from bench import ray_tasks
-from bench.ray_tasks import descendants, run, small_audit
+from bench.ray_tasks import NICENESS, descendants, run, small_audit
 
 PYTHON = os.environ.get("KVAUDIT_PYTHON_RAY", "")
 pytestmark = [
@@ -32,7 +32,7 @@ pytestmark = [
 def home() -> Iterator[Path]:
     """Ray's own files and its token in a short folder, since a socket's path has 107 characters at most."""
     with tempfile.TemporaryDirectory(prefix="ray") as folder, pytest.MonkeyPatch.context() as patched:
-        for name, value in {"HOME": folder, "RAY_TMPDIR": folder, "RAY_AUTH_MODE": "token"}.items():
+        for name, value in {**NICENESS, "HOME": folder, "RAY_TMPDIR": folder, "RAY_AUTH_MODE": "token"}.items():
             patched.setenv(name, value)
         yield Path(folder)
 
