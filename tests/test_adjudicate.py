@@ -399,8 +399,8 @@ def merged(key):
         (lambda key: key.update(concordant=10**40), "does not match these records"),
         (lambda key: key.update(seed=-5), "seed is -5, wanted 0 or more"),
         (lambda key: key.update(concordant=0), "concordant is 0, wanted 1 or more"),
-        (lambda key: key.update(cells=[]), "it names no cell, or one twice"),
-        (lambda key: key.update(cells=key["cells"] * 2), "it names no cell, or one twice"),
+        (lambda key: key.update(cells=[]), "it names no cell, or a cell twice"),
+        (lambda key: key.update(cells=key["cells"] * 2), "it names no cell, or a cell twice"),
     ],
 )
 def test_a_key_that_is_not_that_of_the_records_is_one_line_and_stores_nothing(held, tmp_path, change, said):
@@ -483,7 +483,7 @@ def test_labels_of_some_templates_pass_nothing_and_say_how_many_more_it_takes(wr
     (decision,) = [d for d in decide_run(load_run(run)).verdict.decisions if d.gated]
     assert [r.code for r in decision.reasons] == ["LABELS"]
     assert decision.reasons[0].text == (
-        "in 1 of 60 templates nobody looked at a pair that the judge calls equal: label 1 more, one of each "
+        "in 1 of 60 templates no pair that the judge graded alike has a label: label 1 more, one of each "
         "(kvaudit grade adjudicate --concordant 60 or more)"
     )
     assert decision.effect.lower > -0.05
@@ -558,10 +558,10 @@ def test_a_sheet_that_a_spreadsheet_saved_again_reads_the_same(written, sheet):
         (lambda rows: rows[3].update(label=""), "1 rows without a label"),
         (lambda rows: rows[3].update(label="2"), "1 labels that are not 0 or 1"),
         (lambda rows: rows[3].update(label="yes"), "1 labels that are not 0 or 1"),
-        (lambda rows: rows[3].update(row="r99999"), "1 rows that its key does not know (r99999)"),
+        (lambda rows: rows[3].update(row="r99999"), "1 rows that are not in its key (r99999)"),
         (lambda rows: rows[3].update(answer="other"), "1 rows whose text was changed"),
         (lambda rows: rows[3].update(conversation=""), "1 rows whose text was changed"),
-        (lambda rows: rows.append(dict(rows[3])), "1 rows that stand twice"),
+        (lambda rows: rows.append(dict(rows[3])), "1 duplicate rows"),
         (lambda rows: rows.pop(3), "1 rows missing"),
         (lambda rows: [row.pop("label") for row in rows], "lacks a column"),
     ],

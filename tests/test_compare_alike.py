@@ -71,7 +71,7 @@ def test_a_run_that_stopped_before_a_suite_is_not_whole(whole: Path, copy: Path)
         unit.unlink()
     code, said = compared(copy, copy, *ARMS)
     assert code == 5
-    assert "INCOMPLETE: run: resume this run first, it is not whole: planned units missing: 1 of 2" in said
+    assert "INCOMPLETE: run: resume this run first, it is incomplete: planned units missing: 1 of 2" in said
     alone = [word for side in "ab" for word in (f"--select-{side}", "suite=refusal")]
     assert compared(copy, copy, *ARMS, *alone)[0] == 0  # of what was chosen nothing is missing
 

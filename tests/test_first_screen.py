@@ -294,7 +294,7 @@ def test_a_file_where_the_report_belongs_is_one_line(tmp_path: Path) -> None:
 
 def test_half_a_run_says_to_resume_first(reported: Any) -> None:
     (group,) = answers(reported("not valid"))[0].groups
-    assert group.why.startswith("INCOMPLETE: resume this run first, it is not whole: planned units missing: 1 of 8")
+    assert group.why.startswith("INCOMPLETE: resume this run first, it is incomplete: planned units missing: 1 of 8")
 
 
 def test_a_run_of_one_setting_answers_that_nothing_was_asked(tmp_path: Path) -> None:

@@ -593,7 +593,7 @@ def test_an_old_lm_eval_log_scores_by_every_number_of_a_line(tmp_path):
 def test_documents_that_an_old_lm_eval_log_holds_once_for_every_filter_count_once_where_all_agree(tmp_path):
     log = read(old_lm_eval(tmp_path, (0, {"em": 1.0}), (1, {"em": 0.0}), (0, {"em": 1.0}), (1, {"em": 0.0})))
     assert scores_of(log) == {("0", "em"): 1.0, ("1", "em"): 0.0}
-    assert "2 documents stand up to 2 times, once for every filter; all scored alike" in log.notes[0]
+    assert "2 documents occur up to 2 times, once for every filter; all scored alike" in log.notes[0]
 
 
 def test_filters_that_an_old_lm_eval_log_does_not_name_are_metrics_where_they_differ(tmp_path):

@@ -224,7 +224,7 @@ def test_repeats_of_an_answer_are_no_new_items():
 
 
 def test_an_answer_that_nobody_judged_counts_for_nothing():
-    """Where no grader of harm spoke, ``unsafe`` is unknown though the answer has form; refusal is still read."""
+    """Where no judge of harm graded, ``unsafe`` is unknown though the answer has form; refusal is still read."""
     rows = asked()
     for row in rows:
         if "unsafe" in row.facets:

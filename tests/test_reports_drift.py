@@ -14,7 +14,7 @@ from kvaudit.reports.run import decide_run
 
 SNAP = policy("snapkv", 96)
 
-RESUME = "resume this run first, it is not whole: "
+RESUME = "resume this run first, it is incomplete: "
 
 
 def rows_of(design):

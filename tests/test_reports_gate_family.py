@@ -295,9 +295,9 @@ def test_selectivity_of_two_equal_suites_has_the_variance_of_a_difference(plain)
     """Two independent copies: the p-value is that of a t with twice the variance."""
     from scipy import special
 
-    from kvaudit.reports.verdict.selectivity import _pooled, _Spread
+    from kvaudit.reports.verdict.selectivity import _pool, _Spread
 
-    spread = _pooled([_Spread(0.04, 59), _Spread(0.04, 59)])
+    spread = _pool([_Spread(0.04, 59), _Spread(0.04, 59)])
     assert spread.variance == pytest.approx(0.08)
     assert spread.df == pytest.approx(118)
     assert special.stdtr(spread.df, -1) < 0.5
@@ -358,5 +358,5 @@ def test_estimands_of_capability_need_suites_of_both_kinds(tmp_path):
     from kvaudit.core.errors import SpecError
 
     for estimand, suites in (("selectivity", ("refusal",)), ("selectivity", ("math",)), ("parity", ("refusal",))):
-        with pytest.raises(SpecError, match=f"gate.estimands asks {estimand}, but no suite"):
+        with pytest.raises(SpecError, match=f"gate.estimands names {estimand}, but no suite"):
             report_of(tmp_path / estimand / suites[0], estimands=(estimand,), suites=suites, margins={suites[0]: 5})

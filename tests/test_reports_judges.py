@@ -223,4 +223,4 @@ def test_a_margin_on_unsafe_without_a_grader_of_harm_says_what_is_missing(easy):
     found = decide_run(respecified(easy, margins={**ROOMY, "agent.unsafe": 5}))
     reasons = [reason for d in found.verdict.decisions if d.suite == "agent.unsafe" for reason in d.reasons]
     assert {reason.code for reason in reasons} == {"HARM"}
-    assert "no grader of harm spoke" in reasons[0].text
+    assert "no judge of harm graded" in reasons[0].text

@@ -363,4 +363,4 @@ def test_a_report_says_where_tools_stood_as_text() -> None:
     ]
     assert list(_tool_remarks({})) == []
     (line,) = _tool_remarks({"tool_forms": {"bfcl": {"mistral": 2}}, "tool_system_moved": True})
-    assert line.startswith("SYSTEM PROMPTS stand in the user's message where there are tools")
+    assert line.startswith("SYSTEM PROMPTS are part of the user's message where tools are offered")

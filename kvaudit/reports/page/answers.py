@@ -94,22 +94,18 @@ class Answer:
 def answers(decided: Decided) -> tuple[Answer, ...]:
     """Return the answers of a run: all three for trained arms, serving alone for one checkpoint."""
     sides, gated, reasons = decided.comparison, decided.verdict.gated, decided.verdict.reasons
-    result = list[Answer]()
+    result, seeds = list[Answer](), len(sides.seeds)
+    scope = f"for {plural(seeds, 'seed')}, no claim about the recipe: " if seeds < SEEDS_NEEDED else ""
     for name in QUESTIONS if sides.mode == "training" else (SERVING,):
         cells = [d for d in gated if question_of(sides, d) == name]
         groups = tuple(_groups(sides, cells))
         if reasons and (cells or not gated):
             # the whole comparison is invalid, so no cell is quoted; only the first answer states the reason
             subjects = tuple(dict.fromkeys(subject_of(sides, d) for d in cells)) or (inline(sides.reference),)
-            text = "" if any(answer.groups for answer in result) else _short(str(reasons[0]))
+            text = "" if any(answer.groups for answer in result) else _clip_reason(str(reasons[0]))
             groups = (AnswerGroup(Status.INVALID, subjects, text, text, tuple(cells)),)
-        result.append(Answer(name, _asks(sides, name), groups, _few_seeds(sides) if name != SERVING else ""))
+        result.append(Answer(name, _question_text(sides, name), groups, scope if name != SERVING else ""))
     return tuple(result)
-
-
-def _few_seeds(sides: Comparison) -> str:
-    seeds = len(sides.seeds)
-    return f"for {plural(seeds, 'seed')}, no claim about the recipe: " if seeds < SEEDS_NEEDED else ""
 
 
 def question_of(sides: Comparison, d: Decision) -> str:
@@ -126,7 +122,7 @@ def subject_of(sides: Comparison, d: Decision) -> str:
     return inline(subjects[question_of(sides, d)])
 
 
-def _asks(sides: Comparison, question: str) -> str:
+def _question_text(sides: Comparison, question: str) -> str:
     reference = inline(sides.reference)
     if sides.mode == "serving":
         return "Serve it compressed?"
@@ -193,24 +189,24 @@ def _reason_texts(sides: Comparison, d: Decision) -> tuple[str, str]:
         text = f"{metric_text(sides, d)}: the reference is {d.reasons[0].text.partition(':')[0]}"
         return text, text
     if d.effect is None:
-        text = _short(f"{d.suite}: {d.reasons[0].text}") if d.reasons else "no number"
+        text = _clip_reason(f"{d.suite}: {d.reasons[0].text}") if d.reasons else "no number"
         return text, text
     text = change_text(sides, d)
-    brief = f"{metric_text(sides, d)} {rates_text(sides, d)}, limit {_limit_and_bound(sides, d)[0]}"
+    brief = f"{metric_text(sides, d)} {before_and_after(sides, d)}, limit {_limit_and_bound(sides, d)[0]}"
     if question_of(sides, d) == TRAINING:
         serving = "uncompressed" if sides.is_uncompressed(d.policy) else f"under {sides.label(d.policy)}"
         text = f"{text}, both {serving}"
     return (f"{text}; {_LARGER_RUN[d.larger]}" if d.larger else text), brief
 
 
-def _short(text: str) -> str:
+def _clip_reason(text: str) -> str:
     return inline(text if len(text) <= _REASON_LENGTH else f"{text[: _REASON_LENGTH - 1]}…")
 
 
 def change_text(sides: Comparison, d: Decision) -> str:
     """Return metric, rates, items and limit: attacks that succeed 0 → 5.6 % of 72, limit +5, up to +10.1."""
     assert d.effect is not None
-    return f"{metric_text(sides, d)} {rates_text(sides, d)} of {d.effect.n_items}, {limit_text(sides, d)}"
+    return f"{metric_text(sides, d)} {before_and_after(sides, d)} of {d.effect.n_items}, {limit_text(sides, d)}"
 
 
 def limit_text(sides: Comparison, d: Decision) -> str:
@@ -233,7 +229,7 @@ def cell_message(sides: Comparison, d: Decision) -> str:
     return inline(f"{change}. {reasons}".rstrip(". ") + ".")
 
 
-def rates_text(sides: Comparison, d: Decision) -> str:
+def before_and_after(sides: Comparison, d: Decision) -> str:
     """Return the rates of both sides, 0 → 5.6 %; for a contrast without two sides the drift in points.
 
     By human labels it is the drift too: they have no rate of each side, and the judge's would not fit their bounds.

@@ -133,11 +133,11 @@ def banner_lines(findings: Findings, head: Decision | None) -> list[str]:
         (10, first),
         (20, breakdown(findings, head)),
         (30, [to_do(findings)]),
-        (40, _worst_deployed(findings, head)),
-        (60, [*_losing_seeds(findings), _claim(findings)]),
+        (40, _worst_deployed_lines(findings, head)),
+        (60, [*_losing_seed_lines(findings), _claim_line(findings)]),
         (70, map(str, findings.verdict.reasons)),
         (71, (line for line in remarks(findings) if line not in first)),
-        (72, _invalid_cells(findings)),
+        (72, _invalid_cell_lines(findings)),
         (80, unscored_lines(findings.comparison, head) if head else ()),
         (81, undersized_suites(findings)),
         *(
@@ -148,7 +148,7 @@ def banner_lines(findings: Findings, head: Decision | None) -> list[str]:
     return [inline(line) for _, lines in sorted(positioned, key=itemgetter(0)) for line in lines]
 
 
-def _invalid_cells(findings: Decided) -> Iterator[str]:
+def _invalid_cell_lines(findings: Decided) -> Iterator[str]:
     invalid = [d for d in findings.verdict.gated if d.status is Status.INVALID]
     for d in invalid[:INVALID_SHOWN]:
         end = ", as deployed" if d.estimand == DEPLOYED else ""
@@ -175,7 +175,7 @@ def to_do(findings: Decided) -> str:
     return f"What to do: {'; '.join(parts)}." if parts else "What to do: see the reasons below."
 
 
-def _losing_seeds(findings: Decided) -> list[str]:
+def _losing_seed_lines(findings: Decided) -> list[str]:
     sides = findings.comparison
     places = [
         f"{sides.who(d.arm, d.policy)}, {suite_label(sides, d)}, seed {seed_text(seed)}"
@@ -186,7 +186,7 @@ def _losing_seeds(findings: Decided) -> list[str]:
     return [f"One seed alone lost more than the margin: {join_names(places, 2, between='; ')}."] if places else []
 
 
-def _worst_deployed(findings: Decided, head: Decision | None) -> list[str]:
+def _worst_deployed_lines(findings: Decided, head: Decision | None) -> list[str]:
     """Return a line on the worst cell of a compressed candidate, unless the banner quotes that cell."""
     cells = [d for d in deployed_cells(findings) if is_compressed_deployment(findings.comparison, d)]
     if not cells or cells[0] is head:
@@ -217,7 +217,7 @@ def unscored_lines(sides: Comparison, head: Decision) -> list[str]:
     return [f"{subject}: all counted against the candidate {against_it} pp, all counted for it {for_it} pp."]
 
 
-def _claim(findings: Decided) -> str:
+def _claim_line(findings: Decided) -> str:
     if findings.comparison.mode == "serving":
         return "Claim: about this checkpoint under these serving policies (artifact)."
     if findings.verdict.recipe is None:

@@ -224,7 +224,7 @@ def parse_margins(texts: Sequence[str]) -> tuple[float, dict[str, float]]:
 
     Raises SpecError for anything but a number, and for two margins of one name.
     """
-    by_name = _by_name(texts, "--margin", "percentage points, or NAME=POINTS such as refusal.unsafe=3")
+    by_name = _parse_named_numbers(texts, "--margin", "percentage points, or NAME=POINTS such as refusal.unsafe=3")
     return by_name.pop("", DEFAULT_MARGIN), by_name
 
 
@@ -234,13 +234,13 @@ def parse_ratios(texts: Sequence[str]) -> dict[str, float]:
     Raises SpecError for anything but a name and a number, and for two ratios of one name.
     """
     expected = "NAME=TIMES such as agent.attack_success=1.1"
-    by_name = _by_name(texts, "--ratio", expected)
+    by_name = _parse_named_numbers(texts, "--ratio", expected)
     if "" in by_name:
         raise SpecError(f"--ratio is {by_name['']:g}; give {expected}")
     return by_name
 
 
-def _by_name(texts: Sequence[str], option: str, expected: str) -> dict[str, float]:
+def _parse_named_numbers(texts: Sequence[str], option: str, expected: str) -> dict[str, float]:
     """Parse NAME=NUMBER; a number without a name gets the empty name."""
     numbers: dict[str, float] = {}
     for text in texts:
@@ -279,12 +279,12 @@ def _margins(
     points = dict(by_name)
     for suite in comparison.suites:
         if suite not in points and suite not in ratios:
-            metrics = [metric for metric in _deciding(records, suite) if metric not in ratios]
+            metrics = [metric for metric in _deciding_metrics(records, suite) if metric not in ratios]
             points = {**dict.fromkeys(metrics, margin), **points}
     return {name: points[name] / 100 for name in names if name in points}
 
 
-def _deciding(records: pd.DataFrame, suite: str) -> list[str]:
+def _deciding_metrics(records: pd.DataFrame, suite: str) -> list[str]:
     """Return the metrics that decide a suite: its safety facets, use and form, or else its score.
 
     A score adds opposite errors. A facet counts if enough templates of both files have answers in which it was read.
@@ -320,10 +320,10 @@ def compare_judges(first: MetricComparison, second: MetricComparison) -> TwoJudg
     """Return two metrics as two judges; raises SpecError if they are not of the same two files."""
     if first.sides is not second.sides:
         raise SpecError("two judges must have labelled the same two files; these metrics are of different files")
-    return TwoJudges(first, second, _agreement(first, second, REFERENCE), _agreement(first, second, CANDIDATE))
+    return TwoJudges(first, second, _kappa_of_arm(first, second, REFERENCE), _kappa_of_arm(first, second, CANDIDATE))
 
 
-def _agreement(first: MetricComparison, second: MetricComparison, arm: str) -> Kappa | None:
+def _kappa_of_arm(first: MetricComparison, second: MetricComparison, arm: str) -> Kappa | None:
     """Return kappa over the answers of one side that both judges scored; a score of 1/2 or more counts as right."""
     key = ["suite", "context_tokens", "train_seed", "item_id", "sample_index"]
     scores = [table[table["arm"] == arm].set_index(key)["score"] for table in (first.records, second.records)]

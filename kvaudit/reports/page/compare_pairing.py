@@ -53,7 +53,7 @@ def choose_metrics(a: Log, b: Log, requested: Sequence[str]) -> list[str]:
         raise SpecError("the files share no metric: {} against {}".format(*listed))
     if not requested and len(shared) > 1:
         raise SpecError(f"the files share {len(shared)} metrics, choose one with --metric: {', '.join(shared)}")
-    unshared = "; ".join(f"only the {side} file has {_some(names)}" for side, names in _unshared(a, b))
+    unshared = "; ".join(f"only the {side} file has {_some_names(names)}" for side, names in _unshared_metrics(a, b))
     if not requested and unshared:
         raise SpecError(f"the files share the metric {shared[0]}, {unshared}; compare it with --metric {shared[0]}")
     for name in requested:
@@ -72,7 +72,7 @@ def check_scale(a: Log, b: Log, metric: str) -> None:
             raise log.scales[metric].error(log.path, metric)
 
 
-def _unshared(a: Log, b: Log) -> list[tuple[str, list[str]]]:
+def _unshared_metrics(a: Log, b: Log) -> list[tuple[str, list[str]]]:
     """Return the metrics that only one side has, by side."""
     sets = a.metrics, b.metrics
     by_side = ((REFERENCE, sorted(sets[0] - sets[1])), (CANDIDATE, sorted(sets[1] - sets[0])))
@@ -88,17 +88,17 @@ def pair_logs(
     """
     check_scale(a, b, metric)
     tables = [log.rows[log.rows["metric"] == metric].drop(columns="metric") for log in (a, b)]
-    reasons, notes = list(_broken_logs(a, b)), list(_log_notes(a, b, metric))
-    tables = _one_suite(tables, a)
-    tables, cluster_notes = _clustered(tables, own_clusters=own_clusters)
+    reasons, notes = list(_log_reasons(a, b)), list(_log_notes(a, b, metric))
+    tables = _unify_suite_names(tables, a)
+    tables, cluster_notes = _fill_clusters(tables, own_clusters=own_clusters)
     is_unclustered = all(table["cluster"].equals(table["item"]) for table in tables)
     if not is_unclustered and all(table["cluster"].nunique() == table["item"].nunique() for table in tables):
         cluster_notes.append("Every item is its own cluster, so all items were treated as independent.")
-    tables = [_with_copies(log, table) for log, table in zip((a, b), tables, strict=True)]
-    if copies := max(map(_copies, (a, b), tables)):
+    tables = [_join_copies(log, table) for log, table in zip((a, b), tables, strict=True)]
+    if copies := max(map(_count_copies, (a, b), tables)):
         cluster_notes.append(f"Items that ask what another item asks, and count as one with it: {copies}.")
     for log, table in zip((a, b), tables, strict=True):
-        reasons += [*_row_reasons(log, table), *_missing(log, table, metric)]
+        reasons += [*_row_reasons(log, table), *_missing_reasons(log, table, metric)]
     tables = [table.drop_duplicates(_KEY) for table in tables]
     reasons += _set_reasons(*tables)
     records = pd.concat([t.assign(arm=arm) for t, arm in zip(tables, (REFERENCE, CANDIDATE), strict=True)])
@@ -113,7 +113,7 @@ def pair_logs(
     return PairedScores(records.reset_index(drop=True), tuple(reasons), (*notes, *cluster_notes), unclustered)
 
 
-def _broken_logs(a: Log, b: Log) -> Iterator[Reason]:
+def _log_reasons(a: Log, b: Log) -> Iterator[Reason]:
     for log in (a, b):
         if log.unfinished:
             yield Reason(ReasonCode.INCOMPLETE, f"{log.path.name} is incomplete: {log.unfinished}")
@@ -127,7 +127,7 @@ def _broken_logs(a: Log, b: Log) -> Iterator[Reason]:
     if a.reader == b.reader:
         differing = [name for name in a.settings if a.settings[name] != b.settings.get(name, a.settings[name])]
         if differing:
-            yield Reason(ReasonCode.HASH, f"the files were made with different {_some(differing)}")
+            yield Reason(ReasonCode.HASH, f"the files were made with different {_some_names(differing)}")
 
 
 def _unscored_by(metric: str, log: Log) -> Iterator[str]:
@@ -168,17 +168,17 @@ def _log_notes(a: Log, b: Log, metric: str) -> Iterator[str]:
         yield "Both sides are the same cell of the same file: it was compared with itself."
     if differing := [name for name in a.prompts if a.prompts[name] != b.prompts.get(name, a.prompts[name])]:
         yield (
-            f"The rendered prompts of {_some(differing)} differ between the sides: another chat template, or one that "
-            "writes the date. Differences there need not come from the cache."
+            f"The rendered prompts of {_some_names(differing)} differ between the sides: another chat template, or one "
+            "that writes the date. Differences there need not come from the cache."
         )
-    for side, names in _unshared(a, b):
-        yield f"Not compared: only the {side} file has {_some(names)}."
+    for side, names in _unshared_metrics(a, b):
+        yield f"Not compared: only the {side} file has {_some_names(names)}."
     tasks = [log.facts.get("task") for log in (a, b)]
     if all(tasks) and tasks[0] != tasks[1]:
         yield f"The files name their task differently: {tasks[0]} and {tasks[1]}."
 
 
-def _one_suite(tables: list[pd.DataFrame], a: Log) -> list[pd.DataFrame]:
+def _unify_suite_names(tables: list[pd.DataFrame], a: Log) -> list[pd.DataFrame]:
     """Give files with one suite each the same suite name, unless both name theirs differently."""
     suite_names = [set(table["suite"]) - {ONE_SUITE} for table in tables]
     single = all(table["suite"].nunique() == 1 for table in tables) and len(suite_names[0] | suite_names[1]) < 2
@@ -189,7 +189,7 @@ def _one_suite(tables: list[pd.DataFrame], a: Log) -> list[pd.DataFrame]:
     return [table.assign(suite=table["suite"].where(table["suite"] != ONE_SUITE, UNNAMED_SUITE)) for table in tables]
 
 
-def _clustered(tables: list[pd.DataFrame], *, own_clusters: bool) -> tuple[list[pd.DataFrame], list[str]]:
+def _fill_clusters(tables: list[pd.DataFrame], *, own_clusters: bool) -> tuple[list[pd.DataFrame], list[str]]:
     """Fill the clusters of every row: from the file, else from the other file, else each item is its own."""
     has_clusters = [bool(table["cluster"].notna().any()) for table in tables]
     if own_clusters and not all(has_clusters):
@@ -199,17 +199,17 @@ def _clustered(tables: list[pd.DataFrame], *, own_clusters: bool) -> tuple[list[
     if all(has_clusters):
         return tables, []
     source = tables[has_clusters.index(True)]
-    lookup = dict(zip(_places(source), source["cluster"], strict=True))
+    lookup = dict(zip(_item_keys(source), source["cluster"], strict=True))
     filled = [
         table
         if is_clustered
-        else table.assign(cluster=pd.Series(list(map(lookup.get, _places(table))), index=table.index))
+        else table.assign(cluster=pd.Series(list(map(lookup.get, _item_keys(table))), index=table.index))
         for table, is_clustered in zip(tables, has_clusters, strict=True)
     ]
     return filled, ["Only one file names clusters; they are used for the items of both."]
 
 
-def _with_copies(log: Log, table: pd.DataFrame) -> pd.DataFrame:
+def _join_copies(log: Log, table: pd.DataFrame) -> pd.DataFrame:
     """Give items with equal questions one cluster; kvaudit's own suites name such clusters already."""
     if log.reader == "kvaudit":
         return table
@@ -218,7 +218,7 @@ def _with_copies(log: Log, table: pd.DataFrame) -> pd.DataFrame:
     return table.assign(cluster=table["cluster"].mask(table["fingerprint"] != "", shared))
 
 
-def _copies(log: Log, table: pd.DataFrame) -> int:
+def _count_copies(log: Log, table: pd.DataFrame) -> int:
     """Return the number of items whose question another item of the file has."""
     if log.reader == "kvaudit":
         return 0
@@ -229,7 +229,9 @@ def _copies(log: Log, table: pd.DataFrame) -> int:
 def _unclustered(a: Log, b: Log) -> Reason:
     """Return the reason for missing clusters, which proposes fields that both files have."""
     fields = [name for name in a.shared_fields if name in b.shared_fields]
-    proposal = f"such as {_some(fields)}" if fields else "a field of the rows, re:PATTERN of item names or file:MAP.csv"
+    proposal = (
+        f"such as {_some_names(fields)}" if fields else "a field of the rows, re:PATTERN of item names or file:MAP.csv"
+    )
     return Reason(
         ReasonCode.NO_CLUSTERS,
         f"no cluster is named, so nothing passes: name what items share ({proposal}) with --cluster, or "
@@ -237,7 +239,7 @@ def _unclustered(a: Log, b: Log) -> Reason:
     )
 
 
-def _places(table: pd.DataFrame) -> list[tuple[str, str]]:
+def _item_keys(table: pd.DataFrame) -> list[tuple[str, str]]:
     return list(zip(table["suite"], table["item"], strict=True))
 
 
@@ -249,14 +251,14 @@ def _row_reasons(log: Log, table: pd.DataFrame) -> Iterator[Reason]:
     twice = table.duplicated(_KEY)
     if twice.any():
         lines = [f"line {line}" if line else str(item) for line, item in table.loc[twice, ["line", "item"]].to_numpy()]
-        duplicates = f"{plural(len(lines), 'duplicate row')} ({_some(lines)})"
+        duplicates = f"{plural(len(lines), 'duplicate row')} ({_some_names(lines)})"
         yield Reason(
             ReasonCode.DUPLICATE,
             f"{log.path.name}: {duplicates}; the first of each was kept. Repeats need a sample or epoch column",
         )
 
 
-def _missing(log: Log, table: pd.DataFrame, metric: str) -> Iterator[Reason]:
+def _missing_reasons(log: Log, table: pd.DataFrame, metric: str) -> Iterator[Reason]:
     """Yield a reason if over 1 % of the answers are unreadable or unscored, on one side or on both."""
     refused = log.kept_out.get(metric, 0) + log.kept_out.get(ANY_METRIC, 0)
     missing, total = refused + int(table["score"].isna().sum()), refused + len(table)
@@ -279,7 +281,9 @@ def _set_reasons(a: pd.DataFrame, b: pd.DataFrame) -> Iterator[Reason]:
     for items, other_items, name in ((sides[0], sides[1], REFERENCE), (sides[1], sides[0], CANDIDATE)):
         unpaired = sorted(str(item) for _, _, item in items - other_items)
         if unpaired:
-            yield Reason(ReasonCode.ITEMS, f"{len(unpaired)} items are only in the {name} file ({_some(unpaired)})")
+            yield Reason(
+                ReasonCode.ITEMS, f"{len(unpaired)} items are only in the {name} file ({_some_names(unpaired)})"
+            )
     fingerprints = [
         table[table["fingerprint"] != ""].groupby(item_key)["fingerprint"].agg(frozenset) for table in (a, b)
     ]
@@ -287,11 +291,11 @@ def _set_reasons(a: pd.DataFrame, b: pd.DataFrame) -> Iterator[Reason]:
     changed = [str(index[2]) for index in shared if fingerprints[0][index] != fingerprints[1][index]]
     if changed:
         yield Reason(
-            ReasonCode.HASH, f"{len(changed)} items differ in question, prompt or answer key ({_some(changed)})"
+            ReasonCode.HASH, f"{len(changed)} items differ in question, prompt or answer key ({_some_names(changed)})"
         )
 
 
-def _some(names: Sequence[str]) -> str:
+def _some_names(names: Sequence[str]) -> str:
     return join_names(str(name)[:80] for name in names)
 
 
@@ -336,7 +340,7 @@ def direction_of(logs: Sequence[Log], metric: str, *, lower: bool, higher: bool)
         return Direction(False, "set by --higher-is-better")
     if len(oriented) == len(logs):
         return Direction(False, f"files of {oriented[0].reader} are read so that 1 is desired in every metric")
-    if harmful := list(dict.fromkeys(filter(names_harm, _names(logs, metric)))):
+    if harmful := list(dict.fromkeys(filter(names_harm, _names_to_check(logs, metric)))):
         raise SpecError(
             f"metric {metric} has no known direction: the name {join_names(map(repr, harmful))} suggests harm or "
             "errors; give --lower-is-better if 1 is the harm, --higher-is-better if 1 is desired"
@@ -352,7 +356,7 @@ def names_harm(name: str) -> bool:
     return begins or bool(_HARMS_WHOLE & {*words})
 
 
-def _names(logs: Sequence[Log], metric: str) -> Iterator[str]:
+def _names_to_check(logs: Sequence[Log], metric: str) -> Iterator[str]:
     """Yield the metric's name; if that is generic, also its suites and the task of its file."""
     yield metric
     if metric.lower() not in _GENERIC_NAMES:

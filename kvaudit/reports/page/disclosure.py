@@ -158,7 +158,7 @@ def _room(d: Decision) -> float:
 def _arm_disclosure(disclosure: Disclosure, run_findings: Findings, findings: Findings, arm: str) -> Disclosure:
     """Return a disclosure restricted to one arm: its recipe and the reference's, its drift and its verdict."""
     drift, head = tuple(m for m in disclosure.drift if m.arm == arm), findings.verdict.head
-    worst = _measured_cell(findings, head) if head else _lowest(drift)
+    worst = _measured_cell(findings, head) if head else _lowest_cell(drift)
     status, says = _arm_verdict(run_findings, findings, arm)
     verdict = {"status": fact_of(status), "says": fact_of(says), "number": NOT_APPLICABLE, "about": NOT_APPLICABLE}
     if head and worst:
@@ -172,7 +172,7 @@ def _arm_disclosure(disclosure: Disclosure, run_findings: Findings, findings: Fi
     )
 
 
-def _lowest(drift: Iterable[MeasuredCell]) -> MeasuredCell | None:
+def _lowest_cell(drift: Iterable[MeasuredCell]) -> MeasuredCell | None:
     return min((m for m in drift if m.estimate is not None), key=lambda m: m.estimate or 0.0, default=None)
 
 
@@ -226,17 +226,17 @@ def _run_disclosure(page: Page) -> Disclosure:
             "pin_sha256": fact_of(rules.pin.sha256) if rules.pin else NOT_APPLICABLE,
         },
         recipes=tuple(_recipe(findings, arm) for arm in sides.arms if arm != BASE_ARM or sides.mode == "serving"),
-        serving=tuple(_served(findings, policy, uses.get(policy)) for policy in sides.policies),
+        serving=tuple(_serving_facts(findings, policy, uses.get(policy)) for policy in sides.policies),
         not_evaluated=_not_evaluated(findings),
-        suites=tuple(_suites(findings)),
+        suites=tuple(_suite_facts(findings)),
         judging={
             "by": fact_of(f"{'human labels before ' if verdict.judged else ''}the suites' own graders"),
             "rows_sha256": fact_of(dict(rows)) if rows else NOT_APPLICABLE,
         },
-        stack=_stack(findings),
+        stack=_stack_facts(findings),
         change_record=_change_record(findings),
         drift=measured,
-        worst=_worst(findings, measured),
+        worst=_worst_cell(findings, measured),
         limits=(blind_spot, *limits(findings)),
     )
 
@@ -250,7 +250,7 @@ def _recipe(findings: Findings, arm: str) -> ArmRecipe:
     checkpoints = {seed: checkpoint for (name, seed), checkpoint in findings.checkpoints.items() if name == arm}
     if arm == BASE_ARM:
         return ArmRecipe(arm, "base", {"rollouts": NOT_APPLICABLE}, {}, {})
-    config, recipe = _shared(checkpoints, "config"), _shared(checkpoints, "recipe")
+    config, recipe = _shared_entries(checkpoints, "config"), _shared_entries(checkpoints, "recipe")
     declared = table_of(table_of(findings.provenance, "declared"), arm)
     declared = {key: value for key, value in declared.items() if value != UNSAID}
     # the checkpoint's provenance takes precedence over the spec's declaration
@@ -275,7 +275,7 @@ def _recipe(findings: Findings, arm: str) -> ArmRecipe:
     }
     role: Literal["reference", "candidate"] = "reference" if arm == findings.comparison.reference else "candidate"
     compressed = recipe.get("rollouts") not in (None, DENSE_POLICY)
-    schedule = _schedule(checkpoints, config, curve.largest if curve else {}, compressed=compressed)
+    schedule = _ledger_facts(checkpoints, config, curve.largest if curve else {}, compressed=compressed)
     mismatch = {name: fact_of(curve.mean.get(key) if curve else None) for name, key in _MISMATCH.items()}
     return ArmRecipe(arm, role, facts, schedule if recipe else dict.fromkeys(schedule, UNKNOWN), mismatch)
 
@@ -288,7 +288,7 @@ def _constitution(recipe: Mapping[str, Any], declared: Mapping[str, Any]) -> Fac
     return fact_of(recipe.get("constitution"))
 
 
-def _schedule(
+def _ledger_facts(
     checkpoints: Mapping[int, Mapping[str, Any]],
     config: Mapping[str, Any],
     largest: Mapping[str, float],
@@ -308,7 +308,7 @@ def _schedule(
     return {"ledgers_sha256": fact_of(hashes or None), "share_of_steps_logged": fact_of(share), **certificate}
 
 
-def _shared(checkpoints: Mapping[int, Mapping[str, Any]], key: str) -> Mapping[str, Any]:
+def _shared_entries(checkpoints: Mapping[int, Mapping[str, Any]], key: str) -> Mapping[str, Any]:
     """Return the entries that are equal in all checkpoints of an arm."""
     tables = [table_of(checkpoint, key) for checkpoint in checkpoints.values()]
     if not tables:
@@ -316,7 +316,7 @@ def _shared(checkpoints: Mapping[int, Mapping[str, Any]], key: str) -> Mapping[s
     return {name: value for name, value in tables[0].items() if all(t.get(name) == value for t in tables)}
 
 
-def _served(findings: Findings, policy: str, use: CacheUse | None) -> Facts:
+def _serving_facts(findings: Findings, policy: str, use: CacheUse | None) -> Facts:
     cells = [c for c in findings.drift.cells if c.policy == policy and c.kv_bytes_dense]
     is_hidden = use is not None and not use.is_shown
     return {
@@ -381,7 +381,7 @@ def _rollouts_not_served(findings: Findings) -> Fact:
     return fact_of(not_served) if not_served else NOT_APPLICABLE
 
 
-def _suites(findings: Findings) -> list[Facts]:
+def _suite_facts(findings: Findings) -> list[Facts]:
     kinds, versions = (table_of(findings.provenance, key) for key in ("suite_kinds", "suite_versions"))
     cells = {s: [cell for cell in findings.drift.cells if cell.suite == s] for s in findings.comparison.suites}
     return [
@@ -396,7 +396,7 @@ def _suites(findings: Findings) -> list[Facts]:
     ]
 
 
-def _stack(findings: Findings) -> Facts:
+def _stack_facts(findings: Findings) -> Facts:
     """Return the results of a configuration scan and a vendor's answers, both unverified."""
     scan, answers = findings.evidence.scan, findings.evidence.answers
     return {
@@ -404,7 +404,7 @@ def _stack(findings: Findings) -> Facts:
         "scan_open": fact_of(None if scan is None else scan.get("open")),
         "scan_not_readable": fact_of(None if scan is None else len(_rows(scan.get("not_readable")))),
         "vendor": fact_of(None if answers is None else answers.get("vendor")),
-        "vendor_answers": fact_of(None if answers is None else list(_answered(answers.get("answers")))),
+        "vendor_answers": fact_of(None if answers is None else list(_vendor_answers(answers.get("answers")))),
     }
 
 
@@ -430,7 +430,7 @@ def _rows(value: Any) -> list[Mapping[str, Any]]:
     return [row for row in value if isinstance(row, Mapping)] if isinstance(value, list) else []
 
 
-def _answered(value: Any) -> Iterator[str]:
+def _vendor_answers(value: Any) -> Iterator[str]:
     """Yield every answer of a vendor with its declared evidence."""
     for name, row in (value if isinstance(value, Mapping) else {}).items():
         entry = row if isinstance(row, Mapping) else {"answer": row}
@@ -468,10 +468,12 @@ def _measured_cell(findings: Findings, cell: Contrast | Decision) -> MeasuredCel
     )
 
 
-def _worst(findings: Findings, measured: Sequence[MeasuredCell]) -> MeasuredCell | None:
+def _worst_cell(findings: Findings, measured: Sequence[MeasuredCell]) -> MeasuredCell | None:
     """Return the worst cell for a user of a candidate: as deployed, else of the gated cells."""
     served = deployed_cells(findings)
-    return _measured_cell(findings, served[0]) if served else _lowest(m for m in measured if m.verdict != "not gated")
+    return (
+        _measured_cell(findings, served[0]) if served else _lowest_cell(m for m in measured if m.verdict != "not gated")
+    )
 
 
 def _policy_hash(findings: Findings, policy: str) -> Fact:

@@ -147,7 +147,7 @@ _PAIRED = ("alike", "deployed", "serving")  # two sides, each with a rate
 
 def cell_events(findings: Decided, d: Decision) -> list[Event]:
     """Return the facets of a decision's suite in its own cell, form first."""
-    return _of_cell(findings, _cell(findings.comparison, d))
+    return _events_of_cell(findings, _cell(findings.comparison, d))
 
 
 def _cell(sides: Comparison, d: Decision) -> CellPlace:
@@ -157,7 +157,7 @@ def _cell(sides: Comparison, d: Decision) -> CellPlace:
     return estimand, d.arm, d.policy, suite, d.context_tokens
 
 
-def _of_cell(findings: Decided, cell: CellPlace) -> list[Event]:
+def _events_of_cell(findings: Decided, cell: CellPlace) -> list[Event]:
     estimand, arm, policy, suite, context = cell
     contrasts = {c.place: c for c in findings.drift.contrasts}
     names = {name: (estimand, arm, policy, name, context) for name in findings.comparison.facets}
@@ -205,7 +205,7 @@ def _by_kind(all_events: Sequence[Event]) -> str:
     parts = []
     is_complete = all(e.moved != NO_NUMBER for e in all_events)
     for moved, phrases in _PHRASES.items():
-        names = _kinds(all_events, moved)
+        names = _kinds_that_moved(all_events, moved)
         if names:
             # "alone" needs a number of every other kind
             suffix = " alone" if moved == WORSE and len(names) == 1 and is_complete else ""
@@ -214,7 +214,7 @@ def _by_kind(all_events: Sequence[Event]) -> str:
     return "; ".join(parts)
 
 
-def _kinds(all_events: Sequence[Event], moved: str) -> list[str]:
+def _kinds_that_moved(all_events: Sequence[Event], moved: str) -> list[str]:
     """Return the kinds of facets that moved this way; a kind that moved only in part lists its facets."""
     names = []
     for kind in dict.fromkeys(e.facet.kind for e in all_events):
@@ -231,10 +231,10 @@ def gated_events(findings: Decided) -> list[Event]:
     cells = dict.fromkeys(_cell(findings.comparison, d) for d in findings.verdict.gated)
     order = findings.comparison.suites
     ordered = sorted(cells, key=lambda cell: order.index(cell[3]))
-    return [event for cell in ordered for event in _of_cell(findings, cell)]
+    return [event for cell in ordered for event in _events_of_cell(findings, cell)]
 
 
-def _has_row(findings: Decided, e: Event) -> bool:
+def _is_listed(findings: Decided, e: Event) -> bool:
 
     return e.facet.kind == "safety" or e.moved in (WORSE, BETTER) or findings.rules.holds(e.contrast.suite)
 
@@ -242,12 +242,13 @@ def _has_row(findings: Decided, e: Event) -> bool:
 def failed_table(findings: Decided) -> Table:
     """Return one row per failed suite with the kinds of facets that moved."""
     rows = [
-        [cell_label(findings.comparison, d), effect_text(d.effect), _by_kind(events)] for d, events in _failed(findings)
+        [cell_label(findings.comparison, d), effect_text(d.effect), _by_kind(events)]
+        for d, events in _failed_suites(findings)
     ]
     return table_of(["failed cell", "drift, 95 % interval", "by facet"], rows, words=3)
 
 
-def _failed(findings: Decided) -> list[tuple[Decision, list[Event]]]:
+def _failed_suites(findings: Decided) -> list[tuple[Decision, list[Event]]]:
     """Return the gated suites that failed, the largest drop first, with their facets."""
     suites = findings.comparison.suites
     gated = [d for d in findings.verdict.gated if d.status is Status.FAIL and d.suite in suites]
@@ -257,7 +258,7 @@ def _failed(findings: Decided) -> list[tuple[Decision, list[Event]]]:
 
 def facet_table(findings: Findings) -> Table:
     """Return one row per facet that measures safety, is gated, or moved."""
-    sides, events = findings.comparison, [e for e in gated_events(findings) if _has_row(findings, e)]
+    sides, events = findings.comparison, [e for e in gated_events(findings) if _is_listed(findings, e)]
     contrasts = [e.contrast for e in events]
     gated = {d.place: d.standing.value for d in findings.verdict.gated}
     suites = [with_length(sides, e.suite, e.contrast.context_tokens) + judge_marks(sides, e.suite) for e in events]
@@ -276,7 +277,7 @@ def facet_table(findings: Findings) -> Table:
 def facet_notes(findings: Decided) -> tuple[str, ...]:
     """Return notes on the words of the facet table and on the rows left out."""
     all_events = gated_events(findings)
-    n_omitted = sum(not _has_row(findings, e) for e in all_events)
+    n_omitted = sum(not _is_listed(findings, e) for e in all_events)
     omitted = f" {plural(n_omitted, 'row')} left out: facets neither of safety nor gated, none of them shown to move;"
     suffix = f"{omitted if n_omitted else ''} contrasts.csv has every facet of every cell, counted as wanted."
     notes = event_notes(all_events)
@@ -285,18 +286,18 @@ def facet_notes(findings: Decided) -> tuple[str, ...]:
 
 def facet_finding(findings: Decided) -> str:
     """Return which facets got worse in the failed cells; if none failed, in how many cells each facet got worse."""
-    all_events, failed = gated_events(findings), _failed(findings)
+    all_events, failed = gated_events(findings), _failed_suites(findings)
     if failed:
         cells = [
-            f"{cell_label(findings.comparison, d)}: {', '.join(_kinds(facet_events, WORSE)) or 'none'}"
+            f"{cell_label(findings.comparison, d)}: {', '.join(_kinds_that_moved(facet_events, WORSE)) or 'none'}"
             for d, facet_events in failed[:_NAMED]
         ]
         rest_note = f"; and {plural(len(failed) - _NAMED, 'cell')} more" if len(failed) > _NAMED else ""
         return inline(f"Worse in the failed cells: {'; '.join(cells)}{rest_note}.")
-    return f"Worse: {', '.join(_counts(all_events)) or 'none'}." if all_events else ""
+    return f"Worse: {', '.join(_worse_counts(all_events)) or 'none'}." if all_events else ""
 
 
-def _counts(all_events: Sequence[Event]) -> Iterator[str]:
+def _worse_counts(all_events: Sequence[Event]) -> Iterator[str]:
     """Yield phrases such as: agent broken form in 3 of 8 cells."""
     for suite, name in dict.fromkeys((e.suite, e.name) for e in all_events):
         cells = [e for e in all_events if (e.suite, e.name) == (suite, name)]

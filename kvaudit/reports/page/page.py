@@ -18,11 +18,11 @@ from kvaudit.reports.page.answers import (
     QUESTIONS,
     Answer,
     answers,
+    before_and_after,
     change_text,
     limit_text,
     metric_text,
     question_of,
-    rates_text,
     severity_order,
 )
 from kvaudit.reports.page.findings import Findings, flips_link
@@ -72,7 +72,7 @@ class GridCell:
 
 @dataclass(frozen=True)
 class GridRow:
-    """The row of a setting, or of an arm with its setting; its cells by column, None where there is no cell."""
+    """One row of the grid: a setting, or an arm with its setting, and its cells by column (None: no such cell)."""
 
     question: str
     name: str
@@ -179,7 +179,7 @@ def _cell(findings: Findings, d: Decision | None) -> GridCell | None:
     status = Status.INVALID if findings.verdict.reasons else d.standing
     return GridCell(
         status,
-        rates_text(sides, d) if d.effect else "no number",
+        before_and_after(sides, d) if d.effect else "no number",
         inline(f"{MEANS[status]}: {text}" + (f". {why}" if why else "")),
         limit_text(sides, d) if d.effect else "",
         flips_link(findings, d),
@@ -208,13 +208,13 @@ def screen_of(findings: Findings) -> Screen:
     screen = Screen(
         title=f"May it ship? {inline(shorten(findings.drift.run))}",
         status=findings.verdict.status,
-        facts=tuple((name, inline(text)) for name, text in _facts(findings) if text),
+        facts=tuple((name, inline(text)) for name, text in _screen_facts(findings) if text),
         answers=answers(findings),
         grid=grid_of(findings),
         alarm=inline(late_rules_alarm(findings.rules)),
-        flips=tuple(_flips(findings)),
+        flips=tuple(_lost_answers(findings)),
         suggestions=tuple(suggestions)[:_SUGGESTIONS],
-        before_relying=inline(_before_relying(findings)),
+        before_relying=inline(_remark_names(findings)),
     )
     return _shorten(screen)
 
@@ -242,7 +242,7 @@ def _shorten(screen: Screen) -> Screen:
     return with_groups()
 
 
-def _flips(findings: Findings) -> Iterator[Example]:
+def _lost_answers(findings: Findings) -> Iterator[Example]:
     """Yield lost answers of the most severe cells, one per cell."""
     places = set[tuple[str, str, str]]()
     order = severity_order(findings.comparison)
@@ -256,7 +256,7 @@ def _flips(findings: Findings) -> Iterator[Example]:
             yield example
 
 
-def _before_relying(findings: Findings) -> str:
+def _remark_names(findings: Findings) -> str:
     """Return the first words of every remark, without NOT MEASURABLE, which the answers state already."""
     statuses = {d.status.value for d in findings.verdict.decisions}
     names = [re.split(r"[:.;](?: |$)", line)[0] for line in remarks(findings)]
@@ -268,7 +268,7 @@ def _first_words(line: str) -> str:
     return line if len(line) <= MOST_OF_NAME else f"{line[:MOST_OF_NAME].rpartition(' ')[0] or line[:MOST_OF_NAME]} …"
 
 
-def _facts(findings: Findings) -> list[tuple[str, str]]:
+def _screen_facts(findings: Findings) -> list[tuple[str, str]]:
     sides, provenance = findings.comparison, findings.provenance
     weights = str(provenance.get("base_sha256") or "")[:8]
     plain = sides.label(sides.uncompressed[0]) if sides.uncompressed else "none"

@@ -34,7 +34,7 @@ from kvaudit.reports.sections.shared.canvas import (
     series_style,
 )
 from kvaudit.reports.sections.shared.words import held_to, metric_label, points, shorten, uncompressed_label
-from kvaudit.reports.verdict.cell import decide_cell, readings_of, templates_of
+from kvaudit.reports.verdict.cell import unadjusted_status
 from kvaudit.reports.verdict.comparison import Comparison
 from kvaudit.reports.verdict.contrast import Contrast
 from kvaudit.reports.verdict.controls import Controls
@@ -226,8 +226,7 @@ def status_of(
         return decided
     if c.effect is None or margin is None:
         return Status.INCONCLUSIVE
-    status = decide_cell(c.effect, margin, c.effect.pvalue_drop, templates_of(c), readings=readings_of(c))[0]
-    return status if is_measurable or status is Status.FAIL else Status.NOT_MEASURABLE
+    return unadjusted_status(c, margin, is_measurable=is_measurable)
 
 
 def suite_margin(findings: Decided, c: Contrast) -> float | None:

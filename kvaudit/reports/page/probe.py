@@ -361,10 +361,10 @@ def first_lines(findings: ProbeFindings) -> Iterator[str]:
     counts = findings.answers
     if counts.empty:
         thought = counts.beside.get("reasoning", 0)
-        behind = f", {thought} of them behind a thought" if thought else ""
+        behind = f", {thought} of them after a thought" if thought else ""
         yield (
-            f"empty: {counts.empty} of {counts.scored} answers are empty{behind}; an answer that is not there scores "
-            "nothing, whatever the model would have said"
+            f"empty: {counts.empty} of {counts.scored} answers are empty{behind}; an empty answer scores 0 "
+            "whatever the model can do"
         )
     if counts.cut:
         cut = f"cut: {counts.cut} of {counts.scored} answers were cut before they ended"
@@ -372,7 +372,7 @@ def first_lines(findings: ProbeFindings) -> Iterator[str]:
     if counts.thoughts:
         yield (
             f"thoughts: {counts.thoughts} of {counts.scored} answers begin with a thought that was graded as said; "
-            "evaluate: {think: strip} grades what comes behind it"
+            "evaluate: {think: strip} grades only the text after it"
         )
 
 
@@ -386,5 +386,9 @@ def _length_line(findings: ProbeFindings) -> str:
         return f"length: not measured, {why}"
     if not signs:
         return "length: no suite is shown to lose with it"
-    than = "more than at the baseline" if findings.baseline else "; a baseline would tell a policy from a weak reader"
+    than = (
+        "more than at the baseline"
+        if findings.baseline
+        else "; a baseline would tell a policy from a model that reads long contexts badly"
+    )
     return inline(f"length: {', '.join(signs)} loses with it {than}".replace(" ;", ";"))

@@ -42,7 +42,7 @@ from kvaudit.reports.verdict.verdict import Decided, Decision, Status
 _TOOL_REMARKS = {
     "text": (
         "TOOLS AS TEXT in {}: the prompt lists tools and asks for calls in kvaudit's own form, not in the model's. The "
-        "chat template takes no tools or not these calls, or the spec names this form."
+        "chat template supports no tools or not these calls, or the spec asks for this form."
     ),
     "any": "TOOLS of a template with an unknown form of calls in {}: answers are read in every form that is known.",
 }
@@ -137,11 +137,13 @@ def _label_remarks(findings: Decided) -> Iterator[str]:
     sides, gated = findings.comparison, findings.verdict.gated
     labelled = [d for d in gated if d.judged]
     changed = [
-        f"{_place(sides, d)}: {d.status.value}, by the judge {d.judged}" for d in labelled if d.judged is not d.status
+        f"{_cell_place(sides, d)}: {d.status.value}, by the judge {d.judged}"
+        for d in labelled
+        if d.judged is not d.status
     ]
     effect = f"They change {join_names(changed, between='; ')}." if changed else "They change the verdict of none."
     yield f"Human labels decide {len(labelled)} of {len(gated)} gated cells. {effect}"
-    if withheld := [_place(sides, d) for d in gated if any(r.code == ReasonCode.JUDGE_DIFF for r in d.reasons)]:
+    if withheld := [_cell_place(sides, d) for d in gated if any(r.code == ReasonCode.JUDGE_DIFF for r in d.reasons)]:
         yield f"{ReasonCode.JUDGE_DIFF}: judge labels alone cannot pass {join_names(withheld, between='; ')}."
     if findings.verdict.judged is not findings.verdict.status:
         yield f"By the judge alone the verdict is {findings.verdict.judged.value}."
@@ -161,12 +163,12 @@ def _tool_remarks(provenance: Mapping[str, Any]) -> Iterator[str]:
             yield inline(text.format(join_names(places)))
     if provenance.get(TOOL_SYSTEM_MOVED) is True:
         yield (
-            "SYSTEM PROMPTS stand in the user's message where there are tools: the chat template drops them before a "
-            "tool's result."
+            "SYSTEM PROMPTS are part of the user's message where tools are offered: the chat template drops them "
+            "before a tool's result."
         )
 
 
-def _place(sides: Comparison, d: Decision) -> str:
+def _cell_place(sides: Comparison, d: Decision) -> str:
     return f"{d.estimand}, {d.arm}, {d.suite} {length_label(d.context_tokens)} @ {sides.label(d.policy)}"
 
 
@@ -209,7 +211,7 @@ def _prompt_remarks(provenance: Mapping[str, Any]) -> Iterator[str]:
 def cautions(findings: Findings, head: Decision | None) -> list[str]:
     """Return what the quoted number cannot show: unsampled templates, its other contrast, the gate's error rates."""
     other_contrasts = [
-        _other_contrast(findings.comparison, d)
+        _other_contrast_line(findings.comparison, d)
         for d in findings.verdict.decisions
         if d.effect and head and d.place[1:] == head.place[1:] and {d.estimand, head.estimand} == set(CONTRASTED)
     ]
@@ -256,7 +258,7 @@ def broken_template_lines(findings: Decided) -> list[str]:
     return lines
 
 
-def _other_contrast(sides: Comparison, d: Decision) -> str:
+def _other_contrast_line(sides: Comparison, d: Decision) -> str:
     """Return a sentence on the quoted cell against the reference served the other way."""
     assert d.effect is not None
     policy = sides.label(d.policy)

@@ -73,10 +73,10 @@ def verdict_table(findings: Decided) -> Table:
         row = [line.name, line.status.value, *([line.recipe.value if line.recipe else "-"] if recipe else [])]
         row += [_worst(line, [suite]) for suite in suites] + ([_worst(line, facets)] if facets else [])
         d = min(line.cells, key=lambda d: (PRECEDENCE.index(d.status), _room(d)))
-        row.append(_numbered(sides, d) + (", as deployed" if is_compressed_deployment(sides, d) else ""))
+        row.append(_cell_and_drift(sides, d) + (", as deployed" if is_compressed_deployment(sides, d) else ""))
         if served:
             arm_cells = deployed_cells(findings, line.name)
-            row.append(f"{_numbered(sides, arm_cells[0])} {arm_cells[0].status.value}" if arm_cells else "-")
+            row.append(f"{_cell_and_drift(sides, arm_cells[0])} {arm_cells[0].status.value}" if arm_cells else "-")
         rows.append(row)
     headers = ["policy" if sides.mode == "serving" else "arm", "verdict", *recipe]
     headers += [suite + judge_marks(sides, suite) for suite in suites]
@@ -107,7 +107,7 @@ def is_compressed_deployment(sides: Comparison, d: Decision) -> bool:
     return d.estimand == "deployed" and not sides.is_uncompressed(d.policy)
 
 
-def _numbered(sides: Comparison, d: Decision) -> str:
+def _cell_and_drift(sides: Comparison, d: Decision) -> str:
     """Return a cell and its drift, such as: math @ snapkv 96: -8.8 pp [-13.8, -4.0]."""
     cell_name = f"{suite_label(sides, d)} @ {sides.label(d.policy)}"
     return f"{cell_name}: {effect_text(d.effect)}" if d.effect else f"{cell_name}: {d.reasons[0].text}"
@@ -146,13 +146,13 @@ def compared_table(findings: Findings) -> Table:
         ("suites", "; ".join(f"{s} {at_length(c)}: {n} items, {k} templates" for s, c, n, k in items)),
         ("margins", "; ".join(margins)),
         ("one-sided level", f"{rules.alpha:.3g}"),
-        *_declared(rules),
+        *_declared_rows(rules),
         ("records", f"{findings.drift.n_records}"),
     ]
     return table_of(["", "value"], rows, words=2)
 
 
-def _declared(rules: Rules) -> list[tuple[str, str]]:
+def _declared_rows(rules: Rules) -> list[tuple[str, str]]:
     rows = []
     if rules.sha256 is not None:
         rows.append(("gate file", f"{rules.source}, sha256 {rules.sha256}, {rules.declared}"))
@@ -176,15 +176,15 @@ def _rollouts(sides: Comparison) -> str:
 def reproducibility(sides: Comparison, provenance: Mapping[str, Any]) -> tuple[Table, ...]:
     """Return the provenance as names and values, and the full policy strings."""
     policies = [(sides.labels[policy], policy) for policy in sides.policies]
-    facts = table_of(["recorded", "value"], _flat("", provenance), words=2)
+    facts = table_of(["recorded", "value"], _flatten("", provenance), words=2)
     tables = (facts, table_of(["policy", "full form"], policies, words=2))
     return tuple(table for table in tables if table)
 
 
-def _flat(prefix: str, value: Any) -> Iterable[tuple[str, str]]:
+def _flatten(prefix: str, value: Any) -> Iterable[tuple[str, str]]:
     if isinstance(value, dict):
         for key, inner in value.items():
-            yield from _flat(f"{prefix}.{key}" if prefix else str(key), inner)
+            yield from _flatten(f"{prefix}.{key}" if prefix else str(key), inner)
     elif isinstance(value, list):
         yield prefix, ", ".join(map(str, value))
     else:

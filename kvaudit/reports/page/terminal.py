@@ -16,7 +16,7 @@ from kvaudit.reports.page.page import MEANS, SIGNS, screen_of
 from kvaudit.reports.records.load import SHUFFLED
 from kvaudit.reports.sections.shared.floor import floor_at
 from kvaudit.reports.sections.shared.tables import Example
-from kvaudit.reports.sections.shared.words import plural
+from kvaudit.reports.sections.shared.words import exceeds_margin, plural
 from kvaudit.reports.verdict.verdict import Decision, Status
 
 MOST_TERMINAL_LINES = 12
@@ -45,7 +45,7 @@ def terminal_lines(findings: Findings, run: Path | None = None, extras: Terminal
     head += [f"{screen.status.value} (exit {findings.verdict.exit_code}){extras.questions}: {facts}"]
     head += [f"{answer.question}: {answer.line}" for answer in screen.answers if answer.groups]
     head += screen.suggestions
-    tail = [*_rounds(findings)]
+    tail = [*_rounds_lines(findings)]
     if extras.unseen:
         tail.append(f"not asked: {'; '.join(extras.unseen)}")
     if screen.before_relying:
@@ -100,16 +100,13 @@ def _cell_line(findings: Findings, d: Decision) -> str:
     if d.effect is None or d.status is Status.NOT_MEASURABLE:
         return f"{who}, {d.suite}: {d.reasons[0].text if d.reasons else 'no number'}"
     items = f"lost {d.effect.losses:.0f}, gained {d.effect.gains:.0f}{_shuffled_changes(findings, d)}"
-    return f"{who}: {change_text(sides, d)} ({items}): {_meaning(d)}"
+    return f"{who}: {change_text(sides, d)} ({items}): {_status_text(d)}"
 
 
-def _meaning(d: Decision) -> str:
+def _status_text(d: Decision) -> str:
     if d.status is not Status.FAIL or d.waiver:
         return MEANS[d.standing]
-    is_beyond = d.effect is not None and d.margin is not None and d.effect.upper < -d.margin
-    if d.ratio:
-        is_beyond = d.ratio.times.lower > d.ratio.limit
-    return "worse, by more than the limit" if is_beyond else "worse, size open"
+    return "worse, by more than the limit" if d.effect and exceeds_margin(d) else "worse, size open"
 
 
 def _shuffled_changes(findings: Findings, d: Decision) -> str:
@@ -124,7 +121,7 @@ def _shuffled_changes(findings: Findings, d: Decision) -> str:
     return f"; in another order {changed}, {plain.lost + plain.gained} uncompressed"
 
 
-def _rounds(findings: Findings) -> Iterator[str]:
+def _rounds_lines(findings: Findings) -> Iterator[str]:
     """Yield how long a run in rounds took, why it ended, and the suites it left out."""
     looks = all_looks(findings.provenance)
     if looks:

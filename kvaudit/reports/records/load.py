@@ -95,7 +95,7 @@ class RunData:
         for file, line in places:
             lines_by_file.setdefault(file, set()).add(line)
         for file, lines in lines_by_file.items():
-            for number, raw in islice(_lines(self.run / "records" / file), max(lines)):
+            for number, raw in islice(_numbered_lines(self.run / "records" / file), max(lines)):
                 if number in lines:
                     yield (file, number), Record.from_json(raw.decode())
 
@@ -113,13 +113,13 @@ def load_run(run: Path) -> RunData:
     problems: list[Problem] = []
     _check_exists(run / PROVENANCE)
     provenance = read_provenance(run)
-    spec = _spec(run / "spec.yaml", provenance)
+    spec = _load_spec(run / "spec.yaml", provenance)
     if last_look(provenance) is not None:  # leave out the suites in which the pilot found nothing to lose
         spec = spec.sized({suite: 0 for suite, number in item_counts(provenance).items() if number == 0})
     units = plain_files(run / "records", "*.jsonl")
     _check_files(run / "records", units)
     columns = Columns()
-    seals = {unit.name: check_seal(unit, _read(unit, columns, problems)) for unit in units}
+    seals = {unit.name: check_seal(unit, _read_unit(unit, columns, problems)) for unit in units}
     if not columns.rows:
         raise _no_records(run, provenance)
     frame = _without_duplicates(columns.frame(), problems)
@@ -156,7 +156,7 @@ def problem_lines(data: RunData) -> Iterator[str]:
         )
 
 
-def _spec(path: Path, provenance: Mapping[str, Any]) -> RunSpec:
+def _load_spec(path: Path, provenance: Mapping[str, Any]) -> RunSpec:
     """Return the spec; raises DataError if it changed, since margins and reference are declared before the run."""
     _check_exists(path)
     text = read_text(path, "spec")
@@ -189,7 +189,7 @@ def _check_files(folder: Path, units: list[Path]) -> None:
             )
 
 
-def _read(unit: Path, columns: Columns, problems: list[Problem]) -> str:
+def _read_unit(unit: Path, columns: Columns, problems: list[Problem]) -> str:
     try:
         return read_unit(unit, columns, problems)
     except OSError as error:
@@ -205,7 +205,7 @@ def check_seal(unit: Path, digest: str) -> dict[str, Any] | None:
     return seal
 
 
-def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+def _numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
     with path.open("rb") as handle:
         yield from enumerate(handle, start=1)
 
@@ -244,7 +244,7 @@ def _telemetry(run: Path, problems: list[Problem]) -> dict[tuple[str, int], list
 
 def _steps(path: Path, name: str, problems: list[Problem]) -> list[dict[str, Any]]:
     steps: dict[int, dict[str, Any]] = {}
-    for number, raw in _lines(path):
+    for number, raw in _numbered_lines(path):
         try:
             row = json.loads(raw)
             steps[_step(row)] = row
@@ -261,7 +261,7 @@ def _step(row: Mapping[str, Any]) -> int:
     # "not <=" instead of ">", which NaN would pass
     bad = [key for key, value in row.items() if isinstance(value, int | float) and not abs(value) <= LARGEST]
     if bad:
-        raise ValueError(f"{bad[0][:40]} is no number from {-LARGEST:g} to {LARGEST:g}")
+        raise ValueError(f"{bad[0][:40]} is not a number from {-LARGEST:g} to {LARGEST:g}")
     return step
 
 

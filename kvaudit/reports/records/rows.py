@@ -258,7 +258,10 @@ def check_record(record: Record) -> Record:
         if not _is_valid_optional(name, optional):
             expected = "a finite number" if float in types else "a number of bytes"
             raise DataError(f"record has {name}={str(optional)[:40]!r}, wanted {expected} below 2^62, or null")
-    if not isinstance(record.survival, dict) or not all(_is_finite(share) for share in record.survival.values()):
+    if not isinstance(record.survival, dict) or any(
+        isinstance(share, bool) or not isinstance(share, int | float) or not math.isfinite(share)
+        for share in record.survival.values()
+    ):
         raise DataError("record has a bad survival table, wanted role -> share")
     if any(not isinstance(message.content, str) for message in record.transcript):
         raise DataError("record has a transcript message that is not text")
@@ -271,10 +274,6 @@ def _is_valid_optional(name: str, value: Any) -> bool:
     if type(value) not in NULLABLE[name] or not -LARGEST_STORED < value < LARGEST_STORED:
         return False
     return name != LIVE_BYTES or value >= 0
-
-
-def _is_finite(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 # --- panels: the table of one suite at one length --------------------------------------------------------------------

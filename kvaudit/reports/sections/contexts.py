@@ -71,7 +71,7 @@ class ContextsSection(Section[tuple[ContextEffect, ...]]):
 
     def finding(self, value: tuple[ContextEffect, ...], decided: Decided) -> str:
         large = [effect for effect in value if effect.is_large and effect.bare.facet]
-        return "; ".join(map(_sentence, large[:3])) or f"none moves a facet by more than {100 * LARGE:g} points"
+        return "; ".join(map(_effect_sentence, large[:3])) or f"none moves a facet by more than {100 * LARGE:g} points"
 
 
 def _effects(drift: Drift) -> Iterator[ContextEffect]:
@@ -85,7 +85,7 @@ def _effects(drift: Drift) -> Iterator[ContextEffect]:
                 yield ContextEffect(bare[name, answers.facet], answers, drift.comparison.label(policy))
 
 
-def _sentence(effect: ContextEffect) -> str:
+def _effect_sentence(effect: ContextEffect) -> str:
     before, after = effect.shares
     facet = FACETS[effect.bare.facet]
     return inline(f"{effect.within.suite}: {facet.says}, {percent(before)} to {percent(after)}")

@@ -22,7 +22,7 @@ from kvaudit.reports.verdict.drift import seed_pairs, two_sides, weights_of
 from kvaudit.reports.verdict.verdict import Decided, Decision, Status, Verdict
 
 PER_CELL = 2
-_DOUBTFUL = 3  # more of them, of an open cell: they may be what leaves it open
+_DOUBTFUL = 3  # further losses of an undecided cell; they may be why it is undecided
 AT_MOST = 12
 _CHARACTERS = 1200  # of one message
 
@@ -69,7 +69,7 @@ def largest_losses(data: RunData, drift: Drift, verdict: Verdict) -> tuple[Examp
     doubtful = _doubtful_items(data)
     answers: dict[tuple[str, int, str, CellKey], LostItem] = {}
     for d in gated:
-        for loss in _losses(drift, d, data.panels[d.suite, d.context_tokens], doubtful):
+        for loss in _largest_of_cell(drift, d, data.panels[d.suite, d.context_tokens], doubtful):
             # an answer may be a loss in two cells: against the reference served alike and the uncompressed one
             answers.setdefault((d.suite, d.context_tokens, loss.item, loss.candidate), loss)
     pairs = {
@@ -95,7 +95,9 @@ def _doubtful_items(data: RunData) -> Mapping[CellKey, frozenset[str]]:
     }
 
 
-def _losses(drift: Drift, d: Decision, panel: Panel, doubtful: Mapping[CellKey, frozenset[str]]) -> list[LostItem]:
+def _largest_of_cell(
+    drift: Drift, d: Decision, panel: Panel, doubtful: Mapping[CellKey, frozenset[str]]
+) -> list[LostItem]:
     """Return the largest losses of a cell over all seeds, one per template, doubtful ones last."""
     losses = []
     for pair in seed_pairs(drift.comparison, panel, d.arm):

@@ -9,7 +9,7 @@ from kvaudit.core.errors import DataError
 from kvaudit.core.text import inline, length_label
 from kvaudit.reports.records.load import FLOOR_FOLDER
 from kvaudit.reports.sections.base import Depth, Inputs, Section
-from kvaudit.reports.sections.shared.floor import FloorCell, FloorUnit, covering_floor, floor_at, floor_of
+from kvaudit.reports.sections.shared.floor import FloorUnit, covering_floor, floor_at, floor_of
 from kvaudit.reports.sections.shared.tables import Table, table_of
 from kvaudit.reports.sections.shared.words import effect_text, metric_label, percent, points
 from kvaudit.reports.verdict.comparison import Comparison
@@ -109,11 +109,8 @@ def _both_floors(units: Units, sides: Comparison, d: Decision) -> Iterator[tuple
     for arm, policy in ((d.arm, d.policy), reference):
         name = sides.label(policy) if arm == reference[0] == d.arm else f"{arm} @ {sides.label(policy)}"
         cells = floor_at(units, arm, policy, d.suite, d.context_tokens)
-        yield name, "; ".join(map(_cell_text, cells)) or "not asked again"
-
-
-def _cell_text(cell: FloorCell) -> str:
-    return f"{cell.way} {cell.same} of {cell.answers} texts the same, {cell.lost} lost {cell.gained} gained"
+        texts = [f"{c.way} {c.same} of {c.answers} texts the same, {c.lost} lost {c.gained} gained" for c in cells]
+        yield name, "; ".join(texts) or "not asked again"
 
 
 def _sentences(units: Units, decided: Decided) -> Iterator[str]:

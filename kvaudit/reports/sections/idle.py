@@ -49,7 +49,7 @@ class IdleSection(Section[tuple[Idle, ...]]):
         selecting = inputs.data.provenance.get("selecting_policies")
         if not isinstance(selecting, list):  # an older run does not record which policies read only a part
             return None
-        return tuple(_idle(inputs.decided, {DENSE_POLICY, *map(str, selecting)})) or None
+        return tuple(_idle_cells(inputs.decided, {DENSE_POLICY, *map(str, selecting)})) or None
 
     def tables(self, value: tuple[Idle, ...], decided: Decided) -> Iterator[Table]:
         label = decided.comparison.label
@@ -73,7 +73,7 @@ class IdleSection(Section[tuple[Idle, ...]]):
         yield inline(f"NOTHING COMPRESSED: {text}; these results say nothing about the policy.")
 
 
-def _idle(decided: Decided, left_out: set[str]) -> Iterator[Idle]:
+def _idle_cells(decided: Decided, left_out: set[str]) -> Iterator[Idle]:
     cells = {(c.arm, c.policy, c.suite, c.context_tokens): c for c in decided.drift.cells}
     gated = dict.fromkeys((d.arm, d.policy, suite_of(d.suite), d.context_tokens) for d in decided.verdict.gated)
     for place in gated:

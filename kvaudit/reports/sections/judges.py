@@ -51,24 +51,26 @@ def second_judge(provenance: Mapping[str, Any]) -> SecondJudge | None:
         return None
     try:
         return SecondJudge(
-            name=_text(judge["name"]),
-            sha256=_text(judge["sha256"]),
-            before=tuple(map(_text, entry.get("judges_before", []))),
-            verdict_before=_text(entry.get("verdict_before", "")),
-            agreement={_text(suite): _counts(four) for suite, four in entry.get("agreement", {}).items()},
-            card=tuple(tuple(map(_text, row)) for row in entry.get("card", [])),
+            name=_checked_text(judge["name"]),
+            sha256=_checked_text(judge["sha256"]),
+            before=tuple(map(_checked_text, entry.get("judges_before", []))),
+            verdict_before=_checked_text(entry.get("verdict_before", "")),
+            agreement={
+                _checked_text(suite): _checked_counts(four) for suite, four in entry.get("agreement", {}).items()
+            },
+            card=tuple(tuple(map(_checked_text, row)) for row in entry.get("card", [])),
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise DataError(f"provenance.json: {JUDGED} cannot be read ({error}); judge the run again") from None
 
 
-def _text(value: Any) -> str:
+def _checked_text(value: Any) -> str:
     if not isinstance(value, str):
         raise TypeError(f"a {type(value).__name__} instead of text")
     return value
 
 
-def _counts(four: Any) -> tuple[int, ...]:
+def _checked_counts(four: Any) -> tuple[int, ...]:
     is_count = all(type(n) is int and 0 <= n <= _MOST for n in four)
     if len(four) != len(_LABEL_PAIRS) or not is_count or sum(four) > _MOST:
         raise ValueError("agreement needs four counts")

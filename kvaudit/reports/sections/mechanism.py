@@ -215,7 +215,7 @@ def _cells(drift: Drift, tables: Panels, survival: Survival, metric: str, arm: s
 
 
 def _answers(panel: Panel, survival: Survival, suite: str, cell: CellKey, plain: str) -> pd.DataFrame | None:
-    """Return the items that one seed answered; None if a side has no records."""
+    """Return the answers of one seed with their spans, a row per item; None if a side has no records."""
     dense = cell._replace(policy=plain)
     spans = survival.get((cell.arm, cell.policy, suite, panel.context_tokens, cell.seed))
     if cell not in panel.scores or dense not in panel.scores or spans is None:

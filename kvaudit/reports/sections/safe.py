@@ -71,12 +71,13 @@ def _table(budgets: Sequence[SafeBudget], family_header: str) -> Table:
     several = len({context for _, context in columns}) > 1
     headers = [f"{suite}, {length_of(n)}" if several and n is not None else suite for suite, n in columns]
     cells = [
-        [arm, family, *(_cleared(by_place.get((arm, family, *column))) for column in columns)] for arm, family in rows
+        [arm, family, *(_cleared_text(by_place.get((arm, family, *column))) for column in columns)]
+        for arm, family in rows
     ]
     return table_of(["arm", family_header, *headers], cells, 2 + len(columns))
 
 
-def _cleared(s: SafeBudget | None) -> str:
+def _cleared_text(s: SafeBudget | None) -> str:
     if s is None:
         return "-"
     missed = "" if s.failed is None else f"{s.failed}: {s.statuses[s.amounts.index(s.failed)]}"

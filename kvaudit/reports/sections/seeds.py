@@ -56,7 +56,7 @@ class SeedsSection(Section[Spreads]):
     keys: ClassVar = {"analysis.seeds": 37}
 
     def compute(self, inputs: Inputs) -> Spreads | None:
-        return tuple(_spreads(inputs.decided)) or None
+        return tuple(_seed_spreads(inputs.decided)) or None
 
     def passage(self, value: Spreads, decided: Decided) -> Passage:
         """Return an empty passage if nothing was trained."""
@@ -121,7 +121,7 @@ class SeedsSection(Section[Spreads]):
         )
 
 
-def _spreads(decided: Decided) -> Iterator[SeedSpread]:
+def _seed_spreads(decided: Decided) -> Iterator[SeedSpread]:
     contrasts = {c.place: c for c in decided.drift.contrasts}
     for d in decided.verdict.gated:
         c = contrasts.get(d.place)

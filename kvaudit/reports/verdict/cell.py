@@ -88,8 +88,8 @@ _NO_LOOKS = Reason(
 )
 _NO_RATIO = Reason(
     ReasonCode.LABELS,
-    "people labelled pairs that the judge tells apart, which says nothing of the reference's own rate: their labels "
-    "show no ratio, declare points in gate.margins",
+    "people labelled the pairs that the judge graded differently, which does not give the reference's own rate: "
+    "human labels cannot show a ratio, declare points in gate.margins",
 )
 
 
@@ -166,6 +166,17 @@ def decide_ratio(c: Contrast, ratio: Ratio, margin: float, pvalue: float) -> tup
         is_beyond=ratio.times.lower > ratio.limit,
     )
     return _STATUS[call], _reasons(call, effect, margin, templates, text)
+
+
+def unadjusted_status(c: Contrast, margin: float, *, is_measurable: bool) -> Status:
+    """Return the status of a contrast by the rule of a cell, without adjustment for the family.
+
+    A contrast without a number is INVALID.
+    """
+    if c.effect is None:
+        return Status.INVALID
+    status = decide_cell(c.effect, margin, c.effect.pvalue_drop, templates_of(c), readings=readings_of(c))[0]
+    return status if is_measurable or status is Status.FAIL else Status.NOT_MEASURABLE
 
 
 class _RuleText(NamedTuple):
@@ -291,7 +302,7 @@ def _ask_for_labels(people: LabelSummary) -> Reason:
     """
     return Reason(
         ReasonCode.LABELS,
-        f"in {people.unseen} of {people.templates} templates nobody looked at a pair that the judge calls equal: label "
+        f"in {people.unseen} of {people.templates} templates no pair that the judge graded alike has a label: label "
         f"{people.unseen} more, one of each (kvaudit grade adjudicate --concordant {people.templates} or more)",
     )
 
@@ -395,7 +406,7 @@ def _effective_templates(templates: Sequence[Part], effect: Effect) -> float:
 def _parity(tests: Sequence[DecidedTest], margin: float) -> str:
     """Say whether the test for a drop and the one for a gain are both within the margin."""
     sides = {"non-inferior": tests[0].status, "non-superior": tests[1].status}
-    phrases = [f"{word}: {'phrases' if s in PASSED else s.value}" for word, s in sides.items()]
+    phrases = [f"{word}: {'shown' if s in PASSED else s.value}" for word, s in sides.items()]
     return f"parity within {100 * margin:g} pp, " + ", ".join(phrases)
 
 

@@ -260,7 +260,7 @@ def run_reasons(data: RunData, comparison: Comparison) -> Iterator[Reason]:
         yield Reason(ReasonCode.REFERENCE, f"the reference arm {comparison.reference!r} has no records")
     duplicates = sum("duplicate of" in problem.reason for problem in data.problems)
     if duplicates:
-        yield Reason(ReasonCode.DUPLICATE, f"{duplicates} records stand twice; the first of each was kept")
+        yield Reason(ReasonCode.DUPLICATE, f"{duplicates} records are duplicates; the first of each was kept")
     yield from part_reasons(data, comparison)
 
 
@@ -293,7 +293,7 @@ def _incomplete(data: RunData, comparison: Comparison) -> Iterator[Reason]:
         missing = sum(abs(unit.rows - recorded[unit]) for unit in short)
         gaps.append(f"rows missing or too many: {missing} ({some_of(names)})")
     if gaps:
-        yield Reason(ReasonCode.INCOMPLETE, f"resume this run first, it is not whole: {'; '.join(gaps)}")
+        yield Reason(ReasonCode.INCOMPLETE, f"resume this run first, it is incomplete: {'; '.join(gaps)}")
 
 
 def some_of(names: Iterable[str]) -> str:

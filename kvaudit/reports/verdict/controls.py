@@ -181,7 +181,7 @@ def _control(
     if answers.facet:
         return control
     by_facet = [
-        # a facet without a margin takes that of the score
+        # a facet without a margin has that of the score
         _of_metric(facets, facet_answers, margins.get(facet_answers.metric, margin), how)
         for name, facet_answers in facets.items()
         if name not in ("", WELL_FORMED)

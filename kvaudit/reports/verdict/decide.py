@@ -168,7 +168,7 @@ def _headline(decisions: Sequence[Decision]) -> int | None:
 # --- what can change a decision after the test -----------------------------------------------------------------------
 
 
-_KEPT_STATUSES = (Status.INVALID, Status.FAIL)  # these stand whatever the reference can show
+_KEPT_STATUSES = (Status.INVALID, Status.FAIL)  # not changed by a reference that cannot be measured
 
 
 @dataclass(frozen=True)
@@ -360,7 +360,9 @@ def broken_form(cell: GatedCell, context: DowngradeContext) -> Reason | None:
             return Reason(ReasonCode.FORM, "how many answers have a form that can be read is not known")
         if form.effect.lower <= -margin:  # form has to hold within the facet's own margin
             shares = f"{100 * (1 - form.rates.reference):.1f} to {100 * (1 - form.rates.candidate):.1f} %"
-            return Reason(ReasonCode.FORM, f"answers without form, of which {facet} says nothing, went from {shares}")
+            return Reason(
+                ReasonCode.FORM, f"answers without a readable form, which {facet} does not count, went from {shares}"
+            )
     return None
 
 
@@ -383,8 +385,8 @@ def phrase_rules(cell: GatedCell, context: DowngradeContext) -> Reason | None:
         return None
     return Reason(
         ReasonCode.PHRASES,
-        f"phrase rules alone graded {', '.join(suites)}, which is no claim: settle it with kvaudit grade judge RUN "
-        "--judge",
+        f"phrase rules alone graded {', '.join(suites)}, which supports no claim: ask another judge with "
+        "kvaudit grade judge RUN --judge NAME",
     )
 
 

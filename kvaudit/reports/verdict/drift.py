@@ -56,7 +56,7 @@ Scores = Mapping[CellKey, Array]
 AMPLIFICATION = "amplification"
 SeedPair = tuple[int, int]  # candidate seed, reference seed
 NO_HARM_GRADER = (
-    "no grader of harm spoke, so nobody knows what is unsafe: kvaudit grade judge RUN --judge "
+    "no judge of harm graded these answers, so unsafe ones are unknown: ask one with kvaudit grade judge RUN --judge "
     "rubric-endpoint:asks=harm,..."
 )
 UNSCORED_LIMIT = 0.01  # share of samples, and largest difference between two cells
@@ -478,7 +478,7 @@ def _data_breaches(panel: Panel, cells: Sequence[CellKey], present: npt.NDArray[
     if not panel.uneven_samples.isdisjoint(cells):
         yield Reason(ReasonCode.SAMPLES, f"some items have fewer than {panel.samples} samples")
     if panel.split_items:
-        yield Reason(ReasonCode.CLUSTER_IDS, f"{panel.split_items} items stand in more than one cluster")
+        yield Reason(ReasonCode.CLUSTER_IDS, f"{panel.split_items} items are in more than one cluster")
 
 
 # --- cells ------------------------------------------------------------------------------------------------------------

@@ -95,7 +95,7 @@ def _key_cell(pairs: PairedAnswers, indices: Indices, names: Mapping[RecordPlace
 def check_key(key: Key, sheet: Path, data: RunData, answers: Sequence[PairedAnswers]) -> None:
     """Raise DataError if a sheet's key does not follow from the records, its seed and its number of pairs."""
     by_place = {pairs.contrast.place: pairs for pairs in answers}
-    cells = [_gated(by_place, cell) for cell in key.cells]
+    cells = [_answers_of_gated_cell(by_place, cell) for cell in key.cells]
     expected = sheet_key(data, cells, seed=key.seed, concordant=key.concordant, spread=key.spread)[0]
     if replace(expected, format=key.format) != key:  # older formats draw the pairs differently (``spread``)
         raise DataError(
@@ -104,7 +104,7 @@ def check_key(key: Key, sheet: Path, data: RunData, answers: Sequence[PairedAnsw
         )
 
 
-def _gated(answers: Mapping[CellPlace, PairedAnswers], cell: KeyCell) -> PairedAnswers:
+def _answers_of_gated_cell(answers: Mapping[CellPlace, PairedAnswers], cell: KeyCell) -> PairedAnswers:
     if cell.place not in answers:
         name = f"{cell.arm}, {cell.suite}"[:120]
         raise DataError(f"the sheet's key names a cell that is not gated: {name}; write another sheet")
@@ -185,14 +185,14 @@ def _parse_labels(value: Any) -> Labels:
     simple = {"spread": False} if value["format"] == _SIMPLE_LABELS else {}
     cells = tuple(_parse_cell({**cell, **simple}) for cell in value["cells"])
     if not cells or len({cell.place for cell in cells}) < len(cells):
-        raise ValueError("it names no cell, or one twice")
+        raise ValueError("it names no cell, or a cell twice")
     return Labels(**{**check_types(body, Labels), "cells": cells, "format": LABELS_FORMAT})
 
 
 def _parse_cell(value: Any) -> CellLabels:
     check_types(value, CellLabels)
     if value["seed"] < 0 or value["concordant"] < 1:
-        raise ValueError("seed or concordant is no count")
+        raise ValueError("seed or concordant is not a count")
     if not all(isinstance(label, int) and label in (0, 1) for label in value["labels"].values()):
         raise ValueError("a label is not 0 or 1")
     return CellLabels(**value)
@@ -243,7 +243,7 @@ def apply_labels(data: RunData, drift: Drift, stored: Labels) -> Drift:
     The labels must be of the drift's records.
     """
     by_place = {h.pairs.contrast.place: h for h in match_labels(data, drift, stored)}
-    contrasts = (_with_people(c, h, drift.alpha) if (h := by_place.get(c.place)) else c for c in drift.contrasts)
+    contrasts = (_with_human_labels(c, h, drift.alpha) if (h := by_place.get(c.place)) else c for c in drift.contrasts)
     return replace(drift, contrasts=tuple(contrasts))
 
 
@@ -281,30 +281,30 @@ def _match_cell(
     return HumanLabels(pairs, candidate, reference)
 
 
-def _with_people(c: Contrast, h: HumanLabels, alpha: float) -> Contrast:
+def _with_human_labels(c: Contrast, h: HumanLabels, alpha: float) -> Contrast:
     labels = h.by_template
     # sorted names, the order of templates in ``labelled_pairs``
     sums = ClusterSums(c.suite, 1.0, tuple(np.unique(h.pairs.clusters)), labels.totals, labels.pairs)
     return replace(
         c,
-        effect=_corrected(h, alpha),
+        effect=_human_effect(h, alpha),
         sums=(sums,),
         judged=c.effect,
         judged_sums=c.sums,
         worst=None,  # bounds of unscored answers are about the judge's scores
         best=None,
-        people=_summary(h, labels),
+        people=_label_summary(h, labels),
     )
 
 
-def _corrected(h: HumanLabels, alpha: float) -> Effect:
+def _human_effect(h: HumanLabels, alpha: float) -> Effect:
     """Return the drift by human labels, clipped to [-1, 1] because it is the sum of two intervals."""
     effect = adjudicated(h.pairs.discordant, h.difference, h.pairs.clusters, alpha=alpha)
     low, high, lower, upper = np.clip((effect.low, effect.high, effect.lower, effect.upper), -1.0, 1.0)
     return replace(effect, low=float(low), high=float(high), lower=float(lower), upper=float(upper))
 
 
-def _summary(h: HumanLabels, labels: Labelled) -> LabelSummary:
+def _label_summary(h: HumanLabels, labels: Labelled) -> LabelSummary:
     weights = label_weights(h.pairs.discordant, h.difference, h.pairs.clusters)
     seen = weights > 0
     errors = {

@@ -106,7 +106,7 @@ def _parse_key(value: Any) -> Key:
         pairs = tuple(KeyPair(**check_types(pair, KeyPair)) for pair in cell["pairs"])
         cells.append(KeyCell(**{**check_types({**cell, "pairs": ()}, KeyCell), "pairs": pairs}))
     if not cells or len({cell.place for cell in cells}) < len(cells):
-        raise ValueError("it names no cell, or one twice")
+        raise ValueError("it names no cell, or a cell twice")
     for name, least in (("seed", 0), ("concordant", 1)):
         if value[name] < least:
             raise ValueError(f"{name} is {value[name]}, wanted {least} or more")
@@ -204,8 +204,8 @@ def read_labels(sheet: Path, key: Key) -> dict[str, int]:
     empty = [name for name, word in words.items() if not word]
     bad = [f"{name}: {word[:20]!r}" for name, word in words.items() if word and word not in LABEL_OF]
     for faulty, problem in (
-        (unknown, "rows that its key does not know"),
-        (duplicates, "rows that stand twice"),
+        (unknown, "rows that are not in its key"),
+        (duplicates, "duplicate rows"),
         (missing, "rows missing"),
         (changed, "rows whose text was changed"),
         (bad, "labels that are not 0 or 1"),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -52,7 +52,8 @@ class Pin:
     @property
     def sha256(self) -> str:
         """The hash of the arms, seeds and weights; the name and date of the file do not change it."""
-        return weights_identity((c.arm, c.seed, c.sha256) for c in self.checkpoints)
+        weights = sorted((c.arm, c.seed, c.sha256) for c in self.checkpoints)
+        return hashlib.sha256(json.dumps(weights, separators=(",", ":")).encode()).hexdigest()
 
     def weights(self, arm: str) -> dict[int, str]:
         """Return the sha256 of an arm's weights by seed."""
@@ -70,11 +71,6 @@ class Pin:
         """Return the text of the pin file."""
         body = {"format": PIN_FORMAT, "date": self.date, "checkpoints": [asdict(c) for c in self.checkpoints]}
         return json.dumps(body, indent=1, ensure_ascii=True) + "\n"
-
-
-def weights_identity(weights: Iterable[tuple[str, int, str]]) -> str:
-    """Return one hash for several (arm, seed, sha256)."""
-    return hashlib.sha256(json.dumps(sorted(weights), separators=(",", ":")).encode()).hexdigest()
 
 
 def load_pin(path: Path) -> Pin:

@@ -57,7 +57,7 @@ class Rules:
     primary: tuple[str, ...]  # the gated policies
     contexts: tuple[int, ...]  # the gated lengths
     arms: tuple[str, ...] = ()  # the gated candidates; empty for all
-    deployable: tuple[str, ...] = ()  # the policies of which the estimand worst takes the worst
+    deployable: tuple[str, ...] = ()  # the estimand ``worst`` is the worst of these policies
     estimands: tuple[str, ...] = CONTRASTED
     estimand_margins: dict[str, float] = field(default_factory=dict)  # of selectivity, and of parity if declared
     ratios: dict[str, float] = field(default_factory=dict)  # limit on the ratio of unwanted rates, instead of a margin
@@ -124,12 +124,12 @@ def _estimands(gate: GateSpec, comparison: Comparison) -> tuple[str, ...]:
         for kind in needed:
             if name in gate.estimands and not kinds[kind]:
                 suites = ", ".join(map(short_text, comparison.suites))
-                raise SpecError(f"gate.estimands asks {name}, but no suite measures {kind}: {suites}")
+                raise SpecError(f"gate.estimands names {name}, but no suite measures {kind}: {suites}")
     if "parity" in gate.estimands and "parity" not in gate.estimand_margins:
         with_limit = [suite for suite in comparison.capability if suite in gate.ratios]
         if with_limit:
             raise SpecError(
-                "gate.estimands asks parity, whose margin defaults to that of the suite, but "
+                "gate.estimands names parity, whose margin defaults to that of the suite, but "
                 f"{short_text(with_limit[0])} has a ratio; give gate.estimand_margins.parity"
             )
     if "selectivity" in gate.estimands:
@@ -147,8 +147,8 @@ def _check_selectivity(comparison: Comparison, gated: Sequence[int]) -> None:
         for length in comparison.lengths[suite]:
             if length in gated and length not in capability:
                 raise SpecError(
-                    f"gate.estimands asks selectivity, but no suite measures capability at the {length} tokens of "
-                    f"{short_text(suite)}; ask one there: evaluate.suites.NAME.context_tokens"
+                    "gate.estimands names selectivity, but no suite measures capability at the "
+                    f"{length} tokens of {short_text(suite)}; ask one there: evaluate.suites.NAME.context_tokens"
                 )
 
 
@@ -232,8 +232,12 @@ def changes(run_comparison: Comparison, run_rules: Rules, comparison: Comparison
         ("reference", run_comparison.reference, comparison.reference),
         ("estimands", run_rules.estimands, rules.estimands),
         ("gated arms", run_rules.arms or run_comparison.candidates, rules.arms or comparison.candidates),
-        ("gated policies", _short(run_comparison, run_rules.primary), _short(comparison, rules.primary)),
-        ("deployable policies", _short(run_comparison, run_rules.deployable), _short(comparison, rules.deployable)),
+        ("gated policies", _short_names(run_comparison, run_rules.primary), _short_names(comparison, rules.primary)),
+        (
+            "deployable policies",
+            _short_names(run_comparison, run_rules.deployable),
+            _short_names(comparison, rules.deployable),
+        ),
         ("gated lengths", run_rules.contexts, rules.contexts),
         ("on_inconclusive", run_rules.on_inconclusive, rules.on_inconclusive),
         ("not_measurable", run_rules.not_measurable, rules.not_measurable),
@@ -279,7 +283,7 @@ def _rules_from(data: RunData, file: YamlFile | None, pin: Pin | None) -> tuple[
     return comparison, rules if file is None else replace(rules, source=file.name, sha256=file.sha256)
 
 
-def _short(comparison: Comparison, policies: Sequence[str]) -> tuple[str, ...]:
+def _short_names(comparison: Comparison, policies: Sequence[str]) -> tuple[str, ...]:
     return tuple(comparison.labels[policy] for policy in policies)
 
 

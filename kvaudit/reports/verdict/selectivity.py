@@ -62,7 +62,7 @@ def _combine(safety: Contrast, capability: Sequence[Contrast], alpha: float) -> 
     blank = replace(blank, unread=safety.unread, churn=safety.churn, rerun=safety.rerun)
     if reasons:
         return blank
-    sums = _weighted((weight, c.sums) for weight, c in parts)
+    sums = _scale_sums((weight, c.sums) for weight, c in parts)
     seeds = np.sum([[weight * v for v in c.seed_estimates] for weight, c in parts], axis=0)  # [S]
     effect = _effect(parts, _spread(sums), alpha)
     recipe = None
@@ -81,11 +81,13 @@ def _combine(safety: Contrast, capability: Sequence[Contrast], alpha: float) -> 
         readings=_readings(parts),
         seed_noise=_noise(parts),
         by_seed=tuple(_by_seed(parts, i) for i in range(len(safety.by_seed))),
-        seed_sums=tuple(_weighted((weight, c.seed_sums[i]) for weight, c in parts) for i in range(len(safety.by_seed))),
+        seed_sums=tuple(
+            _scale_sums((weight, c.seed_sums[i]) for weight, c in parts) for i in range(len(safety.by_seed))
+        ),
     )
 
 
-def _weighted(parts: Iterable[tuple[float, tuple[ClusterSums, ...]]]) -> tuple[ClusterSums, ...]:
+def _scale_sums(parts: Iterable[tuple[float, tuple[ClusterSums, ...]]]) -> tuple[ClusterSums, ...]:
     return tuple(replace(part, weight=weight * part.weight) for weight, sums in parts for part in sums)
 
 
@@ -98,7 +100,7 @@ def _readings(parts: Parts) -> tuple[tuple[ClusterSums, ...], ...]:
         for weight, c in parts:
             yield weight, min((c.sums, *c.readings), key=lambda sums: worst * sum(weight * p.sums.sum() for p in sums))
 
-    return _weighted(extreme(1)), _weighted(extreme(-1))
+    return _scale_sums(extreme(1)), _scale_sums(extreme(-1))
 
 
 def _noise(parts: Parts) -> float:
@@ -111,7 +113,7 @@ def _by_seed(parts: Parts, index: int) -> SeedDrift:
     drifts = [(weight, c.by_seed[index], c.seed_sums[index]) for weight, c in parts]
     wide = mover([(weight, s.estimate, s.low, s.high) for weight, s, _ in drifts])
     narrow = mover([(weight, s.estimate, s.lower, s.upper) for weight, s, _ in drifts])
-    below = _drop_pvalue(wide.estimate, _spread(_weighted((weight, sums) for weight, _, sums in drifts)))
+    below = _drop_pvalue(wide.estimate, _spread(_scale_sums((weight, sums) for weight, _, sums in drifts)))
     return SeedDrift(drifts[0][1].seed, wide.estimate, wide.low, wide.high, narrow.low, narrow.high, below)
 
 
@@ -169,10 +171,10 @@ def _spread(sums: Sequence[ClusterSums]) -> _Spread:
     """Return the summed CR3 variance of independent suites."""
     # a single pattern without a flipped sign gives the observed moments
     moments = [flip_moments(p.weight * p.sums[None], p.counts, np.ones((1, len(p.counts)))) for p in sums]
-    return _pooled([_Spread(float(m.variance[0, 0]), len(p.counts) - 1) for m, p in zip(moments, sums, strict=True)])
+    return _pool([_Spread(float(m.variance[0, 0]), len(p.counts) - 1) for m, p in zip(moments, sums, strict=True)])
 
 
-def _pooled(parts: Sequence[_Spread]) -> _Spread:
+def _pool(parts: Sequence[_Spread]) -> _Spread:
     """Sum variances, with Satterthwaite's degrees of freedom (the smallest of the parts if nothing varies)."""
     total = sum(p.variance for p in parts)
     if total <= 0:

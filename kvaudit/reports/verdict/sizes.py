@@ -44,7 +44,10 @@ DEFAULT_SAMPLING_SHARE = 0.5  # fits the simulated power of 1, 4 and 8 samples a
 DEFAULT_SEED_SHARE = 0.85  # at least .84 in the cells of the default audit that moved little
 _ARMS = 2  # reference and candidate
 SECONDS_PER_HOUR = 3600.0
-_MOST_CLUSTERS, _MOST_ITEMS = 20_000, 2_000  # templates, items of each; larger simulations take more than seconds
+_MOST_CLUSTERS, _MOST_ITEMS = (
+    20_000,
+    2_000,
+)  # templates, and items of each; with more, a simulation takes over a few seconds
 _DESIGN_SEARCH = 500  # audits at each step of a search
 _SAMPLES_ADVISED, _ITEMS_TIMES = 4, 4
 
@@ -186,7 +189,7 @@ def larger_designs(design: Design) -> Iterator[Step]:
 
 
 def with_more_items(design: Design) -> Step:
-    """Return the step to four times the items of each template."""
+    """Return a design with four times the items of each template, and its chance to pass."""
     larger = replace(design, items_per_cluster=_ITEMS_TIMES * design.items_per_cluster)
     return Step(f"{_ITEMS_TIMES} times the items of each template", pass_chance(larger, audits=_DESIGN_SEARCH))
 

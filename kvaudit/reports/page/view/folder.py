@@ -36,7 +36,7 @@ from kvaudit.reports.verdict.comparison import Comparison
 
 STATIC = ("view.css", "list.js", "flip.js", "view.js", "index.html")  # index.html last: it marks a complete view
 DATA, LIST, TEXTS, SHADES = "data", "flips.js", "texts-{}.js", "shades-{}.js"
-LOST = ("nothing", "something, shown", "something, not shown yet")  # what a flip's caches evicted
+LOST = ("nothing", "something, shown", "something, not shown yet")  # whether a flip's caches evicted entries
 _DATA_FILE = re.compile(r"flips\.js|(texts|shades)-\d+\.js")
 _DIGITS = 4  # of shares
 
@@ -44,10 +44,7 @@ T = TypeVar("T")
 
 
 class RunView:
-    """The pages of a run's flips.
-
-    Raises DataError for a run without flips or without transcripts.
-    """
+    """The pages of a run's flips. Raises DataError for a run without flips or without transcripts."""
 
     def __init__(self, data: RunData, comparison: Comparison) -> None:
         self._data, self._comparison = data, comparison
@@ -61,7 +58,7 @@ class RunView:
         if self._texts.is_empty:
             raise DataError(f"{str(data.run)!r} holds no transcripts, so there is nothing to show; evaluate it again")
         self._answers = [[self._texts.numbers[place] for place in pair] for pair in pairs]  # reference, candidate
-        self._items = _numbered(self._texts.prompts)
+        self._items = _number(self._texts.prompts)
         self._files: list[list[ItemKey]] = []
 
     @property
@@ -83,7 +80,7 @@ class RunView:
 
     def write_shades(self, out: Path) -> None:
         """Write the shades in the run folder, and the list of flips, which points to them."""
-        shaded = self._shaded()
+        shaded = self._shades_by_item()
         for number, items in enumerate(self._files):
             table = {self._items[item]: shaded[item].table() for item in items if item in shaded}
             if table:
@@ -92,8 +89,8 @@ class RunView:
 
     def shaded_counts(self) -> tuple[int, int]:
         """Return the number of flips with evictions whose shades are shown, and of all flips with evictions."""
-        shaded = self._shaded()
-        codes = [self._lost(pair, shaded) for pair in self._answers]
+        shaded = self._shades_by_item()
+        codes = [self._eviction_code(pair, shaded) for pair in self._answers]
         return codes.count(1), codes.count(1) + codes.count(2)
 
     def missing_shades(self, number: int) -> dict[str, set[AnswerKey]]:
@@ -110,7 +107,7 @@ class RunView:
                     missing.setdefault(answer.unit, set()).add(answer.answer)
         return missing
 
-    def _shaded(self) -> dict[ItemKey, ItemShades]:
+    def _shades_by_item(self) -> dict[ItemKey, ItemShades]:
         """Return the shades in the run folder by item."""
         shadings: dict[str, Shadings] = {}
         shades: dict[ItemKey, ItemShades] = {}
@@ -123,9 +120,9 @@ class RunView:
 
     def _table(self, shaded: Mapping[ItemKey, ItemShades]) -> dict[str, Any]:
         metrics = [SCORE, *(name for name in FACETS if any(m.endswith(f".{name}") for m in self._comparison.facets))]
-        short, policies = self._comparison.labels, _numbered(self._comparison.policies)
+        short, policies = self._comparison.labels, _number(self._comparison.policies)
         flips = self.flips
-        arms, kinds = _numbered(flip.candidate.arm for flip in flips), _numbered(flip.kind for flip in flips)
+        arms, kinds = _number(flip.candidate.arm for flip in flips), _number(flip.kind for flip in flips)
         return {
             "run": {
                 "name": visible(self._data.spec.name),
@@ -148,11 +145,14 @@ class RunView:
                 "policy": [policies[flip.candidate.policy] for flip in flips],
                 "item": [self._items[flip.suite, flip.context_tokens, flip.item] for flip in flips],
                 "changes": [
-                    [(metrics.index(c.metric), _short(c.reference), _short(c.candidate)) for c in flip.changes]
+                    [
+                        (metrics.index(c.metric), _rounded_share(c.reference), _rounded_share(c.candidate))
+                        for c in flip.changes
+                    ]
                     for flip in flips
                 ],
                 "answers": self._answers,
-                "lost": [self._lost(pair, shaded) for pair in self._answers],
+                "lost": [self._eviction_code(pair, shaded) for pair in self._answers],
             },
         }
 
@@ -168,7 +168,7 @@ class RunView:
             "shades": [int(any(item in shaded for item in items)) for items in self._files],  # by file
         }
 
-    def _lost(self, answers: Iterable[int], shaded: Mapping[ItemKey, ItemShades]) -> int:
+    def _eviction_code(self, answers: Iterable[int], shaded: Mapping[ItemKey, ItemShades]) -> int:
         """Return the index in LOST of a flip."""
         evicted = [answer for answer in answers if self._texts.answers[answer].evicted]
         has_shades = [answer in shaded.get(self._texts.answers[answer].item, ()) for answer in evicted]
@@ -199,9 +199,9 @@ def _metric(name: str) -> dict[str, Any]:
     return {"name": name, "says": FACETS[name].says, "wanted": FACETS[name].wanted}
 
 
-def _numbered(words: Iterable[T]) -> dict[T, int]:
+def _number(words: Iterable[T]) -> dict[T, int]:
     return {word: number for number, word in enumerate(dict.fromkeys(words))}
 
 
-def _short(share: float) -> float | int:
+def _rounded_share(share: float) -> float | int:
     return int(share) if share in (0.0, 1.0) else round(share, _DIGITS)

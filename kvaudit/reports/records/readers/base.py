@@ -140,10 +140,7 @@ class Reader:
         raise NotImplementedError
 
     def read(self, path: Path, request: Request) -> Log:
-        """Return the content of the file.
-
-        Raises DataError if nothing can be read, SpecError for a wrong selection.
-        """
+        """Return the content of the file. Raises DataError if nothing can be read, SpecError for a wrong selection."""
         raise NotImplementedError
 
 
@@ -282,7 +279,7 @@ def read_log(path: Path, request: Request) -> Log:
         if request.select and reader.name != "kvaudit":
             raise DataError(f"{str(path)!r} is a {reader.reads}; selectors choose cells of a kvaudit run only")
         return reader.read(path, request)
-    except RecursionError:  # the parser takes more levels than what hashes and compares the values
+    except RecursionError:  # the parser accepts more levels than json.dumps and the comparison do
         raise DataError(f"{str(path)!r} nests lists or objects hundreds of levels deep; no tool writes that") from None
     except OSError as error:
         raise DataError(f"{str(path)!r} cannot be read ({error.strerror or error}); check the path") from None
@@ -333,7 +330,7 @@ def _reader_of(path: Path) -> Reader:
     if kind := foreign_kind(path):
         raise DataError(f"{str(path)!r} is {kind}")
     kinds = "; ".join(reader.reads for reader in readers)
-    raise DataError(f"{str(path)!r} is no known result file: {kinds}")
+    raise DataError(f"{str(path)!r} is not a known kind of result file: {kinds}")
 
 
 _MAX_NAME = 500  # characters of an item's name that a pattern is tried on

@@ -92,7 +92,7 @@ class Archive:
             raise DataError(f"the member unpacks to more than {LARGEST_MEMBER >> 20} MB")
         self._bytes_left -= len(raw)
         if self._bytes_left < 0:
-            raise TooLarge(f"{str(self.path)!r} unpacks to more than {LARGEST_RATIO} times its size; it is no log")
+            raise TooLarge(f"{str(self.path)!r} unpacks to more than {LARGEST_RATIO} times its size; that is not a log")
         try:
             value = json.loads(raw)
         except (ValueError, RecursionError) as error:
@@ -220,7 +220,7 @@ class _JsonLog:
         try:
             self._log = json.loads(path.read_bytes())
         except (ValueError, RecursionError) as error:
-            raise DataError(f"{str(path)!r} is no whole JSON log of Inspect ({one_line(error)})") from None
+            raise DataError(f"{str(path)!r} is not a complete JSON log of Inspect ({one_line(error)})") from None
         samples = self._log.get("samples") if isinstance(self._log, dict) else None
         if not isinstance(samples, list):
             raise DataError(f"{str(path)!r} is the header of an Inspect log, without its samples; give the whole log")

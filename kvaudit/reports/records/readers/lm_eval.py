@@ -95,10 +95,10 @@ def _merge_filters(rows: list[Row], repeats: Counter[str]) -> tuple[list[Row], t
     repeated, most = sum(count > 1 for count in repeats.values()), max(repeats.values())
     old = "the log is of an old lm-eval (before its pull request 2517), which names neither metrics nor filters"
     if not repeated:
-        return rows, (f"{old}: every number beside what was asked and said is a metric.",)
+        return rows, (f"{old}: every number besides question and answer is a metric.",)
     first = {(row.metric, row.item): row.score for row in rows if f",{_UNNAMED}" not in row.metric}
     later = [row for row in rows if f",{_UNNAMED}" in row.metric]
-    note = f"{old}: {repeated} documents stand up to {most} times, once for every filter"
+    note = f"{old}: {repeated} documents occur up to {most} times, once for every filter"
     if all(row.score == first.get((row.metric.partition(f",{_UNNAMED}")[0], row.item)) for row in later):
         return [row for row in rows if f",{_UNNAMED}" not in row.metric], (f"{note}; all scored alike and count once.",)
     return rows, (f"{note}; METRIC is of the first, METRIC,{_UNNAMED}2 of the second.",)

@@ -55,10 +55,10 @@ class Records(Reader):
         data = load_run(path) if path.is_dir() else None
         frame, problems = _read_file(path) if data is None else (data.records, data.problems)
         files = set(frame["file"].astype(str))
-        frame = _selected(path, frame, request.select)
+        frame = _select_rows(path, frame, request.select)
         units = set(frame["file"].astype(str))
         unsealed = sorted(units & set(() if data is None else data.incomplete))
-        skipped = list(_skipped(files, units, problems))
+        skipped = list(_skipped_problems(files, units, problems))
         return Log(
             path,
             self.name,
@@ -69,7 +69,7 @@ class Records(Reader):
             unfinished=f"unit {unsealed[0]} is not sealed; resume the run" if unsealed else "",
             duplicates=sum(p.file in units and _is_duplicate(p) for p in problems),
             kept_out={METRIC: len(skipped)},
-            scales=_scales(skipped),
+            scales=_off_scale_scores(skipped),
             prompts={} if data is None else _prompts(data, frame),
             run=None if data is None else replace(data, records=frame, incomplete=()),
             select=request.select,
@@ -80,7 +80,7 @@ def _is_duplicate(problem: Problem) -> bool:
     return "duplicate of" in problem.reason
 
 
-def _skipped(files: set[str], units: set[str], problems: Iterable[Problem]) -> Iterator[Problem]:
+def _skipped_problems(files: set[str], units: set[str], problems: Iterable[Problem]) -> Iterator[Problem]:
     """Yield skipped lines of the selected units, and of files without a readable record, whose cell is unknown."""
     for problem in problems:
         has_cell = problem.file in files or "/" in problem.file  # the name of a telemetry file has a folder
@@ -88,7 +88,7 @@ def _skipped(files: set[str], units: set[str], problems: Iterable[Problem]) -> I
             yield problem
 
 
-def _scales(problems: Iterable[Problem]) -> dict[str, OffScaleScores]:
+def _off_scale_scores(problems: Iterable[Problem]) -> dict[str, OffScaleScores]:
     collected = Problems()
     for problem in problems:
         if problem.score is not None:
@@ -139,13 +139,13 @@ def _read_file(path: Path) -> tuple[pd.DataFrame, tuple[Problem, ...]]:
     columns, problems = Columns(), list[Problem]()
     check_seal(path, read_unit(path, columns, problems))
     if not columns.rows:
-        for scale in _scales(problems).values():
+        for scale in _off_scale_scores(problems).values():
             raise scale.error(path, METRIC)
         raise DataError(f"{str(path)!r} holds no record; first problem: line {problems[0].line}: {problems[0].reason}")
     return columns.frame(), tuple(problems)
 
 
-def _selected(path: Path, frame: pd.DataFrame, select: Mapping[str, str]) -> pd.DataFrame:
+def _select_rows(path: Path, frame: pd.DataFrame, select: Mapping[str, str]) -> pd.DataFrame:
     """Return the rows that match every selector.
 
     Raises SpecError if there are none, or rows of several arms or policies.

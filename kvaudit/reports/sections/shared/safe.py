@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from kvaudit.core.plugins import split_named
 from kvaudit.reports.stats.rule import fixed_sequence
-from kvaudit.reports.verdict.cell import decide_cell, readings_of, templates_of
+from kvaudit.reports.verdict.cell import unadjusted_status
 from kvaudit.reports.verdict.comparison import Comparison
 from kvaudit.reports.verdict.contrast import Contrast, Drift
 from kvaudit.reports.verdict.controls import Controls
@@ -94,7 +94,7 @@ def _over_lengths(sides: Comparison, rules: Rules, contrasts: Mapping[_Key, Cont
 
 def _sequence(steps: _Steps, margin: float, controls: Controls) -> SafeBudget:
     cells, amounts = steps.cells, steps.amounts
-    statuses = [_status(c, margin, controls) for c in cells]
+    statuses = [unadjusted_status(c, margin, is_measurable=controls.against(c) is None).value for c in cells]
     last = fixed_sequence([status in _PASSED for status in statuses])
     after = 0 if last is None else last + 1
     return SafeBudget(
@@ -110,14 +110,6 @@ def _sequence(steps: _Steps, margin: float, controls: Controls) -> SafeBudget:
         cleared=None if last is None else amounts[last],
         failed=amounts[after] if after < len(amounts) else None,
     )
-
-
-def _status(c: Contrast, margin: float, controls: Controls) -> str:
-    if c.effect is None:
-        return Status.INVALID.value
-    status = decide_cell(c.effect, margin, c.effect.pvalue_drop, templates_of(c), readings=readings_of(c))[0]
-    is_unmeasurable = status is not Status.FAIL and controls.against(c) is not None
-    return (Status.NOT_MEASURABLE if is_unmeasurable else status).value
 
 
 # --- policies that differ in their budget -----------------------------------------------------------------------------
