@@ -24,7 +24,7 @@ from kvaudit.audit.cache.codes import (
     fit_groups,
     parameters_of,
 )
-from kvaudit.audit.cache.hints import HINTED_DTYPES, KEYS, VALUES, CodePlace, HintTable, Strays
+from kvaudit.audit.cache.hints import HINTED_DTYPES, KEYS, VALUES, HintTable, LayerPart, Strays
 from kvaudit.audit.cache.layers import LayerPlan, LayerRun, States, run_state_layer
 from kvaudit.audit.cache.ledger import NEVER, Rollout
 from kvaudit.audit.cache.routing import ReplayedRoutes
@@ -156,7 +156,7 @@ class Replay:
         """Return keys and values [B, H, K, D] after their round trip through codes."""
         evicted_at = None if self._evicted_at is None else self._evicted_at[:, call.layer]  # [B, H, K]
         width = max(call.key.shape[3], call.value.shape[3])
-        keys, values = (CodePlace(call.layer, part, width) for part in (KEYS, VALUES))
+        keys, values = (LayerPart(call.layer, part, width) for part in (KEYS, VALUES))
         return (
             decoded_keys(call.key, self._keys, evicted_at, codes, keys),
             _straight_through(call.value, _decoded_by_token(call.value.detach(), codes, values)),
@@ -216,11 +216,11 @@ class QuantisationTimes(NamedTuple):
         """Return whether any query at row positions [B, Q] sees a quantised key or value."""
         return bool((torch.minimum(self.keys_at, self.values_at) <= queries.amax(1)[:, None]).any())
 
-    def apply_hints(self, place: CodePlace, exact: Tensor, codes: Tensor, parameters: Tensor) -> Tensor:
+    def apply_hints(self, layer_part: LayerPart, exact: Tensor, codes: Tensor, parameters: Tensor) -> Tensor:
         """Replace replayed ``codes`` [B, H, K, D] of ``exact`` by the sampler's where it recorded a rounding hint."""
         if self.hints is None or exact.dtype not in HINTED_DTYPES:
             return codes
-        return self.hints.take_over(place, exact, codes, parameters, self.codec)
+        return self.hints.apply(layer_part, exact, codes, parameters, self.codec)
 
 
 def quantisation_times(
@@ -246,7 +246,7 @@ def _times_at(rows: Sequence[Tensor], positions: Tensor) -> Tensor:
 
 
 def decoded_keys(
-    keys: Tensor, positions: Tensor, evicted_at: Tensor | None, codes: QuantisationTimes, place: CodePlace
+    keys: Tensor, positions: Tensor, evicted_at: Tensor | None, codes: QuantisationTimes, layer_part: LayerPart
 ) -> Tensor:
     """Return keys [B, H, K, D] after their round trip through codes, with the gradient of the exact keys.
 
@@ -255,7 +255,7 @@ def decoded_keys(
     """
     codec, exact = codes.codec, keys.detach()
     if not codec.key_group:
-        return _straight_through(keys, _decoded_by_token(exact, codes, place))
+        return _straight_through(keys, _decoded_by_token(exact, codes, layer_part))
     member = ((codes.keys_at < NEVER) & (positions >= 0))[:, None].expand(keys.shape[:3])  # [B, H, K]
     if evicted_at is not None:
         member = member & (evicted_at > codes.keys_at[:, None])  # at the same query, eviction comes first
@@ -264,15 +264,17 @@ def decoded_keys(
     if groups == 0:
         return keys
     parameters = parameters_of(group, fit_groups(exact, group, groups, codec))  # [B, H, K, D, P]
-    key_codes = codes.apply_hints(place, exact, encode_as(exact, parameters, codec), parameters)
+    key_codes = codes.apply_hints(layer_part, exact, encode_as(exact, parameters, codec), parameters)
     return _straight_through(keys, torch.where(member[..., None], decode_keys(key_codes, parameters, codec), exact))
 
 
-def _decoded_by_token(exact: Tensor, times: QuantisationTimes, place: CodePlace) -> Tensor:
-    codec, turned = times.codec, times.codec.turned(exact, place.part)
-    codes, parameters = encode_tokens(turned, codec, codec.fixed_scales(place.layer, place.part, exact.shape[1]))
-    codes = times.apply_hints(place, turned, codes, parameters)
-    return codec.turned(decode_tokens(codes, parameters, codec), place.part)
+def _decoded_by_token(exact: Tensor, times: QuantisationTimes, layer_part: LayerPart) -> Tensor:
+    codec, turned = times.codec, times.codec.turned(exact, layer_part.part)
+    codes, parameters = encode_tokens(
+        turned, codec, codec.fixed_scales(layer_part.layer, layer_part.part, exact.shape[1])
+    )
+    codes = times.apply_hints(layer_part, turned, codes, parameters)
+    return codec.turned(decode_tokens(codes, parameters, codec), layer_part.part)
 
 
 def _key_groups(member: Tensor, times: Tensor, size: int) -> Tensor:
