@@ -240,8 +240,8 @@ def test_other_weights_leave_the_hints_aside() -> None:
             parameter.mul_(1.01)
         bare = [replace(r, hints=None) for r in played.rollouts]
         strays: list[tuple[int, int]] = []
-        seen, _ = suffix_logits(other, played.rollouts, group=1, kind="shadow", strays=strays)
-        alone, _ = suffix_logits(other, bare, group=1, kind="shadow")
+        seen, _ = suffix_logits(other, played.rollouts, group=1, view="shadow", strays=strays)
+        alone, _ = suffix_logits(other, bare, group=1, view="shadow")
     assert len(strays) > 10
     assert (seen - alone).abs().max() < 0.1
 

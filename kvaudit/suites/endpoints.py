@@ -1,7 +1,7 @@
-"""The endpoints of ``kvaudit check``: all public rows that ask one question, pooled over their files; evaluation only.
+"""The endpoints of ``kvaudit check``: all public rows for one question, pooled over files; for evaluation only.
 
-Near copies are one kind, and one row of each kind is asked, so that every row is a cluster of its own. Sources are
-mixed in proportion to their number of kinds, so that any first rows represent all of them. Missing files are skipped.
+Near copies are one kind, and one row of each kind is asked, so that every row is its own cluster. Sources are mixed in
+proportion to their numbers of kinds, so that the first rows always represent all of them. Missing files are skipped.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kvaudit.suites.tensortrust import ROW_FILES, TensorTrust
 
 
 class Endpoint(NamedTuple):
-    """A question of a check: its suite, the facet that decides it, and the tolerated loss of that facet in points."""
+    """A question of a check: its suite, the deciding facet, and the tolerated loss of it in percentage points."""
 
     name: str
     facet: str
@@ -65,7 +65,7 @@ def absent_sources(endpoint: str) -> tuple[PublicRows, ...]:
 
 
 def has_public_rows(endpoint: str) -> bool:
-    """Return whether the data folder has rows of an endpoint: any file, or for Tensor Trust all of them."""
+    """Return whether the data folder has rows of an endpoint: any of its files, or for Tensor Trust all of them."""
     present = [has_file(file) for file in _FILES[endpoint]]
     return all(present) if endpoint == "injection" else any(present)
 
@@ -79,7 +79,7 @@ class _NeverTrained(Published):
 
 
 class _Pooled(_NeverTrained, requests.Requests):
-    """One row of every kind, sources in proportion."""
+    """The base of pooled suites: one row of every kind, with sources in proportion."""
 
     licence = "those of its sources: CC-BY-4.0, MIT"
     one_sided = True
@@ -191,7 +191,7 @@ def mix_sources(rows: Sequence[_Row], stream: str) -> list[_Row]:
 
 @cache
 def _rows(endpoint: str, suites: tuple[type[requests.Requests], ...], folder: Path) -> tuple[_Row, ...]:  # noqa: ARG001 - a key
-    """Return one row of every kind of request; kinds that several suites hold belong to the first of these."""
+    """Return one row of every kind of request; a kind in several suites belongs to the first of them."""
     form = "unsafe" if endpoint == "harm" else "safe"
     texts = [(s.name, text) for s in suites for origin in s().origins() for text in getattr(origin, form)]
     if endpoint == "benign":

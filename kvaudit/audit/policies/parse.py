@@ -24,7 +24,7 @@ _PLAIN = (str, int, float, bool)
 
 
 def parse_policy(source: str | Mapping[str, Any]) -> Policy:
-    """Return the policy that text or a mapping describes; raises UnknownName or SpecError with the known fields."""
+    """Parse a policy from text or a mapping; raises UnknownName or SpecError with the known fields."""
     if isinstance(source, Mapping):
         return _from_mapping(source)
     if not isinstance(source, str):
@@ -39,7 +39,7 @@ def parse_policy(source: str | Mapping[str, Any]) -> Policy:
 
 
 def _weighted(text: str) -> tuple[Policy, int]:
-    """Return one part of a mixture and its weight."""
+    """Parse one part of a mixture and its weight."""
     request, sign, weight = text.strip().partition("@")
     if sign and not (weight.isascii() and weight.isdigit() and len(weight) <= len(str(LARGEST_NUMBER))):
         raise SpecError(f"policy {text!r}: weight {weight!r}, wanted a whole number at the end, such as {request}@3")

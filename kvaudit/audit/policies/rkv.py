@@ -1,4 +1,4 @@
-"""R-KV: the entries that the last queries attend to and that later keys do not repeat."""
+"""R-KV: keep entries that the last queries attend to and that later keys do not repeat."""
 
 from __future__ import annotations
 
@@ -69,9 +69,9 @@ class RKV(Evictor):
 
 
 def _redundancy(keys: Tensor, present: Tensor) -> Tensor:
-    """Return how similar other keys are to each entry, softmax over entries: [B, H, K]; 0 for empty slots.
+    """Return the redundancy of each entry [B, H, K]: the softmax of its mean cosine to all keys; 0 for empty slots.
 
-    In blocks of keys: memory O(_KEY_BLOCK * K).
+    Computed in blocks of keys, in memory O(_KEY_BLOCK * K).
     """
     import torch
     from torch.nn.functional import normalize
