@@ -553,7 +553,7 @@ def test_a_forward_that_was_broken_off_is_not_gone_on_with(monkeypatch: pytest.M
         patch.setattr(model.model.layers[1].self_attn, "forward", lambda *_, **__: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             model(ids, past_key_values=cache)
-    with pytest.raises(RunError, match="was broken off; make a new one"):
+    with pytest.raises(RunError, match="was interrupted; make a new cache"):
         model(ids, past_key_values=cache)
 
 

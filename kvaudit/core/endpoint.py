@@ -41,7 +41,7 @@ _FATAL = (301, 302, 303, 307, 308, 401, 402, 403, 404, 405)  # every further req
 _RETRIED = (408, 409, 425, 429)  # and every status from _SERVER on
 _SERVER = 500
 _BUSY = (429, 502, 503, 504, *range(520, 530))  # all requests of a client wait, not only this one
-# error names that mean a status, whatever the status of the reply is
+# error names that imply a status, even if the reply has another one
 _NAMED_STATUS = {
     "insufficient_quota": 402, "insufficient_credits": 402, "billing_hard_limit_reached": 402,
     "invalid_api_key": 401, "authentication_error": 401, "unauthorized": 401, "permission_denied": 403,

@@ -220,12 +220,12 @@ def join_surrogates(text: str) -> str:
     return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "surrogatepass")
 
 
-def check_keys(table: Mapping[Any, Any], known: Iterable[str], location: str, kind: str = "key") -> None:
+def check_keys(table: Mapping[Any, Any], known: Iterable[str], location: str) -> None:
     """Raise UnknownName for a key that is not in ``known``; ``location`` names the table."""
     names = list(known)
     for key in table:
         if key not in names:
-            raise UnknownName(f"{kind} in {location}", short_text(key), map(short_text, names))
+            raise UnknownName(f"key in {location}", short_text(key), map(short_text, names))
 
 
 def _check_yaml_limits(text: str) -> None:

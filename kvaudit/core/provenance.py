@@ -144,7 +144,7 @@ def engine_facts(provenance: Mapping[str, Any], condition: str) -> dict[str, str
 
 
 def item_counts(provenance: Mapping[str, Any]) -> Mapping[str, int]:
-    """Return the numbers of items behind ``auto`` and ``all``, by suite: from the last look, else from the pilot."""
+    """Return the number of items of each suite given as ``auto`` or ``all``, by the last look, else by the pilot."""
     look = last_look(provenance)
     if look is not None:
         return {**dict.fromkeys(pilot_items(provenance), 0), **table_of(look, "items")}
@@ -152,7 +152,7 @@ def item_counts(provenance: Mapping[str, Any]) -> Mapping[str, int]:
 
 
 def pilot_items(provenance: Mapping[str, Any]) -> Mapping[str, int]:
-    """Return the numbers of items by the pilot, by suite."""
+    """Return the number of items that the pilot chose for each suite."""
     items: Mapping[str, int] = table_of(table_of(table_of(provenance, PILOT), PILOT_RESULT), "items")
     return items
 

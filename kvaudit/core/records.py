@@ -20,8 +20,8 @@ from kvaudit.core.text import inline
 
 RECORD_FORMAT = 2
 READABLE_FORMATS = (1, RECORD_FORMAT)  # format 1 has no facets and no outcome for a truncated answer
-# how turns are read: into one cache that lives over all of them; every request anew; every request is sent whole, and
-# the engine decides what it reads again
+# how the turns of a conversation are read: one cache for all turns; each request prefilled again; each request sent
+# whole to an engine, which decides what to prefill again
 ONE_CACHE, READ_ANEW, SENT_WHOLE = "one cache", "read anew", "sent whole"
 # metadata of a field of Record
 OMITTED = {"omitted": True}  # not written where it has its default, so that older records stay valid

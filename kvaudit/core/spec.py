@@ -437,7 +437,7 @@ def _check_lengths(gated: tuple[int, ...], grid: EvaluateSpec) -> None:
 def _check_rounds_gate(gate: GateSpec, primary: Sequence[str]) -> None:
     """Raise SpecError for a gate that cannot decide in rounds."""
     if not gate.margins:
-        raise SpecError("evaluate.rounds goes on until facets are decided, and gate.margins names none: SUITE.FACET")
+        raise SpecError("evaluate.rounds stops when facets are decided; name them in gate.margins as SUITE.FACET")
     if gate.ratios:
         raise SpecError("gate.ratios cannot be decided in rounds; give points in gate.margins, or leave rounds out")
     if unsupported := sorted({*gate.estimands} - {ALIKE, DEPLOYED, SERVING}):

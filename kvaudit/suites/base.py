@@ -37,7 +37,7 @@ def graded(right: bool, facets: Mapping[str, bool], note: str = "", judge: str =
 
 
 def formless(note: str, eligible: Iterable[str], outcome: Outcome = Outcome.DEGENERATE) -> Grade:
-    """Return the grade of an unreadable answer; ``note`` names what is missing."""
+    """Return the grade of an unreadable answer; ``note`` names the missing part."""
     return Grade(outcome, 0.0, note=note, facets=unreadable_facets(eligible))
 
 

@@ -37,7 +37,7 @@ class CoSafe(Requests):
 
     def _paths(self) -> tuple[Path, ...]:
         files = [file.path for file in find_rows(CoSafe.name).files]
-        present = [file for file in files if has_file(file)] or files[:1]  # for the error that says what is missing
+        present = [file for file in files if has_file(file)] or files[:1]  # without any, the first raises the error
         return tuple(data_file(CoSafe.name, file) for file in present)
 
 

@@ -20,13 +20,13 @@ USER_FORM = "instruction_hierarchy/ifeval_ifeval.jsonl"
 LONGEST_GOLD = 160  # words; rules that need more need more tokens than answers may take
 _FORMS = {"system": "followed", "user": "capable"}
 _STEM = 5  # letters; the least length of a word that links an answer to its request
-_LONG = 40  # words; an answer of this length counts as one, whatever its topic
+_LONG = 40  # words; an answer of this length counts as an answer on any topic
 _FREE = {"language:response_language", "detectable_format:constrained_response"}  # these need no word of the request
 _UNCHECKED, _TOO_LONG, _AT_ODDS = "no checker for a rule", "asks for a long answer", "rules that exclude each other"
 
 
 class RuledRequest(NamedTuple):
-    """A request, its rules and a gold answer in either form."""
+    """A request, its rules, and a gold answer for both forms."""
 
     key: str
     rule: str

@@ -192,11 +192,11 @@ class FixedStep:
             parts += [store.slots, store.uniform, replaces, layer.schedule in self._by_position]
             parts.append(layer.stepped is not None and layer.stepped.is_aligned)
             if replaces:
-                parts += [store.length, *_place(store.evicted_at)]
+                parts += [store.length, *_identity(store.evicted_at)]
             for tensor in layer.tensors():
-                parts += _place(tensor)
+                parts += _identity(tensor)
         for tensor in self._cache.row_keys.tensors():
-            parts += _place(tensor)
+            parts += _identity(tensor)
         return tuple(parts)
 
     def finish(self) -> None:
@@ -308,6 +308,6 @@ class FixedStep:
             raise RunError(f"{len(self._attended)} of the model's {len(self._cache.layers)} layers attended")
 
 
-def _place(tensor: Tensor) -> tuple[Hashable, ...]:
+def _identity(tensor: Tensor) -> tuple[Hashable, ...]:
     """Return address, shape and dtype of a tensor: freed memory may be reused by a tensor of another shape."""
     return tensor.data_ptr(), tensor.shape, tensor.dtype

@@ -53,7 +53,7 @@ def ranks(codec: Quantiser, device: torch.device) -> Ranks:
     return Ranks(rank_of.to(device), code_of.to(device))
 
 
-# --- words of the file ------------------------------------------------------------------------------------------------
+# --- packing to uint16 words ------------------------------------------------------------------------------------------
 
 
 def pack_hints(index: Tensor, low: Tensor) -> Tensor:

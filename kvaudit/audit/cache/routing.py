@@ -50,7 +50,7 @@ class RecordedRoutes:
         if table is None:
             table = experts.new_full((self._rows, 1, self._blocks, experts.shape[-1]), NO_EXPERT, dtype=torch.int16)
         if self._needed >= table.shape[1]:
-            # twice what is needed, so that few steps copy; the column of padding is dropped and comes last again
+            # grow to twice the need, so that few steps copy; the last column, for padding, moves to the new end
             new = table.new_full((self._rows, 2 * self._needed - table.shape[1] + 1, *table.shape[2:]), NO_EXPERT)
             table = torch.cat([table[:, :-1], new], 1)
         self._table = table

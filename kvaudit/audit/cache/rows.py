@@ -153,7 +153,7 @@ class Schedule:
 
     def are_due(self, new: Sequence[int], budgets: Counts, *, decoding: bool) -> list[bool]:
         """Return which rows evict down to ``budgets`` after getting ``new`` tokens each."""
-        # a row without new tokens stays unchanged, whatever the other rows of the batch do
+        # a row without new tokens never evicts, so that it does not depend on other rows of the batch
         numbers = zip(self.arrived.numbers, budgets.numbers, new, strict=True)
         over = [held > budget and more > 0 for held, budget, more in numbers]
         if not decoding:

@@ -49,7 +49,7 @@ class _Recorder:
     def attend(self, call: AttentionCall) -> Tensor:
         out = self.cache.attend(call)
         batch, heads, _, size = call.query.shape
-        # queries of length 0 if not needed: they would be most of what is recorded
+        # keep no queries (length 0) unless needed, since they would take most of the memory
         self.calls.append(call if self.queries else call._replace(query=call.query.new_empty(batch, heads, 0, size)))
         return out
 

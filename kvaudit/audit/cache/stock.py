@@ -168,7 +168,7 @@ class CompressedCache(Cache):  # type: ignore[misc]
         batch, new = ids.shape
         decoding = new == 1 and self._evicting is not None
         if self._evicting is not None and not self._evicting.is_settled:
-            raise RunError("an earlier forward through this CompressedCache was broken off; make a new one")
+            raise RunError("an earlier forward through this CompressedCache was interrupted; make a new cache")
         if self._evicting is None:
             keys = torch.arange(batch, device=ids.device) + self._seed
             self._evicting = EvictingCache(self._config, self._policy, keys, rotary=self._rotary, blocks=self._blocks)
@@ -318,7 +318,7 @@ def require_one_device(model: Any) -> None:
     if len(devices) > 1:
         raise RunError(
             f"model {model.config.model_type!r} is spread over the devices {', '.join(devices)}, and a compressed "
-            "cache lies on one; load it with device_map={'': 0}, or with fewer bytes a weight"
+            "cache lies on one; load it with device_map={'': 0}, or with fewer bytes per weight"
         )
 
 

@@ -185,7 +185,7 @@ def due_evictions(policy: Evictor, steps: Sequence[ForwardStep]) -> list[DueEvic
     budgets = policy.budget_at(torch.tensor([seen for seen, _ in steps], dtype=torch.int64)).tolist()
     for (seen, decoding), budget in zip(steps, budgets, strict=True):
         size, decoded, before = size + seen - before, decoded + decoding, seen
-        # every chunk of given tokens is followed by an eviction, whatever the interval
+        # an eviction follows every chunk of prompt tokens; ``interval`` applies to decoding only
         ready = decoded >= policy.interval if decoding else True
         if size > budget and ready and policy.phase != ("prefill" if decoding else "decode"):
             due.append(DueEviction(seen, size, budget))

@@ -38,7 +38,7 @@ def stored_logits(
     device = next(model.parameters()).device
     layers = _count_layers(model)
     if store.shown and any(rollout.written is None for rollout in rollouts):
-        raise DataError("a rollout lacks what its engine's queries read; it cannot be replayed without")
+        raise DataError("a rollout lacks the keys that its engine's queries read, so it cannot be replayed")
     prefix, starts = None, [0] * len(rollouts)
     lengths = torch.tensor([r.prompt_length for r in rollouts])  # [B]; positions are computed on the host
     if not whole_rows:

@@ -449,9 +449,9 @@ def distances(reference: Tensor, candidate: Tensor, ids: Tensor) -> Distances:
 
 
 def _block_distances(reference: Tensor, candidate: Tensor, ids: Tensor) -> Distances:
-    ours, theirs = (logits.double().log_softmax(-1) for logits in (reference, candidate))  # [n, V]
+    expected, actual = (logits.double().log_softmax(-1) for logits in (reference, candidate))  # [n, V]
     # a token of reference probability 0 adds nothing
-    terms = torch.where(ours.exp() > 0, ours.exp() * (ours - theirs), 0.0)
-    before, after = (logprobs.gather(1, ids[:, None])[:, 0].exp() for logprobs in (ours, theirs))  # [n] each
+    terms = torch.where(expected.exp() > 0, expected.exp() * (expected - actual), 0.0)
+    before, after = (logprobs.gather(1, ids[:, None])[:, 0].exp() for logprobs in (expected, actual))  # [n] each
     # rounding can make the sum negative, KL is not
-    return Distances(terms.sum(-1).clamp(min=0), ours.argmax(-1) == theirs.argmax(-1), after - before)
+    return Distances(terms.sum(-1).clamp(min=0), expected.argmax(-1) == actual.argmax(-1), after - before)

@@ -35,7 +35,7 @@ def deal_slots(shares: Sequence[float], count: int) -> list[tuple[int, int]]:
     dealt = [0] * len(shares)  # questions per suite so far
     order = []
     for slot in range(1, count + 1):
-        # the suite furthest behind its share; ties go to the earlier one
+        # the suite that lags its share most gets the slot; ties go to the earlier suite
         suite = max(range(len(shares)), key=lambda index: (shares[index] * slot - dealt[index], -index))
         order.append((suite, dealt[suite]))
         dealt[suite] += 1
@@ -148,7 +148,7 @@ def collect(rollouts: Sequence[Rollout], scores: Sequence[float | None], group: 
         logprobs[row, :length] = rollout.sampler_logprobs[start:]
         sampled[row, :length] = rollout.sampled[start:]
     graded = torch.tensor([score is not None for score in scores])
-    # a tensor cannot hold None, so 0 stands for it and ``graded`` tells the two apart
+    # a tensor cannot hold None, so it becomes 0, and ``graded`` marks real rewards
     rewards = torch.tensor([0.0 if score is None else score for score in scores])
     mask = sampled & graded[:, None]
     return Batch(
@@ -304,7 +304,7 @@ def _split_group(
     if len(rows) > group:
         return [rows]
     prompt, suffix = _group_size([rollouts[row] for row in rows], whole_rows)
-    # at least one row, whatever the limit
+    # at least one row, even if it exceeds the limit
     count = max((limit - prompt) // suffix, 1)
     return [rows[start : start + count] for start in range(0, len(rows), count)]
 

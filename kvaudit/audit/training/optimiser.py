@@ -119,7 +119,7 @@ class Optimiser:
         norm = torch.linalg.vector_norm(norms)
         scale = (self._max_norm / (norm + _NORM_FLOOR)).clamp(max=1.0)  # never scales up
         for grad in gradients.values():
-            grad.mul_(scale)  # a scalar on the host goes along with the call
+            grad.mul_(scale)  # a scalar on the host is passed as an argument, without a copy to the device
         return float(norm)
 
     def _update(self) -> None:

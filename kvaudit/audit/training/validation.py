@@ -58,12 +58,12 @@ class Validation:
         if policy == Dense():
             return row
         played = self._answers(policy)
-        # the compressed sampler against the dense pass of the same weights, whatever view the arm learns from
+        # in every arm, the gap between the compressed sampler and the dense pass of the same weights
         batch = collect(
             [graded.rollout for graded in played], [graded.grade.score for graded in played], 1, self._model.device
         )
         dense = pass_logprobs(self._model.model, batch, "dense", self._config)  # nats [B, R]
-        # the numbers below do not depend on advantages, so rewards can stand in for them
+        # the numbers below do not depend on advantages, so rewards are passed in their place
         panel = mismatch_panel(batch.sampler_logprobs, dense, batch.sampled, batch.rewards[:, None])
         mismatch = {f"validation/{name}": panel[f"mismatch/{name}"] for name in _MISMATCH}
         return row | self._scores("compressed", played) | mismatch
