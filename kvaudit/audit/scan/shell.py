@@ -164,12 +164,12 @@ _TEMPLATE = re.compile(r"\$?\{\{[^{}\n]*\}\}")  # of a justfile, or of a tool th
 _DEEPEST = 3  # commands nested in strings of commands
 
 
-def read_shell(text: str, sheet: Sheet) -> list[HereDocument]:
+def read_shell(text: str, sheet: Sheet, line: int = 1) -> list[HereDocument]:
     """Read the settings of a script and return its here-documents; raises Unreadable at an unclosed quote."""
     commands: list[ShellCommand] = []
     documents: list[HereDocument] = []
     try:
-        for part in parts_of(_TEMPLATE.sub(lambda match: blank_of(match[0]), text), 1):
+        for part in parts_of(_TEMPLATE.sub(lambda match: blank_of(match[0]), text), line):
             if isinstance(part, HereDocument):
                 documents.append(part)
             else:
