@@ -94,15 +94,15 @@ class ChatCompletion:
 
 def parse_finish(word: str) -> Finish | None:
     """Convert a server's finish reason; None for a reason that does not end an answer."""
-    return _FINISHES.get(_normalised(word))
+    return _FINISHES.get(_normalise(word))
 
 
 def is_filtered(word: str) -> bool:
     """Return whether a finish reason means that the server filtered the answer, or the rest of it."""
-    return _normalised(word) in FILTERED
+    return _normalise(word) in FILTERED
 
 
-def _normalised(word: str) -> str:
+def _normalise(word: str) -> str:
     return _PREFIX.sub("", re.sub(r"[\s-]+", "_", word.strip().lower()))
 
 
@@ -164,10 +164,10 @@ def _parse_message(message: Mapping[str, Any]) -> tuple[str, str | None, str]:
     if not all(map(is_text, (text, *thoughts))):
         raise NoCompletion("a reply whose content is no text")
     thought = "".join(thoughts) or None
-    return text, thought, _said_in(content, answer, refusals, thought)
+    return text, thought, _text_field(content, answer, refusals, thought)
 
 
-def _said_in(content: Any, answer: str, refusals: Sequence[str], thought: str | None) -> str:
+def _text_field(content: Any, answer: str, refusals: Sequence[str], thought: str | None) -> str:
     if refusals:
         return f"{_CONTENT} and {_REFUSAL}" if answer.strip() else _REFUSAL
     if answer.strip():

@@ -213,7 +213,9 @@ def condition_names(references: Mapping[str, str]) -> dict[str, str]:
     """
     conditions = list(dict.fromkeys([*references, *references.values()]))
     settings = {text: engine_settings(text) for text in conditions}
-    names = {text: _condition_name(text, settings[text], _differing(text, settings, references)) for text in conditions}
+    names = {
+        text: _condition_name(text, settings[text], _setting_gaps(text, settings, references)) for text in conditions
+    }
     for name in list(names.values()):
         twins = [text for text in conditions if names[text] == name]
         if len(twins) > 1:
@@ -231,7 +233,7 @@ def condition_names(references: Mapping[str, str]) -> dict[str, str]:
     return unique if len(set(unique.values())) == len(unique) else dict(zip(unique, unique, strict=True))
 
 
-def _differing(text: str, settings: Mapping[str, Mapping[str, str]], references: Mapping[str, str]) -> list[str]:
+def _setting_gaps(text: str, settings: Mapping[str, Mapping[str, str]], references: Mapping[str, str]) -> list[str]:
     """Return the settings in which a condition differs from its reference, or a reference from any condition."""
     compared = [settings[references[text]]] if text in references else []
     compared += [settings[condition] for condition, reference in references.items() if reference == text]

@@ -148,7 +148,7 @@ def _split(text: str) -> list[str]:
 
 
 def _are_equal(first: str, second: str) -> bool:
-    if _normalised(first) == _normalised(second):
+    if _normalise(first) == _normalise(second):
         return True
     for point in _POINTS:
         a, b = _value(first, point), _value(second, point)
@@ -158,7 +158,7 @@ def _are_equal(first: str, second: str) -> bool:
     return True
 
 
-def _normalised(text: str) -> str:
+def _normalise(text: str) -> str:
     choice = re.fullmatch(r"\s*\(([A-Z])\)\s*", text)  # (A) equals A
     return re.sub(r"\s+", "", choice[1] if choice else text).casefold()
 

@@ -212,7 +212,7 @@ class Published(Suite):
         raise NotImplementedError
 
     def items(self, split: Split, n: int, seed: int, context_tokens: int, count_tokens: CountTokens) -> list[Item]:  # noqa: ARG002
-        groups = self._shuffled(split, seed)
+        groups = self._shuffle(split, seed)
         if n > (count := sum(map(len, groups))):
             raise SpecError(
                 f"suite {self.name}: {n} items requested, but its rows make {count} for {split}; request fewer, or all "
@@ -236,9 +236,9 @@ class Published(Suite):
         )
 
     def rows(self, split: Split, seed: int = 0) -> int:
-        return sum(map(len, self._shuffled(split, seed)))
+        return sum(map(len, self._shuffle(split, seed)))
 
-    def _shuffled(self, split: Split, seed: int) -> list[Sequence[ItemMaker]]:
+    def _shuffle(self, split: Split, seed: int) -> list[Sequence[ItemMaker]]:
         groups = [group for group in self.groups(split, seed) if group]
         if not groups:
             raise DataError(f"suite {self.name} has no rows for {split}")

@@ -257,7 +257,7 @@ def _member(suite: type[Suite], name: str) -> type[Suite]:
         bare.in_context = True
         number = bare.item_count(split, ALL_ROWS, seed) if context.suite else n
         rows = bare.items(split, number, seed, 0, count)  # as published; the length is that of the context
-        items = (_wrapped(self.name, context, item, context_tokens, count) for item in rows)
+        items = (_wrap_item(self.name, context, item, context_tokens, count) for item in rows)
         if not context.suite:
             return list(items)
         fitting = list(islice((item for item in items if _is_within(item, context_tokens, count)), n))
@@ -286,7 +286,7 @@ def _member(suite: type[Suite], name: str) -> type[Suite]:
     )
 
 
-def _wrapped(name: str, context: Context, item: Item, context_tokens: int, count: CountTokens) -> Item:
+def _wrap_item(name: str, context: Context, item: Item, context_tokens: int, count: CountTokens) -> Item:
     twins = item.item_id.rpartition("-")[0]  # the ids of twins differ after the last dash
     draw = random.Random(f"{name}-{twins}-{context_tokens}")
     listing = list_tools(item.tools) if item.tools else ""
@@ -337,7 +337,7 @@ def _small_talk(draw: random.Random, room: int, fit: Fit, *, with_book: bool = T
         else:  # several questions at once, or the chat template's tokens would be half of the context
             several = [*choices, *(_small_question(draw) for _ in range(draw.randint(*_MORE)))]
             choices = [_join_exchanges(several[:number]) for number in range(len(several), 0, -1)]
-        exchanges = ((question, _fitting(answer, room - count(question), count)) for question, answer in choices)
+        exchanges = ((question, _take_fitting(answer, room - count(question), count)) for question, answer in choices)
         question, answer = next((exchange for exchange in exchanges if exchange[1]), ("", ""))
         if not answer:
             return
@@ -351,7 +351,7 @@ def _join_exchanges(exchanges: Sequence[tuple[str, list[str]]]) -> tuple[str, li
     return " ".join(questions), [" ".join(text for answer in answers for text in answer)]
 
 
-def _fitting(sentences: Sequence[str], room: int, count_tokens: CountTokens) -> str:
+def _take_fitting(sentences: Sequence[str], room: int, count_tokens: CountTokens) -> str:
     for count in range(len(sentences), 0, -1):
         if count_tokens(text := "".join(sentences[:count]).strip()) <= room:
             return text

@@ -71,7 +71,7 @@ def has_public_rows(endpoint: str) -> bool:
 
 
 class _NeverTrained(Published):
-    def _shuffled(self, split: Split, seed: int) -> list[Sequence[ItemMaker]]:
+    def _shuffle(self, split: Split, seed: int) -> list[Sequence[ItemMaker]]:
         groups = self.groups(split, seed)
         if not groups:
             raise DataError(f"suite {self.name} is for evaluation only; train on another suite")

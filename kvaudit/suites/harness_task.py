@@ -177,10 +177,10 @@ class HarnessTask:
             # as if the model gave all probability to the answer
             results: list[Any] = [(0.0, True) if option == answer else (_REJECTED, False) for option in options]
         else:
-            results = [self._filtered(document, answer)]
+            results = [self._filter(document, answer)]
         return dict(self.task.process_results(document, results))
 
-    def _filtered(self, document: dict[str, Any], answer: str) -> Any:
+    def _filter(self, document: dict[str, Any], answer: str) -> Any:
         from lm_eval.api.instance import Instance
 
         filters = {entry.name: entry for entry in self.task._filters}

@@ -147,7 +147,7 @@ def _no_change(draft: Draft, arguments: Arguments) -> None:
     """Leave the draft unchanged, since it violates no ban."""
 
 
-def _numbered(words: str, key: str) -> Callable[[Arguments], list[str]]:
+def _number(words: str, key: str) -> Callable[[Arguments], list[str]]:
     return lambda arguments: [words.format(n=n + 1, **arguments) for n in range(arguments[key])]
 
 
@@ -196,15 +196,15 @@ RULES: Mapping[str, Rule] = {
     ),
     "detectable_format:number_highlighted_sections": Rule(
         lambda text, a: len([part for part in _HIGHLIGHT.findall(text) if part.strip("* ")]) >= a["num_highlights"],
-        _adder("extra", _numbered("*part {n}*", "num_highlights")),
+        _adder("extra", _number("*part {n}*", "num_highlights")),
     ),
     "detectable_format:number_bullet_lists": Rule(
         lambda text, a: len(re.findall(r"^[^\S\n]*(?:\*(?!\*)|-(?!-))\s*\S", text, re.MULTILINE)) == a["num_bullets"],
-        _adder("lines", _numbered("* point {n}", "num_bullets")),
+        _adder("lines", _number("* point {n}", "num_bullets")),
     ),
     "detectable_format:multiple_sections": Rule(
         lambda text, a: len(re.findall(rf"{re.escape(a['section_spliter'])}\s?\d+", text)) >= a["num_sections"],
-        _adder("lines", _numbered("{section_spliter} {n}", "num_sections")),
+        _adder("lines", _number("{section_spliter} {n}", "num_sections")),
     ),
     "detectable_format:title": Rule(
         lambda text, _: re.search(r"<<[^\w<>\n]*\w[^<>\n]*>>", text) is not None,
@@ -218,7 +218,7 @@ RULES: Mapping[str, Rule] = {
     ),
     "detectable_content:number_placeholders": Rule(
         lambda text, a: len(re.findall(r"\[[^\[\]\n]+\]", text)) >= a["num_placeholders"],
-        _adder("extra", _numbered("[name {n}]", "num_placeholders")),
+        _adder("extra", _number("[name {n}]", "num_placeholders")),
     ),
     "detectable_content:postscript": Rule(
         lambda text, a: re.search(_marker(a["postscript_marker"]), text, re.IGNORECASE) is not None,

@@ -146,7 +146,7 @@ def collect_file_hashes() -> Iterator[dict[str, str]]:
 
 
 @cache
-def _parsed(path: Path, parse: Callable[[Path, bytes], T]) -> tuple[T, str]:
+def _parse_once(path: Path, parse: Callable[[Path, bytes], T]) -> tuple[T, str]:
     raw = path.read_bytes()
     return parse(path, raw), hashlib.sha256(raw).hexdigest()
 
@@ -154,7 +154,7 @@ def _parsed(path: Path, parse: Callable[[Path, bytes], T]) -> tuple[T, str]:
 def _read(path: Path, parse: Callable[[Path, bytes], T]) -> T:
     """Return the parsed file, cached, and report its hash to ``collect_file_hashes``."""
     content: T
-    content, digest = _parsed(path, parse)
+    content, digest = _parse_once(path, parse)
     hashes = _file_hashes.get()
     if hashes is not None:
         hashes[os.path.relpath(path, data_folder())] = digest

@@ -89,13 +89,13 @@ def _equals(option: Any, value: Any, typed: bool) -> bool:
             len(option) == len(value) and all(_equals(*pair, typed) for pair in zip(option, value, strict=True))
         )
     if isinstance(option, str) and isinstance(value, str):
-        return _normalised(option) == _normalised(value)
+        return _normalise(option) == _normalise(value)
     if typed and isinstance(option, int) and isinstance(value, float):
         return False
     return isinstance(option, bool) == isinstance(value, bool) and bool(option == value)
 
 
-def _normalised(text: str) -> str:
+def _normalise(text: str) -> str:
     return _IGNORED.sub("", text).casefold().replace("'", '"')
 
 

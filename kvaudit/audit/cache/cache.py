@@ -120,7 +120,7 @@ class EvictingCache:
         before = self.seen.tolist()
         pairs = zip(tokens.first, before, strict=True)
         assert all(first in (-1, seen) for first, seen in pairs), "rows continue at the number of tokens seen"
-        seen = [held + new for held, new in zip(before, tokens.counts, strict=True)]
+        seen = [count + new for count, new in zip(before, tokens.counts, strict=True)]
         self.seen = torch.tensor(seen)
         longest: int = max(seen)
         if self.rotary_limit is not None and longest > self.rotary_limit:
@@ -155,7 +155,7 @@ class EvictingCache:
     def take(self, call: AttentionCall) -> None:
         """Update the cache as ``attend`` does, without computing attention, which another cache has done."""
         require_single_call(call.layer, self._attended, len(self.layers))
-        assert self.forward.is_first, "the output is known only if both caches held the same"
+        assert self.forward.is_first, "the output is known only if both caches count the same"
         assert self._order is None  # shared prompts are right-padded
         self.layers[call.layer].append(call, self.forward)
         self._compress(call)
@@ -182,7 +182,7 @@ class EvictingCache:
         layer.add_queries(call.query, forward)
         self._update_bytes(layer)
         self._peak = max(self._peak, self.bytes)  # the new entries have arrived and none has been evicted
-        eviction, layers = layer.schedule.eviction, self.compressing(layer)
+        eviction, layers = layer.schedule.eviction, self.layers_to_compress(layer)
         if layers and eviction is not None:
             self.evict(layers, eviction)
         if eviction is not None or forward.coded is not None:
@@ -241,7 +241,7 @@ class EvictingCache:
         layer.update_bytes()
         self.bytes += layer.bytes
 
-    def compressing(self, layer: CachedLayer) -> list[CachedLayer]:
+    def layers_to_compress(self, layer: CachedLayer) -> list[CachedLayer]:
         """Return the layers to compress after ``layer`` has attended.
         That is the layer itself; for a policy that ranks several layers together, all of them after the last one.
         """
@@ -257,7 +257,7 @@ class EvictingCache:
             return
         layers[0].schedule.slot_positions = None  # packing changes the order of slots
         views = [layer.view(eviction.rows, self.forward, self.row_keys, packed=True) for layer in layers]
-        for layer, view, importance in zip(layers, views, _agreed_importance(layers, views), strict=True):
+        for layer, view, importance in zip(layers, views, _rank_together(layers, views), strict=True):
             layer.evict(eviction, self.forward, view, importance, self.pins)
 
     def replace(
@@ -276,10 +276,10 @@ class EvictingCache:
             layers[0].replace(schedule.victims, eviction, forward)
             return
         views = [layer.view(eviction.rows, forward, self.row_keys, packed=False) for layer in layers]
-        for layer, view, importance in zip(layers, views, _agreed_importance(layers, views), strict=True):
+        for layer, view, importance in zip(layers, views, _rank_together(layers, views), strict=True):
             victims = layer.victims(eviction, view, importance, self.pins)
             if by_position:  # every layer evicts the same entries
-                schedule.victims = victims = victims if on_device else victims.simplified()
+                schedule.victims = victims = victims if on_device else victims.simplify()
             layer.replace(victims, eviction, forward)
 
     @skip_compile
@@ -293,7 +293,7 @@ class EvictingCache:
 
     def take_states(self, layer: int, states: States) -> None:
         """Copy the new states of a layer from another cache, instead of running the layer (``carry``)."""
-        self.layers[layer].states = states.repeated(1)  # a copy: the other cache changes its own
+        self.layers[layer].states = states.repeat(1)  # a copy: the other cache changes its own
         self._finish_carry(layer)
 
     def _finish_carry(self, layer: int) -> None:
@@ -441,7 +441,7 @@ class EvictingCache:
         return self.routes.table(tokens) if self.routes else None
 
 
-def _agreed_importance(layers: Sequence[CachedLayer], views: Sequence[View]) -> Sequence[Tensor]:
+def _rank_together(layers: Sequence[CachedLayer], views: Sequence[View]) -> Sequence[Tensor]:
     """Return the importance [b, H, K] by which each layer evicts."""
     evictor = layers[0].evictor
     ranks = [evictor.importance(view).float() for view in views]

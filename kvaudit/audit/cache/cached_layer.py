@@ -313,7 +313,7 @@ class CachedLayer:
 
     def evict(self, eviction: Eviction, forward: Forward, view: View, importance: Tensor, pins: Pins | None) -> None:
         """Drop the entries with the lowest ``importance`` [b, H, K] of a ``view``."""
-        pinned, store = self._pinned(eviction, view, pins), self.store
+        pinned, store = self._pins_of(eviction, view, pins), self.store
         self.counts = self.schedule.remaining
         kept = store.positions >= 0  # [B, H, length]; rows that are not due keep all entries
         kept[eviction.rows] = keep_mask(importance, view.positions, view.seen, self.evictor, pinned)
@@ -325,7 +325,7 @@ class CachedLayer:
 
     def victims(self, eviction: Eviction, view: View, importance: Tensor, pins: Pins | None) -> Victims:
         """Return the entry with the lowest ``importance`` [B, H, K] in every head."""
-        slots = victim_slots(importance, view.positions, view.seen, self.evictor, self._pinned(eviction, view, pins))
+        slots = victim_slots(importance, view.positions, view.seen, self.evictor, self._pins_of(eviction, view, pins))
         return Victims(slots, view.positions.gather(2, slots[:, :, None]))
 
     def victims_on_host(self, newest: int | None, before: int, pins: Pins | None) -> Victims | None:
@@ -379,7 +379,7 @@ class CachedLayer:
         if self._sinks:
             self._sinks.move(self.store, eviction.rows, by=forward.seen - eviction.budgets.to(forward.seen.device))
 
-    def _pinned(self, eviction: Eviction, view: View, pins: Pins | None) -> Tensor | None:
+    def _pins_of(self, eviction: Eviction, view: View, pins: Pins | None) -> Tensor | None:
         """Return which entries of the view are pinned; None without pins, and in the model's sliding-window layers."""
         return None if pins is None or self.plan.sliding_window is not None else pins.at(view.positions, eviction.rows)
 

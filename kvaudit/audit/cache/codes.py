@@ -224,7 +224,7 @@ class CodeProducts:
             logits.append(_concat([torch.bmm(q, keys.transpose(1, 2)) for q, keys in pairs], 0))
         return _concat(logits, 2)
 
-    def mixed(self, shares: Tensor, codes: Tensor) -> Tensor:
+    def weighted_sum(self, shares: Tensor, codes: Tensor) -> Tensor:
         """Return the sum of values, without their scales, weighted by ``shares`` [N, X, C]: [N, X, D]."""
         block = self._block(codes, shares.element_size())
         weights, by_tokens = _cut(shares, block.tokens, 2), _cut(codes.flatten(0, 1), block.tokens, 1)
@@ -280,10 +280,10 @@ def token_mix(shares: Tensor, codes: Tensor, parameters: Tensor, products: CodeP
     scale, *zeros = _by_group(parameters)
     groups = parameters.shape[3]
     if groups == 1:
-        mixed = products.mixed(shares * scale, codes)
+        mixed = products.weighted_sum(shares * scale, codes)
     else:
         # shares of every group are multiplied with all channels: splitting the numbers by group would copy them
-        by_group = products.mixed((shares[:, None] * scale[:, :, None]).flatten(1, 2), codes)
+        by_group = products.weighted_sum((shares[:, None] * scale[:, :, None]).flatten(1, 2), codes)
         size = by_group.shape[2] // groups
         split = by_group.view(len(shares), groups, -1, groups, size)  # [N, n, X, n, D / n]
         mixed = split.diagonal(dim1=1, dim2=3).transpose(2, 3).flatten(2)

@@ -233,7 +233,7 @@ class FixedStep:
         for schedule in due:
             assert schedule.eviction is not None
             for layer in self._layers_of[schedule]:
-                layers = cache.compressing(layer)
+                layers = cache.layers_to_compress(layer)
                 if layers:
                     cache.evict(layers, schedule.eviction)
         return bool(due)
@@ -296,7 +296,7 @@ class FixedStep:
         layer.add_step_queries(call.query, forward)
         if store is not None and self._due_slots is not None and not store.on_write:
             store.code_step(self._due_slots)
-        layers, eviction = cache.compressing(layer), layer.schedule.eviction
+        layers, eviction = cache.layers_to_compress(layer), layer.schedule.eviction
         if layers and eviction is not None and layer.schedule in self._replacing:
             cache.replace(layers, eviction, forward, on_device=True)
         return out

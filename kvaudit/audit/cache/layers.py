@@ -187,7 +187,7 @@ class States:
             # a copy: gradients flow through the old tensor
             self.tensors[name] = self.tensors[name].index_copy(0, rows, tensor)
 
-    def repeated(self, group: int) -> States:
+    def repeat(self, group: int) -> States:
         return States({name: tensor.repeat_interleave(group, 0) for name, tensor in self.tensors.items()})
 
     def concat(self, other: States) -> States:

@@ -239,15 +239,15 @@ def _rollout(file: Any, number: int, scalars: dict[str, Any]) -> Rollout:
     tensors |= {name: _lengthen(tensors[name]) for name in _TIMES if name in tensors}
     tensors["ids"] = tensors["ids"].long()  # embeddings take int64
     if f"{number}.experts" in stored:
-        tensors["experts"] = _signed(file.get_tensor(f"{number}.experts")).to(torch.int16)
+        tensors["experts"] = _to_signed(file.get_tensor(f"{number}.experts")).to(torch.int16)
     if "selection" in fields:
         queries, chosen = (file.get_tensor(f"{number}.{name}") for name in ("choosing", "chosen"))
         unit, layers = fields["selection"]["unit"], tuple(fields["selection"]["layers"])
-        fields |= {"selection": Selection(unit, layers, queries, _signed(chosen).to(torch.int32))}
+        fields |= {"selection": Selection(unit, layers, queries, _to_signed(chosen).to(torch.int32))}
     return Rollout(**tensors, **fields)
 
 
-def _signed(stored: Tensor) -> Tensor:
+def _to_signed(stored: Tensor) -> Tensor:
     """Convert a stored tensor to int64; the largest number of an unsigned type becomes -1."""
     wide = stored.to(torch.int64)
     return wide if stored.dtype.is_signed else torch.where(wide == torch.iinfo(stored.dtype).max, -1, wide)

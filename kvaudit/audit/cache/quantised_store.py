@@ -280,12 +280,12 @@ class QuantisedStore(Store):
             self._layout.set_if_unknown(positions[:, 0])
             span = self._layout.span_between(done, until)
         else:
-            columns = _between(positions, done, until).any(0).any(0).nonzero()[:, 0]
+            columns = _is_between(positions, done, until).any(0).any(0).nonzero()[:, 0]
             span = span_of(columns) if len(columns) else None
         if span is None:
             return None
         # within the span the entries of some rows and heads may stay exact
-        mask = _between(positions[:, :, span.first : span.end], done, until)
+        mask = _is_between(positions[:, :, span.first : span.end], done, until)
         slots = slice(self._start + span.first, self._start + span.end)
         return DueEntries(slots, mask, span.places, self._group_counts(done, until))
 
@@ -429,7 +429,7 @@ class QuantisedStore(Store):
     def join(self, other: Store) -> None:
         assert isinstance(other, QuantisedStore)
         start, length = min(self._start, other._start), max(self.length, other.length)
-        keys, values = zip(self._padded_tail(start, length), other._padded_tail(start, length), strict=True)
+        keys, values = zip(self._pad_tail(start, length), other._pad_tail(start, length), strict=True)
         self._tail = (torch.cat(keys), torch.cat(values))
         self._done = tuple(map(Counts.concat, self._done, other._done))
         self._aligned = self._aligned and other._aligned and self.length == other.length
@@ -442,7 +442,7 @@ class QuantisedStore(Store):
         super().join(other)
         self._start = start
 
-    def _padded_tail(self, start: int, length: int) -> tuple[Tensor, Tensor]:
+    def _pad_tail(self, start: int, length: int) -> tuple[Tensor, Tensor]:
         """Return the tail padded with zeros to the slots from ``start`` to ``length``."""
         padding = (0, 0, self._start - start, length - self.length)
         keys, values = (pad(tensor, padding) for tensor in self._tail)
@@ -459,7 +459,7 @@ def _tail_from(tail: Tensor, first: int) -> Tensor:
     return tail[:, first:] if first else tail
 
 
-def _between(positions: Tensor, done: Counts, until: Counts) -> Tensor:
+def _is_between(positions: Tensor, done: Counts, until: Counts) -> Tensor:
     """Return which positions [B, H, n] lie from ``done`` up to, but not including, ``until``."""
     device = positions.device
     return (positions >= done.to(device)[:, None, None]) & (positions < until.to(device)[:, None, None])

@@ -86,7 +86,7 @@ class Victims(NamedTuple):
     slots: Tensor | int  # [B, H]
     positions: Tensor | int  # [B, H, 1]
 
-    def simplified(self) -> Victims:
+    def simplify(self) -> Victims:
         """Return victims with one number if all slots are equal; on a CPU only: other devices would have to wait."""
         slots = torch.as_tensor(self.slots)
         if slots.device.type != "cpu":
@@ -118,7 +118,7 @@ class Schedule:
         """Count the tokens of a forward; ``seen`` [B] includes them."""
         evictor, counts = self.evictor, tokens.counts
         before = self.remaining.numbers
-        self.arrived = self.remaining = Counts([held + new for held, new in zip(before, counts, strict=True)])
+        self.arrived = self.remaining = Counts([count + new for count, new in zip(before, counts, strict=True)])
         self.max_slots = self.eviction = self.victims = self._ring_places_on_device = None
         self._ring_places = []
         if tokens.width > 1 or not tokens.is_aligned:
@@ -136,7 +136,7 @@ class Schedule:
         if any(due):
             self._since_eviction = [0 if is_due else n for is_due, n in zip(due, self._since_eviction, strict=True)]
             numbers = zip(due, budgets.numbers, self.arrived.numbers, strict=True)
-            self.remaining = Counts([budget if is_due else held for is_due, budget, held in numbers])
+            self.remaining = Counts([budget if is_due else count for is_due, budget, count in numbers])
             due_rows = torch.tensor([row for row, is_due in enumerate(due) if is_due])
             self.eviction = Eviction(slice(None) if all(due) else upload(due_rows, device), budgets)
 
@@ -155,7 +155,7 @@ class Schedule:
         """Return which rows evict down to ``budgets`` after getting ``new`` tokens each."""
         # a row without new tokens never evicts, so that it does not depend on other rows of the batch
         numbers = zip(self.arrived.numbers, budgets.numbers, new, strict=True)
-        over = [held > budget and more > 0 for held, budget, more in numbers]
+        over = [count > budget and more > 0 for count, budget, more in numbers]
         if not decoding:
             return [row and self.evictor.phase != "decode" for row in over]
         self._since_eviction = [n + more for n, more in zip(self._since_eviction, new, strict=True)]

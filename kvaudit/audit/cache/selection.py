@@ -58,16 +58,16 @@ def unit_mask(units: Tensor, positions: Tensor, unit: int, max_units: int) -> Te
     units [B, A, Q, k], all below ``max_units``; key positions [B, K]. Padding counts as unit 0, so callers mask it.
     """
     index = (positions.clamp(min=0) // unit).long()[:, None, None] + 1  # [B, 1, 1, K]
-    return _listed(units, max_units).gather(3, index.expand(*units.shape[:3], -1))
+    return _mark_units(units, max_units).gather(3, index.expand(*units.shape[:3], -1))
 
 
 def slot_mask(units: Tensor, length: int, unit: int, max_units: int) -> Tensor:
     """Return ``unit_mask`` for ``length`` slots, where slot n holds position n."""
-    marks = _listed(units, max_units)[..., 1:, None]  # [B, A, Q, max_units, 1]
+    marks = _mark_units(units, max_units)[..., 1:, None]  # [B, A, Q, max_units, 1]
     return marks.expand(*marks.shape[:-1], unit).flatten(3)[..., :length]
 
 
-def _listed(units: Tensor, max_units: int) -> Tensor:
+def _mark_units(units: Tensor, max_units: int) -> Tensor:
     """Return which units are listed, bool [B, A, Q, 1 + max_units]; the first column is for NO_UNIT."""
     marks = torch.zeros(*units.shape[:3], 1 + max_units, dtype=torch.bool, device=units.device)
     return marks.scatter_(3, units.long().clamp(min=NO_UNIT) + 1, True)

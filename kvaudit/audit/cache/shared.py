@@ -57,7 +57,7 @@ class _Recorder:
         out = self.cache.carry(layer, hidden, run)
         states = self.cache.layers[layer].states
         assert states is not None
-        self.calls.append((layer, states.repeated(1)))  # a copy: the cache changes its own
+        self.calls.append((layer, states.repeat(1)))  # a copy: the cache changes its own
         return out
 
     def settle(self) -> None:

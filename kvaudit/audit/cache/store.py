@@ -185,26 +185,26 @@ class Store:
 
     # --- eviction -----------------------------------------------------------------------------------------------------
 
-    def keep(self, kept: Tensor, width: int, next_query: Tensor, longest: int) -> None:
-        """Drop every slot where ``kept`` [B, H, length] is False, pack the others by position, and write the ledger.
+    def keep(self, is_kept: Tensor, width: int, next_query: Tensor, longest: int) -> None:
+        """Drop every slot where ``is_kept`` [B, H, length] is False, pack the others by position, and write the ledger.
 
         ``width`` is the largest number of kept slots in any head; ``next_query`` int32 [B, 1, 1] is the position of
         each row's next query, at most ``longest``.
         """
         positions = self.positions
-        self._write_ledger(torch.where((positions >= 0) & ~kept, positions, -1), next_query, longest)
-        self._move_to_front(kept, width)
+        self._write_ledger(torch.where((positions >= 0) & ~is_kept, positions, -1), next_query, longest)
+        self._move_to_front(is_kept, width)
         self.uniform = False
 
-    def _move_to_front(self, kept: Tensor, width: int) -> None:
+    def _move_to_front(self, is_kept: Tensor, width: int) -> None:
         positions = self.positions
         if self.ordered:
             # kept slots first, in their present order: [B, H, width]
-            order = torch.sort((~kept).int(), dim=2, stable=True).indices[:, :, :width]
+            order = torch.sort((~is_kept).int(), dim=2, stable=True).indices[:, :, :width]
         else:
-            order = torch.where(kept, positions, _LATEST).argsort(dim=2)[:, :, :width]
+            order = torch.where(is_kept, positions, _LATEST).argsort(dim=2)[:, :, :width]
         # before packing: heads with fewer entries take dropped slots along, which must read as empty
-        self._slots["positions"][:, :, : self.length] = torch.where(kept, positions, -1)
+        self._slots["positions"][:, :, : self.length] = torch.where(is_kept, positions, -1)
         self._pack(order)
         self.length, self.ordered = width, True
 

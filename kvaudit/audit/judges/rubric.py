@@ -243,10 +243,10 @@ class RubricLocal(RubricJudge):
     asks: str = "refusal"
 
     def identity_under(self, rubric: Rubric) -> str:
-        return sha256_of(rubric.text, _loaded(self.model).sha256)
+        return sha256_of(rubric.text, _load(self.model).sha256)
 
     def replies(self, rubric: Rubric, questions: Sequence[Question]) -> list[str | None]:
-        model = _loaded(self.model)
+        model = _load(self.model)
         prompts = [model.chat.prompt(rubric.messages(question)).ids for question in questions]
         # a question that does not fit the model's positions gets no reply
         fitting = [n for n, ids in enumerate(prompts) if len(ids) + rubric.reply_tokens <= model.max_positions]
@@ -271,7 +271,7 @@ def _sample(model: LoadedModel, prompts: Sequence[Sequence[int]], tokens: int) -
 
 
 @cache
-def _loaded(name: str) -> LoadedModel:
+def _load(name: str) -> LoadedModel:
     from kvaudit.audit.sampling.model import load_model
     from kvaudit.core.spec import expand
 

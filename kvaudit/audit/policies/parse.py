@@ -29,7 +29,7 @@ def parse_policy(source: str | Mapping[str, Any]) -> Policy:
         return _from_mapping(source)
     if not isinstance(source, str):
         raise SpecError(f"policy {source!r} is not text; write none, or 'snapkv:budget=96,window=8'")
-    requests = [_weighted(part) for part in source.split("|")]
+    requests = [_parse_weighted(part) for part in source.split("|")]
     if len(requests) > 1:
         parts, weights = zip(*requests, strict=True)
         return Mixture(parts=parts, weights=weights)
@@ -38,7 +38,7 @@ def parse_policy(source: str | Mapping[str, Any]) -> Policy:
     return requests[0][0]
 
 
-def _weighted(text: str) -> tuple[Policy, int]:
+def _parse_weighted(text: str) -> tuple[Policy, int]:
     """Parse one part of a mixture and its weight."""
     request, sign, weight = text.strip().partition("@")
     if sign and not (weight.isascii() and weight.isdigit() and len(weight) <= len(str(LARGEST_NUMBER))):

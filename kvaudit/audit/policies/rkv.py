@@ -53,10 +53,10 @@ class RKV(Evictor):
         from torch.nn.functional import max_pool1d
 
         before = (view.positions >= 0) & (view.positions < view.seen[:, None, None] - self.window)  # [B, H, K]
-        attended = max_pool1d(self._attended(view, before), self.kernel, stride=1, padding=self.kernel // 2)
+        attended = max_pool1d(self._window_attention(view, before), self.kernel, stride=1, padding=self.kernel // 2)
         return self.weight * attended - (1 - self.weight) * _redundancy(view.keys, view.positions >= 0)
 
-    def _attended(self, view: View, before: Tensor) -> Tensor:
+    def _window_attention(self, view: View, before: Tensor) -> Tensor:
         """Return the window's mean attention to the entries before it: [B, H, K]."""
         import torch
 

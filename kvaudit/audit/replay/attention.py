@@ -136,13 +136,13 @@ class Replay:
 
     def carry(self, layer: int, hidden: Tensor, run: LayerRun) -> Tensor:
         """Run a layer of linear attention (see ``EvictingCache.carry``); groups continue from their prompt's states."""
-        states = States() if self._prefix is None else self._prefix.states[layer].repeated(self._group)
+        states = States() if self._prefix is None else self._prefix.states[layer].repeat(self._group)
         out = run_state_layer(run, hidden, self._real, states, last=self._last)
         self.states[layer] = states
         return out
 
     def _attend_quantised(self, call: AttentionCall, codes: QuantisationTimes) -> Tensor:
-        decoded, query, outputs = self._decoded(call, codes), call.query, []
+        decoded, query, outputs = self._decode(call, codes), call.query, []
         for block in query_blocks(query.shape[2], len(query) * query.shape[1] * call.key.shape[2]):
             at = self.queries[:, block, None]  # [B, q, 1]
             is_coded = at >= codes.keys_at[:, None], at >= codes.values_at[:, None]
@@ -151,14 +151,14 @@ class Replay:
             outputs.append(mixed_precision_attention(part, visible, decoded, is_coded))
         return torch.cat(outputs, 2)
 
-    def _decoded(self, call: AttentionCall, codes: QuantisationTimes) -> tuple[Tensor, Tensor]:
+    def _decode(self, call: AttentionCall, codes: QuantisationTimes) -> tuple[Tensor, Tensor]:
         """Return keys and values [B, H, K, D], quantised and decoded."""
         evicted_at = None if self._evicted_at is None else self._evicted_at[:, call.layer]  # [B, H, K]
         width = max(call.key.shape[3], call.value.shape[3])
         keys, values = (LayerPart(call.layer, part, width) for part in (KEYS, VALUES))
         return (
             decoded_keys(call.key, self._keys, evicted_at, codes, keys),
-            _straight_through(call.value, _decoded_by_token(call.value.detach(), codes, values)),
+            _straight_through(call.value, _decode_by_token(call.value.detach(), codes, values)),
         )
 
     def _visible(self, layer: int, block: slice, end: int) -> Tensor:
@@ -254,7 +254,7 @@ def decoded_keys(
     """
     codec, exact = codes.codec, keys.detach()
     if not codec.key_group:
-        return _straight_through(keys, _decoded_by_token(exact, codes, layer_part))
+        return _straight_through(keys, _decode_by_token(exact, codes, layer_part))
     member = ((codes.keys_at < NEVER) & (positions >= 0))[:, None].expand(keys.shape[:3])  # [B, H, K]
     if evicted_at is not None:
         member = member & (evicted_at > codes.keys_at[:, None])  # at the same query, eviction comes first
@@ -267,7 +267,7 @@ def decoded_keys(
     return _straight_through(keys, torch.where(member[..., None], decode_keys(key_codes, parameters, codec), exact))
 
 
-def _decoded_by_token(exact: Tensor, times: QuantisationTimes, layer_part: LayerPart) -> Tensor:
+def _decode_by_token(exact: Tensor, times: QuantisationTimes, layer_part: LayerPart) -> Tensor:
     codec, turned = times.codec, times.codec.turned(exact, layer_part.part)
     codes, parameters = encode_tokens(
         turned, codec, codec.fixed_scales(layer_part.layer, layer_part.part, exact.shape[1])

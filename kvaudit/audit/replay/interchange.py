@@ -208,8 +208,8 @@ def _from_json(path: Path) -> RecordedRollouts:
         rollout = _rollout(number, row.prompt_length, ids, sampled, logprobs, events, file)
         experts = None if row.experts is None else _experts(row.experts, tokens)
         selection = None if row.selection is None else _selection(row.selection)
-        rollouts.append(replace(rollout, experts=experts, selection=_checked(number, selection, rollout)))
-    return _recorded(path, file, rollouts)
+        rollouts.append(replace(rollout, experts=experts, selection=_check_selection(number, selection, rollout)))
+    return _to_recorded(path, file, rollouts)
 
 
 def _event(number: int, place: int, event: EventForm, file: FileHeader, tokens: int) -> Event:
@@ -285,9 +285,9 @@ def _from_tensors(path: Path, header: TensorFile, file: Any) -> RecordedRollouts
         if row.selection is not None:
             layers = tuple(row.selection.layers)
             selection = Selection(row.selection.unit, layers, tensors["choosing"], tensors["chosen"])
-        selection = _checked(number, selection, rollout)
+        selection = _check_selection(number, selection, rollout)
         rollouts.append(replace(rollout, experts=tensors.get("experts"), selection=selection))
-    return _recorded(path, header, rollouts)
+    return _to_recorded(path, header, rollouts)
 
 
 def _rollout(
@@ -324,14 +324,14 @@ def _rollout(
     )
 
 
-def _checked(number: int, selection: Selection | None, rollout: Rollout) -> Selection | None:
+def _check_selection(number: int, selection: Selection | None, rollout: Rollout) -> Selection | None:
     if selection is not None:
         fault = selection_fault(selection, rollout.evicted_at)
         _require(fault is None, number, str(fault))
     return selection
 
 
-def _recorded(path: Path, header: FileHeader, rollouts: Sequence[Rollout]) -> RecordedRollouts:
+def _to_recorded(path: Path, header: FileHeader, rollouts: Sequence[Rollout]) -> RecordedRollouts:
     policy = None if header.policy is None else parse_policy(header.policy)
     return RecordedRollouts(str(path), tuple(rollouts), policy, header.temperature)
 

@@ -127,7 +127,7 @@ class Reranking(Replay):
         plan, codes = self._plans[call.layer], self._codes
         if plan.is_governed and plan.evictor.evicts:
             assert self._evicted_at is not None
-            decoded = None if codes is None else self._decoded(call, codes)
+            decoded = None if codes is None else self._decode(call, codes)
             recorded = RecordedLayer(call, self._keys, self._evicted_at[:, call.layer], decoded, codes)
             self._count_evictions(call.layer, list(self._rank(recorded, plan.evictor)), plan.evictor)
         if plan.is_governed and plan.selector is not None and self._choices is not None:
@@ -183,13 +183,13 @@ class Reranking(Replay):
         for same_evictions in zip(*self._pending, strict=True):
             agreed = policy.agreed([ranking.importance for ranking in same_evictions])
             for ranking, importance in zip(same_evictions, agreed, strict=True):
-                pinned = self._pinned(ranking.positions, policy)
+                pinned = self._find_pinned(ranking.positions, policy)
                 kept = keep_mask(importance, ranking.positions, ranking.seen, policy, pinned)  # [E, H, K]
                 self.evicted += int(ranking.evicted.sum())
                 self.repeated += int((ranking.evicted & ~kept).sum())
         self._pending = []
 
-    def _pinned(self, positions: Tensor, policy: Evictor) -> Tensor | None:
+    def _find_pinned(self, positions: Tensor, policy: Evictor) -> Tensor | None:
         """Return which entries are pinned; if pins are not recorded, those never evicted from any governed layer."""
         if not policy.pinned_roles:
             return None

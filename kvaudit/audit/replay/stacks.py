@@ -348,10 +348,10 @@ def _samples(path: Path) -> Iterator[tuple[str, Any]]:
             f"lines, see {PAGE}"
         ) from None
     for number, row in enumerate(rows):
-        yield f"sample {number}", {k: _listed(v) for k, v in row.items()} if isinstance(row, dict) else row
+        yield f"sample {number}", {k: _to_list(v) for k, v in row.items()} if isinstance(row, dict) else row
 
 
-def _listed(value: Any) -> Any:
+def _to_list(value: Any) -> Any:
     return value.tolist() if isinstance(value, Tensor) else value
 
 

@@ -49,7 +49,9 @@ def stored_logits(
     columns = pad_sequence([r.ids[start:-1] for r, start in zip(rollouts, starts, strict=True)], batch_first=True)
     counts = torch.tensor([len(r.ids) - 1 - start for r, start in zip(rollouts, starts, strict=True)])
     queries = position_columns(counts, torch.tensor(starts))
-    written = _written(rollouts, [(start, len(r.ids) - 1) for r, start in zip(rollouts, starts, strict=True)], device)
+    written = _engine_spans(
+        rollouts, [(start, len(r.ids) - 1) for r, start in zip(rollouts, starts, strict=True)], device
+    )
     replay = StoredReplay(store, layers, queries, lengths, device, prefix=prefix, group=group, written=written)
     return run_forward(model, columns, replay, logits_to_keep), replay.queries >= 0
 
@@ -60,7 +62,7 @@ def _prompts(
     """Run the prompts of all groups, of ``lengths`` [groups] tokens, and return their replay."""
     ids = pad_sequence([r.ids[: r.prompt_length] for r in leaders], batch_first=True)
     queries = position_columns(lengths, torch.zeros_like(lengths))
-    written = _written(leaders, [(0, r.prompt_length) for r in leaders], device)
+    written = _engine_spans(leaders, [(0, r.prompt_length) for r in leaders], device)
     replay = StoredReplay(store, layers, queries, lengths, device, written=written)
     run_forward(model, ids, replay, 1)
     return replay
@@ -248,7 +250,7 @@ def _wrote_same_prompts(rollouts: Sequence[Rollout], group: int) -> bool:
     return True
 
 
-def _written(
+def _engine_spans(
     rollouts: Sequence[Rollout], spans: Sequence[tuple[int, int]], device: torch.device
 ) -> tuple[Tensor, Tensor] | None:
     """Return the engine's keys and values in a span of each row, right-padded: [B, L, H, columns, D] each."""

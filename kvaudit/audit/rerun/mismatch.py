@@ -187,13 +187,13 @@ class Mismatch(Measure[Survey, PaddedRollouts, FilePanel]):
         for rows in _batches(import_rollouts(unit.path)):
             rollouts = [_dense(row.rollout, model.model.config) for row in rows]
             # the tokens after the prompts, padded to the longest: [B, R]
-            sampled = _padded([r.sampled[r.prompt_length :] for r in rollouts])
+            sampled = _pad([r.sampled[r.prompt_length :] for r in rollouts])
             yield PaddedRollouts(
-                sampler=_padded([r.sampler_logprobs[r.prompt_length :] for r in rollouts]),
+                sampler=_pad([r.sampler_logprobs[r.prompt_length :] for r in rollouts]),
                 # greedy rollouts record the log-probs of temperature 1
                 learner=_learner_logprobs(model.model, rollouts, sampled, temperature or 1.0),
                 sampled=sampled,
-                advantages=_padded([_advantages(row, unit) for row in rows]),
+                advantages=_pad([_advantages(row, unit) for row in rows]),
                 places=[row.place for row in rows],
                 prompts=[row.rollout.prompt_length for row in rows],
             )
@@ -334,5 +334,5 @@ def _advantages(row: ImportedRollout, contents: Survey) -> Tensor:
     return torch.full((length,), row.reward - total / count, dtype=torch.float64)
 
 
-def _padded(rows: list[Tensor]) -> Tensor:
+def _pad(rows: list[Tensor]) -> Tensor:
     return pad_sequence(rows, batch_first=True)

@@ -38,7 +38,7 @@ class Shade(AnswerMeasure[Shadings]):
     def units(self) -> Sequence[AnswerSet]:
         # a serving engine does not expose its cache
         cells = [(cell, cell.policy) for cell in grid(self._run.spec) if isinstance(cell.policy, Policy)]
-        missing = ((policy, self._missing(cell)) for cell, policy in cells)
+        missing = ((policy, self._missing_records(cell)) for cell, policy in cells)
         return [AnswerSet(policy, records, next(iter(records.values()))) for policy, records in missing if records]
 
     def label(self, unit: AnswerSet) -> str:
@@ -66,7 +66,7 @@ class Shade(AnswerMeasure[Shadings]):
             same = sum(shading is not None for shading in total.values())
             yield f"{self.label(unit)}: {same} of {len(total)} answers came out as recorded"
 
-    def _missing(self, unit: Unit) -> dict[AnswerKey, Record]:
+    def _missing_records(self, unit: Unit) -> dict[AnswerKey, Record]:
         """Return the records of the requested answers of a unit that have no stored shading."""
         requested = self._requested.get(unit.name, ())
         missing = set(requested) - set(read_shadings(self._run.path, unit.name)) if requested else set()

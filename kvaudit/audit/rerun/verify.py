@@ -194,7 +194,7 @@ class Verify(Measure[RecordedRollouts, list[ReplayedRollout], Verification]):
             tolerance=TOLERANCE[model.dtype] if self._tolerance is None else self._tolerance,
             breach=ledger_breach or _stray_breach(rows),
             rerouted=_reroutes(unit) and hook_expert_blocks(net) > 0,
-            ranked=_ranked(net, unit.rollouts, policy, ledger_breach),
+            ranked=_ranking_of(net, unit.rollouts, policy, ledger_breach),
         )
 
     def differs(self, total: Verification) -> bool:
@@ -238,7 +238,9 @@ def _reroutes(unit: RecordedRollouts) -> bool:
     return any(rollout.experts is None for rollout in unit.rollouts)
 
 
-def _ranked(net: Any, rollouts: Sequence[Rollout], policy: Policy | None, fault: str | None) -> RankingAgreement | str:
+def _ranking_of(
+    net: Any, rollouts: Sequence[Rollout], policy: Policy | None, fault: str | None
+) -> RankingAgreement | str:
     if policy is None or fault is not None:
         return "no policy is named" if policy is None else "the ledger does not keep the policy's schedule"
     return check_ranking(net, rollouts, policy)

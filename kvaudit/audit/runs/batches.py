@@ -62,7 +62,7 @@ def engine_batches(spec: RunSpec, suite: Suite, items: Sequence[Item], unit: Uni
         return _first(batches, pilot_size)
     if folder in (SAME_ORDER, SHUFFLED):
         batches = _first(batches, spec.evaluate.floor)
-        return batches if folder == SAME_ORDER else _shuffled(batches, spec.evaluate.seed, unit)
+        return batches if folder == SAME_ORDER else _shuffle(batches, spec.evaluate.seed, unit)
     return batches
 
 
@@ -76,7 +76,7 @@ def _first(batches: Sequence[list[Item]], number: int) -> list[list[Item]]:
     return chosen
 
 
-def _shuffled(batches: Sequence[list[Item]], seed: int, unit: Unit) -> list[list[Item]]:
+def _shuffle(batches: Sequence[list[Item]], seed: int, unit: Unit) -> list[list[Item]]:
     """Return batches of the same sizes whose items are in an order that is the same for every condition."""
     items = [item for batch in batches for item in batch]
     random.Random(derive_seed("floor", seed, unit.suite, unit.context_tokens)).shuffle(items)

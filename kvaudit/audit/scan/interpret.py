@@ -9,7 +9,7 @@ from functools import cache, cached_property
 from typing import Any, Literal, NamedTuple
 
 from kvaudit.audit.scan.files import Contents
-from kvaudit.audit.scan.rules import ConfigurationRole, ScanRule, ScanRules, matching, named_like_a_key
+from kvaudit.audit.scan.rules import ConfigurationRole, ScanRule, ScanRules, matching_rules, rules_for_variable
 from kvaudit.audit.scan.sheet import Default, Mapping, Setting, Unknown, Value, comparable
 from kvaudit.core.text import clip
 
@@ -66,7 +66,7 @@ class Interpreter:
         for setting in self.contents.settings:
             if self._is_local_variable(setting):
                 continue  # its value is read where the script uses it
-            candidates = [rule for rule in matching(setting, self.rules) if self._applies(rule, setting)]
+            candidates = [rule for rule in matching_rules(setting, self.rules) if self._applies(rule, setting)]
             matched |= {rule.id for rule in candidates}
             engines = self._engines(candidates, setting)
             rules = [rule for rule in candidates if rule.engine in engines]
@@ -96,7 +96,7 @@ class Interpreter:
 
     def _is_local_variable(self, setting: Setting) -> bool:
         """Return whether a variable with the name of a key is local to the file and not read by an engine."""
-        if setting.kind != "env" or not named_like_a_key(setting.key[0], self.rules):
+        if setting.kind != "env" or not rules_for_variable(setting.key[0], self.rules):
             return False
         return re.search(rf"\$\{{?{re.escape(setting.key[0].lower())}\b(?!:?[-=])", self.contents.text) is not None
 

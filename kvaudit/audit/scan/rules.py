@@ -122,7 +122,7 @@ def load_rules() -> ScanRules:
     return ScanRules(rules, engines, mechanisms, hashlib.sha256(text.encode()).hexdigest(), index)
 
 
-def matching(setting: Setting, rules: ScanRules) -> list[ScanRule]:
+def matching_rules(setting: Setting, rules: ScanRules) -> list[ScanRule]:
     """Return the rules with the longest pattern that matches the key, without checking conditions."""
     matches = list(_matches(setting, rules))
     longest = max((length for length, _ in matches), default=0)
@@ -141,10 +141,10 @@ def _matches(setting: Setting, rules: ScanRules) -> Iterator[tuple[int, ScanRule
     if setting.kind == "key" and setting.key[-1].isupper():  # `environment: {NAME: value}`
         yield from _matches(setting._replace(kind="env", key=setting.key[-1:]), rules)
     if setting.kind == "env":
-        yield from ((1, rule) for rule in named_like_a_key(setting.key[0], rules))
+        yield from ((1, rule) for rule in rules_for_variable(setting.key[0], rules))
 
 
-def named_like_a_key(variable: str, rules: ScanRules) -> list[ScanRule]:
+def rules_for_variable(variable: str, rules: ScanRules) -> list[ScanRule]:
     """Return the rules for whose key a variable is named, such as KV_CACHE_DTYPE or VLLM_KV_CACHE_DTYPE."""
     name = comparable(variable)
     engine = next((engine for engine in rules.engines if name.startswith(f"{comparable(engine)}_")), "")

@@ -317,17 +317,17 @@ def _toml_lines(rows: list[str]) -> tuple[dict[tuple[str, ...], list[int]], dict
             quote = "" if quote in row else quote
             continue
         if match := _TOML_TABLE.match(row):
-            table = _dotted(match[1])
+            table = _split_dotted(match[1])
             tables.setdefault(table, []).append(number)
         elif match := _TOML_KEY.match(row):
-            path = _dotted(match[1])
+            path = _split_dotted(match[1])
             for end in range(1, len(path) + 1):
                 keys.setdefault((*table, *path[:end]), []).append(number)
         quote = next((mark for mark in ('"""', "'''") if row.count(mark) % 2), "")
     return tables, keys
 
 
-def _dotted(text: str) -> tuple[str, ...]:
+def _split_dotted(text: str) -> tuple[str, ...]:
     parts = re.findall(r'"([^"]*)"|\'([^\']*)\'|([\w-]+)', text)
     return tuple(next(filter(None, groups), "") for groups in parts)
 

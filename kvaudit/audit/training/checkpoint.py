@@ -225,7 +225,7 @@ class CheckpointFolder:
         for name, digest in position.ledgers:
             path = self.path / LEDGERS / name
             if not path.is_file() or file_sha256(path) != digest:
-                raise self._broken(f"ledger {str(path)!r} is missing or was changed")
+                raise self._damage(f"ledger {str(path)!r} is missing or was changed")
         self.telemetry.truncate(position.telemetry_bytes)
         self.telemetry.check_steps(position.step)
         return position
@@ -293,7 +293,7 @@ class CheckpointFolder:
         if claim == self._claim:
             return
         if claim.get("format") != FORMAT or not isinstance(claim.get("config"), dict):
-            raise self._broken(f"{str(self.path / CLAIM)!r} is not of format {FORMAT}")
+            raise self._damage(f"{str(self.path / CLAIM)!r} is not of format {FORMAT}")
         recorded, current = claim["config"], self._config.to_json()
         # the settings that differ, or else the other entries of the claim that do
         names = sorted(key for key in set(recorded) | set(current) if recorded.get(key) != current.get(key))
@@ -309,18 +309,18 @@ class CheckpointFolder:
 
     def _load(self, folder: Path, learner: Learner | Optimiser) -> Position:
         if not (folder / _TENSORS).is_file():
-            raise self._broken(f"training state {str(folder)!r} has no {_TENSORS}")
+            raise self._damage(f"training state {str(folder)!r} has no {_TENSORS}")
         state = read_json(folder / STATE)
         # _PARTS is present with several ranks only
         if set(state) - {_PARTS} != _STATE_KEYS:
-            raise self._broken(f"{str(folder / STATE)!r} does not have the keys of a training state")
+            raise self._damage(f"{str(folder / STATE)!r} does not have the keys of a training state")
         if file_sha256(folder / _TENSORS) != state["sha256"]:
-            raise self._broken(f"training state {str(folder / _TENSORS)!r} does not have the sha256 it was saved with")
+            raise self._damage(f"training state {str(folder / _TENSORS)!r} does not have the sha256 it was saved with")
         position = self._position(state, folder)
         try:
             learner.load(load_file(folder / _TENSORS), position.updates)
         except SafetensorError as error:
-            raise self._broken(f"{str(folder / _TENSORS)!r} is not a safetensors file ({error})") from None
+            raise self._damage(f"{str(folder / _TENSORS)!r} is not a safetensors file ({error})") from None
         return position
 
     def _position(self, state: dict[str, Any], folder: Path) -> Position:
@@ -333,14 +333,14 @@ class CheckpointFolder:
             or updates > step * self._config.updates_per_step  # fewer if updates were skipped
             or state["config_hash"] != self._config.hash
         ):
-            raise self._broken(
+            raise self._damage(
                 f"{str(folder / STATE)!r} was not written by a step of this run (check step, updates, telemetry_bytes "
                 "and config_hash)"
             )
         ledgers = listed_files(state["ledgers"], folder / STATE)
         return Position(step, updates, size, tuple(sorted(ledgers.items())))
 
-    def _broken(self, problem: str) -> DataError:
+    def _damage(self, problem: str) -> DataError:
         return DataError(f"{problem}; delete {str(self.path)!r} to start over")
 
 

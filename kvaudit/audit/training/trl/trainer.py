@@ -125,7 +125,7 @@ class AuditedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             )
 
     @contextmanager
-    def _gathered(self) -> Iterator[None]:
+    def _full_weights(self) -> Iterator[None]:
         """Gather FSDP2-sharded weights inside the context; all processes enter together, and may leave at any time."""
         with full_weights(self.accelerator.unwrap_model(self.model)):
             yield
@@ -146,7 +146,7 @@ class AuditedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         """Return completions and their log-probs: the method by which TRL calls a sampler."""
         if self._hosted.policy is None:
             return super()._generate_single_turn(prompt_ids, images, multimodal_fields, num_generations, **more)
-        with self._gathered():
+        with self._full_weights():
             self._rollouts, self._prompts = self._sample(prompt_ids), prompt_ids
         completions = [rollout.ids[rollout.prompt_length :].tolist() for rollout in self._rollouts]
         logprobs = [rollout.sampler_logprobs[rollout.prompt_length :].tolist() for rollout in self._rollouts]
@@ -185,11 +185,11 @@ class AuditedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         if not self.model.training:
             return batch
         rates = self._apply_correction(batch)
-        self._numbers.add_rollouts(self._metrics["train"], rates | {"frac_unscored": self._unscored()})
+        self._numbers.add_rollouts(self._metrics["train"], rates | {"frac_unscored": self._unscored_share()})
         self._numbers.seconds["seconds_rollout"] += time.perf_counter() - start
         return batch
 
-    def _unscored(self) -> float:
+    def _unscored_share(self) -> float:
         """Return the share of rows that no reward function scored."""
         rewards = zip(*(list(self._logs["rewards"][name]) for name in self.reward_func_names), strict=True)
         flags = [all(map(isnan, row)) for row in rewards]
@@ -357,7 +357,7 @@ class AuditedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         self._draw = (self.state.global_step, 0)
         # in training mode, because evaluation draws other seeds
         self.model.train()
-        with self._gathered():
+        with self._full_weights():
             rollouts = self._sample(self._prompts) if has_ledger and self._folder is not None else ()
         if self._folder is None:
             self.accelerator.wait_for_everyone()
