@@ -352,7 +352,7 @@ class RunSpec(SpecSection):
         raise UnknownName("gate.reference", reference, arms)
 
     def _check_probe(self) -> None:
-        """Raise SpecError for options that apply to checkpoints in a probe, or to a probe in another run."""
+        """Raise SpecError if a probe has options for checkpoints, or if another run has options for a probe."""
         if self.probe is None:
             self.evaluate.check_draws()
             sources = {f"checkpoints.{arm}": external.seeds.values() for arm, external in self.checkpoints.items()}

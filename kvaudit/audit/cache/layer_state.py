@@ -30,7 +30,7 @@ class LayerState:
                 setattr(self, name, tensor.index_select(0, rows))
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yield the tensors."""
+        """Yield the tensors, which a captured step reads or writes."""
         return (getattr(self, name) for name in self._tensors)
 
     def join(self, other: LayerState) -> None:

@@ -182,7 +182,7 @@ class RowKeys:
         self._prompts: tuple[Tensor, Tensor] | None = None  # key and length [B] of the prompt that a group shares
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yield the tensors."""
+        """Yield keys and prompt keys, which a captured step reads."""
         yield self._keys
         yield from self._prompts or ()
 

@@ -117,7 +117,7 @@ class PendingHints:
         return tuple(tensor[:, :, :count].clone() for tensor in self._tensors)
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yield the tensors."""
+        """Yield the tensors, which a captured step writes."""
         yield from self._tensors
 
 

@@ -104,7 +104,7 @@ def _checkpointed_forward(forward: Callable[..., Any], *args: Any, **kwargs: Any
 
 
 def load_trained_adapter(base: LoadedModel, adapter: AdapterSpec, folder: Path) -> LoadedModel:
-    """Return the base with the adapter of a finished checkpoint, ready for further training."""
+    """Return the base model with the adapter of a finished checkpoint, which can be trained further."""
     verify_folder(folder)
     start = trainable_copy(base, adapter, 0)
     saved, weights = load_file(folder / ADAPTER_WEIGHTS), adapter_weights(start.model)
