@@ -320,8 +320,8 @@ class RunSpec(SpecSection):
         policies = self.evaluate.policies
         if engines := [*self.evaluate.references]:
             raise SpecError(
-                f"evaluate.own_policy_only would serve no trained checkpoint by an engine ({engines[0][:100]}), since "
-                "none is trained under one; leave it out, or give the engines a run of their own"
+                f"evaluate.own_policy_only cannot serve a trained checkpoint by an engine ({engines[0][:100]}), since "
+                "none is trained under one; leave it out, or make another run for the engines"
             )
         for trained in self.train.trained:
             (policy,) = match_policies([trained.policy], policies)
@@ -446,8 +446,8 @@ def _check_rounds_gate(gate: GateSpec, primary: Sequence[str]) -> None:
         )
     if len(primary) > 1:
         raise SpecError(
-            f"evaluate.rounds decides one setting, and {len(primary)} are gated; name one in gate.primary, or give "
-            "each a run of its own"
+            f"evaluate.rounds can decide one setting, and {len(primary)} are gated; name one in gate.primary, or make "
+            "a run for each"
         )
 
 

@@ -242,7 +242,7 @@ def patch_state_layers(model: Any) -> None:
     if patched < expected:
         raise RunError(
             f"model {model.config.model_type!r} has {expected} layers of linear attention, {expected - patched} of "
-            "which take no cache_params: their state cannot be handed on; use another model"
+            "which take no cache_params, so their state cannot be kept; use another model"
         )
 
 

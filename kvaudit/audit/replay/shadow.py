@@ -128,8 +128,8 @@ def _check_text(ledger: Ledger, ids: Tensor, positions: Tensor) -> None:
     # the last drawn token never enters a cache, so the text may be one longer
     if int(positions.max()) > length:
         raise DataError(
-            f"the ledger records {length} tokens, the longest row has {int(positions.max()) + 1}: it is cut short "
-            "or of another text"
+            f"the ledger records {length} tokens, the longest row has {int(positions.max()) + 1}: it is truncated, or "
+            "belongs to another text"
         )
     if ledger.ids is None:
         return

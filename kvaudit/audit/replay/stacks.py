@@ -406,8 +406,8 @@ def _placeholder_fault(rollout: Rollout) -> str | None:
         return None
     token = int(drawn[int(low[0])])
     return (
-        f"has log-prob {float(rollout.sampler_logprobs[token]):g} at token {token}, which stands for -inf or for a "
-        "missing one: no sampler draws such a token; mask it, or leave the rollout out"
+        f"has log-prob {float(rollout.sampler_logprobs[token]):g} at token {token}, a placeholder for -inf or for a "
+        "missing one, since no sampler draws such a token; mask it, or leave the rollout out"
     )
 
 

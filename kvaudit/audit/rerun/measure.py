@@ -164,11 +164,11 @@ def remake_items(run: RunFolder, model: LoadedModel, suite: Suite, record: Recor
     Raises DataError or RunError if suite, rows or model files changed.
     """
     if suite.played_by:
-        raise SpecError(f"suite {suite.name} is played by another harness, so its answers cannot be served again here")
+        raise SpecError(f"suite {suite.name} is run by another harness, so kvaudit cannot serve its answers again")
     if suite.version != record.suite_version:
         raise DataError(
-            f"suite {suite.name} is version {suite.version}, the run asked version {record.suite_version}: the item "
-            "may be another; install the kvaudit that the run was made with"
+            f"suite {suite.name} is version {suite.version}, the run used version {record.suite_version}, so the item "
+            "may differ; install the kvaudit that the run was made with"
         )
     folder = run.checkpoint(record.arm, record.train_seed)
     if (folder / PROVENANCE).is_file():

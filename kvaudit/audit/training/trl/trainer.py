@@ -115,8 +115,8 @@ class AuditedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         plugin = self.accelerator.state.fsdp_plugin if self.is_fsdp_enabled else None
         if self.is_deepspeed_enabled or (plugin is not None and plugin.fsdp_version != 2):
             raise SpecError(
-                "DeepSpeed and FSDP version 1 keep the weights that kvaudit's cache samples from out of reach; launch "
-                "with FSDP version 2 (fsdp_version: 2), without sharding, or with use_vllm and another arm than smd"
+                "kvaudit's cache cannot read weights that DeepSpeed or FSDP version 1 shards; launch with FSDP version "
+                "2 (fsdp_version: 2), without sharding, or with use_vllm and another arm than smd"
             )
         if plugin is not None and "FULL" not in str(plugin.state_dict_type):
             raise SpecError(
