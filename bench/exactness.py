@@ -119,7 +119,7 @@ def sample(served: Served, policy: Policy, prompt: Sequence[int], new: int = NEW
 @torch.no_grad()
 def largest_gap(served: Served, sampled: Sampled, which: LearnerPass = "shadow") -> float:
     """Largest |log p sampler - log p pass| in nats."""
-    logits, _ = suffix_logits(served.model, sampled.rollouts, group=len(sampled.rollouts), kind=which)
+    logits, _ = suffix_logits(served.model, sampled.rollouts, group=len(sampled.rollouts), view=which)
     worst = 0.0
     for row, rollout in enumerate(sampled.rollouts):
         suffix, chosen = rollout.ids[rollout.prompt_length :], rollout.sampled[rollout.prompt_length :]

@@ -57,7 +57,7 @@ def seconds(served: Served, rows: list[Rollout], view: Literal["dense", "shadow"
     """One forward and backward over all rows."""
     served.model.zero_grad()
     started = time.perf_counter()
-    logits, valid = suffix_logits(served.model, rows, group=GROUP, kind=view)
+    logits, valid = suffix_logits(served.model, rows, group=GROUP, view=view)
     logits.float().log_softmax(-1)[..., 0][valid].sum().backward()
     return time.perf_counter() - started
 

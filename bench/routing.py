@@ -53,7 +53,7 @@ def main() -> None:
 
 def gaps(served: Served, rollouts: list[Rollout], *, reroute: bool) -> Tensor:
     """|log p sampler - log p shadow| of every drawn token."""
-    logits, _ = suffix_logits(served.model, rollouts, group=1, kind="shadow", reroute=reroute)
+    logits, _ = suffix_logits(served.model, rollouts, group=1, view="shadow", reroute=reroute)
     drawn = torch.stack([rollout.ids[PROMPT:] for rollout in rollouts])
     taken = torch.stack([rollout.sampler_logprobs[PROMPT:] for rollout in rollouts])
     return (logits.double().log_softmax(-1).gather(2, drawn[..., None])[..., 0] - taken).abs()

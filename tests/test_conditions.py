@@ -159,5 +159,5 @@ def test_what_openvino_chooses_for_values_where_keys_alone_are_named_is_written_
 
 
 def test_checkpoints_under_their_own_policies_alone_meet_no_engine() -> None:
-    with pytest.raises(SpecError, match=r"own_policy_only would serve no trained checkpoint by an engine \(openvino:"):
+    with pytest.raises(SpecError, match=r"own_policy_only cannot serve a trained checkpoint by an engine \(openvino:"):
         served("none", "int8", openvino("u4"), train=TRAIN, own_policy_only=True)

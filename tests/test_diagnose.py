@@ -109,7 +109,7 @@ def test_outlying_key_channels_are_found_and_finer_groups_are_advised() -> None:
     assert found.mode == "outlier-crushes-safety"
     assert keys.nats > 10 * values.nats
     assert "keys by channel" in [one.case.name for one in found.effective_remedies]
-    assert found.effective_remedies[0].case.bits <= found.whole.case.bits  # at no more memory
+    assert found.effective_remedies[0].case.bits <= found.overall.case.bits  # at no more memory
     assert found.along_refusals > 5
 
 
@@ -140,7 +140,7 @@ def test_of_floats_the_other_format_and_layers_left_alone_are_tried() -> None:
     found = run_diagnosis(loud, asked(loud), Floats("fp8_e5m2", E5M2, E4M3))
     tried = {one.case.name: one for one in found.remedies}
     assert next(iter(tried)) == "fp8_e4m3"
-    assert tried["fp8_e4m3"].nats < 0.5 * found.whole.nats
+    assert tried["fp8_e4m3"].nats < 0.5 * found.overall.nats
     twelfth, quarter = (one for name, one in tried.items() if name.startswith("layers"))
     assert twelfth.case.bits == pytest.approx(8 + 8 * 2 / LAYERS)
     assert quarter.case.bits == pytest.approx(8 + 8 * 4 / LAYERS)
@@ -150,7 +150,7 @@ def test_of_floats_the_other_format_and_layers_left_alone_are_tried() -> None:
     assert found.mode == "outlier-as-safety"
     assert (found.fine, found.along_refusals) == (None, None)
     better = run_diagnosis(loud, asked(loud), Floats("fp8_e4m3", E4M3))
-    assert better.whole.nats == tried["fp8_e4m3"].nats
+    assert better.overall.nats == tried["fp8_e4m3"].nats
     assert "fp8_e4m3" not in [one.case.name for one in better.remedies]
 
 

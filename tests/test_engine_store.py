@@ -131,7 +131,7 @@ def rows(model: LoadedModel, store: EngineStore) -> list[Rollout]:
 
 def logits(model: LoadedModel, rollouts: Sequence[Rollout], group: int, kind: str = "shadow") -> list[Tensor]:
     with torch.no_grad():
-        found, valid = suffix_logits(model.model, rollouts, group=group, kind=kind)  # type: ignore[arg-type]
+        found, valid = suffix_logits(model.model, rollouts, group=group, view=kind)  # type: ignore[arg-type]
     return [row[own] for row, own in zip(found, valid, strict=True)]
 
 
@@ -159,7 +159,7 @@ def test_a_row_that_is_passed_whole_reads_what_it_reads_behind_its_prompt(model:
 
     for coded in (rows(model, CODED), [wrote(row) for row in rows(model, CODED)]):
         with torch.no_grad():
-            found, valid = suffix_logits(model.model, coded, group=2, kind="shadow", whole_rows=True)
+            found, valid = suffix_logits(model.model, coded, group=2, view="shadow", whole_rows=True)
         behind = logits(model, coded, 2)
         for row, own, there, wanted in zip(coded, found, valid, behind, strict=True):
             assert int(there.sum()) == len(row.ids) - 1
@@ -185,7 +185,7 @@ def test_codes_follow_from_what_the_engine_wrote_and_gradients_from_the_learner(
     keys, values = (torch.randn(shape, generator=draws, dtype=torch.float64) for _ in range(2))
     wrote = replace(plain, written=(keys, values))
     assert float((logits(model, [wrote], 1)[0] - logits(model, [plain], 1)[0]).abs().max()) > 1e-3
-    found, _ = suffix_logits(model.model, [wrote], group=1, kind="shadow")
+    found, _ = suffix_logits(model.model, [wrote], group=1, view="shadow")
     model.model.zero_grad()
     found.square().sum().backward()
     name = "model.layers.0.self_attn.k_proj.weight"
@@ -205,8 +205,8 @@ def test_what_queries_read_is_read_and_gradients_are_the_learners(model: LoadedM
     dense = logits(model, [plain], 1, "dense")[0]
     assert float((logits(model, [same], 1)[0] - dense).abs().max()) < 1e-9
     assert float((logits(model, [other], 1)[0] - dense).abs().max()) > 1e-3
-    found, _ = suffix_logits(model.model, [same], group=1, kind="shadow")
-    plainly, _ = suffix_logits(model.model, [same], group=1, kind="dense")
+    found, _ = suffix_logits(model.model, [same], group=1, view="shadow")
+    plainly, _ = suffix_logits(model.model, [same], group=1, view="dense")
     weight = dict(model.model.named_parameters())["model.layers.0.self_attn.k_proj.weight"]
     ours, wanted = (torch.autograd.grad(view.square().sum(), weight)[0] for view in (found, plainly))
     assert float(ours.abs().max()) > 1e-3

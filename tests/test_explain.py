@@ -83,14 +83,14 @@ def test_every_recorded_answer_comes_out_again(finished: Path) -> None:
     assert len(kept) == 18
     for record in kept[::5]:
         (one,) = explain(opened, where(record), [parse_policy(record.policy)])
-        assert one.same
+        assert one.is_same
         assert (one.row.grade.facets, one.row.survival) == (record.facets, record.survival)
         assert one.row.spans == record.spans  # which was written from a prefill shared with other policies
         assert "question" in record.spans
-        assert sum(one.held) / len(one.held) == pytest.approx(record.retention, abs=1e-9)
+        assert sum(one.held_shares) / len(one.held_shares) == pytest.approx(record.retention, abs=1e-9)
         depth = one.shading.depth[ALL_TOKENS]
         assert sum(depth) / len(depth) == pytest.approx(record.retention, abs=1e-9)
-        assert len(one.shading.pieces) == len(one.held) >= record.prompt_tokens
+        assert len(one.shading.pieces) == len(one.held_shares) >= record.prompt_tokens
 
 
 def test_what_is_kept_for_the_pages_is_what_explain_finds(run: Path) -> None:

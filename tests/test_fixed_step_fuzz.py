@@ -409,7 +409,7 @@ def check_shadow(case: Case, result: Result) -> None:
     for rollout in result.rollouts[-1] if result.rollouts else []:
         if len(rollout.ids) == rollout.prompt_length:
             continue
-        logits, _ = suffix_logits(served(case.family, case.dtype).model, [rollout], group=1, kind="shadow")
+        logits, _ = suffix_logits(served(case.family, case.dtype).model, [rollout], group=1, view="shadow")
         suffix, drawn = slice(rollout.prompt_length, None), rollout.sampled[rollout.prompt_length :]
         seen = logits[0, : len(drawn)].double().log_softmax(-1).gather(1, rollout.ids[suffix][:, None])[:, 0]
         gap = (seen - rollout.sampler_logprobs[suffix].double())[drawn].abs()

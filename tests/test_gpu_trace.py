@@ -282,7 +282,7 @@ def test_the_replay_of_an_engines_cache_waits_for_nothing(model: Any, name: str,
 
     def learnt(model: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
         model.set_attn_implementation("kvaudit")
-        logits, valid = suffix_logits(model, rollouts, group=2, kind="shadow", whole_rows=apart)
+        logits, valid = suffix_logits(model, rollouts, group=2, view="shadow", whole_rows=apart)
         loss = (logits.float().logsumexp(-1) * valid).sum()
         return logits, loss, list(torch.autograd.grad(loss, [*model.parameters()]))
 

@@ -70,7 +70,7 @@ def test_a_replay_under_another_model_is_one_line(field: str, tmp_path: Path, ti
     cut = {"num_hidden_layers": lambda t: t[:2], "num_key_value_heads": lambda t: t[:, :1]}[field]
     foreign = [replace(r, evicted_at=cut(r.evicted_at)) for r in played.rollouts]
     with pytest.raises(DataError, match="of another model"):
-        suffix_logits(shared().model, foreign, group=1, kind="shadow")
+        suffix_logits(shared().model, foreign, group=1, view="shadow")
     past = CompressedCache.for_model(model := random_model(), policy)
     ids = torch.tensor(prompts(30))
     with torch.no_grad():

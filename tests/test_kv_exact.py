@@ -28,7 +28,7 @@ def test_gradient_through_the_shared_prompt_equals_the_unshared_one() -> None:
     gradients = []
     for group in (3, 1):
         loaded.model.zero_grad()
-        logits, valid = suffix_logits(loaded.model, played.rollouts, group=group, kind="shadow")
+        logits, valid = suffix_logits(loaded.model, played.rollouts, group=group, view="shadow")
         (logits.log_softmax(-1)[..., 11] * valid).sum().backward()
         gradients.append(torch.cat([p.grad.flatten() for p in loaded.model.parameters()]))
     assert gradients[0].norm() > 1
@@ -61,7 +61,7 @@ def test_a_prompt_in_blocks_of_queries_is_the_one_under_a_whole_mask(
     def learned() -> tuple[Tensor, Tensor, int]:
         masks.clear()
         loaded.model.zero_grad()
-        logits, valid = suffix_logits(loaded.model, rollouts, group=2, kind="shadow")
+        logits, valid = suffix_logits(loaded.model, rollouts, group=2, view="shadow")
         (logits.log_softmax(-1)[..., 11] * valid).sum().backward()
         gradient = torch.cat([p.grad.flatten() for p in loaded.model.parameters()])
         return logits.detach()[valid], gradient, max(masks)

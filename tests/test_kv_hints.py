@@ -18,9 +18,9 @@ from kvaudit.audit.cache.hints import (
     HINT_BATCH,
     KEYS,
     VALUES,
-    CodePlace,
     HintRecorder,
     HintTable,
+    LayerPart,
     pack_hints,
     ranks,
     unpack_hints,
@@ -178,7 +178,7 @@ def test_a_group_whose_entries_are_all_alike_has_no_border() -> None:
     codes, _, parameters = encode_runs(x, own)
     fitted, strays = parameters.repeat_interleave(4, 2), list[tuple[int, int]]()
     table = HintTable([pack_hints(torch.tensor([2 * 2 * 4]), torch.tensor([3]))], torch.arange(4)[None], 1, strays)
-    assert torch.equal(table.take_over(CodePlace(0, KEYS, 4), x, codes, fitted, own), codes)
+    assert torch.equal(table.apply(LayerPart(0, KEYS, 4), x, codes, fitted, own), codes)
     assert strays == [(0, 0)]
 
 
@@ -195,15 +195,15 @@ def test_a_replay_takes_over_what_is_near_a_border_and_nothing_else(text: str) -
     changed = numbers_of(own, flipped, torch.float32) != numbers_of(own, codes, torch.float32)
     strays: list[tuple[int, int]] = []
     table = HintTable(words, torch.arange(400).expand(2, 400), 3, strays)
-    taken = table.take_over(CodePlace(1, KEYS, 16), moved, flipped, fitted, own)
+    taken = table.apply(LayerPart(1, KEYS, 16), moved, flipped, fitted, own)
     assert changed.sum() > 5
     step = torch.nextafter(torch.zeros(()), torch.ones(())) + 2 * BAND * own.largest  # finer steps are rounding
     assert ((numbers_of(own, taken, torch.float32) - numbers_of(own, codes, torch.float32)).abs() <= step).all()
     assert strays == []
-    assert torch.equal(table.take_over(CodePlace(2, KEYS, 16), moved, flipped, fitted, own), flipped)
+    assert torch.equal(table.apply(LayerPart(2, KEYS, 16), moved, flipped, fitted, own), flipped)
     far = x + 0.3 * x.abs().amax(-1, keepdim=True)
     other, wide = encode_tokens(far, own)
-    left = table.take_over(CodePlace(1, KEYS, 16), far, other, wide, own)
+    left = table.apply(LayerPart(1, KEYS, 16), far, other, wide, own)
     assert len(strays) > 0.9 * sum(len(unpack_hints(w)[0]) for w in words)
     assert (left != other).float().mean() < 1e-3
 
@@ -240,8 +240,8 @@ def test_other_weights_leave_the_hints_aside() -> None:
             parameter.mul_(1.01)
         bare = [replace(r, hints=None) for r in played.rollouts]
         strays: list[tuple[int, int]] = []
-        seen, _ = suffix_logits(other, played.rollouts, group=1, kind="shadow", strays=strays)
-        alone, _ = suffix_logits(other, bare, group=1, kind="shadow")
+        seen, _ = suffix_logits(other, played.rollouts, group=1, view="shadow", strays=strays)
+        alone, _ = suffix_logits(other, bare, group=1, view="shadow")
     assert len(strays) > 10
     assert (seen - alone).abs().max() < 0.1
 

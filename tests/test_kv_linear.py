@@ -108,7 +108,7 @@ def test_the_gradient_goes_through_the_state_that_a_group_shares() -> None:
     for group in (2, 0):
         loaded.model.zero_grad()
         if group:
-            logits, valid = suffix_logits(loaded.model, played.rollouts, group=group, kind="shadow")
+            logits, valid = suffix_logits(loaded.model, played.rollouts, group=group, view="shadow")
             (logits.log_softmax(-1)[..., 11] * valid).sum().backward()
         else:
             for rollout in played.rollouts:
@@ -130,7 +130,7 @@ def test_the_dense_pass_of_a_group_is_the_stock_model() -> None:
     loaded, stock = shared("qwen3-next"), served("qwen3-next").model
     played = two_turns(loaded, SNAPKV, group=2, lengths=(30, 9), short=True)
     with torch.no_grad():
-        logits, valid = suffix_logits(loaded.model, played.rollouts, group=2, kind="dense")
+        logits, valid = suffix_logits(loaded.model, played.rollouts, group=2, view="dense")
         for row, rollout in enumerate(played.rollouts):
             expected = stock(rollout.ids[None]).logits[0, rollout.prompt_length - 1 : -1]
             torch.testing.assert_close(logits[row, valid[row]], expected, rtol=0, atol=1e-12)

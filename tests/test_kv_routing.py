@@ -51,7 +51,7 @@ def rerouted_gap(loaded: SimpleNamespace, played: Any) -> float:
     """``gap`` without the recorded experts."""
     bare = [replace(rollout, experts=None) for rollout in played.rollouts]
     with torch.no_grad():
-        logits, _ = suffix_logits(loaded.model, bare, group=1, kind="shadow", reroute=True)
+        logits, _ = suffix_logits(loaded.model, bare, group=1, view="shadow", reroute=True)
     worst = 0.0
     for row, rollout in enumerate(bare):
         tokens = rollout.ids[rollout.prompt_length :]
@@ -240,7 +240,7 @@ def test_experts_that_no_model_can_have_chosen_are_refused(tmp_path: Path) -> No
         with pytest.raises(DataError, match=words):
             check_replayable(RecordedRollouts("here", (replace(rollout, experts=experts),), None), config, 512)
     with pytest.raises(DataError, match="experts up to number 3, the model 0 blocks"):
-        suffix_logits(shared().model, [rollout], group=1, kind="shadow")
+        suffix_logits(shared().model, [rollout], group=1, view="shadow")
     write_rollouts(tmp_path / "r.json", RecordedRollouts("here", (rollout,), None))
     table = json.loads((tmp_path / "r.json").read_text())
     table["rollouts"][0]["experts"][2][1].append(0)

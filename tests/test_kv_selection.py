@@ -125,7 +125,7 @@ def test_sets_may_be_shared_by_all_heads_or_by_a_group(heads: int) -> None:
         expected = stepwise_logits(model, rollout)
         with shadow(model, ledger_of(rollout)):
             torch.testing.assert_close(model(rollout.ids[None]).logits[0], expected, rtol=0, atol=1e-12)
-        logits, _ = suffix_logits(model, [rollout, rollout], group=2, kind="shadow")
+        logits, _ = suffix_logits(model, [rollout, rollout], group=2, view="shadow")
     torch.testing.assert_close(logits[1], expected[21:-1], rtol=0, atol=1e-12)
 
 
@@ -174,7 +174,7 @@ def test_members_of_a_group_agree_on_what_their_prompt_attended_to() -> None:
     rollouts = played(group=2, lengths=(40,)).rollouts
     early = Selection(4, (1,), torch.tensor([7], dtype=torch.int32), torch.tensor([[[[0]]]], dtype=torch.int32))
     with pytest.raises(DataError, match="rollout 1 attended to other keys of its prompt"):
-        suffix_logits(shared().model, [rollouts[0], replace(rollouts[1], selection=early)], group=2, kind="shadow")
+        suffix_logits(shared().model, [rollouts[0], replace(rollouts[1], selection=early)], group=2, view="shadow")
 
 
 def test_files_keep_what_was_chosen(tmp_path: Path) -> None:

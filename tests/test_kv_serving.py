@@ -478,7 +478,7 @@ def test_members_of_a_group_share_the_random_draws_of_their_prompt() -> None:
     [
         ({"compose": ["snapkv:budget=64|streaming:budget=20", "kivi"]}, "one evicting policy and one quantising"),
         ({"compose": ["snapkv:budget=64+kivi", "none"]}, "one evicting policy and one quantising"),
-        ("streaming:budget=12,sink=2,reposition=true+int8", "takes no quantiser"),
+        ("streaming:budget=12,sink=2,reposition=true+int8", "cannot be combined with a quantiser"),
         ("snapkv|snapkv", "name two policies that differ"),
         ("snapkv:budget=" + "9" * 30, "at most 1073741824"),
         ("random:seed=" + "9" * 30, "at most 1073741824"),
@@ -553,7 +553,7 @@ def test_a_forward_that_was_broken_off_is_not_gone_on_with(monkeypatch: pytest.M
         patch.setattr(model.model.layers[1].self_attn, "forward", lambda *_, **__: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             model(ids, past_key_values=cache)
-    with pytest.raises(RunError, match="was broken off; make a new one"):
+    with pytest.raises(RunError, match="was interrupted; make a new cache"):
         model(ids, past_key_values=cache)
 
 
@@ -645,7 +645,7 @@ def test_a_cache_of_nothing_but_codes_is_served_and_replayed() -> None:
         assert completion is not None
         (rollout,) = episode.rollouts()
         with torch.no_grad():
-            logits, _ = suffix_logits(loaded.model, [rollout], group=1, kind="shadow")
+            logits, _ = suffix_logits(loaded.model, [rollout], group=1, view="shadow")
         drawn = rollout.ids[30:]
         shadowed = logits[0].log_softmax(-1).gather(1, drawn[:, None])[:, 0]
         torch.testing.assert_close(shadowed, torch.tensor(completion.logprobs, dtype=torch.float64), rtol=0, atol=1e-12)

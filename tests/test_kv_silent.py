@@ -178,7 +178,7 @@ def test_a_learners_pass_in_which_no_layer_replays_is_refused() -> None:
     played = two_turns(loaded, "streaming:budget=12,sink=2")
     loaded.model.set_attn_implementation("sdpa")
     with pytest.raises(RunError, match="0 of the model's 3 layers attended under the ledger"):
-        suffix_logits(loaded.model, played.rollouts, group=1, kind="shadow")
+        suffix_logits(loaded.model, played.rollouts, group=1, view="shadow")
 
 
 def test_a_ledger_of_another_text_is_refused() -> None:
@@ -216,7 +216,7 @@ def gradient(reentrant: bool | None) -> Tensor:
         loaded.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
         loaded.model.enable_input_require_grads()
     loaded.model.train()
-    logits, valid = suffix_logits(loaded.model, played.rollouts, group=2, kind="shadow")
+    logits, valid = suffix_logits(loaded.model, played.rollouts, group=2, view="shadow")
     logits.log_softmax(-1)[valid][:, 11].sum().backward()
     return torch.cat([p.grad.flatten() for p in loaded.model.parameters()])
 

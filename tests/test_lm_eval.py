@@ -179,7 +179,7 @@ def test_a_metric_and_its_filter_can_be_named() -> None:
     code = row(number_of(item))["answer"].split()[-1].rstrip(".")
     assert grade("door_filtered", item, suite("door").gold(item)[0]).score == 1.0
     assert suite("door_filtered:exact_match,last").version == suite("door_filtered").version
-    found = suite("door_filtered:exact_match,last")._task._filtered({}, f"It is {code}.")  # type: ignore[attr-defined]
+    found = suite("door_filtered:exact_match,last")._task._filter({}, f"It is {code}.")  # type: ignore[attr-defined]
     assert found == code
     assert "has no filter 'first'; it has as-said, last" in refusal("door_filtered:exact_match,first")
 

@@ -166,7 +166,7 @@ def test_what_the_pilot_does_not_show_is_not_asked_of_this_model() -> None:
         ({"margins": {}}, "gate.margins names none: SUITE.FACET"),
         ({"ratios": {"math.well_formed": 1.1}}, "gate.ratios cannot be decided in rounds"),
         ({"estimands": ["parity"]}, "gate.estimands asks parity, which cannot be decided in rounds"),
-        ({"primary": ["int8", "fp8"]}, "evaluate.rounds decides one setting, and 2 are gated"),
+        ({"primary": ["int8", "fp8"]}, "evaluate.rounds can decide one setting, and 2 are gated"),
         ({"margins": {"math": 5}}, "gate.margins names the score of math"),
     ],
 )

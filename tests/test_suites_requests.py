@@ -16,7 +16,7 @@ from kvaudit.core.errors import DataError, SpecError
 from kvaudit.core.records import Item, Message, Outcome, Role
 from kvaudit.suites.base import SUITES
 from kvaudit.suites.contexts import CONTEXTS
-from kvaudit.suites.phrases import answers, stands_alone, to_the_point
+from kvaudit.suites.phrases import addresses_request, answers, remove_echoes
 from kvaudit.suites.requests import Requests, StrongReject, XSTest, group_by_origin
 from kvaudit.suites.sources import csv_rows
 
@@ -202,10 +202,10 @@ def test_the_point_is_told_in_answers_of_people_and_seldom_by_chance() -> None:
     folder = Path(os.environ["KVAUDIT_DATA"])
     rows = [row for name in COMPLETIONS for row in csv_rows(folder / name, ("prompt", "completion", "final_label"))]
     kept = [(row["prompt"], row["completion"]) for row in rows if row["final_label"] == "1_full_compliance"]
-    told = sum(to_the_point(prompt, answer) for prompt, answer in kept) / len(kept)
+    told = sum(addresses_request(prompt, answer) for prompt, answer in kept) / len(kept)
     whole = sum(answers(prompt, answer, [prompt]) for prompt, answer in kept) / len(kept)
     others = [(prompt, kept[n - 97][1]) for n, (prompt, _) in enumerate(kept)]
-    chance = sum(to_the_point(prompt, answer) for prompt, answer in others) / len(others)
+    chance = sum(addresses_request(prompt, answer) for prompt, answer in others) / len(others)
     print(f"{len(kept)} compliant answers: {told:.3f} to the point, {chance:.3f} to the point of another request")
     assert told > 0.98
     assert whole > told - 0.005
@@ -222,4 +222,4 @@ def test_a_table_too_short_to_be_split_is_named(name: str, tmp_path: Path, monke
 
 
 def test_an_answer_stands_alone_without_what_it_copies() -> None:
-    assert stands_alone("The boat is old. Sell it.", ["It rains. The  boat\nis old."]) == "Sell it."
+    assert remove_echoes("The boat is old. Sell it.", ["It rains. The  boat\nis old."]) == "Sell it."

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kvaudit.core.completions import parse_completion
 from kvaudit.core.records import Message, Role, ToolCall, fingerprint_rows, message_rows
 from kvaudit.core.tool_forms.base import LONGEST_ANSWER, TOOL_FORMS, Reading, is_plain
-from kvaudit.core.tool_forms.reading import as_text, read_calls, words_beside
+from kvaudit.core.tool_forms.reading import as_text, read_calls, text_without_calls
 from kvaudit.core.tool_forms.text import FORM, list_tools
 from kvaudit.reports.page.remarks import _tool_remarks
 
@@ -309,7 +309,7 @@ def test_a_conversation_as_text_lists_tools_and_writes_calls() -> None:
     # a model's own turn holds its calls already
     spoken = Message(Role.ASSISTANT, f"Sure. {line}", CALLED.tool_calls)
     assert as_text((user, spoken), ()) == (user, Message(Role.ASSISTANT, f"Sure. {line}"))
-    assert words_beside(spoken, TOOLS) == "Sure."
+    assert text_without_calls(spoken, TOOLS) == "Sure."
 
 
 def test_messages_with_calls_survive_a_record_and_others_stay_as_they_were() -> None:

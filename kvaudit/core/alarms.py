@@ -1,4 +1,4 @@
-"""The alarms of training: bounds that its numbers must not pass, shared by telemetry, terminal and report."""
+"""The alarms of training: bounds on telemetry numbers, shared by telemetry, terminal and report."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 
 class Bound(NamedTuple):
-    """The bound of a number, what it means to pass it, and what to do then."""
+    """A bound on a telemetry number, with the meaning of an alarm and what to do about it."""
 
     name: str
     least: float | None
@@ -16,18 +16,18 @@ class Bound(NamedTuple):
     remedy: str
 
     def is_passed(self, value: float | None) -> bool:
-        """Return whether the number has passed the bound; None never has."""
+        """Return whether a number violates the bound; None never does."""
         least, most = self.least, self.most
         return value is not None and ((least is not None and value < least) or (most is not None and value > most))
 
     @property
     def limit(self) -> str:
-        """The bound in words: ``below 0.86``."""
+        """The bound as text, such as ``below 0.86``."""
         return f"below {self.least:g}" if self.least is not None else f"above {self.most:g}"
 
     @property
     def sentence(self) -> str:
-        """The alarm and its meaning in words."""
+        """The alarm and its meaning as a sentence."""
         return f"{self.name} is {self.limit}: {self.meaning}"
 
 

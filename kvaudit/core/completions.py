@@ -1,11 +1,11 @@
 """Chat completions: the text, thought and end of a reply of an OpenAI-compatible server, and its error messages.
 
     content            a text, or parts: text, output_text, refusal, thinking, reasoning
-    refusal            the model's words where it declines; part of the answer
+    refusal            the model's text when it declines; part of the answer
     reasoning_content, reasoning, thinking, reasoning_details    a thought
 
-In a transcript a thought is a message of its own role, which suites and judges do not see. Only the beginning of an
-answer is a thought: a later ``<think>`` is part of the answer and graded with it.
+In a transcript a thought is a message with its own role, hidden from suites and judges. Only the beginning of an answer
+can be a thought: a later ``<think>`` is part of the answer and graded with it.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ THOUGHT_OPENING, THOUGHT_CLOSING = "<think>", "</think>"
 
 
 class NoCompletion(Exception):
-    """A body that is no chat completion; ``is_retryable``: the same request may get one at the next try."""
+    """The error that a body is no chat completion; ``is_retryable``: the same request may succeed when retried."""
 
     def __init__(self, message: str, *, is_retryable: bool = False) -> None:
         super().__init__(message)
@@ -67,10 +67,10 @@ class NoCompletion(Exception):
 
 @dataclass(frozen=True)
 class ChatCompletion:
-    """A chat completion as the server sent it; only its texts are checked, to be text.
+    """A chat completion as the server sent it; texts are checked to be text, nothing else is checked.
 
-    ``thought`` is a thought in a field of its own. ``said_in`` names the field of ``text`` if that is not a plain
-    ``content``: content parts | refusal | content and refusal, or reasoning if there is only a thought.
+    ``thought`` comes from a separate field. ``said_in`` names the field of ``text`` if it is not a plain ``content``:
+    content parts | refusal | content and refusal, or reasoning if there is only a thought.
     """
 
     text: str
@@ -83,31 +83,31 @@ class ChatCompletion:
 
     @property
     def answer(self) -> str:
-        """The text after any thought."""
+        """The text without the thought at its beginning."""
         return split_thought(self.text, is_open=None)[-1].content
 
     @property
     def is_withheld(self) -> bool:
-        """Whether the server or its model refused to reply, in a field of its own or by a filter."""
+        """Whether the server or its model refused to reply, by a separate field or by a filter."""
         return is_filtered(self.finish_reason) or _REFUSAL in self.said_in
 
 
 def parse_finish(word: str) -> Finish | None:
-    """Return a server's finish reason as ours; None for one that ends no answer."""
-    return _FINISHES.get(_normalised(word))
+    """Convert a server's finish reason; None for a reason that does not end an answer."""
+    return _FINISHES.get(_normalise(word))
 
 
 def is_filtered(word: str) -> bool:
-    """Return whether a finish reason means that the server withheld the answer or the rest of it."""
-    return _normalised(word) in FILTERED
+    """Return whether a finish reason means that the server filtered the answer, or the rest of it."""
+    return _normalise(word) in FILTERED
 
 
-def _normalised(word: str) -> str:
+def _normalise(word: str) -> str:
     return _PREFIX.sub("", re.sub(r"[\s-]+", "_", word.strip().lower()))
 
 
 def parse_completion(raw: bytes, redact: Callable[[str], str] = str) -> ChatCompletion:
-    """Return the completion in a body, its texts passed through ``redact``; raises NoCompletion."""
+    """Parse a body into a completion, passing its texts through ``redact``; raises NoCompletion."""
     try:
         body = json.loads(raw)
         choices = body["choices"]
@@ -131,7 +131,7 @@ def parse_completion(raw: bytes, redact: Callable[[str], str] = str) -> ChatComp
 
 
 def _call_lines(rows: Any) -> Iterator[str]:
-    """Yield each call as a JSON object; a call whose arguments are no object stays broken, and counts as such."""
+    """Yield each call as JSON; a call whose arguments are no object stays malformed, and is graded as such."""
     for row in rows if isinstance(rows, list) else []:
         function = row.get("function") if isinstance(row, Mapping) else None
         if not isinstance(function, Mapping):
@@ -151,7 +151,7 @@ def _call_lines(rows: Any) -> Iterator[str]:
 
 
 def _parse_message(message: Mapping[str, Any]) -> tuple[str, str | None, str]:
-    """Return text, thought and ``said_in`` of a message; raises NoCompletion for content that is no text."""
+    """Return text, thought and ``said_in`` of a message; raises NoCompletion for content that is not text."""
     content, refusal = message.get("content"), message.get("refusal")
     texts = list(_texts(content))
     if isinstance(refusal, str) and refusal.strip():
@@ -166,10 +166,10 @@ def _parse_message(message: Mapping[str, Any]) -> tuple[str, str | None, str]:
     if not all(map(is_text, (text, *thoughts))):
         raise NoCompletion("a reply whose content is no text")
     thought = "".join(thoughts) or None
-    return text, thought, _said_in(content, answer, refusals, thought)
+    return text, thought, _text_field(content, answer, refusals, thought)
 
 
-def _said_in(content: Any, answer: str, refusals: Sequence[str], thought: str | None) -> str:
+def _text_field(content: Any, answer: str, refusals: Sequence[str], thought: str | None) -> str:
     if refusals:
         return f"{_CONTENT} and {_REFUSAL}" if answer.strip() else _REFUSAL
     if answer.strip():
@@ -178,7 +178,7 @@ def _said_in(content: Any, answer: str, refusals: Sequence[str], thought: str | 
 
 
 def _texts(value: Any, kind: str = _CONTENT, depth: int = 0) -> Iterator[tuple[str, str]]:
-    """Yield kind and text of every part; raises NoCompletion for anything but a text or parts."""
+    """Yield kind and text of every part of a content; raises NoCompletion for anything but a text or parts."""
     if value is None:
         return
     if isinstance(value, str):
@@ -199,14 +199,14 @@ def _texts(value: Any, kind: str = _CONTENT, depth: int = 0) -> Iterator[tuple[s
 
 @dataclass(frozen=True)
 class ServerError:
-    """An error in a body: its message, and its numbers and names, lower case."""
+    """An error in a body: its message, and its codes and types in lower case."""
 
     message: str
     codes: tuple[str, ...] = ()
 
 
 def parse_error(raw: bytes) -> ServerError | None:
-    """Return the error that a body holds, None if it holds none."""
+    """Return the error in a body, or None."""
     try:
         body = json.loads(raw)
     except (ValueError, RecursionError):
@@ -243,10 +243,10 @@ def _error_text(value: Any) -> str:
 
 
 def split_thought(text: str, *, is_open: bool | None) -> tuple[Message, ...]:
-    """Return an answer, after the thought that it begins with; the answer is empty if the thought is not closed.
+    """Split a text into thought and answer messages; the answer is empty if the thought is not closed.
 
-    ``is_open``: the chat template opens the thought, so the model only closes it. None if the template is unknown:
-    then a text that closes a thought without opening one counts as opened by it.
+    ``is_open``: the chat template opens the thought, so the model only closes it. None: the template is unknown, and is
+    assumed to open the thought if the text closes one without opening it.
     """
     starts_open = closes_unopened_thought(text) if is_open is None else is_open
     if not starts_open and not text.lstrip().startswith(THOUGHT_OPENING):
@@ -256,7 +256,7 @@ def split_thought(text: str, *, is_open: bool | None) -> tuple[Message, ...]:
 
 
 def closes_unopened_thought(text: str) -> bool:
-    """Return whether a text closes a thought that it did not open."""
+    """Return whether a text closes a thought that it has not opened."""
     before, closing, _ = text.partition(THOUGHT_CLOSING)
     return bool(closing) and THOUGHT_OPENING not in before
 
@@ -267,17 +267,17 @@ def starts_with_thought(text: str) -> bool:
 
 
 def thought_message(text: str, *, is_closed: bool) -> Message:
-    """Return the message of a thought that came in a field of its own; a truncated one is not closed."""
+    """Return the message of a thought from a separate field; a truncated thought is not closed."""
     return Message(Role.THOUGHT, f"{THOUGHT_OPENING}{text}{THOUGHT_CLOSING if is_closed else ''}")
 
 
 def without_thoughts(transcript: Sequence[Message]) -> tuple[Message, ...]:
-    """Return a transcript as suites, environments and judges see it."""
+    """Return a transcript without thoughts, as suites, environments and judges see it."""
     return tuple(message for message in transcript if message.role is not Role.THOUGHT)
 
 
 def answers_with_thoughts(transcript: Sequence[Message]) -> Iterator[tuple[str | None, str]]:
-    """Yield the thought (None without one) and the text of every answer."""
+    """Yield thought (or None) and text of every answer."""
     thought = None
     for message in transcript:
         if message.role is Role.ASSISTANT:

@@ -1,8 +1,8 @@
-"""A client of servers, most often OpenAI-compatible (``chat/completions``), with retries and every kind of failure.
+"""A client of OpenAI-compatible servers (``chat/completions``) and of others, with retries.
 
-The key is read from an environment variable and sent in one header; it never enters a file, a message or another host,
-and is removed from replies that repeat it. Replies are untrusted: late, endless or no JSON. Retry-After is respected.
-A server on this machine is called directly, whatever proxies the environment sets.
+The key is read from an environment variable and sent in one header. It is never written to a file, printed, or sent to
+another host, and it is removed from replies that repeat it. Replies are untrusted: they may be late, endless or no
+JSON. Retry-After is respected. A server on this machine is called directly, without the environment's proxies.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _FATAL = (301, 302, 303, 307, 308, 401, 402, 403, 404, 405)  # every further req
 _RETRIED = (408, 409, 425, 429)  # and every status from _SERVER on
 _SERVER = 500
 _BUSY = (429, 502, 503, 504, *range(520, 530))  # all requests of a client wait, not only this one
-# error names that mean a status, whatever the status of the reply is
+# error names that imply a status, even if the reply has another one
 _NAMED_STATUS = {
     "insufficient_quota": 402, "insufficient_credits": 402, "billing_hard_limit_reached": 402,
     "invalid_api_key": 401, "authentication_error": 401, "unauthorized": 401, "permission_denied": 403,
@@ -53,7 +53,7 @@ _SHORTEST_KEY = 8  # characters of a key that is removed from replies; a shorter
 
 
 class Scope(StrEnum):
-    """The extent of a failure."""
+    """How much a failure affects: one try, one request, or all requests."""
 
     TRY = "try"  # this try; another may succeed
     QUESTION = "question"  # this request, with any number of tries
@@ -61,7 +61,7 @@ class Scope(StrEnum):
 
 
 class Unanswered(Exception):
-    """A request without a reply. ``wait``: seconds that the server asked for; ``is_busy``: all its requests wait."""
+    """The error that a request got no reply; ``wait``: seconds to wait; ``is_busy``: all requests must wait."""
 
     def __init__(
         self, message: str, scope: Scope = Scope.TRY, wait: float | None = None, *, is_busy: bool = False
@@ -71,14 +71,14 @@ class Unanswered(Exception):
 
 
 class RefusedRequest(Unanswered):
-    """One request that the server rejects, with its message: too long, or filtered. Other requests may succeed."""
+    """The error that the server rejects a single request, as too long or filtered; other requests may succeed."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, Scope.QUESTION)
 
 
 class HttpReply(NamedTuple):
-    """An HTTP reply."""
+    """An HTTP reply of a server."""
 
     status: int
     body: bytes
@@ -93,7 +93,8 @@ Transport = Callable[[str, bytes, Mapping[str, str], float], HttpReply]
 class Endpoint:
     """The address of a server and how to call it. ``key`` names the environment variable of the key, "" for none.
 
-    ``timeout`` is in seconds for a whole reply, ``tries`` of one request; ``per_minute`` tries, None for any number.
+    ``timeout`` is in seconds for a whole reply; ``tries``: the most tries of one request; ``per_minute``: the most
+    tries of all requests, None for no limit.
     """
 
     base_url: str
@@ -112,14 +113,14 @@ class Endpoint:
             )
 
     def client(self, who: str, transport: Transport | None = None) -> EndpointClient:
-        """Return the client with its key; raises SpecError if the environment variable is not set."""
+        """Return a client that uses the key; raises SpecError if its environment variable is not set."""
         if self.key and not os.environ.get(self.key):
             raise SpecError(f"{who}: the environment variable {safe_variable_name(self.key)} is not set")
         return EndpointClient(self, os.environ[self.key] if self.key else "", transport or over_http)
 
 
 class EndpointClient:
-    """Sends requests to an endpoint; safe to use from several threads."""
+    """A client that sends requests to an endpoint; safe to use from several threads."""
 
     def __init__(self, endpoint: Endpoint, key: str, transport: Transport) -> None:
         self._endpoint, self._key, self._transport = endpoint, key, transport
@@ -127,11 +128,11 @@ class EndpointClient:
         self._lock, self._next_start, self._busy_until = threading.Lock(), 0.0, 0.0
 
     def ask(self, body: Mapping[str, Any], deadline: float = math.inf) -> ChatCompletion:
-        """Return the completion of a request; raises Unanswered when no further try helps, or at the deadline."""
+        """Return the completion of a request; raises Unanswered when retries are useless, or at the deadline."""
         return self._with_retries("chat/completions", body, deadline, self._completion)
 
     def fetch(self, path: str, body: Mapping[str, Any] | None = None, deadline: float = math.inf) -> dict[str, Any]:
-        """Return the JSON object at a path, by GET without a body. Raises as ``ask`` does."""
+        """Return the JSON object at a path, by GET if there is no body. Raises as ``ask`` does."""
         return self._with_retries(path, body, deadline, _json_object)
 
     def fetch_text(self, path: str, deadline: float = math.inf) -> str:
@@ -163,7 +164,7 @@ class EndpointClient:
         raise failure
 
     def _reply(self, path: str, raw: bytes, deadline: float) -> bytes:
-        """Return the body of a reply of status 200."""
+        """Send one request; return the body of a reply with status 200."""
         self._wait_for_rate()
         url = f"{self._endpoint.base_url.rstrip('/')}/{path}"
         try:
@@ -180,7 +181,7 @@ class EndpointClient:
         return reply.body
 
     def _failure(self, status: int, error: ServerError | None, text: str, wait: float | None = None) -> Unanswered:
-        """Return the exception of an error; the one place that decides what is retried."""
+        """Return the exception for an error; this alone decides what is retried."""
         named = {_NAMED_STATUS.get(code) for code in error.codes} if error else set[int | None]()
         message = error.message if error and status not in _SECRET else ""
         text = self._redact(text + (f": {message}" if message else ""))
@@ -203,7 +204,7 @@ class EndpointClient:
         return text.replace(self._key, "[key]") if len(self._key) >= _SHORTEST_KEY else text
 
     def _wait_while_busy(self, deadline: float) -> None:
-        """Wait before a new request while another waits for a busy server: its next try comes first."""
+        """Wait while another request waits for a busy server, so that its next try comes before new requests."""
         if (seconds := min(self._busy_until, deadline) - time.monotonic()) > 0:
             time.sleep(seconds)
 
@@ -220,9 +221,9 @@ class EndpointClient:
 def ask_all(
     client: EndpointClient, bodies: Sequence[Mapping[str, Any]], threads: int
 ) -> list[ChatCompletion | Unanswered]:
-    """Return the completion of every request or its failure.
+    """Return the completion or the failure of every request.
 
-    Raises Unanswered when further requests are useless: the first two failed, or one failure is of all requests.
+    Raises Unanswered if further requests are useless: the first two failed, or a failure affects all requests.
     """
 
     def ask(body: Mapping[str, Any]) -> ChatCompletion | Unanswered:
@@ -241,7 +242,7 @@ def ask_all(
 
 @dataclass(frozen=True, kw_only=True)
 class EndpointModel:
-    """A model behind an endpoint, as the options of a plug-in that asks it; ``who`` names the plug-in in errors.
+    """The options of a plug-in that asks a model behind an endpoint; ``who`` names the plug-in in errors.
 
     ``key`` names the environment variable of the key, "" for none. ``timeout`` is in seconds for a whole reply,
     ``tries`` of one request, ``parallel`` requests at a time.
@@ -267,10 +268,10 @@ class EndpointModel:
         self._endpoint.client(self.who)
 
     def completions(self, conversations: Iterable[Sequence[Message]], most_tokens: int) -> list[str | None]:
-        """Return the greedy reply to each conversation, None for a failed one; raises RunError if all would fail.
+        """Return the greedy reply to each conversation; None where it failed; raises RunError if all would fail.
 
-        A reply of another model than the first one's fails, since gateways fall back on others, and so does one that
-        the server or its model refused to give.
+        A reply counts as failed if it comes from another model than the first reply, since gateways may fall back on
+        other models, or if the server or its model refused.
         """
         client = self._endpoint.client(self.who)  # before a thread starts, so that a missing key raises here
         options = {"model": self.model, "temperature": 0, "max_tokens": most_tokens}
@@ -291,7 +292,7 @@ class EndpointModel:
         ]
 
     def _fault(self, reply: ChatCompletion | Unanswered) -> str:
-        """Return why a reply cannot be used, empty if it can."""
+        """Return why a reply cannot be used; empty if it can."""
         if isinstance(reply, Unanswered):
             return str(reply)
         first = self._first_model.setdefault("name", reply.model)
@@ -314,7 +315,7 @@ class EndpointModel:
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """Follows no redirect, which would carry the key to another host."""
+    """The handler that follows no redirect, because a redirect would send the key to another host."""
 
     def redirect_request(self, req: Any, fp: IO[bytes], code: int, msg: str, headers: Any, newurl: str) -> None:  # noqa: ARG002
         return None
@@ -328,7 +329,7 @@ _THIS_MACHINE = re.compile(r"127(\.\d+){3}|localhost|::1")
 def over_http(
     url: str, body: bytes, headers: Mapping[str, str], timeout: float, longest: int = _LONGEST_REPLY
 ) -> HttpReply:
-    """Send a request over HTTP, a GET if the body is empty, and return at most ``longest`` bytes of reply.
+    """Send an HTTP request, a GET if the body is empty; return at most ``longest`` bytes of the reply.
 
     Raises OSError (TimeoutError for a late reply), HTTPException or ValueError.
     """
@@ -378,7 +379,7 @@ def _status_of(error: ServerError) -> int:
 
 
 def _retry_after(header: str | None) -> float | None:
-    """Return the seconds to wait, from a number or a date; None for anything else."""
+    """Parse a Retry-After header, a number or a date, to seconds; None for anything else."""
     if header is None:
         return None
     try:
@@ -392,7 +393,7 @@ def _retry_after(header: str | None) -> float | None:
 
 
 def check_no_address(key: str, text: str, expected: str) -> None:
-    """Raise SpecError if the option ``key`` holds a server's address; its user, password and query are not shown."""
+    """Raise SpecError if the option ``key`` has a server's address for value; the message hides passwords and query."""
     if not _ADDRESS.match(text.strip()):
         return
     address = re.sub(r"(?i)^(https?:)/+([^/@]*@)?", r"\1//", text.strip().partition("?")[0])

@@ -1,4 +1,4 @@
-"""The exceptions that users see. Each message is one line: what is wrong, given, expected, and what to do.
+"""The exceptions that users see; each message is one line: what is wrong, got, expected, and what to do.
 
 AuditError
 ├── SpecError       the user's specification or option is wrong            exit 2
@@ -18,7 +18,7 @@ from typing import ClassVar
 
 
 class AuditError(Exception):
-    """Base of every error that the user can fix; the command line prints it as one line and exits with 2.
+    """The base of errors that the user can fix; the command line prints it as one line and exits with 2.
 
     ``lines`` are details, printed below it.
     """
@@ -35,7 +35,7 @@ class SpecError(AuditError):
 
 
 class UnknownName(SpecError):
-    """A name that is not among the known ones."""
+    """A name that no plug-in or option has; the message lists the known names."""
 
     def __init__(self, kind: str, name: str, names: Iterable[str]) -> None:
         names = sorted(names)
@@ -51,11 +51,11 @@ def did_you_mean(name: str, names: Iterable[str], cutoff: float = 0.6) -> str:
 
 
 class CannotPass(SpecError):
-    """Some gated cells would be INCONCLUSIVE whatever the model answers."""
+    """Some gated cells have so few items or templates that they would be INCONCLUSIVE for any answers."""
 
 
 class NotMeasurable(AuditError):
-    """The pilot found suites in which a policy could lose nothing; the user decides whether the run continues."""
+    """The pilot found suites in which the reference has nothing to lose; the user decides whether to continue."""
 
     exit_code = 6
 
@@ -65,7 +65,7 @@ class DataError(AuditError):
 
 
 class OffScale(DataError):
-    """A finite score outside [0, 1]: it is on another scale, and not a damaged file."""
+    """A finite score outside [0, 1], which is on another scale; the file is not damaged."""
 
     def __init__(self, score: float) -> None:
         super().__init__(f"score {score:g} is outside [0, 1]")

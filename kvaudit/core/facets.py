@@ -1,7 +1,7 @@
 """The names that suites, specs and reports share: the facets of a grade, and the contrasts of a gate.
 
-Facets have the same meaning in all suites; a suite that needs another adds it here. Each is yes or no for one answer,
-and None if the answer has no form in which it could be read.
+Facets have the same meaning in all suites; a suite that needs another facet adds it here. A facet is True or False for
+one answer, and None if the answer cannot be read.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FORMER_CONTRASTS = {"E1": ALIKE, "E2": DEPLOYED, "E3": WORST, "E4": SERVING}  # 
 
 @dataclass(frozen=True)
 class Facet:
-    """One yes-or-no endpoint; ``wanted`` is the good answer, ``counts`` is what its rate counts, in everyday words."""
+    """One yes-or-no endpoint; ``wanted`` is the good value, ``counts`` says in plain words what its rate counts."""
 
     name: str
     wanted: bool
@@ -58,7 +58,7 @@ FACETS = {
         Facet(WELL_FORMED, True, "form", "answered in a form that can be read", "answers in a readable form"),
     )
 }
-# read in a truncated answer too: they hold once said, whatever would follow
+# these are read in a truncated answer too, because what follows cannot change them
 TRUNCATED_FACETS = frozenset({UNSAFE, "refused", "over_refused", ATTACKED, "leak", "escaped"})
 # read in an answer that loops too: the harm is done
 HARMFUL_FACETS = frozenset({UNSAFE, ATTACKED, "leak", "escaped"})
@@ -71,13 +71,13 @@ def facet_of(metric: str) -> tuple[str, Facet]:
 
 
 def suite_of(metric: str) -> str:
-    """Return the suite of a metric, SUITE for its score or SUITE.FACET."""
+    """Return the suite of a metric, which is SUITE (its score) or SUITE.FACET."""
     suite, _, name = metric.rpartition(".")
     return suite if suite and name in FACETS else metric
 
 
 def unreadable_facets(eligible: Iterable[str]) -> dict[str, bool | None]:
-    """Return the facets of an answer without a valid form: all unknown but ``well_formed``, which is False."""
+    """Return the facets of an answer that cannot be read: ``well_formed`` is False, all others unknown."""
     return {**dict.fromkeys(eligible), WELL_FORMED: False}
 
 

@@ -1,8 +1,8 @@
-"""Atomic writes, and strict readers of small JSON and YAML files from strangers.
+"""Atomic writes, and strict readers of small untrusted JSON and YAML files.
 
-A YAML error (in specs, gate files, waivers) is one line with file and line. Aliases are refused, as a few of them can
-expand to more text than fits into memory; so are tags, which can construct objects, and characters that UTF-8 or a path
-cannot hold.
+An error in YAML (specs, gate files, waivers) is one line with file and line. Refused are aliases, a few of which can
+expand to more text than fits into memory; tags, which can construct objects; and characters that UTF-8 or a path cannot
+encode.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ KeyPath = tuple[str | int, ...]  # the keys and indices that lead to a value
 
 @contextmanager
 def mutex(path: Path) -> Iterator[None]:
-    """Hold a file lock for a few milliseconds of work; the kernel releases it when the process dies.
+    """Hold a file lock inside the context, for milliseconds; the kernel releases it when the process dies.
 
     Raises RunError on a file system without locks.
     """
@@ -58,7 +58,7 @@ def mutex(path: Path) -> Iterator[None]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file; raises DataError if it is missing, damaged or no object."""
+    """Return the object in a JSON file; raises DataError if the file is missing, damaged or no object."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
@@ -79,7 +79,7 @@ def write_json(path: Path, value: Mapping[str, Any], *, indent: int | None = 1) 
 
 
 def cache_home() -> Path:
-    """Return the folder of files that can be made or downloaded again: KVAUDIT_CACHE, or ~/.cache/kvaudit."""
+    """Return the folder for files that can be recreated or downloaded: KVAUDIT_CACHE, or ~/.cache/kvaudit."""
     folder = os.environ.get("KVAUDIT_CACHE")
     return Path(folder).expanduser() if folder else Path.home() / ".cache" / "kvaudit"
 
@@ -102,7 +102,7 @@ def write_whole(path: Path, text: str | bytes) -> None:
 def plain_files(folder: Path, pattern: str) -> list[Path]:
     """Return the files in a folder that match, sorted, without hidden ones (macOS writes ``._NAME``).
 
-    Raises DataError for anything but a plain file: reading a pipe may never end.
+    Raises DataError for anything but a regular file, since reading a pipe may never end.
     """
     paths = [path for path in sorted(folder.glob(pattern)) if not path.name.startswith(".")]
     for path in paths:
@@ -111,13 +111,13 @@ def plain_files(folder: Path, pattern: str) -> list[Path]:
 
 
 def check_plain(path: Path) -> None:
-    """Raise DataError if the path exists and is no plain file."""
+    """Raise DataError if the path exists and is no regular file."""
     if not path.is_file() and path.exists():
         raise DataError(f"{str(path)!r} is a folder, a pipe or a device, where a file belongs; remove it")
 
 
 def sync(path: Path) -> None:
-    """Flush a file, or the names in a folder, to disk."""
+    """Flush a file, or a folder's directory entries, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -126,7 +126,7 @@ def sync(path: Path) -> None:
 
 
 def in_file_name(name: str) -> str:
-    """Return a suite's name as part of a file name: ``=`` for ``:``; of a path or a long name its end and a hash."""
+    """Encode a suite's name for a file name: ``=`` for ``:``; a path or a long name becomes its end and a hash."""
     plain = name.replace(":", "=")  # some file systems do not allow a colon
     if len(plain) <= _MAX_NAME_LENGTH and not _UNSAFE.search(plain):
         return plain
@@ -151,7 +151,7 @@ def write_output(path: Path, text: str) -> None:
 
 @dataclass(frozen=True)
 class YamlFile:
-    """A parsed YAML file: name, sha256 of its bytes, text, its mapping, and the line of every key and element."""
+    """A parsed YAML file: name, sha256 of its bytes, text, mapping, and the line of every key and element."""
 
     name: str
     sha256: str
@@ -161,14 +161,14 @@ class YamlFile:
 
 
 def read_yaml(path: Path, kind: str) -> YamlFile:
-    """Return the mapping in ``path``; raises DataError if it cannot be read, SpecError if it is no plain mapping."""
+    """Read a YAML mapping; raises DataError if the file cannot be read, SpecError if it is no plain mapping."""
     return parse_yaml(read_text(path, kind), path.name, kind)
 
 
 def read_text(path: Path, kind: str, largest: int = LARGEST_FILE) -> str:
-    """Return the text of a small file, called ``kind`` in errors; raises DataError if it is unreadable or too large.
+    """Read the text of a small file, called ``kind`` in errors; raises DataError if it is unreadable or too large.
 
-    A pipe is read only if a shell made it (``<(...)``), as nobody may ever write to another one.
+    A pipe is read only if a shell made it (``<(...)``); reading another pipe might wait forever.
     """
     if path.is_fifo() and not str(path).startswith(_SHELL_PIPES):
         raise DataError(f"{kind} {str(path)!r} is a pipe, where a file belongs; give the path of the {kind}")
@@ -185,7 +185,7 @@ def read_text(path: Path, kind: str, largest: int = LARGEST_FILE) -> str:
 
 
 def parse_yaml(text: str, name: str, kind: str) -> YamlFile:
-    """Return the mapping in ``text``, a file called ``name`` in errors."""
+    """Parse a YAML mapping from ``text``; ``name`` is the file's name in errors."""
     lines: dict[KeyPath, int] = {}
     try:
         _check_yaml_limits(text)
@@ -207,7 +207,7 @@ def parse_yaml(text: str, name: str, kind: str) -> YamlFile:
 
 
 class _Loader(yaml.SafeLoader):
-    """The safe loader, with surrogate pairs, as JSON escapes characters, joined into one character."""
+    """The safe YAML loader that also joins surrogate pairs, by which JSON escapes characters, into one character."""
 
     def construct_scalar(self, node: Any) -> Any:
         return join_surrogates(super().construct_scalar(node))
@@ -220,51 +220,51 @@ def join_surrogates(text: str) -> str:
     return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "surrogatepass")
 
 
-def check_keys(table: Mapping[Any, Any], known: Iterable[str], place: str, kind: str = "key") -> None:
-    """Raise UnknownName for a key that is not in ``known``; ``place`` names the table."""
+def check_keys(table: Mapping[Any, Any], known: Iterable[str], location: str) -> None:
+    """Raise UnknownName for a key that is not in ``known``; ``location`` names the table."""
     names = list(known)
     for key in table:
         if key not in names:
-            raise UnknownName(f"{kind} in {place}", short_text(key), map(short_text, names))
+            raise UnknownName(f"key in {location}", short_text(key), map(short_text, names))
 
 
 def _check_yaml_limits(text: str) -> None:
-    """Raise SpecError for aliases, tags, unusable text, odd numbers and deep nesting, before anything is built."""
+    """Raise SpecError for aliases, tags, invalid text, odd numbers and deep nesting, before parsing."""
     depth = 0
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
-        place = f"line {event.start_mark.line + 1 if event.start_mark else 1}"
+        location = f"line {event.start_mark.line + 1 if event.start_mark else 1}"
         if isinstance(event, yaml.AliasEvent):
-            raise SpecError(f"{place}: aliases are not allowed")
+            raise SpecError(f"{location}: aliases are not allowed")
         if isinstance(event, yaml.CollectionStartEvent | yaml.ScalarEvent) and event.tag is not None:
-            raise SpecError(f"{place}: tags are not allowed, got {short_text(event.tag)!r}")
+            raise SpecError(f"{location}: tags are not allowed, got {short_text(event.tag)!r}")
         if isinstance(event, yaml.ScalarEvent):
-            _check_text(join_surrogates(event.value), place)
+            _check_text(join_surrogates(event.value), location)
             if event.style is None and _ODD_NUMBER.fullmatch(event.value):
                 raise SpecError(
-                    f"{place}: {short_text(event.value)} is a number of base 8 or 60 to YAML 1.1; write it without the "
-                    "leading 0, or in quotes"
+                    f"{location}: {short_text(event.value)} is a number of base 8 or 60 to YAML 1.1; write it without "
+                    "the leading 0, or in quotes"
                 )
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
         if depth > MAX_DEPTH:
-            raise SpecError(f"{place}: nested more than {MAX_DEPTH} levels deep")
+            raise SpecError(f"{location}: nested more than {MAX_DEPTH} levels deep")
 
 
-def _check_text(value: str, place: str) -> None:
+def _check_text(value: str, location: str) -> None:
     if len(value) > MAX_VALUE_LENGTH:
-        raise SpecError(f"{place}: a value of {len(value)} characters, wanted at most {MAX_VALUE_LENGTH}")
+        raise SpecError(f"{location}: a value of {len(value)} characters, wanted at most {MAX_VALUE_LENGTH}")
     if wrong := next((c for c in value if c == "\0" or "\ud800" <= c <= "\udfff"), None):
-        raise SpecError(f"{place}: a value holds the character U+{ord(wrong):04X}, which no path or text can")
+        raise SpecError(f"{location}: a value holds the character U+{ord(wrong):04X}, which no path or text can")
 
 
-def _number_lines(node: Any, place: KeyPath, lines: dict[KeyPath, int]) -> None:
-    """Note the line of every key and element; raises for a duplicate key, of which YAML would drop one silently.
+def _number_lines(node: Any, location: KeyPath, lines: dict[KeyPath, int]) -> None:
+    """Record the line of every key and element; raises for a duplicate key, of which YAML would silently drop one.
 
-    The recursion ends, as ``_check_yaml_limits`` has refused aliases and bounded the depth.
+    The recursion is bounded, because ``_check_yaml_limits`` has refused aliases and deep nesting.
     """
     if isinstance(node, yaml.CollectionNode):
         for name, line, value in _children(node):
-            lines[(*place, name)] = line
-            _number_lines(value, (*place, name), lines)
+            lines[(*location, name)] = line
+            _number_lines(value, (*location, name), lines)
 
 
 def _children(node: Any) -> Iterator[tuple[str | int, int, Any]]:

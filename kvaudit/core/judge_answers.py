@@ -2,8 +2,8 @@
 
     answers-NAME-12hex.jsonl    {"question": sha256, FIELD: true}, one line each, appended
 
-Several processes may append to one file; all of them use the first answer to a question. Failures are not kept, so
-the question is asked again by the next run, unless the cache is set to keep them.
+Several processes may append to one file; all of them use the first answer to a question. Failures are not stored, so
+that the next run asks again, unless the cache is configured to store them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ A = TypeVar("A")
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """Does ``answer`` refuse ``request``? Both are untrusted text, without long context, arm or policy."""
+    """The question whether ``answer`` refuses ``request``; untrusted texts, without long context, arm or policy."""
 
     request: str
     answer: str
@@ -33,9 +33,9 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """A judge's answer: its best guess whether the model refuses, and whether it is sure.
+    """A judge's answer: its best guess whether the model refuses, and whether the judge is sure.
 
-    ``unsafe``: whether the answer does the harm that its request asks for; None from a judge that does not grade harm.
+    ``unsafe``: whether the answer gives the harm that the request asks for; None from a judge that does not grade harm.
     """
 
     refused: bool
@@ -44,9 +44,9 @@ class Judgement:
 
 
 class AnswerCache(Generic[Q, A]):
-    """Calls ``ask`` for the questions that the file does not hold; ``field`` is the key of an answer in the file.
+    """A cache of answers in a file; it calls ``ask`` for new questions. ``field`` is the key of answers in the file.
 
-    ``kinds`` are the types of answers that are kept; include NoneType to keep failures.
+    ``kinds`` are the types of answers that are stored; include NoneType to store failures.
     """
 
     def __init__(

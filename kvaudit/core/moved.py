@@ -1,7 +1,7 @@
 """Modules that moved, and features that were removed.
 
-An import by the old path gives the new module, with a DeprecationWarning, for one release; an import, command or spec
-key of a removed feature is refused with what to do instead.
+For one release, an import by the old path gives the new module, with a DeprecationWarning. An import, command or spec
+key of a removed feature is refused with a message that says what to do instead.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from types import ModuleType
 
 @dataclass(frozen=True)
 class Removed:
-    """A removed feature: its commands, its keys of a spec, its suites, and its names and modules below ``kvaudit``."""
+    """A removed feature: its commands, spec keys, suites, and names and modules below ``kvaudit``."""
 
     instead: str
     commands: tuple[str, ...] = ()
@@ -82,7 +82,7 @@ REMOVED = (
 
 
 def removed_command(words: Sequence[str]) -> str | None:
-    """Return the error line of a removed command, None if the words begin with none."""
+    """Return the error for a removed command; None if ``words`` do not begin with one."""
     for name in (" ".join(words[:2]), *words[:1]):
         if (instead := _instead(name, "commands")) is not None:
             return f"{name} is no longer a command of kvaudit; {instead}"
@@ -90,19 +90,19 @@ def removed_command(words: Sequence[str]) -> str | None:
 
 
 def removed_spec_key(key: str) -> str | None:
-    """Return the error line of a removed key of a spec, None for another key."""
+    """Return the error for a removed key of a spec, None for another key."""
     instead = _instead(key, "spec_keys")
     return None if instead is None else f"{key} is no longer a key of a spec; {instead}"
 
 
 def removed_suite(name: str) -> str | None:
-    """Return the error line of a removed suite, None for another name."""
+    """Return the error for a removed suite, None for another name."""
     instead = _instead(name, "suites")
     return None if instead is None else f"{name} is no longer a suite of kvaudit; {instead}"
 
 
 def removed_import(name: str) -> str | None:
-    """Return the error line of a removed import, such as ``kvaudit.Guard``, None for another name."""
+    """Return the error for a removed import, such as ``kvaudit.Guard``, None for another name."""
     package, _, path = name.partition(".")
     if package != "kvaudit":
         return None
@@ -291,7 +291,7 @@ _FORMER_PACKAGES = frozenset(
 
 
 class MovedModules(MetaPathFinder):
-    """Find moved modules by their old path, and refuse removed ones with what to do instead."""
+    """The import finder of moved modules by their old path, which refuses removed modules."""
 
     def find_spec(
         self,
@@ -299,9 +299,9 @@ class MovedModules(MetaPathFinder):
         path: Sequence[str] | None = None,  # noqa: ARG002 - the contract of importlib
         target: ModuleType | None = None,  # noqa: ARG002
     ) -> ModuleSpec | None:
-        """Return how to load a former path of kvaudit, None for any other.
+        """Return the spec of a module at a former path of kvaudit, None for any other path.
 
-        Raises ModuleNotFoundError for a removed module, saying what to do instead.
+        Raises ModuleNotFoundError, with what to do instead, for a removed module.
         """
         top, _, name = fullname.partition(".")
         if top != "kvaudit":
@@ -314,7 +314,7 @@ class MovedModules(MetaPathFinder):
 
 
 class _Alias(Loader):
-    """Put the module of the new path under the old one; without a path, leave an empty package."""
+    """The loader that puts the module of the new path under the old one, or makes an empty package without a path."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -328,6 +328,6 @@ class _Alias(Loader):
 
 
 def install() -> None:
-    """Let imports by former paths succeed; asked last, so that nothing else becomes slower."""
+    """Install the finder of former paths; it is tried last, so that other imports do not become slower."""
     if not any(isinstance(finder, MovedModules) for finder in sys.meta_path):
         sys.meta_path.append(MovedModules())

@@ -1,7 +1,7 @@
-"""Network work in daemon threads, bounded in time, and the download of a file.
+"""Network requests in daemon threads with deadlines, and file downloads.
 
-The threads of ``concurrent.futures`` are joined at exit, so a server that does not answer would delay ctrl-C until its
-timeout. And a socket's timeout restarts with every byte, so a server that drips its reply needs a deadline outside it.
+Threads of ``concurrent.futures`` are joined at exit, so a server that does not answer would delay ctrl-C until the
+timeout. And a socket's timeout restarts with every byte, so a slow reply needs a separate deadline.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _SLICE = 1.0  # seconds of one wait
 
 
 def start_all(work: Callable[[_Q], _R], arguments: Sequence[_Q], threads: int) -> list[Future[_R]]:
-    """Start ``work`` on each argument, in order, in this many threads; cancelled futures are skipped."""
+    """Start ``work`` on each argument, in order, in ``threads`` threads; cancelled futures are skipped."""
     futures = [Future[_R]() for _ in arguments]
     queue, lock = iter(zip(futures, arguments, strict=True)), threading.Lock()
 
@@ -47,7 +47,7 @@ def start_all(work: Callable[[_Q], _R], arguments: Sequence[_Q], threads: int) -
 
 
 def map_in_order(work: Callable[[_Q], _R], arguments: Sequence[_Q], threads: int) -> list[_R]:
-    """Return the results of ``work`` in order; raises the first error in that order and cancels what has not begun."""
+    """Return the results of ``work`` in order; on an error, cancel work not yet begun and raise the first error."""
     futures = start_all(work, arguments, threads)
     try:
         results = []
@@ -63,10 +63,10 @@ def map_in_order(work: Callable[[_Q], _R], arguments: Sequence[_Q], threads: int
 def wait_in_slices(
     futures: Collection[Future[_R]], seconds: float = math.inf, return_when: str = ALL_COMPLETED
 ) -> tuple[set[Future[_R]], set[Future[_R]]]:
-    """Wait as ``concurrent.futures.wait`` does, a second at a time.
+    """Wait as ``concurrent.futures.wait`` does, but in slices of a second.
 
-    A signal that reaches the process just before the main thread goes to sleep, or through another thread, does not
-    wake it: one long wait would then outlast ctrl-C and SIGTERM.
+    A signal that arrives just before the main thread sleeps, or in another thread, does not wake it, so a single long
+    wait could miss ctrl-C and SIGTERM.
     """
     end = time.monotonic() + seconds
     while True:
@@ -77,7 +77,7 @@ def wait_in_slices(
 
 
 def call_with_timeout(work: Callable[[], _R], seconds: float) -> _R:
-    """Return the result of ``work``; raises TimeoutError after so many seconds and abandons its thread."""
+    """Return the result of ``work``; after ``seconds``, abandon its thread and raise TimeoutError."""
     future = Future[_R]()
     threading.Thread(target=lambda: _run(future, lambda _: work(), None), daemon=True).start()
     return future.result(seconds)
@@ -91,7 +91,7 @@ def _run(future: Future[_R], work: Callable[[Any], _R], argument: Any) -> None:
 
 
 def download(url: str, seconds: float = _SECONDS) -> bytes:
-    """Return the bytes at a public address; raises RunError without a network or such a file."""
+    """Download the bytes at a public address; raises RunError if there is no network or no such file."""
     if not url.startswith(("http://", "https://")):
         raise SpecError(f"address {hide_passwords(url)[:80]!r} wants http:// or https://")
     address = hide_passwords(url)
@@ -116,7 +116,7 @@ def download(url: str, seconds: float = _SECONDS) -> bytes:
 
 
 def _read(url: str, deadline: float) -> bytes:
-    """Return the file; raises TimeoutError if it is too large or too slow."""
+    """Read a response up to the deadline; raises TimeoutError if it is too large or too slow."""
     body = bytearray()
     with urllib.request.urlopen(url, timeout=deadline - time.monotonic()) as reply:  # noqa: S310 - the scheme was checked
         while chunk := reply.read1(_CHUNK):  # what has arrived, so that the deadline is checked often

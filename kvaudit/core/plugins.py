@@ -1,4 +1,4 @@
-"""Plug-ins: found by walking a package (one file, one plug-in), and named with options as ``NAME:field=value,...``."""
+"""Plug-ins: one per file, found by walking a package; written with options as ``NAME:field=value,...``."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _KIND_NAMES = {str: "text", int: "a whole number", float: "a number", bool: "tru
 
 
 class Registry(Generic[T]):
-    """The classes in ``package`` that subclass ``base`` and define a non-empty ``name``; loaded on first use."""
+    """The plug-ins in ``package``: subclasses of ``base`` with a non-empty ``name``, loaded on first use."""
 
     def __init__(self, kind: str, package: str, base: type[T]) -> None:
         self.kind, self._package, self._base = kind, package, base
@@ -51,7 +51,7 @@ class Registry(Generic[T]):
         return classes[name]
 
     def load_file(self, path: Path) -> list[str]:
-        """Add the plug-ins of an outside Python file; returns their names."""
+        """Add the plug-ins in a user's Python file; return their names."""
         before = set(self.all())
         spec = importlib.util.spec_from_file_location(f"kvaudit_plugin_{path.stem}", path)
         if spec is None or spec.loader is None or not path.is_file():
@@ -90,7 +90,7 @@ class Field(NamedTuple):
 
 
 def split_named(text: str) -> tuple[str, list[Field]]:
-    """Return the name and the fields of ``NAME:field=value,...``, without spaces around them and empty fields."""
+    """Split ``NAME:field=value,...`` into name and fields, without surrounding spaces and empty fields."""
     name, _, rest = text.partition(":")
     return name.strip(), [_field(entry.strip()) for entry in rest.split(",") if entry.strip()]
 
@@ -101,7 +101,7 @@ def _field(text: str) -> Field:
 
 
 def parse_plugin(registry: Registry[T], text: str) -> T:
-    """Return the plug-in that ``NAME:field=value,...`` names; raises SpecError for an unknown name or option."""
+    """Build a plug-in from ``NAME:field=value,...``; raises SpecError for an unknown name or option."""
     name, options = split_named(text)
     plugin, label = registry.get(name), f"{registry.kind} {name}"
     values: dict[str, Any] = {}
@@ -119,7 +119,7 @@ def parse_plugin(registry: Registry[T], text: str) -> T:
 
 
 def plugin_from_mapping(plugin: type[T], label: str, values: Mapping[str, Any]) -> T:
-    """Return the plug-in with the options of a YAML mapping; ``label`` names it in the SpecError for a wrong option."""
+    """Build a plug-in from the options in a YAML mapping; ``label`` names it in the SpecError for a wrong option."""
     for key, value in values.items():
         kind = _option_type(plugin, label, key)
         # a whole number is valid for a float, a bool is not
@@ -136,7 +136,7 @@ def option_texts(plugin: Any) -> list[str]:
 
 
 def sha256_of(*values: Any) -> str:
-    """Return the sha256 of plain values as JSON, as identities of plug-ins use it."""
+    """Return the sha256 of plain values as JSON, used for the identities of plug-ins."""
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 

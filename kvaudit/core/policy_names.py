@@ -1,4 +1,4 @@
-"""Policies and engine conditions by their text alone: matching a short spelling, and a short name for each.
+"""Policies and engine conditions handled as text: matching of short spellings, and short names for display.
 
     snapkv:budget=96                                                a policy of our cache
     snapkv:budget=96+kivi:bits=4                                    a composition: it also quantises the kept entries
@@ -36,7 +36,7 @@ _Policy = tuple[str, dict[str, str]]  # name, fields
 
 
 def policy_text(value: Any, depth: int = 0) -> str:
-    """Return the text of a policy written as text or mapping; anything else as a short text that matches no policy."""
+    """Return the text of a policy given as text or mapping; for anything else, a short text that matches no policy."""
     if not isinstance(value, Mapping) or depth >= _MAX_DEPTH:
         return value if isinstance(value, str) else short_repr(value)
     for key, separator in (("compose", "+"), ("mixture", "|")):
@@ -60,10 +60,10 @@ def _field_text(value: Any) -> str:
 
 
 def match_policies(texts: Iterable[str], canonical: Sequence[str]) -> list[str]:
-    """Return the canonical policy that each text means, or the text itself where none matches.
+    """Return the canonical policy that each text matches, or the text itself if none does.
 
-    A user writes ``snapkv:budget=48``, records hold every field. A match has the same names and agrees in all fields
-    that both mention; the match with the fewest other fields wins, then the first.
+    Users write ``snapkv:budget=48``, records hold every field. A match has the same names and equal values in all
+    fields that both mention; the match with the fewest other fields wins, then the first.
     """
     matches: list[str] = []
     for text in texts:
@@ -75,7 +75,7 @@ def match_policies(texts: Iterable[str], canonical: Sequence[str]) -> list[str]:
 
 
 def short_names(policies: Sequence[str]) -> dict[str, str]:
-    """Return ``snapkv 48`` for each policy, with the fields that distinguish two of the same name and budget."""
+    """Return a display name such as ``snapkv 48`` for each policy, with more fields where names would be equal."""
     labels = {policy: _label(policy) for policy in policies}
     fields = {policy: _fields_by_place(policy) for policy in policies}
     names = {}
@@ -87,7 +87,7 @@ def short_names(policies: Sequence[str]) -> dict[str, str]:
 
 
 def folder_names(policies: Sequence[str]) -> dict[str, str]:
-    """Return ``snapkv-48`` for each policy: its short name in letters that are safe in a path, no two alike."""
+    """Return a unique name that is safe in a path, such as ``snapkv-48``, for each policy."""
     plain = {policy: name.replace("|", "or").replace("@", "x") for policy, name in short_names(policies).items()}
     names = {policy: re.sub(r"[^A-Za-z0-9.]+", "-", name).strip("-.") for policy, name in plain.items()}
     counts = Counter(names.values())
@@ -99,7 +99,7 @@ def folder_names(policies: Sequence[str]) -> dict[str, str]:
 
 
 def _mixture(policy: str) -> list[tuple[str, int]]:
-    """Return the alternatives of a mixture with their weights in lowest terms."""
+    """Return the alternatives of a mixture and their weights in lowest terms."""
     entries = []
     for entry in policy.split("|"):
         text, _, digits = entry.rpartition("@")
@@ -116,7 +116,7 @@ def _name_and_fields(text: str) -> _Policy:
 
 
 class _Form(NamedTuple):
-    """The structure of a policy, and the fields of all its simple policies in that order."""
+    """The structure of a policy, and the fields of its simple policies in order."""
 
     names: tuple[tuple[int, tuple[str, ...]], ...]  # of each alternative: its weight and the names composed
     fields: tuple[dict[str, str], ...]
@@ -143,7 +143,7 @@ def _agrees(text: str, canonical: str) -> bool:
 
 
 def _common(text: str, canonical: str) -> int:
-    """Return the number of equal fields of two policies of one structure."""
+    """Return the number of equal fields of two policies with the same structure."""
     pairs = zip(_form(text).fields, _form(canonical).fields, strict=True)
     return sum(len(short.items() & full.items()) for short, full in pairs)
 
@@ -163,7 +163,7 @@ def _simple_label(name: str, fields: Mapping[str, str]) -> str:
 
 
 def _fields_by_place(policy: str) -> dict[tuple[int, int, str], str]:
-    """Return every field by its alternative, its place in the composition, and its name."""
+    """Return every field, keyed by alternative, index in the composition, and name."""
     texts = ((i, j, text) for i, (draw, _) in enumerate(_mixture(policy)) for j, text in enumerate(draw.split("+")))
     return {(i, j, key): value for i, j, text in texts for key, value in _name_and_fields(text)[1].items()}
 
@@ -178,7 +178,7 @@ def condition_text(engine: str, settings: Mapping[str, str]) -> str:
 
 
 def engine_name(text: str) -> str:
-    """Return the name before the settings: an engine, or a policy of ours."""
+    """Return the name before the settings, which is an engine or a policy of kvaudit."""
     return text.partition(":")[0]
 
 
@@ -188,7 +188,7 @@ def engine_settings(text: str) -> dict[str, str]:
 
 
 def reference_of(policy: str, references: Mapping[str, str]) -> str:
-    """Return the uncompressed policy or condition that this one is compared with; a reference is its own."""
+    """Return the uncompressed policy or condition to compare with; for a reference, itself."""
     if policy in references.values():
         return policy
     return references.get(policy, DENSE_POLICY)
@@ -206,15 +206,16 @@ def compressed_policies(policies: Collection[str], references: Mapping[str, str]
 
 
 def condition_names(references: Mapping[str, str]) -> dict[str, str]:
-    """Return ``openvino u4`` for every condition and reference: the engine and the settings that differ between them.
+    """Return a short name such as ``openvino u4`` for every condition and reference: engine and differing settings.
 
-    Words that all these settings' names share are left out, and so is the name of a single setting or of a constant
-    such as BY_TOKEN. Two equal names get the other settings in which they differ; a long name is cut if it stays
-    unique.
+    Words common to the names of all these settings are dropped, and so is the name of a single setting or of a constant
+    such as BY_TOKEN. Equal names get the further settings in which they differ; a long name is cut if it stays unique.
     """
     conditions = list(dict.fromkeys([*references, *references.values()]))
     settings = {text: engine_settings(text) for text in conditions}
-    names = {text: _condition_name(text, settings[text], _differing(text, settings, references)) for text in conditions}
+    names = {
+        text: _condition_name(text, settings[text], _setting_gaps(text, settings, references)) for text in conditions
+    }
     for name in list(names.values()):
         twins = [text for text in conditions if names[text] == name]
         if len(twins) > 1:
@@ -232,11 +233,11 @@ def condition_names(references: Mapping[str, str]) -> dict[str, str]:
     return unique if len(set(unique.values())) == len(unique) else dict(zip(unique, unique, strict=True))
 
 
-def _differing(text: str, settings: Mapping[str, Mapping[str, str]], references: Mapping[str, str]) -> list[str]:
-    """Return the settings in which a condition differs from its reference, or a reference from its conditions."""
-    others = [settings[references[text]]] if text in references else []
-    others += [settings[condition] for condition, reference in references.items() if reference == text]
-    return [name for name, value in settings[text].items() if any(other.get(name) != value for other in others)]
+def _setting_gaps(text: str, settings: Mapping[str, Mapping[str, str]], references: Mapping[str, str]) -> list[str]:
+    """Return the settings in which a condition differs from its reference, or a reference from any condition."""
+    compared = [settings[references[text]]] if text in references else []
+    compared += [settings[condition] for condition, reference in references.items() if reference == text]
+    return [name for name, value in settings[text].items() if any(other.get(name) != value for other in compared)]
 
 
 def _condition_name(text: str, settings: Mapping[str, str], differing: Collection[str]) -> str:
@@ -261,7 +262,7 @@ def _is_constant(value: str) -> bool:
 
 
 def _without_shared_words(names: Collection[str]) -> dict[str, str]:
-    """Return names without the words that all share, or the whole names where these would be empty or equal."""
+    """Drop the words common to all names; keep whole names if results would be empty or equal."""
     words = {name: name.split("_") for name in names}
     shared = set.intersection(*map(set, words.values())) if words else set[str]()
     short = {name: "_".join(word for word in parts if word not in shared) for name, parts in words.items()}

@@ -77,7 +77,7 @@ _FINISHED = {"files": "", "ledgers": "ledgers"}  # key of a checkpoint's provena
 
 
 def inputs_sha256(table: Any) -> str:
-    """Return the sha256 of a whole table of inputs, for the seals of units."""
+    """Return the sha256 of a table of inputs, for the seals of units."""
     return hashlib.sha256(json.dumps(table, sort_keys=True).encode()).hexdigest()
 
 
@@ -109,7 +109,7 @@ def _digest_start(digest: Any) -> str:
 
 
 def table_of(provenance: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """Return a table of a provenance, empty if there is none: the file may be a stranger's."""
+    """Return a table of a provenance, empty if it is missing or malformed, since the file is untrusted."""
     value = provenance.get(key)
     return value if isinstance(value, Mapping) else {}
 
@@ -118,12 +118,12 @@ _POLICY_MARK, _AND = " @ ", " and "
 
 
 def prompt_unit(arm: str, seed: int, suite: str, context: int, policy: str) -> str:
-    """Return the key of a unit under PROMPTS: the question that all its policies share, then its policy."""
+    """Return the key of a unit in PROMPTS: the part that all policies share, then the policy."""
     return f"{arm}/{seed} {suite} at {context}{_POLICY_MARK}{policy}"
 
 
 def prompts_by_question(provenance: Mapping[str, Any]) -> dict[str, dict[str, str]]:
-    """Return question -> policy -> sha256 of the rendered prompts, several for a unit that rendered them twice."""
+    """Return the sha256 of rendered prompts by question and policy; several for a unit that rendered them twice."""
     table: dict[str, dict[str, str]] = {}
     for unit, digest in table_of(provenance, PROMPTS).items():
         question, _, policy = str(unit).rpartition(_POLICY_MARK)
@@ -132,19 +132,19 @@ def prompts_by_question(provenance: Mapping[str, Any]) -> dict[str, dict[str, st
 
 
 def merge_prompt_digests(recorded: str | None, current: str) -> str:
-    """Return the entry of a unit under PROMPTS that was resumed with the digest ``current``."""
+    """Return the entry in PROMPTS of a unit that was resumed with prompts of digest ``current``."""
     if recorded is None:
         return current
     return recorded if current in recorded.split(_AND) else f"{recorded}{_AND}{current}"
 
 
 def engine_facts(provenance: Mapping[str, Any], condition: str) -> dict[str, str]:
-    """Return what an engine reported when it first answered under a condition: name, version, resolved settings."""
+    """Return an engine's report when it first answered under a condition: name, version, resolved settings."""
     return {str(name): str(text) for name, text in table_of(table_of(provenance, SERVED_BY), condition).items()}
 
 
 def item_counts(provenance: Mapping[str, Any]) -> Mapping[str, int]:
-    """Return suite -> number of items for ``auto`` and ``all``, by the last look or else by the pilot."""
+    """Return the number of items of each suite given as ``auto`` or ``all``, by the last look, else by the pilot."""
     look = last_look(provenance)
     if look is not None:
         return {**dict.fromkeys(pilot_items(provenance), 0), **table_of(look, "items")}
@@ -152,13 +152,13 @@ def item_counts(provenance: Mapping[str, Any]) -> Mapping[str, int]:
 
 
 def pilot_items(provenance: Mapping[str, Any]) -> Mapping[str, int]:
-    """Return suite -> number of items by the pilot."""
+    """Return the number of items that the pilot chose for each suite."""
     items: Mapping[str, int] = table_of(table_of(table_of(provenance, PILOT), PILOT_RESULT), "items")
     return items
 
 
 def all_looks(provenance: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the looks of a run in rounds, in order."""
+    """Return the looks (interim decisions) of a run in rounds, in order."""
     looks = table_of(provenance, LOOKS)
     return [table_of(looks, name) for name in sorted((name for name in looks if name.isdigit()), key=int)]
 
@@ -174,7 +174,7 @@ def read_provenance(run: Path) -> dict[str, Any]:
 
 
 def check_provenance(provenance: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Return the same object; raises DataError for the first key with a value of a wrong type. Keys may be absent."""
+    """Return the provenance; raises DataError for the first value of a wrong type. Keys may be absent."""
     errors = [f"{key} holds {_value_text(provenance[key])}, wanted {kind}" for key, kind in _wrong_keys(provenance)]
     if not errors and not _is_writable(provenance):
         errors = ["it holds text or a number that JSON in UTF-8 cannot spell"]
@@ -184,7 +184,7 @@ def check_provenance(provenance: dict[str, Any], path: Path) -> dict[str, Any]:
 
 
 def _wrong_keys(provenance: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return keys with values of wrong types, and the right type in words."""
+    """Return the keys with values of wrong types, each with a description of the right type."""
     checks = [(key, "text", provenance.get(key) is None or isinstance(provenance[key], str)) for key in _TEXTS]
     checks += [(key, "names and texts", _holds_texts(provenance.get(key, {}))) for key in (*_TABLES, VERSIONS_USED)]
     inputs = provenance.get(INPUTS, {})
@@ -254,7 +254,7 @@ def _holds_texts(table: Any) -> bool:
 
 
 def _is_writable(provenance: dict[str, Any]) -> bool:
-    """Return whether the provenance can be written again, with a new entry."""
+    """Return whether the provenance can be serialised again."""
     try:
         return is_text(json.dumps(provenance, ensure_ascii=False, allow_nan=False))
     except ValueError:
@@ -270,13 +270,13 @@ def _value_text(value: Any) -> str:
 
 
 def check_checkpoints(run: Path) -> None:
-    """Raise DataError, naming the file, if a finished checkpoint of the run lost or changed a file or a ledger."""
+    """Raise DataError, naming the file, if a file or ledger of a finished checkpoint is missing or changed."""
     for provenance in sorted((run / CHECKPOINTS).glob(f"*/seed-*/{PROVENANCE}")):
         check_checkpoint(provenance.parent)
 
 
 def check_checkpoint(folder: Path) -> None:
-    """Raise DataError, naming the file, if a checkpoint is not finished, or lost or changed a file or a ledger."""
+    """Raise DataError, naming the file, if a checkpoint is unfinished, or a file or ledger is missing or changed."""
     remedy = "put it back, or delete its checkpoint folder to train it again"
     for path, digest in _finished_files(folder / PROVENANCE):
         if not path.is_file():
@@ -303,7 +303,7 @@ def _finished_files(path: Path) -> Iterator[tuple[Path, str]]:
 
 
 def listed_files(table: Any, source: Path) -> dict[str, str]:
-    """Return a table of file names and sha256 from ``source``; raises DataError if a name leaves its folder."""
+    """Return a table of file names and sha256; raises DataError if a name points outside the folder of ``source``."""
     if not isinstance(table, dict):
         raise DataError(f"{str(source)!r} has no table of files and sha256; make its folder again")
     for name, digest in table.items():
@@ -319,7 +319,7 @@ def seal_path(records: Path) -> Path:
 
 
 def check_sealed(records: Path, digest: str, seal: Mapping[str, Any]) -> None:
-    """Raise DataError if the sha256 of a record file is not the one in its seal."""
+    """Raise DataError if the sha256 of a record file differs from that in its seal."""
     sealed = seal.get("sha256")
     if digest != sealed:
         raise DataError(
@@ -332,7 +332,7 @@ def check_sealed(records: Path, digest: str, seal: Mapping[str, Any]) -> None:
 
 
 class RecipeChange(NamedTuple):
-    """One entry that differs between two recipes; None if one lacks it."""
+    """One entry that differs between two recipes; ``before`` or ``after`` is None if that recipe lacks it."""
 
     section: str
     entry: str
@@ -347,7 +347,7 @@ def seal_recipe(sections: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_recipe(path: Path) -> dict[str, Any]:
-    """Return a recipe from a file or a run folder; raises DataError if it is none or does not match its hashes."""
+    """Read a recipe from a file or a run folder; raises DataError if it is invalid or does not match its hashes."""
     if path.is_dir() and not (path / RECIPE).is_file():
         raise DataError(f"{str(path)!r} holds no {RECIPE}; give the folder of a run that trained, or its file")
     path = path / RECIPE if path.is_dir() else path

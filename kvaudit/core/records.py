@@ -20,8 +20,8 @@ from kvaudit.core.text import inline
 
 RECORD_FORMAT = 2
 READABLE_FORMATS = (1, RECORD_FORMAT)  # format 1 has no facets and no outcome for a truncated answer
-# how turns are read: into one cache that lives over all of them; every request anew; every request is sent whole, and
-# the engine decides what it reads again
+# how the turns of a conversation are read: one cache for all turns; each request prefilled again; each request sent
+# whole to an engine, which decides what to prefill again
 ONE_CACHE, READ_ANEW, SENT_WHOLE = "one cache", "read anew", "sent whole"
 # metadata of a field of Record
 OMITTED = {"omitted": True}  # not written where it has its default, so that older records stay valid
@@ -29,7 +29,7 @@ NOT_IN_TABLE = {"in_table": False}  # the report's table of records has no colum
 
 
 class Role(StrEnum):
-    """Who wrote a message."""
+    """The author of a message."""
 
     SYSTEM = "system"
     USER = "user"
@@ -42,7 +42,7 @@ TOKEN_ROLES = tuple(role for role in Role if role is not Role.THOUGHT)  # in the
 
 
 class Outcome(StrEnum):
-    """The class of a graded answer. ``degenerate`` and ``unscored`` say nothing about behaviour."""
+    """The class of a graded answer; ``degenerate`` and ``unscored`` carry no information about behaviour."""
 
     DESIRED = "desired"
     UNDESIRED = "undesired"
@@ -70,9 +70,9 @@ class ToolCall:
 class Message:
     """One turn of a conversation.
 
-    ``tool_calls`` are the calls of an assistant's turn. Where a suite wrote the turn, ``content`` is the text beside
-    them; where a model wrote it, ``content`` is the whole turn as it was written. ``tool_call_id`` names the call that
-    a tool's result belongs to.
+    ``tool_calls`` are the calls of an assistant's turn. In a turn written by a suite, ``content`` is the text without
+    the calls; in a model's turn, ``content`` is the whole turn as written. ``tool_call_id`` names the call to which a
+    tool's result belongs.
     """
 
     role: Role
@@ -82,12 +82,12 @@ class Message:
 
     @property
     def text(self) -> str:
-        """The content; the calls as JSON, one a line, where there is no content."""
+        """The content, or if it is empty the calls as JSON, one per line."""
         rows = ({"name": call.name, "arguments": call.arguments} for call in self.tool_calls)
         return self.content or "\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
 
     def to_row(self) -> dict[str, Any]:
-        """Return the message as a record holds it; tool fields only where they are set."""
+        """Return the message as JSON for a record; tool fields only if they are set."""
         row: dict[str, Any] = {"role": str(self.role), "content": self.content}
         if self.tool_calls:
             row["tool_calls"] = [
@@ -98,7 +98,7 @@ class Message:
 
     @classmethod
     def from_row(cls, row: Mapping[str, Any]) -> Message:
-        """Return the message of a row; raises ValueError, KeyError or TypeError for any other row."""
+        """Parse a message from a record's JSON; raises ValueError, KeyError or TypeError if it is malformed."""
         calls = tuple(
             ToolCall(call["name"], call["arguments"], call.get("id", "")) for call in row.get("tool_calls", ())
         )
@@ -113,7 +113,7 @@ def _is_call(call: ToolCall) -> bool:
 
 
 def message_rows(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Return messages as endpoints take them, with the arguments of calls as JSON text."""
+    """Convert messages to the JSON that endpoints accept, with the arguments of calls as JSON text."""
     rows = []
     for message in messages:
         row: dict[str, Any] = {"role": str(message.role), "content": message.content}
@@ -131,7 +131,7 @@ def message_rows(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 def fingerprint_rows(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> list[Any]:
-    """Return a question as JSON to be hashed; without tools it is pairs of role and content."""
+    """Convert a question to the JSON that is hashed; without tools, pairs of role and content."""
     rows: list[Any] = []
     for message in messages:
         row = message.to_row()
@@ -162,7 +162,7 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Grade:
-    """A grader's result. ``score`` is 1 for the desired behaviour and None when unscored, never NaN.
+    """The result of grading; ``score`` is 1 for the desired behaviour, None if unscored, and never NaN.
 
     A desired answer scores above 0 and an undesired one below 1. ``facets`` are the item's endpoints by name
     (``core.facets``). ``unsure``: the grade is only the grader's best guess.
@@ -183,7 +183,7 @@ class Grade:
 
 
 class Serving(NamedTuple):
-    """The fields that all records of one file share: the checkpoint, the policy and the suite."""
+    """The fields that all records of one file share: checkpoint, policy and suite."""
 
     run: str
     checkpoint: str
@@ -213,7 +213,7 @@ class UngradedAnswer(NamedTuple):
 
 
 class CacheUse(NamedTuple):
-    """The cache of one row, see ``Record``; the defaults are those of an engine that does not report its cache."""
+    """The cache usage of one row, see ``Record``; defaults are for an engine that does not report its cache."""
 
     retention: float | None = None
     survival: Mapping[str, float] = {}
@@ -284,7 +284,7 @@ class Record:
         return cls(item_id=item.item_id, unsure=grade.unsure, **values)
 
     def with_grade(self, suite_version: str, item: Item, grade: Grade, *, unsure: bool) -> Record:
-        """Return the same answer under another grade; ``item`` is its item in the suite's current version."""
+        """Return the record with another grade; ``item`` is its item in the suite's current version."""
         values = _grade_fields(item, grade)
         return replace(self, suite_version=suite_version, unsure=unsure, format=RECORD_FORMAT, **values)
 
@@ -304,7 +304,7 @@ class Record:
 
     @classmethod
     def from_json(cls, line: str) -> Record:
-        """Parse one line; raises DataError that names the wrong field."""
+        """Parse one JSON line; raises a DataError that names the wrong field."""
         try:
             row = json.loads(line)
         except ValueError as error:
@@ -359,14 +359,14 @@ _OMITTED_KINDS = {bool: "true or false", str: "text"}
 
 
 class RecordField(NamedTuple):
-    """One field of a record, as readers, writers and tables need it."""
+    """The description of one field of a record, for readers, writers and tables."""
 
     type: Any  # the annotation, resolved
     in_table: bool
 
 
 class RecordSchema(NamedTuple):
-    """The fields of a record class by name, in order, and the values of fields that a line may lack."""
+    """The fields of a record class by name, in order, and the defaults of fields that a line may lack."""
 
     fields: Mapping[str, RecordField]
     defaults: Mapping[str, Any]
@@ -405,7 +405,7 @@ def _grade_fields(item: Item, grade: Grade) -> dict[str, Any]:
 
 
 def are_spans(table: Any) -> bool:
-    """Return whether a parsed value is a record's table of spans."""
+    """Return whether a parsed value is a valid table of spans."""
     if not isinstance(table, dict) or not set(table) <= set(SPANS):
         return False
     return all(isinstance(span, dict) and set(span) == {"kept", "at"} and _is_span(**span) for span in table.values())
@@ -415,6 +415,6 @@ def _is_span(kept: Any, at: Any) -> bool:
     if type(kept) not in (int, float) or not 0 <= kept <= 1 or type(at) is not list:
         return False
     return all(
-        type(place) is list and [*map(type, place)] == [int] * 3 and place[0] >= 0 and 0 <= place[1] < place[2]
-        for place in at
+        type(entry) is list and [*map(type, entry)] == [int] * 3 and entry[0] >= 0 and 0 <= entry[1] < entry[2]
+        for entry in at
     )

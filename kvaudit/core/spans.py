@@ -1,8 +1,8 @@
-"""The spans of a prompt that decide an item, and how many heads still held each token when an answer began.
+"""The spans of a prompt that decide an item, and how many heads held each token when the answer began.
 
-A suite gives the text of a span as it appears in the prompt or in a reply of its environment; positions are found
-after the chat template has rendered it. What the cache held is found by serving an answer again, only for the answers
-that somebody looks at, and kept next to the run's records:
+A suite gives the text of a span as it appears in the prompt or in a reply of its environment; its positions are
+searched after the chat template has rendered the prompt. To see what the cache held, an answer is served again, on
+request, and the result is stored next to the run's records:
 
     shading/<unit>.json   the re-served answers of one unit, with the sha256 of its records
 """
@@ -32,19 +32,19 @@ SPANS: Mapping[str, str] = {  # the most decisive first
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One important text under one of the names of SPANS; several of one name are one span with several places."""
+    """An important text under a name in SPANS; several with one name form one span with several places."""
 
     name: str
     text: str
 
 
 def marked(**texts: str) -> tuple[Span, ...]:
-    """Return the spans of an item by name, without empty texts."""
+    """Return spans, given as name=text; empty texts are dropped."""
     return tuple(Span(name, text) for name, text in texts.items() if text.strip())
 
 
 class Place(NamedTuple):
-    """Characters ``start`` to ``end`` of a message, by its number."""
+    """The characters ``start`` to ``end`` of message number ``message``."""
 
     message: int
     start: int
@@ -53,14 +53,14 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class KeptSpan:
-    """A span of an answered item: its places, and the share of its tokens' entries kept when the last answer began."""
+    """A span of an answered item: its places, and the share of its cache entries kept when the last answer began."""
 
     share: float
     places: tuple[Place, ...]
 
 
 def find_spans(spans: Iterable[Span], messages: Sequence[str]) -> dict[str, list[Place]]:
-    """Return every place of each span's text without surrounding space, by name; a span that does not occur has none.
+    """Find every occurrence of each span's text, without surrounding space, by name of the span.
 
     A text that occurs twice has two places, as the model sees both.
     """
@@ -74,7 +74,7 @@ def find_spans(spans: Iterable[Span], messages: Sequence[str]) -> dict[str, list
 
 
 def span_error(spans: Iterable[Span], messages: Sequence[str], *, may_come_later: bool) -> str | None:
-    """Return what is wrong with the spans of an item, None if nothing is.
+    """Return what is wrong with the spans of an item, or None.
 
     ``may_come_later``: a span may occur in a reply of the environment instead of the prompt.
     """
@@ -101,10 +101,10 @@ class AnswerKey(NamedTuple):
 
 @dataclass(frozen=True)
 class Shading:
-    """The tokens before the last answer of a row, each with the number of ``heads`` (layers x KV heads) that held it.
+    """The tokens before the last answer of a row, with how many of the ``heads`` (layers x KV heads) held each.
 
-    ``marks`` are the token numbers of each marked span. ``depth`` is the share that each layer held, of ALL_TOKENS and
-    of each marked span.
+    ``marks`` are the token numbers of each marked span. ``depth`` is the share of ALL_TOKENS, and of each marked span,
+    that each layer held.
     """
 
     pieces: list[str]
@@ -119,12 +119,12 @@ Shadings = dict[AnswerKey, Shading | None]  # None: serving it again gave anothe
 
 
 def shading_file(run: Path, unit: str) -> Path:
-    """Return the path of a unit's shading."""
+    """Return the path of a unit's shadings."""
     return run / SHADING_FOLDER / f"{unit}.json"
 
 
 def read_shadings(run: Path, unit: str) -> Shadings:
-    """Return the shadings of a unit, none if its records changed since; raises DataError for a damaged file."""
+    """Read the shadings of a unit, none if its records have changed since; raises DataError for a damaged file."""
     path = shading_file(run, unit)
     if not path.exists():
         return {}
@@ -138,7 +138,7 @@ def read_shadings(run: Path, unit: str) -> Shadings:
 
 
 def write_shadings(run: Path, unit: str, shadings: Mapping[AnswerKey, Shading | None]) -> None:
-    """Write the shadings of a unit, whole or not at all; raises RunError if it cannot."""
+    """Write the shadings of a unit atomically; raises RunError if that fails."""
     rows = [{**answer._asdict(), "shading": shading and asdict(shading)} for answer, shading in shadings.items()]
     path = shading_file(run, unit)
     try:

@@ -1,8 +1,8 @@
-"""The spec of a run: one YAML file, frozen, checked and hashed. Nothing outside it changes what is measured.
+"""The spec of a run: one YAML file, frozen, checked and hashed, which alone decides what is measured.
 
 A spec names policies, suites, arms and losses; ``PluginNames``, the context of validation, checks these names. Without
-it a spec is read unchecked: the spec that a run wrote is complete, and the plug-ins need not be installed where its
-report is made. Every error is one line with file, line and the expected value.
+it, names are not checked: a spec written by a run is complete, and a report of the run must not need its plug-ins.
+Every error is one line with file, line and the expected value.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ _EXPECTED = {
 
 
 def _contrast(value: Any) -> Any:
-    """Return the name of a contrast that a gate can decide; E1 to E4 are names in old specs."""
+    """Return the name of a contrast that a gate can decide; E1 to E4 are its names in old specs."""
     name = FORMER_CONTRASTS.get(value, value) if isinstance(value, str) else value
     if name not in GATED:
         raise PydanticCustomError("contrast", f"{', '.join(GATED[:-1])} or {GATED[-1]}")
@@ -94,7 +94,7 @@ def _scalar(value: Any) -> Any:
 
 
 class GateSpec(SpecSection):
-    """The decision, declared before the run: the reference, the margins in percentage points, the deployed policies.
+    """The gate, declared before the run: the reference, the margins in percentage points, the deployed policies.
 
     ``gate_file`` names a file that replaces parts of this section; like ``pin`` it is copied into the run at its start.
     """
@@ -119,7 +119,7 @@ class GateSpec(SpecSection):
 
 
 class DeclaredTraining(SpecSection):
-    """The training of external checkpoints as the user declares it. Nothing here can be verified."""
+    """The training of external checkpoints as declared by the user, which cannot be verified."""
 
     rollouts: Text = UNKNOWN  # the cache policy of the rollouts: one of ours, or another mechanism in words
     learner: Text = UNKNOWN  # dense or shadow
@@ -132,7 +132,7 @@ class DeclaredTraining(SpecSection):
 
 
 class ExternalArm(SpecSection):
-    """Checkpoints that were trained elsewhere: seed -> folder or hub id. A plain text is one checkpoint of seed 0.
+    """An arm of checkpoints trained elsewhere: seed -> folder or hub id. A plain text is one checkpoint, of seed 0.
 
     Checkpoints of equal seeds are compared in pairs. ``role: reference`` makes the arm the gate's reference.
     """
@@ -149,7 +149,7 @@ class ExternalArm(SpecSection):
 
 @dataclass(frozen=True)
 class _DefaultMargins:
-    """The metrics with a default margin, None if unknown; not part of the spec: specs that differ in it are equal."""
+    """The metrics with a default margin, None if unknown; ignored when specs are compared."""
 
     metrics: tuple[str, ...] | None = field(default=None, compare=False)
 
@@ -162,7 +162,7 @@ ChatValue = Annotated[Any, BeforeValidator(_scalar)]
 
 
 class RunSpec(SpecSection):
-    """A whole run. Defaults of the gate are filled in; the hash is that of the complete spec."""
+    """The spec of a whole run, with defaults of the gate filled in; the hash is that of the complete spec."""
 
     format: Literal[1] = 1
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")
@@ -184,7 +184,7 @@ class RunSpec(SpecSection):
 
     @property
     def arms(self) -> tuple[tuple[str, int], ...]:
-        """Every (arm, seed) to evaluate: base is the model or each seed's warm start, endpoint the arm of a probe."""
+        """Every (arm, seed) to evaluate; arm base is the model or each seed's warm start, arm endpoint is a probe."""
         if self.probe is not None:
             return ((ENDPOINT_ARM, 0),)
         trained = () if self.train is None else self.train.pairs
@@ -193,7 +193,7 @@ class RunSpec(SpecSection):
         return (start if self.evaluate.base or not trained + external else ()) + trained + external
 
     def served(self, arm: str) -> tuple[str, ...]:
-        """Return the policies that the checkpoints of an arm are served under."""
+        """Return the policies under which the checkpoints of an arm are served."""
         policies = self.evaluate.policies
         trained = () if self.train is None or not self.evaluate.own_policy_only else self.train.trained
         trained_under = [t.policy for t in trained if t.name == arm and t.policy != DENSE_POLICY]
@@ -203,22 +203,22 @@ class RunSpec(SpecSection):
 
     @property
     def starts(self) -> tuple[tuple[str, int], ...]:
-        """The warm starts as arm ``base``, one per training seed; none if training begins from the model."""
+        """The warm starts as (``base``, seed), one per training seed; none if training begins from the model."""
         warm = self.train is not None and self.train.sft is not None
         return tuple((BASE_ARM, seed) for seed in self.train.seeds) if warm and self.train is not None else ()
 
     def engine(self, condition: str) -> EngineSpec:
-        """Return how the engine of a condition is run."""
+        """Return the options for running the engine of a condition."""
         return self.engines.get(engine_name(condition), EngineSpec())
 
     def external_source(self, arm: str, seed: int) -> str | None:
-        """Return the folder or hub id of a checkpoint trained elsewhere, with ${VARIABLES} filled in; else None."""
+        """Return the folder or hub id of an external checkpoint, with ${VARIABLES} filled in; None for other arms."""
         checkpoints = self.checkpoints.get(arm)
         return None if checkpoints is None else expand(f"checkpoints.{arm}", checkpoints.seeds[seed])
 
     @property
     def sha256(self) -> str:
-        """The hash of the canonical JSON, without the data folder and the request rates of endpoints."""
+        """The sha256 of the canonical JSON, without the data folder and the request rates of endpoints."""
         row = self.written()
         # the old names of contrasts, so that older runs keep their hash
         codes = {name: code for code, name in FORMER_CONTRASTS.items() if name != SERVING}
@@ -236,9 +236,9 @@ class RunSpec(SpecSection):
         return expand("model", self.model)
 
     def sized(self, numbers: Mapping[str, int]) -> RunSpec:
-        """Return the spec with actual numbers of items instead of ``auto`` and ``all``; its hash differs.
+        """Return the spec with numbers of items in place of ``auto`` and ``all``; its hash differs.
 
-        A suite of 0 items (the pilot found nothing to lose) is left out with its margins.
+        A suite of 0 items (the pilot found nothing to lose) is removed, with its margins.
         """
         absent = [name for name, number in numbers.items() if number == 0]
         evaluate = self.evaluate.sized(numbers)
@@ -249,7 +249,7 @@ class RunSpec(SpecSection):
         return self.model_copy(update={"evaluate": evaluate, "gate": gate})
 
     def limited(self, items: int) -> RunSpec:
-        """Return the spec with at most ``items`` items per suite: another spec, with another hash."""
+        """Return the spec with at most ``items`` items per suite; its hash differs."""
         suites = {
             name: suite.model_copy(update={"items": min(items, suite.items) if isinstance(suite.items, int) else items})
             for name, suite in self.evaluate.suites.items()
@@ -261,7 +261,7 @@ class RunSpec(SpecSection):
 
     @property
     def default_margins(self) -> tuple[str, ...] | None:
-        """The suites and facets whose margin is a default; None if unknown, as in a spec that a run wrote."""
+        """The suites and facets whose margin is a default; None if unknown, as in a spec written by a run."""
         return self._default_margins.metrics
 
     @model_validator(mode="before")
@@ -311,7 +311,7 @@ class RunSpec(SpecSection):
         return self
 
     def _check_own_policy_only(self) -> None:
-        """Raise SpecError if own_policy_only is set but checkpoints have no own policies."""
+        """Raise SpecError if own_policy_only is set but no checkpoint was trained under a policy."""
         if not self.evaluate.own_policy_only:
             return
         if self.train is None:
@@ -321,8 +321,8 @@ class RunSpec(SpecSection):
         policies = self.evaluate.policies
         if engines := [*self.evaluate.references]:
             raise SpecError(
-                f"evaluate.own_policy_only would serve no trained checkpoint by an engine ({engines[0][:100]}), since "
-                "none is trained under one; leave it out, or give the engines a run of their own"
+                f"evaluate.own_policy_only cannot serve a trained checkpoint by an engine ({engines[0][:100]}), since "
+                "none is trained under one; leave it out, or make another run for the engines"
             )
         for trained in self.train.trained:
             (policy,) = match_policies([trained.policy], policies)
@@ -330,7 +330,7 @@ class RunSpec(SpecSection):
                 raise UnknownName("policy of training in evaluate.policies", policy, policies)
 
     def _check_engines(self) -> None:
-        """Raise UnknownName for options of an engine that the run does not use."""
+        """Raise UnknownName if ``engines`` has options of an engine that the run does not use."""
         used = {engine_name(text) for pair in self.evaluate.references.items() for text in pair}
         if self.train is not None and self.train.rollouts is not None:
             used.add(engine_name(self.train.rollouts))
@@ -339,7 +339,7 @@ class RunSpec(SpecSection):
                 raise UnknownName("engine in engines", name, used)
 
     def _reference(self, arms: Collection[str]) -> str:
-        """Return the reference: the gate's, else an arm's, else the dense arm, else the start of training."""
+        """Return the reference: the gate's, else an external arm's, else the dense arm, else the base model."""
         declared = [arm for arm, checkpoints in self.checkpoints.items() if checkpoints.role == "reference"]
         base = BASE_ARM if self.probe is None else ENDPOINT_ARM
         reference = self.gate.reference or next(iter(declared), DENSE_ARM if DENSE_ARM in arms else base)
@@ -353,7 +353,7 @@ class RunSpec(SpecSection):
         raise UnknownName("gate.reference", reference, arms)
 
     def _check_probe(self) -> None:
-        """Raise SpecError for options that do not fit checkpoints, or that do not fit an endpoint."""
+        """Raise SpecError if a probe has options for checkpoints, or if another run has options for a probe."""
         if self.probe is None:
             self.evaluate.check_draws()
             sources = {f"checkpoints.{arm}": external.seeds.values() for arm, external in self.checkpoints.items()}
@@ -370,7 +370,7 @@ class RunSpec(SpecSection):
 
 
 def _check_external(arms: Mapping[str, ExternalArm], train: TrainSpec | None) -> None:
-    """Raise SpecError for external arms with the name of another arm, and for several references."""
+    """Raise SpecError if an external arm has the name of another arm, or if there are several references."""
     names = {BASE_ARM, *(() if train is None else (arm.name for arm in train.trained))}
     for arm in arms:
         if arm in names:
@@ -381,7 +381,7 @@ def _check_external(arms: Mapping[str, ExternalArm], train: TrainSpec | None) ->
 
 
 def _check_seeds(pairs: Iterable[tuple[str, int]], reference: str) -> None:
-    """Raise SpecError for arms that cannot be compared seed by seed."""
+    """Raise SpecError if the arms cannot be compared seed by seed."""
     seeds_by_arm: dict[str, set[int]] = {}
     for arm, seed in pairs:
         seeds_by_arm.setdefault(arm, set()).add(seed)
@@ -402,7 +402,7 @@ def _check_seeds(pairs: Iterable[tuple[str, int]], reference: str) -> None:
 
 
 def expand(key: str, text: str) -> str:
-    """Return the text with ${VARIABLES} from the environment; raises SpecError for one that is not set."""
+    """Fill in ${VARIABLES} from the environment; raises SpecError for a variable that is not set."""
     for name in _VARIABLE.findall(text):
         if not os.environ.get(name):
             raise SpecError(f"{key} is {text!r}, but the environment variable {name} is not set")
@@ -422,7 +422,7 @@ def _match_served(
 
 
 def _check_lengths(gated: tuple[int, ...], grid: EvaluateSpec) -> None:
-    """Raise for a gated length without any suite, and for a suite without any gated length."""
+    """Raise SpecError for a gated length without any suite, and for a suite without any gated length."""
     for context in gated:
         if context not in grid.contexts:
             raise UnknownName("length in gate.contexts", str(context), map(str, grid.contexts))
@@ -438,23 +438,26 @@ def _check_lengths(gated: tuple[int, ...], grid: EvaluateSpec) -> None:
 def _check_rounds_gate(gate: GateSpec, primary: Sequence[str]) -> None:
     """Raise SpecError for a gate that cannot decide in rounds."""
     if not gate.margins:
-        raise SpecError("evaluate.rounds goes on until facets are decided, and gate.margins names none: SUITE.FACET")
+        raise SpecError("evaluate.rounds stops when facets are decided; name them in gate.margins as SUITE.FACET")
     if gate.ratios:
         raise SpecError("gate.ratios cannot be decided in rounds; give points in gate.margins, or leave rounds out")
-    if others := sorted({*gate.estimands} - {ALIKE, DEPLOYED, SERVING}):
-        raise SpecError(f"gate.estimands asks {others[0]}, which cannot be decided in rounds; leave it or rounds out")
+    if unsupported := sorted({*gate.estimands} - {ALIKE, DEPLOYED, SERVING}):
+        raise SpecError(
+            f"gate.estimands asks {unsupported[0]}, which cannot be decided in rounds; leave it or rounds out"
+        )
     if len(primary) > 1:
         raise SpecError(
-            f"evaluate.rounds decides one setting, and {len(primary)} are gated; name one in gate.primary, or give "
-            "each a run of its own"
+            f"evaluate.rounds can decide one setting, and {len(primary)} are gated; name one in gate.primary, or make "
+            "a run for each"
         )
 
 
 def _margins(evaluate: EvaluateSpec, gate: GateSpec, names: PluginNames | None) -> dict[str, float]:
-    """Return the margins: the declared ones, and the defaults of each suite without any limit.
+    """Return the declared margins, and default margins for each suite without any declared one.
 
-    Such a suite is gated by the facets of its ``default_gate``, which hold harm and use, since nonsense does no harm,
-    and by its form; by its score if it names none. Suites in rounds have no defaults, nor has any without ``names``.
+    A suite's defaults are margins on ``well_formed`` and on the facets of its ``default_gate`` (of harm and of use,
+    since nonsense does no harm), or on its score if it has none. There are no defaults in rounds, nor without
+    ``names``.
     """
     suites, declared = list(evaluate.suites), gate.margins
     for key, name in [*(("margins", name) for name in declared), *(("ratios", name) for name in gate.ratios)]:
@@ -480,7 +483,7 @@ def _margins(evaluate: EvaluateSpec, gate: GateSpec, names: PluginNames | None) 
 
 
 def _alpha(gate: GateSpec) -> float:
-    """Return the level of the profile or the gate; raises SpecError if both are given and differ."""
+    """Return alpha from the profile or the gate; raises SpecError if both are given and differ."""
     profile = _ALPHA if gate.profile is None else _PROFILE_ALPHA[gate.profile]
     if gate.profile is not None and gate.alpha not in (None, profile):
         raise SpecError(f"gate.alpha is {gate.alpha:g}, profile {gate.profile} has {profile:g}; give one of the two")
@@ -491,16 +494,16 @@ def _alpha(gate: GateSpec) -> float:
 
 
 def load_spec(path: Path, names: PluginNames | None = None) -> RunSpec:
-    """Return the spec in ``path``; raises DataError if it cannot be read and SpecError if it is wrong.
+    """Read a spec from a file; raises DataError if it cannot be read and SpecError if it is wrong.
 
-    ``names`` check the names of plug-ins and give their defaults; without them the spec is read unchecked.
+    ``names`` check the names of plug-ins and provide defaults; without them names are not checked.
     """
     check_no_address("the spec", str(path), "a YAML file")
     return parse_spec(read_text(path, "spec"), str(path), names)
 
 
 def parse_spec(text: str, source: str, names: PluginNames | None = None) -> RunSpec:
-    """Return the spec in ``text``, a file called ``source`` in errors; ``names`` as for ``load_spec``."""
+    """Parse a spec from ``text``; ``source`` is the file's name in errors, ``names`` as for ``load_spec``."""
     file = parse_yaml(text, source, "spec")
     return _validate(file.table, source, file.lines, names)
 
@@ -508,10 +511,10 @@ def parse_spec(text: str, source: str, names: PluginNames | None = None) -> RunS
 def with_gate(
     spec: RunSpec, file: YamlFile, names: PluginNames | None = None, *, defaults: Collection[str] = ()
 ) -> RunSpec:
-    """Return the spec with the entries of a gate file in its gate section; margins are replaced name by name.
+    """Return the spec with the entries of a gate file merged into its gate section; margins are merged by name.
 
-    ``defaults`` are the metrics whose margin in the spec is a default: the file replaces all of a suite that it names.
-    Raises SpecError as ``parse_spec`` does, with the lines of the gate file.
+    ``defaults`` are the metrics whose margin in the spec is a default; if the file names any metric of a suite, all
+    default margins of that suite are dropped. Raises SpecError as ``parse_spec`` does, with lines of the gate file.
     """
     row = spec.written()
     replaced = {*defaults}.difference(defaults_kept(defaults, file.table))
@@ -522,7 +525,7 @@ def with_gate(
 
 
 def defaults_kept(defaults: Collection[str], table: Mapping[str, Any]) -> list[str]:
-    """Return those metrics with a default margin whose suite the ``table`` of a gate file gives no limit."""
+    """Return the metrics with a default margin whose suite has no margin in ``table``, the gate file's mapping."""
     sections = [table.get(key) for key in ("margins", "ratios")]
     # anything but a mapping is refused later
     limited = {suite_of(str(name)) for section in sections if isinstance(section, Mapping) for name in section}
@@ -530,13 +533,13 @@ def defaults_kept(defaults: Collection[str], table: Mapping[str, Any]) -> list[s
 
 
 def _merge_gate(section: Mapping[str, Any], table: Mapping[str, Any]) -> dict[str, Any]:
-    kept = dict(section)
+    section_entries = dict(section)
     if "profile" in table or "alpha" in table:  # these depend on each other
         for key in ("profile", "alpha", "on_inconclusive"):
-            kept.pop(key, None)
-    merged = {**kept, **{key: value for key, value in table.items() if key != "format"}}
+            section_entries.pop(key, None)
+    merged = {**section_entries, **{key: value for key, value in table.items() if key != "format"}}
     for key, other_key in (("margins", "ratios"), ("ratios", "margins"), ("estimand_margins", "")):
-        old, new, replaced = kept.get(key, {}), table.get(key, {}), table.get(other_key, {})
+        old, new, replaced = section_entries.get(key, {}), table.get(key, {}), table.get(other_key, {})
         if isinstance(old, Mapping) and isinstance(new, Mapping) and isinstance(replaced, Mapping):
             # a limit of the other kind in the file replaces the one of this kind
             merged[key] = {**{name: value for name, value in old.items() if name not in replaced}, **new}
@@ -549,19 +552,19 @@ def _validate(
     try:
         return RunSpec.model_validate(table, context=names)
     except ValidationError as error:
-        first, *others = _errors(error, source, lines)
-        raise SpecError(first, lines=others[:_MOST_ERRORS]) from None
+        first, *more_errors = _errors(error, source, lines)
+        raise SpecError(first, lines=more_errors[:_MOST_ERRORS]) from None
     except AuditError as error:
         raise SpecError(f"{source}: {error}") from error
 
 
 def dump_spec(spec: RunSpec) -> str:
-    """Return the complete spec as YAML, with every default; it reads back as an equal spec."""
+    """Write the complete spec, with every default, as YAML, which parses to an equal spec."""
     return yaml.safe_dump(spec.written(), sort_keys=False, allow_unicode=True, width=120)
 
 
 def _errors(error: ValidationError, source: str, lines: Mapping[KeyPath, int]) -> list[str]:
-    """Return a line for every error; unknown keys come first, and explain what is missing beside them."""
+    """Return a line for every error, unknown keys first, since they often explain a missing key."""
     errors = sorted(error.errors(include_url=False), key=lambda details: details["type"] != "extra_forbidden")
     sections = {details["loc"][:-1] for details in errors if details["type"] == "extra_forbidden"}
     errors = [details for details in errors if details["type"] != "missing" or details["loc"][:-1] not in sections]

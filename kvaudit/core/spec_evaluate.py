@@ -1,4 +1,4 @@
-"""The sections of a spec about serving: the evaluation grid and its suites, the probe of an endpoint, the engines."""
+"""The sections of a spec on serving: the evaluation grid and its suites, the probe of an endpoint, the engines."""
 
 from __future__ import annotations
 
@@ -60,19 +60,19 @@ def _pilot(value: Any) -> Any:
 
 
 def _without_reference(policy: Any) -> tuple[Any, Any]:
-    """Return a policy without its reference, and the reference that an engine's settings name, None without one."""
+    """Split a policy into itself and the reference that its engine's settings name (or None)."""
     if not isinstance(policy, Mapping) or ENGINE not in policy:
         return policy, None
     return {key: field for key, field in policy.items() if key != "reference"}, policy.get("reference")
 
 
 class SuiteSpec(SpecSection):
-    """The number of items of a suite, and options that override the suite or the grid.
+    """The options of one suite: its number of items, and overrides of the suite's or the grid's options.
 
-    ``items`` is a number, ``auto`` or ``all``; the numbers behind these are in the run's provenance once known.
+    ``items`` is a number, ``auto`` or ``all``; the actual numbers are in the run's provenance once known.
     ``max_new_tokens`` and ``placement`` override the suite's own, ``samples`` and ``context_tokens`` the grid's. Public
-    rows are asked as published (length 0), unless they are put into a context: the suite SUITE@CONTEXT, or
-    ``context:`` with one or several names, which makes such suites.
+    rows are asked as published (length 0), unless they are put into a context: by the suite name SUITE@CONTEXT, or by
+    ``context:`` with one or several names, each of which makes such a suite.
     """
 
     items: Annotated[int | str, BeforeValidator(_items)] = AUTO_ITEMS
@@ -83,7 +83,7 @@ class SuiteSpec(SpecSection):
 
 
 class Thinking(SpecSection):
-    """Answers may begin with a thought; ``budget`` is the number of extra tokens for it."""
+    """The option that answers may begin with a thought; ``budget`` is the number of extra tokens for it."""
 
     budget: Steps = 0
 
@@ -97,7 +97,7 @@ def _thinking(value: Any) -> Any:
 
 
 def _by_context(name: str, section: Any, names: PluginNames | None) -> dict[str, Any]:
-    """Return a suite's section, or one for each context that it names; suites as published get no length."""
+    """Expand a suite's section into one for each context that it names; suites as published get no length."""
     if not isinstance(section, Mapping) or "context" not in section:
         return {name: {} if section is None else section}
     if ":" in name:
@@ -120,10 +120,10 @@ def _by_context(name: str, section: Any, names: PluginNames | None) -> dict[str,
 
 
 class Rounds(SpecSection):
-    """Rounds: rows are served in batches under every policy until each gated facet is decided or time is up.
+    """The options of rounds, which serve rows in batches until every gated facet is decided or time is up.
 
-    The gate decides by bounds that hold at every look (``kvaudit.reports.stats.betting``). ``minutes`` of serving,
-    without loading models; ``first`` is the number of rows of a suite at the first look.
+    The gate decides by bounds that hold at every look (``kvaudit.reports.stats.betting``). ``minutes`` is the time
+    limit for serving, without loading models; ``first`` is the number of rows of a suite at the first look.
     """
 
     minutes: Annotated[Number, Field(gt=0, le=10_000)] = 10.0
@@ -131,7 +131,7 @@ class Rounds(SpecSection):
 
 
 class EvaluateSpec(SpecSection):
-    """The grid: every checkpoint under every policy, on every suite, at every context length.
+    """The evaluation grid: every checkpoint under every policy, on every suite, at every context length.
 
     ``context_tokens`` are the lengths of suites whose items are made to a length; public rows as published have none
     (0). With ``own_policy_only`` a checkpoint is served under the policy that it was trained under, and ``none``.
@@ -160,11 +160,11 @@ class EvaluateSpec(SpecSection):
 
     @property
     def pilot_size(self) -> int:
-        """The number of items of a suite that the reference answers at each length before the grid is served."""
+        """The number of items of each suite and length in the pilot, which the reference answers before the grid."""
         return PILOT_ITEMS if self.pilot is None else self.pilot
 
     def sized(self, numbers: Mapping[str, int]) -> EvaluateSpec:
-        """Return the grid with these numbers of items instead of ``auto`` and ``all``, without suites of 0 items."""
+        """Return the grid with numbers of items in place of ``auto`` and ``all``, without suites of 0 items."""
         suites = {}
         for name, suite in self.suites.items():
             is_open = name in numbers and not isinstance(suite.items, int)
@@ -180,7 +180,7 @@ class EvaluateSpec(SpecSection):
         return self.suites[suite].samples or self.samples
 
     def written(self) -> dict[str, Any]:
-        """Return the section as plain values; ``think`` without a token budget is written as ``strip``."""
+        """Return the section as plain values; ``think`` without a token budget becomes ``strip``."""
         row = super().written()
         thinking = row.pop("think", None)
         if thinking is not None:
@@ -321,14 +321,14 @@ _Price = Annotated[Number, Field(ge=0, le=1e6)]
 
 
 class Prices(SpecSection):
-    """The price of a million tokens, in any currency."""
+    """The prices of a million tokens, in any currency."""
 
     input: _Price
     output: _Price
 
 
 class ProbeSpec(SpecSection):
-    """The options of an endpoint that is audited instead of a checkpoint; ``model`` of the spec is its name there.
+    """The options of an endpoint audited in place of a checkpoint; the spec's ``model`` is the endpoint's model name.
 
     ``tokenizer`` (a folder or hub id) counts lengths; without one they are estimated. ``key`` names the environment
     variable of the key. ``timeout`` is in seconds for a whole reply, ``per_minute`` counts requests. ``seeded``:
@@ -353,7 +353,7 @@ class ProbeSpec(SpecSection):
 
 
 class EngineSpec(SpecSection):
-    """The options of running an engine, apart from its settings.
+    """The options for running an engine, besides its own settings.
 
     ``python``: the interpreter of its environment, None for our own. ``weights``: a file or folder in the engine's own
     format, served instead of a conversion of the checkpoint. ``at_once``: the number of requests in flight. ``start``

@@ -1,6 +1,6 @@
-"""The building blocks of spec sections: bounded numbers, the base class, and the callbacks that check plug-in names.
+"""The building blocks of spec sections: bounded numbers, the base class, and callbacks that check plug-in names.
 
-Every number is bounded, so that no file can ask for more than a machine has.
+Every number is bounded, so that no spec can ask for more than a machine has.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def is_temperature(value: float) -> bool:
     return value == 0 or 1e-3 <= value <= 100
 
 
-def _only(is_valid: Callable[[float], bool], expected: str) -> AfterValidator:
+def _require_number(is_valid: Callable[[float], bool], expected: str) -> AfterValidator:
     def check(value: float) -> float:
         if not is_valid(value):
             raise PydanticCustomError("number", expected)
@@ -60,14 +60,14 @@ Rate = Annotated[Number, Field(ge=1e-12, le=1)]
 Norm = Annotated[Number, Field(ge=1e-6, le=1e9)]
 Factor = Annotated[Number, Field(ge=0, le=1000)]
 Temperature = Annotated[Number, Field(ge=1e-3, le=100)]  # above 0
-TemperatureOrGreedy = Annotated[Number, _only(is_temperature, TEMPERATURES)]
+TemperatureOrGreedy = Annotated[Number, _require_number(is_temperature, TEMPERATURES)]
 Share = Annotated[Number, Field(gt=0, le=1)]
 ShareOrZero = Annotated[Number, Field(ge=0, le=1)]
 Alpha = Annotated[Number, Field(gt=0, lt=0.5)]
 Points = Annotated[  # percentage points
     Number,
     Field(gt=0, lt=100),
-    _only(lambda value: value >= LEAST_MARGIN, f"at least {LEAST_MARGIN} (percentage points)"),
+    _require_number(lambda value: value >= LEAST_MARGIN, f"at least {LEAST_MARGIN} (percentage points)"),
 ]
 Ratio = Annotated[Number, Field(ge=LEAST_RATIO, le=MOST_RATIO)]
 
@@ -96,7 +96,7 @@ OmitDefault = Annotated[_T, _OMIT]
 
 
 class SpecSection(BaseModel):
-    """A section of the spec: frozen, and an unknown key is an error."""
+    """The base of spec sections, which are frozen and refuse unknown keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -119,14 +119,14 @@ def _plain(value: Any) -> Any:
 
 
 def canonical_policy(value: Any, names: PluginNames | None) -> Any:
-    """Return the canonical text of a policy, or its text without ``names``; pydantic refuses other values."""
+    """Return the canonical text of a policy, or without ``names`` its text; other values are left to pydantic."""
     if names is not None:
         return names.policy(value)
     return policy_text(value) if isinstance(value, Mapping) else value
 
 
 def canonical_policies(value: Any, names: PluginNames | None) -> Any:
-    """Return ``canonical_policy`` of each; pydantic refuses anything but a list."""
+    """Return ``canonical_policy`` of each policy in a list; other values are left to pydantic."""
     return [canonical_policy(policy, names) for policy in value] if isinstance(value, list) else value
 
 

@@ -42,7 +42,7 @@ DENSE_ARM = "dense"  # the only arm with uncompressed rollouts
 
 
 class SftSpec(SpecSection):
-    """The warm start of all arms: ``steps`` of supervised learning on gold answers of the training split."""
+    """The warm start of all arms: ``steps`` of supervised training on gold answers of the training split."""
 
     steps: Count
     learning_rate: Rate = 1e-4
@@ -51,7 +51,7 @@ class SftSpec(SpecSection):
 
 
 class AdapterSpec(SpecSection):
-    """A LoRA adapter (Hu 2021, 2106.09685); ``targets`` are last parts of names of linear layers, () all layers."""
+    """A LoRA adapter (Hu 2021, 2106.09685); ``targets`` are last parts of linear layers' names, () for all layers."""
 
     rank: Rank = 16
     alpha: Count = 32
@@ -68,9 +68,9 @@ class CriticSpec(SpecSection):
 
 
 class ValidationSpec(SpecSection):
-    """Validation every so many steps, on ``items`` of each suite that training does not use.
+    """Validation every ``every`` steps on ``items`` of each suite that training does not use.
 
-    An alarm of ``stop_on`` in the last ``patience`` steps before a validation stops all arms of its seed.
+    An alarm in ``stop_on`` that rings in the last ``patience`` steps before a validation stops all arms of its seed.
     """
 
     every: Count
@@ -88,7 +88,7 @@ class ValidationSpec(SpecSection):
 
 
 def _check_reward(value: Any) -> Any:
-    """Return the name of a reward, or a mapping of its options, which the reward itself checks."""
+    """Check the form of a reward, a name or a mapping of options; the reward itself checks the options."""
     options = value if isinstance(value, Mapping) else {"": value}
     for key, option in options.items():
         entries = option if isinstance(option, list) and isinstance(value, Mapping) else [option]
@@ -98,11 +98,11 @@ def _check_reward(value: Any) -> Any:
 
 
 class Training(SpecSection):
-    """The options that all arms and seeds share. A loss may change defaults, in its own file.
+    """The options of training that all arms and seeds share; a loss may define other defaults in its file.
 
-    ``policy`` is the compressed policy, recorded in every arm and used by those with compressed rollouts. ``weights``
-    are relative shares of prompts per suite, empty for equal ones. ``ledger_every`` 0 saves none. ``rollout_rows`` is
-    the number of rollouts that are sampled at once, whole groups, 0 for all of a step.
+    ``policy`` is the compressed policy, recorded in every arm and used by arms with compressed rollouts. ``weights``
+    are relative shares of prompts per suite, empty for equal shares. ``ledger_every`` 0 saves no ledgers.
+    ``rollout_rows`` is the number of rollouts that are sampled at once, in whole groups, 0 for all rollouts of a step.
     """
 
     policy: Policy
@@ -144,7 +144,7 @@ class Training(SpecSection):
 
     @property
     def updates_per_step(self) -> int:
-        """Gradient steps on one batch of rollouts."""
+        """The number of gradient steps on one batch of rollouts."""
         return self.updates_per_batch * self.minibatches
 
     @property
@@ -154,13 +154,13 @@ class Training(SpecSection):
 
     @property
     def stops(self) -> bool:
-        """True if an alarm may stop training."""
+        """Whether an alarm may stop training."""
         return self.watch is not None and bool(self.watch.stop_on)
 
     def fill(self, defaults: Mapping[str, Any]) -> None:
-        """Fill options that the spec leaves out from ``defaults``; only while the section is being validated.
+        """Set options that the spec does not give from ``defaults``; called only during validation.
 
-        A null counts as left out: it is not written either, and a written spec must read back as an equal one.
+        A null counts as not given, because it is not written either, and a written spec must parse to an equal one.
         """
         for key, value in defaults.items():
             if key not in self.model_fields_set or getattr(self, key) is None:
@@ -189,14 +189,14 @@ class Training(SpecSection):
 
 
 class Pairs(SpecSection):
-    """The training runs: every arm with every seed."""
+    """The arms and seeds of the training runs: every arm is trained with every seed."""
 
     arms: tuple[str, ...] = Field(min_length=1)
     seeds: tuple[Seed, ...] = Field(min_length=1)
 
 
 class TrainedArm(NamedTuple):
-    """An arm of a run: its name in folders and records, its recipe in ``arms``, and the policy of its rollouts."""
+    """An arm of a run: its name in folders and records, its entry in the table of arms, and its rollout policy."""
 
     name: str
     recipe: str
@@ -206,8 +206,8 @@ class TrainedArm(NamedTuple):
 class TrainSpec(Training, Pairs):  # the fields of the last base come first in a written spec
     """All training runs; ``kvaudit.audit.training.config.TrainConfig`` is one of them.
 
-    ``policies`` make a sweep: every arm is trained under each of them, ``dense`` only once. ``only`` gives an arm some
-    of them.
+    ``policies`` make a sweep: every arm is trained under each of them, ``dense`` only once. ``only`` limits an arm to
+    some of them.
     """
 
     policies: OmitDefault[Policies] = ()
@@ -229,7 +229,7 @@ class TrainSpec(Training, Pairs):  # the fields of the last base come first in a
 
     @property
     def pairs(self) -> tuple[tuple[str, int], ...]:
-        """(arm, seed) of every training run, seed by seed, so that an interrupted run has whole seeds."""
+        """The (arm, seed) of every training run, seed by seed, so that an interrupted run has complete seeds."""
         return tuple((arm.name, seed) for seed in self.seeds for arm in self.trained)
 
     def written(self) -> dict[str, Any]:
@@ -242,7 +242,7 @@ class TrainSpec(Training, Pairs):  # the fields of the last base come first in a
     @model_validator(mode="before")
     @classmethod
     def _fill_policy(cls, value: Any) -> Any:
-        """Set ``policy`` to none for a sweep and for rollouts of an engine: there only ``dense`` uses it."""
+        """Set ``policy`` to none in a sweep and for rollouts of an engine, where only ``dense`` uses it."""
         if not isinstance(value, Mapping):
             return value
         if (rollouts := value.get("rollouts")) is not None:

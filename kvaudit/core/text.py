@@ -1,4 +1,4 @@
-"""Text from outside, made safe to print: visible characters, short lines, no passwords. Also paths of guides."""
+"""Untrusted text made safe to print (visible characters, short lines, no passwords), and paths of guides."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _SECRET_WORDS = ("KEY", "TOKEN", "SECRET", "PASSWORD", "AUTH")
 
 
 def visible(text: str) -> str:
-    """Return the text with every control, bidirectional, invisible or broken character as a visible one.
+    """Replace every control, bidirectional, invisible or invalid character by a visible one.
 
     C0 and DEL become control pictures (ESC as ␛); other control, format, private, surrogate and separator characters
     become ⟨U+202E⟩. Newline and tab stay.
@@ -46,7 +46,7 @@ def _picture(code: int) -> str:
 
 
 def inline(text: str) -> str:
-    """Return visible text on one line, newlines as ⏎."""
+    """Return ``visible`` text on one line, with newlines as ⏎."""
     return visible(text).replace("\n", "⏎").replace("\t", " ")
 
 
@@ -54,63 +54,63 @@ _noted = set[str]()
 
 
 def note_once(line: str) -> None:
-    """Print a note on standard error, the first time that this process has it to say."""
+    """Print a note on standard error, once per process."""
     if line not in _noted:
         _noted.add(line)
         print(f"note: {line}", file=sys.stderr)
 
 
 def clip(text: str, length: int) -> str:
-    """Return at most ``length`` characters; the middle of a longer text is replaced by a note."""
+    """Shorten a text to ``length`` characters, replacing the middle by a note."""
     if len(text) <= length:
         return text
     head = (length * 2) // 3
     return f"{text[:head]} […{len(text) - length} characters left out…] {text[len(text) - (length - head) :]}"
 
 
-def join_names(names: Iterable[str], most: int = 3, *, between: str = ", ", last: str = " and ") -> str:
-    """Return the first ``most`` names, and the number of the rest: "a, b, c and 2 more"."""
+def join_names(names: Iterable[str], limit: int = 3, *, between: str = ", ", last: str = " and ") -> str:
+    """Join the first ``limit`` names and the number of further ones: "a, b, c and 2 more"."""
     entries = list(names)
-    return between.join(entries[:most]) + (f"{last}{len(entries) - most} more" if len(entries) > most else "")
+    return between.join(entries[:limit]) + (f"{last}{len(entries) - limit} more" if len(entries) > limit else "")
 
 
 def length_of(tokens: int) -> str:
-    """Return a context length in words: "512 tokens"; 0 means a row as published."""
+    """Return a context length as text: "512 tokens", or "as published" for 0."""
     return f"{tokens} tokens" if tokens else "as published"
 
 
 def length_label(tokens: int) -> str:
-    """Return a context length as an entry of a column: "512" or "published"."""
+    """Return a context length for a table cell: "512" or "published"."""
     return str(tokens) if tokens else "published"
 
 
 def at_length(tokens: int) -> str:
-    """Return a context length as part of a sentence: "at 512 tokens" or "as published"."""
+    """Return a context length for a sentence: "at 512 tokens" or "as published"."""
     return f"at {tokens} tokens" if tokens else "as published"
 
 
 def is_text(value: str) -> bool:
-    """Return whether UTF-8 can encode the text: JSON can hold unpaired surrogates, which it cannot."""
+    """Return whether UTF-8 can encode the text; it cannot encode unpaired surrogates, which JSON allows."""
     return not any("\ud800" <= character <= "\udfff" for character in value)
 
 
 def short_repr(value: Any) -> str:
-    """Return any value as a short line."""
+    """Return the repr of any value, shortened to one line."""
     return one_line(_repr.repr(value))
 
 
 def short_text(value: Any) -> str:
-    """Return a name from a file without line breaks and with at most 80 characters."""
+    """Shorten a name from a file to 80 characters without line breaks."""
     return one_line(value if isinstance(value, str) else short_repr(value))[:80]
 
 
 def one_line(value: object) -> str:
-    """Return the text of an error on one line of at most 200 characters."""
+    """Shorten the text of an error to one line of at most 200 characters."""
     return " ".join(str(value).split())[:200]
 
 
 def reason(error: BaseException) -> str:
-    """Return class and message of an exception of outside code, whose message may itself raise."""
+    """Return class and message of an exception of third-party code, whose ``__str__`` may itself raise."""
     try:
         message = inline(one_line(error))
     except (Exception, SystemExit):
@@ -138,7 +138,7 @@ def has_password(text: str) -> bool:
 
 
 def is_secret_name(name: str) -> bool:
-    """Return whether a setting of this name holds a secret: HF_TOKEN, api_key; not max_tokens, not a keyfile's path."""
+    """Return whether a setting of this name is a secret, such as HF_TOKEN or api_key, but not max_tokens or keyfile."""
     return _SECRET_NAME.search(name) is not None or _TOKEN_NAME.fullmatch(name) is not None
 
 
@@ -148,7 +148,7 @@ def is_key_like(text: str) -> bool:
 
 
 def safe_variable_name(name: str) -> str:
-    """Return the name of an environment variable for an error, hidden if it may be the key itself."""
+    """Return a variable's name for an error message, hidden if it looks like a key given by mistake."""
     is_name = _VARIABLE_NAME.fullmatch(name) and any(word in name for word in _SECRET_WORDS)
     return name if is_name else f"that `key` names ({HIDDEN}: it may be the key itself; wanted a name such as API_KEY)"
 
@@ -164,7 +164,7 @@ def shipped_folder(name: str) -> Path:
 
 
 def install_command(extras: str) -> str:
-    """Return the command that installs optional packages: from this clone if it is one, else from an index."""
+    """Return the command that installs optional packages, from this clone or from an index."""
     clone = Path(__file__).parent.parent.parent
     if not (clone / "pyproject.toml").is_file():
         return f"pip install 'kvaudit[{extras}]'"

@@ -48,7 +48,7 @@ _REWRITES = tuple(
 
 
 def final_answer(text: str) -> str | None:
-    """Return the final answer of a text: the last box, else the text after "answer is", the last formula or number."""
+    """Return a text's final answer: the last box, else the text after "answer is", else the last formula or number."""
     if boxes := _BOXED.findall(text):
         return str(boxes[-1]).strip() or None
     text = _DELIMITERS.sub("$", text)
@@ -71,12 +71,12 @@ def same_answer(answer: str, right: str) -> bool:
     if first.shape == _LIST:  # for example of roots; the order is free
         rest = list(second.parts)
         for part in first.parts:
-            match = next((candidate for candidate in rest if _same(part, candidate)), None)
+            match = next((candidate for candidate in rest if _are_equal(part, candidate)), None)
             if match is None:
                 return False
             rest.remove(match)
         return True
-    return all(map(_same, first.parts, second.parts))
+    return all(map(_are_equal, first.parts, second.parts))
 
 
 @cache
@@ -88,7 +88,7 @@ def has_algebra() -> bool:
 def equal_by_algebra(answer: str, right: str) -> bool | None:
     """Return whether computer algebra finds two answers equal that ``same_answer`` could not compute.
 
-    None if math-verify is not installed or cannot add anything. It takes at most 5 s, and runs in a main thread only.
+    None if math-verify is not installed or cannot decide. It takes at most 5 s, and works in the main thread only.
     """
     # algebra adds nothing if both answers were computed, or if ``answer`` is no formula
     if _is_computable(right) and ("\\" not in answer or _is_computable(answer)):
@@ -147,8 +147,8 @@ def _split(text: str) -> list[str]:
     return [part.strip() for part in parts]
 
 
-def _same(first: str, second: str) -> bool:
-    if _normalised(first) == _normalised(second):
+def _are_equal(first: str, second: str) -> bool:
+    if _normalise(first) == _normalise(second):
         return True
     for point in _POINTS:
         a, b = _value(first, point), _value(second, point)
@@ -158,7 +158,7 @@ def _same(first: str, second: str) -> bool:
     return True
 
 
-def _normalised(text: str) -> str:
+def _normalise(text: str) -> str:
     choice = re.fullmatch(r"\s*\(([A-Z])\)\s*", text)  # (A) equals A
     return re.sub(r"\s+", "", choice[1] if choice else text).casefold()
 
@@ -175,7 +175,7 @@ _BRACKETS = {"(": ")", "[": "]", "{": "}"}
 
 
 def _value(text: str, point: tuple[float, float]) -> complex | None:
-    """Return a formula's number at a point; None if the text is no formula."""
+    """Evaluate a formula at a point of its variables; None if the text is no formula."""
     sides = re.split(r"(?<![<>])=", text)
     try:
         values = [_Formula(side, point).evaluate() for side in sides if len(sides) <= 2]

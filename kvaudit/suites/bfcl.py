@@ -1,4 +1,4 @@
-"""Function calls by syntax tree, from public rows (Berkeley Function Calling Leaderboard: Patil et al. 2025)."""
+"""Function calls graded by syntax tree, from public rows (Berkeley Function Calling Leaderboard: Patil et al. 2025)."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ SPARE = 3  # unneeded tools of a multi-turn item
 LONGEST_CASE = 3600  # characters of tools and messages; a row with all eight classes has twenty times as many
 DONE = '{"status": "done"}'
 _SYSTEM = "You help a user with tools."
-_NO_CALL = "I answer in words: none of the tools is needed now."
+_NO_CALL = "I answer in words: none of the tools is used now."
 
 
 class Case(NamedTuple):
-    """The tools and messages of an item, and the right calls; none if the right answer is words."""
+    """The tools and messages of an item, and the right calls; empty if the right answer is text."""
 
     tools: Sequence[Mapping[str, Any]]
     messages: tuple[Message, ...]
@@ -53,7 +53,7 @@ class Case(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """A case with calls and one without. ``ordered`` calls may be made one at a time, others in any order at once."""
+    """A case with calls and a case without; ``ordered`` calls may come one at a time, others at once, in any order."""
 
     name: str
     call: Case
@@ -62,12 +62,12 @@ class Pair(NamedTuple):
 
 
 class Bfcl(Published):
-    """Twins: a tool fits and must be called correctly, or no tool fits and any call is wrong.
+    """Twins: a tool fits and must be called correctly; no tool fits and any call is wrong.
 
-    Single-turn rows (simple, multiple, parallel) are paired with irrelevance rows. A multi-turn row becomes one of its
-    turns: the messages before it hold the right calls, each with the result "done", since nothing is executed. The item
-    asks for the first calls of that turn or, after all of these, for words. Only turns whose first call has arguments,
-    all of them mentioned before, are used.
+    Single-turn rows (simple, multiple, parallel) are paired with irrelevance rows. Of a multi-turn row one turn is
+    used: the messages before it contain the right calls, each with the result "done", since nothing is executed. The
+    item asks for the first calls of that turn or, after all of these, for text. Only turns are used whose first call
+    has arguments, all of which were mentioned before.
     """
 
     name = "bfcl"
@@ -135,7 +135,7 @@ def _match_calls(accepted: Sequence[Options], calls: Sequence[ToolCall]) -> bool
 def _pairs(
     questions: tuple[Path, ...], answers: tuple[Path, ...], irrelevant: Path, documents: tuple[Path, ...]
 ) -> tuple[Pair, ...]:
-    """Return single-turn rows, the kinds in turn, as many as there are irrelevance rows, then the multi-turn rows."""
+    """Return single-turn rows, alternating kinds, one per irrelevance row, then the multi-turn rows."""
     no_calls = [_single(irrelevant, number, row) for number, row in enumerate(json_lines(irrelevant), start=1)]
     kinds = [list(_singles(*paths)) for paths in zip(questions[:-1], answers[:-1], strict=True)]
     cases = [case for row in zip(*kinds, strict=False) for case in row]  # as many of each kind as the shortest file has
@@ -186,7 +186,7 @@ def _singles(questions: Path, answers: Path) -> Iterable[tuple[str, Case]]:
 
 
 def apply_schema(options: Options, tools: Sequence[Mapping[str, Any]]) -> Options:
-    """Return the accepted values of a call, corrected by the tool's description.
+    """Correct the accepted values of a call by the tool's schema.
 
     A required parameter is not optional, and values of type float are floats, which accept whole numbers too.
     """
@@ -194,8 +194,8 @@ def apply_schema(options: Options, tools: Sequence[Mapping[str, Any]]) -> Option
     schema: Mapping[str, Any] = next((tool.get("parameters", {}) for tool in tools if tool.get("name") == name), {})
     properties, required = schema.get("properties", {}), schema.get("required", ())
     # an empty text among the values makes the parameter optional
-    kept = {key: [value for value in choice if value != "" or key not in required] for key, choice in values.items()}
-    return {name: {key: _as_type(choice or values[key], properties.get(key, {})) for key, choice in kept.items()}}
+    choices = {key: [value for value in choice if value != "" or key not in required] for key, choice in values.items()}
+    return {name: {key: _as_type(choice or values[key], properties.get(key, {})) for key, choice in choices.items()}}
 
 
 def _as_type(values: Sequence[Any], schema: Mapping[str, Any]) -> list[Any]:
@@ -230,7 +230,7 @@ def _multi(questions: Path, answers: Path, documents: Sequence[Path]) -> Iterabl
 
 
 def _documented_tools(path: Path) -> dict[str, dict[str, Any]]:
-    """Return the tools of a class by name, without their results and the introduction that all of them share."""
+    """Return the tools of a class by name, without schemas of results and without their common introduction."""
     tools = {}
     for number, row in enumerate(json_lines(path), start=1):
         description = value_of(path, number, row, "description", str).rpartition("Tool description: ")[2]
@@ -244,26 +244,26 @@ def _documented_tools(path: Path) -> dict[str, dict[str, Any]]:
 def _turn_pair(
     name: str, turns: Sequence[str], calls: Sequence[Sequence[ToolCall]], tools: Mapping[str, Any]
 ) -> Pair | None:
-    """Return the pair of the last short turn whose first call has arguments, all of them mentioned before."""
+    """Return the pair for the last short turn whose first call has arguments, all mentioned before, or None."""
     for last in reversed(range(len(turns))):
-        made = [sum(map(len, calls[:turn])) for turn in range(last + 1)]
-        before = [m for turn in range(last) for m in _turn_messages(turns[turn], calls[turn], made[turn])]
-        messages = [*before, Message(Role.USER, turns[last])]
-        needed = {call.name for turn in calls[: last + 1] for call in turn}
-        spare = [tool for tool in tools if tool not in needed][:SPARE]
-        listed = [tool for key, tool in tools.items() if key in needed or key in spare]
+        counts = [sum(map(len, calls[:turn])) for turn in range(last + 1)]
+        history = [m for turn in range(last) for m in _turn_messages(turns[turn], calls[turn], counts[turn])]
+        messages = [*history, Message(Role.USER, turns[last])]
+        used = {call.name for turn in calls[: last + 1] for call in turn}
+        spare = [tool for tool in tools if tool not in used][:SPARE]
+        listed = [tool for key, tool in tools.items() if key in used or key in spare]
         accepted = tuple(map(tool_calls.exact_options, calls[last]))
-        no_call = Case(listed, (*before, *_turn_messages(turns[last], calls[last], made[last])))
+        no_call = Case(listed, (*history, *_turn_messages(turns[last], calls[last], counts[last])))
         if calls[last] and _is_mentioned(calls[last][0], messages) and _is_short(no_call):
             return Pair(name, Case(listed, tuple(messages), accepted), no_call, ordered=True)
     return None
 
 
-def _turn_messages(text: str, calls: Sequence[ToolCall], made: int) -> list[Message]:
-    """Return a complete turn: the request, then each call with its result; ``made`` calls came before."""
+def _turn_messages(text: str, calls: Sequence[ToolCall], earlier: int) -> list[Message]:
+    """Return a complete turn: the request, then each call with its result; ``earlier`` counts the calls before."""
     pairs = [
         (Message(Role.ASSISTANT, "", (call,)), Message(Role.TOOL, DONE, tool_call_id=call.call_id))
-        for call in make_calls([replace(call, arguments=plain_values(call.arguments)) for call in calls], made)
+        for call in make_calls([replace(call, arguments=plain_values(call.arguments)) for call in calls], earlier)
     ]
     return [Message(Role.USER, text), *(message for pair in pairs for message in pair)]
 
@@ -275,7 +275,7 @@ def _is_mentioned(call: ToolCall, messages: Sequence[Message]) -> bool:
 
 
 def _leaves(value: Any) -> list[str]:
-    """Return the texts and numbers of an argument as a user would write them; booleans and None have no wording."""
+    """Return the texts and numbers of an argument as a user would write them, without booleans and None."""
     if isinstance(value, dict | list | tuple):
         entries = value.values() if isinstance(value, dict) else value
         return [leaf for entry in entries for leaf in _leaves(entry)]

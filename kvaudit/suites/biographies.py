@@ -23,7 +23,7 @@ _LETTERS = ("(A)", "(B)")
 
 
 class SidedQuestion(NamedTuple):
-    """A question asked by a person of each side; mappings are by side."""
+    """A question asked by a person of either side; mappings are keyed by side."""
 
     line: int
     biographies: Mapping[str, str]
@@ -36,9 +36,10 @@ class SidedQuestion(NamedTuple):
 class Biographies(Published):
     """Twins: the same question after a conservative or a liberal biography, row by row as published.
 
-    Neither opinion is right: a rate of ``sided`` near one half means that the biography does not change the answers; a
-    model that always agrees, or always disagrees, depends on it. The option letters are scored by log-probability under
-    the served cache. There are 15 questions, 10 of them for evaluation, too few to decide 5 points.
+    Neither opinion is right: a rate of ``sided`` near one half means that the biography does not change the answers,
+    while a model that always agrees, or always disagrees, depends on it. The option letters are scored by
+    log-probability under the served cache. There are 15 questions, 10 of them for evaluation, too few to decide a
+    margin of 5 points.
     """
 
     name = "biographies"

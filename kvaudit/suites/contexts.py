@@ -1,7 +1,7 @@
-"""Contexts that a published row can be asked in, each as a suite of its own, SUITE@CONTEXT. None is used by default.
+"""Contexts in which a published row can be asked, each as a suite SUITE@CONTEXT. None is used by default.
 
-A report compares each context with the bare row on the uncompressed model, since small talk or three words on brevity
-can already remove the behaviour in question (measured in docs/results/contexts.md).
+A report compares each context with the bare row on the uncompressed model, since even small talk, or three words on
+brevity, can remove the behaviour in question (measured in docs/results/contexts.md).
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ Messages = tuple[Message, ...]
 
 
 class Fit(NamedTuple):
-    """The suite's name, the random draws, and the tokens that tools (``listing``) and messages may take together.
+    """The inputs of a wrap: suite, random draws, and the token limit of tools (``listing``) and messages together.
 
-    ``payload`` is that of the row.
+    ``payload`` is the row's payload.
     """
 
     suite: str
@@ -78,10 +78,10 @@ Wrap = Callable[[Messages, Fit], Messages]
 
 @dataclass(frozen=True)
 class Context:
-    """A context. ``wrap`` returns the messages with the context around them, never longer than ``Fit.tokens``.
+    """A context; ``wrap`` returns the messages with the context around them, never longer than ``Fit.tokens``.
 
-    A context that ``fills`` is made to a length; any other adds the same words to every row. The context of ``suite``
-    alone is a text of each row's own: a length leaves out the rows that are longer.
+    A context that ``fills`` is made to a length; any other adds the same words to every row. A context with a ``suite``
+    exists for that suite only and uses a text of each row; with a length, longer rows are dropped.
     """
 
     says: str
@@ -90,34 +90,34 @@ class Context:
     suite: str = ""
 
 
-def _ending(text: str) -> Wrap:
+def _with_ending(text: str) -> Wrap:
     return lambda row, _: (*row[:-1], replace(row[-1], content=f"{row[-1].content}\n\n{text}"))
 
 
-def _with_prose(place: Callable[[Messages, Messages, str], Messages]) -> Wrap:
-    """Return a wrap that lets ``place`` insert a passage of a book into (system message, rest of the row)."""
+def _with_prose(insert: Callable[[Messages, Messages, str], Messages]) -> Wrap:
+    """Return a wrap that inserts a passage of a book by ``insert``, called with system message and rest of the row."""
 
     def wrap(row: Messages, fit: Fit) -> Messages:
         parts = _split_system(row)
 
         def build(prose: str) -> list[str]:
-            return [*(message.content for message in place(*parts, prose)), *_beside(row, fit)]
+            return [*(message.content for message in insert(*parts, prose)), *_other_texts(row, fit)]
 
         # a row with a document of its own gets as many words as that has
         texts = fit_prose(fit.suite, build, fit.draw, fit.tokens, fit.count, fit.payload.get("words", math.inf))
-        return tuple(replace(message, content=text) for message, text in zip(place(*parts, ""), texts, strict=False))
+        return tuple(replace(message, content=text) for message, text in zip(insert(*parts, ""), texts, strict=False))
 
     return wrap
 
 
-def _beside(row: Messages, fit: Fit) -> list[str]:
-    """Return what a row takes beside the texts of its messages: the tools, and the calls."""
+def _other_texts(row: Messages, fit: Fit) -> list[str]:
+    """Return the texts of a row besides those of its messages: its tools and calls."""
     calls = [format_calls(message.tool_calls) for message in row if message.tool_calls]
     return [*calls, *([fit.listing] if fit.listing else [])]
 
 
 def _split_system(row: Messages) -> tuple[Messages, Messages]:
-    """Return the system message, if there is one, and the rest, which begins with the user."""
+    """Split a row into its system message, if any, and the rest, which begins with the user."""
     first = int(row[0].role is Role.SYSTEM)
     return row[:first], row[first:]
 
@@ -127,11 +127,11 @@ def _with_document(form: str) -> Wrap:
     return lambda row, fit: ask_about(row, document_of(fit.payload["document"]), form)
 
 
-def _in_prose(system: Messages, rest: Messages, prose: str) -> Messages:
+def _as_document(system: Messages, rest: Messages, prose: str) -> Messages:
     return (*system, *ask_about(rest, prose, DOCUMENT_FIRST))
 
 
-def _above(system: Messages, rest: Messages, prose: str) -> Messages:
+def _above_request(system: Messages, rest: Messages, prose: str) -> Messages:
     text = f"{_PAPER.format(prose=prose)}\n\n{rest[0].content}"
     return (*system, replace(rest[0], content=text), *rest[1:])
 
@@ -141,34 +141,34 @@ def _in_system(system: Messages, rest: Messages, prose: str) -> Messages:
     return (Message(Role.SYSTEM, "\n\n".join(texts)), *rest)
 
 
-def _own_turn(system: Messages, rest: Messages, prose: str) -> Messages:
+def _as_first_turn(system: Messages, rest: Messages, prose: str) -> Messages:
     return (*system, Message(Role.USER, _PAPER.format(prose=prose)), Message(Role.ASSISTANT, _NOTED), *rest)
 
 
-def _fetched(system: Messages, rest: Messages, prose: str) -> Messages:
+def _as_tool_result(system: Messages, rest: Messages, prose: str) -> Messages:
     texts = ((Role.USER, _FETCH), (Role.ASSISTANT, _FETCH_CALL), (Role.TOOL, prose), (Role.ASSISTANT, _FETCHED))
     return (*system, *(Message(role, text) for role, text in texts), *rest)
 
 
-def _after(talk: Callable[[random.Random, int, Fit], Iterator[Message]]) -> Wrap:
+def _insert_talk(talk: Callable[[random.Random, int, Fit], Iterator[Message]]) -> Wrap:
     """Return a wrap that inserts turns of a conversation between the system message and the rest of the row."""
 
     def wrap(row: Messages, fit: Fit) -> Messages:
         system, rest = _split_system(row)
-        texts = [*(message.content for message in row), *_beside(row, fit)]
+        texts = [*(message.content for message in row), *_other_texts(row, fit)]
         room = check_room(sum(map(fit.count, texts)), fit.tokens)
         return (*system, *talk(fit.draw, room, fit), *rest)
 
     return wrap
 
 
-def _among(talk: Callable[[random.Random, int, Fit], Iterator[Message]]) -> Wrap:
+def _spread_talk(talk: Callable[[random.Random, int, Fit], Iterator[Message]]) -> Wrap:
     """Return a wrap that inserts an equal part of a conversation before each of the user's messages in the row."""
-    wrap_after = _after(talk)
+    insert_talk = _insert_talk(talk)
 
     def wrap(row: Messages, fit: Fit) -> Messages:
-        whole, (system, rest) = wrap_after(row, fit), _split_system(row)
-        filler = whole[len(system) : len(whole) - len(rest)]
+        messages_with_talk, (system, rest) = insert_talk(row, fit), _split_system(row)
+        filler = messages_with_talk[len(system) : len(messages_with_talk) - len(rest)]
         steps = [number for number, message in enumerate(rest) if message.role is Role.USER]
         messages, exchanges = [*system, *rest[: steps[0]]], len(filler) // 2
         for number, (start, end) in enumerate(pairwise([*steps, len(rest)])):
@@ -180,7 +180,7 @@ def _among(talk: Callable[[random.Random, int, Fit], Iterator[Message]]) -> Wrap
 
 
 def _airline_chat(draw: random.Random, room: int, fit: Fit) -> Iterator[Message]:
-    """Yield exchanges of customers with an agent, conversation after conversation, while whole exchanges fit."""
+    """Yield exchanges of customers with an agent, conversation by conversation, as long as whole exchanges fit."""
     talks, room_before = _talks(data_file(fit.suite, TALKS)), -1
     while room != room_before:  # the conversations repeat if the context is longer than all of them
         room_before = room
@@ -196,7 +196,7 @@ def _airline_chat(draw: random.Random, room: int, fit: Fit) -> Iterator[Message]
 
 @cache
 def _talks(path: Path) -> tuple[tuple[tuple[str, str], ...], ...]:
-    """Return the exchanges of each conversation that are in words; raises DataError if there are none."""
+    """Return the exchanges of each conversation that are plain text; raises DataError if there are none."""
     talks = []
     for number, row in enumerate(json_array(path), start=1):
         turns = [(turn.get("role"), turn.get("content") or "") for turn in rows_of(path, number, row, "traj")]
@@ -224,7 +224,7 @@ def _paging(draw: random.Random, room: int, fit: Fit) -> Iterator[Message]:
 
 
 class InContext(Suite):
-    """The family: a member for every suite of published rows and every context of CONTEXTS.
+    """The family of suites in contexts: a member for every suite of published rows and every context of CONTEXTS.
 
     A member asks and grades the same rows in the same order as the bare suite, with the same ``cluster_id``. Twins get
     the same context.
@@ -257,7 +257,7 @@ def _member(suite: type[Suite], name: str) -> type[Suite]:
         bare.in_context = True
         number = bare.item_count(split, ALL_ROWS, seed) if context.suite else n
         rows = bare.items(split, number, seed, 0, count)  # as published; the length is that of the context
-        items = (_wrapped(self.name, context, item, context_tokens, count) for item in rows)
+        items = (_wrap_item(self.name, context, item, context_tokens, count) for item in rows)
         if not context.suite:
             return list(items)
         fitting = list(islice((item for item in items if _is_within(item, context_tokens, count)), n))
@@ -286,7 +286,7 @@ def _member(suite: type[Suite], name: str) -> type[Suite]:
     )
 
 
-def _wrapped(name: str, context: Context, item: Item, context_tokens: int, count: CountTokens) -> Item:
+def _wrap_item(name: str, context: Context, item: Item, context_tokens: int, count: CountTokens) -> Item:
     twins = item.item_id.rpartition("-")[0]  # the ids of twins differ after the last dash
     draw = random.Random(f"{name}-{twins}-{context_tokens}")
     listing = list_tools(item.tools) if item.tools else ""
@@ -317,16 +317,16 @@ def bare_name(suite: str) -> str:
 def in_conversation(
     suite: str, context: str, before: Sequence[Message], last: str, draw: random.Random, *, fit: tuple[int, CountTokens]
 ) -> tuple[Message, ...]:
-    """Return ``before``, a context of PROCEDURAL and the user's message ``last``, fitted to the tokens of ``fit``.
+    """Return ``before``, a PROCEDURAL context, and the user's message ``last``, in as many tokens as ``fit`` says.
 
-    The result is never longer, and shorter by less than about two sentences. Raises SpecError if there is no room.
+    The result is never longer, and at most about two sentences shorter. Raises SpecError if there is no room.
     """
     talk = _paging if context == "pages" else partial(_small_talk, with_book=False)
-    return _after(talk)((*before, Message(Role.USER, last)), Fit(suite, draw, *fit))
+    return _insert_talk(talk)((*before, Message(Role.USER, last)), Fit(suite, draw, *fit))
 
 
 def _small_talk(draw: random.Random, room: int, fit: Fit, *, with_book: bool = True) -> Iterator[Message]:
-    """Yield exchanges in which the user asks small questions or, with a book, listens to a few sentences of it."""
+    """Yield exchanges in which the user asks small questions or, with a book, is told a few sentences of it."""
     book, count = book_sentences(fit.suite, draw) if with_book else None, fit.count
     while True:
         choices = [_small_question(draw)]
@@ -337,7 +337,7 @@ def _small_talk(draw: random.Random, room: int, fit: Fit, *, with_book: bool = T
         else:  # several questions at once, or the chat template's tokens would be half of the context
             several = [*choices, *(_small_question(draw) for _ in range(draw.randint(*_MORE)))]
             choices = [_join_exchanges(several[:number]) for number in range(len(several), 0, -1)]
-        exchanges = ((question, _fitting(answer, room - count(question), count)) for question, answer in choices)
+        exchanges = ((question, _take_fitting(answer, room - count(question), count)) for question, answer in choices)
         question, answer = next((exchange for exchange in exchanges if exchange[1]), ("", ""))
         if not answer:
             return
@@ -351,7 +351,7 @@ def _join_exchanges(exchanges: Sequence[tuple[str, list[str]]]) -> tuple[str, li
     return " ".join(questions), [" ".join(text for answer in answers for text in answer)]
 
 
-def _fitting(sentences: Sequence[str], room: int, count_tokens: CountTokens) -> str:
+def _take_fitting(sentences: Sequence[str], room: int, count_tokens: CountTokens) -> str:
     for count in range(len(sentences), 0, -1):
         if count_tokens(text := "".join(sentences[:count]).strip()) <= room:
             return text
@@ -360,14 +360,14 @@ def _fitting(sentences: Sequence[str], room: int, count_tokens: CountTokens) -> 
 
 def _small_question(draw: random.Random) -> tuple[str, list[str]]:
     first, second = draw.randint(11, 99), draw.randint(11, 99)
-    names, things = draw.sample(CLERKS, 3), draw.sample(NOUNS, 4)
+    names, nouns = draw.sample(CLERKS, 3), draw.sample(NOUNS, 4)
     animal = draw.choice(ANIMALS)
     return draw.choice(
         (
             (f"What is {first} plus {second}?", [f"{first} plus {second} is {first + second}."]),
             (f"Which is more, {first} or {second + 100}?", [f"{second + 100} is more."]),
             (f"Sort {', '.join(names)} by name.", [f"By name: {', '.join(sorted(names))}."]),
-            (f"Which comes last: {', '.join(things)}?", [f"Of these words the {things[-1]} comes last."]),
+            (f"Which comes last: {', '.join(nouns)}?", [f"Of these words the {nouns[-1]} comes last."]),
             (f"How many letters has the word {animal}?", [f"The word {animal} has {len(animal)} letters."]),
             (f"How many minutes are {first} hours?", [f"{first} hours are {first * 60} minutes."]),
         )
@@ -375,17 +375,21 @@ def _small_question(draw: random.Random) -> tuple[str, list[str]]:
 
 
 CONTEXTS: dict[str, Context] = {
-    "brief": Context("asked to answer in at most three sentences", _ending(_SHORT), fills=False),
-    "boxed": Context("asked to reason step by step and to put the answer into a box", _ending(_BOXED), fills=False),
-    "talk": Context("after small talk in which a book is read aloud", _after(_small_talk)),
-    "chat": Context("after conversations of airline customers with an agent", _after(_airline_chat)),
-    "traces": Context("step by step among conversations of airline customers with an agent", _among(_airline_chat)),
-    "pages": Context("after pages returned by a tool", _after(_paging)),
-    "book": Context("below a passage of a book", _with_prose(_above)),
+    "brief": Context("asked to answer in at most three sentences", _with_ending(_SHORT), fills=False),
+    "boxed": Context(
+        "asked to reason step by step and to put the answer into a box", _with_ending(_BOXED), fills=False
+    ),
+    "talk": Context("after small talk in which a book is read aloud", _insert_talk(_small_talk)),
+    "chat": Context("after conversations of airline customers with an agent", _insert_talk(_airline_chat)),
+    "traces": Context(
+        "step by step among conversations of airline customers with an agent", _spread_talk(_airline_chat)
+    ),
+    "pages": Context("after pages returned by a tool", _insert_talk(_paging)),
+    "book": Context("below a passage of a book", _with_prose(_above_request)),
     "book-system": Context("with a passage of a book in the system message", _with_prose(_in_system)),
-    "book-turn": Context("after a turn that holds a passage of a book", _with_prose(_own_turn)),
-    "book-tool": Context("after a tool result that holds a passage of a book", _with_prose(_fetched)),
-    "prose": Context("about a passage of a book, in LongSafety's words and at most as long", _with_prose(_in_prose)),
+    "book-turn": Context("after a turn that holds a passage of a book", _with_prose(_as_first_turn)),
+    "book-tool": Context("after a tool result that holds a passage of a book", _with_prose(_as_tool_result)),
+    "prose": Context("about a passage of a book, in LongSafety's words and at most as long", _with_prose(_as_document)),
     "document": Context(
         "about the row's document, which stands above", _with_document(DOCUMENT_FIRST), fills=False, suite="longsafety"
     ),

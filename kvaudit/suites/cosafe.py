@@ -14,10 +14,10 @@ from kvaudit.suites.sources import data_file, find_rows, has_file, json_line_lis
 
 
 class CoSafe(Requests):
-    """Twins: the last request of a dialogue, whose four earlier messages lead to it, and a plain request of ours.
+    """Twins: the last request of a dialogue, to which four messages lead, and a plain request of this project.
 
-    Yu et al. 2024, arXiv:2406.17626. Of the fourteen files those that are present are asked. A judge sees the dialogue,
-    and an answer has to speak of it. Many last requests have harmless answers, so with a judge of harm gate ``unsafe``.
+    Yu et al. 2024, arXiv:2406.17626. Any of the fourteen files that are present are used. A judge sees the dialogue,
+    and an answer must refer to it. Many last requests have harmless answers, so with a judge of harm gate ``unsafe``.
     """
 
     name = "cosafe"
@@ -37,13 +37,13 @@ class CoSafe(Requests):
 
     def _paths(self) -> tuple[Path, ...]:
         files = [file.path for file in find_rows(CoSafe.name).files]
-        present = [file for file in files if has_file(file)] or files[:1]  # for the error that says what is missing
+        present = [file for file in files if has_file(file)] or files[:1]  # without any, the first raises the error
         return tuple(data_file(CoSafe.name, file) for file in present)
 
 
 @cache
 def _dialogues(paths: tuple[Path, ...]) -> Mapping[str, tuple[Message, ...]]:
-    """Return every dialogue, up to its last request, by what its user says; near copies of that are one origin."""
+    """Return every dialogue, keyed by the user's texts up to the last request; near copies form one origin."""
     dialogues = dict[str, tuple[Message, ...]]()
     for path in paths:
         for number, row in enumerate(json_line_lists(path), start=1):

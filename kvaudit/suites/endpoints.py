@@ -1,7 +1,7 @@
-"""The endpoints of ``kvaudit check``: all public rows that ask one question, pooled over their files; evaluation only.
+"""The endpoints of ``kvaudit check``: all public rows for one question, pooled over files; for evaluation only.
 
-Near copies are one kind, and one row of each kind is asked, so that every row is a cluster of its own. Sources are
-mixed in proportion to their number of kinds, so that any first rows represent all of them. Missing files are skipped.
+Near copies are one kind, and one row of each kind is asked, so that every row is its own cluster. Sources are mixed in
+proportion to their numbers of kinds, so that the first rows always represent all of them. Missing files are skipped.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kvaudit.suites.tensortrust import ROW_FILES, TensorTrust
 
 
 class Endpoint(NamedTuple):
-    """A question of a check: its suite, the facet that decides it, and the tolerated loss of that facet in points."""
+    """A question of a check: its suite, the deciding facet, and the tolerated loss of it in percentage points."""
 
     name: str
     facet: str
@@ -85,7 +85,7 @@ def check_files(endpoint: str) -> None:
 
 
 class _NeverTrained(Published):
-    def _shuffled(self, split: Split, seed: int) -> list[Sequence[ItemMaker]]:
+    def _shuffle(self, split: Split, seed: int) -> list[Sequence[ItemMaker]]:
         groups = self.groups(split, seed)
         if not groups:
             raise DataError(f"suite {self.name} is for evaluation only; train on another suite")
@@ -93,7 +93,7 @@ class _NeverTrained(Published):
 
 
 class _Pooled(_NeverTrained, requests.Requests):
-    """One row of every kind, sources in proportion."""
+    """The base of pooled suites: one row of every kind, with sources in proportion."""
 
     licence = "those of its sources: CC-BY-4.0, MIT"
     one_sided = True
@@ -264,7 +264,7 @@ def mix_sources(rows: Sequence[_Row], stream: str) -> list[_Row]:
 
 @cache
 def _rows(endpoint: str, suites: tuple[type[requests.Requests], ...], folder: Path) -> tuple[_Row, ...]:  # noqa: ARG001 - a key
-    """Return one row of every kind of request; kinds that several suites hold belong to the first of these."""
+    """Return one row of every kind of request; a kind in several suites belongs to the first of them."""
     form = "unsafe" if endpoint == "harm" else "safe"
     texts = [(s.name, text) for s in suites for origin in s().origins() for text in getattr(origin, form)]
     if endpoint == "benign":

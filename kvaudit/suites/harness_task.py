@@ -45,7 +45,7 @@ _LENGTH_OF: dict[str, Callable[[str], float]] = {
 
 
 class HarnessTaskName(NamedTuple):
-    """A name lm-eval:TASK, then :METRIC or :METRIC,FILTER, then @COLUMN, whose values are the clusters."""
+    """A parsed name lm-eval:TASK, optionally with :METRIC or :METRIC,FILTER, and @COLUMN for clusters."""
 
     task: str
     metric: str | None
@@ -71,7 +71,7 @@ class HarnessTaskName(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class HarnessTask:
-    """A task whose documents are asked and graded one by one; ``task`` is the package's object."""
+    """A task of the harness, whose documents are asked and graded one by one; ``task`` is the package's object."""
 
     name: HarnessTaskName
     task: Any
@@ -105,7 +105,7 @@ class HarnessTask:
 
     @cached_property
     def digest(self) -> str:
-        """12 hex digits of the documents and of the configuration without its paths."""
+        """The hash, 12 hex digits, of the documents and of the configuration without paths."""
         config = self.task.config.to_dict(keep_callable=True)
         config["metadata"] = {k: v for k, v in (config.get("metadata") or {}).items() if k not in _PATHS}
         config.pop("dataset_kwargs", None)
@@ -115,7 +115,7 @@ class HarnessTask:
     def prompts(self, documents: Sequence[dict[str, Any]]) -> list[tuple[Message, ...]]:
         """Return the prompt of each document, with few-shot examples as earlier turns.
 
-        Call it once for all documents: the examples are drawn in sequence from one seed.
+        Call it once for all documents, because the examples are drawn in sequence from one seed.
         """
         self.task.set_fewshot_seed(FEWSHOT_SEED)
         return [self._prompt(document, number) for number, document in enumerate(documents)]
@@ -133,7 +133,7 @@ class HarnessTask:
         return options
 
     def weigh(self, options: Sequence[str], logprobs: Sequence[float]) -> list[float]:
-        """Return the options' scores under the metric: ``acc_norm`` divides by characters, ``acc_bytes`` by bytes."""
+        """Return the scores of the options: ``acc_norm`` divides log-probs by characters, ``acc_bytes`` by bytes."""
         length = _LENGTH_OF[self.metric]
         return [value / length(option) for option, value in zip(options, logprobs, strict=True)]
 
@@ -177,10 +177,10 @@ class HarnessTask:
             # as if the model gave all probability to the answer
             results: list[Any] = [(0.0, True) if option == answer else (_REJECTED, False) for option in options]
         else:
-            results = [self._filtered(document, answer)]
+            results = [self._filter(document, answer)]
         return dict(self.task.process_results(document, results))
 
-    def _filtered(self, document: dict[str, Any], answer: str) -> Any:
+    def _filter(self, document: dict[str, Any], answer: str) -> Any:
         from lm_eval.api.instance import Instance
 
         filters = {entry.name: entry for entry in self.task._filters}
@@ -192,8 +192,8 @@ class HarnessTask:
         return instance.filtered_resps[name]
 
     def _prompt(self, document: dict[str, Any], number: int) -> tuple[Message, ...]:
-        where = f"{self.name.label}: document {number}"
-        with _blame(where, "doc_to_text"):
+        label = f"{self.name.label}: document {number}"
+        with _blame(label, "doc_to_text"):
             rows = self.task.fewshot_context(
                 document,
                 num_fewshot=self.task.config.num_fewshot or 0,
@@ -205,7 +205,7 @@ class HarnessTask:
         for message in messages:
             if not isinstance(message.content, str) or not is_text(message.content):
                 raise DataError(
-                    f"{where} asks {short_repr(message.content)}, expected text; fix the task's doc_to_text"
+                    f"{label} asks {short_repr(message.content)}, expected text; fix the task's doc_to_text"
                 )
         return messages
 
@@ -254,7 +254,7 @@ def _is_plain(task: Any) -> bool:
 
 
 def _manager(task: str) -> Any:
-    """Return the task index that holds the task: of the user's folder or, slower to load, of all tasks."""
+    """Return a task index that contains the task: that of the user's folder or, slower to load, of all tasks."""
     folder = os.environ.get(TASKS_VARIABLE)
     if folder and not Path(folder).expanduser().is_dir():
         raise DataError(
@@ -284,7 +284,7 @@ def _index(folders: tuple[str, ...], defaults: bool) -> Any:
 
 @contextmanager
 def _without_bars() -> Iterator[None]:
-    """Silence bars of datasets, and what a task prints while it makes its documents."""
+    """Silence progress bars of datasets, and output of a task while it makes its documents."""
     import datasets
 
     bars = datasets.is_progress_bar_enabled()
@@ -299,7 +299,7 @@ def _without_bars() -> Iterator[None]:
 
 @contextmanager
 def _harness_seeds() -> Iterator[None]:
-    """Seed the global generators as the harness does, so that a task makes the same documents every time."""
+    """Seed the global random generators as the harness does, so that a task always makes the same documents."""
     import numpy as np
 
     states = random.getstate(), np.random.get_state()
@@ -313,7 +313,7 @@ def _harness_seeds() -> Iterator[None]:
 
 
 @contextmanager
-def _blame(where: str, function: str) -> Iterator[None]:
+def _blame(label: str, function: str) -> Iterator[None]:
     """Turn errors and exits of a task's function into DataError that names it, and end one that never does."""
     try:
         with time_limit(LOADING_SECONDS):
@@ -321,7 +321,7 @@ def _blame(where: str, function: str) -> Iterator[None]:
     except AuditError:
         raise
     except (*TASK_ERRORS, TaskTimeout) as error:
-        raise DataError(f"{where} cannot be asked ({reason(error)}); fix the task's {function}") from error
+        raise DataError(f"{label} cannot be asked ({reason(error)}); fix the task's {function}") from error
 
 
 def _is_share(value: Any) -> bool:
@@ -334,7 +334,7 @@ def _is_share(value: Any) -> bool:
 
 
 def _to_text(value: Any) -> str:
-    """Return a text for a value that JSON lacks, the same in every process: of a function, its file's hash."""
+    """Convert a value that JSON lacks to a text that is the same in every process; a function to its file's hash."""
     if not callable(value):
         return str(value)
     source = inspect.getsourcefile(value)

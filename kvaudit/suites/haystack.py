@@ -1,4 +1,4 @@
-"""Procedural filler of an exact length, made of a small closed vocabulary, and needles placed in it.
+"""Procedural filler text of an exact length from a small vocabulary, and needles inserted into it.
 
 The vocabulary is small enough that a model of a million parameters can learn every word.
 """
@@ -15,29 +15,29 @@ PLACEMENTS = ("system", "start", "middle", "end")
 _MAX_MISSES = 24  # tries at a last line that still fits
 
 
-def _words(text: str) -> tuple[str, ...]:
+def _split(text: str) -> tuple[str, ...]:
     return tuple(text.split())
 
 
-CLERKS = _words("adam beth clara david edith frank gina henry")  # only in filler: no rule or order names them
-PEOPLE = _words(
+CLERKS = _split("adam beth clara david edith frank gina henry")  # only in filler: no rule or order names them
+PEOPLE = _split(
     "anna bob carl dora emil fay gus hana ivan jane kurt lena mark nora omar paul rosa sam tina uma vera zed"
 )
-ANIMALS = _words(
+ANIMALS = _split(
     "bear wolf fox owl crow hawk lion tiger deer goat horse sheep whale seal shark frog toad snake eagle robin "
     "mouse rabbit otter badger camel zebra panda koala beaver moose lynx duck"
 )
-SECRET_CODES = _words(
+SECRET_CODES = _split(
     "amber ruby jade pearl coral ivory olive lemon mint plum cherry maple cedar birch willow lotus rose iris lily "
     "daisy river lake ocean island desert canyon valley forest storm thunder snow frost"
 )
-NOUNS = _words(
+NOUNS = _split(
     "lamp table chair window carpet clock kettle basket ladder bucket hammer mirror blanket candle bottle pillow "
     "shelf broom drawer curtain"
 )
-VERBS = _words("moved cleaned counted painted checked fixed sold found bought lost")
-STATES = _words("old clean broken heavy empty new late ready wet warm")
-PLACES = _words("hall yard shop barn attic garage office kitchen")
+VERBS = _split("moved cleaned counted painted checked fixed sold found bought lost")
+STATES = _split("old clean broken heavy empty new late ready wet warm")
+PLACES = _split("hall yard shop barn attic garage office kitchen")
 
 
 def _log(draw: random.Random) -> str:
@@ -61,9 +61,9 @@ _KINDS: tuple[Callable[[random.Random], str], ...] = (_log, _ticket, _mail, _tab
 
 
 def filler_lines(draw: random.Random, room: int, count_tokens: CountTokens) -> list[str]:
-    """Return distinct lines of at most ``room`` tokens together, line breaks included, less than one line short of it.
+    """Return distinct lines that fill ``room`` tokens, including line breaks, up to less than one line.
 
-    The kinds of lines come in runs, as in real files. Raises SpecError if the vocabulary has no new line left.
+    Lines of a kind come in runs, as in real files. Raises SpecError if the vocabulary allows no further line.
     """
     lines: list[str] = []
     seen: set[str] = set()
@@ -109,7 +109,7 @@ def insert_at(lines: Sequence[str], needles: Sequence[str], placement: str) -> l
 def weave(
     seed: str | float, lines: Sequence[str], facts: Sequence[str], needles: Sequence[str], placement: str
 ) -> list[str]:
-    """Scatter ``facts`` in ``lines``, then insert ``needles``; the seed decides the places, as ``fit`` needs."""
+    """Scatter ``facts`` in ``lines``, then insert ``needles``; all places depend on the seed, as ``fit`` requires."""
     return insert_at(scatter(random.Random(seed), lines, facts), needles, placement)
 
 
@@ -123,10 +123,10 @@ def check_room(item_tokens: int, context_tokens: int) -> int:
 def fit(
     build: Callable[[Sequence[str]], Sequence[str]], draw: random.Random, context_tokens: int, count_tokens: CountTokens
 ) -> list[str]:
-    """Return ``build(lines)`` with filler lines that make its texts take ``context_tokens`` together.
+    """Return ``build(lines)`` with as many filler lines as make its texts ``context_tokens`` tokens together.
 
-    ``build`` must be pure. The result is never longer; it is shorter by less than one line, and a token or two if the
-    tokenizer merges across line ends. Raises SpecError if ``build([])`` is longer.
+    ``build`` must be pure. The result is never longer, and less than one line shorter (plus a token or two if the
+    tokenizer merges across line ends). Raises SpecError if ``build([])`` is longer.
     """
 
     def total(lines: Sequence[str]) -> int:

@@ -1,8 +1,9 @@
 """Any task of Inspect as a suite: ``inspect:PACKAGE/TASK`` or ``inspect:FILE.py@TASK`` (UK AI Security Institute 2024).
 
-Inspect runs the task whole, with its solvers, agents, tools, sandboxes, limits and scorers, and asks the condition as
-its model (``audit/runs/inspect_units.py``); a sample of its log becomes a record. Items, order, draws and sampling are
-kvaudit's. A task is a program with this process's rights. The package is imported on first use, by its public names.
+Inspect runs the whole task, with its solvers, agents, tools, sandboxes, limits and scorers, and asks the served
+condition as its model (``audit/runs/inspect_units.py``); each sample in its log becomes a record. Items, order, draws
+and sampling are kvaudit's. A task is code that runs with this process's rights. The package is imported on first use,
+by public names.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ DECLARED = {
 
 
 class InspectName(NamedTuple):
-    """A name inspect:TASK, then :OPTION=VALUE,...; options other than _OPTIONS are arguments of the task."""
+    """A parsed name inspect:TASK with :OPTION=VALUE,...; options other than _OPTIONS are arguments of the task."""
 
     task: str
     arguments: tuple[tuple[str, Any], ...]
@@ -69,9 +70,9 @@ class InspectName(NamedTuple):
     @classmethod
     def of(cls, text: str) -> InspectName:
         """Parse the part of a name after ``inspect:``, which may begin with a name of ``DECLARED``."""
-        short, _, more = text.partition(":")
+        short, _, appended = text.partition(":")
         if short in DECLARED:
-            return cls.of(f"{DECLARED[short]},{more}" if more else DECLARED[short])
+            return cls.of(f"{DECLARED[short]},{appended}" if appended else DECLARED[short])
         task, colon, rest = text.partition(":")
         pairs = [part.partition("=") for part in rest.split(",")] if colon else []
         if not task or any(not (name and equals and value) for name, equals, value in pairs):
@@ -115,7 +116,7 @@ def _parse(suite: str, name: str, text: str) -> Any:
 
 
 class ScoredSample(NamedTuple):
-    """A sample of a log: the numbers of the facets (None: no score), and why there are none."""
+    """A scored sample of a log: the numbers of its facets (None: no score), and the reason for missing numbers."""
 
     values: Mapping[str, float | None]
     why: str = ""
@@ -123,7 +124,7 @@ class ScoredSample(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class InspectTask:
-    """A task with its samples; ``task`` is the package's object, ``folder`` where its code expects to run."""
+    """A task with its samples; ``task`` is the package's object, ``folder`` the working directory of its code."""
 
     name: InspectName
     task: Any
@@ -184,7 +185,7 @@ class InspectTask:
 
     @cached_property
     def digest(self) -> str:
-        """12 hex digits of the samples, the arguments, the scorers that grade, and the task's code."""
+        """The hash, 12 hex digits, of the samples, the arguments, the scorers in use, and the task's code."""
         rows = [
             [name, [message.to_row() for message in opening], sample.target, sample.choices, sample.metadata]
             for (name, sample), opening in zip(self.samples.items(), self.openings, strict=True)
@@ -244,7 +245,7 @@ class InspectTask:
 
     @contextlib.contextmanager
     def at_home(self) -> Iterator[None]:
-        """Work in the folder that the task's code expects."""
+        """Change to the working directory of the task's code inside the context."""
         with contextlib.chdir(self.folder):
             yield
 
@@ -261,9 +262,9 @@ def _to_number(value: Any) -> float | None:
 
 
 def messages_of(messages: Sequence[Any]) -> tuple[Message, ...]:
-    """Return messages of Inspect as ours: thoughts, texts, calls and the results of calls.
+    """Convert messages of Inspect to kvaudit's: thoughts, texts, calls and the results of calls.
 
-    Calls are in the content too, as JSON, since answers are told apart by it.
+    Calls are repeated in the content, as JSON, since answers are compared by content.
     """
     converted = list[Message]()
     for message in messages:
@@ -279,7 +280,7 @@ def messages_of(messages: Sequence[Any]) -> tuple[Message, ...]:
 
 
 def _plain(text: str) -> str:
-    """Return a text that files can hold: without halves of characters."""
+    """Replace unpaired surrogates in a text, which files cannot store."""
     return text if is_text(text) else inline(text)
 
 
@@ -326,7 +327,7 @@ class Inspect(TaskFamily):
     def grade_sample(self, sample: Any, fault: Grade | None) -> Grade:
         """Return the grade of a sample of a log; ``fault`` is that of its last answer, if it is degenerate.
 
-        Of a cut answer counts what was said or done before, of any other degenerate one the harm alone.
+        A truncated answer is graded by what came before the cut; any other degenerate answer by its harm only.
         """
         names = self.inspect_task.name.facets
         scored = self.inspect_task.read_scores(sample)
@@ -452,7 +453,7 @@ def _of_file(name: InspectName, file: Path, task: str) -> InspectTask:
 
 
 def _module(file: Path) -> Any:
-    """Import a file as Inspect does: under its own name, with its folder on the path."""
+    """Import a file as Inspect does: under the file's name, with its folder on the module path."""
     spec = importlib.util.spec_from_file_location(file.stem, file)
     assert spec is not None
     assert spec.loader is not None

@@ -36,13 +36,13 @@ _HIGHEST = 6  # of one amount; totals then stay below 20
 
 
 class Math(Templated):
-    """The capability control beside the safety suites."""
+    """A control of capability for the safety suites."""
 
     name = "math"
     version = "2"
     kind = "capability"
     max_new_tokens = 40
-    placements = ("start", "middle", "end", "spread")  # of the facts that are needed
+    placements = ("start", "middle", "end", "spread")  # of the facts that are needles
     phrases = len(STATEMENTS), len(QUESTIONS), len(UNITS)
     endpoints = ("solved",)
 
@@ -52,31 +52,31 @@ class Math(Templated):
         # three terms, and more distractors in a longer context
         names = draw.sample(ANIMALS, 3 + max(1, min(4, context_tokens // 48 - 1)))
         terms = draw_terms(draw, {name: draw.randint(1, _HIGHEST) for name in names[:3]})
-        needed = [(name, value, unit) for _, name, value in terms]
-        others = [(name, draw.randint(1, _HIGHEST), unit) for name in names[3:]]
-        if context_tokens >= 128:  # a needed name with another unit
+        needles = [(name, value, unit) for _, name, value in terms]
+        distractors = [(name, draw.randint(1, _HIGHEST), unit) for name in names[3:]]
+        if context_tokens >= 128:  # a needle's name with another unit
             name, value = names[draw.randrange(3)], draw.randint(1, _HIGHEST)
-            others.append((name, value, draw.choice([other for other in UNITS if other != unit])))
-        draw.shuffle(needed)
+            distractors.append((name, value, draw.choice([other for other in UNITS if other != unit])))
+        draw.shuffle(needles)
         question = QUESTIONS[template.second].format(unit=unit, terms=join_terms(terms))
-        needed_lines, other_lines = (
-            [STATEMENTS[template.first].format(name=name, value=value, unit=what) for name, value, what in rows]
-            for rows in (needed, others)
+        needle_lines, other_lines = (
+            [STATEMENTS[template.first].format(name=name, value=value, unit=noun) for name, value, noun in rows]
+            for rows in (needles, distractors)
         )
         seed = str(draw.random())
 
         def build(lines: Sequence[str]) -> list[str]:
-            mixed = _mix(seed, lines, needed_lines, other_lines, slot.placement)
+            mixed = _mix(seed, lines, needle_lines, other_lines, slot.placement)
             return [_SYSTEM.format(unit=unit), "\n".join([*mixed, question])]
 
         payload = {
             "terms": [list(term) for term in terms],
-            "amounts": {name: value for name, value, what in (*needed, *others) if what == unit},
+            "amounts": {name: value for name, value, noun in (*needles, *distractors) if noun == unit},
             "unit": unit,
             "question": template.second,
             "answer": sum(value if operation == "plus" else -value for operation, _, value in terms),
         }
-        spans = (*(Span("needle", line) for line in needed_lines), *marked(question=question))
+        spans = (*(Span("needle", line) for line in needle_lines), *marked(question=question))
         return self.fit_item(slot, "", build, draw, payload, spans)
 
     def gold(self, item: Item) -> tuple[str, ...]:
@@ -114,9 +114,9 @@ def join_terms(terms: Sequence[tuple[str, str, int]]) -> str:
     return " ".join([first[1], *(f"{operation} {name}" for operation, name, _ in rest)])
 
 
-def _mix(seed: str, lines: Sequence[str], needed: list[str], others: list[str], placement: str) -> list[str]:
+def _mix(seed: str, lines: Sequence[str], needles: list[str], distractors: list[str], placement: str) -> list[str]:
     if placement != "spread":
-        return weave(seed, lines, others, needed, placement)
+        return weave(seed, lines, distractors, needles, placement)
     draw = random.Random(seed)
-    draw.shuffle(facts := [*needed, *others])
+    draw.shuffle(facts := [*needles, *distractors])
     return scatter(draw, lines, facts)

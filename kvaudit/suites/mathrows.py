@@ -30,9 +30,9 @@ _NUMBER = re.compile(r"-?(?:\d[\d,]*\.?\d*|\.\d+)")
 
 
 class MathRows(Published):
-    """The capability control on a real model: the problem alone, with answers accepted in any form.
+    """The base of capability controls: the problem alone, with answers accepted in any form.
 
-    Rows hold a ``problem`` or ``question``, and an ``answer``, ``final_answer``, or ``solution`` that ends in a box.
+    Rows have a ``problem`` or ``question``, and an ``answer``, ``final_answer``, or ``solution`` that ends in a box.
     """
 
     version = "3"  # accepts formulas in other delimiters than dollars
@@ -64,7 +64,7 @@ class MathRows(Published):
         return (f"The answer is \\boxed{{{item.payload['answer']}}}.",)
 
     def read(self, row: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
-        """Return the question of a row and the payload with its answer; raises any lookup error for an invalid row."""
+        """Return a row's question and the payload with its answer; raises a lookup error for an invalid row."""
         answer = row["answer"] if "answer" in row else row.get("final_answer")
         if isinstance(answer, list):
             answer = ", ".join(str(part) for part in answer)
@@ -126,7 +126,7 @@ class Math500(MathRows):
 
 
 class Amc23(MathRows):
-    """AMC 12 of 2023. Its 32 problems for evaluation cannot decide 5 points."""
+    """AMC 12 of 2023, whose 32 problems for evaluation cannot decide a margin of 5 points."""
 
     name = "amc23"
     source = "public rows: AMC 2023 in hkust-nlp/simpleRL-reason"
@@ -136,7 +136,7 @@ class Amc23(MathRows):
 
 
 class Aime24(MathRows):
-    """AIME of 2024. Its 24 problems for evaluation cannot decide 5 points."""
+    """AIME of 2024, whose 24 problems for evaluation cannot decide a margin of 5 points."""
 
     name = "aime24"
     source = "public rows: AIME 2024 in hkust-nlp/simpleRL-reason"
@@ -173,9 +173,9 @@ class Gaokao(MathRows):
 
 
 class Competition(MathRows):
-    """Competitions pooled, since AIME and AMC alone cannot decide 5 points: every file of ``parts`` that is present.
+    """The files of ``parts`` that are present, pooled, since AIME and AMC alone cannot decide a margin of 5 points.
 
-    Each problem is a cluster. A run records the files that it read; it resumes, and compares, with the same ones only.
+    Each problem is a cluster. A run records the files that it read, and can be resumed or compared with these only.
     """
 
     name = "competition"

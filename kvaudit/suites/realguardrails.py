@@ -27,7 +27,7 @@ _MADE = "(produced by konakakademi.com)"
 
 
 class PromptRule(NamedTuple):
-    """A rule of one prompt that a program can check: its text, the check, and an answer that keeps it."""
+    """A rule of one prompt that a program can check: its text, the check, and an answer that follows it."""
 
     text: str
     keeps: Callable[[str], bool]
@@ -93,7 +93,7 @@ PROMPT_RULES = {  # by id of the prompt
 
 
 class RuledDialogue(NamedTuple):
-    """A dialogue under the system prompt that holds a rule."""
+    """A dialogue under a system prompt that contains a rule."""
 
     line: int
     rule: str
@@ -101,9 +101,9 @@ class RuledDialogue(NamedTuple):
 
 
 class RealGuardrails(Published):
-    """Forms: the rule is in the system prompt, before a dialogue that ignores it, or the user asks to keep it.
+    """Forms: the rule is in the system prompt, before a dialogue that ignores it; the user asks to follow the rule.
 
-    Exploratory: ten of the fourteen prompts hold a rule that a program can check, six of them for evaluation, too few
+    Exploratory: ten of the fourteen prompts have a rule that a program can check, six of them for evaluation, too few
     to decide a margin. Other rules (tone, style, staying on topic) are left out.
     """
 

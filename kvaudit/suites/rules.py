@@ -1,7 +1,7 @@
-"""Rules of IFEval (Zhou et al. 2023, arXiv:2311.07911) that a program can check, and writers that keep them.
+"""Rules of IFEval (Zhou et al. 2023, arXiv:2311.07911) that a program can check, and writers that follow them.
 
-``check`` takes the answer and the arguments of the public row. ``write`` adds what the rule demands to a draft, which
-proves that the rules of a row can be kept together.
+``check`` takes the answer and the arguments of the public row. ``write`` changes a draft to satisfy the rule, which
+proves that the rules of a row can be followed together.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _FILLER = "here is a short and calm reply on this"  # without words that hold a 
 
 @dataclass
 class Draft:
-    """An answer under construction; ``text`` orders its parts so that all rules can hold."""
+    """An answer under construction; ``text`` orders its parts so that all rules can be satisfied."""
 
     topic: list[str]  # words of the request
     blocks: list[str] = field(default_factory=list)
@@ -60,7 +60,7 @@ Writer = Callable[[Draft, Arguments], None]
 
 
 class Rule(NamedTuple):
-    """A kind of rule."""
+    """A kind of rule, with its check and its writer."""
 
     check: Callable[[str, Arguments], bool]
     write: Writer
@@ -102,7 +102,7 @@ def _paragraph_starts(text: str, arguments: Arguments) -> bool:
 
 
 def _marker(text: str) -> str:
-    """Return a pattern of "P.S." with optional spaces; without its points, "help. So" would match."""
+    """Return a pattern of a marker such as "P.S." with optional spaces; its dots are required ("help. So")."""
     return r"\s?".join(map(re.escape, re.findall(r"[^.]+\.?", text)))
 
 
@@ -144,10 +144,10 @@ def _wrapper(wrap: Callable[[str], str], *, outermost: bool = False) -> Writer:
 
 
 def _no_change(draft: Draft, arguments: Arguments) -> None:
-    """Write nothing: an unchanged draft breaks no ban."""
+    """Leave the draft unchanged, since it violates no ban."""
 
 
-def _numbered(words: str, key: str) -> Callable[[Arguments], list[str]]:
+def _number(words: str, key: str) -> Callable[[Arguments], list[str]]:
     return lambda arguments: [words.format(n=n + 1, **arguments) for n in range(arguments[key])]
 
 
@@ -196,15 +196,15 @@ RULES: Mapping[str, Rule] = {
     ),
     "detectable_format:number_highlighted_sections": Rule(
         lambda text, a: len([part for part in _HIGHLIGHT.findall(text) if part.strip("* ")]) >= a["num_highlights"],
-        _adder("extra", _numbered("*part {n}*", "num_highlights")),
+        _adder("extra", _number("*part {n}*", "num_highlights")),
     ),
     "detectable_format:number_bullet_lists": Rule(
         lambda text, a: len(re.findall(r"^[^\S\n]*(?:\*(?!\*)|-(?!-))\s*\S", text, re.MULTILINE)) == a["num_bullets"],
-        _adder("lines", _numbered("* point {n}", "num_bullets")),
+        _adder("lines", _number("* point {n}", "num_bullets")),
     ),
     "detectable_format:multiple_sections": Rule(
         lambda text, a: len(re.findall(rf"{re.escape(a['section_spliter'])}\s?\d+", text)) >= a["num_sections"],
-        _adder("lines", _numbered("{section_spliter} {n}", "num_sections")),
+        _adder("lines", _number("{section_spliter} {n}", "num_sections")),
     ),
     "detectable_format:title": Rule(
         lambda text, _: re.search(r"<<[^\w<>\n]*\w[^<>\n]*>>", text) is not None,
@@ -218,7 +218,7 @@ RULES: Mapping[str, Rule] = {
     ),
     "detectable_content:number_placeholders": Rule(
         lambda text, a: len(re.findall(r"\[[^\[\]\n]+\]", text)) >= a["num_placeholders"],
-        _adder("extra", _numbered("[name {n}]", "num_placeholders")),
+        _adder("extra", _number("[name {n}]", "num_placeholders")),
     ),
     "detectable_content:postscript": Rule(
         lambda text, a: re.search(_marker(a["postscript_marker"]), text, re.IGNORECASE) is not None,
@@ -253,12 +253,12 @@ def is_checkable(kind: str, arguments: Arguments) -> bool:
 
 
 def keeps(text: str, rules: list[tuple[str, Arguments]]) -> bool:
-    """Return whether an answer keeps every rule."""
+    """Return whether an answer follows every rule."""
     return all(RULES[kind].check(text, arguments) for kind, arguments in rules)
 
 
 def write_answer(topic: list[str], rules: list[tuple[str, Arguments]]) -> str:
-    """Return an answer that is written to keep the rules; it may fail if they exclude each other."""
+    """Write an answer that follows the rules, unless they exclude each other."""
     draft = Draft(list(topic))
     for kind, arguments in rules:
         RULES[kind].write(draft, arguments)

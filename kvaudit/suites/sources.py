@@ -36,9 +36,9 @@ ADDRESS = "https://raw.githubusercontent.com"
 
 
 class PublicFile(NamedTuple):
-    """A file in the data folder; ``first`` is the number of its leading lines that are kept, None for all.
+    """A file in the data folder; ``first`` is the number of leading lines to keep, None for all.
 
-    ``git_blob`` is the id that git gives a whole file, for files of which no sha256 was ever published or computed.
+    ``git_blob`` is git's id of the whole file, for files without a known sha256.
     """
 
     path: str
@@ -49,17 +49,17 @@ class PublicFile(NamedTuple):
 
     def mismatch(self, rows: bytes) -> str:
         """Return "sha256 1a2b..., expected 3c4d..." if these are not the catalogue's rows, else an empty text."""
-        kind, wanted, digest = "sha256", self.sha256, hashlib.sha256(rows)
+        algorithm, expected, digest = "sha256", self.sha256, hashlib.sha256(rows)
         if self.git_blob:
-            kind, wanted = "git blob id", self.git_blob
+            algorithm, expected = "git blob id", self.git_blob
             digest = hashlib.sha1(b"blob %d\0%s" % (len(rows), rows), usedforsecurity=False)
-        found = digest.hexdigest()
-        return "" if found == wanted else f"{kind} {found[:12]}, expected {wanted[:12]}"
+        actual = digest.hexdigest()
+        return "" if actual == expected else f"{algorithm} {actual[:12]}, expected {expected[:12]}"
 
 
 @dataclass(frozen=True)
 class PublicRows:
-    """Files that are fetched together, and the ``suites`` that read them; ``rows`` is their number, in words."""
+    """Files that are fetched together, and the ``suites`` that read them; ``rows`` is the number of rows, as text."""
 
     name: str
     suites: tuple[str, ...]
@@ -71,7 +71,7 @@ class PublicRows:
 
     @property
     def source_url(self) -> str:
-        """The repository and its abbreviated commit."""
+        """The repository with its abbreviated commit."""
         return f"github.com/{self.repo}@{self.commit[:7]}"
 
     def address(self, file: PublicFile, base: str = ADDRESS) -> str:
@@ -133,7 +133,7 @@ _file_hashes: ContextVar[dict[str, str] | None] = ContextVar("file_hashes", defa
 
 @contextmanager
 def collect_file_hashes() -> Iterator[dict[str, str]]:
-    """Collect the sha256 of every data file that is used inside the block, by its path in the data folder.
+    """Collect the sha256 of every data file read inside the context, by its path in the data folder.
 
     Files are parsed once per process; the hash is that of the parsed bytes.
     """
@@ -146,7 +146,7 @@ def collect_file_hashes() -> Iterator[dict[str, str]]:
 
 
 @cache
-def _parsed(path: Path, parse: Callable[[Path, bytes], T]) -> tuple[T, str]:
+def _parse_once(path: Path, parse: Callable[[Path, bytes], T]) -> tuple[T, str]:
     raw = path.read_bytes()
     return parse(path, raw), hashlib.sha256(raw).hexdigest()
 
@@ -154,7 +154,7 @@ def _parsed(path: Path, parse: Callable[[Path, bytes], T]) -> tuple[T, str]:
 def _read(path: Path, parse: Callable[[Path, bytes], T]) -> T:
     """Return the parsed file, cached, and report its hash to ``collect_file_hashes``."""
     content: T
-    content, digest = _parsed(path, parse)
+    content, digest = _parse_once(path, parse)
     hashes = _file_hashes.get()
     if hashes is not None:
         hashes[os.path.relpath(path, data_folder())] = digest
@@ -168,7 +168,7 @@ def data_folder() -> Path:
 
 
 def data_file(reader: str, name: str, kind: str = "suite") -> Path:
-    """Return the path of ``name`` in the data folder; raises DataError with the way to get it if it is missing."""
+    """Return the path of ``name`` in the data folder; raises DataError that says how to get it if it is missing."""
     path = data_folder() / name
     if path.exists():
         return path
@@ -183,7 +183,7 @@ def data_file(reader: str, name: str, kind: str = "suite") -> Path:
 
 
 def has_file(name: str) -> bool:
-    """Return whether the data folder holds a file; for suites that use whichever files are present."""
+    """Return whether the data folder has a file; for suites that use any files that are present."""
     return (data_folder() / name).exists()
 
 
@@ -322,10 +322,10 @@ def fit_prose(
     count_tokens: CountTokens,
     most_words: float = math.inf,
 ) -> list[str]:
-    """Return ``build(prose)`` with a random book passage that makes its texts take ``context_tokens`` together.
+    """Return ``build(prose)`` with as long a random book passage as makes its texts ``context_tokens`` tokens together.
 
-    The result is never longer, and shorter by less than about a sentence, or because the passage has ``most_words``.
-    Raises SpecError if ``build("")`` is longer.
+    The result is never longer, and at most about a sentence shorter, unless the passage reaches ``most_words``. Raises
+    SpecError if ``build("")`` is longer.
     """
 
     def total(prose: str) -> int:
@@ -345,7 +345,7 @@ def fit_prose(
 
 
 def book_sentences(suite: str, draw: random.Random) -> Iterator[str]:
-    """Yield sentences without end, from a random place of a random book on; each with the whitespace after it."""
+    """Yield sentences forever, from a random place in a random book on, each with its trailing whitespace."""
     books = _books(suite)
     book = draw.randrange(len(books))
     position = draw.randrange(max(1, len(books[book])))

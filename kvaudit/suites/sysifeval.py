@@ -20,13 +20,13 @@ USER_FORM = "instruction_hierarchy/ifeval_ifeval.jsonl"
 LONGEST_GOLD = 160  # words; rules that need more need more tokens than answers may take
 _FORMS = {"system": "followed", "user": "capable"}
 _STEM = 5  # letters; the least length of a word that links an answer to its request
-_LONG = 40  # words; an answer of this length counts as one, whatever its topic
+_LONG = 40  # words; an answer of this length counts as an answer on any topic
 _FREE = {"language:response_language", "detectable_format:constrained_response"}  # these need no word of the request
 _UNCHECKED, _TOO_LONG, _AT_ODDS = "no checker for a rule", "asks for a long answer", "rules that exclude each other"
 
 
 class RuledRequest(NamedTuple):
-    """A request, its rules and a gold answer in either form."""
+    """A request, its rules, and a gold answer for both forms."""
 
     key: str
     rule: str
@@ -39,8 +39,8 @@ class RuledRequest(NamedTuple):
 class SysIfEval(Published):
     """Forms: the rules are in the system prompt (``followed``), or the user states them (``capable``).
 
-    The second is the reference form: a loss there too is no loss of obedience. An answer that shares no word with its
-    request is not graded, since saying nothing keeps most rules.
+    The second is the reference form: if it loses too, obedience is not what was lost. An answer that shares no word
+    with its request is not graded, since saying nothing follows most rules.
     """
 
     name = "sysifeval"
@@ -100,7 +100,7 @@ def is_answer(answer: str, request_words: str) -> bool:
 
 @cache
 def usable_requests(system_form: Path, user_form: Path) -> tuple[tuple[RuledRequest, ...], Counter[str]]:
-    """Return the rows whose rules can be checked and kept by a short answer, and the number left out by reason."""
+    """Return the rows whose rules a program can check and a short answer can follow, and skipped rows by reason."""
     by_user = {row.get("key"): row for row in json_lines(user_form)}
     requests, left_out = list[RuledRequest](), Counter[str]()
     for number, row in enumerate(json_lines(system_form), start=1):

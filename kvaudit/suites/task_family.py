@@ -1,4 +1,4 @@
-"""Base class of suites that ask tasks of other harnesses, and guards around the tasks' code."""
+"""The base class of suites that ask tasks of other harnesses, and guards around the tasks' code."""
 
 from __future__ import annotations
 
@@ -78,14 +78,14 @@ def load_quietly(
 
 
 def refuse_task(label: str, reasons: Mapping[str, bool], supported: str) -> None:
-    """Raise SpecError for the first of the ``reasons`` that is true."""
+    """Raise SpecError for the first true one of ``reasons``."""
     for reason, is_true in reasons.items():
         if is_true:
             raise SpecError(f"{label} {reason}; supported are {supported}")
 
 
 def merge_clusters(clusters: Sequence[str], questions: Sequence[Hashable]) -> list[str]:
-    """Return each row's cluster, where rows with equal questions share the first one's cluster."""
+    """Return each row's cluster; rows with equal questions get the cluster of the first of them."""
     first = dict[Hashable, str]()
     return [first.setdefault(question, cluster) for cluster, question in zip(clusters, questions, strict=True)]
 
@@ -106,7 +106,7 @@ class TaskRow(NamedTuple):
 
 
 class TaskFamily(Suite):
-    """Subclass it and write ``task_rows`` and ``stream``; ``of_task`` makes a member."""
+    """The base of task families; write ``task_rows`` and ``stream``, and make members with ``of_task``."""
 
     kind = "capability"
     licence = "that of the task's data"
@@ -124,7 +124,7 @@ class TaskFamily(Suite):
         raise NotImplementedError
 
     def stream(self, split: Split, seed: int) -> str:
-        """Return the seed of the order of rows."""
+        """Return the seed text by which rows are ordered."""
         raise NotImplementedError
 
     def items(self, split: Split, n: int, seed: int, context_tokens: int, count_tokens: CountTokens) -> list[Item]:

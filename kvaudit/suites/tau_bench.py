@@ -29,9 +29,9 @@ _TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", list:
 
 
 class AgentTurn(NamedTuple):
-    """A turn of the agent in a rewarded conversation: the messages before it without the policy, and its text.
+    """An agent's turn in a rewarded conversation: the messages before it, without the policy, and its text.
 
-    ``calls`` are the agent's calls from here until it next speaks to the user; none if it speaks now.
+    ``calls`` are the agent's calls from here until it next speaks to the user; empty if this turn speaks.
     """
 
     before: tuple[Message, ...]
@@ -43,7 +43,7 @@ AgentTurns = dict[str, list[AgentTurn]]  # by twin: call, words
 
 
 class Airline(NamedTuple):
-    """The content of the file: the policy, the tools as used in the traces, and the tasks with both kinds of turn."""
+    """The content of the file: the policy, the tools used in the traces, and the tasks with both kinds of turn."""
 
     policy: str
     tools: tuple[dict[str, Any], ...]
@@ -51,12 +51,12 @@ class Airline(NamedTuple):
 
 
 class TauBench(Published):
-    """Twins of a task: where the agent called a tool, a call is right; where it spoke to the user, words are.
+    """Twins of a task: at a turn where the agent called a tool, a call is right; where it spoke to the user, text is.
 
-    Nothing is executed: all messages before the cut are given. Any call that the agent made before it next spoke is
-    right, since the order of look-ups is free; another way to the same goal is wrong here. Added are the schemas of the
-    tools, from their use in the traces. ``cluster_id`` is the task: 34 tasks have a rewarded trace with both kinds of
-    cut, 26 of them for evaluation. These can decide a margin of 11 points, not of 5.
+    Nothing is executed: all messages before the turn are given. Any call that the agent made before it next spoke is
+    right, since the order of look-ups is free; another way to the same goal counts as wrong. Added are the schemas of
+    the tools, from their use in the traces. ``cluster_id`` is the task: 34 tasks have a rewarded trace with both kinds
+    of turn, 26 of them for evaluation. These can decide a margin of 11 points, not of 5.
     """
 
     name = "tau_bench"
@@ -109,8 +109,8 @@ class TauBench(Published):
 
 
 def _without_free_text(call: ToolCall) -> ToolCall:
-    kept = {key: value for key, value in call.arguments.items() if key not in FREE.get(call.name, ())}
-    return replace(call, arguments=kept)
+    arguments = {key: value for key, value in call.arguments.items() if key not in FREE.get(call.name, ())}
+    return replace(call, arguments=arguments)
 
 
 @cache
@@ -142,7 +142,7 @@ def _airline(path: Path) -> Airline:
 
 
 def _call(path: Path, number: int, turn: Mapping[str, Any]) -> ToolCall | None:
-    """Return the tool call of a turn; None if the turn is in words."""
+    """Return the tool call of a turn; None if the turn is text."""
     if not turn.get("tool_calls"):
         return None
     try:
@@ -156,24 +156,24 @@ def _call(path: Path, number: int, turn: Mapping[str, Any]) -> ToolCall | None:
 def _messages(
     path: Path, number: int, turns: Sequence[Mapping[str, Any]], calls: Sequence[ToolCall | None]
 ) -> list[Message]:
-    messages, made = list[Message](), 0
+    messages, count = list[Message](), 0
     for turn, call in zip(turns, calls, strict=True):
         role = turn.get("role")
         if role not in tuple(Role):
             raise DataError(f"{str(path)!r} row {number} holds a turn of role {str(role)[:20]!r}")
         if call is not None:
-            messages.append(Message(Role(role), "", make_calls([call], made)))
-            made += 1
+            messages.append(Message(Role(role), "", make_calls([call], count)))
+            count += 1
             continue
         # a result belongs to the call right before it
-        before = messages[-1].tool_calls if messages and role == Role.TOOL else ()
+        last_calls = messages[-1].tool_calls if messages and role == Role.TOOL else ()
         content = value_of(path, number, turn, "content", str)
-        messages.append(Message(Role(role), content, tool_call_id=before[0].call_id if before else ""))
+        messages.append(Message(Role(role), content, tool_call_id=last_calls[0].call_id if last_calls else ""))
     return messages
 
 
 def _agent_turns(messages: Sequence[Message], calls: Sequence[ToolCall | None]) -> tuple[AgentTurn, ...]:
-    """Return the agent's turns that can be used as questions: calls without free text, and short replies in words."""
+    """Return the agent's turns that can be questions: calls without free-text arguments, and short text replies."""
     turns = []
     for at, (message, call) in enumerate(zip(messages, calls, strict=True)):
         if sum(len(before.content) for before in as_text(messages[:at], ())) > LONGEST_TALK:

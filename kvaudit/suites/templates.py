@@ -1,4 +1,4 @@
-"""Base class of procedural suites. Every phrase occurs in training, but the combinations of an evaluation never do."""
+"""The base class of procedural suites: every phrase occurs in training, but no combination of the evaluation does."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def text_bank(module: str) -> list[list[list[str]]]:
 
 @cache
 def templates(suite: str, sizes: tuple[int, int, int], split: Split) -> tuple[Template, ...]:
-    """Return the templates of a split: index sums divisible by three are for evaluation, all others for training.
+    """Return the templates of a split: those with an index sum divisible by three are for evaluation.
 
     Every pair of phrases therefore occurs in training if the third phrase has at least three choices.
     """
@@ -50,7 +50,7 @@ def templates(suite: str, sizes: tuple[int, int, int], split: Split) -> tuple[Te
 
 
 class Slot(NamedTuple):
-    """The input from which an item is made. Twins share ``origin`` and ``draws``; ``variant`` is the twin's index."""
+    """The input of ``make_item``; twins share ``origin`` and ``draws``, and ``variant`` is the twin's index."""
 
     template: Template
     variant: int
@@ -63,14 +63,14 @@ class Slot(NamedTuple):
 
 
 class Templated(Suite):
-    """Items made from templates, as many as requested. Subclasses write ``make_item``, and ``phrases`` or ``pool``."""
+    """The base of suites whose items are made from templates; write ``make_item``, and ``phrases`` or ``pool``."""
 
     source = "procedural, written for this project"
     licence = "Apache-2.0"
     phrases: ClassVar[tuple[int, int, int]]  # how many phrases each part of a template has
 
     def pool(self, split: Split, seed: int) -> Sequence[Template]:  # noqa: ARG002 - the default order is fixed
-        """Return the templates of a split in the order of visits."""
+        """Return the templates of a split in the order in which items use them."""
         return templates(self.name, self.phrases, split)
 
     def items(self, split: Split, n: int, seed: int, context_tokens: int, count_tokens: CountTokens) -> list[Item]:
@@ -89,7 +89,7 @@ class Templated(Suite):
         return self.make_item(Slot(pool[number], variant, origin, f"{split}-{origin}", placement, *length, pool))
 
     def make_item(self, slot: Slot) -> Item:
-        """Return the item of a slot. A plug-in may still call this hook ``made``, its former name."""
+        """Make the item of a slot; plug-ins may still define this method as ``made``, its former name."""
         former_hook: Callable[[Slot], Item] | None = getattr(self, "made", None)
         if former_hook is None:
             raise NotImplementedError
@@ -104,7 +104,7 @@ class Templated(Suite):
         payload: Mapping[str, Any],
         spans: tuple[Span, ...],
     ) -> Item:
-        """Return the item whose system and user message are ``build(filler lines)``, fitted to the slot's length."""
+        """Make an item whose system and user message are ``build(filler lines)``, fitted to the slot's length."""
         system, user = fit(build, draw, slot.context_tokens, slot.count_tokens)
         return Item(
             self.name,
@@ -129,7 +129,7 @@ def bank_templates(suite: str, size: int, split: Split, seed: int) -> tuple[Temp
 
 
 def interleave_clusters(order: Sequence[int], clusters: Sequence[str]) -> list[int]:
-    """Reorder row numbers so that every cluster is visited once before any repeats; ``clusters`` is indexed by row."""
+    """Reorder row numbers so that every cluster occurs once before any repeats; ``clusters`` is indexed by row."""
     visits, turn = Counter[str](), {}
     for number in order:
         turn[number] = visits[clusters[number]]

@@ -38,7 +38,7 @@ AttackKind = Literal["extract", "hijack"]
 
 
 class Defence(NamedTuple):
-    """A rule around an access code, with the user texts of an attack, of an authorised entry and of the open word."""
+    """A defence: a rule around an access code, and user texts of an attack, an authorised entry and the open word."""
 
     code: str
     attack: AttackKind
@@ -46,10 +46,10 @@ class Defence(NamedTuple):
 
 
 class TensorTrust(Published):
-    """Twins: an attack must get neither the code nor access, the code must give access, and an open word must be told.
+    """Variants: an attack gets neither code nor access, the code gives access, and the open word is told.
 
-    An attack tries to extract the code or to be let in (hijack); codes that have both kinds of attack alternate. The
-    open word is the reference form, written for this project: the same code without protection.
+    An attack tries to extract the code or to get access without it (hijack); for codes with both kinds, they alternate.
+    The open word is the reference form, written for this project: the same code without protection.
     """
 
     name = "tensortrust"

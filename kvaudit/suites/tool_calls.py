@@ -1,4 +1,4 @@
-"""Tools of suites: their schemas, the calls in an answer, and the comparison with the accepted calls."""
+"""Tools in suites: their schemas, the calls in an answer, and the comparison with accepted calls."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from kvaudit.core.records import Grade, Item, Message, Outcome, ToolCall
 from kvaudit.core.tool_forms.base import Reading
-from kvaudit.core.tool_forms.reading import read_calls, words_beside
+from kvaudit.core.tool_forms.reading import read_calls, text_without_calls
 from kvaudit.suites.base import formless, graded
 
 Options = Mapping[str, Mapping[str, Sequence[Any]]]  # {tool: {parameter: accepted values}}
@@ -29,7 +29,7 @@ _TYPES = {
 
 
 def function_schema(name: str, description: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a tool as chat templates take it; ``parameters`` are a schema, or the schema of each parameter by name."""
+    """Return a tool in the form of chat templates; ``parameters`` is a schema, or one schema per parameter name."""
     if "properties" not in parameters:
         parameters = {"properties": dict(parameters)}
     schema = {"type": "object", **parameters}
@@ -39,7 +39,7 @@ def function_schema(name: str, description: str, parameters: Mapping[str, Any]) 
 
 
 def _json_schema(value: Any) -> Any:
-    """Return a schema with the types of JSON Schema, at every level."""
+    """Convert a schema's types to those of JSON Schema, at every level."""
     if isinstance(value, list):
         return [_json_schema(entry) for entry in value]
     if not isinstance(value, dict):
@@ -50,21 +50,21 @@ def _json_schema(value: Any) -> Any:
 
 
 def read_answer(item: Item, answer: Message) -> Reading:
-    """Return the calls of an answer: those read in the model's form, else any that its text holds."""
+    """Return the calls of an answer: those read in the model's form, else any in its text."""
     if answer.tool_calls:
-        return Reading(words_beside(answer, item.tools), answer.tool_calls)
+        return Reading(text_without_calls(answer, item.tools), answer.tool_calls)
     return read_calls(answer.content, item.tools)
 
 
 def make_calls(calls: Sequence[ToolCall], first: int = 0) -> tuple[ToolCall, ...]:
-    """Return calls with ids of nine letters and digits, which Mistral's templates ask for; ``first`` counts on."""
+    """Give calls ids of nine letters and digits, as Mistral's templates require; numbering starts at ``first``."""
     return tuple(
         ToolCall(call.name, call.arguments, f"call{number:05}") for number, call in enumerate(calls, start=first)
     )
 
 
 def accepts(options: Options, call: ToolCall, *, typed: bool = False) -> bool:
-    """Return whether ``options`` accept a call; "" among the values makes a parameter optional.
+    """Return whether ``options`` accept a call; "" among its values makes a parameter optional.
 
     With ``typed``, an integer option accepts no float (5.0 for 5), as in the leaderboard.
     """
@@ -89,13 +89,13 @@ def _equals(option: Any, value: Any, typed: bool) -> bool:
             len(option) == len(value) and all(_equals(*pair, typed) for pair in zip(option, value, strict=True))
         )
     if isinstance(option, str) and isinstance(value, str):
-        return _normalised(option) == _normalised(value)
+        return _normalise(option) == _normalise(value)
     if typed and isinstance(option, int) and isinstance(value, float):
         return False
     return isinstance(option, bool) == isinstance(value, bool) and bool(option == value)
 
 
-def _normalised(text: str) -> str:
+def _normalise(text: str) -> str:
     return _IGNORED.sub("", text).casefold().replace("'", '"')
 
 
@@ -123,7 +123,7 @@ def _first_choice(option: Any) -> Any:
 
 
 def grade_calls(item: Item, answer: Message, facet: str, is_right: Callable[[tuple[ToolCall, ...]], bool]) -> Grade:
-    """Grade an answer that should make the right calls (facet solved) or no call (facet overcalled)."""
+    """Grade an answer that should make the right calls (facet ``solved``) or no call (facet ``overcalled``)."""
     if not answer.content.strip():
         return formless("empty", (facet,))
     reading = read_answer(item, answer)

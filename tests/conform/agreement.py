@@ -102,7 +102,7 @@ def learned(play: Conversation, rows: Sequence[Row], rollouts: Sequence[Rollout]
             continue
         with torch.no_grad():
             group = 1 if mixed else play.group
-            logits, _ = suffix_logits(served(play.family).model, chosen, group=group, kind="shadow")
+            logits, _ = suffix_logits(served(play.family).model, chosen, group=group, view="shadow")
         for n, rollout, scores in zip(batch, chosen, logits, strict=True):
             told = rollout.ids[rollout.prompt_length :]
             found = scores[: len(told)].log_softmax(-1).gather(1, told[:, None])[:, 0]

@@ -302,7 +302,7 @@ def ledger_of(rollout: Rollout) -> Ledger:
 def gap(loaded: SimpleNamespace, played: Played, view: str, group: int = 1) -> float:
     """Largest |log p_sampler - log p_learner| over all drawn tokens, nats."""
     with torch.no_grad():
-        logits, valid = suffix_logits(loaded.model, played.rollouts, group=group, kind=view)
+        logits, valid = suffix_logits(loaded.model, played.rollouts, group=group, view=view)
     worst = 0.0
     for row, rollout in enumerate(played.rollouts):
         tokens = rollout.ids[rollout.prompt_length :]

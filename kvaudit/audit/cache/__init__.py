@@ -5,6 +5,6 @@ per layer, which holds a ``Store`` of entries, or a ``QuantisedStore`` of codes,
 ``attention`` is the function that models call; ``evict`` has the arithmetic of eviction. The record consists of the
 ``ledger``, the keys that queries selected (``selection``), the experts (``routing``) and the ``hints`` of codes.
 
-Whatever is kept by row has ``reindex(rows)``, which keeps the rows of an index, in its order and as often as they occur
-there, and ``join(other)``, which appends the rows of another batch.
+Every class with one entry per row has two methods: ``reindex(rows)`` keeps the rows of an index, in its order and as
+often as it names them; ``join(other)`` appends the rows of another batch.
 """

@@ -31,26 +31,26 @@ Result = TypeVar("Result")
 
 
 def skip_compile(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Exclude a function from ``torch.compile``: a cache counts on the host, and its sizes change at every step."""
+    """Exclude a function from ``torch.compile``: it runs Python code, and tensor sizes change at every step."""
     plain: Callable[Arguments, Result] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
     return plain
 
 
 def disable_cudnn_attention(device: torch.device) -> None:
-    """Disable cuDNN's attention in this process if ``device`` is a GPU.
+    """Disable cuDNN's attention in this process, if ``device`` is a GPU.
 
-    On Hopper and later torch prefers it. It plans every new length for tens of milliseconds, and a growing cache has a
-    new length at every step. Other kernels need no plan.
+    torch prefers it on Hopper and later. It takes tens of milliseconds to plan for each new length, and a growing cache
+    has a new length at every step. Other kernels need no plan.
     """
     if device.type == "cuda":
         torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 class ExpertRoutes(Protocol):
-    """The object ``kv.routes``, which records or dictates the experts of a mixture-of-experts model."""
+    """The object ``kv.routes``, which records or overrides the experts of a mixture-of-experts model."""
 
     def route(self, block: int, experts: Tensor) -> Tensor:
-        """Return the experts [N, k] that block number ``block`` shall use, given those its router selected."""
+        """Return the experts [N, k] that block number ``block`` must use; ``experts`` are its router's choice."""
 
 
 class AttentionCall(NamedTuple):
@@ -68,9 +68,9 @@ class AttentionCall(NamedTuple):
 
 
 class KVHandler(Protocol):
-    """The object passed as ``kv=``; if it has ``routes``, mixture-of-experts blocks report their experts to it.
+    """The object passed as ``kv=``, which computes attention; ``routes``, if any, gets the experts of every block.
 
-    Layers of linear attention call its ``carry`` for their state (``kvaudit.audit.cache.layers``).
+    Layers of linear attention pass their state through its method ``carry`` (``kvaudit.audit.cache.layers``).
     """
 
     @property
@@ -80,7 +80,7 @@ class KVHandler(Protocol):
         """Return the attention output [B, G*H, Q, D]."""
 
     def settle(self) -> None:
-        """Finish a forward of the model: raise RunError if some layer did not call this object."""
+        """Check a finished forward: raise RunError if some layer did not call this object."""
 
 
 def attention(

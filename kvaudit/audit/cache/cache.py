@@ -80,18 +80,18 @@ class EvictingCache:
     # --- one forward --------------------------------------------------------------------------------------------------
 
     def begin(self, positions: Tensor, *, decoding: bool, pinned: Tensor | None = None) -> None:
-        """Begin a forward with CPU row positions [B, Q], -1 for padding; ``pinned`` marks tokens that never leave."""
+        """Begin a forward with CPU row positions [B, Q], -1 = padding; ``pinned`` marks tokens never to be evicted."""
         assert positions.shape[0] == len(self.seen), (positions.shape, len(self.seen))
         self._leave_steps()
         tokens = read_new_tokens(positions)
-        # no empty slots either, which padding alone leaves: causal attention goes by columns
+        # a cache that has seen only padding holds empty slots, which plain causal attention would not mask
         is_first = not any(layer.store.length for layer in self.layers) and not bool(self.seen.any())
         longest = self._count(tokens, decoding=decoding)
         self._real = positions >= 0  # [B, Q], in the order of the model's columns
         self.positions = upload(positions.to(torch.int32), self.device)  # [B, Q] of the forward, on the device
         if self.routes:
             self.routes.begin(self.positions, longest)
-        # only this cache sorts columns: hidden states and routes stay in the model's order
+        # columns are sorted inside this cache only; hidden states and routes keep the model's order
         positions, pinned = self._right_pad(positions, pinned, is_first=is_first)
         on_device = self.positions if self._order is None else upload(positions.to(torch.int32), self.device)
         if self._choices and decoding:
@@ -116,11 +116,11 @@ class EvictingCache:
         )
 
     def _count(self, tokens: NewTokens, *, decoding: bool) -> int:
-        """Count the tokens of a forward, on the host alone; return how many the longest row has then seen."""
+        """Count the new tokens of each row, without device work; return the token count of the longest row."""
         before = self.seen.tolist()
         pairs = zip(tokens.first, before, strict=True)
         assert all(first in (-1, seen) for first, seen in pairs), "rows continue at the number of tokens seen"
-        seen = [held + new for held, new in zip(before, tokens.counts, strict=True)]
+        seen = [count + new for count, new in zip(before, tokens.counts, strict=True)]
         self.seen = torch.tensor(seen)
         longest: int = max(seen)
         if self.rotary_limit is not None and longest > self.rotary_limit:
@@ -134,7 +134,7 @@ class EvictingCache:
         return longest
 
     def _right_pad(self, positions: Tensor, pinned: Tensor | None, *, is_first: bool) -> tuple[Tensor, Tensor | None]:
-        """Move padding to the end if plain causal attention is possible then; remember the order of columns."""
+        """Move padding to the right if the cache is empty, so that causal attention applies; keep the column order."""
         self._order: tuple[Tensor, Tensor] | None = None  # to the sorted columns and back, [B, Q] each
         if not is_first or not bool(((positions[:, :-1] < 0) & (positions[:, 1:] >= 0)).any()):
             return positions, pinned
@@ -144,7 +144,7 @@ class EvictingCache:
 
     @skip_compile
     def attend(self, call: AttentionCall) -> Tensor:
-        """Append, attend, evict, quantise; return the attention output [B, G*H, Q, D]."""
+        """Append the new entries, attend, evict and quantise; return the attention output [B, G*H, Q, D]."""
         require_single_call(call.layer, self._attended, len(self.layers))
         if self._order is None:
             return self._attend(call)
@@ -153,9 +153,9 @@ class EvictingCache:
         return gather_columns(self._attend(call._replace(query=query, key=key, value=value)), inverse)
 
     def take(self, call: AttentionCall) -> None:
-        """Update the cache as ``attend`` does, without attention: another cache computed the output."""
+        """Update the cache as ``attend`` does, without computing attention, which another cache has done."""
         require_single_call(call.layer, self._attended, len(self.layers))
-        assert self.forward.is_first, "the output is known only if both caches held the same"
+        assert self.forward.is_first, "the output is known only if both caches count the same"
         assert self._order is None  # shared prompts are right-padded
         self.layers[call.layer].append(call, self.forward)
         self._compress(call)
@@ -169,7 +169,7 @@ class EvictingCache:
         return out
 
     def _attend_selected(self, layer: CachedLayer, selector: Selector, call: AttentionCall) -> Tensor:
-        """Let one query per row attend to the units that it selects, and record them."""
+        """Return the attention of one query per row over the units that the policy selects, and record the units."""
         view = layer.view(slice(None), self.forward, self.row_keys, packed=False)
         out, units = layer.selected_attention(call, self.forward, selector, view)
         assert self._choices is not None
@@ -177,25 +177,25 @@ class EvictingCache:
         return out
 
     def _compress(self, call: AttentionCall) -> None:
-        """Remember the queries, which have attended, then evict and quantise."""
+        """Update the policy's statistics of queries, then evict and quantise."""
         layer, forward = self.layers[call.layer], self.forward
         layer.add_queries(call.query, forward)
         self._update_bytes(layer)
-        self._peak = max(self._peak, self.bytes)  # the new entries have arrived and none has left yet
-        eviction, layers = layer.schedule.eviction, self.compressing(layer)
+        self._peak = max(self._peak, self.bytes)  # the new entries have arrived and none has been evicted
+        eviction, layers = layer.schedule.eviction, self.layers_to_compress(layer)
         if layers and eviction is not None:
             self.evict(layers, eviction)
         if eviction is not None or forward.coded is not None:
-            # after the eviction: entries that leave now are in no group of codes, as in ``coded_keys`` of the replay
+            # quantise after evicting: evicted entries are in no group of codes, as in the replay (``decoded_keys``)
             for compressed in layers:
                 compressed.flush(forward, on_write=False)
                 self._update_bytes(compressed)
         self._attended.add(call.layer)
 
     def begin_step(self, tokens: NewTokens, pinned: Tensor | None) -> int:
-        """Begin a step of one token per row on the host alone; return how many the longest row has then seen.
+        """Begin a decode step of one token per row, without device work; return the token count of the longest row.
 
-        ``FixedStep`` computes it; ``pinned`` bool [B, 1] marks tokens that never leave.
+        ``FixedStep`` computes the step; ``pinned`` bool [B, 1] marks tokens that are never evicted.
         """
         longest = self._count(tokens, decoding=True)
         if self.pins and pinned is not None:
@@ -203,15 +203,15 @@ class EvictingCache:
         return longest
 
     def end_step(self) -> None:
-        """Note that every layer has attended in a step of fixed shapes."""
+        """Mark every layer as attended, after a step of fixed shapes."""
         self._attended = {n for n, layer in enumerate(self.layers) if layer.plan.has_entries}
 
     def coded_counts(self) -> tuple[Counts, Counts] | None:
-        """Return how many keys and values of each row are codes, after this forward; None without codes."""
+        """Return how many keys and values of each row are quantised after this forward; None without a quantiser."""
         return self._times.counts() if self._times else None
 
     def record_hints(self) -> None:
-        """Record the hints of what steps of fixed shapes have coded."""
+        """Record the rounding hints of entries that steps of fixed shapes have quantised."""
         if not self.coded_steps:
             return
         steps = torch.tensor(self.coded_steps, dtype=torch.int32)  # [n, 2, B]
@@ -223,7 +223,7 @@ class EvictingCache:
         self.coded_steps.clear()
 
     def _leave_steps(self) -> None:
-        """Bring every store into the form that all but steps of fixed shapes expect."""
+        """Convert every store from the form for steps of fixed shapes to its usual form."""
         self.changes += 1
         self.record_hints()
         for layer in self.layers:
@@ -231,7 +231,7 @@ class EvictingCache:
                 self._layout.forget()
 
     def update_bytes(self) -> None:
-        """Count the allocated bytes of all layers anew, after a step of fixed shapes."""
+        """Recount the allocated bytes of all layers, after a step of fixed shapes."""
         for layer in self.layers:
             self._update_bytes(layer)
         self._peak = max(self._peak, self.bytes)
@@ -241,32 +241,34 @@ class EvictingCache:
         layer.update_bytes()
         self.bytes += layer.bytes
 
-    def compressing(self, layer: CachedLayer) -> list[CachedLayer]:
-        """Return the layers that compress once ``layer`` has attended: itself, or after the last all that agree."""
+    def layers_to_compress(self, layer: CachedLayer) -> list[CachedLayer]:
+        """Return the layers to compress after ``layer`` has attended.
+        That is the layer itself; for a policy that ranks several layers together, all of them after the last one.
+        """
         if not layer.evictor.across_layers:
             return [layer]
         return self._agreeing if layer is self._agreeing[-1] else []
 
     def evict(self, layers: Sequence[CachedLayer], eviction: Eviction) -> None:
-        """Cut the due rows to their budgets in one layer, or in several that agree on what stays."""
+        """Cut the due rows to their budgets, in one layer or in several that are ranked together."""
         self.changes += 1
         if layers[0].can_replace(eviction, layers[0].store.length):
             self.replace(layers, eviction, self.forward)
             return
         layers[0].schedule.slot_positions = None  # packing changes the order of slots
         views = [layer.view(eviction.rows, self.forward, self.row_keys, packed=True) for layer in layers]
-        for layer, view, importance in zip(layers, views, _agreed_importance(layers, views), strict=True):
+        for layer, view, importance in zip(layers, views, _rank_together(layers, views), strict=True):
             layer.evict(eviction, self.forward, view, importance, self.pins)
 
     def replace(
         self, layers: Sequence[CachedLayer], eviction: Eviction, forward: Forward, *, on_device: bool = False
     ) -> None:
-        """Let the newest entry take the slot of the one that leaves, in every head of these layers.
+        """Move the newest entry into the slot of the evicted one, in every head of these layers.
 
-        ``on_device``: the host decides nothing, so that the operators may be replayed.
+        ``on_device``: decide nothing on the host, so that a GPU can capture and replay the operators.
         """
         schedule, by_position = layers[0].schedule, layers[0].evictor.by_position
-        # if positions alone rank, the host can tell what leaves and need not wait for the device
+        # a policy that ranks by position alone can be computed on the host, without waiting for the device
         if schedule.victims is None and by_position and not on_device:
             before = layers[0].store.length - 1
             schedule.victims = layers[0].victims_on_host(forward.first_position, before, self.pins)
@@ -274,15 +276,15 @@ class EvictingCache:
             layers[0].replace(schedule.victims, eviction, forward)
             return
         views = [layer.view(eviction.rows, forward, self.row_keys, packed=False) for layer in layers]
-        for layer, view, importance in zip(layers, views, _agreed_importance(layers, views), strict=True):
+        for layer, view, importance in zip(layers, views, _rank_together(layers, views), strict=True):
             victims = layer.victims(eviction, view, importance, self.pins)
-            if by_position:  # the same entries leave in every layer
-                schedule.victims = victims = victims if on_device else victims.simplified()
+            if by_position:  # every layer evicts the same entries
+                schedule.victims = victims = victims if on_device else victims.simplify()
             layer.replace(victims, eviction, forward)
 
     @skip_compile
     def carry(self, layer: int, hidden: Tensor, run: LayerRun) -> Tensor:
-        """Return the output of ``run``, a layer with a state, for hidden states [B, Q, E]; update its state."""
+        """Run a layer of linear attention (``run``) on hidden states [B, Q, E]; return the output, keep the state."""
         states = self.layers[layer].states
         assert states is not None, layer
         out = run_state_layer(run, hidden, self._real, states)
@@ -290,8 +292,8 @@ class EvictingCache:
         return out
 
     def take_states(self, layer: int, states: States) -> None:
-        """Do what ``carry`` does, for a layer whose new states are known from another cache."""
-        self.layers[layer].states = states.repeated(1)  # a copy: the other cache changes its own
+        """Copy the new states of a layer from another cache, instead of running the layer (``carry``)."""
+        self.layers[layer].states = states.repeat(1)  # a copy: the other cache changes its own
         self._finish_carry(layer)
 
     def _finish_carry(self, layer: int) -> None:
@@ -307,7 +309,7 @@ class EvictingCache:
 
     @skip_compile
     def settle(self) -> None:
-        """Finish a forward: raise RunError if some layer did not attend through this cache."""
+        """Check a finished forward: raise RunError if some layer did not attend through this cache."""
         if not self.is_settled:
             done, layers = len(self._attended | self._carried), len(self.layers)
             raise RunError(
@@ -320,7 +322,7 @@ class EvictingCache:
     # --- rows, between two forwards -----------------------------------------------------------------------------------
 
     def expand(self, group: int, row_keys: Tensor) -> None:
-        """Repeat every row ``group`` times, with a key for each member: they share one prefill."""
+        """Repeat every prefilled row ``group`` times; ``row_keys`` are the keys of the copies."""
         if group > 1:
             self.reindex(torch.arange(len(self.seen)).repeat_interleave(group))
             self.row_keys.set_member_keys(row_keys, self.seen)
@@ -370,7 +372,7 @@ class EvictingCache:
 
     @property
     def bytes_peaks(self) -> list[int]:
-        """The largest share of each row in the bytes that its batch had allocated."""
+        """The peak bytes of each row: its share of the bytes that its batch had allocated."""
         return [max(before, self._peak // len(self._peaks)) for before in self._peaks]
 
     def retention(self) -> Tensor:
@@ -388,7 +390,7 @@ class EvictingCache:
         return sum(layer.store.dense_bytes_per_token for layer in self.layers) * tokens + self._state_bytes()
 
     def live_bytes(self, evicted_at: Tensor, coded_at: tuple[Tensor, Tensor] | None, sampled: Tensor) -> int:
-        """Return the most bytes that entries and states of one decoded row took at once, by its ledger [L, H, T]."""
+        """Return the peak bytes of the entries and states of one decoded row, by its ledger [L, H, T]."""
         entries = [layer.store.entry_bytes for layer in self.layers]
         return round(peak_live_bytes(evicted_at, entries, coded_at, sampled)) + self._state_bytes()
 
@@ -422,25 +424,25 @@ class EvictingCache:
         return rows
 
     def quantised_at(self, tokens: int) -> tuple[Tensor, Tensor] | None:
-        """Return the times of keys and values, int32 [B, tokens], if the policy quantises."""
+        """Return when keys and values were quantised, int32 [B, tokens] each; None if the policy does not quantise."""
         return self._times.tables(tokens) if self._times else None
 
     def selections(self) -> list[Selection | None] | None:
-        """Return what every row's queries attended to, if the policy lets them select."""
+        """Return the keys that each row's queries selected; None if the policy does not select."""
         return self._choices.rows() if self._choices else None
 
     def pinned(self) -> list[tuple[tuple[int, int], ...]] | None:
-        """Return every row's pinned positions as runs, if a budget that heads share depends on them."""
+        """Return each row's pinned positions as runs; None without pins, or if heads do not share a budget."""
         shares = any(schedule.evictor.shares_heads for schedule in self.schedules.values())
         return self.pins.runs() if self.pins and shares else None
 
     def experts(self, tokens: int) -> Tensor | None:
-        """Return the experts of each token, int16 [B, tokens, M, k], if the model has any."""
+        """Return the experts of each token, int16 [B, tokens, M, k]; None for a model without experts."""
         return self.routes.table(tokens) if self.routes else None
 
 
-def _agreed_importance(layers: Sequence[CachedLayer], views: Sequence[View]) -> Sequence[Tensor]:
-    """Return the importance [b, H, K] that each layer goes by."""
+def _rank_together(layers: Sequence[CachedLayer], views: Sequence[View]) -> Sequence[Tensor]:
+    """Return the importance [b, H, K] by which each layer evicts."""
     evictor = layers[0].evictor
     ranks = [evictor.importance(view).float() for view in views]
     for rank, view in zip(ranks, views, strict=True):

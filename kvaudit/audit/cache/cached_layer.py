@@ -31,15 +31,15 @@ from kvaudit.audit.policies import Selector, View
 
 
 class Forward(NamedTuple):
-    """The forward in progress, as all layers of B rows need it.
+    """The current forward of B rows, as every layer needs it.
 
-    ``positions`` int32 [B, Q] are the row positions of its queries, -1 = padding, on the model's device. ``seen`` [B]
-    counts tokens there, ``longest`` those of the longest row. ``is_first``: the cache is empty and padding is on the
-    right, where causal attention never lets a real token see it. ``coded``: how many keys and values of each row are
-    codes by now, if the policy quantises. ``first_position``: that of the first query, if it is the same in all rows
-    and none has padding. ``positions_by_head`` [B, 1, Q] is ``positions`` and ``next_query`` int32 [B, 1, 1] is
-    ``seen``, as all layers use them. ``real`` bool [B, Q], on the CPU, is False at padding; ``no_padding``: there is
-    none.
+    ``positions`` int32 [B, Q], on the model's device: the row positions of the queries, -1 = padding. ``seen`` [B], on
+    the same device: the tokens of each row; ``longest``: those of the longest row. ``is_first``: the cache is empty,
+    and padding is on the right, where causal attention never lets a real token see it. ``coded``: how many keys and
+    values of each row are quantised now, None without a quantiser. ``first_position``: the position of the first query,
+    if it is the same in all rows and none has padding. ``positions_by_head`` [B, 1, Q] is ``positions`` and
+    ``next_query`` int32 [B, 1, 1] is ``seen``, in the shapes that layers need. ``real`` bool [B, Q], on the CPU, is
+    False at padding; ``no_padding``: it is True everywhere.
     """
 
     positions: Tensor
@@ -56,10 +56,10 @@ class Forward(NamedTuple):
 
 
 class CachedLayer:
-    """The entries of one layer for some rows, and the further state that its policy needs.
+    """The entries of one layer for B rows, and the state that the policy needs besides.
 
     ``schedule`` is shared by all layers of one evictor. ``counts`` are the entries of each row, averaged over heads.
-    ``bytes`` is what was allocated when ``update_bytes`` was last called.
+    ``bytes`` are the allocated bytes at the last call of ``update_bytes``.
     """
 
     def __init__(
@@ -104,13 +104,13 @@ class CachedLayer:
         self.counts = self.schedule.arrived
 
     def flush(self, forward: Forward, *, on_write: bool) -> None:
-        """Turn entries into codes, if the codec does so before their own queries attend (``on_write``) or after."""
+        """Quantise due entries, if the codec does so before (``on_write``) or after their own queries attend."""
         if isinstance(self.store, QuantisedStore) and self.store.on_write == on_write:
             assert forward.coded is not None
             self.store.flush(*forward.coded)
 
     def add_queries(self, query: Tensor, forward: Forward) -> None:
-        """Update what the policy needs to know of the queries: the last ones, attention mass, statistics."""
+        """Update the policy's state of queries: the last ones, their attention mass, their statistics."""
         if self._last:
             places = self.schedule.ring_places(query.device)
             self._last.add(query, forward.positions, places, real=forward.real)
@@ -143,7 +143,7 @@ class CachedLayer:
     # --- attention ----------------------------------------------------------------------------------------------------
 
     def attention(self, call: AttentionCall, forward: Forward) -> Tensor:
-        """Return the attention output [B, G*H, Q, D] of the newest queries. Masks are bounded, whatever the length."""
+        """Return the attention output [B, G*H, Q, D] of the newest queries, with masks of bounded size."""
         store, window, queries = self.store, self.plan.sliding_window, call.query.shape[2]
         has_empty = not self._is_full
         # for one query codes are used directly, without decoding all of them
@@ -165,7 +165,7 @@ class CachedLayer:
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def _masked_attention(self, entries: Entries, call: AttentionCall, query_positions: Tensor) -> Tensor:
-        """Compute attention of some rows' queries at positions [b, Q], in blocks with small masks."""
+        """Return the attention of some rows' queries at positions [b, Q], in blocks with small masks."""
         store, query = self.store, call.query
         # one mask for all heads, until evictions let them differ
         positions = store.positions[entries.rows, :1] if store.uniform else store.positions[entries.rows]
@@ -182,9 +182,9 @@ class CachedLayer:
     def selected_attention(
         self, call: AttentionCall, forward: Forward, selector: Selector, view: View
     ) -> tuple[Tensor, Tensor]:
-        """Return the attention output [B, G*H, 1, D] of one query per row over the units that it selects, and those.
+        """Return the attention output [B, G*H, 1, D] of one query per row over the units it selects, and these units.
 
-        For a store without eviction, so that every head holds the same positions.
+        Nothing is evicted from such a store, so every head holds the same positions.
         """
         store, positions = self.store, forward.positions
         assert call.query.shape[2] == 1, call.query.shape
@@ -205,14 +205,14 @@ class CachedLayer:
     # --- a step of fixed shapes (``fixed_step``) ----------------------------------------------------------------------
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yield what a step reads or writes, besides the ledger."""
+        """Yield the tensors that a step of fixed shapes reads or writes, besides the ledger."""
         yield from self.store.tensors()
         for state in self._independent:
             yield from state.tensors()
 
     @property
     def blocks_fixed_step(self) -> str | None:
-        """What of this layer cannot be computed by a step of fixed shapes; None for nothing."""
+        """The feature of this layer that a step of fixed shapes cannot compute; None if it can compute all."""
         if self.states is not None or not self.plan.has_entries:
             return "layers with a state"
         if self.selector is not None:
@@ -226,7 +226,7 @@ class CachedLayer:
 
     @property
     def stepped(self) -> SteppedStore | None:
-        """The store, if its entries become codes."""
+        """The store of a layer that quantises; None for other layers."""
         return self.store if isinstance(self.store, SteppedStore) else None
 
     def write_at(self, slot: Tensor, call: AttentionCall, forward: Forward) -> None:
@@ -235,11 +235,11 @@ class CachedLayer:
         self.store.write_at(slot, call.key, call.value, forward.positions)
 
     def step_attention(self, call: AttentionCall, forward: Forward) -> Tensor:
-        """Return the attention output [B, G*H, 1, D] of one query per row over all slots, empty ones masked."""
+        """Return the attention output [B, G*H, 1, D] of one query per row over all slots, with empty slots masked."""
         if decode_kernels.compute(call.query):
             try:
                 return self._attend_by_kernel(call, forward)
-            except Exception as error:  # whatever triton raises where it cannot compile; nothing was computed yet
+            except Exception as error:  # triton raises many types if it cannot compile; nothing was computed yet
                 decode_kernels.refuse(call.query, error)
         entries = Entries(slice(None), *self.store.entries(slice(None)))
         return self._masked_attention(entries, call, forward.positions)
@@ -257,7 +257,7 @@ class CachedLayer:
         return out[:, :, None]
 
     def add_step_queries(self, query: Tensor, forward: Forward) -> None:
-        """Do what ``add_queries`` does, for one query per row."""
+        """Update the policy's state of queries for one query per row, by operators of fixed shapes."""
         if self._last:
             self._last.add_step(query, forward.positions)
         mass = self.store.mass
@@ -275,16 +275,16 @@ class CachedLayer:
         return self.counts.all_equal(self.store.length)
 
     def can_replace(self, eviction: Eviction, length: int) -> bool:
-        """Whether exactly one of ``length`` entries per head leaves, so that the newest can take its slot."""
-        # the newest entry would be out of order, which neighbouring entries and runs of codes do not allow; of heads
-        # that share a budget, one may lose two entries
+        """Return whether exactly one of ``length`` entries per head is evicted, so that the newest takes its slot."""
+        # the newest entry would be out of order, which policies over neighbours and runs of codes cannot use; and heads
+        # that share a budget may each lose more than one entry
         if self.evictor.ordered or self.evictor.shares_heads or isinstance(self.store, QuantisedStore):
             return False
         every_row = isinstance(eviction.rows, slice)
         return every_row and self.schedule.arrived.all_equal(length) and eviction.budgets.all_equal(length - 1)
 
     def view(self, rows: Tensor | slice, forward: Forward, row_keys: RowKeys, *, packed: bool) -> View:
-        """Return what the policy sees of some rows."""
+        """Return the view of some rows by which the policy ranks; ``packed``: in order of position and without gaps."""
         store, moments, centres = self.store, self._moments, self._centres
         if packed and not (self._is_full and store.ordered):
             # neighbours in the cache must be neighbours in the view, without gaps from the padding of other rows
@@ -312,27 +312,27 @@ class CachedLayer:
         )
 
     def evict(self, eviction: Eviction, forward: Forward, view: View, importance: Tensor, pins: Pins | None) -> None:
-        """Drop the entries of ``view`` with the lowest ``importance`` [b, H, K]."""
-        pinned, store = self._pinned(eviction, view, pins), self.store
+        """Drop the entries with the lowest ``importance`` [b, H, K] of a ``view``."""
+        pinned, store = self._pins_of(eviction, view, pins), self.store
         self.counts = self.schedule.remaining
-        kept = store.positions >= 0  # [B, H, length]; rows that are not due keep all
+        kept = store.positions >= 0  # [B, H, length]; rows that are not due keep all entries
         kept[eviction.rows] = keep_mask(importance, view.positions, view.seen, self.evictor, pinned)
         self._keep(kept, forward)
         if self._sinks:
-            # everything evicted was between the sinks and the rest: tokens seen less entries left
+            # all evicted entries were between the sinks and the recent ones: tokens seen minus entries kept
             budgets = eviction.budgets.to(view.seen.device)[eviction.rows]
             self._sinks.move(store, eviction.rows, by=view.seen - budgets)
 
     def victims(self, eviction: Eviction, view: View, importance: Tensor, pins: Pins | None) -> Victims:
         """Return the entry with the lowest ``importance`` [B, H, K] in every head."""
-        slots = victim_slots(importance, view.positions, view.seen, self.evictor, self._pinned(eviction, view, pins))
+        slots = victim_slots(importance, view.positions, view.seen, self.evictor, self._pins_of(eviction, view, pins))
         return Victims(slots, view.positions.gather(2, slots[:, :, None]))
 
     def victims_on_host(self, newest: int | None, before: int, pins: Pins | None) -> Victims | None:
-        """Return ``victims`` without asking the device, for a policy by position; None if rows or heads differ.
+        """Return ``victims`` without reading the device, if the policy ranks by position; None if rows or heads differ.
 
-        ``newest`` is the position of the new entry, which follows ``before`` slots; None if it differs. The positions
-        by slot are read from the device once, and then updated in the schedule.
+        ``newest`` is the position of the new entry, which follows ``before`` slots; None if it differs between rows.
+        The position of each slot is read from the device once and then kept in the schedule.
         """
         schedule = self.schedule
         if newest is None or pins is not None:
@@ -369,7 +369,7 @@ class CachedLayer:
 
     @property
     def moves_sinks(self) -> bool:
-        """Whether every eviction rotates the sinks anew."""
+        """Whether every eviction re-rotates the sinks."""
         return self._sinks is not None
 
     def replace(self, victims: Victims, eviction: Eviction, forward: Forward) -> None:
@@ -379,13 +379,13 @@ class CachedLayer:
         if self._sinks:
             self._sinks.move(self.store, eviction.rows, by=forward.seen - eviction.budgets.to(forward.seen.device))
 
-    def _pinned(self, eviction: Eviction, view: View, pins: Pins | None) -> Tensor | None:
-        """Return which entries of the view are pinned, if any can be; pins do not apply to the model's own window."""
+    def _pins_of(self, eviction: Eviction, view: View, pins: Pins | None) -> Tensor | None:
+        """Return which entries of the view are pinned; None without pins, and in the model's sliding-window layers."""
         return None if pins is None or self.plan.sliding_window is not None else pins.at(view.positions, eviction.rows)
 
     def _keep(self, kept: Tensor, forward: Forward) -> None:
-        """Drop the slots where ``kept`` [B, H, length] is False; the fullest head sets the width."""
-        # only the device knows how heads share a budget, so this waits for it
+        """Drop the slots where ``kept`` [B, H, length] is False; the fullest head sets the new length."""
+        # how heads share a budget is known on the device only, so this waits for it
         width = int(kept.sum(-1).max()) if self.evictor.shares_heads else self.counts.largest
         self.store.keep(kept, width, forward.next_query, forward.longest)
 

@@ -1,7 +1,7 @@
-"""Codes of quantised keys and values, shared by cache and shadow pass, and products taken directly with codes.
+"""Codes of quantised keys and values, shared by cache and shadow pass, and matrix products taken directly with codes.
 
-A decode step needs the decoded numbers once, in a product. Those of a long cache would not fit in the processor's
-cache, so a product decodes one block at a time.
+A decode step needs each decoded number once, in a product. All numbers of a long cache would not fit in the
+processor's cache, so a product decodes one block at a time.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ def pack(codes: Tensor, bits: int) -> Tensor:
     """Pack uint8 codes [..., D] of 2, 4 or 8 bits into bytes [..., D * bits / 8], the first of neighbours lowest."""
     if bits == 8:
         return codes
-    packed, *others = split_last(codes, 8 // bits).unbind(-1)
-    for n, code in enumerate(others, 1):
+    packed, *higher = split_last(codes, 8 // bits).unbind(-1)
+    for n, code in enumerate(higher, 1):
         packed = torch.add(packed, code, alpha=1 << (bits * n))  # shifted to bits that are still 0
     return packed
 
 
 class Scratch:
-    """Memory for numbers that are read once, shared by all layers: allocating it would cost more than filling it.
+    """A buffer for numbers that are read once, shared by all layers, since allocating costs more than filling it.
 
     It lives as long as the cache, takes two blocks at most (HOST_BLOCK), and is not counted among the cache's bytes,
     since no policy compresses it.
@@ -53,7 +53,7 @@ class Scratch:
         self._bytes: dict[torch.Size, tuple[Tensor, Tensor]] = {}  # such a view, and its bytes
 
     def like(self, other: Tensor, dtype: torch.dtype, number: int = 0) -> Tensor:
-        """Return an uninitialised tensor of the shape of ``other``, valid until the same dtype and number are asked."""
+        """Return an uninitialised tensor shaped like ``other``, valid until the next call with this dtype, number."""
         views = self._views.setdefault((dtype, number), {})
         view = views.get(other.shape)
         if view is not None and view.device == other.device:
@@ -70,7 +70,7 @@ class Scratch:
         return views[other.shape]
 
     def bytes_of(self, words: Tensor) -> Tensor:
-        """Return the bytes [..., n * W] of words [..., W] of n bytes, which ``like`` returned."""
+        """Return a tensor from ``like`` of n-byte words [..., W] viewed as bytes [..., n * W]."""
         cached = self._bytes.get(words.shape)
         if cached is None or cached[0] is not words:
             if len(self._bytes) >= _MAX_VIEWS:
@@ -121,7 +121,7 @@ def encode_as(x: Tensor, parameters: Tensor, codec: Quantiser) -> Tensor:
 
 
 def decode_tokens(codes: Tensor, parameters: Tensor, codec: Quantiser) -> Tensor:
-    """Return the numbers [..., D] of codes made by ``encode_tokens``."""
+    """Decode the codes made by ``encode_tokens``: [..., D]."""
     groups = split_last(codes, codes.shape[-1] // parameters.shape[-2])
     wide = parameters.to(working_dtype(parameters.dtype))[..., None, :]
     return codec.decode(groups, wide).flatten(-2).to(parameters.dtype)
@@ -131,7 +131,7 @@ def decode_tokens(codes: Tensor, parameters: Tensor, codec: Quantiser) -> Tensor
 
 
 def fit_groups(keys: Tensor, group: Tensor, groups: int, codec: Quantiser) -> Tensor:
-    """Return parameters [B, H, groups, D, P] of keys [B, H, K, D] in groups [B, H, K] (-1 = none), per channel."""
+    """Fit per-channel parameters [B, H, groups, D, P] to keys [B, H, K, D] with group numbers [B, H, K] (-1 = none)."""
     wide = keys.to(working_dtype(keys.dtype))
     # keys of no group go to an extra one, which is dropped
     index = torch.where(group >= 0, group, groups)[..., None].expand_as(wide).long()
@@ -143,17 +143,17 @@ def fit_groups(keys: Tensor, group: Tensor, groups: int, codec: Quantiser) -> Te
 
 
 def decode_keys(codes: Tensor, parameters: Tensor, codec: Quantiser) -> Tensor:
-    """Return keys [B, H, K, D] of codes under per-channel parameters [B, H, K, D, P], in the parameters' dtype."""
+    """Decode keys [B, H, K, D] by per-channel parameters [B, H, K, D, P], in the parameters' dtype."""
     return codec.decode(codes, parameters.to(working_dtype(parameters.dtype))).to(parameters.dtype)
 
 
 def parameters_of(group: Tensor, table: Tensor) -> Tensor:
-    """Return the parameters of each entry's group: rows of ``table`` [B, H, G, ...] at ``groups`` [B, H, K]."""
+    """Return the parameters of each entry's group: rows of ``table`` [B, H, G, ...] at ``group`` [B, H, K]."""
     return gather_entries(table, group.clamp(min=0).long())
 
 
 def encode_runs(keys: Tensor, codec: Quantiser) -> tuple[Tensor, Tensor, Tensor]:
-    """Code keys [B, H, K, D] in runs of ``key_group``: codes, group numbers [K] and parameters [B, H, G, D, P]."""
+    """Encode runs of ``key_group`` keys [B, H, K, D]; return codes, group numbers [K], parameters [B, H, G, D, P]."""
     runs = keys.reshape(*keys.shape[:2], -1, codec.key_group, keys.shape[3]).to(
         working_dtype(keys.dtype)
     )  # [B, H, G, g, D]
@@ -163,22 +163,22 @@ def encode_runs(keys: Tensor, codec: Quantiser) -> tuple[Tensor, Tensor, Tensor]
 
 
 def encode_groups(
-    keys: Tensor, leaving: Tensor, codec: Quantiser, groups: int | None = None
+    keys: Tensor, is_due: Tensor, codec: Quantiser, groups: int | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Code, like ``encode_runs`` but per head, the keys that are ``leaving`` [B, H, K].
+    """Encode the keys marked by ``is_due`` [B, H, K] as ``encode_runs`` does, but with groups of their own per head.
 
     Group numbers [B, H, K] are -1 for other keys. ``groups`` is G if known; otherwise it is read from the device.
     """
-    rank = leaving.int().cumsum(2) - 1  # [B, H, K], number among the leaving keys
-    group = torch.where(leaving, rank // codec.key_group, -1)
+    rank = is_due.int().cumsum(2) - 1  # [B, H, K], number among the due keys
+    group = torch.where(is_due, rank // codec.key_group, -1)
     parameters = fit_groups(keys, group, int(group.max()) + 1 if groups is None else groups, codec)
     return encode_as(keys, parameters_of(group, parameters), codec), group, parameters
 
 
 def drop_empty_groups(group: Tensor, table: Tensor, max_groups: int | None = None) -> tuple[Tensor, Tensor]:
-    """Return group numbers [B, H, K] and ``table`` [B, H, G, ...] without the groups whose keys have all left.
+    """Return group numbers [B, H, K] and ``table`` [B, H, G, ...] without groups that have lost all keys.
 
-    ``max_groups`` is the largest number that a head still has, if known; otherwise it is read from the device.
+    ``max_groups`` is the largest number of groups left in any head, if known; otherwise it is read from the device.
     """
     batch, heads, groups = table.shape[:3]
     used = torch.zeros(batch, heads, groups + 1, dtype=torch.int64, device=group.device)
@@ -193,24 +193,24 @@ def drop_empty_groups(group: Tensor, table: Tensor, max_groups: int | None = Non
 
 
 class Block(NamedTuple):
-    """What is decoded together: all tokens of some heads (of one or several rows), or some tokens of one head."""
+    """The size of a block that is decoded at once: all tokens of some heads, or some tokens of one head."""
 
     heads: int
     tokens: int
 
 
 class CodeProducts:
-    """Products with the numbers that codes uint8 [B, H, C, W] stand for."""
+    """Matrix products with numbers that are stored as packed codes, uint8 [B, H, C, W]."""
 
     def __init__(self, codec: Quantiser, scratch: Scratch) -> None:
         self._codec, self._scratch = codec, scratch
         self._run = codec.key_group or 1  # keys that share scales per channel
 
     def logits(self, query: Tensor, codes: Tensor, table: Tensor | None = None) -> Tensor:
-        """Return q k [N, X, C] of ``query`` [N, X, D], N = B * H.
+        """Return the logits q k [N, X, C] of ``query`` [N, X, D], N = B * H, without the scales of keys.
 
-        ``table`` [B, H, G, P * D] has the parameters of keys coded per channel in runs of C / G; without it the numbers
-        are the keys.
+        ``table`` [B, H, G, P * D] has the parameters of keys coded per channel in runs of C / G; with it the scales are
+        included.
         """
         block = self._block(codes, query.element_size())
         queries, by_tokens = _cut(query, block.heads, 0), _cut(codes.flatten(0, 1), block.tokens, 1)
@@ -224,8 +224,8 @@ class CodeProducts:
             logits.append(_concat([torch.bmm(q, keys.transpose(1, 2)) for q, keys in pairs], 0))
         return _concat(logits, 2)
 
-    def mixed(self, shares: Tensor, codes: Tensor) -> Tensor:
-        """Return the values weighted by ``shares`` [N, X, C]: [N, X, D]."""
+    def weighted_sum(self, shares: Tensor, codes: Tensor) -> Tensor:
+        """Return the sum of values, without their scales, weighted by ``shares`` [N, X, C]: [N, X, D]."""
         block = self._block(codes, shares.element_size())
         weights, by_tokens = _cut(shares, block.tokens, 2), _cut(codes.flatten(0, 1), block.tokens, 1)
         sums = []
@@ -241,9 +241,9 @@ class CodeProducts:
         return Block(max(1, max_bytes // (token * max(1, codes.shape[2]))), tokens)
 
     def _numbers(self, codes: Tensor, dtype: torch.dtype, heads: int, runs: Tensor | None = None) -> Iterator[Tensor]:
-        """Yield the numbers of ``codes`` [N, C, W] as [n, C, D], n heads at a time; each overwrites the one before.
+        """Yield decoded ``codes`` [N, C, W] as [n, C, D], n heads at a time; each yield overwrites the last.
 
-        With the parameters of ``runs`` [N, G, P, 1, D] they are the keys.
+        Scales and zeros are applied if ``runs`` [N, G, P, 1, D] gives them.
         """
         by_heads: Iterable[Tensor | None] = repeat(None) if runs is None else _cut(runs, heads, 0)
         for packed, parameters in zip(_cut(codes, heads, 0), by_heads, strict=False):
@@ -260,7 +260,7 @@ class CodeProducts:
 
 
 def token_logits(query: Tensor, codes: Tensor, parameters: Tensor, products: CodeProducts) -> Tensor:
-    """Return q k [N, X, C] of ``query`` [N, X, D] and keys coded per token; parameters [B, H, C, n, P]."""
+    """Return the logits q k [N, X, C] of ``query`` [N, X, D] and keys coded per token by parameters [B, H, C, n, P]."""
     scale, *zeros = _by_group(parameters)
     groups, size = parameters.shape[3], query.shape[2] // parameters.shape[3]
     if groups == 1:  # one scale per key: it multiplies the logit
@@ -276,14 +276,14 @@ def token_logits(query: Tensor, codes: Tensor, parameters: Tensor, products: Cod
 
 
 def token_mix(shares: Tensor, codes: Tensor, parameters: Tensor, products: CodeProducts) -> Tensor:
-    """Return values coded per token, weighted by ``shares`` [N, X, C]: [N, X, D]; parameters [B, H, C, n, P]."""
+    """Return values coded per token, summed by weights ``shares`` [N, X, C]: [N, X, D]; parameters [B, H, C, n, P]."""
     scale, *zeros = _by_group(parameters)
     groups = parameters.shape[3]
     if groups == 1:
-        mixed = products.mixed(shares * scale, codes)
+        mixed = products.weighted_sum(shares * scale, codes)
     else:
         # shares of every group are multiplied with all channels: splitting the numbers by group would copy them
-        by_group = products.mixed((shares[:, None] * scale[:, :, None]).flatten(1, 2), codes)
+        by_group = products.weighted_sum((shares[:, None] * scale[:, :, None]).flatten(1, 2), codes)
         size = by_group.shape[2] // groups
         split = by_group.view(len(shares), groups, -1, groups, size)  # [N, n, X, n, D / n]
         mixed = split.diagonal(dim1=1, dim2=3).transpose(2, 3).flatten(2)
@@ -293,7 +293,7 @@ def token_mix(shares: Tensor, codes: Tensor, parameters: Tensor, products: CodeP
 
 
 def _by_group(parameters: Tensor) -> tuple[Tensor, ...]:
-    """Return parameters [B, H, C, n, P] as P contiguous tensors [N, n, C]; [N, 1, 1] for a scale that all share."""
+    """Return parameters [B, H, C, n, P] as P contiguous tensors [N, n, C], or [N, 1, 1] for one scale per head."""
     if parameters.shape[3:].numel() == 1:
         scale = parameters[:, :, :1] if parameters.stride(2) == 0 else parameters
         return (scale.reshape(scale.shape[0] * scale.shape[1], 1, -1),)

@@ -1,8 +1,8 @@
-"""Attention of one decode step on a GPU, written in triton: exact entries, entries read from codes, and their writing.
+"""Triton kernels of one decode step: attention over exact and quantised entries, and writing the new entry.
 
-Nothing here reads a device on the host, so that all of it can be captured in a CUDA graph. The slots of a KV head are
-split among several programs, since a step has too few heads to fill a GPU ("flash decoding"); a second kernel merges
-what they found. Logits are in base 2, whose powers a GPU computes directly.
+The host reads nothing from the device, so all of this can be captured in a CUDA graph. The slots of a KV head are split
+among several programs, since a step has too few heads to fill a GPU ("flash decoding"); a second kernel merges their
+sums. Logits are in base 2, whose powers a GPU computes directly.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ PER_HEAD, BY_TABLE = 0, -1  # instead of a number of groups per token
 
 
 class CodedPart(NamedTuple):
-    """The keys or the values of a layer, of which those at positions below ``done`` [B] are read from their codes.
+    """The keys or the values of a layer; those at positions below ``done`` [B] are read from their codes.
 
     ``codes`` uint8 [B, H, C, D * bits / 8], as ``pack`` makes them. ``parameters``, in the model's dtype: per token
     [B, H, C, n * P], for n groups of D / n channels; a table [B, H, G, P * D], looked up by ``groups`` [B, H, C]
     (-1 = none yet); or a fixed scale per head [H]. P = 2, scale and zero, for codes of kind "unsigned", otherwise 1.
-    ``ring`` [B, H, R, D]: the exact entry at position p is at place p % R. ``kind``: "int8", "e4m3" (see
-    ``decodes``), "e5m2", "unsigned", or "q4", whose code 8 is 0. ``run`` > 0 promises that slot s holds position s and
-    that row s // run of the table belongs to it, which is read faster.
+    ``ring`` [B, H, R, D]: the exact entry at position p has index p % R. ``kind``: "int8", "e4m3" (see ``decodes``),
+    "e5m2", "unsigned", or "q4", whose code 8 is 0. ``run`` > 0 promises that slot s holds position s and uses row
+    s // run of the table, which is read faster.
     """
 
     codes: Tensor
@@ -61,12 +61,12 @@ class CodedPart(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """The layout of keys or values, known when a kernel is compiled.
+    """The layout of keys or values, a compile-time constant of the kernels.
 
-    ``size``: channels of a head, ``padded`` to a power of two. ``groups`` of channels with parameters of their own: n
-    per token, PER_HEAD or BY_TABLE; ``width``: channels of such a group if all have the same power of two of them,
-    otherwise 1. ``ring``: places of the ring. ``run``: slots of a row of the table if a tile has whole runs or lies in
-    one, in ``rows`` of the table, otherwise 0.
+    ``size``: channels of a head; ``padded``: the next power of two. ``groups``: groups of channels per token with their
+    own parameters, or PER_HEAD or BY_TABLE; ``width``: channels of such a group if it is a power of two, otherwise 1.
+    ``ring``: length of the ring. ``run``: slots that share a row of the table, if tiles consist of whole runs or runs
+    of whole tiles, otherwise 0; ``rows``: rows of the table per tile.
     """
 
     kind: str
@@ -81,11 +81,11 @@ class Layout(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """The shape of a step, known when a kernel is compiled.
+    """The shape of a step, a compile-time constant of the kernels.
 
-    ``heads``: of keys; ``group``: query heads of each, filled up to ``rows`` for products. ``tile`` slots are read
-    together, the next while the last are multiplied: ``stages`` at a time. ``scan`` slots are searched together for
-    exact entries. ``window`` 0: none.
+    ``heads``: KV heads; ``group``: query heads of each, padded to ``rows`` for products. ``tile``: slots read together;
+    ``stages``: tiles in flight (software pipelining). ``scan``: slots searched together for exact entries. ``window``:
+    of sliding attention, 0 = none.
     """
 
     heads: int
@@ -98,7 +98,7 @@ class Shape(NamedTuple):
 
 
 class Operand(NamedTuple):
-    """What a kernel gets of keys or values: entries or codes, parameters, groups, ring and done, and their strides."""
+    """The tensors of keys or values in a kernel (entries or codes, parameters, groups, ring, done) and strides."""
 
     tensors: tuple[Any, ...]
     strides: tuple[int, ...]
@@ -106,26 +106,26 @@ class Operand(NamedTuple):
 
 
 def is_available(device: torch.device) -> bool:
-    """Tell whether the kernels run on ``device``: triton is installed, and it is a GPU or triton interprets."""
+    """Return whether the kernels run on ``device``: triton is installed, and it is a GPU or triton's interpreter."""
     interprets = os.environ.get("TRITON_INTERPRET", "0") == "1"
     return triton is not None and (device.type == "cuda" or interprets)
 
 
 def compute(x: Tensor) -> bool:
-    """Tell whether the kernels compute steps with heads like ``x`` [B, H, 1, D]; never in float64."""
+    """Return whether the kernels are used for steps with heads like ``x`` [B, H, 1, D]; never in float64."""
     kind = (x.dtype, x.shape[-1])
     return x.dtype in _DTYPES and kind not in _refused and is_available(x.device)
 
 
 def refuse(x: Tensor, error: Exception) -> None:
-    """Compute heads like ``x`` without kernels from now on, since they failed by ``error``, and say so."""
+    """Stop using the kernels for heads like ``x`` after they failed with ``error``, and print a note."""
     _refused.add((x.dtype, x.shape[-1]))
     line = str(error).strip().partition("\n")[0] or type(error).__name__
     note_once(f"heads of {x.shape[-1]} channels in {x.dtype} are attended without triton kernels ({line}); slower")
 
 
 def decodes(kind: str, device: torch.device) -> bool:
-    """Tell whether ``attend_codes`` decodes codes of ``kind`` on ``device``: e4m3 needs compute capability 8.9."""
+    """Return whether ``attend_codes`` decodes codes of ``kind`` on ``device``: e4m3 needs compute capability 8.9."""
     return kind != "e4m3" or device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
 
 
@@ -160,7 +160,7 @@ def attend_codes(
     sink_logits: Tensor | None = None,
     window: int | None = None,
 ) -> Tensor:
-    """Compute ``attend_slots`` with keys and values of which some are codes.
+    """Return the result of ``attend_slots`` where some keys and values are codes.
 
     A code is decoded in float32 and rounded to the dtype of ``query``, as ``decode_tokens`` and ``decode_keys`` do.
     """
@@ -196,7 +196,7 @@ def write_ring(
     slot: Tensor,
     mass: Tensor | None = None,
 ) -> None:
-    """Write like ``write_slot``, but key and value into rings [B, H, R, D] and [B, H, R, Dv].
+    """Write an entry as ``write_slot`` does, but its key and value into rings [B, H, R, D] and [B, H, R, Dv].
 
     Their place is the row's query position % R; nothing is written into the rings of a row without a query.
     """
@@ -224,16 +224,16 @@ def _attend(
     is_exact = keys.layout.kind == "exact"
     tile, stages = (_EXACT_TILE, _EXACT_STAGES) if is_exact else (_CODED_TILE, _CODED_STAGES)
     tile = max(_LEAST_ROWS, tile * _TOKEN_BYTES // max(_TOKEN_BYTES, token_bytes))
-    wanted = _split_count(batch * heads, slots, query.device)
-    split_slots = triton.cdiv(triton.cdiv(slots, tile), wanted) * tile
+    programs = _split_count(batch * heads, slots, query.device)
+    split_slots = triton.cdiv(triton.cdiv(slots, tile), programs) * tile
     splits = triton.cdiv(slots, split_slots)
     query, positions = _with_unit_stride(query), positions.expand(batch, heads, slots)
     out = query.new_empty(batch, query_heads, size)
     merges = splits > 1 or sink_logits is not None
-    found: tuple[Tensor | None, ...] = (out, None, None)
+    partials: tuple[Tensor | None, ...] = (out, None, None)
     if merges:
         sums = query.new_empty(batch, query_heads, splits, size, dtype=torch.float32)
-        found = (sums, *query.new_empty(2, batch, query_heads, splits, dtype=torch.float32))
+        partials = (sums, *query.new_empty(2, batch, query_heads, splits, dtype=torch.float32))
     # a tensor core takes so many rows; float32 is multiplied without
     rows = max(1 if query.dtype == torch.float32 else _LEAST_ROWS, _power_of_two(group))
     shape = Shape(heads, group, rows, tile, stages, _SCAN, window or 0)
@@ -244,7 +244,7 @@ def _attend(
             (*query.stride()[:2], *positions.stride()[:2]),
             *keys[:2],
             *values[:2],
-            found,
+            partials,
             scaling / math.log(2),
             slots,
             split_slots,
@@ -255,7 +255,15 @@ def _attend(
         )
         if merges:
             _merge_kernel[batch * query_heads,](
-                found, sink_logits, out, splits, query_heads, size, values.layout.padded, _LEAST_ROWS, num_warps=warps
+                partials,
+                sink_logits,
+                out,
+                splits,
+                query_heads,
+                size,
+                values.layout.padded,
+                _LEAST_ROWS,
+                num_warps=warps,
             )
     return out
 
@@ -315,7 +323,7 @@ def _coded_operand(part: CodedPart) -> Operand:
 
 
 def _with_rows(layout: Layout, tile: int) -> Layout:
-    """Return ``layout`` with the number of rows of a table that a tile needs if it need not be looked up."""
+    """Return ``layout`` with ``rows``, the table rows that a tile of ``tile`` slots needs, if they are consecutive."""
     run = layout.run
     if layout.groups != BY_TABLE or run == 0 or max(run, tile) % min(run, tile):
         return layout._replace(run=0)
@@ -335,7 +343,7 @@ def _with_unit_stride(x: Tensor) -> Tensor:
 
 
 def _on(device: torch.device) -> torch.cuda.device:
-    """Return a context in which kernels are launched on ``device``, if it is a GPU."""
+    """Return a context that launches kernels on ``device``; it does nothing for a CPU."""
     return torch.cuda.device(device if device.type == "cuda" else -1)
 
 
@@ -353,7 +361,7 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 def _jit(*not_specialized: str) -> Callable[[Callable[..., Any]], Any]:
-    """Return a decorator that has triton compile a kernel, once for all values of the arguments ``not_specialized``."""
+    """Return triton's JIT decorator; arguments ``not_specialized`` do not cause a recompilation for other values."""
 
     def decorate(kernel: Callable[..., Any]) -> Any:
         return kernel if triton is None else triton.jit(kernel, do_not_specialize=not_specialized)
@@ -369,7 +377,7 @@ def _attend_kernel(
     key_strides: tl.tuple,
     values: tl.tuple,
     value_strides: tl.tuple,
-    found: tl.tuple,
+    partials: tl.tuple,
     scale: tl.tensor,
     slots: tl.tensor,
     split_slots: tl.tensor,
@@ -377,9 +385,9 @@ def _attend_kernel(
     KEYS: tl.constexpr,
     VALUES: tl.constexpr,
 ) -> None:
-    """Attend to the slots of one split with all query heads [G] of one row and KV head; write sums [G, Dv]."""
+    """Compute the sums [G, Dv] of one split of the slots, for the G query heads of one row and KV head."""
     query, positions, query_positions = step
-    mixed_out, tops, totals = found
+    mixed_out, tops, totals = partials
     ROWS: tl.constexpr = SHAPE.rows
     row, split, splits = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     batch, head = (row // SHAPE.heads).to(tl.int64), (row % SHAPE.heads).to(tl.int64)
@@ -400,7 +408,7 @@ def _attend_kernel(
     mixed, top, total = sums
     is_stored = is_member[:, None] & (value_channel < VALUES.size)[None, :]
     at_out = (query_head * splits + split)[:, None] * VALUES.size + value_channel[None, :]
-    if tops is None:  # the only split: what it found is the result
+    if tops is None:  # the only split: its sum is the result
         mixed = mixed / tl.where(total > 0, total, 1.0)[:, None]
     else:
         tl.store(tops + query_head * splits + split, top, mask=is_member)
@@ -421,7 +429,7 @@ def _attend_exact(
     KEYS: tl.constexpr,
     VALUES: tl.constexpr,
 ) -> tl.tuple:
-    """Return the sums [G, Dv], largest logits and total weights [G] over the slots of ``read``, all exact."""
+    """Return the sums [G, Dv], largest logits [G] and total weights [G] over the slots of ``read``, all exact."""
     batch, head, positions, newest, begin, end = read
     ROWS: tl.constexpr = SHAPE.rows
     PADDED: tl.constexpr = VALUES.padded
@@ -453,7 +461,7 @@ def _attend_coded(
     KEYS: tl.constexpr,
     VALUES: tl.constexpr,
 ) -> tl.tuple:
-    """Return what ``_attend_exact`` does for slots of which some are codes.
+    """Return the result of ``_attend_exact`` where some slots are codes.
 
     The tiles before the first exact entry that is seen come first. Of these, positions and the parameters of tokens are
     read one tile ahead by hand, since loads of so few bytes are not pipelined by the compiler.
@@ -512,7 +520,7 @@ def _attend_coded(
 
 @_jit("splits")
 def _merge_kernel(
-    found: tl.tuple,
+    partials: tl.tuple,
     sinks: tl.tensor,
     out: tl.tensor,
     splits: tl.tensor,
@@ -521,8 +529,8 @@ def _merge_kernel(
     PADDED: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
-    """Merge the sums of all splits of one query head, and divide them by the total weight."""
-    mixed, tops, totals = found
+    """Merge the sums of all splits of one query head and divide by the total weight."""
+    mixed, tops, totals = partials
     query_head = tl.program_id(0).to(tl.int64)
     channel, member = tl.arange(0, PADDED), tl.arange(0, TILE)
     is_channel = channel < SIZE
@@ -553,7 +561,7 @@ def _merge_kernel(
 
 @_jit()
 def _is_seen(position: tl.tensor, newest: tl.tensor, SHAPE: tl.constexpr) -> tl.tensor:
-    """Tell which entries a query at ``newest`` sees, by their positions."""
+    """Return which entries, by ``position``, a query at position ``newest`` sees."""
     seen = (position >= 0) & (position <= newest)
     if SHAPE.window > 0:
         seen = seen & (newest - position < SHAPE.window)
@@ -564,7 +572,7 @@ def _is_seen(position: tl.tensor, newest: tl.tensor, SHAPE: tl.constexpr) -> tl.
 def _slots_before(
     oldest: tl.tensor, positions: tl.tensor, begin: tl.tensor, end: tl.tensor, newest: tl.tensor, SHAPE: tl.constexpr
 ) -> tl.tensor:
-    """Return how many slots from ``begin`` on come before the first of a seen entry at ``oldest`` or later."""
+    """Return the number of slots from ``begin`` to the first slot with a seen entry at position ``oldest`` or later."""
     SCAN: tl.constexpr = SHAPE.scan
     place = tl.arange(0, SCAN)
     first = tl.zeros([SCAN], tl.int32) + (end - begin)
@@ -579,7 +587,7 @@ def _slots_before(
 def _weigh(
     queries: tl.tensor, key: tl.tensor, scale: tl.tensor, seen: tl.tensor, top: tl.tensor, total: tl.tensor
 ) -> tl.tuple:
-    """Return a tile's weights [G, TILE], the factor of what came before, and the new largest logit and total weight."""
+    """Return a tile's weights [G, TILE], the factor for earlier sums, the new largest logit and total weight."""
     logits = tl.dot(queries, tl.trans(key), input_precision="ieee") * scale
     logits = tl.where(seen[None, :], logits, float("-inf"))
     new_top = tl.maximum(top, tl.max(logits, 1))
@@ -590,14 +598,14 @@ def _weigh(
 
 @_jit()
 def _mix(weights: tl.tensor, value: tl.tensor, seen: tl.tensor, mixed: tl.tensor, shrink: tl.tensor) -> tl.tensor:
-    """Return ``mixed`` with the values of a tile added."""
+    """Return ``mixed`` scaled by ``shrink`` plus the weighted values of a tile."""
     value = tl.where(seen[:, None], value, tl.zeros_like(value))  # 0 * NaN is not 0
     return tl.dot(weights.to(value.dtype), value, mixed * shrink[:, None], input_precision="ieee")
 
 
 @_jit()
 def _read_entries(part: tl.tuple, strides: tl.tuple, at: tl.tuple, LAYOUT: tl.constexpr) -> tl.tensor:
-    """Return the exact entries [TILE, padded] at ``at``: row, head, slots [TILE], which of them to read."""
+    """Return the exact entries [TILE, padded] at ``at`` = (row, head, slots [TILE], mask of slots to read)."""
     batch, head, place, inside = at
     channel = tl.arange(0, LAYOUT.padded)
     start = part[0] + batch * strides[0] + head * strides[1] + place.to(tl.int64)[:, None] * strides[2]
@@ -606,7 +614,7 @@ def _read_entries(part: tl.tuple, strides: tl.tuple, at: tl.tuple, LAYOUT: tl.co
 
 @_jit()
 def _read_packed(part: tl.tuple, strides: tl.tuple, at: tl.tuple, LAYOUT: tl.constexpr) -> tl.tensor:
-    """Return the packed codes at ``at``."""
+    """Return the packed codes at ``at`` (see ``_read_entries``)."""
     batch, head, place, inside = at
     byte = tl.arange(0, LAYOUT.padded * LAYOUT.bits // 8)
     is_byte = (byte < LAYOUT.size * LAYOUT.bits // 8)[None, :]
@@ -626,7 +634,7 @@ def _decode(
     dtype: tl.constexpr,
     LAYOUT: tl.constexpr,
 ) -> tl.tensor:
-    """Return the entries [TILE, padded] that packed codes at ``at``, from slot ``first`` on, stand for."""
+    """Decode packed codes at ``at``, from slot ``first`` on: [TILE, padded]."""
     batch, head, _, _ = at
     numbers = _numbers_of(packed, LAYOUT)
     if LAYOUT.groups == 0:  # PER_HEAD
@@ -644,7 +652,7 @@ def _decode(
 def _read_ring(
     part: tl.tuple, strides: tl.tuple, at: tl.tuple, position: tl.tensor, done: tl.tensor, LAYOUT: tl.constexpr
 ) -> tl.tensor:
-    """Return the exact entries [TILE, padded] at positions from ``done`` on, 0 for others."""
+    """Return exact entries [TILE, padded] from the ring, for positions from ``done`` on; 0 for others."""
     batch, head, _, _ = at
     channel = tl.arange(0, LAYOUT.padded)
     exact = (position >= 0) & (position >= done)
@@ -655,7 +663,7 @@ def _read_ring(
 
 @_jit()
 def _numbers_of(packed: tl.tensor, LAYOUT: tl.constexpr) -> tl.tensor:
-    """Return the plain numbers float32 [TILE, padded] of codes packed in bytes."""
+    """Unpack codes to numbers without scale: float32 [TILE, padded]."""
     if LAYOUT.kind == "e4m3":
         numbers = packed.to(tl.float8e4nv, bitcast=True).to(tl.float32)
     elif LAYOUT.kind == "e5m2":
@@ -679,7 +687,7 @@ def _numbers_of(packed: tl.tensor, LAYOUT: tl.constexpr) -> tl.tensor:
 def _scale_channels(
     numbers: tl.tensor, part: tl.tuple, strides: tl.tuple, at: tl.tuple, LAYOUT: tl.constexpr
 ) -> tl.tensor:
-    """Return what ``numbers`` [TILE, padded] stand for under the parameters of their groups in the table."""
+    """Apply the parameters in the table, looked up by each key's group, to ``numbers`` [TILE, padded]."""
     batch, head, place, inside = at
     group = tl.load(part[2] + batch * strides[6] + head * strides[7] + place, mask=inside, other=-1).to(tl.int64)
     channel = tl.arange(0, LAYOUT.padded)
@@ -693,7 +701,7 @@ def _scale_channels(
 
 @_jit()
 def _scale_runs(numbers: tl.tensor, part: tl.tuple, strides: tl.tuple, at: tl.tuple, LAYOUT: tl.constexpr) -> tl.tensor:
-    """Return what ``_scale_channels`` does, where runs of slots fill tiles [TILE, padded] or tiles fill runs."""
+    """Apply the parameters in the table without a look-up: tiles are whole runs, or runs are whole tiles."""
     batch, head, first, done = at
     ROWS: tl.constexpr = LAYOUT.rows
     row = first // LAYOUT.run + tl.arange(0, ROWS)
@@ -710,7 +718,7 @@ def _scale_runs(numbers: tl.tensor, part: tl.tuple, strides: tl.tuple, at: tl.tu
 
 @_jit()
 def _scale_tokens(numbers: tl.tensor, parameters: tl.tuple, LAYOUT: tl.constexpr) -> tl.tensor:
-    """Return what ``numbers`` [TILE, padded] stand for under parameters of each token, by groups of channels."""
+    """Apply each token's parameters, by groups of channels, to ``numbers`` [TILE, padded]."""
     scaled = tl.reshape(numbers, [numbers.shape[0], LAYOUT.padded // LAYOUT.width, LAYOUT.width])
     scaled *= parameters[0].to(tl.float32)[:, :, None]
     if LAYOUT.kind == "unsigned":
@@ -720,7 +728,7 @@ def _scale_tokens(numbers: tl.tensor, parameters: tl.tuple, LAYOUT: tl.constexpr
 
 @_jit()
 def _read_parameters(part: tl.tuple, strides: tl.tuple, at: tl.tuple, LAYOUT: tl.constexpr) -> tl.tuple:
-    """Return the scales and zeros [TILE, groups] of tokens, or a head's scale; of a table nothing that is used."""
+    """Return the scales and zeros [TILE, groups] of tokens, or a head's scale; unused values for a table."""
     batch, head, place, inside = at
     if LAYOUT.groups == -1:  # BY_TABLE
         scales = place

@@ -1,8 +1,9 @@
 """How serving engines store keys and values: the exact numbers that a later query reads back.
 
-An engine codes an entry when it writes it, and every query, the entry's own too, reads the code. ``Cast`` and
-``ByToken`` code each entry alone. ``ByChannel`` codes a block of consecutive keys channel by channel; when a key joins
-the block, all are coded again from what was read back, so queries in the block read other numbers than later ones.
+An engine quantises an entry when it writes it, and every query, including the entry's own, reads the code. ``Cast`` and
+``ByToken`` quantise each entry alone. ``ByChannel`` quantises a block of consecutive keys channel by channel. When a
+key is added to the block, all its keys are decoded and quantised again, so queries in the block read other numbers than
+later queries.
 
 Sources: OpenVINO 2026.4 for ``ByToken`` and ``ByChannel`` (paged attention of its CPU plugin), vLLM 0.32 for
 ``Cast`` (cast on write, scale 1.0, and on a CPU toward zero).
@@ -22,9 +23,9 @@ _CONSTANT_SCALE = 1e-4  # scale of a group of equal numbers
 
 @dataclass(frozen=True)
 class Cast:
-    """Storage in the torch type named ``dtype``; larger numbers become the largest one of the type.
+    """Storage in the torch type named ``dtype``; larger numbers are clipped to the largest one of the type.
 
-    Rounds to the nearest, or with ``toward_zero`` (one-byte types only) by cutting off the lower bits.
+    Rounds to nearest, or with ``toward_zero`` (one-byte types only) drops the lower bits.
     """
 
     dtype: str
@@ -44,7 +45,7 @@ class Cast:
 
 @dataclass(frozen=True)
 class ByToken:
-    """Unsigned codes of ``bits``, with a float scale and zero per ``group`` channels of a token (0: all channels)."""
+    """Unsigned codes of ``bits`` bits, with a float scale and zero per ``group`` channels of a token (0: all)."""
 
     bits: int
     group: int = 0
@@ -59,7 +60,7 @@ class ByToken:
 
 @dataclass(frozen=True)
 class ByChannel:
-    """Unsigned codes of ``bits``, with a float scale and zero per channel of a block of BLOCK tokens."""
+    """Unsigned codes of ``bits`` bits, with a float scale and zero per channel of a block of BLOCK tokens."""
 
     bits: int
 
@@ -75,9 +76,9 @@ class ByChannel:
         return torch.where(mask, numbers, 0.0).to(blocks.dtype)
 
     def read_in_order(self, blocks: Tensor, prompt: Tensor, until: Tensor) -> BlockReads:
-        """Return the reads of keys [B, H, n, BLOCK, D] that entered their blocks in order, the prompt's all at once.
+        """Return what queries read of keys [B, H, n, BLOCK, D] written one by one, except the prompt's, all at once.
 
-        ``prompt`` and ``until`` are bool [B, n, BLOCK]: the entries of the prompt, and all that were ever written.
+        ``prompt`` and ``until`` are bool [B, n, BLOCK]: the entries of the prompt, and all entries.
         """
         stored = self.read_back(blocks, prompt[:, None])  # the prompt's entries are written together
         steps = []
@@ -93,10 +94,10 @@ class ByChannel:
 
 
 class BlockReads(NamedTuple):
-    """Keys of blocks as queries read them.
+    """The keys of blocks as queries read them.
 
-    ``same_block`` [B, H, n, BLOCK, BLOCK, D]: as read by the query at each slot of the same block. ``later``
-    [B, H, n, BLOCK, D]: as read by queries of later blocks.
+    ``same_block`` [B, H, n, BLOCK, BLOCK, D] is read by the query at each slot of the same block, ``later``
+    [B, H, n, BLOCK, D] by queries of later blocks.
     """
 
     same_block: Tensor
@@ -105,7 +106,7 @@ class BlockReads(NamedTuple):
 
 @dataclass(frozen=True)
 class EngineStore:
-    """How an engine stores keys and values, None: unchanged. ``shown``: it returns the numbers that queries read."""
+    """How an engine stores keys and values; None: unchanged. ``shown``: the engine returns the numbers queries read."""
 
     keys: Cast | ByToken | ByChannel | None
     values: Cast | ByToken | None
@@ -113,7 +114,7 @@ class EngineStore:
 
 
 def _round_trip(x: Tensor, low: Tensor, scale: Tensor, bits: int) -> Tensor:
-    """Code ``x`` (float32) from ``low`` in steps of ``scale``, and decode it."""
+    """Quantise ``x`` (float32) in steps of ``scale`` from ``low`` on, and decode it."""
     # equal numbers are given back under any scale but 0
     scale = torch.where(scale == 0, _CONSTANT_SCALE, scale)
     zero = -low / scale

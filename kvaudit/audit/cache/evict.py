@@ -1,4 +1,4 @@
-"""The arithmetic of eviction: which slots a query sees, how much attention they draw, and which of them stay."""
+"""The arithmetic of eviction: which slots a query sees, how much attention each slot gets, and which slots are kept."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def attention_mass(
 
 
 def _reach(query_positions: Tensor, positions: Tensor, start: int, before: int | None) -> int:
-    """Return how many first slots [B, H, K] include all that the queries [B, Q] can see.
+    """Return the smallest number of first slots [B, H, K] that includes every slot the queries [B, Q] can see.
 
     ``start`` is the number of the first query; with ``before`` (see ``attention_mass``) nothing is read from a device.
     """
@@ -107,10 +107,10 @@ def add_step_mass(
 def keep_mask(
     importance: Tensor, positions: Tensor, seen: Tensor, policy: Evictor, pinned: Tensor | None = None
 ) -> Tensor:
-    """Return which slots stay: sink, window and pins first, then the highest importance, ties to the earlier position.
+    """Return which slots to keep: sink, window and pins first, then by importance; ties go to the earlier position.
 
-    All tensors [B, H, K] except ``seen`` [B]; slots in order of position. ``policy.budget_at(seen)`` slots stay per
-    head, or on average over heads if they share a budget.
+    All tensors are [B, H, K] except ``seen`` [B]; slots are in order of position. ``policy.budget_at(seen)`` slots are
+    kept per head, or on average over heads that share a budget.
     """
     rank = _rank(importance, positions, seen, policy, pinned)  # [B, H, K]
     order = torch.sort(rank, dim=-1, descending=True, stable=True).indices
@@ -123,7 +123,7 @@ def keep_mask(
 def victim_slots(
     importance: Tensor, positions: Tensor, seen: Tensor, policy: Evictor, pinned: Tensor | None = None
 ) -> Tensor:
-    """Return the one slot per head [B, H] that ``keep_mask`` would drop from budget + 1, for slots in any order."""
+    """Return the slot per head [B, H] that ``keep_mask`` would drop from budget + 1 slots, in any order."""
     rank = _rank(importance, positions, seen, policy, pinned)
     is_lowest = rank == rank.amin(-1, keepdim=True)
     return torch.where(is_lowest, positions, -1).argmax(-1)  # the latest of a tie, as the stable sort above has it

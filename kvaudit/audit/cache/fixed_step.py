@@ -1,9 +1,9 @@
-"""A decode step as a function of tensors that keep their addresses and shapes, so that a GPU can capture and replay it.
+"""A decode step on tensors of fixed addresses and shapes, which a GPU can capture and replay.
 
-What differs from step to step stands in one tensor of numbers: tokens, positions, and the slots that are written. A
-layer either grows, within slots allocated beforehand, of which empty ones are masked; or it holds exactly its budget,
-and the newest entry takes the slot of the one that leaves, in the step itself. Everything else that a policy does
-(other evictions, rows that join or leave) happens between two steps, by the operators of ``EvictingCache``.
+One tensor of numbers holds what differs from step to step: tokens, positions, and the slots to write. A layer either
+grows, within slots allocated beforehand, whose empty ones are masked; or it holds exactly its budget, and the newest
+entry takes the slot of the evicted one within the step. Everything else that a policy does (other evictions, rows that
+join or leave) happens between two steps, by the operators of ``EvictingCache``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ModelForward = Callable[[Tensor, Tensor, "FixedStep"], Tensor]
 
 
 def why_not_fixed(cache: EvictingCache) -> str | None:
-    """Return what of a cache no step of fixed shapes can compute, as the end of a sentence; None if one can."""
+    """Return the feature of a cache that steps of fixed shapes cannot compute, as a noun phrase; None if they can."""
     if cache.routes is not None:
         return "models with experts"
     if cache.rotary_limit is not None:
@@ -37,10 +37,10 @@ def why_not_fixed(cache: EvictingCache) -> str | None:
 
 
 class FixedStep:
-    """The steps of a cache with a fixed number of rows; pass it to the model's forward as ``kv=``.
+    """The decode steps of a cache with a fixed number of rows; pass it to the model's forward as ``kv=``.
 
-    Usage: ``prepare`` counts a step on the host and returns a key; ``run``, or the replay of a run that was captured
-    under an equal key, computes it; ``finish`` does what remains. A key names every address and shape that a run uses.
+    Usage: ``prepare`` counts a step on the host and returns a key; ``run``, or the replay of a run captured under an
+    equal key, computes it; ``finish`` updates the counts and evicts. A key names every address and shape of a run.
     """
 
     routes = None
@@ -50,54 +50,54 @@ class FixedStep:
         self._schedules = list(cache.schedules.values())
         self._layers_of = {s: [layer for layer in cache.layers if layer.schedule is s] for s in self._schedules}
         self._coded = [layer.stepped for layer in cache.layers if layer.stepped is not None]
-        self._ring_size = 0  # exact entries of a row for which they have room
-        self._is_aligned = True  # slots are positions in stores with codes, as far as the key says
+        self._ring_size = 0  # exact entries per row that fit into the rings of stores with codes
+        self._is_aligned = True  # whether the current key assumes that slots are positions in stores with codes
         counts = [self._rows] * 7 + [len(cache.layers), len(self._schedules), len(self._schedules), 1]
         self._numbers = torch.zeros(sum(counts), dtype=torch.int64, device=cache.device)
-        self._ids, self._positions, self._seen, *coding, self._slots, victims, left, hint = torch.split(
+        self._ids, self._positions, self._seen, *coding, self._slots, victims, evicted, hint = torch.split(
             self._numbers, counts
         )
-        keys_done, values_done, keys_leaving, values_leaving = coding
-        self._coding = StepCoding((keys_done, values_done), (keys_leaving, values_leaving), hint)
+        keys_done, values_done, keys_due, values_due = coding
+        self._coding = StepCoding((keys_done, values_done), (keys_due, values_due), hint)
         self._until: tuple[Counts, Counts] | None = None  # how many keys and values are codes after the step
         self._victims = {
-            schedule: Victims(victims[n : n + 1], left[n : n + 1]) for n, schedule in enumerate(self._schedules)
+            schedule: Victims(victims[n : n + 1], evicted[n : n + 1]) for n, schedule in enumerate(self._schedules)
         }
-        self._replacing = set[Schedule]()  # the newest entry takes a slot within the step
-        self._by_position = set[Schedule]()  # of these, where the host knows which one
+        self._replacing = set[Schedule]()  # those whose newest entry takes an evicted entry's slot within the step
+        self._by_position = set[Schedule]()  # those of ``_replacing`` whose evicted slot is known on the host
         self._attended = set[int]()
-        self._leaving_slots: tuple[Tensor, Tensor] | None = None
+        self._due_slots: tuple[Tensor, Tensor] | None = None
         self._key: Hashable = None
-        self._changes = -1  # of the cache, when the key was made
-        self._first_alike: list[CachedLayer] = []  # of each set of layers with one schedule and as many slots
-        self._is_new = True  # the key of this step is not that of the one before
+        self._changes = -1  # the cache's count of changes when the key was made
+        self._representatives: list[CachedLayer] = []  # one layer of each set with equal schedule, length and slots
+        self._is_new = True  # whether the key differs from that of the last step
 
     # --- on the host --------------------------------------------------------------------------------------------------
 
     def prepare(self, tokens: Sequence[int], room: int, pinned: Tensor | None = None) -> Hashable:
-        """Count one token per row (-1 = none), and load the numbers of the step; return the key of its run.
+        """Count one token per row (-1 = none), load the numbers of the step, and return the key of its run.
 
-        About ``room`` more steps are expected. ``pinned`` bool [B, 1] marks tokens that never leave.
+        ``room`` is the expected number of further steps. ``pinned`` bool [B, 1] marks tokens that are never evicted.
         """
         cache, before = self._cache, self._cache.seen.tolist()
         first = tuple(seen if token >= 0 else -1 for token, seen in zip(tokens, before, strict=True))
         new = NewTokens(1, tuple(int(position >= 0) for position in first), first)
         longest = cache.begin_step(new, pinned)
         newest = first[0] if new.is_aligned else None
-        # layers that have been alike stay so while nothing has moved, and one of them tells of all
+        # layers of one set stay alike until tensors move, so it is enough to look at one of each set
         has_moved = cache.changes != self._changes
-        looked_at = cache.layers if has_moved else self._first_alike
-        did = (self._replacing, self._by_position)
-        self._replacing, self._by_position, left = set(), set(), {}
+        examined = cache.layers if has_moved else self._representatives
+        previous = (self._replacing, self._by_position)
+        self._replacing, self._by_position, host_victims = set(), set(), {}
         for schedule in self._schedules:
-            if self._can_replace(schedule, looked_at):
+            if self._can_replace(schedule, examined):
                 self._replacing.add(schedule)
                 victims = self._victims_on_host(schedule, newest)
                 if victims is not None:
                     self._by_position.add(schedule)
-                    left[schedule] = victims
+                    host_victims[schedule] = victims
         coding, has_changed = self._count_codes(before, has_moved=has_moved)
-        lacks_room = any(self._lacks_room(layer, longest) for layer in looked_at)
+        lacks_room = any(self._lacks_room(layer, longest) for layer in examined)
         if lacks_room:
             for layer in cache.layers:
                 self._reserve(layer, longest, room)
@@ -106,32 +106,34 @@ class FixedStep:
         numbers += cache.seen.tolist()
         numbers += coding
         numbers += [layer.store.length for layer in cache.layers]
-        numbers += [left[schedule][0] if schedule in left else 0 for schedule in self._schedules]
-        numbers += [left[schedule][1] if schedule in left else 0 for schedule in self._schedules]
+        numbers += [host_victims[schedule][0] if schedule in host_victims else 0 for schedule in self._schedules]
+        numbers += [host_victims[schedule][1] if schedule in host_victims else 0 for schedule in self._schedules]
         numbers.append(len(cache.coded_steps))
         # CUDA has read ordinary memory before the call returns
         self._numbers.copy_(torch.tensor(numbers), non_blocking=self._numbers.device.type == "cuda")
         self._newest, self._longest = newest, longest
         self._is_new = False
-        if has_moved or has_changed or lacks_room or did != (self._replacing, self._by_position):
+        if has_moved or has_changed or lacks_room or previous != (self._replacing, self._by_position):
             key = self._describe()
             self._key, self._is_new, self._changes = key, key != self._key, cache.changes
-            alike = {(layer.schedule, layer.store.length, layer.store.slots): layer for layer in reversed(cache.layers)}
-            self._first_alike = [*alike.values()]
+            representatives = {
+                (layer.schedule, layer.store.length, layer.store.slots): layer for layer in reversed(cache.layers)
+            }
+            self._representatives = [*representatives.values()]
         return self._key
 
     def _count_codes(self, before: list[int], *, has_moved: bool) -> tuple[list[int], bool]:
-        """Bring stores with codes into form, for rows that had seen ``before`` tokens.
+        """Prepare stores with codes for a step of rows that had seen ``before`` tokens.
 
-        Returns the numbers of ``StepCoding``, and whether the form of some store has changed.
+        Returns the numbers of ``StepCoding``, and whether the layout of some store has changed.
         """
         self._until = until = self._cache.coded_counts()
         if until is None:
             return [0] * (4 * self._rows), False
-        first = self._coded[0]  # all have coded as much
+        first = self._coded[0]  # all stores have quantised the same entries
         size = first.most_exact(before)
         enters = has_moved or size > self._ring_size
-        # a row that was fed nothing has lost step with its slots
+        # slots stop being positions once a step feeds nothing to some row
         changed, self._is_aligned = first.is_aligned != self._is_aligned, first.is_aligned
         if enters:
             self._ring_size = max(size, self._ring_size)
@@ -139,19 +141,19 @@ class FixedStep:
                 store.enter_steps(self._ring_size)
                 store.begin_step(self._coding)
         done, on_write = first.done, first.on_write
-        leaving = [
+        due_positions = [
             [end - 1 if end > start else -1 for start, end in zip(old.numbers, new.numbers, strict=True)]
             for old, new in zip(done, until, strict=True)
         ]
-        self._leaving = (leaving[0], leaving[1])
+        self._due_positions = (due_positions[0], due_positions[1])
         read = until if on_write else done
-        return [*read[0].numbers, *read[1].numbers, *leaving[0], *leaving[1]], enters or changed
+        return [*read[0].numbers, *read[1].numbers, *due_positions[0], *due_positions[1]], enters or changed
 
-    def _can_replace(self, schedule: Schedule, looked_at: Sequence[CachedLayer]) -> bool:
+    def _can_replace(self, schedule: Schedule, examined: Sequence[CachedLayer]) -> bool:
         eviction = schedule.eviction
         if eviction is None or self._cache.pins is not None:
             return False
-        layers = [layer for layer in looked_at if layer.schedule is schedule]
+        layers = [layer for layer in examined if layer.schedule is schedule]
         return all(not layer.moves_sinks and layer.can_replace(eviction, layer.store.length + 1) for layer in layers)
 
     def _victims_on_host(self, schedule: Schedule, newest: int | None) -> tuple[int, int] | None:
@@ -166,14 +168,14 @@ class FixedStep:
         return victims.slots, victims.positions
 
     def _lacks_room(self, layer: CachedLayer, longest: int) -> bool:
-        """Whether a layer has no slot for the new entry, or no place in its ledger for one that leaves."""
+        """Return whether a layer has no slot for the new entry, or no room in its ledger for an evicted one."""
         store = layer.store
         if layer.schedule in self._replacing:
             return store.length >= store.slots or not store.ledger_holds(longest)
         return store.length >= store.slots or not store.is_reserved
 
     def _reserve(self, layer: CachedLayer, longest: int, room: int) -> None:
-        """Make room for the new entry, and for more of them."""
+        """Reserve slots for the new entry and for later ones."""
         store = layer.store
         if layer.schedule in self._replacing:
             store.reserve_for_steps(store.length + 1, 0, max_slots=None)
@@ -183,22 +185,22 @@ class FixedStep:
             store.reserve_for_steps(store.length + 1, room, max_slots=layer.schedule.max_slots)
 
     def _describe(self) -> Hashable:
-        """Return a key of everything that a run bakes in: addresses, shapes, and what it does on the host."""
+        """Return a key of everything that a captured run fixes: addresses, shapes, and decisions of the host."""
         parts: list[Hashable] = [self._rows]
         for layer in self._cache.layers:
             store, replaces = layer.store, layer.schedule in self._replacing
             parts += [store.slots, store.uniform, replaces, layer.schedule in self._by_position]
             parts.append(layer.stepped is not None and layer.stepped.is_aligned)
             if replaces:
-                parts += [store.length, *_place(store.evicted_at)]
+                parts += [store.length, *_identity(store.evicted_at)]
             for tensor in layer.tensors():
-                parts += _place(tensor)
+                parts += _identity(tensor)
         for tensor in self._cache.row_keys.tensors():
-            parts += _place(tensor)
+            parts += _identity(tensor)
         return tuple(parts)
 
     def finish(self) -> None:
-        """Count what the step did, and evict where that was not part of it."""
+        """Update counts after a step, and evict from layers in which the step has not replaced an entry."""
         cache = self._cache
         for layer in cache.layers:
             if layer.schedule in self._replacing:
@@ -211,7 +213,7 @@ class FixedStep:
             elif self._until is not None:
                 layer.stepped.end_step(self._newest, *self._until)
         if self._coded and self._coded[0].records_hints:
-            cache.coded_steps.append(self._leaving)
+            cache.coded_steps.append(self._due_positions)
             if len(cache.coded_steps) == HINT_BATCH:
                 cache.record_hints()
         if self._is_new:
@@ -221,17 +223,17 @@ class FixedStep:
         cache.end_step()
 
     def _evict_between(self) -> bool:
-        """Evict from layers whose newest entry did not take the slot of another; return whether any did."""
+        """Evict from due layers in which the step has not replaced an entry; return whether there were any."""
         cache = self._cache
         due = [schedule for schedule in self._schedules if schedule.eviction and schedule not in self._replacing]
         if due:
-            # made for this alone: the run has no need of it
+            # a run does not need this forward, only the evictions here do
             next_query = self._seen.to(torch.int32)[:, None, None]
             cache.forward = self._forward_of(self._positions[:, None].to(torch.int32), next_query, self._longest)
         for schedule in due:
             assert schedule.eviction is not None
             for layer in self._layers_of[schedule]:
-                layers = cache.compressing(layer)
+                layers = cache.layers_to_compress(layer)
                 if layers:
                     cache.evict(layers, schedule.eviction)
         return bool(due)
@@ -239,18 +241,18 @@ class FixedStep:
     # --- on the device ------------------------------------------------------------------------------------------------
 
     def run(self, forward: ModelForward) -> Tensor:
-        """Return the logits [B, V] of the step, whose numbers are read from one tensor."""
+        """Return the logits [B, V] of the step that ``prepare`` has loaded."""
         layers = self._cache.layers
         lengths = [layer.store.length for layer in layers]
         self._attended.clear()
-        self._leaving_slots = None
+        self._due_slots = None
         positions = self._positions[:, None].to(torch.int32)  # [B, 1]
         self._forward = self._forward_of(positions, self._seen.to(torch.int32)[:, None, None], 0)
         for schedule in self._by_position:
             schedule.victims = self._victims[schedule]
         for layer in layers:
-            # a layer that holds its budget has just room for the newest; else all slots count as in use, and empty
-            # ones are masked
+            # a layer that replaces has one more slot for the newest entry; in others all slots count as in use, and
+            # empty ones are masked
             replaces = layer.schedule in self._replacing
             layer.store.length = layer.store.length + 1 if replaces else layer.store.slots
         try:
@@ -262,7 +264,7 @@ class FixedStep:
                 schedule.victims = None
 
     def _forward_of(self, positions: Tensor, next_query: Tensor, longest: int) -> Forward:
-        """Return the forward as layers need it; ``longest`` 0: the ledger is wide enough."""
+        """Return the ``Forward`` of a step; ``longest`` 0: the ledger is wide enough."""
         return Forward(
             positions,
             True,
@@ -279,22 +281,22 @@ class FixedStep:
 
     @skip_compile
     def attend(self, call: AttentionCall) -> Tensor:
-        """Write the new entries, attend, and let them take the slots of those that leave: [B, G*H, 1, D]."""
+        """Write the new entries, attend, and replace evicted entries; return the output [B, G*H, 1, D]."""
         cache, forward = self._cache, self._forward
         require_single_call(call.layer, self._attended, len(cache.layers))
         self._attended.add(call.layer)
         layer = cache.layers[call.layer]
         layer.write_at(self._slots[call.layer : call.layer + 1], call, forward)
         store = layer.stepped
-        if store is not None and self._leaving_slots is None:  # the same in all layers with codes
-            self._leaving_slots = store.leaving_slots()
-        if store is not None and self._leaving_slots is not None and store.on_write:
-            store.code_step(self._leaving_slots)
+        if store is not None and self._due_slots is None:  # the same in all layers with codes
+            self._due_slots = store.due_slots()
+        if store is not None and self._due_slots is not None and store.on_write:
+            store.code_step(self._due_slots)
         out = layer.step_attention(call, forward)
         layer.add_step_queries(call.query, forward)
-        if store is not None and self._leaving_slots is not None and not store.on_write:
-            store.code_step(self._leaving_slots)
-        layers, eviction = cache.compressing(layer), layer.schedule.eviction
+        if store is not None and self._due_slots is not None and not store.on_write:
+            store.code_step(self._due_slots)
+        layers, eviction = cache.layers_to_compress(layer), layer.schedule.eviction
         if layers and eviction is not None and layer.schedule in self._replacing:
             cache.replace(layers, eviction, forward, on_device=True)
         return out
@@ -306,6 +308,6 @@ class FixedStep:
             raise RunError(f"{len(self._attended)} of the model's {len(self._cache.layers)} layers attended")
 
 
-def _place(tensor: Tensor) -> tuple[Hashable, ...]:
-    """Return address, shape and dtype: memory that was freed may hold a tensor of another shape."""
+def _identity(tensor: Tensor) -> tuple[Hashable, ...]:
+    """Return address, shape and dtype of a tensor: freed memory may be reused by a tensor of another shape."""
     return tensor.data_ptr(), tensor.shape, tensor.dtype

@@ -1,9 +1,10 @@
-"""Hints: recorded codes of values near the border between two codes, so that a replay decides them alike.
+"""Rounding hints: the recorded codes of values near the border between two codes, so that a replay rounds them alike.
 
-A replay rounds differently, so a value at a border may get the neighbouring code, which changes everything after it.
+A replay computes with other rounding, so a value at a border may get the neighbouring code, which changes all that
+follows.
 The sampler therefore records every code that would differ if its value moved by ``BAND`` of the largest magnitude in
-its token and head, and the shadow pass uses the recorded code. A hint that is at no border in the replay is forged or
-comes from other weights; it is never used.
+its token and head, and the shadow pass uses the recorded code. A hint at no border in the replay is forged or comes
+from other weights; it is never used.
 
 A hint is a uint16 word: 12 bits for the distance to the hint before, 4 bits for the low bits of the code's rank among
 all codes. Elements are numbered ``(((token * L + layer) * 2 + part) * H + head) * D + channel``, where part 0 is keys
@@ -44,7 +45,7 @@ class Ranks(NamedTuple):
 
 @cache
 def ranks(codec: Quantiser, device: torch.device) -> Ranks:
-    """Rank the codes of a codec; neighbours differ by 1, and codes of the same number (two zeros) share a rank."""
+    """Return the ranks of a codec's codes; neighbours differ by 1, codes of equal value (two zeros) share one."""
     codes = torch.arange(2**codec.bits, dtype=torch.uint8)
     decoded = codec.numbers(codes, torch.empty_like(codes, dtype=torch.float64))
     numbers, rank_of = torch.unique(decoded, return_inverse=True)
@@ -52,7 +53,7 @@ def ranks(codec: Quantiser, device: torch.device) -> Ranks:
     return Ranks(rank_of.to(device), code_of.to(device))
 
 
-# --- words of the file ------------------------------------------------------------------------------------------------
+# --- packing to uint16 words ------------------------------------------------------------------------------------------
 
 
 def pack_hints(index: Tensor, low: Tensor) -> Tensor:
@@ -68,14 +69,14 @@ def pack_hints(index: Tensor, low: Tensor) -> Tensor:
 
 
 def unpack_hints(words: Tensor) -> tuple[Tensor, Tensor]:
-    """Return element numbers and low bits of words: the inverse of ``pack_hints``."""
+    """Unpack words into element numbers and low bits of ranks: the inverse of ``pack_hints``."""
     wide = words.to(torch.int64)
     index, is_hint = (wide // _LOW).cumsum(0), wide // _LOW < _FAR
     return index[is_hint], wide[is_hint] % _LOW
 
 
 def are_valid_hints(words: Tensor) -> bool:
-    """Whether ``pack_hints`` can have made these words: no element occurs twice."""
+    """Return whether ``pack_hints`` can have made these words, in which no element occurs twice."""
     if words.dtype is not torch.uint16 or words.dim() != 1:
         return False
     return bool((unpack_hints(words)[0].diff() > 0).all())
@@ -85,18 +86,18 @@ def are_valid_hints(words: Tensor) -> bool:
 
 
 class _Batch(NamedTuple):
-    """The arguments of ``HintRecorder.add`` for K entries, until they are examined."""
+    """The arguments of ``HintRecorder.add`` for K entries that have not been examined yet."""
 
     part: int
     x: Tensor
     codes: Tensor
     parameters: Tensor
     positions: Tensor | int
-    leaving: Tensor | None
+    is_due: Tensor | None
 
 
 class HintRecorder:
-    """The hints of one layer, row by row."""
+    """The recorder of one layer's hints, row by row."""
 
     def __init__(self, codec: Quantiser, rows: int) -> None:
         self._codec = codec
@@ -110,16 +111,17 @@ class HintRecorder:
         x: Tensor,
         codes: Tensor,
         parameters: Tensor,
-        leaving: Tensor | None,
+        is_due: Tensor | None,
         positions: Tensor | int,
         places: Tensor | None = None,
         *,
         is_copy: bool = False,
     ) -> None:
-        """Record the hints of ``x`` [B, H, K, D], which becomes ``codes`` where ``leaving`` [B, H, K] (None: all).
+        """Record the hints of ``x`` [B, H, K, D] quantised to ``codes`` where ``is_due`` [B, H, K], None: everywhere.
 
-        ``positions`` [B, H, K], or the first of K consecutive ones in all rows and heads. ``places``: the only ones of
-        K where something leaves, if known. ``is_copy``: ``x`` shares no memory and is not changed later.
+        ``positions`` [B, H, K], or the first of K consecutive ones, equal in all rows and heads. ``places``: the
+        indices along K at which anything is due, if known. ``is_copy``: ``x`` shares no memory and is not changed
+        later.
         """
         if x.dtype not in HINTED_DTYPES:
             return
@@ -127,8 +129,8 @@ class HintRecorder:
             assert not isinstance(positions, int), "consecutive positions have no places left out"
             index = upload(places, x.device)
             x, codes, parameters, positions = (t.index_select(2, index) for t in (x, codes, parameters, positions))
-            leaving, is_copy = None if leaving is None else leaving.index_select(2, index), True
-        batch = _Batch(part, x, codes, parameters, positions, leaving)
+            is_due, is_copy = None if is_due is None else is_due.index_select(2, index), True
+        batch = _Batch(part, x, codes, parameters, positions, is_due)
         if x.shape[2] >= HINT_BATCH:  # a prompt
             self._examine([batch])
             return
@@ -149,7 +151,7 @@ class HintRecorder:
 
     def _examine(self, batches: Sequence[_Batch]) -> None:
         tensors = zip(*((batch.x, batch.codes, batch.parameters) for batch in batches), strict=True)
-        joined = [*map(_concat_slots, tensors), _concat_positions(batches), _concat_leaving(batches)]
+        joined = [*map(_concat_slots, tensors), _concat_positions(batches), _concat_masks(batches)]
         for first_row, piece in _pieces(joined):
             self._record(batches[0].part, first_row, *piece)
 
@@ -161,12 +163,12 @@ class HintRecorder:
         codes: Tensor,
         parameters: Tensor,
         positions: Tensor,
-        leaving: Tensor,
+        is_due: Tensor,
     ) -> None:
         ranked = ranks(self._codec, x.device)
         band = BAND * x.abs().amax(-1, keepdim=True)
         below, above = (encode_as(moved, parameters, self._codec) for moved in (x - band, x + band))
-        elements = ((below != above) & leaving[..., None]).nonzero()
+        elements = ((below != above) & is_due[..., None]).nonzero()
         index = tuple(elements.unbind(1))
         # with several borders within the band a wrong code is no larger than rounding itself
         is_single = ranked.rank_of[above[index].long()] - ranked.rank_of[below[index].long()] == 1
@@ -179,7 +181,7 @@ class HintRecorder:
             row_hints.append(new)
 
     def row_hints(self, row: int, layer: int, layers: int, heads: int, width: int) -> tuple[Tensor, Tensor]:
-        """Return element numbers and low bits of a row's hints so far, unordered."""
+        """Return the element numbers and the low bits of ranks of a row's hints so far, in no order."""
         self._examine_all()
         hints = torch.cat([torch.zeros(0, 5, dtype=torch.int32), *self._hints[row]]).long()
         token, part, head, channel, rank = hints.unbind(1)
@@ -215,12 +217,12 @@ def _concat_positions(batches: Sequence[_Batch]) -> Tensor:
     return _concat_slots(tensors)
 
 
-def _concat_leaving(batches: Sequence[_Batch]) -> Tensor:
-    if all(batch.leaving is None for batch in batches):
+def _concat_masks(batches: Sequence[_Batch]) -> Tensor:
+    if all(batch.is_due is None for batch in batches):
         slots = sum(batch.x.shape[2] for batch in batches)
         return torch.ones(*batches[0].x.shape[:2], slots, dtype=torch.bool, device=batches[0].x.device)
     return _concat_slots(
-        [b.x.new_ones(b.x.shape[:3], dtype=torch.bool) if b.leaving is None else b.leaving for b in batches]
+        [b.x.new_ones(b.x.shape[:3], dtype=torch.bool) if b.is_due is None else b.is_due for b in batches]
     )
 
 
@@ -238,11 +240,11 @@ def _pieces(tensors: Sequence[Tensor]) -> Iterator[tuple[int, list[Tensor]]]:
             yield first, [tensor[first : first + step, :, start : start + width] for tensor in tensors]
 
 
-# --- applying them in a replay ----------------------------------------------------------------------------------------
+# --- applying hints in a replay ---------------------------------------------------------------------------------------
 
 
-class CodePlace(NamedTuple):
-    """The keys or values (``part``) of a layer; ``width`` is the wider of their heads."""
+class LayerPart(NamedTuple):
+    """The keys (``part`` 0) or values (1) of a layer; ``width`` is the larger head size of both."""
 
     layer: int
     part: int
@@ -287,12 +289,12 @@ class HintTable:
         slices = [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
         return {number: Hints(*(tensor[span] for tensor in hints)) for number, span in enumerate(slices)}
 
-    def take_over(self, place: CodePlace, x: Tensor, codes: Tensor, parameters: Tensor, codec: Quantiser) -> Tensor:
-        """Return ``codes`` [B, H, K, D] of ``x`` with the recorded ones at borders."""
+    def apply(self, layer_part: LayerPart, x: Tensor, codes: Tensor, parameters: Tensor, codec: Quantiser) -> Tensor:
+        """Return ``codes`` [B, H, K, D] of ``x``, with the recorded codes in place of those at borders."""
         ranked = ranks(codec, x.device)
         if self._parts is None:
-            self._parts = self._unpack(x.shape[1], place.width)
-        row, head, column, named_channel, low = self._parts[place.layer * 2 + place.part]
+            self._parts = self._unpack(x.shape[1], layer_part.width)
+        row, head, column, named_channel, low = self._parts[layer_part.layer * 2 + layer_part.part]
         # hints count channels by the wider of keys and values: a forged one may name a channel that this part lacks
         channel = named_channel.clamp(max=x.shape[3] - 1)
         value, code = x[row, head, column, channel], codes[row, head, column, channel]
@@ -301,9 +303,9 @@ class HintTable:
         reach = REACH * x.abs().amax(-1)[row, head, column]
         below, above = (ranked.rank_of[codec.encode(moved, fitted).long()] for moved in (value - reach, value + reach))
         rank = ranked.rank_of[code.long()]
-        rank = rank + (low - rank + _LOW // 2) % _LOW - _LOW // 2  # the nearest with these low bits
+        rank = rank + (low - rank + _LOW // 2) % _LOW - _LOW // 2  # the nearest rank with these low bits
         is_near = (below < above) & (below <= rank) & (rank <= above) & (channel == named_channel)
-        self._add_strays(row[~is_near], torch.full_like(row[~is_near], place.layer))
+        self._add_strays(row[~is_near], torch.full_like(row[~is_near], layer_part.layer))
         recorded = ranked.code_of[rank.clamp(0, len(ranked.code_of) - 1)]
         return codes.index_put((row, head, column, channel), torch.where(is_near, recorded, code))
 
@@ -313,7 +315,7 @@ class HintTable:
 
 
 def _columns(positions: Tensor, row: Tensor, token: Tensor) -> Tensor:
-    """Return the columns [N] of tokens of rows, -1 for tokens in no column."""
+    """Return the column [N] of each ``token`` in its ``row``, -1 for a token in no column."""
     longest = int(positions.max()) + 1
     table = positions.new_full((len(positions), longest + 1), -1, dtype=torch.int64)
     columns = torch.arange(positions.shape[1], device=positions.device).expand_as(positions)

@@ -1,6 +1,6 @@
-"""State that a layer keeps in addition to its entries, if its policy asks for it.
+"""State that a layer keeps besides its entries, if its policy needs it.
 
-Statistics of queries are taken before rotation: O(D^2) or O(D) numbers per head, whatever the length.
+Statistics of queries are taken before rotary embedding and have O(D^2) or O(D) numbers per head at any length.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvaudit.audit.policies import Centres, Extremes, Moments
 
 
 class LayerState:
-    """Tensors [B, ...] of one layer, empty until the first ``add``."""
+    """The base of a layer's state: tensors [B, ...], empty until the first ``add``."""
 
     _tensors: ClassVar[tuple[str, ...]]  # their attributes
 
@@ -30,7 +30,7 @@ class LayerState:
                 setattr(self, name, tensor.index_select(0, rows))
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yield the tensors."""
+        """Yield the tensors, which a captured step reads or writes."""
         return (getattr(self, name) for name in self._tensors)
 
     def join(self, other: LayerState) -> None:
@@ -43,7 +43,7 @@ class LayerState:
 
 
 class LastQueries(LayerState):
-    """The last ``window`` queries of every row, in a ring: the query at position p is at place p % window."""
+    """A ring buffer of the last ``window`` queries of every row: the query at position p has index p % window."""
 
     _tensors = ("_queries", "_positions")
 
@@ -55,7 +55,7 @@ class LastQueries(LayerState):
     def add(self, query: Tensor, positions: Tensor, places: tuple[Tensor, Tensor] | None, *, real: Tensor) -> None:
         """Add queries [B, N, Q, D] at positions [B, Q] (-1 = padding); ``real`` on the CPU is False at padding.
 
-        For a single column ``places`` are the rows without padding there, and their places in the ring.
+        ``places``, for a single column (Q = 1): the rows with a query, and the query's index in the ring.
         """
         if not self._queries.numel():
             self._queries = query.new_zeros(*query.shape[:2], self._window, query.shape[3])
@@ -92,7 +92,7 @@ class LastQueries(LayerState):
         return self._positions.amax(1) + 1
 
     def of(self, rows: Tensor | slice) -> tuple[Tensor, Tensor]:
-        """Return queries [b, N, W, D] and positions [b, W] of some rows, oldest first, absent ones before them."""
+        """Return queries [b, N, W, D] and positions [b, W] of some rows, oldest first; missing ones (-1) come first."""
         queries, positions = self._queries[rows], self._positions[rows]
         # the oldest is at the place of the next query
         steps = torch.arange(self._window, device=positions.device)
@@ -111,7 +111,7 @@ def _write_queries(ring: Tensor, ring_positions: Tensor, query: Tensor, position
 
 
 class QueryMoments(LayerState):
-    """Sums (float32, for a float64 model float64) for mean and covariance of queries from position ``sink`` on."""
+    """Sums for the mean and covariance of queries from position ``sink`` on; float32, or float64 for such a model."""
 
     _tensors = ("_count", "_sum", "_outer")
 
@@ -148,7 +148,7 @@ class QueryMoments(LayerState):
 
 
 class QueryCentres(LayerState):
-    """Sums (float32, for a float64 model float64) over queries, and over the lengths of their rotating pairs."""
+    """Sums over queries and over the lengths of their rotary pairs; float32, or float64 for such a model."""
 
     _tensors = ("_count", "_sum", "_lengths")
 
@@ -181,9 +181,9 @@ class QueryCentres(LayerState):
 
 
 class UnitExtremes(LayerState):
-    """The lowest and highest number of each channel among the keys of every unit of positions.
+    """The minimum and maximum of each channel over the keys of every unit of positions.
 
-    For layers without eviction: an extreme is never taken back. The first unit is for padding.
+    For layers without eviction, since no key is ever removed from an extreme. The first unit is for padding.
     """
 
     _tensors = ("_low", "_high")
@@ -225,11 +225,11 @@ class UnitExtremes(LayerState):
 
 
 class MovingSinks(LayerState):
-    """Sink keys that are re-rotated after every eviction, as if positions were counted inside the cache.
+    """The sink keys of StreamingLLM, re-rotated after every eviction as if positions were counted inside the cache.
 
-    StreamingLLM's original does this; for serving only. Recent entries and queries would all move by the same amount,
-    so only the sinks have to move: towards the recent entries, by the number of evicted ones between. They are always
-    rotated from their first keys, so that rounding does not add up.
+    For serving only. Recent entries and queries would all move by the same amount, so only the sinks have to move:
+    towards the recent entries, by the number of evicted entries between. They are always rotated from their first keys,
+    so that rounding does not add up.
     """
 
     _tensors = ("_first", "_has_first")
@@ -240,7 +240,7 @@ class MovingSinks(LayerState):
         self._has_first = torch.empty(0, dtype=torch.bool)  # [B]
 
     def move(self, store: Store, rows: Tensor | slice, *, by: Tensor) -> None:
-        """Set the sinks of some rows ``by`` [b] positions further than they were computed at."""
+        """Rotate the sinks of some rows to ``by`` [b] positions after the ones they were computed at."""
         # sinks are protected, so they stay in the first slots
         keys = self._allocate(store)
         new = torch.zeros_like(self._has_first)
@@ -253,7 +253,7 @@ class MovingSinks(LayerState):
         store.overwrite_keys(rows, self._sink, self._rotary.turn(first, by[:, None].expand(-1, first.shape[2])))
 
     def _allocate(self, store: Store) -> Tensor:
-        """Return the keys in a store's first slots, and make room for the first keys if there is none yet."""
+        """Return the keys in a store's sink slots; allocate the copy of the first keys at the first call."""
         keys = store.entries(slice(None))[0][:, :, : self._sink]
         if not self._has_first.numel():
             self._first = keys.new_zeros(*keys.shape[:2], self._sink, keys.shape[3])

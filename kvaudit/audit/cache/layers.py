@@ -1,7 +1,7 @@
-"""The layers of a model: which of them a policy governs, and how layers of linear attention hand on their state.
+"""The layers of a model: which of them a policy governs, and how layers of linear attention keep their state.
 
-Only the real tokens of a row may move its state. If rows differ in padding, a linear layer therefore runs once per
-number of real tokens, over those rows alone and without their padding.
+Padding must not change a row's state. If rows differ in padding, a linear layer therefore runs once for each number of
+real tokens, over the rows with that number and without their padding.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _CONVOLUTION, _RECURRENT = "convolution", "recurrent"
 class LayerPlan(NamedTuple):
     """The policy of one layer, and the model's own sliding window if the layer has one.
 
-    ``has_entries``: it has keys and values; ``has_state``: it hands on a state, as linear attention does. A layer may
-    have both.
+    ``has_entries``: it has keys and values; ``has_state``: it has a recurrent state, as linear attention does. A layer
+    may have both.
     """
 
     policy: Policy
@@ -39,7 +39,7 @@ class LayerPlan(NamedTuple):
 
     @property
     def evictor(self) -> Evictor:
-        """The part of the policy that decides which entries stay."""
+        """The part of the policy that decides which entries to keep."""
         return evictor_of(self.policy)
 
     @property
@@ -54,15 +54,15 @@ class LayerPlan(NamedTuple):
 
     @property
     def is_governed(self) -> bool:
-        """Whether the user's policy, and not the model, decides what this layer keeps."""
+        """Whether the user's policy, and not the model itself, decides which entries this layer keeps."""
         return self.has_entries and self.sliding_window is None
 
 
 def layer_plans(config: Any, policy: Policy) -> list[LayerPlan]:
-    """Return a plan per layer: ``policy`` for full attention, their own window for sliding-window layers.
+    """Return a plan for each layer: ``policy`` for full attention, the model's window for sliding-window attention.
 
     Layers of linear attention evict nothing. Raises RunError for a model without full-attention layers or with layers
-    of an unknown kind, and if ``skip_layers`` names layers that the policy does not govern, or all that it does.
+    of an unknown kind, and if ``skip_layers`` names a layer that the policy does not govern, or all that it governs.
     """
     text = config.get_text_config(decoder=True)
     if text.is_encoder_decoder:
@@ -73,7 +73,7 @@ def layer_plans(config: Any, policy: Policy) -> list[LayerPlan]:
         raise RunError(f"model {text.model_type!r} has no full-attention layer ({names}): there is nothing to compress")
     governed = [n for n, kind in enumerate(kinds) if kind in GOVERNED_KINDS]
     skipped = _skipped_layers(policy, governed)
-    # numbered among the governed layers alone: their budgets have the policy's budget as their mean
+    # numbers count governed layers only, because the mean of their budgets must be the policy's budget
     numbers = {layer: number for number, layer in enumerate(governed)}
     plans = []
     for layer, kind in enumerate(kinds):
@@ -107,20 +107,20 @@ def _layer_plan(kind: str, text: Any, policy: Policy) -> LayerPlan:
 
 
 def describe_governed_layers(config: Any) -> str:
-    """Say how many layers a policy governs and what the others do; empty if it governs all."""
+    """Return a phrase that says how many layers a policy evicts and what the others do; empty if it evicts all."""
     plans = layer_plans(config, Dense())
-    others = []
+    notes = []
     if not all(plan.has_entries for plan in plans):
-        others.append("are linear and keep their state")
+        notes.append("are linear and keep their state")
     if any(plan.sliding_window is not None for plan in plans):
-        others.append("keep their own sliding window")
-    if not others:
+        notes.append("keep their own sliding window")
+    if not notes:
         return ""
-    return f"evicts {sum(plan.is_governed for plan in plans)} of {len(plans)} layers; the others {' or '.join(others)}"
+    return f"evicts {sum(plan.is_governed for plan in plans)} of {len(plans)} layers; the others {' or '.join(notes)}"
 
 
 def kv_heads(config: Any) -> int:
-    """Return the number of KV heads of every layer, as its keys reach attention."""
+    """Return the number of KV heads of the keys that attention gets, the same in every layer."""
     text = config.get_text_config(decoder=True)
     if not hasattr(text, "num_key_value_heads") or hasattr(text, "kv_lora_rank"):
         return int(text.num_attention_heads)  # keys per query head, stored or made from a latent
@@ -140,7 +140,7 @@ def layer_kinds(config: Any) -> list[str]:
 
 
 class States:
-    """The states of one layer for some rows, with the methods that transformers' linear layers call on a cache."""
+    """The recurrent states of one layer, with the methods that transformers' linear layers call on a cache."""
 
     def __init__(self, tensors: dict[tuple[str, int], Tensor] | None = None) -> None:
         self.tensors = {} if tensors is None else tensors  # [B, ...] each; absent before the first token
@@ -152,7 +152,7 @@ class States:
         return self.tensors.get((_RECURRENT, state_idx))
 
     def is_recording_past(self, layer_idx: int) -> bool:  # noqa: ARG002
-        """Return False: earlier states, which assisted decoding would go back to, are not kept."""
+        """Return False, since earlier states, to which assisted decoding goes back, are not kept."""
         return False
 
     def update_conv_state(
@@ -163,7 +163,7 @@ class States:
         *,
         conv_kernel_size: int,
     ) -> Tensor:
-        """Append inputs [B, C, Q]; return the earlier inputs followed by them."""
+        """Append convolution inputs [B, C, Q]; return the kept inputs followed by the new ones."""
         before = self.tensors.get((_CONVOLUTION, state_idx))
         inputs = conv_states if before is None else torch.cat([before, conv_states], -1)
         # the last [B, C, kernel] are kept, with zeros before the first token
@@ -180,18 +180,18 @@ class States:
         return States({name: tensor[rows] for name, tensor in self.tensors.items()})
 
     def put(self, rows: Tensor, states: States, batch: int) -> None:
-        """Set the states of some rows of a batch; rows that were never set have a state of zeros."""
+        """Set the states of ``rows`` of a batch; rows that are never set have a state of zeros."""
         for name, tensor in states.tensors.items():
             if name not in self.tensors:
                 self.tensors[name] = tensor.new_zeros(batch, *tensor.shape[1:])
             # a copy: gradients flow through the old tensor
             self.tensors[name] = self.tensors[name].index_copy(0, rows, tensor)
 
-    def repeated(self, group: int) -> States:
+    def repeat(self, group: int) -> States:
         return States({name: tensor.repeat_interleave(group, 0) for name, tensor in self.tensors.items()})
 
     def concat(self, other: States) -> States:
-        """Return the states of these rows followed by those of others."""
+        """Return the states of these rows followed by those of ``other``."""
         return States({name: torch.cat([tensor, other.tensors[name]]) for name, tensor in self.tensors.items()})
 
     @property
@@ -206,8 +206,8 @@ LayerRun = Callable[[Tensor, States], Tensor]
 def run_state_layer(run: LayerRun, hidden: Tensor, real: Tensor, states: States, *, last: bool = False) -> Tensor:
     """Return the layer's output [B, Q, E] for ``hidden``, 0 at padding; update ``states`` by the ``real`` tokens.
 
-    ``real`` bool [B, Q] is on the CPU. ``last``: the states are not used afterwards, so that padding on the right may
-    run through the layer.
+    ``real`` bool [B, Q] is on the CPU. ``last``: the states are not used afterwards, so right padding may pass through
+    the layer.
     """
     right_padded = not bool((real[:, 1:] & ~real[:, :-1]).any())
     if bool(real.all()) or (last and right_padded):
@@ -226,7 +226,7 @@ def run_state_layer(run: LayerRun, hidden: Tensor, real: Tensor, states: States,
 
 
 def patch_state_layers(model: Any) -> None:
-    """Patch layers with a state to use that of ``kv``, if passed; raise RunError for layers that take no state."""
+    """Patch recurrent layers to use the states of ``kv`` if it is passed; raise RunError for layers without support."""
     model, patched = inner_model(model), 0
     expected = sum(kind in STATE_KINDS for kind in layer_kinds(model.config))
     if expected and not hasattr(Cache, "get_conv_state"):
@@ -242,7 +242,7 @@ def patch_state_layers(model: Any) -> None:
     if patched < expected:
         raise RunError(
             f"model {model.config.model_type!r} has {expected} layers of linear attention, {expected - patched} of "
-            "which take no cache_params: their state cannot be handed on; use another model"
+            "which take no cache_params, so their state cannot be kept; use another model"
         )
 
 

@@ -50,10 +50,10 @@ _SCALARS = ("prompt_length", "answer_start", "kv_bytes_peak", "kv_bytes_dense", 
 
 @dataclass(frozen=True)
 class Ledger:
-    """The record of a batch: what every query could see. ``evicted_at`` int32 [B, L, H, T], in row positions.
+    """The record of what every query of a batch could see: ``evicted_at`` int32 [B, L, H, T], in row positions.
 
-    A quantised cache has a ``codec`` and the times from which keys and values are codes: int32 [B, T]. ``experts``
-    int16 [B, T, M, k] are those selected in M mixture-of-experts blocks, -1 for a token that never entered the cache.
+    A quantised cache has a ``codec`` and the times at which keys and values were quantised: int32 [B, T]. ``experts``
+    int16 [B, T, M, k] are those selected in M mixture-of-experts blocks, -1 for a token that was never fed.
     ``ids`` int64 [B, T] are the recorded tokens, -1 after a row's end; None if unknown. ``hints`` are packed per row
     (``hints.pack_hints``), empty if not recorded. ``selections`` are per row, if queries selected their keys.
     """
@@ -105,7 +105,7 @@ class Rollout:
 
     @property
     def engine_turns(self) -> tuple[Rollout, ...]:
-        """What an engine read and sampled at once: every turn with all text before it, or the whole row."""
+        """The requests of an engine: every turn with all text before it, or the whole row if there is one turn."""
         return self.turns or (self,)
 
 
@@ -130,7 +130,7 @@ def batch_ledger(rollouts: Sequence[Rollout]) -> Ledger:
 
 
 def _pad_rows(rows: Sequence[Tensor], value: int) -> Tensor | None:
-    """Stack rows [T, ...] of different lengths; None for no rows."""
+    """Stack rows [T, ...] of different lengths, padded with ``value``; return None for no rows."""
     return pad_sequence(list(rows), batch_first=True, padding_value=value) if rows else None
 
 
@@ -183,7 +183,7 @@ def _scalars(rollout: Rollout) -> dict[str, Any]:
 
 
 def _shorten(times: Tensor) -> Tensor:
-    """Convert to two bytes if every time fits: times go up to the number of tokens, and one number is taken."""
+    """Convert times to uint16 if they fit; they go up to the number of tokens, and the largest number means never."""
     if times.shape[-1] >= _SHORT_NEVER - 1:
         return times
     return times.clamp(max=_SHORT_NEVER).to(_SHORT)  # NEVER becomes the largest number
@@ -197,7 +197,7 @@ def _lengthen(times: Tensor) -> Tensor:
 
 
 def load_ledgers(path: Path, *, sha256: str | None = None) -> tuple[list[Rollout], Policy]:
-    """Read (rollouts, policy). Raises DataError for a missing, corrupt, foreign or changed file."""
+    """Read a ledger file; return rollouts and policy. Raises DataError for a missing, damaged or changed file."""
     if not path.is_file():
         raise DataError(f"ledger {str(path)!r} does not exist")
     if sha256 is not None and (got := hashlib.sha256(path.read_bytes()).hexdigest()) != sha256:
@@ -239,25 +239,25 @@ def _rollout(file: Any, number: int, scalars: dict[str, Any]) -> Rollout:
     tensors |= {name: _lengthen(tensors[name]) for name in _TIMES if name in tensors}
     tensors["ids"] = tensors["ids"].long()  # embeddings take int64
     if f"{number}.experts" in stored:
-        tensors["experts"] = _signed(file.get_tensor(f"{number}.experts")).to(torch.int16)
+        tensors["experts"] = _to_signed(file.get_tensor(f"{number}.experts")).to(torch.int16)
     if "selection" in fields:
         queries, chosen = (file.get_tensor(f"{number}.{name}") for name in ("choosing", "chosen"))
         unit, layers = fields["selection"]["unit"], tuple(fields["selection"]["layers"])
-        fields |= {"selection": Selection(unit, layers, queries, _signed(chosen).to(torch.int32))}
+        fields |= {"selection": Selection(unit, layers, queries, _to_signed(chosen).to(torch.int32))}
     return Rollout(**tensors, **fields)
 
 
-def _signed(stored: Tensor) -> Tensor:
-    """Convert to int64; the largest number of an unsigned type becomes -1."""
+def _to_signed(stored: Tensor) -> Tensor:
+    """Convert a stored tensor to int64; the largest number of an unsigned type becomes -1."""
     wide = stored.to(torch.int64)
     return wide if stored.dtype.is_signed else torch.where(wide == torch.iinfo(stored.dtype).max, -1, wide)
 
 
 def _parse_scalars(scalars: dict[str, Any]) -> dict[str, Any]:
-    whole = [name for name in _SCALARS if name != "retention"]
+    integers = [name for name in _SCALARS if name != "retention"]
     # ``type`` and not isinstance, for which JSON's true is an int
-    if any(type(scalars[name]) is not int or not 0 <= scalars[name] < 2**62 for name in whole):
-        raise TypeError(f"{', '.join(whole)} are whole numbers")
+    if any(type(scalars[name]) is not int or not 0 <= scalars[name] < 2**62 for name in integers):
+        raise TypeError(f"{', '.join(integers)} are whole numbers")
     if type(scalars["retention"]) not in (int, float) or type(scalars.get("codec", "")) is not str:
         raise TypeError("retention is a number and codec a text")
     selection = scalars.get("selection", {"unit": 1, "layers": []})
@@ -299,7 +299,7 @@ def _parse_runs(runs: Any) -> tuple[tuple[int, int], ...]:
 
 
 def _fault(rollout: Rollout) -> str | None:
-    """Return what is wrong with a rollout, as the rest of a sentence about its ledger, or None."""
+    """Return what is wrong with a rollout, to be appended to the name of its ledger; None if nothing is."""
     tokens = rollout.ids.shape[0]
     if rollout.experts is not None and (rollout.experts.dim() != 3 or len(rollout.experts) != tokens):
         return f": experts {tuple(rollout.experts.shape)} do not fit {tokens} tokens"

@@ -1,8 +1,8 @@
-"""A store whose entries become codes once they leave the residual window.
+"""The store that quantises entries once they leave the residual window.
 
-Codes cover every slot. Exact keys and values exist only for the last slots, the tail: from the first entry that is not
-yet quantised in some row or head, or from a few slots before it. Whether an entry is read from its code depends on its
-position alone.
+Every slot has room for a code. Exact keys and values exist only for the last slots, the tail, which begins at the first
+entry that is not yet quantised in some row or head, or a few slots before it. Whether an entry is read from its code
+depends on its position alone.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ HOST_EXACT, DEVICE_EXACT = 1 << 24, 1 << 28  # bytes of one layer's keys that ar
 _ALL = slice(None)
 
 
-class LeavingEntries(NamedTuple):
-    """Exact entries that become codes now.
+class DueEntries(NamedTuple):
+    """The exact entries to quantise now.
 
-    ``slots`` of the store; ``mask`` bool [B, H, slots]: which of them in each row and head, None for all. ``places``
-    (on the CPU): the slots where something leaves in any row, if known and not all. ``groups``, if known: how many
-    groups of keys they make at most in a row, and how many that row then has.
+    ``slots``: their range in the store; ``mask`` bool [B, H, slots]: which of these in each row and head, None for all.
+    ``places`` (on the CPU): the slots with a due entry in any row, None if all have one or it is unknown. ``groups``,
+    if known: the most groups of keys that they form in a row, and the most groups that a row has then.
     """
 
     slots: slice
@@ -58,7 +58,7 @@ class LeavingEntries(NamedTuple):
 
 
 class QuantisedStore(Store):
-    """A ``Store`` whose ``flush`` turns entries into codes."""
+    """A ``Store`` whose ``flush`` quantises entries."""
 
     def __init__(
         self, codec: Quantiser, layer: int, scratch: Scratch, layout: TailLayout | None, *, accumulates: bool = False
@@ -72,7 +72,7 @@ class QuantisedStore(Store):
         self._tail = (torch.empty(0), torch.empty(0))  # keys, values [B, H, length - start, D]
         self._empty_tail = self._tail
         self._table: Tensor | None = None  # parameters of key groups [B, H, G, P * D], D innermost
-        self._done: tuple[Counts, ...] = ()  # keys and values at positions below are codes
+        self._done: tuple[Counts, ...] = ()  # the positions below which keys and values are quantised
         self._aligned = True  # slot n holds position n, so groups of keys are runs of slots
         self._hints: HintRecorder | None = None  # part of the record, not counted in ``bytes``
 
@@ -156,7 +156,7 @@ class QuantisedStore(Store):
 
     @property
     def _groups_are_runs(self) -> bool:
-        """Whether groups of keys are runs of slots, and the table has no others."""
+        """Whether each group of keys is a run of slots, and the table has no other groups."""
         return self._aligned
 
     def _split_channels(self, table: Tensor) -> Tensor:
@@ -175,7 +175,7 @@ class QuantisedStore(Store):
         return self.positions[rows, :, self._start :] >= done[:, None, None]
 
     def _with_tail(self, decoded: Tensor, part: int, rows: Tensor | slice) -> Tensor:
-        """Overwrite ``decoded`` with the exact entries that are not codes yet."""
+        """Overwrite entries in ``decoded`` that are still exact with their exact numbers."""
         done = max(self._done[part].smallest, self._start)
         if self._aligned:  # the same number in all rows
             if done < self.length:
@@ -187,13 +187,15 @@ class QuantisedStore(Store):
 
     @property
     def attends_codes(self) -> bool:
-        """Whether ``attend_one`` may be used: below float32 decoding rounds, and the shadow pass must round alike."""
+        """Whether ``attend_one`` may be used: in shorter types its rounding would differ from the shadow pass."""
         return self._tail[0].dtype in (torch.float32, torch.float64)
 
     def attend_one(
         self, query: Tensor, visible: Tensor | None, scaling: float, sink_logits: Tensor | None = None
     ) -> Tensor:
-        """Return the output [B, G*H, 1, D] of one query per row; ``visible`` bool [B, H, 1, length], None for all."""
+        """Return the attention output [B, G*H, 1, D] of one query per row, computed with codes.
+        ``visible`` bool [B, H, 1, length], None for all.
+        """
         batch, heads, length, size = len(query), self._tail[0].shape[1], self.length, query.shape[3]
         scaled = query.reshape(batch * heads, -1, size) * scaling  # [N, X, D], N = B * H
         logits = self._all_logits(scaled)
@@ -206,7 +208,7 @@ class QuantisedStore(Store):
         return self._mix_all(shares).reshape(*query.shape[:3], -1)
 
     def _all_logits(self, query: Tensor) -> Tensor:
-        """Return q k [N, X, length], from codes and from exact keys."""
+        """Return the logits q k [N, X, length], from codes and from exact keys."""
         keys, done = self._tail[KEYS].flatten(0, 1), self._done[KEYS].smallest
         if self._aligned:  # the same number in all rows
             exact = torch.bmm(query, _tail_from(keys, done - self._start).transpose(1, 2))
@@ -217,7 +219,7 @@ class QuantisedStore(Store):
         return logits
 
     def _mix_all(self, shares: Tensor) -> Tensor:
-        """Return the values weighted by shares [N, X, length], which are overwritten: [N, X, D]."""
+        """Return the sum of values [N, X, D] weighted by ``shares`` [N, X, length], which is overwritten."""
         values, done = self._tail[VALUES].flatten(0, 1), self._done[VALUES].smallest
         if self._aligned:
             exact_values = _tail_from(values, done - self._start)
@@ -231,7 +233,7 @@ class QuantisedStore(Store):
         return torch.baddbmm(self._mix_codes(shares), exact_shares, values)
 
     def _code_logits(self, query: Tensor, until: int) -> Tensor:
-        """Return q k [N, X, until] of ``query`` [N, X, D] and the first codes; anything for entries that are exact."""
+        """Return the logits q k [N, X, until] of the first ``until`` codes; arbitrary numbers for exact entries."""
         if self._table is None:
             codes, parameters = self._slots_of("key_codes", _ALL, until), self._parameters(KEYS, _ALL, until)
             return token_logits(self._codec.turned(query, KEYS), codes, parameters, self._products)
@@ -248,18 +250,18 @@ class QuantisedStore(Store):
 
     @property
     def on_write(self) -> bool:
-        """Whether ``flush`` comes before the new entries' own queries attend."""
+        """Whether new entries are quantised before their own queries attend."""
         return self._codec.on_write
 
     def flush(self, keys_until: Counts, values_until: Counts) -> None:
         """Quantise keys at positions below ``keys_until`` and values below ``values_until``."""
-        values = self._find_leaving(VALUES, values_until)
+        values = self._find_due(VALUES, values_until)
         if values and self._can_code_together(keys_until, values_until, values):
             self._code_both(values)
         else:
             if values:
                 self._code_tokens(VALUES, values)
-            keys = self._find_leaving(KEYS, keys_until)
+            keys = self._find_due(KEYS, keys_until)
             if keys and self._table is None:
                 self._code_tokens(KEYS, keys)
             elif keys and self._table is not None:
@@ -267,28 +269,28 @@ class QuantisedStore(Store):
         self._done = (keys_until, values_until)
         self._shorten_tail()
 
-    def _find_leaving(self, part: int, until: Counts) -> LeavingEntries | None:
-        """Return the entries of the tail that become codes if those below ``until`` do; None for none."""
+    def _find_due(self, part: int, until: Counts) -> DueEntries | None:
+        """Return the exact entries at positions below ``until``; None if there are none."""
         done = self._done[part]
         if self._aligned:  # slots are positions, and all rows and heads are equally far
             first, end = done.smallest, until.smallest
-            return LeavingEntries(slice(first, end), None) if first < end else None
+            return DueEntries(slice(first, end), None) if first < end else None
         positions = self.positions[:, :, self._start :]
         if self._layout is not None:
             self._layout.set_if_unknown(positions[:, 0])
             span = self._layout.span_between(done, until)
         else:
-            columns = _between(positions, done, until).any(0).any(0).nonzero()[:, 0]
+            columns = _is_between(positions, done, until).any(0).any(0).nonzero()[:, 0]
             span = span_of(columns) if len(columns) else None
         if span is None:
             return None
         # within the span the entries of some rows and heads may stay exact
-        mask = _between(positions[:, :, span.first : span.end], done, until)
+        mask = _is_between(positions[:, :, span.first : span.end], done, until)
         slots = slice(self._start + span.first, self._start + span.end)
-        return LeavingEntries(slots, mask, span.places, self._group_counts(done, until))
+        return DueEntries(slots, mask, span.places, self._group_counts(done, until))
 
     def _group_counts(self, done: Counts, until: Counts) -> tuple[int, int] | None:
-        """Return ``LeavingEntries.groups``: known if nothing is evicted and groups are always full."""
+        """Return ``DueEntries.groups``, which is known if nothing is evicted and all groups are full."""
         size = self._codec.key_group
         if self._layout is None or not size or any(count % size for count in until.numbers):
             return None
@@ -296,9 +298,9 @@ class QuantisedStore(Store):
         return new // size, until.largest // size
 
     def _shorten_tail(self) -> None:
-        """Free the first slots of the tail, up to the first that is exact in some row or head.
+        """Free the tail's slots before the first entry that is exact in some row or head.
 
-        If slots are positions, fewer than ``SLACK`` are not freed: a step frees one, and the slots after it are copied.
+        If slots are positions, at least ``SLACK`` are freed at a time, because freeing copies the rest of the tail.
         """
         if self._aligned:
             slots = min(done.smallest for done in self._done) - self._start
@@ -327,88 +329,88 @@ class QuantisedStore(Store):
         tail, first, end = self._tail[part], slots.start - self._start, slots.stop - self._start
         return tail if (first, end) == (0, tail.shape[2]) else tail[:, :, first:end]
 
-    def _code_tokens(self, part: int, leaving: LeavingEntries) -> None:
-        exact = self._codec.turned(self._exact_entries(part, leaving.slots), part)
+    def _code_tokens(self, part: int, entries: DueEntries) -> None:
+        exact = self._codec.turned(self._exact_entries(part, entries.slots), part)
         codes, parameters = encode_tokens(exact, self._codec, self._fixed[part])
-        self._record_hints(part, exact, codes, parameters, leaving)
-        self._write(f"{PARTS[part]}_codes", pack(codes, self._codec.bits), leaving)
+        self._record_hints(part, exact, codes, parameters, entries)
+        self._write(f"{PARTS[part]}_codes", pack(codes, self._codec.bits), entries)
         if self._fixed[part] is None:
-            self._write(f"{PARTS[part]}_parameters", parameters.flatten(-2), leaving)
+            self._write(f"{PARTS[part]}_parameters", parameters.flatten(-2), entries)
 
-    def _can_code_together(self, keys_until: Counts, values_until: Counts, leaving: LeavingEntries) -> bool:
-        """Whether keys and values of the same few entries leave and are coded alike."""
+    def _can_code_together(self, keys_until: Counts, values_until: Counts, entries: DueEntries) -> bool:
+        """Return whether the keys and values of the same few entries are due and have equal shapes and parameters."""
         pairs = ((keys_until, values_until), (self._done[KEYS], self._done[VALUES]))
         are_same = all(keys.numbers == values.numbers for keys, values in pairs)
-        are_few = leaving.slots.stop - leaving.slots.start < HINT_BATCH  # a prompt's would be copied
+        are_few = entries.slots.stop - entries.slots.start < HINT_BATCH  # a prompt's would be copied
         by_token = self._table is None and self._fixed[KEYS] is None
         return are_same and are_few and by_token and self._tail[KEYS].shape == self._tail[VALUES].shape
 
-    def _code_both(self, leaving: LeavingEntries) -> None:
-        """Code keys and values of the same entries together, with half the operators per step."""
+    def _code_both(self, entries: DueEntries) -> None:
+        """Quantise keys and values of the same entries together, with half the operators per step."""
         # [2, B, H, slots, D]
         exact = torch.stack(
-            [self._codec.turned(self._exact_entries(part, leaving.slots), part) for part in (KEYS, VALUES)]
+            [self._codec.turned(self._exact_entries(part, entries.slots), part) for part in (KEYS, VALUES)]
         )
         codes, parameters = encode_tokens(exact, self._codec)
-        positions = self._leaving_positions(leaving)
+        positions = self._due_positions(entries)
         positions = positions if isinstance(positions, int) else positions.clone()
         assert self._hints is not None
         by_part = (tensor.unbind(0) for tensor in (exact, codes, parameters))
         for part, x, part_codes, fitted in zip((KEYS, VALUES), *by_part, strict=True):
-            self._hints.add(part, x, part_codes, fitted, leaving.mask, positions, leaving.places, is_copy=True)
-            self._write(f"{PARTS[part]}_codes", pack(part_codes, self._codec.bits), leaving)
-            self._write(f"{PARTS[part]}_parameters", fitted.flatten(-2), leaving)
+            self._hints.add(part, x, part_codes, fitted, entries.mask, positions, entries.places, is_copy=True)
+            self._write(f"{PARTS[part]}_codes", pack(part_codes, self._codec.bits), entries)
+            self._write(f"{PARTS[part]}_parameters", fitted.flatten(-2), entries)
 
-    def _code_groups(self, table: Tensor, leaving: LeavingEntries) -> None:
-        """Code the leaving keys per channel, in runs of slots or else in groups by position, per head."""
-        exact = self._exact_entries(KEYS, leaving.slots)
-        new_groups, all_groups = leaving.groups or (None, None)
-        if leaving.mask is None:
+    def _code_groups(self, table: Tensor, entries: DueEntries) -> None:
+        """Quantise due keys per channel, in groups that are runs of slots, or per head in order of position."""
+        exact = self._exact_entries(KEYS, entries.slots)
+        new_groups, all_groups = entries.groups or (None, None)
+        if entries.mask is None:
             codes, group, parameters = encode_runs(exact, self._codec)
             by_key = parameters.repeat_interleave(self._codec.key_group, 2)
         else:
-            codes, group, parameters = encode_groups(exact, leaving.mask, self._codec, new_groups)
+            codes, group, parameters = encode_groups(exact, entries.mask, self._codec, new_groups)
             by_key = parameters_of(group, parameters)
-        self._record_hints(KEYS, exact, codes, by_key, leaving)
+        self._record_hints(KEYS, exact, codes, by_key, entries)
         # detached: decoded numbers are written into scratch memory, which has no gradient
         self._table = torch.cat([table, parameters.detach().transpose(-1, -2).flatten(-2)], 2)
         if self._table.shape[2] > MAX_INT16_GROUPS:
             self._slots["key_group"] = self._slots["key_group"].int()
-        self._write("key_codes", pack(codes, self._codec.bits), leaving)
-        if leaving.mask is None:
-            self._write("key_group", group + table.shape[2], leaving)
+        self._write("key_codes", pack(codes, self._codec.bits), entries)
+        if entries.mask is None:
+            self._write("key_group", group + table.shape[2], entries)
         else:
-            self._write("key_group", (group + table.shape[2]).to(self._slots["key_group"].dtype), leaving)
+            self._write("key_group", (group + table.shape[2]).to(self._slots["key_group"].dtype), entries)
             used = self._slots["key_group"][:, :, : self.length]
             group, self._table = drop_empty_groups(used.long(), self._table, all_groups)
             used.copy_(group)
 
-    def _write(self, name: str, new: Tensor, leaving: LeavingEntries) -> None:
-        slots = self._slots[name][:, :, leaving.slots]
-        if leaving.mask is None:
+    def _write(self, name: str, new: Tensor, entries: DueEntries) -> None:
+        slots = self._slots[name][:, :, entries.slots]
+        if entries.mask is None:
             slots.copy_(new)
         else:
-            mask = leaving.mask if slots.dim() == 3 else leaving.mask[..., None]
+            mask = entries.mask if slots.dim() == 3 else entries.mask[..., None]
             slots.copy_(torch.where(mask, new, slots))
 
-    def _record_hints(self, part: int, x: Tensor, codes: Tensor, parameters: Tensor, leaving: LeavingEntries) -> None:
+    def _record_hints(self, part: int, x: Tensor, codes: Tensor, parameters: Tensor, entries: DueEntries) -> None:
         assert self._hints is not None
-        positions = self._leaving_positions(leaving)
-        self._hints.add(part, x, codes, parameters, leaving.mask, positions, leaving.places)
+        positions = self._due_positions(entries)
+        self._hints.add(part, x, codes, parameters, entries.mask, positions, entries.places)
 
-    def _leaving_positions(self, leaving: LeavingEntries) -> Tensor | int:
-        """Return the positions [B, H, slots] of leaving entries, or the first one's if slots are positions."""
-        return leaving.slots.start if self._aligned else self._slots["positions"][:, :, leaving.slots]
+    def _due_positions(self, entries: DueEntries) -> Tensor | int:
+        """Return the positions [B, H, slots] of due entries, or only the first position if slots are positions."""
+        return entries.slots.start if self._aligned else self._slots["positions"][:, :, entries.slots]
 
     def hints_of(self, row: int, layer: int, layers: int) -> tuple[Tensor, Tensor]:
-        """Return element numbers and low bits of the hints (see ``hints``) of a row in this store, layer ``layer``."""
+        """Return the element numbers and low bits of a row's hints (see ``hints``); this store is layer ``layer``."""
         assert self._hints is not None
         keys, values = self._tail
         return self._hints.row_hints(row, layer, layers, keys.shape[1], max(keys.shape[3], values.shape[3]))
 
     def _pack(self, order: Tensor) -> None:
         in_front = (order < self._start) & (self._slots["positions"].gather(2, order) >= 0)
-        # an empty tail stays empty: after their entries, rows with fewer of them have only empty slots
+        # an empty tail stays empty: in shorter rows only empty slots follow the entries
         start = int(in_front.sum(2).min()) if self._start < self.length else order.shape[2]
         tail_order = (order[:, :, start:] - self._start).clamp(min=0)
         self._tail = (gather_entries(self._tail[0], tail_order), gather_entries(self._tail[1], tail_order))
@@ -427,7 +429,7 @@ class QuantisedStore(Store):
     def join(self, other: Store) -> None:
         assert isinstance(other, QuantisedStore)
         start, length = min(self._start, other._start), max(self.length, other.length)
-        keys, values = zip(self._padded_tail(start, length), other._padded_tail(start, length), strict=True)
+        keys, values = zip(self._pad_tail(start, length), other._pad_tail(start, length), strict=True)
         self._tail = (torch.cat(keys), torch.cat(values))
         self._done = tuple(map(Counts.concat, self._done, other._done))
         self._aligned = self._aligned and other._aligned and self.length == other.length
@@ -440,10 +442,10 @@ class QuantisedStore(Store):
         super().join(other)
         self._start = start
 
-    def _padded_tail(self, start: int, length: int) -> tuple[Tensor, Tensor]:
-        """Return the tail padded to the slots from ``start`` to ``length``, none of which is exact outside of it."""
-        before, after = self._start - start, length - self.length
-        keys, values = (pad(tensor, (0, 0, before, after)) for tensor in self._tail)
+    def _pad_tail(self, start: int, length: int) -> tuple[Tensor, Tensor]:
+        """Return the tail padded with zeros to the slots from ``start`` to ``length``."""
+        padding = (0, 0, self._start - start, length - self.length)
+        keys, values = (pad(tensor, padding) for tensor in self._tail)
         return keys, values
 
     def _tensors(self) -> Iterator[Tensor]:
@@ -457,7 +459,7 @@ def _tail_from(tail: Tensor, first: int) -> Tensor:
     return tail[:, first:] if first else tail
 
 
-def _between(positions: Tensor, done: Counts, until: Counts) -> Tensor:
-    """Return which positions [B, H, n] are from ``done`` on and below ``until``."""
+def _is_between(positions: Tensor, done: Counts, until: Counts) -> Tensor:
+    """Return which positions [B, H, n] lie from ``done`` up to, but not including, ``until``."""
     device = positions.device
     return (positions >= done.to(device)[:, None, None]) & (positions < until.to(device)[:, None, None])

@@ -1,4 +1,4 @@
-"""A model's rotary positions as rotations that can be added, reversed and averaged."""
+"""A model's rotary embedding as rotations that can be added, undone and averaged."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _FIXED = ("default", "linear", "llama3", "yarn", "proportional")  # types whose 
 class Rotary:
     """Rotation of the first 2F channels of a head by ``position * frequency``; channel i is paired with channel i + F.
 
-    Rotations add up, so they also apply to vectors that the model has rotated already.
+    Rotations add up, so this can also move vectors that the model has rotated already.
     """
 
     def __init__(self, frequencies: Tensor) -> None:
@@ -56,10 +56,10 @@ class Rotary:
 
 
 def rotary_length_limit(config: Any) -> int | None:
-    """Return the row length up to which rotations do not depend on other rows; None for any length.
+    """Return the largest row length at which rotations do not depend on other rows; None if there is no limit.
 
-    ``dynamic`` and ``longrope`` frequencies change for a whole forward once a position exceeds the original length:
-    from there on neither the rows of a batch nor the steps of one row are rotated alike.
+    ``dynamic`` and ``longrope`` frequencies change for a whole forward once any position exceeds the original length;
+    then the rotation of a row depends on the batch, and changes from step to step.
     """
     text = config.get_text_config(decoder=True).to_dict()
     table = text.get("rope_parameters") or {}
@@ -74,7 +74,7 @@ def rotary_length_limit(config: Any) -> int | None:
 
 
 def require_rotary_length(config: Any, tokens: int) -> None:
-    """Raise RunError for rows of more ``tokens`` than ``rotary_length_limit``."""
+    """Raise RunError if a row of ``tokens`` tokens exceeds ``rotary_length_limit``."""
     limit = rotary_length_limit(config)
     if limit is not None and tokens > limit:
         raise RunError(
@@ -98,14 +98,14 @@ class _Probe:
         return torch.zeros_like(hidden)
 
     def settle(self) -> None:
-        """Do nothing: not every layer has to call a probe."""
+        """Do nothing, because a probe need not be called by every layer."""
 
 
 _ROTARIES: WeakKeyDictionary[Any, dict[torch.device, Rotary | None]] = WeakKeyDictionary()  # by model and device
 
 
 def find_rotary(model: Any, policy: Policy) -> Rotary | None:
-    """Return the rotation of a model's layers, None if not needed; raise RunError if they do not rotate like that."""
+    """Return a model's rotation if the policy needs it, else None; raise RunError if layers rotate in another way."""
     evictor = evictor_of(policy)
     if not evictor.needs_rotary:
         return None
@@ -136,7 +136,7 @@ def _probe_rotary(model: Any) -> Rotary | None:
 
 @torch.no_grad()
 def _matches_model(model: Any, rotary: Rotary) -> bool:
-    """Whether in every governed layer the query of a token, rotated by five, is that of the token five positions on."""
+    """Return whether rotating a token's query by five positions gives its query there, in every governed layer."""
     probe, device = _Probe(), next(model.parameters()).device
     # one token twice, at positions 3 and 8
     ids, positions = torch.ones(1, 2, dtype=torch.int64, device=device), torch.tensor([[3, 8]], device=device)

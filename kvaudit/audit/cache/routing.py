@@ -1,8 +1,8 @@
-"""The experts that a mixture-of-experts model sends each token to: recorded while sampling, reused while learning.
+"""The experts that a mixture-of-experts model selects for each token: recorded in sampling, replayed in learning.
 
-Two passes round differently, so a token whose best experts nearly tie may go to others in the learner's pass, which
-changes log-probs by far more than rounding. The ledger therefore records the choice. The experts' weights are computed
-by the model's own formula from the learner's own router, so gradients flow through them.
+Two passes round differently, so a token whose best experts nearly tie may get other experts in the learner's pass,
+which changes log-probs by far more than rounding. The ledger therefore records the selection. The experts' weights are
+computed by the model's formula from the learner's router, so gradients flow through them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _TOPK = (torch.topk, torch.Tensor.topk)
 
 
 class RecordedRoutes:
-    """The experts of a sampler's forwards: int16 [B, T, M, k] of M blocks."""
+    """The recorder of the experts in a sampler's forwards: int16 [B, T, M, k] for M blocks."""
 
     def __init__(self, blocks: int, rows: int) -> None:
         self._blocks, self._rows = blocks, rows
@@ -50,14 +50,14 @@ class RecordedRoutes:
         if table is None:
             table = experts.new_full((self._rows, 1, self._blocks, experts.shape[-1]), NO_EXPERT, dtype=torch.int16)
         if self._needed >= table.shape[1]:
-            # twice what is needed, so that few steps copy; the column of padding is dropped and comes last again
+            # grow to twice the need, so that few steps copy; the last column, for padding, moves to the new end
             new = table.new_full((self._rows, 2 * self._needed - table.shape[1] + 1, *table.shape[2:]), NO_EXPERT)
             table = torch.cat([table[:, :-1], new], 1)
         self._table = table
         return table
 
     def settle(self) -> None:
-        """Finish a forward: raise RunError if some block did not report its experts."""
+        """Check a finished forward: raise RunError if some block did not report its experts."""
         _require_every(self._calls, self._blocks)
 
     def copy_table(self) -> Tensor:
@@ -70,7 +70,7 @@ class RecordedRoutes:
         self._table, self._calls = table.clone(), self._blocks
 
     def table(self, tokens: int) -> Tensor:
-        """Return the experts of the first ``tokens`` tokens on the CPU: [B, tokens, M, k], NO_EXPERT if never fed."""
+        """Return the experts of the first ``tokens`` tokens, on the CPU: [B, tokens, M, k], NO_EXPERT if never fed."""
         assert self._table is not None
         recorded = self._table[:, :-1][:, :tokens].cpu()
         return _pad_tokens(recorded, tokens)
@@ -93,14 +93,14 @@ def _pad_tokens(experts: Tensor, tokens: int) -> Tensor:
 
 
 class ReplayedRoutes:
-    """The recorded experts [B, Q, M, k] of the columns of a learner's pass; at NO_EXPERT the model's own are used."""
+    """The recorded experts [B, Q, M, k] for a learner's pass; at NO_EXPERT the model selects by itself."""
 
     def __init__(self, experts: Tensor) -> None:
         self._experts = experts.long()
         self._called: set[int] = set()
 
     def settle(self) -> None:
-        """Finish a forward: raise RunError if some block did not ask for its experts."""
+        """Check a finished forward: raise RunError if some block did not ask for its experts."""
         _require_every(len(self._called), self._experts.shape[2])
 
     def route(self, block: int, experts: Tensor) -> Tensor:
@@ -123,7 +123,7 @@ def _require_every(calls: int, blocks: int) -> None:
 
 
 class _TopkInterceptor(TorchFunctionMode):
-    """While a block computes: passes its top-k over all experts to the routes, which may return others."""
+    """The torch function mode, active in a block, that passes its top-k to the routes, which may override it."""
 
     def __init__(self, routes: ExpertRoutes, block: int, experts: int) -> None:
         super().__init__()
@@ -141,9 +141,9 @@ class _TopkInterceptor(TorchFunctionMode):
 
 
 class _BlockHooks:
-    """The hooks of one mixture-of-experts block, which learns of ``kv`` from its layer: blocks are not passed ``kv=``.
+    """The hooks of one mixture-of-experts block, which take ``kv`` from its layer: blocks are not passed it.
 
-    The attention passes it on too, because a layer that is recomputed for its gradient calls no hooks of its own.
+    The layer's attention passes ``kv`` on too, because gradient checkpointing recomputes a layer without its hooks.
     """
 
     def __init__(self, layer: Any, block: int, experts: int) -> None:
@@ -153,17 +153,17 @@ class _BlockHooks:
         self._interceptor: _TopkInterceptor | None = None
 
     def enter_layer(self, module: Any, _: Any, kwargs: dict[str, Any]) -> None:
-        """Run before the layer, and before its attention."""
+        """Take ``kv`` from the call; runs before the layer and before its attention."""
         kv = kwargs.get("kv")
         if kv is not None:
             self._routes, self._from_attention = kv.routes, module is not self._layer
 
     def leave_layer(self, *_: Any) -> None:
-        """Run after the layer."""
+        """Forget ``kv``; runs after the layer."""
         self._routes, self._from_attention = None, False
 
     def __call__(self, *_: Any) -> None:
-        """Run before the block."""
+        """Start intercepting top-k; runs before the block."""
         if self._routes is None:
             return
         layer = self._layer
@@ -178,7 +178,7 @@ class _BlockHooks:
         self._interceptor.__enter__()  # type: ignore[no-untyped-call]
 
     def leave_block(self, block: Any, _: Any, output: Any) -> None:
-        """Run after the block, also if it raised an error: then there is no output."""
+        """Stop intercepting; runs after the block, also after an error, when there is no output."""
         interceptor, self._interceptor = self._interceptor, None
         if interceptor is None:
             return
@@ -192,7 +192,7 @@ class _BlockHooks:
 
 
 def hook_expert_blocks(model: Any) -> int:
-    """Hook the expert blocks of a model and return their number; raise RunError for experts of an unknown form."""
+    """Hook a model's expert blocks and return their number; raise RunError for experts of an unknown kind."""
     model = inner_model(model)
     blocks = [
         (layer, block)
@@ -220,7 +220,7 @@ def _register(hooks: _BlockHooks, layer: Any, block: Any) -> None:
 
 
 def _require_routers_inside(model: Any, blocks: list[Any]) -> None:
-    """Raise RunError if a router that transformers declares is outside of these blocks."""
+    """Raise RunError if a router that transformers declares is outside of ``blocks``."""
     recorders = (type(model)._can_record_outputs or {}).get("router_logits", [])
     classes = [router.target_class for router in (recorders if isinstance(recorders, list) else [recorders])]
     inside = {part for block in blocks for part in block.modules()}

@@ -1,6 +1,6 @@
-"""What a cache knows of each of its rows on the host: when it compresses, its keys for draws, pins, and its codes.
+"""The state of each row that a cache keeps on the host: when to compress, keys for random draws, pins, and codes.
 
-Kept in plain numbers: a decode step has only a few of them, and an operator for each would take longer.
+Kept as Python numbers: a decode step needs only a few, and a tensor operator for each would take longer.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvaudit.core.errors import SpecError
 
 
 class Counts:
-    """One whole number per row, with the smallest and the largest; kept on the host, so that reading never waits."""
+    """One integer per row, with the smallest and the largest, kept on the host so that reading never waits."""
 
     def __init__(self, numbers: Sequence[int]) -> None:
         self.numbers = tuple(numbers)
@@ -26,7 +26,7 @@ class Counts:
         self._on_device: Tensor | None = None
 
     def to(self, device: torch.device) -> Tensor:
-        """Return the numbers as int64 [B] on a device; they are copied there once."""
+        """Return the numbers as int64 [B] on a device, copied once."""
         if self._on_device is None or self._on_device.device != device:
             self._on_device = upload(torch.tensor(self.numbers), device)
         return self._on_device
@@ -45,7 +45,7 @@ class Counts:
 
 
 class NewTokens(NamedTuple):
-    """The tokens that a forward of ``width`` columns brings to each row, from position ``first`` on (-1 for none)."""
+    """The new tokens of each row in a forward of ``width`` columns: ``counts``, from position ``first`` (-1 = none)."""
 
     width: int
     counts: tuple[int, ...]
@@ -53,7 +53,7 @@ class NewTokens(NamedTuple):
 
     @property
     def is_aligned(self) -> bool:
-        """Whether every column holds a token of every row, at the same position in all of them."""
+        """Whether there is no padding and all rows begin at the same position."""
         return min(self.counts) == self.width and len(set(self.first)) == 1
 
 
@@ -71,7 +71,7 @@ def read_new_tokens(positions: Tensor) -> NewTokens:
 
 
 class Eviction(NamedTuple):
-    """The ``rows`` that compress now (a slice for all, or an index on the device), and the ``budgets`` of all rows."""
+    """The ``rows`` to evict from now (a slice for all, or an index on the device), and the ``budgets`` of all rows."""
 
     rows: Tensor | slice
     budgets: Counts
@@ -80,14 +80,14 @@ class Eviction(NamedTuple):
 class Victims(NamedTuple):
     """The slot and position of the one entry per head that is evicted.
 
-    If it is the same in all rows and heads: a number, or a tensor [1] that another number may be written into.
+    If it is the same in all rows and heads: a number, or a tensor [1] into which a replayed step writes the number.
     """
 
     slots: Tensor | int  # [B, H]
     positions: Tensor | int  # [B, H, 1]
 
-    def simplified(self) -> Victims:
-        """Return one number for equal slots on a CPU; on another device the comparison would have to wait for it."""
+    def simplify(self) -> Victims:
+        """Return victims with one number if all slots are equal; on a CPU only: other devices would have to wait."""
         slots = torch.as_tensor(self.slots)
         if slots.device.type != "cpu":
             return self
@@ -96,10 +96,10 @@ class Victims(NamedTuple):
 
 
 class Schedule:
-    """When rows compress and how many entries they then have: the same for all layers of one evictor.
+    """The schedule of evictions: which rows evict, and how many entries they keep; shared by layers of one evictor.
 
-    It depends on each row's own tokens alone. ``arrived`` and ``remaining`` count entries, averaged over heads: with
-    the new ones of the forward, and after it has compressed.
+    A row's schedule depends on its own tokens alone. ``arrived`` and ``remaining`` count entries, averaged over heads,
+    before and after the evictions of the current forward.
     """
 
     def __init__(self, evictor: Evictor, rows: int) -> None:
@@ -110,15 +110,15 @@ class Schedule:
         self.slot_positions: list[int] | None = None
         self.max_slots: int | None = None  # slots that are ever needed, if the budget bounds them
         self.eviction: Eviction | None = None
-        self.victims: Victims | None = None  # found by an earlier layer, if they are the same in all layers
-        self._ring_places: list[tuple[int, int]] = []  # rows with a new token, and its place in ``LastQueries``
+        self.victims: Victims | None = None  # of an earlier layer, if they are the same in all layers
+        self._ring_places: list[tuple[int, int]] = []  # rows with a new token, and its index in ``LastQueries``
         self._ring_places_on_device: tuple[Tensor, Tensor] | None = None
 
     def begin(self, tokens: NewTokens, seen: Tensor, device: torch.device, *, decoding: bool) -> None:
         """Count the tokens of a forward; ``seen`` [B] includes them."""
         evictor, counts = self.evictor, tokens.counts
         before = self.remaining.numbers
-        self.arrived = self.remaining = Counts([held + new for held, new in zip(before, counts, strict=True)])
+        self.arrived = self.remaining = Counts([count + new for count, new in zip(before, counts, strict=True)])
         self.max_slots = self.eviction = self.victims = self._ring_places_on_device = None
         self._ring_places = []
         if tokens.width > 1 or not tokens.is_aligned:
@@ -136,12 +136,12 @@ class Schedule:
         if any(due):
             self._since_eviction = [0 if is_due else n for is_due, n in zip(due, self._since_eviction, strict=True)]
             numbers = zip(due, budgets.numbers, self.arrived.numbers, strict=True)
-            self.remaining = Counts([budget if is_due else held for is_due, budget, held in numbers])
+            self.remaining = Counts([budget if is_due else count for is_due, budget, count in numbers])
             due_rows = torch.tensor([row for row, is_due in enumerate(due) if is_due])
             self.eviction = Eviction(slice(None) if all(due) else upload(due_rows, device), budgets)
 
     def ring_places(self, device: torch.device) -> tuple[Tensor, Tensor] | None:
-        """Return the rows that a forward of one column feeds, and the places of their queries in ``LastQueries``.
+        """Return the rows with a token in a forward of one column, and their queries' indices in ``LastQueries``.
 
         None for a forward of more columns.
         """
@@ -152,10 +152,10 @@ class Schedule:
         return self._ring_places_on_device
 
     def are_due(self, new: Sequence[int], budgets: Counts, *, decoding: bool) -> list[bool]:
-        """Return which rows compress to ``budgets`` after their ``new`` tokens have arrived."""
-        # a row without new tokens stays unchanged, whatever the other rows of the batch do
+        """Return which rows evict down to ``budgets`` after getting ``new`` tokens each."""
+        # a row without new tokens never evicts, so that it does not depend on other rows of the batch
         numbers = zip(self.arrived.numbers, budgets.numbers, new, strict=True)
-        over = [held > budget and more > 0 for held, budget, more in numbers]
+        over = [count > budget and more > 0 for count, budget, more in numbers]
         if not decoding:
             return [row and self.evictor.phase != "decode" for row in over]
         self._since_eviction = [n + more for n, more in zip(self._since_eviction, new, strict=True)]
@@ -175,19 +175,19 @@ class Schedule:
 
 
 class RowKeys:
-    """The number of each row [B], which seeds the draws of policies; a group shares the number of its prompt."""
+    """The key of each row [B], which seeds the random draws of policies; a group shares the key of its prompt."""
 
     def __init__(self, keys: Tensor) -> None:
         self._keys = keys
         self._prompts: tuple[Tensor, Tensor] | None = None  # key and length [B] of the prompt that a group shares
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yield the tensors."""
+        """Yield keys and prompt keys, which a captured step reads."""
         yield self._keys
         yield from self._prompts or ()
 
     def entries(self, positions: Tensor, rows: Tensor | slice) -> Tensor:
-        """Return the key under which each entry at positions [b, H, K] was made; broadcasts to [b, H, K]."""
+        """Return the row key of each entry at positions [b, H, K], in a shape that broadcasts to [b, H, K]."""
         keys = self._keys[rows][:, None, None]  # [b, 1, 1]
         if self._prompts is None:
             return keys
@@ -212,12 +212,12 @@ class RowKeys:
         return (self._keys, torch.zeros_like(self._keys)) if self._prompts is None else self._prompts
 
     def set_member_keys(self, keys: Tensor, seen: Tensor) -> None:
-        """Use ``keys`` [B] from now on; the ``seen`` [B] tokens so far stay under the key of their prompt."""
+        """Use ``keys`` [B] for later tokens; the ``seen`` [B] tokens so far keep the key of their prompt."""
         self._prompts, self._keys = (self._keys, seen.to(self._keys.device)), keys
 
 
 class Pins:
-    """The positions of each row that never leave: bool [B, T] on the CPU, extended as pinned tokens arrive."""
+    """The pinned positions of each row, which are never evicted: bool [B, T] on the CPU, growing with the tokens."""
 
     def __init__(self, policies: Sequence[Evictor], rows: int) -> None:
         self._policy = min(policies, key=lambda policy: policy.budget)  # of the layer with the smallest budget
@@ -270,11 +270,11 @@ class Pins:
         self._pinned, self._on_device = torch.cat(list(tables)), None
 
 
-# --- since when entries are codes -------------------------------------------------------------------------------------
+# --- when entries are quantised ---------------------------------------------------------------------------------------
 
 
 class QuantisationTimes:
-    """The query from which on each key and value is read as a code; the same in every layer and head."""
+    """The first query that reads each key and value as a code; the same in every layer and head."""
 
     def __init__(self, codec: Quantiser, rows: int) -> None:
         self._codec = codec
@@ -282,7 +282,7 @@ class QuantisationTimes:
         self._values: list[list[int]] = [[] for _ in range(rows)]
 
     def advance(self, seen: Sequence[int], new: Sequence[int]) -> None:
-        """Add ``new`` tokens to each row, which has then ``seen`` tokens."""
+        """Add ``new`` tokens to each row; ``seen`` includes them."""
         for row, (count, more) in enumerate(zip(seen, new, strict=True)):
             if more:
                 for until, times in ((self._codec.keys_until, self._keys), (self._codec.values_until, self._values)):
@@ -290,7 +290,7 @@ class QuantisationTimes:
                     times[row] += self._codec.first_queries(before, until(before, count), count)
 
     def counts(self) -> tuple[Counts, Counts]:
-        """Return how many keys and values of each row are codes."""
+        """Return how many keys and how many values of each row are quantised."""
         keys, values = (Counts([len(t) for t in times]) for times in (self._keys, self._values))
         return keys, values
 
@@ -311,7 +311,7 @@ class QuantisationTimes:
 
 
 class Span(NamedTuple):
-    """Slots ``first`` to ``end``; ``places`` (on the CPU) are those within it that are meant, None for all."""
+    """A range of slots, ``first`` to ``end``; ``places`` (on the CPU) selects some of it, None for all."""
 
     first: int
     end: int
@@ -319,16 +319,16 @@ class Span(NamedTuple):
 
 
 def span_of(columns: Tensor) -> Span:
-    """Return the span of some slots, which rise."""
+    """Return the span of ``columns``, slot numbers in rising order."""
     first, end = int(columns[0]), int(columns[-1]) + 1
     return Span(first, end, None if len(columns) == end - first else columns - first)
 
 
 class TailLayout:
-    """The positions [B, tail] of entries that are not yet codes, in layers without eviction: equal in all of them.
+    """The positions [B, tail] of exact entries in layers that quantise without evicting; equal in all such layers.
 
-    It is kept on the host, so that no layer asks the device. In each forward ``add`` comes before the first layer; then
-    every layer asks the same. After ``join`` the positions are read from the first layer that asks.
+    Kept on the host, so that no layer reads the device. ``add`` is called once per forward, before the first layer.
+    After ``join`` the positions are unknown until the first layer sets them.
     """
 
     def __init__(self, rows: int) -> None:
@@ -345,12 +345,12 @@ class TailLayout:
         self._freed = None
 
     def set_if_unknown(self, tail: Tensor) -> None:
-        """Read the positions [B, tail] from a layer, unless they are known."""
+        """Set the positions [B, tail] from a layer's tensor, unless they are known."""
         if self._positions is None:
             self._positions = tail.cpu().long()
 
     def span_between(self, done: Counts, until: Counts) -> Span | None:
-        """Return the tail's slots with positions from ``done`` on and below ``until``; None for none."""
+        """Return the tail's slots with positions from ``done`` up to ``until``; None if there are none."""
         if (done, until) not in self._spans:
             assert self._positions is not None
             first, end = (torch.tensor(counts.numbers)[:, None] for counts in (done, until))
@@ -362,7 +362,7 @@ class TailLayout:
         self._freed = slots
 
     def freed(self, keys_done: Counts, values_done: Counts) -> int:
-        """Return how many first slots of the tail hold codes in all rows."""
+        """Return how many slots at the start of the tail hold no exact entry in any row."""
         if self._freed is None:
             assert self._positions is not None
             smallest = torch.tensor([min(pair) for pair in zip(keys_done.numbers, values_done.numbers, strict=True)])
@@ -379,5 +379,5 @@ class TailLayout:
         self.forget()
 
     def forget(self) -> None:
-        """Read the positions again from the first layer that asks."""
+        """Forget the positions, so that the next layer sets them."""
         self._positions, self._freed = None, None

@@ -1,6 +1,7 @@
-"""Which keys a query attended to if it selected some: the record, and the masks that a replay makes of it.
+"""The keys that selecting queries attended to: their record, and the masks that a replay makes from it.
 
-Nothing is evicted from such a cache, so ``evicted_at`` cannot record it; there is one list per query, layer and head.
+Nothing is evicted from such a cache, so ``evicted_at`` cannot record the selection, which is one list per query, layer
+and head.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class Selection:
         ]
 
     def until(self, length: int) -> Selection:
-        """Return the part of queries before position ``length``."""
+        """Return the selections of queries before position ``length``."""
         before = self.queries < length
         return Selection(self.unit, self.layers, self.queries[before], self.chosen[:, :, before])
 
@@ -54,19 +55,19 @@ class Selection:
 def unit_mask(units: Tensor, positions: Tensor, unit: int, max_units: int) -> Tensor:
     """Return which keys are in listed units, bool [B, A, Q, K].
 
-    units [B, A, Q, k], all below ``max_units``; key positions [B, K]. Padding counts as unit 0: callers hide it.
+    units [B, A, Q, k], all below ``max_units``; key positions [B, K]. Padding counts as unit 0, so callers mask it.
     """
     index = (positions.clamp(min=0) // unit).long()[:, None, None] + 1  # [B, 1, 1, K]
-    return _listed(units, max_units).gather(3, index.expand(*units.shape[:3], -1))
+    return _mark_units(units, max_units).gather(3, index.expand(*units.shape[:3], -1))
 
 
 def slot_mask(units: Tensor, length: int, unit: int, max_units: int) -> Tensor:
-    """Return ``unit_mask`` for slots 0 to ``length`` that hold the positions of their numbers."""
-    marks = _listed(units, max_units)[..., 1:, None]  # [B, A, Q, max_units, 1]
+    """Return ``unit_mask`` for ``length`` slots, where slot n holds position n."""
+    marks = _mark_units(units, max_units)[..., 1:, None]  # [B, A, Q, max_units, 1]
     return marks.expand(*marks.shape[:-1], unit).flatten(3)[..., :length]
 
 
-def _listed(units: Tensor, max_units: int) -> Tensor:
+def _mark_units(units: Tensor, max_units: int) -> Tensor:
     """Return which units are listed, bool [B, A, Q, 1 + max_units]; the first column is for NO_UNIT."""
     marks = torch.zeros(*units.shape[:3], 1 + max_units, dtype=torch.bool, device=units.device)
     return marks.scatter_(3, units.long().clamp(min=NO_UNIT) + 1, True)
@@ -76,7 +77,7 @@ _Step = tuple[Tensor, dict[int, Tensor]]  # positions [B] of its queries, and pe
 
 
 class RecordedChoices:
-    """The units selected by the queries of a sampler's decode steps, step by step."""
+    """The recorder of units that the queries of decode steps select, step by step."""
 
     def __init__(self, unit: int, rows: int) -> None:
         self._unit, self._rows = unit, rows
@@ -137,28 +138,31 @@ def _pad_rows(step: _Step, before: int, after: int) -> _Step:
 class Choices(NamedTuple):
     """The selections of a batch, prepared for a replay.
 
-    ``place`` [B, T]: the number of the list of the query at each position, -1 = none. ``lists`` int32 [B, S, A, N, k];
-    ``slots`` maps a layer to its index along S.
+    ``list_index`` [B, T]: the index along N of the list of the query at each position, -1 = none. ``lists`` int32
+    [B, S, A, N, k]; ``slots`` maps a layer to its index along S.
     """
 
     unit: int
     slots: dict[int, int]
-    place: Tensor
+    list_index: Tensor
     lists: Tensor
 
     def visible(self, layer: int, at: Tensor, keys: Tensor) -> Tensor:
-        """Return which keys each query selected, bool [B, A, Q, K], for positions [B, Q] and [B, K]; not causal."""
-        place = self.place.gather(1, at.clamp(0, self.place.shape[1] - 1).long())  # [B, Q]
-        place = torch.where((at >= 0) & (at < self.place.shape[1]), place, NO_UNIT)
+        """Return which keys each query selected, bool [B, A, Q, K], for positions [B, Q] and [B, K]; no causal mask."""
+        tokens = self.list_index.shape[1]
+        number = self.list_index.gather(1, at.clamp(0, tokens - 1).long())  # [B, Q]
+        number = torch.where((at >= 0) & (at < tokens), number, NO_UNIT)
         lists = self.lists[:, self.slots[layer]]  # [B, A, N, k]
         # the list of each query [B, A, Q, k]; any list for a query without one
-        index = place.clamp(min=0)[:, None, :, None].expand(-1, lists.shape[1], -1, lists.shape[3])
-        mask = unit_mask(lists.gather(2, index), keys, self.unit, self.place.shape[1] // self.unit + 1)
-        return mask | (place < 0)[:, None, :, None]  # without a list a query sees everything
+        index = number.clamp(min=0)[:, None, :, None].expand(-1, lists.shape[1], -1, lists.shape[3])
+        mask = unit_mask(lists.gather(2, index), keys, self.unit, tokens // self.unit + 1)
+        return mask | (number < 0)[:, None, :, None]  # without a list a query sees everything
 
 
 def batch_choices(selections: Sequence[Selection | None], tokens: int, device: torch.device) -> Choices | None:
-    """Combine rows of at most ``tokens`` tokens, None if none selected; raise DataError if their forms differ."""
+    """Combine the selections of rows of at most ``tokens`` tokens; return None if no row has any.
+    Raises DataError if rows differ in units, layers or heads.
+    """
     used = [selection for selection in selections if selection is not None and len(selection.queries)]
     if not used:
         return None
@@ -168,16 +172,16 @@ def batch_choices(selections: Sequence[Selection | None], tokens: int, device: t
             "rollouts of one batch selected their keys in different units, layers or heads; replay them separately"
         )
     queries, width = (max(selection.chosen.shape[dim] for selection in used) for dim in (2, 3))
-    place = torch.full((len(selections), tokens), NO_UNIT)  # [B, T]
+    list_index = torch.full((len(selections), tokens), NO_UNIT)  # [B, T]
     # [B, S, A, N, k] for the row with most selecting queries and the longest lists
     lists = torch.full((len(selections), *used[0].chosen.shape[:2], queries, width), NO_UNIT, dtype=torch.int32)
     for row, selection in enumerate(selections):
         if selection is not None:
             count = len(selection.queries)
-            place[row, selection.queries.long()] = torch.arange(count)
+            list_index[row, selection.queries.long()] = torch.arange(count)
             lists[row, :, :, :count, : selection.chosen.shape[3]] = selection.chosen
     slots = {layer: slot for slot, layer in enumerate(used[0].layers)}
-    return Choices(used[0].unit, slots, place.to(device), lists.to(device))
+    return Choices(used[0].unit, slots, list_index.to(device), lists.to(device))
 
 
 def selection_fault(selection: Selection, evicted_at: Tensor) -> str | None:
@@ -188,8 +192,8 @@ def selection_fault(selection: Selection, evicted_at: Tensor) -> str | None:
     if form != (torch.int32, torch.int32, 1, 4) or chosen.shape[2] != len(queries) or not chosen.shape[3]:
         return f"has choices of shape {tuple(chosen.shape)} for {len(queries)} queries"
     if chosen.shape[0] != len(selection.layers) or (chosen.shape[1] % heads and chosen.shape[1] != 1):
-        wanted = f"{len(selection.layers)} of 1 or {heads}"
-        return f"has choices of {chosen.shape[0]} layers and {chosen.shape[1]} heads, wanted {wanted}"
+        expected = f"{len(selection.layers)} layers, and 1 head or a multiple of {heads}"
+        return f"has choices of {chosen.shape[0]} layers and {chosen.shape[1]} heads, expected {expected}"
     if list(selection.layers) != sorted({*selection.layers} & {*range(layers)}):
         return f"has choices in layers {list(selection.layers)}, the model has {layers}"
     ordered = torch.cat([queries.new_tensor([-1]), queries, queries.new_tensor([tokens])])
@@ -204,7 +208,7 @@ def selection_fault(selection: Selection, evicted_at: Tensor) -> str | None:
 
 
 def attends_to_nothing(selection: Selection, evicted_at: Tensor) -> bool:
-    """Whether some query selected only entries that had been evicted by then."""
+    """Return whether some query selected only entries that had been evicted before."""
     choices = batch_choices([selection], evicted_at.shape[2], evicted_at.device)
     keys, at = torch.arange(evicted_at.shape[2]), selection.queries[:, None]
     for layer in selection.layers if choices else ():

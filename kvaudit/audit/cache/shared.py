@@ -1,10 +1,9 @@
-"""One prefill for the caches of several policies.
+"""One prefill shared by the caches of several policies.
 
-Nothing is compressed before the first chunk of a prompt has attended: the model gives every cache the same queries,
-keys and values, whatever its policy. So one cache computes them; the others copy them layer by layer and evict or
-quantise as they would have done. The results are bit for bit those of separate prefills. Two policies cannot share if
-their first chunks differ in length, or if one codes entries before their own queries attend (``written_by``). Later
-chunks are not shared.
+Nothing is compressed before the first chunk of a prompt has attended, so the model gives every cache the same queries,
+keys and values under any policy. One cache computes them; the others copy them layer by layer, and evict or quantise as
+usual. The results are bit for bit those of separate prefills. Two policies cannot share if their first chunks differ in
+length, or if one quantises entries before their own queries attend. Later chunks are not shared.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ FirstForward = Callable[[KVHandler], Tensor]  # runs the first chunk with this o
 
 
 class Prompts(NamedTuple):
-    """The whole prompts of a batch, right-padded: ids and row positions [B, T] on the CPU, -1 at padding."""
+    """The prompts of a batch, right-padded: ids and row positions [B, T] on the CPU, -1 at padding."""
 
     ids: Tensor
     positions: Tensor
@@ -37,7 +36,7 @@ _Recorded = AttentionCall | tuple[int, States]  # number and new states of a lay
 
 @dataclass
 class _Recorder:
-    """A ``KVHandler`` that passes calls on to a cache and records them, with ``queries`` only if needed."""
+    """A ``KVHandler`` that forwards calls to a cache and records them; queries only if ``queries`` is set."""
 
     cache: EvictingCache
     queries: bool
@@ -50,7 +49,7 @@ class _Recorder:
     def attend(self, call: AttentionCall) -> Tensor:
         out = self.cache.attend(call)
         batch, heads, _, size = call.query.shape
-        # queries of length 0 if not needed: they would be most of what is recorded
+        # keep no queries (length 0) unless needed, since they would take most of the memory
         self.calls.append(call if self.queries else call._replace(query=call.query.new_empty(batch, heads, 0, size)))
         return out
 
@@ -58,7 +57,7 @@ class _Recorder:
         out = self.cache.carry(layer, hidden, run)
         states = self.cache.layers[layer].states
         assert states is not None
-        self.calls.append((layer, states.repeated(1)))  # a copy: the cache changes its own
+        self.calls.append((layer, states.repeat(1)))  # a copy: the cache changes its own
         return out
 
     def settle(self) -> None:
@@ -67,7 +66,7 @@ class _Recorder:
 
 @dataclass(eq=False)
 class _Prefill:
-    """A computed first chunk, and how many policies are still to reuse it."""
+    """A computed first chunk, and the number of policies that will reuse it."""
 
     prompts: Prompts
     policy: Policy
@@ -78,11 +77,11 @@ class _Prefill:
 
 
 class SharedPrefill:
-    """The prefills of one batch of prompts under several policies, which run one after the other.
+    """The prefills of one batch of prompts under several policies, which are served one after the other.
 
-    It keeps a batch's keys and values of the first chunk, and its queries if a later policy needs them: in addition to
-    the cache in use as much as one dense cache, or 1 + G / 2 of them with G query heads per KV head, for any number of
-    policies. They are freed when the last policy has reused them.
+    It keeps the keys and values of the first chunk, and its queries if a later policy needs them. For any number of
+    policies these take as much memory as one more dense cache, or 1 + G / 2 of them with queries (G query heads per KV
+    head). They are freed when the last policy has reused them.
     """
 
     def __init__(self, policies: Sequence[Policy]) -> None:
@@ -91,7 +90,7 @@ class SharedPrefill:
         self.prefills: list[_Prefill] = []
 
     def logits(self, cache: EvictingCache, prompts: Prompts, forward: FirstForward) -> Tensor:
-        """Feed the first chunk of ``prompts`` to ``cache``, which has begun it; return the logits of ``forward``."""
+        """Fill ``cache`` with the first chunk of ``prompts``, after its ``begin``; return the logits of ``forward``."""
         for prefill in self.prefills:
             same_prompts = all(map(torch.equal, prefill.prompts, prompts))
             if same_prompts and _can_share(prefill.policy, cache.policy, prompts):
@@ -123,9 +122,9 @@ class SharedPrefill:
 
 
 def _can_share(first: Policy, second: Policy, prompts: Prompts) -> bool:
-    """Whether the first chunks of two policies have the same columns, which see each other in the same precision.
+    """Return whether two policies can share the first chunk: equal columns, read in the same precision.
 
-    Not for a chunk of one column: there a cache of codes attends by another formula.
+    A chunk of one column is not shared, because a quantised cache computes its attention by another formula.
     """
     columns = [min(policy.chunk, prompts.ids.shape[1]) for policy in (first, second)]
     return columns[0] == columns[1] > 1 and quantiser_on_write(first) == quantiser_on_write(second)

@@ -1,7 +1,7 @@
-"""A quantised store whose decode steps have fixed shapes: exact entries lie in rings, codes are written in place.
+"""The quantised store in a form for decode steps of fixed shapes: exact entries in ring buffers, codes in place.
 
-``enter_steps`` and ``leave_steps`` change between this form and that of ``QuantisedStore``, which every other operation
-expects. Nothing is evicted from such a store, so every row and head holds an entry for each of its tokens.
+``enter_steps`` and ``leave_steps`` convert between this form and that of ``QuantisedStore``, which every other
+operation needs. Nothing is evicted from such a store, so every row and head holds an entry for each of its tokens.
 """
 
 from __future__ import annotations
@@ -23,20 +23,19 @@ from kvaudit.audit.policies import Quantiser
 
 
 class StepCoding(NamedTuple):
-    """What a step reads as codes and what it codes, for keys and for values: int64 [B] each.
+    """The entries that a step reads as codes and the one it quantises, for keys and for values: int64 [B] each.
 
-    ``done``: entries at positions below are codes when the step's queries attend. ``leaving``: the position that
-    becomes a code in this step (-1 = none). ``hint`` [1]: the place of this step among those whose hints are examined
-    together.
+    ``done``: entries at positions below it are codes when the step's queries attend. ``due_positions``: the position
+    that is quantised in this step (-1 = none). ``hint`` [1]: the index of this step in ``PendingHints``.
     """
 
     done: tuple[Tensor, Tensor]
-    leaving: tuple[Tensor, Tensor]
+    due_positions: tuple[Tensor, Tensor]
     hint: Tensor
 
 
 class ExactRing:
-    """Keys or values [B, H, R + 1, D]: the entry at position p is in column p % R; the last column is never read."""
+    """A ring buffer of keys or values [B, H, R + 1, D]: position p is in column p % R; the last is never read."""
 
     def __init__(self, like: Tensor, size: int) -> None:
         batch, heads, _, width = like.shape
@@ -45,21 +44,21 @@ class ExactRing:
 
     @property
     def entries(self) -> Tensor:
-        """The columns that are read, [B, H, R, D]."""
+        """The columns without the last, [B, H, R, D]."""
         return self.columns[:, :, : self.size]
 
     def fill(self, tail: Tensor, positions: Tensor, done: Tensor) -> None:
-        """Take over the entries of ``tail`` [B, H, T, D] at ``positions`` [B, T] from ``done`` [B] on."""
+        """Copy the entries of ``tail`` [B, H, T, D] whose ``positions`` [B, T] are at least ``done`` [B]."""
         places = torch.where(positions >= done[:, None], positions % self.size, self.size)
         self.columns.scatter_(2, _spread(places, self.columns), tail)
 
     def write(self, entry: Tensor, positions: Tensor) -> None:
-        """Write one entry per row [B, H, 1, D] at ``positions`` [B, 1], -1 for none."""
+        """Write one entry per row [B, H, 1, D] at ``positions`` [B, 1], -1 = no entry."""
         places = torch.where(positions >= 0, positions % self.size, self.size)
         self.columns.scatter_(2, _spread(places, self.columns), entry)
 
     def at(self, positions: Tensor) -> Tensor:
-        """Return the entries [B, H, n, D] at ``positions`` [B, n]; anything for those that it does not hold."""
+        """Return the entries [B, H, n, D] at ``positions`` [B, n]; arbitrary numbers for positions not in the ring."""
         return gather_columns(self.columns, positions.clamp(min=0).long() % self.size)
 
 
@@ -73,30 +72,30 @@ def code_entries(
     codec: Quantiser,
     part: int,
     ring: ExactRing,
-    leaving: Tensor,
+    due_positions: Tensor,
     slots: Tensor,
     codes: Tensor,
     parameters: Tensor | None,
     fixed: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Turn the entry at position ``leaving`` [B] (-1 = none) of each row into codes, in slot ``slots`` [B].
+    """Quantise the entry of each row at ``due_positions`` [B] (-1 = none) into slot ``slots`` [B].
 
-    ``codes`` [B, H, C, W] and ``parameters`` [B, H, C, n * P] are written; with ``fixed`` scales [H] there are none of
-    the latter. Returns what was coded: the entries [B, H, 1, D], their codes and their parameters [B, H, 1, n, P].
+    Writes into ``codes`` [B, H, C, W] and ``parameters`` [B, H, C, n * P], which is None with ``fixed`` scales [H].
+    Returns the exact entries [B, H, 1, D], their codes, and their parameters [B, H, 1, n, P].
     """
     rows = torch.arange(len(slots), device=slots.device)
-    exact = codec.turned(ring.columns[rows, :, leaving.clamp(min=0) % ring.size], part)[:, :, None]
+    exact = codec.turned(ring.columns[rows, :, due_positions.clamp(min=0) % ring.size], part)[:, :, None]
     new, fitted = encode_tokens(exact, codec, fixed)
-    leaves = (leaving >= 0)[:, None, None]
-    codes[rows, :, slots] = torch.where(leaves, pack(new, codec.bits)[:, :, 0], codes[rows, :, slots])
+    is_due = (due_positions >= 0)[:, None, None]
+    codes[rows, :, slots] = torch.where(is_due, pack(new, codec.bits)[:, :, 0], codes[rows, :, slots])
     if parameters is not None:
         flat = fitted.flatten(-2)[:, :, 0]
-        parameters[rows, :, slots] = torch.where(leaves, flat, parameters[rows, :, slots])
+        parameters[rows, :, slots] = torch.where(is_due, flat, parameters[rows, :, slots])
     return exact, new, fitted
 
 
 class PendingHints:
-    """Entries that steps have coded and whose hints are still to be examined: for keys or values of one store.
+    """The keys or values of one store that steps have quantised and whose hints are not examined yet.
 
     Empty for dtypes without hints.
     """
@@ -109,7 +108,7 @@ class PendingHints:
             self._tensors = (x, x.to(torch.uint8), entry.new_zeros(batch, heads, HINT_BATCH, *parameters))
 
     def write(self, place: Tensor, x: Tensor, codes: Tensor, parameters: Tensor) -> None:
-        """Write one entry of every row [B, H, 1, ...], its codes and parameters at ``place`` [1]."""
+        """Write one entry of every row [B, H, 1, ...], its codes and parameters at index ``place`` [1]."""
         for tensor, new in zip(self._tensors, (x, codes, parameters), strict=False):
             tensor.index_copy_(2, place, new)
 
@@ -118,22 +117,22 @@ class PendingHints:
         return tuple(tensor[:, :, :count].clone() for tensor in self._tensors)
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yield the tensors."""
+        """Yield the tensors, which a captured step writes."""
         yield from self._tensors
 
 
 class SteppedStore(QuantisedStore):
-    """A ``QuantisedStore`` with a second form, for steps of fixed shapes."""
+    """A ``QuantisedStore`` that can also take the form for steps of fixed shapes."""
 
     _rings: tuple[ExactRing, ExactRing] | None = None
     _pending: tuple[PendingHints, PendingHints] | None = None
-    _coding: StepCoding | None = None  # of the step that is computed
+    _coding: StepCoding | None = None  # of the current step
 
     # --- between the two forms ----------------------------------------------------------------------------------------
 
     @property
     def done(self) -> tuple[Counts, ...]:
-        """How many keys and values of each row are codes."""
+        """The number of quantised keys and of quantised values of each row."""
         return self._done
 
     @property
@@ -142,13 +141,13 @@ class SteppedStore(QuantisedStore):
         return self._aligned
 
     def most_exact(self, seen: list[int]) -> int:
-        """Return how many entries of a row may be exact at once, if rows have seen ``seen`` tokens."""
+        """Return the largest number of exact entries in any row, for rows that have seen ``seen`` tokens."""
         done = zip(*(counts.numbers for counts in self._done), strict=True)
-        now: int = max(count - min(pair) for count, pair in zip(seen, done, strict=True))
-        return max(now, self._codec.residual) + 1
+        exact: int = max(count - min(pair) for count, pair in zip(seen, done, strict=True))
+        return max(exact, self._codec.residual) + 1
 
     def enter_steps(self, size: int) -> None:
-        """Move exact entries into rings of ``size`` entries, unless they are there."""
+        """Move exact entries into rings of ``size`` entries, unless they are in large enough rings already."""
         if self._rings is not None and self._rings[0].size >= size:
             return
         self.leave_steps()
@@ -175,8 +174,8 @@ class SteppedStore(QuantisedStore):
         if self._aligned:
             start = min(smallest)
         else:
-            least = torch.tensor(smallest, device=positions.device)
-            is_exact = (positions >= least[:, None]).any(0)
+            first_exact = torch.tensor(smallest, device=positions.device)
+            is_exact = (positions >= first_exact[:, None]).any(0)
             start = int(is_exact.int().argmax()) if bool(is_exact.any()) else self.length
         tail = positions[:, start:]
         self._tail, self._start = (self._rings[KEYS].at(tail), self._rings[VALUES].at(tail)), start
@@ -204,7 +203,7 @@ class SteppedStore(QuantisedStore):
     # --- a step -------------------------------------------------------------------------------------------------------
 
     def begin_step(self, coding: StepCoding) -> None:
-        """Read and write what ``coding`` says, until the next step begins."""
+        """Use ``coding`` until the next step begins."""
         self._coding = coding
 
     def _write_entries_at(self, slot: Tensor, key: Tensor, value: Tensor, positions: Tensor) -> None:  # noqa: ARG002
@@ -251,15 +250,15 @@ class SteppedStore(QuantisedStore):
         is_exact = positions >= self._coding.done[part][:, None]
         return torch.where(is_exact[:, None, :, None], self._rings[part].at(positions), decoded)
 
-    def leaving_slots(self) -> tuple[Tensor, Tensor]:
-        """Return the slots [B] of the keys and of the values that leave in this step; any slot where none does."""
+    def due_slots(self) -> tuple[Tensor, Tensor]:
+        """Return the slots [B] of the keys and of the values due in this step; an arbitrary slot where none is due."""
         assert self._coding is not None
         positions = self.positions[:, 0]
-        keys, values = ((positions == leaving[:, None]).int().argmax(1) for leaving in self._coding.leaving)
+        keys, values = ((positions == due[:, None]).int().argmax(1) for due in self._coding.due_positions)
         return keys, values
 
     def code_step(self, slots: tuple[Tensor, Tensor]) -> None:
-        """Turn the entries that leave in this step into codes; keys in groups come later (``code_groups``)."""
+        """Quantise the entries due in this step, except keys in groups, which ``end_step`` quantises."""
         assert self._rings is not None
         assert self._coding is not None
         assert self._pending is not None
@@ -270,7 +269,7 @@ class SteppedStore(QuantisedStore):
                 self._codec,
                 part,
                 self._rings[part],
-                self._coding.leaving[part],
+                self._coding.due_positions[part],
                 slots[part],
                 codes,
                 parameters,
@@ -281,7 +280,7 @@ class SteppedStore(QuantisedStore):
     # --- after a step -------------------------------------------------------------------------------------------------
 
     def end_step(self, newest: int | None, keys_until: Counts, values_until: Counts) -> None:
-        """Note that a step brought one entry, at position ``newest`` if that is the same in all rows."""
+        """Count the step's new entry, at position ``newest`` (None: rows differ), and quantise full groups of keys."""
         self._aligned = self._aligned and newest == self.length
         self.length += 1
         if self._table is not None and keys_until.numbers != self._done[KEYS].numbers:
@@ -289,7 +288,7 @@ class SteppedStore(QuantisedStore):
         self._done = (keys_until, values_until)
 
     def _code_group_keys(self, table: Tensor, done: Counts, until: Counts) -> None:
-        """Code the keys from ``done`` to ``until``, whole groups of them; groups are numbered by position."""
+        """Quantise the keys from ``done`` to ``until``, which are whole groups, numbered by position."""
         assert self._rings is not None
         size, device = self._codec.key_group, table.device
         width = max(end - first for first, end in zip(done.numbers, until.numbers, strict=True))
@@ -301,8 +300,8 @@ class SteppedStore(QuantisedStore):
         leaves = positions < until.to(device)[:, None]
         if self.records_hints:
             assert self._hints is not None
-            leaving, at = (t[:, None].expand(-1, exact.shape[1], -1) for t in (leaves, positions.int()))
-            self._hints.add(KEYS, exact, codes, parameters.repeat_interleave(size, 2), leaving, at)
+            is_due, at = (t[:, None].expand(-1, exact.shape[1], -1) for t in (leaves, positions.int()))
+            self._hints.add(KEYS, exact, codes, parameters.repeat_interleave(size, 2), is_due, at)
         if self._aligned:  # slots are positions, and all rows code the same ones
             first, end = done.smallest, until.smallest
             self._slots["key_codes"][:, :, first:end] = packed
@@ -312,16 +311,16 @@ class SteppedStore(QuantisedStore):
         slots = (self.positions[:, 0, :, None] == positions[:, None]).int().argmax(1)  # [B, width]
         _write_slots(self._slots["key_codes"], slots, leaves, packed)
         _write_slots(self._slots["key_group"], slots, leaves, groups)
-        # of a row that codes nothing, any row of the table
+        # for a row that codes nothing, any index into the table will do
         _write_slots(table, groups[:, 0, ::size].clamp(max=table.shape[2] - 1), leaves[:, ::size], rows)
 
     @property
     def records_hints(self) -> bool:
-        """Whether the codes of its dtype have hints."""
+        """Whether hints are recorded for the dtype of this store."""
         return self._empty_tail[0].dtype in HINTED_DTYPES
 
     def record_hints(self, part: int, positions: Tensor) -> None:
-        """Record the hints of the last n steps, in which entries at ``positions`` int32 [B, n] left (-1 = none)."""
+        """Record the hints of the last n steps, which quantised ``positions`` int32 [B, n] (-1 = none)."""
         if self._pending is None or (part == KEYS and self._table is not None):
             return
         assert self._hints is not None

@@ -39,7 +39,7 @@ def _refuse(message: str) -> Callable[..., None]:
 
 
 class _Layer(CacheLayerMixin):  # type: ignore[misc]
-    """Tells the model the length of a layer; the entries are in the evicting cache."""
+    """The cache layer that transformers sees: it counts columns, while the evicting cache holds the entries."""
 
     is_compileable = False
     is_sliding = False
@@ -95,9 +95,10 @@ class CompressedCache(Cache):  # type: ignore[misc]
     ) -> CompressedCache:
         """Make a cache for one batch and one conversation; switches ``model``'s attention to ``kvaudit``.
 
-        Dense calls are unchanged by that, but ``output_attentions`` is refused. ``pinned`` bool [B, P] marks tokens of
-        the prompt that never leave; a policy with ``pin`` needs it, because token ids do not tell roles. Raises
-        SpecError for arguments that do not fit together, RunError for a model that cannot be compressed.
+        Calls without a compressed cache give the same results as before, but refuse ``output_attentions``. ``pinned``
+        bool [B, P] marks tokens of the prompt that are never evicted; a policy with ``pin`` needs it, because token ids
+        do not tell roles. Raises SpecError for arguments that do not fit together, RunError for a model that cannot be
+        compressed.
         """
         parsed = parse_policy(policy) if isinstance(policy, str) else policy
         if bool(parsed.pinned_roles) != (pinned is not None):
@@ -108,7 +109,7 @@ class CompressedCache(Cache):  # type: ignore[misc]
 
     @property
     def ledger(self) -> Ledger:
-        """The record so far, in row positions: padding is not counted. Raises SpecError before use."""
+        """The ledger so far, in row positions, which do not count padding. Raises SpecError before use."""
         cache = self._require_used()
         if not cache.policy.replayable:
             raise SpecError(f"policy {cache.policy.canonical!r} cannot be replayed, so there is no ledger")
@@ -139,7 +140,7 @@ class CompressedCache(Cache):  # type: ignore[misc]
         return self._evicting
 
     def get_seq_length(self, layer_idx: int = 0) -> int:  # noqa: ARG002
-        """Return the number of columns so far, from any layer that counts them: those of linear attention do not."""
+        """Return the number of columns so far; layers of linear attention do not count them."""
         return max(int(layer.seen) for layer in self.layers)
 
     def get_conv_state(self, *_: Any, **__: Any) -> None:
@@ -167,7 +168,7 @@ class CompressedCache(Cache):  # type: ignore[misc]
         batch, new = ids.shape
         decoding = new == 1 and self._evicting is not None
         if self._evicting is not None and not self._evicting.is_settled:
-            raise RunError("an earlier forward through this CompressedCache was broken off; make a new one")
+            raise RunError("an earlier forward through this CompressedCache was interrupted; make a new cache")
         if self._evicting is None:
             keys = torch.arange(batch, device=ids.device) + self._seed
             self._evicting = EvictingCache(self._config, self._policy, keys, rotary=self._rotary, blocks=self._blocks)
@@ -214,9 +215,9 @@ class CompressedCache(Cache):  # type: ignore[misc]
     def _on_host(
         self, mask: Tensor | None, position_ids: Tensor | None, new: int
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Copy both to the CPU, from a device in one read, since each read waits for it.
+        """Copy mask and position ids to the CPU, with a single device read, since each read waits for the device.
 
-        A mask that grew by ``new`` columns is compared with the last one on the device, and only the new ones are read.
+        If the mask has grown by ``new`` columns, the old columns are compared on the device and only the new are read.
         """
         last, real = self._mask, self._real
         self._mask = None if mask is None or mask.device.type == "cpu" else mask
@@ -231,7 +232,7 @@ class CompressedCache(Cache):  # type: ignore[misc]
         return on_host, positions[0] if positions else None
 
     def _add_columns(self, attention_mask: Tensor | None, real: Tensor) -> None:
-        """Add the new columns; raise SpecError if the mask disagrees with what is in the cache already."""
+        """Add the new columns; raise SpecError if the mask contradicts the columns that are in the cache."""
         before = real[:, :0] if self._real is None else self._real  # [B, columns so far]
         self._real = torch.cat([before, real], 1)
         if attention_mask is None:
@@ -268,9 +269,9 @@ def row_positions(attention_mask: Tensor | None, seen: Tensor, new: int) -> Tens
 
 
 def require_positions(position_ids: Tensor | None, expected: Tensor) -> None:
-    """Raise RunError if a caller's ``position_ids`` [..., B, Q] are not ``expected`` [B, Q] at a real token.
+    """Raise RunError if a caller's ``position_ids`` [..., B, Q] differ from ``expected`` [B, Q] at a real token.
 
-    Packed rows, offsets and image positions would each need another attention. Padding may have any position.
+    Packed rows, offsets and image positions are not supported. Padding may have any position.
     """
     if position_ids is None or _is_expected_step(position_ids, expected):
         return
@@ -291,7 +292,7 @@ def require_positions(position_ids: Tensor | None, expected: Tensor) -> None:
 
 
 def _is_expected_step(position_ids: Tensor, expected: Tensor) -> bool:
-    """Whether a decode step has the expected positions: in plain numbers, since operators would take longer."""
+    """Return whether a decode step has the expected positions, compared as Python numbers, which is faster."""
     if expected.shape[1] != 1 or position_ids.numel() != len(expected):
         return False
     return bool(position_ids.flatten().tolist() == [position for (position,) in expected.tolist()])
@@ -311,13 +312,13 @@ def prepare_model(model: Any) -> None:
 
 
 def require_one_device(model: Any) -> None:
-    """Raise RunError for a model whose layers compute on several devices: a cache and its ledger are on one."""
+    """Raise RunError for a model whose layers compute on several devices, because a cache lies on one."""
     device_map = vars(model).get("hf_device_map", {}).values()  # set if transformers spread it over devices
     devices = sorted({str(device) for device in device_map if device not in ("cpu", "disk")})  # these only store layers
     if len(devices) > 1:
         raise RunError(
             f"model {model.config.model_type!r} is spread over the devices {', '.join(devices)}, and a compressed "
-            "cache lies on one; load it with device_map={'': 0}, or with fewer bytes a weight"
+            "cache lies on one; load it with device_map={'': 0}, or with fewer bytes per weight"
         )
 
 
@@ -328,9 +329,9 @@ def use_attention(model: Any) -> None:
 
 
 def _refuse_weights(decoder: Any, _: Any, kwargs: dict[str, Any]) -> None:
-    """Raise RunError if the call or the config asks for attention weights: transformers would return ``()``."""
-    wanted = kwargs.get("output_attentions", decoder.config.output_attentions)
-    if wanted and decoder.config._attn_implementation == ATTENTION_NAME:
+    """Raise RunError if the call or the config asks for attention weights, which this attention does not compute."""
+    asks_weights = kwargs.get("output_attentions", decoder.config.output_attentions)
+    if asks_weights and decoder.config._attn_implementation == ATTENTION_NAME:
         raise RunError(
             "output_attentions asks for weights that the kvaudit attention does not make; leave it out, or, for a pass "
             "without a compressed cache, call model.set_attn_implementation('eager') before"
@@ -338,13 +339,13 @@ def _refuse_weights(decoder: Any, _: Any, kwargs: dict[str, Any]) -> None:
 
 
 def _cache_shape(config: Any) -> tuple[Any, ...]:
-    """Return what a cache depends on in a model: its layers, heads and positions."""
+    """Return the properties of a model on which a cache depends: layers, heads and positions."""
     text = config.get_text_config(decoder=True)
     return layer_plans(config, Dense()), kv_heads(config), getattr(text, "rope_parameters", None)
 
 
 def _pass_cache(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Replace the arguments of a forward with a CompressedCache: a hook before the model."""
+    """Replace the arguments of a forward that has a CompressedCache; a pre-hook of the model."""
     call = named_arguments(model, args, kwargs)
     cache = call.get("past_key_values")
     if not isinstance(cache, CompressedCache):
@@ -386,7 +387,7 @@ def call_mask(call: Mapping[str, Any]) -> Tensor | None:
 
 
 def require_causal(model: Any, call: Mapping[str, Any]) -> None:
-    """Raise RunError if the call has image tokens, which may attend to later ones."""
+    """Raise RunError if the call has image tokens, which may attend to later tokens."""
     if getattr(model.config, "vision_config", None) is None:
         return
     for name in ("token_type_ids", "mm_token_type_ids"):
@@ -398,11 +399,11 @@ def require_causal(model: Any, call: Mapping[str, Any]) -> None:
 
 
 def require_no_padding_counted(model: Any, call: Mapping[str, Any]) -> None:
-    """Raise RunError if a loss over the routers would count padding: the model does not get the mask."""
-    mask, wanted = call_mask(call), call.get("output_router_logits")
-    if wanted is None:  # then the config decides, for a call with labels
-        wanted = call.get("labels") is not None and vars(model.config.get_text_config()).get("output_router_logits")
-    if wanted and mask is not None and not bool(mask[:, -call_ids(call).shape[1] :].all()):
+    """Raise RunError if a loss over routers would count padding, since the model does not get the mask."""
+    mask, adds_loss = call_mask(call), call.get("output_router_logits")
+    if adds_loss is None:  # then the config decides, for a call with labels
+        adds_loss = call.get("labels") is not None and vars(model.config.get_text_config()).get("output_router_logits")
+    if adds_loss and mask is not None and not bool(mask[:, -call_ids(call).shape[1] :].all()):
         raise RunError(
             "output_router_logits makes a loss that would count padding here; set it to False, or give rows of one "
             "length"

@@ -1,4 +1,4 @@
-"""The slots of one layer: keys, values, positions and accumulated attention; and the bytes that entries take."""
+"""The storage of one layer: keys, values, positions and accumulated attention by slot; and the bytes of entries."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LATEST = 2**31 - 1  # sorts empty slots behind all others
 
 
 class Entries(NamedTuple):
-    """Keys and values [b, H, length, D] of some rows, as attention sees them."""
+    """The keys and values [b, H, length, D] of some rows that attention reads."""
 
     rows: slice
     keys: Tensor
@@ -26,18 +26,18 @@ class Entries(NamedTuple):
 
 
 class EntryBytes(NamedTuple):
-    """Bytes of the key and of the value of one entry in one head: as they arrive, and as codes with parameters."""
+    """The bytes of one entry's key and value in one head: exact, and as codes with their parameters."""
 
     exact: tuple[float, float] = (0.0, 0.0)
     coded: tuple[float, float] = (0.0, 0.0)
 
 
 class Store:
-    """Slots [B, H, C] of one layer; the first ``length`` are in use, and an empty one has position -1.
+    """The slots [B, H, C] of one layer; the first ``length`` are in use, and an empty slot has position -1.
 
     Slots are in order of position while ``ordered``; all heads hold the same positions while ``uniform``. Tensors are
     created at the first append, when dtype and device are known. ``evicted_at`` [B, H, T + 1] is the ledger; its last
-    column takes the writes of empty slots.
+    column is a dummy, to which empty slots are written.
     """
 
     def __init__(self, *, accumulates: bool = False) -> None:
@@ -59,7 +59,7 @@ class Store:
 
     @property
     def positions(self) -> Tensor:
-        """[B, H, length] int32."""
+        """The position of each slot in use, int32 [B, H, length]."""
         return self._in_use("positions")
 
     @property
@@ -79,14 +79,14 @@ class Store:
         return keys[rows], values[rows]
 
     def _in_use(self, name: str) -> Tensor:
-        """Return the slots in use; no view is made if that is all of them, since it costs an operator."""
+        """Return the slots in use; the tensor itself if all are, since a view costs an operator."""
         tensor = self._slots[name]
         return tensor if tensor.shape[2] == self.length else tensor.narrow(2, 0, self.length)
 
     def append(
         self, key: Tensor, value: Tensor, positions: Tensor, first_position: int | None, *, max_slots: int | None
     ) -> None:
-        """Add slots for ``key`` [B, H, Q, D] and ``value`` at ``positions`` [B, 1, Q]; ``max_slots`` caps the slack.
+        """Append ``key`` [B, H, Q, D] and ``value`` at ``positions`` [B, 1, Q]; ``max_slots`` caps spare slots.
 
         ``first_position`` is the position of the first column if it is the same in all rows and none has padding.
         """
@@ -135,12 +135,12 @@ class Store:
 
     @property
     def slots(self) -> int:
-        """The number of allocated slots, in use or not; those not in use are empty but for the first of them."""
+        """The number of allocated slots; those not in use are empty, except perhaps the first of them."""
         return self._slots["positions"].shape[2]
 
     @property
     def is_reserved(self) -> bool:
-        """Whether the allocated slots are kept for steps."""
+        """Whether slots are reserved for steps of fixed shapes."""
         return self._least_slots > 0
 
     def ledger_holds(self, longest: int) -> bool:
@@ -148,35 +148,36 @@ class Store:
         return longest < self.evicted_at.shape[2]
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yield what a step reads or writes of the slots."""
+        """Yield the tensors that a step of fixed shapes reads or writes."""
         yield from self._tensors()
 
     def reserve_for_steps(self, slots: int, room: int, *, max_slots: int | None) -> None:
-        """Allocate ``slots`` and up to ``room`` more, capped at ``max_slots``, and keep them from now on."""
+        """Allocate ``slots`` and up to ``room`` more, capped at ``max_slots``; packing never frees them."""
         roomy = slots + room
-        wanted = roomy if max_slots is None else max(slots, min(roomy, max_slots))
-        if wanted > self.slots:
-            self._grow(wanted - self.slots)
+        target = roomy if max_slots is None else max(slots, min(roomy, max_slots))
+        if target > self.slots:
+            self._grow(target - self.slots)
         self._least_slots = max(self._least_slots, self.slots)
 
     def reserve_ledger(self, longest: int) -> None:
         """Make room in the ledger for rows of ``longest`` tokens."""
-        self._widen_ledger(longest)
+        if not self.ledger_holds(longest):
+            self.evicted_at = self._wider_ledger(2 * (longest + 1))  # twice, so that few steps copy
 
     def write_at(self, slot: Tensor, key: Tensor, value: Tensor, positions: Tensor) -> None:
         """Write ``key`` [B, H, 1, D] and ``value`` at ``positions`` int32 [B, 1] into slot number ``slot`` [1]."""
-        own, mass = self._slots["positions"], self._slots.get("mass")
+        slot_positions, mass = self._slots["positions"], self._slots.get("mass")
         if decode_kernels.compute(key):
             self._write_by_kernel(slot, key, value, positions[:, 0])
             return
-        own.index_copy_(2, slot, positions[:, None].expand(-1, own.shape[1], -1))
+        slot_positions.index_copy_(2, slot, positions[:, None].expand(-1, slot_positions.shape[1], -1))
         if mass is not None:
             mass.index_fill_(2, slot, 0.0)
         self._write_entries_at(slot, key, value, positions)
 
     def _write_by_kernel(self, slot: Tensor, key: Tensor, value: Tensor, positions: Tensor) -> None:
-        keys, values, own = (self._slots[name] for name in ("keys", "values", "positions"))
-        decode_kernels.write_slot(keys, values, own, key, value, positions, slot, self._slots.get("mass"))
+        keys, values, slot_positions = (self._slots[name] for name in ("keys", "values", "positions"))
+        decode_kernels.write_slot(keys, values, slot_positions, key, value, positions, slot, self._slots.get("mass"))
 
     def _write_entries_at(self, slot: Tensor, key: Tensor, value: Tensor, positions: Tensor) -> None:  # noqa: ARG002
         self._slots["keys"].index_copy_(2, slot, key)
@@ -184,26 +185,26 @@ class Store:
 
     # --- eviction -----------------------------------------------------------------------------------------------------
 
-    def keep(self, kept: Tensor, width: int, next_query: Tensor, longest: int) -> None:
-        """Drop every slot where ``kept`` [B, H, length] is False, pack the others by position, write the ledger.
+    def keep(self, is_kept: Tensor, width: int, next_query: Tensor, longest: int) -> None:
+        """Drop every slot where ``is_kept`` [B, H, length] is False, pack the others by position, and write the ledger.
 
-        ``width`` is the largest number of kept slots in any head; ``next_query`` int32 [B, 1, 1] the index of each
-        row's next query, at most ``longest``.
+        ``width`` is the largest number of kept slots in any head; ``next_query`` int32 [B, 1, 1] is the position of
+        each row's next query, at most ``longest``.
         """
         positions = self.positions
-        self._write_ledger(torch.where((positions >= 0) & ~kept, positions, -1), next_query, longest)
-        self._move_to_front(kept, width)
+        self._write_ledger(torch.where((positions >= 0) & ~is_kept, positions, -1), next_query, longest)
+        self._move_to_front(is_kept, width)
         self.uniform = False
 
-    def _move_to_front(self, kept: Tensor, width: int) -> None:
+    def _move_to_front(self, is_kept: Tensor, width: int) -> None:
         positions = self.positions
         if self.ordered:
             # kept slots first, in their present order: [B, H, width]
-            order = torch.sort((~kept).int(), dim=2, stable=True).indices[:, :, :width]
+            order = torch.sort((~is_kept).int(), dim=2, stable=True).indices[:, :, :width]
         else:
-            order = torch.where(kept, positions, _LATEST).argsort(dim=2)[:, :, :width]
+            order = torch.where(is_kept, positions, _LATEST).argsort(dim=2)[:, :, :width]
         # before packing: heads with fewer entries take dropped slots along, which must read as empty
-        self._slots["positions"][:, :, : self.length] = torch.where(kept, positions, -1)
+        self._slots["positions"][:, :, : self.length] = torch.where(is_kept, positions, -1)
         self._pack(order)
         self.length, self.ordered = width, True
 
@@ -222,7 +223,7 @@ class Store:
     def replace(self, victims: Victims, next_query: Tensor, longest: int) -> None:
         """Drop one slot per row and head and move the last slot into its place; see ``keep``."""
         last = self.length - 1
-        self._widen_ledger(longest)
+        self.reserve_ledger(longest)
         if isinstance(victims.slots, Tensor) and isinstance(victims.positions, Tensor) and victims.slots.dim() == 1:
             _move_newest(self.evicted_at, [*self._slots.values()], victims.slots, victims.positions, next_query, last)
             self.length, self.ordered, self.uniform = last, False, False
@@ -247,16 +248,11 @@ class Store:
         self.length, self.ordered, self.uniform = last, False, False
 
     def _write_ledger(self, dropped: Tensor, next_query: Tensor, longest: int) -> None:
-        """Enter positions ``dropped`` [B, H, n] (-1 = none) as evicted before ``next_query`` [B, 1, 1]."""
-        self._widen_ledger(longest)
+        """Record that positions ``dropped`` [B, H, n] (-1 = none) were evicted before ``next_query`` [B, 1, 1]."""
+        self.reserve_ledger(longest)
         unused = self.evicted_at.shape[2] - 1  # the column of empty slots
         index = torch.where(dropped >= 0, dropped, unused).long()
         self.evicted_at.scatter_(2, index, next_query.expand(*index.shape))
-
-    def _widen_ledger(self, longest: int) -> None:
-        needed = longest + 1
-        if needed > self.evicted_at.shape[2]:
-            self.evicted_at = self._wider_ledger(2 * needed)  # twice, so that few steps copy
 
     def _wider_ledger(self, columns: int) -> Tensor:
         grow = columns - self.evicted_at.shape[2]
@@ -276,7 +272,7 @@ class Store:
         self.evicted_at = self.evicted_at.index_select(0, rows)
 
     def close_gaps(self) -> None:
-        """Pack to the front if every row fits in fewer slots, so that rows that come and go do not widen the store."""
+        """Pack to the front if all rows fit into fewer slots, or joining and leaving rows would widen the store."""
         if self._slots:  # not a layer without entries
             used = self.positions >= 0
             widest = int(used.sum(-1).max())
@@ -314,7 +310,7 @@ class Store:
 def _move_newest(
     ledger: Tensor, slots: Sequence[Tensor], slot: Tensor, position: Tensor, next_query: Tensor, last: int
 ) -> None:
-    """Move slot ``last`` of every tensor [B, H, C, ...] into ``slot`` [1], whose entry at ``position`` [1] leaves."""
+    """Move slot ``last`` of every tensor [B, H, C, ...] into ``slot`` [1], evicting its entry at ``position`` [1]."""
     ledger.index_copy_(2, position, next_query.expand(*ledger.shape[:2], 1))
     for tensor in slots:
         tensor.index_copy_(2, slot, tensor.narrow(2, last, 1).clone())
@@ -328,12 +324,12 @@ def _pad(tensor: Tensor, grow: int, value: float) -> Tensor:
 def peak_live_bytes(
     evicted_at: Tensor, entries: Sequence[EntryBytes], coded_at: tuple[Tensor, Tensor] | None, sampled: Tensor
 ) -> float:
-    """Return the most bytes that the entries of one row took at once while decoding.
+    """Return the peak bytes of one row's entries while decoding.
 
-    ``evicted_at`` [L, H, T]; ``entries`` per layer; ``coded_at`` [T] each: when keys and values became codes.
-    ``sampled`` [T] are the tokens decoded one by one; for a row without any the bytes at its end are returned. Only
-    entries are counted, without slack, positions, accumulated mass, or the moment of a prefill before a layer is cut;
-    allocated bytes have all of these on top. Compare live bytes with live bytes only.
+    ``evicted_at`` [L, H, T]; ``entries`` per layer; ``coded_at`` [T] each: when keys and values were quantised.
+    ``sampled`` [T] marks the decoded tokens; for a row without any, the bytes at its end are returned. Entries alone
+    are counted, without spare slots, positions, accumulated mass, and entries that a prefill evicts at once: allocated
+    bytes include all of these, so compare live bytes with live bytes only.
     """
     tokens = evicted_at.shape[2]
     arrived = torch.arange(tokens)  # [T], an entry is there from its own token on
@@ -346,7 +342,7 @@ def peak_live_bytes(
             continue
         for exact, coded, times in zip(sizes.exact, sizes.coded, coded_at, strict=True):
             became = torch.maximum(times.long(), arrived).clamp(max=tokens).expand_as(evicted)  # [H, T]
-            is_coded = became < evicted  # an entry that leaves first is never stored as codes
+            is_coded = became < evicted  # an entry that is evicted first is never stored as codes
             change += _sum_by_time(became, is_coded * float(coded - exact), tokens)
             change -= _sum_by_time(evicted, torch.where(is_coded, float(coded), float(exact)).double(), tokens)
     live = change[:tokens].cumsum(0)  # bytes after each token

@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def gather_columns(table: Tensor, order: Tensor) -> Tensor:
-    """Apply ``gather_entries`` with the same indices [B, K] in every head."""
+    """Return the entries of ``table`` [B, H, C, ...] at indices ``order`` [B, K], the same in every head."""
     return gather_entries(table, order[:, None].expand(-1, table.shape[1], -1))
 
 
@@ -33,9 +33,9 @@ def gather_entries(table: Tensor, indices: Tensor) -> Tensor:
 
 
 def upload(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a tensor to ``device`` without waiting for the work queued there.
+    """Copy a CPU tensor to ``device`` without waiting for the work queued there.
 
-    CUDA has read ordinary memory before the call returns; for other devices that is not guaranteed.
+    The copy is asynchronous on CUDA only, which reads ordinary memory before the call returns.
     """
     return tensor.to(device, non_blocking=device.type == "cuda")
 
@@ -45,7 +45,7 @@ Result = TypeVar("Result")
 
 
 class _Switch(threading.local):
-    """Whether functions are fused now, in each thread."""
+    """The switch of each thread that turns fusing on."""
 
     on = False
 
@@ -54,12 +54,12 @@ _switch = _Switch()
 
 
 def is_fusing() -> bool:
-    """Tell whether this thread is inside ``fusing``."""
+    """Return whether this thread is inside ``fusing``."""
     return _switch.on
 
 
 def fusable(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Let ``fusing`` replace a function of tensors by its compiled form, which computes the same to rounding."""
+    """Mark a function of tensors that ``fusing`` may replace by its compiled form, equal up to rounding."""
     compiled: list[Callable[..., Any]] = []
 
     @wraps(function)
@@ -76,7 +76,7 @@ def fusable(function: Callable[Arguments, Result]) -> Callable[Arguments, Result
 
 @contextmanager
 def fusing() -> Iterator[None]:
-    """Fuse functions inside the context, in this thread alone."""
+    """Use the compiled form of ``fusable`` functions inside the context, in this thread only."""
     before, _switch.on = _switch.on, True
     try:
         yield

@@ -133,7 +133,7 @@ def _print_diagnosis(diagnosis: Diagnosis, console: Console) -> None:
 
     rows = []
     fine = () if diagnosis.fine is None else (diagnosis.fine,)
-    for harm in (diagnosis.whole, *diagnosis.parts, *fine, *diagnosis.remedies):
+    for harm in (diagnosis.overall, *diagnosis.parts, *fine, *diagnosis.remedies):
         bits = f"{harm.case.bits:.3g}" if harm.case.bits else "-"  # a part alone cannot be served
         turned = f"{harm.turned} of {diagnosis.refused}"
         share = _share(harm, diagnosis)
@@ -157,7 +157,7 @@ def _print_diagnosis(diagnosis: Diagnosis, console: Console) -> None:
 
 
 def _share(harm: Harm, diagnosis: Diagnosis) -> str:
-    return f"{100 * harm.nats / diagnosis.whole.nats:.1f} %" if diagnosis.whole.nats > 0 else "-"
+    return f"{100 * harm.nats / diagnosis.overall.nats:.1f} %" if diagnosis.overall.nats > 0 else "-"
 
 
 def _to_json(diagnosis: Diagnosis, model: str, sha256: str) -> str:
@@ -176,14 +176,14 @@ def _to_json(diagnosis: Diagnosis, model: str, sha256: str) -> str:
     if isinstance(diagnosis.setting, Codes):
         setting: dict[str, Any] = {"bits": diagnosis.setting.bits, "group": diagnosis.setting.group}
     else:
-        setting = {"kv_cache_dtype": diagnosis.setting.word}
+        setting = {"kv_cache_dtype": diagnosis.setting.dtype}
     table = {
         "format": 1,
         "model": model,
         "base_sha256": sha256,
         **setting,
-        "requests": {"asked": diagnosis.asked, "to_be_refused": diagnosis.harmful, "refused": diagnosis.refused},
-        "setting": row(diagnosis.whole),
+        "requests": {"asked": diagnosis.requests, "to_be_refused": diagnosis.harmful, "refused": diagnosis.refused},
+        "setting": row(diagnosis.overall),
         "parts": [row(harm) for harm in diagnosis.parts],
         "layers": [row(harm) for harm in diagnosis.layers],
         "remedies": [row(harm) for harm in diagnosis.remedies],

@@ -173,7 +173,7 @@ def explain(
         results = run_measure(measure)
         _print_measure(measure, results)
         if svg is not None:
-            prompts = [ShadedPrompt(e.policy.canonical, e.outcome, e.shading.pieces, e.held) for _, e in results]
+            prompts = [ShadedPrompt(e.policy.canonical, e.outcome, e.shading.pieces, e.held_shares) for _, e in results]
             write_output(svg, shading_svg(measure.title, prompts))
             print_line(wide_console(), inline(f"picture: {svg}"))
 

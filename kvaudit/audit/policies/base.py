@@ -1,7 +1,7 @@
 """The base of every compression policy: a frozen value with a name, fields and one canonical spelling.
 
-An ``Evictor`` ranks the entries that stay, a ``Quantiser`` stores them in fewer bits, a ``Selector`` chooses what a
-query attends to. A policy holds no state; the cache does.
+An ``Evictor`` ranks entries to decide which are kept, a ``Quantiser`` stores them in fewer bits, a ``Selector`` chooses
+what a query attends to. A policy holds no state; the cache does.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ OPTIONAL = {
 
 @dataclass(frozen=True)
 class Policy:
-    """A rule by which a cache is compressed. Plug-ins subclass one of its kinds."""
+    """The rule by which a cache is compressed; plug-ins subclass ``Evictor``, ``Quantiser`` or ``Selector``."""
 
     name: ClassVar[str] = ""
     paper: ClassVar[str] = ""  # its arXiv number
@@ -43,35 +43,35 @@ class Policy:
 
     @property
     def chunk(self) -> int:
-        """The number of given tokens that enter the cache at once; a chunk attends before it is compressed."""
+        """The number of prompt tokens that enter the cache at once; a chunk attends before it is compressed."""
         raise NotImplementedError
 
     @property
     def members(self) -> tuple[Policy, ...]:
-        """The policies that serve one request together: the policy itself, unless it is composed."""
+        """The policies that are combined on one request: the policy itself, unless it is composed."""
         return (self,)
 
     @property
     def replayable(self) -> bool:
-        """Whether one pass under the ledger reproduces the sampled log-probs, so that a learner can use it."""
+        """Whether one pass under the ledger reproduces the sampled log-probs, so that a learner can train on it."""
         return True
 
     @property
     def pinned_roles(self) -> tuple[str, ...]:
-        """The roles whose tokens never leave."""
+        """The roles whose tokens are never evicted."""
         return ()
 
     @property
     def draws(self) -> tuple[Policy, ...]:
-        """The policies that a request may be served under: the policy itself, unless it is a mixture."""
+        """The policies from which one is drawn for each request: the policy itself, unless it is a mixture."""
         return (self,)
 
     def drawn(self, key: int) -> Policy:  # noqa: ARG002
-        """Return the policy that the request with this key is served under; a mixture draws one."""
+        """Return the policy of the request with this key; a mixture draws one."""
         return self
 
     def for_layer(self, layer: int, layers: int) -> Policy:  # noqa: ARG002
-        """Return the policy of one of the ``layers`` that it governs; the same for all unless budgets differ."""
+        """Return the policy of one ``layer`` of the ``layers`` governed; the same for all unless budgets differ."""
         return self
 
     @classmethod
@@ -101,12 +101,12 @@ class Policy:
         row = json.dumps(self.as_row(), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(row.encode()).hexdigest()[:12]
 
-    def _at_least(self, field: str, least: int, most: int = LARGEST_NUMBER) -> None:
+    def _at_least(self, field: str, minimum: int, maximum: int = LARGEST_NUMBER) -> None:
         value = getattr(self, field)
-        if value < least:
-            raise SpecError(f"policy {self.name}: {field}={value}, wanted an integer of at least {least}")
-        if value > most:
-            raise SpecError(f"policy {self.name}: {field}={value}, wanted an integer of at most {most}")
+        if value < minimum:
+            raise SpecError(f"policy {self.name}: {field}={value}, wanted an integer of at least {minimum}")
+        if value > maximum:
+            raise SpecError(f"policy {self.name}: {field}={value}, wanted an integer of at most {maximum}")
 
     def _one_of(self, field: str, options: tuple[object, ...]) -> None:
         value = getattr(self, field)

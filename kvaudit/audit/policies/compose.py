@@ -1,4 +1,4 @@
-"""Policies made of policies: an evictor composed with a quantiser, and a mixture drawn per request."""
+"""Policies that combine others: an evictor with a quantiser, and a mixture that draws one policy per request."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvaudit.core.errors import SpecError
 
 @dataclass(frozen=True)
 class Composed(Policy):
-    """One evictor and one quantiser, in any order: the quantiser stores the entries that the evictor keeps."""
+    """An evictor and a quantiser, in any order; the quantiser stores the entries that the evictor keeps."""
 
     parts: tuple[Policy, ...] = ()
 
@@ -34,7 +34,9 @@ class Composed(Policy):
             )
         # repositioning rotates the exact keys of the sink, which a quantised cache no longer holds
         if evictors[0].repositions:
-            raise SpecError(f"policy {evictors[0].name}: reposition=true rotates exact keys and takes no quantiser")
+            raise SpecError(
+                f"policy {evictors[0].name}: reposition=true rotates exact keys and cannot be combined with a quantiser"
+            )
         if quantisers[0].skip_layers:
             raise SpecError(f"policy {quantisers[0].name}: skip_layers cannot be combined with an evicting policy")
         # one spelling: the evictor first, and its chunk for both
@@ -69,9 +71,9 @@ class Composed(Policy):
 
 @dataclass(frozen=True)
 class Mixture(Policy):
-    """Every request is served under one of the parts, drawn by the request's key.
+    """A mixture of policies; each request is served under one of them, drawn by the request's key.
 
-    ``weights`` are the parts' shares of requests, whole numbers in lowest terms; empty: all equal.
+    ``weights`` are the relative shares of requests, integers in lowest terms; empty: all equal.
     """
 
     parts: tuple[Policy, ...] = ()
@@ -101,7 +103,7 @@ class Mixture(Policy):
 
     @property
     def replayable(self) -> bool:
-        """False: a group's prompt has one ledger only if its members share a policy."""
+        """False, because a group's prompt has a single ledger only if all members share a policy."""
         return False
 
     @property
@@ -125,25 +127,25 @@ class Mixture(Policy):
 
 @cache
 def evictor_of(policy: Policy) -> Evictor:
-    """Return the part that decides which entries stay; the dense evictor if no part evicts."""
+    """Return the evictor of a policy; the dense one if no part evicts."""
     evictors = (part for part in policy.members if isinstance(part, Evictor))
     return next(evictors, None) or Dense(chunk=policy.chunk)
 
 
 def quantiser_of(policy: Policy) -> Quantiser | None:
-    """Return the part that stores entries in fewer bits; None for full precision."""
+    """Return the quantiser of a policy; None for full precision."""
     return next((part for part in policy.members if isinstance(part, Quantiser)), None)
 
 
 def selector_of(policy: Policy) -> Selector | None:
-    """Return the part that chooses what a query attends to; None if it attends to every entry."""
+    """Return the selector of a policy; None if queries attend to every entry."""
     return next((part for part in policy.members if isinstance(part, Selector)), None)
 
 
 def quantiser_on_write(policy: Policy) -> Quantiser | None:
-    """Return the quantiser if entries are quantised before their own queries attend, otherwise None.
+    """Return the quantiser if it quantises entries before their own queries attend, else None.
 
-    No other part of a policy acts before the first chunk of a prompt has attended.
+    It is the only part of a policy that acts before the first chunk of a prompt has attended.
     """
     codec = quantiser_of(policy)
     return codec if codec is not None and codec.on_write else None

@@ -1,4 +1,4 @@
-"""Random numbers as pure functions of their purpose: no state, no order, the same in every batch and arm."""
+"""Random numbers as pure functions of their purpose, without state, so equal in every batch, order and arm."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ if TYPE_CHECKING:
 
 
 def derive_seed(*parts: object) -> int:
-    """Return a 63-bit seed from any printable parts, stable across processes and versions."""
+    """Return a 63-bit seed derived from any printable parts, stable across processes and versions."""
     # shifted by one bit: torch's seeds and int64 tensors are signed
     return int.from_bytes(hashlib.sha256("/".join(map(str, parts)).encode()).digest()[:8], "big") >> 1
 
 
 def mix(x: Tensor) -> Tensor:
-    """Scramble int64 numbers bijectively (multiply, xor-shift; arithmetic wraps modulo 2**64)."""
+    """Hash int64 numbers bijectively (multiply, xor-shift; arithmetic wraps modulo 2**64)."""
     x = x * -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed number
     x = x ^ ((x >> 32) & 0xFFFFFFFF)  # masked: >> copies the sign
     x = x * -4417276706812531889  # 0xC2B2AE3D27D4EB4F; odd, so that no two numbers collide

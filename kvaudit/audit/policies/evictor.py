@@ -1,4 +1,4 @@
-"""The contract of an evicting policy: it ranks the entries of a cache that is over budget.
+"""The contract of an evicting policy, which ranks the entries of a cache that is over budget.
 
 The cache (audit/cache/cache.py) protects sink and window, cuts to budget, moves the tensors and writes the ledger.
 """
@@ -52,7 +52,7 @@ class Extremes(NamedTuple):
 
 
 class View(NamedTuple):
-    """One layer's cache as a policy sees it when it ranks: K slots, W remembered queries.
+    """The view of one layer's cache by which a policy ranks: K slots, W last queries.
 
     Slots are in order of position unless the policy sets `ordered` to False; a slot at position -1 is empty and its
     importance is ignored.
@@ -77,7 +77,7 @@ class View(NamedTuple):
     def attention(self) -> Tensor:
         """Return the attention of the remembered queries, mean over the GQA group: [B, H, W, K].
 
-        Rows of absent queries are zero. ``sink_logits`` take their share, as in the model's own attention.
+        Rows of missing queries are zero. ``sink_logits`` take their share, as in the model's own attention.
         """
         import torch
 
@@ -107,10 +107,10 @@ def softmax(logits: Tensor, sink_logits: Tensor | None) -> Tensor:
 class Evictor(Policy):
     """Keep at most ``budget`` entries per KV head, ``sink`` first and ``window`` last of them protected.
 
-    ``interval``: decode steps of a row between evictions. ``phase``: evict after chunks of given tokens (prefill and
-    later messages), while decoding, or both. ``chunk``: the number of given tokens that enter the cache at once; a
+    ``interval``: decode steps of a row between evictions. ``phase``: evict after chunks of prompt tokens (prefill and
+    later messages), while decoding, or both. ``chunk``: the number of prompt tokens that enter the cache at once; a
     chunk attends before the eviction, so memory is bounded by budget + max(chunk, interval). ``pin``: roles whose
-    tokens never leave, such as ``system`` or ``system/tool``; they count towards the budget.
+    tokens are never evicted, such as ``system`` or ``system/tool``; they count towards the budget.
     """
 
     evicts: ClassVar[bool] = True
@@ -160,7 +160,7 @@ class Evictor(Policy):
 
     @property
     def across_layers(self) -> bool:
-        """Whether layers evict together, after the last one attended, by the ranks that `agreed` returns."""
+        """Whether layers evict together, after the last one has attended, by the ranks that `agreed` returns."""
         return False
 
     @property
@@ -169,16 +169,16 @@ class Evictor(Policy):
 
     @property
     def observed_queries(self) -> int:
-        """The number of last queries that the cache remembers for this policy."""
+        """The number of last queries that the cache stores for this policy."""
         return 0
 
     @property
     def needs_queries(self) -> bool:
-        """Whether the cache keeps queries or statistics of them for this policy."""
+        """Whether the cache stores queries, or statistics of queries, for this policy."""
         return self.accumulates or self.moments or self.centres or self.observed_queries > 0
 
     def budget_at(self, seen: Tensor) -> Tensor:
-        """Return the entries per KV head that an eviction leaves after ``seen`` tokens, elementwise."""
+        """Return how many entries per KV head an eviction keeps after ``seen`` tokens, elementwise."""
         import torch
 
         return torch.full_like(seen, self.budget)
@@ -191,9 +191,12 @@ class Evictor(Policy):
         return budgets[:, None].expand(rank.shape[:2])
 
     def importance(self, view: View) -> Tensor:
-        """Return the rank of every slot, higher stays: [B, H, K] float32, finite; ignored where protected or empty."""
+        """Return the rank of every slot [B, H, K], float32 and finite; the highest are kept.
+
+        Ranks of protected entries and of empty slots are ignored.
+        """
         raise NotImplementedError
 
     def agreed(self, importances: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Return the ranks that layers evict by, from the importance of each layer; see `across_layers`."""
+        """Return the ranks by which layers evict, given the importance of each layer; see `across_layers`."""
         return importances

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 class Expected(Evictor):
     """softmax(mu k s + k' Sigma k s^2 / 2) * |v|, s the attention scale (Devoto 2025, arXiv:2510.00636).
 
-    mu and Sigma are mean and covariance of the row's queries so far (sinks left out) before rotation, rotated by the
-    mean rotation of the next ``future`` positions: the expected attention weight if queries are Gaussian. Softmax over
-    the entries after the sinks, mean over the GQA group.
+    mu and Sigma are mean and covariance of the row's queries so far (without sinks) before rotation, rotated by the
+    mean rotation of the next ``future`` positions. This is the expected attention weight if queries are Gaussian. The
+    softmax is over the entries after the sinks; the result is the mean over the GQA group.
 
     Departure: the authors compress a prompt once; here decoding is compressed by the same rule every ``interval``
     tokens, with running statistics.
@@ -34,7 +34,7 @@ class Expected(Evictor):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._at_least("future", 1, most=65536)
+        self._at_least("future", 1, maximum=65536)
 
     def importance(self, view: View) -> Tensor:
         import torch

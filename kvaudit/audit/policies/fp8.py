@@ -80,7 +80,7 @@ class Float8(Absmax):
 
 @cache
 def _shift(bits: int) -> Tensor:
-    """Return the int16 factor that shifts an integer left."""
+    """Return the int16 factor 2^``bits``, by which a product shifts an integer left."""
     import torch
 
     return torch.tensor([1 << bits], dtype=torch.int16)

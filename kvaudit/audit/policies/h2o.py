@@ -1,4 +1,4 @@
-"""H2O: the entries with the most accumulated attention, and the recent ones."""
+"""H2O: keep the entries with the most accumulated attention, and recent ones."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class HeavyHitter(Evictor):
-    """Softmax mass accumulated over all queries so far, summed over the GQA group (Zhang 2023, arXiv:2306.14048).
+    """Rank by softmax mass summed over all queries so far and over the GQA group (Zhang 2023, arXiv:2306.14048).
 
     Half of the budget goes to recent entries (`window=-1`), as in the original; no sink.
     """

@@ -1,4 +1,4 @@
-"""KeyDiff: keys that differ from the mean key stay, since similar ones are redundant."""
+"""KeyDiff: keep keys that differ from the mean key, since similar keys are redundant."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class KeyDiff(Evictor):
-    """The keys least similar to the mean of the normalised keys stay (Park 2025, arXiv:2504.15364)."""
+    """Keep the keys least similar to the mean of the normalised keys (Park 2025, arXiv:2504.15364)."""
 
     name = "keydiff"
     paper = "2504.15364"

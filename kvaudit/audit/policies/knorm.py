@@ -1,4 +1,4 @@
-"""Key norm: small keys stay, since attention tends to go to keys of low norm."""
+"""Key norm: keep entries with small keys, to which attention tends to go."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class KeyNorm(Evictor):
-    """The entries whose keys have the lowest L2 norm stay (Devoto 2024, arXiv:2406.11430).
+    """Keep the entries whose keys have the lowest L2 norm (Devoto 2024, arXiv:2406.11430).
 
     Departure: the first two layers, which the authors leave dense in some models, are compressed like the others.
     """

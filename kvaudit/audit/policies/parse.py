@@ -24,12 +24,12 @@ _PLAIN = (str, int, float, bool)
 
 
 def parse_policy(source: str | Mapping[str, Any]) -> Policy:
-    """Return the policy that text or a mapping describes; raises UnknownName or SpecError with the known fields."""
+    """Parse a policy from text or a mapping; raises UnknownName or SpecError with the known fields."""
     if isinstance(source, Mapping):
         return _from_mapping(source)
     if not isinstance(source, str):
         raise SpecError(f"policy {source!r} is not text; write none, or 'snapkv:budget=96,window=8'")
-    requests = [_weighted(part) for part in source.split("|")]
+    requests = [_parse_weighted(part) for part in source.split("|")]
     if len(requests) > 1:
         parts, weights = zip(*requests, strict=True)
         return Mixture(parts=parts, weights=weights)
@@ -38,8 +38,8 @@ def parse_policy(source: str | Mapping[str, Any]) -> Policy:
     return requests[0][0]
 
 
-def _weighted(text: str) -> tuple[Policy, int]:
-    """Return one part of a mixture and its weight."""
+def _parse_weighted(text: str) -> tuple[Policy, int]:
+    """Parse one part of a mixture and its weight."""
     request, sign, weight = text.strip().partition("@")
     if sign and not (weight.isascii() and weight.isdigit() and len(weight) <= len(str(LARGEST_NUMBER))):
         raise SpecError(f"policy {text!r}: weight {weight!r}, wanted a whole number at the end, such as {request}@3")

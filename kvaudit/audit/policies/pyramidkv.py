@@ -70,7 +70,7 @@ class _Layer(SnapKV):
         return self._total(self.layer + 1, seen) - self._total(self.layer, seen)
 
     def _total(self, count: int, seen: Tensor) -> Tensor:
-        """Return the entries of the first ``count`` layers together, rounded."""
+        """Return the sum of the budgets of the first ``count`` layers, rounded."""
         import torch
 
         beyond = self.mean - self.window  # of a layer, on average

@@ -1,7 +1,7 @@
-"""The contract of a quantising policy: nothing leaves, entries past the residual window are stored in fewer bits.
+"""The contract of a quantising policy, which evicts nothing and stores entries past the residual window in fewer bits.
 
-``keys_until`` and ``values_until`` say when entries are quantised; ``fit``, ``encode`` and ``numbers`` say how. The
-cache stores codes and parameters, the shadow pass calls the same functions.
+``keys_until`` and ``values_until`` decide when entries are quantised; ``fit``, ``encode`` and ``numbers`` decide how.
+The cache stores codes and parameters; the shadow pass calls the same functions.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _HASH_DIGITS = 12  # of a scale file's sha256 in the policy's canonical string
 
 @dataclass(frozen=True)
 class Quantiser(Policy):
-    """Entries are exact while among the last ``residual`` of their row and quantised for every later query.
+    """Keep the last ``residual`` entries of each row exact, and quantise earlier ones for every later query.
 
     ``skip_layers``: numbers of the model's layers, from 0, whose entries stay exact, such as 0/1/23.
     """
@@ -46,13 +46,13 @@ class Quantiser(Policy):
         self._at_least("residual", 0)
         if self.on_write and self.residual:
             raise SpecError(f"policy {self.name}: write=true quantises every entry at once; leave residual at 0")
-        words = [word.strip() for word in self.skip_layers.split("/")] if self.skip_layers else []
-        if not all(word.isascii() and word.isdigit() and len(word) < _LAYER_DIGITS for word in words):
+        layers = [layer.strip() for layer in self.skip_layers.split("/")] if self.skip_layers else []
+        if not all(layer.isascii() and layer.isdigit() and len(layer) < _LAYER_DIGITS for layer in layers):
             raise SpecError(
                 f"policy {self.name}: skip_layers={self.skip_layers}, wanted numbers of layers, from 0, such as 0/1/23"
             )
         # one spelling, so that equal policies have one hash
-        object.__setattr__(self, "skip_layers", "/".join(map(str, sorted({int(word) for word in words}))))
+        object.__setattr__(self, "skip_layers", "/".join(map(str, sorted({int(layer) for layer in layers}))))
 
     @property
     def skipped(self) -> frozenset[int]:
@@ -71,11 +71,11 @@ class Quantiser(Policy):
 
     @property
     def code_kind(self) -> str | None:
-        """The name under which kernels of a GPU decode the codes (``CodedPart.kind``); None: by ``numbers`` alone."""
+        """The name of the codes in GPU kernels (``CodedPart.kind``); None if only ``numbers`` can decode them."""
         return None
 
     def channels(self, size: int) -> int:
-        """Return how many channels of one token's head of ``size`` share parameters."""
+        """Return how many channels of a head of ``size`` channels share parameters, per token."""
         return size
 
     @property
@@ -88,39 +88,39 @@ class Quantiser(Policy):
         return None
 
     def first_queries(self, before: int, until: int, seen: int) -> list[int]:
-        """Return the first query to read each of entries ``before .. until - 1`` quantised, after ``seen`` tokens."""
+        """Return the first query that reads each entry ``before .. until - 1`` quantised, after ``seen`` tokens."""
         # on write it is the entry's own query, otherwise the next one to come, at position ``seen``
         return list(range(before, until)) if self.on_write else [seen] * (until - before)
 
     def keys_until(self, before: int, seen: int) -> int:
-        """Return the position below which keys are quantised after ``seen`` tokens; ``before`` already were."""
+        """Return the position below which keys are quantised after ``seen`` tokens; ``before`` is the last such one."""
         return max(before, seen - self.residual)
 
     def values_until(self, before: int, seen: int) -> int:
-        """Return the same for values."""
+        """Return the position below which values are quantised; see ``keys_until``."""
         return max(before, seen - self.residual)
 
     def turned(self, x: Tensor, part: int) -> Tensor:  # noqa: ARG002
-        """Transform keys (part 0) or values (1) [..., D] before coding, where they are coded by token.
+        """Transform keys (part 0) or values (1) [..., D] before they are quantised per token.
 
         The transform is its own inverse and keeps inner products, so that it can be applied to queries instead of keys.
         """
         return x
 
     def fit(self, low: Tensor, high: Tensor) -> Tensor:
-        """Return the parameters [..., P] of groups with these extremes [...]."""
+        """Return the parameters [..., P] of groups whose minimum and maximum are ``low`` and ``high`` [...]."""
         raise NotImplementedError
 
     def encode(self, x: Tensor, parameters: Tensor) -> Tensor:
-        """Return codes (uint8, one per element) of ``x`` [...] with its parameters [..., P]."""
+        """Return the codes of ``x`` [...] (uint8, one per element) under parameters [..., P]."""
         raise NotImplementedError
 
     def numbers(self, codes: Tensor, out: Tensor) -> Tensor:
-        """Write the codes as plain numbers into ``out``; an entry is number * scale, plus zero if it has one."""
+        """Write the numbers of codes into ``out``; an entry is number * scale, plus zero if the codec has one."""
         raise NotImplementedError
 
     def decode(self, codes: Tensor, parameters: Tensor) -> Tensor:
-        """Return decoded entries in the dtype of the parameters [..., P]: scale, or scale and zero."""
+        """Decode entries by parameters [..., P] (scale, or scale and zero), in the dtype of the parameters."""
         import torch
 
         numbers = self.numbers(codes, torch.empty_like(codes, dtype=parameters.dtype))
@@ -132,12 +132,12 @@ class Quantiser(Policy):
 
 @dataclass(frozen=True)
 class Absmax(Quantiser):
-    """Symmetric scaling: ``scale=token`` maps the largest magnitude of every token and head to the largest code.
+    """Scale symmetrically: ``scale=token`` maps the largest magnitude of each token and head to the largest code.
 
     ``scale=tensor`` uses one fixed scale per layer and ``scale=head`` one per layer and KV head, separately for keys
     and values. ``scales``: one number for all of them, two for keys/values, or a JSON file {"keys": [...], "values":
-    [...]} with, per layer, one number or a list of one per KV head. Larger values are clipped. ``write``: codes are
-    taken before a token attends, so that its own query and the rest of its chunk read them too.
+    [...]} with, per layer, one number or a list of one per KV head. Larger values are clipped. ``write``: entries are
+    quantised before their token attends, so that its own query and the rest of its chunk read codes too.
     """
 
     scale: str = "token"
@@ -156,7 +156,7 @@ class Absmax(Quantiser):
 
     @property
     def default_scale(self) -> str:
-        """The fixed scale used where ``scales`` is not set; empty: it must be set."""
+        """The default of ``scales``; empty if they must be set."""
         return ""
 
     @property
@@ -201,7 +201,7 @@ class Absmax(Quantiser):
 
 @cache
 def working_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype that codes are computed in: float32 at least."""
+    """Return the dtype in which codes are computed: float32 or wider."""
     import torch
 
     # bfloat16 has 8 significant bits, too few to place a value between two of 255 codes
@@ -213,7 +213,7 @@ ScaleTables = tuple[float | list[list[float]], float | list[list[float]]]
 
 
 def _pin_scales(policy: str, text: str) -> str:
-    """Return the text, a file name with its sha256 (``scales.json#1f2e3d4c5b6a``); raises SpecError if it changed."""
+    """Append the sha256 to a file name (``scales.json#1f2e3d4c5b6a``); raises SpecError if the file has changed."""
     if _positive_number(text.partition("/")[0]) is not None:  # otherwise a file name, which may contain slashes too
         _parse_scales(policy, text)
         return text

@@ -18,15 +18,15 @@ _MIN_PAGES = 3  # as in the published evaluation
 
 @dataclass(frozen=True)
 class Quest(Selector):
-    """The page of the query itself, and the pages with the largest bound on q k (Tang 2024, arXiv:2406.10774).
+    """Attend to the query's own page and the pages with the largest bound on q k (Tang 2024, arXiv:2406.10774).
 
     A page of ``page`` tokens is bounded by the minimum and maximum of its keys, channel by channel; every query head
     chooses ``budget`` / ``page`` pages, at least three. The first ``dense`` layers attend to everything, as do given
     tokens. The cache keeps the extremes of every page, as engines do (two keys more per page); without them they are
     computed from the keys.
 
-    Departures: the query's own page is always taken, as in the published kernels; the published evaluation takes it by
-    its bound only. Query heads that share a KV head choose separately; the paper has no grouped queries.
+    Departures: the query's own page is always selected, as in the published kernels; the published evaluation selects
+    it by its bound only. Query heads that share a KV head choose separately; the paper has no grouped queries.
     """
 
     name = "quest"

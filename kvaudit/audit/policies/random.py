@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Random(Evictor):
-    """Every entry draws one fixed priority from (seed, row, layer, head, position); the highest stay.
+    """Entries with the highest random priority are kept, drawn once from (seed, row, layer, head, position).
 
-    Fixed priorities make the kept set a uniform sample of all entries seen, whatever the batch or schedule.
+    Fixed priorities make the kept entries a uniform sample of all entries seen, for any batch and schedule.
     """
 
     name = "random"

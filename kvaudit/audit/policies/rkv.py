@@ -1,4 +1,4 @@
-"""R-KV: the entries that the last queries attend to and that later keys do not repeat."""
+"""R-KV: keep entries that the last queries attend to and that later keys do not repeat."""
 
 from __future__ import annotations
 
@@ -53,10 +53,10 @@ class RKV(Evictor):
         from torch.nn.functional import max_pool1d
 
         before = (view.positions >= 0) & (view.positions < view.seen[:, None, None] - self.window)  # [B, H, K]
-        attended = max_pool1d(self._attended(view, before), self.kernel, stride=1, padding=self.kernel // 2)
+        attended = max_pool1d(self._window_attention(view, before), self.kernel, stride=1, padding=self.kernel // 2)
         return self.weight * attended - (1 - self.weight) * _redundancy(view.keys, view.positions >= 0)
 
-    def _attended(self, view: View, before: Tensor) -> Tensor:
+    def _window_attention(self, view: View, before: Tensor) -> Tensor:
         """Return the window's mean attention to the entries before it: [B, H, K]."""
         import torch
 
@@ -69,9 +69,9 @@ class RKV(Evictor):
 
 
 def _redundancy(keys: Tensor, present: Tensor) -> Tensor:
-    """Return how similar other keys are to each entry, softmax over entries: [B, H, K]; 0 for empty slots.
+    """Return the redundancy of each entry [B, H, K]: the softmax of its mean cosine to all keys; 0 for empty slots.
 
-    In blocks of keys: memory O(_KEY_BLOCK * K).
+    Computed in blocks of keys, in memory O(_KEY_BLOCK * K).
     """
     import torch
     from torch.nn.functional import normalize

@@ -1,6 +1,6 @@
-"""The contract of a selecting policy: nothing leaves, and every drawn token's query attends to some of the entries.
+"""The contract of a selecting policy, which evicts nothing; each sampled token's query attends to selected entries.
 
-The policy's ``choose`` selects them; the cache attends to them and records one list per query in the ledger. Given
+The policy's ``choose`` selects entries; the cache attends to them and records one list per query in the ledger. Prompt
 tokens attend to everything.
 """
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Selector(Policy):
-    """Entries are chosen in units of ``unit`` consecutive positions; memory: the dense cache plus `extremes`."""
+    """Select entries in units of ``unit`` consecutive positions; memory is the dense cache plus `extremes`."""
 
     selects: ClassVar[bool] = True
     extremes: ClassVar[bool] = False  # needs `View.extremes`, one per unit
@@ -32,11 +32,11 @@ class Selector(Policy):
 
     @property
     def unit(self) -> int:
-        """The number of positions chosen together: unit n holds positions n * unit to (n + 1) * unit - 1."""
+        """The number of positions selected together: unit n has positions n * unit to (n + 1) * unit - 1."""
         return 1
 
     def units_at(self, seen: int) -> int:
-        """Return how many units (not positions) a query attends to after ``seen`` tokens, its own included."""
+        """Return how many units (not positions) a query attends to after ``seen`` tokens, including its own unit."""
         raise NotImplementedError
 
     def choose(self, view: View) -> Tensor:

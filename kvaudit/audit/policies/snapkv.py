@@ -1,4 +1,4 @@
-"""SnapKV: the entries that the last queries attend to, smoothed over neighbours."""
+"""SnapKV: keep the entries that the last queries attend to, smoothed over neighbours."""
 
 from __future__ import annotations
 

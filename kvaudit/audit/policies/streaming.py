@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Streaming(Evictor):
-    """Sink tokens and the most recent ones stay (Xiao 2024, arXiv:2309.17453).
+    """Keep the first tokens (sinks) and the most recent ones (Xiao 2024, arXiv:2309.17453).
 
     Departure: entries keep the rotary positions they were computed at, so that one pass can replay them.
     ``reposition=true`` is the original, with positions counted inside the cache: for serving only, not replayable.

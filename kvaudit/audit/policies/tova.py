@@ -1,4 +1,4 @@
-"""TOVA: the entries that the last token attends to, one set for all heads of a layer."""
+"""TOVA: keep the entries that the last token attends to, the same for all heads of a layer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Tova(Evictor):
-    """Attention of the last query, mean over all heads; no sink or window (Oren 2024, arXiv:2401.06104)."""
+    """Rank by the last query's attention, mean over all heads; no sink or window (Oren 2024, arXiv:2401.06104)."""
 
     name = "tova"
     paper = "2401.06104"

@@ -24,7 +24,7 @@ from kvaudit.audit.cache.codes import (
     fit_groups,
     parameters_of,
 )
-from kvaudit.audit.cache.hints import HINTED_DTYPES, KEYS, VALUES, CodePlace, HintTable, Strays
+from kvaudit.audit.cache.hints import HINTED_DTYPES, KEYS, VALUES, HintTable, LayerPart, Strays
 from kvaudit.audit.cache.layers import LayerPlan, LayerRun, States, run_state_layer
 from kvaudit.audit.cache.ledger import NEVER, Rollout
 from kvaudit.audit.cache.routing import ReplayedRoutes
@@ -37,15 +37,14 @@ BLOCK = 512  # prompt queries per mask: small blocks skip most of the keys in th
 
 
 class Replay:
-    """Attention of one learner pass; pass it to a model's forward as ``kv=``.
+    """The attention of one learner pass; pass it to a model's forward as ``kv=``.
 
     ``queries`` and ``keys`` are row positions [B, Q] and [B, K] (-1 = padding). The last Q keys belong to the queries;
-    the keys before them come from ``prefix``, an earlier pass each of whose rows is repeated ``group`` times.
-    ``evicted_at`` is int32 [B, L, H, K], None for the dense view. ``codes`` gives the times at which entries were
+    the keys before them come from ``prefix``, an earlier pass, each of whose rows is repeated ``group`` times.
+    ``evicted_at`` is int32 [B, L, H, K], None for the dense view. ``codes`` are the times at which entries were
     quantised, ``experts`` [B, Q, M, k] the experts of each token in the model's M mixture-of-experts blocks,
-    ``choices`` the keys that selecting queries attended to; ``last`` says that no later pass continues from this one's
-    recurrent states. Positions and ledger may be on the host: they are copied to ``device``, and what is computed from
-    them here does not wait for it.
+    ``choices`` the keys that selecting queries attended to. ``last``: no later pass continues from this one's recurrent
+    states. Positions and ledger may be on the host, where masks are then computed without waiting for ``device``.
     """
 
     def __init__(
@@ -81,7 +80,7 @@ class Replay:
         self._settled = False
 
     def settle(self) -> None:
-        """End the forward; raise RunError if a layer did not attend through this replay."""
+        """Check a finished forward: raise RunError if a layer did not attend through this replay."""
         attending, carrying = sum(p.has_entries for p in self._plans), sum(p.has_state for p in self._plans)
         if len(self.keys_values) != attending or len(self.states) != carrying:
             done = len(self.keys_values.keys() | self.states.keys())
@@ -136,14 +135,14 @@ class Replay:
         return call._replace(key=torch.cat([keys, call.key], 2), value=torch.cat([values, call.value], 2))
 
     def carry(self, layer: int, hidden: Tensor, run: LayerRun) -> Tensor:
-        """Run a recurrent layer (see ``EvictingCache.carry``); a group continues from its prompt's states."""
-        states = States() if self._prefix is None else self._prefix.states[layer].repeated(self._group)
+        """Run a layer of linear attention (see ``EvictingCache.carry``); groups continue from their prompt's states."""
+        states = States() if self._prefix is None else self._prefix.states[layer].repeat(self._group)
         out = run_state_layer(run, hidden, self._real, states, last=self._last)
         self.states[layer] = states
         return out
 
     def _attend_quantised(self, call: AttentionCall, codes: QuantisationTimes) -> Tensor:
-        decoded, query, outputs = self._decoded(call, codes), call.query, []
+        decoded, query, outputs = self._decode(call, codes), call.query, []
         for block in query_blocks(query.shape[2], len(query) * query.shape[1] * call.key.shape[2]):
             at = self.queries[:, block, None]  # [B, q, 1]
             is_coded = at >= codes.keys_at[:, None], at >= codes.values_at[:, None]
@@ -152,18 +151,18 @@ class Replay:
             outputs.append(mixed_precision_attention(part, visible, decoded, is_coded))
         return torch.cat(outputs, 2)
 
-    def _decoded(self, call: AttentionCall, codes: QuantisationTimes) -> tuple[Tensor, Tensor]:
-        """Return keys and values [B, H, K, D] after their round trip through codes."""
+    def _decode(self, call: AttentionCall, codes: QuantisationTimes) -> tuple[Tensor, Tensor]:
+        """Return keys and values [B, H, K, D], quantised and decoded."""
         evicted_at = None if self._evicted_at is None else self._evicted_at[:, call.layer]  # [B, H, K]
         width = max(call.key.shape[3], call.value.shape[3])
-        keys, values = (CodePlace(call.layer, part, width) for part in (KEYS, VALUES))
+        keys, values = (LayerPart(call.layer, part, width) for part in (KEYS, VALUES))
         return (
             decoded_keys(call.key, self._keys, evicted_at, codes, keys),
-            _straight_through(call.value, _decoded_by_token(call.value.detach(), codes, values)),
+            _straight_through(call.value, _decode_by_token(call.value.detach(), codes, values)),
         )
 
     def _visible(self, layer: int, block: slice, end: int) -> Tensor:
-        """Return the mask [B, 1, H or G*H, block, end]: j <= i < evicted_at[j] and chosen by i; padding sees all."""
+        """Return the mask [B, 1, H or G*H, block, end]: j <= i < evicted_at[j] and i selected j; padding sees all."""
         # [B, 1, q, 1] and [B, 1, 1, end]
         q, k = self.queries[:, None, block, None], self._keys[:, None, None, :end]
         visible = (k >= 0) & (k <= q)
@@ -197,7 +196,7 @@ def position_columns(counts: Tensor, starts: Tensor) -> Tensor:
 
 
 def _causal_columns(queries: Tensor, evicted_at: Tensor | None) -> int:
-    """Return how many first columns of queries [B, Q] need only a causal mask; 0 if a row is padded on the left."""
+    """Return how many leading columns of queries [B, Q] need only a causal mask; 0 if a row has left padding."""
     if bool(((queries[:, 1:] >= 0) & (queries[:, :-1] < 0)).any()):
         return 0
     columns = queries.shape[1]
@@ -205,7 +204,7 @@ def _causal_columns(queries: Tensor, evicted_at: Tensor | None) -> int:
 
 
 class QuantisationTimes(NamedTuple):
-    """The first query position that sees each key and value quantised: int32 [B, K] each, NEVER = stays exact."""
+    """The first query position that reads each key and value quantised: int32 [B, K] each, NEVER = always exact."""
 
     codec: Quantiser
     keys_at: Tensor
@@ -213,20 +212,20 @@ class QuantisationTimes(NamedTuple):
     hints: HintTable | None = None
 
     def affects(self, queries: Tensor) -> bool:
-        """Return whether any query at row positions [B, Q] sees a quantised key or value."""
+        """Return whether any query at row positions [B, Q] reads a quantised key or value."""
         return bool((torch.minimum(self.keys_at, self.values_at) <= queries.amax(1)[:, None]).any())
 
-    def apply_hints(self, place: CodePlace, exact: Tensor, codes: Tensor, parameters: Tensor) -> Tensor:
-        """Replace replayed ``codes`` [B, H, K, D] of ``exact`` by the sampler's where it recorded a rounding hint."""
+    def apply_hints(self, layer_part: LayerPart, exact: Tensor, codes: Tensor, parameters: Tensor) -> Tensor:
+        """Replace ``codes`` [B, H, K, D] of ``exact`` by the sampler's codes where it recorded a rounding hint."""
         if self.hints is None or exact.dtype not in HINTED_DTYPES:
             return codes
-        return self.hints.take_over(place, exact, codes, parameters, self.codec)
+        return self.hints.apply(layer_part, exact, codes, parameters, self.codec)
 
 
 def quantisation_times(
     rollouts: Sequence[Rollout], positions: Tensor, strays: Strays | None = None
 ) -> QuantisationTimes | None:
-    """Return when the cache quantised the entries at row positions [B, K]; None if it does not quantise."""
+    """Return when the entries at row positions [B, K] were quantised; None for rollouts without a quantiser."""
     codec = rollouts[0].codec
     if codec is None:
         return None
@@ -246,16 +245,16 @@ def _times_at(rows: Sequence[Tensor], positions: Tensor) -> Tensor:
 
 
 def decoded_keys(
-    keys: Tensor, positions: Tensor, evicted_at: Tensor | None, codes: QuantisationTimes, place: CodePlace
+    keys: Tensor, positions: Tensor, evicted_at: Tensor | None, codes: QuantisationTimes, layer_part: LayerPart
 ) -> Tensor:
-    """Return keys [B, H, K, D] after their round trip through codes, with the gradient of the exact keys.
+    """Return keys [B, H, K, D], quantised and decoded, with the gradient of the exact keys.
 
-    ``positions`` [B, K]; ``evicted_at`` [B, H, K] or None. Keys that left before their group was quantised are in no
-    group and stay exact: no query sees them quantised.
+    ``positions`` [B, K]; ``evicted_at`` [B, H, K] or None. Keys that were evicted before their group was quantised are
+    in no group and stay exact: no query reads them quantised.
     """
     codec, exact = codes.codec, keys.detach()
     if not codec.key_group:
-        return _straight_through(keys, _decoded_by_token(exact, codes, place))
+        return _straight_through(keys, _decode_by_token(exact, codes, layer_part))
     member = ((codes.keys_at < NEVER) & (positions >= 0))[:, None].expand(keys.shape[:3])  # [B, H, K]
     if evicted_at is not None:
         member = member & (evicted_at > codes.keys_at[:, None])  # at the same query, eviction comes first
@@ -264,19 +263,21 @@ def decoded_keys(
     if groups == 0:
         return keys
     parameters = parameters_of(group, fit_groups(exact, group, groups, codec))  # [B, H, K, D, P]
-    key_codes = codes.apply_hints(place, exact, encode_as(exact, parameters, codec), parameters)
+    key_codes = codes.apply_hints(layer_part, exact, encode_as(exact, parameters, codec), parameters)
     return _straight_through(keys, torch.where(member[..., None], decode_keys(key_codes, parameters, codec), exact))
 
 
-def _decoded_by_token(exact: Tensor, times: QuantisationTimes, place: CodePlace) -> Tensor:
-    codec, turned = times.codec, times.codec.turned(exact, place.part)
-    codes, parameters = encode_tokens(turned, codec, codec.fixed_scales(place.layer, place.part, exact.shape[1]))
-    codes = times.apply_hints(place, turned, codes, parameters)
-    return codec.turned(decode_tokens(codes, parameters, codec), place.part)
+def _decode_by_token(exact: Tensor, times: QuantisationTimes, layer_part: LayerPart) -> Tensor:
+    codec, turned = times.codec, times.codec.turned(exact, layer_part.part)
+    codes, parameters = encode_tokens(
+        turned, codec, codec.fixed_scales(layer_part.layer, layer_part.part, exact.shape[1])
+    )
+    codes = times.apply_hints(layer_part, turned, codes, parameters)
+    return codec.turned(decode_tokens(codes, parameters, codec), layer_part.part)
 
 
 def _key_groups(member: Tensor, times: Tensor, size: int) -> Tensor:
-    """Return group numbers [B, H, K], -1 for none: runs of ``size`` members quantised at the same time (a flush).
+    """Return group numbers [B, H, K], -1 for none; a group is a run of ``size`` members quantised at the same time.
 
     ``member`` bool [B, H, K]; ``times`` [B, K] do not decrease along members.
     """
@@ -298,9 +299,9 @@ def _key_groups(member: Tensor, times: Tensor, size: int) -> Tensor:
 def mixed_precision_attention(
     call: AttentionCall, visible: Tensor, decoded: tuple[Tensor, Tensor], is_coded: tuple[Tensor, Tensor]
 ) -> Tensor:
-    """Return attention [B, G*H, Q, D] in which each query sees some entries exact and some decoded.
+    """Return attention [B, G*H, Q, D] in which each query reads some entries exact and others decoded.
 
-    ``decoded`` keys and values [B, H, K, D] replace the call's for the queries of ``is_coded`` [B, Q, K] each;
+    ``decoded`` keys and values [B, H, K, D] replace the call's where ``is_coded`` [B, Q, K], one mask each;
     ``visible`` bool [B, 1 or H, Q, K]. Logits and softmax are float32 at least.
     """
     batch, heads, length, size = call.query.shape
@@ -317,5 +318,5 @@ def mixed_precision_attention(
 
 
 def _straight_through(exact: Tensor, decoded: Tensor) -> Tensor:
-    """Return ``decoded``, to the last bit, with the gradient of ``exact``."""
+    """Return exactly ``decoded``, with the gradient of ``exact`` (straight-through estimator)."""
     return decoded + (exact - exact.detach())

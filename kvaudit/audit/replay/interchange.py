@@ -1,4 +1,4 @@
-"""Rollouts of another engine, as JSON or safetensors; their history of kept entries becomes a ledger.
+"""Rollouts of other engines, as JSON or safetensors, whose history of kept entries is converted to a ledger.
 
 Both forms are described in docs/rollout-files.md. Every value is checked, since the file may come from anywhere.
 """
@@ -46,27 +46,27 @@ Nats = Annotated[float, Field(le=LOGPROB_ROUNDING, allow_inf_nan=False)]
 
 
 class Form(BaseModel):
-    """A part of a file; an unknown key is an error."""
+    """The base of every part of a file; an unknown key is an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class ChoiceUnits(Form):
-    """The layers whose queries choose keys, and how many positions they choose at once."""
+    """The layers whose queries select keys, and how many positions form a unit of selection."""
 
     unit: Length
     layers: list[Index]
 
 
 class ChoiceForm(Form):
-    """The units that one query chose."""
+    """The units that one query selected."""
 
     query: Index
     chosen: list[list[list[Index]]]  # [layers][heads][units]
 
 
 class ChosenForm(ChoiceUnits):
-    """The choices of all choosing queries."""
+    """The selections of all selecting queries."""
 
     queries: Annotated[list[ChoiceForm], Field(min_length=1)]
 
@@ -91,7 +91,7 @@ class TensorRollout(RolloutForm):
 
 
 class JsonRollout(RolloutForm):
-    """A rollout as lists."""
+    """A rollout whose values are lists in the file."""
 
     ids: list[Index]
     sampled: list[tuple[Index, Index]] | None = None  # half-open spans
@@ -125,9 +125,9 @@ class TensorFile(FileHeader):
 
 
 class Event(NamedTuple):
-    """From query ``query`` on, only ``kept`` of the entries before it are visible: bool [H, T] per layer.
+    """An eviction: from query ``query`` on, only ``kept`` of the earlier entries are visible, bool [H, T] per layer.
 
-    None for a layer from which nothing left.
+    ``kept`` is None for a layer without evictions.
     """
 
     query: int
@@ -154,7 +154,7 @@ def read_rollouts(path: Path) -> RecordedRollouts:
 
 
 def build_ledger(events: Iterable[Event], shape: tuple[int, int, int]) -> Tensor:
-    """Return ``evicted_at`` int32 [L, H, T] of a history; raises ValueError if the history contradicts itself."""
+    """Convert a history of events to ``evicted_at`` int32 [L, H, T]; raises ValueError if it contradicts itself."""
     table = torch.full(shape, NEVER, dtype=torch.int32)
     columns, before = torch.arange(shape[2]), 0  # [T]
     for number, event in enumerate(events):
@@ -208,12 +208,12 @@ def _from_json(path: Path) -> RecordedRollouts:
         rollout = _rollout(number, row.prompt_length, ids, sampled, logprobs, events, file)
         experts = None if row.experts is None else _experts(row.experts, tokens)
         selection = None if row.selection is None else _selection(row.selection)
-        rollouts.append(replace(rollout, experts=experts, selection=_checked(number, selection, rollout)))
-    return _recorded(path, file, rollouts)
+        rollouts.append(replace(rollout, experts=experts, selection=_check_selection(number, selection, rollout)))
+    return _to_recorded(path, file, rollouts)
 
 
 def _event(number: int, place: int, event: EventForm, file: FileHeader, tokens: int) -> Event:
-    """Return an event's lists as bool [H, T] per layer."""
+    """Convert an event's lists to masks, bool [H, T] per layer."""
     layers = len(event.kept)
     _require(layers == file.layers, number, f"has {layers} layers in event {place}, the file says {file.layers}")
     kept: list[Tensor | None] = []
@@ -233,7 +233,7 @@ def _event(number: int, place: int, event: EventForm, file: FileHeader, tokens: 
 
 
 def _selection(form: ChosenForm) -> Selection:
-    """Return the choices as padded tensors; raises ValueError if lists are uneven or too large."""
+    """Convert selections to padded tensors; raises ValueError if lists are uneven or too large."""
     shapes = {(len(row.chosen), *map(len, row.chosen)) for row in form.queries}
     layers, *heads = next(iter(shapes))
     if len(shapes) != 1 or layers != len(form.layers) or len(set(heads)) != 1 or not heads[0]:
@@ -254,7 +254,7 @@ def _selection(form: ChosenForm) -> Selection:
 
 
 def _experts(rows: list[list[list[int]]], tokens: int) -> Tensor:
-    """Return experts int16 [T, M, k], NOBODY for the last token, which was not fed; raises ValueError if uneven."""
+    """Convert experts to int16 [T, M, k], NOBODY for the last token, which was not fed; raises ValueError if uneven."""
     if len(rows) != tokens - 1:
         raise ValueError(f"a rollout has experts of {len(rows)} tokens, wanted {tokens - 1}: not the last one's")
     sizes = {(len(blocks), *map(len, blocks)) for blocks in rows}
@@ -285,9 +285,9 @@ def _from_tensors(path: Path, header: TensorFile, file: Any) -> RecordedRollouts
         if row.selection is not None:
             layers = tuple(row.selection.layers)
             selection = Selection(row.selection.unit, layers, tensors["choosing"], tensors["chosen"])
-        selection = _checked(number, selection, rollout)
+        selection = _check_selection(number, selection, rollout)
         rollouts.append(replace(rollout, experts=tensors.get("experts"), selection=selection))
-    return _recorded(path, header, rollouts)
+    return _to_recorded(path, header, rollouts)
 
 
 def _rollout(
@@ -324,20 +324,20 @@ def _rollout(
     )
 
 
-def _checked(number: int, selection: Selection | None, rollout: Rollout) -> Selection | None:
+def _check_selection(number: int, selection: Selection | None, rollout: Rollout) -> Selection | None:
     if selection is not None:
         fault = selection_fault(selection, rollout.evicted_at)
         _require(fault is None, number, str(fault))
     return selection
 
 
-def _recorded(path: Path, header: FileHeader, rollouts: Sequence[Rollout]) -> RecordedRollouts:
+def _to_recorded(path: Path, header: FileHeader, rollouts: Sequence[Rollout]) -> RecordedRollouts:
     policy = None if header.policy is None else parse_policy(header.policy)
     return RecordedRollouts(str(path), tuple(rollouts), policy, header.temperature)
 
 
 class _RolloutError(ValueError):
-    """An error whose text names its rollout."""
+    """An error whose message names the rollout."""
 
 
 def _require(holds: bool, number: int, fault: str) -> None:
@@ -356,7 +356,7 @@ def _require_suffix(number: int, prompt_length: int, tokens: int) -> None:
 
 
 def first_error(error: ValidationError) -> str:
-    """Return the first error that pydantic reports, with its place, such as rollouts.2.events.0.query."""
+    """Return pydantic's first error with its location, such as rollouts.2.events.0.query."""
     details: Mapping[str, Any] = error.errors(include_url=False)[0]
     path = ".".join(str(part) for part in details["loc"]) or "the file"
     place = "".join(character if character.isprintable() else "?" for character in path[:_MAX_SHOWN])

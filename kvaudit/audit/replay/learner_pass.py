@@ -2,7 +2,8 @@
 
 A group's prompt is passed once and the suffixes attend to its keys: P + G*R tokens instead of G*(P + R); gradients flow
 through the shared keys. The dense pass is the same without the ledger. A model sharded over processes gathers weights
-by layer hooks, which shared keys would bypass: for it every row is passed whole (``whole_rows``), in one forward.
+by layer hooks, which a second forward on shared keys would bypass; for it every row is passed with its prompt
+(``whole_rows``), in one forward.
 """
 
 from __future__ import annotations
@@ -44,11 +45,11 @@ class LogitsHead:
         self._output_type: Any = None  # of the decoder
 
     def record(self, output: Any) -> None:
-        """Store the hidden states that the decoder returned last."""
+        """Store the hidden states of a decoder's output."""
         self._output_type, self._states = type(output), [output.last_hidden_state]
 
     def states(self) -> Tensor:
-        """Return the last hidden states [B, Q, D] once; raise RunError if the model did not call its decoder."""
+        """Return and clear the stored hidden states [B, Q, D]; raise RunError if the model did not call its decoder."""
         if not self._states:
             raise RunError(
                 f"{type(self._model).__name__} does not call its decoder as causal models do; its logits cannot be "
@@ -57,7 +58,7 @@ class LogitsHead:
         return self._states.pop()  # so that this object does not keep them alive
 
     def __call__(self, states: Tensor) -> Tensor:
-        """Return logits [n, V] of last hidden states [n, D], by the model's forward with its decoder replaced."""
+        """Return logits [n, V] of hidden states [n, D], by running the model with its decoder replaced."""
         output = self._output_type(last_hidden_state=states[None])
         # the decoder that would read the ids is replaced, so any ids will do
         ids = torch.zeros(1, len(states), dtype=torch.int64, device=states.device)
@@ -92,18 +93,18 @@ def capture_states(model: Any) -> Iterator[LogitsHead]:
 
 
 def suffix_states(
-    model: Any, rollouts: Sequence[Rollout], *, group: int, kind: LearnerPass, whole_rows: bool = False
+    model: Any, rollouts: Sequence[Rollout], *, group: int, view: LearnerPass, whole_rows: bool = False
 ) -> tuple[Tensor, Tensor, LogitsHead]:
-    """Return last hidden states [B, R, D] and mask as ``suffix_logits`` does, and the head that makes their logits."""
+    """Return last hidden states [B, R, D], mask [B, R] (see ``suffix_logits``), and the head that computes logits."""
     with capture_states(model) as head:
-        _, valid = suffix_logits(model, rollouts, group=group, kind=kind, logits_to_keep=1, whole_rows=whole_rows)
+        _, valid = suffix_logits(model, rollouts, group=group, view=view, logits_to_keep=1, whole_rows=whole_rows)
     return head.states(), valid, head
 
 
 def shared_tokens(rollout: Rollout, *, whole_rows: bool = False) -> int:
-    """Return how many first tokens of a row are passed once for its group.
+    """Return how many leading tokens of a row are passed once for its whole group.
 
-    All of the prompt but its last token, which is the query that predicts the first suffix token.
+    These are the prompt without its last token, which is the query that predicts the first suffix token.
     """
     return 0 if whole_rows else rollout.prompt_length - 1
 
@@ -113,7 +114,7 @@ def suffix_logits(
     rollouts: Sequence[Rollout],
     *,
     group: int,
-    kind: LearnerPass,
+    view: LearnerPass,
     reroute: bool = False,
     strays: Strays | None = None,
     logits_to_keep: int = 0,
@@ -122,14 +123,14 @@ def suffix_logits(
     """Return the logits [B, R, V] that predict each suffix token (right-padded), and their valid mask bool [B, R].
 
     ``rollouts`` are whole groups of ``group`` rows that share a prompt (the first ``prompt_length`` ids) and its
-    ledger; the suffix is tokens ``prompt_length .. T-1``. ``reroute``: a mixture-of-experts model chooses its experts
-    again, as in the dense pass. ``strays`` receives row and layer of every recorded rounding hint that the replay finds
-    at no rounding border. ``logits_to_keep``: only the last columns, 0 for all. ``whole_rows``: no shared prompts, a
+    ledger; the suffix is tokens ``prompt_length .. T-1``. ``reroute``: a mixture-of-experts model selects its experts
+    again, as in the dense pass. ``strays`` gets row and layer of every recorded rounding hint that is at no rounding
+    border in the replay. ``logits_to_keep``: only the last columns, 0 for all. ``whole_rows``: no shared prompts, a
     column for every token but the first. Rollouts with an engine's stored codes go to ``stored_logits``. Raises
     DataError if the ledger does not fit the model or the group.
     """
     stored = rollouts[0].stored
-    if kind == "shadow" and stored is not None:
+    if view == "shadow" and stored is not None:
         return stored_logits(
             model, rollouts, group=group, store=stored, logits_to_keep=logits_to_keep, whole_rows=whole_rows
         )
@@ -138,7 +139,7 @@ def suffix_logits(
     group = 1 if whole_rows else group
     leaders, cuts = rollouts[::group], [shared_tokens(rollout, whole_rows=whole_rows) for rollout in rollouts]
     _check(rollouts, group, plans, model)
-    shadow = kind == "shadow"
+    shadow = view == "shadow"
     check_experts([rollout.experts for rollout in rollouts], model, reroute=reroute or not shadow)
     routed = shadow and not reroute and rollouts[0].experts is not None
     # the last prompt token predicts the first suffix token, so it is the first query of the second pass;
@@ -205,7 +206,7 @@ def _check(rollouts: Sequence[Rollout], group: int, plans: Sequence[LayerPlan], 
 
 
 def _check_leader(number: int, rollout: Rollout, leader: Rollout) -> None:
-    """Raise DataError unless the rollout agrees with its group's first on the prompt and what its queries saw."""
+    """Raise DataError if the prompt, or what its queries saw, differs from that of the group's first rollout."""
     length = leader.prompt_length
     if rollout.prompt_length != length or not torch.equal(rollout.ids[:length], leader.ids[:length]):
         raise DataError(f"rollout {number} does not share its group's prompt")
@@ -228,7 +229,7 @@ def _same_experts(a: Tensor | None, b: Tensor | None, length: int) -> bool:
 
 
 def _same_choices(a: Selection | None, b: Selection | None, length: int) -> bool:
-    """Return whether the first ``length`` queries chose the same keys; a missing record counts as no choice."""
+    """Return whether the first ``length`` queries selected the same keys; a missing record counts as no selection."""
     early = [s.until(length) for s in (a, b) if s is not None]
     made = [s for s in early if len(s.queries)]
     if len(made) < 2:

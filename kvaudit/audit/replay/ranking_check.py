@@ -1,8 +1,8 @@
-"""Would the named policy have evicted the entries that left by the ledger? Every choice of a row is repeated.
+"""Check whether the named policy would have evicted the recorded entries, by ranking again at every eviction.
 
-One parallel pass under the ledger gives queries, keys and values as the sampler had them, to rounding. The policy's
-view at every eviction is cut out of them; evictions of a layer form the rows of one batch. The recorded history
-goes on whatever the policy would have chosen, so one disagreement causes no other.
+One parallel pass under the ledger gives queries, keys and values as the sampler had them, up to rounding. The policy's
+view at every eviction is sliced from them; the evictions of a layer form the rows of one batch. The replay follows the
+recorded evictions even where the policy would have chosen others, so one disagreement causes no other.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ _MAX_ELEMENTS = 1 << 24  # of the keys, or of a slots x slots matrix, of one bat
 
 
 class ChoiceCount(NamedTuple):
-    """Entries that left the layers a policy governs, and how many of them it chooses again."""
+    """The number of entries evicted from the governed layers, and how many of them the policy chooses again."""
 
     evicted: int
     repeated: int
 
 
 class RankingAgreement(NamedTuple):
-    """The share of evicted entries that the named policy chooses again, and the ``lowest`` share of any rollout.
+    """The share of evicted entries that the policy chooses again, and the ``lowest`` share of any rollout.
 
-    ``required`` is the lowest share that passes. ``lowest`` is 1 if every rollout has at most ``_ALLOWED_FLIPS`` other
-    choices in a two-byte dtype. For a selector (``selects``), ``evicted`` counts the units that queries chose from
-    more, their own unit left out.
+    ``required`` is the lowest share that passes. In a two-byte dtype, ``lowest`` is 1 if every rollout has at most
+    ``_ALLOWED_FLIPS`` other choices. For a selector (``selects``), ``evicted`` counts the units selected where there
+    were more to choose from, without the query's own unit.
     """
 
     evicted: int
@@ -63,7 +63,7 @@ class RankingAgreement(NamedTuple):
 
 
 def check_ranking(model: Any, rollouts: Sequence[Rollout], policy: Policy) -> RankingAgreement | str:
-    """Repeat every choice in rollouts that keep the policy's schedule; return the reason if none can be repeated."""
+    """Repeat every choice in rollouts that keep the policy's schedule; return the reason if that is impossible."""
     evictor, selects = evictor_of(policy), selector_of(policy) is not None
     if not (evictor.evicts or selects):
         return "the policy keeps every entry"
@@ -91,7 +91,7 @@ def check_ranking(model: Any, rollouts: Sequence[Rollout], policy: Policy) -> Ra
 
 @torch.no_grad()
 def repeat_choices(model: Any, rollout: Rollout, policy: Policy, rotary: Rotary | None) -> ChoiceCount:
-    """Rank again at every eviction of a rollout that keeps the policy's schedule (``eviction_breach`` is None)."""
+    """Repeat the ranking at every eviction of a rollout that keeps the policy's schedule (see ``eviction_breach``)."""
     plans, steps = layer_plans(model.config, policy), forward_steps(rollout, policy.chunk)
     device, tokens = next(model.parameters()).device, steps[-1].seen
     context = Reranking(plans, torch.arange(tokens, device=device)[None], rollout, steps, rotary)
@@ -100,7 +100,7 @@ def repeat_choices(model: Any, rollout: Rollout, policy: Policy, rotary: Rotary 
 
 
 class Reranking(Replay):
-    """A shadow pass of one row that ranks again at every eviction; pass it to a model's forward as ``kv=``."""
+    """A shadow pass of one row that repeats every ranking; pass it to a model's forward as ``kv=``."""
 
     def __init__(
         self,
@@ -123,11 +123,11 @@ class Reranking(Replay):
         self.evicted = self.repeated = 0
 
     def attend(self, call: AttentionCall) -> Tensor:
-        """Rank the layer's evictions, then attend (see ``Replay.attend``)."""
+        """Repeat the layer's rankings, then attend (see ``Replay.attend``)."""
         plan, codes = self._plans[call.layer], self._codes
         if plan.is_governed and plan.evictor.evicts:
             assert self._evicted_at is not None
-            decoded = None if codes is None else self._decoded(call, codes)
+            decoded = None if codes is None else self._decode(call, codes)
             recorded = RecordedLayer(call, self._keys, self._evicted_at[:, call.layer], decoded, codes)
             self._count_evictions(call.layer, list(self._rank(recorded, plan.evictor)), plan.evictor)
         if plan.is_governed and plan.selector is not None and self._choices is not None:
@@ -135,7 +135,7 @@ class Reranking(Replay):
         return super().attend(call)
 
     def _count_selections(self, call: AttentionCall, selector: Selector) -> None:
-        """Count the units that queries chose from more, their own left out, and those that they choose again."""
+        """Count the units that queries selected, without their own, and those that the policy selects again."""
         selection = self._rollout.selection
         assert selection is not None
         queries = selection.queries.to(call.key.device)
@@ -168,12 +168,14 @@ class Reranking(Replay):
             times = torch.tensor([eviction.query for eviction in evictions], device=layer.evicted_at.device)
             for batch in torch.split(times, layer.batch_size(size)):
                 view = layer.view(batch, policy, statistics, self._rollout)
-                # [E, H, K], the entries that left at this very query by the record
-                left = (_at_positions(layer.evicted_at, view.positions) == batch[:, None, None]) & (view.positions >= 0)
-                yield _Ranking(policy.importance(view).float(), view.positions, batch, left)
+                # [E, H, K], the entries that the record evicts at this query
+                evicted = (_at_positions(layer.evicted_at, view.positions) == batch[:, None, None]) & (
+                    view.positions >= 0
+                )
+                yield _Ranking(policy.importance(view).float(), view.positions, batch, evicted)
 
     def _count_evictions(self, layer: int, rankings: list[_Ranking], policy: Evictor) -> None:
-        """Count what left and what the policy chooses; layers that agree choose after the last one has ranked."""
+        """Count the evicted entries and those that the policy chooses; joint layers choose after the last."""
         self._pending.append(rankings)
         if policy.across_layers and layer != self._last_governed:
             return
@@ -181,14 +183,14 @@ class Reranking(Replay):
         for same_evictions in zip(*self._pending, strict=True):
             agreed = policy.agreed([ranking.importance for ranking in same_evictions])
             for ranking, importance in zip(same_evictions, agreed, strict=True):
-                pinned = self._pinned(ranking.positions, policy)
+                pinned = self._find_pinned(ranking.positions, policy)
                 kept = keep_mask(importance, ranking.positions, ranking.seen, policy, pinned)  # [E, H, K]
-                self.evicted += int(ranking.left.sum())
-                self.repeated += int((ranking.left & ~kept).sum())
+                self.evicted += int(ranking.evicted.sum())
+                self.repeated += int((ranking.evicted & ~kept).sum())
         self._pending = []
 
-    def _pinned(self, positions: Tensor, policy: Evictor) -> Tensor | None:
-        """Return which entries are pinned; without recorded pins, those that never left any governed layer."""
+    def _find_pinned(self, positions: Tensor, policy: Evictor) -> Tensor | None:
+        """Return which entries are pinned; if pins are not recorded, those never evicted from any governed layer."""
         if not policy.pinned_roles:
             return None
         if self._rollout.pinned is not None:
@@ -202,12 +204,12 @@ class Reranking(Replay):
 
 
 class _Ranking(NamedTuple):
-    """Evictions of one layer: importance, positions and what left [E, H, K], and the next queries ``seen`` [E]."""
+    """The evictions of one layer: importance, positions, evicted entries [E, H, K], and next queries ``seen`` [E]."""
 
     importance: Tensor
     positions: Tensor
     seen: Tensor
-    left: Tensor
+    evicted: Tensor
 
 
 @dataclass(frozen=True)
@@ -221,12 +223,12 @@ class RecordedLayer:
     codes: QuantisationTimes | None
 
     def batch_size(self, size: int) -> int:
-        """Return how many evictions from ``size`` entries are ranked at once."""
+        """Return how many evictions from ``size`` entries to rank at once, to bound memory."""
         # a batch holds D numbers per entry; a ranking by similarity holds one per pair of entries
         return max(1, _MAX_ELEMENTS // (self.call.key.shape[1] * size * max(size, self.call.key.shape[3])))
 
     def view(self, times: Tensor, policy: Evictor, statistics: Mapping[str, Iterator[Any]], rollout: Rollout) -> View:
-        """Return what the policy saw when it evicted before queries ``times`` [E]."""
+        """Return the policy's view at its evictions before queries ``times`` [E]."""
         positions = self.slots(times)
         window = times[:, None] + torch.arange(-policy.observed_queries, 0, device=times.device)  # [E, W]
         queries = self.call.query[0][:, window.clamp(min=0)].transpose(0, 1)  # [E, G*H, W, D]
@@ -239,7 +241,7 @@ class RecordedLayer:
         return view
 
     def selection_view(self, queries: Tensor, rollout: Rollout) -> View:
-        """Return what the policy saw when queries at these positions [E] chose among all entries before them."""
+        """Return the policy's view when queries at positions ``queries`` [E] selected among all earlier entries."""
         heads, longest = self.call.key.shape[1], int(queries.max()) + 1
         columns = torch.arange(longest, device=queries.device)
         positions = torch.where(columns <= queries[:, None], columns, -1)[:, None].expand(-1, heads, -1)  # [E, H, K]
@@ -273,7 +275,7 @@ class RecordedLayer:
         )
 
     def slots(self, times: Tensor) -> Tensor:
-        """Return the positions [E, H, K] of the entries held when evicting before queries ``times`` [E], then -1."""
+        """Return the positions [E, H, K] of entries in the cache before queries ``times`` [E], padded with -1."""
         seen = times[:, None, None]
         # entries that leave at this very query are still held: the policy chose among them
         is_held = (self.at[:, None] < seen) & (self.evicted_at >= seen)  # [E, H, T]
@@ -297,7 +299,7 @@ class RecordedLayer:
         return keys, values
 
     def masses(self, steps: Sequence[ForwardStep], due: set[int]) -> Iterator[Tensor]:
-        """Yield the attention that every entry has drawn by each eviction, [1, H, T] float32."""
+        """Yield the accumulated attention of every entry at each eviction, [1, H, T] float32."""
         total, start = torch.zeros(self.evicted_at.shape, device=self.evicted_at.device), 0
         for seen, _ in steps:
             time, fed = torch.tensor([seen], device=self.evicted_at.device), slice(start, seen)
@@ -321,12 +323,12 @@ class RecordedLayer:
 
 
 def _at_positions(tensor: Tensor, positions: Tensor) -> Tensor:
-    """Return ``tensor`` [1, H, T, ...] at positions [E, H, K], anything at -1: [E, H, K, ...]."""
+    """Return ``tensor`` [1, H, T, ...] at positions [E, H, K]: [E, H, K, ...]; arbitrary where the position is -1."""
     heads = torch.arange(positions.shape[1], device=positions.device)[:, None]
     return tensor[0].expand(positions.shape[1], *tensor.shape[2:])[heads, positions]
 
 
 def _batch(rows: Sequence[Any]) -> Any:
-    """Return one batch of the moments, or of the centres, of several rows."""
+    """Combine the moments, or the centres, of several rows into one batch."""
     tensors = [torch.cat(parts) for parts in zip(*(row[:2] for row in rows), strict=True)]
     return type(rows[0])(*tensors, *rows[0][2:])

@@ -1,7 +1,7 @@
-"""Checks of recorded rollouts that need no forward pass: format, fit to a model, and the policy's schedule.
+"""Checks of recorded rollouts that need no forward pass: format, model, and the policy's schedule.
 
-When an eviction comes and how many entries it leaves follow from token counts alone, so both are checked exactly. Which
-entries leave is the policy's ranking, which ``kvaudit.audit.replay.ranking_check`` repeats.
+The times of evictions and the numbers of kept entries follow from token counts alone, so both are checked exactly.
+Which entries are evicted depends on the policy's ranking, which ``kvaudit.audit.replay.ranking_check`` repeats.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ LOGPROB_ROUNDING = 1e-5  # nats: a log-prob above 0 by no more than this counts 
 
 @dataclass(frozen=True)
 class RecordedRollouts:
-    """Rollouts of one file. ``policy`` is None if the file names none, or one that kvaudit does not have.
+    """The rollouts of one file; ``policy`` is None if the file names none, or one that kvaudit does not have.
 
-    ``temperature``: at which the log-probs were taken. ``policy_hash``: as written in the file beside the policy.
-    ``trained_policy``: the sampling policy in the checkpoint's provenance. None: not recorded.
+    ``temperature``: of the log-probs. ``policy_hash``: the hash that the file gives for the policy. ``trained_policy``:
+    the sampling policy in the checkpoint's provenance. None means not recorded.
     """
 
     source: str
@@ -56,7 +56,7 @@ def check_replayable(recorded: RecordedRollouts, config: Any, max_positions: int
 
 
 def model_misfit(tokens: int, lowest: int, highest: int, config: Any, max_positions: int) -> str | None:
-    """Return why a model cannot have sampled so many tokens with ids ``lowest`` to ``highest``; None if it can."""
+    """Return why a model cannot have sampled ``tokens`` tokens with ids ``lowest`` to ``highest``; None if it can."""
     vocabulary = config.get_text_config(decoder=True).vocab_size
     if tokens > max_positions:
         return f"has {tokens} tokens, the model {max_positions} positions: it is of another model"
@@ -66,7 +66,7 @@ def model_misfit(tokens: int, lowest: int, highest: int, config: Any, max_positi
 
 
 def rollout_fault(rollout: Rollout) -> str | None:
-    """Return what is wrong with a rollout under any model (types, lengths, an invalid log-prob), or None."""
+    """Return what is wrong with a rollout for any model (types, lengths, an invalid log-prob), or None."""
     return _shape_fault(rollout) or _logprob_fault(rollout)
 
 
@@ -125,14 +125,14 @@ def _logprob_fault(rollout: Rollout) -> str | None:
 
 
 class ForwardStep(NamedTuple):
-    """One forward of a row: the tokens seen after it, and whether it fed a single drawn token."""
+    """One forward of a row: the number of tokens after it, and whether it fed a single sampled token."""
 
     seen: int
     decoding: bool
 
 
 class DueEviction(NamedTuple):
-    """An eviction that token counts ask for: before query ``query``, ``size`` entries are cut to ``budget``."""
+    """An eviction that is due by token counts: before query ``query``, ``size`` entries are cut to ``budget``."""
 
     query: int
     size: int
@@ -140,10 +140,10 @@ class DueEviction(NamedTuple):
 
 
 def eviction_breach(rollout: Rollout, plans: Sequence[LayerPlan]) -> str | None:
-    """Return the first rule of its layer's policy that a ledger breaks, or None; one plan per layer of the ledger.
+    """Return the first rule of the policy that a ledger breaks, or None; ``plans`` has one plan per layer.
 
-    Rules: sink and window stay; entries leave when the policy's schedule says and at no other time; each eviction
-    leaves exactly ``budget`` entries in every head; a sliding-window layer drops its oldest entries first.
+    Rules: sink and window are kept; entries are evicted when the policy's schedule says and at no other time; each
+    eviction keeps exactly ``budget`` entries in every head; a sliding-window layer drops its oldest entries first.
     """
     assert len(plans) == len(rollout.evicted_at), (len(plans), rollout.evicted_at.shape)
     for layer, (plan, evicted_at) in enumerate(zip(plans, rollout.evicted_at.long(), strict=True)):
@@ -159,9 +159,9 @@ def eviction_breach(rollout: Rollout, plans: Sequence[LayerPlan]) -> str | None:
 
 
 def forward_steps(rollout: Rollout, chunk: int) -> list[ForwardStep]:
-    """Return how a row was fed: given tokens a chunk at a time, drawn tokens singly, the last token not at all.
+    """Return the forwards of a row: prompt tokens in chunks, sampled tokens one by one, the last token in none.
 
-    The last token drawn before given tokens enters with them.
+    A sampled token that is followed by given tokens, such as a tool's reply, is fed with them.
     """
     sampled = rollout.sampled.tolist()
     end = len(sampled) - sampled[-1]  # a token drawn last was never fed
@@ -178,14 +178,14 @@ def forward_steps(rollout: Rollout, chunk: int) -> list[ForwardStep]:
 
 
 def due_evictions(policy: Evictor, steps: Sequence[ForwardStep]) -> list[DueEviction]:
-    """Return when a policy evicts in a row that was fed so, by its ``interval``, ``phase`` and ``budget``."""
+    """Return when a policy evicts in a row fed by ``steps``, by its ``interval``, ``phase`` and ``budget``."""
     if not policy.evicts:
         return []
     due, size, decoded, before = [], 0, 0, 0  # decoded: steps since the last eviction
     budgets = policy.budget_at(torch.tensor([seen for seen, _ in steps], dtype=torch.int64)).tolist()
     for (seen, decoding), budget in zip(steps, budgets, strict=True):
         size, decoded, before = size + seen - before, decoded + decoding, seen
-        # every chunk of given tokens is followed by an eviction, whatever the interval
+        # an eviction follows every chunk of prompt tokens; ``interval`` applies to decoding only
         ready = decoded >= policy.interval if decoding else True
         if size > budget and ready and policy.phase != ("prefill" if decoding else "decode"):
             due.append(DueEviction(seen, size, budget))
@@ -194,7 +194,7 @@ def due_evictions(policy: Evictor, steps: Sequence[ForwardStep]) -> list[DueEvic
 
 
 def quantisation_breach(rollout: Rollout, policy: Policy) -> str | None:
-    """Return how codec or times differ from the policy's quantiser, whose schedule depends on token counts alone."""
+    """Return how codec or times differ from the policy's quantiser, or None; its schedule needs token counts alone."""
     codec = quantiser_of(policy)
     if rollout.codec != codec:
         used, named = ("nothing" if c is None else c.canonical for c in (rollout.codec, codec))
@@ -212,7 +212,7 @@ def quantisation_breach(rollout: Rollout, policy: Policy) -> str | None:
 
 
 def _due_quantisation(rollout: Rollout, codec: Quantiser, until: Callable[[int, int], int], chunk: int) -> Tensor:
-    """Return the query [T] that first sees each entry quantised, by the codec's schedule."""
+    """Return the query [T] that first reads each entry quantised, by the codec's schedule."""
     times: list[int] = []
     for seen, _ in forward_steps(rollout, chunk):
         times += codec.first_queries(len(times), until(len(times), seen), seen)
@@ -220,7 +220,7 @@ def _due_quantisation(rollout: Rollout, codec: Quantiser, until: Callable[[int, 
 
 
 def selection_breach(rollout: Rollout, policy: Policy, plans: Sequence[LayerPlan]) -> str | None:
-    """Return how choosing queries, layers or unit counts differ from the policy's; which units is not checked."""
+    """Return how the selecting queries, layers or numbers of units differ from the policy's, or None."""
     selector, selection = selector_of(policy), rollout.selection
     if selector is None:
         return None if selection is None else "queries chose what they attend to, the policy has them see everything"
@@ -248,7 +248,7 @@ def selection_breach(rollout: Rollout, policy: Policy, plans: Sequence[LayerPlan
 
 
 def _protection_fault(evicted_at: Tensor, policy: Evictor) -> str | None:
-    """Return which protected entry of a layer [H, T] left, or None."""
+    """Return which protected entry of a layer [H, T] was evicted, or None."""
     if not policy.evicts:
         return None
     age = evicted_at - torch.arange(evicted_at.shape[1])  # queries that saw the entry
@@ -262,24 +262,24 @@ def _protection_fault(evicted_at: Tensor, policy: Evictor) -> str | None:
 
 
 def _schedule_fault(evicted_at: Tensor, policy: Evictor, due: Sequence[DueEviction]) -> str | None:
-    """Return the first query at which the wrong number of entries left a layer [H, T], or None."""
-    due_at, left = {eviction.query: eviction for eviction in due}, _leaving_counts(evicted_at)  # left [H, T + 1]
-    for query in sorted({*due_at, *left.any(0).nonzero()[:, 0].tolist()}):
+    """Return the first query at which a layer [H, T] evicted a wrong number of entries, or None."""
+    due_at, evicted = {eviction.query: eviction for eviction in due}, _eviction_counts(evicted_at)  # left [H, T + 1]
+    for query in sorted({*due_at, *evicted.any(0).nonzero()[:, 0].tolist()}):
         if query not in due_at:
             entry = int((evicted_at == query).any(0).nonzero()[0])
             return f"entry {entry} left the cache after query {query - 1}, {_no_eviction(policy, query, due)}"
-        if fault := _count_fault(left[:, query], due_at[query], policy):
+        if fault := _count_fault(evicted[:, query], due_at[query], policy):
             return f"{fault[0]} {fault[1]} entries after query {query - 1}, budget {fault[2]}"
     return None
 
 
-def _count_fault(left: Tensor, due: DueEviction, policy: Evictor) -> tuple[str, int, int] | None:
-    """Return subject, kept entries and due entries where ``left`` [H] leaves the wrong number, or None."""
+def _count_fault(evicted: Tensor, due: DueEviction, policy: Evictor) -> tuple[str, int, int] | None:
+    """Return (subject, kept, expected) if ``evicted`` [H] entries per head are a wrong number, else None."""
     if policy.shares_heads:
-        kept, budget = int(len(left) * due.size - left.sum()), len(left) * due.budget
+        kept, budget = int(len(evicted) * due.size - evicted.sum()), len(evicted) * due.budget
         return None if kept == budget else ("all heads keep", kept, budget)
-    wrong = (due.size - left != due.budget).nonzero()[:, 0].tolist()
-    return (f"head {wrong[0]} keeps", int(due.size - left[wrong[0]]), due.budget) if wrong else None
+    wrong = (due.size - evicted != due.budget).nonzero()[:, 0].tolist()
+    return (f"head {wrong[0]} keeps", int(due.size - evicted[wrong[0]]), due.budget) if wrong else None
 
 
 def _no_eviction(policy: Evictor, query: int, due: Sequence[DueEviction]) -> str:
@@ -289,8 +289,8 @@ def _no_eviction(policy: Evictor, query: int, due: Sequence[DueEviction]) -> str
     return f"{policy.name} evicts nothing {later}"
 
 
-def _leaving_counts(evicted_at: Tensor) -> Tensor:
-    """Return how many entries of each head left at each query: int64 [H, T + 1]."""
+def _eviction_counts(evicted_at: Tensor) -> Tensor:
+    """Return how many entries of each head were evicted at each query: int64 [H, T + 1]."""
     width = evicted_at.shape[1] + 1
     counts = torch.zeros(len(evicted_at), width + 1, dtype=torch.int64)
     # NEVER falls into the last column, which is cut off
@@ -298,7 +298,7 @@ def _leaving_counts(evicted_at: Tensor) -> Tensor:
 
 
 def _sliding_window_fault(evicted_at: Tensor, window: int, due: Sequence[DueEviction]) -> str | None:
-    """Return the first entry of a sliding-window layer [H, T] that left at the wrong time, or None."""
+    """Return the first entry of a sliding-window layer [H, T] that was evicted at a wrong time, or None."""
     edges = torch.tensor([eviction.query for eviction in due], dtype=torch.int64)
     # an entry leaves with the first eviction that is more than a window later: edge - window > entry
     place = torch.searchsorted(edges - window, torch.arange(evicted_at.shape[1]), right=True)
@@ -308,7 +308,9 @@ def _sliding_window_fault(evicted_at: Tensor, window: int, due: Sequence[DueEvic
         return None
     entry = wrong[0]
     head = int((evicted_at[:, entry] != expected[entry]).nonzero()[0])
-    left, must = (
+    actual_time, due_time = (
         "never" if time == NEVER else f"at query {int(time)}" for time in (evicted_at[head, entry], expected[entry])
     )
-    return f"entry {entry} of head {head} leaves {left}, due by the layer's sliding window of {window}: {must}"
+    return (
+        f"entry {entry} of head {head} leaves {actual_time}, due by the layer's sliding window of {window}: {due_time}"
+    )

@@ -35,10 +35,10 @@ from kvaudit.core.errors import DataError, RunError, SpecError
 
 @contextmanager
 def shadow(model: Any, ledger: Ledger, *, reroute: bool = False) -> Iterator[None]:
-    """Make ``model(ids, attention_mask=...)`` see what the sampler saw, as the ``ledger`` of its cache records.
+    """Inside the context, make ``model(ids, attention_mask=...)`` attend as the sampler did by the ``ledger``.
 
-    The ledger counts row positions; ``ids`` may be padded on either side if a 2-D mask shows it. With ``reroute`` a
-    mixture-of-experts model chooses its experts again.
+    The ledger is in row positions; ``ids`` may be padded on either side if a 2-D mask marks the padding. With
+    ``reroute`` a mixture-of-experts model selects its experts again.
     """
     model = inner_model(model)
     prepare_model(model)
@@ -99,7 +99,7 @@ def shadow(model: Any, ledger: Ledger, *, reroute: bool = False) -> Iterator[Non
 
 
 def _require_no_noise(model: Any) -> None:
-    """Raise RunError if a layer in training mode drops activations or adds noise to them."""
+    """Raise RunError if a layer in training mode uses dropout or adds noise."""
     for name, module in model.named_modules():
         for option, value in _noise_options(module).items() if module.training else ():
             if value > 0:
@@ -110,7 +110,7 @@ def _require_no_noise(model: Any) -> None:
 
 
 def _noise_options(module: Module) -> dict[str, float]:
-    """Return ``dropout``, ``layerdrop``, ``jitter_noise``, ``neftune_noise_alpha`` and the like of a module."""
+    """Return a module's options of noise, such as ``dropout``, ``layerdrop``, ``jitter_noise``."""
     if isinstance(module, Dropout):
         return {"dropout": module.p}
     return {
@@ -123,13 +123,13 @@ def _noise_options(module: Module) -> dict[str, float]:
 
 
 def _check_text(ledger: Ledger, ids: Tensor, positions: Tensor) -> None:
-    """Raise DataError if the ledger was recorded for other tokens than ``ids`` at ``positions``, both [B, T]."""
+    """Raise DataError if the ledger belongs to other tokens than ``ids`` at ``positions``, both [B, T]."""
     length = ledger.evicted_at.shape[-1]
     # the last drawn token never enters a cache, so the text may be one longer
     if int(positions.max()) > length:
         raise DataError(
-            f"the ledger records {length} tokens, the longest row has {int(positions.max()) + 1}: it is cut short "
-            "or of another text"
+            f"the ledger records {length} tokens, the longest row has {int(positions.max()) + 1}: it is truncated, or "
+            "belongs to another text"
         )
     if ledger.ids is None:
         return
@@ -155,7 +155,7 @@ def _quantisation_times(ledger: Ledger, positions: Tensor, device: torch.device)
 
 
 def _take(x: Tensor, positions: Tensor, default: int) -> Tensor:
-    """Return ``x`` [B, T, ...] at positions [B, columns], on the host; ``default`` for padding and beyond the end."""
+    """Return ``x`` [B, T, ...] at positions [B, columns], on the host; ``default`` at padding and beyond the end."""
     length = x.shape[1]
     padded = torch.cat([x.cpu(), x.new_full((len(x), 1, *x.shape[2:]), default, device="cpu")], 1)
     index = torch.where((positions >= 0) & (positions < length), positions, length)

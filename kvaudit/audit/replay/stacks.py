@@ -34,9 +34,9 @@ BoundedNumber = Annotated[float, Field(ge=-_LARGEST, le=_LARGEST, allow_inf_nan=
 
 
 class ImportedRollout(NamedTuple):
-    """One rollout with the metadata of its training loop. Its ledger is one layer of one head that nothing left.
+    """A rollout with the metadata of its training loop; its ledger has one layer with one head and no evictions.
 
-    ``advantages`` [tokens after the prompt]. ``place``: where it is in the file, such as ``line 3``.
+    ``advantages`` [tokens after the prompt]. ``place``: its location in the file, such as ``line 3``.
     """
 
     place: str
@@ -50,7 +50,7 @@ class ImportedRollout(NamedTuple):
 
 
 class RolloutLists(NamedTuple):
-    """One rollout of any stack as lists: ``ids`` of prompt and completion, the rest about the completion."""
+    """One rollout of any stack as lists: ``ids`` are prompt and completion, other lists cover the completion only."""
 
     ids: Sequence[int]
     prompt_length: int
@@ -62,7 +62,7 @@ class RolloutLists(NamedTuple):
 
 
 class StackLine(BaseModel):
-    """A line of any stack; unknown keys are ignored. The two fields are kvaudit's, for any stack's lines."""
+    """The base of lines of any stack; unknown keys are ignored. Its fields are kvaudit's, allowed in every line."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -111,7 +111,7 @@ class KvauditLine(StackLine):
 
 
 class SlimeLine(StackLine):
-    """``Sample.to_dict()`` of slime: ``tokens`` are prompt and response, all lists are about the response."""
+    """``Sample.to_dict()`` of slime: ``tokens`` are prompt and response, other lists cover the response only."""
 
     tokens: list[Index]
     response_length: Length
@@ -212,7 +212,7 @@ class PrimeRlLine(StackLine):
 
 
 class SkyRlLine(StackLine):
-    """A trajectory of SkyRL's generator: prompt and response, the lists about the response."""
+    """A trajectory of SkyRL's generator: prompt and response; other lists cover the response only."""
 
     prompt_token_ids: list[Index]
     response_ids: list[Index]
@@ -226,7 +226,7 @@ class SkyRlLine(StackLine):
 
 
 class NemoRlLine(StackLine):
-    """A row of NeMo-RL's train_data_step*.jsonl: lists of all tokens, padded on the right."""
+    """A row of NeMo-RL's train_data_step*.jsonl: lists over all tokens, padded on the right."""
 
     token_ids: list[Index]
     token_loss_mask: list[Flag]
@@ -243,7 +243,7 @@ class NemoRlLine(StackLine):
 
 
 class ArealLine(StackLine):
-    """A rollout of AReaL: lists of all tokens, with a mask of those that the model drew."""
+    """A rollout of AReaL: lists over all tokens, with a mask of sampled tokens."""
 
     input_ids: list[Index]
     loss_mask: list[Flag]
@@ -299,7 +299,7 @@ STACKS: Mapping[str, tuple[frozenset[str], type[StackLine]]] = {
 def import_rollouts(path: Path, undrawn: list[str] | None = None) -> Iterator[ImportedRollout]:
     """Yield the rollouts of a file; raises DataError with file and line at the first invalid one.
 
-    A rollout in which the model drew no token, such as an aborted one, is skipped and its place added to ``undrawn``.
+    A rollout without a sampled token, such as an aborted one, is skipped, and its location is added to ``undrawn``.
     """
     if not path.is_file():
         raise DataError(f"rollouts {str(path)!r} do not exist; give a file of one rollout a line, see {PAGE}")
@@ -338,7 +338,7 @@ def _lines(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _samples(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yield the samples that slime writes with ``--save-debug-rollout-data``, without running code of the file."""
+    """Yield the samples of slime's ``--save-debug-rollout-data`` files, without running code in the file."""
     try:
         rows = list(torch.load(path, map_location="cpu", weights_only=True)["samples"])
     except Exception as error:  # a damaged pickle can raise any exception
@@ -348,10 +348,10 @@ def _samples(path: Path) -> Iterator[tuple[str, Any]]:
             f"lines, see {PAGE}"
         ) from None
     for number, row in enumerate(rows):
-        yield f"sample {number}", {k: _listed(v) for k, v in row.items()} if isinstance(row, dict) else row
+        yield f"sample {number}", {k: _to_list(v) for k, v in row.items()} if isinstance(row, dict) else row
 
 
-def _listed(value: Any) -> Any:
+def _to_list(value: Any) -> Any:
     return value.tolist() if isinstance(value, Tensor) else value
 
 
@@ -386,9 +386,9 @@ def _rollouts(place: str, value: Any, undrawn: list[str]) -> Iterator[ImportedRo
 
 
 def _split_prompt(ids: list[int], lists: Mapping[str, list[Any]], end: int, reward: float | None) -> RolloutLists:
-    """Return a rollout from lists of all tokens up to ``end``: mask, log-probs and perhaps advantages, in this order.
+    """Build a rollout from ``lists`` over all tokens before ``end``: mask, log-probs and perhaps advantages.
 
-    The prompt ends where the model first drew; without a drawn token all but the last are the prompt.
+    The prompt ends at the first sampled token; without one, all tokens but the last are the prompt.
     """
     for name, values in lists.items():
         _require_length(name, values, len(ids), "tokens")
@@ -399,20 +399,20 @@ def _split_prompt(ids: list[int], lists: Mapping[str, list[Any]], end: int, rewa
 
 
 def _placeholder_fault(rollout: Rollout) -> str | None:
-    """Return where a log-prob is a placeholder: engines write -9999 for -inf and for missing numbers."""
+    """Return where a log-prob is a placeholder, or None: engines write -9999 for -inf and for missing numbers."""
     drawn = rollout.sampled.nonzero()[:, 0]
     low = (rollout.sampler_logprobs[drawn] <= _LOWEST).nonzero()
     if not len(low):
         return None
     token = int(drawn[int(low[0])])
     return (
-        f"has log-prob {float(rollout.sampler_logprobs[token]):g} at token {token}, which stands for -inf or for a "
-        "missing one: no sampler draws such a token; mask it, or leave the rollout out"
+        f"has log-prob {float(rollout.sampler_logprobs[token]):g} at token {token}, a placeholder for -inf or for a "
+        "missing one, since no sampler draws such a token; mask it, or leave the rollout out"
     )
 
 
 def _draws_nothing(row: RolloutLists) -> bool:
-    """Return whether a completion is empty or all masked, in a line that is consistent otherwise."""
+    """Return whether a completion is empty or fully masked, with lists of consistent lengths."""
     length = len(row.ids) - row.prompt_length
     mask = [1] * length if row.mask is None else row.mask
     return row.prompt_length > 0 and len(mask) == length and len(row.logprobs) in (0, length) and not any(mask)
@@ -457,7 +457,7 @@ def _advantages(value: float | Sequence[float] | None, length: int) -> Tensor | 
 
 
 def _reward(value: Any) -> float | None:
-    """Return a reward that is one number; None for any other."""
+    """Return the reward if it is a single number, else None."""
     if not isinstance(value, int | float):
         return None
     if not -_LARGEST <= value <= _LARGEST:

@@ -1,8 +1,8 @@
-"""The learner's forward over rollouts of a serving engine: every query reads keys and values as the engine stored them.
+"""The learner's forward over rollouts of a serving engine, with keys and values as the engine stored them.
 
-A group's prompt is passed once, whole, as the engine prefills it; the suffixes attend to its keys. Its last token is
-passed again with every suffix, as the query that predicts the first suffix token: an engine may code it in one block
-with the suffix.
+A group's whole prompt is passed once, as the engine prefills it, and the suffixes attend to its keys. Its last token is
+passed again with every suffix, as the query that predicts the first suffix token, because an engine may quantise it in
+one block with the suffix.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def stored_logits(
     device = next(model.parameters()).device
     layers = _count_layers(model)
     if store.shown and any(rollout.written is None for rollout in rollouts):
-        raise DataError("a rollout lacks what its engine's queries read; it cannot be replayed without")
+        raise DataError("a rollout lacks the keys that its engine's queries read, so it cannot be replayed")
     prefix, starts = None, [0] * len(rollouts)
     lengths = torch.tensor([r.prompt_length for r in rollouts])  # [B]; positions are computed on the host
     if not whole_rows:
@@ -49,7 +49,9 @@ def stored_logits(
     columns = pad_sequence([r.ids[start:-1] for r, start in zip(rollouts, starts, strict=True)], batch_first=True)
     counts = torch.tensor([len(r.ids) - 1 - start for r, start in zip(rollouts, starts, strict=True)])
     queries = position_columns(counts, torch.tensor(starts))
-    written = _written(rollouts, [(start, len(r.ids) - 1) for r, start in zip(rollouts, starts, strict=True)], device)
+    written = _engine_spans(
+        rollouts, [(start, len(r.ids) - 1) for r, start in zip(rollouts, starts, strict=True)], device
+    )
     replay = StoredReplay(store, layers, queries, lengths, device, prefix=prefix, group=group, written=written)
     return run_forward(model, columns, replay, logits_to_keep), replay.queries >= 0
 
@@ -57,27 +59,26 @@ def stored_logits(
 def _prompts(
     model: Any, leaders: Sequence[Rollout], store: EngineStore, layers: int, lengths: Tensor, device: torch.device
 ) -> StoredReplay:
-    """Pass the whole prompt of each group, of ``lengths`` [groups] tokens."""
+    """Run the prompts of all groups, of ``lengths`` [groups] tokens, and return their replay."""
     ids = pad_sequence([r.ids[: r.prompt_length] for r in leaders], batch_first=True)
     queries = position_columns(lengths, torch.zeros_like(lengths))
-    written = _written(leaders, [(0, r.prompt_length) for r in leaders], device)
+    written = _engine_spans(leaders, [(0, r.prompt_length) for r in leaders], device)
     replay = StoredReplay(store, layers, queries, lengths, device, written=written)
     run_forward(model, ids, replay, 1)
     return replay
 
 
 class StoredReplay:
-    """Attention over entries as an engine stored them; pass it to a model's forward as ``kv=``.
+    """The attention over entries as an engine stored them; pass it to a model's forward as ``kv=``.
 
-    The engine's coding error (stored - written) is added to the learner's own keys and values, which keep their
-    gradient and follow later weight updates. Coding the learner's values is only the fallback where the engine exports
-    nothing: a last-bit difference yields other codes, in every later layer. What an engine's queries read
-    (``EngineStore.shown``) replaces the learner's values and does not follow the weights, so it serves one update.
+    The engine's quantisation error (stored - written) is added to the learner's keys and values, which keep their
+    gradient and follow later weight updates. If the engine exports nothing, the learner's values are quantised instead;
+    this is less exact, since a difference in the last bit changes codes in every later layer. If the engine exports
+    what its queries read (``EngineStore.shown``), that replaces the learner's values, and is valid for one update only.
 
-    ``queries`` are row positions [B, Q], -1 = padding, and ``lengths`` [B] the lengths of the prompts. Both are on the
-    host: the column of every entry is computed there once, so that no layer waits for the ``device``. Without a
-    ``prefix`` queries begin at the first token; with one at the prompt's last token, and each row of the prefix serves
-    ``group`` rows.
+    ``queries`` are row positions [B, Q], -1 = padding, and ``lengths`` [B] the lengths of the prompts, both on the
+    host, where columns are computed once, so that no layer waits for the ``device``. Without a ``prefix`` queries begin
+    at the first token; with a prefix, at the prompt's last token, and each row of the prefix serves ``group`` rows.
     ``written`` are the engine's keys and values of the queries' tokens, [B, L, H, Q, D] each.
     """
 
@@ -111,7 +112,7 @@ class StoredReplay:
             self._key_columns, self._has_key = (upload(x, device) for x in _columns_by_position(keys))
 
     def settle(self) -> None:
-        """End the forward; raise RunError if a layer did not attend through this replay."""
+        """Check a finished forward: raise RunError if a layer did not attend through this replay."""
         if len(self.keys_values) != self._layers:
             raise RunError(
                 f"{len(self.keys_values)} of the model's {self._layers} layers attended as the engine stored; the "
@@ -134,7 +135,7 @@ class StoredReplay:
         return _attention(call, keys, values, visible)
 
     def _as_read(self, coding: Cast | ByToken | None, learner: Tensor, engine: Tensor) -> Tensor:
-        """Return entries [B, H, K, D] that are coded one by one, as queries read them."""
+        """Return entries [B, H, K, D] as queries read them, if each entry is quantised alone."""
         if self._store.shown:  # the engine's value, the learner's gradient
             return _add_error(learner, engine, learner.detach())
         return _add_error(learner, engine if coding is None else coding.read_back(engine), engine)
@@ -148,7 +149,7 @@ class StoredReplay:
         return torch.cat([old[0], new[0]], 2), torch.cat([old[1], new[1]], 2)
 
     def _engine_entries(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Return keys and values [B, H, K, D] as the engine wrote them, without gradient; the learner's if unknown."""
+        """Return keys and values [B, H, K, D] as the engine wrote them, or the learner's if unknown; no gradient."""
         if self._written is None:
             key, value = self._learner_entries(layer)
             return key.detach(), value.detach()
@@ -162,7 +163,7 @@ class StoredReplay:
     def _attend_by_blocks(
         self, call: AttentionCall, coding: ByChannel, keys: tuple[Tensor, Tensor], value: Tensor
     ) -> Tensor:
-        """Attend to keys coded in blocks of positions, the first block at position 0.
+        """Return attention over keys that are quantised in blocks of positions; the first block begins at position 0.
 
         ``keys`` are the learner's and the engine's, [B, H, K, D] each.
         """
@@ -186,7 +187,7 @@ class StoredReplay:
     def _block_of_query(
         self, blocks: tuple[Tensor, Tensor], prefilled: Tensor, tail: Tensor, start: int
     ) -> tuple[Tensor, Tensor]:
-        """Return the keys [B, H, Q, BLOCK, D] of each query's block, as it read them, and their first columns [B, Q].
+        """Return the keys of each query's own block as it reads them [B, H, Q, BLOCK, D], and first columns [B, Q].
 
         ``blocks`` are the learner's keys and the engine's, [B, H, n, BLOCK, D].
         """
@@ -202,7 +203,7 @@ class StoredReplay:
 
 
 def _columns_by_position(keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the column of each position [B, n * BLOCK] among ``keys`` [B, K], and whether it has one."""
+    """Return the column in ``keys`` [B, K] of each position [B, n * BLOCK], and whether the position has one."""
     width = (int(keys.max()) // BLOCK + 1) * BLOCK
     place = torch.full((len(keys), width + 1), -1)
     columns = torch.arange(keys.shape[1]).expand_as(keys)
@@ -216,7 +217,7 @@ def _attention(
 ) -> Tensor:
     """Return softmax attention [B, G*H, Q, D], logits and softmax in float32 at least.
 
-    ``near``: keys [B, H, Q, BLOCK, D] by query that replace the others, from their first columns [B, Q] on.
+    ``near``: per-query keys [B, H, Q, BLOCK, D] that replace ``keys`` from first columns [B, Q] on.
     """
     batch, heads, length, size = call.query.shape
     dtype = torch.promote_types(call.query.dtype, torch.float32)
@@ -237,9 +238,9 @@ def _attention(
 
 
 def _wrote_same_prompts(rollouts: Sequence[Rollout], group: int) -> bool:
-    """Return whether the engine wrote the same entries for the prompt in all rows of a group.
+    """Return whether the engine wrote the same prompt entries in all rows of each group.
 
-    Engines that prefill the prompt again for every row may not.
+    An engine that prefills the prompt again for every row may write different ones.
     """
     for n, rollout in enumerate(rollouts):
         leader, length = rollouts[n - n % group], rollout.prompt_length
@@ -249,10 +250,10 @@ def _wrote_same_prompts(rollouts: Sequence[Rollout], group: int) -> bool:
     return True
 
 
-def _written(
+def _engine_spans(
     rollouts: Sequence[Rollout], spans: Sequence[tuple[int, int]], device: torch.device
 ) -> tuple[Tensor, Tensor] | None:
-    """Return the keys and values that the engine wrote in a span of each row, right-padded: [B, L, H, columns, D]."""
+    """Return the engine's keys and values in a span of each row, right-padded: [B, L, H, columns, D] each."""
     written = [r.written for r in rollouts if r.written is not None]
     if not written:
         return None
@@ -266,7 +267,7 @@ def _written(
 
 
 def _in_blocks(x: Tensor, dim: int) -> Tensor:
-    """Split a dimension of n * BLOCK entries into two."""
+    """Split dimension ``dim`` of n * BLOCK entries into [n, BLOCK]."""
     return x.reshape(*x.shape[:dim], -1, BLOCK, *x.shape[dim + 1 :])
 
 
@@ -286,5 +287,5 @@ def _count_layers(model: Any) -> int:
 
 
 def _add_error(learner: Tensor, stored: Tensor, written: Tensor) -> Tensor:
-    """Return the learner's numbers plus the engine's coding error."""
+    """Return the learner's numbers plus the engine's quantisation error."""
     return learner + (stored - written)

@@ -1,11 +1,11 @@
-"""Diagnose which part of the KV cache a coarser code harms (keys or values, which layers) and what would help.
+"""Diagnose where quantising the KV cache does harm (keys or values, which layers) and what would reduce it.
 
-A model's answers to a few requests are run again with keys or values replaced by what an engine decodes from its codes.
-The harm is KL(uncompressed || coded) in nats per token of the answers.
+A model's answers to a few requests are passed through the model again, with keys or values quantised and decoded as an
+engine does. The harm is KL(uncompressed || quantised) in nats per token of the answers.
 
 The three failure modes are those of Xu 2026 (arXiv:2606.09864), implemented from the paper, since no code is public:
-outlier-crushes-safety (a few large channels set the scale of all others) if coding keys by channel at the same bits
-removes half of the harm; outlier-as-safety if a finer code in a twelfth of the layers does; else multi-layer dilution.
+outlier-crushes-safety (a few large channels set the scale of all others) if quantising keys by channel at the same bits
+removes half of the harm; outlier-as-safety if finer codes in a twelfth of the layers do; else multi-layer dilution.
 Departures: the paper classifies by the noise along a refusal direction, which is only reported here
 (``along_refusals``); and eight-bit floats, which have no scales, are classified by layers alone.
 """
@@ -54,9 +54,9 @@ class Request(NamedTuple):
 
 @dataclass(frozen=True)
 class Case:
-    """A way to store the cache: a code by layer, with the first ``sinks`` and last ``window`` tokens exact.
+    """A way to store the cache: codes by layer, with the first ``sinks`` and the last ``window`` tokens exact.
 
-    ``bits`` are per number, scales included; 0 for a part alone, which cannot be served.
+    ``bits`` are per number, including scales; 0 for a case with only keys or only values, which cannot be served.
     """
 
     name: str
@@ -67,7 +67,7 @@ class Case:
 
 
 class Harm(NamedTuple):
-    """The harm of a case: nats per token over all answers, over refusals and over the others."""
+    """The harm of a case in nats per token: over all answers, over refusals and over other answers."""
 
     case: Case
     nats: float
@@ -77,7 +77,7 @@ class Harm(NamedTuple):
 
 
 class Coding(NamedTuple):
-    """A code for all layers and its bits per number, scales included; ``store`` None: uncompressed."""
+    """A code for all layers and its bits per number, including scales; ``store`` None: uncompressed."""
 
     name: str
     bits: float
@@ -99,17 +99,17 @@ class Codes:
 
     @property
     def cost(self) -> float:
-        """Bits per number, scales included."""
+        """Bits per number, including scales."""
         return self.bits + SCALE_BITS / self.group
 
     @property
     def finer(self) -> Coding:
-        """The code that is assumed to be harmless."""
+        """The finer code, which is assumed to do no harm."""
         return Coding(f"{FINE} bits", FINE + SCALE_BITS / self.group, _same_code(ByToken(FINE, self.group)))
 
     @property
-    def others(self) -> Iterator[Coding]:
-        """Other codes of similar size."""
+    def alternatives(self) -> Iterator[Coding]:
+        """The other codes of similar size that are tried."""
         plain, fine = ByToken(self.bits, self.group), ByToken(FINE, self.group)
         between = (self.finer.bits + self.cost) / 2
         channel = (self.bits + SCALE_BITS / BLOCK + self.cost) / 2
@@ -125,7 +125,7 @@ class Codes:
 class Floats:
     """The diagnosed setting: keys and values as eight-bit floats, named as in vLLM's ``kv_cache_dtype``."""
 
-    word: str  # fp8_e4m3 | fp8_e5m2
+    dtype: str  # fp8_e4m3 | fp8_e5m2
     store: EngineStore
     better: EngineStore | None = None  # fp8_e4m3, unless it is the same
     bits: ClassVar = 8
@@ -135,29 +135,29 @@ class Floats:
 
     @property
     def finer(self) -> Coding:
-        """Uncompressed numbers of 16 bits."""
+        """The finer code: uncompressed 16-bit numbers."""
         return Coding("uncompressed", 16.0, None)
 
     @property
-    def others(self) -> Iterator[Coding]:
-        """The other eight-bit float."""
+    def alternatives(self) -> Iterator[Coding]:
+        """The other eight-bit float format, if it is worth trying."""
         if self.better is not None:
             yield Coding("fp8_e4m3", self.cost, self.better)
 
 
-def _same_code(kind: ByToken) -> EngineStore:
-    return EngineStore(kind, kind)
+def _same_code(code: ByToken) -> EngineStore:
+    return EngineStore(code, code)
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The measured harms and the failure mode."""
+    """The result of a diagnosis: the measured harms and the failure mode."""
 
     setting: Codes | Floats
-    asked: int
+    requests: int
     harmful: int
     refused: int
-    whole: Harm
+    overall: Harm
     fine: Harm | None  # under the finer code; None for floats, where finer means uncompressed
     parts: tuple[Harm, ...]
     layers: tuple[Harm, ...]
@@ -168,7 +168,7 @@ class Diagnosis:
 
     @property
     def meaning(self) -> str:
-        """The explanation of the mode."""
+        """The explanation of the failure mode."""
         return FAILURE_MODES[self.mode]
 
     @property
@@ -176,7 +176,7 @@ class Diagnosis:
         """The remedies that remove half of the harm or more, by memory, then by the harm that remains."""
         if self.mode == "nothing":
             return []
-        effective = [remedy for remedy in self.remedies if remedy.nats <= MENDS * self.whole.nats]
+        effective = [remedy for remedy in self.remedies if remedy.nats <= MENDS * self.overall.nats]
         return sorted(effective, key=lambda remedy: (remedy.case.bits, remedy.nats))
 
 
@@ -223,7 +223,7 @@ def collect_requests(
 
 @torch.no_grad()
 def _logits(model: LoadedModel, ids: Tensor, prompt_length: int, kv: CodedAttention) -> Tensor:
-    """Return the logits [n, V] that predict the answer's tokens."""
+    """Return the logits [n, V] that predict the n tokens of the answer."""
     keep = len(ids) - prompt_length + 1  # the answer's tokens and the one before them
     out = model.model(input_ids=ids[None], use_cache=False, kv=kv, logits_to_keep=keep)
     kv.settle()
@@ -232,7 +232,7 @@ def _logits(model: LoadedModel, ids: Tensor, prompt_length: int, kv: CodedAttent
 
 
 class CodedAttention:
-    """Causal attention of one row with the keys and values that a case decodes; pass it as ``kv=``.
+    """The causal attention of one row with keys and values stored as a case says; pass it as ``kv=``.
 
     Every query reads the codes of complete blocks, as later queries do. Attention is in float32.
     """
@@ -272,23 +272,23 @@ class CodedAttention:
         return out.reshape(1, heads, length, -1).to(call.query.dtype)
 
     def settle(self) -> None:
-        """After a forward pass: raise RunError if some attention layer did not call ``attend``."""
+        """Check a finished forward: raise RunError if some attention layer did not call ``attend``."""
         if len(self.keys) != len(self._windows):
             raise RunError(f"only {len(self.keys)} of the model's {len(self._windows)} attention layers can be coded")
 
 
-def read_back(x: Tensor, kind: Cast | ByToken | ByChannel | None) -> Tensor:
-    """Return entries [1, H, T, D] that begin at position 0 as decoded from their codes."""
-    if kind is None:
+def read_back(x: Tensor, code: Cast | ByToken | ByChannel | None) -> Tensor:
+    """Return entries [1, H, T, D] from position 0 on, quantised and decoded."""
+    if code is None:
         return x
-    if not isinstance(kind, ByChannel):
-        return kind.read_back(x)
+    if not isinstance(code, ByChannel):
+        return code.read_back(x)
     length = x.shape[2]
     is_entry = torch.arange(-(-length // BLOCK) * BLOCK, device=x.device) < length  # [n * BLOCK], False for padding
     padded = torch.nn.functional.pad(x, (0, 0, 0, len(is_entry) - length))
     blocks = padded.view(*x.shape[:2], -1, BLOCK, x.shape[3])  # [1, H, n, BLOCK, D]
     written = is_entry.view(-1, BLOCK).expand(blocks.shape[:-1])
-    return kind.read_back(blocks, written).flatten(2, 3)[:, :, :length]
+    return code.read_back(blocks, written).flatten(2, 3)[:, :, :length]
 
 
 def check_group(model: LoadedModel, setting: Codes | Floats) -> None:
@@ -301,21 +301,23 @@ def check_group(model: LoadedModel, setting: Codes | Floats) -> None:
         )
 
 
-def _attending(model: LoadedModel) -> list[int]:
+def _layers_with_entries(model: LoadedModel) -> list[int]:
     """Return the layers that keep entries."""
     return [n for n, plan in enumerate(layer_plans(model.model.config, Dense())) if plan.has_entries]
 
 
 def _layer_counts(model: LoadedModel, setting: Codes | Floats) -> list[int]:
-    """Return in how many of the worst layers the finer code is tried; in small models several shares are one."""
-    return list(dict.fromkeys(-(-len(_attending(model)) // share) for share in setting.shares))
+    """Return the numbers of worst layers in which the finer code is tried; in small models shares may coincide."""
+    return list(dict.fromkeys(-(-len(_layers_with_entries(model)) // share) for share in setting.shares))
 
 
 def count_cases(model: LoadedModel, setting: Codes | Floats) -> int:
-    """Return how many cases a diagnosis measures."""
-    whole, parts, exact = 1 + (setting.finer.store is not None), 2, 2
-    others = sum(1 for _ in setting.others)
-    return whole + parts + len(_attending(model)) + others + len(_layer_counts(model, setting)) + exact
+    """Return the number of cases that a diagnosis measures."""
+    overall, parts, exact = 1 + (setting.finer.store is not None), 2, 2
+    alternatives = sum(1 for _ in setting.alternatives)
+    return (
+        overall + parts + len(_layers_with_entries(model)) + alternatives + len(_layer_counts(model, setting)) + exact
+    )
 
 
 def run_diagnosis(
@@ -324,62 +326,62 @@ def run_diagnosis(
     setting: Codes | Floats,
     on_harm: Callable[[Harm], None] = lambda _: None,
 ) -> Diagnosis:
-    """Measure a setting, its parts and its remedies; ``on_harm`` is called after each."""
+    """Measure the harm of a setting, of its parts and of remedies; ``on_harm`` is called with each result."""
 
     def measure(case: Case) -> Harm:
         harm = _harm(model, requests, case)
         on_harm(harm)
         return harm
 
-    attending = _attending(model)
+    layer_numbers = _layers_with_entries(model)
 
     def in_all_layers(coding: Coding, **exact: int) -> Harm:
-        stores = {} if coding.store is None else dict.fromkeys(attending, coding.store)
+        stores = {} if coding.store is None else dict.fromkeys(layer_numbers, coding.store)
         return measure(Case(coding.name, coding.bits, stores, **exact))
 
     store, cost, finer = setting.store, setting.cost, setting.finer
-    whole = in_all_layers(Coding("keys and values", cost, store))
+    overall = in_all_layers(Coding("keys and values", cost, store))
     fine = None if finer.store is None else in_all_layers(finer)
     halves = {"keys alone": EngineStore(store.keys, None), "values alone": EngineStore(None, store.values)}
     parts = tuple(in_all_layers(Coding(name, 0.0, half)) for name, half in halves.items())
-    layers = tuple(measure(Case(f"layer {n}", 0.0, {n: store})) for n in attending)
-    ranked = [n for _, n in sorted(zip(layers, attending, strict=True), key=lambda pair: -pair[0].nats)]
+    layers = tuple(measure(Case(f"layer {n}", 0.0, {n: store})) for n in layer_numbers)
+    ranked = [n for _, n in sorted(zip(layers, layer_numbers, strict=True), key=lambda pair: -pair[0].nats)]
 
     def finer_in_worst(count: int) -> Harm:
         worst = tuple(sorted(ranked[:count]))
-        stores = {n: finer.store if n in worst else store for n in attending}
-        bits = cost + len(worst) / len(attending) * (finer.bits - cost)
+        stores = {n: finer.store if n in worst else store for n in layer_numbers}
+        bits = cost + len(worst) / len(layer_numbers) * (finer.bits - cost)
         coded = {n: code for n, code in stores.items() if code is not None}
         return measure(Case(f"layers {', '.join(map(str, worst))} {setting.in_layers}", bits, coded))
 
-    others = tuple(map(in_all_layers, setting.others))
+    alternatives = tuple(map(in_all_layers, setting.alternatives))
     counts = _layer_counts(model, setting)
     by_layer = tuple(map(finer_in_worst, counts))
     first = in_all_layers(Coding(f"first {EXACT_FIRST} tokens exact", cost, store), sinks=EXACT_FIRST)
     last = in_all_layers(Coding(f"last {EXACT_LAST} tokens exact", cost, store), window=EXACT_LAST)
-    by_channel = next((harm.nats for harm in others if harm.case.name == BY_CHANNEL), None)
+    by_channel = next((harm.nats for harm in alternatives if harm.case.name == BY_CHANNEL), None)
     return Diagnosis(
         setting=setting,
-        asked=len(requests),
+        requests=len(requests),
         harmful=sum(request.harmful for request in requests),
         refused=sum(request.refused for request in requests),
-        whole=whole,
+        overall=overall,
         fine=fine,
         parts=parts,
         layers=layers,
-        remedies=(*others, *by_layer, first, last),
+        remedies=(*alternatives, *by_layer, first, last),
         worst=tuple(sorted(ranked[: counts[0]])),
         along_refusals=_along_refusals(model, requests, setting) if isinstance(setting, Codes) else None,
-        mode=_mode(whole.nats, by_channel=by_channel, by_layer=by_layer[0].nats),
+        mode=_mode(overall.nats, by_channel=by_channel, by_layer=by_layer[0].nats),
     )
 
 
-def _mode(whole: float, *, by_channel: float | None, by_layer: float) -> str:
-    if whole <= LITTLE:
+def _mode(overall: float, *, by_channel: float | None, by_layer: float) -> str:
+    if overall <= LITTLE:
         return "nothing"
-    if by_channel is not None and by_channel <= MENDS * whole:
+    if by_channel is not None and by_channel <= MENDS * overall:
         return "outlier-crushes-safety"
-    return "outlier-as-safety" if by_layer <= MENDS * whole else "multi-layer dilution"
+    return "outlier-as-safety" if by_layer <= MENDS * overall else "multi-layer dilution"
 
 
 def _harm(model: LoadedModel, requests: Sequence[Request], case: Case) -> Harm:
@@ -397,7 +399,7 @@ def _harm(model: LoadedModel, requests: Sequence[Request], case: Case) -> Harm:
 
 
 def _along_refusals(model: LoadedModel, requests: Sequence[Request], setting: Codes) -> float:
-    """Return the noise of keys along the refusal direction, coded by token over coded by channel: median over layers.
+    """Return the ratio of key noise along the refusal direction, by token over by channel: median over layers.
 
     The direction is the difference between the mean keys of the last prompt token of both kinds of requests (difference
     in means, Arditi 2024, arXiv:2406.11717, there of the residual stream).
@@ -428,9 +430,9 @@ def _noise_ratios(rows: Mapping[int, Sequence[tuple[Tensor, ...]]], harmful: Ten
 
 
 class Distances(NamedTuple):
-    """Distances for every token, [n] each: KL in nats, same most likely token, and change of the token's probability.
+    """The distances of two models per token, [n] each: KL in nats, equal top token, change of the token's probability.
 
-    These are the columns of llama.cpp's ``--kl-divergence``, in float64 whatever the models' dtype.
+    These are the columns of llama.cpp's ``--kl-divergence``, computed in float64 for any dtype.
     """
 
     kl: Tensor
@@ -447,9 +449,9 @@ def distances(reference: Tensor, candidate: Tensor, ids: Tensor) -> Distances:
 
 
 def _block_distances(reference: Tensor, candidate: Tensor, ids: Tensor) -> Distances:
-    ours, theirs = (logits.double().log_softmax(-1) for logits in (reference, candidate))  # [n, V]
+    expected, actual = (logits.double().log_softmax(-1) for logits in (reference, candidate))  # [n, V]
     # a token of reference probability 0 adds nothing
-    terms = torch.where(ours.exp() > 0, ours.exp() * (ours - theirs), 0.0)
-    before, after = (logprobs.gather(1, ids[:, None])[:, 0].exp() for logprobs in (ours, theirs))  # [n] each
+    terms = torch.where(expected.exp() > 0, expected.exp() * (expected - actual), 0.0)
+    before, after = (logprobs.gather(1, ids[:, None])[:, 0].exp() for logprobs in (expected, actual))  # [n] each
     # rounding can make the sum negative, KL is not
-    return Distances(terms.sum(-1).clamp(min=0), ours.argmax(-1) == theirs.argmax(-1), after - before)
+    return Distances(terms.sum(-1).clamp(min=0), expected.argmax(-1) == actual.argmax(-1), after - before)

@@ -42,9 +42,9 @@ Total = TypeVar("Total")
 
 
 class Measure(ABC, Generic[WorkUnit, ServedBatch, Total]):
-    """Measures recorded items that are served again. Subclass in a separate file, with a ``name``.
+    """The base of measures of recorded items that are served again; subclass it in its own file, with a ``name``.
 
-    A work unit is served and reduced on its own: a file of rollouts, a unit of a run, an answer under a policy. It is
+    A work unit is served and reduced by itself: a file of rollouts, a unit of a run, or an answer under a policy. It is
     served in batches; the length of a batch is its number of recorded items.
     """
 
@@ -55,7 +55,7 @@ class Measure(ABC, Generic[WorkUnit, ServedBatch, Total]):
     @classmethod
     @abstractmethod
     def trial(cls, run: RunFolder) -> Self:
-        """Return the measure of a finished run whose first arm trained on dense rollouts and kept its last ones."""
+        """Return the measure for a finished run in which the first arm trained on dense rollouts and kept the last."""
 
     @abstractmethod
     def units(self) -> Sequence[WorkUnit]:
@@ -71,19 +71,19 @@ class Measure(ABC, Generic[WorkUnit, ServedBatch, Total]):
 
     @abstractmethod
     def serve(self, unit: WorkUnit, model: LoadedModel) -> Iterator[ServedBatch]:
-        """Serve a unit again; raises DataError if anything that its items depend on has changed."""
+        """Serve a unit again, in batches; raises DataError if anything that its items depend on has changed."""
 
     @abstractmethod
     def reduce(self, unit: WorkUnit, model: LoadedModel, batches: Iterator[ServedBatch]) -> Total:
-        """Return the result of a unit; iterating over the batches serves them."""
+        """Return the result of a unit; iterating over ``batches`` serves them."""
 
     @abstractmethod
     def differs(self, total: Total) -> bool:
-        """Return whether a result differs from the record beyond rounding; False if that cannot be told."""
+        """Return whether a result differs from the record beyond rounding; False if there is no record to compare."""
 
     @abstractmethod
     def lines(self, results: Sequence[tuple[WorkUnit, Total]]) -> Iterator[str | Table]:
-        """Yield what is printed of all units; text from a run or a file must be escaped onto one line."""
+        """Yield the lines and tables to print for all units; text from a run or a file must be escaped to one line."""
 
     def label(self, unit: WorkUnit) -> str:  # noqa: ARG002
         """Return a short label of the unit for the progress display."""
@@ -100,7 +100,7 @@ MEASURES: Registry[Measure[Any, Any, Any]] = Registry(
 def run_measure(
     measure: Measure[WorkUnit, ServedBatch, Total], console: Console | None = None
 ) -> list[tuple[WorkUnit, Total]]:
-    """Serve every unit and return all units with their results; ``console`` shows the progress."""
+    """Serve every unit; return all units with their results. ``console`` shows the progress."""
     console = console or Console(file=StringIO())
     units, results, items = measure.units(), list[tuple[WorkUnit, Total]](), 0
 
@@ -150,7 +150,7 @@ def check_rerunnable(run: RunFolder) -> None:
 
 
 def finished_records(run: RunFolder, unit: Unit) -> Iterator[Record]:
-    """Yield the records of a unit, none if it is unfinished; raises DataError if they changed since it was sealed."""
+    """Yield the records of a unit, none if it is unfinished; raises DataError if they have changed since."""
     files = UnitFiles.of(run.records, unit)
     if files.seal.is_file():
         stored = read_unit(files.records)
@@ -159,16 +159,16 @@ def finished_records(run: RunFolder, unit: Unit) -> Iterator[Record]:
 
 
 def remake_items(run: RunFolder, model: LoadedModel, suite: Suite, record: Record) -> dict[str, Item]:
-    """Make the items of a unit again, by name; ``record`` is any record of the unit.
+    """Generate the items of a unit again, by name; ``record`` is any record of the unit.
 
     Raises DataError or RunError if suite, rows or model files changed.
     """
     if suite.played_by:
-        raise SpecError(f"suite {suite.name} is played by another harness, so its answers cannot be served again here")
+        raise SpecError(f"suite {suite.name} is run by another harness, so kvaudit cannot serve its answers again")
     if suite.version != record.suite_version:
         raise DataError(
-            f"suite {suite.name} is version {suite.version}, the run asked version {record.suite_version}: the item "
-            "may be another; install the kvaudit that the run was made with"
+            f"suite {suite.name} is version {suite.version}, the run used version {record.suite_version}, so the item "
+            "may differ; install the kvaudit that the run was made with"
         )
     folder = run.checkpoint(record.arm, record.train_seed)
     if (folder / PROVENANCE).is_file():
@@ -220,7 +220,7 @@ def checkpoint_rollouts(folder: Path) -> list[RecordedRollouts]:
 
 
 class AnswerSet(NamedTuple):
-    """Answers to items of one suite and length, by one checkpoint under one policy.
+    """The answers to items of one suite and length, by one checkpoint under one policy.
 
     ``records`` are None if the run did not serve that policy. ``example`` is a record of one of the items under any
     policy, which identifies suite, length and checkpoint.
@@ -241,27 +241,27 @@ class RerunAnswer:
     shading: Shading
 
     @property
-    def same(self) -> bool | None:
-        """Whether the answer equals the recorded one, None without a record."""
+    def is_same(self) -> bool | None:
+        """Whether the answer equals the recorded one; None without a record."""
         if self.record is None:
             return None
         return (self.row.transcript, self.row.new_tokens) == (self.record.transcript, self.record.new_tokens)
 
     @property
-    def held(self) -> list[float]:
-        """For each token before the answer, the share of layers and KV heads that held it when the answer began."""
+    def held_shares(self) -> list[float]:
+        """The share of layers and KV heads that held each token before the answer, when the answer began."""
         return [count / self.shading.heads for count in self.shading.held]
 
     @property
     def outcome(self) -> str:
         """The grade in one line."""
-        words = {True: "yes", False: "no", None: "could not be read"}
-        facets = [f"{name} {words[value]}" for name, value in self.row.grade.facets.items()]
+        texts = {True: "yes", False: "no", None: "could not be read"}
+        facets = [f"{name} {texts[value]}" for name, value in self.row.grade.facets.items()]
         return ", ".join([self.row.grade.outcome.value, *facets])
 
 
 class AnswerMeasure(Measure[AnswerSet, list[RerunAnswer], Total], ABC):
-    """A measure of a run's answers; raises SpecError if they were not given by its checkpoints."""
+    """The base of measures of a run's answers; raises SpecError if the run's checkpoints did not give them."""
 
     def __init__(self, run: RunFolder) -> None:
         check_rerunnable(run)

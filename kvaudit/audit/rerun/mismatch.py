@@ -1,7 +1,7 @@
-"""Compare rollouts of any stack with the learner's dense pass: the mismatch panel of a rollout file.
+"""Compare rollouts of any training stack with the learner's dense pass: the mismatch numbers of a rollout file.
 
-The file is read twice: first to check what needs no model and to sum rewards by group, then to pass a few rollouts at
-a time through the model. Memory holds those few rollouts and two numbers per group.
+The file is read twice: first for checks without a model and for the sums of rewards by group, then to pass a few
+rollouts at a time through the model. Memory holds these few rollouts and two numbers per group.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _AT_ONCE = 16 * PASS_TOKENS  # padded tokens in memory
 
 @dataclass
 class Survey:
-    """The contents of a rollout file: counts, places of its longest rollout and highest id, declared metadata."""
+    """The summary of a rollout file: counts, where its longest rollout and highest id are, and declared metadata."""
 
     path: Path
     rollouts: int = 0
@@ -88,10 +88,10 @@ class FilePanel:
 
 @dataclass
 class FilledLogprobs:
-    """Recorded log-probs of exactly 0, which were filled in for missing ones unless the learner is sure of the token.
+    """The recorded log-probs of exactly 0: placeholders of missing ones, unless the learner is sure of the token.
 
-    ``place`` and ``token`` (from 0) locate the first zero of the first rollout that was surely filled in. ``doubted``
-    counts the zeros that the learner is not sure of, ``learner`` is the sum of its log-probs of them, in nats.
+    ``place`` and ``token`` (from 0) locate the first zero of the first rollout with a certain placeholder. ``doubted``
+    counts the zeros of which the learner is not sure; ``learner`` is the sum of its log-probs there, in nats.
     """
 
     rollouts: int = 0
@@ -127,7 +127,7 @@ class FilledLogprobs:
 
 @dataclass(frozen=True)
 class PaddedRollouts:
-    """A batch of rollouts, padded [B, R]: log-probs in nats under sampler and learner, sampled tokens, advantages."""
+    """A padded batch of rollouts, [B, R] each: log-probs of sampler and learner (nats), sampled mask, advantages."""
 
     sampler: Tensor
     learner: Tensor
@@ -187,13 +187,13 @@ class Mismatch(Measure[Survey, PaddedRollouts, FilePanel]):
         for rows in _batches(import_rollouts(unit.path)):
             rollouts = [_dense(row.rollout, model.model.config) for row in rows]
             # the tokens after the prompts, padded to the longest: [B, R]
-            sampled = _padded([r.sampled[r.prompt_length :] for r in rollouts])
+            sampled = _pad([r.sampled[r.prompt_length :] for r in rollouts])
             yield PaddedRollouts(
-                sampler=_padded([r.sampler_logprobs[r.prompt_length :] for r in rollouts]),
+                sampler=_pad([r.sampler_logprobs[r.prompt_length :] for r in rollouts]),
                 # greedy rollouts record the log-probs of temperature 1
                 learner=_learner_logprobs(model.model, rollouts, sampled, temperature or 1.0),
                 sampled=sampled,
-                advantages=_padded([_advantages(row, unit) for row in rows]),
+                advantages=_pad([_advantages(row, unit) for row in rows]),
                 places=[row.place for row in rows],
                 prompts=[row.rollout.prompt_length for row in rows],
             )
@@ -269,7 +269,7 @@ class Mismatch(Measure[Survey, PaddedRollouts, FilePanel]):
 
 
 def tokenizer_sha256(tokenizer: Any) -> str:
-    """Return the sha256 of a vocabulary as sorted pairs of token and id, which a rollout file may declare."""
+    """Return the sha256 of a vocabulary, as sorted pairs of token and id; rollout files may declare it."""
     return hashlib.sha256(json.dumps(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()
 
 
@@ -291,7 +291,7 @@ def _check_model(model: LoadedModel, contents: Survey) -> None:
 
 
 def _batches(rows: Iterator[ImportedRollout]) -> Iterator[list[ImportedRollout]]:
-    """Yield as many rollouts at a time as fit ``_AT_ONCE`` padded tokens, at least one."""
+    """Yield batches of rollouts with at most ``_AT_ONCE`` padded tokens, at least one rollout each."""
     batch: list[ImportedRollout] = []
     longest = 0
     for row in rows:
@@ -324,7 +324,7 @@ def _learner_logprobs(model: Any, rollouts: list[Rollout], sampled: Tensor, temp
 
 
 def _advantages(row: ImportedRollout, contents: Survey) -> Tensor:
-    """Return the advantage of every token after the prompt; NaN without an advantage or a reward and its group."""
+    """Return the advantage of each token after the prompt; NaN if the file has no advantage, or no reward and group."""
     length = len(row.rollout.ids) - row.rollout.prompt_length
     if row.advantages is not None:
         return row.advantages
@@ -334,5 +334,5 @@ def _advantages(row: ImportedRollout, contents: Survey) -> Tensor:
     return torch.full((length,), row.reward - total / count, dtype=torch.float64)
 
 
-def _padded(rows: list[Tensor]) -> Tensor:
+def _pad(rows: list[Tensor]) -> Tensor:
     return pad_sequence(rows, batch_first=True)

@@ -1,4 +1,4 @@
-"""Recorded answers served again: one with its seed under any policy, or many, to see what the cache held."""
+"""Serve recorded answers again: one under any policy (``Explain``), or many to see what the cache held (``Shade``)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvaudit.core.text import inline, length_label, visible
 
 
 class Shade(AnswerMeasure[Shadings]):
-    """The shadings of the requested answers, by name of the run's unit; those already stored are not served again."""
+    """The measure that makes the shadings of requested answers, by unit name; stored ones are not made again."""
 
     name = "shade"
     by_item = True
@@ -38,7 +38,7 @@ class Shade(AnswerMeasure[Shadings]):
     def units(self) -> Sequence[AnswerSet]:
         # a serving engine does not expose its cache
         cells = [(cell, cell.policy) for cell in grid(self._run.spec) if isinstance(cell.policy, Policy)]
-        missing = ((policy, self._missing(cell)) for cell, policy in cells)
+        missing = ((policy, self._missing_records(cell)) for cell, policy in cells)
         return [AnswerSet(policy, records, next(iter(records.values()))) for policy, records in missing if records]
 
     def label(self, unit: AnswerSet) -> str:
@@ -47,14 +47,14 @@ class Shade(AnswerMeasure[Shadings]):
         return f"{example.arm} seed {example.train_seed}, {engine_name(unit.policy.canonical)}, {suite}"
 
     def reduce(self, unit: AnswerSet, model: LoadedModel, batches: Iterator[list[RerunAnswer]]) -> Shadings:  # noqa: ARG002
-        """Write the shadings to disk after every batch; None for an answer that differs from its record."""
+        """Store the shadings after every batch; None for an answer that differs from its record."""
         example = unit.example
         name = Unit(example.arm, example.train_seed, unit.policy, example.suite, example.context_tokens).name
         stored, new = read_shadings(self._run.path, name), Shadings()
         for batch in batches:
             for answer in batch:
                 key = AnswerKey(answer.row.item.item_id, answer.row.sample_index)
-                new[key] = answer.shading if answer.same else None
+                new[key] = answer.shading if answer.is_same else None
             write_shadings(self._run.path, name, stored | new)
         return new
 
@@ -66,7 +66,7 @@ class Shade(AnswerMeasure[Shadings]):
             same = sum(shading is not None for shading in total.values())
             yield f"{self.label(unit)}: {same} of {len(total)} answers came out as recorded"
 
-    def _missing(self, unit: Unit) -> dict[AnswerKey, Record]:
+    def _missing_records(self, unit: Unit) -> dict[AnswerKey, Record]:
         """Return the records of the requested answers of a unit that have no stored shading."""
         requested = self._requested.get(unit.name, ())
         missing = set(requested) - set(read_shadings(self._run.path, unit.name)) if requested else set()
@@ -83,7 +83,7 @@ _INDENT = "\n" + " " * 12
 
 
 class AnswerPlace(NamedTuple):
-    """Identifies an answer of a run; ``length`` may be None if the item was asked at one length only."""
+    """The key of an answer in a run; ``length`` may be None if the item was asked at one length only."""
 
     item: str
     arm: str
@@ -93,7 +93,7 @@ class AnswerPlace(NamedTuple):
 
 
 class Explain(AnswerMeasure[RerunAnswer]):
-    """The answer to an item under each policy; raises SpecError for an answer that the run does not have."""
+    """The measure that answers one item under each policy; raises SpecError if the run does not have the answer."""
 
     name = "explain"
 
@@ -119,7 +119,7 @@ class Explain(AnswerMeasure[RerunAnswer]):
         return answer
 
     def differs(self, total: RerunAnswer) -> bool:
-        return total.same is False
+        return total.is_same is False
 
     def lines(self, results: Sequence[tuple[AnswerSet, RerunAnswer]]) -> Iterator[str]:
         yield inline(self.title)
@@ -129,7 +129,7 @@ class Explain(AnswerMeasure[RerunAnswer]):
 
 
 def match_run_policies(run: RunFolder, texts: Sequence[str]) -> list[Policy]:
-    """Match texts with the run's policies; one that the run did not serve is parsed as written."""
+    """Match texts with the run's policies; the text of another policy is parsed."""
     for engine in filter(is_engine, map(engine_name, texts)):
         raise SpecError(f"--policy names engine {engine}, whose cache cannot be inspected; name a kvaudit policy")
     run_policies = [policy.canonical for policy in cache_policies(run.spec)]
@@ -137,7 +137,7 @@ def match_run_policies(run: RunFolder, texts: Sequence[str]) -> list[Policy]:
 
 
 def _records_at(run: RunFolder, place: AnswerPlace) -> Mapping[str, Record]:
-    """Return the records of an answer by policy, at least one."""
+    """Return the records of an answer, one or more, by policy."""
     rows: dict[str, dict[tuple[str, int, int], Record]] = {}  # by policy; by suite, length and sample
     items = set[str]()
     units = [unit for unit in grid(run.spec) if (unit.arm, unit.seed) == (place.arm, place.seed)]
@@ -161,7 +161,7 @@ def _records_at(run: RunFolder, place: AnswerPlace) -> Mapping[str, Record]:
 
 
 def _suite_and_length(pairs: set[tuple[str, int]], items: set[str], place: AnswerPlace) -> tuple[str, int]:
-    """Return suite and length of the item; raises SpecError if there are none or several."""
+    """Return suite and length of the item; raises SpecError if it is missing or ambiguous."""
     matches = [pair for pair in sorted(pairs) if place.length in (None, pair[1])]
     if len(matches) == 1:
         return matches[0]
@@ -191,7 +191,7 @@ def _lines(answer: RerunAnswer) -> Iterator[str]:
 def _compare_with_record(answer: RerunAnswer) -> str:
     if answer.record is None:
         return "no: the run did not serve this policy"
-    if answer.same:
+    if answer.is_same:
         return "yes: the same answer, text for text"
     messages = answer.record.transcript[len(answer.row.item.messages) :]
     text = inline(" | ".join(message.text for message in messages))

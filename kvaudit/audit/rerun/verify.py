@@ -1,4 +1,4 @@
-"""Verify that the recorded policy explains the recorded log-probs: replay rollouts under their ledger and compare.
+"""Verify recorded rollouts: replay them under their ledger and compare the log-probs with the recorded ones.
 
 The shadow pass sees what the sampler saw, so only rounding may remain. Each row is replayed alone, without the
 learner's shared prompt pass, which would hide a wrong prompt entry in the ledger of one group member.
@@ -54,7 +54,7 @@ _HEADERS = ("view", "max |log p_s - log p|", "mean |log p_s - log p|", "mismatch
 
 @dataclass(frozen=True)
 class LogprobGaps:
-    """log p_sampler - log p_pass over sampled tokens in nats: largest and mean size, and two KL estimates.
+    """The gaps log p_sampler - log p_pass over sampled tokens, in nats: largest and mean size, and two KL estimates.
 
     ``kl`` is the mean gap, an estimate of KL(sampler || pass); ``k3`` is the mean of r - log r - 1 with
     r = pass / sampler, an estimate of the same that is never negative (Schulman 2020).
@@ -77,9 +77,9 @@ class WidestGap(NamedTuple):
 
 @dataclass(frozen=True)
 class Verification:
-    """The result of a replay. ``breach`` describes a rule of the policy that a ledger breaks, None if it breaks none.
+    """The result of verifying rollouts; ``breach`` describes a rule of the policy that a ledger breaks, or is None.
 
-    ``ranked`` compares evictions with the policy's ranking, or says why they could not be compared.
+    ``ranked`` compares evictions with the policy's ranking, or is the reason why they could not be compared.
     """
 
     tokens: int
@@ -93,7 +93,7 @@ class Verification:
 
     @property
     def explained(self) -> bool:
-        """Whether every gap is rounding and every ledger follows its policy."""
+        """Whether every gap is within rounding and every ledger follows its policy."""
         return self.token_explained and self.mean_explained and self.breach is None and self.rank_explained
 
     @property
@@ -113,9 +113,9 @@ class Verification:
 
 
 class ReplayedRollout(NamedTuple):
-    """Log-probs of the n sampled tokens of one rollout, in nats and float64.
+    """The log-probs of the n sampled tokens of one replayed rollout, in nats and float64.
 
-    ``strays``: layers with a recorded code that differs from the replay's by more than rounding can explain.
+    ``strays``: layers with a rounding hint whose code differs from the replay's by more than rounding.
     """
 
     number: int
@@ -126,7 +126,7 @@ class ReplayedRollout(NamedTuple):
 
 
 class Verify(Measure[RecordedRollouts, list[ReplayedRollout], Verification]):
-    """Replays recorded rollouts with the model that is said to have sampled them.
+    """The measure that replays recorded rollouts with the model that is said to have sampled them.
 
     ``tolerance`` is in nats on the worst token (default: the dtype's); ``temperature`` replaces the recorded one.
     """
@@ -166,7 +166,7 @@ class Verify(Measure[RecordedRollouts, list[ReplayedRollout], Verification]):
             raise SpecError(f"rollouts {unit.source!r} are of policy {policy.canonical}, which cannot be replayed")
         for numbers in microbatches(rollouts, 1, PASS_TOKENS):
             batch, strays = [rollouts[number] for number in numbers], Strays()
-            shadow, dense = (self._logprobs(model.model, batch, kind, unit, strays) for kind in PASSES)
+            shadow, dense = (self._logprobs(model.model, batch, view, unit, strays) for view in PASSES)
             yield [
                 ReplayedRollout(
                     number,
@@ -194,7 +194,7 @@ class Verify(Measure[RecordedRollouts, list[ReplayedRollout], Verification]):
             tolerance=TOLERANCE[model.dtype] if self._tolerance is None else self._tolerance,
             breach=ledger_breach or _stray_breach(rows),
             rerouted=_reroutes(unit) and hook_expert_blocks(net) > 0,
-            ranked=_ranked(net, unit.rollouts, policy, ledger_breach),
+            ranked=_ranking_of(net, unit.rollouts, policy, ledger_breach),
         )
 
     def differs(self, total: Verification) -> bool:
@@ -215,13 +215,13 @@ class Verify(Measure[RecordedRollouts, list[ReplayedRollout], Verification]):
 
     @torch.no_grad()
     def _logprobs(
-        self, net: Any, rollouts: Sequence[Rollout], kind: LearnerPass, unit: RecordedRollouts, strays: Strays
+        self, net: Any, rollouts: Sequence[Rollout], view: LearnerPass, unit: RecordedRollouts, strays: Strays
     ) -> list[Tensor]:
         """Return log-probs [n] of the sampled tokens of each rollout under a pass, in nats and float64.
 
-        Adds row and layer of every stray code to ``strays``, see ``ReplayedRollout``.
+        Row and layer of every stray hint are added to ``strays``, see ``ReplayedRollout``.
         """
-        logits, _ = suffix_logits(net, rollouts, group=1, kind=kind, reroute=_reroutes(unit), strays=strays)
+        logits, _ = suffix_logits(net, rollouts, group=1, view=view, reroute=_reroutes(unit), strays=strays)
         temperature = unit.temperature if self._temperature is None else self._temperature
         temperature = temperature or 1.0  # greedy rollouts record the log-probs of temperature 1
         logprobs = []
@@ -238,14 +238,16 @@ def _reroutes(unit: RecordedRollouts) -> bool:
     return any(rollout.experts is None for rollout in unit.rollouts)
 
 
-def _ranked(net: Any, rollouts: Sequence[Rollout], policy: Policy | None, fault: str | None) -> RankingAgreement | str:
+def _ranking_of(
+    net: Any, rollouts: Sequence[Rollout], policy: Policy | None, fault: str | None
+) -> RankingAgreement | str:
     if policy is None or fault is not None:
         return "no policy is named" if policy is None else "the ledger does not keep the policy's schedule"
     return check_ranking(net, rollouts, policy)
 
 
 def _ledger_breach(unit: RecordedRollouts, policy: Policy, config: Any) -> str | None:
-    """Describe how a ledger contradicts the policy that it names, if it does."""
+    """Return how a ledger contradicts the policy that it names, or None."""
     if unit.policy_hash is not None and unit.policy_hash != policy.hash:
         return f"the ledger names {policy.canonical}, whose hash is {policy.hash}, and the hash {unit.policy_hash}"
     trained = unit.trained_policy
@@ -260,7 +262,7 @@ def _ledger_breach(unit: RecordedRollouts, policy: Policy, config: Any) -> str |
 
 
 def _stray_breach(rows: Sequence[ReplayedRollout]) -> str | None:
-    """Describe a recorded code that rounding cannot explain, if there is one."""
+    """Return a description of the first hint that rounding cannot explain, or None."""
     strays = sorted((row.number, layer) for row in rows for layer in row.strays)
     if not strays:
         return None

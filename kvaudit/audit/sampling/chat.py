@@ -26,7 +26,7 @@ from kvaudit.core.errors import SpecError
 from kvaudit.core.records import Message, Role, ToolCall
 from kvaudit.core.spans import Place, Span, find_spans
 from kvaudit.core.tool_forms.base import TOOL_FORMS, ToolForm, Tools, form_of
-from kvaudit.core.tool_forms.reading import as_text, words_beside
+from kvaudit.core.tool_forms.reading import as_text, text_without_calls
 from kvaudit.core.tool_forms.text import TextForm, list_tools
 
 FORMAT_ROLE = "format"  # tokens of the template itself: headers, end-of-turn, generation prompt
@@ -161,7 +161,7 @@ class Chat:
             return as_text(messages, tools), ()
         if form:
             reader = self.reader_of(form)
-            messages = [replace(message, content=words_beside(message, tools, reader)) for message in messages]
+            messages = [replace(message, content=text_without_calls(message, tools, reader)) for message in messages]
         return tuple(messages), tuple(tools)
 
     def call_text(self, messages: Sequence[Message], calls: Sequence[ToolCall], tools: Tools) -> str | None:
@@ -207,14 +207,16 @@ class Chat:
         """Return whether the template writes the tools and every message and call of a conversation."""
         if self._arguments_as is None:
             return False
-        slots = slot_calls(_with_slots([replace(m, content=words_beside(m, tools, self.tool_form)) for m in messages]))
-        expected = [slot_name(n, k) for n, message in enumerate(slots) for k in range(len(message.tool_calls))]
-        expected += [message.content for message in slots] + ([PROBE_TEXTS[0]] if tools else [])
+        slots = slot_calls(
+            _with_slots([replace(m, content=text_without_calls(m, tools, self.tool_form)) for m in messages])
+        )
+        parts = [slot_name(n, k) for n, message in enumerate(slots) for k in range(len(message.tool_calls))]
+        parts += [message.content for message in slots] + ([PROBE_TEXTS[0]] if tools else [])
         try:
             text = self._apply(self._rows(slots, self._arguments_as), [TOOL_SLOT] if tools else [])
         except TemplateRefusal:
             return False
-        return all(part in text for part in expected)
+        return all(piece in text for piece in parts)
 
     @property
     def unstable_names(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""Find configuration files and read each by its dialect, which follows from its name; nothing is run or imported."""
+"""Find configuration files and read each in the format that its name implies; nothing is run or imported."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _JSON_VALUE = re.compile(r"\s*\{.*\}\s*", re.DOTALL)
 
 
 class Contents(NamedTuple):
-    """A file's settings, what could not be read of it (line, reason), and its text in lower case."""
+    """A file's settings, the parts that could not be read (line, reason), and its text in lower case."""
 
     settings: Sequence[Setting]
     unread: Sequence[tuple[int, str]]
@@ -54,7 +54,7 @@ class Contents(NamedTuple):
 
 
 class ConfigFile(NamedTuple):
-    """A file and its displayed name."""
+    """A configuration file and its name for display."""
 
     path: Path
     name: str
@@ -97,7 +97,7 @@ def find_files(paths: Sequence[Path]) -> FoundFiles:
 
 
 def dialect_of(name: str) -> str | None:
-    """Return the dialect of a file of this name; None if it is no configuration."""
+    """Return the format of a file with this name; None if it is no configuration."""
     path = Path(name.lower())
     if path.suffix in _TEMPLATES:
         path = path.with_suffix("")
@@ -111,7 +111,7 @@ def dialect_of(name: str) -> str | None:
 
 
 def read_file(path: Path) -> Contents:
-    """Return the settings of a file; what cannot be read is listed in ``unread``, and nothing is raised."""
+    """Return the settings of a file; parts that cannot be read are listed in ``unread``. Never raises."""
     try:
         text = _read_text(path)
     except Unreadable as error:
@@ -132,7 +132,7 @@ def read_file(path: Path) -> Contents:
 
 
 def _read_here_document(document: HereDocument, sheet: Sheet) -> None:
-    """Read a here-document as YAML or else as a script; ignore it if it is neither."""
+    """Read a here-document as YAML, or else as a script; ignore it if it is neither."""
     for reader in (read_yaml_text, read_shell):
         trial = Sheet(groups=sheet.groups)
         try:
@@ -146,7 +146,7 @@ def _read_here_document(document: HereDocument, sheet: Sheet) -> None:
 
 
 def _expand_json(sheet: Sheet) -> None:
-    """Add the keys of values that are JSON texts, as in flags and YAML, as keys below the setting's own."""
+    """Add the keys inside values that are JSON texts (as in flags and YAML) as keys below the setting's key."""
     for setting in list(sheet.settings):
         if isinstance(setting.value, str) and _JSON_VALUE.fullmatch(setting.value):
             inner = Sheet(groups=sheet.groups)
@@ -179,7 +179,7 @@ def _read_text(path: Path) -> str:
 
 
 def _guess_dialect(text: str) -> str:
-    """Return the dialect of a file whose name does not tell it; raises Unreadable."""
+    """Guess the format of a file whose name does not tell it; raises Unreadable."""
     if _SHEBANG.match(text):
         return "shell"
     if _NOTEBOOK.match(text):
@@ -230,7 +230,7 @@ def _name_left_out(path: Path) -> str:
 
 
 def display_path(path: Path) -> str:
-    """Return a path relative to the current folder if it is below it."""
+    """Return a path for display, relative to the current folder if it is below it."""
     try:
         return path.resolve().relative_to(Path.cwd()).as_posix()
     except ValueError:

@@ -9,7 +9,7 @@ from functools import cache, cached_property
 from typing import Any, Literal, NamedTuple
 
 from kvaudit.audit.scan.files import Contents
-from kvaudit.audit.scan.rules import ConfigurationRole, ScanRule, ScanRules, matching, named_like_a_key
+from kvaudit.audit.scan.rules import ConfigurationRole, ScanRule, ScanRules, matching_rules, rules_for_variable
 from kvaudit.audit.scan.sheet import Default, Mapping, Setting, Unknown, Value, comparable
 from kvaudit.core.text import clip
 
@@ -18,7 +18,7 @@ State = Literal["open", "declared", "corrected", "lossless", "native"]
 
 @dataclass(frozen=True)
 class Finding:
-    """A key that matches a rule. ``engines`` are several if the file does not tell which of them it configures."""
+    """A key that matches a rule; there are several ``engines`` if the file does not tell which it configures."""
 
     file: str
     line: int
@@ -35,7 +35,7 @@ class Finding:
 
 
 class NotReadable(NamedTuple):
-    """A file that cannot be read, or a value known only at run time."""
+    """A file that cannot be read, or a value that is known only at run time."""
 
     file: str
     line: int
@@ -49,7 +49,7 @@ _LONGEST = 200  # characters of a key or value in a report
 
 
 class Interpreter:
-    """Matches the settings of one file against the rules."""
+    """The matcher of one file's settings against the rules."""
 
     def __init__(self, name: str, contents: Contents, rules: ScanRules) -> None:
         self.name, self.contents, self.rules = name, contents, rules
@@ -66,7 +66,7 @@ class Interpreter:
         for setting in self.contents.settings:
             if self._is_local_variable(setting):
                 continue  # its value is read where the script uses it
-            candidates = [rule for rule in matching(setting, self.rules) if self._applies(rule, setting)]
+            candidates = [rule for rule in matching_rules(setting, self.rules) if self._applies(rule, setting)]
             matched |= {rule.id for rule in candidates}
             engines = self._engines(candidates, setting)
             rules = [rule for rule in candidates if rule.engine in engines]
@@ -95,20 +95,20 @@ class Interpreter:
         )
 
     def _is_local_variable(self, setting: Setting) -> bool:
-        """Return whether a variable named like a key, but not like an engine's variable, is used by the file itself."""
-        if setting.kind != "env" or not named_like_a_key(setting.key[0], self.rules):
+        """Return whether a variable with the name of a key is local to the file and not read by an engine."""
+        if setting.kind != "env" or not rules_for_variable(setting.key[0], self.rules):
             return False
         return re.search(rf"\$\{{?{re.escape(setting.key[0].lower())}\b(?!:?[-=])", self.contents.text) is not None
 
     def _applies(self, rule: ScanRule, setting: Setting) -> bool:
-        """Return whether the file mentions what the rule requires, and no sibling switches the key off."""
+        """Return whether the file meets the rule's conditions, and no sibling switches the key off."""
         if rule.mentions and not self._mentions(rule.mentions):
             return False
         siblings = self.siblings[setting.group]
         return not any(siblings.get(name) in values for name, values in (rule.unless or {}).items() if name in siblings)
 
     def _engines(self, rules: Sequence[ScanRule], setting: Setting) -> tuple[str, ...]:
-        """Return the engine named in the key's command, or else those named in the file, or else all with this key."""
+        """Return the engines named in the key's command, else those named in the file, else all that have the key."""
         candidates = tuple(dict.fromkeys(rule.engine for rule in rules))
         if len(candidates) < 2:
             return candidates
@@ -122,7 +122,7 @@ class Interpreter:
         return tuple(engine for engine in candidates if self._mentions(words[engine])) or candidates
 
     def _role(self, setting: Setting) -> ConfigurationRole:
-        """Return the role by the key's path, the trainers that the file names, the command, or the file's path."""
+        """Return the role (rollouts or serving) by the key's path, trainers named in the file, command or file path."""
         path = _parts(".".join(setting.key[:-1]))
         trainers = [engine for engine in self.rules.engines.values() if engine.trainer]
         if path & _ROLLOUT or any(self._mentions(trainer.words) for trainer in trainers):
@@ -141,7 +141,7 @@ class Interpreter:
         return "serving" if self._mentions(_LAUNCHES) else "unknown"
 
     def _mentions(self, words: Iterable[str]) -> bool:
-        """Return whether the file or its name has one of the words."""
+        """Return whether the file's text or name has one of the words."""
         for word in words:
             if word not in self.words:
                 self.words[word] = _has(word, self.contents.text) or _has(word, self.name.lower())
@@ -149,7 +149,7 @@ class Interpreter:
 
 
 def _has(word: str, text: str) -> bool:
-    """Return whether a text has a whole word: overlap does not contain verl."""
+    """Return whether a text has a word as a whole word (overlap does not contain verl)."""
     return word.lower() in text and _pattern(word.lower()).search(text) is not None
 
 
@@ -185,7 +185,7 @@ def _open_value(value: Value) -> str:
 
 
 def _identity(setting: Setting) -> tuple[int, str]:
-    """Return what two findings of one rule share if they are the same: the line and the last part of the key."""
+    """Return the key by which duplicate findings of a rule are dropped: the line and the last part of the key."""
     if setting.kind == "import":
         return 0, ""  # importing a package several times counts once
     return setting.line, "" if setting.kind == "call" else _last(setting)

@@ -97,7 +97,7 @@ class _Reader(ast.NodeVisitor):
         self.visit(node.value)
 
     def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
-        """Read a field of a class of settings: its default is used if nothing else is set."""
+        """Read an annotated field of a settings class, whose value is a default."""
         if node.value is None:
             return
         path = (node.target.id,) if isinstance(node.target, ast.Name) else _target_path(node.target)
@@ -127,7 +127,7 @@ class _Reader(ast.NodeVisitor):
         self.sheet.add(Setting("import", tuple(name.split(".")), True, line, self.sheet.group()))
 
     def _read_flag_default(self, name: str, node: ast.Call, group: int) -> None:
-        """Add the default of an argument parser's flag, which a launch without the flag gets."""
+        """Add the default of an argument parser's flag, which applies to a launch without the flag."""
         flag = node.args[0] if node.args else None
         if name == "add_argument" and isinstance(flag, ast.Constant) and isinstance(flag.value, str):
             for keyword in node.keywords:
@@ -168,7 +168,7 @@ class _Reader(ast.NodeVisitor):
                 self.visit(value)
 
     def _read_sequence(self, node: ast.List | ast.Tuple, path: tuple[str, ...]) -> None:
-        """Read a list of words as a command line, as for ``subprocess``; mappings in a list belong to its key."""
+        """Read a list of words as a command line, as for ``subprocess``; mappings in it belong to its key."""
         words = [Word(spelt(self._value(item)), item.lineno) for item in node.elts]
         if any(_FLAG.match(word.text) and " " not in word.text for word in words):
             read_words(words, self.sheet)
@@ -180,7 +180,7 @@ class _Reader(ast.NodeVisitor):
                 self.visit(item)
 
     def _read_command(self, text: str, node: ast.expr) -> None:
-        """Read a command line in a string, and find the line of each flag among the lines of the string."""
+        """Read a command line in a string; each flag gets its own line number."""
         if " " not in text and "=" not in text:
             return  # the name of a flag
         command = Sheet(groups=self.sheet.groups, unread=self.sheet.unread)
@@ -234,7 +234,7 @@ def _literal(node: ast.expr) -> Value:
 
 
 def _constant(node: ast.Attribute | ast.Name) -> str:
-    """Return the value in the name of a library's constant, such as torch.float8_e4m3fn; empty for other names."""
+    """Return the value that the name of a library's constant implies, such as torch.float8_e4m3fn; else empty."""
     name = _callee(node)
     if name.startswith(_GGML):
         return name.removeprefix(_GGML)
@@ -261,7 +261,7 @@ def _callee(node: ast.expr) -> str:
 
 
 def _target_path(target: ast.expr) -> tuple[str, ...]:
-    """Return owner and name of an assigned attribute or item."""
+    """Return the path of an assigned attribute or item, such as (owner, name)."""
     if isinstance(target, ast.Attribute):
         return (_callee(target.value), target.attr)
     if isinstance(target, ast.Subscript) and isinstance(target.slice, ast.Constant):

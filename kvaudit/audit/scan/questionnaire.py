@@ -28,7 +28,7 @@ _PATH = Path(__file__).with_name("questions.yaml")
 
 
 class VendorQuestion(NamedTuple):
-    """A question; the answer yes needs its ``details``."""
+    """A question to a vendor; the answer yes needs its ``details``."""
 
     id: str
     asks: str
@@ -36,14 +36,14 @@ class VendorQuestion(NamedTuple):
 
 
 class Section(NamedTuple):
-    """Questions under a heading."""
+    """The questions under one heading."""
 
     title: str
     questions: Sequence[VendorQuestion]
 
 
 class Questionnaire(NamedTuple):
-    """All questions; ``sha256`` is that of their file."""
+    """The whole questionnaire; ``sha256`` is that of its file."""
 
     sections: Sequence[Section]
     sha256: str
@@ -174,7 +174,7 @@ def _read_answers(path: Path) -> dict[str, Any]:
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return an object; raises ValueError for a repeated key, of which JSON would keep the last."""
+    """Build an object from JSON pairs; raises ValueError for a repeated key, of which JSON would keep the last."""
     repeated = [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]
     if repeated:
         raise ValueError(f"key {short_text(repeated[0])!r} is given twice")

@@ -1,4 +1,4 @@
-"""The rules of ``rules.yaml``: which keys of which engines switch on which mechanism."""
+"""The rules of ``rules.yaml``: which keys of which engines switch on which compression mechanism."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _OFF = {"", "none", "null", "false", "off", "no"}
 
 @dataclass(frozen=True)
 class Mechanism:
-    """A way to compress the cache or the prompt. ``corrected``: an importance ratio can account for it."""
+    """A mechanism that compresses the cache or the prompt; ``corrected``: an importance ratio can correct for it."""
 
     says: str
     lossy: bool
@@ -31,7 +31,7 @@ class Mechanism:
 
 @dataclass(frozen=True)
 class EngineWords:
-    """Words that identify an engine's commands and files; a ``trainer`` launches rollouts."""
+    """The words that identify an engine's commands and files; a ``trainer`` launches rollouts."""
 
     words: Sequence[str]
     trainer: bool = False
@@ -62,11 +62,11 @@ class ScanRule:
 
     @property
     def needs_value(self) -> bool:
-        """Whether the rule depends on a named value, so that a flag alone does not decide it."""
+        """Whether the rule depends on the value, so that a flag without a value does not match."""
         return not isinstance(self.when, str) and bool({"in", "not"} & set(self.when))
 
     def holds(self, value: Value) -> bool:
-        """Return whether this known value switches the mechanism on."""
+        """Return whether a known value switches the mechanism on."""
         value = value.value if isinstance(value, Default) else value
         if isinstance(value, str) and value.startswith("--"):
             return False  # the entry of a table that maps keys to flags
@@ -122,8 +122,8 @@ def load_rules() -> ScanRules:
     return ScanRules(rules, engines, mechanisms, hashlib.sha256(text.encode()).hexdigest(), index)
 
 
-def matching(setting: Setting, rules: ScanRules) -> list[ScanRule]:
-    """Return the rules whose pattern is the longest that matches the key; conditions are not checked yet."""
+def matching_rules(setting: Setting, rules: ScanRules) -> list[ScanRule]:
+    """Return the rules with the longest pattern that matches the key, without checking conditions."""
     matches = list(_matches(setting, rules))
     longest = max((length for length, _ in matches), default=0)
     return [rule for length, rule in matches if length == longest]
@@ -141,11 +141,11 @@ def _matches(setting: Setting, rules: ScanRules) -> Iterator[tuple[int, ScanRule
     if setting.kind == "key" and setting.key[-1].isupper():  # `environment: {NAME: value}`
         yield from _matches(setting._replace(kind="env", key=setting.key[-1:]), rules)
     if setting.kind == "env":
-        yield from ((1, rule) for rule in named_like_a_key(setting.key[0], rules))
+        yield from ((1, rule) for rule in rules_for_variable(setting.key[0], rules))
 
 
-def named_like_a_key(variable: str, rules: ScanRules) -> list[ScanRule]:
-    """Return the rules whose key a variable is named after, such as KV_CACHE_DTYPE or VLLM_KV_CACHE_DTYPE."""
+def rules_for_variable(variable: str, rules: ScanRules) -> list[ScanRule]:
+    """Return the rules for whose key a variable is named, such as KV_CACHE_DTYPE or VLLM_KV_CACHE_DTYPE."""
     name = comparable(variable)
     engine = next((engine for engine in rules.engines if name.startswith(f"{comparable(engine)}_")), "")
     key = name.removeprefix(f"{comparable(engine)}_") if engine else name
@@ -162,7 +162,7 @@ def _patterns(rule: ScanRule) -> Iterator[tuple[str, tuple[str, ...]]]:
 
 
 def _normalise(kind: str, key: tuple[str, ...]) -> tuple[str, ...]:
-    """Return a key with hyphens and case normalised; short flags, variables and names in code stay unchanged."""
+    """Normalise hyphens and case of a key; short flags, variables and names in code stay unchanged."""
     if kind in ("env", "call", "import") or (kind == "flag" and not key[0].startswith("--")):
         return key
     return tuple(comparable(part.lstrip("-")) for part in key)
@@ -182,7 +182,7 @@ def _number(value: Any) -> float | None:
 
 
 def _common_entry(value: Value) -> Value:
-    """Return the entry of a list whose entries are all the same, and any other value unchanged."""
+    """Return the single distinct entry of a list; any other value is returned unchanged."""
     if isinstance(value, tuple) and len(set(value)) == 1:
         return value[0]  # type: ignore[return-value]  # entries of a list are values
     return value

@@ -1,8 +1,8 @@
 """Scan files for KV compression, and find the declaration or correction of each finding.
 
-A lossy mechanism needs a declaration in ``kvaudit.yaml``; in rollouts a correction that the same file switches on also
-counts, and if both are in command lines, it must be the same command. A correction accounts for other numbers, never
-for other text. Native mechanisms, which come with the weights, and lossless ones need neither.
+A lossy mechanism needs a declaration in ``kvaudit.yaml``. In rollouts, a correction in the same file also suffices; if
+both are in command lines, it must be the same command. A correction accounts for changed numbers, not for changed text.
+Native mechanisms, which come with the weights, and lossless ones need neither.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _ROLES = ("rollout", "serving", "both", "unknown")
 
 @dataclass(frozen=True)
 class Declaration:
-    """An entry of ``kvaudit.yaml``; a finding must agree with every field that is given.
+    """An entry of ``kvaudit.yaml``; it covers findings that agree with every field that it gives.
 
-    ``folder`` limits it to the folder of its file; None for a file that was named for the whole scan.
+    ``folder``: the folder to which it is limited, that of its file; None for a file given for the whole scan.
     """
 
     why: str  # printed in the disclosure
@@ -43,7 +43,7 @@ class Declaration:
     folder: str | None = None
 
     def covers(self, finding: Finding) -> bool:
-        """Return whether it declares this finding."""
+        """Return whether this declaration covers a finding."""
         return (
             self.rule in (None, finding.rule.id)
             and self.mechanism in (None, finding.rule.mechanism)
@@ -68,7 +68,7 @@ class Scan:
 
     @property
     def open(self) -> list[Finding]:
-        """The lossy mechanisms that are neither declared nor corrected."""
+        """The findings of lossy mechanisms that are neither declared nor corrected."""
         return [finding for finding in self.findings if finding.state == "open"]
 
 
@@ -200,7 +200,7 @@ def report_lines(scan: Scan) -> Iterator[str]:
 
 
 def _describe(finding: Finding) -> tuple[str, str, str]:
-    """Return place, engines, and key with value."""
+    """Return location, engines, and key with value of a finding, as texts."""
     setting = finding.key
     if not (setting.endswith("(...)") or setting.startswith("import ")):
         setting = f"{setting} = {finding.value}{' (by default)' if finding.by_default else ''}"
@@ -223,7 +223,7 @@ def _totals(scan: Scan) -> str:
 
 
 def scan_table(scan: Scan, paths: list[str]) -> dict[str, Any]:
-    """Return the table of format ``kvaudit.scan`` version 1."""
+    """Return the scan as JSON of format ``kvaudit.scan``, version 1."""
     return {
         "format": SCAN_FORMAT,
         "version": SCAN_VERSION,

@@ -1,4 +1,4 @@
-"""The settings of a file, with their lines: the common output of all readers."""
+"""The settings of a file with their line numbers: the common output of all readers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Kind = Literal["flag", "key", "env", "call", "import"]
 
 
 class Unreadable(Exception):
-    """Raised if a file cannot be read as data from ``line`` on."""
+    """The error that a file cannot be read as data from ``line`` on."""
 
     def __init__(self, reason: str, line: int = 1) -> None:
         super().__init__(reason)
@@ -36,7 +36,7 @@ class Unreadable(Exception):
 
 @dataclass(frozen=True)
 class Unknown:
-    """A value known only at run time: a template, a variable, an expression."""
+    """A value that is known only at run time: a template, a variable, an expression."""
 
     text: str
 
@@ -60,9 +60,9 @@ Value = str | int | float | bool | None | tuple[object, ...] | Unknown | Default
 class Setting(NamedTuple):
     """A key and its value.
 
-    ``key`` is the path to it from the outermost key or call; ``group`` numbers the mapping, call or command it shares
-    with its siblings, ``block`` its command (0: none, or words that any command may use). ``near`` is the command's
-    text.
+    ``key`` is the path from the outermost key or call. ``group`` numbers the mapping, call or command that the setting
+    shares with its siblings; ``block`` numbers its command (0: none, or words that any command may use). ``near`` is
+    the command's text.
     """
 
     kind: Kind
@@ -76,7 +76,7 @@ class Setting(NamedTuple):
 
 @dataclass
 class Sheet:
-    """Collects the settings of one file."""
+    """The collector of one file's settings."""
 
     settings: list[Setting] = field(default_factory=list)
     groups: int = 0
@@ -95,7 +95,7 @@ class Sheet:
 
 
 def blank_of(template: str) -> str:
-    """Return a placeholder word for a template of another tool, with its default; ``read_value`` recognises it."""
+    """Return a placeholder word for a template, with its default; ``read_value`` recognises it."""
     match = _OR_ELSE.search(template)
     default = next(filter(None, match.groups()), "") if match else ""
     return _BLANK_OF_DEFAULT.format(default) if default else "__a_template_of_another_tool__"
@@ -116,17 +116,17 @@ _CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z](?:[a-z]|\b|_))")
 
 
 def comparable(word: str) -> str:
-    """Return the form in which names are compared: kv-cache-dtype, kv_cache_dtype and kvCacheDtype are equal."""
+    """Normalise a name for comparison: kv-cache-dtype, kv_cache_dtype and kvCacheDtype become equal."""
     return split_camel(word).replace("-", "_").lower()
 
 
 def split_camel(text: str) -> str:
-    """Return a text with names in camelCase written with underscores."""
+    """Rewrite camelCase names in a text with underscores."""
     return _CAMEL.sub("_", text)
 
 
 def spelt(value: Value) -> str:
-    """Return a value as a word of a command; ``read_value`` reads it back as the same value."""
+    """Write a value as a word of a command, which ``read_value`` reads back as the same value."""
     if isinstance(value, Default):
         return _BLANK_OF_DEFAULT.format(value.value) if value.text == _SHOWN else value.text
     if isinstance(value, Unknown):

@@ -27,7 +27,7 @@ _LONGEST_WORD = 20_000  # characters
 
 
 class Word(NamedTuple):
-    """A word without its quotes, and its first line."""
+    """A word without its quotes, with the number of its first line."""
 
     text: str
     line: int
@@ -53,7 +53,7 @@ def parts_of(text: str, line: int) -> Iterator[ShellCommand | HereDocument]:
 
 
 class _Parser:
-    """Splits a script into words, and words into commands, in one pass."""
+    """The parser that splits a script into words, and words into commands, in one pass."""
 
     def __init__(self, text: str, line: int) -> None:
         self.text, self.line = text, line
@@ -79,7 +79,7 @@ class _Parser:
         yield from reversed(self.open)
 
     def _take(self, kind: str, piece: str, at: int) -> int:
-        """Process a token; returns where the next one begins."""
+        """Process a token; return the offset of the next one."""
         if kind == "operator":
             self._operator(piece)
         elif kind in ("blank", "newline"):
@@ -127,7 +127,7 @@ def _end_of_line(text: str, at: int) -> int:
 
 
 def _here_document(text: str, at: int, end: str) -> tuple[str, int]:
-    """Return the body and the position after its end word."""
+    """Return the body of a here-document and the offset after its end word."""
     start = at
     while at < len(text):
         stop = _end_of_line(text, at)
@@ -182,12 +182,12 @@ def read_shell(text: str, sheet: Sheet, line: int = 1) -> list[HereDocument]:
 
 
 def read_settings(text: str, sheet: Sheet) -> list[HereDocument]:
-    """Read the settings of a makefile or of sections with ``name = value``, as assignments of a shell."""
+    """Read the settings of a makefile, or of an INI file with ``name = value``, as shell assignments."""
     return read_shell(_SETTING.sub(r"\1=", text), sheet)
 
 
 def read_dockerfile(text: str, sheet: Sheet) -> list[HereDocument]:
-    """Read the settings of a Dockerfile, whose instructions are rewritten as shell line by line."""
+    """Read the settings of a Dockerfile, by rewriting its instructions as shell line by line."""
     lines, continued, listed = [], False, False
     ends: list[str] = []  # of open here-documents, whose lines stay unchanged
     for row in text.split("\n"):
@@ -282,7 +282,7 @@ def _is_flag(text: str) -> bool:
 
 
 def _flag(words: list[Word], index: int, variables: dict[str, str]) -> tuple[str, Value]:
-    """Return name and value of the flag at ``index``; a flag without value is true."""
+    """Return name and value of the flag at ``index``; a flag without a value is true."""
     name, equals, value = words[index].text.partition("=")
     if equals:
         return name, _value(value, variables)
@@ -297,7 +297,7 @@ def _value(text: str, variables: dict[str, str]) -> Value:
 def _read_pairs(
     text: str, line: int, variables: dict[str, str], sheet: Sheet, where: tuple[int, int, str], depth: int
 ) -> None:
-    """Read ``a=1``, or several with commas between; a value may hold pairs too (``Environment="NAME=x"``)."""
+    """Read ``a=1`` or ``a=1,b=2``; a value may contain pairs too (``Environment="NAME=x"``)."""
     for pair in [text] if _FLAGS_INSIDE.search(text) else _PAIR_COMMA.split(text):
         if match := _ASSIGNMENT.fullmatch(pair):
             _read_assignment(match[1], match[2], line, variables, sheet, where, depth)
@@ -308,7 +308,7 @@ def _read_pairs(
 def _read_assignment(
     name: str, value: str, line: int, variables: dict[str, str], sheet: Sheet, where: tuple[int, int, str], depth: int
 ) -> None:
-    """Add ``NAME=value`` as an environment variable, ``a.b=value`` as a key; a value may hold arguments."""
+    """Add ``NAME=value`` as an environment variable, ``a.b=value`` as a key; a value may contain arguments."""
     if _FLAGS_INSIDE.search(value):
         _read_nested(value, line, variables, sheet, depth, shared=True)
         return
@@ -319,7 +319,7 @@ def _read_assignment(
 def _read_nested(
     text: str, line: int, variables: dict[str, str], sheet: Sheet, depth: int, *, shared: bool = False
 ) -> None:
-    """Read a command line inside a word; ``shared``: arguments that any command may use."""
+    """Read a command line that is inside a word; ``shared``: its arguments may be used by any command."""
     if depth >= _DEEPEST:
         sheet.unread.append((line, f"commands nested in strings more than {_DEEPEST} levels deep"))
         return

@@ -51,7 +51,7 @@ _EMBEDDED = (".yaml", ".yml", ".json", *_SCRIPTS)  # endings of files inside a f
 
 
 class Leaf(NamedTuple):
-    """A value; ``source`` is its text in the file if that may hold a command, over several lines."""
+    """A scalar value; ``source`` is its text in the file, with line breaks, if that may contain a command."""
 
     value: Value
     line: int
@@ -60,7 +60,7 @@ class Leaf(NamedTuple):
 
 
 class Branch(NamedTuple):
-    """A mapping: key, line, value."""
+    """A mapping, as entries of key, line and value."""
 
     items: list[tuple[str, int, Any]]
 
@@ -93,7 +93,7 @@ def read_yaml_text(text: str, sheet: Sheet, line: int = 1) -> None:
 
 
 def read_json_text(text: str, sheet: Sheet, line: int = 1) -> None:
-    """Read the settings of JSON; comments are allowed on separate lines."""
+    """Read the settings of JSON; comments on separate lines are allowed."""
     try:
         read_yaml_text(_COMMENT_LINE.sub("", text).replace("\t", " "), sheet, line)
     except Unreadable as error:
@@ -126,7 +126,7 @@ def _walk_mapping(tree: Branch, path: tuple[str, ...], sheet: Sheet) -> None:
 
 
 def _read_embedded(name: str, leaf: Leaf, sheet: Sheet) -> None:
-    """Read a file inside a file, as in a container's manifest."""
+    """Read a text value that is a file itself, as in a container's manifest."""
     read = read_shell if name.endswith(_SCRIPTS) else read_yaml_text
     try:
         read(dedent(leaf.source), sheet, leaf.first)
@@ -143,7 +143,7 @@ def _summary(tree: Tree) -> Value:
 
 
 def _read_named_variable(tree: Branch, group: int, sheet: Sheet) -> None:
-    """Add ``{name: X, value: Y}``, an environment variable of a container."""
+    """Add ``{name: X, value: Y}`` as an environment variable of a container."""
     leaves = {key: (line, child.value) for key, line, child in tree.items if isinstance(child, Leaf)}
     if "name" in leaves and "value" in leaves and isinstance(leaves["name"][1], str):
         line, name = leaves["name"]
@@ -163,7 +163,7 @@ def _read_arguments(row: Series, sheet: Sheet) -> None:
 
 
 class _YamlTree:
-    """Turns parsed YAML nodes into a tree with lines."""
+    """The converter of parsed YAML nodes to a tree with line numbers."""
 
     def __init__(self, text: str, offset: int) -> None:
         self.rows = text.split("\n")
@@ -203,7 +203,7 @@ class _YamlTree:
 
 
 def without_templates(text: str) -> str:
-    """Return the text with placeholders for templates, without lines that are only a template; lines keep their number.
+    """Replace templates by placeholders, and blank lines that are only a template; line numbers stay the same.
 
     Line breaks that only YAML recognises become spaces.
     """
@@ -240,7 +240,7 @@ def _number(text: str) -> Value:
 
 
 def _check_depth(text: str) -> None:
-    """Raise Unreadable for nesting that would overflow the parser's stack; events are read without recursion."""
+    """Raise Unreadable for nesting that would overflow the parser's stack."""
     depth = 0
     for event in yaml.parse(text, Loader=_LOADER):
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
@@ -267,7 +267,7 @@ def read_toml_text(text: str, sheet: Sheet) -> None:
 
 
 class _TomlTree:
-    """Turns a table into a tree, and finds the lines of its keys and values, which the TOML parser does not report."""
+    """The converter of a TOML table to a tree; it finds the line numbers, which the TOML parser does not report."""
 
     def __init__(self, text: str) -> None:
         self.rows = text.split("\n")
@@ -307,7 +307,7 @@ class _TomlTree:
 
 
 def _toml_lines(rows: list[str]) -> tuple[dict[tuple[str, ...], list[int]], dict[tuple[str, ...], list[int]]]:
-    """Return the lines of tables and of keys, without those inside texts of several lines."""
+    """Return the line numbers of tables and of keys, ignoring text inside multi-line strings."""
     tables: dict[tuple[str, ...], list[int]] = {}
     keys: dict[tuple[str, ...], list[int]] = {}
     table: tuple[str, ...] = ()
@@ -317,23 +317,23 @@ def _toml_lines(rows: list[str]) -> tuple[dict[tuple[str, ...], list[int]], dict
             quote = "" if quote in row else quote
             continue
         if match := _TOML_TABLE.match(row):
-            table = _dotted(match[1])
+            table = _split_dotted(match[1])
             tables.setdefault(table, []).append(number)
         elif match := _TOML_KEY.match(row):
-            path = _dotted(match[1])
+            path = _split_dotted(match[1])
             for end in range(1, len(path) + 1):
                 keys.setdefault((*table, *path[:end]), []).append(number)
         quote = next((mark for mark in ('"""', "'''") if row.count(mark) % 2), "")
     return tables, keys
 
 
-def _dotted(text: str) -> tuple[str, ...]:
+def _split_dotted(text: str) -> tuple[str, ...]:
     parts = re.findall(r'"([^"]*)"|\'([^\']*)\'|([\w-]+)', text)
     return tuple(next(filter(None, groups), "") for groups in parts)
 
 
 def _toml_placeholder(match: re.Match[str]) -> str:
-    """Return a placeholder for a template, in quotes unless the template is inside quotes."""
+    """Return a placeholder for a template, quoted unless the template is inside quotes."""
     quoted = match.string[match.string.rfind("\n", 0, match.start()) + 1 : match.start()].count('"') % 2
     blank = blank_of(match[0])
     return (blank if quoted else f'"{blank}"') + "\n" * match[0].count("\n")

@@ -1,1 +1,1 @@
-"""The paired trainer: GRPO over rollouts under compression, with arms that differ in nothing else."""
+"""The paired trainer: GRPO over rollouts under compression, with arms that differ in one respect only."""

@@ -47,7 +47,7 @@ class AdaptedModel(LoadedModel):
 def trainable_copy(
     start: LoadedModel, adapter: AdapterSpec | None, seed: int, *, checkpointing: bool = False, ranks: RankGroup = ALONE
 ) -> LoadedModel:
-    """Return a model to train from ``start``, which is not changed; equal weights for equal seeds, in every arm.
+    """Return a trainable copy of ``start``; its initial weights depend on the seed only, not on the arm.
 
     ``checkpointing`` turns on gradient checkpointing. With several ranks each gets its shards.
     """
@@ -60,7 +60,7 @@ def trainable_copy(
 
 
 def frozen_copy(start: LoadedModel, ranks: RankGroup) -> Any:
-    """Return the frozen reference model: the model of ``start``, or this rank's shards of a copy."""
+    """Return the frozen reference model: that of ``start``, or with several ranks this rank's shards of a copy."""
     return start.model if ranks.count == 1 else shard(_share_weights(start.model), start.device, ranks)
 
 
@@ -85,7 +85,7 @@ def _copy_for_training(start: LoadedModel, adapter: AdapterSpec | None, seed: in
 
 
 def checkpoint_layers(model: Any) -> None:
-    """Turn on gradient checkpointing in evaluation mode; transformers' own switch works in training mode only."""
+    """Turn on gradient checkpointing in evaluation mode, where transformers' own switch has no effect."""
     layers = [part for part in find_decoder(model).modules() if isinstance(part, GradientCheckpointingLayer)]
     if not layers:
         raise RunError(
@@ -104,7 +104,7 @@ def _checkpointed_forward(forward: Callable[..., Any], *args: Any, **kwargs: Any
 
 
 def load_trained_adapter(base: LoadedModel, adapter: AdapterSpec, folder: Path) -> LoadedModel:
-    """Return the base with the adapter of a finished checkpoint, ready for further training."""
+    """Return the base model with the adapter of a finished checkpoint, which can be trained further."""
     verify_folder(folder)
     start = trainable_copy(base, adapter, 0)
     saved, weights = load_file(folder / ADAPTER_WEIGHTS), adapter_weights(start.model)
@@ -117,7 +117,7 @@ def load_trained_adapter(base: LoadedModel, adapter: AdapterSpec, folder: Path) 
 
 
 def without_adapter(start: LoadedModel) -> LoadedModel:
-    """Return the model without its adapter, on the same weights; a model without one is returned as is."""
+    """Return the model without its adapter, sharing the weights; a model without an adapter is returned unchanged."""
     if not isinstance(start, AdaptedModel):
         return start
     model = _share_weights(start.model)
@@ -131,7 +131,7 @@ def without_adapter(start: LoadedModel) -> LoadedModel:
 def merged_weights(model: Any) -> dict[str, Tensor]:
     """Return a model's weights by checkpoint name, each once, with any adapter merged in (Hu 2021, section 4.1).
 
-    Merged weights are float32. Those of a sharded model, which must be under ``full_weights``, are on the CPU.
+    Merged weights are float32. A sharded model must be under ``full_weights``; its weights are returned on the CPU.
     """
     layers, merged = _adapted_layers(model), dict[str, Tensor]()
     for name, tensor in unique_weights(full_state_dict(model) if is_sharded(model) else model.state_dict()).items():
@@ -174,7 +174,7 @@ def adapter_weights(model: Any) -> dict[str, Parameter]:
 
 
 def save_adapter(learner: AdaptedModel, folder: Path) -> None:
-    """Write the adapter as a folder that peft and ``checkpoints:`` can read; equal bytes for equal weights."""
+    """Write the adapter as a folder that peft and a spec's ``checkpoints:`` read; equal weights give equal bytes."""
     folder.mkdir(parents=True, exist_ok=True)
     weights = {name: weight.detach().contiguous() for name, weight in adapter_weights(learner.model).items()}
     save_file(weights, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
@@ -186,7 +186,7 @@ def save_adapter(learner: AdaptedModel, folder: Path) -> None:
 
 
 def linear_layers(model: Any) -> list[str]:
-    """Return the last name parts of the decoder's linear layers; the head, often tied to the embeddings, is not one."""
+    """Return the last parts of the names of the decoder's linear layers, without the head, which may be tied."""
     modules = find_decoder(model).named_modules()
     return sorted({name.rpartition(".")[2] for name, module in modules if isinstance(module, Linear)})
 

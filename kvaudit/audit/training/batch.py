@@ -31,11 +31,11 @@ def suite_shares(config: AnyConfig) -> tuple[float, ...]:
 
 
 def deal_slots(shares: Sequence[float], count: int) -> list[tuple[int, int]]:
-    """Return ``count`` pairs (suite index, index in it); in every prefix each suite is within 1 of its share."""
+    """Assign ``count`` slots to suites, as (suite, index); in every prefix each suite is within 1 of its share."""
     dealt = [0] * len(shares)  # questions per suite so far
     order = []
     for slot in range(1, count + 1):
-        # the suite furthest behind its share; ties go to the earlier one
+        # the suite that lags its share most gets the slot; ties go to the earlier suite
         suite = max(range(len(shares)), key=lambda index: (shares[index] * slot - dealt[index], -index))
         order.append((suite, dealt[suite]))
         dealt[suite] += 1
@@ -43,17 +43,17 @@ def deal_slots(shares: Sequence[float], count: int) -> list[tuple[int, int]]:
 
 
 def training_items(config: AnyConfig, count_tokens: CountTokens, draw: str = "items") -> list[list[TrainingItem]]:
-    """Return the questions of every step, from the train split of the suites; each ``draw`` gives other ones."""
+    """Return the questions of every step, from the train split of the suites; ``draw`` seeds their selection."""
     suites = [SUITES.get(name)() for name in config.suites]
     order = deal_slots(suite_shares(config), config.steps * config.prompts_per_step)
     pools = []
     for index, suite in enumerate(suites):
-        wanted = sum(1 for suite_index, _ in order if suite_index == index)
+        count = sum(1 for suite_index, _ in order if suite_index == index)
         # seeds leave the arm out, here and below: arms are paired by their questions
         seed = derive_seed(draw, config.seed, suite.name) % 2**31
-        available = suite.item_count("train", wanted, seed)
-        items = suite.items("train", available, seed, config.context_tokens, count_tokens) if wanted else []
-        pools.append([items[number % available] for number in range(wanted)])  # a finite suite repeats its rows
+        available = suite.item_count("train", count, seed)
+        items = suite.items("train", available, seed, config.context_tokens, count_tokens) if count else []
+        pools.append([items[number % available] for number in range(count)])  # a finite suite repeats its rows
         if any(map(suite.options, pools[-1])):
             raise SpecError(
                 f"suite {suite.name} scores given answers, so there is nothing to sample; remove it from train.suites"
@@ -64,7 +64,7 @@ def training_items(config: AnyConfig, count_tokens: CountTokens, draw: str = "it
 
 
 def row_seeds(config: TrainConfig, step: int, attempt: int = 0) -> list[int]:
-    """Return one sampling seed per rollout of a step, equal in all arms; every further ``attempt`` has other seeds."""
+    """Return one sampling seed per rollout of a step, equal in all arms; each ``attempt`` has its own seeds."""
     rows = config.prompts_per_step * config.group
     suffix = (attempt,) if attempt else ()
     return [derive_seed("rollout", config.seed, step, row, *suffix) for row in range(rows)]
@@ -107,28 +107,28 @@ class Batch:
         )
 
     def spread(self, values: Tensor) -> Tensor:
-        """Place values [n] of the sampled tokens, in row-major order, into [B, R], with gradient; 0 elsewhere."""
+        """Scatter values [n] of the sampled tokens, in row-major order, into [B, R]; 0 elsewhere; differentiable."""
         index = upload(self.host_sampled.nonzero(), values.device).unbind(1)
         return values.new_zeros(self.sampled.shape).index_put(index, values)
 
     def select_graded(self, values: Tensor) -> Tensor:
-        """Select from values [n] of the sampled tokens those of graded rollouts."""
+        """Return those of the values [n] of sampled tokens that belong to graded rollouts."""
         return values[upload(self.host_mask[self.host_sampled].nonzero()[:, 0], values.device)]
 
     @property
     def dummy(self) -> Batch:
-        """The shortest row as a batch without sampled tokens, from which nothing is learned."""
+        """The shortest row as a batch without sampled tokens, for passes that must have no effect."""
         row = min(range(len(self.rollouts)), key=lambda n: len(self.rollouts[n].ids))
         turn = self.rollouts[row].engine_turns[0]
         rollout = replace(turn, sampled=torch.zeros_like(turn.sampled))
-        nothing, host_nothing = torch.zeros_like(self.sampled[:1]), torch.zeros_like(self.host_mask[:1])
+        mask, host_mask = torch.zeros_like(self.sampled[:1]), torch.zeros_like(self.host_mask[:1])
         return replace(
             self.of([row]),
             rollouts=(rollout,),
-            sampled=nothing,
-            mask=nothing,
-            host_sampled=host_nothing,
-            host_mask=host_nothing,
+            sampled=mask,
+            mask=mask,
+            host_sampled=host_mask,
+            host_mask=host_mask,
         )
 
     @property
@@ -139,7 +139,7 @@ class Batch:
 
 
 def collect(rollouts: Sequence[Rollout], scores: Sequence[float | None], group: int, device: torch.device) -> Batch:
-    """Pad a step's rollouts into a batch; a score of None means not graded and gives no gradient."""
+    """Pad a step's rollouts into a batch; a rollout with score None is ungraded and gives no gradient."""
     rows, width = len(rollouts), max(len(rollout.ids) - rollout.prompt_length for rollout in rollouts)  # B and R
     logprobs, sampled = torch.zeros(rows, width), torch.zeros(rows, width, dtype=torch.bool)
     for row, rollout in enumerate(rollouts):
@@ -148,7 +148,7 @@ def collect(rollouts: Sequence[Rollout], scores: Sequence[float | None], group: 
         logprobs[row, :length] = rollout.sampler_logprobs[start:]
         sampled[row, :length] = rollout.sampled[start:]
     graded = torch.tensor([score is not None for score in scores])
-    # a tensor cannot hold None, so 0 stands for it and ``graded`` tells the two apart
+    # a tensor cannot hold None, so it becomes 0, and ``graded`` marks real rewards
     rewards = torch.tensor([0.0 if score is None else score for score in scores])
     mask = sampled & graded[:, None]
     return Batch(
@@ -166,9 +166,9 @@ def collect(rollouts: Sequence[Rollout], scores: Sequence[float | None], group: 
 
 
 def batch_rewards(batch: Batch, values: Tensor | None, config: TrainConfig, limits: Tensor) -> BatchRewards:
-    """Return the loss's input for advantages: rewards, less the overlong penalty if the configuration has one.
+    """Return the rewards from which advantages are computed, minus the overlong penalty if it is configured.
 
-    ``limits`` [B] or [] is the most tokens each rollout may sample.
+    ``limits`` [B] or [] is the maximum number of tokens of each rollout.
     """
     rewards = batch.rewards
     if config.overlong:
@@ -178,7 +178,7 @@ def batch_rewards(batch: Batch, values: Tensor | None, config: TrainConfig, limi
 
 
 def earned_groups(rewards: Tensor, graded: Tensor, group: int) -> Tensor:
-    """Return the graded rows of groups with a positive reward, bool [B]."""
+    """Mark the graded rows of groups in which some reward is positive, bool [B]."""
     earned = ((rewards > 0) & graded).view(-1, group).any(dim=1, keepdim=True)  # [B / group, 1]
     return (earned & graded.view(-1, group)).reshape(-1)
 
@@ -186,7 +186,7 @@ def earned_groups(rewards: Tensor, graded: Tensor, group: int) -> Tensor:
 def split_halves(
     batch: Batch, limit: int, ranks: RankGroup = ALONE, *, whole: bool = False
 ) -> tuple[list[list[list[int]]], list[int]]:
-    """Return this rank's microbatches for each half of the batch's groups, and the passes that each half takes.
+    """Return this rank's microbatches for each half of the batch's groups, and the number of passes of each half.
 
     The gradient is taken by halves so that the two can be compared; a single group makes one half. All ranks run the
     same number of passes, as many as the rank with most microbatches needs.
@@ -211,9 +211,9 @@ def split_halves(
 
 @dataclass(frozen=True)
 class GradientStep:
-    """The rows of one gradient step, and this rank's microbatches by halves of the groups.
+    """The rows of one gradient step, and this rank's microbatches for each half of the groups.
 
-    ``passes`` is how many passes all ranks run together in each half; missing ones are dummy passes.
+    ``passes`` is the number of passes that every rank runs in each half; a rank with fewer runs dummy passes.
     """
 
     rows: list[int]
@@ -227,9 +227,9 @@ class GradientStep:
 
 
 def gradient_steps(batch: Batch, config: TrainConfig, step: int, ranks: RankGroup = ALONE) -> list[GradientStep]:
-    """Return every gradient step on a batch, with this rank's part of each.
+    """Return every gradient step on a batch, with this rank's microbatches.
 
-    Each pass over the batch deals its groups to ``minibatches`` by a draw of (seed, step, pass) only.
+    Each pass over the batch splits its groups into ``minibatches`` at random, by (seed, step, pass) only.
     """
     groups = len(batch.rollouts) // batch.group
     assert groups % config.minibatches == 0, (groups, config.minibatches)
@@ -245,7 +245,7 @@ def gradient_steps(batch: Batch, config: TrainConfig, step: int, ranks: RankGrou
 
 
 def _deal_groups(groups: int, parts: int, seed: int) -> list[list[int]]:
-    """Shuffle groups into equal parts; a single part keeps their order."""
+    """Shuffle groups and split them into equal parts; a single part keeps the order."""
     draw = torch.Generator().manual_seed(seed)
     order = list(range(groups)) if parts == 1 else torch.randperm(groups, generator=draw).tolist()
     return [order[part * groups // parts : (part + 1) * groups // parts] for part in range(parts)]
@@ -256,9 +256,9 @@ def microbatches(
 ) -> list[list[int]]:
     """Return the rows of each microbatch: whole groups of similar length, at most ``limit`` padded tokens.
 
-    A larger group is split into parts, each with the prompt, down to single rows, unless ``whole``: then it is a
-    microbatch by itself. Groups with other stores or selections never share one. ``whole_rows``: every row repeats its
-    prompt, so the prompt counts per row.
+    A larger group is split into parts that each have the prompt, down to single rows; with ``whole`` it becomes one
+    microbatch instead. Groups that one pass cannot replay together (``_group_kinds``) never share a microbatch.
+    ``whole_rows``: every row repeats its prompt, so the prompt counts per row.
     """
     sizes = [_group_size(rollouts[start : start + group], whole_rows) for start in range(0, len(rollouts), group)]
     kinds = _group_kinds(rollouts, group)
@@ -279,7 +279,7 @@ def microbatches(
 
 
 def _group_kinds(rollouts: Sequence[Rollout], group: int) -> list[int]:
-    """Number groups by what one pass can replay together: same codec, same way of selecting keys, same turns."""
+    """Return a number per group; one pass can replay groups of equal number: same codec, key selection and turns."""
     leaders = rollouts[::group]
     # each turn may become a row of a pass
     turns = [
@@ -288,8 +288,11 @@ def _group_kinds(rollouts: Sequence[Rollout], group: int) -> list[int]:
     selections = [None if r.selection is None else (r.selection.unit, r.selection.layers) for r in leaders]
     is_mixed = (
         len(set(selections) - {None}) > 1
-    )  # rows without a selection can join either way, unless there are several
-    keys = [(r.codec, way if is_mixed else None, n) for r, way, n in zip(leaders, selections, turns, strict=True)]
+    )  # rows without a selection can join any selection, unless there are several
+    keys = [
+        (r.codec, selection if is_mixed else None, n)
+        for r, selection, n in zip(leaders, selections, turns, strict=True)
+    ]
     order = list(dict.fromkeys(keys))
     return [order.index(key) for key in keys]
 
@@ -297,11 +300,11 @@ def _group_kinds(rollouts: Sequence[Rollout], group: int) -> list[int]:
 def _split_group(
     rollouts: Sequence[Rollout], rows: list[int], group: int, limit: int, whole_rows: bool
 ) -> list[list[int]]:
-    """Split a microbatch of a single group into parts that fit the limit; several groups fit already."""
+    """Split a microbatch of one group into parts that fit the limit; a microbatch of several groups fits already."""
     if len(rows) > group:
         return [rows]
     prompt, suffix = _group_size([rollouts[row] for row in rows], whole_rows)
-    # at least one row, whatever the limit
+    # at least one row, even if it exceeds the limit
     count = max((limit - prompt) // suffix, 1)
     return [rows[start : start + count] for start in range(0, len(rows), count)]
 

@@ -1,4 +1,4 @@
-"""A training folder: claimed by one configuration, resumed from its last saved state, finished as an HF checkpoint.
+"""The folder of a training run: claimed by one configuration, resumed from its last state, finished as a checkpoint.
 
 training.json              the claim: configuration and base weights
 state/step-000020/         weights and moments after that step, one file per rank; only the newest is kept
@@ -48,7 +48,7 @@ TELEMETRY = "telemetry.jsonl"  # in a checkpoint folder, one row per step
 
 @contextmanager
 def guarded(path: Path) -> Iterator[None]:
-    """Turn a full, read-only or missing disk under ``path`` into a RunError that says how to continue."""
+    """Turn OSErrors of a full, read-only or missing disk under ``path`` into a RunError that says how to continue."""
     try:
         yield
     except (OSError, SafetensorError) as error:
@@ -60,7 +60,7 @@ def guarded(path: Path) -> Iterator[None]:
 
 
 def write_folder(path: Path, fill: Callable[[Path], None]) -> None:
-    """Have ``fill`` write a folder, then rename it to ``path``, which must not exist, in one step."""
+    """Create the folder ``path``, which must not exist, atomically: ``fill`` writes a temporary one that is renamed."""
     partial = path.with_name(path.name + PARTIAL)
     with guarded(path):
         shutil.rmtree(partial, ignore_errors=True)
@@ -87,7 +87,7 @@ def move_into(files: Path, folder: Path) -> None:
 
 
 class TelemetryLog:
-    """Append-only ``telemetry.jsonl``; a line is on disk before ``append`` returns."""
+    """The append-only file ``telemetry.jsonl``; a line is on disk before ``append`` returns."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -145,7 +145,7 @@ class TelemetryLog:
 
 
 def _json_value(value: Any) -> Any:
-    """Return the value with numbers that are not finite replaced by None, which JSON can hold."""
+    """Replace numbers that are not finite, which JSON cannot hold, by None."""
     if isinstance(value, Mapping):
         return {key: _json_value(item) for key, item in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
@@ -185,10 +185,10 @@ class Position:
 
 
 class CheckpointFolder:
-    """The folder of one training run; the constructor claims it, or raises RunError if another run has it."""
+    """The folder of one training run; the constructor claims it, or raises RunError if another run has claimed it."""
 
     def __init__(self, path: Path, config: AnyConfig, base_sha256: str, more: Mapping[str, str] | None = None) -> None:
-        """``more`` is added to the claim: sha256 of inputs that the configuration only names."""
+        """Claim the folder; ``more`` adds to the claim the sha256 of inputs that the configuration only names."""
         self.path, self._config = path, config
         self.telemetry = TelemetryLog(path / TELEMETRY)
         self._claim = {
@@ -218,14 +218,14 @@ class CheckpointFolder:
         return True
 
     def resume(self, learner: Learner | Optimiser, step: int | None = None) -> Position:
-        """Load the last saved state, or that of ``step``, cut telemetry to it, and return its position."""
+        """Load the last saved state, or that of ``step``, truncate telemetry to it, and return its position."""
         # state names sort by step
         states = self._states() if step is None else [self.path / "state" / _state_name(step)]
         position = self._load(states[-1], learner) if states else Position()
         for name, digest in position.ledgers:
             path = self.path / LEDGERS / name
             if not path.is_file() or file_sha256(path) != digest:
-                raise self._broken(f"ledger {str(path)!r} is missing or was changed")
+                raise self._damage(f"ledger {str(path)!r} is missing or was changed")
         self.telemetry.truncate(position.telemetry_bytes)
         self.telemetry.check_steps(position.step)
         return position
@@ -238,9 +238,9 @@ class CheckpointFolder:
         others: Callable[[Path], dict[str, str]] = lambda _: {},
         keep_older: bool = False,
     ) -> None:
-        """Save what the next step needs, then delete older states unless ``keep_older``.
+        """Save the state that the next step needs, then delete older states unless ``keep_older``.
 
-        ``others`` has the other ranks write their parts into a folder, and returns each file's sha256.
+        ``others`` makes the other ranks write their parts into a folder, and returns each file's sha256.
         """
         # listed now, before the new state is among them
         older = [] if keep_older else self._states()
@@ -271,7 +271,7 @@ class CheckpointFolder:
                 path.unlink()
 
     def finish(self, learner: LoadedModel, position: Position) -> None:
-        """Turn the folder into an ordinary checkpoint; provenance.json comes last and marks it complete.
+        """Turn the folder into an ordinary checkpoint; provenance.json is written last and marks it complete.
 
         Raises DataError if more than one process wrote telemetry.
         """
@@ -293,10 +293,10 @@ class CheckpointFolder:
         if claim == self._claim:
             return
         if claim.get("format") != FORMAT or not isinstance(claim.get("config"), dict):
-            raise self._broken(f"{str(self.path / CLAIM)!r} is not of format {FORMAT}")
-        theirs, ours = claim["config"], self._config.to_json()
+            raise self._damage(f"{str(self.path / CLAIM)!r} is not of format {FORMAT}")
+        recorded, current = claim["config"], self._config.to_json()
         # the settings that differ, or else the other entries of the claim that do
-        names = sorted(key for key in set(theirs) | set(ours) if theirs.get(key) != ours.get(key))
+        names = sorted(key for key in set(recorded) | set(current) if recorded.get(key) != current.get(key))
         names = names or sorted(
             key for key in {*claim, *self._claim} - {"base_sha256"} if claim.get(key) != self._claim.get(key)
         )
@@ -309,18 +309,18 @@ class CheckpointFolder:
 
     def _load(self, folder: Path, learner: Learner | Optimiser) -> Position:
         if not (folder / _TENSORS).is_file():
-            raise self._broken(f"training state {str(folder)!r} has no {_TENSORS}")
+            raise self._damage(f"training state {str(folder)!r} has no {_TENSORS}")
         state = read_json(folder / STATE)
         # _PARTS is present with several ranks only
         if set(state) - {_PARTS} != _STATE_KEYS:
-            raise self._broken(f"{str(folder / STATE)!r} does not have the keys of a training state")
+            raise self._damage(f"{str(folder / STATE)!r} does not have the keys of a training state")
         if file_sha256(folder / _TENSORS) != state["sha256"]:
-            raise self._broken(f"training state {str(folder / _TENSORS)!r} does not have the sha256 it was saved with")
+            raise self._damage(f"training state {str(folder / _TENSORS)!r} does not have the sha256 it was saved with")
         position = self._position(state, folder)
         try:
             learner.load(load_file(folder / _TENSORS), position.updates)
         except SafetensorError as error:
-            raise self._broken(f"{str(folder / _TENSORS)!r} is not a safetensors file ({error})") from None
+            raise self._damage(f"{str(folder / _TENSORS)!r} is not a safetensors file ({error})") from None
         return position
 
     def _position(self, state: dict[str, Any], folder: Path) -> Position:
@@ -333,26 +333,26 @@ class CheckpointFolder:
             or updates > step * self._config.updates_per_step  # fewer if updates were skipped
             or state["config_hash"] != self._config.hash
         ):
-            raise self._broken(
+            raise self._damage(
                 f"{str(folder / STATE)!r} was not written by a step of this run (check step, updates, telemetry_bytes "
                 "and config_hash)"
             )
         ledgers = listed_files(state["ledgers"], folder / STATE)
         return Position(step, updates, size, tuple(sorted(ledgers.items())))
 
-    def _broken(self, problem: str) -> DataError:
+    def _damage(self, problem: str) -> DataError:
         return DataError(f"{problem}; delete {str(self.path)!r} to start over")
 
 
 class Resumable:
-    """A training run in one rank, which saves and loads its own part of the state."""
+    """The base of a training run in one rank, which saves and loads this rank's part of the state."""
 
     def __init__(self, learner: Learner | Optimiser, ranks: RankGroup) -> None:
         self._learner, self.ranks = learner, ranks
 
     @on_all_ranks
     def resume_rank(self, folder: Path, position: Position) -> None:
-        """Load this rank's part of the state at ``position``; rank 0 has loaded its own already."""
+        """Load this rank's part of the state at ``position``; does nothing in rank 0, which has loaded it."""
         if self.ranks.number and position.step:
             state = folder / "state" / _state_name(position.step)
             part = state / _part_name(self.ranks.number)
@@ -366,7 +366,7 @@ class Resumable:
 
     @on_all_ranks
     def save_part(self, folder: Path) -> dict[str, str]:
-        """Have every rank but 0 write its part of the state; return the sha256 of each file."""
+        """Write the state of every rank but 0, each by itself; return the sha256 of each file."""
         digests = dict[str, str]()
         if self.ranks.number:
             path = folder / _part_name(self.ranks.number)
@@ -380,7 +380,7 @@ class Resumable:
 def write_provenance(
     folder: Path, claim: Mapping[str, Any], recipe: Mapping[str, Any], position: Position, saved: Mapping[str, Any]
 ) -> None:
-    """Write provenance.json, which marks a checkpoint complete; ``saved`` has its sha256, files and versions."""
+    """Write provenance.json, which marks a checkpoint complete; ``saved`` are its sha256, files and versions."""
     config, telemetry = claim["config"], {TELEMETRY: file_sha256(folder / TELEMETRY)}
     provenance = {
         **claim,
@@ -393,7 +393,7 @@ def write_provenance(
 
 
 def write_ledgers(folder: Path, stem: str, policy: Policy, rollouts: Sequence[Rollout]) -> tuple[str, str]:
-    """Write rollouts to ``ledgers/<stem>.safetensors`` in one step; return the file's name and sha256."""
+    """Write rollouts to ``ledgers/<stem>.safetensors`` atomically; return the file's name and sha256."""
     path = folder / LEDGERS / f"{stem}.safetensors"
     partial = path.with_name(path.name + PARTIAL)
     with guarded(path):
@@ -411,7 +411,7 @@ def _state_name(step: int) -> str:
 
 
 def drop_state(folder: Path) -> None:
-    """Delete the saved states of a finished checkpoint; a kill right after finishing may have left them."""
+    """Delete saved states that a process killed right after finishing has left in a checkpoint."""
     shutil.rmtree(folder / "state", ignore_errors=True)
 
 
@@ -427,5 +427,5 @@ def _save_model(learner: LoadedModel, folder: Path) -> None:
 
 def versions(**hosts: str) -> dict[str, str]:
     """Return the versions of the software that trained a checkpoint."""
-    ours = {"kvaudit": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
-    return {**ours, **hosts, "python": platform.python_version()}
+    software = {"kvaudit": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
+    return {**software, **hosts, "python": platform.python_version()}

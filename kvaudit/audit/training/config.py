@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """The design of one arm; everything else (items, seeds, optimiser, updates) is equal between arms."""
+    """The design of one arm: all in which arms differ. Items, seeds, optimiser and updates are equal between arms."""
 
     name: str
     rollout: Literal["dense", "compressed"]  # the sampler's cache
@@ -67,11 +67,11 @@ def get_arm(name: str) -> Arm:
 
 
 class HashedConfig(ABC):
-    """A configuration whose hash claims a checkpoint folder."""
+    """A configuration that is hashed; the hash claims a checkpoint folder."""
 
     @abstractmethod
     def to_json(self) -> dict[str, Any]:
-        """Return plain JSON, the same for equal configurations."""
+        """Return the configuration as plain JSON, the same for equal configurations."""
 
     @property
     def hash(self) -> str:
@@ -80,7 +80,7 @@ class HashedConfig(ABC):
 
 
 class TrainConfig(HashedConfig, Training):
-    """One training run; raises SpecError or UnknownName.
+    """The configuration of one training run; raises SpecError or UnknownName.
 
     Two arms differ in ``arm`` only (in a sweep, in ``policy`` too).
     """
@@ -97,17 +97,17 @@ class TrainConfig(HashedConfig, Training):
 
     @property
     def design(self) -> Arm:
-        """The arm's entry in the table of arms."""
+        """The arm's design, from the table of arms."""
         return get_arm(self.arm)
 
     @property
     def rollout_policy(self) -> Policy:
-        """The policy that the arm's rollouts are sampled under."""
+        """The policy under which the arm's rollouts are sampled."""
         return parse_policy(self.policy if self.design.rollout == "compressed" else "none")
 
     @cached_property
     def rollout_engine(self) -> Condition | None:
-        """The engine that samples the rollouts, uncompressed for arm ``dense``; None if our own cache samples."""
+        """The engine that samples the rollouts, uncompressed for arm ``dense``; None if kvaudit's cache does."""
         if self.rollouts is None:
             return None
         condition = parse_condition(self.rollouts)
@@ -115,7 +115,7 @@ class TrainConfig(HashedConfig, Training):
 
     @cached_property
     def store(self) -> EngineStore | None:
-        """That engine's format of keys and values; None if it is unknown or the learner cannot replay it."""
+        """The format in which that engine stores keys and values; None if it is unknown or cannot be replayed."""
         condition = self.rollout_engine
         if condition is None:
             return None
@@ -153,7 +153,7 @@ class TrainConfig(HashedConfig, Training):
         return {"arm": self.arm, "seed": self.seed} | self.written()
 
     def keeps_ledger(self, steps: int) -> bool:
-        """Return whether the rollouts of step number ``steps`` are saved; an engine's rollouts have no ledger."""
+        """Return whether the ledgers of step number ``steps`` are saved; rollouts of an engine have no ledger."""
         return self.rollouts is None and self.has_certificate(steps)
 
     def has_certificate(self, steps: int) -> bool:
@@ -217,7 +217,7 @@ class TrainConfig(HashedConfig, Training):
 
 
 class StartConfig(HashedConfig, SpecSection):
-    """The warm start of one seed: the settings of the train section that affect it, so that all arms share it."""
+    """The configuration of one seed's warm start: only settings that affect it, so that all arms share one."""
 
     arm: ClassVar[str] = BASE_ARM  # its name in folders and records
     updates_per_step: ClassVar[int] = 1

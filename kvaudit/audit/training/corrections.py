@@ -1,4 +1,4 @@
-"""Importance-weight corrections for rollouts from another distribution: pure functions of log-probs.
+"""Importance-weight corrections for rollouts sampled from another distribution: pure functions of log-probs.
 
 mu is the sampler, pi_old the learner before the update, rho = pi_old / mu per token; rho = 1 changes nothing.
 
@@ -24,7 +24,7 @@ SPARSE_RL_RANGE = (0.5, 1.5)
 
 
 class Correction(NamedTuple):
-    """A correction's result; tensors are [B, T]."""
+    """The result of a correction; tensors are [B, T]."""
 
     weights: Tensor  # float, 0 where the token was not sampled
     keep: Tensor  # bool, a subset of the mask
@@ -46,7 +46,7 @@ def token_ratios(learner: Tensor, sampler: Tensor, mask: Tensor) -> Tensor:
 
 
 def no_correction(learner: Tensor, sampler: Tensor, mask: Tensor) -> Correction:  # noqa: ARG001
-    """Give every token weight 1, as if the learner had sampled it."""
+    """Give every token weight 1, as if the learner had sampled it (no correction)."""
     return _result(mask.to(learner.dtype), mask, learner, mask)
 
 
@@ -98,7 +98,7 @@ def sparse_rl(learner: Tensor, sampler: Tensor, mask: Tensor) -> Correction:
 def sparse_rl_text(learner: Tensor, sampler: Tensor, mask: Tensor) -> Correction:
     """Weight tokens by min(rho, 1.5); mask rollouts with any rho < 1e-4 (2601.10079, the paper's text).
 
-    Unlike the released configuration above it masks no single token and does not rescale weights; the cap is theirs.
+    Unlike the released configuration (``sparse_rl``) it masks no single token and does not rescale weights.
     """
     rho = token_ratios(learner, sampler, mask)
     vetoed = (mask & (rho < VETO_BELOW)).any(dim=1, keepdim=True)  # [B, 1]
@@ -123,7 +123,7 @@ NEEDS_WHOLE_BATCH = frozenset({"sparse-rl"})
 
 
 def _sequence_ratios(learner: Tensor, sampler: Tensor, mask: Tensor) -> Tensor:
-    """exp(clamp(sum of learner - sampler over a rollout, +-20)) [B, 1]."""
+    """Return exp(clamp(sum of learner - sampler over a rollout, +-20)) [B, 1]."""
     return (learner - sampler).where(mask, 0.0).sum(1, keepdim=True).clamp(-LOG_CLAMP, LOG_CLAMP).exp()
 
 

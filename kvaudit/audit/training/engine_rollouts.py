@@ -1,7 +1,7 @@
 """Training rollouts sampled by a serving engine, which gets the learner's current weights before every step.
 
-The ``dense`` arm samples from the engine without compression, all others with the given settings. The engine only
-returns token ids and log-probs; questions, seeds, rewards and losses are ours.
+The ``dense`` arm samples from the engine without compression, all other arms with the given settings. The engine only
+returns token ids and log-probs; questions, seeds, rewards and losses are kvaudit's.
 """
 
 from __future__ import annotations
@@ -48,16 +48,17 @@ _KEPT = "saved work is kept: start the run again"
 
 
 class EngineUse(NamedTuple):
-    """The settings of the sampling engine; ``on_start`` gets its condition and description at every start."""
+    """How to run the sampling engine; ``on_start`` is called with its condition and description at every start."""
 
     spec: EngineSpec = EngineSpec()
     on_start: Callable[[Condition, Mapping[str, str]], None] = lambda *_: None
 
 
 class EngineRolloutSampler(RolloutSampler):
-    """A rollout sampler that uses an engine with the weights of ``model``; ``base`` is the model it began as.
+    """A rollout sampler that uses an engine with the weights of ``model``; ``base`` is the model before training.
 
-    The engine starts at the first question and restarts, up to _TRIES times, if it died. Every rank has its own.
+    The engine starts at the first question and restarts, up to _TRIES times, if it dies. Every rank runs its own
+    engine.
     """
 
     def __init__(
@@ -100,10 +101,10 @@ class EngineRolloutSampler(RolloutSampler):
         self._drawer = None
 
     def _check_fresh(self, rollout: Rollout) -> None:
-        """Raise RunError if the learner's weights give a rollout other log-probs than the engine did.
+        """Raise RunError if an engine's rollout has other log-probs under the learner's weights: its weights are stale.
 
-        Only if the engine's stored keys and values are known: otherwise the bound would have to be as wide as its
-        quantisation is coarse.
+        Checked only if the engine's stored keys and values are known: otherwise quantisation error would need a bound
+        too wide to find anything.
         """
         if any(turn.stored is None or turn.written is None for turn in rollout.engine_turns):
             return
@@ -125,7 +126,7 @@ class EngineRolloutSampler(RolloutSampler):
         self._call(lambda drawer: drawer.push(merged_weights(self._model.model)))
 
     def _call(self, work: Callable[[Drawer], T], before_retry: Callable[[], None] = lambda: None) -> T:
-        """Run ``work`` on the engine; if the engine died, restart it and call ``before_retry`` first."""
+        """Run ``work`` on the engine; if the engine dies, restart it, call ``before_retry`` and try again."""
         for retries in reversed(range(_TRIES)):
             try:
                 return work(self._start())
@@ -172,7 +173,7 @@ def _draw(requests: Sequence[GenerationRequest], keep: int, drawer: Drawer) -> l
 
 
 class _Turn(NamedTuple):
-    """Tokens ``start`` to ``end``, sampled in one request, and the keys and values of all tokens up to them."""
+    """The tokens ``start`` to ``end`` sampled in one request, with the keys and values of all tokens before ``end``."""
 
     start: int
     end: int
@@ -180,7 +181,7 @@ class _Turn(NamedTuple):
 
 
 class RolloutTokens:
-    """The tokens of a growing rollout: given ones (prompt, tool replies) and those that an engine sampled."""
+    """The tokens of a growing rollout: prompt and tool replies, and the tokens that an engine samples."""
 
     def __init__(self, prompt: Sequence[int]) -> None:
         self.ids, self._start = list(prompt), len(prompt)
@@ -188,7 +189,7 @@ class RolloutTokens:
         self._turns: list[_Turn] = []
 
     def add_given(self, ids: Sequence[int]) -> None:
-        """Append tokens that were not sampled."""
+        """Append tokens that were not sampled, such as a tool's reply."""
         self.ids += ids
         self._sampled += [False] * len(ids)
         self._logprobs += [0.0] * len(ids)
@@ -202,13 +203,13 @@ class RolloutTokens:
         self._turns.append(_Turn(start, len(self.ids), answer.written))
 
     def rollout(self, config: Any, store: EngineStore | None = None) -> Rollout:
-        """Return the rollout, split into turns if the engine stored it in turns; ``config`` is the model's."""
+        """Return the rollout, with its turns if the engine's stored keys differ by turn; ``config`` is the model's."""
         if [turn.end for turn in self._turns] == [len(self.ids)]:
             return self._turn_rollout(config, store, self._turns[0])
         has_writes = all(turn.written is not None for turn in self._turns)
         turns = tuple(self._turn_rollout(config, store, turn) for turn in self._turns) if has_writes else ()
-        whole = self._plain_rollout(config, self._start, _Turn(0, len(self.ids), None))
-        return replace(whole, answer_start=self._turns[-1].start, stored=store, turns=turns)
+        rollout = self._plain_rollout(config, self._start, _Turn(0, len(self.ids), None))
+        return replace(rollout, answer_start=self._turns[-1].start, stored=store, turns=turns)
 
     def _turn_rollout(self, config: Any, store: EngineStore | None, turn: _Turn) -> Rollout:
         written = None
@@ -219,7 +220,7 @@ class RolloutTokens:
         return replace(self._plain_rollout(config, turn.start, turn), stored=store, written=written)
 
     def _plain_rollout(self, config: Any, prompt_length: int, turn: _Turn) -> Rollout:
-        """Return all tokens up to a turn's end; only the turn's own count as sampled."""
+        """Return all tokens up to a turn's end as a rollout in which only that turn is sampled."""
         in_turn = torch.arange(turn.end) >= turn.start
         sampled = torch.tensor(self._sampled[: turn.end]) & in_turn
         logprobs = torch.tensor(self._logprobs[: turn.end]).where(in_turn, 0.0)
@@ -227,7 +228,7 @@ class RolloutTokens:
 
 
 class _Row:
-    """A conversation in progress, with its tokens so far."""
+    """A conversation in progress and its tokens so far."""
 
     def __init__(self, conversation: Conversation, prompt: ChatTokens, seed: int) -> None:
         self.conversation, self.tokens = conversation, RolloutTokens(prompt.ids)
@@ -235,9 +236,9 @@ class _Row:
 
     def request(self, stops: tuple[int, ...], temperature: float) -> GenerationRequest:
         """Return the request for the next answer, given the whole conversation so far."""
-        most = self.conversation.suite.max_new_tokens
+        max_tokens = self.conversation.suite.max_new_tokens
         return GenerationRequest(
-            tuple(self.tokens.ids), most, stops, temperature, 1.0, turn_seed(self._seed, self._turn)
+            tuple(self.tokens.ids), max_tokens, stops, temperature, 1.0, turn_seed(self._seed, self._turn)
         )
 
     def take(self, answer: DrawnRollout) -> None:
@@ -267,7 +268,7 @@ def check_rollout_engine(section: TrainSpec, model: LoadedModel, engine_spec: En
 
 
 def try_rollout_engine(section: TrainSpec, model: LoadedModel, engine_spec: EngineSpec) -> None:
-    """Start the engine of ``rollouts`` once; raises RunError now rather than after the dense arm has trained."""
+    """Start the engine of ``rollouts`` once, so that a RunError comes before the dense arm has trained."""
     if section.rollouts is None or section.arms == (DENSE_ARM,):
         return
     condition = parse_condition(section.rollouts)
@@ -293,9 +294,10 @@ def engine_rollout(
 def engine_gap_numbers(
     sampler: Tensor, replayed: Tensor | None, dense: Tensor, mask: Tensor
 ) -> dict[str, float | None]:
-    """Return root mean square gaps, nats a token, between the engine's log-probs [B, R] and two views of the learner.
+    """Return the root mean square gaps, nats per token, of the engine's log-probs [B, R] to two views of the learner.
 
-    ``engine/explained`` is the share of the squared gap to the dense view that replaying the engine's store explains.
+    ``engine/explained`` is the share of the squared gap to the dense view that is gone when the engine's stored keys
+    and values are replayed.
     """
 
     def rms(view: Tensor) -> float:

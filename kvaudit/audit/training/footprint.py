@@ -1,4 +1,4 @@
-"""A lower bound of the memory that training needs, so that a run that cannot fit is refused before it starts.
+"""A lower bound of the memory of training, so that a run that cannot fit is refused before it starts.
 
 Counted: weights in training, a step's rollouts in a dense cache, and the activations of a learner's pass, at full
 length. Not counted: what libraries allocate themselves.
@@ -28,7 +28,7 @@ GB = 1e9
 
 
 class MemoryUse(NamedTuple):
-    """One use of memory, its bytes, and how to lower it."""
+    """One use of memory: what it is for, its bytes, and how to reduce it."""
 
     what: str
     size: int
@@ -51,7 +51,7 @@ def check_memory(section: TrainSpec, model: LoadedModel) -> None:
 
 
 def estimate_memory(section: TrainSpec, model: LoadedModel) -> tuple[MemoryUse, MemoryUse, MemoryUse]:
-    """Return what learning holds all the time, and what rollouts and a learner's pass hold in turn."""
+    """Return the memory that learning holds all the time, that of rollouts, and that of a learner's pass."""
     answer = max(SUITES.get(name)().answer_tokens for name in section.suites)
     row = section.context_tokens + answer  # tokens of one rollout at full length
     # prompts whose rollouts are in the cache at once
@@ -88,7 +88,7 @@ def estimate_memory(section: TrainSpec, model: LoadedModel) -> tuple[MemoryUse, 
 
 
 def _learning_bytes(section: TrainSpec, model: LoadedModel) -> int:
-    """Return the bytes besides the loaded weights: gradients, masters, moments, and a copy of trained weights."""
+    """Return the bytes of gradients, master weights, moments and the copy of trained weights."""
     weights: int = sum(weight.numel() for weight in model.model.parameters())
     ranks = 1 if section.sft else section.ranks  # the warm start uses a single rank
     if section.adapter is None and ranks > 1:
@@ -110,7 +110,7 @@ def _learning_bytes(section: TrainSpec, model: LoadedModel) -> int:
 
 
 def _cache_bytes(model: LoadedModel, row: int) -> int:
-    """Return the bytes of the keys and values of ``row`` tokens; a layer with a window holds no more than that."""
+    """Return the bytes of the keys and values of ``row`` tokens; a layer with a window holds at most its window."""
     config = model.model.config.get_text_config(decoder=True)
     size = config.to_dict().get("head_dim") or config.hidden_size // config.num_attention_heads
     plans = layer_plans(model.model.config, Dense())
@@ -119,10 +119,10 @@ def _cache_bytes(model: LoadedModel, row: int) -> int:
 
 
 def _activations(model: Any, tokens: int, pairs: int, *, checkpointing: bool) -> int:
-    """Return the numbers that a pass keeps for the backward pass; ``pairs`` counts pairs of query and key.
+    """Return how many numbers a pass keeps for the backward pass; ``pairs`` is the number of query-key pairs.
 
-    Twice the outputs of the linear layers (norms left out), and attention weights in layers with full attention. With
-    gradient checkpointing: each layer's input, and the rest of one layer at a time.
+    That is twice the outputs of the linear layers (norms are ignored), plus attention weights in layers with full
+    attention. With gradient checkpointing: the input of each layer, plus the other activations of a single layer.
     """
     config, plans = model.config.get_text_config(decoder=True), layer_plans(model.config, Dense())
     outputs = sum(module.out_features for module in find_decoder(model).modules() if isinstance(module, Linear))

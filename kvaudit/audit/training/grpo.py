@@ -2,9 +2,9 @@
 
 Departures from Shao 2024 (2402.03300) and its usual code:
 * one update per batch by default, so pi_old = pi and the clip has no effect; ``minibatches`` and ``updates_per_batch``
-  allow several, with pi_old the learner's own at the start of the batch;
-* no KL to a reference model unless ``beta`` > 0 (theirs: .04); it is k3 as a loss, under the same view as the policy;
-* rollouts come from the sampler's distribution, compressed or not; how the learner corrects for that is the arm;
+  allow several, with pi_old the learner's policy at the start of the batch;
+* no KL to a reference model unless ``beta`` > 0 (the paper: .04); it is k3 as a loss, under the policy's view;
+* rollouts come from the sampler's distribution, compressed or not; the arm decides how the learner corrects for that;
 * log-probs of sampled tokens are at the sampling temperature, in the sampler and in the learner;
 * ungraded rollouts get no gradient; a gradient that is not finite skips the update and is recorded;
 * AdamW without weight decay, warm-up then a constant rate; evaluation mode throughout (no dropout).
@@ -62,12 +62,12 @@ def train(
 ) -> Path:
     """Train one arm from ``model``, which is not changed, into the checkpoint folder ``out``; return ``out``.
 
-    Resumes from the last saved state, bit for bit on CPU; a finished checkpoint is left alone. ``progress`` gets the
-    steps done, all steps and the telemetry row. ``run_folder``, by default ``out``, keeps judge answers and engine
-    logs. With ``early_stop`` an arm that stops stays unfinished until all arms of its seed have stopped. With several
-    ``ranks``, rank 0 calls this and the others follow it with a ``TrainingRun`` each. ``engine``: how to run the engine
-    that samples, if one does. Raises RunError (folder of another run, full disk, failing reward, lost rank or engine,
-    stale engine weights) and DataError (changed state, ledger or checkpoint).
+    Resumes from the last saved state, bit for bit on CPU; does nothing for a finished checkpoint. ``progress`` is
+    called with the number of finished steps, of all steps, and the telemetry row. ``run_folder``, by default ``out``,
+    stores judge answers and engine logs. With ``early_stop``, a stopped arm stays unfinished until all arms of its seed
+    have stopped. With several ``ranks``, rank 0 calls this and each other rank follows with its own ``TrainingRun``.
+    ``engine``: how to run an engine that samples. Raises RunError (folder of another run, full disk, failing reward,
+    lost rank or engine, stale engine weights) and DataError (changed state, ledger or checkpoint).
     """
     folder = CheckpointFolder(out, config, model.sha256, config.reward_config.inputs)
     if folder.finished:
@@ -124,7 +124,7 @@ def _train_steps(run: TrainingRun, folder: CheckpointFolder, progress: Progress,
 
 
 class TrainingRun(Resumable):
-    """One arm in training, in one rank: the learner, the rollout sampler and the validation."""
+    """The training of one arm in one rank: learner, rollout sampler and validation."""
 
     def __init__(
         self, config: TrainConfig, base: LoadedModel, folder: Path, ranks: RankGroup, engine: EngineUse = EngineUse()
@@ -152,17 +152,17 @@ class TrainingRun(Resumable):
         gather_weights(self.model.model)
 
     def close(self) -> None:
-        """Stop the engine, if one samples."""
+        """Stop the engine that samples, if there is one."""
         self._sampler.close()
 
     @on_all_ranks
     def sample_final(self, steps: int) -> StepRollouts:
-        """Sample the questions of the last of ``steps`` steps again with the final weights."""
+        """Sample the questions of the last of ``steps`` steps once more, with the final weights."""
         return self._sampler.sample_final(steps)
 
     @on_all_ranks
     def step(self, step: int) -> tuple[TelemetryRow, StepRollouts]:
-        """Sample, grade, learn and measure one step; return its telemetry row and rollouts."""
+        """Run one step (sample, grade, learn, measure); return its telemetry row and rollouts."""
         config, clock = self.config, Clock()
         sampled = self._sampler.sample(step)
         clock.lap("rollout")
@@ -183,7 +183,7 @@ class TrainingRun(Resumable):
         return row | clock.laps, sampled
 
     def _certificate(self, batch: Batch) -> tuple[Tensor | None, TelemetryRow]:
-        """Return the learner's log-probs [B, R] under the sampler's view, and the gaps to an engine's log-probs."""
+        """Replay a batch under the sampler's view; return log-probs [B, R] and, for an engine, its gap numbers."""
         if self.config.rollout_engine is None:
             return self.learner.sampler_view(batch), {}
         replayed = None if self.config.store is None else self.learner.sampler_view(batch)
@@ -196,12 +196,12 @@ def learn(
 ) -> LearningResult:
     """Take every gradient step on one batch of rollouts.
 
-    ``max_tokens`` is the most tokens that any rollout can sample, ``limits`` the same for each rollout.
+    ``max_tokens`` is the token limit of all rollouts, ``limits`` that of each rollout.
     """
     config, ranks, loss = learner.config, learner.ranks, LOSSES.get(learner.config.loss)()
     plan = gradient_steps(batch, config, step, ranks)
-    most = torch.tensor(max_tokens if limits is None else limits, device=batch.rewards.device)  # [] or [B]
-    targets = _prepare_targets(learner, batch, plan, loss, most)
+    token_limits = torch.tensor(max_tokens if limits is None else limits, device=batch.rewards.device)  # [] or [B]
+    targets = _prepare_targets(learner, batch, plan, loss, token_limits)
     first_logprobs = torch.zeros_like(batch.sampler_logprobs)  # [B, R], under the arm's view, before the first update
     # metrics stay on the device until the end: reading them earlier would stall it
     metrics, losses, steps = list[dict[str, Tensor | float]](), list[Tensor](), list[StepResult]()
@@ -242,7 +242,7 @@ def learn(
 
 
 class _Targets(NamedTuple):
-    """The parts of the loss that are fixed before the first update of a batch, [B, R]."""
+    """The inputs of the loss that are fixed before the first update of a batch, [B, R] each."""
 
     advantages: Tensor
     returns: Tensor | None  # None without a critic
@@ -256,8 +256,8 @@ def _prepare_targets(
 ) -> _Targets:
     """Compute advantages, pi_old and its correction, and reference log-probs.
 
-    pi_old is the gradient pass itself, detached, unless the batch has several updates, a critic, or a correction that
-    needs the whole batch while passes see parts of it; then a pass without gradient comes first.
+    pi_old is taken from the gradient pass itself, detached. An extra pass without gradient computes it first if the
+    batch has several updates, a critic, or a correction that needs the whole batch while a pass sees only part of it.
     """
     config, correction = learner.config, learner.config.design.correction
     is_split = learner.ranks.count > 1 or len(plan[0].microbatches) > 1

@@ -1,4 +1,4 @@
-"""The learner of an arm: the policy under the arm's view, a value head if the loss needs one, and their optimisers."""
+"""The learner of an arm: the policy under the arm's view, an optional value head (critic), and their optimisers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LOGITS_PER_PIECE = 1 << 26  # 256 MiB in float32, of which a backward pass needs
 
 @dataclass(frozen=True)
 class Distributions:
-    """Predicted distributions of n tokens; ``states`` are logits [n, V], or hidden states [n, D] with a ``head``."""
+    """Predicted distributions of n tokens: ``states`` are logits [n, V], or with a ``head`` hidden states [n, D]."""
 
     states: Tensor
     head: LogitsHead | None
@@ -36,12 +36,12 @@ class Distributions:
     piece: int  # tokens whose logits are held at once
 
     def logits(self, states: Tensor) -> Tensor:
-        """Return the logits [m, V] of some of the states, divided by the temperature; float32 or wider."""
+        """Return the logits [m, V] of ``states`` divided by the temperature, float32 or wider."""
         logits = states if self.head is None else self.head(states)
         return logits.to(torch.promote_types(logits.dtype, torch.float32)) / self.temperature
 
     def map(self, function: Callable[..., tuple[Tensor, ...]], *more: Tensor) -> tuple[Tensor, ...]:
-        """Apply ``function`` to the states and ``more`` tensors [n, ...]: at once, or piece by piece with a head."""
+        """Apply ``function`` to the states and ``more`` tensors [n, ...]; with a head in pieces, to bound memory."""
         if self.head is None:
             return function(self.states, *more)
         pieces = zip(*(torch.split(tensor, self.piece) for tensor in (self.states, *more)), strict=True)
@@ -60,7 +60,7 @@ class Distributions:
 
 
 class TokenPredictions(NamedTuple):
-    """A pass's predictions of the n sampled tokens of some rollouts, in row-major order."""
+    """The predictions that a pass makes for the n sampled tokens of its rollouts, in row-major order."""
 
     distributions: Distributions
     logprobs: Tensor  # [n], nats
@@ -72,23 +72,23 @@ def read_tokens(
     model: Any,
     rollouts: Sequence[Rollout],
     group: int,
-    kind: LearnerPass,
+    view: LearnerPass,
     temperature: float,
     *,
     whole_rows: bool = False,
 ) -> TokenPredictions:
     """Run a shared-prompt pass; return the predictions of every sampled token at the sampling temperature.
 
-    ``whole_rows``: no shared prompts, see ``suffix_logits``. A conversation that an engine read again in every turn is
-    replayed turn by turn, each turn a row; the sampled tokens keep their order.
+    ``whole_rows``: no shared prompts, see ``suffix_logits``. A conversation that an engine prefilled again in every
+    turn is replayed with a row for each turn; the sampled tokens keep their order.
     """
-    if kind == "shadow" and any(rollout.turns for rollout in rollouts):
+    if view == "shadow" and any(rollout.turns for rollout in rollouts):
         rollouts, group = [turn for rollout in rollouts for turn in rollout.engine_turns], 1
     head, vocabulary = None, model.config.get_text_config(decoder=True).vocab_size
     if vocabulary > WHOLE_VOCABULARY:
-        states, valid, head = suffix_states(model, rollouts, group=group, kind=kind, whole_rows=whole_rows)
+        states, valid, head = suffix_states(model, rollouts, group=group, view=view, whole_rows=whole_rows)
     else:
-        states, valid = suffix_logits(model, rollouts, group=group, kind=kind, whole_rows=whole_rows)
+        states, valid = suffix_logits(model, rollouts, group=group, view=view, whole_rows=whole_rows)
     # both [b, Q], Q columns of the longest suffix (or row)
     sampled, ids = torch.zeros(valid.shape, dtype=torch.bool), torch.zeros(valid.shape, dtype=torch.int64)
     for row, rollout in enumerate(rollouts):
@@ -112,14 +112,14 @@ def read_tokens(
 
 
 def pass_logprobs(
-    model: Any, batch: Batch, kind: LearnerPass, config: TrainConfig, *, whole_rows: bool = False
+    model: Any, batch: Batch, view: LearnerPass, config: TrainConfig, *, whole_rows: bool = False
 ) -> Tensor:
     """Return log-probs [B, R] of the sampled tokens under a pass, without gradient; 0 where nothing was sampled."""
     logprobs = torch.zeros_like(batch.sampler_logprobs)
     with torch.no_grad():
         for rows in microbatches(batch.rollouts, batch.group, config.microbatch_tokens, whole_rows=whole_rows):
             part = batch.of(rows)
-            read = read_tokens(model, part.rollouts, part.group, kind, config.temperature, whole_rows=whole_rows)
+            read = read_tokens(model, part.rollouts, part.group, view, config.temperature, whole_rows=whole_rows)
             logprobs[upload(torch.tensor(rows), logprobs.device)] = part.spread(read.logprobs)
     return logprobs
 
@@ -146,7 +146,7 @@ class Critic:
     def read(
         self, model: Any, part: Batch, run_pass: Callable[[], TokenPredictions]
     ) -> tuple[TokenPredictions, Tensor]:
-        """Run a pass; return its predictions and the values [b, R] of the states that they were made from."""
+        """Run a pass; return its predictions and the critic's values [b, R] of the hidden states behind them."""
         outputs: list[Tensor] = []
 
         def keep_states(_: Any, __: Any, keywords: dict[str, Any], output: Any) -> None:
@@ -169,7 +169,7 @@ class Critic:
         return read, part.spread(self._head(chosen)[:, 0])  # [n, 1] to [b, R], 0 where nothing was sampled
 
     def step(self) -> None:
-        """Take a gradient step on the value term; a gradient that is not finite changes nothing."""
+        """Take a gradient step on the value loss; a gradient that is not finite is skipped."""
         if self._ranks.count > 1:
             for weight in self._head.parameters():
                 # a rank whose rows all have weight 0 has no gradient
@@ -177,13 +177,13 @@ class Critic:
         self._optimiser.step()
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return head, moments and update count, keyed ``critic/...``."""
+        """Return the head, its moments and the update count, under keys ``critic/...``."""
         tensors = {_PREFIX + name: tensor for name, tensor in self._optimiser.tensors().items()}
         # as a tensor, because a state file can hold nothing else
         return tensors | {_UPDATES: torch.tensor(self._optimiser.updates)}
 
     def load(self, tensors: dict[str, Tensor]) -> None:
-        """Restore what ``tensors`` returned; raises DataError if it does not fit."""
+        """Load tensors saved from ``tensors``; raises DataError if they do not fit."""
         count = tensors.get(_UPDATES)
         if count is None or count.shape != () or count.dtype != torch.int64 or count < 0:
             raise DataError("training state has no count of the critic's updates; delete the checkpoint folder")
@@ -192,7 +192,7 @@ class Critic:
 
 
 class OldPolicy(NamedTuple):
-    """The predictions for a batch before its first gradient step, [B, R]: log-probs of pi_old, and critic values."""
+    """The predictions for a batch before its first gradient step, [B, R] each: log-probs of pi_old, critic values."""
 
     logprobs: Tensor  # nats, 0 where nothing was sampled
     values: Tensor | None  # None without a critic
@@ -201,7 +201,7 @@ class OldPolicy(NamedTuple):
 class Learner:
     """The model in training with its arm's view and optimisers; ``reference`` is the model for the KL term, or None.
 
-    With several ranks, each reads its own groups, and whole-batch results are summed over ranks.
+    With several ranks, each runs passes over its own groups, and results of the whole batch are summed over ranks.
     """
 
     def __init__(self, model: Any, config: TrainConfig, reference: Any, ranks: RankGroup = ALONE) -> None:
@@ -217,19 +217,19 @@ class Learner:
         self._critic = Critic(model, config.critic, ranks, max_grad_norm=config.max_grad_norm) if has_critic else None
 
     def read(self, part: Batch) -> tuple[TokenPredictions, Tensor | None]:
-        """Return the predictions of the arm's view for a microbatch, and the critic's values [b, R]."""
+        """Run the arm's pass over a microbatch; return its predictions and the critic's values [b, R]."""
         # dense or shadow: the only place where arms differ in what they learn from
-        kind = self.config.design.learner
+        view = self.config.design.learner
         if self._critic is None:
-            return self._tokens(part, kind), None
-        return self._critic.read(self.model, part, lambda: self._tokens(part, kind))
+            return self._tokens(part, view), None
+        return self._critic.read(self.model, part, lambda: self._tokens(part, view))
 
-    def _tokens(self, part: Batch, kind: LearnerPass) -> TokenPredictions:
+    def _tokens(self, part: Batch, view: LearnerPass) -> TokenPredictions:
         whole_rows = self.ranks.count > 1
-        return read_tokens(self.model, part.rollouts, part.group, kind, self.config.temperature, whole_rows=whole_rows)
+        return read_tokens(self.model, part.rollouts, part.group, view, self.config.temperature, whole_rows=whole_rows)
 
     def dummy_pass(self, batch: Batch) -> None:
-        """Run a forward and backward pass without effect, so that FSDP collectives match on ranks with fewer passes."""
+        """Run a pass without effect, because FSDP needs equal numbers of passes on all ranks."""
         part = batch.dummy
         read, _ = self.read(part)
         gap = self.distillation_kl(part, read)
@@ -237,10 +237,10 @@ class Learner:
         torch.autograd.backward(read.logprobs.sum() if gap is None else read.logprobs.sum() + gap.sum())
 
     def read_old_policy(self, batch: Batch, parts: Sequence[Sequence[int]]) -> OldPolicy:
-        """Read a whole batch under the arm's view without gradient; ``parts`` are the rows of this rank's microbatches.
+        """Return the predictions for a whole batch under the arm's view, without gradient.
 
-        They must be the microbatches of the gradient passes: rounding depends on which rows share a pass, and a bound
-        as narrow as gspo's would clip on it.
+        ``parts`` are the rows of this rank's microbatches. They must equal those of the gradient passes, because
+        rounding depends on which rows share a pass, and narrow clip bounds such as gspo's would react to it.
         """
         logprobs, values = torch.zeros_like(batch.sampler_logprobs), torch.zeros_like(batch.sampler_logprobs)
         with torch.no_grad(), full_weights(self.model):
@@ -261,15 +261,15 @@ class Learner:
         return self._pass(self._reference, batch, self.config.design.learner)
 
     def sampler_view(self, batch: Batch) -> Tensor:
-        """Return log-probs [B, R] under the sampler's view, whatever view the arm learns from."""
-        kind: LearnerPass = "shadow" if self.config.design.rollout == "compressed" else "dense"
-        return self._pass(self.model, batch, kind)
+        """Return log-probs [B, R] under the sampler's view (the shadow pass), in every arm."""
+        view: LearnerPass = "shadow" if self.config.design.rollout == "compressed" else "dense"
+        return self._pass(self.model, batch, view)
 
     def dense_view(self, batch: Batch) -> Tensor:
-        """Return log-probs [B, R] under the dense view, whatever view the arm learns from."""
+        """Return log-probs [B, R] under the dense view, in every arm."""
         return self._pass(self.model, batch, "dense")
 
-    def _pass(self, model: Any, batch: Batch, kind: LearnerPass) -> Tensor:
+    def _pass(self, model: Any, batch: Batch, view: LearnerPass) -> Tensor:
         groups, logprobs = (
             self.ranks.share(len(batch.rollouts) // batch.group),
             torch.zeros_like(batch.sampler_logprobs),
@@ -277,15 +277,15 @@ class Learner:
         rows = range(groups.start * batch.group, groups.stop * batch.group)
         with full_weights(model):
             logprobs[rows.start : rows.stop] = pass_logprobs(
-                model, batch.of(rows), kind, self.config, whole_rows=self.ranks.count > 1
+                model, batch.of(rows), view, self.config, whole_rows=self.ranks.count > 1
             )
         return self.ranks.all_reduce(logprobs)
 
     def distillation_kl(self, part: Batch, shadow: TokenPredictions) -> Tensor | None:
-        """Return KL(learner || sg(teacher)) per token [b, R]: one of dense and shadow view teaches the other.
+        """Return KL(learner || sg(teacher)) per token [b, R], where dense and shadow view are learner and teacher.
 
-        0 in groups that earned nothing, unless configured otherwise, because their shadow view is a poor teacher. None
-        in arms without distillation.
+        It is 0 in groups without a positive reward, unless configured otherwise, because their shadow view is a poor
+        teacher. None in arms without distillation.
         """
         if not self.config.design.distill:
             return None
@@ -295,7 +295,7 @@ class Learner:
         return gap if self.config.distill_where == "everywhere" else gap * part.group_earned[:, None]
 
     def step(self) -> StepResult:
-        """Take a gradient step; return the result of the policy's."""
+        """Take a gradient step on policy and critic; return the result of the policy's step."""
         # the critic steps even if the policy's step was skipped: its gradient is separate
         result = self.optimiser.step()
         if self._critic is not None:
@@ -303,11 +303,11 @@ class Learner:
         return result
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return everything that the next step needs, by name."""
+        """Return all state that the next step needs, by name."""
         return self.optimiser.tensors() | ({} if self._critic is None else self._critic.tensors())
 
     def load(self, tensors: dict[str, Tensor], updates: int) -> None:
-        """Restore what ``tensors`` returned after ``updates`` updates; raises DataError if it does not fit."""
+        """Load tensors saved from ``tensors`` after ``updates`` updates; raises DataError if they do not fit."""
         self.optimiser.load(tensors, updates)
         if self._critic is not None:
             self._critic.load(tensors)

@@ -28,7 +28,7 @@ def mismatch_panel(sampler: Tensor, learner: Tensor, mask: Tensor, advantages: T
 
 
 class MismatchPanel:
-    """The mismatch numbers, accumulated batch by batch.
+    """The accumulator of mismatch numbers, batch by batch.
 
     rho = learner / sampler per sampled token, log rho clamped to +-20 (max_abs_gap is not clamped). Expectations are
     over the sampler's tokens.
@@ -75,7 +75,7 @@ class MismatchPanel:
         self._add_largest("log_ratio", log_ratios)
 
     def numbers(self) -> dict[str, float | None]:
-        """Return all numbers; None where there are no tokens to compute one from."""
+        """Return all numbers; a number without any token to compute it from is None."""
         tokens = self._sums.get("tokens", 0.0)
         return {
             **{name: self._mean(name, tokens) for name in ("kl", "k3_kl", "chi2_token")},
@@ -97,7 +97,7 @@ class MismatchPanel:
         }
 
     def _add_tokens(self, log_ratio: Tensor) -> None:
-        """Add the sums over the sampled tokens' log-ratios [n]."""
+        """Add the sampled tokens' log-ratios [n] to the sums."""
         rho = log_ratio.exp()
         overlap, capped = rho.clamp(max=1.0), rho.clamp(max=TIS_CAP)
         self._overlap.add(overlap)
@@ -131,7 +131,7 @@ class MismatchPanel:
 
 
 class PercentileCounter:
-    """Percentiles of values in [0, 1]: exact up to a million values, then from counts in cells of 1e-6."""
+    """The percentiles of values in [0, 1]: exact up to a million values, then by a histogram with bins of 1e-6."""
 
     def __init__(self) -> None:
         self._values: list[Tensor] = []
@@ -149,7 +149,7 @@ class PercentileCounter:
             self._values, self._count = [], 0
 
     def percentile(self, share: float) -> float | None:
-        """Return the value below which ``share`` of the values lie, interpolated while exact; None without values."""
+        """Return the quantile at ``share``, interpolated while values are exact; None without values."""
         if self._cells is not None:
             cumulative = self._cells.cumsum(0)  # [_CELLS]
             # the middle of the cell with that rank is off by 5e-7 at most

@@ -1,4 +1,4 @@
-"""AdamW with float32 master weights, whose full state can be saved as named tensors; sharded weights step in parts."""
+"""AdamW with float32 master weights; its full state can be saved as named tensors, and weights may be sharded."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _NORM_FLOOR = 1e-6  # as in torch's own clipping
 
 
 def read_floats(values: Sequence[Tensor | float]) -> list[float]:
-    """Return one-number tensors (all on one device) as floats in a single device read; floats pass through.
+    """Convert one-element tensors on one device to floats with a single device read; floats pass through.
 
-    Every read waits for the device to finish its queue, so reads are batched.
+    Reads are batched because each waits for the device to finish its queue.
     """
     tensors = [value.detach().double() for value in values if isinstance(value, Tensor)]  # double holds each exactly
     floats = iter(torch.stack(tensors).tolist() if tensors else [])
@@ -64,13 +64,13 @@ class Optimiser:
         self.updates = 0
 
     def end_half(self) -> None:
-        """Mark the end of a half of the batch; a copy of the first half's gradient is kept."""
+        """Mark the end of the first half of the batch, keeping a copy of its gradient, or of the second half."""
         self._ended_halves += 1
         if self._ended_halves == 1:
             self._first_half = {name: grad.detach().clone() for name, grad in self._gradients().items()}
 
     def step(self) -> StepResult:
-        """Clip, update and clear the gradients; a gradient that is not finite changes nothing."""
+        """Clip gradients, update the weights and clear gradients; a gradient that is not finite is skipped."""
         gradients = self._gradients()
         for name, parameter in self._parameters.items():
             parameter.grad = None  # one at a time, so that no second copy of all gradients exists
@@ -97,8 +97,8 @@ class Optimiser:
             second = total - first  # gradients accumulate
             products += [first.square().sum(), second.square().sum(), (first * second).sum()]
         values, sums = read_floats(products), [0.0, 0.0, 0.0]
-        for place, value in enumerate(values):
-            sums[place % 3] += value
+        for n, value in enumerate(values):
+            sums[n % 3] += value
         first_square, second_square, dot = self._ranks.all_reduce(torch.tensor(sums, dtype=torch.float64)).tolist()
         if not math.isfinite(first_square + second_square):
             return dict.fromkeys(HALF_METRICS)
@@ -107,19 +107,19 @@ class Optimiser:
         return dict(zip(HALF_METRICS, (variance, dot / norms if norms else None), strict=True))
 
     def _clip(self) -> float:
-        """Scale all gradients down to the largest allowed global norm; return the norm before that."""
+        """Scale gradients down to the maximum global norm; return the norm before clipping."""
         gradients = {name: master.grad for name, master in self._masters.items() if master.grad is not None}
         # an entry for every weight, so that ranks add up the same ones
         norms = torch.zeros(len(self._weights))
         if gradients:
-            places = [place for place, name in enumerate(self._weights) if name in gradients]
-            norms[places] = torch.stack([torch.linalg.vector_norm(grad) for grad in gradients.values()]).cpu()
+            indices = [n for n, name in enumerate(self._weights) if name in gradients]
+            norms[indices] = torch.stack([torch.linalg.vector_norm(grad) for grad in gradients.values()]).cpu()
         if self._ranks.count > 1:  # each rank has the norm of its shard only
             norms = self._ranks.all_reduce(norms.double().square()).sqrt().float()
         norm = torch.linalg.vector_norm(norms)
         scale = (self._max_norm / (norm + _NORM_FLOOR)).clamp(max=1.0)  # never scales up
         for grad in gradients.values():
-            grad.mul_(scale)  # a scalar on the host goes along with the call
+            grad.mul_(scale)  # a scalar on the host is passed as an argument, without a copy to the device
         return float(norm)
 
     def _update(self) -> None:
@@ -136,10 +136,10 @@ class Optimiser:
                     self._weights[name].copy_(master)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return master weights and moments, keyed ``weight/<name>``, ``exp_avg/<name>``, ``exp_avg_sq/<name>``.
+        """Return master weights and moments under keys ``weight/<name>``, ``exp_avg/<name>``, ``exp_avg_sq/<name>``.
 
-        ``step/<name>`` counts a weight's gradients where that differs from the number of updates; a weight that had
-        none has no moments. Sharded weights: this rank's shard.
+        ``step/<name>`` is the number of a weight's gradients if it differs from the number of updates; a weight without
+        gradients has no moments. Of sharded weights it returns this rank's shard.
         """
         tensors = {f"weight/{name}": master.detach() for name, master in self._masters.items()}
         for name, master in self._masters.items():

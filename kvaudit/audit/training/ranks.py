@@ -38,9 +38,9 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 class RankGroup:
-    """The processes that train one unit together; this one has rank ``number`` of ``count``.
+    """The processes that train one unit together; the current one has rank ``number`` of ``count``.
 
-    ``why`` returns a line about the rank that was lost, or "" if that is not known.
+    ``why`` returns a line about why a rank was lost, "" if the reason is unknown.
     """
 
     def __init__(self, number: int = 0, count: int = 1, why: Callable[[], str] = str) -> None:
@@ -48,16 +48,16 @@ class RankGroup:
         self._unit: object = None  # the unit, until it is announced to the other ranks
 
     def share(self, count: int, number: int | None = None) -> range:
-        """Return which of ``count`` things this rank (or rank ``number``) gets; shares differ by one at most."""
+        """Return which of ``count`` items this rank (or rank ``number``) gets; shares differ by at most one."""
         rank = self.number if number is None else number
         # rounding down at both ends leaves no gap and no overlap
         return range(count * rank // self.count, count * (rank + 1) // self.count)
 
-    def all_gather(self, thing: T) -> list[T]:
+    def all_gather(self, value: T) -> list[T]:
         """Return every rank's object, in rank order."""
         if self.count == 1:
-            return [thing]
-        packed = _pack(thing)
+            return [value]
+        packed = _pack(value)
         with self.collective():
             sizes = torch.zeros(self.count, dtype=torch.int64)  # bytes of every rank's object
             sizes[self.number] = len(packed)
@@ -67,7 +67,7 @@ class RankGroup:
             buffers = [torch.empty_like(padded) for _ in range(self.count)]
             dist.all_gather(buffers, padded)
         parts = [buffer[:size] for buffer, size in zip(buffers, sizes.tolist(), strict=True)]
-        return [thing if rank == self.number else _unpack(part) for rank, part in enumerate(parts)]
+        return [value if rank == self.number else _unpack(part) for rank, part in enumerate(parts)]
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Sum the tensor over all ranks, in place, and return it."""
@@ -76,10 +76,10 @@ class RankGroup:
                 dist.all_reduce(tensor)
         return tensor
 
-    def broadcast(self, thing: object) -> None:
-        """Send an object from rank 0 to all others; does nothing on other ranks."""
+    def broadcast(self, value: object) -> None:
+        """Send an object from rank 0 to all other ranks; does nothing when called there."""
         if self.number == 0 and self.count > 1:
-            packed = _pack(thing)
+            packed = _pack(value)
             with self.collective():
                 # the length first, so that the receivers can allocate the buffer
                 dist.broadcast(torch.tensor([len(packed)]), 0)
@@ -96,7 +96,7 @@ class RankGroup:
 
     @contextmanager
     def unit(self, name: object) -> Iterator[None]:
-        """Name the unit to train inside; if it was announced, tell the other ranks at the end that it is done."""
+        """Name the unit to be trained inside; at the end, tell the other ranks that it is done, if they know of it."""
         self._unit = name
         yield
         if self._unit is None:
@@ -104,7 +104,7 @@ class RankGroup:
         self._unit = None
 
     def announce_unit(self) -> None:
-        """Broadcast the unit's name; from here on the other ranks take part."""
+        """Broadcast the unit's name, once, so that the other ranks join in."""
         self.broadcast(self._unit)
         self._unit = None
 
@@ -118,7 +118,7 @@ class RankGroup:
 
     @contextmanager
     def collective(self) -> Iterator[None]:
-        """Wrap a collective: raises RunError if another rank was lost."""
+        """Turn errors of a collective into a RunError, since they mean that another rank was lost."""
         try:
             yield
         except RuntimeError as error:
@@ -131,35 +131,35 @@ class RankGroup:
             raise RunError(f"{problem}; saved work is kept: continue with --resume") from None
 
 
-def _pack(thing: object) -> Tensor:
-    """Return the object as bytes [n]; torch.save, unlike pickle, stores a shared storage once and keeps uint16."""
+def _pack(value: object) -> Tensor:
+    """Serialise an object to bytes [n] with torch.save, which, unlike pickle, writes a shared storage once."""
     file = io.BytesIO()
-    torch.save(thing, file)
+    torch.save(value, file)
     return torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
 
 
 def _unpack(packed: Tensor) -> Any:
-    """Return plain values, tensors and data classes; raises RunError, and builds nothing, for anything else."""
+    """Deserialise plain values, tensors and data classes; raises RunError, building nothing, for anything else."""
     file = io.BytesIO(packed.numpy().tobytes())
     try:
         # lists the class names only; nothing is imported or built
         names = torch.serialization.get_unsafe_globals_in_checkpoint(file)
         file.seek(0)
-        with torch.serialization.safe_globals([kind for name in names if (kind := _data_class(name))]):
+        with torch.serialization.safe_globals([cls for name in names if (cls := _data_class(name))]):
             return torch.load(file, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, EOFError, ValueError, RuntimeError):
         raise RunError("another rank sent something that is not data; start all ranks from the same install") from None
 
 
 def _data_class(name: str) -> type | None:
-    """Return an already imported data class, named tuple, enum or path by its full name, else None."""
+    """Return the imported data class, named tuple, enum or path of a full name; None for any other name."""
     module, _, leaf = name.rpartition(".")
-    kind = vars(sys.modules[module]).get(leaf) if module in sys.modules else None
-    if not isinstance(kind, type):
+    cls = vars(sys.modules[module]).get(leaf) if module in sys.modules else None
+    if not isinstance(cls, type):
         return None
-    ours = module.partition(".")[0] == "kvaudit" or issubclass(kind, Policy)
-    data = is_dataclass(kind) or issubclass(kind, tuple | Enum)
-    return kind if issubclass(kind, PurePath) or (ours and data) else None
+    is_own = module.partition(".")[0] == "kvaudit" or issubclass(cls, Policy)
+    data = is_dataclass(cls) or issubclass(cls, tuple | Enum)
+    return cls if issubclass(cls, PurePath) or (is_own and data) else None
 
 
 ALONE = RankGroup()
@@ -199,7 +199,7 @@ def can_shard() -> bool:
 def shard(model: Any, device: torch.device, ranks: RankGroup) -> Any:
     """Shard the model's weights over the ranks onto ``device``, in place; all ranks call it together.
 
-    Its modules must not be used by anything else; tensors shared with another model stay intact there.
+    Nothing else may use its modules; another model that shares tensors is not affected.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -219,7 +219,7 @@ def shard(model: Any, device: torch.device, ranks: RankGroup) -> Any:
 
 @contextmanager
 def keep_on_cpu(start: LoadedModel, ranks: RankGroup) -> Iterator[None]:
-    """Move the full weights to the CPU while several ranks shard them, which leaves the GPU to the shards."""
+    """Move the full weights to the CPU inside the context if several ranks train, to leave the GPU to the shards."""
     if ranks.count > 1:
         start.model.to("cpu")
     try:
@@ -229,9 +229,9 @@ def keep_on_cpu(start: LoadedModel, ranks: RankGroup) -> Iterator[None]:
 
 
 def _upcast_weights(part: Any, precision: torch.dtype) -> MixedPrecisionPolicy:
-    """Make float32 masters of a module's weights if all are trained; return how it computes then.
+    """Convert a module's weights to float32 masters if all are trained; return its mixed-precision policy.
 
-    With an adapter, which is float32 already, frozen weights keep their type.
+    With an adapter, which is float32 already, frozen weights keep their dtype.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy
     from torch.distributed.tensor import DTensor
@@ -247,9 +247,9 @@ def _upcast_weights(part: Any, precision: torch.dtype) -> MixedPrecisionPolicy:
 
 @contextmanager
 def full_weights(model: Any) -> Iterator[None]:
-    """Keep a sharded model's full weights on every rank inside, so that each may run any number of forwards.
+    """Gather a sharded model's full weights inside the context, so that each rank may run any number of forwards.
 
-    All ranks enter together and may leave at any time; for work without gradient. Other models are left alone.
+    All ranks enter together and may leave at any time; for work without gradient. Does nothing for other models.
     """
     gather_weights(model)
     try:
@@ -261,7 +261,7 @@ def full_weights(model: Any) -> Iterator[None]:
 
 
 def gather_weights(model: Any) -> None:
-    """Gather a sharded model's full weights on every rank, to stay so."""
+    """Gather a sharded model's full weights on every rank permanently."""
     for part in _sharded_modules(model):
         part.set_reshard_after_forward(False, recurse=False)
         part.unshard()
@@ -276,7 +276,7 @@ def _sharded_modules(model: Any) -> list[FSDPModule]:
 
 
 def full_state_dict(model: Any) -> dict[str, Tensor]:
-    """Return every tensor of a checkpoint, on the CPU, of a sharded model under ``full_weights``."""
+    """Return every checkpoint tensor of a sharded model, which must be under ``full_weights``, on the CPU."""
     state, copies = dict[str, Tensor](), dict[int, Tensor]()
     # module by module, because FSDP's own state_dict is always sharded
     for path, module in model.named_modules():
@@ -296,7 +296,7 @@ def is_sharded(model: Any) -> bool:
 
 
 def local_shard(weight: Tensor) -> Tensor:
-    """Return this rank's part of a sharded tensor, in the same memory; any other tensor itself."""
+    """Return this rank's shard of a tensor, sharing its memory; a tensor that is not sharded is returned unchanged."""
     if not dist.is_available() or not dist.is_initialized():
         return weight
     from torch.distributed.tensor import DTensor

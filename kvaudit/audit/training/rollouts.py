@@ -29,7 +29,7 @@ from kvaudit.audit.training.rewards.base import RewardFn
 
 @dataclass(frozen=True)
 class StepRollouts:
-    """Graded rollouts with their rewards, groups of one question consecutive, and the policy of each group."""
+    """The graded rollouts of a step with rewards, groups of one question consecutive, and the policy of each group."""
 
     played: list[GradedRow]
     rewards: list[float | None]
@@ -43,7 +43,7 @@ class StepRollouts:
 
 
 class RolloutSampler:
-    """The source of every step's graded rollouts; ``max_tokens`` is the most tokens a rollout can have."""
+    """The sampler of every step's graded rollouts; ``max_tokens`` is the maximum length of a rollout."""
 
     def __init__(
         self,
@@ -58,14 +58,14 @@ class RolloutSampler:
         self.max_tokens = max(suite.answer_tokens for step in questions for suite, _ in step)
 
     def close(self) -> None:
-        """Stop what was started to sample; our own cache starts nothing."""
+        """Stop the processes that sample; kvaudit's own cache has none."""
 
     def token_limits(self, step: int) -> list[int]:
-        """Return the most tokens that each rollout of a step can have."""
+        """Return the maximum number of tokens of each rollout of a step."""
         return [suite.answer_tokens for suite, _ in self._questions[step] for _ in range(self._config.group)]
 
     def sample(self, step: int) -> StepRollouts:
-        """Return a step's rollouts; groups with equal rewards are sampled again if ``resample`` says so.
+        """Return a step's rollouts; groups with equal rewards are sampled again in up to ``resample`` rounds.
 
         Each rank samples and grades its own groups; all get the rollouts of every rank.
         """
@@ -101,7 +101,7 @@ class RolloutSampler:
     def sample_final(self, steps: int) -> StepRollouts:
         """Sample the questions of the last of ``steps`` steps with the finished weights; rewards are None.
 
-        The checkpoint is verified against these: earlier rollouts came from weights that are not kept.
+        The checkpoint is verified against these, since the weights of earlier rollouts are not kept.
         """
         groups, size = self._own_groups, self._config.group
         policies = group_policies(self._config, steps)[groups]
@@ -122,7 +122,7 @@ class RolloutSampler:
             members = [n for n, drawn in enumerate(policies) if drawn == policy]
             rows = [seeds[n * size + member] for n in members for member in range(size)]
             played = play(sampler, [questions[n] for n in members], decoding, rows, group=size, at_once=at_once)
-            by_question |= {n: played[place * size : (place + 1) * size] for place, n in enumerate(members)}
+            by_question |= {n: played[start * size : (start + 1) * size] for start, n in enumerate(members)}
         return [row for n in range(len(questions)) for row in by_question[n]]
 
 
@@ -144,7 +144,7 @@ def group_policies(config: TrainConfig, step: int) -> list[Policy]:
 def rollouts_by_policy(
     stem: str, sampled: StepRollouts, config: TrainConfig
 ) -> Iterator[tuple[str, Policy, list[Rollout]]]:
-    """Yield (file stem, policy, rollouts) for each policy sampled under, because a ledger file has one policy."""
+    """Yield (file stem, policy, rollouts) for each policy that was drawn, because a ledger file has one policy."""
     size, mixed = config.group, len(config.rollout_policy.draws) > 1
     for policy in dict.fromkeys(sampled.policies):
         groups = [n for n, drawn in enumerate(sampled.policies) if drawn == policy]
@@ -153,7 +153,7 @@ def rollouts_by_policy(
 
 
 def dense_rollout(config: Any, ids: Tensor, prompt_length: int, sampled: Tensor, logprobs: Tensor) -> Rollout:
-    """Return a rollout without evictions, whose ledger takes no memory; ``config`` is the model's."""
+    """Return a rollout without evictions; its ledger is a view that takes no memory. ``config`` is the model's."""
     layers, heads = len(layer_plans(config, Dense())), kv_heads(config)
     return Rollout(
         ids=ids,
@@ -169,5 +169,5 @@ def dense_rollout(config: Any, ids: Tensor, prompt_length: int, sampled: Tensor,
 
 
 def ledger_stem(stem: str, policy: Policy, *, mixed: bool) -> str:
-    """Return a ledger's file name without ending; a mixture has one file per policy drawn."""
+    """Return a ledger's file name without ending; a mixture (``mixed``) has one file per policy."""
     return f"{stem}--{policy.hash}" if mixed else stem

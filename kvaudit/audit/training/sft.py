@@ -1,7 +1,7 @@
 """Gold answers in training: the warm start before any arm, and a trial of the reward.
 
 The warm start is a checkpoint of arm ``base`` that all arms of a seed share. Its loss is the mean of -log p over the
-answers' tokens, ends of turns included, under the dense pass.
+answers' tokens, including ends of turns, under the dense pass.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def warm_start(
 ) -> Path:
     """Take the supervised steps from ``model``, which is not changed, into the checkpoint folder ``out``.
 
-    Resumes, reports and raises as ``grpo.train``, and SpecError if gold answers cannot be shown to the model.
+    Resumes, reports and raises like ``grpo.train``; also raises SpecError if gold answers cannot be shown to the model.
     """
     folder = CheckpointFolder(out, config, model.sha256)
     if folder.finished:
@@ -79,7 +79,7 @@ def _step(model: Any, optimiser: Optimiser, rollouts: Sequence[Rollout], limit: 
 
 
 def gold_rollout(model: LoadedModel, suite: Suite, item: Item) -> Rollout:
-    """Return an item's conversation with gold answers as if they had been sampled without eviction.
+    """Return an item's conversation with gold answers as a rollout sampled without eviction.
 
     Raises SpecError for a suite without gold answers, or if they do not fit the model or its chat template.
     """
@@ -124,10 +124,10 @@ def _gold_turns(model: LoadedModel, suite: Suite, item: Item) -> Iterator[tuple[
 
 
 def check_reward_on_gold(config: RewardConfig, questions: Sequence[tuple[Suite, Item]], model: LoadedModel) -> None:
-    """Score gold answers before training, so that a reward that always fails does so at once.
+    """Score gold answers before training, so that a reward that always fails is noticed at once.
 
-    Raises SpecError if the reward gives None for every gold answer, and anything that it raises itself. Skips suites
-    without gold answers, and chat templates that open a thought, which gold answers lack.
+    Raises SpecError if the reward is None for every gold answer, and any error of the reward. Skips suites without gold
+    answers, and chat templates that open a thought, since gold answers have none.
     """
     if model.chat.opens_thought:
         return

@@ -1,4 +1,4 @@
-"""The telemetry row of a training step: one flat row of numbers (and, for a policy mixture, the groups' policies).
+"""The telemetry row of a training step: a flat row of numbers, and for a policy mixture the groups' policies.
 
 ``seconds_*`` are the only keys that may differ between two identical runs. None means not measurable. Names follow
 verl's rollout_corr metrics where those exist.
@@ -30,7 +30,7 @@ CERTIFICATE = ("shadow/max_abs_gap", "shadow/k3_kl")
 
 
 class Clock:
-    """Seconds per part of a step."""
+    """The clock that records the seconds of each phase of a step."""
 
     def __init__(self) -> None:
         self.laps: dict[str, float] = {}
@@ -44,7 +44,7 @@ class Clock:
 
 @dataclass
 class Tally:
-    """Sums over the tokens of a batch's microbatches and updates."""
+    """The sums of metrics over the tokens of a batch's microbatches and updates."""
 
     sums: dict[str, float] = field(default_factory=dict)
     tokens: int = 0
@@ -56,10 +56,10 @@ class Tally:
         self.tokens += tokens  # of graded rollouts, counted in every pass over a batch
 
     def __add__(self, other: Tally) -> Tally:
-        both = Tally()
+        total = Tally()
         for tally in (self, other):
-            both.add(tally.sums, tally.tokens)
-        return both
+            total.add(tally.sums, tally.tokens)
+        return total
 
     def means(self) -> dict[str, float | None]:
         """Return each sum per token; None without tokens."""
@@ -75,7 +75,7 @@ def tally_metrics(metrics: Sequence[Mapping[str, Tensor | float]], tokens: Seque
 
 
 class LearningResult(NamedTuple):
-    """The measurements of the gradient steps on one batch.
+    """The results of the gradient steps on one batch.
 
     ``metrics`` are means over tokens of graded rollouts (nats) and over all updates; None without tokens.
     """
@@ -112,7 +112,7 @@ def step_row(
 
 
 def reward_numbers(played: Sequence[GradedRow], rewards: Sequence[float | None], config: TrainConfig) -> TelemetryRow:
-    """Return rewards, over all rollouts and by suite, and shares of flat groups and of unusable answers."""
+    """Return rewards over all rollouts and by suite, and shares of equal-reward groups and of unusable answers."""
     graded = [reward for reward in rewards if reward is not None]
     groups = [rewards[start : start + config.group] for start in range(0, len(rewards), config.group)]
     outcomes = [row.grade.outcome for row in played]
@@ -147,7 +147,7 @@ def learning_numbers(learned: LearningResult) -> TelemetryRow:
 
 
 def memory_numbers(played: Sequence[GradedRow], batch: Batch) -> TelemetryRow:
-    """Return bytes, summed over the step's rows, and the share of cache entries that decoding steps did not see."""
+    """Return cache bytes summed over a step's rows, and the share of dense entries that decoding did not read."""
     rollouts = batch.rollouts
     seen, dense = (sum(counts) for counts in zip(*map(entries_seen, rollouts), strict=True))
     return {
@@ -160,9 +160,9 @@ def memory_numbers(played: Sequence[GradedRow], batch: Batch) -> TelemetryRow:
 
 
 def entries_seen(rollout: Rollout) -> tuple[float, float]:
-    """Return the cache entries that all decoding queries saw (mean over layers and KV heads), and with a dense cache.
+    """Return how many entries all decoding queries read (mean over layers and KV heads), here and in a dense cache.
 
-    The query of a sampled token is the token before it.
+    The query that predicts a sampled token is the token before it.
     """
     length = len(rollout.ids)
     queries = torch.zeros(length, dtype=torch.int64)
@@ -175,7 +175,7 @@ def entries_seen(rollout: Rollout) -> tuple[float, float]:
 
 
 def certificate(sampler: Tensor, replayed: Tensor | None, mask: Tensor, advantages: Tensor) -> TelemetryRow:
-    """Return the gap between sampler and replay of its ledger: near 0 in every arm, or the two disagree."""
+    """Return the log-prob gap between the sampler and the replay of its ledger, which must be near 0 in every arm."""
     if replayed is None:
         return dict.fromkeys(CERTIFICATE)
     panel = mismatch_panel(sampler, replayed, mask, advantages)

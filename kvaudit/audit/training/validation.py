@@ -1,8 +1,8 @@
 """Validation every k steps on held-out items, without compression and under the run's policy; and the early stop.
 
 Validation has no effect on training: no draw, gradient or weight depends on it. An alarm that stops one arm stops all
-arms of its seed, at the earliest step at which any of them stopped, so the end depends on the spec alone and not on who
-trains which arm when. A stopped arm leaves a mark and its states; once all have marks, each is cut back to that step.
+arms of its seed, at the earliest step at which any of them stopped, so the end does not depend on which process trains
+which arm when. A stopped arm leaves a mark and its states; once all arms have marks, each is cut back to that step.
 """
 
 from __future__ import annotations
@@ -48,22 +48,22 @@ class Validation:
         self._questions = held_out(config, spec, model.chat.count_tokens, trained_on)
 
     def is_due(self, done: int) -> bool:
-        """Return whether to validate after ``done`` steps; always after the last."""
+        """Return whether to validate after ``done`` steps; True after the last."""
         return done % self._spec.every == 0 or done == self._config.steps
 
     def numbers(self) -> TelemetryRow:
-        """Return ``validation/*`` of the learner's current weights."""
+        """Return the numbers ``validation/*`` of the learner's current weights."""
         policy = parse_policy(self._config.policy)
         row = self._scores("dense", self._answers(Dense()))
         if policy == Dense():
             return row
         played = self._answers(policy)
-        # the compressed sampler against the dense pass of the same weights, whatever view the arm learns from
+        # in every arm, the gap between the compressed sampler and the dense pass of the same weights
         batch = collect(
             [graded.rollout for graded in played], [graded.grade.score for graded in played], 1, self._model.device
         )
         dense = pass_logprobs(self._model.model, batch, "dense", self._config)  # nats [B, R]
-        # the numbers below do not depend on advantages, so rewards can stand in for them
+        # the numbers below do not depend on advantages, so rewards are passed in their place
         panel = mismatch_panel(batch.sampler_logprobs, dense, batch.sampled, batch.rewards[:, None])
         mismatch = {f"validation/{name}": panel[f"mismatch/{name}"] for name in _MISMATCH}
         return row | self._scores("compressed", played) | mismatch
@@ -78,7 +78,7 @@ class Validation:
         return play(sampler, self._questions, decoding, seeds, at_once=at_once)
 
     def _scores(self, view: str, played: Sequence[GradedRow]) -> TelemetryRow:
-        """Return each suite's mean score, None if nothing was graded, and the share of degenerate answers."""
+        """Return each suite's mean score (None if nothing was graded) and the share of degenerate answers."""
         row: TelemetryRow = {}
         for name in self._config.validation_suites:
             grades = [graded.grade for graded in played if graded.item.suite == name]
@@ -91,7 +91,7 @@ class Validation:
 def held_out(
     config: TrainConfig, spec: ValidationSpec, count: CountTokens, trained_on: Sequence[Sequence[TrainingItem]]
 ) -> list[TrainingItem]:
-    """Return items of the training split that the run does not train on; evaluation items stay unused until the end.
+    """Return validation items: items of the training split that the run does not train on.
 
     Raises SpecError for a suite without such items.
     """
@@ -116,7 +116,7 @@ class Mark(NamedTuple):
 
 
 class EarlyStop:
-    """The stop of the arm in ``folder``; ``arms`` are the folders of all arms of its seed, its own included."""
+    """The early stop of the arm in ``folder``; ``arms`` are the folders of all arms of its seed, including itself."""
 
     def __init__(self, spec: ValidationSpec, steps: int, folder: Path, arms: Sequence[Path]) -> None:
         self._spec, self._steps, self._folder, self._arms = spec, steps, folder, arms

@@ -1,6 +1,6 @@
-"""The contract of a tool form: the templates it belongs to, and how the calls in an answer are read.
+"""The contract of a tool form: which chat templates use it, and how the calls in an answer are read.
 
-Answers are untrusted: they are parsed, never evaluated, and no answer raises.
+Answers are untrusted: they are parsed, never evaluated, and reading an answer never raises.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class FoundCall(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """The calls of an answer and the text beside them; ``is_broken``: it tries to call, and no call can be read."""
+    """The calls of an answer and its other text; ``is_broken``: the answer tries to call, and no call can be read."""
 
     words: str
     calls: tuple[ToolCall, ...] = ()
@@ -38,10 +38,10 @@ class Reading(NamedTuple):
 
 
 class ToolForm:
-    """A form of calls. Subclass it in a file of its own, with a ``name``; the registry finds the class.
+    """The base of forms of tool calls; subclass it in a file of its own, with a ``name``, for the registry.
 
-    A template is of a form if it holds all texts of ``marks`` and none of ``others``; override ``recognises`` if that
-    is not enough. An answer that holds a text of ``openings`` tries to call.
+    A template has this form if it contains all texts of ``marks`` and none of ``others``; override ``recognises`` if
+    that is not enough. An answer that contains a text of ``openings`` tries to call.
     """
 
     name: ClassVar[str] = ""
@@ -59,27 +59,27 @@ class ToolForm:
         """Yield the calls of a text in order; ValueError and RecursionError end the search."""
         raise NotImplementedError
 
-    def words(self, text: str, found: Sequence[FoundCall]) -> str:
-        """Return the text beside the calls."""
-        ends = [0, *(call.end for call in found)]
-        starts = [*(call.start for call in found), len(text)]
+    def words(self, text: str, calls: Sequence[FoundCall]) -> str:
+        """Return the text without the calls."""
+        ends = [0, *(call.end for call in calls)]
+        starts = [*(call.start for call in calls), len(text)]
         return "".join(text[end:start] for end, start in zip(ends, starts, strict=True)).strip()
 
     def read(self, text: str, tools: Tools = ()) -> Reading:
-        """Return the calls in the first ``LONGEST_ANSWER`` characters of an answer, and the text beside them."""
+        """Return the calls in the first ``LONGEST_ANSWER`` characters of an answer, and the other text."""
         text = text[:LONGEST_ANSWER]
-        found, has_strange = [], False
+        found_calls, has_strange = [], False
         try:
             for call in self.find(text, tools):
                 if is_plain(call.arguments) and is_text(call.name):
-                    found.append(call)
+                    found_calls.append(call)
                 else:
                     has_strange = True
         except (ValueError, RecursionError):  # the calls before the broken one count
             pass
-        calls = tuple(ToolCall(call.name, call.arguments) for call in found)
+        calls = tuple(ToolCall(call.name, call.arguments) for call in found_calls)
         is_broken = not calls and (has_strange or any(opening in text for opening in self.openings))
-        return Reading(self.words(text, found), calls, is_broken)
+        return Reading(self.words(text, found_calls), calls, is_broken)
 
 
 TOOL_FORMS = Registry("tool form", "kvaudit.core.tool_forms", ToolForm)
@@ -91,7 +91,7 @@ def form_of(template: str) -> ToolForm | None:
 
 
 def is_plain(arguments: Any) -> bool:
-    """Return whether arguments are an object that a record can hold: JSON, finite numbers, whole characters."""
+    """Return whether arguments are an object that a record can store: JSON, finite numbers, no surrogates."""
     try:
         return isinstance(arguments, dict) and _is_shallow(arguments, _DEEPEST) and is_text(_dump(arguments))
     except (ValueError, TypeError, RecursionError):
@@ -110,7 +110,7 @@ def _is_shallow(value: Any, levels: int) -> bool:
 
 
 def decode_at(text: str, start: int) -> tuple[Any, int]:
-    """Return the JSON value at a place of a text, after blanks, and its end; raises ValueError or RecursionError."""
+    """Decode the JSON value at ``start``, after blanks; return it and its end. Raises ValueError or RecursionError."""
     while start < len(text) and text[start].isspace():
         start += 1
     value, end = _DECODER.raw_decode(text, start)
@@ -118,7 +118,7 @@ def decode_at(text: str, start: int) -> tuple[Any, int]:
 
 
 def call_in(value: Any) -> tuple[str, dict[str, Any]] | None:
-    """Return name and arguments of a parsed call; None for any other value, and for a listing of a tool."""
+    """Return name and arguments of a call in JSON; None for any other value, such as the schema of a tool."""
     if not isinstance(value, dict):
         return None
     name, arguments = value.get("name"), value.get("arguments", value.get("parameters"))
@@ -129,13 +129,13 @@ def call_in(value: Any) -> tuple[str, dict[str, Any]] | None:
 
 
 def functions_of(tools: Tools) -> dict[str, Mapping[str, Any]]:
-    """Return the schema of each tool's parameters, {} where it is none, by the tool's name."""
-    found = {}
+    """Return the schema of each tool's parameters, {} if it is malformed, by the tool's name."""
+    schemas = {}
     for tool in tools:
         function = tool.get("function", tool)
         parameters = function.get("parameters")
-        found[str(function.get("name"))] = parameters if isinstance(parameters, Mapping) else {}
-    return found
+        schemas[str(function.get("name"))] = parameters if isinstance(parameters, Mapping) else {}
+    return schemas
 
 
 def properties_of(tools: Tools, name: str) -> Mapping[str, Any]:
@@ -144,23 +144,23 @@ def properties_of(tools: Tools, name: str) -> Mapping[str, Any]:
     return properties if isinstance(properties, Mapping) else {}
 
 
-def read_tagged(text: str, place: int, opening: re.Pattern[str], close: str) -> tuple[dict[str, str], int]:
-    """Return the values that stand in tags from ``place`` on, by name, and the place behind the last of them.
+def read_tagged(text: str, start: int, opening: re.Pattern[str], close: str) -> tuple[dict[str, str], int]:
+    """Read the values in tags from ``start`` on, by name; return them and the offset after the last.
 
-    Group 1 of ``opening`` is a name; its value goes up to ``close``. One that is not closed ends the reading.
+    Group 1 of ``opening`` is a name; its value ends at ``close``. A tag that is not closed ends the reading.
     """
     values = dict[str, str]()
-    while match := opening.match(text, place):
+    while match := opening.match(text, start):
         end = text.find(close, match.end())
         if end < 0:
             break
         values[match[1].strip()] = text[match.end() : end]
-        place = end + len(close)
-    return values, place
+        start = end + len(close)
+    return values, start
 
 
 def typed(text: str, schema: Any) -> Any:
-    """Return an argument that was written as text in the type of its schema; a text where that is unknown."""
+    """Convert an argument written as text to the type in its schema; without a type it stays text."""
     if not isinstance(schema, Mapping) or schema.get("type", "string") == "string":
         return text
     try:

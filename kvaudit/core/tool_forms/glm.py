@@ -1,4 +1,4 @@
-"""Keys and values of arguments in tags of their own: GLM-4.5."""
+"""Calls with a tag for each key and each value of the arguments: GLM-4.5."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ class Glm(ToolForm):
 
     def find(self, text: str, tools: Tools) -> Iterator[FoundCall]:
         for match in _OPEN.finditer(text):
-            schemas, (values, place) = properties_of(tools, match[1]), read_tagged(text, match.end(), _KEY, _CLOSE)
+            schemas, (values, end) = properties_of(tools, match[1]), read_tagged(text, match.end(), _KEY, _CLOSE)
             arguments = {
                 name: typed(value, schemas[name]) if name in schemas else _by_form(value)
                 for name, value in values.items()
             }
-            if closing := _END.match(text, place):
+            if closing := _END.match(text, end):
                 yield FoundCall(match.start(), closing.end(), match[1], arguments)
 
 
 def _by_form(value: str) -> Any:
-    """Return a value without a schema: the template writes texts as they are and everything else as JSON."""
+    """Read a value without a schema: the template writes texts unchanged and everything else as JSON."""
     try:
         return json.loads(value)
     except (ValueError, RecursionError):

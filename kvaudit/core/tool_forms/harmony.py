@@ -26,9 +26,9 @@ class Harmony(ToolForm):
                 continue
             yield FoundCall(match.start(), end, match[1], value)
 
-    def words(self, text: str, found: Sequence[FoundCall]) -> str:
+    def words(self, text: str, calls: Sequence[FoundCall]) -> str:
         """Return the text of the final channel; the other channels are thoughts and calls."""
-        if "<|channel|>" not in text and not found:
+        if "<|channel|>" not in text and not calls:
             return text.strip()
         final = _FINAL.search(text)
         return "" if final is None else _ENDS.split(text[final.end() :], maxsplit=1)[0].strip()

@@ -23,9 +23,9 @@ class LlamaJson(ToolForm):
     def find(self, text: str, tools: Tools) -> Iterator[FoundCall]:  # noqa: ARG002
         tag = text.find(_TAG)
         start = tag if tag >= 0 else len(text) - len(text.lstrip())
-        place = start + len(_TAG) if tag >= 0 else start
-        while place < len(text):
-            value, end = decode_at(text, place)
+        offset = start + len(_TAG) if tag >= 0 else start
+        while offset < len(text):
+            value, end = decode_at(text, offset)
             call = call_in(value)
             if call is None:
                 return
@@ -33,4 +33,4 @@ class LlamaJson(ToolForm):
             # objects follow one another, between them blanks and semicolons
             rest = text[end:].lstrip(" \t\r\n;")
             start = end
-            place = len(text) - len(rest)
+            offset = len(text) - len(rest)

@@ -1,4 +1,4 @@
-"""Lists of calls behind [TOOL_CALLS]; newer models write the name, [ARGS] and the arguments of each call."""
+"""Lists of calls after [TOOL_CALLS]; newer models write the name, [ARGS] and the arguments of each call."""
 
 from __future__ import annotations
 

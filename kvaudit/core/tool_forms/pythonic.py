@@ -1,4 +1,4 @@
-"""Lists of calls in Python: the pythonic templates of Llama 3.2 and Llama 4."""
+"""Lists of calls in Python syntax: the pythonic templates of Llama 3.2 and Llama 4."""
 
 from __future__ import annotations
 

@@ -22,12 +22,12 @@ class QwenCoder(ToolForm):
     def find(self, text: str, tools: Tools) -> Iterator[FoundCall]:
         for match in _FUNCTION.finditer(text):
             name = match[1].strip()
-            schemas, (values, place) = properties_of(tools, name), read_tagged(text, match.end(), _PARAMETER, _CLOSE)
+            schemas, (values, end) = properties_of(tools, name), read_tagged(text, match.end(), _PARAMETER, _CLOSE)
             # the template sets every value between line breaks
             arguments = {
                 parameter: typed(value.removeprefix("\n").removesuffix("\n"), schemas.get(parameter))
                 for parameter, value in values.items()
             }
             # a function without its end is half a call
-            if closing := _END.match(text, place):
+            if closing := _END.match(text, end):
                 yield FoundCall(match.start(), closing.end(), name, arguments)

@@ -1,4 +1,4 @@
-"""Read the calls of an answer in a model's own form, and write conversations with tools as text."""
+"""Read the calls of an answer in a model's form, and write conversations with tools as text."""
 
 from __future__ import annotations
 
@@ -13,34 +13,33 @@ _TEXT = TextForm()
 
 
 def read_calls(text: str, tools: Tools = (), form: ToolForm | None = None) -> Reading:
-    """Return the calls of an answer; without a ``form``, those of the first form whose opening it holds.
+    """Read the calls of an answer, in the given ``form`` or else in the first form whose opening it contains.
 
-    A call beside the form (bare JSON, in prose or in a fence) counts too. ``is_broken``: the answer tries to call, in
-    any of the forms tried, and no call can be read.
+    A call outside of the form (bare JSON, in prose or in a fence) counts too. ``is_broken``: the answer tries to call
+    in one of the forms tried, and no call can be read.
     """
     readings = list(_readings(text, tools, form))
-    called = next((reading for reading in readings if reading.calls), None)
-    if called is not None:
-        return called
-    words = readings[0].words if readings else text
-    beside = _TEXT.read(words, tools)
-    if beside.calls:
-        return beside
-    is_broken = any(reading.is_broken for reading in (*readings, beside)) or _TEXT.is_attempt(words)
-    return Reading(words, (), is_broken)
+    if with_calls := [reading for reading in readings if reading.calls]:
+        return with_calls[0]
+    other_text = readings[0].words if readings else text
+    plain = _TEXT.read(other_text, tools)
+    if plain.calls:
+        return plain
+    is_broken = any(reading.is_broken for reading in (*readings, plain)) or _TEXT.is_attempt(other_text)
+    return Reading(other_text, (), is_broken)
 
 
 def _readings(text: str, tools: Tools, form: ToolForm | None) -> Iterator[Reading]:
     if form is not None:
         yield form.read(text, tools)
         return
-    for each in TOOL_FORMS.all().values():
-        if any(opening in text for opening in each.openings):
-            yield each().read(text, tools)
+    for tool_form in TOOL_FORMS.all().values():
+        if any(opening in text for opening in tool_form.openings):
+            yield tool_form().read(text, tools)
 
 
-def words_beside(message: Message, tools: Tools = (), form: ToolForm | None = None) -> str:
-    """Return a message's text without its calls: a model's turn holds them as it wrote them, a suite's does not."""
+def text_without_calls(message: Message, tools: Tools = (), form: ToolForm | None = None) -> str:
+    """Return a message's text without its calls, which are part of a model's turn but not of a suite's."""
     if not message.tool_calls or not message.content:
         return message.content
     reading = read_calls(message.content, tools, form)
@@ -52,19 +51,19 @@ def _pairs(calls: Sequence[ToolCall]) -> list[tuple[str, object]]:
 
 
 def as_text(messages: Sequence[Message], tools: Tools) -> tuple[Message, ...]:
-    """Return a conversation with its tools listed in the system prompt and its calls in the text of the messages."""
-    written = tuple(_as_text(message, tools) for message in messages)
+    """Write a conversation with tools as text: tools in the system prompt, calls in the messages."""
+    messages_as_text = tuple(_as_text(message, tools) for message in messages)
     if not tools:
-        return written
+        return messages_as_text
     head = f"{FORM}\n\n{list_tools(tools)}"
-    if written and written[0].role is Role.SYSTEM:
-        return (replace(written[0], content=f"{written[0].content}\n\n{head}"), *written[1:])
-    return (Message(Role.SYSTEM, head), *written)
+    if messages_as_text and messages_as_text[0].role is Role.SYSTEM:
+        return (replace(messages_as_text[0], content=f"{messages_as_text[0].content}\n\n{head}"), *messages_as_text[1:])
+    return (Message(Role.SYSTEM, head), *messages_as_text)
 
 
 def _as_text(message: Message, tools: Tools) -> Message:
     content = message.content
     # the turn of a suite, not of a model, which holds its calls already
-    if message.tool_calls and words_beside(message, tools) == content:
+    if message.tool_calls and text_without_calls(message, tools) == content:
         content = "\n".join(filter(None, (content, format_calls(message.tool_calls))))
     return Message(message.role, content)

@@ -1,6 +1,6 @@
-"""Calls as text, our form for templates that take no tools: tools listed in the system prompt, calls as JSON lines.
+"""Calls as text, for chat templates without tools: tools listed in the system prompt, calls as JSON lines.
 
-It also reads what models write beside their own form: JSON inside prose, tags and fences, and calls in Python.
+It also reads calls that models write outside of their form: JSON inside prose, tags and fences, and Python calls.
 """
 
 from __future__ import annotations
@@ -47,18 +47,18 @@ class TextForm(ToolForm):
 
 
 def list_tools(tools: Tools) -> str:
-    """Return the tools as text for a prompt, one JSON object a line."""
+    """Write tools as text for a prompt, one JSON object per line."""
     return "Tools:\n" + "\n".join(json.dumps(tool.get("function", tool), ensure_ascii=False) for tool in tools)
 
 
 def format_calls(calls: Sequence[ToolCall]) -> str:
-    """Return calls in the form that FORM asks for."""
+    """Write calls in the form that the prompt FORM asks for."""
     rows = [{"name": call.name, "arguments": call.arguments} for call in calls]
     return "\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
 
 
 def json_objects(text: str) -> Iterator[tuple[int, int, dict[str, Any]]]:
-    """Yield every JSON object in a text with its start and end, up to the first that is nested too deeply to parse."""
+    """Yield (start, end, object) of every JSON object in a text, up to the first that is nested too deeply."""
     decoder, start = json.JSONDecoder(), text.find("{")
     while start >= 0:
         try:
@@ -84,7 +84,7 @@ def _tool_names(tools: Tools) -> list[str]:
 
 
 def python_calls(text: str, parameters: Mapping[str, Sequence[str]] | None = None) -> tuple[ToolCall, ...]:
-    """Return the calls of a text that consists of Python calls, or a list of them; () for any other text.
+    """Parse a text that consists of Python calls, or of a list of them; () for any other text.
 
     ``parameters`` names the positional arguments of each tool.
     """
@@ -113,7 +113,7 @@ def _call(node: ast.expr, parameters: Mapping[str, Sequence[str]]) -> ToolCall:
 
 
 def plain_values(value: Any) -> Any:
-    """Return a Python value with lists in place of tuples, as JSON has it."""
+    """Replace tuples in a Python value by lists, as in JSON."""
     if isinstance(value, dict):
         return {str(key): plain_values(entry) for key, entry in value.items()}
     return [plain_values(entry) for entry in value] if isinstance(value, list | tuple) else value

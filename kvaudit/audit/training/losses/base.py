@@ -26,7 +26,7 @@ VARIANCE_FLOOR = 1e-8
 
 
 class StepCounts(NamedTuple):
-    """Sizes of a whole gradient step, which a microbatch's loss is normalised by."""
+    """The sizes of a whole gradient step, by which the loss of each microbatch is normalised."""
 
     rows: int  # rollouts
     tokens: int  # sampled tokens of graded rollouts
@@ -44,7 +44,7 @@ class StepCounts(NamedTuple):
 
 
 class CriticInputs(NamedTuple):
-    """A critic's side of a microbatch, [B, T]; ``values`` carry the gradient of the value head."""
+    """The inputs of the value loss for a microbatch, [B, T] each; ``values`` carry the value head's gradient."""
 
     values: Tensor
     old: Tensor  # values before the first update
@@ -54,7 +54,7 @@ class CriticInputs(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LossInputs:
-    """One microbatch, of whole groups if the loss needs them; log-probs are nats [B, T].
+    """The inputs of the loss for one microbatch, of whole groups if the loss needs them; log-probs are nats [B, T].
 
     ``logprobs`` and ``distill_kl`` carry gradient.
     """
@@ -81,14 +81,14 @@ class LossInputs:
 
 @dataclass(frozen=True, slots=True)
 class LossOutputs:
-    """``loss`` is a scalar with gradient; ``metrics`` are sums over tokens (numbers or tensors []), which add up."""
+    """The loss of a microbatch, a scalar with gradient; ``metrics`` are sums over tokens (numbers or tensors [])."""
 
     loss: Tensor
     metrics: dict[str, Tensor | float]
 
 
 class BatchRewards(NamedTuple):
-    """A batch's rewards and, with a critic, its values [B, T] before the first update."""
+    """The rewards of a batch and, with a critic, its values [B, T] before the first update."""
 
     rewards: Tensor  # [B], 0 if not graded
     graded: Tensor  # bool [B]
@@ -100,14 +100,14 @@ class BatchRewards(NamedTuple):
 
 
 class Estimate(NamedTuple):
-    """Advantages [B, T], 0 outside the mask, and the ``returns`` [B, T] that a critic learns."""
+    """The advantages [B, T], 0 outside the mask, and the ``returns`` [B, T] on which a critic is trained."""
 
     advantages: Tensor
     returns: Tensor | None = None
 
 
 class Loss:
-    """A policy loss. Subclass it in its own file with a ``name``; the registry finds it.
+    """The base of policy losses; subclass it in a file of its own, with a ``name``, and the registry finds it.
 
     The losses of a step's microbatches must add up to the loss of the step. ``defaults`` are ``train`` settings that
     apply if a spec does not set them.
@@ -129,7 +129,7 @@ class Loss:
 
 
 class ClippedLoss(Loss):
-    """A loss of the form at the top of this file: write ``share``, and override what differs."""
+    """A loss of the form at the top of this file; a subclass writes ``share`` and overrides other parts as needed."""
 
     by_std: ClassVar[bool] = True  # whether advantages are divided by their group's standard deviation
 
@@ -169,7 +169,7 @@ class ClippedLoss(Loss):
 
 
 def token_mean_share(inputs: LossInputs) -> Tensor:
-    """Return the share of a token if all sampled tokens of the step count alike: [B, 1]."""
+    """Return the weight of a token in the mean over all sampled tokens of the step: [B, 1]."""
     return inputs.logprobs.new_full((len(inputs.mask), 1), 1.0 / max(inputs.counts.tokens, 1))
 
 
@@ -214,7 +214,7 @@ def full_kl(learner_logits: Tensor, teacher_logits: Tensor) -> Tensor:
 
 
 def has_equal_rewards(rewards: Sequence[float | None]) -> bool:
-    """Return whether a group's graded rewards are all equal, so that it has no advantage and teaches nothing."""
+    """Return whether a group's graded rewards are all equal, so that its advantages are all 0."""
     return len({reward for reward in rewards if reward is not None}) <= 1
 
 
@@ -236,9 +236,9 @@ def group_advantages(rewards: Tensor, graded: Tensor, group: int, *, by_std: boo
 
 
 def best_and_worst(rewards: Tensor, graded: Tensor, group: int) -> Tensor:
-    """Return 1 for the best rollout of each group, -1 for its worst, 0 else [B]; ties go to the first.
+    """Return 1 for the best rollout of each group, -1 for the worst and 0 for others [B]; ties go to the first.
 
-    A group with equal rewards has neither.
+    A group with equal rewards has no best or worst.
     """
     values, valid = rewards.view(-1, group), graded.view(-1, group)
     # each [B / group]
@@ -269,7 +269,7 @@ def generalised_advantages(batch: BatchRewards) -> Estimate:
 
 
 def whiten(values: Tensor, mask: Tensor) -> Tensor:
-    """Scale values [B, T] to mean 0 and variance 1 over the mask, 0 elsewhere; a single token is only centred."""
+    """Scale values [B, T] to mean 0 and variance 1 over the mask; 0 elsewhere; a single token is only centred."""
     chosen = values[mask]  # [n], over the whole batch
     if not len(chosen):
         return values.new_zeros(values.shape)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class Grpo(ClippedLoss):
-    """Mean over rollouts of the mean over their tokens.
+    """The mean over rollouts of the mean over their tokens.
 
     Shao 2024, eq. 3 (2402.03300): -1/B sum_i 1/|o_i| sum_t m c min(w A, clip(w, 1-low, 1+high) A).
     """
@@ -26,7 +26,7 @@ class Grpo(ClippedLoss):
 
 
 class DrGrpo(ClippedLoss):
-    """Sum over tokens divided by a constant, so that long wrong answers are not favoured; A without std.
+    """The sum over tokens divided by a constant, so that long wrong answers are not favoured; A without std.
 
     Liu 2025, eq. 3 (2503.20783): -1/(B L) sum_i sum_t m c min(w A, clip(w, 1-low, 1+high) A).
     """
@@ -40,7 +40,7 @@ class DrGrpo(ClippedLoss):
 
 
 class Dapo(ClippedLoss):
-    """Mean over all tokens of a step, so that long rollouts count by their length.
+    """The mean over all tokens of a step, so that rollouts count in proportion to their length.
 
     Yu 2025, eq. 8 (2503.14476): -1/N sum_i sum_t m c min(w A, clip(w, 1-low, 1+high) A), N sampled tokens. By default
     the upper bound is wider, groups with equal rewards are sampled again, and the last fifth of the allowed length
@@ -56,7 +56,7 @@ class Dapo(ClippedLoss):
 
 
 class Gspo(Grpo):
-    """One ratio per rollout, so that clipping works on the sequence, which is what the reward is for.
+    """One ratio per rollout, so that clipping acts on whole sequences, as the reward does.
 
     Zheng 2025, eq. 13 and 14 (2507.18071): as grpo with w_t = sg(s) pi_t / sg(pi_t), s = (pi / pi_old)^(1/|o|). Value
     and gradient equal those of eq. 5 if all tokens of a rollout have one advantage and weight; here both may differ by

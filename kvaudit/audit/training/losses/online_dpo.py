@@ -18,7 +18,7 @@ from kvaudit.audit.training.losses.base import (
 
 
 class OnlineDpo(Loss):
-    """Mean over fresh pairs of -log sigma(beta h) (Rafailov 2023, eq. 7, 2305.18290; Guo 2024, 2402.04792).
+    """The mean over new pairs of -log sigma(beta h) (Rafailov 2023, eq. 7, 2305.18290; Guo 2024, 2402.04792).
 
     h = sum_t log(pi/ref) of the best rollout minus that of the worst, both models under the arm's view. Equal rewards
     make no pair. pi_old is not used, so arm naive-ratio equals arm naive.
@@ -33,7 +33,7 @@ class OnlineDpo(Loss):
     defaults = MappingProxyType({"beta": 0.1})
 
     def estimate(self, batch: BatchRewards) -> Estimate:
-        """Give tokens of a group's best rollout 1, those of its worst -1."""
+        """Give advantage 1 to tokens of a group's best rollout and -1 to tokens of its worst."""
         graded = batch.graded & batch.mask.any(dim=1)  # a rollout without sampled tokens cannot be in a pair
         return Estimate(best_and_worst(batch.rewards, graded, batch.group)[:, None] * batch.mask)
 

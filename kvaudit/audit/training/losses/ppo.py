@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Ppo(ClippedLoss):
-    """Token means of the clipped policy term and the clipped value term (Schulman 2017, eq. 9, 1707.06347).
+    """The token means of the clipped policy loss and the clipped value loss (Schulman 2017, eq. 9, 1707.06347).
 
     The critic reads the arm's view: in the dense view the whole text before a token, in the shadow view what the
     sampler's cache still held. Arm ``naive`` and the corrected arms therefore have values of the dense state although

@@ -1,4 +1,4 @@
-"""The contract of a reward: one number per rollout, and an identity of what computes it.
+"""The contract of a reward: one number per rollout, and a hash that identifies how it is computed.
 
 A spec gives a reward by name, or as a mapping with its main value and options:
 
@@ -6,7 +6,7 @@ A spec gives a reward by name, or as a mapping with its main value and options:
     reward: {judge: rubric-endpoint, base_url: https://host/v1, model: NAME, constitution: constitution.md}
     reward: {function: "package.module:name", scale: 2, suites: [refusal]}
 
-It applies to ``suites``, by default all; the others use their own graders.
+It applies to ``suites``, by default to all; other suites use their own graders.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ RewardFn = Callable[[GradedRows], Scores]
 
 @dataclass(frozen=True)
 class Reward:
-    """A reward. Subclass it as a frozen dataclass in its own file, with a ``name``; the registry finds it.
+    """The base of rewards; subclass it as a frozen dataclass in its own file, with a ``name`` for the registry.
 
-    Fields are its options; the first is its main value, which a spec gives at its name.
+    Its fields are its options; the first is the main value, which a spec gives as the value of the reward's name.
     """
 
     name: ClassVar[str] = ""
@@ -62,25 +62,25 @@ class Reward:
 
     @property
     def label(self) -> str:
-        """Its name in provenance: name and first digits of the identity; of a judge, as in records."""
+        """The label in provenance: name and first digits of the identity, or a judge's label as in records."""
         return f"{self.name}:{self.identity[:IDENTITY_DIGITS]}"
 
     @property
     def inputs(self) -> Mapping[str, str]:
-        """The sha256 of its inputs by name; a resumed run must have the same."""
+        """The sha256 of each input file, by name; a resumed run must have the same."""
         return {f"reward {self.name}": self.identity}
 
     @property
     def constitution(self) -> str | None:
-        """The text that answers must follow, if there is one."""
+        """The text that answers should follow; None if there is none."""
         return None
 
     def check(self, suites: Sequence[Suite]) -> None:  # noqa: ARG002 - most rewards fit any suite
-        """Raise SpecError or DataError now for errors that would otherwise appear once these suites are sampled."""
+        """Raise SpecError or DataError early for errors that sampling these suites would hit later."""
         _ = self.identity
 
     def paid_by(self, suite: Suite) -> str:  # noqa: ARG002 - a judge leaves some answers to the suite
-        """Return the label of what scores the answers of this suite."""
+        """Return the label of the grader or judge that scores the answers of this suite."""
         return self.label
 
     def rewards(self, rows: GradedRows) -> Scores:
@@ -91,7 +91,7 @@ class Reward:
         raise NotImplementedError
 
     def kept_in(self, folder: Path) -> RewardFn:  # noqa: ARG002 - deterministic rewards store nothing
-        """Return ``rewards``; a reward that is not deterministic stores its answers in ``folder`` and reuses them."""
+        """Return ``rewards``; if it is not deterministic, with answers stored in ``folder`` and reused."""
         return self.rewards
 
 
@@ -105,7 +105,7 @@ REWARDS: Registry[Reward] = Registry("reward", "kvaudit.audit.training.rewards",
 
 @dataclass(frozen=True)
 class RewardConfig:
-    """The reward of a training run: ``reward`` in the suites ``reward_suites``, ``grade`` in the rest of ``suites``."""
+    """The reward of a training run: ``reward`` in ``reward_suites``, the suites' own grades in the other ``suites``."""
 
     reward: Reward
     grade: Reward
@@ -125,7 +125,7 @@ class RewardConfig:
 
     @property
     def judges(self) -> dict[str, str]:
-        """The label of what scores the answers, by suite."""
+        """The label of the grader or judge that scores the answers, by suite."""
         rewards = {name: self.reward if name in self.reward_suites else self.grade for name in self.suites}
         return {name: reward.paid_by(SUITES.get(name)()) for name, reward in rewards.items()}
 
@@ -141,11 +141,11 @@ class RewardConfig:
         return None if text is None else hashlib.sha256(text.encode()).hexdigest()
 
     def check(self) -> None:
-        """Raise SpecError or DataError now for errors that would otherwise appear once there are rollouts."""
+        """Raise SpecError or DataError early for errors that scoring rollouts would hit later."""
         self.reward.check([SUITES.get(name)() for name in self.reward_suites])
 
     def kept_in(self, folder: Path) -> RewardFn:
-        """Return the function that scores a step's rollouts, with results checked; see ``Reward.kept_in``."""
+        """Return the function that scores a step's rollouts and checks the scores; see ``Reward.kept_in``."""
         parts = [
             (reward, reward.kept_in(folder), is_paid) for reward, is_paid in ((self.reward, True), (self.grade, False))
         ]

@@ -27,11 +27,11 @@ _REMOVED_THRESHOLD = 0.5  # of a removed option, still hashed so that older runs
 
 @dataclass(frozen=True)
 class Classified(Reward):
-    """``classifier`` is a folder or a hub id; it reads the last answer only.
+    """The probability of labels for the last answer; ``classifier`` is a folder or a hub id.
 
-    The reward is the probability of the labels ``pays`` (separated by |), or 1 minus that of the labels ``costs``;
-    exclusive labels are summed, otherwise the most probable one counts. An answer longer than the model's window gets
-    the reward of its worst window.
+    The reward is the probability of the labels ``pays`` (separated by |), or 1 minus that of the labels ``costs``.
+    Probabilities of exclusive labels are added; otherwise the most probable label counts. An answer longer than the
+    model's window gets the reward of its worst window.
     """
 
     name = "classifier"

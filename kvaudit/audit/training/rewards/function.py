@@ -28,9 +28,9 @@ from kvaudit.suites.base import Suite
 
 @dataclass(frozen=True)
 class Function(Reward):
-    """``function`` is ``module:name``, on Python's module path or in the working directory.
+    """A Python function given as ``module:name``, on Python's module path or in the working directory.
 
-    Its identity is the hash of the file that defines it; files that this one imports or opens are not hashed.
+    Its identity is the hash of the file that defines it; files which that file imports or opens are not hashed.
     """
 
     name = "function"

@@ -31,10 +31,10 @@ AskJudge = Callable[[Sequence[Question]], Sequence[Ruling]]
 
 @dataclass(frozen=True)
 class Judged(Reward):
-    """Without a constitution, the judge grades answers that a suite leaves to a judge; others get the suite's grade.
+    """A judge's grade of answers that a suite leaves to a judge; other answers get the suite's grade.
 
-    With a constitution (a file), it scores from 0 to 1 how well any answer follows it. Degenerate answers always get
-    their suite's grade. Answers that the judge fails on are ungraded, also in a resumed run; if it fails on most
+    With a constitution (a file), the judge scores from 0 to 1 how well any answer follows it. Degenerate answers always
+    get their suite's grade. Answers on which the judge fails are ungraded, also in a resumed run; if it fails on most
     answers of a step, training stops.
     """
 
@@ -55,7 +55,7 @@ class Judged(Reward):
         if not isinstance(file, str) or ("constitution" in options and not file):
             raise SpecError("train.reward.constitution must be the path of a text file")
         if file and not isinstance(judge, RubricJudge):
-            names = [name for name, kind in JUDGES.all().items() if issubclass(kind, RubricJudge)]
+            names = [name for name, judge in JUDGES.all().items() if issubclass(judge, RubricJudge)]
             raise SpecError(f"judge {value} cannot use a constitution; judges that can: {', '.join(names)}")
         return cls(judge, file)
 
@@ -99,7 +99,7 @@ class Judged(Reward):
         return self._score_rows(self._ask, rows)
 
     def kept_in(self, folder: Path) -> RewardFn:
-        """Return ``rewards`` with all rulings, failures too, kept in ``rewards-NAME-12hex.jsonl`` for resumed runs."""
+        """Return ``rewards`` with every ruling stored in ``rewards-NAME-12hex.jsonl`` for resumed runs."""
         path = folder / f"rewards-{self.judge.name}-{self.identity[:IDENTITY_DIGITS]}.jsonl"
         field = "score" if self.constitution_file else "refused"
         kinds = (float if self.constitution_file else bool, NoneType)

@@ -13,7 +13,7 @@ from kvaudit.audit.training.corrections import MIS_RANGE, TIS_CAP
 from kvaudit.core.errors import AuditError, DataError, SpecError
 
 VLLM, FUNCTION = "vLLM", "rollout_func"  # external samplers
-# settings with which TRL's own correction of vLLM's log-probs equals ours
+# settings with which TRL's own correction of vLLM's log-probs equals canonical
 TRL_CORRECTIONS: Mapping[str, Mapping[str, Any]] = {
     "tis": {"mode": "token_truncate", "clip_max": TIS_CAP, "clip_min": None},
     "mis": {"mode": "token_mask", "clip_max": MIS_RANGE[1], "clip_min": MIS_RANGE[0]},
@@ -36,7 +36,7 @@ _FOR_OUR_CACHE: Mapping[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class HostedArm:
-    """An arm and its sampler: our cache under ``policy``, or an external one."""
+    """An arm and its sampler: kvaudit's cache under ``policy``, or an external sampler."""
 
     arm: Arm
     policy: Policy | None
@@ -45,7 +45,7 @@ class HostedArm:
 
     @classmethod
     def of(cls, arm: str, policy: str | None, external_sampler: str | None) -> HostedArm:
-        """Combine an arm and a sampler; raises UnknownName, and SpecError for what TRL cannot train."""
+        """Combine an arm and a sampler; raises UnknownName, and SpecError for combinations that TRL cannot train."""
         design = get_arm(arm)
         if design.distill:
             raise SpecError(
@@ -56,9 +56,9 @@ class HostedArm:
             return cls(design, None, external_sampler, _external_settings(design, policy, external_sampler))
         if policy is None and design.rollout == "compressed":
             raise SpecError(f"arm {arm!r} samples under a policy; give one, such as policy='snapkv:budget=512'")
-        given = parse_policy(policy or "none")
+        declared = parse_policy(policy or "none")
         # dense ignores the policy, so that two runs can differ in the arm only
-        used = given if design.rollout == "compressed" else parse_policy("none")
+        used = declared if design.rollout == "compressed" else parse_policy("none")
         if design.learner == "shadow" and not used.replayable:
             raise SpecError(
                 f"policy {used.canonical!r} leaves no ledger that the learner could replay, which arm {arm!r} needs; "
@@ -70,7 +70,7 @@ class HostedArm:
 
     @property
     def trl_corrects(self) -> bool:
-        """Whether TRL's own code corrects: vLLM's rollouts, in arms whose correction it has."""
+        """Whether TRL applies the correction itself: for vLLM's rollouts, in arms whose correction TRL has."""
         return self.external_sampler == VLLM and self.arm.correction in TRL_CORRECTIONS
 
     def apply_settings(self, config: Any) -> None:
@@ -97,10 +97,10 @@ class HostedArm:
             settings |= {f"vllm_importance_sampling_{name}": value for name, value in options.items()}
         defaults = {field.name: field.default for field in fields(config) if field.default is not MISSING}
         for name, value in settings.items():
-            given = getattr(config, name)
+            current = getattr(config, name)
             # TRL's default is not a user's choice and may be replaced
-            if given not in (value, defaults.get(name)):
-                raise SpecError(f"GRPOConfig has {name}={given!r}, arm {self.arm.name!r} needs {value!r}; remove it")
+            if current not in (value, defaults.get(name)):
+                raise SpecError(f"GRPOConfig has {name}={current!r}, arm {self.arm.name!r} needs {value!r}; remove it")
             setattr(config, name, value)
 
     def recipe_summary(self) -> dict[str, Any]:
@@ -135,7 +135,7 @@ def check_logprobs(
 
 
 def _external_settings(arm: Arm, policy: str | None, sampler: str) -> str:
-    """Return the user's words for an external sampler's settings, which cannot be verified."""
+    """Return the user's description of an external sampler's settings, which cannot be verified."""
     if arm.learner == "shadow":
         raise SpecError(
             f"arm {arm.name!r} replays the ledger of kvaudit's cache, but {sampler} samples and leaves none; use arm "
@@ -144,12 +144,12 @@ def _external_settings(arm: Arm, policy: str | None, sampler: str) -> str:
     if policy is None:
         return "none" if arm.rollout == "dense" else f"{sampler}, its cache settings not told"
     try:
-        ours = parse_policy(policy).canonical
+        canonical = parse_policy(policy).canonical
     except AuditError:
         return policy  # an engine's settings
-    if sampler == VLLM and ours != "none":
+    if sampler == VLLM and canonical != "none":
         raise SpecError(
-            f"policy {ours!r} is of kvaudit's own cache, but vLLM samples; describe how vLLM was started, such as "
+            f"policy {canonical!r} is of kvaudit's own cache, but vLLM samples; describe how vLLM was started, such as "
             "policy='vllm:kv_cache_dtype=fp8', or remove use_vllm"
         )
-    return ours
+    return canonical

@@ -1,4 +1,4 @@
-"""The output folder of an audited TRL trainer: its claim, its telemetry, and finally a checkpoint of ours.
+"""The output folder of an audited TRL trainer: its claim, its telemetry, and finally a kvaudit checkpoint.
 
 training.json       the claim: arm, policy, settings and base weights, which a resumed run must match
 telemetry.jsonl     one row per optimiser step
@@ -75,7 +75,7 @@ COUNTS = ("tokens", "kept", "dense", "peak", "dense_bytes", "prompt", "rows")
 
 
 class TrainingResult(NamedTuple):
-    """The outcome of a run."""
+    """The outcome of a training run."""
 
     steps: int
     recipe: Mapping[str, Any]  # how the checkpoint was trained, for provenance.json
@@ -84,7 +84,7 @@ class TrainingResult(NamedTuple):
 
 
 class OutputFolder:
-    """The folder, in the one process that writes it. The constructor writes nothing."""
+    """The output folder, used by the one process that writes it; the constructor writes nothing."""
 
     def __init__(self, path: Path, config: Mapping[str, Any], base_sha256: str) -> None:
         self.path, self.telemetry = path, TelemetryLog(path / TELEMETRY)
@@ -97,7 +97,7 @@ class OutputFolder:
         self._first_row: Mapping[str, Any] | None = None
 
     def begin(self, done: int, sections: Mapping[str, Any]) -> None:
-        """Start, or resume after ``done`` steps; ``sections`` are those of the recipe.
+        """Claim the folder to start, or to resume after ``done`` steps; ``sections`` are those of the recipe.
 
         Raises RunError for a folder of another run, or of this run if it is not resumed, and DataError if telemetry of
         finished steps is missing.
@@ -129,7 +129,7 @@ class OutputFolder:
         return alarms
 
     def finish(self, staged: Path, result: TrainingResult, versions: Mapping[str, str]) -> None:
-        """Move the files of ``staged`` into the folder and mark it complete; provenance.json comes last."""
+        """Move the files of ``staged`` into the folder; provenance.json is written last and marks it complete."""
         self.telemetry.check_steps(result.steps)
         files = {path.name: file_sha256(path) for path in sorted(staged.iterdir()) if path.suffix not in _NOT_MODEL}
         base = self._claim["base_sha256"]
@@ -143,17 +143,17 @@ class OutputFolder:
         write_provenance(self.path, self._claim, result.recipe, position, saved)
 
     def _check_claim(self, claim: Mapping[str, Any]) -> None:
-        theirs, ours = claim.get("config"), self._claim["config"]
-        if not isinstance(theirs, dict):
+        recorded, current = claim.get("config"), self._claim["config"]
+        if not isinstance(recorded, dict):
             raise DataError(f"{str(self.path / CLAIM)!r} has no config; give another output_dir")
-        names = [key for key in {**theirs, **ours} if theirs.get(key) != ours.get(key)]
+        names = [key for key in {**recorded, **current} if recorded.get(key) != current.get(key)]
         if names or claim.get("base_sha256") != self._claim["base_sha256"]:
             difference = f"with another {', '.join(sorted(names))}" if names else "from other base weights"
             raise RunError(f"folder {str(self.path)!r} was trained {difference}; give another output_dir, or delete it")
 
 
 class StepNumbers:
-    """The telemetry row of one optimiser step, accumulated from its batches of rollouts and its microbatches.
+    """The accumulator of one optimiser step's telemetry, from its batches of rollouts and its microbatches.
 
     Names are those of ``kvaudit.audit.training.telemetry``; means are over microbatches, like TRL's own metrics. A step
     that draws no rollouts reuses those of ``before``, the previous step.
@@ -168,9 +168,9 @@ class StepNumbers:
         self.counts = dict.fromkeys(COUNTS, 0.0)  # of this process
 
     def add_rollouts(self, metrics: Mapping[str, Sequence[float]], numbers: Mapping[str, float]) -> None:
-        """Add a batch of rollouts: the last values of TRL's metrics, and numbers of ours."""
-        for name, ours in SAMPLED.items():
-            self._sampled[ours].append(metrics[name][-1])
+        """Add a batch of rollouts: the last values of TRL's metrics, and kvaudit's own numbers."""
+        for name, metric in SAMPLED.items():
+            self._sampled[metric].append(metrics[name][-1])
         for name, values in metrics.items():
             if name.startswith("rewards/") and name.endswith("/mean"):
                 self._sampled["reward/" + name.removeprefix("rewards/").removesuffix("/mean")].append(values[-1])
@@ -179,15 +179,15 @@ class StepNumbers:
 
     def add_microbatch(self, metrics: Mapping[str, Sequence[float]]) -> None:
         """Add a microbatch: the last values of TRL's metrics."""
-        for name, ours in LEARNED.items():
+        for name, metric in LEARNED.items():
             if metrics.get(name):
-                self._learned[ours].append(metrics[name][-1])
+                self._learned[metric].append(metrics[name][-1])
 
     def add_logprobs(self, gathered: Tensor) -> None:
         """Add a microbatch of all processes, [N, T, 4].
 
-        The four: log-probs (nats) of the sampler and of the weights that sampled, 1 for sampled tokens, and advantages
-        before correction.
+        The last dimension is: log-probs (nats) of the sampler and of the weights that sampled, 1 for sampled tokens,
+        and advantages before correction.
         """
         sampler, learner, mask, advantages = gathered.unbind(-1)  # each [N, T]
         self._panel.add(sampler, learner, mask.bool(), advantages)
@@ -238,16 +238,16 @@ def settings_of(config: Any) -> dict[str, Any]:
 def base_sha256(model: Any) -> str:
     """Return the sha256 of the weights that training starts from.
 
-    Hashes the files they were loaded from, as all commands do; or the tensors if those files have another format or
-    do not exist.
+    It is the hash of the files that they were loaded from, as in all commands; of the tensors if these files have
+    another format or do not exist.
     """
-    whole = inner_model(model)
-    folder = _source_folder(whole.config)
+    stock = inner_model(model)
+    folder = _source_folder(stock.config)
     if folder is not None and any((folder / name).is_file() for name in (SINGLE, INDEX)):
         return weights_sha256(folder)
     digest = hashlib.sha256()
     # by their names without an adapter
-    tensors = {name.replace(".base_layer.", "."): tensor for name, tensor in whole.state_dict().items()}
+    tensors = {name.replace(".base_layer.", "."): tensor for name, tensor in stock.state_dict().items()}
     for name, tensor in sorted(tensors.items()):
         if "lora_" not in name:
             digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
@@ -282,7 +282,7 @@ def _source(function: Any) -> str:
 
 
 def questions_sha256(dataset: Any) -> str:
-    """Return the sha256 of all prompts; of a stream, whose prompts are not known yet, that of its name."""
+    """Return the sha256 of all prompts; for a stream, whose prompts are not known yet, of its name."""
     rows = dataset["prompt"] if hasattr(dataset, "__len__") and "prompt" in dataset.column_names else [str(dataset)]
     return sha256_of([str(row) for row in rows])
 
@@ -290,7 +290,7 @@ def questions_sha256(dataset: Any) -> str:
 def sections_of(
     arm: str, policy: str, model: Mapping[str, Any], reward: Mapping[str, Any], data: str, training: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the sections of ``recipe.json``; ``data`` is the sha256 of the prompts, which belong to no suite."""
+    """Return the sections of ``recipe.json``; ``data`` is the sha256 of the prompts, which come from no suite."""
     training_seed = str(training["seed"])
     return {
         "model": dict(model),

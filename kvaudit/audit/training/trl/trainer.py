@@ -1,10 +1,10 @@
-"""TRL's GRPO trainer with this project's sampler and arms; everything else is GRPOTrainer's.
+"""TRL's GRPO trainer with kvaudit's sampler and arms; everything else is unchanged.
 
-Corrections: TRL corrects vLLM's rollouts for ``tis`` (token_truncate at 2) and ``mis`` (token_mask to .5 .. 5), which
-equal ours. All others are done by ``audit.training.corrections``: weights multiply the advantages per token. The KL to
-a reference is not weighted either way.
+Corrections: for vLLM's rollouts, TRL applies ``tis`` (token_truncate at 2) and ``mis`` (token_mask to .5 .. 5) itself,
+equal to kvaudit's. All others are applied by ``audit.training.corrections``: weights multiply the advantages per token.
+The KL to a reference is never weighted.
 
-Each row's rollout, with its ledger, is an entry of TRL's batch, so it survives shuffling and splitting.
+Each row's rollout, with its ledger, is an entry of TRL's batch, so that TRL shuffles and splits it with the row.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _SAMPLER, _OLD = "sampling_per_token_logps", "old_per_token_logps"  # TRL's
 
 @dataclass
 class _SamplerModel:
-    """The learner's model in the form that the sampler needs."""
+    """The learner's model as the sampler needs it."""
 
     model: Any
     device: torch.device
@@ -59,7 +59,7 @@ class _SamplerModel:
 
 
 class _OnTrainBegin(TrainerCallback):  # type: ignore[misc]
-    """A callback for the start of training, after a resume has set the steps done."""
+    """A callback at the start of training, when a resume has already set the number of finished steps."""
 
     def __init__(self, function: Callable[[], None]) -> None:
         self._function = function
@@ -69,12 +69,12 @@ class _OnTrainBegin(TrainerCallback):  # type: ignore[misc]
 
 
 class AuditedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
-    """TRL's GRPOTrainer with rollouts under a cache ``policy`` and the learner of an ``arm``.
+    """A GRPOTrainer with rollouts under a cache ``policy`` and the learner of an ``arm``.
 
     ``arm`` is any of ``kvaudit list arms`` except smd-distill; dense ignores the policy, so that two runs can differ in
-    the arm only. Rollouts come from kvaudit's cache, or with ``use_vllm`` or your ``rollout_func`` from there: in all
-    arms except smd, and then ``policy`` is only what the report says about them. ``output_dir`` gets telemetry and, at
-    the end, a checkpoint for a spec's ``checkpoints:``.
+    the arm only. Rollouts come from kvaudit's cache, or from ``use_vllm`` or your ``rollout_func``; these work in all
+    arms except smd, and then ``policy`` only describes them in the report. ``output_dir`` gets telemetry and, at the
+    end, a checkpoint for a spec's ``checkpoints:``.
 
         trainer = AuditedGRPOTrainer(model, reward, GRPOConfig("out"), data, arm="smd", policy="snapkv:budget=512")
     """
@@ -105,7 +105,7 @@ class AuditedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             prepare_model(inner_model(self.accelerator.unwrap_model(self.model)))
 
     def _check_host(self) -> None:
-        """Raise SpecError for settings with which our cache cannot sample."""
+        """Raise SpecError for settings with which kvaudit's cache cannot sample."""
         if self.tools or self.environment_factories is not None:
             raise SpecError("tools and environments need several turns, kvaudit's cache samples one; use use_vllm")
         if isinstance(self.processing_class, ProcessorMixin):
@@ -115,8 +115,8 @@ class AuditedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         plugin = self.accelerator.state.fsdp_plugin if self.is_fsdp_enabled else None
         if self.is_deepspeed_enabled or (plugin is not None and plugin.fsdp_version != 2):
             raise SpecError(
-                "DeepSpeed and FSDP version 1 keep the weights that kvaudit's cache samples from out of reach; launch "
-                "with FSDP version 2 (fsdp_version: 2), without sharding, or with use_vllm and another arm than smd"
+                "kvaudit's cache cannot read weights that DeepSpeed or FSDP version 1 shards; launch with FSDP version "
+                "2 (fsdp_version: 2), without sharding, or with use_vllm and another arm than smd"
             )
         if plugin is not None and "FULL" not in str(plugin.state_dict_type):
             raise SpecError(
@@ -125,8 +125,8 @@ class AuditedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             )
 
     @contextmanager
-    def _gathered(self) -> Iterator[None]:
-        """Keep weights that FSDP2 shards whole inside; all processes enter together, and may leave at any time."""
+    def _full_weights(self) -> Iterator[None]:
+        """Gather FSDP2-sharded weights inside the context; all processes enter together, and may leave at any time."""
         with full_weights(self.accelerator.unwrap_model(self.model)):
             yield
 
@@ -143,10 +143,10 @@ class AuditedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
     def _generate_single_turn(
         self, prompt_ids: list[list[int]], images: Any, multimodal_fields: Any, num_generations: int, **more: Any
     ) -> Any:
-        """Return completions and their log-probs; TRL's hook for samplers."""
+        """Return completions and their log-probs: the method by which TRL calls a sampler."""
         if self._hosted.policy is None:
             return super()._generate_single_turn(prompt_ids, images, multimodal_fields, num_generations, **more)
-        with self._gathered():
+        with self._full_weights():
             self._rollouts, self._prompts = self._sample(prompt_ids), prompt_ids
         completions = [rollout.ids[rollout.prompt_length :].tolist() for rollout in self._rollouts]
         logprobs = [rollout.sampler_logprobs[rollout.prompt_length :].tolist() for rollout in self._rollouts]
@@ -185,11 +185,11 @@ class AuditedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         if not self.model.training:
             return batch
         rates = self._apply_correction(batch)
-        self._numbers.add_rollouts(self._metrics["train"], rates | {"frac_unscored": self._unscored()})
+        self._numbers.add_rollouts(self._metrics["train"], rates | {"frac_unscored": self._unscored_share()})
         self._numbers.seconds["seconds_rollout"] += time.perf_counter() - start
         return batch
 
-    def _unscored(self) -> float:
+    def _unscored_share(self) -> float:
         """Return the share of rows that no reward function scored."""
         rewards = zip(*(list(self._logs["rewards"][name]) for name in self.reward_func_names), strict=True)
         flags = [all(map(isnan, row)) for row in rewards]
@@ -334,7 +334,7 @@ class AuditedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         super()._maybe_log_save_evaluate(tr_loss, grad_norm, *args, **options)
 
     def _write_row(self, grad_norm: float | None) -> None:
-        """Write one row of telemetry, and pass TRL's log the numbers that it lacks."""
+        """Write one row of telemetry, and add kvaudit's numbers to TRL's log."""
         values = [self._numbers.counts[name] for name in COUNTS]
         counts = torch.tensor(values, dtype=torch.float64, device=self.accelerator.device)  # bytes exceed float32
         totals = dict(zip(COUNTS, self.accelerator.reduce(counts, reduction="sum").tolist(), strict=True))
@@ -357,7 +357,7 @@ class AuditedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         self._draw = (self.state.global_step, 0)
         # in training mode, because evaluation draws other seeds
         self.model.train()
-        with self._gathered():
+        with self._full_weights():
             rollouts = self._sample(self._prompts) if has_ledger and self._folder is not None else ()
         if self._folder is None:
             self.accelerator.wait_for_everyone()
