@@ -78,7 +78,6 @@ def run_evaluation(folder: Path, spec: RunSpec) -> None:
 
 
 def main() -> None:
-    """Print one line for the quickstart's grid and one for each number of units."""
     for units in (None, *map(int, sys.argv[1:] or (2_500, 5_000, 10_000))):
         spec = spec_of(units)
         with tempfile.TemporaryDirectory() as folder:

@@ -207,13 +207,11 @@ def bandwidth(weights: list[Tensor], rows: int) -> tuple[float, float]:
 
 
 def header(*names: str) -> None:
-    """Print the head of a Markdown table."""
     row(*names)
     print("|" + "---|" * len(names))
 
 
 def row(*cells: str) -> None:
-    """Print one row of a Markdown table."""
     print("| " + " | ".join(cells) + " |", flush=True)
 
 

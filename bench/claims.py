@@ -111,7 +111,6 @@ def values_of(runs: list[list[dict[str, Any]]], key: str) -> list[float]:
 
 
 def markdown_table(headers: list[str], rows: Iterator[list[str]]) -> Iterator[str]:
-    """Yield the lines of a Markdown table."""
     yield f"| {' | '.join(headers)} |"
     yield f"|{'---|' * len(headers)}"
     yield from (f"| {' | '.join(row)} |" for row in rows)

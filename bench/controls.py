@@ -474,7 +474,6 @@ def _shares(counts: dict[Status, int], draws: int) -> str:
 
 
 def print_cells(title: str, rows: Sequence[CellOnDisk]) -> None:
-    """Print one line per gated cell."""
     print(title)
     for row in rows:
         d, effect = row.decision, row.decision.effect
@@ -485,7 +484,6 @@ def print_cells(title: str, rows: Sequence[CellOnDisk]) -> None:
 
 
 def main() -> None:
-    """Run all controls and print their table."""
     started = time.process_time()
     disable_progress_bar()
     checks = run_controls(Path(sys.argv[1] if len(sys.argv) > 1 else "runs/controls"), Size())

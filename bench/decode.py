@@ -124,7 +124,6 @@ class KVPressProcess:
         return json.loads(line)
 
     def close(self) -> None:
-        """End the process."""
         self._process.communicate()
 
 
@@ -170,7 +169,6 @@ def models(device: str = "cpu", dtype: DtypeName = "float32") -> Iterator[tuple[
 def compare(
     served: Served, batch: int, peer: KVPressProcess | None, bandwidth: float, options: argparse.Namespace
 ) -> None:
-    """Print one table."""
     # leave room for a warm-up and all turns; each turn feeds one token more than it samples
     context = min(CONTEXT, served.max_positions - (options.turns + 1) * (options.new + 1))
     prompt: list[int] = torch.randint(

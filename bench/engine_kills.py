@@ -62,7 +62,7 @@ def main() -> None:
 
 
 def _kill_run(
-    spec: Path, run: Path, whole: Path, seconds: float, draws: random.Random, counts: Counter[str], kills: int
+    spec: Path, run: Path, undisturbed: Path, seconds: float, draws: random.Random, counts: Counter[str], kills: int
 ) -> None:
     """Kill processes of one run, and resume it, until it finishes."""
     for _ in range(8):
@@ -84,7 +84,7 @@ def _kill_run(
         time.sleep(GRACE)
         counts["orphans"] += len(_engines(run))
     counts["failed"] += process.wait(PATIENCE) != 0 and _start(spec, run).wait(PATIENCE) != 0
-    counts["different"] += records_without_times(run) != records_without_times(whole)
+    counts["different"] += records_without_times(run) != records_without_times(undisturbed)
     counts["orphans"] += len(_engines(run))
 
 

@@ -114,7 +114,6 @@ def answer_table(run: kvaudit.Run) -> pd.DataFrame:
 
 
 def main() -> None:
-    """Print the table of every run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path)
     parser.add_argument("--answers", type=Path, help="a Parquet file to write: every answer's grade, texts as hashes")

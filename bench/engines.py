@@ -155,12 +155,10 @@ def moves(plain: Answers, served: Answers) -> np.ndarray:
 
 
 def rms(values: np.ndarray) -> float:
-    """Return the root mean square, nan without values."""
     return float(np.sqrt(np.mean(values**2))) if len(values) else float("nan")
 
 
 def main() -> None:
-    """Print both tables."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--items", type=int, default=64)
     parser.add_argument("--new", type=int, default=40)

@@ -74,7 +74,6 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def table_row(text: str, served: Served, sampled: Sampled) -> str:
-    """Return one row of the table."""
     bare = sampled._replace(rollouts=[replace(rollout, hints=None) for rollout in sampled.rollouts])
     row_gaps = [largest_gap(served, sampled), largest_gap(served, bare), largest_gap(served, sampled, "dense")]
     tokens = sum(len(rollout.ids) for rollout in sampled.rollouts)

@@ -129,9 +129,9 @@ class Side:
 class Ours(Side):
     """Rows under a policy: one long turn of the sampler, paused after every so many steps."""
 
-    def __init__(self, served: Served, policy: str, prompt: list[int], batch: int, most: int) -> None:
+    def __init__(self, served: Served, policy: str, prompt: list[int], batch: int, max_tokens: int) -> None:
         super().__init__(served.device)
-        self._decoding = Decoding(most, temperature=0.0)
+        self._decoding = Decoding(max_tokens, temperature=0.0)
         self._episode = Sampler(served, parse_policy(policy)).open([prompt], list(range(batch)), group=batch)
         self.opened()
 
@@ -169,12 +169,12 @@ class Clock(LogitsProcessor):
 class Generate(Side):
     """Rows of a prompt through stock ``generate``, on a cache that holds the prompt and grows in every turn."""
 
-    def __init__(self, model: Any, prompt: list[int], batch: int, most: int, *, static: bool) -> None:
+    def __init__(self, model: Any, prompt: list[int], batch: int, max_tokens: int, *, static: bool) -> None:
         super().__init__(model.device)
         self._model = model
         entries = prefill_entries(model, prompt)
         if static:
-            self._cache: Any = StaticCache(config=model.config, max_cache_len=len(prompt) + most)
+            self._cache: Any = StaticCache(config=model.config, max_cache_len=len(prompt) + max_tokens)
             for number, (keys, values) in enumerate(entries):
                 self._cache.update(repeat_rows(keys, batch), repeat_rows(values, batch), number)
         else:
@@ -208,11 +208,11 @@ class Press(Side):
 
     def __init__(self, model: Any, prompt: list[int], batch: int) -> None:
         super().__init__(model.device)
-        kept = min(BUDGET, len(prompt) - 1)
+        entries = min(BUDGET, len(prompt) - 1)
         self._model, self._length = model, len(prompt)
         self._cache = cache_of(
             [
-                (repeat_rows(k[:, :, :kept], batch), repeat_rows(v[:, :, :kept], batch))
+                (repeat_rows(k[:, :, :entries], batch), repeat_rows(v[:, :, :entries], batch))
                 for k, v in prefill_entries(model, prompt)
             ]
         )
@@ -369,13 +369,13 @@ def decode(options: argparse.Namespace) -> None:
     served = random_model(options.shape, options.device, getattr(torch, options.dtype))
     twin, prompt = stock_twin(served.model), prompt_of(served, options.context)
     once, batch = options.warm + options.turns * (options.new + 1) + 8, options.batch
-    most = once + options.turns * options.new  # `none` takes turns twice
+    max_tokens = once + options.turns * options.new  # `none` takes turns twice
     bandwidth = measured_bandwidth(options.device)
     print(f"{served.name}, {options.dtype}, batch {batch}, {options.context:,} tokens, {bandwidth / 1e9:.0f} GB/s\n")
     builds: dict[str, Callable[[], Side]] = {
-        DYNAMIC: partial(Generate, twin, prompt, batch, most, static=False),
+        DYNAMIC: partial(Generate, twin, prompt, batch, max_tokens, static=False),
         PRESS: partial(Press, twin, prompt, batch),
-        **{policy: partial(Ours, served, policy, prompt, batch, most) for policy in options.policies},
+        **{policy: partial(Ours, served, policy, prompt, batch, max_tokens) for policy in options.policies},
     }
     sides = {name: side for name, build in builds.items() if (side := open_side(name, build, options))}
     cache_bytes = {name: side.bytes for name, side in sides.items() if isinstance(side, Ours)}
@@ -434,12 +434,12 @@ def table_row(name: str, played: dict[str, list[Turn]], tokens: int, steps: int,
 def steps(options: argparse.Namespace) -> None:
     """Print the time of a step by policy, under the KVAUDIT_STEP that is set."""
     served = random_model(options.shape, options.device, getattr(torch, options.dtype))
-    prompt, most = prompt_of(served, options.context), options.warm + options.turns * options.new + 8
+    prompt, max_tokens = prompt_of(served, options.context), options.warm + options.turns * options.new + 8
     print(f"| KVAUDIT_STEP={os.environ.get('KVAUDIT_STEP', '')} | ms a step | s to warm up |\n|---|---:|---:|")
     for policy in options.policies:
         began = time.perf_counter()
         try:
-            side = Ours(served, policy, prompt, options.batch, most)
+            side = Ours(served, policy, prompt, options.batch, max_tokens)
             side.turn(options.warm)
             warm = time.perf_counter() - began
             seconds = median(side.turn(options.new).seconds for _ in range(options.turns)) / options.new
@@ -454,11 +454,11 @@ def steps(options: argparse.Namespace) -> None:
 def warm(options: argparse.Namespace) -> None:
     """Compile the static cache's step for later shapes, so that torch's cache on disk has its kernels."""
     served = random_model(options.shape, options.device, getattr(torch, options.dtype))
-    twin, most = stock_twin(served.model), options.warm + options.turns * (options.new + 1) + 8
+    twin, max_tokens = stock_twin(served.model), options.warm + options.turns * (options.new + 1) + 8
     for place in options.places:
         torch._dynamo.reset()  # as in a process of its own
         batch, context = (int(number) for number in place.split("x"))
-        open_side(place, partial(Generate, twin, prompt_of(served, context), batch, most, static=True), options)
+        open_side(place, partial(Generate, twin, prompt_of(served, context), batch, max_tokens, static=True), options)
 
 
 def folder(options: argparse.Namespace) -> None:
@@ -526,7 +526,6 @@ WORK = {"decode": decode, "steps": steps, "warm": warm, "folder": folder, "prefi
 
 
 def main() -> None:
-    """Run one of the commands."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("work", choices=WORK)
     parser.add_argument("--shape", default="1.5b", choices=SHAPES)

@@ -74,7 +74,6 @@ ITEMS, POLICIES, ANSWER = 3000, 6, 256  # per audit
 
 
 def main() -> None:
-    """Print the table and every number behind it."""
     print(f"A step: {PROMPTS} prompts of {PROMPT} tokens x {GROUP} answers of {NEW}; an audit: {ITEMS} items x")
     print(f"{POLICIES} policies, answers of {ANSWER} tokens.\n")
     print("| model | GPUs | GB a GPU, training | rollouts s | learner s | sharding s | step s | audit s |")
@@ -89,7 +88,6 @@ def main() -> None:
 
 
 def table_row(model: Model, gpus: int) -> list[str]:
-    """Return one row of the table, without times if training does not fit."""
     fitting = [micro for micro in MICRO if training_bytes(model, gpus, micro) <= MACHINE["memory"].value]
     micro = max(fitting, default=MICRO[-1])
     memory, audit = f"{training_bytes(model, gpus, micro) / GB:.0f}", f"{audit_seconds(model, gpus):.0f}"

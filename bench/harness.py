@@ -61,7 +61,7 @@ def main() -> None:
         for turn in range(options.turns):
             order = list(sides) if turn % 2 == 0 else list(sides)[::-1]
             turns.append({side: run_task(sides[side], Path(folder)) for side in order})
-    alike = sum(a == b for turn in turns for a, b in zip(turn["ours"].answers, turn["hf"].answers, strict=True))
+    same = sum(a == b for turn in turns for a, b in zip(turn["ours"].answers, turn["hf"].answers, strict=True))
     words = sum(len(answer.split()) for answer in turns[0]["ours"].answers)
     print(
         f"{Path(name).name}: {options.rows} rows of gsm8k at {CONTEXT} tokens, batch {options.batch}, at most {NEW} "
@@ -71,7 +71,7 @@ def main() -> None:
         pairs = [(turn["ours"].seconds[field], turn["hf"].seconds[field]) for turn in turns]
         ours_s, theirs_s = (median(pair[side] for pair in pairs) for side in (0, 1))
         print(f"  {clock:4} ratio {median(t / o for o, t in pairs):.2f}   ours {ours_s:.1f} s   hf {theirs_s:.1f} s")
-    print(f"  answers alike: {alike} of {options.rows * options.turns}")
+    print(f"  answers alike: {same} of {options.rows * options.turns}")
 
 
 def write_task(folder: Path, items: Sequence[Item], until: Sequence[str]) -> None:
@@ -94,7 +94,6 @@ def write_task(folder: Path, items: Sequence[Item], until: Sequence[str]) -> Non
 
 
 def run_task(lm: Any, folder: Path) -> Turn:
-    """Ask the task once."""
     tasks = TaskManager(include_path=[str(folder)], include_defaults=False).load(TASK)
     for task in tasks["tasks"].values():
         task.config.generation_kwargs.update(max_gen_toks=NEW)

@@ -143,7 +143,6 @@ def wheel_bytes() -> int:
 
 
 def main() -> None:
-    """Print the table, or docstrings."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", nargs="?", type=Path)
     parser.add_argument("--docstrings", type=int, default=0)

@@ -25,22 +25,21 @@ RUN = 32  # keys that share scales under kivi
 
 
 def main() -> None:
-    """Print a table of microseconds: kinds of entries by settings."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--set", nargs="+", default=[], help="NAME=NUMBER[,NUMBER...]")
     parser.add_argument("--slots", nargs="+", type=int, default=[2304, 9216])
-    asked = parser.parse_args()
-    tried = [("as they are", {}), *((f"{n}={v}", {n: v}) for n, v in changes(asked.set))]
-    print("| settings | entries | " + " | ".join(f"{slots:,} slots, us" for slots in asked.slots) + " |")
-    print("|---|---|" + "---:|" * len(asked.slots))
+    options = parser.parse_args()
+    tried = [("as they are", {}), *((f"{n}={v}", {n: v}) for n, v in changes(options.set))]
+    print("| settings | entries | " + " | ".join(f"{slots:,} slots, us" for slots in options.slots) + " |")
+    print("|---|---|" + "---:|" * len(options.slots))
     for kind in ("exact", "int8", "kivi"):
-        layers = {slots: [entries(kind, slots) for _ in range(LAYERS)] for slots in asked.slots}
+        layers = {slots: [entries(kind, slots) for _ in range(LAYERS)] for slots in options.slots}
         for name, change in tried:
-            kept = {constant: getattr(decode_kernels, constant) for constant in change}
+            originals = {constant: getattr(decode_kernels, constant) for constant in change}
             vars(decode_kernels).update(change)
-            found = [f"{microseconds(kind, slots, layers[slots]):.1f}" for slots in asked.slots]
-            vars(decode_kernels).update(kept)
-            print(f"| {name} | {kind} | " + " | ".join(found) + " |", flush=True)
+            times = [f"{microseconds(kind, slots, layers[slots]):.1f}" for slots in options.slots]
+            vars(decode_kernels).update(originals)
+            print(f"| {name} | {kind} | " + " | ".join(times) + " |", flush=True)
 
 
 def changes(words: list[str]) -> Iterator[tuple[str, int]]:

@@ -37,7 +37,6 @@ def main() -> None:
 
 
 def compare(served: Served, policy: str) -> None:
-    """Print the seconds of both views and their ratio."""
     rows = sample_rollouts(served, policy)
     seconds(served, rows, "shadow")  # warm-up
     turns = [(seconds(served, rows, "dense"), seconds(served, rows, "shadow")) for _ in range(REPEATS)]

@@ -176,7 +176,6 @@ def evictions_timed() -> Iterator[list[float]]:
 
 
 def table_row(text: str, figures: Figures, exact: dict[str, float]) -> str:
-    """Return one row of the table."""
     cells = [f"`{text}`", *(f"{ratio:.2f}" for ratio in figures.ratio.values())]
     cells += [f"{100 * share:.0f} %" for table in (figures.evicting, figures.roofline) for share in table.values()]
     cells += [f"{figures.prefill:.2f}", f"{figures.bytes_share:.3f}", f"{min(figures.bound, 1.05):.3f}"]

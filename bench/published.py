@@ -38,7 +38,6 @@ HEADERS = (
 
 
 def main(folders: Sequence[str]) -> None:
-    """Print the table of every run."""
     for folder in map(Path, folders):
         model = json.loads((folder / "provenance.json").read_text())
         print(f"\n{folder.name}, base weights {str(model['base_sha256'])[:12]}, {model['dtype']}\n")

@@ -34,7 +34,6 @@ COUNTED = ("attack_success", "unsafe", "obeyed", "escaped", "leak")  # facets th
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Write the figures of a run, or check the page."""
     if arguments == ["--check"]:
         problems = list(problems_of_page())
         for problem in problems:
@@ -127,7 +126,6 @@ def answers_sha256(path: Path) -> str:
 
 
 def sha256(path: Path) -> str:
-    """Return the sha256 of a file."""
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
@@ -173,7 +171,6 @@ def _count(row: tuple[str, Mapping[str, Sequence[int]]]) -> list[str]:
 
 
 def markdown_table(headers: Sequence[str], rows: Any) -> str:
-    """Return a Markdown table."""
     lines = [headers, ["---"] * len(headers), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 

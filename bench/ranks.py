@@ -64,28 +64,28 @@ class RankResult(NamedTuple):
     """What one rank measured: the gap of each case by name, and the bytes that it holds."""
 
     gaps: dict[str, float]
-    held: BytesHeld
+    memory: BytesHeld
 
 
 def main() -> None:
     folder, only_bytes = os.environ.get("KVAUDIT_REAL_MODEL", EMBEDDED), "bytes" in sys.argv
-    with tempfile.TemporaryDirectory() as place:
+    with tempfile.TemporaryDirectory() as shared:
         for count in COUNTS:
             with ProcessPoolExecutor(count, get_context("spawn")) as pool:
-                work = [pool.submit(run_cases, number, count, place, folder, only_bytes) for number in range(count)]
+                work = [pool.submit(run_cases, number, count, shared, folder, only_bytes) for number in range(count)]
                 results = [task.result() for task in work]
-            print(f"{count} processes, {Path(folder).name}: bytes a parameter and rank {results[0].held}", flush=True)
+            print(f"{count} processes, {Path(folder).name}: bytes a parameter and rank {results[0].memory}", flush=True)
             for adapter in ADAPTERS if results[0].gaps else ():
-                own = {name: largest_gap for name, largest_gap in results[0].gaps.items() if name.endswith(adapter)}
-                worst = max(own, key=lambda name: own[name])
-                print(f"  {len(own)} cases: largest gap {own[worst]:.1e} ({worst})", flush=True)
+                gaps = {name: gap for name, gap in results[0].gaps.items() if name.endswith(adapter)}
+                worst = max(gaps, key=lambda name: gaps[name])
+                print(f"  {len(gaps)} cases: largest gap {gaps[worst]:.1e} ({worst})", flush=True)
 
 
-def run_cases(number: int, count: int, place: str, folder: str, only_bytes: bool) -> RankResult:
+def run_cases(number: int, count: int, shared: str, folder: str, only_bytes: bool) -> RankResult:
     """Run every case as one of ``count`` ranks; a single process saves what the others are compared with."""
     torch.set_num_threads(1)
     if count > 1:
-        rendezvous = f"file://{place}/meet-{count}"
+        rendezvous = f"file://{shared}/meet-{count}"
         dist.init_process_group("gloo", init_method=rendezvous, rank=number, world_size=count)
     ranks, base = RankGroup(number, count), load_model(EMBEDDED, device="cpu")
     batches = (
@@ -95,17 +95,17 @@ def run_cases(number: int, count: int, place: str, folder: str, only_bytes: bool
     for name, case in () if only_bytes else all_cases():
         batch = batches["dense" if case.arm == "dense" else "smd"]
         loss, gradients = learn_once(case, base, batch, ranks)
-        file = Path(place) / f"{name}.safetensors"
+        file = Path(shared) / f"{name}.safetensors"
         if count == 1:
             save_file(gradients | {"loss": torch.tensor(loss)}, file)
         else:
             gaps[name] = largest_gap(load_file(file), gradients | {"loss": torch.tensor(loss)})
         print(name, gaps.get(name, ""), file=sys.stderr) if number == 0 else None
     model = base if folder == EMBEDDED else load_model(folder, dtype="bfloat16", device="cpu")
-    held = bytes_held(model, ranks)
+    memory = bytes_held(model, ranks)
     if count > 1:
         dist.destroy_process_group()
-    return RankResult(gaps, held)
+    return RankResult(gaps, memory)
 
 
 def all_cases() -> Iterator[tuple[str, TrainConfig]]:

@@ -76,7 +76,6 @@ def draw_at_limit(
 
 
 def main() -> None:
-    """Simulate, and print one line per method and number of templates."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--draws", type=int, default=4000, help="simulated audits of each design")

@@ -76,12 +76,14 @@ def measure_gaps(model: LoadedModel, prompts: Sequence[Sequence[int]], text: str
     rollouts = [replace(rollout, stored=store) for rollout in sample_from_engine(model, prompts, condition, options)]
     plain = sample_from_engine(model, prompts, condition.reference, options)
     sampled, temperature = engine_logprobs(rollouts), options.temperature or 1.0
-    own, last_bit = (None, None) if store is None or store.shown else own_code_logprobs(model, rollouts, temperature)
+    own_codes, last_bit = (
+        (None, None) if store is None or store.shown else own_code_logprobs(model, rollouts, temperature)
+    )
     return Gaps(
         tokens=len(sampled),
         uncompressed=rms(engine_logprobs(plain) - learner_logprobs(model.model, plain, "dense", temperature)),
         dense=rms(sampled - learner_logprobs(model.model, rollouts, "dense", temperature)),
-        own_codes=None if own is None else rms(sampled - own),
+        own_codes=None if own_codes is None else rms(sampled - own_codes),
         replay=rms(sampled - learner_logprobs(model.model, rollouts, "shadow", temperature)),
         last_bit=last_bit,
     )
@@ -94,8 +96,8 @@ def own_code_logprobs(model: LoadedModel, rollouts: Sequence[Rollout], temperatu
     with torch.no_grad():
         for weight in perturbed.parameters():
             weight.mul_(1 + PERTURBATION * torch.randn(weight.shape, generator=draws))
-    own = learner_logprobs(model.model, unwritten, "shadow", temperature)
-    return own, rms(own - learner_logprobs(perturbed, unwritten, "shadow", temperature))
+    logprobs = learner_logprobs(model.model, unwritten, "shadow", temperature)
+    return logprobs, rms(logprobs - learner_logprobs(perturbed, unwritten, "shadow", temperature))
 
 
 def sample_from_engine(
@@ -133,15 +135,13 @@ def learner_logprobs(model: object, rollouts: Sequence[Rollout], kind: str, temp
 
 
 def rms(values: Tensor) -> float:
-    """Return the root mean square."""
     return float(values.square().mean().sqrt())
 
 
 def table_row(text: str, gaps: Gaps) -> str:
-    """Return one row of the table."""
-    own, replay = (_explained(gaps, value) for value in (gaps.own_codes, gaps.replay))
+    own_codes, replay = (_explained(gaps, value) for value in (gaps.own_codes, gaps.replay))
     bit = "-" if gaps.last_bit is None else f"{gaps.last_bit:.1e}"
-    return f"| {text} | {gaps.tokens} | {gaps.uncompressed:.1e} | {gaps.dense:.1e} | {bit} | {own} | {replay} |"
+    return f"| {text} | {gaps.tokens} | {gaps.uncompressed:.1e} | {gaps.dense:.1e} | {bit} | {own_codes} | {replay} |"
 
 
 def _explained(gaps: Gaps, value: float | None) -> str:
@@ -197,7 +197,6 @@ def _range(values: Iterable[float | None]) -> str:
 
 
 def main() -> None:
-    """Print the table of all settings, or of a run."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--items", type=int, default=48)
     parser.add_argument("--new", type=int, default=32)

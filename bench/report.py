@@ -41,7 +41,6 @@ measure_report(sys.argv[1])
 
 
 def main() -> None:
-    """Make the run if it is missing, then measure a child process that writes its report."""
     count = int(sys.argv[1]) if len(sys.argv) > 1 else 1_000_000
     with tempfile.TemporaryDirectory() as folder:
         run = Path(sys.argv[2] if len(sys.argv) > 2 else folder) / f"run-{count}"

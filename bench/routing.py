@@ -40,7 +40,6 @@ def random_moe(dtype: torch.dtype) -> Served:
 
 @torch.no_grad()
 def main() -> None:
-    """Print the figures for float32 and bfloat16."""
     for dtype in (torch.float32, torch.bfloat16):
         served = random_moe(dtype)
         torch.manual_seed(3)

@@ -192,7 +192,6 @@ def _print_table(results: list[Result]) -> None:
 
 
 def main() -> None:
-    """Simulate the worlds, print the table, and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--audits", type=int, default=2000, help="simulated audits per world")

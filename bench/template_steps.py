@@ -72,7 +72,6 @@ def group_name(case: TemplateCase) -> str:
 
 
 def main() -> None:
-    """Simulate, and print each case and the largest rate of each group."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--draws", type=int, default=4000)

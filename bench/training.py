@@ -86,8 +86,8 @@ def main() -> None:
     print(f"{task.prompts} prompts x {GROUP}, {lengths}, {where}, {task.steps} step(s)", flush=True)
     results = {}
     for name, side in sides.items():
-        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as alone:
-            result = results[name] = alone.submit(side, task).result()
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+            result = results[name] = pool.submit(side, task).result()
         times = f"CPU {median_cpu(result):.1f} s   wall {median_wall(result):.1f} s"
         print(f"  {name:5} {times}   peak {result.peak / 1e9:.2f} GB", flush=True)
     trl_result = results.pop("TRL")

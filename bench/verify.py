@@ -67,7 +67,6 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def table_row(served: Served, policy: str, others: Sequence[str], files: int) -> str:
-    """Return one row of the table."""
     honest = [File(rollout, policy) for rollout in sample_files(served, parse_policy(policy), files)]
     results = [verify_file(served, file) for file in honest]
     lowest = min(r.ranked.lowest for r in results if isinstance(r.ranked, RankingAgreement))
@@ -99,7 +98,6 @@ def sample_files(served: Served, policy: Policy, files: int) -> list[Rollout]:
 
 
 def verify_file(served: Any, file: File) -> Verification:
-    """Verify a file."""
     recorded = RecordedRollouts("bench", (file.rollout,), parse_policy(file.policy))
     ((_, verification),) = run_measure(Verify(served, [recorded]))
     return verification

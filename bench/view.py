@@ -84,7 +84,6 @@ SCROLLED = """async () => {
 
 
 def main() -> None:
-    """Make the run and its pages, then time them in a browser."""
     count = int(sys.argv[1]) if len(sys.argv) > 1 else 600_000
     with tempfile.TemporaryDirectory() as folder:
         run = Path(sys.argv[2] if len(sys.argv) > 2 else folder) / f"run-{count}"

@@ -23,7 +23,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 from bench.attack.folders import ANY_VERDICT, EDITS, NAMES, SPEC, run_command
-from bench.attack.trial import Trial, expect, records_without_times
+from bench.attack.trial import Trial, check_same_records, expect, records_without_times
 
 MANY = 24  # items of the run that is disturbed
 # sizes of the disk on which a run begins: from almost none to all but the report
@@ -106,20 +106,6 @@ def _check_success(*words: str) -> None:
     expect(code == 0, f"exit code {code}: {stderr[-300:]}")
 
 
-def _check_same_records(folder: Path, out: Path, name: str = "small", allowed: str = "") -> None:
-    """Raise Broken for other records than an undisturbed run's, or for leftovers without the suffix ``allowed``.
-
-    A copy may include the lock of a unit that was just sealed; nothing reads it there.
-    """
-    expect(
-        records_without_times(out) == records_without_times(folder / name),
-        "records differ from those of the undisturbed run",
-    )
-    suffixes = {".partial", ".lock"} - {allowed}
-    leftovers = [path.name for path in out.rglob("*") if path.suffix in suffixes and path.name[0] != "."]
-    expect(not leftovers, f"left behind: {leftovers}")
-
-
 @contextmanager
 def _disk(folder: Path, options: str) -> Iterator[Path]:
     """Mount a file system in memory; yields its folder."""
@@ -146,7 +132,7 @@ def _check_full_disk(folder: Path, options: str) -> None:
         _check_success(
             *_run_arguments(folder, out, "small", *(["--resume"] if (out / "provenance.json").exists() else []))
         )
-        _check_same_records(folder, out)
+        check_same_records(out, folder / "small")
 
 
 def _check_writer(folder: Path, words: Sequence[str], *, is_full: bool) -> None:
@@ -212,7 +198,7 @@ def _check_folder_lost(folder: Path, draws: random.Random, act: Callable[[Path],
     if act is _move:
         moved = out.with_name("moved")
         _check_success(*_run_arguments(folder, moved, "many", "--resume"))
-        _check_same_records(folder, moved, "many", allowed=".lock")
+        check_same_records(moved, folder / "many", allowed=".lock")  # a copy may have the lock of a sealed unit
 
 
 def _check_copy(folder: Path, draws: random.Random) -> None:
@@ -226,8 +212,8 @@ def _check_copy(folder: Path, draws: random.Random) -> None:
         stderr = process.communicate(timeout=100)[1]
         expect(process.returncode == 0, f"exit code {process.returncode}: {stderr[-300:]}")
     _check_success(*_run_arguments(folder, copy, "many", "--resume"))
-    _check_same_records(folder, out, "many")
-    _check_same_records(folder, copy, "many", allowed=".lock")
+    check_same_records(out, folder / "many")
+    check_same_records(copy, folder / "many", allowed=".lock")  # as in a moved folder
 
 
 def _check_clock(folder: Path, clock: Callable[[], float]) -> None:
@@ -238,7 +224,7 @@ def _check_clock(folder: Path, clock: Callable[[], float]) -> None:
         _check_success(*_run_arguments(folder, out))
     (sorted(out.glob("records/*.done.json"))[0]).unlink()
     _check_success(*_run_arguments(folder, out, "small", "--resume"))
-    _check_same_records(folder, out)
+    check_same_records(out, folder / "small")
 
 
 def _check_timestamps(folder: Path, stamp: int) -> None:
@@ -249,7 +235,7 @@ def _check_timestamps(folder: Path, stamp: int) -> None:
     for path in (out, *out.rglob("*")):
         os.utime(path, (stamp, stamp))
     _check_success(*_run_arguments(folder, out, "small", "--resume"))
-    _check_same_records(folder, out)
+    check_same_records(out, folder / "small")
 
 
 def _check_umask(folder: Path, mask: int) -> None:
@@ -260,14 +246,14 @@ def _check_umask(folder: Path, mask: int) -> None:
         _check_success(*_run_arguments(folder, out))
     finally:
         os.umask(before)
-    _check_same_records(folder, out)
+    check_same_records(out, folder / "small")
 
 
 def _check_name(folder: Path, name: str) -> None:
     out = folder / "names" / name
     _check_success(*_run_arguments(folder, out))
     _check_success(*_run_arguments(folder, out, "small", "--resume"))
-    _check_same_records(folder, out)
+    check_same_records(out, folder / "small")
 
 
 def _check_edit(folder: Path, edit: Callable[[Path], object]) -> None:

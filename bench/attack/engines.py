@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.attack.hostile import Behaviour, Hostile, Request, completion, drip, in_turn, reply, send_raw, send_reply
-from bench.attack.trial import Broken, Trial, expect, records_without_times
+from bench.attack.trial import Broken, Trial, check_same_records, expect
 from kvaudit.audit.engines import ENGINES, GenerationRequest, Reply, parse_condition
 from kvaudit.audit.engines.base import EngineContext, EngineFailed
 from kvaudit.audit.sampling.model import LoadedModel, load_model
@@ -269,8 +269,8 @@ class _KillChain:
         self._command = _command(folder, "run", server.url)
 
     def run_undisturbed(self) -> None:
-        process = _start(self._folder, self._command, "whole")
-        expect(process.wait(100) == 0, (self._folder / "whole.log").read_text(encoding="utf-8")[-300:])
+        process = _start(self._folder, self._command, "undisturbed")
+        expect(process.wait(100) == 0, (self._folder / "undisturbed.log").read_text(encoding="utf-8")[-300:])
 
     def kill(self, *, stopped: bool) -> None:
         """Kill a run once; a run that finishes before is compared, and the next trial begins another."""
@@ -302,14 +302,7 @@ class _KillChain:
         output = (self._folder / f"{self._out}.log").read_text(encoding="utf-8")[-300:]
         expect(process.returncode == 0, f"exit code {process.returncode}: {output}")
         run = self._folder / self._out
-        expect(
-            records_without_times(run) == records_without_times(self._folder / "whole"),
-            "records differ from those of the undisturbed run",
-        )
-        leftovers = [
-            path.name for path in run.rglob("*") if path.suffix in (".partial", ".lock") and path.name[0] != "."
-        ]
-        expect(not leftovers, f"left behind: {leftovers}")
+        check_same_records(run, self._folder / "undisturbed")
         self._number += 1
 
     @staticmethod

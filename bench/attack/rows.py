@@ -116,9 +116,9 @@ def _run(folder: Path) -> None:
         ("gate", run),
         ("card", run),
     ):
-        done = subprocess.run([sys.executable, "-m", "kvaudit", *words], capture_output=True, text=True, check=False)
-        expect(done.returncode != 1 and "Traceback" not in done.stderr, f"{words[0]}: {done.stderr[-300:]}")
-        output += done.stdout + done.stderr
+        result = subprocess.run([sys.executable, "-m", "kvaudit", *words], capture_output=True, text=True, check=False)
+        expect(result.returncode != 1 and "Traceback" not in result.stderr, f"{words[0]}: {result.stderr[-300:]}")
+        output += result.stdout + result.stderr
     (folder / "output.txt").write_text(output, encoding="utf-8")
 
 

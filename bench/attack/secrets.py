@@ -149,10 +149,13 @@ def _kvaudit(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 def _check_password_hidden(folder: Path, words: tuple[str, ...]) -> None:
-    done = _kvaudit(folder, *words)
-    expect(PASSWORD not in done.stderr + done.stdout, f"the password is shown: {(done.stderr + done.stdout)[-300:]!r}")
-    expect("Traceback" not in done.stderr, f"a traceback: {done.stderr[-200:]!r}")
-    expect(done.returncode == 2, f"exit code {done.returncode}: {done.stderr[-200:]!r}")
+    result = _kvaudit(folder, *words)
+    expect(
+        PASSWORD not in result.stderr + result.stdout,
+        f"the password is shown: {(result.stderr + result.stdout)[-300:]!r}",
+    )
+    expect("Traceback" not in result.stderr, f"a traceback: {result.stderr[-200:]!r}")
+    expect(result.returncode == 2, f"exit code {result.returncode}: {result.stderr[-200:]!r}")
     written = [path for path in folder.rglob("*") if path.is_file() and path.suffix != ".yaml"]
     for path in written:
         expect(PASSWORD.encode() not in path.read_bytes(), f"the password is in {path}")
@@ -169,15 +172,15 @@ def _run(folder: Path) -> None:
     with Hostile(in_turn(_echo, _echo, _echo, refuses), calm=0) as server:
         (folder / "echo.yaml").write_text(RUN.format(server.url, VARIABLE), encoding="utf-8")
         run = str(folder / "run")
-        done = _kvaudit(folder, "run", "echo.yaml", "--out", run, "--workers", "1", "--anyway")
-    expect(done.returncode == 0, f"exit code {done.returncode}: {done.stderr[-300:]}")
+        result = _kvaudit(folder, "run", "echo.yaml", "--out", run, "--workers", "1", "--anyway")
+    expect(result.returncode == 0, f"exit code {result.returncode}: {result.stderr[-300:]}")
     card = folder / "run" / "README.md"
     card.write_text("---\nlicense: mit\n---\n# A model\n", encoding="utf-8")
-    (folder / "run" / "output.txt").write_text(done.stdout + done.stderr, encoding="utf-8")
+    (folder / "run" / "output.txt").write_text(result.stdout + result.stderr, encoding="utf-8")
     for words in (("card", run, "--into", str(card)), ("view", run), ("report", run)):
-        done = _kvaudit(folder, *words)
+        result = _kvaudit(folder, *words)
         allowed = (0, 2) if words[0] == "view" else (0,)
-        expect(done.returncode in allowed, f"{words[0]}: exit code {done.returncode}: {done.stderr[-300:]}")
+        expect(result.returncode in allowed, f"{words[0]}: exit code {result.returncode}: {result.stderr[-300:]}")
 
 
 def _check_no_key(path: Path) -> None:

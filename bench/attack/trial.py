@@ -51,6 +51,15 @@ def records_without_times(run: Path) -> dict[str, list[dict[str, Any]]]:
     return records
 
 
+def check_same_records(run: Path, undisturbed: Path, allowed: str = "") -> None:
+    """Raise Broken unless both runs have the same records and ``run`` no leftovers but with the suffix ``allowed``."""
+    is_same = records_without_times(run) == records_without_times(undisturbed)
+    expect(is_same, "records differ from those of the undisturbed run")
+    suffixes = {".partial", ".lock"} - {allowed}
+    leftovers = [path.name for path in run.rglob("*") if path.suffix in suffixes and path.name[0] != "."]
+    expect(not leftovers, f"left behind: {leftovers}")
+
+
 def run_trials(
     trials: Iterable[Trial], seconds: float = TRIAL_SECONDS, section_seconds: float = SECTION_SECONDS
 ) -> SectionResult:

@@ -45,6 +45,5 @@ def cases(scale: Scale) -> list[DoseCase]:
 
 
 def figures(outcomes: Sequence[Simulated], scale: Scale) -> list[Figure]:
-    """Return the figures of row 8."""
     own = [o for o in outcomes if isinstance(o.case, DoseCase)]
     return [at_most(8, "safe budget clears an unsafe dose", own, "cleared", 0.06, scale=scale)]

@@ -69,7 +69,6 @@ def cases(scale: Scale) -> list[FamilyCase]:
 
 
 def figures(outcomes: Sequence[Simulated], scale: Scale) -> list[Figure]:
-    """Return the figures of row 5; the gain over Holm is a difference of shares and may not be negative."""
     own = [(o, o.case) for o in outcomes if isinstance(o.case, FamilyCase)]
     bad = [o for o, case in own if case.model.drifts[0] < 0]
     return [

@@ -71,7 +71,6 @@ def cases(scale: Scale) -> list[GradedCase]:
 
 
 def figures(outcomes: Sequence[Simulated], scale: Scale) -> list[Figure]:
-    """Return the figures of row 10."""
     own = [(o, o.case) for o in outcomes if isinstance(o.case, GradedCase)]
     still, edge = ([o for o, case in own if case.drift == drift] for drift in (0, -MARGIN))
     sharp = [o for o, case in own if case.drift == INSIDE and case.spread == min(SPREADS)]

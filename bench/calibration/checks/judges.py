@@ -140,7 +140,6 @@ def cases(scale: Scale) -> list[Case]:
 
 
 def figures(outcomes: Sequence[Simulated], scale: Scale) -> list[Figure]:
-    """Return the figures of row 7."""
     uneven = [o for o in outcomes if isinstance(o.case, JudgeCase)]
     blind = [(o, o.case) for o in outcomes if isinstance(o.case, BlindCase)]
     at_margin = [o for o, case in blind if case.broken]

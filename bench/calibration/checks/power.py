@@ -75,7 +75,6 @@ def cases(scale: Scale) -> list[PowerCase]:
 
 
 def figures(outcomes: Sequence[Simulated], scale: Scale) -> list[Figure]:
-    """Return the figures of row 9."""
     own = {(o.case.model, o.case.clusters, o.case.items): o for o in outcomes if isinstance(o.case, PowerCase)}
     found = []
     for model, clusters, items, asked in _EQUAL:

@@ -97,7 +97,6 @@ def cases(scale: Scale) -> list[RatioCase]:
 
 
 def figures(outcomes: Sequence[Simulated], scale: Scale) -> list[Figure]:
-    """Return the figures of row 15."""
     own = [(o, o.case) for o in outcomes if isinstance(o.case, RatioCase)]
     edge = [(o, case) for o, case in own if case.loss != NONE]
     large = [o for o, case in edge if case.clusters >= clusters_required(0.05, ALPHA) and case.loss == SPREAD]

@@ -62,7 +62,6 @@ def cases(scale: Scale) -> list[RecipeCase]:
 
 
 def figures(outcomes: Sequence[Simulated], scale: Scale) -> list[Figure]:
-    """Return the figures of row 6."""
     own = [(o, o.case) for o in outcomes if isinstance(o.case, RecipeCase)]
     few = [o for o, case in own if case.clusters == _CLUSTERS]
     three = [o for o, case in own if case.clusters > _CLUSTERS and case.model.seeds == FEWEST]

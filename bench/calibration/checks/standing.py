@@ -163,7 +163,6 @@ def _case(**more: object) -> ControlCase:
 
 
 def figures(outcomes: Sequence[Simulated], scale: Scale) -> list[Figure]:
-    """Return the figures of row 14."""
     own = [(o, o.case) for o in outcomes if isinstance(o.case, ControlCase)]
     edge = [o for o, case in own if not case.healthy]
     healthy = [(o, case) for o, case in own if case.healthy]

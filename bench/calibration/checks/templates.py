@@ -132,7 +132,6 @@ def cases(scale: Scale) -> list[TemplateCase]:
 
 
 def figures(outcomes: Sequence[Simulated], scale: Scale) -> list[Figure]:
-    """Return the figures of row 4."""
     every = [(o, o.case) for o in outcomes if isinstance(o.case, TemplateCase)]
     own, unnamed = ([(o, case) for o, case in every if case.named is named] for named in (True, False))
     enough = [
