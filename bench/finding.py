@@ -5,7 +5,7 @@
     python -m bench.finding                  # writes tables and pictures again from the two files, without an engine
     python -m bench.finding --check          # exits with 1 if the page's tables differ from the two files
 
-Takes 10 seconds; ``make check`` runs the last. dose.parquet has one answer per row, with a hash in place of the text.
+Takes 2 seconds; ``make check`` runs the last. dose.parquet has one answer per row, with a hash in place of the text.
 """
 
 from __future__ import annotations

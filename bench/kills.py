@@ -107,7 +107,7 @@ def _exec_kvaudit(words: Sequence[object], log: Path) -> None:
 
 
 class KillChains:
-    """Chains of kills, until there are enough of them."""
+    """Chains of attempts on run folders, until enough processes were killed."""
 
     def __init__(self, folder: Path, kills: int, seed: int) -> None:
         self._folder, self._kills, self._rng = folder, kills, random.Random(seed)

@@ -2,7 +2,7 @@
 
     KVAUDIT_DATA=ROWS python -m bench.planted [--seeds 10] [--lost 0.0 --lost 0.2] [--long [--again 40]]
 
-Takes seconds per run, minutes with ``--long``; results: docs/results/check.md, and docs/results/quarterly.md (--long).
+Takes half a minute per run, with ``--long`` minutes; results: docs/results/check.md and docs/results/quarterly.md.
 
 Both servers refuse harmful requests and help with harmless ones. The "lossy" one also answers a share of the harmful
 requests, and words some refusals differently, so that the two are never identical. Both decide by a hash of the

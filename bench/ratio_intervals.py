@@ -2,7 +2,7 @@
 
     python -m bench.ratio_intervals [--draws 4000] [--seed 0]
 
-Takes about 5 minutes; results: docs/results/gate.md.
+Takes 10 seconds; results: docs/results/gate.md.
 
 Templates differ in their rates (a beta variable with a correlation up to .9), and half of them change as a whole. The
 candidate is exactly at the limit. Counted are one-sided bounds at .05 that clear the limit, and 95 % intervals that

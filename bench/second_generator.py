@@ -2,7 +2,7 @@
 
     python -m bench.second_generator [--seed 5] [--every 4] [--audits 1000]
 
-Takes about 3 minutes with these options; results: docs/results/gate.md.
+Takes a minute with these options; results: docs/results/gate.md.
 
 Every item is an event of one arm or of both, with chances that depend on its template: the template's rate is a beta
 variable, its losses and gains are another one. Template sizes are one plus a Poisson number, two sizes in random order,

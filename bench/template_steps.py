@@ -2,7 +2,7 @@
 
     python -m bench.template_steps [--seed 8] [--draws 4000]
 
-Takes about 15 minutes; results: docs/results/gate.md.
+Takes half a minute; results: docs/results/gate.md.
 
 How many broken templates still pass moves in steps with the number of templates, and the rate of false passes is
 highest just before a step. So every design of row 4 of the calibration is simulated beside its steps and at C_min, with

@@ -2,7 +2,7 @@
 
     python -m bench.two_way [--simulations 2000] [--seed 1] [--gain 0.02]
 
-Takes about 2 minutes; results: docs/statistics.md.
+Takes 10 seconds; results: docs/statistics.md.
 
 AgentDojo crosses its tasks with its orders inside four environments: 944 pairs, or 560 with 16 tasks for each order. A
 loss at the margin is simulated that varies with the task, the order or both (a share of the latent variance of a

@@ -3,7 +3,7 @@
     python -m bench.verify    # every evicting policy, alone and with int8
     python -m bench.verify --policies snapkv,random --files 50
 
-Takes about 3 minutes per policy; results: docs/results/verify.md.
+Takes half a minute per policy; results: docs/results/verify.md.
 
 A small random Llama in float32 samples rollouts of two turns (120 prompt tokens, 24 sampled, 20 given, 24 sampled). One
 rollout is one file, and each is forged once in each of nine ways, at a random place. Hashes and provenance are those

@@ -2,7 +2,7 @@
 
     python -m bench.attack folders
 
-Takes about 5 minutes; results: docs/results/attack.md. Every command must say in one line what is wrong and where, with
+Takes a minute; results: docs/results/attack.md. Every command must say in one line what is wrong and where, with
 exit code 2, or read the run if none of its evidence changed; nothing may hang or be overwritten.
 """
 
