@@ -138,7 +138,7 @@ def learner_tokens() -> float:
 
 
 def learner_seconds(model: Model, gpus: int) -> float:
-    """Return the seconds of products: per weight 2 forward, 4 backward, 2 for checkpoints; attention likewise."""
+    """Return the seconds of matrix products; FLOPs per weight and token are 2 forward, 4 backward, 2 recomputed."""
     tokens, length = learner_tokens(), PROMPT + NEW
     work = 8 * model.parameters * tokens + 4 * 2 * model.layers * model.width * tokens * length / 2 * 2
     return work * MEASURED["shadow"].value / (gpus * MACHINE["flops"].value * ASSUMED["learner"].value)

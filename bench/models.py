@@ -12,7 +12,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvaudit.audit.cache.attention import ATTENTION_NAME
-from kvaudit.audit.sampling.model import DtypeName, load_model
+from kvaudit.audit.sampling.model import EMBEDDED, DtypeName, load_model
 from kvaudit.core.errors import DataError
 
 
@@ -61,16 +61,13 @@ def random_llama(
 def embedded() -> Iterator[Served]:
     """Yield the model that ships with the package, or nothing if it is missing."""
     try:
-        loaded = load_model()
+        yield load_served(EMBEDDED)
     except DataError as error:
         print(f"embedded model left out: {error}")
-        return
-    loaded.model.generation_config.eos_token_id = None  # a peer's generate must not stop early
-    yield Served("embedded", loaded.model, loaded.max_positions)
 
 
 def load_served(folder: str, dtype: DtypeName = "float32", device: str = "cpu") -> Served:
     """Load a model in Hugging Face format; raises DataError if it cannot be read."""
     loaded = load_model(folder, dtype=dtype, device=device)
-    loaded.model.generation_config.eos_token_id = None
+    loaded.model.generation_config.eos_token_id = None  # a peer's generate must not stop early
     return Served(Path(folder).name, loaded.model, loaded.max_positions, loaded.device)

@@ -1,4 +1,4 @@
-"""Run trials with time limits: each tries one attack and raises if kvaudit does not hold. Used by the sections."""
+"""Run trials with time limits; each tries one attack and raises if it succeeds. Used by the files of this folder."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Broken(AssertionError):
 
 
 class Trial(NamedTuple):
-    """One attack: its name, and the function that tries it and raises if kvaudit does not hold."""
+    """One attack: its name, and the function that tries it and raises Broken if it succeeds."""
 
     name: str
     run: Callable[[], object]
