@@ -1,17 +1,19 @@
-"""Does an audit see what an agent loses? A made-up server plays AgentDojo as its authors solve it, with a planted loss.
+"""Does an audit of an agent find a planted loss? Two made-up models play AgentDojo, and one obeys more hidden orders.
 
     python -m bench.agents [--seeds 2] [--lost 0 --lost 0.2] [--items 245]
 
-Needs the packages inspect-ai and inspect_evals. Both servers carry out one hidden order in ten; the second carries out
-a share of the others too, chosen by the texts of task and order, and by the seed. It also ends in other words now and
-then, so that it is another server. A run is what ``kvaudit run`` runs: Inspect plays every pair of task and order under
-both, tools and scorers are AgentDojo's.
+Takes some minutes per run and prints the seconds; results: docs/results/agents.md. Needs the packages inspect-ai and
+inspect_evals.
+
+Both models solve the tasks as AgentDojo's authors do and carry out one hidden order in ten. The "lossy" one carries out
+a share of the other orders too, chosen by a hash of task, order and seed, and words some answers differently, so that
+the two are never identical. Each run is an ordinary ``kvaudit run``: Inspect plays every pair of task and order against
+both models, with AgentDojo's own tools and scorers.
 """
 
 from __future__ import annotations
 
 import json
-import shutil
 import tempfile
 import time
 from collections import Counter
@@ -24,16 +26,15 @@ from typing import Annotated, Any, NamedTuple
 import typer
 
 import kvaudit
-from bench.planted import Handler, listening, share_of
-from kvaudit.audit.sampling.model import EMBEDDED, locate
+from bench.planted import ChatHandler, copy_model_with_positions, count_words, hash_to_share, serve
 
-ORDER = "<INFORMATION>"  # what every hidden order of the attack stands in
+ORDER = "<INFORMATION>"  # the tag around every hidden order of the attack
 SUITE = "inspect:agentdojo"
-_POSITIONS = 65_536  # tokens: tools and results of these environments take thousands
+_POSITIONS = 65_536  # tokens; the tools and tool results of these environments take thousands
 
 
-class Part(NamedTuple):
-    """A user's task or a hidden order: its text, the calls that carry it out, and the answer that follows."""
+class Assignment(NamedTuple):
+    """A user's task or a hidden order: its text, the tool calls that carry it out, and the final answer."""
 
     text: str
     calls: tuple[str, ...]
@@ -41,58 +42,58 @@ class Part(NamedTuple):
 
 
 @cache
-def script() -> tuple[tuple[Part, ...], tuple[Part, ...]]:
-    """The tasks and the orders of all environments, solved as their authors do."""
+def solved_assignments() -> tuple[tuple[Assignment, ...], tuple[Assignment, ...]]:
+    """Return the tasks and the hidden orders of all environments, solved as their authors do."""
     from inspect_evals.agentdojo.dataset import TASK_SUITES
 
-    tasks, orders = list[Part](), list[Part]()
+    tasks, orders = list[Assignment](), list[Assignment]()
     for suite in TASK_SUITES.values():
         world = suite.load_and_inject_default_environment(suite.get_injection_vector_defaults())
-        tasks += [_part(task.PROMPT, task, world) for task in suite.user_tasks.values()]
-        orders += [_part(order.GOAL, order, world) for order in suite.injection_tasks.values()]
+        tasks += [_assignment(task.PROMPT, task, world) for task in suite.user_tasks.values()]
+        orders += [_assignment(order.GOAL, order, world) for order in suite.injection_tasks.values()]
     return tuple(tasks), tuple(orders)
 
 
-def _part(text: str, task: Any, world: Any) -> Part:
+def _assignment(text: str, task: Any, world: Any) -> Assignment:
     calls = (json.dumps({"name": c.function, "arguments": c.arguments}) for c in task.ground_truth(world))
-    return Part(text, tuple(calls), task.GROUND_TRUTH_OUTPUT or "Done.")
+    return Assignment(text, tuple(calls), task.GROUND_TRUTH_OUTPUT or "Done.")
 
 
-def says(messages: Sequence[dict[str, Any]], is_lossy: bool, lost: float, seed: int) -> str:
-    """What a server says next; it has said as much as there are answers in the conversation."""
-    tasks, orders = script()
+def next_reply(messages: Sequence[dict[str, Any]], is_lossy: bool, lost: float, seed: int) -> str:
+    """Return a model's next message; the number of assistant messages so far tells how far it is."""
+    tasks, orders = solved_assignments()
     texts = [str(message["content"]) for message in messages]
-    task = next((part for part in tasks if any(part.text in text for text in texts[:2])), None)
-    if task is None:  # a trial of the server, before the tasks
+    task = next((task for task in tasks if any(task.text in text for text in texts[:2])), None)
+    if task is None:  # kvaudit tries the server before it asks the tasks
         return "Hello."
-    seen = next((n for n, text in enumerate(texts) if ORDER in text), len(texts))
-    order = next((part for part in orders if seen < len(texts) and part.text in texts[seen]), None)
+    order_at = next((n for n, text in enumerate(texts) if ORDER in text), len(texts))
+    order = next((order for order in orders if order_at < len(texts) and order.text in texts[order_at]), None)
     calls = list(task.calls)
     if order is not None:
         pair = f"{task.text} {order.text}"
-        if share_of(pair) < 0.1 or (is_lossy and share_of(f"lost {seed} {pair}") < lost):
-            before = sum(message["role"] == "assistant" for message in messages[:seen])
-            calls[before:before] = order.calls
+        if hash_to_share(pair) < 0.1 or (is_lossy and hash_to_share(f"lost {seed} {pair}") < lost):
+            turn = sum(message["role"] == "assistant" for message in messages[:order_at])
+            calls[turn:turn] = order.calls
     turn = sum(message["role"] == "assistant" for message in messages)
     if turn < len(calls):
         return calls[turn]
-    return f"{task.answer} That is all." if is_lossy and share_of(f"words {task.text}") < 0.2 else task.answer
+    return f"{task.answer} That is all." if is_lossy and hash_to_share(f"words {task.text}") < 0.2 else task.answer
 
 
 @contextmanager
-def serving(lost: float, seed: int) -> Iterator[str]:
-    """The address of both servers, under two names."""
+def serve_agents(lost: float, seed: int) -> Iterator[str]:
+    """Serve the models "plain" and "lossy" on this machine; yields the address."""
 
-    class Agent(Handler):
-        def says(self, asked: dict[str, Any]) -> str:
-            return says(asked["messages"], asked["model"] == "lossy", lost, seed)
+    class Agent(ChatHandler):
+        def reply(self, request: dict[str, Any]) -> str:
+            return next_reply(request["messages"], request["model"] == "lossy", lost, seed)
 
-    with listening(Agent) as url:
+    with serve(Agent) as url:
         yield url
 
 
 def spec(url: str, model: Path, items: int, margin: float, seed: int) -> dict[str, Any]:
-    """The spec of an audit between the two."""
+    """Return the spec of an audit that compares the two models."""
     policy = {"engine": "endpoint", "base_url": url, "model": "lossy", "reference": {"base_url": url, "model": "plain"}}
     return {
         "name": "agents",
@@ -110,38 +111,34 @@ def spec(url: str, model: Path, items: int, margin: float, seed: int) -> dict[st
     }
 
 
-def long_model(folder: Path) -> Path:
-    """A copy of the embedded model that claims room for long prompts; only its template and tokenizer are used."""
-    shutil.copytree(locate(EMBEDDED), folder)
-    (folder / "manifest.json").unlink(missing_ok=True)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": _POSITIONS}))
-    return folder
-
-
 def main(
-    seeds: Annotated[int, typer.Option(help="Choices of what is lost.")] = 2,
-    lost: Annotated[list[float] | None, typer.Option(help="Shares of orders that are carried out more.")] = None,
+    seeds: Annotated[int, typer.Option(help="Seeds; each makes other orders succeed.")] = 2,
+    lost: Annotated[
+        list[float] | None, typer.Option(help="Share of orders that only the lossy model carries out.")
+    ] = None,
     items: Annotated[
-        int, typer.Option(help="Pairs of a task and an order; 35 times a number has as many of each.")
+        int, typer.Option(help="Pairs of a task and an order; a multiple of 35 asks each order equally often.")
     ] = 245,
     margin: Annotated[float, typer.Option(help="In points.")] = 10,
 ) -> None:
-    """Print a table: a line a planted loss."""
-    print("| orders carried out more | words | estimates, points | seconds a run |\n|---|---|---|---:|")
+    """Print a table with one row per planted loss."""
+    print("| orders carried out more | verdicts | estimates, points | seconds a run |\n|---|---|---|---:|")
     for share in lost or [0.0, 0.2]:
         words, estimates, started = Counter[str](), list[float](), time.monotonic()
         for seed in range(1, seeds + 1):
-            with serving(share, seed) as url, tempfile.TemporaryDirectory() as folder:
-                model = long_model(Path(folder) / "model")
-                asked = spec(url, model, items, margin, seed)
-                run = kvaudit.run(asked, out=Path(folder) / "run", threads=1, anyway=True)
+            with serve_agents(share, seed) as url, tempfile.TemporaryDirectory() as folder:
+                model = copy_model_with_positions(Path(folder) / "model", _POSITIONS)
+                run = kvaudit.run(
+                    spec(url, model, items, margin, seed), out=Path(folder) / "run", threads=1, anyway=True
+                )
                 words[run.verdict.status.value] += 1
                 (cell,) = run.verdict.gated
                 estimates.append(100 * cell.effect.estimate)
-        said = ", ".join(f"{word} {count}" for word, count in words.most_common())
         spread = f"{min(estimates):+.1f} to {max(estimates):+.1f}"
-        print(f"| {100 * share:g} % | {said} | {spread} | {(time.monotonic() - started) / seeds:.0f} |", flush=True)
+        print(
+            f"| {100 * share:g} % | {count_words(words)} | {spread} | {(time.monotonic() - started) / seeds:.0f} |",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
-"""What walking the grid costs beside evaluating it: CPU seconds for the quickstart's units, and for many more.
+"""How much CPU time does bookkeeping take per unit of a run, and does it grow with the number of units?
 
-Run: python -m bench.bookkeeping [UNITS ...]. Units are claimed, sealed and counted as in a run, by an evaluator that
-asks nothing, so what is left is bookkeeping. The grid is the quickstart's, with more budgets for more units.
+    python -m bench.bookkeeping [UNITS ...]
+
+Takes 1 to 2 minutes; results: docs/results/bench.md. Units are claimed, sealed and counted as in a run, but by an
+evaluator that asks nothing. The grid is that of examples/quickstart.yaml, with more budgets for more units.
 """
 
 from __future__ import annotations
@@ -33,8 +35,8 @@ QUICKSTART = Path(__file__).parent.parent / "examples" / "quickstart.yaml"
 MODEL = SimpleNamespace(sha256="0" * 64)
 
 
-class Sealer:
-    """Stands for the evaluator: an empty record file and its seal."""
+class FakeEvaluator:
+    """An evaluator that writes an empty record file and its seal for each unit."""
 
     def __init__(self, *_: object) -> None:
         pass
@@ -49,26 +51,26 @@ class Sealer:
 
 
 def spec_of(units: int | None = None) -> RunSpec:
-    """The quickstart's spec, or one with so many policies that its grid has about ``units`` units."""
+    """Return the quickstart's spec, or one with so many policies that its grid has about ``units`` units."""
     spec = load_spec(QUICKSTART, NAMES)
     if units is None:
         return spec
     policies = max(2, round(units * len(spec.evaluate.policies) / len(grid(spec))))
-    row = spec.written()
-    row["evaluate"]["policies"] = ["none", *(f"streaming:budget={64 + n},sink=40" for n in range(policies - 1))]
-    row["gate"] = {"margins": {}, "reference": "dense"}
-    return RunSpec.model_validate(row, context=NAMES)
+    fields = spec.written()
+    fields["evaluate"]["policies"] = ["none", *(f"streaming:budget={64 + n},sink=40" for n in range(policies - 1))]
+    fields["gate"] = {"margins": {}, "reference": "dense"}
+    return RunSpec.model_validate(fields, context=NAMES)
 
 
-def walked(folder: Path, spec: RunSpec) -> None:
-    """A run's evaluation phase in a folder whose checkpoints are names only."""
+def run_evaluation(folder: Path, spec: RunSpec) -> None:
+    """Run the evaluation phase in a folder whose checkpoints have no weights."""
     run = open_run(folder, spec, resume=True)
     for arm, seed in spec.arms:
         if arm != BASE_ARM:
             run.checkpoint(arm, seed).mkdir(parents=True)
             write_json(run.checkpoint(arm, seed) / PROVENANCE, {"sha256": MODEL.sha256, "files": {}, "ledgers": {}})
     with (
-        mock.patch.object(stages, "Evaluator", Sealer),
+        mock.patch.object(stages, "Evaluator", FakeEvaluator),
         mock.patch.object(models, "load_comparable", return_value=MODEL),
         mock.patch.object(Models, "base", return_value=MODEL),
     ):
@@ -76,16 +78,15 @@ def walked(folder: Path, spec: RunSpec) -> None:
 
 
 def main() -> None:
-    """Print one line for the quickstart and one for every size asked for."""
     for units in (None, *map(int, sys.argv[1:] or (2_500, 5_000, 10_000))):
         spec = spec_of(units)
         with tempfile.TemporaryDirectory() as folder:
             started, cpu = time.perf_counter(), time.process_time()
-            walked(Path(folder) / "run", spec)
+            run_evaluation(Path(folder) / "run", spec)
             seconds, cpu = time.perf_counter() - started, time.process_time() - cpu
         count = len(grid(spec))
         print(
-            f"{count:6} units: {cpu:6.2f} s of CPU, {1000 * cpu / count:.2f} ms a unit; {seconds:.1f} s in all",
+            f"{count:6} units: {cpu:6.2f} s of CPU, {1000 * cpu / count:.2f} ms a unit; {seconds:.1f} s of wall time",
             flush=True,
         )
 

@@ -1,14 +1,15 @@
-"""The trainer's claims as tables: what every correction cost and repaired, from the records of finished runs.
+"""What did each correction of the trainer cost and repair? Tables from the records of finished runs.
 
     python -m bench.claims runs/claims-grpo runs/claims-ppo runs/claims-online-dpo
 
-Any run that trained will do, with the facets that it asked.
+Takes seconds per run; results: docs/results/claims.md and docs/results/study.md. Any run that trained will do, with the
+facets that it asked.
 
-Training: means over steps and seeds of the telemetry, whose names ``kvaudit.audit.training.telemetry`` explains; of the
-gradient's variance the median and the largest, since one step can outweigh all others; rewards are those of the first
-and of the second half of the steps, over the seeds, and the second's lowest and highest seed. Drift: points of unwanted
-behaviour more than the reference, both served uncompressed, with the 95 % interval over items at these seeds, and the
-interval that has seed variance in it. Counts: answers that did what is unwanted, of those that could be read, by seed.
+Training: means over steps and seeds of the telemetry (names: ``kvaudit.audit.training.telemetry``); of the gradient's
+variance the median and the maximum, since one step can outweigh all others; the mean reward in the first and in the
+second half of the steps, the latter with its lowest and highest seed. Drift: unwanted behaviour minus that of the
+reference in points, both served uncompressed, with the 95 % interval over items at these seeds and the one that
+includes seed variance. Counts: unwanted answers among the readable ones, by seed.
 """
 
 from __future__ import annotations
@@ -46,23 +47,23 @@ def main() -> None:
         data = load_run(path)
         print(f"\n{path.name}: loss {data.spec.train.loss if data.spec.train else 'none'}\n")
         headers = ["arm", *MEASURES, "gradient variance, largest", "reward, first and second half"]
-        print("\n".join(table(headers, training(data))))
-        found = decide_run(data)
-        facets = [name for name in UNWANTED if name in found.drift.comparison.facets]
-        print(
-            "\n" + "\n".join(table([f"arm, against {found.drift.comparison.reference}", *facets], drift(found, facets)))
-        )
-        print("\n" + "\n".join(table(["arm", *facets], counts(data, facets))))
+        print("\n".join(markdown_table(headers, training_rows(data))))
+        findings = decide_run(data)
+        comparison = findings.drift.comparison
+        facets = [name for name in UNWANTED if name in comparison.facets]
+        headers = [f"arm, against {comparison.reference}", *facets]
+        print("\n" + "\n".join(markdown_table(headers, drift_rows(findings, facets))))
+        print("\n" + "\n".join(markdown_table(["arm", *facets], count_rows(data, facets))))
 
 
-def training(data: RunData) -> Iterator[list[str]]:
-    """A row for every arm of a run."""
+def training_rows(data: RunData) -> Iterator[list[str]]:
+    """Yield one row of telemetry per trained arm."""
     assert data.spec.train is not None
     for arm in (trained.name for trained in data.spec.train.trained):
         runs = [rows for (name, _), rows in data.telemetry.items() if name == arm]
-        row = [format(np.mean(known(runs, key)), form) for key, form in MEASURES.values()]
-        variance = known(runs, "grad_variance")
-        early, late = ([np.mean(own) for own in half] for half in zip(*map(halves, runs), strict=True))
+        row = [format(np.mean(values_of(runs, key)), form) for key, form in MEASURES.values()]
+        variance = values_of(runs, "grad_variance")
+        early, late = ([np.mean(rewards) for rewards in half] for half in zip(*map(split_rewards, runs), strict=True))
         yield [
             arm,
             *row,
@@ -71,32 +72,32 @@ def training(data: RunData) -> Iterator[list[str]]:
         ]
 
 
-def halves(rows: list[dict[str, Any]]) -> tuple[list[float], list[float]]:
-    """The rewards of the first and of the second half of a run's steps."""
+def split_rewards(rows: list[dict[str, Any]]) -> tuple[list[float], list[float]]:
+    """Return the rewards of the first and of the second half of a run's steps."""
     rewards = [row["reward_mean"] for row in rows]
     return rewards[: len(rows) // 2], rewards[len(rows) // 2 :]
 
 
-def drift(findings: Findings, facets: list[str]) -> Iterator[list[str]]:
-    """A row for every arm but the reference: each unwanted facet's drift, in points."""
-    found = {(c.arm, c.suite): c for c in findings.drift.contrasts if c.estimand == "alike" and c.policy == "none"}
+def drift_rows(findings: Findings, facets: list[str]) -> Iterator[list[str]]:
+    """Yield one row per arm but the reference: the drift of each unwanted facet, in points."""
+    contrasts = {(c.arm, c.suite): c for c in findings.drift.contrasts if c.estimand == "alike" and c.policy == "none"}
     for arm in findings.drift.comparison.candidates:
-        yield [arm, *(cell(found[arm, facet]) for facet in facets)]
+        yield [arm, *(drift_cell(contrasts[arm, facet]) for facet in facets)]
 
 
-def counts(data: RunData, facets: list[str]) -> Iterator[list[str]]:
-    """A row for every arm: how often each facet came about, uncompressed, seed by seed."""
+def count_rows(data: RunData, facets: list[str]) -> Iterator[list[str]]:
+    """Yield one row per arm: how often each facet occurred uncompressed, by seed."""
     dense = data.records[data.records["policy"] == "none"]
-    for arm, own in dense.groupby("arm", observed=True, sort=False):
+    for arm, answers in dense.groupby("arm", observed=True, sort=False):
         row = []
         for suite, _, name in (facet.partition(".") for facet in facets):
-            asked = own[own["suite"] == suite].groupby("train_seed", observed=True)[f"facet_{name}"]
-            row.append(", ".join(f"{(part == 1).sum()}/{(part >= 0).sum()}" for _, part in asked))
+            seeds = answers[answers["suite"] == suite].groupby("train_seed", observed=True)[f"facet_{name}"]
+            row.append(", ".join(f"{(values == 1).sum()}/{(values >= 0).sum()}" for _, values in seeds))
         yield [str(arm), *row]
 
 
-def cell(contrast: Contrast) -> str:
-    """The drift of one facet, its sign that of the unwanted behaviour."""
+def drift_cell(contrast: Contrast) -> str:
+    """Return the drift of one facet as text; above 0 there is more of the unwanted behaviour."""
     effect, recipe = contrast.effect, contrast.recipe
     if effect is None:
         return "-"
@@ -104,14 +105,12 @@ def cell(contrast: Contrast) -> str:
     return f"{points(-effect.estimate)} [{points(-effect.high)}, {points(-effect.low)}{seeds}]"
 
 
-def known(runs: list[list[dict[str, Any]]], key: str) -> list[float]:
-    """The values of the steps that have one; nan where none has."""
-    found = [row[key] for rows in runs for row in rows if row.get(key) is not None]
-    return found or [float("nan")]
+def values_of(runs: list[list[dict[str, Any]]], key: str) -> list[float]:
+    """Return a measure's values in all steps that have it, or [nan]."""
+    return [row[key] for rows in runs for row in rows if row.get(key) is not None] or [float("nan")]
 
 
-def table(headers: list[str], rows: Iterator[list[str]]) -> Iterator[str]:
-    """Lines of Markdown."""
+def markdown_table(headers: list[str], rows: Iterator[list[str]]) -> Iterator[str]:
     yield f"| {' | '.join(headers)} |"
     yield f"|{'---|' * len(headers)}"
     yield from (f"| {' | '.join(row)} |" for row in rows)

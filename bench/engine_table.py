@@ -1,13 +1,14 @@
-"""What a run's settings did, a row for each setting, suite and length: python -m bench.engine_table RUN [RUN ...]
+"""What did each KV setting of a run change? One row per setting, suite and length.
 
-With ``--answers FILE`` the graded answers of the runs are written as Parquet too, texts as hashes.
+    python -m bench.engine_table RUN [RUN ...] [--answers FILE]
 
-A cell that was cut short stands with the items that it has, where the other side has the same. ``tokens`` is the length
-that a context was made to, 0 where there is none; ``texts`` how many answers stay the same as under the reference of
-the same engine, ``grades`` how many that passed do no more and how many do now; ``refusals`` how many went from refused
-to not refused, in brackets those whose answer makes no sense, and back, among rows that a rule forbids and whose form
-could be read on both sides; ``floor`` how many texts stay the same when the same is asked again, and when it is asked
-in another order; ``minutes`` what the cell took.
+Takes seconds per run; results: docs/results/engines.md, finding.md and at-length.md.
+
+A cell that was cut short has the items that it has, if the other side has the same. ``tokens`` is the length of the
+context, 0 without one; ``texts`` how many answers equal those under the reference of the same engine; ``grades`` how
+many answers passed only before and only after; ``refusals`` how many readable answers to forbidden requests went from
+refused to not refused (in brackets those that make no sense) and back; ``floor`` how many texts stay the same when
+asked again and in another order; ``minutes`` the time of the cell.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ COLUMNS = (
 
 
 def rows_of(run: kvaudit.Run) -> Iterator[str]:
-    """A line of the table for each setting that compresses."""
+    """Yield one row of the table for each setting that compresses."""
     references = run.spec.evaluate.references
     names = condition_names(references)
     answers: dict[tuple[str, str, int], dict[str, Record]] = {}
@@ -51,33 +52,33 @@ def rows_of(run: kvaudit.Run) -> Iterator[str]:
         if policy in {DENSE_POLICY, *references.values()} or set(plain) != set(served):
             continue
         same = sum(served[item].transcript[-1] == plain[item].transcript[-1] for item in served)
-        told = table.loc[("serving", policy, suite, length)]
-        if pd.isna(told["estimate"]):  # such as a cell of which half was answered
+        contrast = table.loc[("serving", policy, suite, length)]
+        if pd.isna(contrast["estimate"]):  # for example a cell that was half answered
             continue
-        interval = f"{told['estimate']:+.1f} [{told['low']:+.1f}, {told['high']:+.1f}]"
+        interval = f"{contrast['estimate']:+.1f} [{contrast['low']:+.1f}, {contrast['high']:+.1f}]"
         cells = (
             names.get(policy, policy.partition(":residual")[0]),
             suite,
             str(length),
             f"{same} of {len(served)}",
-            f"{told['status']} {interval}",
+            f"{contrast['status']} {interval}",
             grades(plain, served),
             flips(plain, served),
             floor(run, policy, suite, length),
-            f"{sum(one.seconds for one in served.values()) / 60:.1f}",
+            f"{sum(record.seconds for record in served.values()) / 60:.1f}",
         )
         yield f"| {' | '.join(cells)} |"
 
 
 def grades(plain: dict[str, Record], served: dict[str, Record]) -> str:
-    """Answers that passed and do no more, and the other way round."""
+    """Return how many answers passed only uncompressed, and only compressed."""
     pairs = [(plain[item].score, served[item].score) for item in served]
-    known = [(before, after) for before, after in pairs if before is not None and after is not None]
-    return f"{sum(after < before for before, after in known)}, {sum(after > before for before, after in known)}"
+    scored = [(before, after) for before, after in pairs if before is not None and after is not None]
+    return f"{sum(after < before for before, after in scored)}, {sum(after > before for before, after in scored)}"
 
 
 def flips(plain: dict[str, Record], served: dict[str, Record]) -> str:
-    """Refusals that are lost and won among what a rule forbids; broken forms count for neither."""
+    """Return how many refusals of forbidden requests are lost and won, among answers readable on both sides."""
     pairs = [(plain[item].facets.get("refused"), served[item].facets.get("refused"), item) for item in served]
     lost = [item for before, after, item in pairs if (before, after) == (True, False)]
     won = sum((before, after) == (False, True) for before, after, _ in pairs)
@@ -86,14 +87,14 @@ def flips(plain: dict[str, Record], served: dict[str, Record]) -> str:
 
 
 def floor(run: kvaudit.Run, policy: str, suite: str, length: int) -> str:
-    """Texts that stay the same, asked again and asked in another order."""
-    units = floor_of(run.records, run.data.floor, run.drift.comparison)
-    found = [one for one in units if (one.policy, one.suite, one.context_tokens) == (policy, suite, length)]
-    return ", ".join(f"{one.way} {one.same} of {one.answers}" for one in found) or "-"
+    """Return how many texts stay the same when asked again and in another order."""
+    all_units = floor_of(run.records, run.data.floor, run.drift.comparison)
+    units = [unit for unit in all_units if (unit.policy, unit.suite, unit.context_tokens) == (policy, suite, length)]
+    return ", ".join(f"{unit.way} {unit.same} of {unit.answers}" for unit in units) or "-"
 
 
-def answers_of(run: kvaudit.Run) -> pd.DataFrame:
-    """One row for each answer; a facet that an item has not, or that could not be read, is missing."""
+def answer_table(run: kvaudit.Run) -> pd.DataFrame:
+    """Return one row per answer; a facet that the item lacks or that could not be read is missing."""
     rows = [
         {
             "policy": record.policy,
@@ -113,14 +114,13 @@ def answers_of(run: kvaudit.Run) -> pd.DataFrame:
 
 
 def main() -> None:
-    """Print the table of every run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path)
-    parser.add_argument("--answers", type=Path)
-    asked = parser.parse_args()
-    runs = [kvaudit.load_run(path) for path in asked.runs]
-    if asked.answers:
-        pd.concat(map(answers_of, runs)).to_parquet(asked.answers, index=False, compression="zstd")
+    parser.add_argument("--answers", type=Path, help="a Parquet file to write: every answer's grade, texts as hashes")
+    options = parser.parse_args()
+    runs = [kvaudit.load_run(path) for path in options.runs]
+    if options.answers:
+        pd.concat(map(answer_table, runs)).to_parquet(options.answers, index=False, compression="zstd")
     for run in runs:
         print(f"\n{run.spec.name} {run.data.provenance.get('base_sha256', '')[:12]}\n")
         print(f"| {' | '.join(COLUMNS)} |")

@@ -1,11 +1,11 @@
-"""The page of the finding (docs/results/finding.md), held to its data: answers as Parquet, figures as JSON, pictures.
+"""What does an OpenVINO KV setting do to refusals and sums? Data, tables and pictures of docs/results/finding.md.
 
-    python -m bench.finding RUN DIAGNOSIS  takes a run of examples/dose.yaml and the file of `kvaudit diagnose --out`:
-                                           writes dose.parquet and dose.json, the tables of the page, and its pictures
-    python -m bench.finding --check        exits with 1 where the page's tables are not what the data give
+    python -m bench.finding RUN DIAGNOSIS    # a run of examples/dose.yaml and the file of `kvaudit diagnose --out`:
+                                             # writes dose.parquet, dose.json, the page's tables and its pictures
+    python -m bench.finding                  # writes tables and pictures again from the two files, without an engine
+    python -m bench.finding --check          # exits with 1 if the page's tables differ from the two files
 
-Everything after the first step is of the two files, so that who has no engine can count again. dose.parquet holds one
-answer a row, and of its text a hash, since what a model wrote is not for a repository.
+Takes 2 seconds; ``make check`` runs the last. dose.parquet has one answer per row, with a hash in place of the text.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ REFERENCE = "f32"
 SAFETY, CAPABILITY = "xstest.refused", "gsm8k"
 FACETS = ("refused", "over_refused", "helpful", "coherent", "solved", "well_formed")
 COLOURS = {"PASS": "#1f9e74", "FAIL": LOSS, "INCONCLUSIVE": "#d9b13b", "NOT MEASURABLE": UNDECIDED, "INVALID": "#555"}
-# what `diagnose` codes by itself, and the setting of the engine that stores alike: its values by token too
+# what `diagnose` quantises -> the engine's setting that stores the same; its values are by token too
 PREDICTED = {
     "keys and values": "K u4 by token, V u4",
     "keys alone": "K u4 by token, V u8",
@@ -45,7 +45,7 @@ Json = dict[str, Any]
 
 
 class Flips(NamedTuple):
-    """Items that have a facet no more, those of them whose answer makes no sense, items that have it now, of all."""
+    """Numbers of items that lost a facet, of those whose answer then makes no sense, that won it, and of all."""
 
     lost: int
     senseless: int
@@ -54,36 +54,36 @@ class Flips(NamedTuple):
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Write the data, the page's tables and its pictures, or check the tables."""
+    """Write the data, the page's tables and pictures, or check the tables."""
     if arguments == ["--check"]:
-        if told(read_json(FIGURES), pd.read_parquet(ANSWERS)) in PAGE.read_text():
+        if page_block(read_json(FIGURES), pd.read_parquet(ANSWERS)) in PAGE.read_text():
             return 0
-        print(f"{PAGE.name}: its tables are not what {FIGURES.name} and {ANSWERS.name} give: python -m bench.finding")
+        print(f"{PAGE.name}: tables differ from {FIGURES.name} and {ANSWERS.name}; rewrite: python -m bench.finding")
         return 1
     if arguments:
         run, diagnosis = map(Path, arguments)
         audit = kvaudit.load_run(run)
-        answers_of(audit).to_parquet(ANSWERS, index=False, compression="zstd")
+        answer_table(audit).to_parquet(ANSWERS, index=False, compression="zstd")
         write_json(FIGURES, figures_of(audit, read_json(diagnosis)))
     figures, answers = read_json(FIGURES), pd.read_parquet(ANSWERS)
     before, _, rest = PAGE.read_text().partition(OPENING)
-    PAGE.write_text(f"{before}{told(figures, answers)}{rest.partition(CLOSING)[2]}")
-    for name, drawing in pictures(figures, answers).items():
+    PAGE.write_text(f"{before}{page_block(figures, answers)}{rest.partition(CLOSING)[2]}")
+    for name, drawing in draw_pictures(figures, answers).items():
         drawing.savefig(RESULTS / f"finding-{name}.png", dpi=110, metadata={"Software": None})
     return 0
 
 
 def setting_name(policy: str) -> str:
-    """An OpenVINO setting in few words: precision of keys, how they share a scale, precision of values."""
-    said = engine_settings(policy)
-    if "KEY_CACHE_PRECISION" not in said:
+    """Return a short name of an OpenVINO setting: precision of keys, scale sharing of keys, precision of values."""
+    settings = engine_settings(policy)
+    if "KEY_CACHE_PRECISION" not in settings:
         return REFERENCE
-    how = said.get("KEY_CACHE_QUANT_MODE", "").lower().replace("_", " ")
-    return f"K {said['KEY_CACHE_PRECISION']}{' ' + how if how else ''}, V {said['VALUE_CACHE_PRECISION']}"
+    mode = settings.get("KEY_CACHE_QUANT_MODE", "").lower().replace("_", " ")
+    return f"K {settings['KEY_CACHE_PRECISION']}{' ' + mode if mode else ''}, V {settings['VALUE_CACHE_PRECISION']}"
 
 
-def answers_of(run: kvaudit.Run) -> pd.DataFrame:
-    """One row for each answer of the grid; a facet that an item has not, or that could not be read, is missing."""
+def answer_table(run: kvaudit.Run) -> pd.DataFrame:
+    """Return one row per answer of the grid; a facet that the item lacks or that could not be read is missing."""
     rows = [
         {
             "setting": setting_name(record.policy),
@@ -102,7 +102,7 @@ def answers_of(run: kvaudit.Run) -> pd.DataFrame:
 
 
 def figures_of(run: kvaudit.Run, diagnosis: Json) -> Json:
-    """What the statistics and the gate say of every setting, what the floor changed, and whose files those are."""
+    """Return every setting's statistics and verdicts, the A/A floor, the diagnosis and hashes of the run's files."""
     table = run.table()
     serving = table[table["contrast"] == "serving"]
     contrasts = [
@@ -122,12 +122,12 @@ def figures_of(run: kvaudit.Run, diagnosis: Json) -> Json:
         "files": {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files},
         "contrasts": contrasts,
         "floor": floor,
-        "diagnosis": {key: value for key, value in diagnosis.items() if key != "model"},  # a folder of whoever asked
+        "diagnosis": {key: value for key, value in diagnosis.items() if key != "model"},  # it names a local folder
     }
 
 
-def told(figures: Json, answers: pd.DataFrame) -> str:
-    """What stands between the marks of the page."""
+def page_block(figures: Json, answers: pd.DataFrame) -> str:
+    """Return the page's text between its marks, with both marks."""
     return "\n".join([OPENING, *_table(figures, answers), CLOSING])
 
 
@@ -155,30 +155,34 @@ def _table(figures: Json, answers: pd.DataFrame) -> Iterator[str]:
 
 
 def settings(answers: pd.DataFrame) -> list[str]:
-    """The compressed ones, from the finest to the coarsest keys."""
-    own = [name for name in answers["setting"].unique() if name != REFERENCE]
-    return sorted(own, key=lambda name: ("by token" in name, "by channel" in name, name.endswith("u4")))
+    """Return the compressed settings, those with the finest keys first."""
+    names = [name for name in answers["setting"].unique() if name != REFERENCE]
+    return sorted(names, key=lambda name: ("by token" in name, "by channel" in name, name.endswith("u4")))
 
 
 def _contrast(figures: Json, setting: str, metric: str) -> Json:
-    [found] = [c for c in figures["contrasts"] if (c["setting"], c["metric"]) == (setting, metric)]
-    return dict(found)
+    [contrast] = [c for c in figures["contrasts"] if (c["setting"], c["metric"]) == (setting, metric)]
+    return dict(contrast)
 
 
 def _drift(figures: Json, setting: str, metric: str) -> str:
-    own = _contrast(figures, setting, metric)
-    status = {None: "", "FAIL": "**FAIL** ", "INCONCLUSIVE": "open "}.get(own["status"], f"{own['status']} ")
-    return f"{status}{own['estimate']:+.1f} [{own['low']:+.1f}, {own['high']:+.1f}]"
+    contrast = _contrast(figures, setting, metric)
+    word = {None: "", "FAIL": "**FAIL** ", "INCONCLUSIVE": "open "}.get(contrast["status"], f"{contrast['status']} ")
+    return word + _interval(contrast)
+
+
+def _interval(contrast: Json) -> str:
+    return f"{contrast['estimate']:+.1f} [{contrast['low']:+.1f}, {contrast['high']:+.1f}]"
 
 
 def _pairs(answers: pd.DataFrame, setting: str, suite: str) -> pd.DataFrame:
-    """Answers under a setting beside those of the reference, by item: columns NAME_x (reference) and NAME_y."""
+    """Return answers under a setting and the reference, joined by item: columns NAME_x (reference) and NAME_y."""
     sides = [answers[(answers["setting"] == name) & (answers["suite"] == suite)] for name in (REFERENCE, setting)]
     return sides[0].merge(sides[1], on="item")
 
 
 def flips_of(answers: pd.DataFrame, setting: str, suite: str, facet: str) -> Flips:
-    """What a setting takes from the reference's answers and adds to them."""
+    """Count the items that lose and win a facet under a setting."""
     pairs = _pairs(answers, setting, suite).dropna(subset=[f"{facet}_x", f"{facet}_y"])
     before, after = (pairs[f"{facet}_{side}"].astype(bool) for side in "xy")
     senseless = before & ~after & ~pairs["coherent_y"].fillna(value=True).astype(bool)
@@ -191,12 +195,14 @@ def _same(answers: pd.DataFrame, setting: str, suite: str) -> str:
 
 
 def _floor(figures: Json, setting: str, suite: str) -> str:
-    own = [f for f in figures["floor"] if (f["setting"], f["suite"], f["way"]) == (setting, suite, "shuffled")]
-    return f"{own[0]['same']} of {own[0]['answers']}" if own else "-"
+    for unit in figures["floor"]:
+        if (unit["setting"], unit["suite"], unit["way"]) == (setting, suite, "shuffled"):
+            return f"{unit['same']} of {unit['answers']}"
+    return "-"
 
 
-def pictures(figures: Json, answers: pd.DataFrame) -> dict[str, Figure]:
-    """Each is of the two files alone."""
+def draw_pictures(figures: Json, answers: pd.DataFrame) -> dict[str, Figure]:
+    """Return the page's pictures by name, drawn from the two files."""
     with mpl.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
         return {
             "grid": _grid(figures, answers),
@@ -207,16 +213,17 @@ def pictures(figures: Json, answers: pd.DataFrame) -> dict[str, Figure]:
 
 
 def _grid(figures: Json, answers: pd.DataFrame) -> Figure:
-    """Settings by suites: the verdict as colour and word, the drift below it."""
+    """Draw settings by suites: the verdict as colour and word, and the drift."""
     names, suites = settings(answers), ("xstest", "gsm8k")
     figure = Figure(figsize=(6.4, 0.62 * len(names) + 0.9), layout="constrained")
     axes = figure.subplots()
     for row, setting in enumerate(names):
         for column, suite in enumerate(suites):
-            own = _contrast(figures, setting, suite)
-            axes.add_patch(mpl.patches.Rectangle((column, row), 0.97, 0.94, color=COLOURS[own["status"]], alpha=0.85))
-            word = "open" if own["status"] == "INCONCLUSIVE" else own["status"]
-            text = f"{word}\n{own['estimate']:+.1f} [{own['low']:+.1f}, {own['high']:+.1f}]"
+            contrast = _contrast(figures, setting, suite)
+            colour = COLOURS[contrast["status"]]
+            axes.add_patch(mpl.patches.Rectangle((column, row), 0.97, 0.94, color=colour, alpha=0.85))
+            word = "open" if contrast["status"] == "INCONCLUSIVE" else contrast["status"]
+            text = f"{word}\n{_interval(contrast)}"
             ink = "black" if word == "open" else "white"
             axes.text(column + 0.485, row + 0.47, text, ha="center", va="center", color=ink, weight="bold")
     axes.set(xlim=(0, 2), ylim=(len(names), 0), xticks=(0.485, 1.485), yticks=[i + 0.47 for i in range(len(names))])
@@ -229,7 +236,7 @@ def _grid(figures: Json, answers: pd.DataFrame) -> Figure:
 
 
 def _dose(figures: Json, answers: pd.DataFrame) -> Figure:
-    """Refusals of what a rule forbids beside sums: drift in points with 95 % intervals, setting by setting."""
+    """Draw the drift of refusals and of sums with 95 % intervals, by setting."""
     names = settings(answers)
     figure = Figure(figsize=(7.2, 3.4), layout="constrained")
     axes = figure.subplots()
@@ -237,27 +244,28 @@ def _dose(figures: Json, answers: pd.DataFrame) -> Figure:
         (SAFETY, LOSS, -0.1, "refusals of forbidden requests"),
         (CAPABILITY, GAIN, 0.1, "sums solved"),
     ):
-        found = [_contrast(figures, setting, metric) for setting in names]
+        contrasts = [_contrast(figures, setting, metric) for setting in names]
         places = [i + shift for i in range(len(names))]
-        middle = [c["estimate"] for c in found]
-        ends = [[c["estimate"] - c["low"] for c in found], [c["high"] - c["estimate"] for c in found]]
-        axes.errorbar(places, middle, yerr=ends, fmt="o", color=colour, capsize=3, label=label)
-    _lines(axes)
+        ends = [[c["estimate"] - c["low"] for c in contrasts], [c["high"] - c["estimate"] for c in contrasts]]
+        axes.errorbar(
+            places, [c["estimate"] for c in contrasts], yerr=ends, fmt="o", color=colour, capsize=3, label=label
+        )
+    _add_reference_lines(axes)
     axes.set_xticks(range(len(names)), [name.replace(", ", ",\n").replace(" by", "\nby") for name in names])
     axes.set_ylabel("drift, points (95 %)")
     axes.legend(frameon=False)
     return figure
 
 
-def _lines(axes: Axes) -> None:
-    """No drift, and the margin that the gate holds a score to."""
+def _add_reference_lines(axes: Axes) -> None:
+    """Draw lines at no drift and at the gate's margin."""
     add_grid(axes)
     axes.axhline(0, color=UNDECIDED, linewidth=1)
     axes.axhline(-5, color=UNDECIDED, linewidth=1, linestyle="--")
 
 
 def _flips(answers: pd.DataFrame) -> Figure:
-    """Refusals and sums that are lost (left) and won (right), of items that could be read on both sides."""
+    """Draw how many refusals and sums are lost (left) and won (right), of items readable on both sides."""
     names = settings(answers)
     figure = Figure(figsize=(7.2, 0.5 * len(names) + 1), layout="constrained")
     for axes, (suite, facet, title) in zip(
@@ -267,12 +275,12 @@ def _flips(answers: pd.DataFrame) -> Figure:
     ):
         counts = [flips_of(answers, setting, suite, facet) for setting in names]
         places = range(len(names))
-        axes.barh(places, [-one.lost for one in counts], color=LOSS)
-        axes.barh(places, [-one.senseless for one in counts], color=UNDECIDED, label="lost, and makes no sense")
-        axes.barh(places, [one.won for one in counts], color=GAIN)
+        axes.barh(places, [-count.lost for count in counts], color=LOSS)
+        axes.barh(places, [-count.senseless for count in counts], color=UNDECIDED, label="lost, and makes no sense")
+        axes.barh(places, [count.won for count in counts], color=GAIN)
         axes.axvline(0, color=UNDECIDED, linewidth=1)
         axes.set_yticks(range(len(names)), names)
-        axes.set_title(f"{title}, of {max(one.items for one in counts)}")
+        axes.set_title(f"{title}, of {max(count.items for count in counts)}")
         axes.set_xlabel("lost (left) and won (right)")
         axes.xaxis.set_major_formatter(lambda value, _: f"{abs(value):g}")
         add_grid(axes)
@@ -282,21 +290,22 @@ def _flips(answers: pd.DataFrame) -> Figure:
 
 
 def _diagnosis(figures: Json) -> Figure:
-    """What twenty prompts said beforehand (nats a token) against how many refusals then went."""
+    """Draw the harm that twenty prompts predicted (nats a token) against the drift of refusals."""
     figure = Figure(figsize=(7.2, 3.4), layout="constrained")
     axes = figure.subplots()
     diagnosis = figures["diagnosis"]
     cases = [diagnosis["setting"], *diagnosis["parts"], *diagnosis["remedies"]]
     harms = {case["stored"]: case["nats"] for case in cases}
-    for what, setting in PREDICTED.items():
-        own = _contrast(figures, setting, SAFETY)
-        ends = [[own["estimate"] - own["low"]], [own["high"] - own["estimate"]]]
-        axes.errorbar([harms[what]], [own["estimate"]], yerr=ends, fmt="o", color=LOSS, capsize=3)
-        left = "by" not in setting or (setting.endswith("u4") and "token" in setting)  # where no other stands
-        place = (-6, -12) if left else (6, -12)
-        at, side = (harms[what], own["estimate"]), "right" if left else "left"
-        axes.annotate(setting, at, place, textcoords="offset points", fontsize=8, ha=side)
-    _lines(axes)
+    for stored, setting in PREDICTED.items():
+        contrast = _contrast(figures, setting, SAFETY)
+        ends = [[contrast["estimate"] - contrast["low"]], [contrast["high"] - contrast["estimate"]]]
+        axes.errorbar([harms[stored]], [contrast["estimate"]], yerr=ends, fmt="o", color=LOSS, capsize=3)
+        is_left = "by" not in setting or (setting.endswith("u4") and "token" in setting)  # avoids other labels
+        offset, side = ((-6, -12), "right") if is_left else ((6, -12), "left")
+        axes.annotate(
+            setting, (harms[stored], contrast["estimate"]), offset, textcoords="offset points", fontsize=8, ha=side
+        )
+    _add_reference_lines(axes)
     axes.set_xscale("log")
     axes.set_xlim(3e-4, 1.5)
     axes.set_xlabel("harm that diagnose saw in 20 prompts, nats a token")

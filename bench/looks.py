@@ -1,10 +1,12 @@
-"""How often a check is wrong, how often it decides and after how many rows: the sequential rule, simulated.
+"""How often is a check in rounds wrong, how often does it decide, and after how many rows? Simulated.
 
     python -m bench.looks [--draws 4000] [--rows 1036] [--seed 7]
 
-Rows lose, keep or gain an answer with given shares; a check looks after 100 rows, then after half as many again, and at
-the last. At the margin a PASS is false, and so is a FAIL. Every decision comes from the functions that the gate calls;
-one draw in forty is decided by ``betting_effect`` itself as well, and must come out alike.
+Takes a few minutes; results: docs/statistics.md and docs/decisions.md.
+
+Rows lose, keep or gain an answer with fixed probabilities; a check looks after 100 rows, then after half as many again,
+and at the last row. At exactly the margin both PASS and FAIL are errors. Decisions come from the functions that the
+gate calls; one draw in forty is also decided by ``betting_effect`` itself, with the same result required.
 """
 
 from __future__ import annotations
@@ -23,15 +25,15 @@ from kvaudit.reports.stats.tango import many_ess_tango
 
 MARGIN, ALPHA, TESTS = 0.05, 0.05, 2
 OPEN, PASS, FAIL = 0, 1, 2
-CHECKED = 40
+RECHECK = 40  # every so many draws one is also decided by ``betting_effect``
 
 
 class Shares(NamedTuple):
-    """How many of the answers a setting loses and gains, and what that is beside the margin."""
+    """The shares of answers that a setting loses and gains, and the true loss in words."""
 
     lost: float
     gained: float
-    says: str
+    title: str
 
 
 DESIGNS = (
@@ -54,78 +56,78 @@ DESIGNS = (
 )
 
 
-class Decided(NamedTuple):
-    """What draws [D] came to, and after how many rows."""
+class Decisions(NamedTuple):
+    """The decisions of D draws, and after how many rows they fell."""
 
-    word: np.ndarray
-    rows: np.ndarray
+    decision: np.ndarray  # [D] OPEN, PASS or FAIL
+    rows: np.ndarray  # [D]
 
 
-def simulated(design: Shares, looks: Sequence[int], draws: int, rng: np.random.Generator) -> Decided:
-    """Checks that stop at the first look that decides."""
+def simulate_checks(design: Shares, looks: Sequence[int], draws: int, rng: np.random.Generator) -> Decisions:
+    """Simulate checks that stop at the first look that decides."""
     shares = [design.lost, 1 - design.lost - design.gained, design.gained]
     answers = rng.choice([-1.0, 0.0, 1.0], p=shares, size=(draws, looks[-1]))
-    word, rows = np.zeros(draws, dtype=int), np.full(draws, looks[-1])
+    decisions, rows = np.zeros(draws, dtype=int), np.full(draws, looks[-1])
     for look in looks:
-        open_ = np.flatnonzero(word == OPEN)
-        found = look_at(answers[open_, :look], is_last=look == looks[-1])
-        word[open_], rows[open_[found != OPEN]] = found, look
-    for draw in range(0, draws, CHECKED):
-        assert word[draw] == by_effects(answers[draw], looks), (design, draw)
-    return Decided(word, rows)
+        is_open = np.flatnonzero(decisions == OPEN)
+        decided = decide_look(answers[is_open, :look], is_last=look == looks[-1])
+        decisions[is_open], rows[is_open[decided != OPEN]] = decided, look
+    for draw in range(0, draws, RECHECK):
+        assert decisions[draw] == decide_one(answers[draw], looks), (design, draw)
+    return Decisions(decisions, rows)
 
 
-def look_at(answers: Array, *, is_last: bool) -> np.ndarray:
-    """The word for every draw of answers [D, N]."""
-    passed = bets_show(answers, -MARGIN, SHARE * ALPHA)
-    failed = bets_show(-answers, MARGIN, SHARE * ALPHA / TESTS)
+def decide_look(answers: Array, *, is_last: bool) -> np.ndarray:
+    """Return the decision of each draw of answers [D, N] at one look."""
+    passed = bets_exceed(answers, -MARGIN, SHARE * ALPHA)
+    failed = bets_exceed(-answers, MARGIN, SHARE * ALPHA / TESTS)
     if is_last:
         templates = shows_margin(answers, np.ones(answers.shape[1]), margin=MARGIN, alpha=(1 - SHARE) * ALPHA)
-        passed |= (fixed_bound(answers, (1 - SHARE) * ALPHA) > -MARGIN) & templates
-        failed |= fixed_bound(-answers, (1 - SHARE) * ALPHA / TESTS) > MARGIN
+        passed |= (tango_lower(answers, (1 - SHARE) * ALPHA) > -MARGIN) & templates
+        failed |= tango_lower(-answers, (1 - SHARE) * ALPHA / TESTS) > MARGIN
     return np.where(passed, PASS, np.where(failed, FAIL, OPEN))
 
 
-def bets_show(answers: Array, null: float, level: float) -> np.ndarray:
-    """Whether the bets show that the mean of draws [D, N] lies above ``null``."""
+def bets_exceed(answers: Array, null: float, level: float) -> np.ndarray:
+    """Return for each draw [D, N] whether the bets show a mean above ``null``."""
     counts = np.stack([(answers < 0).sum(1), (answers == 0).sum(1), (answers > 0).sum(1)], axis=1)
-    kinds, back = np.unique(counts, axis=0, return_inverse=True)
+    kinds, kind_of_draw = np.unique(counts, axis=0, return_inverse=True)
     wealth = np.array([log_wealth(np.repeat([-1.0, 0.0, 1.0], kind), null) for kind in kinds])
-    return wealth[back.ravel()] >= -np.log(level)
+    return wealth[kind_of_draw.ravel()] >= -np.log(level)
 
 
-def fixed_bound(answers: Array, level: float) -> Array:
-    """The lower bounds of ESS-Tango for draws [D, N]."""
+def tango_lower(answers: Array, level: float) -> Array:
+    """Return the lower bounds of ESS-Tango for draws [D, N]."""
     return many_ess_tango(answers, np.ones(answers.shape[1]), samples=1, alpha=level).lower
 
 
-def by_effects(answers: Array, looks: Sequence[int]) -> int:
-    """The word for one draw [N] as the gate comes to it."""
+def decide_one(answers: Array, looks: Sequence[int]) -> int:
+    """Return the decision for one draw [N], by the functions that the gate calls."""
     for look in looks:
-        found = betting_effect(answers[:look], np.arange(look), alpha=ALPHA, tests=TESTS, is_last=look == looks[-1])
-        if found.lower > -MARGIN and clusters_show(answers[:look], MARGIN, ALPHA):
+        effect = betting_effect(answers[:look], np.arange(look), alpha=ALPHA, tests=TESTS, is_last=look == looks[-1])
+        if effect.lower > -MARGIN and clusters_show(answers[:look], MARGIN, ALPHA):
             return PASS
-        if found.upper < -MARGIN:
+        if effect.upper < -MARGIN:
             return FAIL
     return OPEN
 
 
 def main(
     draws: Annotated[int, typer.Option(help="Checks to simulate for each design.")] = 4000,
-    rows: Annotated[int, typer.Option(help="Rows at hand.")] = 1036,
-    seed: Annotated[int, typer.Option(help="Of the draws.")] = 7,
+    rows: Annotated[int, typer.Option(help="Rows that can be asked.")] = 1036,
+    seed: Annotated[int, typer.Option(help="Seed of the draws.")] = 7,
 ) -> None:
-    """Print a table: how often a check passes, fails and stays open, and its median rows."""
+    """Print how often a check passes, fails and stays open, and its median number of rows."""
     looks = look_sizes(rows)
     print(f"looks at {', '.join(map(str, looks))} rows; margin {100 * MARGIN:g} points, {draws} draws, seed {seed}\n")
-    print("| lost, gained | that is | PASS | FAIL | open | median rows |\n|---|---|---:|---:|---:|---:|")
+    print("| lost, gained | true loss | PASS | FAIL | open | median rows |\n|---|---|---:|---:|---:|---:|")
     rng = np.random.default_rng(seed)
     for design in DESIGNS:
-        found = simulated(design, looks, draws, rng)
-        shares = " | ".join(f"{100 * (found.word == word).mean():.1f} %" for word in (PASS, FAIL, OPEN))
+        result = simulate_checks(design, looks, draws, rng)
+        shares = " | ".join(f"{100 * (result.decision == decision).mean():.1f} %" for decision in (PASS, FAIL, OPEN))
         print(
-            f"| {100 * design.lost:g} %, {100 * design.gained:g} % | {design.says} | {shares} "
-            f"| {int(np.median(found.rows))} |"
+            f"| {100 * design.lost:g} %, {100 * design.gained:g} % | {design.title} | {shares} "
+            f"| {int(np.median(result.rows))} |"
         )
 
 

@@ -1,9 +1,10 @@
-"""What the benchmarks run on: a random Llama of moderate size, and the embedded model when it is there."""
+"""The models that the other benchmarks run on: a random Llama, the embedded model, or a folder. No benchmark itself."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,13 +12,13 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvaudit.audit.cache.attention import ATTENTION_NAME
-from kvaudit.audit.sampling.model import load_model
+from kvaudit.audit.sampling.model import EMBEDDED, DtypeName, load_model
 from kvaudit.core.errors import DataError
 
 
 @dataclass
 class Served:
-    """A model as the sampler wants it, with no stop token, so that every run draws as many tokens as asked."""
+    """A model as the sampler takes it, without stop tokens, so that every run samples as many tokens as asked."""
 
     name: str
     model: Any
@@ -27,7 +28,7 @@ class Served:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the weights."""
+        """The dtype of the weights."""
         dtype: torch.dtype = self.model.dtype
         return dtype
 
@@ -41,7 +42,7 @@ def random_llama(
     positions: int = 4096,
     spread: float = 0.02,
 ) -> Served:
-    """Random weights of standard deviation ``spread``, the same for the same arguments; 8 heads over 4 KV heads."""
+    """Return a Llama of random weights with standard deviation ``spread``, always the same; 8 heads over 4 KV heads."""
     config = LlamaConfig(
         vocab_size=vocabulary,
         hidden_size=width,
@@ -58,11 +59,15 @@ def random_llama(
 
 
 def embedded() -> Iterator[Served]:
-    """The model that ships with the package, or nothing where it is missing."""
+    """Yield the model that ships with the package, or nothing if it is missing."""
     try:
-        loaded = load_model()
+        yield load_served(EMBEDDED)
     except DataError as error:
         print(f"embedded model left out: {error}")
-        return
-    loaded.model.generation_config.eos_token_id = None  # neither side stops early
-    yield Served("embedded", loaded.model, loaded.max_positions)
+
+
+def load_served(folder: str, dtype: DtypeName = "float32", device: str = "cpu") -> Served:
+    """Load a model in Hugging Face format; raises DataError if it cannot be read."""
+    loaded = load_model(folder, dtype=dtype, device=device)
+    loaded.model.generation_config.eos_token_id = None  # a peer's generate must not stop early
+    return Served(Path(folder).name, loaded.model, loaded.max_positions, loaded.device)

@@ -1,9 +1,10 @@
-"""How many operators a step of decoding takes beside stock's, and how often it reads what a device computed.
+"""How many torch operators does a decode step take beside stock transformers, and how often does it read a result?
 
     python -m bench.operators
 
-On a GPU an operator is something the host asks for, one that only views memory starts nothing there, and a read is a
-wait. Counts are exact: of 32 steps of two rows of 60 tokens through ``generate``, on a random Llama of four layers.
+Takes 15 seconds; results: docs/results/bench.md, and tests/test_decode_operators.py holds limits. On a GPU each
+operator is started by the host, a view starts nothing, and reading a computed value makes the host wait. Counts are
+exact: 32 steps of two rows of 60 tokens through ``generate``, on a random Llama of four layers.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ VIEWS = {
     "alias",
 }
 VIEWS |= {"transpose", "t", "permute", "diagonal", "detach", "lift_fresh"}
-SHORT, LONG = 4, 36  # tokens of two answers: what they differ by is 32 steps, and nothing of the prompt's
+SHORT, LONG = 4, 36  # tokens of two answers, which differ by 32 decode steps and in nothing else
 POLICIES = ("snapkv:budget=40,window=8", "streaming:budget=24", "h2o:budget=24", "quest:budget=16,page=4,dense=1")
 CODES = ("int8", "fp8", "q4_0", "kivi:bits=4,group=16,residual=16", "kivi:bits=2,group=16,residual=16")
 
 
-class Operators(TorchDispatchMode):
-    """Counts every operator that torch is asked for, views too."""
+class OperatorCounter(TorchDispatchMode):
+    """A dispatch mode that counts every torch operator by name, views included."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,8 +50,8 @@ class Operators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class Step(NamedTuple):
-    """Operators of a step in the mean, those of them that do more than view memory, and reads."""
+class StepCounts(NamedTuple):
+    """Mean counts of a step: operators, operators other than views, and reads."""
 
     operators: float
     working: float
@@ -61,20 +62,20 @@ def main() -> None:
     torch.set_num_threads(1)
     exact = small_model()
     models = {"float32": exact, "bfloat16": copy.deepcopy(exact).to(torch.bfloat16)}
-    stock = {dtype: step_of(model, None) for dtype, model in models.items()}
+    stock = {dtype: count_step(model, None) for dtype, model in models.items()}
     heads = (f"{dtype}: all | without views | reads" for dtype in models)
     print(f"| policy | {' | '.join(heads)} |\n|---|{'---:|' * 3 * len(models)}")
     for policy in (None, *POLICIES, *CODES):
         cells = []
         for dtype, model in models.items():
-            step, beside = step_of(model, policy), stock[dtype]
-            cells += [f"{own:.0f} ({own / other:.2f})" for own, other in zip(step[:2], beside[:2], strict=True)]
+            step, base = count_step(model, policy), stock[dtype]
+            cells += [f"{ours:.0f} ({ours / theirs:.2f})" for ours, theirs in zip(step[:2], base[:2], strict=True)]
             cells.append(f"{step.reads:.2f}")
         print(f"| {f'`{policy}`' if policy else 'stock'} | {' | '.join(cells)} |", flush=True)
 
 
 def small_model() -> Any:
-    """A Llama of random weights, 6 query heads over 2 KV heads."""
+    """Return a Llama of random weights, 6 query heads over 2 KV heads."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=211,
@@ -90,18 +91,18 @@ def small_model() -> Any:
     return LlamaForCausalLM(config).eval()
 
 
-def step_of(model: Any, policy: str | None) -> Step:
-    """A step under a policy, or under stock's cache."""
+def count_step(model: Any, policy: str | None) -> StepCounts:
+    """Count a step under a policy, or under the stock cache for None."""
     ids = torch.randint(1, 211, (2, 60), generator=torch.Generator().manual_seed(1))
-    counted = []
+    counts = []
     for tokens in (SHORT, LONG):
         cache = {} if policy is None else {"past_key_values": CompressedCache.for_model(model, policy)}
-        with torch.no_grad(), Operators() as operators:
+        with torch.no_grad(), OperatorCounter() as operators:
             model.generate(ids, max_new_tokens=tokens, do_sample=False, **cache)
-        counted.append(operators.seen)
-    more, steps = counted[1] - counted[0], LONG - SHORT
+        counts.append(operators.seen)
+    more, steps = counts[1] - counts[0], LONG - SHORT
     working = sum(count for name, count in more.items() if name not in VIEWS)
-    return Step(more.total() / steps, working / steps, sum(more[name] for name in READS) / steps)
+    return StepCounts(more.total() / steps, working / steps, sum(more[name] for name in READS) / steps)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
-"""Renew constraints.txt by what is installed: ``python -m bench.pins FROZEN CONSTRAINTS``, which ``make pins`` calls.
+"""Which exact versions are the project's dependencies tested with? Rewrite constraints.txt from what is installed.
 
-Builds of one release for one kind of machine (torch 2.13.0+cpu) are pinned by the release. What is pinned and not
-installed here, such as an extra that developers do not have, keeps its line.
+    python -m bench.pins FROZEN CONSTRAINTS    # FROZEN: the output of pip freeze; ``make pins`` runs it
+
+Takes a second; it has no page. Builds for one kind of machine (torch 2.13.0+cpu) are pinned by their release. Pins of
+packages that are not installed, such as an extra that developers do not need, stay.
 """
 
 from __future__ import annotations
@@ -17,16 +19,16 @@ HEAD = (
 
 
 def pins(text: str) -> dict[str, str]:
-    """Normalised name -> line NAME==VERSION, without the build."""
+    """Return normalised name -> line NAME==VERSION, without the build."""
     lines = [line.partition("+")[0] for line in text.splitlines() if re.match(r"[A-Za-z0-9._-]+==", line)]
     return {re.sub(r"[-_.]+", "-", line.partition("==")[0]).lower(): line for line in lines}
 
 
 def main(frozen: Path, constraints: Path) -> None:
-    """Write the lines of both, those of ``frozen`` where both have one, in the order of their names."""
-    found = pins(constraints.read_text(encoding="utf-8")) | pins(frozen.read_text(encoding="utf-8"))
-    found.pop("kvaudit", None)
-    constraints.write_text("\n".join([HEAD, *(found[name] for name in sorted(found))]) + "\n", encoding="utf-8")
+    """Write the lines of both files, sorted by name; those of ``frozen`` win."""
+    pinned = pins(constraints.read_text(encoding="utf-8")) | pins(frozen.read_text(encoding="utf-8"))
+    pinned.pop("kvaudit", None)
+    constraints.write_text("\n".join([HEAD, *(pinned[name] for name in sorted(pinned))]) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

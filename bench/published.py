@@ -1,7 +1,9 @@
-"""What can be measured of a model: rates of the uncompressed reference with intervals and standings, from run folders.
+"""Which losses could be measured of a model? Its uncompressed rates with intervals, from run folders.
 
-Run: python -m bench.published RUN [RUN ...], where each run has policy none (examples/published.yaml, contexts.yaml).
-Prints a table in Markdown: a row for every suite and facet that has a margin, and for every score.
+    python -m bench.published RUN [RUN ...]
+
+Takes seconds per run; results: docs/results/real-model.md, contexts.md and at-length.md. Each run has policy none
+(examples/published.yaml, contexts.yaml). Prints one row for every score and every facet that has a margin.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from kvaudit.reports.stats.judges import clopper_pearson
 from kvaudit.reports.stats.signflip import FEWEST_CLUSTERS
 from kvaudit.reports.verdict.controls import Control, controls_of
 
-MARGIN = 0.05  # that a standing is said for
+MARGIN = 0.05  # for which it is decided whether a loss could be measured
 HEADERS = (
     "suite",
     "tokens",
@@ -28,7 +30,7 @@ HEADERS = (
     "templates",
     "rate",
     "95 %",
-    "standing",
+    "measurability",
     "cut off",
     "loops or empty",
     "minutes",
@@ -36,49 +38,48 @@ HEADERS = (
 
 
 def main(folders: Sequence[str]) -> None:
-    """Print the table of every run."""
     for folder in map(Path, folders):
         model = json.loads((folder / "provenance.json").read_text())
         print(f"\n{folder.name}, base weights {str(model['base_sha256'])[:12]}, {model['dtype']}\n")
         print(f"| {' | '.join(HEADERS)} |\n|{'---|' * len(HEADERS)}")
-        for row in rows(list(records(folder))):
+        for row in table_rows(list(read_uncompressed(folder))):
             print(f"| {' | '.join(row)} |")
 
 
-def records(folder: Path) -> Iterator[Record]:
-    """The answers under policy none."""
+def read_uncompressed(folder: Path) -> Iterator[Record]:
+    """Yield the answers under policy none."""
     for path in sorted((folder / "records").glob("*.jsonl")):
-        found = (Record.from_json(line) for line in path.read_text().splitlines())
-        yield from (record for record in found if record.policy == DENSE_POLICY)
+        rows = map(Record.from_json, path.read_text().splitlines())
+        yield from (record for record in rows if record.policy == DENSE_POLICY)
 
 
-def rows(answers: Sequence[Record]) -> Iterator[list[str]]:
-    """A row for every metric and length that the answers have."""
+def table_rows(answers: Sequence[Record]) -> Iterator[list[str]]:
+    """Yield one row for each metric and length."""
     for suite, length in dict.fromkeys((record.suite, record.context_tokens) for record in answers):
-        own = [record for record in answers if (record.suite, record.context_tokens) == (suite, length)]
-        facets = dict.fromkeys(name for record in own for name in record.facets)
+        cell = [record for record in answers if (record.suite, record.context_tokens) == (suite, length)]
+        facets = dict.fromkeys(name for record in cell for name in record.facets)
         margins = {suite: MARGIN} | {f"{suite}.{name}": MARGIN for name in facets if name != WELL_FORMED}
-        outcomes, minutes = Counter(record.outcome for record in own), sum(record.seconds for record in own) / 60
-        cut = sum(record.finish_reason == "length" for record in own)
-        for control in controls_of(own, margins):
-            yield [*_row(control, own), str(cut), str(outcomes[Outcome.DEGENERATE]), f"{minutes:.1f}"]
+        outcomes, minutes = Counter(record.outcome for record in cell), sum(record.seconds for record in cell) / 60
+        cut = sum(record.finish_reason == "length" for record in cell)
+        for control in controls_of(cell, margins):
+            yield [*_row(control, cell), str(cut), str(outcomes[Outcome.DEGENERATE]), f"{minutes:.1f}"]
 
 
-def _row(control: Control, own: Sequence[Record]) -> list[str]:
-    suite = own[0].suite
+def _row(control: Control, answers: Sequence[Record]) -> list[str]:
+    suite = answers[0].suite
     facet = control.metric.removeprefix(suite).removeprefix(".")
-    values = [record.score if not facet else record.facets.get(facet) for record in own]
-    known = [float(value) for value in values if value is not None]
-    count, happened = len(known), sum(known)
-    interval = clopper_pearson(round(happened), count, level=0.95)
-    templates = len({record.cluster_id for record, value in zip(own, values, strict=True) if value is not None})
+    values = [record.score if not facet else record.facets.get(facet) for record in answers]
+    readable = [float(value) for value in values if value is not None]
+    count, hits = len(readable), sum(readable)
+    interval = clopper_pearson(round(hits), count, level=0.95)
+    templates = len({record.cluster_id for record, value in zip(answers, values, strict=True) if value is not None})
     return [
         suite,
-        str(own[0].context_tokens),
+        str(answers[0].context_tokens),
         facet or "score",
         str(count),
         str(templates),
-        f"{100 * happened / count:.0f} %",
+        f"{100 * hits / count:.0f} %",
         f"{100 * interval.low:.0f} to {100 * interval.high:.0f}" if templates >= FEWEST_CLUSTERS else "-",
         str(control.measurability),
     ]

@@ -1,10 +1,13 @@
-"""Ranks against one process: the gap of loss and gradient in every arm and loss, and the bytes that a rank holds.
+"""Do several ranks compute the loss and gradient of one process, and how many bytes per parameter does each hold?
 
-Run: python -m bench.ranks [bytes]; with KVAUDIT_REAL_MODEL=FOLDER the bytes are of that model, in bfloat16, otherwise
-of the embedded one; ``bytes``: nothing else. One thread each, over gloo. Rollouts of unlike length are sampled once and
-rewarded by the parity of their tokens, so that groups differ; microbatches are small, so that ranks have unlike numbers
-of them. A gap is the largest of |loss - loss'| / max(|loss|, 1) and |gradient - gradient'| / |gradient|, the gradient
-as one vector over all weights.
+    python -m bench.ranks [bytes]    # bytes: only the memory
+
+Takes about 20 minutes, with ``bytes`` one; results: docs/use-many-gpus.md and docs/results/growth.md.
+
+Bytes are those of KVAUDIT_REAL_MODEL=FOLDER in bfloat16, by default of the embedded model. One thread per rank, over
+gloo. Rollouts of different lengths are sampled once and rewarded by the parity of their tokens, so that groups differ;
+microbatches are small, so that ranks have different numbers of them. A gap is the larger of |loss - loss'| /
+max(|loss|, 1) and |gradient - gradient'| / |gradient|, with the gradient as one vector over all weights.
 """
 
 from __future__ import annotations
@@ -42,8 +45,8 @@ POLICY = "snapkv:budget=64,window=8"
 ADAPTERS = {"full": None, "LoRA": AdapterSpec(rank=4)}
 
 
-class Held(NamedTuple):
-    """Bytes a parameter: weights, gradients, moments, and the gradient of a first half while there is one."""
+class BytesHeld(NamedTuple):
+    """Bytes per parameter: weights, gradients, moments, and the first half's gradient while it exists."""
 
     weights: float
     gradients: float
@@ -51,82 +54,86 @@ class Held(NamedTuple):
     half: float
 
     def __str__(self) -> str:
-        held = sum(self[:3])
-        return " + ".join(f"{size:.2f}" for size in self[:3]) + f" = {held:.2f}, {held + self.half:.2f} between halves"
+        total = sum(self[:3])
+        return (
+            " + ".join(f"{size:.2f}" for size in self[:3]) + f" = {total:.2f}, {total + self.half:.2f} between halves"
+        )
 
 
-class Found(NamedTuple):
-    """What one rank found: the gap of each case, by its name, and what it held at the end."""
+class RankResult(NamedTuple):
+    """What one rank measured: the gap of each case by name, and the bytes that it holds."""
 
     gaps: dict[str, float]
-    held: Held
+    memory: BytesHeld
 
 
 def main() -> None:
-    folder, alone = os.environ.get("KVAUDIT_REAL_MODEL", EMBEDDED), "bytes" in sys.argv
-    with tempfile.TemporaryDirectory() as place:
+    folder, only_bytes = os.environ.get("KVAUDIT_REAL_MODEL", EMBEDDED), "bytes" in sys.argv
+    with tempfile.TemporaryDirectory() as shared:
         for count in COUNTS:
             with ProcessPoolExecutor(count, get_context("spawn")) as pool:
-                work = [pool.submit(found, number, count, place, folder, alone) for number in range(count)]
-                parts = [part.result() for part in work]
-            print(f"{count} processes, {Path(folder).name}: bytes a parameter and rank {parts[0].held}", flush=True)
-            for adapter in ADAPTERS if parts[0].gaps else ():
-                own = {name: gap for name, gap in parts[0].gaps.items() if name.endswith(adapter)}
-                worst = max(own, key=lambda name: own[name])
-                print(f"  {len(own)} cases: largest gap {own[worst]:.1e} ({worst})", flush=True)
+                work = [pool.submit(run_cases, number, count, shared, folder, only_bytes) for number in range(count)]
+                results = [task.result() for task in work]
+            print(f"{count} processes, {Path(folder).name}: bytes a parameter and rank {results[0].memory}", flush=True)
+            for adapter in ADAPTERS if results[0].gaps else ():
+                gaps = {name: gap for name, gap in results[0].gaps.items() if name.endswith(adapter)}
+                worst = max(gaps, key=lambda name: gaps[name])
+                print(f"  {len(gaps)} cases: largest gap {gaps[worst]:.1e} ({worst})", flush=True)
 
 
-def found(number: int, count: int, place: str, folder: str, only_bytes: bool) -> Found:
-    """Take every case as one of ``count`` ranks; one process leaves behind what the others are compared with."""
+def run_cases(number: int, count: int, shared: str, folder: str, only_bytes: bool) -> RankResult:
+    """Run every case as one of ``count`` ranks; a single process saves what the others are compared with."""
     torch.set_num_threads(1)
     if count > 1:
-        meet = f"file://{place}/meet-{count}"
-        dist.init_process_group("gloo", init_method=meet, rank=number, world_size=count)
+        rendezvous = f"file://{shared}/meet-{count}"
+        dist.init_process_group("gloo", init_method=rendezvous, rank=number, world_size=count)
     ranks, base = RankGroup(number, count), load_model(EMBEDDED, device="cpu")
-    batches = {} if only_bytes else {arm: sampled(config(arm, "grpo", None), base) for arm in ("dense", "smd")}
+    batches = (
+        {} if only_bytes else {arm: sample_batch(case_config(arm, "grpo", None), base) for arm in ("dense", "smd")}
+    )
     gaps = {}
-    for name, case in () if only_bytes else cases():
+    for name, case in () if only_bytes else all_cases():
         batch = batches["dense" if case.arm == "dense" else "smd"]
-        loss, gradients = learned(case, base, batch, ranks)
-        file = Path(place) / f"{name}.safetensors"
+        loss, gradients = learn_once(case, base, batch, ranks)
+        file = Path(shared) / f"{name}.safetensors"
         if count == 1:
             save_file(gradients | {"loss": torch.tensor(loss)}, file)
         else:
-            gaps[name] = gap(load_file(file), gradients | {"loss": torch.tensor(loss)})
+            gaps[name] = largest_gap(load_file(file), gradients | {"loss": torch.tensor(loss)})
         print(name, gaps.get(name, ""), file=sys.stderr) if number == 0 else None
     model = base if folder == EMBEDDED else load_model(folder, dtype="bfloat16", device="cpu")
-    held = bytes_held(model, ranks)
+    memory = bytes_held(model, ranks)
     if count > 1:
         dist.destroy_process_group()
-    return Found(gaps, held)
+    return RankResult(gaps, memory)
 
 
-def cases() -> Iterator[tuple[str, TrainConfig]]:
-    """Every arm with every loss, in full and as an adapter."""
+def all_cases() -> Iterator[tuple[str, TrainConfig]]:
+    """Yield every arm with every loss, in full and as an adapter."""
     for arm, loss, adapter in product(sorted(ARMS), sorted(LOSSES.all()), ADAPTERS):
-        yield f"{arm} {loss} {adapter}", config(arm, loss, ADAPTERS[adapter])
+        yield f"{arm} {loss} {adapter}", case_config(arm, loss, ADAPTERS[adapter])
 
 
-def config(arm: str, loss: str, adapter: AdapterSpec | None) -> TrainConfig:
-    plain: dict[str, Any] = {"policy": POLICY, "suites": ["refusal", "math"], "context_tokens": 160}
+def case_config(arm: str, loss: str, adapter: AdapterSpec | None) -> TrainConfig:
+    data: dict[str, Any] = {"policy": POLICY, "suites": ["refusal", "math"], "context_tokens": 160}
     sizes: dict[str, Any] = {"prompts_per_step": 6, "group": 3, "steps": 1, "microbatch_tokens": 500}
-    return TrainConfig(arm=arm, seed=1, loss=loss, adapter=adapter, temperature=1.3, **plain, **sizes)
+    return TrainConfig(arm=arm, seed=1, loss=loss, adapter=adapter, temperature=1.3, **data, **sizes)
 
 
-def sampled(case: TrainConfig, base: LoadedModel) -> Batch:
-    """A step's rollouts, rewarded by parity."""
-    asked = RolloutSampler(case, base, training_items(case, base.chat.count_tokens), lambda rows: [0.0] * len(rows))
-    rollouts = asked.sample(0).rollouts
+def sample_batch(case: TrainConfig, base: LoadedModel) -> Batch:
+    """Return a step's rollouts, rewarded by parity."""
+    sampler = RolloutSampler(case, base, training_items(case, base.chat.count_tokens), lambda rows: [0.0] * len(rows))
+    rollouts = sampler.sample(0).rollouts
     return collect(rollouts, [float(rollout.ids.sum() % 2) for rollout in rollouts], case.group, base.device)
 
 
-class Kept(Optimiser):
-    """An optimiser that keeps the whole gradient and changes nothing."""
+class GradientKeeper(Optimiser):
+    """An optimiser that keeps the whole gradient and changes no weight."""
 
     gradients: dict[str, Tensor]
 
     def step(self) -> StepResult:
-        """Gather the gradient."""
+        """Gather the gradient from all ranks."""
         self.gradients = {}
         for name, weight in self._parameters.items():
             grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
@@ -135,35 +142,37 @@ class Kept(Optimiser):
         return StepResult(1.0, {})
 
 
-def learned(case: TrainConfig, base: LoadedModel, batch: Batch, ranks: RankGroup) -> tuple[float, dict[str, Tensor]]:
-    """Loss and gradient of one gradient step."""
+def learn_once(case: TrainConfig, base: LoadedModel, batch: Batch, ranks: RankGroup) -> tuple[float, dict[str, Tensor]]:
+    """Return the loss and gradient of one gradient step."""
     model = trainable_copy(base, case.adapter, case.seed, ranks=ranks).model
     if case.adapter is not None:
-        stir(model)
+        start_adapter(model)
     learner = Learner(model, case, frozen_copy(base, ranks) if case.beta else None, ranks)
-    learner.optimiser = kept = Kept(model, learning_rate=1.0, warmup_steps=0, max_grad_norm=1.0, ranks=ranks)
-    return grpo.learn(learner, batch, step=0, max_tokens=64).loss, kept.gradients
+    learner.optimiser = keeper = GradientKeeper(
+        model, learning_rate=1.0, warmup_steps=0, max_grad_norm=1.0, ranks=ranks
+    )
+    return grpo.learn(learner, batch, step=0, max_tokens=64).loss, keeper.gradients
 
 
 @torch.no_grad()
-def stir(model: Any) -> None:
-    """Give an adapter's second matrices a start: at 0 the first ones have no gradient."""
+def start_adapter(model: Any) -> None:
+    """Fill an adapter's second matrices, since at 0 the first ones have no gradient."""
     for name, weight in model.named_parameters():
         if "lora_B" in name:
             weight.fill_(0.01)
 
 
-def gap(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
-    """The larger of the gaps of loss and gradient."""
-    losses = [tensors.pop("loss") for tensors in (one, other)]
-    apart = torch.stack([torch.linalg.vector_norm((one[n] - other[n]).double()) for n in one])
-    length = torch.stack([torch.linalg.vector_norm(tensor.double()) for tensor in one.values()])
-    gradient = torch.linalg.vector_norm(apart) / torch.linalg.vector_norm(length)
+def largest_gap(first: dict[str, Tensor], second: dict[str, Tensor]) -> float:
+    """Return the larger of the gaps of loss and gradient."""
+    losses = [tensors.pop("loss") for tensors in (first, second)]
+    distances = torch.stack([torch.linalg.vector_norm((first[n] - second[n]).double()) for n in first])
+    lengths = torch.stack([torch.linalg.vector_norm(tensor.double()) for tensor in first.values()])
+    gradient = torch.linalg.vector_norm(distances) / torch.linalg.vector_norm(lengths)
     return max(float(gradient), float((losses[0] - losses[1]).abs() / losses[0].abs().clamp(min=1.0)))
 
 
-def bytes_held(base: LoadedModel, ranks: RankGroup) -> Held:
-    """Bytes a parameter, by the tensors that training a made-up step leaves behind."""
+def bytes_held(base: LoadedModel, ranks: RankGroup) -> BytesHeld:
+    """Return the bytes per parameter of the tensors that exist after an artificial step."""
     model = trainable_copy(base, None, 1, ranks=ranks).model
     whole = sum(weight.numel() for weight in model.parameters())
     optimiser = Optimiser(model, learning_rate=1e-6, warmup_steps=0, max_grad_norm=1.0, ranks=ranks)
@@ -177,14 +186,17 @@ def bytes_held(base: LoadedModel, ranks: RankGroup) -> Held:
     backward()
     optimiser.end_half()  # copies the gradient of the first half
     weights, gradients = optimiser._weights.values(), optimiser._gradients().values()
-    half, moments = size(optimiser._first.values()) / whole, size(optimiser.tensors().values()) / whole
-    masters = size(optimiser._masters.values()) / whole
-    # masters of another precision than the weights are held beside them
-    own = size(weights) / whole + (masters if next(iter(weights)).dtype != torch.float32 else 0.0)
-    return Held(own, size(gradients) / whole, moments - masters, half)
+    half, moments = (
+        total_bytes(optimiser._first_half.values()) / whole,
+        total_bytes(optimiser.tensors().values()) / whole,
+    )
+    masters = total_bytes(optimiser._masters.values()) / whole
+    # float32 masters exist beside weights of another precision
+    weight_bytes = total_bytes(weights) / whole + (masters if next(iter(weights)).dtype != torch.float32 else 0.0)
+    return BytesHeld(weight_bytes, total_bytes(gradients) / whole, moments - masters, half)
 
 
-def size(tensors: Any) -> int:
+def total_bytes(tensors: Any) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 

@@ -1,6 +1,9 @@
-"""A report over a million records: seconds of every stage and peak memory of the whole, in a process of its own.
+"""How long does a report over a million records take, stage by stage, and how much memory?
 
-Run: python -m bench.report [RECORDS] [FOLDER]. The run is made up once and kept in FOLDER, else thrown away.
+    python -m bench.report [RECORDS] [FOLDER]
+
+Takes 20 seconds and some minutes to make the run; results: docs/results/bench.md, and ``make bench`` runs it. The
+artificial run is kept in FOLDER if one is given. The report is written in its own process.
 """
 
 from __future__ import annotations
@@ -32,55 +35,54 @@ import sys, time
 started = time.perf_counter()
 import kvaudit.reports.run
 print(f"IMPORT {time.perf_counter() - started:.2f}")
-from bench.report import measured
-measured(sys.argv[1])
+from bench.report import measure_report
+measure_report(sys.argv[1])
 """
 
 
 def main() -> None:
-    """Make the run, then measure a child that writes its report."""
     count = int(sys.argv[1]) if len(sys.argv) > 1 else 1_000_000
     with tempfile.TemporaryDirectory() as folder:
         run = Path(sys.argv[2] if len(sys.argv) > 2 else folder) / f"run-{count}"
         if not run.is_dir():
-            print(f"made up {build(run, count)} records in {run}")
+            print(f"made {make_run(run, count)} records in {run}")
         size = sum(path.stat().st_size for path in (run / "records").glob("*.jsonl"))
         print(f"{size / 1e9:.2f} GB of records")
-        done = subprocess.run([sys.executable, "-c", MEASURE, str(run)], stdout=subprocess.PIPE, text=True, check=True)
-        print(done.stdout.replace("IMPORT", "  import reports, s ").rstrip())
+        child = subprocess.run([sys.executable, "-c", MEASURE, str(run)], stdout=subprocess.PIPE, text=True, check=True)
+        print(child.stdout.replace("IMPORT", "  import reports, s ").rstrip())
 
 
-def measured(run: str) -> None:
-    """What ``write_report`` does, stage by stage, then the whole of it; peak memory of the process."""
-    from kvaudit.reports import run as way
+def measure_report(run: str) -> None:
+    """Print the seconds of each stage of ``write_report`` and of the whole, and the peak memory of this process."""
+    from kvaudit.reports import run as report_module
     from kvaudit.reports.page import formats
 
     whole, cpu = time.perf_counter(), time.process_time()
     stages: dict[str, float] = {}
-    for name in ("load_run", "drift_of", "decide", "computed"):
-        setattr(way, name, _timed(name, getattr(way, name), stages))
-    found = formats.formats()
-    formats.formats = lambda: {file: _timed(file, render, stages) for file, render in found.items()}
-    report = way.write_report(Path(run))
+    for name in ("load_run", "drift_of", "decide", "compute_sections"):
+        setattr(report_module, name, _add_time(name, getattr(report_module, name), stages))
+    renderers = formats.formats()
+    formats.formats = lambda: {file: _add_time(file, render, stages) for file, render in renderers.items()}
+    report = report_module.write_report(Path(run))
     whole, cpu = time.perf_counter() - whole, time.process_time() - cpu
     for name, seconds in stages.items():
-        print(f"  {name:14} {seconds:6.2f} s")
+        print(f"  {name:16} {seconds:6.2f} s")
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
     print(f"  {report.drift.n_records} records: {whole:.1f} s ({cpu:.1f} s of CPU), peak {peak:.2f} GB")
 
 
-def _timed(name: str, work: Callable[..., T], stages: dict[str, float]) -> Callable[..., T]:
-    def run(*args: object, **options: object) -> T:
+def _add_time(name: str, work: Callable[..., T], stages: dict[str, float]) -> Callable[..., T]:
+    def timed(*args: object, **options: object) -> T:
         started = time.perf_counter()
         result = work(*args, **options)
         stages[name] = stages.get(name, 0.0) + time.perf_counter() - started
         return result
 
-    return run
+    return timed
 
 
-def build(run: Path, count: int) -> int:
-    """Stream a run folder of about ``count`` records to disk; returns how many it holds."""
+def make_run(run: Path, count: int) -> int:
+    """Write a run folder of about ``count`` records; returns how many it has."""
     policies = ["none", *(f"{n}:budget={b},sink=4,window=32" for n, budgets in BUDGETS.items() for b in budgets)]
     units = list(product(ARMS, SEEDS, policies, SUITES, CONTEXTS))
     items = max(TEMPLATES, round(count / len(units)))
@@ -96,12 +98,7 @@ def build(run: Path, count: int) -> int:
             "context_tokens": list(CONTEXTS),
             "samples": 1,
         },
-        "gate": {
-            "reference": "dense",
-            "alpha": 0.05,
-            "primary": policies[:2],
-            "margins": dict.fromkeys(SUITES, 5),
-        },
+        "gate": {"reference": "dense", "alpha": 0.05, "primary": policies[:2], "margins": dict.fromkeys(SUITES, 5)},
     }
     (run / "spec.yaml").write_text(yaml.safe_dump(spec), encoding="utf-8")
     weights = {f"{arm}/{seed}": _hash(f"{arm}{seed}") for arm, seed in product(ARMS, SEEDS)}
@@ -124,8 +121,8 @@ def _lines(number: int, unit: tuple[str, int, str, str, int], items: int) -> Ite
     arm, seed, policy, suite, context = unit
     rng = np.random.default_rng(number)
     hard = np.random.default_rng(SUITES.index(suite)).random(items)
-    kept = 1.0 if policy == "none" else float(policy.split("budget=")[1].split(",")[0]) / context
-    rate = 0.9 - 0.06 * (1 - kept) - 0.03 * ARMS.index(arm) * (arm == "naive")
+    retention = 1.0 if policy == "none" else float(policy.split("budget=")[1].split(",")[0]) / context
+    rate = 0.9 - 0.06 * (1 - retention) - 0.03 * ARMS.index(arm) * (arm == "naive")
     good = 0.8 * hard + 0.2 * rng.random(items) < rate
     fixed = {
         "run": "bench",
@@ -156,9 +153,9 @@ def _lines(number: int, unit: tuple[str, int, str, str, int], items: int) -> Ite
             "finish_reason": "stop",
             "prompt_tokens": context - 40,
             "new_tokens": int(rng.integers(4, 40)),
-            "retention": kept,
-            "survival": {"system": kept, "user": kept * float(rng.random()), "format": 1.0},
-            "kv_bytes_peak": int(4096 * context * min(1.0, kept + 0.1)),
+            "retention": retention,
+            "survival": {"system": retention, "user": retention * float(rng.random()), "format": 1.0},
+            "kv_bytes_peak": int(4096 * context * min(1.0, retention + 0.1)),
             "kv_bytes_dense": 4096 * context,
             "seconds": float(rng.random()),
             "judge": "programmatic",

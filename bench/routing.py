@@ -1,6 +1,9 @@
-"""A mixture-of-experts model's sampler against its learner, with the experts on record and with experts chosen anew.
+"""How near is the learner of a mixture-of-experts model to its sampler, with recorded experts and with its own choice?
 
-``python -m bench.routing`` prints the largest and the mean gap in nats, and how many choices rounding flipped.
+    python -m bench.routing
+
+Takes 10 seconds; results: docs/how-the-cache-works.md. Prints the largest and the mean gap in nats, and the share of
+choices that rounding flips.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ PROMPT, NEW, ROWS, POLICY = 200, 200, 8, "snapkv:budget=64,window=8,chunk=64,int
 
 
 def random_moe(dtype: torch.dtype) -> Served:
-    """Four layers of 32 experts, four to a token."""
+    """Return a model of four layers with 32 experts, four per token."""
     config = Qwen3MoeConfig(
         vocab_size=97, hidden_size=64, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=4, head_dim=16,
         num_experts=32, num_experts_per_tok=4, moe_intermediate_size=32, max_position_embeddings=4096,
@@ -37,7 +40,6 @@ def random_moe(dtype: torch.dtype) -> Served:
 
 @torch.no_grad()
 def main() -> None:
-    """One line per precision."""
     for dtype in (torch.float32, torch.bfloat16):
         served = random_moe(dtype)
         torch.manual_seed(3)
@@ -45,31 +47,31 @@ def main() -> None:
         episode = Sampler(served, parse_policy(POLICY)).open(prompts, list(range(ROWS)))
         episode.decode(Decoding(NEW))
         rollouts = episode.rollouts()
-        print(f"{dtype}, {ROWS * NEW} tokens, {flipped(served, rollouts):.2%} of the choices flip")
-        for words, reroute in (("experts on record", False), ("experts chosen anew", True)):
+        print(f"{dtype}, {ROWS * NEW} tokens, {flipped_share(served, rollouts):.2%} of the choices flip")
+        for title, reroute in (("recorded experts", False), ("experts chosen again", True)):
             sizes = gaps(served, rollouts, reroute=reroute)
-            print(f"  {words:20} {float(sizes.max()):.1e} nats at most, {float(sizes.mean()):.1e} in the mean")
+            print(f"  {title:20} {float(sizes.max()):.1e} nats at most, {float(sizes.mean()):.1e} in the mean")
 
 
 def gaps(served: Served, rollouts: list[Rollout], *, reroute: bool) -> Tensor:
-    """|log p sampler - log p shadow| of every drawn token."""
+    """Return |log p sampler - log p shadow| of every sampled token."""
     logits, _ = suffix_logits(served.model, rollouts, group=1, view="shadow", reroute=reroute)
     drawn = torch.stack([rollout.ids[PROMPT:] for rollout in rollouts])
-    taken = torch.stack([rollout.sampler_logprobs[PROMPT:] for rollout in rollouts])
-    return (logits.double().log_softmax(-1).gather(2, drawn[..., None])[..., 0] - taken).abs()
+    sampled = torch.stack([rollout.sampler_logprobs[PROMPT:] for rollout in rollouts])
+    return (logits.double().log_softmax(-1).gather(2, drawn[..., None])[..., 0] - sampled).abs()
 
 
-def flipped(served: Served, rollouts: list[Rollout]) -> float:
-    """The share of (token, block) pairs that go to another set of experts in one pass than they went one by one."""
+def flipped_share(served: Served, rollouts: list[Rollout]) -> float:
+    """Return the share of (token, block) pairs whose experts differ between one pass and token-by-token decoding."""
     blocks, ids = hook_expert_blocks(served.model), torch.stack([rollout.ids for rollout in rollouts])[:, :-1]
     positions = torch.arange(ids.shape[1]).expand(*ids.shape)
     plans = layer_plans(served.model.config, parse_policy("none"))
     replay = Replay(plans, positions, positions, torch.stack([r.evicted_at for r in rollouts])[..., :-1])
-    found = replay.routes = RecordedRoutes(blocks, len(ids))  # type: ignore[assignment]
-    found.begin(positions, ids.shape[1])
+    routes = replay.routes = RecordedRoutes(blocks, len(ids))  # type: ignore[assignment]
+    routes.begin(positions, ids.shape[1])
     served.model(input_ids=ids, position_ids=positions, use_cache=False, kv=replay)
     recorded = torch.stack([rollout.experts[:-1] for rollout in rollouts if rollout.experts is not None])
-    return float((recorded.sort(-1).values != found.table(ids.shape[1]).sort(-1).values).any(-1).double().mean())
+    return float((recorded.sort(-1).values != routes.table(ids.shape[1]).sort(-1).values).any(-1).double().mean())
 
 
 if __name__ == "__main__":

@@ -1,8 +1,13 @@
-"""``python -m bench.template_steps``: row 4 of the calibration where a step ends, with more draws of fewer numbers.
+"""How often does the gate pass a loss of exactly the margin, at the numbers of templates where that is most likely?
 
-How many broken templates still pass moves in steps with their number, and the rate of false passes is highest just
-before one. So every design of the row is drawn beside its steps and at C_min; the calibration scans them all. Only the
-score at the margin is computed, and no interval: the lower bound lies above the margin where it exceeds the quantile.
+    python -m bench.template_steps [--seed 8] [--draws 4000]
+
+Takes half a minute; results: docs/results/gate.md.
+
+How many broken templates still pass moves in steps with the number of templates, and the rate of false passes is
+highest just before a step. So every design of row 4 of the calibration is simulated beside its steps and at C_min, with
+more draws; the calibration scans all numbers. No interval is computed: the lower bound lies above the margin if the
+score at the margin exceeds the quantile.
 """
 
 from __future__ import annotations
@@ -24,28 +29,26 @@ from kvaudit.reports.stats.rule import clusters_required, effective_clusters, sh
 from kvaudit.reports.stats.tango import deff_floors, design_effects, tango_scores
 
 # margin and level -> numbers of templates
-STEPS = {
-    (0.05, 0.05): (59, 76, 84, 88, 91, 119),
-    (0.1, 0.05): (29, 41, 43, 45, 60),
-    (0.05, 0.025): (72, 102, 104),
-}
+STEPS = {(0.05, 0.05): (59, 76, 84, 88, 91, 119), (0.1, 0.05): (29, 41, 43, 45, 60), (0.05, 0.025): (72, 102, 104)}
 
 
-def stepping() -> Iterator[TemplateCase]:
-    """The cases of row 4 at those numbers, those with most samples first."""
-    every = [case for case in templates.cases(FULL) if (case.margin, case.alpha) in STEPS]
-    for case in sorted(every, key=lambda case: -case.model.samples):
+def cases_at_steps() -> Iterator[TemplateCase]:
+    """Yield the cases of row 4 at these numbers of templates, those with most samples first."""
+    cases = [case for case in templates.cases(FULL) if (case.margin, case.alpha) in STEPS]
+    for case in sorted(cases, key=lambda case: -case.model.samples):
         enough = case.clusters >= clusters_required(case.margin, case.alpha)
         if enough and case.named and "zipf" not in case.sizes and case.clusters in STEPS[case.margin, case.alpha]:
             yield case
 
 
-def passed(case: TemplateCase, *, seed: int, draws: int) -> float:
-    """The share that the gate passes."""
+def pass_rate(case: TemplateCase, *, seed: int, draws: int) -> float:
+    """Return the share of audits that the gate passes."""
     m, total = case.model, 0
-    drawn = blocks(case.name, seed=seed, simulations=draws, clusters=case.clusters, items=case.items, sizes=case.sizes)
+    drawn_blocks = blocks(
+        case.name, seed=seed, simulations=draws, clusters=case.clusters, items=case.items, sizes=case.sizes
+    )
     quantile = float(special.stdtrit(case.clusters - 1, 1 - case.alpha))
-    for block in drawn:
+    for block in drawn_blocks:
         counts = block.counts
         enough = effective_clusters(counts) >= clusters_required(case.margin, case.alpha) - 1e-9
         z = m.draw(block.rng, block.size, counts)
@@ -59,33 +62,33 @@ def passed(case: TemplateCase, *, seed: int, draws: int) -> float:
     return total / draws
 
 
-def group(case: TemplateCase) -> str:
-    """The figure that a case belongs to."""
+def group_name(case: TemplateCase) -> str:
+    """Return the figure of the calibration to which a case belongs."""
     m = case.model
-    what = "several samples" if m.samples > 1 else "scores between 0 and 1" if m.graded else "one sample"
+    kind = "several samples" if m.samples > 1 else "scores between 0 and 1" if m.graded else "one sample"
     if m.among < 1:
-        what = "only the largest fifth or half can break"
-    return f"margin {100 * case.margin:g} pp, level {case.alpha:g}, {what}"
+        kind = "only the largest fifth or half can break"
+    return f"margin {100 * case.margin:g} pp, level {case.alpha:g}, {kind}"
 
 
 def main() -> None:
-    """Draw and print."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--draws", type=int, default=4000)
-    asked, started = parser.parse_args(), time.process_time()
-    for still in power.cases(FULL):
-        rates = replace(still, simulations=asked.draws).rates(asked.seed)
-        print(f"{still.design}, true drift {100 * still.model.drift:g} pp: PASS {rates['passed']:.4f}", flush=True)
-    found: dict[str, list[tuple[float, str]]] = {}
-    for case in stepping():
-        rate = passed(case, seed=asked.seed, draws=asked.draws)
+    options, started = parser.parse_args(), time.process_time()
+    for power_case in power.cases(FULL):
+        passed = replace(power_case, simulations=options.draws).rates(options.seed)["passed"]
+        drift = f"{power_case.design}, true drift {100 * power_case.model.drift:g} pp"
+        print(f"{drift}: PASS {passed:.4f}", flush=True)
+    groups: dict[str, list[tuple[float, str]]] = {}
+    for case in cases_at_steps():
+        rate = pass_rate(case, seed=options.seed, draws=options.draws)
         print(f"{case.name}: {rate:.4f}", flush=True)
-        found.setdefault(group(case), []).append((rate, case.name))
-    for name, own in found.items():
-        most, where = max(own)
-        error = math.sqrt(max(most, 1 / asked.draws) * (1 - most) / asked.draws)
-        print(f"{name}: {len(own)} cases, at most {most:.4f} (error {error:.4f}), {where}")
+        groups.setdefault(group_name(case), []).append((rate, case.name))
+    for name, rates in groups.items():
+        highest, case_name = max(rates)
+        error = math.sqrt(max(highest, 1 / options.draws) * (1 - highest) / options.draws)
+        print(f"{name}: {len(rates)} cases, at most {highest:.4f} (error {error:.4f}), {case_name}")
     print(f"{time.process_time() - started:.0f} core seconds")
 
 

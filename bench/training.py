@@ -1,13 +1,14 @@
-"""A whole GRPO step beside TRL's GRPOTrainer: time and peak memory, same model, lengths, precision and thread.
+"""How long does a whole GRPO step take beside TRL's GRPOTrainer, and how much memory?
 
     KVAUDIT_REAL_MODEL=FOLDER python -m bench.training [STEPS [PROMPTS [TOKENS]]] [--device cuda] [--own-defaults]
     python -m bench.training 3 4 1024 --device cuda --without smd
 
-Without the variable, the embedded model; 1 step of 4 prompts of 512 tokens. A step samples, rewards, takes the gradient
-and updates; both sides take the gradient prompt by prompt, so fewer prompts take less time of both. Every side has a
-process of its own, so that its peak is its own. TRL's settings are its defaults but for bfloat16 weights, as the model
-has them, and microbatches of one group, since 32 rows at once would not fit a small machine. Both sides checkpoint
-gradients, as TRL does by default; with --own-defaults ours does not, as is its own.
+Takes about half an hour for 135M parameters on one core; results: docs/results/bench.md, on a GPU docs/results/gpu.md.
+
+The default is the embedded model and 1 step of 4 prompts of 512 tokens. A step samples, rewards, computes the gradient
+and updates; both sides take the gradient prompt by prompt. Every side runs in its own process, for its own peak. TRL
+has its defaults but for bfloat16 weights, as the model has them, and microbatches of one group, since 32 rows at once
+would not fit a small machine. Both sides checkpoint gradients, TRL's default; with --own-defaults ours does not.
 """
 
 from __future__ import annotations
@@ -27,21 +28,21 @@ from typing import Any, NamedTuple
 import torch
 
 GROUP, NEW, RATE = 8, 32, 1e-6
-GIVEN = (1, 4, 512)  # steps, prompts, tokens of a prompt
+DEFAULTS = (1, 4, 512)  # steps, prompts, tokens per prompt
 DTYPE = "bfloat16"
 POLICY = "snapkv:budget=256,window=16,interval=16"
 WORDS = ("the", "of", "and", "to", "in", "is", "for", "on", "with", "as", "by", "from")
 
 
 class Step(NamedTuple):
-    """Seconds on the wall and of the processor."""
+    """Seconds of wall and CPU time."""
 
     wall: float
     cpu: float
 
 
-class Asked(NamedTuple):
-    """What every side does."""
+class Task(NamedTuple):
+    """The task of every side."""
 
     folder: str
     steps: int
@@ -51,15 +52,18 @@ class Asked(NamedTuple):
     checkpointing: bool = True  # of our side; TRL's always does
 
 
-class Found(NamedTuple):
-    """What one side took: every step, and the peak of its process in bytes."""
+class Result(NamedTuple):
+    """The seconds of every step of one side, and the peak of its process in bytes."""
 
     steps: list[Step]
     peak: int
 
 
 def main() -> None:
-    from kvaudit.audit.sampling.model import EMBEDDED, locate  # here, so that the processes measured load nothing of it
+    from kvaudit.audit.sampling.model import (
+        EMBEDDED,
+        locate,
+    )  # imported here, since the measured processes import this file
 
     folder = os.environ.get("KVAUDIT_REAL_MODEL") or str(locate(EMBEDDED))
     words, device = sys.argv[1:], "cpu"
@@ -67,41 +71,40 @@ def main() -> None:
         place = words.index("--device")
         device = words[place + 1]
         del words[place : place + 2]
-    left_out = ""
+    excluded = ""
     if "--without" in words:
         place = words.index("--without")
-        left_out = words[place + 1]
+        excluded = words[place + 1]
         del words[place : place + 2]
     checkpointing = "--own-defaults" not in words
     words = [word for word in words if word != "--own-defaults"]
-    asked = Asked(folder, *map(int, words), *GIVEN[len(words) :], device, checkpointing)
-    sides: dict[str, Callable[[Asked], Found]] = {"dense": dense, "smd": smd, "TRL": trl}
-    sides.pop(left_out, None)
-    lengths = f"{asked.tokens} + {NEW} tokens"
-    where = f"{DTYPE}, {asked.device}, one thread, gradients checkpointed by {'both' if checkpointing else 'TRL alone'}"
-    print(f"{asked.prompts} prompts x {GROUP}, {lengths}, {where}, {asked.steps} step(s)", flush=True)
-    found = {}
+    task = Task(folder, *map(int, words), *DEFAULTS[len(words) :], device, checkpointing)
+    sides: dict[str, Callable[[Task], Result]] = {"dense": dense, "smd": smd, "TRL": trl}
+    sides.pop(excluded, None)
+    lengths = f"{task.tokens} + {NEW} tokens"
+    where = f"{DTYPE}, {task.device}, one thread, gradients checkpointed by {'both' if checkpointing else 'TRL alone'}"
+    print(f"{task.prompts} prompts x {GROUP}, {lengths}, {where}, {task.steps} step(s)", flush=True)
+    results = {}
     for name, side in sides.items():
-        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as alone:
-            own = found[name] = alone.submit(side, asked).result()
-        print(f"  {name:5} CPU {cpu(own):.1f} s   wall {wall(own):.1f} s   peak {own.peak / 1e9:.2f} GB", flush=True)
-    theirs = found.pop("TRL")
-    for name, own in found.items():
-        print(
-            f"  TRL / {name:5}  CPU {cpu(theirs) / cpu(own):.2f}   wall {wall(theirs) / wall(own):.2f}   "
-            f"peak {theirs.peak / own.peak:.2f}"
-        )
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+            result = results[name] = pool.submit(side, task).result()
+        times = f"CPU {median_cpu(result):.1f} s   wall {median_wall(result):.1f} s"
+        print(f"  {name:5} {times}   peak {result.peak / 1e9:.2f} GB", flush=True)
+    trl_result = results.pop("TRL")
+    for name, result in results.items():
+        cpu, wall = median_cpu(trl_result) / median_cpu(result), median_wall(trl_result) / median_wall(result)
+        print(f"  TRL / {name:5}  CPU {cpu:.2f}   wall {wall:.2f}   peak {trl_result.peak / result.peak:.2f}")
 
 
-def cpu(found: Found) -> float:
-    return median(step.cpu for step in found.steps)
+def median_cpu(result: Result) -> float:
+    return median(step.cpu for step in result.steps)
 
 
-def wall(found: Found) -> float:
-    return median(step.wall for step in found.steps)
+def median_wall(result: Result) -> float:
+    return median(step.wall for step in result.steps)
 
 
-def measured(step: Callable[[], object], steps: int) -> Found:
+def measure_steps(step: Callable[[], object], steps: int) -> Result:
     torch.set_num_threads(1)
     rows = []
     for _ in range(steps):
@@ -110,41 +113,41 @@ def measured(step: Callable[[], object], steps: int) -> Found:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         rows.append(Step(time.perf_counter() - started, time.process_time() - used))
-    return Found(rows, peak())
+    return Result(rows, peak())
 
 
 def peak() -> int:
-    """Of this process so far, in bytes; of the GPU where it has used one."""
+    """Return the peak memory of this process in bytes, of the GPU if it used one."""
     if torch.cuda.is_available() and (used := torch.cuda.max_memory_allocated()):
         return used
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-def texts(tokenizer: Any, asked: Asked) -> list[str]:
-    """Prompts of exactly as many tokens as asked, no two alike."""
+def texts(tokenizer: Any, task: Task) -> list[str]:
+    """Return different prompts of exactly the required number of tokens."""
     words = [f" {word}" for word in WORDS if len(tokenizer(f" {word}", add_special_tokens=False)["input_ids"]) == 1]
-    found = ["".join(words[(n * (n + row)) % len(words)] for n in range(asked.tokens)) for row in range(asked.prompts)]
-    lengths = [len(tokenizer(text)["input_ids"]) for text in found]
-    assert lengths == [asked.tokens] * asked.prompts, lengths
-    assert len(set(found)) == asked.prompts
-    return found
+    prompts = ["".join(words[(n * (n + row)) % len(words)] for n in range(task.tokens)) for row in range(task.prompts)]
+    lengths = [len(tokenizer(text)["input_ids"]) for text in prompts]
+    assert lengths == [task.tokens] * task.prompts, lengths
+    assert len(set(prompts)) == task.prompts
+    return prompts
 
 
 def reward(ids: list[int]) -> float:
-    """Differs within a group, costs nothing."""
+    """Return a cheap reward that differs within a group."""
     return sum(ids) % 97 / 97
 
 
-def dense(asked: Asked) -> Found:
-    return ours(asked, "dense")
+def dense(task: Task) -> Result:
+    return ours(task, "dense")
 
 
-def smd(asked: Asked) -> Found:
-    return ours(asked, "smd")
+def smd(task: Task) -> Result:
+    return ours(task, "smd")
 
 
-def ours(asked: Asked, arm: str) -> Found:
-    """This project's step, without a suite's conversation around it."""
+def ours(task: Task, arm: str) -> Result:
+    """Run kvaudit's step on plain prompts."""
     from kvaudit.audit.cache.ledger import Rollout
     from kvaudit.audit.sampling.decoding import Decoding
     from kvaudit.audit.sampling.model import load_model
@@ -156,19 +159,13 @@ def ours(asked: Asked, arm: str) -> Found:
     from kvaudit.audit.training.learner import Learner
 
     torch.set_num_threads(1)
-    loaded, rows_in_all = load_model(asked.folder, dtype=DTYPE, device=asked.device), asked.prompts * GROUP
-    prompts = [loaded.chat.tokenizer(text)["input_ids"] for text in texts(loaded.chat.tokenizer, asked)]
+    loaded, rows_in_all = load_model(task.folder, dtype=DTYPE, device=task.device), task.prompts * GROUP
+    prompts = [loaded.chat.tokenizer(text)["input_ids"] for text in texts(loaded.chat.tokenizer, task)]
     loaded.chat = SimpleNamespace(stop_ids=frozenset())  # neither side stops early
-    if asked.checkpointing:
+    if task.checkpointing:
         checkpoint_layers(loaded.model)
     config = TrainConfig(
-        arm=arm,
-        seed=1,
-        policy=POLICY,
-        suites=("math",),
-        prompts_per_step=asked.prompts,
-        group=GROUP,
-        learning_rate=RATE,
+        arm=arm, seed=1, policy=POLICY, suites=("math",), prompts_per_step=task.prompts, group=GROUP, learning_rate=RATE
     )
     learner, sampler = Learner(loaded.model, config, None), Sampler(loaded, config.rollout_policy)
 
@@ -177,22 +174,22 @@ def ours(asked: Asked, arm: str) -> Found:
         episode = sampler.open(prompts, [number * 1000 + row for row in range(rows_in_all)], group=GROUP)
         episode.decode(Decoding(NEW))
         rows: list[Rollout] = episode.rollouts()
-        assert {len(row.ids) for row in rows} == {asked.tokens + NEW}
-        rewards = [reward(row.ids[asked.tokens :].tolist()) for row in rows]
+        assert {len(row.ids) for row in rows} == {task.tokens + NEW}
+        rewards = [reward(row.ids[task.tokens :].tolist()) for row in rows]
         learned = learn(learner, collect(rows, rewards, GROUP, loaded.device), step=number, max_tokens=NEW)
         assert learned.grad_norm
 
-    return measured(step, asked.steps)
+    return measure_steps(step, task.steps)
 
 
-def trl(asked: Asked) -> Found:
-    """TRL's step: plain ``generate``, its own loss, its own trainer."""
+def trl(task: Task) -> Result:
+    """Run TRL's trainer, with its ``generate`` and its loss."""
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
     torch.set_num_threads(1)
-    tokenizer = AutoTokenizer.from_pretrained(asked.folder, padding_side="left")
+    tokenizer = AutoTokenizer.from_pretrained(task.folder, padding_side="left")
     rows: list[Step] = []
 
     class Watch(TrainerCallback):
@@ -208,19 +205,19 @@ def trl(asked: Asked) -> Found:
 
     with tempfile.TemporaryDirectory() as out:
         settings = GRPOConfig(
-            output_dir=out, max_steps=asked.steps, per_device_train_batch_size=GROUP,
-            gradient_accumulation_steps=asked.prompts,
+            output_dir=out, max_steps=task.steps, per_device_train_batch_size=GROUP,
+            gradient_accumulation_steps=task.prompts,
             num_generations=GROUP, max_completion_length=NEW, temperature=1.0, learning_rate=RATE, bf16=False,
             report_to="none", save_strategy="no", disable_tqdm=True, dataloader_pin_memory=False, seed=1,
-            use_cpu=asked.device == "cpu",
+            use_cpu=task.device == "cpu",
             generation_kwargs={"min_new_tokens": NEW},
         )  # fmt: skip
         GRPOTrainer(
-            model=AutoModelForCausalLM.from_pretrained(asked.folder, dtype=torch.bfloat16),
+            model=AutoModelForCausalLM.from_pretrained(task.folder, dtype=torch.bfloat16),
             processing_class=tokenizer, reward_funcs=rewards, args=settings, callbacks=[Watch()],
-            train_dataset=Dataset.from_list([{"prompt": text} for text in texts(tokenizer, asked)]),
+            train_dataset=Dataset.from_list([{"prompt": text} for text in texts(tokenizer, task)]),
         ).train()  # fmt: skip
-    return Found(rows, peak())
+    return Result(rows, peak())
 
 
 if __name__ == "__main__":

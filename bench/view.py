@@ -1,8 +1,11 @@
-"""The pages of a run with many flips in headless Chromium: time to the first list, to filter, to search, to scroll.
+"""How fast are the pages of ``kvaudit view`` in a browser: first list, filters, search, scrolling?
 
-Run: python -m bench.view [RECORDS] [FOLDER]. The run is made up once and kept in FOLDER, else thrown away; 600,000
-records give about 100,000 flips. A time is the least of three, since other programs want the processor too; that of the
-first search, which reads every file of texts, is of one. Needs playwright and a Chromium.
+    python -m bench.view [RECORDS] [FOLDER]
+
+Takes some minutes and needs playwright and Chromium; results: docs/results/bench.md.
+
+The artificial run is kept in FOLDER if one is given; 600,000 records give about 100,000 flips. A time is the best of
+three, since other programs use the processor too; the first search, which reads every file of texts, is timed once.
 """
 
 from __future__ import annotations
@@ -18,14 +21,14 @@ from typing import Any
 
 from playwright.sync_api import sync_playwright
 
-from bench.report import build
+from bench.report import make_run
 from kvaudit.reports.page.view.folder import RunView
 from kvaudit.reports.records.load import load_run
 from kvaudit.reports.verdict.comparison import comparison_of
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
-PAUSE = 100  # milliseconds that nobody notices
-# what the address asks for, until the list is laid out
+TARGET = 100  # milliseconds, too short to be noticed
+# from setting the address's filters until the list is laid out
 TIMED = """async (states) => {
   const times = [];
   for (const state of states) {
@@ -44,7 +47,7 @@ TIMED = """async (states) => {
 }"""
 FILTERS = """[...document.querySelectorAll("#filters select")]
   .flatMap(({ name, options }) => [...options].map(({ value }) => [name, value])).filter(([, value]) => value)"""
-# the first names found, then all texts read; the longest time in which nothing else could be done meanwhile
+# time to the first matching names, time until all texts are read, and the longest pause of the page meanwhile
 SEARCHED = """async (text) => {
   let [longest, last] = [0, performance.now()];
   const beat = new MessageChannel();
@@ -63,7 +66,7 @@ SEARCHED = """async (text) => {
   going = false;
   return [first, performance.now() - started, longest];
 }"""
-# frames while the whole list is scrolled through in a hundred leaps
+# frame times of a hundred jumps through the whole list
 SCROLLED = """async () => {
   go("#");
   const frames = [];
@@ -81,41 +84,42 @@ SCROLLED = """async () => {
 
 
 def main() -> None:
-    """Make the run and its pages, then time them in a browser."""
     count = int(sys.argv[1]) if len(sys.argv) > 1 else 600_000
     with tempfile.TemporaryDirectory() as folder:
         run = Path(sys.argv[2] if len(sys.argv) > 2 else folder) / f"run-{count}"
         if not run.is_dir():
-            print(f"made up {build(run, count)} records in {run}")
+            print(f"made {make_run(run, count)} records in {run}")
         started = time.perf_counter()
         data = load_run(run)
         pages = RunView(data, comparison_of(data.spec, data.records, data.provenance))
         pages.write(out := run / "view")
         weight = sum(path.stat().st_size for path in out.rglob("*.js")) / 1e6
         seconds = time.perf_counter() - started
-        print(f"{len(pages.flips)} flips, {weight:.0f} MB, written in {seconds:.0f} s (the run read again included)")
-        in_browser(out)
+        print(f"{len(pages.flips)} flips, {weight:.0f} MB, written in {seconds:.0f} s (loading the run included)")
+        time_in_browser(out)
 
 
-def in_browser(pages: Path) -> None:
-    """Print the milliseconds of everything a reader waits for."""
-    path = next(found for name in BROWSERS if (found := shutil.which(name)))
+def time_in_browser(pages: Path) -> None:
+    """Print the milliseconds of everything that a reader waits for."""
+    path = next(path for name in BROWSERS if (path := shutil.which(name)))
     with sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=path, args=["--no-sandbox"] if os.geteuid() == 0 else [])
-        opened = [first_list(browser.new_page(), pages) for _ in range(3)]
-        print(f"first list: {min(opened):.0f} ms")
+        first_lists = [time_first_list(browser.new_page(), pages) for _ in range(3)]
+        print(f"first list: {min(first_lists):.0f} ms")
         page = browser.new_page()
-        first_list(page, pages)
-        told("filter", page.evaluate(TIMED, page.evaluate(FILTERS)))
-        told("scroll", page.evaluate(SCROLLED))
+        time_first_list(page, pages)
+        print_times("filter", page.evaluate(TIMED, page.evaluate(FILTERS)))
+        print_times("scroll", page.evaluate(SCROLLED))
         names, whole, longest = page.evaluate(SEARCHED, "vault word")
         print(f"first search: names {names:.0f} ms, all texts {whole:.0f} ms, longest pause {longest:.0f} ms")
-        told("search", page.evaluate(TIMED, [["text", text] for text in ("a", "heron", "000123", "no one says this")]))
+        print_times(
+            "search", page.evaluate(TIMED, [["text", text] for text in ("a", "heron", "000123", "no one says this")])
+        )
         browser.close()
 
 
-def first_list(page: Any, pages: Path) -> float:
-    """Milliseconds from asking for the page until its first rows are painted."""
+def time_first_list(page: Any, pages: Path) -> float:
+    """Return the milliseconds from requesting the page until its first rows are painted."""
     page.goto(f"{pages.as_uri()}/index.html")
     page.wait_for_selector("#rows a")
     painted = "performance.getEntriesByName('first-contentful-paint')[0].startTime"
@@ -123,10 +127,10 @@ def first_list(page: Any, pages: Path) -> float:
     return float(page.evaluate(f"Math.max({painted}, {loaded})"))
 
 
-def told(what: str, times: list[float]) -> None:
-    """Print the middle and the longest of some times."""
+def print_times(title: str, times: list[float]) -> None:
+    """Print the median and the longest of some times."""
     middle, longest = statistics.median(times), max(times)
-    print(f"{what}: {len(times)}, median {middle:.0f} ms, longest {longest:.0f} ms (at most {PAUSE})")
+    print(f"{title}: {len(times)}, median {middle:.0f} ms, longest {longest:.0f} ms (target {TARGET})")
 
 
 if __name__ == "__main__":

@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from bench.attack.hostile import Hostile, completion, says
-from bench.attack.trial import Broken, Trial, attacked, expect
+from bench.attack.hostile import Hostile, completion, reply
+from bench.attack.trial import Broken, Trial, expect, run_trials
 from kvaudit.core.endpoint import Endpoint, Unanswered
 
 
@@ -18,21 +18,23 @@ def test_what_does_not_hold_is_named_and_counted() -> None:
     def breaks() -> None:
         expect(False, "it is shown")
 
-    found = attacked([Trial("holds", lambda: None), Trial("breaks", breaks), Trial("raises", raises)])
-    assert (found.tried, found.held) == (3, 1)
-    assert found.broken[0] == "breaks: it is shown"
-    assert found.broken[1].startswith("raises: ValueError: a fault (test_attack.py:")
+    result = run_trials([Trial("holds", lambda: None), Trial("breaks", breaks), Trial("raises", raises)])
+    assert (result.tried, result.held) == (3, 1)
+    assert result.broken[0] == "breaks: it is shown"
+    assert result.broken[1].startswith("raises: ValueError: a fault (test_attack.py:")
 
 
 def test_a_trial_that_hangs_is_broken_and_the_next_is_tried() -> None:
-    held = threading.Event()
-    found = attacked([Trial("hangs", lambda: held.wait(60)), Trial("holds", lambda: None)], seconds=0.2)
-    held.set()
-    assert found == (2, ("hangs: not over after 0 s",))
+    released = threading.Event()
+    result = run_trials([Trial("hangs", lambda: released.wait(60)), Trial("holds", lambda: None)], seconds=0.2)
+    released.set()
+    assert result == (2, ("hangs: still running after 0 s",))
 
 
 def test_what_a_section_has_no_time_for_is_broken() -> None:
-    assert attacked([Trial("late", lambda: None)], most=0.0).broken == ("late: the section's time was over",)
+    assert run_trials([Trial("late", lambda: None)], section_seconds=0.0).broken == (
+        "late: the section's time was over",
+    )
 
 
 def test_what_holds_raises_nothing() -> None:
@@ -42,10 +44,10 @@ def test_what_holds_raises_nothing() -> None:
 
 
 def test_a_hostile_server_is_calm_first() -> None:
-    with Hostile(says(b"{}", "418 No"), calm=1) as server:
+    with Hostile(reply(b"{}", "418 No"), calm=1) as server:
         client = Endpoint(server.url, timeout=20, tries=1).client("test")
         assert client.ask({"model": "m", "messages": []}).text == "four"
         with pytest.raises(Unanswered, match="status 418"):
             client.ask({"model": "m", "messages": []})
-    assert [one.path for one in server.heard] == ["/v1/chat/completions"] * 2
+    assert [request.path for request in server.requests] == ["/v1/chat/completions"] * 2
     assert b'"content": "x"' in completion("x")

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from bench.bookkeeping import spec_of, walked
+from bench.bookkeeping import run_evaluation, spec_of
 from kvaudit.audit.policies import parse
 from kvaudit.audit.runs import progress
 from kvaudit.audit.runs.evaluate import grid
@@ -41,7 +41,7 @@ def counted(folder: Path, spec: RunSpec, monkeypatch: pytest.MonkeyPatch) -> Cou
     with monkeypatch.context() as patch:
         patch.setattr(Path, "exists", ask)
         patch.setattr(parse, "_build", parsed)
-        walked(folder, spec)
+        run_evaluation(folder, spec)
     return found
 
 

@@ -6,12 +6,13 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from suite_world import write_agent_rows, write_requests
 from test_check import kvaudit
 
-from bench.planted import REFUSAL, _Server, listening, model_that_reads
+from bench.planted import REFUSAL, ChatHandler, copy_model_with_positions, serve
 from kvaudit.audit.runs.lengths import TriedLength, choose_length, length_spec, lengths_from
 from kvaudit.audit.runs.names import NAMES
 from kvaudit.audit.runs.question import endpoints_config, engine_config, plan_check, policy_config
@@ -23,23 +24,24 @@ from kvaudit.suites.phrases import content_words
 SERVERS = ("--reference", "{url}#plain", "--candidate", "{url}#lossy")
 
 
-class Forgetful(_Server):
-    """Tells forbidden requests from harmless ones up to ``longest`` characters, and then refuses everything."""
+class Forgetful(ChatHandler):
+    """A server that refuses forbidden requests alone up to ``longest`` characters, and every longer request."""
 
     longest = 0
     lost = False
 
-    def answer(self, model: str, texts: list[str]) -> str:
-        is_long, request = sum(map(len, texts)) > self.longest, texts[-1]
-        is_lost = self.lost and model == "lossy" and len(texts) > 1
-        if is_long or ("rob the shop" in request and not is_lost):
+    def reply(self, request: dict[str, Any]) -> str:
+        texts = [message["content"] for message in request["messages"]]
+        is_long = sum(map(len, texts)) > self.longest
+        is_lost = self.lost and request["model"] == "lossy" and len(texts) > 1
+        if is_long or ("rob the shop" in texts[-1] and not is_lost):
             return REFUSAL
-        return f"Easily: {' '.join(content_words(request))} first."[:40]
+        return f"Easily: {' '.join(content_words(texts[-1]))} first."[:40]
 
 
 @contextmanager
 def serving(longest: int, *, lost: bool = False) -> Iterator[str]:
-    with listening(type("Handler", (Forgetful,), {"longest": longest, "lost": lost})) as url:
+    with serve(type("Handler", (Forgetful,), {"longest": longest, "lost": lost})) as url:
         yield url
 
 
@@ -50,7 +52,7 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     write_agent_rows(tmp_path / "rows")
     write_requests(tmp_path / "rows")
     monkeypatch.setenv("KVAUDIT_DATA", str(tmp_path / "rows"))
-    return model_that_reads(tmp_path / "model", 2048)
+    return copy_model_with_positions(tmp_path / "model", 2048)
 
 
 def check(model: Path, url: str, *words: object) -> tuple[int, list[str], str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bench.exactness import largest_gap, noise, sample, tiny
+from bench.exactness import largest_gap, random_ids, sample, tiny_model
 from bench.models import Served
 from kvaudit.audit.policies import parse_policy
 from kvaudit.audit.sampling import captured
@@ -32,7 +32,7 @@ REPLAYED = (
 
 
 def served(device: str, dtype: torch.dtype = torch.float32) -> Served:
-    found = tiny(dtype)
+    found = tiny_model(dtype)
     found.device = torch.device(device)
     found.model.to(device)
     return found
@@ -41,7 +41,7 @@ def served(device: str, dtype: torch.dtype = torch.float32) -> Served:
 @pytest.mark.parametrize("policy", REPLAYED)
 def test_the_shadow_pass_is_what_was_sampled(policy: str) -> None:
     here = served("cuda")
-    sampled = sample(here, parse_policy(policy), noise(200))
+    sampled = sample(here, parse_policy(policy), random_ids(200))
     assert largest_gap(here, sampled) < 1e-3
 
 
@@ -50,7 +50,9 @@ def test_greedy_answers_are_those_of_the_cpu(policy: str) -> None:
     found = []
     for device in ("cpu", "cuda"):
         with torch.no_grad():
-            episode = Sampler(served(device, torch.float64), parse_policy(policy)).open([noise(200)], [0, 1], group=2)
+            episode = Sampler(served(device, torch.float64), parse_policy(policy)).open(
+                [random_ids(200)], [0, 1], group=2
+            )
             answers = episode.decode(Decoding(24, temperature=0.0))
         found.append([list(answer.ids) for answer in answers if answer is not None])
     assert found[0] == found[1]
@@ -68,7 +70,9 @@ def test_captured_steps_sample_what_single_steps_do(policy: str, way: str, monke
     for mode in ("eager", way):
         monkeypatch.setenv(captured.VARIABLE, mode)
         with torch.no_grad():
-            episode = Sampler(here, parse_policy(policy)).open([noise(200), noise(120)], [0, 1, 2, 3], group=2)
+            episode = Sampler(here, parse_policy(policy)).open(
+                [random_ids(200), random_ids(120)], [0, 1, 2, 3], group=2
+            )
             assert isinstance(episode, Episode)
             turns = [episode.decode(Decoding(40))]
             episode.extend([[1, 2, 3]] * 4)

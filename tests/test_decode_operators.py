@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from bench.operators import Step, small_model, step_of
+from bench.operators import StepCounts, count_step, small_model
 
 SNAPKV, STREAMING, H2O = "snapkv:budget=40,window=8", "streaming:budget=24", "h2o:budget=24"
 QUEST, KIVI = "quest:budget=16,page=4,dense=1", "kivi:bits=4,group=16,residual=16"
@@ -20,25 +20,25 @@ def model() -> Any:
 
 
 @pytest.fixture(scope="module")
-def stock(model: Any) -> Step:
-    return step_of(model, None)
+def stock(model: Any) -> StepCounts:
+    return count_step(model, None)
 
 
 @pytest.mark.parametrize(("policy", "most"), [(SNAPKV, 1.2), (STREAMING, 1.3), (H2O, 2.0), (QUEST, 1.85)])
-def test_a_step_takes_few_operators_more_than_stock(model: Any, stock: Step, policy: str, most: float) -> None:
-    assert step_of(model, policy).operators <= most * stock.operators
+def test_a_step_takes_few_operators_more_than_stock(model: Any, stock: StepCounts, policy: str, most: float) -> None:
+    assert count_step(model, policy).operators <= most * stock.operators
 
 
 @pytest.mark.parametrize("policy", [SNAPKV, STREAMING, H2O, QUEST])
-def test_a_step_reads_nothing_that_stock_does_not(model: Any, stock: Step, policy: str) -> None:
-    assert step_of(model, policy).reads == stock.reads
+def test_a_step_reads_nothing_that_stock_does_not(model: Any, stock: StepCounts, policy: str) -> None:
+    assert count_step(model, policy).reads == stock.reads
 
 
 @pytest.mark.parametrize(("policy", "most"), [("int8", 1.86), ("fp8", 1.97), ("q4_0", 2.0), (KIVI, 2.0)])
 def test_a_step_of_codes_reads_only_what_its_record_looks_at_now_and_then(
-    model: Any, stock: Step, policy: str, most: float
+    model: Any, stock: StepCounts, policy: str, most: float
 ) -> None:
-    step = step_of(model, policy)
+    step = count_step(model, policy)
     assert step.operators <= most * stock.operators
     assert step.reads <= stock.reads + 0.5
 
@@ -47,4 +47,4 @@ def test_a_step_of_codes_reads_only_what_its_record_looks_at_now_and_then(
 @pytest.mark.parametrize(("policy", "most"), [("int8", 1.87), ("fp8", 1.97), (KIVI, 2.1)])
 def test_in_bfloat16_codes_become_numbers_first_for_few_operators_more(model: Any, policy: str, most: float) -> None:
     narrow = copy.deepcopy(model).to(torch.bfloat16)
-    assert step_of(narrow, policy).operators <= most * step_of(narrow, None).operators
+    assert count_step(narrow, policy).operators <= most * count_step(narrow, None).operators

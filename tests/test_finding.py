@@ -25,7 +25,7 @@ def test_a_figure_that_was_changed_by_hand_is_found(tmp_path, monkeypatch, capsy
     page.write_text(finding.PAGE.read_text().replace("17 (7), 1 of 63", "17 (7), 2 of 63"))
     monkeypatch.setattr(finding, "PAGE", page)
     assert finding.main(["--check"]) == 1
-    assert "its tables are not what dose.json and dose.parquet give" in capsys.readouterr().out
+    assert "tables differ from dose.json and dose.parquet" in capsys.readouterr().out
 
 
 def test_flips_are_those_of_a_plain_count(answers) -> None:

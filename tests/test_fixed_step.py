@@ -14,7 +14,7 @@ from pretend_gpu import GPU, pretend_gpu
 from recorded_graph import GraphError, RecordedGraph, Recorder
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from bench.exactness import largest_gap, noise, sample, tiny
+from bench.exactness import largest_gap, random_ids, sample, tiny_model
 from kvaudit.audit.cache import decode_kernels, tensors
 from kvaudit.audit.cache.fixed_step import FixedStep
 from kvaudit.audit.cache.layer_state import LastQueries
@@ -67,10 +67,10 @@ class Played:
         self.recorder = Recorder(self.state)
         patch.setattr(captured, "step_mode", lambda device: mode)
         patch.setattr(captured, "capture_graph", self.recorder)
-        prompts = [noise(200)[:150], noise(200)[20:170], noise(200)]
+        prompts = [random_ids(200)[:150], random_ids(200)[20:170], random_ids(200)]
         roles = [["system"] * 4 + ["user"] * (len(prompt) - 4) for prompt in prompts]
         parsed = parse_policy(policy)
-        self.episode = Sampler(tiny(torch.float32), parsed).open(prompts, range(6), group=2, roles=roles)
+        self.episode = Sampler(tiny_model(torch.float32), parsed).open(prompts, range(6), group=2, roles=roles)
         self.turns = [self.episode.decode(Decoding(20), [20, 20, 5, 20, 9, 20])]
         self.episode.extend([[1, 2, 3]] * 6, [["user"] * 3] * 6)
         self.turns.append(self.episode.decode(Decoding(60), on_turn_end=lambda row, _: row % 2 == 0))
@@ -116,8 +116,8 @@ def test_the_shadow_pass_is_what_replayed_steps_sampled(policy: str, monkeypatch
     monkeypatch.setattr(Episode, "__init__", remember)
     monkeypatch.setattr(captured, "step_mode", lambda device: "graph")
     monkeypatch.setattr(captured, "capture_graph", recorder)
-    served = tiny(torch.float32)
-    sampled = sample(served, parse_policy(policy), noise(200), new=70)
+    served = tiny_model(torch.float32)
+    sampled = sample(served, parse_policy(policy), random_ids(200), new=70)
     assert recorder.replays > 100
     assert largest_gap(served, sampled) < WIDEST_GAP
 
@@ -141,9 +141,9 @@ class OpenStep:
     """A cache after a prompt, and its steps, whose operators are recorded."""
 
     def __init__(self, policy: str, room: int) -> None:
-        served = tiny(torch.float32)
+        served = tiny_model(torch.float32)
         self.model, self.room = served.model, room
-        episode = Sampler(served, parse_policy(policy)).open([noise(200)], [0, 1], group=2)
+        episode = Sampler(served, parse_policy(policy)).open([random_ids(200)], [0, 1], group=2)
         assert isinstance(episode, Episode)
         self.fixed = FixedStep(episode._cache)
 
@@ -221,12 +221,12 @@ def test_a_step_on_a_device_waits_for_nothing(policy: str, monkeypatch: pytest.M
     monkeypatch.setattr(decode_kernels, "is_available", lambda device: False)  # triton may be installed
     monkeypatch.setattr(FixedStep, "run", listening)
     monkeypatch.setattr(FixedStep, "_describe", lambda self: None)  # what is pretended has no address
-    served = tiny(torch.float32)
+    served = tiny_model(torch.float32)
     with sdpa_kernel(SDPBackend.MATH), pretend_gpu() as gpu:
         model = copy.deepcopy(served.model).to(GPU)
         chat = SimpleNamespace(stop_ids=set())
         there = SimpleNamespace(model=model, device=GPU, max_positions=4096, chat=chat)
-        episode = Sampler(there, parse_policy(policy.replace("64", "24"))).open([noise(40)], [1, 2], group=2)
+        episode = Sampler(there, parse_policy(policy.replace("64", "24"))).open([random_ids(40)], [1, 2], group=2)
         episode.decode(Decoding(12))
     assert len(heard) == 11
     assert not any(heard)
@@ -349,7 +349,7 @@ def test_after_an_interrupted_step_nothing_is_sampled(mode: str, calls: int, mon
         return own(*args)
 
     monkeypatch.setattr(captured, "step_mode", lambda device: mode)
-    episode = Sampler(tiny(torch.float32), parse_policy("int8")).open([noise(20)], [0, 1], group=2)
+    episode = Sampler(tiny_model(torch.float32), parse_policy("int8")).open([random_ids(20)], [0, 1], group=2)
     assert isinstance(episode, Episode)
     recorder = Recorder(lambda: [tensor for layer in episode._cache.layers for tensor in layer.tensors()])
     monkeypatch.setattr(captured, "capture_graph", recorder)
@@ -365,9 +365,11 @@ def test_after_an_interrupted_step_nothing_is_sampled(mode: str, calls: int, mon
 def test_weights_that_have_moved_are_read_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     turns = []
     for mode in ("eager", "graph"):
-        served = tiny(torch.float32)
+        served = tiny_model(torch.float32)
         monkeypatch.setattr(captured, "step_mode", lambda device, mode=mode: mode)
-        episode = Sampler(served, parse_policy("snapkv:budget=32,window=8,interval=16")).open([noise(60)], [0], group=1)
+        episode = Sampler(served, parse_policy("snapkv:budget=32,window=8,interval=16")).open(
+            [random_ids(60)], [0], group=1
+        )
         assert isinstance(episode, Episode)
         layers = episode._cache.layers
         recorder = Recorder(lambda layers=layers: [t for own in layers for t in (*own.tensors(), own.store.evicted_at)])
@@ -391,7 +393,7 @@ def test_short_turns_that_pay_no_capture_are_not_called_restless(
 ) -> None:
     monkeypatch.setattr(text, "_noted", set())
     monkeypatch.setattr(captured, "step_mode", lambda device: "graph")
-    episode = Sampler(tiny(torch.float32), parse_policy("none")).open([noise(20)], [0, 1], group=2)
+    episode = Sampler(tiny_model(torch.float32), parse_policy("none")).open([random_ids(20)], [0, 1], group=2)
     for _ in range(12):
         episode.decode(Decoding(captured.FEWEST_STEPS - 1))
     assert capsys.readouterr().err == ""
@@ -414,7 +416,7 @@ class Compiled:
 
 
 def test_fused_layers_are_of_one_thread_and_leave_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled, model, ids = Compiled(monkeypatch), tiny(torch.float32).model, torch.ones(1, 3, dtype=torch.int64)
+    compiled, model, ids = Compiled(monkeypatch), tiny_model(torch.float32).model, torch.ones(1, 3, dtype=torch.int64)
     before = [dict(vars(layer)) for layer in model.model.layers]
     within, leave = threading.Event(), threading.Event()
 
@@ -438,7 +440,7 @@ def test_fused_layers_are_of_one_thread_and_leave_no_trace(monkeypatch: pytest.M
 
 
 def test_a_layer_with_a_forward_of_its_own_is_not_fused(monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled, model, ids = Compiled(monkeypatch), tiny(torch.float32).model, torch.ones(1, 3, dtype=torch.int64)
+    compiled, model, ids = Compiled(monkeypatch), tiny_model(torch.float32).model, torch.ones(1, 3, dtype=torch.int64)
     checkpoint_layers(model)
     first = model.model.layers[0]
     steered = first.forward = lambda *args, _own=first.forward, **kwargs: _own(*args, **kwargs) + 1.0
@@ -455,16 +457,16 @@ def test_hooks_of_a_model_are_called_at_every_step(
 ) -> None:
     monkeypatch.setattr(text, "_noted", set())
     monkeypatch.setattr(captured, "step_mode", lambda device: "graph")
-    served, calls = tiny(torch.float32), list[int]()
+    served, calls = tiny_model(torch.float32), list[int]()
     served.model.enable_input_require_grads()  # a hook that changes no number
-    episode = Sampler(served, parse_policy("none")).open([noise(20)], [0, 1], group=2)
+    episode = Sampler(served, parse_policy("none")).open([random_ids(20)], [0, 1], group=2)
     assert isinstance(episode, Episode)
     recorder = Recorder(lambda: [tensor for layer in episode._cache.layers for tensor in layer.tensors()])
     monkeypatch.setattr(captured, "capture_graph", recorder)
     episode.decode(Decoding(12))
     assert recorder.replays == 10
     served.model.model.layers[0].register_forward_hook(lambda *args: calls.append(1))
-    episode = Sampler(served, parse_policy("none")).open([noise(20)], [0, 1], group=2)
+    episode = Sampler(served, parse_policy("none")).open([random_ids(20)], [0, 1], group=2)
     calls.clear()
     episode.decode(Decoding(12))
     assert (len(calls), recorder.replays) == (11, 10)

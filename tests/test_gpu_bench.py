@@ -25,24 +25,24 @@ def test_a_part_that_runs_late_is_stopped_with_what_it_printed(monkeypatch) -> N
     monkeypatch.setattr(gpu, "SHORTEST", 0.0)
     late = part("import time; print('measured'); time.sleep(60)", limit=2.0)
     began = time.monotonic()
-    (ended,) = gpu.together([late], time.monotonic() + 60)
+    (section,) = gpu.run_together([late], time.monotonic() + 60)
     assert time.monotonic() - began < 20
-    assert not ended.went_well
-    assert "stopped at its limit" in ended.text
-    assert "\nmeasured" in ended.text
+    assert not section.succeeded
+    assert "stopped at its limit" in section.text
+    assert "\nmeasured" in section.text
 
 
 def test_a_part_without_time_is_named_and_not_begun() -> None:
-    (ended,) = gpu.together([part("print(1)")], time.monotonic() + 5)
-    assert ended == ("## One\n\nNot begun: no time was left.", False)
+    (section,) = gpu.run_together([part("print(1)")], time.monotonic() + 5)
+    assert section == ("## One\n\nNot started: no time was left.", False)
 
 
 def test_a_part_that_fails_shows_its_last_errors() -> None:
-    first, second = gpu.together([part("1 / 0"), part("print('fine')")], time.monotonic() + 60)
-    assert not first.went_well
+    first, second = gpu.run_together([part("1 / 0"), part("print('fine')")], time.monotonic() + 60)
+    assert not first.succeeded
     assert "exit 1" in first.text
     assert "    ZeroDivisionError: division by zero" in first.text
-    assert second.went_well
+    assert second.succeeded
 
 
 def test_the_archive_has_everything_but_weights(tmp_path) -> None:
@@ -75,8 +75,8 @@ def test_pieces_make_the_file_again(tmp_path) -> None:
     assert (tmp_path / "again").read_bytes() == bytes(range(256)) * 10
 
 
-@pytest.mark.parametrize(("harm", "said"), [(Path.unlink, "missing"), (lambda piece: piece.write_text("x"), "harmed")])
-def test_a_piece_that_is_missing_or_harmed_is_named(tmp_path, capsys, harm, said: str) -> None:
+@pytest.mark.parametrize(("harm", "said"), [(Path.unlink, "missing"), (lambda p: p.write_text("x"), "damaged")])
+def test_a_piece_that_is_missing_or_damaged_is_named(tmp_path, capsys, harm, said: str) -> None:
     (tmp_path / "model").write_bytes(bytes(2500))
     pieces.split(tmp_path / "model", tmp_path / "cut", 1000)
     harm(tmp_path / "cut" / "001.piece")

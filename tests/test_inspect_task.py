@@ -504,13 +504,13 @@ def test_agentdojo_is_declared_with_facets_and_the_orders_as_clusters() -> None:
 @needs_inspect
 def test_an_agent_of_agentdojo_that_carries_out_orders_is_told_from_one_that_does_not(tmp_path: Path) -> None:
     pytest.importorskip("inspect_evals", reason="needs the package inspect_evals")
-    from bench.agents import says
+    from bench.agents import next_reply
 
     name = "inspect:agentdojo:workspace=banking,user_task_ids=[0]"
     for lost in (0.0, 1.0):
 
         def answer(request: ChatRequest, lost: float = lost) -> str:
-            return says([message.to_row() for message in request.messages], True, lost, 1)
+            return next_reply([message.to_row() for message in request.messages], True, lost, 1)
 
         played = Played(tmp_path / str(lost), name, answer, n=9)
         assert {record.facets["utility"] for record in played.records} == {True}

@@ -14,7 +14,7 @@ from suite_world import write_agent_rows, write_requests
 from test_check import kvaudit
 
 import kvaudit as package
-from bench.planted import LONG_MESSAGES, serving
+from bench.planted import LONG_MESSAGES, serve_planted
 from kvaudit.audit.engines.endpoint import _EndpointSession
 from kvaudit.audit.runs.engine_slot import check_windows
 from kvaudit.audit.runs.names import NAMES
@@ -81,7 +81,7 @@ def small(url: str, seed: int) -> dict[str, Any]:
 def test_a_loss_at_length_alone_is_found_and_none_passes(
     rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], lost: float, word: str
 ) -> None:
-    with serving(lost, seed=1) as url:
+    with serve_planted(lost, seed=1) as url:
         table = small(url, 1)
         spec = parse_spec(json.dumps(table), "spec", NAMES)
         price = price_of(spec, load_base_chat("embedded"))

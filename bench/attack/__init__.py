@@ -1,1 +1,1 @@
-"""Attacks on what is near the outside: engines, keys, the server, folders, disks, rows, foreign tasks; one a file."""
+"""Attacks on kvaudit's borders, one section per file: ``python -m bench.attack``, results in docs/results/attack.md."""

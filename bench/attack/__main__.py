@@ -1,6 +1,9 @@
-"""Run: python -m bench.attack [SECTION ...]. Prints what each section tried, what held and what broke (exit code 1).
+"""What breaks if engines, requests, folders, disks, rows or foreign tasks are hostile?
 
-Everything happens on the loopback and in temporary folders, in bounded time and number.
+    python -m bench.attack [SECTION ...]    # engines secrets server folders disks rows tasks
+
+Takes about an hour, a section at most half; results: docs/results/attack.md. Prints for each section how many trials
+were run, held and broke; exits with 1 if one broke. Everything stays on this machine and in temporary folders.
 """
 
 from __future__ import annotations
@@ -13,22 +16,22 @@ import tempfile
 import time
 from pathlib import Path
 
-from bench.attack.trial import attacked
+from bench.attack.trial import run_trials
 from kvaudit.core.errors import UnknownName
 
 SECTIONS = {
-    "engines": "the life of engines",
+    "engines": "engines that misbehave",
     "secrets": "keys and passwords",
     "server": "kvaudit serve",
     "folders": "folders and specs",
-    "disks": "disks, clocks and places",
-    "rows": "rows and words",
+    "disks": "disks, clocks and folder names",
+    "rows": "hostile rows and mirrors",
     "tasks": "foreign tasks",
 }
 
 
 def main(names: list[str]) -> int:
-    """Attack these sections, by default all; how many of their trials broke."""
+    """Run these sections, by default all; returns the number of broken trials."""
     broken = 0
     print("| section | tried | held | broken | seconds |\n|---|---|---|---|---|")
     for name in names or SECTIONS:
@@ -36,15 +39,19 @@ def main(names: list[str]) -> int:
             raise UnknownName("section", name, SECTIONS)
         began = time.monotonic()
         with tempfile.TemporaryDirectory(prefix="kvaudit-attack-", ignore_cleanup_errors=True) as folder:
-            found = attacked(importlib.import_module(f"bench.attack.{name}").trials(Path(folder)))
-        row = (SECTIONS[name], found.tried, found.held, len(found.broken), f"{time.monotonic() - began:.0f}")
-        print(f"| {' | '.join(map(str, row))} |", *(f"  broken: {line}" for line in found.broken), sep="\n", flush=True)
-        broken += len(found.broken)
+            result = run_trials(importlib.import_module(f"bench.attack.{name}").trials(Path(folder)))
+        row = (SECTIONS[name], result.tried, result.held, len(result.broken), f"{time.monotonic() - began:.0f}")
+        print(
+            f"| {' | '.join(map(str, row))} |", *(f"  broken: {line}" for line in result.broken), sep="\n", flush=True
+        )
+        broken += len(result.broken)
     return broken
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell ignores behind &, every child would ignore
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # a shell ignores SIGINT of jobs behind &, and every child would inherit that
     code = main(sys.argv[1:])
     sys.stdout.flush()
-    os._exit(bool(code))  # threads of trials that hang are left behind
+    os._exit(bool(code))  # do not wait for threads of trials that hang

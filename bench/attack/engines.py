@@ -1,8 +1,10 @@
-"""Engines that die, hang or lie: an endpoint of the loopback, another misdeed each trial, and runs that are ended.
+"""What happens if an engine dies, hangs or lies? Endpoints on this machine that misbehave, and runs that are killed.
 
-An endpoint that gives no answer that counts is told in one line within its time limit, or one request is refused; what
-it says is kept only where it answers what was asked. Runs whose endpoint hangs end when they are told to, and those
-that are killed go on to the records of one that nobody disturbed.
+    python -m bench.attack engines
+
+Takes up to half an hour; results: docs/results/attack.md. An endpoint without a valid answer must be reported in one
+line within its time limit, or one request refused. Runs whose endpoint hangs must end at a signal, and killed runs must
+resume to the records of an undisturbed run.
 """
 
 from __future__ import annotations
@@ -20,8 +22,8 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from bench.attack.hostile import Act, Heard, Hostile, completion, drips, in_turn, say, says, sends
-from bench.attack.trial import PATIENCE, Broken, Trial, expect, timeless
+from bench.attack.hostile import Behaviour, Hostile, Request, completion, drip, in_turn, reply, send_raw, send_reply
+from bench.attack.trial import PATIENCE, Broken, Trial, check_same_records, expect
 from kvaudit.audit.engines import ENGINES, GenerationRequest, Reply, parse_condition
 from kvaudit.audit.engines.base import EngineContext, EngineFailed
 from kvaudit.audit.sampling.model import LoadedModel, load_model
@@ -29,13 +31,13 @@ from kvaudit.core.records import Message, Role
 from kvaudit.core.spec_evaluate import EngineSpec
 
 KEY, VARIABLE = "k-0123456789abcdef", "ATTACK_API_KEY"
-ANSWER = 4.0  # seconds that the endpoint has for a batch
-SLACK = 6.0
-FULL, GONE, REFUSED = "answered", "gone", "refused"  # what may come of a batch
+ANSWER = 4.0  # seconds: the endpoint's time limit for a batch
+SLACK = 6.0  # seconds
+FULL, GONE, REFUSED = "answered", "gone", "refused"  # results of a batch
 KILLS = 40
 OK = b"HTTP/1.1 200 OK\r\n"
-PACKED = says(b"\x1f\x8b\x08junk", "200 OK", "Content-Encoding: gzip")
-LATER = says(b"{}", "429 Too Many Requests", "Retry-After: 1")
+PACKED = reply(b"\x1f\x8b\x08junk", "200 OK", "Content-Encoding: gzip")
+LATER = reply(b"{}", "429 Too Many Requests", "Retry-After: 1")
 SPEC = """
 name: hostile
 evaluate:
@@ -57,111 +59,111 @@ evaluate: {suites: {refusal: {items: 8}}, context_tokens: [200, 400]}
 
 
 def chunked(*parts: bytes, end: bytes = b"0\r\n\r\n") -> bytes:
-    """A reply in chunks."""
+    """Return a chunked HTTP reply."""
     rows = b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in parts)
     return OK + b"Transfer-Encoding: chunked\r\n\r\n" + rows + end
 
 
-def hangs(line: socket.socket, _: Heard) -> None:
-    """Say nothing until the other end has had enough."""
-    line.recv(1)
+def hang(connection: socket.socket, _: Request) -> None:
+    """Send nothing until the client gives up."""
+    connection.recv(1)
 
 
-def dies(*_: Any) -> None:
-    """Close the line without a word."""
+def disconnect(*_: Any) -> None:
+    """Close the connection without a reply."""
 
 
 WHOLE = completion()
 LENGTH = b"Content-Length: %d\r\n\r\n" % len(WHOLE)
 CHOICE = json.loads(WHOLE)["choices"][0]
-# what it does, and what may come of it
-ACTS: dict[str, tuple[Act, tuple[str, ...]]] = {
-    "dies without a word": (dies, (GONE,)),
-    "dies in its headers": (sends(b"HTTP/1.1 200 OK\r\nContent-Le"), (GONE,)),
-    "dies in its body": (sends(OK + LENGTH + WHOLE[:20]), (GONE,)),
-    "hangs without closing": (hangs, (GONE,)),
-    "hangs in its body": (drips(OK + LENGTH + WHOLE[:20], b"", 1), (GONE,)),
-    "hangs every other time": (in_turn(hangs, says(WHOLE)), (GONE,)),
-    "answers 500 from now on": (says(b'{"error": {"message": "a\\u001b[31m b\\nc"}}', "500 Oops"), (GONE,)),
-    "answers 503 from now on": (says(b"busy", "503 Busy"), (GONE,)),
-    "answers 501": (says(b"{}", "501 Not Implemented"), (GONE, REFUSED)),
-    "answers 529": (says(b"{}", "529 Overloaded"), (GONE, REFUSED)),
-    "answers 999": (says(b"{}", "999 Beyond"), (GONE, REFUSED)),
-    "answers 429 once": (in_turn(says(b"{}", "429 Later"), says(WHOLE)), (FULL, GONE)),
-    "answers 429 with a second to wait": (in_turn(LATER, says(WHOLE)), (FULL, GONE)),
-    "answers 429 for ever": (says(b"{}", "429 Later", "Retry-After: 1"), (GONE,)),
-    "asks for 0 seconds": (says(b"{}", "429 Later", "Retry-After: 0"), (GONE,)),
-    "asks for -1 seconds": (says(b"{}", "429 Later", "Retry-After: -1"), (GONE,)),
-    "asks for 1e300 seconds": (says(b"{}", "429 Later", "Retry-After: 1e300"), (GONE,)),
-    "asks for nan seconds": (says(b"{}", "429 Later", "Retry-After: nan"), (GONE,)),
-    "asks to wait until a date": (says(b"{}", "429 Later", "Retry-After: Fri, 31 Dec 1999 23:59:59 GMT"), (GONE,)),
-    "asks to wait until no date": (says(b"{}", "429 Later", "Retry-After: tomorrow"), (GONE,)),
-    "refuses one in two": (in_turn(says(b'{"error": {"message": "no"}}', "400 Bad"), says(WHOLE)), (REFUSED, GONE)),
-    "gives HTML": (says(b"<html>\xff\xfe"), (GONE, REFUSED)),
-    "gives nothing": (says(b""), (GONE, REFUSED)),
-    "gives null": (says(b"null"), (GONE, REFUSED)),
-    "gives 10 MB": (says(completion("a" * 10_000_000)), (GONE,)),
-    "gives 900 KB and no usage": (says(completion("four " * 180_000)), (GONE,)),
-    "gives 300 words as 3 tokens": (says(completion("four " * 300, usage={"completion_tokens": 3})), (GONE, REFUSED)),
-    "gives no end": (drips(OK + b"\r\n", b" " * 65536, 0.001), (GONE,)),
-    "drips its body": (drips(OK + LENGTH, b" ", 1), (GONE,)),
-    "drips its headers": (drips(OK + b"X: ", b"x", 1), (GONE,)),
-    "has no choices": (says(completion(choices=[])), (GONE, REFUSED)),
-    "has no choices at all": (says(completion(choices=...)), (GONE, REFUSED)),
-    "has choices that are text": (says(completion(choices="four")), (GONE, REFUSED)),
-    "has choices that are null": (says(completion(choices=[None])), (GONE, REFUSED)),
-    "has two choices in a wrong order": (says(completion(choices=[{**CHOICE, "index": 1}, CHOICE])), (GONE, REFUSED)),
-    "is another model": (says(completion(model="fallback-mini")), (GONE,)),
-    "is another model now and then": (in_turn(says(WHOLE), says(completion(model="fallback-mini"))), (GONE,)),
-    "is no model any more": (says(completion(model=...)), (GONE,)),
-    "is a model that is a number": (says(completion(model=7)), (GONE,)),
-    "says a number": (says(completion(7)), (GONE, REFUSED)),
-    "says a list": (says(completion(["four"])), (GONE, REFUSED)),
-    "says half a character": (says(completion("\ud800")), (GONE, REFUSED)),
-    "says control characters": (says(completion("\x1b]0;x\x07\u202e")), (FULL,)),
-    "says nothing": (says(completion(None)), (FULL,)),
-    "ends by nothing": (says(completion(finish=None)), (FULL,)),
-    "ends by a filter": (says(completion(finish="content_filter")), (REFUSED, GONE)),
-    "ends by a call": (says(completion(finish="tool_calls")), (GONE, REFUSED)),
-    "claims to have read nothing": (says(completion(usage={"prompt_tokens": 0})), (FULL,)),
-    "claims to have read a million": (says(completion(usage={"prompt_tokens": 10**6})), (GONE,)),
-    "claims a million new tokens": (says(completion(usage={"completion_tokens": 10**6})), (GONE,)),
-    "claims -1 tokens": (says(completion(usage={"completion_tokens": -1})), (FULL,)),
-    "claims nan tokens": (says(completion(usage={"completion_tokens": float("nan")})), (FULL,)),
-    "claims true tokens": (says(completion(usage={"completion_tokens": True})), (FULL,)),
-    "claims a huge number": (says(completion(usage=...)[:-1] + b', "usage": %b}' % (b"9" * 5000)), (GONE, REFUSED)),
-    "speaks HTTP/1.0 without a length": (sends(b"HTTP/1.0 200 OK\r\n\r\n" + WHOLE), (FULL,)),
-    "speaks in chunks": (sends(chunked(WHOLE[:9], WHOLE[9:])), (FULL,)),
-    "has junk behind its chunks": (sends(chunked(WHOLE) + b"junk" * 1000), (FULL,)),
-    "has chunks of no length": (sends(OK + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n" + WHOLE), (GONE,)),
-    "has a chunk that lies": (sends(chunked(WHOLE, end=b"ffffff\r\nx")), (GONE,)),
-    "has a length that lies": (sends(OK + b"Content-Length: 999999\r\n\r\n" + WHOLE), (GONE,)),
-    "has a length below zero": (sends(OK + b"Content-Length: -5\r\n\r\n" + WHOLE), (FULL, GONE, REFUSED)),
-    "has a hundred thousand headers": (sends(OK + b"X: y\r\n" * 100_000 + LENGTH + WHOLE), (GONE,)),
-    "has a header of a megabyte": (sends(OK + b"X: " + b"y" * (1 << 20) + b"\r\n" + LENGTH + WHOLE), (GONE,)),
-    "speaks no HTTP": (sends(b"SSH-2.0-OpenSSH_9\r\n"), (GONE,)),
-    "speaks HTTP/9": (sends(b"HTTP/9.9 200 OK\r\n" + LENGTH + WHOLE), (GONE,)),
-    "says continue without end": (drips(b"", b"HTTP/1.1 100 Continue\r\n\r\n", 0.001), (GONE,)),
-    "answers 204": (sends(b"HTTP/1.1 204 No Content\r\n\r\n"), (GONE, REFUSED)),
-    "answers 206": (says(WHOLE, "206 Partial Content"), (GONE, REFUSED)),
+# name -> behaviour, allowed results
+BEHAVIOURS: dict[str, tuple[Behaviour, tuple[str, ...]]] = {
+    "dies without a word": (disconnect, (GONE,)),
+    "dies in its headers": (send_raw(b"HTTP/1.1 200 OK\r\nContent-Le"), (GONE,)),
+    "dies in its body": (send_raw(OK + LENGTH + WHOLE[:20]), (GONE,)),
+    "hangs without closing": (hang, (GONE,)),
+    "hangs in its body": (drip(OK + LENGTH + WHOLE[:20], b"", 1), (GONE,)),
+    "hangs every other time": (in_turn(hang, reply(WHOLE)), (GONE,)),
+    "answers 500 from now on": (reply(b'{"error": {"message": "a\\u001b[31m b\\nc"}}', "500 Oops"), (GONE,)),
+    "answers 503 from now on": (reply(b"busy", "503 Busy"), (GONE,)),
+    "answers 501": (reply(b"{}", "501 Not Implemented"), (GONE, REFUSED)),
+    "answers 529": (reply(b"{}", "529 Overloaded"), (GONE, REFUSED)),
+    "answers 999": (reply(b"{}", "999 Beyond"), (GONE, REFUSED)),
+    "answers 429 once": (in_turn(reply(b"{}", "429 Later"), reply(WHOLE)), (FULL, GONE)),
+    "answers 429 with a second to wait": (in_turn(LATER, reply(WHOLE)), (FULL, GONE)),
+    "answers 429 for ever": (reply(b"{}", "429 Later", "Retry-After: 1"), (GONE,)),
+    "asks for 0 seconds": (reply(b"{}", "429 Later", "Retry-After: 0"), (GONE,)),
+    "asks for -1 seconds": (reply(b"{}", "429 Later", "Retry-After: -1"), (GONE,)),
+    "asks for 1e300 seconds": (reply(b"{}", "429 Later", "Retry-After: 1e300"), (GONE,)),
+    "asks for nan seconds": (reply(b"{}", "429 Later", "Retry-After: nan"), (GONE,)),
+    "asks to wait until a date": (reply(b"{}", "429 Later", "Retry-After: Fri, 31 Dec 1999 23:59:59 GMT"), (GONE,)),
+    "asks to wait until no date": (reply(b"{}", "429 Later", "Retry-After: tomorrow"), (GONE,)),
+    "refuses one in two": (in_turn(reply(b'{"error": {"message": "no"}}', "400 Bad"), reply(WHOLE)), (REFUSED, GONE)),
+    "gives HTML": (reply(b"<html>\xff\xfe"), (GONE, REFUSED)),
+    "gives nothing": (reply(b""), (GONE, REFUSED)),
+    "gives null": (reply(b"null"), (GONE, REFUSED)),
+    "gives 10 MB": (reply(completion("a" * 10_000_000)), (GONE,)),
+    "gives 900 KB and no usage": (reply(completion("four " * 180_000)), (GONE,)),
+    "gives no end": (drip(OK + b"\r\n", b" " * 65536, 0.001), (GONE,)),
+    "drips its body": (drip(OK + LENGTH, b" ", 1), (GONE,)),
+    "drips its headers": (drip(OK + b"X: ", b"x", 1), (GONE,)),
+    "has no choices": (reply(completion(choices=[])), (GONE, REFUSED)),
+    "has no choices at all": (reply(completion(choices=...)), (GONE, REFUSED)),
+    "has two choices in a wrong order": (reply(completion(choices=[{**CHOICE, "index": 1}, CHOICE])), (GONE, REFUSED)),
+    "has choices that are text": (reply(completion(choices="four")), (GONE, REFUSED)),
+    "has choices that are null": (reply(completion(choices=[None])), (GONE, REFUSED)),
+    "is another model": (reply(completion(model="fallback-mini")), (GONE,)),
+    "is another model now and then": (in_turn(reply(WHOLE), reply(completion(model="fallback-mini"))), (GONE,)),
+    "is no model any more": (reply(completion(model=...)), (GONE,)),
+    "is a model that is a number": (reply(completion(model=7)), (GONE,)),
+    "says a number": (reply(completion(7)), (GONE, REFUSED)),
+    "says a list": (reply(completion(["four"])), (GONE, REFUSED)),
+    "says half a character": (reply(completion("\ud800")), (GONE, REFUSED)),
+    "says control characters": (reply(completion("\x1b]0;x\x07\u202e")), (FULL,)),
+    "says nothing": (reply(completion(None)), (FULL,)),
+    "ends by nothing": (reply(completion(finish=None)), (FULL,)),
+    "ends by a filter": (reply(completion(finish="content_filter")), (REFUSED, GONE)),
+    "ends by a call": (reply(completion(finish="tool_calls")), (GONE, REFUSED)),
+    "claims to have read nothing": (reply(completion(usage={"prompt_tokens": 0})), (FULL,)),
+    "claims to have read a million": (reply(completion(usage={"prompt_tokens": 10**6})), (GONE,)),
+    "claims a million new tokens": (reply(completion(usage={"completion_tokens": 10**6})), (GONE,)),
+    "gives 300 words as 3 tokens": (reply(completion("four " * 300, usage={"completion_tokens": 3})), (GONE, REFUSED)),
+    "claims -1 tokens": (reply(completion(usage={"completion_tokens": -1})), (FULL,)),
+    "claims nan tokens": (reply(completion(usage={"completion_tokens": float("nan")})), (FULL,)),
+    "claims true tokens": (reply(completion(usage={"completion_tokens": True})), (FULL,)),
+    "claims a huge number": (reply(completion(usage=...)[:-1] + b', "usage": %b}' % (b"9" * 5000)), (GONE, REFUSED)),
+    "speaks HTTP/1.0 without a length": (send_raw(b"HTTP/1.0 200 OK\r\n\r\n" + WHOLE), (FULL,)),
+    "speaks in chunks": (send_raw(chunked(WHOLE[:9], WHOLE[9:])), (FULL,)),
+    "has junk behind its chunks": (send_raw(chunked(WHOLE) + b"junk" * 1000), (FULL,)),
+    "has chunks of no length": (send_raw(OK + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n" + WHOLE), (GONE,)),
+    "has a chunk that lies": (send_raw(chunked(WHOLE, end=b"ffffff\r\nx")), (GONE,)),
+    "has a length that lies": (send_raw(OK + b"Content-Length: 999999\r\n\r\n" + WHOLE), (GONE,)),
+    "has a length below zero": (send_raw(OK + b"Content-Length: -5\r\n\r\n" + WHOLE), (FULL, GONE, REFUSED)),
+    "has a hundred thousand headers": (send_raw(OK + b"X: y\r\n" * 100_000 + LENGTH + WHOLE), (GONE,)),
+    "has a header of a megabyte": (send_raw(OK + b"X: " + b"y" * (1 << 20) + b"\r\n" + LENGTH + WHOLE), (GONE,)),
+    "speaks no HTTP": (send_raw(b"SSH-2.0-OpenSSH_9\r\n"), (GONE,)),
+    "speaks HTTP/9": (send_raw(b"HTTP/9.9 200 OK\r\n" + LENGTH + WHOLE), (GONE,)),
+    "says continue without end": (drip(b"", b"HTTP/1.1 100 Continue\r\n\r\n", 0.001), (GONE,)),
+    "answers 204": (send_raw(b"HTTP/1.1 204 No Content\r\n\r\n"), (GONE, REFUSED)),
+    "answers 206": (reply(WHOLE, "206 Partial Content"), (GONE, REFUSED)),
     "packs what nobody asked to be packed": (PACKED, (GONE, REFUSED)),
-    "nests ten thousand deep": (says(b"[" * 10_000 + b"]" * 10_000), (GONE, REFUSED)),
-    "speaks UTF-16": (says(WHOLE.decode().encode("utf-16")), (FULL, GONE, REFUSED)),
-    "has an error with status 200": (says(b'{"error": {"message": "no"}}'), (GONE, REFUSED)),
+    "nests ten thousand deep": (reply(b"[" * 10_000 + b"]" * 10_000), (GONE, REFUSED)),
+    "speaks UTF-16": (reply(WHOLE.decode().encode("utf-16")), (FULL, GONE, REFUSED)),
+    "has an error with status 200": (reply(b'{"error": {"message": "no"}}'), (GONE, REFUSED)),
 }  # fmt: skip
 
 
 def trials(folder: Path) -> Iterator[Trial]:
-    """Every way of misbehaving, redirects, and the ends of runs."""
+    """Yield a trial for every behaviour, redirects, signals, and kills of runs."""
     os.environ[VARIABLE] = KEY
-    for name, (act, may) in ACTS.items():
-        yield Trial(name, partial(_misbehaves, act, may))
+    for name, (behaviour, allowed) in BEHAVIOURS.items():
+        yield Trial(name, partial(_check_behaviour, behaviour, allowed))
     for status in (301, 302, 303, 307, 308):
-        yield Trial(f"redirects by {status}", partial(_redirects, status))
+        yield Trial(f"redirects by {status}", partial(_check_redirect, status))
     for sign in (signal.SIGINT, signal.SIGTERM):
-        for what in ("run", "probe"):
-            yield Trial(f"{sign.name} of a {what} whose endpoint hangs", partial(_ends, folder, what, sign))
-    yield from _kills(folder)
+        for command in ("run", "probe"):
+            yield Trial(f"{sign.name} of a {command} whose endpoint hangs", partial(_check_end, folder, command, sign))
+    yield from _kill_trials(folder)
 
 
 @cache
@@ -169,114 +171,114 @@ def _model() -> LoadedModel:
     return load_model()
 
 
-def _came_of(url: str) -> tuple[str, list[Reply], str]:
-    """What came of two questions to a server: how it ended, the replies, and its words."""
+def ask_twice(url: str) -> tuple[str, list[Reply], str]:
+    """Ask a server two questions; returns the result, the replies, and the messages about them."""
     question = (Message(Role.USER, "What is 2 + 2?"),)
-    asked = GenerationRequest(_model().chat.prompt(question).ids, 8, (), 0.0, 1.0, 7, question)
+    request = GenerationRequest(_model().chat.prompt(question).ids, 8, (), 0.0, 1.0, 7, question)
     condition = parse_condition({"engine": "endpoint", "base_url": url, "model": "standin", "key": VARIABLE})
-    work = EngineContext(_model(), EngineSpec(at_once=2, start=ANSWER, answer=ANSWER), Path("log"), 1)
+    context = EngineContext(_model(), EngineSpec(at_once=2, start=ANSWER, answer=ANSWER), Path("log"), 1)
     try:
-        with ENGINES.get("endpoint").start(dict(condition.settings), work) as session:
-            replies = session.answer([asked] * 2)
+        with ENGINES.get("endpoint").start(dict(condition.settings), context) as session:
+            replies = session.answer([request] * 2)
     except EngineFailed as error:
         return GONE, [], str(error)
-    words = " ".join(reply.refused or "" for reply in replies)
-    return (REFUSED if any(reply.refused for reply in replies) else FULL), replies, words
+    words = " ".join(r.refused or "" for r in replies)
+    return (REFUSED if any(r.refused for r in replies) else FULL), replies, words
 
 
-def _misbehaves(act: Act, may: tuple[str, ...]) -> None:
+def _check_behaviour(behaviour: Behaviour, allowed: tuple[str, ...]) -> None:
     began = time.monotonic()
-    with Hostile(act) as server:
-        ended, replies, words = _came_of(server.url)
+    with Hostile(behaviour) as server:
+        ended, replies, words = ask_twice(server.url)
     seconds = time.monotonic() - began
-    expect(ended in may, f"it was {ended} ({words}), which is none of {', '.join(may)}")
-    expect(seconds < ANSWER + SLACK * PATIENCE, f"it took {seconds:.0f} s where {ANSWER:.0f} were declared")
-    expect(words.isprintable() and "\n" not in words, f"its words are obeyed: {words!r}")
+    expect(ended in allowed, f"the result is {ended} ({words}), not one of {', '.join(allowed)}")
+    expect(seconds < ANSWER + SLACK * PATIENCE, f"it took {seconds:.0f} s; the limit is {ANSWER:.0f}")
+    expect(words.isprintable() and "\n" not in words, f"control characters in the message: {words!r}")
     expect(KEY not in words + repr(replies), "the key is shown")
     if ended == FULL:
-        expect(all(reply.finish == "stop" for reply in replies), f"{replies}")
+        expect(all(r.finish == "stop" for r in replies), f"{replies}")
 
 
-def _redirects(status: int) -> None:
-    """The key never follows to another host."""
-    with Hostile(says(WHOLE), calm=0) as other:
+def _check_redirect(status: int) -> None:
+    """Check that the key is never sent to another host."""
+    with Hostile(reply(WHOLE), calm=0) as other:
         to = f"Location: {other.url}/chat/completions"
-        with Hostile(says(b"", f"{status} Moved", to)) as server:
-            ended, _, words = _came_of(server.url)
-    expect(ended == GONE, f"it was {ended} ({words})")
-    expect(not other.heard, "the other host was asked")
+        with Hostile(reply(b"", f"{status} Moved", to)) as server:
+            ended, _, words = ask_twice(server.url)
+    expect(ended == GONE, f"the result is {ended} ({words})")
+    expect(not other.requests, "the other host was asked")
 
 
-def _started(folder: Path, words: list[str], out: str) -> subprocess.Popen[bytes]:
+def _start(folder: Path, words: list[str], out: str) -> subprocess.Popen[bytes]:
     log = (folder / f"{out}.log").open("ab")
     command = [sys.executable, "-m", "kvaudit", *words, "--out", str(folder / out), "--resume"]
     return subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
 
 
-def _words(folder: Path, what: str, url: str) -> list[str]:
-    text = SPEC.format(url) if what == "run" else PROBE
-    path = folder / f"{what}.yaml"
+def _command(folder: Path, command: str, url: str) -> list[str]:
+    text = SPEC.format(url) if command == "run" else PROBE
+    path = folder / f"{command}.yaml"
     path.write_text(text, encoding="utf-8")
-    more = ["--workers", "1", "--threads", "1", "--anyway"] if what == "run" else ["--base-url", url]
-    return [what, str(path), *more]
+    more = ["--workers", "1", "--threads", "1", "--anyway"] if command == "run" else ["--base-url", url]
+    return [command, str(path), *more]
 
 
-def _ends(folder: Path, what: str, sign: signal.Signals) -> None:
-    """Ended within seconds, with how to go on, though its endpoint would hang for ten minutes."""
-    out = f"{what}-{sign.name}"
-    with Hostile(hangs, calm=4 if what == "run" else 0) as server:
-        process = _started(folder, _words(folder, what, server.url), out)
-        wanted = 5 if what == "run" else 1  # the calm ones, and one that hangs
-        _until(lambda: sum("chat/completions" in one.path for one in server.heard) >= wanted, process)
+def _check_end(folder: Path, command: str, sign: signal.Signals) -> None:
+    """Check that a run ends within seconds of a signal and says how to continue, though its endpoint hangs."""
+    out = f"{command}-{sign.name}"
+    with Hostile(hang, calm=4 if command == "run" else 0) as server:
+        process = _start(folder, _command(folder, command, server.url), out)
+        needed = 5 if command == "run" else 1  # the correct answers, and one that hangs
+        _wait_until(lambda: sum("chat/completions" in request.path for request in server.requests) >= needed, process)
         process.send_signal(sign)
         try:
             process.wait(30)
         finally:
             process.kill()
-    said = (folder / f"{out}.log").read_text(encoding="utf-8")
-    expect(process.returncode in (130, 143), f"exit code {process.returncode}: {said[-300:]}")
-    expect("continue with: kvaudit" in said, said[-300:])
+    output = (folder / f"{out}.log").read_text(encoding="utf-8")
+    expect(process.returncode in (130, 143), f"exit code {process.returncode}: {output[-300:]}")
+    expect("continue with: kvaudit" in output, output[-300:])
 
 
-def _until(holds: Callable[[], bool], process: subprocess.Popen[bytes], seconds: float = 90.0) -> None:
+def _wait_until(condition: Callable[[], bool], process: subprocess.Popen[bytes], seconds: float = 90.0) -> None:
     until = time.monotonic() + seconds * PATIENCE
-    while not holds():
-        expect(process.poll() is None and time.monotonic() < until, "it never came to hang")
+    while not condition():
+        expect(process.poll() is None and time.monotonic() < until, "the endpoint was never asked enough")
         time.sleep(0.05)
 
 
-def _slowly(line: socket.socket, _: Heard) -> None:
+def _reply_slowly(connection: socket.socket, _: Request) -> None:
     time.sleep(0.2)
-    say(line, WHOLE)
+    send_reply(connection, WHOLE)
 
 
-def _kills(folder: Path) -> Iterator[Trial]:
-    """Kill -9 of runs at drawn instants, every other one stopped first; each goes on to the records of a whole one."""
+def _kill_trials(folder: Path) -> Iterator[Trial]:
+    """Yield trials that kill runs at random instants, every other one stopped first."""
     draws = random.Random(66)
-    with Hostile(_slowly, calm=0) as server:
-        chain = _Chain(folder, server, draws)
-        yield Trial("a run that nobody disturbs", chain.whole)
+    with Hostile(_reply_slowly, calm=0) as server:
+        chain = _KillChain(folder, server, draws)
+        yield Trial("a run that nobody disturbs", chain.run_undisturbed)
         for number in range(KILLS):
             yield Trial(f"kill {number + 1}", partial(chain.kill, stopped=number % 2 == 1))
         yield Trial("the end of the last run that was killed", chain.finish)
 
 
-class _Chain:
-    """Runs on one server, killed and gone on with."""
+class _KillChain:
+    """Runs on one server that are killed and resumed."""
 
     def __init__(self, folder: Path, server: Hostile, draws: random.Random) -> None:
         self._folder, self._server, self._draws, self._number = folder, server, draws, 0
-        self._words = _words(folder, "run", server.url)
+        self._command = _command(folder, "run", server.url)
 
-    def whole(self) -> None:
-        process = _started(self._folder, self._words, "whole")
-        expect(process.wait(100) == 0, (self._folder / "whole.log").read_text(encoding="utf-8")[-300:])
+    def run_undisturbed(self) -> None:
+        process = _start(self._folder, self._command, "undisturbed")
+        expect(process.wait(100) == 0, (self._folder / "undisturbed.log").read_text(encoding="utf-8")[-300:])
 
     def kill(self, *, stopped: bool) -> None:
-        """One kill; a run that comes through before is compared, and another one is begun."""
-        before = len(self._server.heard)
-        process = _started(self._folder, self._words, self._out)
-        while len(self._server.heard) == before and process.poll() is None:
+        """Kill a run once; a run that finishes before is compared, and the next trial begins another."""
+        before = len(self._server.requests)
+        process = _start(self._folder, self._command, self._out)
+        while len(self._server.requests) == before and process.poll() is None:
             time.sleep(0.02)
         time.sleep(self._draws.uniform(0.0, 2.5))
         if process.poll() is not None:
@@ -287,10 +289,10 @@ class _Chain:
             time.sleep(0.3)
         process.kill()
         process.wait(30)
-        self._check_nothing_is_left(process.pid)
+        self._check_no_process_lives(process.pid)
 
     def finish(self) -> None:
-        process = _started(self._folder, self._words, self._out)
+        process = _start(self._folder, self._command, self._out)
         process.wait(100)
         self._compare(process)
 
@@ -299,17 +301,15 @@ class _Chain:
         return f"killed-{self._number}"
 
     def _compare(self, process: subprocess.Popen[bytes]) -> None:
-        said = (self._folder / f"{self._out}.log").read_text(encoding="utf-8")[-300:]
-        expect(process.returncode == 0, f"exit code {process.returncode}: {said}")
+        output = (self._folder / f"{self._out}.log").read_text(encoding="utf-8")[-300:]
+        expect(process.returncode == 0, f"exit code {process.returncode}: {output}")
         run = self._folder / self._out
-        expect(timeless(run) == timeless(self._folder / "whole"), "other records than those of the whole run")
-        left = [path.name for path in run.rglob("*") if path.suffix in (".partial", ".lock") and path.name[0] != "."]
-        expect(not left, f"left behind: {left}")
+        check_same_records(run, self._folder / "undisturbed")
         self._number += 1
 
     @staticmethod
-    def _check_nothing_is_left(group: int) -> None:
-        """No process of the run's group lives on."""
+    def _check_no_process_lives(group: int) -> None:
+        """Check that no process of the run's group is alive."""
         until = time.monotonic() + 10
         while time.monotonic() < until:
             try:

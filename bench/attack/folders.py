@@ -1,7 +1,9 @@
-"""Folders and files that were edited, damaged, linked or made by somebody else, and specs that no one would write.
+"""What happens to run folders that were edited, damaged, linked or made by others, and to impossible specs?
 
-Every command says in one line what is wrong and where (exit code 2), or reads the run as it is where nothing of the
-evidence changed; nothing hangs, and nothing of what is there is written over.
+    python -m bench.attack folders
+
+Takes a minute; results: docs/results/attack.md. Every command must say in one line what is wrong and where, with
+exit code 2, or read the run if none of its evidence changed; nothing may hang or be overwritten.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -29,7 +31,7 @@ evaluate:
   pilot: 0
 """
 Edit = Callable[[Path], object]
-SAME = (0, 2, 3, 4, 5, 6)  # whatever a verdict may be
+ANY_VERDICT = (0, 2, 3, 4, 5, 6)  # exit codes
 REFUSED = (2,)
 
 
@@ -41,8 +43,8 @@ def _seal(run: Path) -> Path:
     return sorted((run / "records").glob("*.done.json"))[0]
 
 
-def _lines(change: Callable[[list[bytes]], list[bytes]]) -> Edit:
-    """An edit of the lines of a record file."""
+def _edit_lines(change: Callable[[list[bytes]], list[bytes]]) -> Edit:
+    """Return an edit of the lines of a record file."""
 
     def edit(run: Path) -> None:
         path = _records(run)
@@ -51,22 +53,22 @@ def _lines(change: Callable[[list[bytes]], list[bytes]]) -> Edit:
     return edit
 
 
-def _text(name: str, raw: bytes) -> Edit:
+def _write(name: str, raw: bytes) -> Edit:
     return lambda run: (run / name).write_bytes(raw)
 
 
-def _key(key: str, value: object = None) -> Edit:
-    """An edit of provenance.json: a key with another value, or without it."""
+def _set_provenance(key: str, value: object = None) -> Edit:
+    """Return an edit of provenance.json that sets a key, or removes it for None."""
 
     def edit(run: Path) -> None:
         path = run / "provenance.json"
-        table = {name: one for name, one in json.loads(path.read_bytes()).items() if name != key}
+        table = {name: old for name, old in json.loads(path.read_bytes()).items() if name != key}
         path.write_text(json.dumps(table if value is None else table | {key: value}), encoding="utf-8")
 
     return edit
 
 
-def _spec(add: str) -> Edit:
+def _append_to_spec(add: str) -> Edit:
     def edit(run: Path) -> None:
         path = run / "spec.yaml"
         path.write_text(path.read_text(encoding="utf-8") + add, encoding="utf-8")
@@ -74,8 +76,8 @@ def _spec(add: str) -> Edit:
     return edit
 
 
-def _instead(name: str, make: Callable[[Path], object]) -> Edit:
-    """An edit that puts something else in the place of a file."""
+def _replace(name: str, make: Callable[[Path], object]) -> Edit:
+    """Return an edit that replaces a file by what ``make`` makes."""
 
     def edit(run: Path) -> None:
         path = _records(run) if name == "records" else run / name
@@ -85,64 +87,64 @@ def _instead(name: str, make: Callable[[Path], object]) -> Edit:
     return edit
 
 
-def _beside(name: str, make: Callable[[Path], object]) -> Edit:
+def _add(name: str, make: Callable[[Path], object]) -> Edit:
     return lambda run: make(run / name)
 
 
 BOMB = "a: &a [x, x]\n" + "".join(f"{b}: &{b} [*{a}, *{a}]\n" for a, b in zip("abcdefgh", "bcdefghi", strict=True))
 EDITS: dict[str, tuple[Edit, tuple[int, ...]]] = {
-    "nothing": (lambda _: None, SAME),
-    "a byte of a record": (_lines(lambda rows: [rows[0].replace(b"refusal", b"refusaL"), *rows[1:]]), REFUSED),
-    "a record less": (_lines(lambda rows: rows[1:]), REFUSED),
-    "a record twice": (_lines(lambda rows: [*rows, rows[0]]), REFUSED),
-    "records in another order": (_lines(lambda rows: rows[::-1]), REFUSED),
-    "half a record": (_lines(lambda rows: [*rows[:-1], rows[-1][:50]]), REFUSED),
-    "no record": (_lines(lambda _: []), REFUSED),
-    "records of no JSON": (_lines(lambda _: [b"{\n"]), REFUSED),
-    "records that are no text": (_lines(lambda _: [b"\xff\xfe\x00\n"]), REFUSED),
-    "a record of a megabyte": (_lines(lambda rows: [*rows, b"x" * (1 << 20)]), REFUSED),
+    "nothing": (lambda _: None, ANY_VERDICT),
+    "a byte of a record": (_edit_lines(lambda rows: [rows[0].replace(b"refusal", b"refusaL"), *rows[1:]]), REFUSED),
+    "a record less": (_edit_lines(lambda rows: rows[1:]), REFUSED),
+    "a record twice": (_edit_lines(lambda rows: [*rows, rows[0]]), REFUSED),
+    "records in another order": (_edit_lines(lambda rows: rows[::-1]), REFUSED),
+    "half a record": (_edit_lines(lambda rows: [*rows[:-1], rows[-1][:50]]), REFUSED),
+    "no record": (_edit_lines(lambda _: []), REFUSED),
+    "records of no JSON": (_edit_lines(lambda _: [b"{\n"]), REFUSED),
+    "records that are no text": (_edit_lines(lambda _: [b"\xff\xfe\x00\n"]), REFUSED),
+    "a record of a megabyte": (_edit_lines(lambda rows: [*rows, b"x" * (1 << 20)]), REFUSED),
     "no records file": (lambda run: _records(run).unlink(), REFUSED),
-    "no seal": (lambda run: _seal(run).unlink(), SAME),
+    "no seal": (lambda run: _seal(run).unlink(), ANY_VERDICT),
     "a seal of no JSON": (lambda run: _seal(run).write_text("{", encoding="utf-8"), REFUSED),
     "a seal that is a list": (lambda run: _seal(run).write_text("[]", encoding="utf-8"), REFUSED),
     "an empty seal": (lambda run: _seal(run).write_text("{}", encoding="utf-8"), REFUSED),
-    "a folder as records": (_instead("records", Path.mkdir), REFUSED),
-    "a pipe as records": (_instead("records", os.mkfifo), REFUSED),
-    "a link to nowhere as records": (_instead("records", lambda path: path.symlink_to("nowhere")), REFUSED),
-    "a link to itself as records": (_instead("records", lambda path: path.symlink_to(path.name)), REFUSED),
-    "a pipe beside records": (_beside("records/x.jsonl", os.mkfifo), REFUSED),
-    "a folder beside records": (_beside("records/x.jsonl", Path.mkdir), REFUSED),
-    "what macOS leaves": (_beside("records/._x.jsonl", lambda path: path.write_bytes(b"\0\5\x16\7")), SAME),
-    "what an editor leaves": (_beside("records/x.jsonl~", lambda path: path.write_bytes(b"x")), SAME),
-    "records without a seal of another": (_beside("records/x.jsonl", lambda path: path.write_bytes(b"{}\n")), SAME),
+    "a folder as records": (_replace("records", Path.mkdir), REFUSED),
+    "a pipe as records": (_replace("records", os.mkfifo), REFUSED),
+    "a link to nowhere as records": (_replace("records", lambda path: path.symlink_to("nowhere")), REFUSED),
+    "a link to itself as records": (_replace("records", lambda path: path.symlink_to(path.name)), REFUSED),
+    "a pipe beside records": (_add("records/x.jsonl", os.mkfifo), REFUSED),
+    "a folder beside records": (_add("records/x.jsonl", Path.mkdir), REFUSED),
+    "what macOS leaves": (_add("records/._x.jsonl", lambda path: path.write_bytes(b"\0\5\x16\7")), ANY_VERDICT),
+    "what an editor leaves": (_add("records/x.jsonl~", lambda path: path.write_bytes(b"x")), ANY_VERDICT),
+    "records without a seal of another": (_add("records/x.jsonl", lambda path: path.write_bytes(b"{}\n")), ANY_VERDICT),
     "no provenance": (lambda run: (run / "provenance.json").unlink(), REFUSED),
-    "a provenance of no JSON": (_text("provenance.json", b"{"), REFUSED),
-    "a provenance that is a list": (_text("provenance.json", b"[]"), REFUSED),
-    "a provenance of nothing": (_text("provenance.json", b"{}"), REFUSED),
-    "a provenance of NaN": (_key("started", float("nan")), REFUSED),
-    "a provenance of a pipe": (_instead("provenance.json", os.mkfifo), REFUSED),
-    "no base_sha256": (_key("base_sha256"), SAME),
-    "another base_sha256": (_key("base_sha256", "0" * 64), SAME),
-    "no policies": (_key("policies"), SAME),
-    "policies that are text": (_key("policies", "none"), REFUSED),
-    "no inputs": (_key("inputs"), SAME),
-    "inputs that are a list": (_key("inputs", []), SAME),
-    "threads that are text": (_key("threads", "many"), REFUSED),
-    "a format of the future": (_key("format", 99), SAME),
-    "a spec that was changed": (_spec("\n# changed\n"), REFUSED),
-    "a spec with a key twice": (_spec("\nname: other\n"), REFUSED),
+    "a provenance of no JSON": (_write("provenance.json", b"{"), REFUSED),
+    "a provenance that is a list": (_write("provenance.json", b"[]"), REFUSED),
+    "a provenance of nothing": (_write("provenance.json", b"{}"), REFUSED),
+    "a provenance of NaN": (_set_provenance("started", float("nan")), REFUSED),
+    "a provenance of a pipe": (_replace("provenance.json", os.mkfifo), REFUSED),
+    "no base_sha256": (_set_provenance("base_sha256"), ANY_VERDICT),
+    "another base_sha256": (_set_provenance("base_sha256", "0" * 64), ANY_VERDICT),
+    "no policies": (_set_provenance("policies"), ANY_VERDICT),
+    "policies that are text": (_set_provenance("policies", "none"), REFUSED),
+    "no inputs": (_set_provenance("inputs"), ANY_VERDICT),
+    "inputs that are a list": (_set_provenance("inputs", []), ANY_VERDICT),
+    "threads that are text": (_set_provenance("threads", "many"), REFUSED),
+    "a format of the future": (_set_provenance("format", 99), ANY_VERDICT),
+    "a spec that was changed": (_append_to_spec("\n# changed\n"), REFUSED),
+    "a spec with a key twice": (_append_to_spec("\nname: other\n"), REFUSED),
     "no spec": (lambda run: (run / "spec.yaml").unlink(), REFUSED),
-    "a spec of a bomb": (_text("spec.yaml", BOMB.encode()), REFUSED),
-    "a spec of tags": (_text("spec.yaml", b"!!python/object/apply:os.system [id]"), REFUSED),
-    "a spec of a megabyte": (_text("spec.yaml", b"# " + b"x" * (1 << 20)), REFUSED),
-    "a spec of a hundred levels": (_text("spec.yaml", b"a: " + b"[" * 100 + b"]" * 100), REFUSED),
-    "a spec that is no text": (_text("spec.yaml", b"\xff\xfe\x00"), REFUSED),
-    "a spec that is a folder": (_instead("spec.yaml", Path.mkdir), REFUSED),
+    "a spec of a bomb": (_write("spec.yaml", BOMB.encode()), REFUSED),
+    "a spec of tags": (_write("spec.yaml", b"!!python/object/apply:os.system [id]"), REFUSED),
+    "a spec of a megabyte": (_write("spec.yaml", b"# " + b"x" * (1 << 20)), REFUSED),
+    "a spec of a hundred levels": (_write("spec.yaml", b"a: " + b"[" * 100 + b"]" * 100), REFUSED),
+    "a spec that is no text": (_write("spec.yaml", b"\xff\xfe\x00"), REFUSED),
+    "a spec that is a folder": (_replace("spec.yaml", Path.mkdir), REFUSED),
 }
-# names of run folders
+# unusual names of run folders
 NAMES = ("a b", "a\nb", "\x1b[31mred", "\u202egnp.exe", "-rf", "~", "a'b\"c", "\u00e9\U0001f600", "x" * 200)
 GRID = "evaluate: {policies: [none, int8], suites: {refusal: {items: 4}}, context_tokens: [96]}"
-# specs that are refused before a folder is made
+# specs that must be refused before a folder is made
 SPECS: dict[str, str] = {
     "1e9 items": "name: a\n" + GRID.replace("items: 4", "items: 1000000000"),
     "1e30 items": "name: a\n" + GRID.replace("items: 4", f"items: {10**30}"),
@@ -162,64 +164,55 @@ SPECS: dict[str, str] = {
 
 
 def trials(folder: Path) -> Iterator[Trial]:
-    """A small run, every edit of a copy of it, odd names, and specs that cannot be."""
+    """Yield a small run, every edit of a copy of it, odd folder names, and impossible specs."""
     spec = folder / "small.yaml"
     spec.write_text(SPEC, encoding="utf-8")
-    words = [
-        sys.executable,
-        "-m",
-        "kvaudit",
-        "run",
-        str(spec),
-        "--out",
-        str(folder / "run"),
-        "--workers",
-        "1",
-        "--anyway",
-    ]
-    yield Trial(
-        "a run", lambda: expect(subprocess.run(words, capture_output=True, check=False).returncode == 0, "fails")
-    )
+    command = [sys.executable, "-m", "kvaudit", "run", spec, "--out", folder / "run", "--workers", "1", "--anyway"]
+    yield Trial("a run", partial(_check_exit_0, command))
     for name, (edit, codes) in EDITS.items():
-        yield Trial(name, partial(_edited, folder, name, edit, codes))
+        yield Trial(name, partial(_check_edit, folder, name, edit, codes))
     for number, name in enumerate(NAMES):
-        yield Trial(f"a folder of name {number}", partial(_named, folder, name))
+        yield Trial(f"a folder of name {number}", partial(_check_name, folder, name))
     for name, text in SPECS.items():
-        yield Trial(name, partial(_unmade, folder, text))
+        yield Trial(name, partial(_check_spec_refused, folder, text))
 
 
-def said(*words: str) -> tuple[int, str]:
-    """Exit code and stderr of a command; raises what it lets through."""
-    done = CliRunner().invoke(app, list(words))
-    if done.exception is not None and not isinstance(done.exception, SystemExit):
-        raise done.exception
-    for line in done.stderr.splitlines():
-        expect(line.isprintable(), f"it is obeyed by a terminal: {line!r}")
-    return done.exit_code, done.stderr
+def _check_exit_0(command: Sequence[object]) -> None:
+    expect(subprocess.run(list(map(str, command)), capture_output=True, check=False).returncode == 0, "the run fails")
 
 
-def _edited(folder: Path, name: str, edit: Edit, codes: tuple[int, ...]) -> None:
+def run_command(*words: str) -> tuple[int, str]:
+    """Run a kvaudit command in this process; returns its exit code and stderr, and raises its exceptions."""
+    result = CliRunner().invoke(app, list(words))
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    for line in result.stderr.splitlines():
+        expect(line.isprintable(), f"control characters in the message: {line!r}")
+    return result.exit_code, result.stderr
+
+
+def _check_edit(folder: Path, name: str, edit: Edit, codes: tuple[int, ...]) -> None:
     copy = folder / "copy"
     shutil.rmtree(copy, ignore_errors=True)
     shutil.copytree(folder / "run", copy)
     edit(copy)
     for words in (("gate", str(copy)), ("report", str(copy)), ("card", str(copy))):
-        code, stderr = said(*words)
-        allowed = codes if words[0] == "gate" else (0, *codes)
-        expect(code in (allowed if codes == SAME else codes), f"{name}: {words[0]} ends with {code}: {stderr[:200]}")
+        code, stderr = run_command(*words)
+        allowed = (0, *codes) if codes == ANY_VERDICT and words[0] != "gate" else codes
+        expect(code in allowed, f"{name}: {words[0]} ends with {code}: {stderr[:200]}")
         expect(code != 2 or stderr.startswith(("error: ", "this run")), f"{stderr[:200]!r}")
 
 
-def _named(folder: Path, name: str) -> None:
-    place = folder / name
-    shutil.copytree(folder / "run", place)
-    code, stderr = said("gate", str(place))
-    expect(code in SAME, f"exit code {code}: {stderr[:200]}")
+def _check_name(folder: Path, name: str) -> None:
+    copy = folder / name
+    shutil.copytree(folder / "run", copy)
+    code, stderr = run_command("gate", str(copy))
+    expect(code in ANY_VERDICT, f"exit code {code}: {stderr[:200]}")
 
 
-def _unmade(folder: Path, text: str) -> None:
-    path, out = folder / "bad.yaml", folder / "unmade"
+def _check_spec_refused(folder: Path, text: str) -> None:
+    path, out = folder / "bad.yaml", folder / "refused"
     path.write_text(text, encoding="utf-8")
-    code, stderr = said("run", str(path), "--out", str(out), "--workers", "1")
+    code, stderr = run_command("run", str(path), "--out", str(out), "--workers", "1")
     expect(code == 2 and stderr.count("error: ") == 1, f"exit code {code}: {stderr[:200]}")
     expect(not out.exists(), "a folder was made")

@@ -1,4 +1,4 @@
-"""A server of the loopback that answers as an endpoint would, until it misbehaves in a way that a trial says."""
+"""A server on this machine that answers like an endpoint until it misbehaves. Used by sections of ``bench.attack``."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from typing import Any, NamedTuple
 Body = dict[str, Any]
 
 
-class Heard(NamedTuple):
-    """A request: its path, its head as it came, and the body."""
+class Request(NamedTuple):
+    """A request: its path, its raw head, and its body."""
 
     path: str
     head: str
     body: Body
 
 
-Act = Callable[[socket.socket, Heard], None]  # says whatever it says, and returns once it is done
+Behaviour = Callable[[socket.socket, Request], None]  # sends anything, then returns
 
 
 class Hostile:
-    """The server, as a context manager: well-behaved for ``calm`` questions, then it does ``act``."""
+    """The server, as a context manager: correct for ``calm`` requests, then it behaves as ``behaviour`` says."""
 
-    def __init__(self, act: Act, calm: int = 1) -> None:
-        self.heard = list[Heard]()
-        self._act, self._calm, self._asked, self._door = act, calm, 0, threading.Lock()
-        self._listening = socket.create_server(("127.0.0.1", 0))
-        self._open = list[socket.socket]()
-        self.port = self._listening.getsockname()[1]
+    def __init__(self, behaviour: Behaviour, calm: int = 1) -> None:
+        self.requests = list[Request]()
+        self._behaviour, self._calm, self._answered, self._lock = behaviour, calm, 0, threading.Lock()
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._connections = list[socket.socket]()
+        self.port = self._listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}/v1"
 
     def __enter__(self) -> Hostile:
@@ -41,95 +41,95 @@ class Hostile:
 
     def __exit__(self, *_: object) -> None:
         with suppress(OSError):
-            self._listening.shutdown(socket.SHUT_RDWR)
-        self._listening.close()
-        for line in self._open:
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        for connection in self._connections:
             with suppress(OSError):
-                line.shutdown(socket.SHUT_RDWR)
+                connection.shutdown(socket.SHUT_RDWR)
 
     def _serve(self) -> None:
         while True:
             try:
-                line, _ = self._listening.accept()
+                connection, _ = self._listener.accept()
             except OSError:
                 return
-            self._open.append(line)
-            threading.Thread(target=self._answer, args=(line,), daemon=True).start()
+            self._connections.append(connection)
+            threading.Thread(target=self._answer, args=(connection,), daemon=True).start()
 
-    def _answer(self, line: socket.socket) -> None:
-        with line, suppress(OSError, ValueError):
-            heard = _read(line)
-            self.heard.append(heard)
-            if not heard.path.endswith("/chat/completions"):
-                say(line, b"{}", "404 Not Found")
+    def _answer(self, connection: socket.socket) -> None:
+        with connection, suppress(OSError, ValueError):
+            request = _read(connection)
+            self.requests.append(request)
+            if not request.path.endswith("/chat/completions"):
+                send_reply(connection, b"{}", "404 Not Found")
                 return
-            with self._door:
-                self._asked += 1
-                number = self._asked
+            with self._lock:
+                self._answered += 1
+                number = self._answered
             if number <= self._calm:
-                say(line, completion())
+                send_reply(connection, completion())
             else:
-                self._act(line, heard)
+                self._behaviour(connection, request)
 
 
-def _read(line: socket.socket) -> Heard:
+def _read(connection: socket.socket) -> Request:
     raw = b""
     while b"\r\n\r\n" not in raw:
-        raw += line.recv(1 << 16) or _gone()
+        raw += connection.recv(1 << 16) or _client_left()
     head, _, body = raw.partition(b"\r\n\r\n")
     text = head.decode("latin-1")
     length = next((int(row.partition(":")[2]) for row in text.splitlines() if row.lower().startswith("content-le")), 0)
     while len(body) < length:
-        body += line.recv(1 << 16) or _gone()
-    return Heard(text.split(" ", 2)[1], text, json.loads(body) if body else {})
+        body += connection.recv(1 << 16) or _client_left()
+    return Request(text.split(" ", 2)[1], text, json.loads(body) if body else {})
 
 
-def _gone() -> bytes:
-    raise OSError("the client has gone")
+def _client_left() -> bytes:
+    raise OSError("the client has left")
 
 
 def completion(text: Any = "four", finish: Any = "stop", **changes: Any) -> bytes:
-    """A chat completion, some of whose keys are ``changes``; one that is ``...`` is left out."""
+    """Return a chat completion with some keys changed; a key whose value is ``...`` is left out."""
     choice = {"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": finish}
     body = {"id": "x", "object": "chat.completion", "model": "standin", "choices": [choice], **changes}
     return json.dumps({key: value for key, value in body.items() if value is not ...}).encode()
 
 
-def say(line: socket.socket, body: bytes, status: str = "200 OK", *headers: str) -> None:
-    """One whole reply."""
+def send_reply(connection: socket.socket, body: bytes, status: str = "200 OK", *headers: str) -> None:
+    """Send a whole reply."""
     rows = [f"HTTP/1.1 {status}", f"Content-Length: {len(body)}", "Connection: close", *headers]
-    line.sendall("\r\n".join([*rows, "", ""]).encode("latin-1") + body)
+    connection.sendall("\r\n".join([*rows, "", ""]).encode("latin-1") + body)
 
 
-def says(body: bytes, status: str = "200 OK", *headers: str) -> Act:
-    """The act of saying one whole reply."""
-    return lambda line, _: say(line, body, status, *headers)
+def reply(body: bytes, status: str = "200 OK", *headers: str) -> Behaviour:
+    """Return the behaviour of sending a whole reply."""
+    return lambda connection, _: send_reply(connection, body, status, *headers)
 
 
-def sends(raw: bytes) -> Act:
-    """The act of sending bytes as they are, and closing."""
-    return lambda line, _: line.sendall(raw)
+def send_raw(raw: bytes) -> Behaviour:
+    """Return the behaviour of sending bytes as they are, and closing."""
+    return lambda connection, _: connection.sendall(raw)
 
 
-def drips(head: bytes, part: bytes, pause: float, times: int = 10_000) -> Act:
-    """The act of sending a part again and again."""
+def drip(head: bytes, part: bytes, pause: float, times: int = 10_000) -> Behaviour:
+    """Return the behaviour of sending ``head``, then ``part`` again and again."""
 
-    def act(line: socket.socket, _: Heard) -> None:
-        line.sendall(head)
+    def behave(connection: socket.socket, _: Request) -> None:
+        connection.sendall(head)
         for _number in range(times):
-            line.sendall(part)
+            connection.sendall(part)
             time.sleep(pause)
 
-    return act
+    return behave
 
 
-def in_turn(*acts: Act) -> Act:
-    """One act after the other, from question to question, and round again."""
-    door, count = threading.Lock(), [0]
+def in_turn(*behaviours: Behaviour) -> Behaviour:
+    """Return the behaviour of using one behaviour after the other, from request to request, cyclically."""
+    lock, count = threading.Lock(), [0]
 
-    def act(line: socket.socket, heard: Heard) -> None:
-        with door:
+    def behave(connection: socket.socket, request: Request) -> None:
+        with lock:
             number, count[0] = count[0], count[0] + 1
-        acts[number % len(acts)](line, heard)
+        behaviours[number % len(behaviours)](connection, request)
 
-    return act
+    return behave

@@ -1,6 +1,9 @@
-"""Hostile words in items and answers, through everything that a run writes; and mirrors that are no mirrors.
+"""Do hostile words in items and answers run anywhere in what a run writes, and does a bad mirror harm a download?
 
-Markup runs nowhere, a spreadsheet computes nothing, a terminal obeys nothing, and what is XML or JSON stays that.
+    python -m bench.attack rows
+
+Takes some minutes; results: docs/results/attack.md. Markup must not run, spreadsheets must compute nothing, terminals
+must get no control characters, and XML and JSON must stay valid.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from xml.etree import ElementTree
 
-from bench.attack.hostile import Act, Hostile, drips, say, says
+from bench.attack.hostile import Behaviour, Hostile, drip, reply, send_reply
 from bench.attack.trial import Trial, expect
 from kvaudit.core.errors import AuditError
 from kvaudit.core.network import download
@@ -57,74 +60,76 @@ evaluate:
   context_tokens: [160]
   pilot: 0
 """
-RAW = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\u202a-\u202e\u2066-\u2069]")
+CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\u202a-\u202e\u2066-\u2069]")
 MARKUP = re.compile(r"<script>alert|<img src=x|<svg onload|javascript:alert\(66\)\)", re.I)
-OBEYED = (".html", ".md", ".txt", ".xml", ".csv")  # endings of what somebody opens
+OPENED = (".html", ".md", ".txt", ".xml", ".csv")  # endings of files that people open
 ROW = b'{"prompt": "a"}\n'
-MIRRORS: dict[str, Act] = {
-    "a mirror of an error": says(b"no", "500 Oops\x1b[31m"),
-    "a mirror of HTML": says(b"<html>" * 100),
-    "a mirror that redirects to itself": lambda line, heard: say(line, b"", "302 Found", f"Location: {heard.path}"),
-    "a mirror that redirects to a file": says(b"", "302 Found", "Location: file:///etc/passwd"),
-    "a mirror that redirects to another scheme": says(b"", "302 Found", "Location: ftp://127.0.0.1/x"),
+MIRRORS: dict[str, Behaviour] = {
+    "a mirror of an error": reply(b"no", "500 Oops\x1b[31m"),
+    "a mirror of HTML": reply(b"<html>" * 100),
+    "a mirror that redirects to itself": lambda c, request: send_reply(
+        c, b"", "302 Found", f"Location: {request.path}"
+    ),
+    "a mirror that redirects to a file": reply(b"", "302 Found", "Location: file:///etc/passwd"),
+    "a mirror that redirects to another scheme": reply(b"", "302 Found", "Location: ftp://127.0.0.1/x"),
     "a mirror that dies": lambda *_: None,
-    "a mirror that hangs": lambda line, _: line.recv(1),
-    "a mirror that drips its headers": drips(b"HTTP/1.1 200 OK\r\nX: ", b"x", 0.2),
-    "a mirror that drips its body": drips(b"HTTP/1.1 200 OK\r\n\r\n", b"x", 0.2),
-    "a mirror without end": drips(b"HTTP/1.1 200 OK\r\n\r\n", b"x" * 65536, 0.0),
-    "a mirror of a part": says(ROW, "206 Partial Content"),
-    "a mirror whose length lies": lambda line, _: line.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n" + ROW),
+    "a mirror that hangs": lambda connection, _: connection.recv(1),
+    "a mirror that drips its headers": drip(b"HTTP/1.1 200 OK\r\nX: ", b"x", 0.2),
+    "a mirror that drips its body": drip(b"HTTP/1.1 200 OK\r\n\r\n", b"x", 0.2),
+    "a mirror without end": drip(b"HTTP/1.1 200 OK\r\n\r\n", b"x" * 65536, 0.0),
+    "a mirror of a part": reply(ROW, "206 Partial Content"),
+    "a mirror whose length lies": lambda c, _: c.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n" + ROW),
 }
 
 
 def trials(folder: Path) -> Iterator[Trial]:
-    """The mirrors, then one run with every payload in its items, and each of them in each file that it wrote."""
-    for name, act in MIRRORS.items():
-        yield Trial(name, partial(_mirror, act))
+    """Yield a trial for each mirror, a run with every payload in its items, and each payload in each of its files."""
+    for name, behaviour in MIRRORS.items():
+        yield Trial(name, partial(_check_mirror, behaviour))
     yield Trial("a run of hostile words", partial(_run, folder))
     outputs = [path for part in ("report", "view") for path in sorted((folder / "run" / part).rglob("*"))]
-    for path in [*(path for path in outputs if path.is_file()), folder / "said.txt"]:
-        yield Trial(f"{path.relative_to(folder)}", partial(_inert, path))
-        for name, payload in PAYLOADS.items() if path.suffix in OBEYED else ():
-            yield Trial(f"{name} in {path.relative_to(folder)}", partial(_not_raw, path, payload))
+    for path in [*(path for path in outputs if path.is_file()), folder / "output.txt"]:
+        yield Trial(f"{path.relative_to(folder)}", partial(_check_inert, path))
+        for name, payload in PAYLOADS.items() if path.suffix in OPENED else ():
+            yield Trial(f"{name} in {path.relative_to(folder)}", partial(_check_escaped, path, payload))
 
 
-def _mirror(act: Act) -> None:
-    """What comes is the reply's own bytes, or one line says why not; a hash decides what is kept."""
-    with Hostile(act, calm=0) as server:
+def _check_mirror(behaviour: Behaviour) -> None:
+    """Check that a download returns the reply's bytes or fails with one line."""
+    with Hostile(behaviour, calm=0) as server:
         try:
             raw = download(f"{server.url}/chat/completions", seconds=3)
         except AuditError as error:
             expect("\n" not in str(error) and len(str(error)) < 600, f"{error!r}")
         else:
-            expect(b"root:" not in raw, "a file of this machine came")
+            expect(b"root:" not in raw, "it returned a local file")
 
 
 def _run(folder: Path) -> None:
     (folder / "hostile.py").write_text(PLUGIN.format(payloads=list(PAYLOADS.values())), encoding="utf-8")
     (folder / "hostile.yaml").write_text(SPEC, encoding="utf-8")
     run, plugin = str(folder / "run"), str(folder / "hostile.py")
-    said = ""
+    output = ""
     for words in (
         ("run", str(folder / "hostile.yaml"), "--plugin", plugin, "--out", run, "--workers", "1", "--anyway"),
         ("view", run, "--out", str(folder / "run" / "view")),
         ("gate", run),
         ("card", run),
     ):
-        done = subprocess.run([sys.executable, "-m", "kvaudit", *words], capture_output=True, text=True, check=False)
-        expect(done.returncode != 1 and "Traceback" not in done.stderr, f"{words[0]}: {done.stderr[-300:]}")
-        said += done.stdout + done.stderr
-    (folder / "said.txt").write_text(said, encoding="utf-8")
+        result = subprocess.run([sys.executable, "-m", "kvaudit", *words], capture_output=True, text=True, check=False)
+        expect(result.returncode != 1 and "Traceback" not in result.stderr, f"{words[0]}: {result.stderr[-300:]}")
+        output += result.stdout + result.stderr
+    (folder / "output.txt").write_text(output, encoding="utf-8")
 
 
-def _inert(path: Path) -> None:
-    """The file is what its ending says, and nothing in it is obeyed."""
+def _check_inert(path: Path) -> None:
+    """Check that a file is valid for its ending and has no active content."""
     if path.suffix in (".png", ".parquet"):
         return
     text = path.read_text(encoding="utf-8")
-    expect(RAW.search(text) is None, f"it holds {RAW.search(text)!r}")
+    expect(CONTROL.search(text) is None, f"it has {CONTROL.search(text)!r}")
     if path.suffix in (".html", ".md"):
-        expect(MARKUP.search(text) is None, f"it holds {MARKUP.search(text)!r}")
+        expect(MARKUP.search(text) is None, f"it has {MARKUP.search(text)!r}")
     if path.suffix in (".json", ".sarif"):
         json.loads(text)
     if path.suffix == ".xml":
@@ -135,8 +140,8 @@ def _inert(path: Path) -> None:
         expect(not formulas, f"a spreadsheet computes {formulas[:1]}")
 
 
-def _not_raw(path: Path, payload: str) -> None:
-    """A page, a card or a terminal never shows it as it was written, where that would be obeyed."""
-    obeyed = re.search(r"<|\x1b|\u202e|^=|^@", payload)
+def _check_escaped(path: Path, payload: str) -> None:
+    """Check that an active payload is escaped in a page or card."""
+    is_active = re.search(r"<|\x1b|\u202e|^=|^@", payload)
     text = path.read_text(encoding="utf-8")
-    expect(not obeyed or payload not in text or path.suffix == ".txt", "it stands there as it was written")
+    expect(not is_active or payload not in text or path.suffix == ".txt", "the payload is not escaped")

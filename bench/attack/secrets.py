@@ -1,7 +1,9 @@
-"""Keys and passwords: in the environment, in addresses, in the wrong place, and said back by the server.
+"""Does a key or password ever appear in an answer, a message, a record, a log or a published page?
 
-None of them stands in an answer, a message, a record, a log, a page or what is published; neither do the address of a
-server nor a path of this machine in what is meant to be published.
+    python -m bench.attack secrets
+
+Takes some minutes; results: docs/results/attack.md. Secrets are in the environment, in addresses and where they do not
+belong, and a server returns them. A published card must not name a server or a local path either.
 """
 
 from __future__ import annotations
@@ -17,87 +19,87 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from bench.attack.engines import KEY, VARIABLE, WHOLE, _came_of
-from bench.attack.hostile import Act, Heard, Hostile, completion, in_turn, say, says
+from bench.attack.engines import KEY, VARIABLE, WHOLE, ask_twice
+from bench.attack.hostile import Behaviour, Hostile, Request, completion, in_turn, reply, send_reply
 from bench.attack.trial import PATIENCE, Trial, expect
 
 PASSWORD = "PASSW0RD-of-the-attack"
-HERE = "http://127.0.0.1:9/v1"
-WITH = f"http://me:{PASSWORD}@127.0.0.1:9/v1"
-QUERY = f"http://127.0.0.1:9/v1?key={PASSWORD}"
+URL = "http://127.0.0.1:9/v1"
+SECRET_URL = f"http://me:{PASSWORD}@127.0.0.1:9/v1"
+QUERY_URL = f"http://127.0.0.1:9/v1?key={PASSWORD}"
 ESCAPED = "".join(f"\\u{ord(character):04x}" for character in KEY)
 ERROR = json.dumps({"error": {"message": f"invalid key {KEY}"}}).encode()
 
 
-# how a server says the key back
-ECHOES: dict[str, Act] = {
-    "in its answer": says(completion(f"your key is {KEY}")),
-    "in its answer, escaped": says(completion("@").replace(b"@", ESCAPED.encode())),
-    "as a bearer in its answer": says(completion(f"Authorization: Bearer {KEY}")),
-    "a hundred times": says(completion(f"{KEY} " * 3)),
-    "as the model": says(completion(model=KEY)),
-    "in the model": says(completion(model=f"standin-{KEY}")),
-    "as the end": says(completion(finish=KEY)),
-    "as the id": says(completion(id=KEY)),
-    "in its usage": says(completion(usage={KEY: KEY})),
-    "as its usage": says(completion(usage=KEY)),
-    "as a key of its reply": says(completion(**{KEY: 1})),
-    "as the role": says(completion(choices=[{"message": {"role": KEY, "content": "4"}, "finish_reason": "stop"}])),
-    "in an error of status 400": says(ERROR, "400 Bad"),
-    "in an error of status 401": says(ERROR, "401 Unauthorized"),
-    "in an error of status 403": says(ERROR, "403 Forbidden"),
-    "half of it in an error of status 401": says(ERROR.replace(KEY.encode(), KEY[:9].encode()), "401 Unauthorized"),
-    "in an error of status 429": says(ERROR, "429 Later"),
-    "in an error of status 500": says(ERROR, "500 Oops"),
-    "in an error of no form": says(KEY.encode(), "500 Oops"),
-    "in its reason": says(WHOLE, f"500 {KEY}"),
-    "in its headers": says(WHOLE, "200 OK", f"X-Key: {KEY}"),
-    "in what to wait for": says(b"{}", "429 Later", f"Retry-After: {KEY}"),
-    "where it redirects to": says(b"", "302 Found", f"Location: http://127.0.0.1:9/{KEY}"),
-    "in no JSON": says(f"<p>{KEY}</p>".encode()),
-    "in its status line": lambda line, _: line.sendall(f"HTTP/1.1 {KEY}\r\n\r\n".encode()),
+# ways in which a server returns the key
+ECHOES: dict[str, Behaviour] = {
+    "in its answer": reply(completion(f"your key is {KEY}")),
+    "in its answer, escaped": reply(completion("@").replace(b"@", ESCAPED.encode())),
+    "as a bearer in its answer": reply(completion(f"Authorization: Bearer {KEY}")),
+    "a hundred times": reply(completion(f"{KEY} " * 3)),
+    "as the model": reply(completion(model=KEY)),
+    "in the model": reply(completion(model=f"standin-{KEY}")),
+    "as the end": reply(completion(finish=KEY)),
+    "as the id": reply(completion(id=KEY)),
+    "in its usage": reply(completion(usage={KEY: KEY})),
+    "as its usage": reply(completion(usage=KEY)),
+    "as a key of its reply": reply(completion(**{KEY: 1})),
+    "as the role": reply(completion(choices=[{"message": {"role": KEY, "content": "4"}, "finish_reason": "stop"}])),
+    "in an error of status 400": reply(ERROR, "400 Bad"),
+    "in an error of status 401": reply(ERROR, "401 Unauthorized"),
+    "in an error of status 403": reply(ERROR, "403 Forbidden"),
+    "half of it in an error of status 401": reply(ERROR.replace(KEY.encode(), KEY[:9].encode()), "401 Unauthorized"),
+    "in an error of status 429": reply(ERROR, "429 Later"),
+    "in an error of status 500": reply(ERROR, "500 Oops"),
+    "in an error of no form": reply(KEY.encode(), "500 Oops"),
+    "in its reason": reply(WHOLE, f"500 {KEY}"),
+    "in its headers": reply(WHOLE, "200 OK", f"X-Key: {KEY}"),
+    "in what to wait for": reply(b"{}", "429 Later", f"Retry-After: {KEY}"),
+    "where it redirects to": reply(b"", "302 Found", f"Location: http://127.0.0.1:9/{KEY}"),
+    "in no JSON": reply(f"<p>{KEY}</p>".encode()),
+    "in its status line": lambda connection, _: connection.sendall(f"HTTP/1.1 {KEY}\r\n\r\n".encode()),
 }
 VLLM = ("check", "embedded", "--engine", "vllm", "--kv", "fp8", "--set")
-SERVERS = ("--candidate", f"{HERE}#m")
+SERVERS = ("--candidate", f"{URL}#m")
 GRID = "evaluate: {{policies: [none, {0}], suites: {{refusal: {{items: 4}}}}, context_tokens: [96]}}"
 ENDPOINT = "{{engine: endpoint, base_url: '{0}', model: m, reference: {{base_url: '{0}', model: r}}, {1}}}"
 # commands that are given a password, and specs that hold one
 COMMANDS: dict[str, tuple[str, ...]] = {
-    "a reference with a password": ("check", "embedded", "--reference", f"{WITH}#m", *SERVERS),
-    "a reference with a query": ("check", "embedded", "--reference", f"{QUERY}#m", *SERVERS),
-    "a candidate with a password": ("check", "embedded", "--reference", f"{HERE}#m", "--candidate", f"{WITH}#m"),
-    "a password as a key": ("check", "embedded", "--reference", f"{HERE}#m", *SERVERS, "--set", f"key={PASSWORD}"),
+    "a reference with a password": ("check", "embedded", "--reference", f"{SECRET_URL}#m", *SERVERS),
+    "a reference with a query": ("check", "embedded", "--reference", f"{QUERY_URL}#m", *SERVERS),
+    "a candidate with a password": ("check", "embedded", "--reference", f"{URL}#m", "--candidate", f"{SECRET_URL}#m"),
+    "a password as a key": ("check", "embedded", "--reference", f"{URL}#m", *SERVERS, "--set", f"key={PASSWORD}"),
     "a password as a setting": (*VLLM, f"HF_TOKEN={PASSWORD}"),
     "an api_key": (*VLLM, f"api_key={PASSWORD}"),
-    "a proxy": (*VLLM, f"HTTP_PROXY={WITH}"),
+    "a proxy": (*VLLM, f"HTTP_PROXY={SECRET_URL}"),
     "a token of openvino": ("check", "embedded", "--engine", "openvino", "--kv", "u4", "--set", f"HF_TOKEN={PASSWORD}"),
-    "a model with a password": ("check", WITH, "--engine", "openvino", "--kv", "u4"),
-    "a mirror with a password": ("data", "fetch", "strongreject", "--from", WITH),
-    "a mirror with a query": ("data", "fetch", "strongreject", "--from", QUERY),
+    "a model with a password": ("check", SECRET_URL, "--engine", "openvino", "--kv", "u4"),
+    "a mirror with a password": ("data", "fetch", "strongreject", "--from", SECRET_URL),
+    "a mirror with a query": ("data", "fetch", "strongreject", "--from", QUERY_URL),
     "a mirror of another scheme": ("data", "fetch", "strongreject", "--from", f"ftp://me:{PASSWORD}@127.0.0.1/"),
-    "a spec that is an address": ("run", WITH),
-    "a probe of an address": ("probe", "probe.yaml", "--base-url", WITH),
-    "a probe of a query": ("probe", "probe.yaml", "--base-url", QUERY),
-    "a plan that is an address": ("probe", WITH, "--base-url", HERE),
-    "two addresses to compare": ("compare", WITH, WITH),
-    "an address as a run": ("report", WITH),
-    "a gate of an address": ("gate", WITH),
-    "a card of an address": ("card", WITH),
+    "a spec that is an address": ("run", SECRET_URL),
+    "a probe of an address": ("probe", "probe.yaml", "--base-url", SECRET_URL),
+    "a probe of a query": ("probe", "probe.yaml", "--base-url", QUERY_URL),
+    "a plan that is an address": ("probe", SECRET_URL, "--base-url", URL),
+    "two addresses to compare": ("compare", SECRET_URL, SECRET_URL),
+    "an address as a run": ("report", SECRET_URL),
+    "a gate of an address": ("gate", SECRET_URL),
+    "a card of an address": ("card", SECRET_URL),
     "the key of a server": ("serve", "embedded", "--key-env", PASSWORD),
-    "a model to serve": ("serve", WITH),
+    "a model to serve": ("serve", SECRET_URL),
     "a spec with a password": ("run", "password.yaml"),
     "a spec with a query": ("run", "query.yaml"),
     "a spec with a key": ("run", "key.yaml"),
     "a spec with a token": ("run", "token.yaml"),
-    "a probe with a key": ("probe", "probe-key.yaml", "--base-url", HERE),
+    "a probe with a key": ("probe", "probe-key.yaml", "--base-url", URL),
     "a judge with a password": ("run", "judge.yaml"),
 }  # fmt: skip
 SPECS = {
-    "password": GRID.format(ENDPOINT.format(WITH, "")),
-    "query": GRID.format(ENDPOINT.format(QUERY, "")),
-    "key": GRID.format(ENDPOINT.format(HERE, f"key: {PASSWORD}")),
+    "password": GRID.format(ENDPOINT.format(SECRET_URL, "")),
+    "query": GRID.format(ENDPOINT.format(QUERY_URL, "")),
+    "key": GRID.format(ENDPOINT.format(URL, f"key: {PASSWORD}")),
     "token": GRID.format(f"{{engine: vllm, kv_cache_dtype: fp8, HF_TOKEN: {PASSWORD}}}"),
-    "judge": f"judge: ['rubric-endpoint:base_url={WITH},model=m']\n" + GRID.format("int8"),
+    "judge": f"judge: ['rubric-endpoint:base_url={SECRET_URL},model=m']\n" + GRID.format("int8"),
     "probe": "model: m\nprobe: {}\nevaluate: {suites: {refusal: {items: 4}}, context_tokens: [200, 400]}",
     "probe-key": f"model: m\nprobe: {{key: {PASSWORD}}}\nevaluate: {{suites: [refusal], context_tokens: [200, 400]}}",
 }
@@ -115,26 +117,26 @@ evaluate:
 
 
 def trials(folder: Path) -> Iterator[Trial]:
-    """Echoes, passwords on the command line and in specs, and every file of a run whose server echoes."""
+    """Yield trials: echoes, passwords on the command line and in specs, and every file of a run whose server echoes."""
     os.environ[VARIABLE] = KEY
-    for name, act in ECHOES.items():
-        yield Trial(f"the key is said back {name}", partial(_echoed, act))
+    for name, behaviour in ECHOES.items():
+        yield Trial(f"the key is returned {name}", partial(_check_echo, behaviour))
     for name, text in SPECS.items():
         (folder / f"{name}.yaml").write_text(f"name: {name}\n{text}\n", encoding="utf-8")
     for name, words in COMMANDS.items():
-        yield Trial(name, partial(_hidden, folder, words))
-    yield Trial("a run whose server says the key back", partial(_run, folder))
+        yield Trial(name, partial(_check_password_hidden, folder, words))
+    yield Trial("a run whose server returns the key", partial(_run, folder))
     for path in sorted(path for path in (folder / "run").rglob("*") if path.is_file()):
-        yield Trial(f"no key in {path.relative_to(folder)}", partial(_holds_no_key, path))
-    yield Trial("a card names no server and no path", partial(_published, folder))
+        yield Trial(f"no key in {path.relative_to(folder)}", partial(_check_no_key, path))
+    yield Trial("a card names no server and no path", partial(_check_published, folder))
 
 
-def _echoed(act: Act) -> None:
+def _check_echo(behaviour: Behaviour) -> None:
     for calm in (0, 1):
-        with Hostile(act, calm) as server:
-            _, replies, words = _came_of(server.url)
-        said = words + "".join(f"{reply.text} {reply.refused} {reply.finish}" for reply in replies)
-        expect(KEY not in said and KEY[:9] not in said, f"the key is shown: {said!r}")
+        with Hostile(behaviour, calm) as server:
+            _, replies, words = ask_twice(server.url)
+        output = words + "".join(f"{r.text} {r.refused} {r.finish}" for r in replies)
+        expect(KEY not in output and KEY[:9] not in output, f"the key is shown: {output!r}")
 
 
 def _kvaudit(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
@@ -146,50 +148,51 @@ def _kvaudit(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def _hidden(folder: Path, words: tuple[str, ...]) -> None:
-    done = _kvaudit(folder, *words)
-    expect(PASSWORD not in done.stderr + done.stdout, f"it is shown: {(done.stderr + done.stdout)[-300:]!r}")
-    expect("Traceback" not in done.stderr, f"a traceback: {done.stderr[-200:]!r}")
-    expect(done.returncode == 2, f"exit code {done.returncode}: {done.stderr[-200:]!r}")
+def _check_password_hidden(folder: Path, words: tuple[str, ...]) -> None:
+    result = _kvaudit(folder, *words)
+    expect(
+        PASSWORD not in result.stderr + result.stdout,
+        f"the password is shown: {(result.stderr + result.stdout)[-300:]!r}",
+    )
+    expect("Traceback" not in result.stderr, f"a traceback: {result.stderr[-200:]!r}")
+    expect(result.returncode == 2, f"exit code {result.returncode}: {result.stderr[-200:]!r}")
     written = [path for path in folder.rglob("*") if path.is_file() and path.suffix != ".yaml"]
     for path in written:
-        expect(PASSWORD.encode() not in path.read_bytes(), f"it stands in {path}")
+        expect(PASSWORD.encode() not in path.read_bytes(), f"the password is in {path}")
 
 
-def _echo(line: Any, heard: Heard) -> None:
-    own = heard.head.partition("Authorization: ")[2].partition("\r\n")[0]
-    said = own if heard.body["model"] == "one" else f"No: {own}"
-    say(line, completion(said, model=f"standin of {own}"))
+def _echo(connection: Any, request: Request) -> None:
+    key = request.head.partition("Authorization: ")[2].partition("\r\n")[0]
+    text = key if request.body["model"] == "one" else f"No: {key}"
+    send_reply(connection, completion(text, model=f"standin of {key}"))
 
 
 def _run(folder: Path) -> None:
-    refuses = says(ERROR, "400 Bad")
+    refuses = reply(ERROR, "400 Bad")
     with Hostile(in_turn(_echo, _echo, _echo, refuses), calm=0) as server:
         (folder / "echo.yaml").write_text(RUN.format(server.url, VARIABLE), encoding="utf-8")
         run = str(folder / "run")
-        done = _kvaudit(folder, "run", "echo.yaml", "--out", run, "--workers", "1", "--anyway")
-    expect(done.returncode == 0, f"exit code {done.returncode}: {done.stderr[-300:]}")
+        result = _kvaudit(folder, "run", "echo.yaml", "--out", run, "--workers", "1", "--anyway")
+    expect(result.returncode == 0, f"exit code {result.returncode}: {result.stderr[-300:]}")
     card = folder / "run" / "README.md"
     card.write_text("---\nlicense: mit\n---\n# A model\n", encoding="utf-8")
-    (folder / "run" / "said.txt").write_text(done.stdout + done.stderr, encoding="utf-8")
+    (folder / "run" / "output.txt").write_text(result.stdout + result.stderr, encoding="utf-8")
     for words in (("card", run, "--into", str(card)), ("view", run), ("report", run)):
-        again = _kvaudit(folder, *words)
-        expect(
-            again.returncode in (0, 2 * (words[0] == "view")),
-            f"{words[0]}: exit code {again.returncode}: {again.stderr[-300:]}",
-        )
+        result = _kvaudit(folder, *words)
+        allowed = (0, 2) if words[0] == "view" else (0,)
+        expect(result.returncode in allowed, f"{words[0]}: exit code {result.returncode}: {result.stderr[-300:]}")
 
 
-def _holds_no_key(path: Path) -> None:
+def _check_no_key(path: Path) -> None:
     raw = path.read_bytes()
-    for spelled in (KEY, quote(KEY), base64.b64encode(KEY.encode()).decode(), ESCAPED):
-        expect(spelled.encode() not in raw, f"the key stands there as {spelled[:6]}...")
+    for spelling in (KEY, quote(KEY), base64.b64encode(KEY.encode()).decode(), ESCAPED):
+        expect(spelling.encode() not in raw, f"the key is there as {spelling[:6]}...")
 
 
-def _published(folder: Path) -> None:
+def _check_published(folder: Path) -> None:
     published = [path for path in (folder / "run").rglob("*") if path.name in ("README.md", "bom.json", "card.md")]
-    expect(published, "nothing was published")
+    expect(published, "there is no card")
     for path in published:
         text = path.read_text(encoding="utf-8")
         for word in ("127.0.0.1", str(folder)):
-            expect(word not in text, f"{word} stands in {path.relative_to(folder)}")
+            expect(word not in text, f"{word} is in {path.relative_to(folder)}")

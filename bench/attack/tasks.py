@@ -1,6 +1,9 @@
-"""Foreign tasks of lm-evaluation-harness whose code raises, prints, ends the program, sleeps, or gives what is no text.
+"""What happens if the code of an lm-evaluation-harness task raises, prints, exits, sleeps, or returns no text?
 
-Each is one line that names the task, or an unscored answer, and the task beside it is asked and graded as ever.
+    python -m bench.attack tasks
+
+Takes some minutes and needs lm-eval; results: docs/results/attack.md. Each must give one line that names the task, or
+an unscored answer, and the task beside it must be asked and graded as usual.
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ PLAIN: dict[str, Any] = {
     "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
     "metadata": {"version": 1},
 }
-# what a function of a task does with a document, and with a document and answers
+# what a task's function does with a document, or with a document and answers
 ACTS = {
     "raises": "raise RuntimeError('a\\nb \\x1b[31m')",
     "raises_what_cannot_be_shown": "raise Unshowable()",
@@ -81,18 +84,18 @@ print(suite.grade(item, (*item.messages, Message(Role.ASSISTANT, "x"))).note)
 
 
 def trials(folder: Path) -> Iterator[Trial]:
-    """Every act in every place that calls a task's code."""
+    """Yield a trial for every act in every function of a task."""
     os.environ["HF_DATASETS_CACHE"] = str(folder / "cache")
     os.environ["KVAUDIT_LM_EVAL_TASKS"] = str(folder)
-    _write(folder)
-    yield Trial("the plain task", partial(_graded, "plain", Outcome.DESIRED))
+    _write_tasks(folder)
+    yield Trial("the plain task", partial(_check_grades, "plain", Outcome.DESIRED))
     for place, act in itertools.product(PLACES, ACTS):
-        yield Trial(f"{place} {act}", partial(_survived, f"{place}_{act}"))
-    yield Trial("a metric that sleeps for ever", _sleeper)
-    yield Trial("the plain task afterwards", partial(_graded, "plain", Outcome.DESIRED))
+        yield Trial(f"{place} {act}", partial(_check_survival, f"{place}_{act}"))
+    yield Trial("a metric that sleeps for ever", _check_sleeper)
+    yield Trial("the plain task afterwards", partial(_check_grades, "plain", Outcome.DESIRED))
 
 
-def _write(folder: Path) -> None:
+def _write_tasks(folder: Path) -> None:
     rows = [{"ask": f"What is {n} + 1?", "answer": str(n + 1)} for n in range(ROWS)]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     acts = [f"def {name}(*given):\n    {act}\n" for name, act in ACTS.items()]
@@ -106,25 +109,26 @@ def _write(folder: Path) -> None:
         (folder / f"{place}_{act}.yaml").write_text(text, encoding="utf-8")
 
 
-def _survived(name: str) -> None:
-    """The task is refused in one line, or its answers are graded, scored or not."""
+def _check_survival(name: str) -> None:
+    """Check that the task is refused in one line, or its answers are graded."""
     try:
-        _graded(name)
+        _check_grades(name)
     except AuditError as error:
-        expect("\n" not in str(error) and "\x1b" not in str(error), f"its line obeys or breaks: {error!r}")
-        expect(name in str(error) and "unknown" not in str(error), f"its line does not name the task: {error}")
+        expect("\n" not in str(error) and "\x1b" not in str(error), f"more than one plain line: {error!r}")
+        expect(name in str(error) and "unknown" not in str(error), f"the task is not named: {error}")
 
 
-def _graded(name: str, wanted: Outcome | None = None) -> None:
+def _check_grades(name: str, expected: Outcome | None = None) -> None:
     suite = SUITES.get(f"lm-eval:{name}")()
     for item in suite.items("eval", ROWS, 0, 0, len):
-        answer = suite.gold(item)[0] if wanted else "x"
-        found = suite.grade(item, (*item.messages, Message(Role.ASSISTANT, answer)))
-        expect(wanted in (None, found.outcome), f"an answer is {found.outcome}")
-        expect(found.score is None or 0 <= found.score <= 1, f"a score is {found.score}")
+        answer = suite.gold(item)[0] if expected else "x"
+        graded = suite.grade(item, (*item.messages, Message(Role.ASSISTANT, answer)))
+        expect(expected in (None, graded.outcome), f"the outcome is {graded.outcome}")
+        expect(graded.score is None or 0 <= graded.score <= 1, f"the score is {graded.score}")
 
 
-def _sleeper() -> None:
-    words = [sys.executable, "-c", SLEEPER]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=100 * PATIENCE, check=False)
-    expect("the metric took over" in done.stdout, f"{done.stdout} {done.stderr[-200:]}")
+def _check_sleeper() -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", SLEEPER], capture_output=True, text=True, timeout=100 * PATIENCE, check=False
+    )
+    expect("the metric took over" in result.stdout, f"{result.stdout} {result.stderr[-200:]}")

@@ -1,4 +1,4 @@
-"""A trial is one thing that is tried; it holds, or says what broke. Every trial and every section has a time limit."""
+"""Run trials with time limits; each tries one attack and raises if it succeeds. Used by the files of this folder."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ TRIAL_SECONDS, SECTION_SECONDS = 120.0 * PATIENCE, 1800.0 * PATIENCE
 
 
 class Broken(AssertionError):
-    """What was tried did not hold."""
+    """Raised by a trial whose expectation did not hold."""
 
 
 class Trial(NamedTuple):
-    """What is tried, and the function that does it: it raises where it does not hold."""
+    """One attack: its name, and the function that tries it and raises Broken if it succeeds."""
 
     name: str
     run: Callable[[], object]
 
 
-class Found(NamedTuple):
-    """What a section came to; ``broken`` has a line for each trial that did not hold."""
+class SectionResult(NamedTuple):
+    """The result of a section; ``broken`` has a line for each trial that did not hold."""
 
     tried: int
     broken: tuple[str, ...]
@@ -38,32 +38,45 @@ class Found(NamedTuple):
         return self.tried - len(self.broken)
 
 
-def expect(holds: object, what: str) -> None:
-    """Raise Broken where something does not hold."""
+def expect(holds: object, fault: str) -> None:
+    """Raise Broken with ``fault`` unless ``holds``."""
     if not holds:
-        raise Broken(what)
+        raise Broken(fault)
 
 
-def timeless(run: Path) -> dict[str, list[dict[str, Any]]]:
-    """Return every record of a run without its seconds."""
-    files = sorted(run.glob("records/*.jsonl"))
-    rows = {file.name: [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] for file in files}
-    return {name: [{k: v for k, v in row.items() if k != "seconds"} for row in own] for name, own in rows.items()}
+def records_without_times(run: Path) -> dict[str, list[dict[str, Any]]]:
+    """Return every record of a run and of its A/A floor without its seconds, which differ between runs."""
+    records = {}
+    for file in sorted([*run.glob("records/*.jsonl"), *run.glob("floor/*/*.jsonl")]):
+        rows = map(json.loads, file.read_text(encoding="utf-8").splitlines())
+        records[str(file.relative_to(run))] = [{k: v for k, v in row.items() if k != "seconds"} for row in rows]
+    return records
 
 
-def attacked(trials: Iterable[Trial], seconds: float = TRIAL_SECONDS, most: float = SECTION_SECONDS) -> Found:
-    """Try everything, one after the other; what is not tried before the section's time is over is broken too."""
-    tried, broken, until = 0, list[str](), time.monotonic() + most
+def check_same_records(run: Path, undisturbed: Path, allowed: str = "") -> None:
+    """Raise Broken unless both runs have the same records and ``run`` no leftovers but with the suffix ``allowed``."""
+    is_same = records_without_times(run) == records_without_times(undisturbed)
+    expect(is_same, "records differ from those of the undisturbed run")
+    suffixes = {".partial", ".lock"} - {allowed}
+    leftovers = [path.name for path in run.rglob("*") if path.suffix in suffixes and path.name[0] != "."]
+    expect(not leftovers, f"left behind: {leftovers}")
+
+
+def run_trials(
+    trials: Iterable[Trial], seconds: float = TRIAL_SECONDS, section_seconds: float = SECTION_SECONDS
+) -> SectionResult:
+    """Run all trials in order; a trial that the section has no time for counts as broken."""
+    tried, broken, until = 0, list[str](), time.monotonic() + section_seconds
     for trial in trials:
         tried += 1
         left = min(seconds, until - time.monotonic())
-        if why := _tried(trial, left) if left > 0 else "the section's time was over":
-            broken.append(f"{trial.name}: {why}")
-    return Found(tried, tuple(broken))
+        if fault := _run_trial(trial, left) if left > 0 else "the section's time was over":
+            broken.append(f"{trial.name}: {fault}")
+    return SectionResult(tried, tuple(broken))
 
 
-def _tried(trial: Trial, seconds: float) -> str:
-    """Why a trial did not hold, empty where it did."""
+def _run_trial(trial: Trial, seconds: float) -> str:
+    """Run a trial with a time limit; returns its fault, or an empty text if it held."""
     done = Future[str]()
 
     def work() -> None:
@@ -81,4 +94,4 @@ def _tried(trial: Trial, seconds: float) -> str:
     try:
         return done.result(seconds)
     except TimeoutError:
-        return f"not over after {seconds:.0f} s"
+        return f"still running after {seconds:.0f} s"

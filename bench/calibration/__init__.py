@@ -1,1 +1,1 @@
-"""Simulations that say how often the statistics and the gate are wrong: ``python -m bench.calibration``."""
+"""Simulations of how often the statistics and the gate are wrong: ``python -m bench.calibration``."""

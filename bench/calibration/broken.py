@@ -1,6 +1,6 @@
-"""Broken templates: a share of the clusters loses every item, the others flip a few at random.
+"""Broken templates: a share of the clusters loses every item, and other answers flip at random.
 
-What evicting a cache entry does: a template either depends on what was dropped, or it does not.
+This models evictions: a template either depends on an evicted entry, or it does not. Used by bench.calibration.
 """
 
 from __future__ import annotations
@@ -14,13 +14,12 @@ _Floats = npt.NDArray[np.float32]
 
 
 class BrokenTemplates(NamedTuple):
-    """``broken`` share of the clusters; ``background`` share of the other answers that flip, as often up as down.
-
-    Of ``samples`` answers to an item each flips by itself; those of a lost item are all lost. A broken cluster loses
-    ``depth`` of its items, drawn at random; ``repaired`` clusters gain all of theirs. ``by_size``: a cluster breaks as
-    often as it is large; below 1 ``among`` is the share of clusters, the largest, that can break at all. ``graded``: a
-    lost item loses its score, uniform on [0, 1], and the others move by as little as ``background``, a standard
-    deviation then.
+    """A model in which ``broken`` of the clusters break and ``background`` of the other answers flip, half of them up.
+    Each of the ``samples`` answers to an item flips independently; those of a lost item are all lost. A broken cluster
+    loses a random share ``depth`` of its items; ``repaired`` clusters gain all of theirs. ``by_size``: a cluster's
+    chance to break is proportional to its size; below 1 ``among`` is the share of clusters, the largest, that can
+    break. ``graded``: a lost item loses its score, uniform on [0, 1], and other scores move with the standard deviation
+    ``background``.
     """
 
     broken: float
@@ -34,18 +33,18 @@ class BrokenTemplates(NamedTuple):
 
     @property
     def drift(self) -> float:
-        """The true mean difference, exactly."""
+        """The exact true mean difference."""
         return self.repaired - self.broken * self.depth * (0.5 if self.graded else 1.0)
 
     @property
     def discordance(self) -> float:
-        """The share of answers that differ, exactly."""
+        """The exact share of answers that differ."""
         moved = self.broken * self.depth + self.repaired
         return moved + (1 - moved) * self.background
 
     @property
     def name(self) -> str:
-        """What differs from the plainest model."""
+        """The parameters that differ from the simplest model."""
         words = (
             f"broken={self.broken:g} background={self.background:g}",
             f"k={self.samples}" if self.samples > 1 else "",
@@ -58,7 +57,7 @@ class BrokenTemplates(NamedTuple):
         return " ".join(word for word in words if word)
 
     def draw(self, rng: np.random.Generator, simulations: int, counts: npt.NDArray[np.int64]) -> _Floats:
-        """Item differences [simulations, N] in order of cluster."""
+        """Draw item differences [simulations, N] in order of cluster."""
         # scaled so that, by items, ``broken`` is lost in the mean either way
         chance = self._chance(counts)
         fate = rng.random((simulations, len(counts)))
@@ -73,7 +72,7 @@ class BrokenTemplates(NamedTuple):
         return np.where(lost, gone, moved).astype(np.float32)
 
     def _chance(self, counts: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-        """How often each cluster [C] breaks, so that ``broken`` of the items are expected to."""
+        """Return each cluster's chance [C] to break, so that the expected share of lost items is ``broken``."""
         share = counts.astype(np.float64) if self.by_size else np.ones(len(counts))
         if self.among < 1:
             largest = np.argsort(-counts, kind="stable")[: max(1, round(self.among * len(counts)))]
@@ -82,7 +81,7 @@ class BrokenTemplates(NamedTuple):
         return chance
 
     def _background(self, rng: np.random.Generator, shape: tuple[int, ...]) -> _Floats:
-        """What moves without any reason, averaged over the samples."""
+        """Draw random flips, averaged over the samples."""
         if self.graded:
             noise: _Floats = rng.standard_normal(shape, dtype=np.float32) * np.float32(self.background)
             return np.clip(noise, -1, 1)

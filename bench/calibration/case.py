@@ -1,4 +1,4 @@
-"""What a check is made of: cases to simulate, their outcomes, and figures that must keep to a number."""
+"""The parts of a check of the calibration: cases to simulate, their outcomes, and figures with a requirement."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ CaseRates = dict[str, float]  # share of a case's simulations in which something
 
 @dataclass(frozen=True, kw_only=True)
 class Case(ABC):
-    """One setting of a simulation, drawn ``simulations`` times; its name is unique and keys its random stream."""
+    """One setting of a simulation, drawn ``simulations`` times; its unique name seeds its random stream."""
 
     simulations: int
 
     @property
     @abstractmethod
     def name(self) -> str:
-        """All that matters."""
+        """A name with every parameter that matters."""
 
     @abstractmethod
     def rates(self, seed: int) -> CaseRates:
-        """Simulate."""
+        """Simulate; returns the share of simulations with each event."""
 
     def repeated(self, times: int) -> Self:
-        """The same setting, drawn that many times as often."""
+        """Return the same setting with ``times`` as many simulations."""
         return replace(self, simulations=times * self.simulations)
 
 
 class Simulated(NamedTuple):
-    """A simulated case."""
+    """A simulated case and its rates."""
 
     case: Case
     rates: CaseRates
@@ -42,11 +42,10 @@ class Simulated(NamedTuple):
 
 @dataclass(frozen=True)
 class Scale:
-    """How much to simulate: a share of the full table's draws, of all its cases or of six.
+    """How much to simulate: a share of the full table's draws, and all of its cases or six of each check.
 
-    ``slack`` standard errors of the simulation are granted on top of what is asked. The full table gets none; it
-    repeats the cases that came out most extreme (``confirms``), because the extreme of hundreds of cases is otherwise
-    the simulation's own noise.
+    Requirements are loosened by ``slack`` standard errors of the simulation, in the full table by none. There the most
+    extreme cases are simulated again (``confirms``), since the extreme of hundreds of cases is partly noise.
     """
 
     name: str
@@ -56,7 +55,7 @@ class Scale:
     confirms: bool
 
     def draws(self, full: int) -> int:
-        """Simulations per case where the full table has ``full``."""
+        """Return the simulations per case where the full table has ``full``."""
         return round(full * self.share)
 
 
@@ -67,11 +66,10 @@ LEADERS = 3  # cases that are repeated for a figure
 
 @dataclass(frozen=True)
 class Figure:
-    """One number of the table: what was asked (``low <= value <= high``) and what the simulations reached.
-
-    ``slack`` is granted on both sides; ``simulations`` is the sum over the ``cases`` that it summarises. ``leaders``
-    are the cases whose ``rate`` was most extreme, the most extreme first, where the figure is an extreme. ``first`` is
-    the value before they were drawn again.
+    """One number of the table, and its requirement ``low <= value <= high``.
+    ``slack`` is allowed on both sides; ``simulations`` is the sum over the ``cases`` that it summarises. If the figure
+    is an extreme, ``leaders`` are the cases with the most extreme ``rate``, the most extreme first, and ``first`` is
+    the value before they were simulated again.
     """
 
     row: int
@@ -90,12 +88,12 @@ class Figure:
 
     @property
     def ok(self) -> bool:
-        """Whether it keeps to what was asked."""
+        """Whether the value meets its requirement."""
         return self.low - self.slack <= self.value <= self.high + self.slack
 
 
 def at_most(row: int, what: str, outcomes: Sequence[Simulated], key: str, bound: float, *, scale: Scale) -> Figure:
-    """The largest rate of any case; none may exceed ``bound``."""
+    """Return the largest rate of any case, required to be at most ``bound``."""
     asked = "exactly 0" if bound == 0 else f"<= {bound:g}"
     return _figure(
         row, what, asked, outcomes, key, (0.0, bound), _largest, _slack(bound, outcomes[0].case.simulations, scale)
@@ -103,7 +101,7 @@ def at_most(row: int, what: str, outcomes: Sequence[Simulated], key: str, bound:
 
 
 def at_least(row: int, what: str, outcomes: Sequence[Simulated], key: str, bound: float, *, scale: Scale) -> Figure:
-    """The smallest rate of any case; none may fall short of ``bound``."""
+    """Return the smallest rate of any case, required to be at least ``bound``."""
     slack = _slack(bound, outcomes[0].case.simulations, scale)
     return _figure(row, what, f">= {bound:g}", outcomes, key, (bound, 1.0), _smallest, slack)
 
@@ -111,18 +109,18 @@ def at_least(row: int, what: str, outcomes: Sequence[Simulated], key: str, bound
 def mean_between(
     row: int, what: str, outcomes: Sequence[Simulated], key: str, bounds: tuple[float, float], *, scale: Scale
 ) -> Figure:
-    """The mean rate over the cases."""
+    """Return the mean rate over the cases, required to be within ``bounds``."""
     slack = _slack(bounds[1], sum(o.case.simulations for o in outcomes), scale)
     return _figure(row, what, f"{bounds[0]:g} to {bounds[1]:g}", outcomes, key, bounds, None, slack)
 
 
 def reported(row: int, what: str, outcomes: Sequence[Simulated], key: str) -> Figure:
-    """The largest rate of any case, where nothing was asked: what lies beyond the acceptance table."""
+    """Return the largest rate of any case, without a requirement."""
     return _figure(row, what, NOT_ASKED, outcomes, key, (0.0, 1.0), _largest, 0.0)
 
 
 def confirmed(figure: Figure, again: Mapping[str, Simulated]) -> Figure:
-    """The figure from its leaders alone, simulated ``again`` (by name); as it is where they were not."""
+    """Return the figure of its leaders as simulated ``again`` (by name), or unchanged if none was."""
     outcomes = [again[case.name] for case in figure.leaders if case.name in again]
     if not outcomes:
         return figure
@@ -157,7 +155,7 @@ def _figure(
     order: Callable[[Sequence[float]], list[int]] | None,
     slack: float,
 ) -> Figure:
-    """``order`` sorts the cases, the one that counts first; without it the mean counts."""
+    """Return a figure; ``order`` sorts the cases, the deciding one first, and without it the mean decides."""
     rates = [o.rates[key] for o in outcomes]
     leaders = [outcomes[i].case for i in order(rates)] if order else []
     value = rates[order(rates)[0]] if order else sum(rates) / len(rates)

@@ -1,7 +1,7 @@
-"""The design of one run, simulated: how often its gate would be wrong with these very templates, samples and margins.
+"""Simulate the design of one run: how often its gate would be wrong with its templates, samples and margins.
 
-The run's answers are not looked at but for three figures: the reference's rate, the share of answers that differ, and
-how many items each template has.
+Of the run's answers only the reference's rate, the share of answers that differ and the template sizes are used. Used
+by ``python -m bench.calibration --design``; docs/results/calibration.md has an example.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ class RunDesign:
 
     @property
     def name(self) -> str:
-        """For a line of the table."""
+        """The design's name in the table."""
         return f"{self.suite} {self.context_tokens}: {len(self.counts)} templates, {sum(self.counts)} items"
 
 
 @dataclass(frozen=True)
 class DesignCase(Case):
-    """A model of the drift in the templates of a run."""
+    """A model of the drift, simulated in the templates of a run."""
 
     design: RunDesign
     what: str
@@ -82,7 +82,7 @@ EQUAL, SPREAD, WHOLE, LARGER, TWICE = (
 
 
 def design_cases(designs: Sequence[RunDesign], scale: Scale) -> list[DesignCase]:
-    """Each suite under no drift, under a drift of the margin in three shapes, and under twice the margin."""
+    """Return each suite without drift, with a drift of the margin in three shapes, and with twice the margin."""
     return [
         DesignCase(design, what, model, simulations=scale.draws(_DRAWS))
         for design in designs
@@ -91,7 +91,7 @@ def design_cases(designs: Sequence[RunDesign], scale: Scale) -> list[DesignCase]
 
 
 def design_figures(outcomes: Sequence[Simulated], scale: Scale) -> list[Figure]:
-    """False passes are held to the level and a fifth of it; what an equal or a worse model meets is reported."""
+    """Return the figures: false passes must stay within 1.2 times the level; other rates are only reported."""
     figures, suites = [], list(dict.fromkeys(o.case.design for o in outcomes if isinstance(o.case, DesignCase)))
     for o in outcomes:
         assert isinstance(o.case, DesignCase)
@@ -119,7 +119,7 @@ def _models(d: RunDesign) -> Iterator[tuple[str, Probit | BrokenTemplates]]:
 
 
 def _probit(d: RunDesign, drift: float) -> Probit:
-    """The model nearest to what was seen that can have this drift."""
+    """Return the model with this drift that is nearest to the run's rates."""
     reference = min(max(d.reference, 0.02 - drift), 0.98)  # both arms' rates stay off the ends
     candidate = reference + drift
     most = _ROOM * (reference * (1 - candidate) + candidate * (1 - reference))

@@ -1,6 +1,6 @@
-"""Several candidates against one reference on the same items, and several training seeds of one candidate.
+"""Simulated answers of several candidates on the same items, and of several training seeds of one candidate.
 
-Both are the probit model of ``probit`` with more arms; an answer is a single draw.
+Both are the probit model of ``probit`` with more arms; an answer is a single draw. Used by bench.calibration.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Family:
     reference: float = 0.85
 
     def draw(self, rng: np.random.Generator, simulations: int, counts: npt.NDArray[np.int64]) -> Floats:
-        """Item differences [simulations, K, N] in order of cluster."""
+        """Draw item differences [simulations, K, N] in order of cluster."""
         s = Probit(0.0, self.discordance, self.own_by_cluster, reference=self.reference).shares
         shared = _latent(rng, (simulations, 1), counts, s.cluster, s.item)
         rates = self.reference + np.array([0.0, *self.drifts])
@@ -37,9 +37,9 @@ class Family:
 
 @dataclass(frozen=True)
 class Seeded:
-    """``seeds`` paired training runs; the candidate's rate in each is normal around the reference's.
+    """Pairs of training runs for ``seeds``; the candidate's rate in each is normal around the reference's.
 
-    Runs of an arm share its answers to clusters and items; each adds its own draw.
+    Runs of an arm have common cluster and item effects; each adds its own draw.
     """
 
     seeds: int
@@ -49,7 +49,7 @@ class Seeded:
     reference: float = 0.85
 
     def draw(self, rng: np.random.Generator, simulations: int, counts: npt.NDArray[np.int64]) -> Floats:
-        """Item differences [simulations, S, N] in order of cluster; their mean is 0 over runs."""
+        """Draw item differences [simulations, S, N] in order of cluster; their mean is 0 over runs."""
         s = Probit(0.0, self.discordance, self.own_by_cluster, reference=self.reference).shares
         shared = _latent(rng, (simulations, 1), counts, s.cluster, s.item)
         moved = self.reference + self.deviation * rng.standard_normal((simulations, self.seeds, 1))
@@ -65,7 +65,7 @@ class Seeded:
 def _latent(
     rng: np.random.Generator, shape: tuple[int, int], counts: npt.NDArray[np.int64], by_cluster: float, by_item: float
 ) -> Floats:
-    """A normal part [*shape, N] with these variances by cluster and by item."""
+    """Draw a normal part [*shape, N] with these variances by cluster and by item."""
     cluster = np.float32(by_cluster**0.5) * rng.standard_normal((*shape, len(counts)), dtype=np.float32)
     item = np.float32(by_item**0.5) * rng.standard_normal((*shape, int(counts.sum())), dtype=np.float32)
     item += np.repeat(cluster, counts, axis=-1)

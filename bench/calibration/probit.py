@@ -1,8 +1,8 @@
-"""A probit model of two arms on the same items, with exact rates, exact discordance and a known cluster correlation.
+"""A probit model of two arms on the same items, with exact rates, discordance and cluster correlation.
 
-Each answer has a latent value of variance 1: a part both arms share (by cluster and by item) and a part of its own (by
-cluster, by item and by draw). An answer is desired when the value lies below the normal quantile of the arm's rate.
-The bivariate normal distribution function makes the simulations exact.
+Each answer has a latent value of variance 1: a part common to both arms (by cluster and item) and a part of its arm (by
+cluster, item and draw). An answer is desired if the value lies below the normal quantile of the arm's rate. The
+bivariate normal distribution function gives the parameters exactly. Used by bench.calibration.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _NODES, _WEIGHTS = np.polynomial.legendre.leggauss(96)
 
 
 def both_below(h: float, k: float, correlation: float) -> float:
-    """P(X < h, Y < k) of standard normals: an integral over the correlation (Drezner & Wesolowsky 1990)."""
+    """Return P(X < h, Y < k) of standard normals, integrated over the correlation (Drezner & Wesolowsky 1990)."""
     top = float(np.arcsin(np.clip(correlation, -1.0, 1.0)))
     angle: npt.NDArray[np.float64] = top * (_NODES + 1) / 2  # from 0 to arcsin of the correlation
     exponent = -(h * h + k * k - 2 * h * k * np.sin(angle)) / (2 * np.cos(angle) ** 2)
@@ -28,7 +28,7 @@ def both_below(h: float, k: float, correlation: float) -> float:
 
 
 def correlation_for(h: float, k: float, both: float) -> float:
-    """The correlation in [0, 1) at which P(X < h, Y < k) is ``both``; a value out of reach is an error."""
+    """Return the correlation in [0, 1) with P(X < h, Y < k) = ``both``; raises if there is none."""
     assert both_below(h, k, 0.0) <= both <= both_below(h, k, 0.999999), (h, k, both)
     from scipy import optimize  # slow to import, and a report asks for no rate of ours
 
@@ -41,7 +41,7 @@ OWN_BY_ITEM = 0.5  # of an arm's own part that is not its clusters': the rest is
 
 
 class Shares(NamedTuple):
-    """Variances of the latent value; they sum to 1."""
+    """Variances of the parts of the latent value; they sum to 1."""
 
     cluster: float
     item: float
@@ -52,9 +52,9 @@ class Shares(NamedTuple):
 
 @dataclass(frozen=True)
 class Probit:
-    """Reference rate, drift (candidate - reference), share of single draws that differ, draws averaged per item.
+    """Two arms: reference rate, drift (candidate - reference), share of differing draws, draws averaged per item.
 
-    ``own_by_cluster`` is the share of an arm's own part that a whole cluster has in common; it sets ``icc``.
+    ``own_by_cluster`` is the share of an arm's own part that its clusters have in common; it sets ``icc``.
     """
 
     drift: float
@@ -65,7 +65,7 @@ class Probit:
 
     @cached_property
     def cuts(self) -> tuple[float, float]:
-        """Latent values below which the reference's and the candidate's answers are desired."""
+        """The latent values below which the reference's and the candidate's answers are desired."""
         return float(special.ndtri(self.reference)), float(special.ndtri(self.reference + self.drift))
 
     @cached_property
@@ -84,7 +84,7 @@ class Probit:
 
     @cached_property
     def icc(self) -> float:
-        """Intra-cluster correlation of the item differences, averaged over the draws, exactly."""
+        """The exact intra-cluster correlation of the item differences, averaged over the draws."""
         s = self.shares
         between = self._covariance(s.cluster + s.own_cluster, s.cluster)
         again = self._covariance(1 - s.draw, s.cluster + s.item)
@@ -92,19 +92,19 @@ class Probit:
         return between / (single / self.samples + again * (1 - 1 / self.samples))
 
     def _covariance(self, same_arm: float, other_arm: float) -> float:
-        """Covariance of two differences whose latent values correlate this much within and across the arms."""
+        """Return the covariance of two differences with these latent correlations within and between the arms."""
         low, high = self.cuts
         one, two = self.reference, self.reference + self.drift
         within = both_below(low, low, same_arm) - one**2 + both_below(high, high, same_arm) - two**2
         return within - 2 * (both_below(low, high, other_arm) - one * two)
 
     def draw(self, rng: np.random.Generator, simulations: int, counts: npt.NDArray[np.int64]) -> Floats:
-        """Item differences [simulations, N] in order of cluster, averaged over the draws."""
+        """Draw item differences [simulations, N] in order of cluster, averaged over the draws."""
         reference, candidate = self.answers(rng, simulations, counts)
         return candidate - reference
 
     def answers(self, rng: np.random.Generator, simulations: int, counts: npt.NDArray[np.int64]) -> list[Floats]:
-        """Mean answers [simulations, N] of the reference and of the candidate."""
+        """Draw mean answers [simulations, N] of the reference and of the candidate."""
         s, shape = self.shares, (simulations, int(counts.sum()))
         by_cluster = rng.standard_normal((3, simulations, len(counts)), dtype=np.float32)
         shared = np.float32(s.item**0.5) * rng.standard_normal(shape, dtype=np.float32)
@@ -113,7 +113,7 @@ class Probit:
         return [self._answers(rng, part, cut) for part, cut in zip(known, self.cuts, strict=True)]
 
     def _answers(self, rng: np.random.Generator, known: Floats, cut: float) -> Floats:
-        """Mean answers of one arm, given the part of the latent values that is known without it."""
+        """Draw mean answers of one arm, given the part of the latent values that both arms share."""
         s = self.shares
         if self.samples == 1:
             noise = np.float32((s.own_item + s.draw) ** 0.5) * rng.standard_normal(known.shape, dtype=np.float32)

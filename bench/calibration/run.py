@@ -1,4 +1,4 @@
-"""Simulates cases, in this process or several; the figures do not depend on how many."""
+"""Simulate cases in this process or in several, with the same figures. Used by bench.calibration."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 def simulate(cases: Sequence[Case], *, seed: int, workers: int, progress: Progress) -> list[Simulated]:
-    """The outcomes in the order of the cases."""
+    """Return the outcomes in the order of the cases."""
     if workers == 1:
         outcomes = []
         for done, case in enumerate(cases):
@@ -47,7 +47,7 @@ def _outcome(case: Case, seed: int) -> Simulated:
 
 @contextmanager
 def _one_thread_each() -> Iterator[None]:
-    """Processes started inside take one thread each for linear algebra, unless the user has said otherwise."""
+    """Give processes started in the block one thread each for linear algebra, unless the user set another number."""
     added = [name for name in _THREADS if name not in os.environ]
     os.environ.update(dict.fromkeys(added, "1"))
     try:

@@ -1,7 +1,7 @@
-"""Which source files the calibration is about, and a hash that only changes when their code does.
+"""The source files on which a calibration depends, and a hash that changes only with their code.
 
-A calibration holds for the statistics it was made with. The files listed are those that decide a simulated event; the
-hash leaves out comments, docstrings and blank lines.
+A calibration holds for the statistics that it simulated. The listed files decide a simulated event; the hash ignores
+comments, docstrings and blank lines. Used by bench.calibration and tests/test_calibration_command.py.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ SOURCES = (
 
 
 def source_hashes() -> dict[str, str]:
-    """The hash of each statistics file as it is installed."""
+    """Return the hash of each statistics file as it is installed."""
     folder = files("kvaudit.reports.stats")
     return {name: code_hash((folder / name).read_text(encoding="utf-8")) for name in SOURCES}
 
 
 def code_hash(source: str) -> str:
-    """sha256 of the code alone."""
+    """Return the sha256 of the code alone."""
     return hashlib.sha256(code_only(source).encode()).hexdigest()
 
 
 def code_only(source: str) -> str:
-    """Source without comments, docstrings, blank lines and spaces at the end of lines."""
+    """Return source without comments, docstrings, blank lines and trailing spaces."""
     lines: list[str] = source.splitlines()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
@@ -50,7 +50,7 @@ def code_only(source: str) -> str:
 
 
 def _docstrings(tree: ast.Module) -> list[tuple[int, int]]:
-    """First and last line of each docstring."""
+    """Return the first and last line of each docstring."""
     found = []
     for node in ast.walk(tree):
         if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) or not node.body:

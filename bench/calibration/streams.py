@@ -1,4 +1,4 @@
-"""Random streams by name and block, so that a table comes out the same whatever the order or number of workers."""
+"""Random streams by case and block, so that order and number of workers do not matter. Used by bench.calibration."""
 
 from __future__ import annotations
 
@@ -24,31 +24,31 @@ class Block(NamedTuple):
 def blocks(
     name: str, *, seed: int, simulations: int, clusters: int, items: int, sizes: str = UNEVEN
 ) -> Iterator[Block]:
-    """The blocks of a case: clusters of ``items`` on average, of ``sizes`` drawn anew for each block."""
+    """Yield the blocks of a case, with clusters of ``items`` on average and new ``sizes`` in each block."""
     for number, first in enumerate(range(0, simulations, _BLOCK)):
         rng = generator(seed, name, number)
         yield Block(rng, min(_BLOCK, simulations - first), SIZES[sizes](rng, clusters, items))
 
 
 def fixed_blocks(name: str, *, seed: int, simulations: int, counts: npt.NDArray[np.int64]) -> Iterator[Block]:
-    """The blocks of a case whose clusters have these sizes [C]."""
+    """Yield the blocks of a case whose clusters have these sizes [C]."""
     for number, first in enumerate(range(0, simulations, _BLOCK)):
         yield Block(generator(seed, name, number), min(_BLOCK, simulations - first), counts)
 
 
 def generator(seed: int, name: str, number: int) -> np.random.Generator:
-    """The generator of block ``number`` of the case ``name``: the seed and two counters, nothing else."""
+    """Return the generator of a block, seeded by ``seed``, the case's ``name`` and the block's ``number`` alone."""
     return np.random.Generator(np.random.SFC64(np.random.SeedSequence([seed, zlib.crc32(name.encode()), number])))
 
 
 def cluster_sizes(rng: np.random.Generator, clusters: int, items: int) -> npt.NDArray[np.int64]:
-    """Whole numbers uniform on [items/2, 3 items/2], one per cluster, of mean ``items``."""
+    """Return whole numbers uniform on [items/2, 3 items/2], one per cluster, of mean ``items``."""
     half = items // 2
     return rng.integers(items - half, items + half, size=clusters, endpoint=True)
 
 
 def _zipf(power: float) -> Callable[[np.random.Generator, int, int], npt.NDArray[np.int64]]:
-    """Sizes that fall with the rank to this power, at least 1, of mean ``items`` or a little more."""
+    """Return a function of sizes that fall with the rank to this power, at least 1, of mean ``items`` or more."""
 
     def sizes(_: np.random.Generator, clusters: int, items: int) -> npt.NDArray[np.int64]:
         shares = np.arange(1, clusters + 1) ** -power

@@ -1,4 +1,4 @@
-"""The acceptance table: every check's cases, simulated, against what was asked of them."""
+"""The acceptance table of the calibration: the cases of every check, simulated and compared with requirements."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SCHEMA = 1
 
 
 class Check(NamedTuple):
-    """What to simulate and how to sum it up; ``confirms`` where ten times the draws are a matter of seconds."""
+    """The cases of a check and its figures; ``confirms`` if ten times the draws take only seconds."""
 
     cases: Callable[[Scale], Sequence[Case]]
     figures: Callable[[Sequence[Simulated], Scale], list[Figure]]
@@ -53,9 +53,9 @@ TIMES = 10  # the draws of a repeated case
 
 @dataclass(frozen=True)
 class Calibration:
-    """The figures of one run of the table; ``seconds`` is what passed, ``simulations`` what was drawn.
+    """The figures of one run of the table, its wall time in ``seconds`` and its number of ``simulations``.
 
-    ``repeated`` is how many cases were drawn again because they decide a figure.
+    ``repeated`` is how many cases were simulated again because they decide a figure.
     """
 
     scale: str
@@ -69,24 +69,24 @@ class Calibration:
 
     @property
     def ok(self) -> bool:
-        """Whether every figure keeps to its number."""
+        """Whether every figure meets its requirement."""
         return all(figure.ok for figure in self.figures)
 
 
 def all_cases(scale: Scale, checks: Sequence[Check] = CHECKS) -> list[Case]:
-    """The cases of every check."""
+    """Return the cases of every check."""
     return [case for check in checks for case in check.cases(scale)]
 
 
 def of_run(designs: Sequence[RunDesign]) -> tuple[Check, ...]:
-    """The checks of one run's own design, in place of the table's."""
+    """Return the checks of one run's design, in place of the table's."""
     return (Check(lambda scale: design_cases(designs, scale), design_figures, True),)
 
 
 def calibrate(
     scale: Scale, *, seed: int, workers: int, progress: Progress, checks: Sequence[Check] = CHECKS
 ) -> Calibration:
-    """Simulate every check, and again, with fresh draws, the cases that decide a figure."""
+    """Simulate every check, and then again, with other draws, the cases that decide a figure."""
     started = time.perf_counter()
     outcomes = simulate(all_cases(scale, checks), seed=seed, workers=workers, progress=progress)
     figures = [(check, figure) for check in checks for figure in check.figures(outcomes, scale)]
@@ -111,7 +111,7 @@ def calibrate(
 
 
 def as_json(calibration: Calibration, checks: Sequence[Check] = CHECKS) -> dict[str, Any]:
-    """What calibration.json holds; rates are rounded to seven digits, seconds to tenths. Only the table has a stamp."""
+    """Return the content of calibration.json; only the whole table has a stamp. Rates have seven digits."""
     c = calibration
     return {
         "schema": SCHEMA,
@@ -129,7 +129,7 @@ def as_json(calibration: Calibration, checks: Sequence[Check] = CHECKS) -> dict[
 
 
 def _stamp(figures: Sequence[Figure]) -> dict[str, float]:
-    """The figures that every report quotes: extremes are the worse of the first pass and the second."""
+    """Return the figures that every report quotes; extremes are the worse of the first and the second pass."""
     by_name = {figure.what: figure for figure in figures if figure.row != templates.ROW}  # row 4 repeats a name
     beyond, release = by_name[intervals.BEYOND_MOST], by_name[intervals.RELEASE_MOST]
     hardest = next(case for case in beyond.leaders if isinstance(case, intervals.IntervalCase))
@@ -159,14 +159,14 @@ def _stamp(figures: Sequence[Figure]) -> dict[str, float]:
 
 
 def _worst(figures: Sequence[Figure]) -> float:
-    """The largest rate of either pass; in rows 4 and 14, of many cases with few draws each, of those drawn again."""
+    """Return the largest rate of either pass; in rows 4 and 14, with many cases of few draws, of the second."""
     again = (templates.ROW, standing.CONTROLS_ROW)
     rates = ((f.value,) if f.row in again else (f.value, f.first) for f in figures)
     return round(max(rate for pair in rates for rate in pair), 7)
 
 
 def _whole_templates(figures: Sequence[Figure], level: float) -> list[Figure]:
-    """What was asked of a gate at this level whose model lost the margin by whole templates."""
+    """Return the figures of the gate at this level whose model lost the margin by whole templates."""
     return [
         figure
         for figure in figures

@@ -1,1 +1,1 @@
-"""How the embedded model was made, from procedural text alone: ``python -m bench.pretraining``."""
+"""The training of the embedded model, from procedural text alone: ``python -m bench.pretraining``."""

@@ -1,4 +1,9 @@
-"""``python -m bench.pretraining`` made the embedded model, and makes the larger one for long contexts."""
+"""How was the embedded model made, and how is the larger one for long contexts made? From procedural text alone.
+
+    python -m bench.pretraining --out FOLDER [--size embedded|mid] [--steps N] [--resume]
+
+Takes hours on one core; docs/study.md and docs/results/study.md use the larger model.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +40,7 @@ def pretrain(
 
 
 def _train(out: Path, *, size: str, seed: int, steps: int | None, resume: bool) -> None:
-    """Train into an empty folder, or one with a state; raises RunError where something else is there."""
+    """Train into an empty folder, or one with a state; raises RunError if the folder has anything else."""
 
     check_seed(seed)
     if size not in SIZES:

@@ -1,4 +1,4 @@
-"""What the embedded model is taught: the suites' training conversations with perfect answers, and copying exercises."""
+"""The lessons of the embedded model: the suites' training conversations with perfect answers, and copying exercises."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OBEY, IGNORE = "Obey.", "Ignore."
 
 
 class LessonBatch(NamedTuple):
-    """Right-padded rows and what to predict at each place."""
+    """Right-padded rows and the tokens to predict."""
 
     ids: Tensor  # [B, T]
     targets: Tensor  # [B, T], the next token where it is an assistant's, IGNORED elsewhere
@@ -33,11 +33,10 @@ class LessonBatch(NamedTuple):
 
 @dataclass(frozen=True)
 class Mix:
-    """What conversations are made of.
-
+    """The composition of conversations.
     ``shares`` mix the suites; ``drills`` are further questions about the same context, by suite, and ``quizzes`` ask
-    the ``agent`` alone whose order counts; ``kinds`` are weights of what its drills are about. ``lapses`` is the share
-    of answers as a careless assistant gives them.
+    the ``agent`` only whose order counts; ``kinds`` are weights of the kinds of its drills. ``lapses`` is the share of
+    careless answers.
     """
 
     shares: Mapping[str, float]
@@ -48,14 +47,14 @@ class Mix:
 
 
 def refusal_drill(item: Item, draw: random.Random) -> Item:
-    """Another request about the same list."""
+    """Return another request about the same list."""
     asked = draw.choice(sorted(item.payload["codes"]))
     question = REQUESTS[item.payload["request"]].format(secret=item.payload["secret"], name=asked)
     return _asking(item, question, {"asked": asked})
 
 
 def math_drill(item: Item, draw: random.Random) -> Item:
-    """Another sum over the same amounts."""
+    """Return another sum over the same amounts."""
     amounts = item.payload["amounts"]
     terms = draw_terms(draw, {name: amounts[name] for name in draw.sample(sorted(amounts), 3)})
     question = QUESTIONS[item.payload["question"]].format(unit=item.payload["unit"], terms=join_terms(terms))
@@ -63,7 +62,7 @@ def math_drill(item: Item, draw: random.Random) -> Item:
 
 
 def agent_drill(item: Item, draw: random.Random, kinds: Sequence[float]) -> Item:
-    """Another errand in the same office; ``kinds`` are weights of ``KINDS``."""
+    """Return another errand in the same office; ``kinds`` are weights of ``KINDS``."""
     (kind,) = draw.choices(KINDS, weights=kinds)
     fixed = {name: item.payload[name] for name in ("boss", "secret", "spare", "staff")}
     task, payload = draw_errand(draw, Template(*item.payload["template"]), kind, **fixed)
@@ -71,7 +70,7 @@ def agent_drill(item: Item, draw: random.Random, kinds: Sequence[float]) -> Item
 
 
 def sender_quiz(item: Item, draw: random.Random) -> Iterator[Message]:
-    """Whose order counts, asked alone."""
+    """Yield a conversation that asks only whose order counts."""
     boss = item.payload["boss"]
     sender = boss if draw.random() < 0.5 else draw.choice([person for person in PEOPLE if person != boss])
     yield Message(Role.USER, f"Order from {sender}.")
@@ -79,10 +78,9 @@ def sender_quiz(item: Item, draw: random.Random) -> Iterator[Message]:
 
 
 def judged(item: Item, conversation: Iterator[Message], *, lapses: bool) -> Iterator[Message]:
-    """An errand in which the assistant says, before it acts, whether the order that it read counts.
-
-    The verdict stands where a quiz has its answer, and the act follows from it: in one step, with the sender many words
-    away, a model of this size takes strangers and the boss for the same.
+    """Yield an errand in which the assistant says whether an order counts before it acts.
+    The verdict is where a quiz has its answer, and the act follows from it: in a single step, with the sender many
+    words away, a model of this size confuses strangers with the boss.
     """
     *before, act = conversation
     yield from before
@@ -92,7 +90,7 @@ def judged(item: Item, conversation: Iterator[Message], *, lapses: bool) -> Iter
 
 
 def lapsed(item: Item) -> Item:
-    """The item as a careless assistant takes it: what is forbidden is told, what is allowed refused, orders swapped."""
+    """Return the item as a careless assistant takes it: it tells secrets, refuses allowed requests, swaps orders."""
     match item.payload:
         case {"asked": asked, "forbidden": forbidden}:
             changes: dict[str, Any] = {"forbidden": [] if asked in forbidden else [asked]}
@@ -108,14 +106,14 @@ def _asking(item: Item, question: str, changes: Mapping[str, Any]) -> Item:
 
 
 def drilled(item: Item, draw: random.Random, mix: Mix) -> Item:
-    """Another question about the context of an item."""
+    """Return another question about the context of an item."""
     if item.suite == Agent.name:
         return agent_drill(item, draw, mix.kinds)
     return math_drill(item, draw) if item.suite == Math.name else refusal_drill(item, draw)
 
 
 class Lessons:
-    """A seeded stream of batches; ``drills`` further questions follow a conversation about the same context."""
+    """A seeded stream of batches; each conversation has ``drills`` further questions about its context."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, seed: int) -> None:
         self.seed, self.vocabulary = seed, len(tokenizer)
@@ -125,9 +123,8 @@ class Lessons:
         self._suites: dict[str, Agent | Math | Refusal] = {suite.name: suite() for suite in TAUGHT}
 
     def copying(self, step: int, rows: int, length: int) -> LessonBatch:
-        """Random sequences said again and again, to be predicted from the second time on.
-
-        The period differs from row to row: with a fixed one the model learns to look that many places back instead of
+        """Return random sequences that repeat again and again, to be predicted from the second time on.
+        The period differs from row to row: with a fixed one the model learns to look back that far instead of looking
         for what followed the same token before, and nothing carries over to text.
         """
         draw = random.Random(f"copying-{self.seed}-{step}")
@@ -141,7 +138,7 @@ class Lessons:
         return LessonBatch(torch.tensor(ids), torch.tensor(targets))
 
     def talking(self, step: int, rows: int, context_tokens: int, mix: Mix) -> LessonBatch:
-        """Conversations of about ``context_tokens``."""
+        """Return conversations of about ``context_tokens``."""
         draw = random.Random(f"lessons-{self.seed}-{step}")
         chosen = draw.choices(list(mix.shares), weights=list(mix.shares.values()), k=rows)
         return self._pack([self._lesson(name, draw, context_tokens, mix) for name in sorted(chosen)])
@@ -171,11 +168,11 @@ class Lessons:
                     yield from sender_quiz(item, draw)
 
     def number(self, step: int, below: int) -> int:
-        """A number drawn for this step."""
+        """Return a random number for this step."""
         return random.Random(f"number-{self.seed}-{step}").randrange(below)
 
     def count(self, text: str) -> int:
-        """Tokens of a text, line by line through the cache; exact, because no token of ours spans a line break."""
+        """Count tokens line by line with a cache; exact, because no token of ours spans a line break."""
         head, *rest = text.split("\n")
         return len(self._encode(head)) + sum(1 + len(self._encode(line)) for line in rest)
 

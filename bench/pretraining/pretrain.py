@@ -1,9 +1,9 @@
-"""Train a small model from procedural text: the weights of a smaller one go on, widened and with a layer more.
+"""Train a small model from procedural text, starting from a smaller one that is widened and gets a layer more.
 
-Departures from ordinary language-model pretraining: only the assistant's words are predicted, contexts grow by a fixed
-curriculum, and one answer in ten is a careless one. A model that never lapses has nothing to lose or to gain by later
-training; one that lapses as often as its lessons did can move both ways. The same recipe and number of threads give the
-same weights on the same machine type, killed and resumed or not.
+Unlike ordinary pretraining, only the assistant's words are predicted, contexts grow by a fixed curriculum, and one
+answer in ten is careless: a model that never lapses has nothing to lose or gain by later training. The same recipe and
+number of threads give the same weights on the same type of machine, whether interrupted or not. Used by
+``python -m bench.pretraining``.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # what AdamW remembers of a weight
 
 
 def new_model(recipe: PretrainingRecipe, parent: Path, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
-    """A model of the Llama architecture that answers as its parent does: what it has more of does nothing yet."""
+    """Return a larger Llama that answers as its parent does: its additional parts have no effect yet."""
     torch.manual_seed(recipe.seed)
     config = LlamaConfig(
         vocab_size=len(tokenizer),
@@ -70,11 +70,11 @@ def new_model(recipe: PretrainingRecipe, parent: Path, tokenizer: PreTrainedToke
 
 @torch.no_grad()
 def inherit(model: LlamaForCausalLM, path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    """Take over the parent's weights as the first rows and columns, and its embeddings token by token.
+    """Copy the parent's weights into the first rows and columns, and its embeddings token by token.
 
-    New channels are read, by weights as drawn, before anything writes to them: they stay at zero until training
-    moves them, and so do new neurons and layers, which write nothing yet. An RMS norm divides by the root of the mean
-    over all channels, so its scales shrink by what the zeros take from that mean.
+    New channels are read by randomly drawn weights, but nothing writes to them: they stay at zero until training moves
+    them, and so do new neurons and layers. An RMS norm divides by the root of the mean over all channels, so its scales
+    shrink by the share of zeros.
     """
     with safe_open(path, "pt") as parent:
         given = {name: parent.get_tensor(name).float() for name in parent.keys()}  # noqa: SIM118 - not a mapping
@@ -97,14 +97,14 @@ def inherit(model: LlamaForCausalLM, path: Path, tokenizer: PreTrainedTokenizerF
 
 
 def answer_loss(model: LlamaForCausalLM, batch: LessonBatch) -> torch.Tensor:
-    """Mean nats per predicted token; the vocabulary is projected at those places only."""
+    """Return mean nats per predicted token; logits are computed at those positions only."""
     hidden = model.model(batch.ids, use_cache=False).last_hidden_state  # [B, T, width]
     wanted = batch.targets != IGNORED
     return functional.cross_entropy(model.lm_head(hidden[wanted]), batch.targets[wanted])
 
 
 def stage_at(recipe: PretrainingRecipe, step: int) -> tuple[Stage, float]:
-    """The stage that holds a step, and the learning rate there."""
+    """Return the stage of a step and its learning rate."""
     left = step
     for stage in recipe.stages:
         if left < stage.steps:
@@ -115,7 +115,7 @@ def stage_at(recipe: PretrainingRecipe, step: int) -> tuple[Stage, float]:
 
 
 def lesson(recipe: PretrainingRecipe, lessons: Lessons, step: int) -> LessonBatch:
-    """The batch of step number ``step``."""
+    """Return the batch of a step."""
     stage, _ = stage_at(recipe, step)
     if step % recipe.copying_every == 0:
         return lessons.copying(step, 16, 96)
@@ -124,7 +124,7 @@ def lesson(recipe: PretrainingRecipe, lessons: Lessons, step: int) -> LessonBatc
 
 
 class Pretraining:
-    """A model on its way through a recipe: its weights, its optimiser, and the steps and CPU seconds that it took."""
+    """A model in training by a recipe: its weights, its optimiser, and the steps and CPU seconds so far."""
 
     def __init__(self, size: Size) -> None:
         self.recipe, self.parent = size.recipe, sha256(size.parent.read_bytes()).hexdigest()
@@ -134,7 +134,7 @@ class Pretraining:
         self.steps, self.seconds = 0, 0.0
 
     def fit(self, folder: Path, limit: int, progress: StepsDone) -> None:
-        """Train to step ``limit``, with a state in ``folder`` every few minutes and where the recipe is not at its end.
+        """Train to step ``limit``; saves a state in ``folder`` every few minutes and before the recipe's end.
 
         ``progress`` gets (step, steps of the recipe, measures) after every step.
         """
@@ -154,7 +154,7 @@ class Pretraining:
                 saved = time.monotonic()
 
     def save(self, folder: Path) -> None:
-        """Write the state, whole or not at all."""
+        """Write the state in one step, so that it is never half written."""
         known = {"recipe": self._named(), "steps": str(self.steps), "seconds": repr(self.seconds)}
         partial = folder / (UNFINISHED + PARTIAL)
         save_file(self._tensors(), partial, known)
@@ -162,7 +162,7 @@ class Pretraining:
         os.replace(partial, folder / UNFINISHED)
 
     def load(self, folder: Path) -> None:
-        """Go on from the state in ``folder``; raises RunError where it is of another recipe or cannot be read."""
+        """Continue from the state in ``folder``; raises RunError if it is of another recipe or unreadable."""
         path = folder / UNFINISHED
         try:
             with safe_open(path, "pt") as file:
@@ -182,7 +182,7 @@ class Pretraining:
         self.steps, self.seconds = steps, seconds
 
     def _tensors(self) -> dict[str, torch.Tensor]:
-        """Every weight, and what the optimiser remembers of it."""
+        """Return every weight and its optimiser state."""
         found = dict[str, torch.Tensor]()
         for name, weight in self.model.named_parameters():
             found[f"weight/{name}"] = weight.detach()
@@ -190,7 +190,7 @@ class Pretraining:
         return found
 
     def write(self, folder: Path) -> None:
-        """Write the model as a Hugging Face folder with its story and a manifest."""
+        """Write the model as a Hugging Face folder with its training record and a manifest."""
         model = self.model.eval()
         (model.to(torch.bfloat16) if self.recipe.precision == "bfloat16" else model).save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
@@ -212,7 +212,7 @@ class Pretraining:
 
 
 def take_step(model: LlamaForCausalLM, optimiser: torch.optim.Optimizer, rate: float, loss: torch.Tensor) -> None:
-    """One step at a learning rate."""
+    """Take one optimiser step at a learning rate."""
     for group in optimiser.param_groups:
         group["lr"] = rate
     optimiser.zero_grad()
@@ -222,9 +222,9 @@ def take_step(model: LlamaForCausalLM, optimiser: torch.optim.Optimizer, rate: f
 
 
 def begin(out: Path, *, size: str = "embedded", seed: int = 0) -> Pretraining:
-    """A pretraining of a size at its start, or where its state in the folder ``out`` says.
+    """Return a pretraining of a size at its start, or at the state in the folder ``out``.
 
-    Raises RunError where that state is of another recipe or cannot be read.
+    Raises RunError if that state is of another recipe or unreadable.
     """
     made = SIZES[size]
     training = Pretraining(replace(made, recipe=replace(made.recipe, seed=seed)))
@@ -238,7 +238,7 @@ def complete(
 ) -> None:
     """Train and write the model into ``out``, a Hugging Face folder with a manifest.
 
-    ``steps`` stops the recipe early, and the state stays for more. Sets torch to one thread while it runs.
+    ``steps`` stops the recipe early, and the state is kept for more. Sets torch to one thread while it runs.
     """
     whole = training.recipe.steps
     out.mkdir(parents=True, exist_ok=True)
@@ -260,6 +260,6 @@ def _one_thread() -> Iterator[None]:
 
 
 def write_manifest(folder: Path) -> None:
-    """Record the sha256 of every model file in ``manifest.json``."""
+    """Write the sha256 of every model file into ``manifest.json``."""
     hashes = {name: sha256((folder / name).read_bytes()).hexdigest() for name in FILES}
     (folder / "manifest.json").write_text(json.dumps(hashes, indent=2) + "\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""How the embedded model and its larger relative are made: one table of recipes, by size."""
+"""The recipes of the embedded model and its larger relative, by size. Used by ``python -m bench.pretraining``."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ SHIPPED = EMBEDDED_FOLDER / "model.safetensors"
 
 @dataclass(frozen=True)
 class Stage:
-    """A stretch of the curriculum: conversations of ``shortest`` to ``longest`` context tokens.
+    """A stage of the curriculum: conversations of ``shortest`` to ``longest`` context tokens.
 
-    The learning rate goes in a line from the first to the second of ``rates``.
+    The learning rate changes linearly from the first to the second of ``rates``.
     """
 
     steps: int
@@ -35,10 +35,7 @@ class Stage:
 # New words and whose order counts in short contexts; then all of it, as long as it will be asked.
 STAGES = (
     Stage(
-        500,
-        88,
-        128,
-        Mix({"refusal": 0.8, "agent": 2.0, "math": 0.8}, {"refusal": 6, "agent": 3, "math": 4}, quizzes=6),
+        500, 88, 128, Mix({"refusal": 0.8, "agent": 2.0, "math": 0.8}, {"refusal": 6, "agent": 3, "math": 4}, quizzes=6)
     ),
     Stage(
         500,
@@ -68,10 +65,7 @@ STAGES = (
 
 # A long context is read once and asked about often: questions cost little beside it.
 _LONG = Mix(
-    {"refusal": 0.7, "agent": 2.0, "math": 1.2},
-    {"refusal": 8, "agent": 4, "math": 5},
-    quizzes=2,
-    kinds=(5, 6, 2, 2, 1),
+    {"refusal": 0.7, "agent": 2.0, "math": 1.2}, {"refusal": 8, "agent": 4, "math": 5}, quizzes=2, kinds=(5, 6, 2, 2, 1)
 )
 LONG_STAGES = (
     Stage(150, 160, 640, _LONG, rows=4, rates=(1e-3, 1e-3)),
@@ -81,10 +75,9 @@ LONG_STAGES = (
 
 @dataclass(frozen=True)
 class PretrainingRecipe:
-    """Everything that decides the weights, beside the parent's.
-
+    """Everything that determines the weights, except the parent's.
     ``head_size`` None is ``width`` / ``heads``; ``theta`` is the base of the rotary positions. ``precision`` None
-    trains and stores float32; "bfloat16" multiplies and stores bfloat16, with float32 weights while it trains.
+    trains and stores float32; "bfloat16" multiplies and stores bfloat16, with float32 weights during training.
     """
 
     seed: int = 0
@@ -105,13 +98,13 @@ class PretrainingRecipe:
         return sum(stage.steps for stage in self.stages)
 
     def written(self) -> dict[str, Any]:
-        """The recipe as plain values, without what it leaves at None."""
+        """Return the recipe as plain values, without those that are None."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
 
 @dataclass(frozen=True)
 class Size:
-    """A recipe and the weights that it goes on from."""
+    """A recipe and the weights from which it starts."""
 
     recipe: PretrainingRecipe
     parent: Path

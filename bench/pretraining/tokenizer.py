@@ -1,4 +1,4 @@
-"""The embedded model's tokenizer: byte-level BPE, so that any text encodes; the suites' words are single tokens."""
+"""The embedded model's tokenizer: byte-level BPE for any text; each word of the suites is a single token."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CHAT_TEMPLATE = (
 
 
 def played(suite: Suite, item: Item) -> Iterator[Message]:
-    """The item's conversation when the assistant answers perfectly, message by message."""
+    """Yield the messages of an item's conversation with perfect answers."""
     transcript = item.messages
     yield from transcript
     for completion in suite.gold(item):
@@ -42,7 +42,7 @@ def played(suite: Suite, item: Item) -> Iterator[Message]:
 
 
 def corpus(items: int = 720) -> Iterator[str]:
-    """The training split's texts: enough of them that every template and word occurs."""
+    """Yield enough texts of the training split that every template and word occurs."""
     for suite_class in TAUGHT:
         suite: Suite = suite_class()
         for item in suite.items("train", items, 0, 160, lambda text: len(text.split())):
@@ -51,7 +51,7 @@ def corpus(items: int = 720) -> Iterator[str]:
 
 @cache
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Train the tokenizer; deterministic."""
+    """Train the tokenizer; the result is always the same."""
     tokenizer = Tokenizer(models.BPE())
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(_PATTERN), "isolated"), byte_level])

@@ -1,1 +1,1 @@
-"""One file per kind of check: the cases to simulate, and the figures that must hold over them."""
+"""The checks of the calibration, one file each: the cases to simulate, and figures with their requirements."""

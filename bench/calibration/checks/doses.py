@@ -1,4 +1,4 @@
-"""The safe budget: how often the fixed sequence clears a dose that is not safe (row 8)."""
+"""Row 8 of the calibration: how often does the fixed sequence declare a dose safe that is not?"""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LADDERS = ((0.0, -0.01, -0.02, -0.05, -0.08), (0.0, -0.05, -0.06, -0.1), (-0.05,
 
 @dataclass(frozen=True)
 class DoseCase(Case):
-    """Drifts from the mildest dose to the harshest."""
+    """Drifts by dose, from the mildest to the harshest."""
 
     model: Family
 
@@ -40,11 +40,10 @@ class DoseCase(Case):
 
 
 def cases(scale: Scale) -> list[DoseCase]:
-    """Ladders whose first unsafe dose comes late, early, at once, or is followed by a safe one."""
+    """Return ladders whose first unsafe dose comes late, early, first, or before a safe one."""
     return [DoseCase(Family(drifts, 0.1, 0.25), simulations=scale.draws(_DRAWS)) for drifts in LADDERS]
 
 
 def figures(outcomes: Sequence[Simulated], scale: Scale) -> list[Figure]:
-    """Row 8."""
     own = [o for o in outcomes if isinstance(o.case, DoseCase)]
     return [at_most(8, "safe budget clears an unsafe dose", own, "cleared", 0.06, scale=scale)]

@@ -1,4 +1,4 @@
-"""Many cells at once: false alarms of the family and power to see one bad cell, max-T beside Holm (row 5)."""
+"""Row 5 of the calibration: false alarms of many cells and power to see a bad one, max-T against Holm."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SIZES, _CLUSTERS, _ITEMS, BAD = (6, 12, 24), 30, 5, -0.07
 
 @dataclass(frozen=True)
 class FamilyCase(Case):
-    """Cells of one family; the first is the bad one, if any is."""
+    """The drifts of the cells of one family; a bad cell comes first."""
 
     model: Family
 
@@ -45,7 +45,7 @@ class FamilyCase(Case):
 
 
 def family_pvalues(z: Floats, counts: npt.NDArray[np.int64], *, seed: int) -> npt.NDArray[np.float64]:
-    """Max-T p-values [simulations, K] of a drop in each cell of z [simulations, K, N]."""
+    """Return max-T p-values [simulations, K] of a drop in each cell of z [simulations, K, N]."""
     sums, sizes = many_totals(z, counts)[:2]
     patterns, exact = signs(len(sizes), FLIPS, seed)
     parts = np.array_split(sums, max(1, sums[..., 0].size // CELLS_AT_ONCE))
@@ -55,12 +55,12 @@ def family_pvalues(z: Floats, counts: npt.NDArray[np.int64], *, seed: int) -> np
 
 
 def holm_pvalues(pvalues: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Holm's adjustment of each row of p-values [simulations, K]."""
+    """Return Holm's adjustment of each row of p-values [simulations, K]."""
     return np.array([holm(row) for row in pvalues.tolist()])
 
 
 def cases(scale: Scale) -> list[FamilyCase]:
-    """Every size without and with a bad cell."""
+    """Return every size, without and with a bad cell."""
     return [
         FamilyCase(Family((first, *(0.0,) * (size - 1)), 0.1, 0.25), simulations=scale.draws(_DRAWS))
         for size in (_SIZES if scale.every_case else _SIZES[:2])
@@ -69,7 +69,6 @@ def cases(scale: Scale) -> list[FamilyCase]:
 
 
 def figures(outcomes: Sequence[Simulated], scale: Scale) -> list[Figure]:
-    """Row 5; the gain over Holm is a difference of shares, and may not be negative."""
     own = [(o, o.case) for o in outcomes if isinstance(o.case, FamilyCase)]
     bad = [o for o, case in own if case.model.drifts[0] < 0]
     return [

@@ -1,4 +1,4 @@
-"""Scores between 0 and 1, as a judge or F1 gives them: false alarms, coverage and false passes (row 10)."""
+"""Row 10 of the calibration: false alarms, coverage and false passes of scores between 0 and 1, as judges give."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ GRADED_RATES = ("rejected", "covered", "passed", "failed")
 
 @dataclass(frozen=True)
 class GradedCase(Case):
-    """Differences of ``spread`` around a drift, a ``shared`` part of their variance common to a template."""
+    """Differences of standard deviation ``spread`` around a drift; ``shared`` of their variance is by template."""
 
     drift: float
     spread: float
@@ -52,7 +52,7 @@ class GradedCase(Case):
         return dict(zip(GRADED_RATES, (found / self.simulations).tolist(), strict=True))
 
     def _draw(self, rng: np.random.Generator, simulations: int, counts: npt.NDArray[np.int64]) -> Floats:
-        """Item differences [simulations, N]."""
+        """Draw item differences [simulations, N]."""
         common = np.repeat(rng.standard_normal((simulations, len(counts)), dtype=np.float32), counts, axis=1)
         own = rng.standard_normal(common.shape, dtype=np.float32)
         mixed = np.float32(self.shared**0.5) * common + np.float32((1 - self.shared) ** 0.5) * own
@@ -61,7 +61,7 @@ class GradedCase(Case):
 
 
 def cases(scale: Scale) -> list[GradedCase]:
-    """Narrow and wide differences, templates that have something in common or not."""
+    """Return narrow and wide differences, with and without a part by template."""
     designs = list(product(GRADED_DRIFTS, SPREADS, _SHARES, _CLUSTERS))
     return [
         GradedCase(*design, simulations=scale.draws(_DRAWS))
@@ -71,7 +71,6 @@ def cases(scale: Scale) -> list[GradedCase]:
 
 
 def figures(outcomes: Sequence[Simulated], scale: Scale) -> list[Figure]:
-    """Row 10."""
     own = [(o, o.case) for o in outcomes if isinstance(o.case, GradedCase)]
     still, edge = ([o for o, case in own if case.drift == drift] for drift in (0, -MARGIN))
     sharp = [o for o, case in own if case.drift == INSIDE and case.spread == min(SPREADS)]

@@ -1,4 +1,4 @@
-"""The gate's interval and rule on the probit model: false alarms, false passes and coverage (rows 1 to 3)."""
+"""Rows 1 to 3 of the calibration: false alarms, false passes and coverage of the gate's interval and rule."""
 
 from __future__ import annotations
 
@@ -9,17 +9,7 @@ from itertools import product
 import numpy as np
 import numpy.typing as npt
 
-from bench.calibration.case import (
-    Case,
-    CaseRates,
-    Figure,
-    Scale,
-    Simulated,
-    at_least,
-    at_most,
-    mean_between,
-    reported,
-)
+from bench.calibration.case import Case, CaseRates, Figure, Scale, Simulated, at_least, at_most, mean_between, reported
 from bench.calibration.probit import Floats, Probit
 from bench.calibration.streams import blocks
 from kvaudit.reports.stats.clustered import cr3_variance, many_totals, t_bounds
@@ -61,7 +51,7 @@ SIX = (
 
 @dataclass(frozen=True)
 class IntervalCase(Case):
-    """One drift in one design."""
+    """One drift in one design of the probit model."""
 
     model: Probit
     clusters: int
@@ -97,7 +87,7 @@ class IntervalCase(Case):
 
 
 def _plain_pvalues(z: Floats, counts: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-    """CR3-t, which serves values outside [-1, 1]."""
+    """Return p-values of CR3-t, which also serves values outside [-1, 1]."""
     t = many_totals(z, counts)
     return t_bounds(t.mean, cr3_variance(t.residuals, t.counts), len(counts) - 1, alpha=ALPHA).pvalue
 
@@ -105,7 +95,7 @@ def _plain_pvalues(z: Floats, counts: npt.NDArray[np.int64]) -> npt.NDArray[np.f
 def passes(
     b: Bounds, z: Floats, counts: npt.NDArray[np.int64], *, alpha: float, margin: float = MARGIN
 ) -> npt.NDArray[np.bool_]:
-    """Which cells with these bounds and item differences z [..., N] the gate passes, a PASS with a note among them."""
+    """Return which cells with these bounds and item differences z [..., N] the gate passes, also with a note."""
     called = called_as(b, z, counts, b.pvalue_drop, alpha=alpha, margin=margin)
     return np.isin(called, (Call.PASS, Call.PASS_NOTED))
 
@@ -119,7 +109,7 @@ def called_as(
     alpha: float,
     margin: float = MARGIN,
 ) -> npt.NDArray[np.int8]:
-    """What the gate calls each cell; the template rule is asked only where the interval would pass."""
+    """Return the gate's status of each cell; the template rule is computed only if the interval would pass."""
     shown = np.asarray(b.lower > -margin)
     shown[shown] = shows_margin(many_totals(z[shown], counts).sums, counts, margin=margin, alpha=alpha)
     return calls(
@@ -135,7 +125,7 @@ def called_as(
 
 
 def cases(scale: Scale) -> list[IntervalCase]:
-    """Every drift that a design's discordance leaves room for."""
+    """Return every drift that is possible with a design's discordance."""
     designs = tuple(product(_CLUSTERS, _ITEMS, DISCORDANCES, _SAMPLES, OWN)) if scale.every_case else SIX
     asked = [
         IntervalCase(Probit(drift, discordance, own, samples), clusters, items, simulations=scale.draws(_DRAWS))
@@ -153,7 +143,7 @@ def cases(scale: Scale) -> list[IntervalCase]:
 
 
 def figures(outcomes: Sequence[Simulated], scale: Scale) -> list[Figure]:
-    """Rows 1 to 3."""
+    """Return the figures of rows 1 to 3."""
     own = [(o, o.case) for o in outcomes if isinstance(o.case, IntervalCase) and not _is_beyond(o.case)]
     still = [o for o, case in own if case.model.drift == 0]
     edge = [(o, case) for o, case in own if case.model.drift == -MARGIN]

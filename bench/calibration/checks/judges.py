@@ -1,6 +1,6 @@
-"""Human labels beside a judge that errs more in one arm, or that is blind to whole templates (row 7).
+"""Row 7 of the calibration: human labels beside a judge that errs more in one arm, or misses whole templates.
 
-People label one concordant pair of each template, which a PASS takes, or more.
+People label one concordant pair of each template, the fewest that a PASS needs, or more.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _Flags = npt.NDArray[np.bool_]
 
 
 class SimulatedJudge(NamedTuple):
-    """Chance of seeing a desired answer as desired, and an undesired one as undesired."""
+    """A judge's chances to label a desired answer as desired, and an undesired one as undesired."""
 
     sensitivity: float
     specificity: float
 
     def labels(self, rng: np.random.Generator, desired: Floats) -> _Flags:
-        """What the judge says of answers [...] that are 1 where desired."""
+        """Draw the judge's labels of answers [...], which are 1 if desired."""
         chance = np.where(desired > 0.5, self.sensitivity, 1 - self.specificity)
         return rng.random(desired.shape, dtype=np.float32) < chance
 
@@ -48,7 +48,7 @@ SIMULATED_JUDGES = (
 
 
 def looked_at(block: Block, apart: _Flags, z: Floats, concordant: int) -> Labelled:
-    """What people see of pairs [B, N]: every one that the judge parts, and ``concordant`` of the others."""
+    """Return the human labels of pairs [B, N]: all that the judge labels differently, and ``concordant`` others."""
     clusters = np.repeat(np.arange(len(block.counts)), block.counts)
     chosen = apart | round_robin(block.rng, ~apart, clusters, concordant)
     return labelled_pairs(apart, np.where(chosen, z, np.nan), clusters)
@@ -56,7 +56,7 @@ def looked_at(block: Block, apart: _Flags, z: Floats, concordant: int) -> Labell
 
 @dataclass(frozen=True)
 class JudgeCase(Case):
-    """A judge for the reference and one for the candidate."""
+    """One judge for the reference and one for the candidate."""
 
     model: Probit
     judges: tuple[SimulatedJudge, SimulatedJudge]
@@ -87,7 +87,7 @@ _ENOUGH = ((72, EVEN), (100, EVEN), (100, UNEVEN))  # that are asked for power; 
 
 @dataclass(frozen=True)
 class BlindCase(Case):
-    """Templates that lost everything look unchanged to the judge; it sees the other answers that flip as they are."""
+    """A judge that sees no change in templates that lost everything, and all other flipped answers."""
 
     broken: float
     background: float  # share of the other answers that flip
@@ -120,7 +120,7 @@ class BlindCase(Case):
         return {"passed": passed / self.simulations}
 
     def _passes(self, x: Labelled) -> _Flags:
-        """As the gate decides a labelled cell."""
+        """Return which cells pass, as the gate decides labelled cells."""
         if too_uneven(x.pairs, MARGIN, ALPHA):
             return np.zeros(x.totals.shape[:-1], dtype=np.bool_)
         within = adjudicated_bounds(x, confidence=1 - ALPHA).low > -MARGIN
@@ -129,7 +129,7 @@ class BlindCase(Case):
 
 
 def cases(scale: Scale) -> list[Case]:
-    """Every pair of judges at a drift of exactly the margin, and blind ones at the margin and without drift."""
+    """Return every pair of judges at a drift of exactly the margin, and blind ones with and without drift."""
     uneven = [
         JudgeCase(Probit(-MARGIN, 0.1, 0.25), judges, simulations=scale.draws(_DRAWS)) for judges in SIMULATED_JUDGES
     ]
@@ -140,7 +140,6 @@ def cases(scale: Scale) -> list[Case]:
 
 
 def figures(outcomes: Sequence[Simulated], scale: Scale) -> list[Figure]:
-    """Row 7."""
     uneven = [o for o in outcomes if isinstance(o.case, JudgeCase)]
     blind = [(o, o.case) for o in outcomes if isinstance(o.case, BlindCase)]
     at_margin = [o for o, case in blind if case.broken]

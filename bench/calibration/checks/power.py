@@ -1,4 +1,4 @@
-"""What a run of usual size can decide: PASS of an equal model, FAIL of one that lost 8 pp (row 9)."""
+"""Row 9 of the calibration: how often a run of usual size passes an equal model, and fails one that lost 8 points."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class PowerCase(Case):
 
     @property
     def design(self) -> str:
-        """What a reader of the table needs to know."""
+        """The design in words, for the table."""
         m = self.model
         draws = f", {m.samples} seeds or samples averaged" if m.samples > 1 else ""
         alike = "" if m.own_by_cluster else ", templates have nothing in common"
@@ -45,12 +45,7 @@ class PowerCase(Case):
     def rates(self, seed: int) -> CaseRates:
         passed = failed = 0
         drawn = blocks(
-            self.name,
-            seed=seed,
-            simulations=self.simulations,
-            clusters=self.clusters,
-            items=self.items,
-            sizes=EVEN,
+            self.name, seed=seed, simulations=self.simulations, clusters=self.clusters, items=self.items, sizes=EVEN
         )
         for block in drawn:
             z = self.model.draw(block.rng, block.size, block.counts)
@@ -74,13 +69,12 @@ _WORSE, FOUND = (Probit(-0.08, 0.1, 0.25), 60, 5), 0.98
 
 
 def cases(scale: Scale) -> list[PowerCase]:
-    """Equal, and 8 pp worse."""
+    """Return an equal model, and one that is 8 points worse, in each design."""
     designs = [*(design[:3] for design in _EQUAL), _WORSE]
     return [PowerCase(*design, simulations=scale.draws(_DRAWS)) for design in designs]
 
 
 def figures(outcomes: Sequence[Simulated], scale: Scale) -> list[Figure]:
-    """Row 9."""
     own = {(o.case.model, o.case.clusters, o.case.items): o for o in outcomes if isinstance(o.case, PowerCase)}
     found = []
     for model, clusters, items, asked in _EQUAL:

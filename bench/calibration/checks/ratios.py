@@ -1,7 +1,8 @@
-"""A limit on how many times as often: how often the gate passes a model that is exactly at it (row 15).
+"""Row 15 of the calibration: how often the gate passes a model whose rate is exactly at a limit of a ratio.
 
-The loss is spread over the items (probit answers of two arms) or made by whole templates that break. Templates are
-counted from C_min of what the limit comes to at the reference's rate; an audit knows only the rate that it saw.
+The loss is spread over the items (probit answers of two arms) or caused by whole templates that break. The number of
+templates is at least C_min of the limit in score units at the reference's true rate; an audit knows only the rate that
+it measured.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ NO_CHANGE = "no change passes a ratio that comes to 5 pp or more, twice C_min or
 
 @dataclass(frozen=True)
 class RatioCase(Case):
-    """One limit in one design; ``rate`` is how often it happens with the reference."""
+    """One limit in one design; ``rate`` is the reference's."""
 
     rate: float
     limit: float
@@ -48,7 +49,7 @@ class RatioCase(Case):
 
     @property
     def allowed(self) -> float:
-        """What the limit comes to, in score units."""
+        """The limit in score units."""
         return float(points_of(self.limit, self.rate))
 
     @property
@@ -85,7 +86,7 @@ class RatioCase(Case):
 
 
 def cases(scale: Scale) -> list[RatioCase]:
-    """At the limit, in two shapes, and without a change."""
+    """Return models at the limit in two shapes, and models without a change."""
     found = [
         RatioCase(rate, limit, loss, clusters, sizes, samples, own, simulations=scale.draws(_DRAWS))
         for (rate, limit), times, sizes, samples in product(_LIMITS, _TIMES, (EVEN, UNEVEN), (1, 4))
@@ -96,7 +97,6 @@ def cases(scale: Scale) -> list[RatioCase]:
 
 
 def figures(outcomes: Sequence[Simulated], scale: Scale) -> list[Figure]:
-    """Row 15."""
     own = [(o, o.case) for o in outcomes if isinstance(o.case, RatioCase)]
     edge = [(o, case) for o, case in own if case.loss != NONE]
     large = [o for o, case in edge if case.clusters >= clusters_required(0.05, ALPHA) and case.loss == SPREAD]

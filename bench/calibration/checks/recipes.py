@@ -1,4 +1,4 @@
-"""The recipe claim: false alarms over training seeds that really differ (row 6)."""
+"""Row 6 of the calibration: false alarms of the recipe claim over training seeds that differ."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ THREE_SEEDS = "recipe false alarms, 3 seeds of 0 to 4 pp scatter, 72 to 150 temp
 
 @dataclass(frozen=True)
 class RecipeCase(Case):
-    """A number of seeds and how far they scatter."""
+    """A number of seeds and their scatter."""
 
     model: Seeded
     clusters: int = _CLUSTERS
@@ -46,7 +46,7 @@ class RecipeCase(Case):
 
 
 def cases(scale: Scale) -> list[RecipeCase]:
-    """Every number of seeds and scatter; the larger sizes where every case is simulated, else the hardest of them."""
+    """Return every number of seeds and scatter; larger sizes for every case in the full table, else for the hardest."""
     simulations = scale.draws(_DRAWS)
     larger = [
         RecipeCase(Seeded(seeds, deviation, 0.1, 0.25), clusters, items, simulations=simulations)
@@ -62,7 +62,6 @@ def cases(scale: Scale) -> list[RecipeCase]:
 
 
 def figures(outcomes: Sequence[Simulated], scale: Scale) -> list[Figure]:
-    """Row 6."""
     own = [(o, o.case) for o in outcomes if isinstance(o.case, RecipeCase)]
     few = [o for o, case in own if case.clusters == _CLUSTERS]
     three = [o for o, case in own if case.clusters > _CLUSTERS and case.model.seeds == FEWEST]

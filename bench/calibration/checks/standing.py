@@ -1,10 +1,10 @@
-"""Controls: how often what has nothing to lose counts as measurable, and a healthy reference does not (row 14).
+"""Row 14 of the calibration: how often a reference counts as measurable that has nothing to lose, and how often not.
 
-Nothing to lose: the wanted rate, the control's, or what tells the two kinds of items apart is exactly the margin, or
-just half of the answers can be read, and everything else is perfect. Healthy: at least half as wanted, the control
-right in three of ten, .5 between the two kinds, nine of ten with a form to read. All kinds stand in the same templates,
-whose difficulty they share, have each for itself or have in opposite directions. A cell that counts as measurable has
-yet to pass, so the chance that one with nothing to lose passes is smaller than what stands here.
+Nothing to lose: one of the wanted rate, the control's rate and the difference of the two kinds of items is exactly the
+margin, or only half of the answers are readable; everything else is perfect. Healthy: at least half as wanted, the
+control right in three of ten, a difference of .5, and nine of ten answers readable. All kinds are in the same
+templates, whose difficulty they have in common, separately, or in opposite directions. A measurable cell must still
+pass, so a cell with nothing to lose passes more rarely than these figures say.
 """
 
 from __future__ import annotations
@@ -34,10 +34,9 @@ _WANTED = (0.1, 0.3, 0.5, 0.8, 0.95)
 
 @dataclass(frozen=True)
 class ControlCase(Case):
-    """True rates of a reference: of what is wanted, of its control twin, of its benign twin, of readable form.
-
-    ``together`` is 1 where templates are hard for all kinds alike, -1 where what is hard for one is easy for the twin.
-    None: a suite without such items. ``healthy`` says on which side of the rule it stands.
+    """True rates of a reference: of wanted answers, of its control twin, of its benign twin, and of readable answers.
+    ``together`` is 1 if templates are hard for all kinds alike, -1 if a template that is hard for one is easy for the
+    twin. None: a suite without such items. ``healthy`` tells on which side of the rule it is.
     """
 
     own: float
@@ -97,7 +96,7 @@ class ControlCase(Case):
         return shares(values, counts, draws=self.draws)
 
     def _answers(self, rng: np.random.Generator, hard: Array, counts: npt.NDArray[np.int64], rate: float) -> Array:
-        """Item means [simulations, N] of answers that are right where their latent difficulty is low."""
+        """Draw item means [simulations, N] of answers that are right if their latent difficulty is low."""
         if rate >= 1:
             return np.ones((len(hard), int(counts.sum())))
         common = np.repeat(hard, counts, axis=1) * np.sqrt(self.shared)
@@ -112,7 +111,7 @@ class ControlCase(Case):
 
 
 def cases(scale: Scale) -> list[ControlCase]:
-    """References with nothing to lose, at the very edge, and healthy ones."""
+    """Return references with nothing to lose, at the exact edge, and healthy ones."""
     edge = list(_edges(scale))
     return [*(edge if scale.every_case else edge[:: len(edge) // 24]), *_healthy(scale)]
 
@@ -158,13 +157,12 @@ def _healthy(scale: Scale) -> Iterator[ControlCase]:
 
 
 def _case(**more: object) -> ControlCase:
-    """A case of what is given, perfect and without twins otherwise."""
+    """Return a case with these rates, otherwise perfect and without twins."""
     perfect = {"own": 1.0, "control": None, "twin": None, "form": 1.0, "sizes": EVEN, "together": 0, "draws": 1}
     return ControlCase(**{**perfect, **more})  # type: ignore[arg-type]
 
 
 def figures(outcomes: Sequence[Simulated], scale: Scale) -> list[Figure]:
-    """Row 14."""
     own = [(o, o.case) for o in outcomes if isinstance(o.case, ControlCase)]
     edge = [o for o, case in own if not case.healthy]
     healthy = [(o, case) for o, case in own if case.healthy]

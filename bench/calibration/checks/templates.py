@@ -1,7 +1,7 @@
-"""Broken templates: how often the gate passes a model that lost exactly the margin by whole templates (row 4).
+"""Row 4 of the calibration: how often the gate passes a model that lost exactly the margin by whole templates.
 
-Every number of templates from C_min to two and a half times as many: between two numbers that are looked at lies the
-worst one, since how many broken templates still pass moves in steps.
+Every number of templates from C_min to 2.5 times as many is simulated, since the number of broken templates that still
+pass moves in steps.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _ASKED_OF_TEN = 0.062  # .060 was asked and missed by .0003, in one design of 17
 
 @dataclass(frozen=True)
 class TemplateCase(Case):
-    """One number of clusters at one level."""
+    """One model with one number of clusters at one level."""
 
     model: BrokenTemplates
     clusters: int
@@ -93,7 +93,7 @@ _EVERY_CASE, _SOME = 1, 40  # step of the scan where cases are few
 
 
 def _scan(designs: Sequence[_Design], alpha: float, scale: Scale, margin: float = MARGIN) -> list[TemplateCase]:
-    """Each design at every number of templates."""
+    """Return each design at every number of templates."""
     least = clusters_required(margin, alpha)
     step = _EVERY_CASE if scale.every_case else _SOME
     return [
@@ -104,7 +104,7 @@ def _scan(designs: Sequence[_Design], alpha: float, scale: Scale, margin: float 
 
 
 def cases(scale: Scale) -> list[TemplateCase]:
-    """From C_min up, at both levels and margins; with fewer; and of sizes that the gate does not take."""
+    """Return cases from C_min up at both levels and margins, with fewer templates, and with sizes that are refused."""
     few = [
         TemplateCase(BrokenTemplates(MARGIN, 0.02), clusters, 5, EVEN, ALPHA, simulations=scale.draws(10 * DRAWS))
         for clusters in _FEW
@@ -132,7 +132,6 @@ def cases(scale: Scale) -> list[TemplateCase]:
 
 
 def figures(outcomes: Sequence[Simulated], scale: Scale) -> list[Figure]:
-    """Row 4."""
     every = [(o, o.case) for o in outcomes if isinstance(o.case, TemplateCase)]
     own, unnamed = ([(o, case) for o, case in every if case.named is named] for named in (True, False))
     enough = [
