@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from bench.kills import outcome
+from bench.kills import outcome_of
 
 ROOT = Path(__file__).parent.parent
 LOCAL = "ray:address=local,gpus=0,cpus=0.25"
@@ -70,7 +70,7 @@ def run(
             time.sleep(_POLL_SECONDS)
     logs = [path.read_text(encoding="utf-8", errors="replace") for path in sorted(folder.glob("logs/worker-*.log"))]
     text = log.read_text(encoding="utf-8", errors="replace")
-    return Run(process.returncode, text, logs, outcome(folder), time.monotonic() - started, sum(seen.values()))
+    return Run(process.returncode, text, logs, outcome_of(folder), time.monotonic() - started, sum(seen.values()))
 
 
 def descendants(pid: int) -> list[tuple[int, str]]:
