@@ -343,7 +343,7 @@ def test_an_endpoint_answers_with_text(model: LoadedModel, tmp_path: Path) -> No
     ("standin", "message"),
     [
         ("filter:bomb", "status 400: the prompt was filtered by our policy"),
-        ("ended:2", "it ended by 'content_filter', which is no end of an answer, behind 'four'"),
+        ("ended:2", "it ended by 'content_filter', which is no end of an answer, after 'four'"),
     ],
 )
 def test_a_refused_request_is_unscored_and_the_others_continue(

@@ -282,7 +282,7 @@ def test_a_condition_that_fails_ends_the_unit(tmp_path: Path) -> None:
         ("door_planned:plan=bad_tool", "function.name is 'an odd name!', expected 1 to 200 letters"),
         ("door_boxed", "Inspect cannot run it"),
         ("door_asking", "a scorer asks the model under test to grade"),
-        ("door_graded", "own answers; give the task a judge of its own by an argument"),
+        ("door_graded", "own answers; give the task another judge by an argument"),
         ("door_scored:scorer=words", "scorer words gives 'I would say"),
         ("door_scored:scorer=latch", "scorer latch gives 'open', expected a number from 0 to 1"),
         ("door_scored:scorer=points", "scorer points gives 37.5, expected a number from 0 to 1"),

@@ -80,7 +80,7 @@ class CheckOptions:
         bool,
         typer.Option(
             "--long",
-            help="Ask behind the longest conversation after which the model still tells forbidden from harmless.",
+            help="Ask after the longest conversation with which the model still distinguishes forbidden from harmless.",
         ),
     ] = False
     data: Annotated[Path | None, option(help="Folder of public rows, instead of KVAUDIT_DATA.")] = None

@@ -152,7 +152,7 @@ class _EndpointSession(Session):
         """
         from kvaudit.audit.sampling.chat_calls import SentRequest, answer, wire
 
-        # a conversation whose tools stand in the prompt as text has no structured calls
+        # a conversation whose prompt contains the tools as text has no structured calls
         has_tools = "tools" in options or any(message.tool_calls for message in messages)
         rows = wire(messages, Role.TOOL if has_tools else Role.USER)
         body = {"model": self._settings["model"], "messages": rows, "max_tokens": max_tokens, **options}

@@ -83,7 +83,7 @@ class Models:
         self._run.keep(VERSIONS_USED, versions_line() + layout, utc_now())
         self._run.note(base_sha256=model.sha256, device=str(model.device), dtype=str(model.dtype))
         self._run.note(chat=model.chat.to_json())
-        # a name that stands for a variable of the spec may be a path, which would tell too much about the machine
+        # store no path: the spec has a variable here, and its value would reveal too much about the machine
         if model.name != self._spec.model:
             folder = Path(model.name)
             self._run.note(model=folder.resolve().name if folder.is_dir() else model.name)

@@ -120,7 +120,7 @@ def _with_calls(completion: ChatCompletion) -> ChatCompletion:
 def _finish(completion: ChatCompletion, new_tokens: int | None, limit: int) -> Finish:
     """Return how an answer ended; without a finish reason "length" if it used its limit, else "stop"."""
     reason = completion.finish_reason
-    text = f", behind {completion.text!r}" if completion.text else ""
+    text = f", after {completion.text!r}" if completion.text else ""
     if is_filtered(reason):
         raise RefusedRequest(f"it ended by {reason[:40]!r}, which is no end of an answer{text}")
     if reason == _ENDED_BY_ERROR:

@@ -19,7 +19,7 @@ from kvaudit.core.tool_forms.base import LONGEST_ANSWER, Reading, ToolForm, Tool
 ArgumentsAs = Literal["object", "text"]  # how a template wants the arguments of a call
 _NAME, _VALUE = "kvaudit_tool_7391", "kvaudit-value-7391"
 CALL_ID = "call07391"  # Mistral's templates want nine letters and digits
-# a tool that stands for an item's own
+# a placeholder for an item's tool
 TOOL_SLOT: dict[str, Any] = {
     "type": "function",
     "function": {

@@ -103,7 +103,7 @@ class GrowingAnswer:
         thought, body = split_answer(text, opens_thought=self._opens_thought)
         if not body:
             return len(text)
-        if len(thought) != self._start:  # until now a thought could not be told from an answer
+        if len(thought) != self._start:  # so far it was unknown whether the text is a thought
             self._start, self._may_be_python, self._search_again_at = len(thought), True, 0
         if self._openings is None:
             return len(thought)

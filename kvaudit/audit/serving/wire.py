@@ -64,7 +64,7 @@ def read_message_calls(row: Mapping[str, Any], role: Role, path: str) -> tuple[T
     calls = tuple(_call(entry, f"{path}.tool_calls[{number}]") for number, entry in enumerate(rows))
     ids = [call.call_id for call in calls]
     if repeated := next((name for n, name in enumerate(ids) if name in ids[:n]), None):
-        raise SpecError(f"{path}.tool_calls has the id {repeated!r} twice; give each call an id of its own")
+        raise SpecError(f"{path}.tool_calls has the id {repeated!r} twice; give each call another id")
     return calls
 
 

@@ -179,7 +179,7 @@ class _PagedModel:
         if len(self._free) < count:
             raise ValueError(
                 f"the cache has {self._blocks} blocks of {_BLOCK} tokens, too few for a row of {len(row.ids)} tokens "
-                "beside the others: set a larger cache_size, or draw fewer rows at once"
+                "in addition to the others: set a larger cache_size, or draw fewer rows at once"
             )
         blocks, self._free = self._free[:count], self._free[count:]
         return blocks

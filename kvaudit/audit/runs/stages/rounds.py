@@ -203,7 +203,7 @@ def rows_plan(
     first: int,
     gated: Collection[str],
 ) -> RowsPlan:
-    """Plan the first look of every suite, then, as time allows, the same share of each gated suite's other rows."""
+    """Plan the most rows of each suite: its first look, then as large a share of the gated rows as time allows."""
     least = {suite: min(first, rows) for suite, rows in at_hand.items() if suite not in left_out}
     most = {suite: at_hand[suite] if suite in gated else rows for suite, rows in least.items()}
     needed = [_OVERHEAD * sum(numbers[suite] * seconds.get(suite, 0.0) for suite in most) for numbers in (least, most)]

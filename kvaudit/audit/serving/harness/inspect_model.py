@@ -210,7 +210,7 @@ class ConditionAPI(_KvauditModel):
         current = _PLAYING.get(None)
         if current is None:  # scorers run in a context without the first step
             self.fault = SpecError(
-                "a scorer asks the model under test to grade its own answers; give the task a judge of its own by an "
+                "a scorer asks the model under test to grade its own answers; give the task another judge by an "
                 "argument, such as openai-api/NAME/MODEL"
             )
             raise self.fault
