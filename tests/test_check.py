@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 from kvaudit.audit.cli import app
 from kvaudit.audit.commands.check import CheckOptions
 from kvaudit.audit.engines import ENGINES
+from kvaudit.audit.runs.pilot import impossible_cells
 from kvaudit.audit.runs.question import (
     ServingConfig,
     endpoints_config,
@@ -30,7 +31,6 @@ from kvaudit.audit.runs.question import (
     policy_config,
     spec_text,
 )
-from kvaudit.audit.runs.stages.pilot import impossible_cells
 from kvaudit.audit.runs.stages.rounds import RowsPlan, plan_lines
 from kvaudit.audit.sampling.checkpoints import load_base_chat
 from kvaudit.core.errors import DataError, SpecError

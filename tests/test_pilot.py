@@ -24,8 +24,8 @@ from kvaudit.audit.runs.batches import whole_templates
 from kvaudit.audit.runs.evaluate import Evaluator, count_clusters
 from kvaudit.audit.runs.folder import RunFolder, open_run
 from kvaudit.audit.runs.names import NAMES
+from kvaudit.audit.runs.pilot import check_possible, churns_of, impossible_cells, pilot_units
 from kvaudit.audit.runs.pipeline import Pipeline
-from kvaudit.audit.runs.stages.pilot import check_possible, churns_of, impossible_cells, pilot_units
 from kvaudit.audit.runs.units import PILOT_FOLDER
 from kvaudit.audit.sampling.conversations import GradedRow
 from kvaudit.core.errors import CannotPass, DataError, RunError, SpecError

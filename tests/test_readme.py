@@ -13,7 +13,7 @@ from test_layers import FILES, RANK
 from transformers import AutoModelForCausalLM
 
 from kvaudit.audit.runs.names import NAMES
-from kvaudit.audit.runs.stages.pilot import impossible_cells
+from kvaudit.audit.runs.pilot import impossible_cells
 from kvaudit.audit.sampling.checkpoints import load_base_chat
 from kvaudit.core.spec import parse_spec
 from kvaudit.core.text import guide_path, install_command

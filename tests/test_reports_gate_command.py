@@ -15,7 +15,7 @@ from kvaudit.audit.cli import app
 from kvaudit.audit.commands.run import gate_provenance
 from kvaudit.audit.runs.folder import open_run
 from kvaudit.audit.runs.names import NAMES
-from kvaudit.audit.runs.stages.pilot import with_kept_gate
+from kvaudit.audit.runs.pilot import with_kept_gate
 from kvaudit.core.errors import SpecError
 from kvaudit.core.spec import parse_spec
 from kvaudit.reports.page.run_page import page_of

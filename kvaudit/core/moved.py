@@ -156,7 +156,6 @@ MOVED = {
     "audit.scan.report": "audit.scan.scan",
     "audit.scan.shell_words": "audit.scan.shell",
     "audit.runs.found_so_far": "audit.runs.progress",
-    "audit.runs.pilot": "audit.runs.stages.pilot",
     "audit.rerun.finished": "audit.rerun.measure",
     "audit.rerun.explain": "audit.rerun.shade",
     "audit.judges.rubric_local": "audit.judges.rubric",

@@ -355,9 +355,9 @@ def open_pipeline(
     exists = check_folder(plan.folder, plan.spec, resume=resume)
     print_line(console, f"run {plan.spec.name} ({plan.spec.sha256[:12]}) in {plan.folder}: loading the model")
     from kvaudit.audit.runs.names import NAMES
+    from kvaudit.audit.runs.pilot import with_kept_gate
     from kvaudit.audit.runs.pipeline import Pipeline
     from kvaudit.audit.runs.prepare import prepare_run
-    from kvaudit.audit.runs.stages.pilot import with_kept_gate
     from kvaudit.reports.verdict.rules import default_margins_line
 
     entries = None if exists else gate_provenance(plan.spec, NAMES)
@@ -390,7 +390,7 @@ def _check_possible(spec: RunSpec, prepared: Prepared | None, options: RunOption
     """Raise CannotPass if the gate cannot pass with the spec's items; with --anyway or --limit only print why."""
     from rich.console import Console
 
-    from kvaudit.audit.runs.stages.pilot import check_possible, impossible_cells
+    from kvaudit.audit.runs.pilot import check_possible, impossible_cells
     from kvaudit.audit.sampling.checkpoints import load_base_chat
 
     chat = load_base_chat(spec.model_path) if prepared is None else prepared.model.chat

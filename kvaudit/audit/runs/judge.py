@@ -71,7 +71,7 @@ class SuiteChange(NamedTuple):
 
 
 class Judging:
-    """One process's share of grading a run again; without a judge, the suites alone grade.
+    """Grades the answers of a run again, as one of several processes; without a judge the suites alone grade.
 
     ``plugins`` maps the files of suites that grade now to their sha256. Raises DataError if a checkpoint or a unit
     differs from its seal, and RunError if ``out`` holds anything but this run with new grades, or the judge fails.

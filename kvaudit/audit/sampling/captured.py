@@ -249,7 +249,7 @@ _fused_forwards: dict[type, Callable[..., Any]] = {}
 
 
 def _has_own_forward(layer: Any) -> bool:
-    """Return whether a layer computes what its class does, except for gradient checkpointing of this project."""
+    """Return whether a layer's forward is its class's own, or replaced for gradient checkpointing only."""
     forward = vars(layer).get("forward")
     return forward is None or (isinstance(forward, partial) and forward.func.__module__.startswith("kvaudit."))
 

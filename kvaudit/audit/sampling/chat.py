@@ -577,10 +577,7 @@ def _find_stretches(text: str, frame: str, messages: Sequence[Message]) -> dict[
 
 
 def _find_form(text: str, position: int, content: str) -> tuple[str, Sequence[int] | None]:
-    """Return the text as which a template writes a message at a position, and the offsets of its characters.
-
-    The text is unchanged, stripped, or a JSON text.
-    """
+    """Return a message's text as the template writes it (unchanged, stripped or JSON), with character offsets."""
     if text.startswith(content, position):
         return content, None
     removed, stripped = len(content) - len(content.lstrip()), content.strip()

@@ -9,10 +9,10 @@ from kvaudit.audit.engines import Condition
 from kvaudit.audit.runs.claims import Claims
 from kvaudit.audit.runs.evaluate import grid
 from kvaudit.audit.runs.folder import SPEC, utc_now
+from kvaudit.audit.runs.pilot import pilot_units, with_kept_gate
 from kvaudit.audit.runs.progress import Part
 from kvaudit.audit.runs.stages.base import RunContext, Stage, UnitWorker, is_sealed, unit_part
 from kvaudit.audit.runs.stages.floor import FloorStage
-from kvaudit.audit.runs.stages.pilot import pilot_units, with_kept_gate
 from kvaudit.audit.runs.stages.rounds import RoundsStage
 from kvaudit.audit.runs.units import REFUSED, Unit, UnitFiles, reopen_refused
 from kvaudit.core.errors import RunError

@@ -22,9 +22,10 @@ from typing import Any
 
 from kvaudit.audit.runs.evaluate import grid
 from kvaudit.audit.runs.folder import make_folder
+from kvaudit.audit.runs.pilot import layout_of, pilot_units, with_kept_gate
 from kvaudit.audit.runs.progress import Part
 from kvaudit.audit.runs.stages.base import RunContext, Stage, UnitWorker, unit_part
-from kvaudit.audit.runs.stages.pilot import layout_of, pilot_records, pilot_units, suites_left_out, with_kept_gate
+from kvaudit.audit.runs.stages.pilot import pilot_records, suites_left_out
 from kvaudit.audit.runs.units import REFUSED, ROUNDS_FOLDER, Unit, UnitFiles, written_seconds
 from kvaudit.core.errors import SpecError
 from kvaudit.core.facets import facet_of
@@ -218,7 +219,7 @@ def rows_plan(
     first: int,
     gated: Collection[str],
 ) -> RowsPlan:
-    """Plan the first look of every suite, then, as time allows, the same share of each gated suite's other rows."""
+    """Plan the most rows of each suite: its first look, then as large a share of the gated rows as time allows."""
     least = {suite: min(first, rows) for suite, rows in at_hand.items() if suite not in left_out}
     most = {suite: at_hand[suite] if suite in gated else rows for suite, rows in least.items()}
     needed = [_OVERHEAD * sum(numbers[suite] * seconds.get(suite, 0.0) for suite in most) for numbers in (least, most)]
