@@ -210,7 +210,7 @@ def _fill_clusters(tables: list[pd.DataFrame], *, own_clusters: bool) -> tuple[l
 
 
 def _join_copies(log: Log, table: pd.DataFrame) -> pd.DataFrame:
-    """Give items with equal questions one cluster; kvaudit's own suites name such clusters already."""
+    """Give items with equal questions one cluster; kvaudit's own records are left as they are."""
     if log.reader == "kvaudit":
         return table
     # the least and not the first: the other file may have another order

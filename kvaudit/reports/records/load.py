@@ -100,7 +100,7 @@ class RunData:
                     yield (file, number), Record.from_json(raw.decode())
 
     def transcripts(self, places: Iterable[tuple[str, int]]) -> dict[tuple[str, int], tuple[Message, ...]]:
-        """Read the transcripts at (file, line), which the frame does not hold."""
+        """Read the transcripts at (file, line); ``records`` does not contain them."""
         return {place: record.transcript for place, record in self.records_at(places)}
 
 
@@ -229,7 +229,7 @@ def _checkpoints(run: Path, problems: list[Problem]) -> dict[tuple[str, int], di
 
 
 def _checkpoint_files(run: Path, *names: str) -> Iterator[tuple[tuple[str, int], Path]]:
-    """Yield (arm, seed) and path of the files of these names in checkpoint folders."""
+    """Yield (arm, seed) and path of each file with one of these names in the checkpoint folders."""
     for path in sorted(chain.from_iterable((run / "checkpoints").glob(f"*/seed-*/{name}") for name in names)):
         seed = path.parent.name.removeprefix("seed-")
         if seed.lstrip("-").isdigit():
@@ -303,7 +303,10 @@ _DETERMINED = {"checkpoint": ["arm", "train_seed"], "suite_version": ["suite"], 
 
 @dataclass(frozen=True)
 class RepeatedAnswers:
-    """The records of finished units by order of asking; ``unfinished`` are units without a seal."""
+    """The answers of engines to repeated requests, by the order of the requests.
+
+    ``unfinished`` are units without a seal.
+    """
 
     records: Mapping[str, pd.DataFrame] = field(default_factory=dict)
     problems: tuple[Problem, ...] = ()

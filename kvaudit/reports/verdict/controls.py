@@ -250,7 +250,7 @@ def _share(answers: Answers) -> ShownShare:
 
 
 def _correlation(first: Answers, second: Answers) -> Array:
-    """Return the correlation of the rates of both kinds of items over their templates."""
+    """Return the correlation, over templates, between the rates of a facet and of its twin."""
     names, codes = np.unique(np.concatenate([first.clusters, second.clusters]), return_inverse=True)
     first_codes, second_codes = np.split(codes, [len(first.clusters)])
     return correlation(_residuals(first, first_codes, len(names)), _residuals(second, second_codes, len(names)))

@@ -79,7 +79,7 @@ class RunView:
             write_output(out / name, (Path(__file__).parent / "static" / name).read_text(encoding="utf-8"))
 
     def write_shades(self, out: Path) -> None:
-        """Write the shades in the run folder, and the list of flips, which points to them."""
+        """Write the shades (how much of the cache held each token), and the list of flips, which points to them."""
         shaded = self._shades_by_item()
         for number, items in enumerate(self._files):
             table = {self._items[item]: shaded[item].table() for item in items if item in shaded}
