@@ -197,7 +197,7 @@ def test_what_queries_read_is_read_and_gradients_are_the_learners(model: LoadedM
     """The engine that shows codes: as if it had stored other numbers without a loss."""
     shown = replace(CODED, keys=None, values=None, shown=True)
     plain = rollout(model, 40, 20, 3, shown)
-    with pytest.raises(DataError, match="lacks what its engine's queries read"):
+    with pytest.raises(DataError, match="lacks the keys that its engine's queries read"):
         logits(model, [plain], 1)
     past = model.model(plain.ids[None, :-1], use_cache=True).past_key_values.layers
     own = [torch.cat([getattr(layer, part) for layer in past]).detach() for part in ("keys", "values")]  # [L, H, T, D]

@@ -41,7 +41,7 @@ SPARE = 3  # unneeded tools of a multi-turn item
 LONGEST_CASE = 3600  # characters of tools and messages; a row with all eight classes has twenty times as many
 DONE = '{"status": "done"}'
 _SYSTEM = "You help a user with tools."
-_NO_CALL = "I answer in words: none of the tools is used now."
+_NO_CALL = "I answer in words: none of the tools is needed now."
 
 
 class Case(NamedTuple):

@@ -155,7 +155,7 @@ class EvictingCache:
     def take(self, call: AttentionCall) -> None:
         """Update the cache as ``attend`` does, without computing attention, which another cache has done."""
         require_single_call(call.layer, self._attended, len(self.layers))
-        assert self.forward.is_first, "the output is known only if both caches count the same"
+        assert self.forward.is_first, "the output is known only if both caches held the same"
         assert self._order is None  # shared prompts are right-padded
         self.layers[call.layer].append(call, self.forward)
         self._compress(call)
