@@ -341,7 +341,7 @@ def run_name(model: str, config: ServingConfig) -> str:
     words = [served.canonical]
     if isinstance(served, Condition):
         always = ENGINES.get(served.engine).always
-        values = [value for name, value in served.settings if name not in always]
-        words = [served.engine, *(values or words)]
+        values = [value for name, value in served.settings if always.get(name) != value]
+        words = [served.engine, *(values or [served.canonical.partition(":")[2]])]
     slug = _NAME.sub("-", "-".join(filter(None, ("check", Path(model).name, *words))))
     return slug.strip("-")[:80]
