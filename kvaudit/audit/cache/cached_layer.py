@@ -104,7 +104,7 @@ class CachedLayer:
         self.counts = self.schedule.arrived
 
     def flush(self, forward: Forward, *, on_write: bool) -> None:
-        """Quantise due entries, if the codec does so before (``on_write``) or after their own queries attend."""
+        """Quantise due entries if the codec does so now: before their own queries attend (``on_write``), else after."""
         if isinstance(self.store, QuantisedStore) and self.store.on_write == on_write:
             assert forward.coded is not None
             self.store.flush(*forward.coded)

@@ -30,7 +30,7 @@ def split_last(x: Tensor, size: int) -> Tensor:
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
-    """Pack uint8 codes [..., D] of 2, 4 or 8 bits into bytes [..., D * bits / 8], the first of neighbours lowest."""
+    """Pack uint8 codes [..., D] of 2, 4 or 8 bits into bytes [..., D * bits / 8], the first code in the lowest bits."""
     if bits == 8:
         return codes
     packed, *higher = split_last(codes, 8 // bits).unbind(-1)

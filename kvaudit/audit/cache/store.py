@@ -135,7 +135,7 @@ class Store:
 
     @property
     def slots(self) -> int:
-        """The number of allocated slots; those not in use are empty, except perhaps the first of them."""
+        """The number of allocated slots; unused ones are empty, but the first may still hold an old entry."""
         return self._slots["positions"].shape[2]
 
     @property

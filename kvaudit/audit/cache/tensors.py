@@ -45,7 +45,7 @@ Result = TypeVar("Result")
 
 
 class _Switch(threading.local):
-    """The switch of each thread that turns fusing on."""
+    """Whether this thread is inside ``fusing``, so that ``fusable`` functions run compiled."""
 
     on = False
 

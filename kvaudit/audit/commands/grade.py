@@ -144,7 +144,7 @@ def _check_readable(judge: Judge, changes: Sequence[SuiteChange]) -> None:
 def _note_judge(
     run: Path, out: Path, judge: Judge, agreement: Mapping[str, Sequence[int]], console: Console, *, card: bool
 ) -> None:
-    """Store in the judged run the facts about the judge for its report: former verdict, agreement, card."""
+    """Note in ``out``, for its report, the verdict before this judge, the agreement and, if asked, the judge's card."""
     from kvaudit.audit.runs.folder import existing_run
 
     notes: dict[str, object] = {"agreement": agreement}

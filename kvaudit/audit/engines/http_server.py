@@ -68,7 +68,7 @@ class ServerEngine(Engine):
 
     @classmethod
     def kv(cls, text: str) -> Settings:
-        """Return ``kv_cache_dtype``, whose values only the server knows."""
+        """Return the setting ``kv_cache_dtype`` for --kv; raise SpecError for a text that cannot be its value."""
         # otherwise the server loads for a minute before it rejects the value
         if not _DTYPE.fullmatch(text):
             raise SpecError(

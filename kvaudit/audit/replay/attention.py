@@ -37,7 +37,7 @@ BLOCK = 512  # prompt queries per mask: small blocks skip most of the keys in th
 
 
 class Replay:
-    """The attention of one learner pass; pass it to a model's forward as ``kv=``.
+    """The attention of one learner forward: queries see what they saw while sampling. Pass it to the model as ``kv=``.
 
     ``queries`` and ``keys`` are row positions [B, Q] and [B, K] (-1 = padding). The last Q keys belong to the queries;
     the keys before them come from ``prefix``, an earlier pass, each of whose rows is repeated ``group`` times.
@@ -162,7 +162,10 @@ class Replay:
         )
 
     def _visible(self, layer: int, block: slice, end: int) -> Tensor:
-        """Return the mask [B, 1, H or G*H, block, end]: j <= i < evicted_at[j] and i selected j; padding sees all."""
+        """Return the mask of a block of queries, [B, 1, H (KV heads) or G*H (query heads), block, end].
+
+        Query i sees key j if j <= i < evicted_at[j], j is in its sliding window, and i selected it; padding sees all.
+        """
         # [B, 1, q, 1] and [B, 1, 1, end]
         q, k = self.queries[:, None, block, None], self._keys[:, None, None, :end]
         visible = (k >= 0) & (k <= q)

@@ -229,7 +229,7 @@ class Mismatch(Measure[Survey, PaddedRollouts, FilePanel]):
                 yield "no alarm: all numbers are within the bounds above"
 
     def to_json(self, total: FilePanel) -> str:
-        """Return the numbers of the file as JSON."""
+        """Return the mismatch of a rollout file, its numbers and alarms, as JSON."""
         contents, model = self._survey, self._model
         raised = [
             {"name": bound.name, "value": total.panel[bound.name], "least": bound.least, "most": bound.most}

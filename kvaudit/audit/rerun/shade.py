@@ -129,7 +129,7 @@ class Explain(AnswerMeasure[RerunAnswer]):
 
 
 def match_run_policies(run: RunFolder, texts: Sequence[str]) -> list[Policy]:
-    """Match texts with the run's policies; the text of another policy is parsed."""
+    """Return the policy that each text names: the run's policy that matches it, or else the text parsed as a policy."""
     for engine in filter(is_engine, map(engine_name, texts)):
         raise SpecError(f"--policy names engine {engine}, whose cache cannot be inspected; name a kvaudit policy")
     run_policies = [policy.canonical for policy in cache_policies(run.spec)]

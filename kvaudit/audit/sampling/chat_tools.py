@@ -98,7 +98,7 @@ class ResponseTemplate(ToolForm):
         self._template, self._prompt = template, prompt
 
     def read(self, text: str, tools: Tools = ()) -> Reading:
-        """Return the calls that the tokenizer reads; an answer that it cannot read is broken."""
+        """Return the calls that the tokenizer reads; ``is_broken`` if it cannot read the answer or one of its calls."""
         text = text[:LONGEST_ANSWER]
         message = renderer.parse(self._template, text, self._prompt, tools) if is_text(text) else None
         rows = [] if message is None else message.get("tool_calls") or []

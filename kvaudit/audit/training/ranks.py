@@ -152,7 +152,7 @@ def _unpack(packed: Tensor) -> Any:
 
 
 def _data_class(name: str) -> type | None:
-    """Return the imported data class, named tuple, enum or path of a full name; None for any other name."""
+    """Return the imported class of this full name if it is a data class, named tuple, enum or path; None otherwise."""
     module, _, leaf = name.rpartition(".")
     cls = vars(sys.modules[module]).get(leaf) if module in sys.modules else None
     if not isinstance(cls, type):

@@ -43,7 +43,7 @@ _LARGER_RUN = {
 
 @dataclass(frozen=True)
 class AnswerGroup:
-    """The subjects of one question that have the same answer; ``cells`` decide it, the worst first.
+    """Settings or arms (``subjects``) for which a question has the same answer; ``cells`` decide it, the worst first.
 
     ``why`` describes the worst cell and ``brief`` is a shorter form of it; both are empty if the cell passes.
     """

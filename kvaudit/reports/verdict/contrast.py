@@ -207,7 +207,7 @@ class Rates:
     candidate: float
 
     def as_event_rates(self, *, wanted: bool) -> tuple[float, float]:
-        """Return (reference, candidate) as rates of a facet's event: unchanged if it is wanted, else 1 - rate."""
+        """Return (reference, candidate) as rates of a facet's event: unchanged if that is wanted, else 1 - rate."""
         return (self.reference, self.candidate) if wanted else (1 - self.reference, 1 - self.candidate)
 
 

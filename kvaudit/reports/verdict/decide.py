@@ -201,7 +201,7 @@ def apply_downgrades(
 
 
 def _fail(d: Decision, reason: Reason) -> Decision:
-    """Return the decision as FAIL, of the recipe too: a recipe that makes a failing seed cannot pass."""
+    """Return the decision with FAIL for the checkpoints and for their recipe: one failing seed fails a recipe."""
     if d.status is Status.INVALID:
         return d
     recipe, judged = (None if status is None else worst([status, Status.FAIL]) for status in (d.recipe, d.judged))
@@ -347,7 +347,7 @@ def unnamed_clusters(_: GatedCell, context: DowngradeContext) -> Reason | None:
 
 
 def broken_form(cell: GatedCell, context: DowngradeContext) -> Reason | None:
-    """Say that more answers may have lost their form, which a facet's rate does not count."""
+    """Say that more answers than the margin allows may have become unreadable; a facet's rate leaves those out."""
     drift = context.drift
     for row in cell.rows:
         c, margin = row.contrast, cell.margin_of(row)

@@ -99,7 +99,7 @@ def drift_of(data: RunData, comparison: Comparison, alpha: float, facets: CellFi
 
 
 def _repeated_records(data: RunData, comparison: Comparison) -> Mapping[str, pd.DataFrame]:
-    """Return the records of the noise floor by order of asking; empty without a floor that can be read."""
+    """Return the noise floor's answers, keyed by the order of asking (same or shuffled); empty if none can be read."""
     if not comparison.references:
         return {}
     try:

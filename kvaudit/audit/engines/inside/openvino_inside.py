@@ -16,7 +16,10 @@ _CRUSH, _SPARSE = "kvcrush_config", "sparse_attention_config"  # their settings 
 
 
 def start(setup: dict[str, Any]) -> tuple[dict[str, str], Any]:
-    """Start the pipeline of a folder; the engine's own errors name settings that it does not know."""
+    """Start the pipeline of a folder; return its description and a function that answers rows.
+
+    Raises ValueError that names a setting which the engine does not know.
+    """
     settings, device = dict(setup["settings"]), setup["device"]
     scheduler = genai.SchedulerConfig()
     # without prefix cache each request reads its whole prompt and depends on no other request
