@@ -68,7 +68,9 @@ class CheckOptions:
     python: Annotated[str | None, option(help="Python executable of the engine's environment.")] = None
     weights: Annotated[str | None, option(help="The model in the engine's own format.")] = None
     policy: Annotated[str | None, option(help="Instead of an engine: a policy of kvaudit's own cache.")] = None
-    reference: Annotated[str | None, option(help="Instead: URL#MODEL of a running server without compression.")] = None
+    reference: Annotated[
+        str | None, option(help="Instead of an engine: URL#MODEL of a running server without compression.")
+    ] = None
     candidate: Annotated[str | None, option(help="With --reference: URL#MODEL of a compressing server.")] = None
     minutes: Annotated[float | None, option(help="Time limit for asking public rows. Default: 10.")] = None
     seed: Annotated[int | None, option(help="Seed of the order in which rows are asked.")] = None
@@ -176,7 +178,8 @@ def check(
 ) -> None:
     """May this model be served with this KV setting?
 
-    Asks the model with and without it until the answer is clear, at most ten minutes, and prints it in a dozen lines.
+    Asks the same questions with and without the setting, until the answer is clear or ten minutes have passed, and
+    prints the result in a dozen lines.
     Exits as `gate` does: 0 ship, 3 do not ship, 4, 5 and 6 cannot say. `kvaudit init check` writes the spec it runs.
     """
     with user_errors(*typed_command(resume=True)):
@@ -278,7 +281,10 @@ def _check_available(model: str, config: ServingConfig) -> None:
 
     path = Path(model)
     if model != EMBEDDED and not path.is_dir() and not (path.is_file() and path.suffix == ".gguf"):
-        raise DataError(f"model {model!r} is no folder and no .gguf file; give its path, or {EMBEDDED}")
+        raise DataError(
+            f"model {model!r} is no folder and no .gguf file; give the path of one, or {EMBEDDED} for the small model "
+            "that ships"
+        )
     for condition in (config.named_reference, config.served):
         if isinstance(condition, Condition):
             engine_spec = EngineSpec.model_validate(config.engines.get(condition.engine, {}))

@@ -12,8 +12,8 @@ from kvaudit.core.text import guide_path
 
 data = typer.Typer(rich_markup_mode=None)
 _NOT_FETCHED = (
-    "not fetched: the rest of math_eval, whose problems have no licence, and long_text, for which you give any prose "
-    f"as .txt files ({guide_path('choose-suites.md')})"
+    "cannot be fetched: long_text (put any prose there, as .txt files) and the rest of math_eval (its problems have no "
+    f"licence); see {guide_path('choose-suites.md')}"
 )
 
 
@@ -34,7 +34,7 @@ def show_data(context: typer.Context) -> None:
             table.append([rows.name, state, rows.rows, rows.licence, rows.source_url, ", ".join(rows.suites)])
         console = wide_console()
         print_line(console, f"folder: {folder}")
-        print_rows(console, ["rows", "", "how many", "licence", "from", "read by"], table)
+        print_rows(console, ["rows", "state", "number of rows", "licence", "from", "read by"], table)
         print_line(console, _NOT_FETCHED)
         if missing:
             print_line(console, f"fetch what is missing: kvaudit data fetch {' '.join(missing)}")

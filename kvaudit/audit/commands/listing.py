@@ -32,7 +32,7 @@ def list_policies(plugin: Plugins = None) -> None:
         )
         _print(
             "a+b evicts with a and quantises with b; a|b draws one policy per request; pin=system never evicts the "
-            "tokens of that role"
+            "tokens of that role; - means not set; phase: while the prompt is read, while decoding, or both"
         )
 
 
@@ -199,7 +199,7 @@ def _policy_row(name: str, cls: type[Policy]) -> list[str]:
     replay = "yes" if policy.replayable else "no"
     if policy.replayable and "reposition" in cls.field_names():
         replay = "yes, unless repositioned"
-    return [name, cls.keeps, ",".join(fields).lower(), phase, replay, cls.paper]
+    return [name, cls.keeps, ", ".join(",".join(fields).lower().split(",")), phase, replay, cls.paper]
 
 
 def _print(text: str) -> None:

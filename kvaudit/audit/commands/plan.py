@@ -64,6 +64,11 @@ def plan(
     """
     with user_errors():
         if run is not None:
+            if not run.is_dir():
+                raise SpecError(
+                    f"{str(run)[:80]!r} is no folder of a finished run; plan takes no spec: leave it out and give the "
+                    "design by options"
+                )
             if names := _typed_options(context):
                 raise SpecError(f"the sizes of RUN come from the run itself; leave out {', '.join(names)}")
             _plan_next(run)

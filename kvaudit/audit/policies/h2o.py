@@ -20,7 +20,7 @@ class HeavyHitter(Evictor):
 
     name = "h2o"
     paper = "2306.14048"
-    keeps = "the entries with the most accumulated attention, and a recent half"
+    keeps = "half by the most accumulated attention, half the most recent entries"
     ordered = False
     accumulates = True
 
