@@ -39,8 +39,8 @@ EVENT_HEADERS = (
 class Event:
     """One facet in one cell, counted as the event that it names.
 
-    Rates and differences (candidate minus reference) are shares of the readable answers, for the form itself of all
-    answers.
+    Rates and differences (candidate minus reference) are shares of the readable answers; those of the facet of form
+    are shares of all answers.
     """
 
     facet: Facet
@@ -99,7 +99,7 @@ class Event:
 
     @property
     def _mirrored(self) -> bool:
-        """Whether the event is unwanted, while contrasts count the wanted outcome."""
+        """Whether the event is the opposite of what the contrast counts, which is always the wanted outcome."""
         return not self.facet.wanted or self.facet.name == WELL_FORMED
 
 
@@ -151,7 +151,7 @@ def cell_events(findings: Decided, d: Decision) -> list[Event]:
 
 
 def _cell(sides: Comparison, d: Decision) -> CellPlace:
-    """Return the cell with the facets of a decision; for a contrast without two sides, that of the base contrast."""
+    """Return the cell whose facets explain a decision: its own, or the base contrast's if its own has not two sides."""
     suite = suite_of(d.suite)
     estimand = d.estimand if d.estimand in _PAIRED else sides.base
     return estimand, d.arm, d.policy, suite, d.context_tokens

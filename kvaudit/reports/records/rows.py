@@ -100,7 +100,7 @@ class Columns:
         self.rows = 0
 
     def add(self, file: str, lines: Sequence[int] | npt.NDArray[np.int64], values: Mapping[str, Sequence[Any]]) -> None:
-        """Add rows; ``values`` has one sequence per column, of the columns in REAL_NUMBERS only those with values."""
+        """Add rows; ``values`` has a sequence per column, but may lack those of REAL_NUMBERS that have no value."""
         place = slice(self.rows, self.rows + len(lines))
         self.rows = place.stop
         for name in WORDS:
@@ -209,7 +209,7 @@ def _table_values(values: Mapping[str, Any]) -> dict[str, Sequence[Any]]:
 
 
 def columns_of(records: Sequence[Record]) -> dict[str, Sequence[Any]]:
-    """Return the columns of the table for these records."""
+    """Return the values of these records by column of the table."""
     values: dict[str, Any] = {name: [getattr(record, name) for record in records] for name in _FIELDS}
     values["outcome"] = [record.outcome.value for record in records]
     values["score"] = np.array(values["score"], dtype=np.float64)  # NaN for None
@@ -291,9 +291,9 @@ class CellKey(NamedTuple):
 class Panel:
     """The scores [N] of every cell; NaN where a cell lacks the item.
 
-    For a suite's score, ``scores`` counts unscored samples as 0, like ``floor``, and ``best`` as 1. For a facet, whose
-    scores are 1 for the wanted value, ``scores`` is the mean of the readable samples (NaN without any), ``floor``
-    counts the others as 0 and ``best`` as 1. ``readings`` are the scores with every unsure grade counted as 0 and as 1;
+    For a suite's score, ``scores`` and ``floor`` count unscored samples as 0, ``best`` counts them as 1. For a facet,
+    whose scores are 1 for the wanted value, ``scores`` is the mean of the readable samples (NaN without any); ``floor``
+    counts the others as 0, ``best`` as 1. ``readings`` are the scores with every unsure grade counted as 0 and as 1;
     empty if no judge was unsure. ``unscored_as`` are the scores, also of a facet, with every unscored sample counted
     as 0 and as 1; empty if all are scored.
     """
@@ -368,7 +368,10 @@ def facet_metrics(records: pd.DataFrame) -> list[str]:
 
 
 def facet_scores(column: pd.Series, facet: str | None) -> Array:
-    """Return 1 for the wanted value of a facet, 0 for the other, NaN for none or unreadable; a score unchanged."""
+    """Return 1 for the wanted value of a facet, 0 for the other, NaN for no readable value.
+
+    If ``facet`` is None the column is a score, and is returned unchanged.
+    """
     value: Array = column.to_numpy(dtype=np.float64)
     if facet is None:
         return value
@@ -376,7 +379,7 @@ def facet_scores(column: pd.Series, facet: str | None) -> Array:
 
 
 def _facets(rows: pd.DataFrame) -> Iterator[tuple[str, _Mask, Array, _Mask]]:
-    """Yield every facet that occurs: which rows are eligible, 1 for the wanted value, which rows were readable."""
+    """Yield each facet that occurs: name, which rows it applies to, 1 for the wanted value, which rows were read."""
     for name, column in FACET_COLUMNS.items():
         if column in rows:
             value = rows[column].to_numpy(dtype=np.float64)

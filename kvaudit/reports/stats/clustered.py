@@ -86,7 +86,10 @@ def cr3_variance(residuals: Array, counts: Array) -> Array:
 
 
 def cr3(t: Totals) -> float:
-    """Return the CR3 (cluster jackknife) variance of the item mean: (C-1)/C * sum (e_c / (N - n_c))^2."""
+    """Return the CR3 (cluster jackknife) variance of the item mean: (C-1)/C * sum (e_c / (N - n_c))^2.
+
+    e_c is the summed residual of cluster c, n_c the number of its items; N items, C clusters.
+    """
     return float(cr3_variance(t.residuals, t.counts))
 
 

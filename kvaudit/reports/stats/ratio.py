@@ -150,7 +150,7 @@ def _end(e: Events, quantile: float, estimate: float | None, *, upper: bool) -> 
 
 
 def widest(every: Sequence[Times]) -> Times:
-    """Return the first ratio with an interval that covers all of these, made from the same answers."""
+    """Return the first ratio with its interval and bounds widened to include those of all others."""
     return Times(
         every[0].estimate,
         min(t.low for t in every),
@@ -164,7 +164,7 @@ def widest(every: Sequence[Times]) -> Times:
 def shows_ratio(
     reference: Array, candidate: Array, counts: npt.ArrayLike, *, limit: float, alpha: float
 ) -> npt.NDArray[np.bool_]:
-    """Return whether event totals [..., C] rule out the ratio ``limit`` by the template rule, weighted both ways.
+    """Return whether event totals [..., C] rule out the ratio ``limit``: template rule, by items and by templates.
 
     An unseen template may have all its events on the candidate's side and none on the reference's.
     """

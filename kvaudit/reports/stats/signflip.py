@@ -73,7 +73,10 @@ class Moments(NamedTuple):
 
 
 class _Cells(NamedTuple):
-    """Cells of one panel, summed by their common clusters; ``turned`` are the sums with signs in a canonical form."""
+    """Cells of one panel, summed by their common clusters.
+
+    ``turned`` are the same sums with the sign of each cluster chosen so that its first nonzero cell gains.
+    """
 
     sums: Array  # [K, C]
     counts: Array  # [C]
@@ -242,7 +245,7 @@ def _cells(z: Array, clusters: npt.ArrayLike) -> _Cells:
 
 
 def _flip(cells: _Cells, draws: int, seed: int, *, stream: int, exhaustive: bool) -> tuple[Array, bool]:
-    """Return flipped statistics [K, B] of one panel, and whether all sign patterns were used."""
+    """Return the t statistics [K, B] of a panel's K cells under B sign patterns, and whether these are all patterns."""
     clusters = len(cells.counts)
     if exhaustive and clusters <= EXHAUSTIVE_CLUSTERS:
         return flip_statistics(cells.turned, cells.counts, signs(clusters, draws, 0).patterns), True

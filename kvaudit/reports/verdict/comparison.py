@@ -265,7 +265,7 @@ def run_reasons(data: RunData, comparison: Comparison) -> Iterator[Reason]:
 
 
 def part_reasons(data: RunData, comparison: Comparison) -> Iterator[Reason]:
-    """Yield the reasons that hold for any part of a run: records are missing, or differ from provenance."""
+    """Yield the reasons against a run or a part of one: records are missing, or differ from provenance."""
     yield from _incomplete(data, comparison)
     yield from _conflicts(data.records)
     yield from _unlisted(data)

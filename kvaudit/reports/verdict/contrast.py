@@ -162,7 +162,7 @@ class CellName:
 
     @property
     def name(self) -> CellName:
-        """The cell without the fields of a subclass."""
+        """This cell as a plain CellName, without the further fields of a contrast or decision."""
         return CellName(*self.place)
 
 

@@ -220,7 +220,7 @@ class HumanLabels:
 
     @property
     def by_template(self) -> Labelled:
-        """The labels counted by template."""
+        """The human-labelled differences of the pairs, summed and counted by template."""
         return labelled_pairs(self.pairs.discordant, self.difference, self.pairs.clusters)
 
 

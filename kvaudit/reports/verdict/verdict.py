@@ -48,7 +48,7 @@ class Status(StrEnum):
 
 
 class Larger(StrEnum):
-    """How many times as many templates would pass with power .8 if there were no drift."""
+    """By what factor a cell would need more templates to pass with power .8 if there were no drift."""
 
     TWICE = "about twice"
     TEN_TIMES = "about ten times"
@@ -137,7 +137,7 @@ class ArmVerdict:
 
 @dataclass(frozen=True)
 class Adjustment:
-    """How p-values are adjusted for the family: the method, why it is not max-T, and the smallest possible p-value.
+    """How p-values are adjusted for the family: the method, why it is not max-T (empty if it is), the smallest p-value.
 
     ``critical`` is how many standard errors below 0 the lowest cell must lie for a FAIL.
     """

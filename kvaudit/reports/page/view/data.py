@@ -197,7 +197,7 @@ KINDS = ("alike", "deployed", "serving")  # contrasts that have two sides
 
 
 class Change(NamedTuple):
-    """A metric of an item on both sides: its mean over the draws, 1 if all were as wanted."""
+    """A metric of an item on both sides, averaged over the draws: 1 if all were as wanted, 0 if none was."""
 
     metric: str  # SCORE or the name of a facet
     reference: float
@@ -223,7 +223,7 @@ class Flip:
 
 
 def kinds_shown(data: RunData) -> frozenset[str]:
-    """Return the contrasts whose flips are shown: deployed only if the gate uses it."""
+    """Return the contrasts whose flips are shown: all of KINDS, but "deployed" only if the gate uses it."""
     estimands = set(data.spec.gate.estimands)
     return frozenset(kind for kind in KINDS if kind != "deployed" or estimands & {"deployed", "worst"})
 
@@ -275,14 +275,14 @@ def _changes(metric: str, table: Panel, candidate: CellKey, reference: CellKey) 
 
 
 class Pair(NamedTuple):
-    """The places of the two answers of a flip."""
+    """The two answers of a flip, each as file and line of its record."""
 
     reference: RecordPlace
     candidate: RecordPlace
 
 
 def places_of(data: RunData, flips: Sequence[Flip]) -> list[Pair]:
-    """Return two records per flip: of several draws those that differ most in the first change."""
+    """Return the two records of each flip; of several draws the two that differ most in its first metric."""
     keys = ["suite", "context_tokens", "item_id", "arm", "train_seed", "policy"]
     rows = data.records.loc[data.records["item_id"].isin({flip.item for flip in flips})]
     rows = rows.sort_values("sample_index", kind="stable")

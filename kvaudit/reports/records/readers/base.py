@@ -145,7 +145,7 @@ class Reader:
 
 
 def log_of(reader: Reader, path: Path, rows: list[Row], problems: Problems, **fields: Any) -> Log:
-    """Return a log of these rows; raises DataError if there are none, with the scale or the first problem."""
+    """Return a log of these rows; without rows raises DataError that names the other scale or the first problem."""
     if not rows:
         for metric, scale in problems.scales.items():
             raise scale.error(path, metric)
@@ -208,7 +208,7 @@ def metric_name(text: str) -> str:
 
 
 def score_of(value: Any) -> float:
-    """Return a score as a float, NaN for None; raises OffScale if it is outside [0, 1], DataError for no number."""
+    """Return a score as a float, NaN for None; raises OffScale for one outside [0, 1], DataError for a non-number."""
     if value is None:
         return math.nan
     if isinstance(value, bool):
@@ -256,7 +256,7 @@ class CollectedScores:
             self._errors.append((row.metric, f"{place}: {row.metric}: {error}"))
 
     def report(self) -> None:
-        """Add the errors of metrics with scores to the problems; if no metric has any, all errors."""
+        """Add to the problems the errors of every metric that has scores, or all errors if no metric has scores."""
         scored = {row.metric for row in self.rows if not math.isnan(row.score)}
         for metric, text in self._errors:
             if not scored or metric in scored:
