@@ -218,7 +218,7 @@ def limit_text(sides: Comparison, d: Decision) -> str:
 
 
 def cell_title(sides: Comparison, d: Decision) -> str:
-    """Return a title that no other cell of the run has."""
+    """Return the title of a cell, unique in the run: contrast, arm, policy, metric and length."""
     return f"{d.estimand} {sides.who(d.arm, d.policy)}, {d.suite} {at_length(d.context_tokens)}"
 
 
@@ -244,7 +244,7 @@ def before_and_after(sides: Comparison, d: Decision) -> str:
 
 
 def _limit_and_bound(sides: Comparison, d: Decision) -> tuple[str, str]:
-    """Return the limit and the rule's bound, both with the sign of the counted event, in points or as a ratio."""
+    """Return as texts the limit and the bound that the rule used, in points of what the cell counts, or as ratios."""
     assert d.effect is not None
     sign = _sign(sides, d)
     if d.ratio:

@@ -159,7 +159,7 @@ def _invalid_cell_lines(findings: Decided) -> Iterator[str]:
 
 
 def to_do(findings: Decided) -> str:
-    """Return the recommendation for every arm, or for every policy if nothing was trained."""
+    """Return one line that recommends what to do with every arm, or with every policy if nothing was trained."""
     if late_rules_alarm(findings.rules):
         return "What to do: gate this run by the rules that were declared before it."
     if findings.verdict.status is Status.INVALID:

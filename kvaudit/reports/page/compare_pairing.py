@@ -74,7 +74,7 @@ def check_scale(a: Log, b: Log, metric: str) -> None:
 
 
 def _unshared_metrics(a: Log, b: Log) -> list[tuple[str, list[str]]]:
-    """Return the metrics that only one side has, by side."""
+    """Return each side that has metrics which the other lacks, with their names."""
     sets = a.metrics, b.metrics
     by_side = ((REFERENCE, sorted(sets[0] - sets[1])), (CANDIDATE, sorted(sets[1] - sets[0])))
     return [(side, names) for side, names in by_side if names]
@@ -358,7 +358,7 @@ def names_harm(name: str) -> bool:
 
 
 def _names_to_check(logs: Sequence[Log], metric: str) -> Iterator[str]:
-    """Yield the metric's name; if that is generic, also its suites and the task of its file."""
+    """Yield the names that may say which way a metric is better: its own; if that is generic, also suites and task."""
     yield metric
     if metric.lower() not in _GENERIC_NAMES:
         return

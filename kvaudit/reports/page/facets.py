@@ -146,7 +146,7 @@ _PAIRED = ("alike", "deployed", "serving")  # two sides, each with a rate
 
 
 def cell_events(findings: Decided, d: Decision) -> list[Event]:
-    """Return the facets of a decision's suite in its own cell, form first."""
+    """Return an event for every facet of a decision's suite in the decision's cell, the facet of form first."""
     return _events_of_cell(findings, _cell(findings.comparison, d))
 
 
@@ -215,7 +215,7 @@ def _by_kind(all_events: Sequence[Event]) -> str:
 
 
 def _kinds_that_moved(all_events: Sequence[Event], moved: str) -> list[str]:
-    """Return the kinds of facets that moved this way; a kind that moved only in part lists its facets."""
+    """Return the kinds whose facets moved in direction ``moved``; if only some facets of a kind did, it lists them."""
     names = []
     for kind in dict.fromkeys(e.facet.kind for e in all_events):
         events_of_kind = [e for e in all_events if e.facet.kind == kind]
@@ -249,7 +249,7 @@ def failed_table(findings: Decided) -> Table:
 
 
 def _failed_suites(findings: Decided) -> list[tuple[Decision, list[Event]]]:
-    """Return the gated suites that failed, the largest drop first, with their facets."""
+    """Return the decisions of gated suites that failed, the largest drop first, each with its facets."""
     suites = findings.comparison.suites
     gated = [d for d in findings.verdict.gated if d.status is Status.FAIL and d.suite in suites]
     gated.sort(key=lambda d: d.effect.estimate if d.effect else 0.0)

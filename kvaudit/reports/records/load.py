@@ -157,7 +157,7 @@ def problem_lines(data: RunData) -> Iterator[str]:
 
 
 def _load_spec(path: Path, provenance: Mapping[str, Any]) -> RunSpec:
-    """Return the spec; raises DataError if it changed, since margins and reference are declared before the run."""
+    """Return the spec; raises DataError if it changed after the run began, before which margins must be declared."""
     _check_exists(path)
     text = read_text(path, "spec")
     _check_spec(path, "spec_file_sha256", hashlib.sha256(text.encode()).hexdigest(), provenance)

@@ -80,7 +80,7 @@ _Mask = npt.NDArray[np.bool_]
 
 
 class _Numbering(dict[str, int]):
-    """A dictionary that gives each new word the next number."""
+    """A dictionary from words to numbers, in which looking up a new word adds it with the next number."""
 
     def __missing__(self, word: str) -> int:
         return self.setdefault(word, len(self))
@@ -198,7 +198,10 @@ def _fast_columns(raw: bytes) -> dict[str, Sequence[Any]] | None:
 
 
 def _table_values(values: Mapping[str, Any]) -> dict[str, Sequence[Any]]:
-    """Return the columns of the table, one per role, facet and span that occurs; degenerate answers score 0."""
+    """Return the columns of the table from values by field: nested ones become a column per role, facet and span.
+
+    Degenerate answers score 0.
+    """
     columns = {name: values[name] for name in (*_FIELDS, ANSWER_HASH)}
     is_degenerate = [outcome == Outcome.DEGENERATE for outcome in values["outcome"]]
     columns["score"] = np.where(is_degenerate, 0.0, columns["score"])
@@ -349,7 +352,7 @@ def panels(records: pd.DataFrame) -> dict[tuple[str, int], Panel]:
 
 
 def count_distinct(tables: Sequence[pd.DataFrame], column: str, by: Sequence[str]) -> pd.Series:
-    """Return the number of different values of a column in all tables together, for each value of ``by``."""
+    """Return how many different values of ``column`` all tables together have, for each combination of ``by``."""
     # duplicates first: a million rows have few different values, and text needs an object per row
     rows = pd.concat([table[[*by, column]].drop_duplicates().astype(str) for table in tables])
     return rows.groupby(list(by))[column].nunique()
@@ -433,7 +436,7 @@ def _panel(
 
 
 def _cells(rows: pd.DataFrame) -> tuple[list[CellKey], npt.NDArray[np.int64]]:
-    """Return the cells of these rows, sorted, and each row's cell."""
+    """Return the cells of these rows, sorted, and for each row the index of its cell."""
     arms, arm = _codes(rows["arm"])
     seeds, seed = np.unique(rows["train_seed"].to_numpy(), return_inverse=True)
     policies, policy = _codes(rows["policy"])

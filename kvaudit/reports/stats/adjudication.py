@@ -39,7 +39,7 @@ class Labelled(NamedTuple):
 
     @property
     def unseen(self) -> npt.NDArray[np.int64]:
-        """The number of templates [...] whose concordant pairs have no label: a judge may be blind to them."""
+        """The number of templates [...] none of whose concordant pairs is labelled: the judge may be blind to them."""
         return np.asarray(np.count_nonzero((self.alike > 0) & (self.looked == 0), axis=-1))
 
     @property

@@ -94,7 +94,7 @@ def cr3(t: Totals) -> float:
 
 
 def cr3_effect(z: npt.ArrayLike, clusters: npt.ArrayLike, *, alpha: float = 0.05) -> Effect:
-    """Return the mean of item differences with CR3 and t_{C-1}, also for values outside [-1, 1] (interactions)."""
+    """Return the mean of item differences with a CR3 variance and t_{C-1}; values may exceed [-1, 1] (interactions)."""
     t = totals(z, clusters)
     variance = cr3(t)
     # variance of the mean if all items were independent
@@ -141,7 +141,7 @@ def t_bounds(mean: npt.ArrayLike, variance: npt.ArrayLike, df: npt.ArrayLike, *,
 
 
 def _drop_pvalues(mean: Array, error: Array, df: npt.ArrayLike) -> Array:
-    """Return P(T <= mean/error); 0, 1/2 or 1 for data without spread."""
+    """Return P(T <= mean/error), T with ``df`` degrees of freedom; for an error of 0 it is 0, 1/2 or 1."""
     spread = error > 0
     without = np.where(mean == 0, 0.5, (mean > 0).astype(np.float64))
     ratio = mean / np.where(spread, error, 1.0)

@@ -61,7 +61,7 @@ def blind_spot(clusters: float, alpha: float) -> float:
 
 
 class Call(IntEnum):
-    """The outcome of a cell. In the last three the interval passes, but the templates are not sufficient."""
+    """The outcome of a cell. CLUSTERS, UNEVEN, TEMPLATES: the interval passes, but the templates do not suffice."""
 
     PASS = 0
     PASS_NOTED = 1  # a drop is detectable in the family, and within the margin
@@ -124,7 +124,7 @@ def fixed_sequence(passes: Sequence[bool]) -> int | None:
 
 
 def cleared(passes: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
-    """Count the cleared doses of many sequences [..., D]."""
+    """Return how many doses each sequence [..., D] clears before its first failure."""
     count: npt.NDArray[np.int64] = np.cumprod(passes, axis=-1, dtype=np.int64).sum(axis=-1)
     return count
 

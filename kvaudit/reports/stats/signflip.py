@@ -65,7 +65,7 @@ class Signs(NamedTuple):
 
 
 class Moments(NamedTuple):
-    """Means [..., B] of flipped cells, their CR3 variances [..., B] and the scale [..., 1] of those variances."""
+    """Means [..., B] of cells under B sign patterns, their CR3 variances [..., B], and the scale [..., 1] of these."""
 
     mean: Array
     variance: Array
@@ -207,7 +207,7 @@ def max_t_pvalues(observed: Array, flipped: Array, *, exact: bool, step_down: bo
 
 
 def _share(flipped: Array, observed: Array, exact: bool) -> Array:
-    """Return the share of patterns at least as large; random draws add the observed pattern."""
+    """Return the share of patterns whose statistic reaches the observed one, which counts among random patterns."""
     slack = 1e-9 * np.maximum(1.0, np.abs(observed))  # rounding must not break ties
     limit = observed - np.where(np.isfinite(slack), slack, 0.0)  # inf - inf is no limit
     reached = (flipped >= limit[..., None]).sum(axis=-1)

@@ -58,7 +58,7 @@ class PlannedUnit(NamedTuple):
 class Look(NamedTuple):
     """The last look at a suite of a run in rounds.
 
-    ``tests`` counts gated cells; ``is_last``: no further look was planned.
+    ``tests`` is the number of gated cells, which share the level; ``is_last`` is whether no further look was planned.
     """
 
     tests: int
@@ -193,7 +193,7 @@ def _looks(spec: RunSpec, suites: Sequence[str], provenance: Mapping[str, Any]) 
 
 
 def _served_as(spec: RunSpec, recorded: Sequence[str]) -> list[str]:
-    """Return the policies of the grid as the records spell them."""
+    """Return the policies of the spec's grid, each spelled as in the records if these have it."""
     conditions = {text for pair in spec.evaluate.references.items() for text in pair}
     ours = [policy for policy in spec.evaluate.policies if policy not in conditions]
     spelled = dict(zip(ours, match_policies(ours, [p for p in recorded if p not in conditions]), strict=True))

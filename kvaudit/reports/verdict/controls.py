@@ -150,7 +150,7 @@ def controls_of_answers(
 
 
 def _margin(answers: Answers, margins: Mapping[str, float], ratios: Mapping[str, float]) -> float:
-    """Return how much a metric may lose, in score units."""
+    """Return how much a metric may lose, in score units: its margin, or what its ratio allows."""
     if answers.metric in margins:
         return margins[answers.metric]
     return float(points_of(ratios[answers.metric], 1 - float(answers.wanted.mean())))
@@ -327,7 +327,8 @@ class ErrorRates:
     (with a reference at ``reference_rate`` and the margin ``margin``) or by whole templates (also at 10 pp).
     ``release_max`` is the same at ``release_level``, where a spread drift is tested by the interval alone. Two rates
     may be higher: ``beyond_max``, of the interval at ``level`` with a reference at ``beyond_rate`` and a margin of
-    ``beyond_margin``, and ``unnamed_max``, for whole templates that are not declared as clusters.
+    ``beyond_margin``, and ``unnamed_max``, for whole templates that nobody named and items declared
+    independent.
 
     ``type_one_max`` is the rate of a drop found without any, ``coverage_min`` that of an interval with the true drift.
     ``recipe_three_seeds_max`` is the two-sided type I error of a recipe's 95 % interval from three seeds;
@@ -382,7 +383,7 @@ _WITHOUT_COMPRESSED_REFERENCE = ("deployed", "serving")  # estimands
 
 
 class Moves(NamedTuple):
-    """How far apart two sets of answers to the same items are."""
+    """How far apart two sets of answers to the same items are, in texts and in log-probs."""
 
     texts: float  # share of answers that have another text
     logprobs: float | None  # root mean square of the difference of log-probs, in nats; None without log-probs

@@ -59,7 +59,7 @@ _PartialLabels = npt.NDArray[np.float64]
 def sheet_key(
     data: RunData, answers: Sequence[PairedAnswers], *, seed: int, concordant: int, spread: bool = True
 ) -> tuple[Key, dict[str, ShownAnswer]]:
-    """Return the key of a sheet and the content of its rows, determined by records, ``seed``, ``concordant``."""
+    """Return the key of a sheet and its rows by name; records, ``seed`` and ``concordant`` determine both."""
     picks = [pairs_to_label(pairs, concordant, seed, spread=spread) for pairs in answers]
     texts = shown_answers(data, list(zip(answers, picks, strict=True)))
     hashes = {place: text_hash(text) for place, text in texts.items()}
@@ -298,7 +298,7 @@ def _with_human_labels(c: Contrast, h: HumanLabels, alpha: float) -> Contrast:
 
 
 def _human_effect(h: HumanLabels, alpha: float) -> Effect:
-    """Return the drift by human labels, clipped to [-1, 1] because it is the sum of two intervals."""
+    """Return the drift by human labels; bounds are clipped to [-1, 1], which a sum of two intervals can exceed."""
     effect = adjudicated(h.pairs.discordant, h.difference, h.pairs.clusters, alpha=alpha)
     low, high, lower, upper = np.clip((effect.low, effect.high, effect.lower, effect.upper), -1.0, 1.0)
     return replace(effect, low=float(low), high=float(high), lower=float(lower), upper=float(upper))

@@ -187,7 +187,7 @@ def exit_code(status: Status, rules: Rules) -> int:
 
 
 def worst_exit_code(statuses: Iterable[Status], rules: Rules) -> int:
-    """Return the exit code of the worst status that is not only a warning."""
+    """Return the exit code of the worst status whose code is not 0; 0 if every status passes or only warns."""
     codes = (exit_code(status, rules) for status in sorted(set(statuses), key=PRECEDENCE.index))
     return next((code for code in codes if code), 0)
 
@@ -219,7 +219,7 @@ class Decided:
 
     @property
     def contrasts(self) -> Iterator[Contrast]:
-        """The contrasts of suites and of the facets with a margin; other facets have their own section."""
+        """The contrasts of suites, and of facets with a margin or ratio; other facets have their own section."""
         facets = self.comparison.facets
         return (c for c in self.drift.contrasts if c.suite not in facets or self.rules.holds(c.suite))
 

@@ -126,10 +126,10 @@ def _turns(messages: Iterable[Message]) -> list[tuple[str, str]]:
 
 
 class ItemShades:
-    """The shades of one item's answers by their numbers: a letter of LEVELS per token.
+    """The shades of one item's answers by their numbers: per token a letter of LEVELS (how much of the cache held it).
 
-    ``pieces`` and ``roles`` are those of the item's first answer. Every other answer repeats the first ``same`` of them
-    and adds its own.
+    Tokens (``pieces``, ``roles``) are stored in full for the first answer only. Every other answer shares the first
+    ``same`` of them and adds its own.
     """
 
     def __init__(self) -> None:
@@ -138,7 +138,7 @@ class ItemShades:
         self._answers: dict[int, dict[str, Any] | None] = {}
 
     def add(self, number: int, shading: Shading | None) -> None:
-        """Add the shading of an answer; None if serving it again gave another answer."""
+        """Add the shading of an answer, which is None if serving the prompt again gave another answer."""
         if shading is None:
             self._answers[number] = None
             return
@@ -180,7 +180,7 @@ def _run_lengths(letters: Iterable[str]) -> str:
 
 
 def _ranges(numbers: Iterable[int]) -> list[list[int]]:
-    """Return the numbers as [start, stop) ranges."""
+    """Return the numbers, sorted, as ranges [start, stop) without ``stop``."""
     ranges: list[list[int]] = []
     for number in sorted(numbers):
         if ranges and ranges[-1][1] == number:

@@ -108,7 +108,7 @@ class RunView:
         return missing
 
     def _shades_by_item(self) -> dict[ItemKey, ItemShades]:
-        """Return the shades in the run folder by item."""
+        """Return the shades stored in the run folder, of answers with evictions, by item."""
         shadings: dict[str, Shadings] = {}
         shades: dict[ItemKey, ItemShades] = {}
         for number, answer in enumerate(self._texts.answers):

@@ -172,7 +172,7 @@ def json_lines(path: Path, problems: Problems) -> Iterator[tuple[int, dict[str, 
 
 
 def first_objects(path: Path) -> list[dict[str, Any]]:
-    """Return the JSON objects among the first lines of a file, for recognition."""
+    """Return the JSON objects among the first lines of a file, by which a reader recognises its kind."""
     with path.open("rb") as handle:
         lines = islice(iter(lambda: handle.readline(LONGEST_LINE), b""), _RECOGNITION_LINES)
         return [value for raw in lines if (value := json_object(raw)) is not None]
@@ -352,7 +352,7 @@ def cluster_rule(text: str) -> ClusterRule:
 
 
 def _lookup(row: Any, keys: list[str]) -> Any:
-    """Return row[a][b] for a.b, also for keys that contain dots; None if there is no such field."""
+    """Return row[a][b] for ``keys`` (a, b), or row["a.b"] if there is one; None if there is no such field."""
     if not keys:
         return row
     if not isinstance(row, Mapping):
@@ -413,7 +413,7 @@ class SharedFields:
                 self._values.setdefault(column, {})[item] = hash(name)
 
     def names(self) -> tuple[str, ...]:
-        """Return the fields that every item has and whose values two items or more share on average."""
+        """Return the fields that every item has and each of whose values two items or more share on average."""
         names = []
         for column, values in self._values.items():
             distinct = len(set(values.values()))
