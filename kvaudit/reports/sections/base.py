@@ -118,7 +118,7 @@ class Section(Generic[V]):
     # lines for other parts of the page
 
     def suggestions(self, value: V, decided: Decided) -> Iterator[str]:
-        """Yield a line for each possible remedy if the verdict is not to ship. Formerly ``instead``."""
+        """Yield a line for each possible remedy if the verdict is not to ship; ``instead`` is an older name of this."""
         former = getattr(self, "instead", None)  # accepted for one release
         yield from former(value, decided) if former else ()
 
@@ -127,7 +127,7 @@ class Section(Generic[V]):
         yield from ()
 
     def banner_lines(self, value: V, decided: Decided, head: Decision | None) -> Iterator[str]:
-        """Yield lines for the banner, which quotes the number of ``head``. Formerly ``asides``."""
+        """Yield lines for the banner, which quotes the number of ``head``; ``asides`` is an older name of this."""
         former = getattr(self, "asides", None)  # accepted for one release
         yield from former(value, decided, head) if former else ()
 

@@ -44,7 +44,7 @@ class SecondJudge:
 
 
 def second_judge(provenance: Mapping[str, Any]) -> SecondJudge | None:
-    """Read the judges of a run that was judged again, None for any other run; raises DataError if malformed."""
+    """Return the second judge from the provenance of a run judged again, None for any other; DataError if malformed."""
     entry = provenance.get(JUDGED)
     judge = entry.get("judge") if isinstance(entry, Mapping) else None
     if not isinstance(entry, Mapping) or judge is None:

@@ -125,7 +125,7 @@ class Comparison:
 
     @property
     def by_phrases(self) -> tuple[str, ...]:
-        """The suites that phrase rules graded; phrase rules alone support no claim."""
+        """The suites whose judges include phrase rules, which alone support no claim."""
         return tuple(suite for suite in self.suites if BY_PHRASES in map(_judge_name, self.judges.get(suite, ())))
 
     @property

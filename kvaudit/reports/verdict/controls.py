@@ -327,13 +327,12 @@ class ErrorRates:
     (with a reference at ``reference_rate`` and the margin ``margin``) or by whole templates (also at 10 pp).
     ``release_max`` is the same at ``release_level``, where a spread drift is tested by the interval alone. Two rates
     may be higher: ``beyond_max``, of the interval at ``level`` with a reference at ``beyond_rate`` and a margin of
-    ``beyond_margin``, and ``unnamed_max``, for whole templates that nobody named and items declared
-    independent.
+    ``beyond_margin``, and ``unnamed_max``, for whole templates that nobody named, with items declared independent.
 
-    ``type_one_max`` is the rate of a drop found without any, ``coverage_min`` that of an interval with the true drift.
-    ``recipe_three_seeds_max`` is the two-sided type I error of a recipe's 95 % interval from three seeds;
-    ``nothing_to_lose_max`` is how often a reference with nothing to lose counts as measurable, ``turned_away_max`` how
-    often a healthy one does not.
+    ``type_one_max`` is the two-sided rate of false alarms without drift, ``coverage_min`` the lowest coverage of the
+    95 % interval. ``recipe_three_seeds_max`` is the two-sided type I error of a recipe's 95 % interval from three
+    seeds. ``nothing_to_lose_max`` is how often a reference with nothing to lose counts as measurable,
+    ``turned_away_max`` how often a healthy one does not.
     """
 
     scale: str

@@ -394,7 +394,7 @@ def _unread(panel: Panel, weights: list[Weights], recorded: npt.NDArray[np.bool_
 
 
 def two_sides(weights: Sequence[Weights]) -> tuple[list[CellKey], list[CellKey]]:
-    """Return the candidate's and the reference's cell of every pair; a cell against itself is on both sides."""
+    """Return the candidate's and the reference's cell of every pair; a cell compared with itself is on both sides."""
     positive = [next(cell for cell, weight in w.items() if weight >= 0) for w in weights]
     negative = [next(cell for cell, weight in w.items() if weight <= 0) for w in weights]
     return positive, negative

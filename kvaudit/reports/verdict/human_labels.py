@@ -116,7 +116,7 @@ def _answers_of_gated_cell(answers: Mapping[CellPlace, PairedAnswers], cell: Key
 
 @dataclass(frozen=True)
 class CellLabels(CellName):
-    """The labels of one gated cell: hash of the text -> 0 or 1, for the pairs that ``seed`` and ``concordant`` draw.
+    """The human labels (0 or 1) of one gated cell by hash of the text; ``seed`` and ``concordant`` fix the pairs drawn.
 
     ``spread`` is whether the concordant pairs were drawn in turn over the templates, as they are since format 3.
     """

@@ -296,7 +296,7 @@ _START = 4096  # bytes at the beginning of a file
 
 
 def foreign_kind(path: Path) -> str:
-    """Return what an unrecognised file is and what to do; empty if that is unknown."""
+    """Return a text that says what an unrecognised file is and what to give instead; empty if unknown."""
     if path.is_dir():
         return ""
     if advice := _ADVICE_BY_SUFFIX.get(path.suffix.lower()):
