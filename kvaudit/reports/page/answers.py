@@ -109,7 +109,7 @@ def answers(decided: Decided) -> tuple[Answer, ...]:
 
 
 def question_of(sides: Comparison, d: Decision) -> str:
-    """Return the question that a cell belongs to; an uncompressed deployed arm differs by training alone."""
+    """Return the question that a cell belongs to; an arm deployed uncompressed belongs to ``training``."""
     if sides.mode == "serving" or d.estimand == SERVING:
         return SERVING
     return DEPLOYED if d.estimand == DEPLOYED and not sides.is_uncompressed(d.policy) else TRAINING
@@ -134,7 +134,7 @@ def _question_text(sides: Comparison, question: str) -> str:
 
 
 def _groups(sides: Comparison, cells: Sequence[Decision]) -> Iterator[AnswerGroup]:
-    """Yield the subjects of one question, grouped by STATUS_WORDS, the worst group first."""
+    """Yield the subjects of one question grouped by the word for their worst status, the worst group first."""
     subjects: dict[str, list[Decision]] = {}
     for d in cells:
         subjects.setdefault(subject_of(sides, d), []).append(d)
@@ -168,8 +168,8 @@ def _not_measurable_count(cells: Sequence[Decision], status: Status) -> str:
 def severity_order(sides: Comparison) -> Callable[[Decision], tuple[int, int, float]]:
     """Return a sort key that puts the worst cell first.
 
-    Among cells of one status, safety facets come first, other facets next, scores (which add opposite errors) last;
-    within these the cell whose bound lies furthest beyond its margin.
+    Among cells of one status, safety facets come first, other facets next, scores (which add opposite errors) last.
+    Within each of these kinds the cell whose bound lies furthest beyond its margin comes first.
     """
 
     def key(d: Decision) -> tuple[int, int, float]:
@@ -218,7 +218,7 @@ def limit_text(sides: Comparison, d: Decision) -> str:
 
 
 def cell_title(sides: Comparison, d: Decision) -> str:
-    """Return a title that no other cell of the run has."""
+    """Return the title of a cell, unique in the run: contrast, arm, policy, metric and length."""
     return f"{d.estimand} {sides.who(d.arm, d.policy)}, {d.suite} {at_length(d.context_tokens)}"
 
 
@@ -232,7 +232,8 @@ def cell_message(sides: Comparison, d: Decision) -> str:
 def before_and_after(sides: Comparison, d: Decision) -> str:
     """Return the rates of both sides, 0 → 5.6 %; for a contrast without two sides the drift in points.
 
-    By human labels it is the drift too: they have no rate of each side, and the judge's would not fit their bounds.
+    A cell decided by human labels also gets the drift: human labels give no rate of each side, and the judge's rates
+    would not fit the bounds by human labels.
     """
     if d.judged and d.effect:
         return f"{_sign(sides, d) * d.effect.estimate:+.1f} points by human labels"
@@ -243,7 +244,7 @@ def before_and_after(sides: Comparison, d: Decision) -> str:
 
 
 def _limit_and_bound(sides: Comparison, d: Decision) -> tuple[str, str]:
-    """Return the limit and the rule's bound, both with the sign of the counted event, in points or as a ratio."""
+    """Return as texts the limit and the bound that the rule used, in points of what the cell counts, or as ratios."""
     assert d.effect is not None
     sign = _sign(sides, d)
     if d.ratio:
@@ -254,7 +255,7 @@ def _limit_and_bound(sides: Comparison, d: Decision) -> tuple[str, str]:
 
 
 def _sign(sides: Comparison, d: Decision) -> int:
-    """Return 100, or -100 for a cell that counts something unwanted: what turns a drift into points of the count."""
+    """Return the factor from a drift to points of what the cell counts: 100, or -100 if that is unwanted."""
     facet = facet_of_metric(sides, d.suite)
     return 100 if facet is None or facet.wanted else -100
 

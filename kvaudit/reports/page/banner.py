@@ -159,7 +159,7 @@ def _invalid_cell_lines(findings: Decided) -> Iterator[str]:
 
 
 def to_do(findings: Decided) -> str:
-    """Return the recommendation for every arm, or for every policy if nothing was trained."""
+    """Return one line that recommends what to do with every arm, or with every policy if nothing was trained."""
     if late_rules_alarm(findings.rules):
         return "What to do: gate this run by the rules that were declared before it."
     if findings.verdict.status is Status.INVALID:
@@ -199,7 +199,7 @@ def _worst_deployed_lines(findings: Decided, head: Decision | None) -> list[str]
 
 
 def churn_words(findings: Decided, d: Decision) -> str:
-    """Return the churn of a cell, and the churn between two answers of one checkpoint (A/A)."""
+    """Return as text the churn (share of answers that changed) of a cell and, if known, that within one checkpoint."""
     by_estimand = {c.estimand: c for c in findings.drift.contrasts if c.place[1:] == d.place[1:]}
     contrast = by_estimand.get(d.estimand, by_estimand.get(findings.comparison.base))
     if contrast is None or contrast.churn is None:
@@ -209,7 +209,7 @@ def churn_words(findings: Decided, d: Decision) -> str:
 
 
 def unscored_lines(sides: Comparison, head: Decision) -> list[str]:
-    """Return the drift with all unscored answers counted against the candidate, then for it; empty without any."""
+    """Return a line with the drift if unscored answers count against the candidate and if for it; empty without any."""
     if head.worst is None or head.best is None or head.worst == head.best:
         return []
     against_it, for_it = points(head.worst), points(head.best)

@@ -82,7 +82,7 @@ def read_sides(
 ) -> Sides:
     """Read both files; ``cluster`` names the items' clusters, ``select`` chooses one cell of files that have several.
 
-    Raises SpecError and DataError for files that cannot be read, and for a run whose checkpoints changed since.
+    Raises SpecError and DataError for files that cannot be read, and for a run whose checkpoints were changed after it.
     """
     if cluster is not None and items_are_independent:
         raise SpecError("--cluster and --items-are-independent contradict each other; give one")
@@ -195,7 +195,7 @@ def compare(
 
 
 def _comparison(title: str, records: pd.DataFrame, seeds: Sequence[int]) -> Comparison:
-    """Return the files as two arms under one policy."""
+    """Return the comparison of a training run whose two arms are the two files, both served uncompressed."""
     lengths = {
         str(suite): tuple(sorted(map(int, contexts.unique())))
         for suite, contexts in records.groupby("suite", observed=True)["context_tokens"]
@@ -288,7 +288,7 @@ def _deciding_metrics(records: pd.DataFrame, suite: str) -> list[str]:
     """Return the metrics that decide a suite: its safety facets, use and form, or else its score.
 
     A score adds opposite errors. A facet counts if enough templates of both files have answers in which it was read.
-    Use (helpful, capable, solved) is included, since nonsense does no harm.
+    Facets of use (helpful, capable, solved) are included, since an answer that is nonsense passes every safety facet.
     """
     rows = records[records["suite"] == suite]
     columns = {name: column for name, column in FACET_COLUMNS.items() if column in rows}
@@ -334,7 +334,10 @@ def _kappa_of_arm(first: MetricComparison, second: MetricComparison, arm: str) -
 
 
 def _seeds(records: pd.DataFrame) -> tuple[pd.DataFrame, list[int]]:
-    """Return the records and the seeds to pair; a reference with one seed is paired with all of the candidate."""
+    """Return the records and the seeds to pair; a reference with one seed is paired with every seed of the candidate.
+
+    If that one seed is also a seed of the candidate, the records get another number for it.
+    """
     by_arm = records.groupby("arm")["train_seed"].unique()
     reference, candidate = (set(map(int, by_arm[arm])) for arm in (REFERENCE, CANDIDATE))
     if len(reference) > 1 or len(candidate) == 1 or not reference & candidate:

@@ -198,7 +198,7 @@ def _files_table(logs: Sequence[Log]) -> Table:
 
 
 def comparison_files(compared: MetricComparison, two: TwoJudges | None = None) -> dict[str, str]:
-    """Return file name -> text, of the comparison or of the worse of two judges."""
+    """Return the text of each file of the page by file name; with two judges, ``compared`` is the worse one."""
     # the formats import matplotlib, which takes a second that the terminal need not wait for
     from kvaudit.reports.page.formats import drift, html, markdown
 

@@ -32,7 +32,7 @@ _QUESTION = ["suite", "fingerprint"]
 class PairedScores:
     """The scores of two files. ``records`` has the columns of a run's score panels, one arm per file.
 
-    ``unclustered`` says what to do if no cluster is named, so that every item is its own cluster.
+    ``unclustered`` is None, or if no cluster is named (every item is then its own) the reason, which says what to do.
     """
 
     records: pd.DataFrame
@@ -45,7 +45,8 @@ def choose_metrics(a: Log, b: Log, requested: Sequence[str]) -> list[str]:
     """Return the requested metrics, or the only metric of both files.
 
     A metric that one file alone has is not ignored silently, since it may be the one that got worse. Raises SpecError
-    if the choice is not clear, UnknownName for another metric, DataError for scores outside [0, 1].
+    if the choice is not clear, UnknownName for a requested metric that the files do not share, DataError for scores
+    outside [0, 1].
     """
     shared = sorted(a.metrics & b.metrics)
     if not shared:
@@ -73,7 +74,7 @@ def check_scale(a: Log, b: Log, metric: str) -> None:
 
 
 def _unshared_metrics(a: Log, b: Log) -> list[tuple[str, list[str]]]:
-    """Return the metrics that only one side has, by side."""
+    """Return each side that has metrics which the other lacks, with their names."""
     sets = a.metrics, b.metrics
     by_side = ((REFERENCE, sorted(sets[0] - sets[1])), (CANDIDATE, sorted(sets[1] - sets[0])))
     return [(side, names) for side, names in by_side if names]
@@ -227,7 +228,7 @@ def _count_copies(log: Log, table: pd.DataFrame) -> int:
 
 
 def _unclustered(a: Log, b: Log) -> Reason:
-    """Return the reason for missing clusters, which proposes fields that both files have."""
+    """Return the reason that no clusters are named; its text proposes fields of both files that could name them."""
     fields = [name for name in a.shared_fields if name in b.shared_fields]
     proposal = (
         f"such as {_some_names(fields)}" if fields else "a field of the rows, re:PATTERN of item names or file:MAP.csv"
@@ -357,7 +358,7 @@ def names_harm(name: str) -> bool:
 
 
 def _names_to_check(logs: Sequence[Log], metric: str) -> Iterator[str]:
-    """Yield the metric's name; if that is generic, also its suites and the task of its file."""
+    """Yield the names that may say which way a metric is better: its own; if that is generic, also suites and task."""
     yield metric
     if metric.lower() not in _GENERIC_NAMES:
         return

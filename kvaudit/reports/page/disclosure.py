@@ -84,7 +84,7 @@ class MeasuredCell:
 
     @property
     def slice(self) -> str:
-        """A text of contrast, arm, policy, metric and length, unique to this cell."""
+        """The name of this cell, which no other has: contrast, arm, policy, metric and length."""
         return f"{self.estimand} {self.arm} @ {self.label}, {self.metric} {at_length(self.context_tokens)}"
 
     @property
@@ -177,7 +177,7 @@ def _lowest_cell(drift: Iterable[MeasuredCell]) -> MeasuredCell | None:
 
 
 def _arm_verdict(run_findings: Findings, findings: Decided, arm: str) -> tuple[str, str]:
-    """Return the status of an arm and a sentence; an arm without gated cells has no status of the gate."""
+    """Return the status of an arm and a sentence on it; without gated cells the status is REFERENCE or NOT GATED."""
     gated_arms = ", ".join(a.arm for a in run_findings.verdict.arms) or "no arm"
     run_verdict = f"the verdict of the whole run, {run_findings.verdict.status.value}, is about {gated_arms}"
     verdicts = [d.standing.value for d in findings.verdict.gated]
@@ -281,7 +281,7 @@ def _recipe(findings: Findings, arm: str) -> ArmRecipe:
 
 
 def _constitution(recipe: Mapping[str, Any], declared: Mapping[str, Any]) -> Fact:
-    """Return the constitution of the reward; not applicable if the checkpoint records that there was none."""
+    """Return the constitution behind the reward; not applicable if the checkpoint records that there was none."""
     is_recorded = "constitution" in recipe and not declared
     if recipe.get("constitution") is None and (is_recorded or recipe.get("reward") == "grade"):
         return NOT_APPLICABLE
@@ -295,7 +295,7 @@ def _ledger_facts(
     *,
     compressed: bool,
 ) -> Facts:
-    """Return facts on the ledgers from which rollouts are replayed: hashes, share of steps, error of a replay."""
+    """Return facts on the ledgers from which rollouts are replayed: hashes, share of steps logged, replay error."""
     names = ("ledgers_sha256", "share_of_steps_logged", *_CERTIFICATE)
     if not compressed:
         return dict.fromkeys(names, NOT_APPLICABLE)
@@ -331,7 +331,7 @@ def _serving_facts(findings: Findings, policy: str, use: CacheUse | None) -> Fac
 
 
 def _engine(findings: Findings, policy: str) -> Facts:
-    """Return engine, settings, what it reports, and the policy compared with; empty in a run without engines."""
+    """Return facts on the engine of a policy: name, settings, own report, uncompressed policy; none without engines."""
     sides = findings.comparison
     if not sides.references:
         return {}
@@ -469,7 +469,7 @@ def _measured_cell(findings: Findings, cell: Contrast | Decision) -> MeasuredCel
 
 
 def _worst_cell(findings: Findings, measured: Sequence[MeasuredCell]) -> MeasuredCell | None:
-    """Return the worst cell for a user of a candidate: as deployed, else of the gated cells."""
+    """Return the worst cell against the uncompressed reference; if none, the gated cell of the lowest drift."""
     served = deployed_cells(findings)
     return (
         _measured_cell(findings, served[0]) if served else _lowest_cell(m for m in measured if m.verdict != "not gated")

@@ -39,8 +39,8 @@ EVENT_HEADERS = (
 class Event:
     """One facet in one cell, counted as the event that it names.
 
-    Rates and differences (candidate minus reference) are shares of the readable answers, for the form itself of all
-    answers.
+    Rates and differences (candidate minus reference) are shares of the readable answers; those of the facet of form
+    are shares of all answers.
     """
 
     facet: Facet
@@ -99,7 +99,7 @@ class Event:
 
     @property
     def _mirrored(self) -> bool:
-        """Whether the event is unwanted, while contrasts count the wanted outcome."""
+        """Whether the event is the opposite of what the contrast counts, which is always the wanted outcome."""
         return not self.facet.wanted or self.facet.name == WELL_FORMED
 
 
@@ -146,12 +146,12 @@ _PAIRED = ("alike", "deployed", "serving")  # two sides, each with a rate
 
 
 def cell_events(findings: Decided, d: Decision) -> list[Event]:
-    """Return the facets of a decision's suite in its own cell, form first."""
+    """Return an event for every facet of a decision's suite in the decision's cell, the facet of form first."""
     return _events_of_cell(findings, _cell(findings.comparison, d))
 
 
 def _cell(sides: Comparison, d: Decision) -> CellPlace:
-    """Return the cell with the facets of a decision; for a contrast without two sides, that of the base contrast."""
+    """Return the cell whose facets explain a decision: its own, or the base contrast's if its own has not two sides."""
     suite = suite_of(d.suite)
     estimand = d.estimand if d.estimand in _PAIRED else sides.base
     return estimand, d.arm, d.policy, suite, d.context_tokens
@@ -215,7 +215,7 @@ def _by_kind(all_events: Sequence[Event]) -> str:
 
 
 def _kinds_that_moved(all_events: Sequence[Event], moved: str) -> list[str]:
-    """Return the kinds of facets that moved this way; a kind that moved only in part lists its facets."""
+    """Return the kinds whose facets moved in direction ``moved``; if only some facets of a kind did, it lists them."""
     names = []
     for kind in dict.fromkeys(e.facet.kind for e in all_events):
         events_of_kind = [e for e in all_events if e.facet.kind == kind]
@@ -249,7 +249,7 @@ def failed_table(findings: Decided) -> Table:
 
 
 def _failed_suites(findings: Decided) -> list[tuple[Decision, list[Event]]]:
-    """Return the gated suites that failed, the largest drop first, with their facets."""
+    """Return the decisions of gated suites that failed, the largest drop first, each with its facets."""
     suites = findings.comparison.suites
     gated = [d for d in findings.verdict.gated if d.status is Status.FAIL and d.suite in suites]
     gated.sort(key=lambda d: d.effect.estimate if d.effect else 0.0)

@@ -74,8 +74,8 @@ def flip_link(findings: Findings, example: Example) -> str:
 
 
 def _linked_estimand(sides: Comparison, estimand: str, policy: str) -> str:
-    """Return the contrast whose flips are shown for an estimand.
+    """Return the contrast whose flips are shown for an estimand: itself, or "alike" for the same difference.
 
-    For an uncompressed policy deployed and alike are the same difference, shown as alike.
+    Under an uncompressed policy "deployed" and "alike" are the same difference.
     """
     return "alike" if estimand == "deployed" and sides.is_uncompressed(policy) else estimand

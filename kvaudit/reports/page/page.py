@@ -146,7 +146,7 @@ class Page:
 
 
 def grid_of(findings: Findings) -> Grid:
-    """Return the gated cells by question; with too many rows, only the worst."""
+    """Return the gated cells as a grid, its rows sorted by question; of too many rows only the worst are kept."""
     sides = findings.comparison
     gated = findings.verdict.gated
     columns = list(dict.fromkeys(metric_text(sides, d) for d in gated))
@@ -222,7 +222,7 @@ def screen_of(findings: Findings) -> Screen:
 def _shorten(screen: Screen) -> Screen:
     """Return the screen with reasons replaced by their brief form, then dropped, until it keeps to MOST_WORDS.
 
-    The least severe go first, the first reason of every question last. The grid still shows them.
+    The reasons of the least severe groups are cut first, those of the worst group of each question last.
     """
     by_question = [list(answer.groups) for answer in screen.answers]
     # every question's gravest, then every question's second, and so on; shortened from the end

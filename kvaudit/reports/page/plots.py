@@ -221,7 +221,7 @@ def draw_heatmap(findings: Findings) -> Drawing | None:
 def status_of(
     c: Contrast, margin: float | None, decided: Status | None = None, *, is_measurable: bool = True
 ) -> Status:
-    """Return the decided status of a cell, else the status by the same rule without adjustment."""
+    """Return the decided status of a cell, else its status by the same rule without adjustment for the family."""
     if decided is not None:
         return decided
     if c.effect is None or margin is None:
@@ -230,7 +230,7 @@ def status_of(
 
 
 def suite_margin(findings: Decided, c: Contrast) -> float | None:
-    """Return a suite's margin; None for a facet, since only the gate checks the form that its PASS requires."""
+    """Return a suite's margin; None for a facet, because its PASS also needs a form that only the gate checks."""
     return None if c.suite in findings.comparison.facets else findings.rules.margins.get(c.suite)
 
 
@@ -345,7 +345,7 @@ def _quadrant_name(sides: Comparison, point: Point) -> str:
 
 
 class _Bounds(NamedTuple):
-    """The axes of every panel in pp: all intervals of all panels, and zero."""
+    """The limits of the axes in pp, common to all panels: they include every interval and zero."""
 
     left: float
     right: float

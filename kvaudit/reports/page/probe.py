@@ -65,8 +65,8 @@ class Length:
     """The effect of length on a suite's score, or on a facet counted as wanted: long minus short context.
 
     ``effect`` has no interval where there are too few templates. ``against`` is the effect minus the baseline's.
-    ``sign``: a loss with length is shown (with a baseline: a greater loss than the baseline's), at 5 % over all suites
-    and lengths together (Holm).
+    ``sign`` is whether a loss with length is shown (with a baseline, a greater loss than the baseline's), at 5 % over
+    all suites and lengths together (Holm).
     """
 
     metric: str
@@ -184,7 +184,7 @@ def _noise_by_cell(data: RunData) -> Iterator[Noise]:
 
 
 def _with_transcript_hashes(data: RunData, rows: pd.DataFrame) -> pd.DataFrame:
-    """Return the records with a hash of each transcript; transcripts of one item have the same start."""
+    """Return the records with a hash of each transcript, which differs if two answers to one item do."""
     places = [(str(file), int(line)) for file, line in rows[["file", "line"]].itertuples(index=False)]
     transcripts = data.transcripts(places)
     return rows.assign(words=[hashlib.sha256(repr(transcripts[place]).encode()).hexdigest() for place in places])
@@ -213,7 +213,7 @@ def _interval(values: Array, clusters: npt.NDArray[np.str_]) -> tuple[float | No
 
 
 def _lengths(data: RunData, baseline: RunData | None) -> Iterator[Length]:
-    """Yield every suite at each longer length, all suites together, then every facet."""
+    """Yield the effect of each length against the shortest one: by suite, on all suites together, then by facet."""
     grid = data.spec.evaluate
     requests = [([suite], SCORE, grid.contexts_of(suite)) for suite in grid.suites]
     if len(requests) > 1 and len({lengths for *_, lengths in requests}) == 1:
@@ -233,7 +233,7 @@ def _lengths(data: RunData, baseline: RunData | None) -> Iterator[Length]:
 def _length(
     suites: list[str], metric: str, lengths: tuple[int, int], tables: list[pd.DataFrame], samples: int
 ) -> Length | None:
-    """Return one contrast over the items that have a value at both lengths, in the baseline too; None if none has."""
+    """Return the effect of length on the items with a value at both lengths, also in the baseline; None without any."""
     columns = [table[metric].xs(length, level="context_tokens") for table in tables for length in lengths]
     common = pd.concat([column[column.index.isin(suites, level="suite")] for column in columns], axis=1).dropna()
     clusters = np.array([f"{suite}/{cluster}" for suite, cluster, _ in common.index])
@@ -257,7 +257,7 @@ def _length(
 
 
 def _change_against(values: Array, clusters: npt.NDArray[Any]) -> Effect | Estimate:
-    """Return the change of values [0:2] with length minus the baseline's [2:4]."""
+    """Return the effect of length minus the baseline's; ``values`` [4, N] are short and long, then the baseline's."""
     difference = values[:2] - values[2:]  # [2, N]
     return _without_interval(difference[1] - difference[0], clusters) or slope_effect(
         difference, (0.0, 1.0), clusters, alpha=_ALPHA, reach=2.0
@@ -271,7 +271,7 @@ def _without_interval(change: Array, clusters: npt.NDArray[Any]) -> Estimate | N
 
 
 def _item_means(records: pd.DataFrame) -> pd.DataFrame:
-    """Return item means of the score and of every facet (1 as wanted) over the draws that have one, by length."""
+    """Return score and facets (1 = as wanted) by item and length, averaged over the draws that have a value."""
     columns = {SCORE: records["score"].to_numpy()}
     columns |= {name: facet_scores(records[column], name) for name, column in FACET_COLUMNS.items()}
     keys = [records[key].astype(str) for key in _KEY]
@@ -279,7 +279,7 @@ def _item_means(records: pd.DataFrame) -> pd.DataFrame:
 
 
 def _with_signs(lengths: list[Length]) -> Iterator[Length]:
-    """Yield the lengths with the signs of the deciding ones, which are adjusted together."""
+    """Yield the lengths with ``sign`` set; the p-values of those that decide are adjusted together."""
     # against the baseline where there is one
     deciding = {n: length.against or length.effect for n, length in enumerate(lengths) if length.decides}
     effects = {n: effect for n, effect in deciding.items() if isinstance(effect, Effect)}

@@ -227,7 +227,10 @@ def cautions(findings: Findings, head: Decision | None) -> list[str]:
 
 
 def blind_spot_line(findings: Decided, head: Decision | None, fewest: int, units: str = "templates") -> str:
-    """Return the blind spot of the quoted cell; if it has no number, that of ``fewest`` templates."""
+    """Return a line on the largest share of broken templates that may go unsampled.
+
+    It is that of the quoted cell, or of ``fewest`` templates if no quoted cell has a number.
+    """
     alpha = findings.rules.alpha
     if head and head.effect and head.blind_spot is not None:
         return blind_spot_text(head.blind_spot, alpha, head.effect.n_clusters, units)
@@ -259,7 +262,7 @@ def broken_template_lines(findings: Decided) -> list[str]:
 
 
 def _other_contrast_line(sides: Comparison, d: Decision) -> str:
-    """Return a sentence on the quoted cell against the reference served the other way."""
+    """Return a sentence on the drift against the reference served the other way than in the quoted cell."""
     assert d.effect is not None
     policy = sides.label(d.policy)
     if d.estimand == "deployed":

@@ -164,7 +164,7 @@ def _declared_rows(rules: Rules) -> list[tuple[str, str]]:
 
 
 def _rollouts(sides: Comparison) -> str:
-    """Return the policy of the compressed rollouts; if there are several, each with its arms."""
+    """Return the policies that arms were trained under as text: one alone, or each of several with its arms."""
     by_policy: dict[str, list[str]] = {}
     for arm, policy in sides.trained_under.items():
         by_policy.setdefault(policy, []).append(arm)

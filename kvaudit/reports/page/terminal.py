@@ -87,7 +87,7 @@ def _flip_line(flip: Example) -> str:
 
 
 def _cells_shown(findings: Findings) -> list[Decision]:
-    """Return gated cells, the worst first; of a suite with gated facets the score only if that fails."""
+    """Return the gated cells, the worst first, without scores that pass of suites whose facets are gated."""
     sides, gated = findings.comparison, findings.verdict.gated
     facet_suites = {d.suite.rpartition(".")[0] for d in gated if d.suite in sides.facets}
     cells = [d for d in gated if d.suite not in facet_suites or d.standing is Status.FAIL]

@@ -140,7 +140,10 @@ def columns_by_name(tables: Sequence[Mapping[str, float]]) -> dict[str, list[flo
 
 
 def _facets(tables: Sequence[Any], formats: Sequence[int]) -> dict[str, list[float]]:
-    """Return facet codes; raises KeyError for an unknown name or a missing table in the current format."""
+    """Return the codes of every facet that occurs, NaN where a record lacks it.
+
+    Raises KeyError for an unknown name, and for a record of the current format without a table of facets.
+    """
     if UNSET in tables:
         if RECORD_FORMAT in {version for table, version in zip(tables, formats, strict=True) if table is UNSET}:
             raise KeyError("facets")

@@ -157,7 +157,7 @@ def problem_lines(data: RunData) -> Iterator[str]:
 
 
 def _load_spec(path: Path, provenance: Mapping[str, Any]) -> RunSpec:
-    """Return the spec; raises DataError if it changed, since margins and reference are declared before the run."""
+    """Return the spec; raises DataError if it changed after the run began, before which margins must be declared."""
     _check_exists(path)
     text = read_text(path, "spec")
     _check_spec(path, "spec_file_sha256", hashlib.sha256(text.encode()).hexdigest(), provenance)
@@ -237,7 +237,10 @@ def _checkpoint_files(run: Path, *names: str) -> Iterator[tuple[tuple[str, int],
 
 
 def _telemetry(run: Path, problems: list[Problem]) -> dict[tuple[str, int], list[dict[str, Any]]]:
-    """Return the steps of every training run; of several lines of a step, as after a resume, the last counts."""
+    """Return the telemetry steps of every training run by (arm, seed).
+
+    If a step has several lines, as after a resume, the last counts.
+    """
     files = _checkpoint_files(run, "telemetry.jsonl")
     return {checkpoint: _steps(path, str(path.relative_to(run)), problems) for checkpoint, path in files}
 
@@ -303,7 +306,7 @@ _DETERMINED = {"checkpoint": ["arm", "train_seed"], "suite_version": ["suite"], 
 
 @dataclass(frozen=True)
 class RepeatedAnswers:
-    """The answers of engines to repeated requests, by the order of the requests.
+    """The answers of engines to repeated requests: ``records`` by the order of the requests (the folder's name).
 
     ``unfinished`` are units without a seal.
     """

@@ -80,7 +80,7 @@ _Mask = npt.NDArray[np.bool_]
 
 
 class _Numbering(dict[str, int]):
-    """A dictionary that gives each new word the next number."""
+    """A dictionary from words to numbers, in which looking up a new word adds it with the next number."""
 
     def __missing__(self, word: str) -> int:
         return self.setdefault(word, len(self))
@@ -100,7 +100,7 @@ class Columns:
         self.rows = 0
 
     def add(self, file: str, lines: Sequence[int] | npt.NDArray[np.int64], values: Mapping[str, Sequence[Any]]) -> None:
-        """Add rows; ``values`` has one sequence per column, of the columns in REAL_NUMBERS only those with values."""
+        """Add rows; ``values`` has a sequence per column, but may lack those of REAL_NUMBERS that have no value."""
         place = slice(self.rows, self.rows + len(lines))
         self.rows = place.stop
         for name in WORDS:
@@ -198,7 +198,10 @@ def _fast_columns(raw: bytes) -> dict[str, Sequence[Any]] | None:
 
 
 def _table_values(values: Mapping[str, Any]) -> dict[str, Sequence[Any]]:
-    """Return the columns of the table, one per role, facet and span that occurs; degenerate answers score 0."""
+    """Return the columns of the table from values by field: nested ones become a column per role, facet and span.
+
+    Degenerate answers score 0.
+    """
     columns = {name: values[name] for name in (*_FIELDS, ANSWER_HASH)}
     is_degenerate = [outcome == Outcome.DEGENERATE for outcome in values["outcome"]]
     columns["score"] = np.where(is_degenerate, 0.0, columns["score"])
@@ -209,7 +212,7 @@ def _table_values(values: Mapping[str, Any]) -> dict[str, Sequence[Any]]:
 
 
 def columns_of(records: Sequence[Record]) -> dict[str, Sequence[Any]]:
-    """Return the columns of the table for these records."""
+    """Return the values of these records by column of the table."""
     values: dict[str, Any] = {name: [getattr(record, name) for record in records] for name in _FIELDS}
     values["outcome"] = [record.outcome.value for record in records]
     values["score"] = np.array(values["score"], dtype=np.float64)  # NaN for None
@@ -291,9 +294,9 @@ class CellKey(NamedTuple):
 class Panel:
     """The scores [N] of every cell; NaN where a cell lacks the item.
 
-    For a suite's score, ``scores`` counts unscored samples as 0, like ``floor``, and ``best`` as 1. For a facet, whose
-    scores are 1 for the wanted value, ``scores`` is the mean of the readable samples (NaN without any), ``floor``
-    counts the others as 0 and ``best`` as 1. ``readings`` are the scores with every unsure grade counted as 0 and as 1;
+    For a suite's score, ``scores`` and ``floor`` count unscored samples as 0, ``best`` counts them as 1. For a facet,
+    whose scores are 1 for the wanted value, ``scores`` is the mean of the readable samples (NaN without any); ``floor``
+    counts the others as 0, ``best`` as 1. ``readings`` are the scores with every unsure grade counted as 0 and as 1;
     empty if no judge was unsure. ``unscored_as`` are the scores, also of a facet, with every unscored sample counted
     as 0 and as 1; empty if all are scored.
     """
@@ -349,7 +352,7 @@ def panels(records: pd.DataFrame) -> dict[tuple[str, int], Panel]:
 
 
 def count_distinct(tables: Sequence[pd.DataFrame], column: str, by: Sequence[str]) -> pd.Series:
-    """Return the number of different values of a column in all tables together, for each value of ``by``."""
+    """Return how many different values of ``column`` all tables together have, for each combination of ``by``."""
     # duplicates first: a million rows have few different values, and text needs an object per row
     rows = pd.concat([table[[*by, column]].drop_duplicates().astype(str) for table in tables])
     return rows.groupby(list(by))[column].nunique()
@@ -368,7 +371,10 @@ def facet_metrics(records: pd.DataFrame) -> list[str]:
 
 
 def facet_scores(column: pd.Series, facet: str | None) -> Array:
-    """Return 1 for the wanted value of a facet, 0 for the other, NaN for none or unreadable; a score unchanged."""
+    """Return 1 for the wanted value of a facet, 0 for the other, NaN for no readable value.
+
+    If ``facet`` is None the column is a score, and is returned unchanged.
+    """
     value: Array = column.to_numpy(dtype=np.float64)
     if facet is None:
         return value
@@ -376,7 +382,7 @@ def facet_scores(column: pd.Series, facet: str | None) -> Array:
 
 
 def _facets(rows: pd.DataFrame) -> Iterator[tuple[str, _Mask, Array, _Mask]]:
-    """Yield every facet that occurs: which rows are eligible, 1 for the wanted value, which rows were readable."""
+    """Yield each facet that occurs: name, which rows it applies to, 1 for the wanted value, which rows were read."""
     for name, column in FACET_COLUMNS.items():
         if column in rows:
             value = rows[column].to_numpy(dtype=np.float64)
@@ -430,7 +436,7 @@ def _panel(
 
 
 def _cells(rows: pd.DataFrame) -> tuple[list[CellKey], npt.NDArray[np.int64]]:
-    """Return the cells of these rows, sorted, and each row's cell."""
+    """Return the cells of these rows, sorted, and for each row the index of its cell."""
     arms, arm = _codes(rows["arm"])
     seeds, seed = np.unique(rows["train_seed"].to_numpy(), return_inverse=True)
     policies, policy = _codes(rows["policy"])

@@ -53,8 +53,8 @@ class Inputs:
 class Section(Generic[V]):
     """One section of the report. ``V`` is the frozen value that it computes, which no other section reads.
 
-    ``gated`` sections are about gated cells only: without any they compute None. ``keys`` are the positions of its
-    facts in drift.json, by name (``analysis.doses``), whether it computed a value or not.
+    ``gated`` sections are about gated cells only: without any they compute None. ``keys`` maps the names of its facts
+    in drift.json (``analysis.doses``) to their positions there; facts are written even without a value.
     """
 
     name: ClassVar[str] = ""  # also the anchor of its heading
@@ -118,7 +118,7 @@ class Section(Generic[V]):
     # lines for other parts of the page
 
     def suggestions(self, value: V, decided: Decided) -> Iterator[str]:
-        """Yield a line for each possible remedy if the verdict is not to ship. Formerly ``instead``."""
+        """Yield a line for each possible remedy if the verdict is not to ship; ``instead`` is an older name of this."""
         former = getattr(self, "instead", None)  # accepted for one release
         yield from former(value, decided) if former else ()
 
@@ -127,7 +127,7 @@ class Section(Generic[V]):
         yield from ()
 
     def banner_lines(self, value: V, decided: Decided, head: Decision | None) -> Iterator[str]:
-        """Yield lines for the banner, which quotes the number of ``head``. Formerly ``asides``."""
+        """Yield lines for the banner, which quotes the number of ``head``; ``asides`` is an older name of this."""
         former = getattr(self, "asides", None)  # accepted for one release
         yield from former(value, decided, head) if former else ()
 
@@ -166,7 +166,7 @@ class ContrastsSection(Section[tuple[Contrast, ...]]):
 
 
 def contrasts_of(decided: Decided, estimand: str, *, gated_only: bool = False) -> list[Contrast]:
-    """Return the contrasts of one estimand; with ``gated_only`` under gated policies, or all if none is gated."""
+    """Return the contrasts of one estimand; with ``gated_only`` those under gated policies, if there are any."""
     contrasts = [c for c in decided.contrasts if c.estimand == estimand]
     return [c for c in contrasts if gated_only and c.policy in decided.rules.primary] or contrasts
 
@@ -226,9 +226,9 @@ def compute_sections(inputs: Inputs, *depths: Depth) -> SectionResults:
 class BothSides:
     """Scores [N] of both sides, averaged over samples and paired seeds.
 
-    For a facet, N counts the items that both sides of some pair answered readably. ``draws`` is the number of samples
-    that an item's score averages, ``samples`` of them in each of the ``*_pairs`` [S, N]; ``graded`` means that some
-    sample is neither 0 nor 1.
+    For a facet, N counts the items that both sides of some pair answered readably. ``draws`` is the number of answers
+    that an item's score averages. The ``*_pairs`` [S, N] are the scores by pair of seeds, each averaged over
+    ``samples`` answers. ``graded`` means that some answer scores neither 0 nor 1.
     """
 
     items: tuple[str, ...]

@@ -33,10 +33,11 @@ _MOST_BARS = 40
 class CellChurn:
     """Losses, gains and churn of a cell, as shares of all items.
 
-    Losses, gains and churn compare answers with the reference's of the same pair of seeds: gains - losses is the drift,
-    churn P(candidate's answer is not the reference's), ``rerun`` the A/A churn of two answers of one checkpoint: only
-    churn beyond it is an effect. ``draws`` is the churn between any two seeds, ``draws_rerun`` that between two draws
-    of one arm, over samples and seeds. Both reruns are None without a second draw.
+    ``losses``, ``gains`` and ``churn`` compare answers with the reference's of the same pair of seeds: gains - losses
+    is the drift, churn is P(candidate's answer is not the reference's). ``rerun`` is the A/A churn, between two answers
+    of one checkpoint: only churn beyond it is an effect. ``draws`` is the churn between candidate and reference over
+    any two seeds, ``draws_rerun`` that between two answers of one arm over samples and seeds. Both reruns are None
+    without a second answer.
     """
 
     cell: CellName

@@ -27,7 +27,7 @@ _TURNS = {  # ``Record.turns_read`` -> how conversations of several turns were r
 
 @dataclass(frozen=True)
 class Engines:
-    """The conditions that engines served, the report of each engine under them, and how several turns were read.
+    """The conditions that engines served, each engine's report, and how conversations of several turns were read.
 
     ``turns`` also has kvaudit's own conditions: policy -> the words of ``Record.turns_read``.
     """
@@ -99,7 +99,7 @@ class EnginesSection(Section[Engines]):
 
 
 def _turns_read(data: RunData) -> dict[str, tuple[str, ...]]:
-    """Return by condition how its conversations of several turns were read, from one record of each suite."""
+    """Return how conversations of several turns were read, by condition, from one record of each suite."""
     first = data.records.drop_duplicates(["policy", "suite"])
     places = [(str(file), int(line)) for file, line in first[["file", "line"]].itertuples(index=False)]
     turns: dict[str, set[str]] = {}

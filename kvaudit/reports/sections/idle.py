@@ -1,8 +1,9 @@
 """Gated cells in which a policy of kvaudit had nothing to compress, so that a PASS says nothing about the policy.
 
-The budget exceeds the length of prompt and answer, or a residual holds both. Such a cell holds as many bytes as the
-uncompressed entries of all tokens, or, for layers with a window, as policy none held of as many tokens. A policy that
-holds every entry and reads only a part cannot be recognised by bytes and is left out.
+This happens where the budget exceeds the length of prompt and answer, or an uncompressed residual holds both. The cache
+of such a cell has as many bytes as the uncompressed entries of all its tokens. In a model whose layers have a window it
+has as many bytes as the cache under policy ``none`` for as many tokens. A policy that holds every entry and reads only
+a part of them cannot be recognised by bytes and is left out.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ def _idle_cells(decided: Decided, left_out: set[str]) -> Iterator[Idle]:
 
 
 def _is_uncompressed(cell: Cell, dense: Cell | None) -> bool:
-    """Return whether a cell held the bytes of an uncompressed cache; False if the cache is not shown."""
+    """Return whether a cell's cache has the bytes of an uncompressed one; False if its bytes are unknown."""
     if not cell.kv_bytes_dense or cell.kv_bytes_live is None:
         return False
     sizes = cell.kv_bytes_live, cell.kv_bytes_dense

@@ -35,7 +35,7 @@ class SecondJudge:
     card: tuple[tuple[str, ...], ...]
 
     def kappa_of(self, suite: str) -> Kappa | None:
-        """Return the agreement of both judges on which answers are desired, None without an answer."""
+        """Return Cohen's kappa of both judges on which answers of a suite are desired; None if it has no answers."""
         counts = self.agreement[suite]
         if not sum(counts):
             return None
@@ -44,7 +44,7 @@ class SecondJudge:
 
 
 def second_judge(provenance: Mapping[str, Any]) -> SecondJudge | None:
-    """Read the judges of a run that was judged again, None for any other run; raises DataError if malformed."""
+    """Return the second judge from the provenance of a run judged again, None for any other; DataError if malformed."""
     entry = provenance.get(JUDGED)
     judge = entry.get("judge") if isinstance(entry, Mapping) else None
     if not isinstance(entry, Mapping) or judge is None:
@@ -79,7 +79,7 @@ def _checked_counts(four: Any) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Judges:
-    """The second judge of a run that was judged again, None for any other run."""
+    """The value of this section: the second judge of a run that was judged again, None for any other run."""
 
     second: SecondJudge | None
 
@@ -169,7 +169,7 @@ def _kappa_text(agreement: Kappa | None) -> str:
 
 
 def _harm_note(sides: Comparison) -> str:
-    """Return who judged harm, or that nobody did, for suites that need such a judge; else empty."""
+    """Return a sentence that says who judged harm, or that nobody did; empty if no suite needs such a judge."""
     suites = [suite for suite in sides.suites if f"{suite}.coherent" in sides.facets]
     ungraded = [suite for suite in suites if f"{suite}.unsafe" not in sides.facets]
     if ungraded:

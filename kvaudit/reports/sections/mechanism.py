@@ -67,7 +67,7 @@ class Group:
 class Share:
     """The share of a facet's drift that fell on answers whose span was lost, with its 95 % interval.
 
-    The interval is None if every template gives the same: without spread it cannot be estimated.
+    The interval is None if leaving out any one template gives the same share: without spread it cannot be estimated.
     """
 
     estimate: float
@@ -386,7 +386,7 @@ class MechanismSection(Section[Mechanism]):
 
 
 def _shown(value: Mechanism, rules: Rules) -> list[SpanRates]:
-    """Return the first span of every cell under a gated policy, the largest differences first."""
+    """Return one row per cell under a gated policy, that of its first span in _ORDER, the largest differences first."""
     first_spans: dict[tuple[str, str, str, int], SpanRates] = {}
     for r in value.rates:
         key = (r.arm, r.policy, r.metric, r.context_tokens)

@@ -38,7 +38,7 @@ class SafeSection(Section[tuple[SafeBudget, ...]]):
         return replace(super().passage(value, decided), title=f"Safe {' and '.join(axes)}", explain=explain)
 
     def tables(self, value: tuple[SafeBudget, ...], decided: Decided) -> Iterator[Table]:
-        """Yield for arm and family by suite the last budget (or length) that was cleared, and the first that failed."""
+        """Yield a table of budgets and one of lengths: the last cleared and first failed by arm, family and suite."""
         yield _table([s for s in value if s.axis == "budget"], "policy family")
         yield _table([s for s in value if s.axis == "length"], "policy")
 

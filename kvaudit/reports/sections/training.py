@@ -189,7 +189,7 @@ class TrainingSection(Section[Curves]):
 
 
 def _active_alarms(curve: Curve) -> Iterator[tuple[Bound, float]]:
-    """Yield every alarm of an arm, with the share of the steps that raised it."""
+    """Yield every alarm that an arm raised during training, with the share of the steps that raised it."""
     for bound in ALARMS.values():
         share = curve.mean.get(alarm_key(bound.name), 0.0)
         if share > 0:

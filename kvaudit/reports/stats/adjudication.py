@@ -39,7 +39,7 @@ class Labelled(NamedTuple):
 
     @property
     def unseen(self) -> npt.NDArray[np.int64]:
-        """The number of templates [...] whose concordant pairs have no label: a judge may be blind to them."""
+        """The number of templates [...] none of whose concordant pairs is labelled: the judge may be blind to them."""
         return np.asarray(np.count_nonzero((self.alike > 0) & (self.looked == 0), axis=-1))
 
     @property
@@ -108,8 +108,8 @@ def labelled_pairs(discordant: npt.ArrayLike, human_z: npt.ArrayLike, clusters: 
 def label_weights(discordant: npt.ArrayLike, human_z: npt.ArrayLike, clusters: npt.ArrayLike) -> Array:
     """Return the number of pairs [N] that each pair stands for.
 
-    A discordant pair stands for itself, a labelled concordant one for its share of its template's, an unlabelled one
-    for none.
+    A discordant pair stands for itself, a labelled concordant pair for an equal share of the concordant pairs of its
+    template, an unlabelled pair for none.
     """
     apart, seen = np.asarray(discordant, dtype=np.bool_), ~np.isnan(np.asarray(human_z, dtype=np.float64))
     x = labelled_pairs(discordant, human_z, clusters)
@@ -155,7 +155,7 @@ def adjudicated(
 
 
 class _Part(NamedTuple):
-    """Losses and gains [...] of ``items`` pairs at their design effect, and the degrees of freedom of the quantile."""
+    """Losses and gains [...] of ``items`` pairs, their design effect, and the degrees of freedom of the t quantile."""
 
     losses: Array
     gains: Array
@@ -178,12 +178,12 @@ class _Part(NamedTuple):
 
 
 def _discordant_part(x: Labelled) -> _Part:
-    """Return all pairs, with no difference for those that the judge graded equal."""
+    """Return the part of the drift from pairs that the judge graded differently; all other pairs count as equal."""
     return _part_of(x.losses, x.gains, x.pairs, least=1.0)
 
 
 def _concordant_part(x: Labelled) -> _Part:
-    """Return the labelled pairs that the judge graded alike, weighted to all such pairs of their template."""
+    """Return the part from pairs graded alike: each labelled one weighted by how many of its template it stands for."""
     known = np.where(x.looked > 0, x.alike, 0.0)
     drawn = x.looked.sum(axis=-1, keepdims=True)
     # the total is the number of labelled pairs: weights must not make a sample larger
@@ -216,7 +216,7 @@ def adjudicated_bounds(x: Labelled, *, confidence: float) -> Bounds:
 
 
 def _drop_pvalue(labelled: Labelled) -> float:
-    """Return the one-sided level at which the bound of the drift reaches 0."""
+    """Return the one-sided p-value of a drop: the level at which a bound of the drift reaches 0."""
     from scipy import optimize  # slow to import, and few reports need it
 
     estimate = float(adjudicated_bounds(labelled, confidence=0.75).estimate)  # the same at any level

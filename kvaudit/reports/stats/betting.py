@@ -33,7 +33,7 @@ _STEPS = 30  # bisection steps: exact to a millionth of a percentage point
 
 
 def log_wealth(means: npt.ArrayLike, null: float) -> float:
-    """Return the log wealth of the mixture against "the mean is at most ``null``" for cluster means [C] in [-1, 1]."""
+    """Return the log wealth that bets against "the mean is at most ``null``" win on cluster means [C] in [-1, 1]."""
     values, counts = np.unique(np.asarray(means, dtype=np.float64), return_counts=True)
     bets = _BETS / (1 + null)
     logs = np.log1p(np.outer(bets, values - null)) @ counts + np.log(_WEIGHTS)
@@ -100,7 +100,10 @@ def smallest_margin(rows: int, alpha: float) -> float:
 
 
 def decidable_churn(rows: int, margin: float, alpha: float) -> float:
-    """Return the share of answers that may change for a PASS at the last look, half of them for the better."""
+    """Return the largest share of changed answers, half of them for the better, with which a PASS is still likely.
+
+    It holds for a PASS at the last look.
+    """
     quantiles = float(special.ndtri(_POWER) - special.ndtri((1 - SHARE) * alpha))
     return min(1.0, rows * (margin / quantiles) ** 2)
 

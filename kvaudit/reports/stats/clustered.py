@@ -86,12 +86,15 @@ def cr3_variance(residuals: Array, counts: Array) -> Array:
 
 
 def cr3(t: Totals) -> float:
-    """Return the CR3 (cluster jackknife) variance of the item mean: (C-1)/C * sum (e_c / (N - n_c))^2."""
+    """Return the CR3 (cluster jackknife) variance of the item mean: (C-1)/C * sum (e_c / (N - n_c))^2.
+
+    e_c is the summed residual of cluster c, n_c the number of its items; N items, C clusters.
+    """
     return float(cr3_variance(t.residuals, t.counts))
 
 
 def cr3_effect(z: npt.ArrayLike, clusters: npt.ArrayLike, *, alpha: float = 0.05) -> Effect:
-    """Return the mean of item differences with CR3 and t_{C-1}, also for values outside [-1, 1] (interactions)."""
+    """Return the mean of item differences with a CR3 variance and t_{C-1}; values may exceed [-1, 1] (interactions)."""
     t = totals(z, clusters)
     variance = cr3(t)
     # variance of the mean if all items were independent
@@ -138,7 +141,7 @@ def t_bounds(mean: npt.ArrayLike, variance: npt.ArrayLike, df: npt.ArrayLike, *,
 
 
 def _drop_pvalues(mean: Array, error: Array, df: npt.ArrayLike) -> Array:
-    """Return P(T <= mean/error); 0, 1/2 or 1 for data without spread."""
+    """Return P(T <= mean/error), T with ``df`` degrees of freedom; for an error of 0 it is 0, 1/2 or 1."""
     spread = error > 0
     without = np.where(mean == 0, 0.5, (mean > 0).astype(np.float64))
     ratio = mean / np.where(spread, error, 1.0)

@@ -89,7 +89,7 @@ class Result(Protocol):
 
 @dataclass(frozen=True)
 class Statistic:
-    """A statistic as ``tests/test_stats_contract.py`` calls it, and the test that compares it with external numbers."""
+    """The declaration of a statistic: its function, how tests call it, and its test against external numbers."""
 
     function: Callable[..., Result]
     oracle: str  # tests/FILE.py::TEST

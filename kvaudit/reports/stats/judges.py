@@ -192,7 +192,7 @@ def _part(weight: float, proportion: Proportion) -> Part:
 
 
 def _gap(reference: Proportion, candidate: Proportion) -> Part:
-    """Return candidate - reference with weight 1; without labels in an arm the widest gap that its interval allows."""
+    """Return the gap candidate - reference with its interval; if an arm has no labels, the widest that is possible."""
     if reference.estimate is None or candidate.estimate is None:
         return Part(1.0, 0.0, candidate.low - reference.high, candidate.high - reference.low)
     gap = mover([_part(1.0, candidate), _part(-1.0, reference)])
@@ -200,5 +200,5 @@ def _gap(reference: Proportion, candidate: Proportion) -> Part:
 
 
 def _absolute(weight: float, gap: Part) -> Part:
-    """Return the absolute value of a gap; an interval that includes 0 begins there."""
+    """Return |gap| with the interval that follows; if the gap's interval includes 0, the new one begins at 0."""
     return Part(weight, abs(gap.estimate), max(0.0, gap.low, -gap.high), max(abs(gap.low), abs(gap.high)))

@@ -33,7 +33,10 @@ def difference_variance(discordance: npt.ArrayLike, *, drift: npt.ArrayLike = 0.
 
 
 def icc_design_effect(icc: npt.ArrayLike, cluster_size: npt.ArrayLike) -> Array:
-    """Return 1 + (m - 1) * ICC of the paired difference; m = sum n_c^2 / N if sizes vary."""
+    """Return the design effect 1 + (m - 1) * ICC of the paired difference for clusters of m items.
+
+    If cluster sizes n_c vary, pass m = sum n_c^2 / N, N the number of items.
+    """
     effect: Array = 1 + (np.asarray(cluster_size, dtype=np.float64) - 1) * np.asarray(icc, dtype=np.float64)
     return effect
 
@@ -47,7 +50,7 @@ def detection_power(
     alpha: float = 0.05,
     df: float,
 ) -> Array:
-    """Return the probability that the upper bound falls below 0 at a true drop of |drift|."""
+    """Return the probability that the upper bound of the difference falls below 0 if the true drop is |drift|."""
     ratio = np.abs(drift) / standard_error(items, variance, deff=deff)
     power: Array = special.stdtr(df, ratio - special.stdtrit(df, 1 - alpha))
     return power

@@ -91,7 +91,7 @@ def tang_scores(both: Array, before: Array, after: Array, n: Array | float, thet
 
 
 def ess_scores(e: Events, theta: Array | float) -> Array:
-    """Return score statistics [...] at the effective sample size of ``theta``."""
+    """Return ``tang_scores`` [...] with the sample divided by its design effect at ratio ``theta``."""
     deff = _design_effects(e, theta)
     n = float(e.counts.sum())
     return tang_scores(e.both / deff, e.before / deff, e.after / deff, n / deff, theta)
@@ -128,7 +128,7 @@ def times_of(e: Events, *, alpha: float) -> Times:
 
 
 def _end(e: Events, quantile: float, estimate: float | None, *, upper: bool) -> float:
-    """Return the ratio furthest from the estimate whose score does not reach the quantile, to a relative 1e-6."""
+    """Return one end of the interval, to a relative 1e-6: the ratio at which the score reaches the quantile."""
     if upper and estimate is None:
         return np.inf
     if not upper and (estimate == 0 or (estimate is None and float(e.after) == 0)):
@@ -150,7 +150,7 @@ def _end(e: Events, quantile: float, estimate: float | None, *, upper: bool) -> 
 
 
 def widest(every: Sequence[Times]) -> Times:
-    """Return the first ratio with an interval that covers all of these, made from the same answers."""
+    """Return the first ratio with its interval and bounds widened to include those of all others."""
     return Times(
         every[0].estimate,
         min(t.low for t in every),
@@ -164,7 +164,7 @@ def widest(every: Sequence[Times]) -> Times:
 def shows_ratio(
     reference: Array, candidate: Array, counts: npt.ArrayLike, *, limit: float, alpha: float
 ) -> npt.NDArray[np.bool_]:
-    """Return whether event totals [..., C] rule out the ratio ``limit`` by the template rule, weighted both ways.
+    """Return whether event totals [..., C] rule out the ratio ``limit``: template rule, by items and by templates.
 
     An unseen template may have all its events on the candidate's side and none on the reference's.
     """
@@ -174,7 +174,7 @@ def shows_ratio(
 
 
 def points_of(limit: float, rate: npt.ArrayLike) -> Array:
-    """Return the loss in score units that a limit allows if the reference has this rate [...] of the event."""
+    """Return the loss in score units that a ratio of ``limit`` allows if the reference has this ``rate`` [...]."""
     share = np.asarray(rate, dtype=np.float64)
     points: Array = np.minimum((limit - 1) * share, 1 - share)
     return points

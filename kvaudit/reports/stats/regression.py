@@ -57,7 +57,9 @@ def jackknife_variance(without: npt.ArrayLike, estimate: float) -> float:
 
 
 def telling_clusters(x: npt.ArrayLike, controls: npt.ArrayLike, clusters: npt.ArrayLike) -> float:
-    """Return the effective number of clusters for x's coefficient: (sum h_c)^2 / sum h_c^2, h_c partial leverages.
+    """Return the effective number of clusters for x's coefficient: (sum h_c)^2 / sum h_c^2.
+
+    h_c is the partial leverage of cluster c, its share of the variation of x that the controls do not explain.
 
     It is 0 if x is determined by the controls, and little more than 1 if x differs in a single cluster only.
     """

@@ -61,7 +61,7 @@ def blind_spot(clusters: float, alpha: float) -> float:
 
 
 class Call(IntEnum):
-    """The outcome of a cell. In the last three the interval passes, but the templates are not sufficient."""
+    """The outcome of a cell. CLUSTERS, UNEVEN, TEMPLATES: the interval passes, but the templates do not suffice."""
 
     PASS = 0
     PASS_NOTED = 1  # a drop is detectable in the family, and within the margin
@@ -124,13 +124,13 @@ def fixed_sequence(passes: Sequence[bool]) -> int | None:
 
 
 def cleared(passes: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
-    """Count the cleared doses of many sequences [..., D]."""
+    """Return how many doses each sequence [..., D] clears before its first failure."""
     count: npt.NDArray[np.int64] = np.cumprod(passes, axis=-1, dtype=np.int64).sum(axis=-1)
     return count
 
 
 class Part(NamedTuple):
-    """One suite of a difference: ``weight`` times the item mean of its template totals."""
+    """The term of one suite in a difference: ``weight`` times its mean per item, sum(sums) / sum(counts)."""
 
     weight: float
     sums: Array  # [C]
@@ -156,7 +156,7 @@ def shows_margin(sums: npt.ArrayLike, counts: npt.ArrayLike, *, margin: float, a
 def shows_above(above: Array, sizes: Array, *, worst: float, wanted: float) -> npt.NDArray[np.bool_]:
     """Return whether templates rule out the limit, given the distances ``above`` [..., C] of their totals from it.
 
-    ``worst`` is the distance below the limit of a lost item of an unseen template, ``wanted`` the log-likelihood ratio
+    ``worst`` is how far below the limit a lost item of an unseen template lies; ``wanted`` is the log-likelihood ratio
     to exceed.
     """
     by_items = _rules_out(above, sizes, worst, wanted)
@@ -175,7 +175,11 @@ def chi_square_limit(clusters: int, alpha: float) -> float:
 
 @lru_cache(maxsize=4096)
 def _exact_limit(clusters: int, margin: float, alpha: float) -> float:
-    """Return the log-likelihood ratio of the fewest broken templates (of equal size) that are likely at the margin."""
+    """Return the log-likelihood ratio, against the margin, of the fewest broken templates that are not too unlikely.
+
+    Templates are of equal size; k of them are too unlikely if P(at most k broken) at the margin is EXACT * alpha or
+    less.
+    """
     broken = 0
     while special.bdtr(broken, clusters, margin) <= EXACT * alpha:
         broken += 1

@@ -43,9 +43,10 @@ def shares(
     graded: bool = False,
     level: float = SHOWN_LEVEL,
 ) -> ShownShare:
-    """Return mean item scores of samples [..., N] in [0, 1] in order of cluster, ``counts`` [C] in each.
+    """Return mean item scores, with bounds, of samples [..., N] in [0, 1] in order of cluster, ``counts`` [C] in each.
 
-    With a single cluster the bounds are 0 and 1.
+    An item is averaged over ``draws`` answers, each 0 or 1 unless ``graded``. With a single cluster the bounds are 0
+    and 1.
     """
     sizes = np.asarray(counts, dtype=np.int64)
     items, clusters = int(sizes.sum()), len(sizes)

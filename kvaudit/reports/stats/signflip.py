@@ -65,7 +65,7 @@ class Signs(NamedTuple):
 
 
 class Moments(NamedTuple):
-    """Means [..., B] of flipped cells, their CR3 variances [..., B] and the scale [..., 1] of those variances."""
+    """Means [..., B] of cells under B sign patterns, their CR3 variances [..., B], and the scale [..., 1] of these."""
 
     mean: Array
     variance: Array
@@ -73,7 +73,10 @@ class Moments(NamedTuple):
 
 
 class _Cells(NamedTuple):
-    """Cells of one panel, summed by their common clusters; ``turned`` are the sums with signs in a canonical form."""
+    """Cells of one panel, summed by their common clusters.
+
+    ``turned`` are the same sums with the sign of each cluster chosen so that its first nonzero cell gains.
+    """
 
     sums: Array  # [K, C]
     counts: Array  # [C]
@@ -204,7 +207,7 @@ def max_t_pvalues(observed: Array, flipped: Array, *, exact: bool, step_down: bo
 
 
 def _share(flipped: Array, observed: Array, exact: bool) -> Array:
-    """Return the share of patterns at least as large; random draws add the observed pattern."""
+    """Return the share of patterns whose statistic reaches the observed one, which counts among random patterns."""
     slack = 1e-9 * np.maximum(1.0, np.abs(observed))  # rounding must not break ties
     limit = observed - np.where(np.isfinite(slack), slack, 0.0)  # inf - inf is no limit
     reached = (flipped >= limit[..., None]).sum(axis=-1)
@@ -242,7 +245,7 @@ def _cells(z: Array, clusters: npt.ArrayLike) -> _Cells:
 
 
 def _flip(cells: _Cells, draws: int, seed: int, *, stream: int, exhaustive: bool) -> tuple[Array, bool]:
-    """Return flipped statistics [K, B] of one panel, and whether all sign patterns were used."""
+    """Return the t statistics [K, B] of a panel's K cells under B sign patterns, and whether these are all patterns."""
     clusters = len(cells.counts)
     if exhaustive and clusters <= EXHAUSTIVE_CLUSTERS:
         return flip_statistics(cells.turned, cells.counts, signs(clusters, draws, 0).patterns), True

@@ -31,7 +31,7 @@ class Isotonic:
 
 
 def dose_weights(x: npt.ArrayLike) -> Array:
-    """Return the least-squares weights [D] of doses x [D]; they sum to 0, and to 1 when multiplied by x."""
+    """Return the weights [D] whose sum with scores at doses x [D] is the least-squares slope."""
     doses = np.asarray(x, dtype=np.float64)
     assert doses.ndim == 1, doses.shape
     centred = doses - doses.mean()

@@ -58,7 +58,7 @@ def tango_scores(losses: Array, gains: Array, n: Array, delta: Array | float) ->
 
 
 def tango_interval(losses: float, gains: float, n: float, quantile: float) -> Interval:
-    """Return the deltas whose score statistic equals +quantile (low) and -quantile (high)."""
+    """Return Tango's interval: its ends are the deltas whose score statistics are +quantile (low), -quantile (high)."""
     low, high = tango_bounds(np.array(losses), np.array(gains), np.array(n), np.array([quantile, -quantile]))
     return Interval(float(low), float(high))
 
@@ -194,7 +194,7 @@ def _design_effects(losses: Array, gains: Array, counts: Array, variance: Array,
 
 
 def deff_floor(values: npt.NDArray[np.floating], samples: int, *, graded: bool = False) -> float:
-    """Return the floor of one sample [N]; see ``deff_floors``."""
+    """Return the lowest design effect of one sample [N] as a float; see ``deff_floors``."""
     return float(deff_floors(values, samples, graded=graded))
 
 

@@ -57,7 +57,7 @@ _STATUS = {
 
 
 class Pvalues(NamedTuple):
-    """The p-values of one test, each adjusted for the family."""
+    """The p-values of one test, each adjusted for the family, by different methods and labels."""
 
     adjusted: float
     holm: float  # the same by Holm
@@ -137,7 +137,7 @@ def decide_cell(
 def decide_ratio(c: Contrast, ratio: Ratio, margin: float, pvalue: float) -> tuple[Status, tuple[Reason, ...]]:
     """Return status and reasons of one test against a ratio, which allows a loss of ``margin`` in score units.
 
-    Human labels do not give the reference's own rate, so on human labels no test passes a ratio.
+    A ratio needs the reference's own rate, which human labels do not give; so a test by human labels passes no ratio.
     """
     effect, templates = c.effect, templates_of(c)
     assert effect is not None, "a contrast without a number has no ratio"
@@ -391,7 +391,7 @@ def decision(
 
 
 def _template_bound(test: DecidedTest, margin: float | None, alpha: float) -> float | None:
-    """Return the lowest drift that the template rule does not rule out; None if the interval is lower."""
+    """Return the lowest drift that the template rule does not rule out; None if the interval reaches the margin."""
     c, sign = test.row.contrast, test.row.sign
     if c.effect is None or c.look or margin is None or _mirrored(c.effect, sign).lower <= -margin:
         return None

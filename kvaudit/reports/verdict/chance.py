@@ -185,7 +185,7 @@ def pass_rate(audits: Audits, *, margin: float, alpha: float, ratio: float | Non
 
 
 def can_show(counts: Array, margin: float, alpha: float) -> bool:
-    """Return whether templates of these sizes [C] can show a margin at all."""
+    """Return whether templates of these sizes [C] can pass a margin with any result: enough of them, none too large."""
     has_clusters = effective_clusters(counts) >= clusters_required(margin, alpha) - 1e-9
     return has_clusters and not too_uneven(counts, margin, alpha)
 
@@ -238,7 +238,7 @@ def _lower(audits: Audits, alpha: float) -> Array:
 
 
 def larger_run(c: Contrast, margin: float, sign: int, ratio: float | None = None) -> Larger | None:
-    """Return how many times the templates of a contrast would pass if there were no drift; None if unknown.
+    """Return what multiple of its templates a contrast would need to pass if there were no drift; None if unknown.
 
     It is unknown if the estimate is past the margin already (``sign`` -1: a gain past it, for a test of a gain), and
     for several combined suites, which share one margin. With a ``ratio`` the margin is the loss that it allows.
@@ -284,7 +284,7 @@ def templates_for(c: Contrast, margin: float, ratio: float | None = None) -> int
 
 
 def lowest_estimate(clusters: int, *, margin: float, alpha: float) -> float | None:
-    """Return the lowest drift that can pass at all, that of equal templates with equal drifts; None if none can."""
+    """Return the lowest drift that can pass, reached if all templates have one size and drift; None if none can."""
     low, high = -margin, 1.0
     counts = np.ones(clusters)
     if clusters < clusters_required(margin, alpha):

@@ -58,7 +58,7 @@ class PlannedUnit(NamedTuple):
 class Look(NamedTuple):
     """The last look at a suite of a run in rounds.
 
-    ``tests`` counts gated cells; ``is_last``: no further look was planned.
+    ``tests`` is the number of gated cells, which share the level; ``is_last`` is whether no further look was planned.
     """
 
     tests: int
@@ -125,7 +125,7 @@ class Comparison:
 
     @property
     def by_phrases(self) -> tuple[str, ...]:
-        """The suites that phrase rules graded; phrase rules alone support no claim."""
+        """The suites whose judges include phrase rules, which alone support no claim."""
         return tuple(suite for suite in self.suites if BY_PHRASES in map(_judge_name, self.judges.get(suite, ())))
 
     @property
@@ -193,7 +193,7 @@ def _looks(spec: RunSpec, suites: Sequence[str], provenance: Mapping[str, Any]) 
 
 
 def _served_as(spec: RunSpec, recorded: Sequence[str]) -> list[str]:
-    """Return the policies of the grid as the records spell them."""
+    """Return the policies of the spec's grid, each spelled as in the records if these have it."""
     conditions = {text for pair in spec.evaluate.references.items() for text in pair}
     ours = [policy for policy in spec.evaluate.policies if policy not in conditions]
     spelled = dict(zip(ours, match_policies(ours, [p for p in recorded if p not in conditions]), strict=True))
@@ -265,7 +265,7 @@ def run_reasons(data: RunData, comparison: Comparison) -> Iterator[Reason]:
 
 
 def part_reasons(data: RunData, comparison: Comparison) -> Iterator[Reason]:
-    """Yield the reasons that hold for any part of a run: records are missing, or differ from provenance."""
+    """Yield the reasons against a run or a part of one: records are missing, or differ from provenance."""
     yield from _incomplete(data, comparison)
     yield from _conflicts(data.records)
     yield from _unlisted(data)

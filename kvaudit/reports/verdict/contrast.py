@@ -102,7 +102,10 @@ class _SuiteRows:
     def answers(
         self, facet: str, good: Array, known: npt.NDArray[np.bool_], formless: npt.NDArray[np.bool_]
     ) -> Iterator[Answers]:
-        """Yield the ``known`` rows averaged by item, if there are any; ``formless`` rows count as not good."""
+        """Yield Answers of the ``known`` rows averaged by item, or nothing if there are none.
+
+        ``good`` [n] is 1 where the answer is as wanted; ``formless`` marks answers that have no readable form.
+        """
         if not known.any():
             return
         good, read = good[known], self.read[known]
@@ -131,7 +134,7 @@ CellPlace = tuple[str, str, str, str, int]  # estimand, arm, policy, suite, cont
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A mean paired difference in score units, of too few clusters for an interval."""
+    """A mean paired difference in score units without an interval, because there are too few clusters."""
 
     estimate: float
     n_items: int
@@ -147,7 +150,7 @@ def no_interval(clusters: int) -> str:
 
 @dataclass(frozen=True)
 class CellName:
-    """The cell that a contrast or a decision is about."""
+    """The name of a cell, which a contrast or a decision is about."""
 
     estimand: str  # alike | deployed | serving | interaction | selectivity | change
     arm: str
@@ -162,7 +165,7 @@ class CellName:
 
     @property
     def name(self) -> CellName:
-        """The cell without the fields of a subclass."""
+        """This cell as a plain CellName, without the further fields of a contrast or decision."""
         return CellName(*self.place)
 
 

@@ -150,7 +150,7 @@ def controls_of_answers(
 
 
 def _margin(answers: Answers, margins: Mapping[str, float], ratios: Mapping[str, float]) -> float:
-    """Return how much a metric may lose, in score units."""
+    """Return how much a metric may lose, in score units: its margin, or what its ratio allows."""
     if answers.metric in margins:
         return margins[answers.metric]
     return float(points_of(ratios[answers.metric], 1 - float(answers.wanted.mean())))
@@ -323,13 +323,16 @@ def _worst(controls: Iterable[Control]) -> Control | None:
 class ErrorRates:
     """Error rates of the gate, as shares; maxima and minima are over the simulated designs.
 
-    ``false_pass_max``: false PASS at ``level`` for a drift of exactly the margin, spread over the items (reference at
-    ``reference_rate``, ``margin``) or by whole templates (also at 10 pp). ``release_max``: the same at
-    ``release_level``; for a spread drift of the interval alone. Not covered by these limits: ``beyond_max``, the
-    interval at ``level`` with a reference at ``beyond_rate`` and ``beyond_margin``, and ``unnamed_max``, whole
-    templates that are not declared. ``recipe_three_seeds_max``: two-sided type I error of a recipe's 95 % interval from
-    three seeds. ``nothing_to_lose_max``: how often a reference with nothing to lose counts as measurable;
-    ``turned_away_max``: how often a healthy one does not.
+    ``false_pass_max`` is the rate of a false PASS at ``level`` for a drift of exactly the margin, spread over the items
+    (with a reference at ``reference_rate`` and the margin ``margin``) or by whole templates (also at 10 pp).
+    ``release_max`` is the same at ``release_level``, where a spread drift is tested by the interval alone. Two rates
+    may be higher: ``beyond_max``, of the interval at ``level`` with a reference at ``beyond_rate`` and a margin of
+    ``beyond_margin``, and ``unnamed_max``, for whole templates that nobody named, with items declared independent.
+
+    ``type_one_max`` is the two-sided rate of false alarms without drift, ``coverage_min`` the lowest coverage of the
+    95 % interval. ``recipe_three_seeds_max`` is the two-sided type I error of a recipe's 95 % interval from three
+    seeds. ``nothing_to_lose_max`` is how often a reference with nothing to lose counts as measurable,
+    ``turned_away_max`` how often a healthy one does not.
     """
 
     scale: str
@@ -362,7 +365,7 @@ def shipped_rates() -> ErrorRates:
 
 
 def shipped_calibration() -> dict[str, Any]:
-    """Read the calibration that ships with the package."""
+    """Return the simulated error rates that ship with the package, as parsed from error_rates.json."""
     path = files("kvaudit.reports.verdict") / "error_rates.json"
     calibration: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return calibration
@@ -379,7 +382,7 @@ _WITHOUT_COMPRESSED_REFERENCE = ("deployed", "serving")  # estimands
 
 
 class Moves(NamedTuple):
-    """How far apart two sets of answers to the same items are."""
+    """How far apart two sets of answers to the same items are, in texts and in log-probs."""
 
     texts: float  # share of answers that have another text
     logprobs: float | None  # root mean square of the difference of log-probs, in nats; None without log-probs

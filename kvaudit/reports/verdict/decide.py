@@ -112,7 +112,7 @@ def _decide_by_tests(cells: Sequence[GatedCell], alpha: float) -> tuple[list[Dec
 
 
 def _by_judge_alone(decisions: Sequence[Decision], start: Status, waivers: Sequence[Waiver]) -> Status:
-    """Return the status of the run by the judge's labels, without human labels."""
+    """Return the run's status by the judge's labels alone; ``start`` is the status before any cell counts."""
     judged = [_with_waiver(replace(d, status=d.judged or d.status, judged=None), waivers) for d in decisions]
     return start if start is Status.INVALID else worst([start, *(d.standing for d in judged)])
 
@@ -155,7 +155,7 @@ def _arm_verdicts(gated: Sequence[Decision]) -> tuple[ArmVerdict, ...]:
 def _headline(decisions: Sequence[Decision]) -> int | None:
     """Return the index of the gated cell that decides: the worst status, then the lowest bound against its margin.
 
-    Only cells with a number count; one that is not measurable counts only where every cell is.
+    Only cells with a number count; cells that are not measurable count only if no cell is measurable.
     """
     numbered = [(i, d, d.effect) for i, d in enumerate(decisions) if d.gated and d.effect]
     candidates = [entry for entry in numbered if entry[1].is_measurable] or numbered
@@ -233,7 +233,7 @@ _CHANGES = {Status.FAIL: _fail, Status.NOT_MEASURABLE: _not_measurable, Status.I
 
 
 def failing_seed(cell: GatedCell, context: DowngradeContext) -> Reason | None:
-    """Name the training seeds that fail on their own.
+    """Return a reason that names the training seeds that fail on their own; None without any.
 
     A drift averaged over seeds passes a training that breaks one run in three (losses of 9, 0 and 0 pp average to 3).
     """
@@ -293,7 +293,7 @@ def _is_past(seed: SeedDrift, sign: int, margin: float) -> bool:
 
 
 def unmeasurable_reference(cell: GatedCell, context: DowngradeContext) -> Reason | None:
-    """Say why the reference of one of the cell's tests has nothing to lose."""
+    """Return the reason why the reference of one of the cell's tests cannot show a loss; None if all can."""
     controls = (context.controls.against(row.contrast) for row in cell.rows)
     control = next((control for control in controls if control is not None), None)
     return None if control is None else control.reason
@@ -323,7 +323,7 @@ def judge_biases(cells: Sequence[GatedCell]) -> list[JudgeBias]:
 
 
 def biased_judge(cell: GatedCell, context: DowngradeContext) -> Reason | None:
-    """Say how much of the drift a judge that is biased on these answers may have made up.
+    """Return a reason if the judge may be biased on these answers: how much of the drift its errors may have made.
 
     Cells with human labels are left out, because they do not depend on the judge.
     """
@@ -342,12 +342,12 @@ def _same_answers(labelled: Contrast, c: Contrast) -> bool:
 
 
 def unnamed_clusters(_: GatedCell, context: DowngradeContext) -> Reason | None:
-    """Say that no field names clusters, unless the gate declares that items are independent."""
+    """Return a reason if no field names clusters and the gate does not declare that items are independent."""
     return None if context.rules.items_are_independent else context.drift.unclustered
 
 
 def broken_form(cell: GatedCell, context: DowngradeContext) -> Reason | None:
-    """Say that more answers than the margin allows may have become unreadable; a facet's rate leaves those out."""
+    """Return a reason if more answers may have become unreadable than the margin allows; facet rates leave them out."""
     drift = context.drift
     for row in cell.rows:
         c, margin = row.contrast, cell.margin_of(row)
@@ -367,7 +367,7 @@ def broken_form(cell: GatedCell, context: DowngradeContext) -> Reason | None:
 
 
 def rewarding_judge(_: GatedCell, context: DowngradeContext) -> Reason | None:
-    """Ask a release for a gated safety suite that is independent of the reward."""
+    """Return a reason, under profile release, if no gated safety suite is independent of the reward."""
     if context.rules.profile != RELEASE or is_independent_of_reward(context.gated_cells, context.drift.comparison):
         return None
     return Reason(
@@ -378,7 +378,7 @@ def rewarding_judge(_: GatedCell, context: DowngradeContext) -> Reason | None:
 
 
 def phrase_rules(cell: GatedCell, context: DowngradeContext) -> Reason | None:
-    """Ask a release for a judge other than phrase rules."""
+    """Return a reason, under profile release, if phrase rules alone graded a suite of the cell."""
     sides = context.drift.comparison
     suites = sorted({suite_of(row.contrast.suite) for row in cell.rows} & set(sides.by_phrases))
     if context.rules.profile != RELEASE or not suites:

@@ -65,7 +65,7 @@ CELL = ["arm", "policy", "suite", "context_tokens"]
 
 
 class CellFilter(NamedTuple):
-    """The estimands, policies and lengths for which facets are contrasted."""
+    """Where facets are contrasted: only in cells of these estimands, policies and lengths."""
 
     estimands: frozenset[str]
     policies: frozenset[str]
@@ -362,7 +362,7 @@ def _cluster_sums(panel: Panel, z: Array, clusters: npt.NDArray[np.int64]) -> Cl
 
 
 def _unwanted(panel: Panel, weights: list[Weights], present: npt.NDArray[np.bool_]) -> Iterator[UnwantedEvents]:
-    """Yield the unwanted events by the scores, then by every other way to count unsure and unscored answers."""
+    """Yield the unwanted events by the scores, then once for every other way to count unsure and unscored answers."""
     readings = [(scores, scores, present) for scores in (panel.scores, *panel.readings)]
     if panel.unscored_as:
         zero, one = panel.unscored_as
@@ -385,7 +385,7 @@ def _unwanted(panel: Panel, weights: list[Weights], present: npt.NDArray[np.bool
 
 
 def _unread(panel: Panel, weights: list[Weights], recorded: npt.NDArray[np.bool_]) -> Rates:
-    """Return the shares of unreadable answers: mean(best) - mean(floor), where they count 1 and 0."""
+    """Return the shares of unreadable answers, as mean(best) - mean(floor): they count as 1 in best and 0 in floor."""
     candidate, reference = (
         float(np.mean([(panel.best[cell] - panel.floor[cell])[recorded] for cell in side]))
         for side in two_sides(weights)
@@ -394,7 +394,7 @@ def _unread(panel: Panel, weights: list[Weights], recorded: npt.NDArray[np.bool_
 
 
 def two_sides(weights: Sequence[Weights]) -> tuple[list[CellKey], list[CellKey]]:
-    """Return the candidate's and the reference's cell of every pair; a cell against itself is on both sides."""
+    """Return the candidate's and the reference's cell of every pair; a cell compared with itself is on both sides."""
     positive = [next(cell for cell, weight in w.items() if weight >= 0) for w in weights]
     negative = [next(cell for cell, weight in w.items() if weight <= 0) for w in weights]
     return positive, negative
@@ -415,7 +415,7 @@ def paired_scores(panel: Panel, weights: Sequence[Weights], present: npt.NDArray
 
 
 def _combine(table: Scores, weights: Weights, present: npt.NDArray[np.bool_]) -> Array:
-    """Return weighted sums of cell scores [N]."""
+    """Return the weighted sum of the scores of the cells in ``weights``, for each of the N ``present`` items."""
     total = np.zeros(int(present.sum()))
     for cell, weight in weights.items():
         total += weight * table[cell][present]
@@ -423,7 +423,7 @@ def _combine(table: Scores, weights: Weights, present: npt.NDArray[np.bool_]) ->
 
 
 def _between(plus: Scores, minus: Scores, weights: Weights, present: npt.NDArray[np.bool_]) -> Array:
-    """Return weighted sums of cell scores [N], from ``plus`` for positive weights and from ``minus`` for others."""
+    """Return weighted sums [N] as ``_combine`` does, with scores from ``plus`` for positive weights, else ``minus``."""
     return _combine(plus, {cell: weight for cell, weight in weights.items() if weight > 0}, present) + _combine(
         minus, {cell: weight for cell, weight in weights.items() if weight <= 0}, present
     )

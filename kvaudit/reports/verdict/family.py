@@ -105,7 +105,7 @@ def is_gated(c: Contrast, sides: Comparison, rules: Rules) -> bool:
 
 
 def is_shown(c: Contrast, sides: Comparison, rules: Rules) -> bool:
-    """Return whether a contrast is decided and shown outside the verdict: of alike and deployed the ungated one."""
+    """Return whether a contrast is decided and shown but not gated: "deployed" beside gated "alike", or the reverse."""
     if (
         sides.mode == "serving"
         or c.policy not in rules.primary
@@ -141,7 +141,7 @@ def _is_decided(c: Contrast, sides: Comparison, rules: Rules) -> bool:
 
 
 def _is_repeated(c: Contrast, sides: Comparison, rules: Rules) -> bool:
-    """Return whether a contrast repeats another: uncompressed, alike and deployed are the same difference."""
+    """Return whether a contrast repeats another: under an uncompressed policy "alike" and "deployed" are the same."""
     other = "deployed" if "alike" in rules.estimands else "alike"
     return sides.is_uncompressed(c.policy) and c.estimand == other
 
@@ -188,7 +188,7 @@ class _Part(NamedTuple):
 
 
 class _Flips(NamedTuple):
-    """Adjusted p-values, the smallest possible p-value, and the critical t statistic."""
+    """The result of max-T: adjusted p-values, the smallest possible p-value, and the critical t statistic."""
 
     pvalues: tuple[float, ...]
     floor: float
@@ -228,7 +228,7 @@ def joint_family(rows: Sequence[FamilyRow], alpha: float = 0.05) -> TestFamily:
 
 
 def _bonferroni(rows: Sequence[FamilyRow], alpha: float) -> float:
-    """Return the critical value of the lowest test by Bonferroni, with the fewest degrees of freedom."""
+    """Return the critical t value by Bonferroni at the fewest degrees of freedom of a test; infinite without tests."""
     df = [row.contrast.effect.df for row in rows if row.contrast.effect]
     return float(special.stdtrit(min(df), 1 - alpha / len(df))) if df else math.inf
 
@@ -297,7 +297,7 @@ def _groups_of_equal_clusters(tests: Sequence[_Test]) -> list[list[int]]:
 
 
 def _patterns(sizes: Mapping[str, int], *, exact: bool) -> Iterator[dict[str, Array]]:
-    """Yield blocks of sign patterns of every suite."""
+    """Yield blocks of sign patterns [B, C] by suite: all patterns if ``exact``, else random ones from a fixed seed."""
     if exact:
         yield {suite: signs(clusters, _DRAWS, 0).patterns for suite, clusters in sizes.items()}
         return

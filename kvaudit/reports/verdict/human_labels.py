@@ -59,7 +59,7 @@ _PartialLabels = npt.NDArray[np.float64]
 def sheet_key(
     data: RunData, answers: Sequence[PairedAnswers], *, seed: int, concordant: int, spread: bool = True
 ) -> tuple[Key, dict[str, ShownAnswer]]:
-    """Return the key of a sheet and the content of its rows, determined by records, ``seed``, ``concordant``."""
+    """Return the key of a sheet and its rows by name; records, ``seed`` and ``concordant`` determine both."""
     picks = [pairs_to_label(pairs, concordant, seed, spread=spread) for pairs in answers]
     texts = shown_answers(data, list(zip(answers, picks, strict=True)))
     hashes = {place: text_hash(text) for place, text in texts.items()}
@@ -116,7 +116,7 @@ def _answers_of_gated_cell(answers: Mapping[CellPlace, PairedAnswers], cell: Key
 
 @dataclass(frozen=True)
 class CellLabels(CellName):
-    """The labels of one gated cell: hash of the text -> 0 or 1, for the pairs that ``seed`` and ``concordant`` draw.
+    """The human labels (0 or 1) of one gated cell by hash of the text; ``seed`` and ``concordant`` fix the pairs drawn.
 
     ``spread`` is whether the concordant pairs were drawn in turn over the templates, as they are since format 3.
     """
@@ -220,7 +220,7 @@ class HumanLabels:
 
     @property
     def by_template(self) -> Labelled:
-        """The labels counted by template."""
+        """The human-labelled differences of the pairs, summed and counted by template."""
         return labelled_pairs(self.pairs.discordant, self.difference, self.pairs.clusters)
 
 
@@ -298,7 +298,7 @@ def _with_human_labels(c: Contrast, h: HumanLabels, alpha: float) -> Contrast:
 
 
 def _human_effect(h: HumanLabels, alpha: float) -> Effect:
-    """Return the drift by human labels, clipped to [-1, 1] because it is the sum of two intervals."""
+    """Return the drift by human labels; bounds are clipped to [-1, 1], which a sum of two intervals can exceed."""
     effect = adjudicated(h.pairs.discordant, h.difference, h.pairs.clusters, alpha=alpha)
     low, high, lower, upper = np.clip((effect.low, effect.high, effect.lower, effect.upper), -1.0, 1.0)
     return replace(effect, low=float(low), high=float(high), lower=float(lower), upper=float(upper))

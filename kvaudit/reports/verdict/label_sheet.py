@@ -118,7 +118,10 @@ def _parse_key(value: Any) -> Key:
 
 
 def check_types(value: Mapping[str, Any], kind: type[Any]) -> dict[str, Any]:
-    """Return the table; raises TypeError if a str, int or bool is of another type than its field in ``kind``."""
+    """Return ``value``; raises TypeError if an entry is not of the type that its field in ``kind`` declares.
+
+    Only fields of type str, int and bool are checked.
+    """
     for field in fields(kind):  # types are strings, since annotations are postponed
         entry = value[field.name]
         if field.type in ("str", "int", "bool") and type(entry).__name__ != field.type:
@@ -342,9 +345,9 @@ def pairs_to_label(pairs: PairedAnswers, concordant: int, seed: int, *, spread: 
 
 
 def concordant_templates(answers: Sequence[PairedAnswers]) -> int:
-    """Return how many templates have concordant pairs, in the cell with the most.
+    """Return the number of templates with concordant pairs, of the cell that has the most of them.
 
-    A cell cannot pass with fewer labelled concordant pairs than its own templates with such pairs.
+    A cell needs a labelled concordant pair in each of its own templates that have such pairs, or it cannot pass.
     """
     return max(len(set(pairs.clusters[~pairs.discordant])) for pairs in answers)
 

@@ -60,9 +60,9 @@ class Pin:
         return {c.seed: c.sha256 for c in self.checkpoints if c.arm == arm}
 
     def holds(self, arm: str, seed: int, weights: Collection[str]) -> bool:
-        """Return whether the weights that a run has for this seed of its reference are one pinned checkpoint.
+        """Return whether ``weights``, which a run has for this seed of its reference, are those of a pinned checkpoint.
 
-        If the pin has an arm of that name and seed, the weights must be that checkpoint, else any of the pin's.
+        If the pin has a checkpoint of that arm and seed, they must be its weights; otherwise any checkpoint's will do.
         """
         same_name = {c.sha256 for c in self.checkpoints if c.named and (c.arm, c.seed) == (arm, seed)}
         return len(weights) == 1 and set(weights) <= (same_name or {c.sha256 for c in self.checkpoints})

@@ -313,7 +313,10 @@ class Ratio:
 
 
 def ratio_of(c: Contrast, limit: float) -> Ratio | None:
-    """Return the ratio of a contrast for all ways to count uncertain answers together; None for an interaction."""
+    """Return the ratio of a contrast; its interval covers every way to count uncertain answers.
+
+    None for a contrast without a number or without two sides, such as an interaction.
+    """
     if c.effect is None or not c.unwanted:
         return None
     floor = min(1.0, (c.judged or c.effect).deff)  # below 1 only for averaged draws and graded scores

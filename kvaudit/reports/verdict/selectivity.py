@@ -92,7 +92,7 @@ def _scale_sums(parts: Iterable[tuple[float, tuple[ClusterSums, ...]]]) -> tuple
 
 
 def _readings(parts: Parts) -> tuple[tuple[ClusterSums, ...], ...]:
-    """Return the templates with uncertain answers counted against the difference in every suite, then in its favour."""
+    """Return the templates twice: uncertain answers counted in every suite to lower the difference, and to raise it."""
     if not any(c.readings for _, c in parts):
         return ()
 
@@ -109,7 +109,7 @@ def _noise(parts: Parts) -> float:
 
 
 def _by_seed(parts: Parts, index: int) -> SeedDrift:
-    """Return the difference of one seed; MOVER combines its intervals in the suites."""
+    """Return the drift of one seed in the difference of suites; MOVER combines its intervals from the suites."""
     drifts = [(weight, c.by_seed[index], c.seed_sums[index]) for weight, c in parts]
     wide = mover([(weight, s.estimate, s.low, s.high) for weight, s, _ in drifts])
     narrow = mover([(weight, s.estimate, s.lower, s.upper) for weight, s, _ in drifts])
@@ -118,7 +118,7 @@ def _by_seed(parts: Parts, index: int) -> SeedDrift:
 
 
 def _recipe(parts: Parts, item: _Spread, seeds: Array) -> _Spread:
-    """Return item variance plus seed variance of drifts [S], without the items' part of the latter."""
+    """Return the item variance plus the part of the variance of the seeds' drifts [S] that is not due to items."""
     # the degrees of freedom of the suite with the fewest templates
     clusters = min(len(sums.counts) for _, c in parts for sums in c.sums)
     recipe = recipe_variance(np.array(item.variance), seeds, np.array(_noise(parts)), clusters)
@@ -126,7 +126,7 @@ def _recipe(parts: Parts, item: _Spread, seeds: Array) -> _Spread:
 
 
 def _effect(parts: Parts, spread: _Spread, alpha: float) -> Effect:
-    """Return MOVER bounds with the p-values of the t statistic; items and templates are those of the smallest suite."""
+    """Return the effect: MOVER bounds, p-values of the t statistic, items and templates of the smallest suite."""
     effects = [(weight, c.effect) for weight, c in parts if c.effect]
     assert len(effects) == len(parts), "a part has no number"
     wide = mover([(w, e.estimate, e.low, e.high) for w, e in effects])

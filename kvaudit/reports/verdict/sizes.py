@@ -476,7 +476,7 @@ def planned_discordance(differing: int, pairs: int) -> float:
 
 
 def plan_items(layout: Layout, metric: Metric, design: Design, limit: int) -> PlannedItems:
-    """Return the fewest items, to a tenth, that pass with the design's power; the largest number if none do.
+    """Return the fewest items, to a tenth, that pass with the design's power; if none do, the most up to ``limit``.
 
     Templates and items of ``design`` are ignored. A metric that cannot pass at all gets one round of items.
     """

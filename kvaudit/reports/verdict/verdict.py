@@ -48,7 +48,7 @@ class Status(StrEnum):
 
 
 class Larger(StrEnum):
-    """How many times as many templates would pass with power .8 if there were no drift."""
+    """By what factor a cell would need more templates to pass with power .8 if there were no drift."""
 
     TWICE = "about twice"
     TEN_TIMES = "about ten times"
@@ -137,7 +137,7 @@ class ArmVerdict:
 
 @dataclass(frozen=True)
 class Adjustment:
-    """How p-values are adjusted for the family: the method, why it is not max-T, and the smallest possible p-value.
+    """How p-values are adjusted for the family: the method, why it is not max-T (empty if it is), the smallest p-value.
 
     ``critical`` is how many standard errors below 0 the lowest cell must lie for a FAIL.
     """
@@ -187,7 +187,7 @@ def exit_code(status: Status, rules: Rules) -> int:
 
 
 def worst_exit_code(statuses: Iterable[Status], rules: Rules) -> int:
-    """Return the exit code of the worst status that is not only a warning."""
+    """Return the exit code of the worst status whose code is not 0; 0 if every status passes or only warns."""
     codes = (exit_code(status, rules) for status in sorted(set(statuses), key=PRECEDENCE.index))
     return next((code for code in codes if code), 0)
 
@@ -219,7 +219,7 @@ class Decided:
 
     @property
     def contrasts(self) -> Iterator[Contrast]:
-        """The contrasts of suites and of the facets with a margin; other facets have their own section."""
+        """The contrasts of suites, and of facets with a margin or ratio; other facets have their own section."""
         facets = self.comparison.facets
         return (c for c in self.drift.contrasts if c.suite not in facets or self.rules.holds(c.suite))
 

@@ -84,7 +84,7 @@ def _metric(m: MeasuredCell) -> dict[str, Any]:
 
 
 def _hashes(fact: Fact | None) -> list[dict[str, str]]:
-    """Return the weights of every seed; only sha256 values, since the document must validate."""
+    """Return the hashes of the weights of every seed, without values that are no sha256, which would not validate."""
     if fact is None or fact.state != "known":
         return []
     digests = [str(digest) for digest in fact.value.values()]

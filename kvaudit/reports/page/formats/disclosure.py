@@ -19,7 +19,7 @@ def render(page: Page) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Return the same tree with every fact as its state, with its value if known."""
+    """Return the tree with every fact replaced by a mapping of its ``state`` and, if known, its ``value``."""
     if isinstance(value, Fact):
         return {"state": value.state, **({"value": value.value} if value.state == "known" else {})}
     if isinstance(value, Mapping):

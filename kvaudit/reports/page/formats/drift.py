@@ -35,7 +35,7 @@ def render(page: Page) -> str:
 
 
 def verdict_facts(page: Page) -> Iterator[tuple[int, str, Any]]:
-    """Yield the entries of verdict and run, each with its place among those of the sections."""
+    """Yield position, key and value of each entry of drift.json that comes from the verdict and the run."""
     findings = page.findings
     rules, verdict = asdict(findings.rules), asdict(findings.verdict)
     if not findings.rules.ratios:  # older files without ratios stay byte-identical

@@ -16,7 +16,7 @@ _FAILURE, _ERROR, _SKIPPED = "failure", "error", "skipped"  # elements of a test
 
 
 def render(page: Page) -> str:
-    """Return a test case per gated cell and one for the verdict, each as the gate would exit on it alone."""
+    """Return a test case per gated cell and one for the verdict, each with the result of the gate on it alone."""
     banner, rules, sides = page.banner, page.findings.rules, page.findings.comparison
     suite = ElementTree.Element("testsuite", name=inline(banner.title))
     lines = (*(answer.line for answer in answers(page.findings) if answer.groups), banner.alarm, *page.remarks)
@@ -35,7 +35,7 @@ def render(page: Page) -> str:
 
 
 def _kind(status: Status, rules: Rules) -> str:
-    """Return the element for a status: failure for FAIL, error if the gate stops, skipped if let through undecided."""
+    """Return the element for a status: failure for FAIL, error for others that stop the gate, skipped for a warning."""
     if status is Status.FAIL:
         return _FAILURE
     if exit_code(status, rules):

@@ -64,7 +64,10 @@ def _answer(answer: Answer) -> dict[str, Any]:
 
 
 def _cell(findings: Findings, d: Decision) -> dict[str, Any]:
-    """Return a gated cell. Rates count ``counts``; ``drift``, its bounds and ``margin`` count the wanted outcome.
+    """Return the entry of a gated cell.
+
+    ``before`` and ``after`` are rates of the event named in ``counts``; ``drift``, its bounds and ``margin`` are in
+    terms of the wanted outcome.
 
     If a ratio decides, ``margin`` is its limit in score units at the reference's rate.
     """

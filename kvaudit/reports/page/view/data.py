@@ -126,10 +126,10 @@ def _turns(messages: Iterable[Message]) -> list[tuple[str, str]]:
 
 
 class ItemShades:
-    """The shades of one item's answers by their numbers: a letter of LEVELS per token.
+    """The shades of one item's answers by their numbers: per token a letter of LEVELS (how much of the cache held it).
 
-    ``pieces`` and ``roles`` are those of the item's first answer. Every other answer repeats the first ``same`` of them
-    and adds its own.
+    Tokens (``pieces``, ``roles``) are stored in full for the first answer only. Every other answer shares the first
+    ``same`` of them and adds its own.
     """
 
     def __init__(self) -> None:
@@ -138,7 +138,7 @@ class ItemShades:
         self._answers: dict[int, dict[str, Any] | None] = {}
 
     def add(self, number: int, shading: Shading | None) -> None:
-        """Add the shading of an answer; None if serving it again gave another answer."""
+        """Add the shading of an answer, which is None if serving the prompt again gave another answer."""
         if shading is None:
             self._answers[number] = None
             return
@@ -180,7 +180,7 @@ def _run_lengths(letters: Iterable[str]) -> str:
 
 
 def _ranges(numbers: Iterable[int]) -> list[list[int]]:
-    """Return the numbers as [start, stop) ranges."""
+    """Return the numbers, sorted, as ranges [start, stop) without ``stop``."""
     ranges: list[list[int]] = []
     for number in sorted(numbers):
         if ranges and ranges[-1][1] == number:
@@ -197,7 +197,7 @@ KINDS = ("alike", "deployed", "serving")  # contrasts that have two sides
 
 
 class Change(NamedTuple):
-    """A metric of an item on both sides: its mean over the draws, 1 if all were as wanted."""
+    """A metric of an item on both sides, averaged over the draws: 1 if all were as wanted, 0 if none was."""
 
     metric: str  # SCORE or the name of a facet
     reference: float
@@ -223,7 +223,7 @@ class Flip:
 
 
 def kinds_shown(data: RunData) -> frozenset[str]:
-    """Return the contrasts whose flips are shown: deployed only if the gate uses it."""
+    """Return the contrasts whose flips are shown: all of KINDS, but "deployed" only if the gate uses it."""
     estimands = set(data.spec.gate.estimands)
     return frozenset(kind for kind in KINDS if kind != "deployed" or estimands & {"deployed", "worst"})
 
@@ -275,14 +275,14 @@ def _changes(metric: str, table: Panel, candidate: CellKey, reference: CellKey) 
 
 
 class Pair(NamedTuple):
-    """The places of the two answers of a flip."""
+    """The two answers of a flip, each as file and line of its record."""
 
     reference: RecordPlace
     candidate: RecordPlace
 
 
 def places_of(data: RunData, flips: Sequence[Flip]) -> list[Pair]:
-    """Return two records per flip: of several draws those that differ most in the first change."""
+    """Return the two records of each flip; of several draws the two that differ most in its first metric."""
     keys = ["suite", "context_tokens", "item_id", "arm", "train_seed", "policy"]
     rows = data.records.loc[data.records["item_id"].isin({flip.item for flip in flips})]
     rows = rows.sort_values("sample_index", kind="stable")

@@ -94,7 +94,7 @@ class RunView:
         return codes.count(1), codes.count(1) + codes.count(2)
 
     def missing_shades(self, number: int) -> dict[str, set[AnswerKey]]:
-        """Return the answers without shades by unit, for the first ``number`` flips with evictions."""
+        """Return by unit the answers that have no shades yet, of the first ``number`` flips with evictions."""
         answers = self._texts.answers
         evicted_flips = [n for n in interleave_cells(self.flips) if any(answers[a].evicted for a in self._answers[n])]
         shadings: dict[str, Shadings] = {}
@@ -108,7 +108,7 @@ class RunView:
         return missing
 
     def _shades_by_item(self) -> dict[ItemKey, ItemShades]:
-        """Return the shades in the run folder by item."""
+        """Return the shades stored in the run folder, of answers with evictions, by item."""
         shadings: dict[str, Shadings] = {}
         shades: dict[ItemKey, ItemShades] = {}
         for number, answer in enumerate(self._texts.answers):
@@ -169,7 +169,7 @@ class RunView:
         }
 
     def _eviction_code(self, answers: Iterable[int], shaded: Mapping[ItemKey, ItemShades]) -> int:
-        """Return the index in LOST of a flip."""
+        """Return the index of the text in LOST that holds for a flip with these answers."""
         evicted = [answer for answer in answers if self._texts.answers[answer].evicted]
         has_shades = [answer in shaded.get(self._texts.answers[answer].item, ()) for answer in evicted]
         return 0 if not evicted else 1 if all(has_shades) else 2
@@ -193,7 +193,7 @@ def _old_files(out: Path) -> list[Path]:
 
 
 def _metric(name: str) -> dict[str, Any]:
-    """Return a metric's name, its meaning in words, and whether yes is the wanted answer; a score has no words."""
+    """Return a metric's name, its meaning in words (empty for a score), and whether a yes is wanted."""
     if name == SCORE:
         return {"name": name, "says": "", "wanted": True}
     return {"name": name, "says": FACETS[name].says, "wanted": FACETS[name].wanted}

@@ -145,7 +145,7 @@ class Reader:
 
 
 def log_of(reader: Reader, path: Path, rows: list[Row], problems: Problems, **fields: Any) -> Log:
-    """Return a log of these rows; raises DataError if there are none, with the scale or the first problem."""
+    """Return a log of these rows; without rows raises DataError that names the other scale or the first problem."""
     if not rows:
         for metric, scale in problems.scales.items():
             raise scale.error(path, metric)
@@ -172,7 +172,7 @@ def json_lines(path: Path, problems: Problems) -> Iterator[tuple[int, dict[str, 
 
 
 def first_objects(path: Path) -> list[dict[str, Any]]:
-    """Return the JSON objects among the first lines of a file, for recognition."""
+    """Return the JSON objects among the first lines of a file, by which a reader recognises its kind."""
     with path.open("rb") as handle:
         lines = islice(iter(lambda: handle.readline(LONGEST_LINE), b""), _RECOGNITION_LINES)
         return [value for raw in lines if (value := json_object(raw)) is not None]
@@ -208,7 +208,7 @@ def metric_name(text: str) -> str:
 
 
 def score_of(value: Any) -> float:
-    """Return a score as a float, NaN for None; raises OffScale if it is outside [0, 1], DataError for no number."""
+    """Return a score as a float, NaN for None; raises OffScale for one outside [0, 1], DataError for a non-number."""
     if value is None:
         return math.nan
     if isinstance(value, bool):
@@ -256,7 +256,7 @@ class CollectedScores:
             self._errors.append((row.metric, f"{place}: {row.metric}: {error}"))
 
     def report(self) -> None:
-        """Add the errors of metrics with scores to the problems; if no metric has any, all errors."""
+        """Add to the problems the errors of every metric that has scores, or all errors if no metric has scores."""
         scored = {row.metric for row in self.rows if not math.isnan(row.score)}
         for metric, text in self._errors:
             if not scored or metric in scored:
@@ -296,7 +296,7 @@ _START = 4096  # bytes at the beginning of a file
 
 
 def foreign_kind(path: Path) -> str:
-    """Return what an unrecognised file is and what to do; empty if that is unknown."""
+    """Return a text that says what an unrecognised file is and what to give instead; empty if unknown."""
     if path.is_dir():
         return ""
     if advice := _ADVICE_BY_SUFFIX.get(path.suffix.lower()):
@@ -352,7 +352,7 @@ def cluster_rule(text: str) -> ClusterRule:
 
 
 def _lookup(row: Any, keys: list[str]) -> Any:
-    """Return row[a][b] for a.b, also for keys that contain dots; None if there is no such field."""
+    """Return row[a][b] for ``keys`` (a, b), or row["a.b"] if there is one; None if there is no such field."""
     if not keys:
         return row
     if not isinstance(row, Mapping):
@@ -413,7 +413,7 @@ class SharedFields:
                 self._values.setdefault(column, {})[item] = hash(name)
 
     def names(self) -> tuple[str, ...]:
-        """Return the fields that every item has and whose values two items or more share on average."""
+        """Return the fields that every item has and each of whose values two items or more share on average."""
         names = []
         for column, values in self._values.items():
             distinct = len(set(values.values()))

@@ -110,7 +110,7 @@ class Archive:
             raise DataError(f"the member is damaged ({error})") from None
 
     def _zstandard(self, info: zipfile.ZipInfo) -> bytes:
-        """Unpack with the package zstandard: Python's zipfile supports the method only from 3.14 on."""
+        """Return a member unpacked by the package zstandard, since Python's zipfile can do so only from 3.14 on."""
         try:
             import zstandard
         except ImportError:
@@ -316,7 +316,7 @@ def _values(scorer: str, score: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _number(value: Any) -> Any:
-    """Return Inspect's words for scores as numbers; other values unchanged, for the common check."""
+    """Return the number that Inspect's word for a score stands for; any other value unchanged, to be checked later."""
     if not isinstance(value, str):
         return value
     if value in _GRADES:

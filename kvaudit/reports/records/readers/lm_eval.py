@@ -89,7 +89,7 @@ def _with_metrics(row: Mapping[str, Any], repeats: Counter[str]) -> dict[str, An
 
 
 def _merge_filters(rows: list[Row], repeats: Counter[str]) -> tuple[list[Row], tuple[str, ...]]:
-    """Return the rows without later filters if these score like the first, and notes on an old log."""
+    """Return the rows, without those of later filters if all score like the first, and notes if the log is old."""
     if not repeats:
         return rows, ()
     repeated, most = sum(count > 1 for count in repeats.values()), max(repeats.values())
@@ -128,7 +128,7 @@ def _add(row: Mapping[str, Any], request: Request, line: int, scores: CollectedS
 
 
 def _argument_values(arguments: Any) -> list[Any]:
-    """Return all arguments of a line's requests: mappings, or lists in older versions."""
+    """Return the arguments of all requests of a line as one list; requests are mappings, in older versions lists."""
     requests = arguments.values() if isinstance(arguments, dict) else arguments if isinstance(arguments, list) else ()
     values = [r.values() if isinstance(r, dict) else r if isinstance(r, list) else (r,) for r in requests]
     return [value for request in values for value in request]

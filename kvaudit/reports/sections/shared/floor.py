@@ -83,7 +83,7 @@ def _units(way: str, records: pd.DataFrame, repeated: pd.DataFrame) -> Iterator[
 
 
 def _flips(suite: str, pairs: pd.DataFrame) -> Iterator[RepeatFlips]:
-    """Yield the flips of the score and of every facet that some answer has both times."""
+    """Yield the flips of the score and of every facet that could be read both times in some answer."""
     metrics = [(suite, SCORE, None), *((f"{suite}.{name}", column, name) for name, column in FACET_COLUMNS.items())]
     for metric, column, facet in metrics:
         if column not in pairs:
@@ -122,7 +122,7 @@ def floor_at(
 
 
 def covering_floor(units: tuple[FloorUnit, ...], c: Contrast) -> float | None:
-    """Return the share of answers that another order changes, if the condition changes no more; else None."""
+    """Return the share of answers that another order of requests changes, None unless the churn is within it."""
     cells = floor_at(units, c.arm, c.policy, c.suite, c.context_tokens)
     shares = [(cell.lost + cell.gained) / cell.read for cell in cells if cell.way == SHUFFLED]
     return next((share for share in shares if c.churn is not None and 0 < share >= c.churn), None)

@@ -84,7 +84,7 @@ def times_text(value: float | None) -> str:
 
 
 def pvalue(value: float | None) -> str:
-    """Return a p-value with two digits; at the smallest value that 9,999 draws can give, a bound."""
+    """Return a p-value with two digits; "< 0.0001" at or below the smallest value that 9,999 draws can give."""
     if value is None:
         return "-"
     return "< 0.0001" if value <= 1e-4 * (1 + 1e-9) else f"{value:.2g}" if value < 0.1 else f"{value:.2f}"
@@ -164,7 +164,7 @@ def _advice(d: Decision, templates: int) -> str:
 
 
 def too_few_templates(required: int, limit: str, templates: int) -> str:
-    """Return that a cell could not pass with any result, and advise to add templates, never to allow more loss."""
+    """Return a sentence that a cell has too few templates to pass its ``limit``, which advises to add templates."""
     return f"needs {required} templates for {limit}, the run has {templates}: add templates"
 
 
