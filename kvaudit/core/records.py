@@ -56,7 +56,7 @@ CONTRADICTED = {Outcome.DESIRED: 0.0, Outcome.UNDESIRED: 1.0}  # the score that 
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call of a tool; ``arguments`` are plain JSON. ``call_id`` is what its result refers to, empty for none."""
+    """A call of a tool; ``arguments`` are plain JSON. ``call_id``: the id by which its result names it, or empty."""
 
     name: str
     arguments: Mapping[str, Any]

@@ -196,7 +196,7 @@ class Pairs(SpecSection):
 
 
 class TrainedArm(NamedTuple):
-    """An arm of a run: its name in folders and records, its entry in the table of arms, and its rollout policy."""
+    """An arm of a run: its name in folders and records, the recipe that trains it, and its rollout policy."""
 
     name: str
     recipe: str
