@@ -181,7 +181,7 @@ class EndpointClient:
         return reply.body
 
     def _failure(self, status: int, error: ServerError | None, text: str, wait: float | None = None) -> Unanswered:
-        """Return the exception for an error; this alone decides what is retried."""
+        """Return the exception for an error reply; no other function decides what is retried."""
         named = {_NAMED_STATUS.get(code) for code in error.codes} if error else set[int | None]()
         message = error.message if error and status not in _SECRET else ""
         text = self._redact(text + (f": {message}" if message else ""))

@@ -200,7 +200,7 @@ def uncompressed_policies(references: Mapping[str, str]) -> frozenset[str]:
 
 
 def compressed_policies(policies: Collection[str], references: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the policies that compress something, in order."""
+    """Return the policies and conditions that compress something, which are all except references, in order."""
     exact = uncompressed_policies(references)
     return tuple(policy for policy in policies if policy not in exact)
 

@@ -257,7 +257,7 @@ def _holds_texts(table: Any) -> bool:
 
 
 def _is_writable(provenance: dict[str, Any]) -> bool:
-    """Return whether the provenance can be serialised again."""
+    """Return whether the provenance can be written as JSON again."""
     try:
         return is_text(json.dumps(provenance, ensure_ascii=False, allow_nan=False))
     except ValueError:

@@ -131,7 +131,7 @@ def message_rows(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 def fingerprint_rows(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> list[Any]:
-    """Convert a question to the JSON that is hashed; without tools, pairs of role and content."""
+    """Return the JSON by whose hash a question is recognised; without tools, pairs of role and content."""
     rows: list[Any] = []
     for message in messages:
         row = message.to_row()
