@@ -247,7 +247,7 @@ def _documented_tools(path: Path) -> dict[str, dict[str, Any]]:
 def _turn_pair(
     name: str, turns: Sequence[str], calls: Sequence[Sequence[ToolCall]], tools: Mapping[str, Any]
 ) -> Pair | None:
-    """Return the pair of the last turn that is short and whose first call has arguments, all mentioned before."""
+    """Return the pair of the last short turn whose first call has arguments, all mentioned before; None without any."""
     for last in reversed(range(len(turns))):
         counts = [sum(map(len, calls[:turn])) for turn in range(last + 1)]
         history = [m for turn in range(last) for m in _turn_messages(turns[turn], calls[turn], counts[turn])]

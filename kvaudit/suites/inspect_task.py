@@ -208,7 +208,7 @@ class InspectTask:
 
     @cached_property
     def facet_scorers(self) -> Mapping[str, tuple[str, str]]:
-        """{facet: (scorer, key of the scorer's value or "")}; raises SpecError for a scorer that the task lacks."""
+        """The scorer of each facet, as (name, key of its value or ""); raises SpecError for one that the task lacks."""
         known = self.scorer_names
         if not known:
             raise SpecError(f"{self.name.label} has no scorer, so nothing can be graded; give the task one")
