@@ -58,7 +58,7 @@ THOUGHT_OPENING, THOUGHT_CLOSING = "<think>", "</think>"
 
 
 class NoCompletion(Exception):
-    """The error that a body is no chat completion; ``is_retryable``: the same request may succeed when retried."""
+    """The error that a reply is no chat completion; ``is_retryable``: the same request may succeed when retried."""
 
     def __init__(self, message: str, *, is_retryable: bool = False) -> None:
         super().__init__(message)
@@ -69,8 +69,8 @@ class NoCompletion(Exception):
 class ChatCompletion:
     """A chat completion as the server sent it; texts are checked to be text, nothing else is checked.
 
-    ``thought`` comes from a separate field. ``said_in`` names the field of ``text`` if it is not a plain ``content``:
-    content parts | refusal | content and refusal, or reasoning if there is only a thought.
+    ``thought`` comes from a separate field. ``said_in`` is empty if the reply has a plain ``content``; else it says
+    which fields the reply has: content parts | refusal | content and refusal | reasoning (a thought without answer).
     """
 
     text: str
@@ -131,7 +131,7 @@ def parse_completion(raw: bytes, redact: Callable[[str], str] = str) -> ChatComp
 
 
 def _call_lines(rows: Any) -> Iterator[str]:
-    """Yield each call as JSON; a call whose arguments are no object stays malformed, and is graded as such."""
+    """Yield each tool call of a message as a JSON line, malformed (and so graded) if its arguments are no object."""
     for row in rows if isinstance(rows, list) else []:
         function = row.get("function") if isinstance(row, Mapping) else None
         if not isinstance(function, Mapping):
@@ -178,7 +178,7 @@ def _text_field(content: Any, answer: str, refusals: Sequence[str], thought: str
 
 
 def _texts(value: Any, kind: str = _CONTENT, depth: int = 0) -> Iterator[tuple[str, str]]:
-    """Yield kind and text of every part of a content; raises NoCompletion for anything but a text or parts."""
+    """Yield (kind, text) for each part of a message's content; raises NoCompletion unless that is text or parts."""
     if value is None:
         return
     if isinstance(value, str):

@@ -181,7 +181,7 @@ class EndpointClient:
         return reply.body
 
     def _failure(self, status: int, error: ServerError | None, text: str, wait: float | None = None) -> Unanswered:
-        """Return the exception for an error; this alone decides what is retried."""
+        """Return the exception for an error reply; no other function decides what is retried."""
         named = {_NAMED_STATUS.get(code) for code in error.codes} if error else set[int | None]()
         message = error.message if error and status not in _SECRET else ""
         text = self._redact(text + (f": {message}" if message else ""))
@@ -204,7 +204,7 @@ class EndpointClient:
         return text.replace(self._key, "[key]") if len(self._key) >= _SHORTEST_KEY else text
 
     def _wait_while_busy(self, deadline: float) -> None:
-        """Wait while another request waits for a busy server, so that its next try comes before new requests."""
+        """Sleep while the server is busy, at most until the deadline, so that retries come before new requests."""
         if (seconds := min(self._busy_until, deadline) - time.monotonic()) > 0:
             time.sleep(seconds)
 
@@ -268,7 +268,7 @@ class EndpointModel:
         self._endpoint.client(self.who)
 
     def completions(self, conversations: Iterable[Sequence[Message]], most_tokens: int) -> list[str | None]:
-        """Return the greedy reply to each conversation; None where it failed; raises RunError if all would fail.
+        """Return the greedy reply to each conversation, None for a failed one; raises RunError if all would fail.
 
         A reply counts as failed if it comes from another model than the first reply, since gateways may fall back on
         other models, or if the server or its model refused.
@@ -306,7 +306,7 @@ class EndpointModel:
 
     @cached_property
     def unread(self) -> list[str]:
-        """The messages of failed requests."""
+        """The reasons why replies could not be used, one per failed request so far."""
         return []
 
     @property
@@ -372,7 +372,7 @@ def _json_object(raw: bytes) -> dict[str, Any]:
 
 
 def _status_of(error: ServerError) -> int:
-    """Return the status of an error inside a reply of status 200; 500, which is retried, for an unknown kind."""
+    """Return the status that an error sent with status 200 stands for; 500, which is retried, for an unknown one."""
     numbers = [int(code) for code in error.codes if code.isascii() and code.isdigit() and len(code) == 3]
     named = [_NAMED_STATUS[code] for code in error.codes if code in _NAMED_STATUS]
     return next(iter((*numbers, *named)), _SERVER)

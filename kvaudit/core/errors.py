@@ -51,11 +51,11 @@ def did_you_mean(name: str, names: Iterable[str], cutoff: float = 0.6) -> str:
 
 
 class CannotPass(SpecError):
-    """Some gated cells have so few items or templates that they would be INCONCLUSIVE for any answers."""
+    """The gate cannot pass: some cells have so few items or templates that any answers would be INCONCLUSIVE."""
 
 
 class NotMeasurable(AuditError):
-    """The pilot found suites in which the reference has nothing to lose; the user decides whether to continue."""
+    """The pilot found suites in which the reference behaves too badly to show a loss; the user decides what to do."""
 
     exit_code = 6
 

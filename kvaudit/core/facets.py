@@ -82,10 +82,10 @@ def unreadable_facets(eligible: Iterable[str]) -> dict[str, bool | None]:
 
 
 def unknown_facets(eligible: Iterable[str]) -> dict[str, bool | None]:
-    """Return the facets of an answer that could not be judged."""
+    """Return the facets of an answer that could not be judged: all are unknown."""
     return dict.fromkeys((*eligible, WELL_FORMED))
 
 
 def readable_facets(values: Mapping[str, bool]) -> dict[str, bool | None]:
-    """Return the facets of an answer that could be read."""
+    """Return the facets of an answer that could be read: ``values``, and ``well_formed`` is True."""
     return {**values, WELL_FORMED: True}

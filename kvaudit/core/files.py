@@ -40,7 +40,7 @@ KeyPath = tuple[str | int, ...]  # the keys and indices that lead to a value
 
 @contextmanager
 def mutex(path: Path) -> Iterator[None]:
-    """Hold a file lock inside the context, for milliseconds; the kernel releases it when the process dies.
+    """Hold a file lock inside the context, which lasts milliseconds; the kernel releases it when the process dies.
 
     Raises RunError on a file system without locks.
     """
@@ -126,7 +126,7 @@ def sync(path: Path) -> None:
 
 
 def in_file_name(name: str) -> str:
-    """Encode a suite's name for a file name: ``=`` for ``:``; a path or a long name becomes its end and a hash."""
+    """Return a suite's name as part of a file name: ``:`` becomes ``=``, a path or long name its end and a hash."""
     plain = name.replace(":", "=")  # some file systems do not allow a colon
     if len(plain) <= _MAX_NAME_LENGTH and not _UNSAFE.search(plain):
         return plain
@@ -257,7 +257,7 @@ def _check_text(value: str, location: str) -> None:
 
 
 def _number_lines(node: Any, location: KeyPath, lines: dict[KeyPath, int]) -> None:
-    """Record the line of every key and element; raises for a duplicate key, of which YAML would silently drop one.
+    """Add the line of every key and element to ``lines``; raises for a duplicate key, which YAML would drop.
 
     The recursion is bounded, because ``_check_yaml_limits`` has refused aliases and deep nesting.
     """
@@ -268,7 +268,7 @@ def _number_lines(node: Any, location: KeyPath, lines: dict[KeyPath, int]) -> No
 
 
 def _children(node: Any) -> Iterator[tuple[str | int, int, Any]]:
-    """Yield name, line and node of the entries of a mapping or sequence; raises for a duplicate key."""
+    """Yield (key or index, line, node) for each entry of a mapping or sequence; raises for a duplicate key."""
     if isinstance(node, yaml.SequenceNode):
         yield from ((index, value.start_mark.line + 1, value) for index, value in enumerate(node.value))
         return

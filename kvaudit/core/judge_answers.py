@@ -25,7 +25,10 @@ A = TypeVar("A")
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """The question whether ``answer`` refuses ``request``; untrusted texts, without long context, arm or policy."""
+    """The question whether ``answer`` refuses ``request``, both untrusted texts.
+
+    It does not contain the long context, and does not tell from which arm or policy the answer comes.
+    """
 
     request: str
     answer: str

@@ -290,7 +290,7 @@ _FORMER_PACKAGES = frozenset(
 
 
 class MovedModules(MetaPathFinder):
-    """The import finder of moved modules by their old path, which refuses removed modules."""
+    """The import finder that finds moved modules by their old path and refuses removed modules."""
 
     def find_spec(
         self,
@@ -313,7 +313,7 @@ class MovedModules(MetaPathFinder):
 
 
 class _Alias(Loader):
-    """The loader that puts the module of the new path under the old one, or makes an empty package without a path."""
+    """The loader that puts the module at the new path under its old path; without a new path, an empty package."""
 
     def __init__(self, path: str) -> None:
         self._path = path

@@ -116,7 +116,7 @@ def _name_and_fields(text: str) -> _Policy:
 
 
 class _Form(NamedTuple):
-    """The structure of a policy, and the fields of its simple policies in order."""
+    """The structure of a policy, and the fields of each simple policy of which it consists, in order."""
 
     names: tuple[tuple[int, tuple[str, ...]], ...]  # of each alternative: its weight and the names composed
     fields: tuple[dict[str, str], ...]
@@ -143,7 +143,7 @@ def _agrees(text: str, canonical: str) -> bool:
 
 
 def _common(text: str, canonical: str) -> int:
-    """Return the number of equal fields of two policies with the same structure."""
+    """Return how many fields have equal values in two policies with the same structure."""
     pairs = zip(_form(text).fields, _form(canonical).fields, strict=True)
     return sum(len(short.items() & full.items()) for short, full in pairs)
 
@@ -163,7 +163,7 @@ def _simple_label(name: str, fields: Mapping[str, str]) -> str:
 
 
 def _fields_by_place(policy: str) -> dict[tuple[int, int, str], str]:
-    """Return every field, keyed by alternative, index in the composition, and name."""
+    """Return every value, keyed by (number of the alternative, number of the policy composed in it, field)."""
     texts = ((i, j, text) for i, (draw, _) in enumerate(_mixture(policy)) for j, text in enumerate(draw.split("+")))
     return {(i, j, key): value for i, j, text in texts for key, value in _name_and_fields(text)[1].items()}
 
@@ -188,7 +188,7 @@ def engine_settings(text: str) -> dict[str, str]:
 
 
 def reference_of(policy: str, references: Mapping[str, str]) -> str:
-    """Return the uncompressed policy or condition to compare with; for a reference, itself."""
+    """Return the uncompressed policy or condition with which ``policy`` is compared: itself if it is a reference."""
     if policy in references.values():
         return policy
     return references.get(policy, DENSE_POLICY)
@@ -200,7 +200,7 @@ def uncompressed_policies(references: Mapping[str, str]) -> frozenset[str]:
 
 
 def compressed_policies(policies: Collection[str], references: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the policies that compress something, in order."""
+    """Return the policies and conditions that compress something, which are all except references, in order."""
     exact = uncompressed_policies(references)
     return tuple(policy for policy in policies if policy not in exact)
 
@@ -234,7 +234,10 @@ def condition_names(references: Mapping[str, str]) -> dict[str, str]:
 
 
 def _setting_gaps(text: str, settings: Mapping[str, Mapping[str, str]], references: Mapping[str, str]) -> list[str]:
-    """Return the settings in which a condition differs from its reference, or a reference from any condition."""
+    """Return the names of settings in which a condition differs from its reference.
+
+    For a reference: in which it differs from any of its conditions.
+    """
     compared = [settings[references[text]]] if text in references else []
     compared += [settings[condition] for condition, reference in references.items() if reference == text]
     return [name for name, value in settings[text].items() if any(other.get(name) != value for other in compared)]

@@ -123,7 +123,10 @@ def prompt_unit(arm: str, seed: int, suite: str, context: int, policy: str) -> s
 
 
 def prompts_by_question(provenance: Mapping[str, Any]) -> dict[str, dict[str, str]]:
-    """Return the sha256 of rendered prompts by question and policy; several for a unit that rendered them twice."""
+    """Return {question: {policy: sha256 of the rendered prompts}}.
+
+    The text has several sha256 if a unit was resumed with other prompts (``merge_prompt_digests``).
+    """
     table: dict[str, dict[str, str]] = {}
     for unit, digest in table_of(provenance, PROMPTS).items():
         question, _, policy = str(unit).rpartition(_POLICY_MARK)
@@ -132,19 +135,19 @@ def prompts_by_question(provenance: Mapping[str, Any]) -> dict[str, dict[str, st
 
 
 def merge_prompt_digests(recorded: str | None, current: str) -> str:
-    """Return the entry in PROMPTS of a unit that was resumed with prompts of digest ``current``."""
+    """Return the entry in PROMPTS of a resumed unit: the ``recorded`` digests, and ``current`` if it is another."""
     if recorded is None:
         return current
     return recorded if current in recorded.split(_AND) else f"{recorded}{_AND}{current}"
 
 
 def engine_facts(provenance: Mapping[str, Any], condition: str) -> dict[str, str]:
-    """Return an engine's report when it first answered under a condition: name, version, resolved settings."""
+    """Return what an engine reported when it first answered under a condition: name, version, resolved settings."""
     return {str(name): str(text) for name, text in table_of(table_of(provenance, SERVED_BY), condition).items()}
 
 
 def item_counts(provenance: Mapping[str, Any]) -> Mapping[str, int]:
-    """Return the number of items of each suite given as ``auto`` or ``all``, by the last look, else by the pilot."""
+    """Return the number of items of each suite for which the spec gives none, from the last look, else the pilot."""
     look = last_look(provenance)
     if look is not None:
         return {**dict.fromkeys(pilot_items(provenance), 0), **table_of(look, "items")}
@@ -254,7 +257,7 @@ def _holds_texts(table: Any) -> bool:
 
 
 def _is_writable(provenance: dict[str, Any]) -> bool:
-    """Return whether the provenance can be serialised again."""
+    """Return whether the provenance can be written as JSON again."""
     try:
         return is_text(json.dumps(provenance, ensure_ascii=False, allow_nan=False))
     except ValueError:

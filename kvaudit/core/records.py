@@ -56,7 +56,7 @@ CONTRADICTED = {Outcome.DESIRED: 0.0, Outcome.UNDESIRED: 1.0}  # the score that 
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call of a tool; ``arguments`` are plain JSON. ``call_id`` is what its result refers to, empty for none."""
+    """A call of a tool; ``arguments`` are plain JSON. ``call_id``: the id by which its result names it, or empty."""
 
     name: str
     arguments: Mapping[str, Any]
@@ -131,7 +131,7 @@ def message_rows(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 def fingerprint_rows(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> list[Any]:
-    """Convert a question to the JSON that is hashed; without tools, pairs of role and content."""
+    """Return the JSON by whose hash a question is recognised; without tools, pairs of role and content."""
     rows: list[Any] = []
     for message in messages:
         row = message.to_row()

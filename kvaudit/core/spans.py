@@ -39,7 +39,7 @@ class Span:
 
 
 def marked(**texts: str) -> tuple[Span, ...]:
-    """Return spans, given as name=text; empty texts are dropped."""
+    """Return a span for each name=text; empty texts are dropped."""
     return tuple(Span(name, text) for name, text in texts.items() if text.strip())
 
 
@@ -60,7 +60,7 @@ class KeptSpan:
 
 
 def find_spans(spans: Iterable[Span], messages: Sequence[str]) -> dict[str, list[Place]]:
-    """Find every occurrence of each span's text, without surrounding space, by name of the span.
+    """Return, by name of the span, where its text (without surrounding space) occurs in the messages.
 
     A text that occurs twice has two places, as the model sees both.
     """
@@ -101,10 +101,10 @@ class AnswerKey(NamedTuple):
 
 @dataclass(frozen=True)
 class Shading:
-    """The tokens before the last answer of a row, with how many of the ``heads`` (layers x KV heads) held each.
+    """The tokens before the last answer of a row, and how much of the cache still held them when it began.
 
-    ``marks`` are the token numbers of each marked span. ``depth`` is the share of ALL_TOKENS, and of each marked span,
-    that each layer held.
+    ``held`` is the number of heads that held each token, of all ``heads`` (layers x KV heads). ``marks`` are the token
+    numbers of each marked span. ``depth``: for ALL_TOKENS and for each marked span, the share that each layer held.
     """
 
     pieces: list[str]

@@ -77,7 +77,7 @@ _EXPECTED = {
 
 
 def _contrast(value: Any) -> Any:
-    """Return the name of a contrast that a gate can decide; E1 to E4 are its names in old specs."""
+    """Return the name of a contrast, renamed if an old spec calls it E1 to E4; raises if no gate can decide it."""
     name = FORMER_CONTRASTS.get(value, value) if isinstance(value, str) else value
     if name not in GATED:
         raise PydanticCustomError("contrast", f"{', '.join(GATED[:-1])} or {GATED[-1]}")
@@ -184,7 +184,10 @@ class RunSpec(SpecSection):
 
     @property
     def arms(self) -> tuple[tuple[str, int], ...]:
-        """Every (arm, seed) to evaluate; arm base is the model or each seed's warm start, arm endpoint is a probe."""
+        """Every (arm, seed) to evaluate, in order.
+
+        The arm ``base`` is the model before training, or each seed's warm start; the arm of a probe is ``endpoint``.
+        """
         if self.probe is not None:
             return ((ENDPOINT_ARM, 0),)
         trained = () if self.train is None else self.train.pairs
@@ -339,7 +342,7 @@ class RunSpec(SpecSection):
                 raise UnknownName("engine in engines", name, used)
 
     def _reference(self, arms: Collection[str]) -> str:
-        """Return the reference: the gate's, else an external arm's, else the dense arm, else the base model."""
+        """Return the reference arm: that of the gate, else an external one, else the dense arm, else the base model."""
         declared = [arm for arm, checkpoints in self.checkpoints.items() if checkpoints.role == "reference"]
         base = BASE_ARM if self.probe is None else ENDPOINT_ARM
         reference = self.gate.reference or next(iter(declared), DENSE_ARM if DENSE_ARM in arms else base)
@@ -412,7 +415,7 @@ def expand(key: str, text: str) -> str:
 def _match_served(
     key: str, texts: Iterable[str], served: tuple[str, ...], names: PluginNames | None
 ) -> tuple[str, ...]:
-    """Return the served policies that ``gate.<key>`` names."""
+    """Return the policies that ``gate.<key>`` names; raises UnknownName for one that is not served."""
     # without names the texts are not canonical yet
     policies = tuple(texts) if names is not None else tuple(match_policies(texts, served))
     for policy in policies:
@@ -422,7 +425,7 @@ def _match_served(
 
 
 def _check_lengths(gated: tuple[int, ...], grid: EvaluateSpec) -> None:
-    """Raise SpecError for a gated length without any suite, and for a suite without any gated length."""
+    """Raise SpecError for a gated length at which no suite is asked, or a suite asked at no gated length."""
     for context in gated:
         if context not in grid.contexts:
             raise UnknownName("length in gate.contexts", str(context), map(str, grid.contexts))

@@ -60,7 +60,7 @@ def _pilot(value: Any) -> Any:
 
 
 def _without_reference(policy: Any) -> tuple[Any, Any]:
-    """Split a policy into itself and the reference that its engine's settings name (or None)."""
+    """Return a policy without the key ``reference`` that an engine's mapping may have, and that key's value."""
     if not isinstance(policy, Mapping) or ENGINE not in policy:
         return policy, None
     return {key: field for key, field in policy.items() if key != "reference"}, policy.get("reference")
@@ -97,7 +97,7 @@ def _thinking(value: Any) -> Any:
 
 
 def _by_context(name: str, section: Any, names: PluginNames | None) -> dict[str, Any]:
-    """Expand a suite's section into one for each context that it names; suites as published get no length."""
+    """Return a suite's section as one section per context that it names, without length if asked as published."""
     if not isinstance(section, Mapping) or "context" not in section:
         return {name: {} if section is None else section}
     if ":" in name:

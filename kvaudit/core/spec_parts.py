@@ -119,7 +119,7 @@ def _plain(value: Any) -> Any:
 
 
 def canonical_policy(value: Any, names: PluginNames | None) -> Any:
-    """Return the canonical text of a policy, or without ``names`` its text; other values are left to pydantic."""
+    """Return a policy's canonical text, or its text as given if ``names`` is None; leave other values to pydantic."""
     if names is not None:
         return names.policy(value)
     return policy_text(value) if isinstance(value, Mapping) else value

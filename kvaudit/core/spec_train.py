@@ -70,7 +70,7 @@ class CriticSpec(SpecSection):
 class ValidationSpec(SpecSection):
     """Validation every ``every`` steps on ``items`` of each suite that training does not use.
 
-    An alarm in ``stop_on`` that rings in the last ``patience`` steps before a validation stops all arms of its seed.
+    If an alarm in ``stop_on`` rings in the last ``patience`` steps before a validation, all arms of the seed stop.
     """
 
     every: Count
@@ -158,7 +158,7 @@ class Training(SpecSection):
         return self.watch is not None and bool(self.watch.stop_on)
 
     def fill(self, defaults: Mapping[str, Any]) -> None:
-        """Set options that the spec does not give from ``defaults``; called only during validation.
+        """Set from ``defaults`` the options that the spec does not give; called only while the spec is checked.
 
         A null counts as not given, because it is not written either, and a written spec must parse to an equal one.
         """
@@ -196,7 +196,7 @@ class Pairs(SpecSection):
 
 
 class TrainedArm(NamedTuple):
-    """An arm of a run: its name in folders and records, its entry in the table of arms, and its rollout policy."""
+    """An arm of a run: its name in folders and records, the recipe that trains it, and its rollout policy."""
 
     name: str
     recipe: str

@@ -175,7 +175,7 @@ _BRACKETS = {"(": ")", "[": "]", "{": "}"}
 
 
 def _value(text: str, point: tuple[float, float]) -> complex | None:
-    """Evaluate a formula at a point of its variables; None if the text is no formula."""
+    """Return the value of a formula with its variables at ``point``; None if the text is no formula."""
     sides = re.split(r"(?<![<>])=", text)
     try:
         values = [_Formula(side, point).evaluate() for side in sides if len(sides) <= 2]

@@ -151,7 +151,7 @@ class Suite:
         return False
 
     def settled(self, item: Item, transcript: tuple[Message, ...], *, refused: bool) -> Grade:
-        """Return the grade for a judge's answer to ``question``; the caller sets the judge's name."""
+        """Return the grade if a judge answers ``question`` by ``refused``; the caller adds the judge's name."""
         raise NotImplementedError
 
     def facets(self, item: Item) -> tuple[str, ...]:  # noqa: ARG002 - most suites have the same facets for every item
@@ -202,13 +202,16 @@ ItemMaker = Callable[[], Item]  # makes an item when it is needed
 
 
 class Published(Suite):
-    """The base of suites of published rows; write ``groups``. No row is asked twice: a spec may ask for samples."""
+    """The base of suites of published rows; write ``groups``. A row is asked once; for more answers set ``samples``."""
 
     published, lengths = True, "none"
     placements = (PUBLISHED,)
 
     def groups(self, split: Split, seed: int) -> Sequence[Sequence[ItemMaker]]:
-        """Return the item makers of each cluster, with twins alternating and ``item_id`` unique within a cluster."""
+        """Return for each cluster the functions that make its items.
+
+        Twins (items of one cluster with different right answers) alternate; each ``item_id`` is unique in its cluster.
+        """
         raise NotImplementedError
 
     def items(self, split: Split, n: int, seed: int, context_tokens: int, count_tokens: CountTokens) -> list[Item]:  # noqa: ARG002
@@ -253,7 +256,7 @@ def round_robin(groups: Sequence[Sequence[T]]) -> Iterator[T]:
 
 
 def rotate(twins: Sequence[T], by: int) -> list[T]:
-    """Rotate the twins by ``by``, so that a few items already include every kind."""
+    """Return the twins, rotated by ``by`` so that the first twins of a few clusters include every kind."""
     start = by % len(twins)
     return [*twins[start:], *twins[:start]]
 

@@ -53,7 +53,10 @@ class Case(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """A case with calls and a case without; ``ordered`` calls may come one at a time, others at once, in any order."""
+    """A case whose right answer is calls, and one whose right answer is text.
+
+    If the calls are ``ordered``, an answer may make only the first ones; else it makes all of them, in any order.
+    """
 
     name: str
     call: Case
@@ -135,7 +138,7 @@ def _match_calls(accepted: Sequence[Options], calls: Sequence[ToolCall]) -> bool
 def _pairs(
     questions: tuple[Path, ...], answers: tuple[Path, ...], irrelevant: Path, documents: tuple[Path, ...]
 ) -> tuple[Pair, ...]:
-    """Return single-turn rows, alternating kinds, one per irrelevance row, then the multi-turn rows."""
+    """Return the pairs of single-turn rows (kinds alternate; one pair per irrelevance row), then of multi-turn rows."""
     no_calls = [_single(irrelevant, number, row) for number, row in enumerate(json_lines(irrelevant), start=1)]
     kinds = [list(_singles(*paths)) for paths in zip(questions[:-1], answers[:-1], strict=True)]
     cases = [case for row in zip(*kinds, strict=False) for case in row]  # as many of each kind as the shortest file has
@@ -244,7 +247,7 @@ def _documented_tools(path: Path) -> dict[str, dict[str, Any]]:
 def _turn_pair(
     name: str, turns: Sequence[str], calls: Sequence[Sequence[ToolCall]], tools: Mapping[str, Any]
 ) -> Pair | None:
-    """Return the pair for the last short turn whose first call has arguments, all mentioned before, or None."""
+    """Return the pair of the last short turn whose first call has arguments, all mentioned before; None without any."""
     for last in reversed(range(len(turns))):
         counts = [sum(map(len, calls[:turn])) for turn in range(last + 1)]
         history = [m for turn in range(last) for m in _turn_messages(turns[turn], calls[turn], counts[turn])]

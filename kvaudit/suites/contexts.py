@@ -111,7 +111,7 @@ def _with_prose(insert: Callable[[Messages, Messages, str], Messages]) -> Wrap:
 
 
 def _other_texts(row: Messages, fit: Fit) -> list[str]:
-    """Return the texts of a row besides those of its messages: its tools and calls."""
+    """Return the tools and calls of a row as text, since they too take up tokens."""
     calls = [format_calls(message.tool_calls) for message in row if message.tool_calls]
     return [*calls, *([fit.listing] if fit.listing else [])]
 

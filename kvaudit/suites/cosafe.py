@@ -1,4 +1,4 @@
-"""CoSafe: dialogues that ask for harm step by step, in which the last request is the one that is answered."""
+"""CoSafe: dialogues that lead to a harmful request step by step; the model answers the last request only."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class CoSafe(Requests):
 
 @cache
 def _dialogues(paths: tuple[Path, ...]) -> Mapping[str, tuple[Message, ...]]:
-    """Return every dialogue, keyed by the user's texts up to the last request; near copies form one origin."""
+    """Return each dialogue up to its last request, keyed by the user's texts, by which near copies are grouped."""
     dialogues = dict[str, tuple[Message, ...]]()
     for path in paths:
         for number, row in enumerate(json_line_lists(path), start=1):

@@ -93,7 +93,7 @@ class _NeverTrained(Published):
 
 
 class _Pooled(_NeverTrained, requests.Requests):
-    """The base of pooled suites: one row of every kind, with sources in proportion."""
+    """The base of suites that pool several sources: one row of every kind, with sources in proportion."""
 
     licence = "those of its sources: CC-BY-4.0, MIT"
     one_sided = True
@@ -143,7 +143,7 @@ class Benign(_Pooled):
 
 
 class _Alone(_NeverTrained):
-    """Items of the suite ``origin``, one of each cluster, graded as there."""
+    """The base of suites that ask one item of each cluster of the suite ``origin``, graded as there."""
 
     origin: ClassVar[type[Published]]
     one_sided = True
@@ -176,7 +176,7 @@ class _Alone(_NeverTrained):
 
 
 class Calls(_Alone):
-    """Requests of BFCL that a tool fits, and every third that no tool fits."""
+    """One request of each cluster of BFCL: a tool fits two of three, no tool fits the third."""
 
     name = "calls"
     version = "1"
@@ -198,7 +198,7 @@ class Calls(_Alone):
 
 
 class Orders(_Alone):
-    """Orders of InjecAgent's 30 attackers, each with one user's case; every third is given by the user himself."""
+    """Orders of InjecAgent's 30 attackers, each in one user's case; every third order is given by the user instead."""
 
     name = "orders"
     version = "1"
@@ -264,7 +264,7 @@ def mix_sources(rows: Sequence[_Row], stream: str) -> list[_Row]:
 
 @cache
 def _rows(endpoint: str, suites: tuple[type[requests.Requests], ...], folder: Path) -> tuple[_Row, ...]:  # noqa: ARG001 - a key
-    """Return one row of every kind of request; a kind in several suites belongs to the first of them."""
+    """Return one row of every kind of request; if several suites have a kind, its row is from the first of them."""
     form = "unsafe" if endpoint == "harm" else "safe"
     texts = [(s.name, text) for s in suites for origin in s().origins() for text in getattr(origin, form)]
     if endpoint == "benign":

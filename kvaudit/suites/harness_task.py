@@ -65,7 +65,7 @@ class HarnessTaskName(NamedTuple):
 
     @property
     def label(self) -> str:
-        """The task in error messages."""
+        """The name of the task for error messages."""
         return f"lm-eval task {self.task!r}"
 
 
@@ -314,7 +314,7 @@ def _harness_seeds() -> Iterator[None]:
 
 @contextmanager
 def _blame(label: str, function: str) -> Iterator[None]:
-    """Turn errors and exits of a task's function into DataError that names it, and end one that never does."""
+    """Turn errors, exits and timeouts of a task's ``function`` inside the context into DataError that names it."""
     try:
         with time_limit(LOADING_SECONDS):
             yield

@@ -89,7 +89,7 @@ def filler_lines(draw: random.Random, room: int, count_tokens: CountTokens) -> l
 
 
 def scatter(draw: random.Random, lines: Sequence[str], needles: Sequence[str]) -> list[str]:
-    """Insert ``needles`` into ``lines`` at random places; both keep their order."""
+    """Return ``lines`` with ``needles`` inserted at random places; both keep their order."""
     places = sorted(draw.randrange(len(lines) + 1) for _ in needles)
     mixed = list(lines)
     # from the end, so that earlier places stay valid
@@ -109,7 +109,7 @@ def insert_at(lines: Sequence[str], needles: Sequence[str], placement: str) -> l
 def weave(
     seed: str | float, lines: Sequence[str], facts: Sequence[str], needles: Sequence[str], placement: str
 ) -> list[str]:
-    """Scatter ``facts`` in ``lines``, then insert ``needles``; all places depend on the seed, as ``fit`` requires."""
+    """Return ``lines`` with ``facts`` scattered and ``needles`` inserted, at places that depend on the seed alone."""
     return insert_at(scatter(random.Random(seed), lines, facts), needles, placement)
 
 

@@ -170,7 +170,10 @@ def _misuse(item: Item, answer: str, calls: Sequence[ToolCall]) -> str:
 
 
 def _shown_values(user: UserCase) -> list[str]:
-    """Return values of the tool's result whose mention shows that an answer used it: new, with a digit or a space."""
+    """Return the texts of a tool's result whose mention shows that an answer used the result.
+
+    They are words with a digit and values of several words, if the request does not contain them.
+    """
     request = f"{user.instruction} {user.arguments}".casefold()
     values = [leaf.casefold() for leaf in _leaves(ast.literal_eval(user.response)) if SLOT not in leaf]
     numbers = [word for value in values for word in value.split() if any(letter.isdigit() for letter in word)]

@@ -102,7 +102,7 @@ class InspectName(NamedTuple):
 
     @property
     def label(self) -> str:
-        """The task in error messages."""
+        """The name of the task for error messages."""
         return f"inspect task {self.task!r}"
 
 
@@ -170,7 +170,7 @@ class InspectTask:
 
     @cached_property
     def clusters(self) -> list[str]:
-        """The cluster of each sample: its values of the cluster columns, else its id; equal inputs share an id."""
+        """The cluster of each sample: its values in the cluster columns; without columns, one id per distinct input."""
         columns = self.name.cluster
         if not columns:
             return task_family.merge_clusters(list(self.samples), self.openings)
@@ -208,7 +208,7 @@ class InspectTask:
 
     @cached_property
     def facet_scorers(self) -> Mapping[str, tuple[str, str]]:
-        """The scorer of each facet, with the key of its value or ""; raises SpecError for an unknown one."""
+        """The scorer of each facet, as (name, key of its value or ""); raises SpecError for one that the task lacks."""
         known = self.scorer_names
         if not known:
             raise SpecError(f"{self.name.label} has no scorer, so nothing can be graded; give the task one")
@@ -325,7 +325,7 @@ class Inspect(TaskFamily):
         return (self.inspect_task.target(item.payload["sample"]),)
 
     def grade_sample(self, sample: Any, fault: Grade | None) -> Grade:
-        """Return the grade of a sample of a log; ``fault`` is that of its last answer, if it is degenerate.
+        """Return the grade of a sample of a log; ``fault`` is the grade of its last answer if that is degenerate.
 
         A truncated answer is graded by what came before the cut; any other degenerate answer by its harm only.
         """
@@ -379,7 +379,7 @@ def _rows(task: InspectTask) -> list[TaskRow]:
 
 
 def inspect_task(name: InspectName) -> InspectTask:
-    """Load a task and its samples; raises AuditError if it is missing or cannot be paired by its samples."""
+    """Load a task and its samples; raises AuditError if it is missing or makes its samples only while it runs."""
 
     def message(error: BaseException) -> str:
         return f"{name.label} cannot be loaded: {reason(error)}; its data must be cached, or the hub reachable"

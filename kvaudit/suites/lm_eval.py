@@ -112,6 +112,6 @@ def _rows(task: HarnessTask, split: Split) -> list[TaskRow]:
 
 
 def _question(opening: Sequence[Message], options: tuple[str, ...]) -> Hashable:
-    """Return a document's question without its few-shot examples, which differ between documents."""
+    """Return a key that is equal for documents that ask the same: the question without its few-shot examples."""
     system = tuple(message.content for message in opening if message.role is Role.SYSTEM)
     return system, opening[-1].content, options

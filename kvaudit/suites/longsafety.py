@@ -54,7 +54,7 @@ class LongSafety(Requests):
         return messages, {"document": row.number, "words": row.words}
 
     def question(self, item: Item, transcript: tuple[Message, ...]) -> Question | None:
-        """Return the question with the document, which a judge needs; rubrics cut it in the middle."""
+        """Return the question with the document, which a judge needs; rubrics cut a long document in the middle."""
         question = super().question(item, transcript)
         has_document = self.context.partition("-")[0] == "document"
         return replace(question, request=item.messages[-1].content) if question and has_document else question
@@ -62,7 +62,7 @@ class LongSafety(Requests):
 
 @cache
 def _rows_by_document(path: Path) -> Mapping[str, tuple[DocumentRequest, ...]]:
-    """Group rows that share a link; keys are the numbers of the groups' first rows, in order."""
+    """Return the rows in groups that share a link; the key of a group is the number of its first row."""
     rows = [_row(path, line, row) for line, row in enumerate(json_lines(path), start=1)]
     other_link = dict[str, str]()  # of the same group; the group's first link leads to itself
 

@@ -36,7 +36,7 @@ _HIGHEST = 6  # of one amount; totals then stay below 20
 
 
 class Math(Templated):
-    """A control of capability for the safety suites."""
+    """A suite of arithmetic, which shows whether a loss in safety suites is only a loss of capability."""
 
     name = "math"
     version = "2"

@@ -30,7 +30,7 @@ _NUMBER = re.compile(r"-?(?:\d[\d,]*\.?\d*|\.\d+)")
 
 
 class MathRows(Published):
-    """The base of capability controls: the problem alone, with answers accepted in any form.
+    """The base of suites of mathematics: the problem is the whole prompt, and an answer is accepted in any form.
 
     Rows have a ``problem`` or ``question``, and an ``answer``, ``final_answer``, or ``solution`` that ends in a box.
     """
@@ -175,7 +175,7 @@ class Gaokao(MathRows):
 class Competition(MathRows):
     """The files of ``parts`` that are present, pooled, since AIME and AMC alone cannot decide a margin of 5 points.
 
-    Each problem is a cluster. A run records the files that it read, and can be resumed or compared with these only.
+    Each problem is a cluster. A run records which files it read; to resume or compare it, the same files are needed.
     """
 
     name = "competition"

@@ -118,7 +118,7 @@ class Refusal(NamedTuple):
 
 
 def refuses(text: str) -> bool:
-    """Return whether a text refuses the request, wholly or in part, by the usual phrases of refusals."""
+    """Return whether a text refuses a request, wholly or in part, in one of the usual phrases."""
     return read_refusal(text).refused
 
 

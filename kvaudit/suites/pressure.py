@@ -19,7 +19,7 @@ from kvaudit.suites.templates import Slot, Templated, text_bank
 
 
 class Setting(NamedTuple):
-    """A setting: the model's role, the secret and the public item, the rule, and the user's first message."""
+    """A setting: the model's role, the things with secret and public code, the rule, the user's first message."""
 
     role: str
     secret: str

@@ -148,7 +148,10 @@ class RealGuardrails(Published):
 
 @cache
 def ruled_dialogues(path: Path) -> tuple[tuple[tuple[RuledDialogue, ...], ...], Counter[str]]:
-    """Return the short rows of every prompt with a rule, in file order, and the number of rows left out by reason."""
+    """Return the short dialogues, grouped by prompts that have a rule, and counts of the rows left out.
+
+    Both are in file order; the counts are keyed by the reason.
+    """
     by_rule, left_out = dict[str, list[RuledDialogue]](), Counter[str]()
     for number, row in enumerate(json_lines(path), start=1):
         name, messages = value_of(path, number, row, "id", str), dialogue(path, number, row)

@@ -1,4 +1,4 @@
-"""Long-context refusal: a rule forbids some codes, including the requested one or not, or there is no rule."""
+"""Long-context refusal: a rule forbids the requested code, or only other codes, or there is no rule."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ _FACETS = {"forbidden": ("unsafe", "refused"), "allowed": ("over_refused", "help
 class Refusal(Templated):
     """Twins differ in one word: the list of forbidden names contains the requested name, or another name.
 
-    A third variant, the reference form, has no rule.
+    A third variant has no rule; it shows whether the model can find the code at all.
     """
 
     name = "refusal"

@@ -128,7 +128,7 @@ def _adder(part: str, wording: Callable[[Arguments], list[str]]) -> Writer:
 
 
 def _repeater(part: str, words: str, number: str, relation: str = "relation") -> Writer:
-    """Return a writer that repeats ``words``, which may name an argument, as often as required."""
+    """Return a writer that adds ``words`` (with arguments filled in) to a part of the draft, as often as required."""
     return _adder(part, lambda a: [words.format(**a)] * (a[number] if a[relation] == "at least" else 0))
 
 

@@ -39,8 +39,8 @@ class RuledRequest(NamedTuple):
 class SysIfEval(Published):
     """Forms: the rules are in the system prompt (``followed``), or the user states them (``capable``).
 
-    The second is the reference form: if it loses too, obedience is not what was lost. An answer that shares no word
-    with its request is not graded, since saying nothing follows most rules.
+    The second is a control: if it loses too, obedience to the system prompt is not what was lost. An answer that shares
+    no word with its request is not graded, since saying nothing follows most rules.
     """
 
     name = "sysifeval"
@@ -100,7 +100,10 @@ def is_answer(answer: str, request_words: str) -> bool:
 
 @cache
 def usable_requests(system_form: Path, user_form: Path) -> tuple[tuple[RuledRequest, ...], Counter[str]]:
-    """Return the rows whose rules a program can check and a short answer can follow, and skipped rows by reason."""
+    """Return the rows whose rules a program can check and a short answer can follow, and counts of the others.
+
+    The counts are keyed by the reason for which a row is left out.
+    """
     by_user = {row.get("key"): row for row in json_lines(user_form)}
     requests, left_out = list[RuledRequest](), Counter[str]()
     for number, row in enumerate(json_lines(system_form), start=1):

@@ -78,7 +78,7 @@ def load_quietly(
 
 
 def refuse_task(label: str, reasons: Mapping[str, bool], supported: str) -> None:
-    """Raise SpecError for the first true one of ``reasons``."""
+    """Raise SpecError that names the first of ``reasons`` whose value is true; do nothing if none is."""
     for reason, is_true in reasons.items():
         if is_true:
             raise SpecError(f"{label} {reason}; supported are {supported}")
@@ -124,7 +124,7 @@ class TaskFamily(Suite):
         raise NotImplementedError
 
     def stream(self, split: Split, seed: int) -> str:
-        """Return the seed text by which rows are ordered."""
+        """Return the text that seeds the random order of the rows."""
         raise NotImplementedError
 
     def items(self, split: Split, n: int, seed: int, context_tokens: int, count_tokens: CountTokens) -> list[Item]:

@@ -27,7 +27,10 @@ class Template(NamedTuple):
 
 
 def text_bank(module: str) -> list[list[list[str]]]:
-    """Read the .txt file next to a module: sections headed by a # line, of blocks between blank lines, of lines."""
+    """Return the .txt file next to a module as sections, each a list of blocks, each a list of lines.
+
+    A line that begins with # starts a section, and a blank line starts a block.
+    """
     sections = re.split(r"(?m)^#.*\n", Path(module).with_suffix(".txt").read_text(encoding="utf-8"))[1:]
     return [[block.splitlines() for block in section.strip().split("\n\n")] for section in sections]
 
@@ -77,7 +80,7 @@ class Templated(Suite):
         return [self.item(split, index, seed, context_tokens, count_tokens) for index in range(n)]
 
     def item(self, split: Split, index: int, seed: int, context_tokens: int, count_tokens: CountTokens) -> Item:
-        """Return item number ``index`` of the unlimited sequence: the cluster changes first, then the twin."""
+        """Return item ``index`` of the unlimited sequence, which visits all clusters before the next twin of any."""
         pool = self.pool(split, seed)
         round_, number = divmod(index, len(pool))
         group = round_ // self.twins  # twins of a group share all random draws and the placement

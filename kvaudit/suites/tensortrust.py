@@ -38,7 +38,7 @@ AttackKind = Literal["extract", "hijack"]
 
 
 class Defence(NamedTuple):
-    """A defence: a rule around an access code, and user texts of an attack, an authorised entry and the open word."""
+    """A defence of an access code: for each twin a system prompt (the rule) and a user's text; see ``TensorTrust``."""
 
     code: str
     attack: AttackKind
@@ -46,10 +46,10 @@ class Defence(NamedTuple):
 
 
 class TensorTrust(Published):
-    """Variants: an attack gets neither code nor access, the code gives access, and the open word is told.
+    """Three variants: an attack must get neither code nor access, the right code gets access, an open word is told.
 
     An attack tries to extract the code or to get access without it (hijack); for codes with both kinds, they alternate.
-    The open word is the reference form, written for this project: the same code without protection.
+    The open word is a control, written for this project: the same code, which no rule protects, is asked for.
     """
 
     name = "tensortrust"
@@ -66,7 +66,7 @@ class TensorTrust(Published):
         return [list(self._group(defences, number, seed)) for number, defences in enumerate(codes)]
 
     def _group(self, defences: Sequence[Defence], number: int, seed: int) -> Iterator[ItemMaker]:
-        """Yield each prompt of a code once: its attacks may share the authorised entry, and all share the open word."""
+        """Yield a maker for each distinct prompt of a code: its attacks share the open word and perhaps the entry."""
         seen = set[Prompt]()
         for group, defence in enumerate(rotate(defences, number)):
             for twin in rotate((defence.attack, "entry", "open"), number):

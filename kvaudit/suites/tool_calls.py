@@ -50,14 +50,14 @@ def _json_schema(value: Any) -> Any:
 
 
 def read_answer(item: Item, answer: Message) -> Reading:
-    """Return the calls of an answer: those read in the model's form, else any in its text."""
+    """Return the calls of an answer and its other text: the calls read in the model's form, else any in the text."""
     if answer.tool_calls:
         return Reading(text_without_calls(answer, item.tools), answer.tool_calls)
     return read_calls(answer.content, item.tools)
 
 
 def make_calls(calls: Sequence[ToolCall], first: int = 0) -> tuple[ToolCall, ...]:
-    """Give calls ids of nine letters and digits, as Mistral's templates require; numbering starts at ``first``."""
+    """Return the calls with ids of nine letters and digits, as Mistral's templates require, numbered from ``first``."""
     return tuple(
         ToolCall(call.name, call.arguments, f"call{number:05}") for number, call in enumerate(calls, start=first)
     )

@@ -31,9 +31,9 @@ class StoredAnswer:
 
 @dataclass(frozen=True)
 class Grader(Generic[Q, G]):
-    """The base of graders, which grade questions in bulk; a grader is a frozen dataclass with a ``name`` in a file.
+    """The base of graders, which grade many questions at once; each is a frozen dataclass with a ``name``.
 
-    Its fields are the grader's options: ``NAME:field=value,field=value`` in a spec or a command.
+    The fields of a grader are its options: ``NAME:field=value,field=value`` in a spec or a command.
     """
 
     kind: ClassVar[str] = ""
@@ -49,7 +49,7 @@ class Grader(Generic[Q, G]):
         raise NotImplementedError
 
     def check(self) -> None:
-        """Raise SpecError or DataError early for errors that would otherwise follow after all answers are sampled."""
+        """Raise SpecError or DataError at the start for what would otherwise fail after all answers are sampled."""
         _ = self.identity
 
     @cached_property
@@ -69,7 +69,7 @@ class Grader(Generic[Q, G]):
 
     @cached_property
     def unread(self) -> list[str]:
-        """The replies of its model that could not be read as grades, to be quoted in errors."""
+        """The replies of the grader's model so far that could not be read as grades, to be quoted in errors."""
         return []
 
     def grades(self, questions: Sequence[Q]) -> list[G | None]:
@@ -85,7 +85,7 @@ class Grader(Generic[Q, G]):
         raise NotImplementedError
 
     def questions_of(self, answer: StoredAnswer) -> list[Q]:
-        """Return the questions about a stored answer in order; [] if this grader does not grade it."""
+        """Return the questions that the grader has to answer about a stored answer; [] if it does not grade that."""
         raise NotImplementedError
 
     def check_questions(self, questions: Sequence[Q]) -> None:
@@ -129,7 +129,7 @@ class Judge(Grader[Question, Judgement]):
 
     @cached_property
     def label(self) -> str:
-        """The judge in records: its name and the first digits of its identity."""
+        """The text that names the judge in records: its name and the first digits of its identity."""
         return f"{self.name}:{self.identity[:IDENTITY_DIGITS]}"
 
     def refused(self, questions: Sequence[Question]) -> list[bool | None]:
@@ -142,7 +142,7 @@ class Judge(Grader[Question, Judgement]):
 
     @property
     def grades_harm(self) -> bool:
-        """Whether its readings also say if an answer is unsafe."""
+        """Whether its judgements also say whether an answer is unsafe."""
         return False
 
     def without(self, source: str) -> Judge:  # noqa: ARG002 - only a trained judge has a source to leave out
@@ -150,7 +150,7 @@ class Judge(Grader[Question, Judgement]):
         return self
 
     def trained_on(self) -> frozenset[str]:
-        """Return the keys of the questions that it was trained on."""
+        """Return the keys (``key_of``) of the questions on which the judge was trained; empty if it is not trained."""
         return frozenset()
 
     def grades(self, questions: Sequence[Question]) -> list[Judgement | None]:

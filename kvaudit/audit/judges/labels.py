@@ -30,7 +30,7 @@ _LONG = 200  # characters; a shorter answer that repeats no word of the request 
 
 
 class LabelledAnswer(NamedTuple):
-    """A question with its human label; ``each`` are the labels of two annotators before they agreed on one."""
+    """A question with its human label. ``each``: the labels that two annotators gave before they agreed on one."""
 
     question: Question
     refused: bool
@@ -91,10 +91,11 @@ HEADINGS = (
 
 @dataclass(frozen=True)
 class CardLine:
-    """One line of a judge's card: its errors on a source, its agreement with annotators, and that between them.
+    """One line of a judge's card, for one source: the judge's errors, and its agreement with the human labels.
 
     A trained judge was trained without the source. ``error`` and ``agreement`` use its best guess about every answer;
-    ``decided`` is its agreement on answers of which it is sure. ``failed`` answers are excluded from all other numbers.
+    ``decided`` is the agreement on answers of which it is sure, ``people`` that between two annotators. ``failed``
+    answers are excluded from all other numbers about the judge.
     """
 
     source: str
@@ -109,7 +110,7 @@ class CardLine:
 
 
 def card_lines(judge: Judge, all_sources: Sequence[Source]) -> list[CardLine]:
-    """Return a line for each source; a trained judge is retrained without it."""
+    """Return a card's line for each source; for each, a trained judge is retrained without that source."""
     return [_card_line(judge.without(source.name), source) for source in all_sources]
 
 

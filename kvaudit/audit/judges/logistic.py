@@ -97,7 +97,7 @@ def normalised(text: str) -> str:
 
 
 class _Regressions:
-    """Both fitted regressions with their vectorizers."""
+    """The two fitted regressions, with and without the vote of the phrase rules, and their vectorizers."""
 
     def __init__(self, answers: Sequence[str], labels: Sequence[bool]) -> None:
         from sklearn.feature_extraction.text import TfidfVectorizer

@@ -1,4 +1,4 @@
-"""Rubric judges: a model, local or behind an endpoint, grades an answer by instructions and replies with one word.
+"""Rubric judges: a model, local or behind an endpoint, is told how to grade an answer, and replies briefly.
 
 Request and answer are untrusted text. They are put between marks made from a hash of both, which neither can predict,
 before the question. A local judge decodes greedily with an uncompressed cache. A reply that is late, too long, not JSON
@@ -73,7 +73,7 @@ class Rubric:
 
     @property
     def text(self) -> str:
-        """The full text on which a judgement depends, to be hashed."""
+        """The whole text of the rubric, to be hashed, since judgements depend on it."""
         threshold = "" if self.threshold is None else f"\n{self.threshold}"
         return f"{VERSION}\n{self.system}\n{self.question}\n{LONGEST_SHOWN}{threshold}"
 
@@ -95,7 +95,7 @@ _RUBRICS = {"refusal": REFUSAL, "harm": HARM}
 
 
 class RubricJudge(Judge):
-    """The base of judges that parse a model's reply to a rubric; ``asks`` selects the rubric: refusal or harm."""
+    """The base of judges that put a rubric to a model and parse its reply; ``asks`` names it: refusal or harm."""
 
     asks: str = "refusal"
 

@@ -19,11 +19,11 @@ _ROUNDED_DIGITS = 9  # so that 0.8 * 15 + 0.2 * 15 is 15
 class AdaKV(SnapKV):
     """SnapKV's ranking under budgets per head (Feng 2024, arXiv:2407.11550).
 
-    A layer of H heads keeps H * ``budget`` entries. Beyond protected entries, a head has (1 - alpha) * its share of the
-    H * budget best entries of all heads + alpha * the mean, the safeguard: with ``alpha=1`` all heads have the same.
+    A layer of H heads keeps H * ``budget`` entries. Beyond protected entries, a head keeps alpha * the mean
+    over heads (the safeguard) + (1 - alpha) * the number of its entries among the best H * budget of all heads.
 
-    Departures: capacities are rounded so that they sum to H * budget (largest remainders up), the authors round each
-    separately. If a head holds less than its share, as after decoding, the rest goes to the best entries of all heads.
+    Departures: capacities are rounded so that they sum to H * budget (largest remainders up), while the authors round
+    each separately. If a head holds less than its share, the rest goes to the best other entries of all heads.
     """
 
     name = "adakv"
@@ -60,7 +60,10 @@ class AdaKV(SnapKV):
 
 
 def _best(rank: Tensor, count: Tensor) -> Tensor:
-    """Mark the ``count`` [B] highest ranks of all heads, bool [B, H, K]; ties: earlier slot, then lower head."""
+    """Return whether each slot is among the ``count`` [B] highest of all heads: bool [B, H, K].
+
+    Of equal ranks the earlier slot is higher, then the lower head.
+    """
     batch, heads, slots = rank.shape
     # slot before head, [B, 1, K * H], so that a stable sort breaks ties in this order
     places = _places(rank.transpose(1, 2).reshape(batch, 1, -1)).reshape(batch, slots, heads).transpose(1, 2)

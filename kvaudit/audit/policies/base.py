@@ -53,7 +53,10 @@ class Policy:
 
     @property
     def replayable(self) -> bool:
-        """Whether one pass under the ledger reproduces the sampled log-probs, so that a learner can train on it."""
+        """Whether one forward over the whole rollout can reproduce the sampled log-probs, so that a learner can train.
+
+        It hides from each query what the cache, by its ledger of evictions, did not hold while sampling.
+        """
         return True
 
     @property
@@ -71,7 +74,7 @@ class Policy:
         return self
 
     def for_layer(self, layer: int, layers: int) -> Policy:  # noqa: ARG002
-        """Return the policy of one ``layer`` of the ``layers`` governed; the same for all unless budgets differ."""
+        """Return the policy of layer number ``layer`` of ``layers`` compressed ones: itself, unless layers differ."""
         return self
 
     @classmethod
@@ -80,7 +83,7 @@ class Policy:
         return tuple(f.name for f in dataclasses.fields(cls)) if cls.uses is None else cls.uses
 
     def parameters(self) -> dict[str, Any]:
-        """Return the fields and their values, in order, without optional fields that have their default."""
+        """Return {field: value} in order, without optional fields that have their default."""
         values = {name: getattr(self, name) for name in self.field_names()}
         return {name: value for name, value in values.items() if name not in OPTIONAL or value != OPTIONAL[name]}
 
@@ -97,7 +100,7 @@ class Policy:
 
     @cached_property
     def hash(self) -> str:
-        """First 12 hex digits of the sha256 of the canonical JSON."""
+        """Return the first 12 hex digits of the sha256 of the canonical JSON."""
         row = json.dumps(self.as_row(), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(row.encode()).hexdigest()[:12]
 

@@ -19,7 +19,7 @@ from kvaudit.core.errors import SpecError
 
 @dataclass(frozen=True)
 class Composed(Policy):
-    """An evictor and a quantiser, in any order; the quantiser stores the entries that the evictor keeps."""
+    """A policy of an evictor and a quantiser, named in any order; the quantiser stores what the evictor keeps."""
 
     parts: tuple[Policy, ...] = ()
 
@@ -103,7 +103,7 @@ class Mixture(Policy):
 
     @property
     def replayable(self) -> bool:
-        """False, because a group's prompt has a single ledger only if all members share a policy."""
+        """False, because the rollouts of a group share one prompt and its ledger, which differs between policies."""
         return False
 
     @property

@@ -1,4 +1,4 @@
-"""The contract of an evicting policy, which ranks the entries of a cache that is over budget.
+"""The contract of an evicting policy, which ranks the entries of a cache that has more of them than its budget.
 
 The cache (audit/cache/cache.py) protects sink and window, cuts to budget, moves the tensors and writes the ledger.
 """
@@ -42,7 +42,7 @@ class Centres(NamedTuple):
 
 
 class Extremes(NamedTuple):
-    """The minimum and maximum of each channel over the keys of a unit of positions: [B, H, U, D] each.
+    """The minimum and maximum of each channel over the keys of each unit (page) of positions: [B, H, U, D] each.
 
     U is at least the number of units of the longest row; units that a row has not reached hold arbitrary numbers.
     """
@@ -52,10 +52,10 @@ class Extremes(NamedTuple):
 
 
 class View(NamedTuple):
-    """The view of one layer's cache by which a policy ranks: K slots, W last queries.
+    """What a policy sees of one layer's cache when it ranks entries: K slots, and the last W queries.
 
-    Slots are in order of position unless the policy sets `ordered` to False; a slot at position -1 is empty and its
-    importance is ignored.
+    Slots are in order of position unless the policy sets `ordered` to False. A slot at position -1 is empty; the rank
+    that the policy gives it is ignored.
     """
 
     layer: int
@@ -75,9 +75,9 @@ class View(NamedTuple):
     extremes: Extremes | None = None  # of all keys so far, if the policy sets `extremes`
 
     def attention(self) -> Tensor:
-        """Return the attention of the remembered queries, mean over the GQA group: [B, H, W, K].
+        """Return the attention of the last W queries to each slot, mean over the GQA group: [B, H, W, K].
 
-        Rows of missing queries are zero. ``sink_logits`` take their share, as in the model's own attention.
+        It is zero for missing queries. ``sink_logits`` take their share of it, as in the model's own attention.
         """
         import torch
 
@@ -150,7 +150,7 @@ class Evictor(Policy):
 
     @property
     def repositions(self) -> bool:
-        """Whether positions are counted inside the cache."""
+        """Whether rotary positions are counted among the entries that the cache holds, not in the text."""
         return False
 
     @property
@@ -198,5 +198,5 @@ class Evictor(Policy):
         raise NotImplementedError
 
     def agreed(self, importances: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Return the ranks by which layers evict, given the importance of each layer; see `across_layers`."""
+        """Return for each layer the ranks by which it evicts, given the importance in every layer (`across_layers`)."""
         return importances

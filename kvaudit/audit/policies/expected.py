@@ -13,10 +13,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Expected(Evictor):
-    """softmax(mu k s + k' Sigma k s^2 / 2) * |v|, s the attention scale (Devoto 2025, arXiv:2510.00636).
+    """Rank by the attention that future queries are expected to give, times |v| (Devoto 2025, arXiv:2510.00636).
 
-    mu and Sigma are mean and covariance of the row's queries so far (without sinks) before rotation, rotated by the
-    mean rotation of the next ``future`` positions. This is the expected attention weight if queries are Gaussian. The
+    An entry of key k and value v has rank softmax(mu k s + k' Sigma k s^2 / 2) * |v|; s is the attention scale. mu
+    and Sigma are mean and covariance of the row's queries so far (without sinks) before rotation, turned by the mean
+    rotation of the next ``future`` positions. This is the expected attention weight if queries are Gaussian. The
     softmax is over the entries after the sinks; the result is the mean over the GQA group.
 
     Departure: the authors compress a prompt once; here decoding is compressed by the same rule every ``interval``

@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class HeavyHitter(Evictor):
-    """Rank by softmax mass summed over all queries so far and over the GQA group (Zhang 2023, arXiv:2306.14048).
+    """Rank by attention weight, summed over all queries so far and the GQA group (Zhang 2023, arXiv:2306.14048).
 
-    Half of the budget goes to recent entries (`window=-1`), as in the original; no sink.
+    Half of the budget goes to recent entries (`window=-1`), as in the original; no first tokens are protected.
     """
 
     name = "h2o"

@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Int8(Absmax):
-    """Symmetric int8 codes; scale = largest magnitude / 127 per token and head, unless fixed (see ``Absmax``).
+    """Store symmetric int8 codes; scale = largest magnitude / 127 per token and head, unless fixed (see ``Absmax``).
 
-    An entry is exact for the query of its own token and quantised for later ones, and given tokens attend to their own
-    chunk exactly, unless ``write``.
+    Without ``write`` an entry is exact for the query of its own token, or those of its own chunk of the prompt, and
+    quantised for later ones; with it, every query reads codes.
     """
 
     name = "int8"

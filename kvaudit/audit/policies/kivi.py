@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Kivi(Quantiser):
-    """Asymmetric min-max codes of 2 or 4 bits (Liu 2024, arXiv:2402.02750).
+    """Store asymmetric min-max codes of 2 or 4 bits (Liu 2024, arXiv:2402.02750).
 
     scale = (max - min) / (2^bits - 1), zero = min. Keys: per channel over ``group`` consecutive tokens; they stay exact
     until ``residual`` of them have accumulated, then all of these are quantised. Values: per token over ``group``

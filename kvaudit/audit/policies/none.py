@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Dense(Evictor):
-    """The uncompressed cache; also the evictor of policies that evict nothing."""
+    """Keep every entry uncompressed; also serves as the evictor of policies that evict nothing."""
 
     name = "none"
     keeps = "every entry"

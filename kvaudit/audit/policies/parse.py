@@ -39,7 +39,7 @@ def parse_policy(source: str | Mapping[str, Any]) -> Policy:
 
 
 def _parse_weighted(text: str) -> tuple[Policy, int]:
-    """Parse one part of a mixture and its weight."""
+    """Return one part of a mixture and its weight, from POLICY@WEIGHT or POLICY (weight 1)."""
     request, sign, weight = text.strip().partition("@")
     if sign and not (weight.isascii() and weight.isdigit() and len(weight) <= len(str(LARGEST_NUMBER))):
         raise SpecError(f"policy {text!r}: weight {weight!r}, wanted a whole number at the end, such as {request}@3")

@@ -46,7 +46,7 @@ class PyramidKV(SnapKV):
 
 @dataclass(frozen=True)
 class _Layer(SnapKV):
-    """One layer of the pyramid; ``budget`` is its budget for long rows, ``mean`` the mean over layers."""
+    """The policy of one layer of PyramidKV; ``budget`` is the layer's for long rows, ``mean`` the mean over layers."""
 
     mean: int = 0
     layer: int = 0

@@ -19,10 +19,10 @@ _VALUE_CHANNELS = 64  # of a value, mixed by one rotation at most
 
 @dataclass(frozen=True)
 class Q4(Quantiser):
-    """Codes of 4 bits per token with one scale per ``group`` channels of a head, as in llama.cpp's Q4_0.
+    """Store 4-bit codes, each token with one scale per ``group`` channels of a head, as in llama.cpp's Q4_0.
 
-    scale = the number of largest magnitude, with its sign, / -8: that number is code 0 and exact, 0 is code 8, and
-    numbers beyond seven scales on the other side are clipped. A smaller head is one group. ``rotate``: a Hadamard
+    scale = (the number of largest magnitude, with its sign) / -8: that number has code 0 and is exact, zero has code 8,
+    and numbers of the other sign beyond seven scales are clipped. A smaller head is one group. ``rotate``: a Hadamard
     matrix first mixes the channels of a head, for values 64 at a time, which spreads a large channel over all.
     llama.cpp of 2026-11 is ``write=true,rotate=true``.
 

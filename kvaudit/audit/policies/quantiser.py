@@ -71,7 +71,7 @@ class Quantiser(Policy):
 
     @property
     def code_kind(self) -> str | None:
-        """The name of the codes in GPU kernels (``CodedPart.kind``); None if only ``numbers`` can decode them."""
+        """The name of the codes for GPU kernels (``CodedPart.kind``); None if only ``numbers`` can decode the codes."""
         return None
 
     def channels(self, size: int) -> int:
@@ -88,12 +88,12 @@ class Quantiser(Policy):
         return None
 
     def first_queries(self, before: int, until: int, seen: int) -> list[int]:
-        """Return the first query that reads each entry ``before .. until - 1`` quantised, after ``seen`` tokens."""
+        """Return for each entry ``before .. until - 1`` the first query that reads its codes, after ``seen`` tokens."""
         # on write it is the entry's own query, otherwise the next one to come, at position ``seen``
         return list(range(before, until)) if self.on_write else [seen] * (until - before)
 
     def keys_until(self, before: int, seen: int) -> int:
-        """Return the position below which keys are quantised after ``seen`` tokens; ``before`` is the last such one."""
+        """Return the position below which keys are quantised after ``seen`` tokens; ``before`` is that until now."""
         return max(before, seen - self.residual)
 
     def values_until(self, before: int, seen: int) -> int:
@@ -101,7 +101,7 @@ class Quantiser(Policy):
         return max(before, seen - self.residual)
 
     def turned(self, x: Tensor, part: int) -> Tensor:  # noqa: ARG002
-        """Transform keys (part 0) or values (1) [..., D] before they are quantised per token.
+        """Return keys (part 0) or values (1) [..., D] as they are before quantisation: transformed, or unchanged.
 
         The transform is its own inverse and keeps inner products, so that it can be applied to queries instead of keys.
         """
@@ -116,11 +116,11 @@ class Quantiser(Policy):
         raise NotImplementedError
 
     def numbers(self, codes: Tensor, out: Tensor) -> Tensor:
-        """Write the numbers of codes into ``out``; an entry is number * scale, plus zero if the codec has one."""
+        """Write the number that each code stands for into ``out``; an entry is number * scale (+ zero, if any)."""
         raise NotImplementedError
 
     def decode(self, codes: Tensor, parameters: Tensor) -> Tensor:
-        """Decode entries by parameters [..., P] (scale, or scale and zero), in the dtype of the parameters."""
+        """Return decoded entries, in the dtype of their parameters [..., P] (scale, or scale and zero)."""
         import torch
 
         numbers = self.numbers(codes, torch.empty_like(codes, dtype=parameters.dtype))
@@ -183,7 +183,7 @@ class Absmax(Quantiser):
 
     @property
     def largest(self) -> float:
-        """The value of the largest code."""
+        """The number that the largest code stands for, such as 127."""
         raise NotImplementedError
 
     def fit(self, low: Tensor, high: Tensor) -> Tensor:
@@ -213,7 +213,7 @@ ScaleTables = tuple[float | list[list[float]], float | list[list[float]]]
 
 
 def _pin_scales(policy: str, text: str) -> str:
-    """Append the sha256 to a file name (``scales.json#1f2e3d4c5b6a``); raises SpecError if the file has changed."""
+    """Return ``scales``, a file name with sha256 (``scales.json#1f2e3d4c5b6a``); SpecError if the file has changed."""
     if _positive_number(text.partition("/")[0]) is not None:  # otherwise a file name, which may contain slashes too
         _parse_scales(policy, text)
         return text

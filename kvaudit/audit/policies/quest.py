@@ -18,12 +18,12 @@ _MIN_PAGES = 3  # as in the published evaluation
 
 @dataclass(frozen=True)
 class Quest(Selector):
-    """Attend to the query's own page and the pages with the largest bound on q k (Tang 2024, arXiv:2406.10774).
+    """Attend to the query's own page and the pages whose keys could have the largest q k (Tang 2024, arXiv:2406.10774).
 
     A page of ``page`` tokens is bounded by the minimum and maximum of its keys, channel by channel; every query head
-    chooses ``budget`` / ``page`` pages, at least three. The first ``dense`` layers attend to everything, as do given
-    tokens. The cache keeps the extremes of every page, as engines do (two keys more per page); without them they are
-    computed from the keys.
+    chooses ``budget`` / ``page`` pages, at least three. The first ``dense`` layers attend to everything, as do the
+    prompt's tokens. The cache keeps the extremes of every page, as engines do (two keys more per page); without them
+    they are computed from the keys.
 
     Departures: the query's own page is always selected, as in the published kernels; the published evaluation selects
     it by its bound only. Query heads that share a KV head choose separately; the paper has no grouped queries.
@@ -69,7 +69,7 @@ class Quest(Selector):
         return torch.where(best > last[:, None, None], -1, best)
 
     def _bounds(self, view: View, pages: int) -> Tensor:
-        """Return the largest q k that a key within its page's extremes could have: [B, G*H, pages]."""
+        """Return for each page the largest q k of any key within its extremes: [B, G*H, pages]."""
         # [B, H, pages, D] each
         low, high = (part[:, :, :pages].float() for part in view.extremes or self._extremes_of(view, pages))
         batch, heads, _, size = low.shape
@@ -79,7 +79,7 @@ class Quest(Selector):
         return bounds.flatten(1, 2)
 
     def _extremes_of(self, view: View, pages: int) -> Extremes:
-        """Compute the extremes from the keys in view."""
+        """Return the extremes of each page, computed from the keys in view."""
         import torch
 
         keys, positions = view.keys.float(), view.positions[..., None]  # [B, H, K, D] and [B, H, K, 1]

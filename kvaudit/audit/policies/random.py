@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Random(Evictor):
-    """Entries with the highest random priority are kept, drawn once from (seed, row, layer, head, position).
+    """Keep the entries of highest random priority, drawn once for each (seed, row, layer, head, position).
 
     Fixed priorities make the kept entries a uniform sample of all entries seen, for any batch and schedule.
     """

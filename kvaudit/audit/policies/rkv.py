@@ -17,11 +17,11 @@ _KEY_BLOCK = 128  # keys that are compared with all others at once
 
 @dataclass(frozen=True)
 class RKV(Evictor):
-    """Z = weight * I - (1 - weight) * R (Cai 2025, arXiv:2505.24133).
+    """Rank by weight * I - (1 - weight) * R, importance I and redundancy R (Cai 2025, arXiv:2505.24133).
 
-    I: softmax of the last ``window`` queries over the entries before the window, the largest logit of the GQA group,
-    mean over queries, max-pooled over ``kernel``. R: per head, the softmax of an entry's mean cosine to all keys; each
-    key leaves out the latest entry with a cosine above .5, which counts as new, not redundant.
+    I: the attention of the last ``window`` queries to the entries before the window (softmax of the largest logit in
+    the GQA group), mean over queries, max-pooled over ``kernel``. R: per head, the softmax of an entry's mean cosine to
+    all keys; each key leaves out the latest entry with a cosine above .5, which counts as new, not redundant.
 
     Departure: a key without such an entry leaves out none; the published code leaves out the first entry.
     """

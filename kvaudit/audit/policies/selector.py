@@ -40,7 +40,7 @@ class Selector(Policy):
         raise NotImplementedError
 
     def choose(self, view: View) -> Tensor:
-        """Return the units that each row's newest query attends to: int64 [B, A, k], distinct, -1 = none, any order.
+        """Return the units that each row's newest query attends to: int64 [B, A, k], distinct, in any order, -1 = none.
 
         A is 1 for one set that all heads share, or the number of KV heads or of query heads. ``view.queries`` holds
         only the newest query. A row's list must not depend on other rows.

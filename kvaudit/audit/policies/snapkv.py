@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SnapKV(Evictor):
-    """Mean attention of the last ``window`` queries to each entry, pooled along positions (Li 2024, arXiv:2404.14469).
+    """Rank by mean attention of the last ``window`` queries, pooled along positions (Li 2024, arXiv:2404.14469).
 
     The mean also runs over the GQA group. The original compresses the prompt once (`phase=prefill`); with `both`, the
     default, decoding is compressed by the same rule every ``interval`` tokens, so that memory stays bounded.

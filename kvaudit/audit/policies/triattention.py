@@ -16,7 +16,7 @@ _MIN_SPREAD = 1e-6  # of a head's scores
 
 @dataclass(frozen=True)
 class TriAttention(Evictor):
-    """Rank by a trigonometric series over future distances, plus norms (Mao 2026, arXiv:2604.04921).
+    """Rank by the mean query's q k at future distances, plus key norms (Mao 2026, arXiv:2604.04921).
 
     A key k before rotation at position p scores, for a query head with centre c (the mean query before rotation), the
     mean over offsets d = 1, 2, 4 .. ``horizon`` of sum_f |c_f| |k_f| cos((seen + d - p) w_f + arg c_f - arg k_f), plus

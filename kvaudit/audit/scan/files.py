@@ -97,7 +97,7 @@ def find_files(paths: Sequence[Path]) -> FoundFiles:
 
 
 def dialect_of(name: str) -> str | None:
-    """Return the format of a file with this name; None if it is no configuration."""
+    """Return the format that a file's name implies; None if a file of this name is no configuration."""
     path = Path(name.lower())
     if path.suffix in _TEMPLATES:
         path = path.with_suffix("")
@@ -132,7 +132,7 @@ def read_file(path: Path) -> Contents:
 
 
 def _read_here_document(document: HereDocument, sheet: Sheet) -> None:
-    """Read a here-document as YAML, or else as a script; ignore it if it is neither."""
+    """Add the settings of a here-document, read as YAML, or else as a script; ignore it if it is neither."""
     for reader in (read_yaml_text, read_shell):
         trial = Sheet(groups=sheet.groups)
         try:
@@ -146,7 +146,7 @@ def _read_here_document(document: HereDocument, sheet: Sheet) -> None:
 
 
 def _expand_json(sheet: Sheet) -> None:
-    """Add the keys inside values that are JSON texts (as in flags and YAML) as keys below the setting's key."""
+    """Add the settings inside a value that is a JSON text (as in flags and YAML), as keys below that value's key."""
     for setting in list(sheet.settings):
         if isinstance(setting.value, str) and _JSON_VALUE.fullmatch(setting.value):
             inner = Sheet(groups=sheet.groups)
@@ -224,7 +224,7 @@ def _walk_folder(folder: Path, left_out: list[Path]) -> Iterator[Path]:
 
 
 def _name_left_out(path: Path) -> str:
-    """Return the displayed name of a link itself, not of its target, or of a folder with a slash."""
+    """Return the name under which a skipped link (not its target), or a folder, with a slash, is reported."""
     name = Path(display_path(path.parent), path.name).as_posix()
     return name if path.is_symlink() else f"{name}/"
 

@@ -18,7 +18,7 @@ State = Literal["open", "declared", "corrected", "lossless", "native"]
 
 @dataclass(frozen=True)
 class Finding:
-    """A key that matches a rule; there are several ``engines`` if the file does not tell which it configures."""
+    """A setting that matches a rule; it has several ``engines`` if the file does not tell which it configures."""
 
     file: str
     line: int
@@ -59,7 +59,7 @@ class Interpreter:
         self.words: dict[str, bool] = {}  # whether a word is in the file or its name
 
     def findings(self) -> tuple[list[Finding], list[NotReadable]]:
-        """Return findings and unreadable values by line; a key that occurs twice in a line counts once."""
+        """Return findings and unreadable values, each in order of lines; a key that is twice in a line counts once."""
         findings: dict[tuple[Any, ...], Finding] = {}
         unread: dict[tuple[int, str], NotReadable] = {}
         matched: set[str] = set()  # rules whose key is in the file, with any value
@@ -95,7 +95,7 @@ class Interpreter:
         )
 
     def _is_local_variable(self, setting: Setting) -> bool:
-        """Return whether a variable with the name of a key is local to the file and not read by an engine."""
+        """Return whether a setting is a variable that has the name of a key, but is used by the script itself."""
         if setting.kind != "env" or not rules_for_variable(setting.key[0], self.rules):
             return False
         return re.search(rf"\$\{{?{re.escape(setting.key[0].lower())}\b(?!:?[-=])", self.contents.text) is not None
@@ -108,7 +108,7 @@ class Interpreter:
         return not any(siblings.get(name) in values for name, values in (rule.unless or {}).items() if name in siblings)
 
     def _engines(self, rules: Sequence[ScanRule], setting: Setting) -> tuple[str, ...]:
-        """Return the engines named in the key's command, else those named in the file, else all that have the key."""
+        """Return the engines named in the setting's command, else those in the file, else all that have the key."""
         candidates = tuple(dict.fromkeys(rule.engine for rule in rules))
         if len(candidates) < 2:
             return candidates
@@ -122,7 +122,7 @@ class Interpreter:
         return tuple(engine for engine in candidates if self._mentions(words[engine])) or candidates
 
     def _role(self, setting: Setting) -> ConfigurationRole:
-        """Return the role (rollouts or serving) by the key's path, trainers named in the file, command or file path."""
+        """Return rollout or serving: by the key's path, trainers named in the file, the command, or the file's path."""
         path = _parts(".".join(setting.key[:-1]))
         trainers = [engine for engine in self.rules.engines.values() if engine.trainer]
         if path & _ROLLOUT or any(self._mentions(trainer.words) for trainer in trainers):
@@ -178,7 +178,7 @@ def _is_run_time_value(setting: Setting, rules: Sequence[ScanRule]) -> bool:
 
 
 def _open_value(value: Value) -> str:
-    """Return an unknown value as it is written."""
+    """Return the text of a value that is known only at run time, as the file has it."""
     if isinstance(value, tuple):
         return next(entry.text for entry in value if isinstance(entry, Unknown))
     return value.text if isinstance(value, Unknown | Default) else "another word"

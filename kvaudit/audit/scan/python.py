@@ -168,7 +168,7 @@ class _Reader(ast.NodeVisitor):
                 self.visit(value)
 
     def _read_sequence(self, node: ast.List | ast.Tuple, path: tuple[str, ...]) -> None:
-        """Read a list of words as a command line, as for ``subprocess``; mappings in it belong to its key."""
+        """Read a list with flags as a command line, as for ``subprocess``; in another, mappings belong to its key."""
         words = [Word(spelt(self._value(item)), item.lineno) for item in node.elts]
         if any(_FLAG.match(word.text) and " " not in word.text for word in words):
             read_words(words, self.sheet)
@@ -199,7 +199,7 @@ class _Reader(ast.NodeVisitor):
 
 
 def _find_constants(tree: ast.Module) -> dict[str, Value]:
-    """Return the names that are assigned once, with their values."""
+    """Return {name: value} of the names that the file assigns once."""
     assigned: dict[str, list[Value]] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -234,7 +234,7 @@ def _literal(node: ast.expr) -> Value:
 
 
 def _constant(node: ast.Attribute | ast.Name) -> str:
-    """Return the value that the name of a library's constant implies, such as torch.float8_e4m3fn; else empty."""
+    """Return the value that a library's constant implies (torch.float8_e4m3fn: float8_e4m3fn); else empty."""
     name = _callee(node)
     if name.startswith(_GGML):
         return name.removeprefix(_GGML)

@@ -28,7 +28,7 @@ _PATH = Path(__file__).with_name("questions.yaml")
 
 
 class VendorQuestion(NamedTuple):
-    """A question to a vendor; the answer yes needs its ``details``."""
+    """A question to a vendor, who has to give all ``details`` if the answer is yes."""
 
     id: str
     asks: str
@@ -134,7 +134,7 @@ def _question_schema(question: VendorQuestion, text: dict[str, Any]) -> dict[str
 
 
 def blank_answers() -> dict[str, Any]:
-    """Return a file of answers in which every answer is "unknown"."""
+    """Return the content of a file of answers in which every answer is "unknown"."""
     questionnaire = load_questionnaire()
     return {
         "format": ANSWERS_FORMAT,

@@ -22,7 +22,7 @@ _OFF = {"", "none", "null", "false", "off", "no"}
 
 @dataclass(frozen=True)
 class Mechanism:
-    """A mechanism that compresses the cache or the prompt; ``corrected``: an importance ratio can correct for it."""
+    """A mechanism that compresses the cache or prompt; ``corrected``: an importance ratio in training corrects it."""
 
     says: str
     lossy: bool
@@ -62,7 +62,7 @@ class ScanRule:
 
     @property
     def needs_value(self) -> bool:
-        """Whether the rule depends on the value, so that a flag without a value does not match."""
+        """Whether the rule lists values, so that a flag without a value cannot match it."""
         return not isinstance(self.when, str) and bool({"in", "not"} & set(self.when))
 
     def holds(self, value: Value) -> bool:
@@ -145,7 +145,7 @@ def _matches(setting: Setting, rules: ScanRules) -> Iterator[tuple[int, ScanRule
 
 
 def rules_for_variable(variable: str, rules: ScanRules) -> list[ScanRule]:
-    """Return the rules for whose key a variable is named, such as KV_CACHE_DTYPE or VLLM_KV_CACHE_DTYPE."""
+    """Return the rules whose key gives a variable its name, as KV_CACHE_DTYPE or VLLM_KV_CACHE_DTYPE has."""
     name = comparable(variable)
     engine = next((engine for engine in rules.engines if name.startswith(f"{comparable(engine)}_")), "")
     key = name.removeprefix(f"{comparable(engine)}_") if engine else name
@@ -182,7 +182,7 @@ def _number(value: Any) -> float | None:
 
 
 def _common_entry(value: Value) -> Value:
-    """Return the single distinct entry of a list; any other value is returned unchanged."""
+    """Return the entry of a list whose entries are all equal; return any other value unchanged."""
     if isinstance(value, tuple) and len(set(value)) == 1:
         return value[0]  # type: ignore[return-value]  # entries of a list are values
     return value

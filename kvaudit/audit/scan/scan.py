@@ -29,9 +29,9 @@ _ROLES = ("rollout", "serving", "both", "unknown")
 
 @dataclass(frozen=True)
 class Declaration:
-    """An entry of ``kvaudit.yaml``; it covers findings that agree with every field that it gives.
+    """An entry of ``kvaudit.yaml``, which says why compression is there; it covers findings that agree with its fields.
 
-    ``folder``: the folder to which it is limited, that of its file; None for a file given for the whole scan.
+    ``folder``: the folder of its file, to which it is limited; None if the file was given for the whole scan.
     """
 
     why: str  # printed in the disclosure
@@ -78,7 +78,7 @@ def scan_files(
     skipped: int = 0,
     left_out: Sequence[str] = (),
 ) -> Scan:
-    """Match every file against the rules; an unreadable file is reported and does not stop the scan."""
+    """Return what the rules match in every file; an unreadable file is reported and does not stop the scan."""
     rules = load_rules()
     findings: list[Finding] = []
     corrections: list[Finding] = []
@@ -178,7 +178,7 @@ _LISTED = 20  # clean files that are listed by name
 
 
 def report_lines(scan: Scan) -> Iterator[str]:
-    """Yield a line per finding, correction, unread value, clean file and stale declaration; then the totals."""
+    """Yield a line per finding, correction, unread value, clean file and unused declaration; then the totals."""
     for finding in scan.findings:
         place, engines, setting = _describe(finding)
         mechanism = f"{finding.rule.mechanism}  {setting}  policy {finding.policy}"

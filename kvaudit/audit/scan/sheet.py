@@ -95,14 +95,14 @@ class Sheet:
 
 
 def blank_of(template: str) -> str:
-    """Return a placeholder word for a template, with its default; ``read_value`` recognises it."""
+    """Return a word that stands for a template and contains its default, if any; ``read_value`` recognises the word."""
     match = _OR_ELSE.search(template)
     default = next(filter(None, match.groups()), "") if match else ""
     return _BLANK_OF_DEFAULT.format(default) if default else "__a_template_of_another_tool__"
 
 
 def read_value(text: str) -> Value:
-    """Return the value of a text: the text itself, the default of a template or variable, or Unknown."""
+    """Return the value of a text: the text itself or, if it is a template or variable, its default or Unknown."""
     blank = _BLANK.fullmatch(text)
     shown = _BLANK.sub(_SHOWN, text)
     if blank and blank["default"]:
@@ -126,7 +126,7 @@ def split_camel(text: str) -> str:
 
 
 def spelt(value: Value) -> str:
-    """Write a value as a word of a command, which ``read_value`` reads back as the same value."""
+    """Return a value as a word of a command, which ``read_value`` turns back into the same value."""
     if isinstance(value, Default):
         return _BLANK_OF_DEFAULT.format(value.value) if value.text == _SHOWN else value.text
     if isinstance(value, Unknown):

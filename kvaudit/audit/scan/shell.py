@@ -34,7 +34,7 @@ class Word(NamedTuple):
 
 
 class ShellCommand(NamedTuple):
-    """The words of a command, or of an array that any command may use."""
+    """The words of a command, or (``array``) of an array that any command may use."""
 
     words: list[Word]
     array: bool = False
@@ -79,7 +79,7 @@ class _Parser:
         yield from reversed(self.open)
 
     def _take(self, kind: str, piece: str, at: int) -> int:
-        """Process a token; return the offset of the next one."""
+        """Add a token, which ends at ``at``, to the open word or command; return the offset of the next token."""
         if kind == "operator":
             self._operator(piece)
         elif kind in ("blank", "newline"):
@@ -237,7 +237,7 @@ def _as_shell(row: str) -> str:
 
 
 def _constant_variables(commands: list[ShellCommand]) -> dict[str, str]:
-    """Return the variables that have one plain value in the whole script."""
+    """Return {variable: value} for variables to which the whole script gives one plain value."""
     values: dict[str, set[str]] = {}
     for command in commands:
         for word in command.words:
@@ -319,7 +319,7 @@ def _read_assignment(
 def _read_nested(
     text: str, line: int, variables: dict[str, str], sheet: Sheet, depth: int, *, shared: bool = False
 ) -> None:
-    """Read a command line that is inside a word; ``shared``: its arguments may be used by any command."""
+    """Read a command line that is inside a word. ``shared``: any command of the script may use its arguments."""
     if depth >= _DEEPEST:
         sheet.unread.append((line, f"commands nested in strings more than {_DEEPEST} levels deep"))
         return

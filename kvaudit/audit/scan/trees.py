@@ -126,7 +126,7 @@ def _walk_mapping(tree: Branch, path: tuple[str, ...], sheet: Sheet) -> None:
 
 
 def _read_embedded(name: str, leaf: Leaf, sheet: Sheet) -> None:
-    """Read a text value that is a file itself, as in a container's manifest."""
+    """Add the settings of a text value that is itself the content of a file, as in a container's manifest."""
     read = read_shell if name.endswith(_SCRIPTS) else read_yaml_text
     try:
         read(dedent(leaf.source), sheet, leaf.first)
@@ -151,7 +151,7 @@ def _read_named_variable(tree: Branch, group: int, sheet: Sheet) -> None:
 
 
 def _read_arguments(row: Series, sheet: Sheet) -> None:
-    """Read a sequence of words as a command line, and one of ``NAME=value`` as variables."""
+    """Read a sequence that has flags as a command line; of any other, read the entries ``NAME=value`` as variables."""
     leaves = [item for item in row.items if isinstance(item, Leaf)]
     words = [Word(spelt(leaf.value), leaf.line) for leaf in leaves]
     if any(_FLAG.match(word.text) and " " not in word.text for word in words):
@@ -190,7 +190,7 @@ class _YamlTree:
         return Leaf(value, line, source, first + self.offset)
 
     def _source(self, node: Any) -> tuple[str, int]:
-        """Return the text of a scalar with the line breaks of the file, and its first line."""
+        """Return the text of a scalar with the line breaks of the file, and the number of its first line."""
         start, end = node.start_mark, node.end_mark
         if start.line == end.line or node.style in ("'", '"'):
             return node.value, start.line + 1
@@ -307,7 +307,7 @@ class _TomlTree:
 
 
 def _toml_lines(rows: list[str]) -> tuple[dict[tuple[str, ...], list[int]], dict[tuple[str, ...], list[int]]]:
-    """Return the line numbers of tables and of keys, ignoring text inside multi-line strings."""
+    """Return {path: line numbers} of tables, and of keys, ignoring text inside multi-line strings."""
     tables: dict[tuple[str, ...], list[int]] = {}
     keys: dict[tuple[str, ...], list[int]] = {}
     table: tuple[str, ...] = ()

@@ -129,7 +129,7 @@ def call_in(value: Any) -> tuple[str, dict[str, Any]] | None:
 
 
 def functions_of(tools: Tools) -> dict[str, Mapping[str, Any]]:
-    """Return the schema of each tool's parameters, {} if it is malformed, by the tool's name."""
+    """Return {name of a tool: schema of its parameters}, with {} for a malformed schema."""
     schemas = {}
     for tool in tools:
         function = tool.get("function", tool)
@@ -139,13 +139,13 @@ def functions_of(tools: Tools) -> dict[str, Mapping[str, Any]]:
 
 
 def properties_of(tools: Tools, name: str) -> Mapping[str, Any]:
-    """Return the schemas of a tool's parameters by name, {} if they are unknown."""
+    """Return {name of a parameter: its schema} for the tool called ``name``, {} if they are unknown."""
     properties = functions_of(tools).get(name, {}).get("properties")
     return properties if isinstance(properties, Mapping) else {}
 
 
 def read_tagged(text: str, start: int, opening: re.Pattern[str], close: str) -> tuple[dict[str, str], int]:
-    """Read the values in tags from ``start`` on, by name; return them and the offset after the last.
+    """Return {name: value} of the tags from ``start`` on, and the offset after the last of them.
 
     Group 1 of ``opening`` is a name; its value ends at ``close``. A tag that is not closed ends the reading.
     """

@@ -33,7 +33,7 @@ class Glm(ToolForm):
 
 
 def _by_form(value: str) -> Any:
-    """Read a value without a schema: the template writes texts unchanged and everything else as JSON."""
+    """Return a value for which there is no schema: the template writes texts unchanged, all else as JSON."""
     try:
         return json.loads(value)
     except (ValueError, RecursionError):

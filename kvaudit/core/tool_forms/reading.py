@@ -39,7 +39,7 @@ def _readings(text: str, tools: Tools, form: ToolForm | None) -> Iterator[Readin
 
 
 def text_without_calls(message: Message, tools: Tools = (), form: ToolForm | None = None) -> str:
-    """Return a message's text without its calls, which are part of a model's turn but not of a suite's."""
+    """Return a message's text without calls, which a model's turn has in its content and a suite's turn has not."""
     if not message.tool_calls or not message.content:
         return message.content
     reading = read_calls(message.content, tools, form)

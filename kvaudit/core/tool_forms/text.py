@@ -42,7 +42,7 @@ class TextForm(ToolForm):
         yield from found
 
     def is_attempt(self, text: str) -> bool:
-        """Return whether a text without calls tries to call."""
+        """Return whether a text in which no call can be read looks like an attempt to call."""
         return _ATTEMPT.search(text[:LONGEST_ANSWER]) is not None
 
 
