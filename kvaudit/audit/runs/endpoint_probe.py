@@ -243,7 +243,7 @@ def call_key(body: Mapping[str, Any], sample: int) -> str:
 
 
 class Calls:
-    """The answers of a probe by the ``call_key`` of their request, stored in ``calls.jsonl``; safe for several threads."""
+    """The answers of a probe by the ``call_key`` of their request, kept in ``calls.jsonl``; safe between threads."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._lock = path, threading.Lock()
@@ -301,9 +301,9 @@ def _is_valid(stored: Answer) -> bool:
 
 @dataclass(frozen=True)
 class Failure:
-    """The reason ``why`` that leaves ``count`` conversations unscored; it stands for ``alike`` more like it.
+    """A reason, ``why``, for which ``count`` conversations are unscored, merged with ``alike`` similar ones.
 
-    Those reasons differ from ``why`` only in the numbers that they contain.
+    The similar reasons differ from ``why`` only in numbers.
     """
 
     why: str

@@ -36,7 +36,7 @@ class RunFolder:
 
     @property
     def sized(self) -> RunSpec:
-        """The spec with the numbers of items that the pilot fixed, or that the last look of the rounds reached, if any."""
+        """The spec with the numbers of items that the pilot fixed or the rounds have reached, if any are stored."""
         return self.spec.sized(item_counts(self.provenance()))
 
     @property

@@ -108,7 +108,7 @@ class Judging:
         return changes
 
     def agreement(self) -> dict[str, list[int]]:
-        """Return by suite the number of answers for each pair in ``AGREEMENT``: desired by the old grade, by the judge."""
+        """Return by suite how many answers each pair in ``AGREEMENT`` has: desired by the old grade, by the judge."""
         totals: dict[str, list[int]] = {}
         for unit in self.units:
             pairs = read_json(self._seal(unit))["changed"].get("pairs", [])
@@ -158,7 +158,7 @@ class Judging:
         self._tried.add(unit.records)
 
     def _regrade(self, unit: StoredUnit) -> Iterator[tuple[Record, Record]]:
-        """Yield pairs of every record of a unit: with its old grade, and with its new one."""
+        """Yield a pair for every record of a unit: the record with its old grade, and with its new one."""
         for answer, readings in self._read_answers(unit):
             suite, item = answer.asked()
             if suite.played_by:  # its scorers graded what the agent did, which is not kept
@@ -191,7 +191,7 @@ class Judging:
             yield StoredAnswer(record, partial(suite_and_item, number, record))
 
     def _grade(self, old: Record, suite: Suite, item: Item, readings: list[Judgement | None]) -> tuple[Grade, bool]:
-        """Return an answer's new grade, by the judge if it was asked, else by the suite, and whether the judge is sure."""
+        """Return the new grade, by the judge if it was asked and else by the suite, and whether the judge is sure."""
         reading = readings[0] if readings else None
         if self._judge is None or not readings:
             grade = grade_transcript(suite, item, old.transcript, old.finish_reason)

@@ -52,9 +52,9 @@ def lengths_from(first: int) -> Iterator[int]:
 
 
 def length_spec(model: str, config: ServingConfig, length: int, seed: int) -> dict[str, Any]:
-    """Return the spec of a pilot of the uncompressed model, with ``length`` tokens of conversation before each question.
+    """Return the spec of a pilot of the uncompressed model, with ``length`` tokens of text before each question.
 
-    A spec with such conversations must also ask the suite without them, here with one item.
+    A spec with such texts must also ask the suite without them, here with one item.
     """
     reference = config.named_reference
     if reference is None:

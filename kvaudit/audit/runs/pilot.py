@@ -133,7 +133,7 @@ def check_possible(spec: RunSpec, count: CountTokens) -> None:
 
 
 class Churn(NamedTuple):
-    """How many ``pairs`` of pilot answers, uncompressed and under a gated policy, are ``differing``."""
+    """The number of pairs of pilot answers, uncompressed and under a gated policy, and how many of them differ."""
 
     differing: int
     pairs: int
@@ -186,7 +186,7 @@ def _control_table(suite: str, control: Control) -> dict[str, Any]:
 
 
 def _needed_items(spec: RunSpec, metric: Metric, answers: Answers, layout: Layout, most: int) -> dict[str, Any]:
-    """Return how many items a metric needs where the pilot changed most answers, with the counts that say so."""
+    """Return how many items a metric needs at the length and policy where most pilot answers changed, and why."""
     worst = max(churns_of(spec, metric, answers), key=lambda c: planned_discordance(c.differing, c.pairs), default=None)
     discordance = ASSUMED_CHURN if worst is None else planned_discordance(worst.differing, worst.pairs)
     plan = plan_items(layout, metric, _design(spec, metric, discordance), most)

@@ -89,9 +89,10 @@ class _Failures:
 
 @contextmanager
 def start_ranks(ranks: int, job: Job, print_line: PrintLine, *, any_left: bool) -> Iterator[RankGroup]:
-    """Yield the ranks that train units in the body, with this process as the first; start the others if needed.
+    """Yield the group of ranks that train units in the body, with this process as the first.
 
-    Without ``any_left``, when no unit is left to train, none are started and this process is alone.
+    The others are started here unless a launcher has started them. With one rank, or if none are launched and no
+    unit is left to train (not ``any_left``), this process is alone.
     """
     if ranks == 1 or not (any_left or is_launched()):
         yield ALONE

@@ -319,7 +319,7 @@ def join_rounds(run: Path, units: Sequence[Unit], rounds: int) -> None:
 
 
 def gate_statuses(run: Path) -> dict[str, str]:
-    """Return the gate's status of each gated metric for the rows asked so far, the worst if there are several settings."""
+    """Return the gate's status of each gated metric for the rows asked so far: the worst one over all settings."""
     data = load_run(run)
     comparison, rules = declared_rules(data, GateOverrides())
     drift = drift_of(data, comparison, rules.alpha, gated_facets(comparison, rules))
