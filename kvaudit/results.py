@@ -45,7 +45,7 @@ class Run:
 
     @cached_property
     def data(self) -> RunData:
-        """The contents of the folder that reports read."""
+        """The part of the folder's contents that reports read."""
         from kvaudit.reports.records.load import load_run
 
         return load_run(self.path)
@@ -74,7 +74,7 @@ class Run:
 
     @property
     def drift(self) -> Drift:
-        """The cells and contrasts with their intervals."""
+        """The measured changes: each contrast of a candidate with the reference, with its interval, by cell."""
         return self.findings.drift
 
     @property
@@ -85,8 +85,9 @@ class Run:
     def table(self) -> pd.DataFrame:
         """Return one row per contrast and facet: both sides in percent, and the gate's decision.
 
-        In percentage points: the drift ``estimate``, candidate minus reference, with ``low`` and ``high`` (95 %),
-        ``lower`` and ``margin``. Missing numbers are missing, never 0; ``status`` is None outside the gate.
+        In percentage points: the drift ``estimate``, candidate minus reference, with its 95 % interval ``low`` to
+        ``high``, its one-sided bound ``lower``, and ``margin``. Numbers that do not exist are missing, never 0;
+        ``status`` is None outside the gate.
         """
         return _contrast_table(self.findings)
 
@@ -106,7 +107,7 @@ class Comparison:
 
     @property
     def verdict(self) -> Verdict:
-        """The verdict; each suite, length and facet with a margin is a gated cell."""
+        """The verdict; every combination of suite and length, and every facet with a margin, is a gated cell."""
         return self.compared.verdict
 
     @property
