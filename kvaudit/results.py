@@ -45,7 +45,7 @@ class Run:
 
     @cached_property
     def data(self) -> RunData:
-        """The part of the folder's contents that reports read."""
+        """The contents of the folder that reports read."""
         from kvaudit.reports.records.load import load_run
 
         return load_run(self.path)
@@ -74,7 +74,7 @@ class Run:
 
     @property
     def drift(self) -> Drift:
-        """The measured changes: each contrast of a candidate with the reference, with its interval, by cell."""
+        """The cells and contrasts with their intervals."""
         return self.findings.drift
 
     @property
@@ -107,7 +107,7 @@ class Comparison:
 
     @property
     def verdict(self) -> Verdict:
-        """The verdict; every combination of suite and length, and every facet with a margin, is a gated cell."""
+        """The verdict; each suite, length and facet with a margin is a gated cell."""
         return self.compared.verdict
 
     @property
