@@ -85,8 +85,9 @@ class Run:
     def table(self) -> pd.DataFrame:
         """Return one row per contrast and facet: both sides in percent, and the gate's decision.
 
-        In percentage points: the drift ``estimate``, candidate minus reference, with ``low`` and ``high`` (95 %),
-        ``lower`` and ``margin``. Missing numbers are missing, never 0; ``status`` is None outside the gate.
+        In percentage points: the drift ``estimate``, candidate minus reference, with its 95 % interval ``low`` to
+        ``high``, its one-sided bound ``lower``, and ``margin``. Numbers that do not exist are missing, never 0;
+        ``status`` is None outside the gate.
         """
         return _contrast_table(self.findings)
 

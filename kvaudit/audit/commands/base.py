@@ -148,7 +148,7 @@ Dtype = Annotated[str, typer.Option(help="Number format of the weights: float32,
 
 
 def option_words(options: Iterable[tuple[str, object]]) -> list[str]:
-    """Return options that have a value as words of a command line."""
+    """Return the words of a command line for the ``options``, each a name and a value, that have a value."""
     return [word for name, value in options if value not in (None, "") for word in (name, str(value))]
 
 
@@ -158,7 +158,7 @@ def plugin_words(plugins: Sequence[Path] | None) -> list[str]:
 
 
 def typed_command(*, resume: bool = False) -> list[str]:
-    """Return the words of the command line as it was typed, with ``--resume`` added if it needs one to continue."""
+    """Return the words of the command line as it was typed, with ``--resume`` added if ``resume`` and it is missing."""
     words = ["kvaudit", *sys.argv[1:]]
     return [*words, "--resume"] if resume and "--resume" not in words else words
 

@@ -118,7 +118,7 @@ def _load_page(run: Path, overrides: GateOverrides) -> Page:
 
 
 def _hub_files(page: Page, hub: Path, benchmark: str | None, arm: str | None) -> dict[Path, str]:
-    """Return the paths and contents of the hub's result files."""
+    """Return the text of each result file for the Hugging Face hub, by its path below the folder ``hub``."""
     from kvaudit.reports.page.publish import HUB_FOLDER, hub_results
 
     candidates = page.findings.comparison.candidates or (page.findings.comparison.reference,)
@@ -129,7 +129,7 @@ def _hub_files(page: Page, hub: Path, benchmark: str | None, arm: str | None) ->
 
 
 def _matches_run(path: Path, section: str, console: Console) -> bool:
-    """Return whether a card has the run's disclosure, and print the first line that differs."""
+    """Return whether a card has the run's disclosure; print that it has, or the first line that differs."""
     # not splitlines: to Markdown a form feed or U+2028 is no line break
     card_lines, run_lines = extract_section(read_card(path), str(path)).split("\n"), section.split("\n")
     if card_lines == run_lines:
@@ -162,7 +162,7 @@ def _print_recipe(run: Path, other: Path | None) -> None:
 
 
 def _change_lines(before: Any, after: Any) -> Iterator[str]:
-    """Yield a change as one line, or for texts of several lines those that differ."""
+    """Yield a line with both values of a change, or for texts of several lines each line that differs."""
     if isinstance(before, str) and isinstance(after, str) and "\n" in before + after:
         import difflib
 

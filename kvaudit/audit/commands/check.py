@@ -292,7 +292,7 @@ def _check_available(model: str, config: ServingConfig) -> None:
 
 
 def _print_first_answers(console: Console, spec: RunSpec) -> OnFirstAnswer:
-    """Return a callback that prints the beginning of the first prompt and of its answers."""
+    """Return a callback that prints the beginning of every answer, and before the first one that of its prompt."""
     from kvaudit.core.policy_names import condition_names
 
     names, printed = condition_names(spec.evaluate.references), set[str]()

@@ -256,7 +256,7 @@ def _write_sheet(run: Path, out: Path, select: Sequence[str], *, concordant: int
 
 
 def _gated_contrasts(drift: Drift, rules: Rules) -> list[Contrast]:
-    """Return the first contrast of each gated cell, if it belongs to the cell's estimand."""
+    """Return the first contrast of each gated cell, without those that have another estimand than their cell."""
     from kvaudit.reports.verdict.family import gated_cells
 
     firsts = ((cell.estimand, cell.rows[0].contrast) for cell in gated_cells(drift, rules))

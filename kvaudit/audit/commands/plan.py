@@ -236,7 +236,9 @@ def _template_price(sizes: Sizes) -> str:
 
 
 def _improvements(sizes: Sizes) -> Iterator[tuple[str, str]]:
-    """Yield the chance to pass after each improvement, the cheapest first, and with more items alone.
+    """Yield lines (heading, text): the chance to pass as planned, after each improvement, and with more items alone.
+
+    Each improvement is added to those before it, the cheapest first.
 
     More samples and seeds need no new texts. More templates do, but with fewer than C_min templates nothing can
     pass.
@@ -269,7 +271,7 @@ def _answers(d: Design) -> str:
 
 
 def _suggestion(sizes: Sizes, clusters: int) -> Iterator[tuple[str, str]]:
-    """Yield the number of templates that reaches the requested power, with everything else as planned."""
+    """Yield lines (heading, text): the templates (``clusters``) that reach the requested power, all else as planned."""
     d = sizes.design
     larger = replace(d, clusters=clusters)
     verb = f"buy {clusters - d.clusters} more templates" if clusters > d.clusters else "enough"

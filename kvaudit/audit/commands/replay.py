@@ -79,7 +79,7 @@ def _find_rollouts(
 ) -> tuple[list[RecordedRollouts], str]:
     """Return the rollouts by file, and the name of the model that should explain them.
 
-    ``rollouts`` is a number of a checkpoint's rollouts, or the path of a file.
+    ``rollouts`` says how many of the checkpoint's rollouts to take, or is the path of a file with rollouts.
     """
     from kvaudit.audit.replay.interchange import read_rollouts
     from kvaudit.audit.rerun.measure import checkpoint_rollouts

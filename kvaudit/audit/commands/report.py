@@ -118,7 +118,7 @@ def gate(run: Runs, *, options: GateOptions, pin: PinFlag = False, out: PinOut =
 
 
 def write_report(run: Path, overrides: GateOverrides | None = None) -> None:
-    """Write a run's report, and print its answers and its path."""
+    """Write a run's report; print what was found and the report's path."""
     from kvaudit.reports.run import write_report as write_files
 
     check_report_folder(run)
@@ -126,7 +126,7 @@ def write_report(run: Path, overrides: GateOverrides | None = None) -> None:
 
 
 def print_verdict(console: Console, findings: Findings, run: Path | None = None) -> None:
-    """Print the answers on at most a dozen lines; give ``run`` to print where its report is."""
+    """Print what was found on at most a dozen lines; with ``run``, also print where its report is."""
     from kvaudit.reports.page.terminal import terminal_lines
 
     for line in terminal_lines(findings, run):
@@ -193,7 +193,7 @@ def _weights_sha256(folder: Path, provenance: Mapping[str, Any]) -> str:
 
 
 def _arm_name(folder: Path, arm: str, seed: int) -> str:
-    """Return the arm's name in its run; in a sweep it includes the policy, which only the folder's name has."""
+    """Return the arm's name in its run: ``arm``, or in a sweep over policies the folder's name, ARM_POLICY."""
     folder = folder.resolve()
     name = folder.parent.name
     return name if folder.name == f"seed-{seed}" and name.startswith(f"{arm}_") else arm
@@ -236,7 +236,10 @@ _MOST_OPACITY = 0.55  # of the shade, so that the text stays readable
 
 
 class ShadedPrompt(NamedTuple):
-    """A prompt under a policy: texts of its tokens and the shares that held them; ``caption`` describes the answer."""
+    """A prompt under a policy: the text of each token (``pieces``), and the share of layers and heads that held it.
+
+    ``caption`` describes the answer.
+    """
 
     heading: str
     caption: str

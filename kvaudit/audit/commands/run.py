@@ -193,7 +193,7 @@ def run_spec(spec: Path | Mapping[str, Any], out: Path | None, options: RunOptio
 def plan_workers(
     options: RunOptions, spec: RunSpec, first_threads: int | None, *, here: bool = True
 ) -> tuple[int, int | None]:
-    """Return the number of processes and of the threads of each; None for all idle cores.
+    """Return the number of worker processes, and of the threads of each (None: one for each idle core).
 
     ``first_threads`` is the number with which the run started. Rounding can depend on it, so a run keeps it:
     several processes have one thread each, and a run with more threads continues with one process. ``here`` says
@@ -221,7 +221,7 @@ def plan_workers(
 
 
 def _local_workers(spec: RunSpec) -> int:
-    """Return the number of processes for this machine: one per idle core or GPU, or one if none is known."""
+    """Return the number of processes for which this machine has idle cores (embedded model) or GPUs, at least one."""
     from kvaudit.audit.runs.launchers.local import idle_cores, visible_gpus
     from kvaudit.core.spec import EMBEDDED
 
@@ -343,8 +343,8 @@ def open_pipeline(
 ) -> tuple[Pipeline, RunFolder]:
     """Check a run, open or create its folder, and return its pipeline.
 
-    A new folder is created after all checks. A process that ``works`` on no unit loads no model, and leaves
-    checking that to the workers. ``on_first_answer``: see ``prepare_run``.
+    A new folder is created after all checks. A process that ``works`` on no unit loads no model; its
+    workers check whether the model fits. ``on_first_answer``: see ``prepare_run``.
     """
     from rich.console import Console
 

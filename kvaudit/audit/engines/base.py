@@ -186,7 +186,7 @@ class Engine:
 
     ``install`` is the command that installs it. ``compresses`` maps each setting that compresses the KV cache to
     the values that do not compress (empty: every value compresses). ``uncompressed`` are the settings of a
-    reference. ``always`` are defaults, so that no default of the engine depends on the machine.
+    reference. ``always`` are defaults that kvaudit sets, since the engine's own may depend on the machine.
     """
 
     name: ClassVar[str] = ""
@@ -211,7 +211,7 @@ class Engine:
 
     @classmethod
     def reference_with(cls, settings: Settings, named: Settings) -> Settings:
-        """Return the reference of ``settings``, updated with the settings ``named`` in the spec."""
+        """Return the reference of ``settings``, updated with the settings that the spec gives for it, ``named``."""
         return {**cls.reference(settings), **named}
 
     @classmethod
@@ -226,12 +226,12 @@ class Engine:
 
     @classmethod
     def gpus(cls, settings: Settings) -> int:  # noqa: ARG003
-        """Return the number of GPUs that one start of it takes."""
+        """Return the number of GPUs that the engine uses with these settings."""
         return 1
 
     @classmethod
     def check(cls, settings: Settings, spec: EngineSpec) -> None:
-        """Raise SpecError for impossible settings, and with ``install`` if the engine is not installed."""
+        """Raise SpecError for impossible settings, or, with the command ``install``, if the engine is not installed."""
         raise NotImplementedError
 
     @classmethod
@@ -289,7 +289,7 @@ class Condition:
         return _condition(self.engine, ENGINES.get(self.engine).reference(dict(self.settings)))
 
     def reference_with(self, named: Any) -> Condition:
-        """Return the reference: a mapping updates the default one, a text is another condition of the engine."""
+        """Return the reference that ``named`` gives: settings that update the default one, or a condition's text."""
         if not isinstance(named, Mapping | str):
             raise SpecError(
                 f"reference of engine {self.engine} is {short_repr(named)}, expected settings or the text "

@@ -145,10 +145,9 @@ class _EndpointSession(Session):
     def _answer(
         self, messages: Sequence[Message], prompt_tokens: int, max_tokens: int, options: Mapping[str, Any], until: float
     ) -> Answer:
-        """Return the answer to a conversation of ``prompt_tokens`` tokens.
+        """Return the answer to a conversation whose prompt has ``prompt_tokens`` tokens.
 
-        Raises Unanswered, also if the endpoint reports another number of tokens for the first turn of a
-        conversation.
+        Raises Unanswered, also if the endpoint reports another number of prompt tokens in the first turn.
         """
         from kvaudit.audit.sampling.chat_calls import SentRequest, answer, wire
 
@@ -175,7 +174,7 @@ class _EndpointSession(Session):
         return reply
 
     def _check_length(self, max_tokens: int, reply: Answer) -> None:
-        """Raise Unanswered for an answer of too many tokens, whatever number of them the server reports."""
+        """Raise Unanswered for an answer that has too many tokens by our own count, whatever the server reports."""
         if reply.new_tokens is not None and "tool_calls" in reply.said_in:
             return  # the JSON of calls may be longer than what the model wrote
         count, most = self._chat.count_tokens(reply.text), max(max_tokens, reply.new_tokens or 0)
@@ -189,7 +188,7 @@ class _EndpointSession(Session):
         return {"chat_template_kwargs": self._chat.options} if self._chat.options else {}
 
     def _first_model(self) -> str:
-        """Return the model's name in a first answer; raise EngineFailed if there is no answer."""
+        """Send a first request; return the model's name in the answer, or raise EngineFailed if there is none."""
         messages = _conversations(self._chat)[0]
         prompt_tokens, until = len(self._chat.prompt(messages).ids), time.monotonic() + self._spec.start
         try:
@@ -209,7 +208,10 @@ class _EndpointSession(Session):
         return next((window for window in windows if type(window) is int and window > 0), None)
 
     def _compare_prompts(self) -> str:
-        """Return how prompts were compared with ours, empty if none are shown; raise SpecError if they differ."""
+        """Return in words how the server showed its prompt tokens, which equal ours; empty if it does not show them.
+
+        Raises SpecError if they differ.
+        """
         for server, prompt_ids in (("llama.cpp", self._llama_cpp_ids), ("vLLM", self._vllm_ids)):
             for number, messages in enumerate(_conversations(self._chat)):
                 theirs, ours = prompt_ids(messages), self._chat.prompt(messages).ids
@@ -236,7 +238,7 @@ class _EndpointSession(Session):
         return self._fetch("tokenize", {"content": text, "add_special": True, "parse_special": True}, "tokens")
 
     def _fetch(self, path: str, body: Mapping[str, Any], key: str) -> Any:
-        """Return ``key`` of the object at a path below the server's root, an empty list if there is none."""
+        """Send ``body`` to a path below the server's root; return ``key`` of the reply, [] if there is none."""
         root = self._settings["base_url"].rstrip("/").removesuffix("/v1")
         try:
             client = _endpoint({**self._settings, "base_url": root}, _RENDER_SECONDS, tries=1).client("engine endpoint")
@@ -256,7 +258,7 @@ class _EndpointSession(Session):
         )
 
     def _failure(self, error: Unanswered) -> EngineFailed:
-        """Return the error for a missing answer."""
+        """Return the EngineFailed for a missing answer, with the server, the reason and what to do."""
         key = f"key from {self._settings['key']}" if "key" in self._settings else "no key"
         return EngineFailed(
             f"engine endpoint: {self._settings['base_url']} gave no valid answer: {error} (model "

@@ -79,7 +79,7 @@ class ServerEngine(Engine):
 
     @classmethod
     def gpus(cls, settings: Settings) -> int:
-        """See ``Engine.gpus``: the product over all ways of spreading it."""
+        """Return the number of GPUs: the product of the sizes that the settings give for each kind of parallelism."""
         given = [next((settings[name] for name in names if name in settings), "1") for names in cls.parallel]
         return math.prod(int(text) if _COUNT.fullmatch(text) else 1 for text in given)
 
@@ -142,7 +142,7 @@ class ServerSession(Session):
 
     @abstractmethod
     def _row(self, reply: Mapping[str, Any], request: GenerationRequest) -> dict[str, Any]:
-        """Return ``ids``, ``finish`` and ``logprob`` of a reply, and ``read``, the prompt's ids, if it has them.
+        """Return ``ids``, ``finish`` and ``logprob`` of a reply, and ``read``, the prompt's ids, if the reply has them.
 
         Raises KeyError, IndexError, TypeError or ValueError for an invalid reply.
         """

@@ -42,7 +42,7 @@ class LlamaCpp(Engine):
 
     @classmethod
     def kv(cls, text: str) -> Settings:
-        """Return the settings of ``q8_0``, or ``q8_0/q4_0`` for keys and values; the engine checks the types later."""
+        """Return the settings for one type, as in ``q8_0``, or KEYS/VALUES, as in ``q8_0/q4_0``, without a check."""
         keys, _, values = text.partition("/")
         if not keys or "/" in values or text.endswith("/"):
             raise SpecError(
@@ -68,11 +68,11 @@ class LlamaCpp(Engine):
 
     @classmethod
     def check_drawing(cls, settings: Settings) -> None:
-        """Accept all settings."""
+        """Raise nothing, since rollouts can be sampled under all settings."""
 
     @classmethod
     def store(cls, settings: Settings) -> EngineStore | None:  # noqa: ARG003
-        """Return a store that is read out of the engine's cache; quantised queries are not replayed."""
+        """Return a store whose entries are read out of the engine's cache; its rounding of queries is not replayed."""
         from kvaudit.audit.cache.engine_store import EngineStore
 
         return EngineStore(None, None, shown=True)

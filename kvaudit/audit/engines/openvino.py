@@ -83,7 +83,7 @@ class OpenVino(Engine):
 
     @classmethod
     def kv(cls, text: str) -> Settings:
-        """Return the settings of ``u4`` for the whole cache, or of ``u8/u4`` for keys and values."""
+        """Return the settings for a text such as ``u4`` (the whole cache) or ``u8/u4`` (keys/values)."""
         types = text.split("/")
         if len(types) > 2 or not all(name in _KV_OPTION for name in types):
             values = ", ".join(_KV_OPTION)
@@ -134,7 +134,7 @@ class OpenVino(Engine):
 
     @classmethod
     def store(cls, settings: Settings) -> EngineStore | None:
-        """Return the CPU plug-in's store, keys by channel in blocks and values by token; None if it is unknown."""
+        """Return how the CPU plug-in stores entries, keys by channel in blocks, values by token; None if unknown."""
         from kvaudit.audit.cache.engine_store import ByChannel, ByToken, Cast, EngineStore
 
         whole = settings.get(_PRECISION, "")
@@ -151,7 +151,11 @@ class OpenVino(Engine):
 
 
 def _check_effective(settings: Settings) -> None:
-    """Raise SpecError for eviction without its sizes, KVCrush without a budget, or sparse attention that is off."""
+    """Raise SpecError for settings that are incomplete or would have no effect.
+
+    These are settings of eviction without its sizes, of KVCrush without a budget or with ADAPTIVE_RKV, and of sparse
+    attention that is off.
+    """
     crush = [name for name in settings if name.startswith("kvcrush_config.")]
     sparse = [name for name in settings if name.startswith("sparse_attention_config.")]
     evicting = [name for name in settings if name in _EVICTION] + crush

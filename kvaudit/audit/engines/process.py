@@ -69,7 +69,7 @@ class Process:
 
     @property
     def is_running(self) -> bool:
-        """Whether the engine runs, by its log too, because the supervisor lives a moment longer than the engine."""
+        """Whether the engine runs; the log is read too, since the supervisor process outlives it by a moment."""
         return self._process.poll() is None and PROCESS_ENDED not in self.log_text(_LAST_BYTES)
 
     def write_line(self, line: str, seconds: float) -> None:

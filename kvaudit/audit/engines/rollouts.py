@@ -74,7 +74,10 @@ class WorkerDrawer(Drawer):
         self._exchange.remove()
 
     def _push(self, weights: Mapping[str, Tensor], *, known: bool) -> None:
-        """Send weights; with ``known`` the engine has them already and only learns their names."""
+        """Send weights to the engine; raise RunError if it then reports other ones.
+
+        With ``known`` it has these weights already, and only finds out which of them has which name.
+        """
         try:
             path, self._pushed = self._write(weights)
         except OSError as error:
@@ -91,7 +94,7 @@ class WorkerDrawer(Drawer):
             )
 
     def _write(self, weights: Mapping[str, Tensor]) -> tuple[Path, str]:
-        """Write weights in a file for the engine; return it and the sha256 that the engine should report."""
+        """Write weights in a file for the engine; return its path and the sha256 that the engine should report."""
         import numpy as np
 
         path = self._exchange.path / "weights.npz"
@@ -180,7 +183,7 @@ def arrays_sha256(arrays: Mapping[str, Any]) -> str:
 
 
 def _remove_if_unused(folder: Path) -> None:
-    """Remove a dead process's exchange folder, but leave files that its engine still writes to the next call."""
+    """Remove a dead process's exchange folder; files that its engine is still writing are left for the next call."""
     with suppress(OSError):  # it is in use, or not ours to remove
         if not (folder / _LOCK).exists():
             folder.rmdir()  # its process was killed before it locked the folder

@@ -31,7 +31,7 @@ _FACTS = (  # of its server_info
 
 
 class SgLangSession(ServerSession):
-    """A session with SGLang's server, which always ends answers at the model's own end tokens too."""
+    """A session with SGLang's server, which ends answers at the requested stop tokens and at the model's own."""
 
     path = "generate"
 
@@ -61,7 +61,7 @@ class SgLangSession(ServerSession):
         return {"input_ids": list(request.ids), "sampling_params": sampling, "return_logprob": True}
 
     def _row(self, reply: Mapping[str, Any], request: GenerationRequest) -> dict[str, Any]:
-        """Return a reply's fields as ``ServerSession._row`` says; of the prompt only the number of tokens is known."""
+        """Return the fields of ``ServerSession._row``; ``read`` is our prompt if its number of tokens agrees."""
         metadata, ids = reply["meta_info"], reply["output_ids"]
         logprobs = metadata["output_token_logprobs"]
         if [row[1] for row in logprobs] != ids:

@@ -45,7 +45,7 @@ class TransformersCache(Engine):
 
     @classmethod
     def kv(cls, text: str) -> Settings:
-        """Return the settings of ``BACKEND-BITS``, such as quanto-4 or hqq-2, or of fp8."""
+        """Return the settings for a text BACKEND-BITS, such as quanto-4 or hqq-2, or for fp8."""
         backend, _, bits = text.partition("-")
         if not backend or (bits and not bits.isdigit()) or text.endswith("-"):
             raise SpecError(f"engine {cls.name}: --kv is {text[:80]!r}, expected BACKEND-BITS such as quanto-4, or fp8")

@@ -158,7 +158,7 @@ class Vllm(ServerEngine):
 
     @classmethod
     def store(cls, settings: Settings) -> EngineStore | None:
-        """Return a cast with scale 1.0 as the store, or None if the checkpoint may bring other scales."""
+        """Return how vLLM stores entries, a cast with scale 1.0; None if other scales or uncast layers are possible."""
         import torch
 
         from kvaudit.audit.cache.engine_store import Cast, EngineStore
@@ -174,7 +174,7 @@ class Vllm(ServerEngine):
 
 
 def _flags(settings: Settings, context: EngineContext, **more: str) -> list[str]:
-    """Return the server's flags: defaults, then ``more``, then the settings."""
+    """Return the server's flags: our defaults, overridden by ``more``, and both by the settings."""
     length = _max_length(settings, context)
     defaults = {
         "max_model_len": str(length),

@@ -99,7 +99,7 @@ def convert_once(kind: str, sha256: str, method: str, convert: Callable[[Path], 
 def convert_checkpoint(
     kind: str, model: LoadedModel, method: str, convert: Callable[[Path], Mapping[str, str]]
 ) -> EngineCheckpoint:
-    """Call ``convert_once`` for a loaded model, whose dtype may have rounded the weights of its file."""
+    """Return ``convert_once`` of a loaded model's weights, kept apart by dtype, since a dtype may have rounded them."""
     dtype = str(model.dtype).removeprefix("torch.")
     return convert_once(kind, model.sha256, f"{method} of {dtype}", convert)
 

@@ -14,7 +14,7 @@ from kvaudit.suites.base import Suite
 
 
 def batched(items: Sequence[Item], lengths: dict[str, int], tokens: int) -> list[list[Item]]:
-    """Split items into batches of similar length, of at most ``tokens`` tokens with padding, or of one item."""
+    """Return batches of items with similar prompt ``lengths``: at most ``tokens`` tokens with padding, or one item."""
     batches: list[list[Item]] = []
     # the order is the same in every process, so that a resumed unit has the same batches
     for item in sorted(items, key=lambda item: (lengths[item.item_id], item.item_id)):
@@ -27,10 +27,10 @@ def batched(items: Sequence[Item], lengths: dict[str, int], tokens: int) -> list
 
 
 def whole_templates(suite: Suite, items: Sequence[Item], number: int) -> list[Item]:
-    """Return about ``number`` items, never a template without all of its twins.
+    """Return about ``number`` items; a template's twins (its items with different right answers) stay together.
 
-    The first template of every cluster comes before the second of any. The items for a smaller number are the first
-    of those for a larger one.
+    The first template of every cluster comes before the second of any. The items for a smaller ``number`` are the
+    first of those for a larger one.
     """
     clusters: dict[str, list[Item]] = {}
     for item in items:
@@ -45,11 +45,11 @@ def whole_templates(suite: Suite, items: Sequence[Item], number: int) -> list[It
 
 
 def engine_batches(spec: RunSpec, suite: Suite, items: Sequence[Item], unit: Unit, folder: str) -> list[list[Item]]:
-    """Split a unit's items into the batches that its engine gets.
+    """Return a unit's items in the batches in which its engine is asked them.
 
-    ``folder`` is the name of the folder for the records, such as that of the pilot. The pilot's items come first
-    and end a batch, so that the grid has the same batches. The first batch is small, so that the first answers
-    arrive soon.
+    ``folder`` is the name of the folder for the records: that of the grid, the pilot or the floor. The grid begins
+    with the batches of the pilot, so that both ask the pilot's items in the same batches. The first batch is small,
+    so that the first answers arrive soon.
     """
     at_once = spec.engine(unit.policy.canonical).at_once
     ordered = whole_templates(suite, items, len(items))
@@ -69,7 +69,7 @@ def engine_batches(spec: RunSpec, suite: Suite, items: Sequence[Item], unit: Uni
 
 
 def _take_batches(batches: Sequence[list[Item]], number: int) -> list[list[Item]]:
-    """Return the first batches, until they hold ``number`` items together."""
+    """Return the first batches: as many as are needed to hold ``number`` items together."""
     chosen: list[list[Item]] = []
     for batch in batches:
         if sum(map(len, chosen)) >= number:

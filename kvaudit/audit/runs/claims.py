@@ -192,7 +192,7 @@ class Claims:
         return self._take(path)[0], True
 
     def _quiet_seconds(self, path: Path, file: int) -> float:
-        """Return how long the file has not changed, by this process's clock since those of machines differ."""
+        """Return for how many seconds this process has seen the file unchanged, by its own clock only."""
         state, now = _ClaimState.of(file), time.monotonic()
         earlier, since = self._seen.get(path, (None, now))
         if state != earlier:
@@ -315,7 +315,7 @@ def work_on_units(
     on_wait: Callable[[str], None],
     takeover: bool = False,
 ) -> None:
-    """Work on single units as ``work_on_groups`` does on groups; ``work`` must check its claim."""
+    """Call ``work_on_groups`` with every unit as a group of its own; ``work`` must check the claim that it is given."""
 
     def work_alone(claimed: ClaimedUnits[T]) -> None:
         for unit in claimed.units:

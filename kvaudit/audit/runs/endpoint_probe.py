@@ -5,8 +5,8 @@
                    {"call": sha256 of the request, "failed": reason}, which is asked again
 
 Answers that were paid for are never asked for again: they are on disk before they are used, and a stopped probe resumes
-at the next call. A conversation with a failed call is unscored; its unit is sealed all the same, and answered anew when
-the probe is resumed. A ``lasting`` failure would come again.
+at the next call. A conversation with a failed call is unscored; its unit is sealed all the same, and the failed calls
+are made again when the probe is resumed. ``lasting`` failures are those that would occur again.
 """
 
 from __future__ import annotations
@@ -100,7 +100,8 @@ class ProbeUnit:
 class Plan:
     """Everything that a probe asks, short lengths first.
 
-    ``count`` counts tokens and ``counted`` says in words how; ``rows`` are the sha256 of the public data files.
+    ``count`` returns the number of tokens of a text, ``counted`` says in words how it counts, and ``rows`` maps each
+    file of public data to its sha256.
     """
 
     spec: RunSpec
@@ -148,7 +149,7 @@ class Plan:
         return sum(self.count(message.content) for message in as_text(item.messages, item.tools))
 
     def _size(self, unit: ProbeUnit) -> tuple[int, int, int]:
-        """Return the largest number of requests, tokens to read and tokens to write of a unit."""
+        """Return the most requests, tokens to read and tokens to write that a unit can need."""
         turns, limit = unit.suite.max_turns, unit.suite.max_new_tokens
         samples = self.spec.evaluate.samples_of(unit.suite.name)
         prompts = sum(self.tokens(item) for item in unit.items)
@@ -242,7 +243,7 @@ def call_key(body: Mapping[str, Any], sample: int) -> str:
 
 
 class Calls:
-    """The answers of a probe by the key of their call, kept in ``calls.jsonl``; safe for several threads."""
+    """The answers of a probe by the ``call_key`` of their request, kept in ``calls.jsonl``; safe between threads."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._lock = path, threading.Lock()
@@ -275,7 +276,7 @@ class Calls:
 
 
 def _stored_answers(raw: bytes) -> Iterator[tuple[str, Answer]]:
-    """Yield the answers of a file by their calls; lines in another form are left out, and their calls made again."""
+    """Yield the key and the answer of each call in a file; skip failures and damaged lines, which are asked again."""
     for line in raw.splitlines():
         try:
             row = json.loads(line)
@@ -300,7 +301,10 @@ def _is_valid(stored: Answer) -> bool:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why ``count`` conversations are unscored; ``alike`` more reasons differ from it in numbers only."""
+    """A reason, ``why``, for which ``count`` conversations are unscored, merged with ``alike`` similar ones.
+
+    The similar reasons differ from ``why`` only in numbers.
+    """
 
     why: str
     count: int
@@ -309,14 +313,14 @@ class Failure:
 
     @property
     def line(self) -> str:
-        """The failure with what to do about it."""
+        """A line about the failure: the number of conversations, the reason, and whether --resume can help."""
         others = f" ({self.alike} more reasons differ in their numbers alone)" if self.alike else ""
         remedy = "asked again it would say the same" if self.lasting else "--resume asks them again"
         return f"unscored: {self.count} conversations, {self.why}{others}; {remedy}"
 
 
 def group_failures(failed: Counter[str], lasting: Set[str]) -> list[Failure]:
-    """Return failures, most frequent first; reasons that differ in numbers only are one, in its commonest wording."""
+    """Return failures, most frequent first; those that differ only in numbers are merged under the commonest text."""
     kinds: dict[tuple[str, bool], list[str]] = {}
     for why, _ in failed.most_common():
         kinds.setdefault((_NUMBER.sub("#", why), why in lasting), []).append(why)
@@ -338,7 +342,7 @@ class _Conversation:
 
 
 class Probe:
-    """The work of one process on a probe; raises RunError if it was begun with another address, items or rows."""
+    """The work of one process on a probe; raises RunError if its folder began with another address, items or rows."""
 
     def __init__(self, run: RunFolder, plan: Plan, base_url: str, client: EndpointClient, console: Console) -> None:
         self._run, self._plan, self._url, self._client, self._console = run, plan, base_url, client, console
@@ -443,7 +447,7 @@ class Probe:
             raise
 
     def _hold_conversation(self, unit: ProbeUnit, item: Item, sample: int) -> _Conversation:
-        """Hold one conversation until it ends or a call fails."""
+        """Hold one conversation until it ends or a call fails; return it with its answers."""
         thinks = self._spec.evaluate.think is not None
         # the endpoint's chat template is unknown: the answer shows whether the template began a thought for it
         exchange = Exchange(unit.suite, item, thinks=thinks, opens_thought=None)
@@ -498,7 +502,7 @@ class Probe:
         return reply
 
     def _check_model(self, name: str) -> None:
-        """Raise Unanswered if another model answered than the first time, as where a gateway falls back on another."""
+        """Raise Unanswered if ``name`` is not the model of the first answer; a gateway may switch between models."""
         with self._lock:
             first = self._calls.model = self._calls.model or name
         if name != first:

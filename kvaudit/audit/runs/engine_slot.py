@@ -58,7 +58,7 @@ class EngineSlot(Session):
         self._key = ("", "")  # of the target: sha256 of the weights, condition
 
     def switch_to(self, condition: Condition, model: LoadedModel) -> Session:
-        """Return an engine under this condition on this checkpoint, after stopping a different one that runs."""
+        """Return the engine for this condition and checkpoint; if it does not run, stop any other and start it."""
         key = (model.sha256, condition.canonical)
         if self._session is None or key != self._key:
             self.stop()
@@ -113,7 +113,7 @@ class EngineSlot(Session):
 def check_engine_unchanged(run: RunFolder, key: str, engine: str, description: Mapping[str, str]) -> None:
     """Store an engine's description at its first start; raise RunError if it differs later.
 
-    Its weights are not compared, since they are those of each checkpoint in turn, whose hashes are checked
+    The ``weights`` in the description are not compared: they differ between checkpoints, whose hashes are checked
     elsewhere.
     """
     current = dict(description)

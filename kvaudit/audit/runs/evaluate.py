@@ -101,7 +101,7 @@ def selecting_policies(spec: RunSpec) -> list[str]:
 
 
 def suite_as_asked(spec: RunSpec, name: str) -> Suite:
-    """Return a suite with the answer length (thoughts included) and the placements that the spec sets."""
+    """Return a suite with the spec's answer length, thoughts included, and its places for an item's decisive text."""
     suite, settings, thinking = SUITES.get(name)(), spec.evaluate.suites[name], spec.evaluate.think
     suite.max_new_tokens = settings.max_new_tokens or suite.max_new_tokens
     suite.max_new_tokens += thinking.budget if thinking else 0
@@ -113,7 +113,7 @@ class Evaluator:
     """Answers units with one model and writes their records.
 
     ``batches`` are the items made so far, shared by all policies and by all checkpoints, which have the same
-    tokenizer. ``inputs`` is the hash of the run's inputs (``kvaudit.core.provenance``), which seals repeat.
+    tokenizer. ``inputs`` is the hash of the run's inputs (``kvaudit.core.provenance``), which every seal stores.
     ``slot`` starts the engines of units that an engine serves.
     """
 
@@ -219,7 +219,7 @@ class Evaluator:
         return [batch for batch in pilot_batches if batch]
 
     def _existing_rows(self, unit: Unit, run: RunFolder, folder: Path) -> dict[Row, Record]:
-        """Return the answers that need no asking: the pilot's, without refused ones, and a reopened unit's."""
+        """Return the answers of a unit that are not asked again: the pilot's, unless refused, and a reopened unit's."""
         if folder.name in (PILOT_FOLDER, SAME_ORDER, SHUFFLED):
             return {}
         files = UnitFiles.of(run.path / PILOT_FOLDER, unit)
@@ -234,9 +234,9 @@ class Evaluator:
         suite: Suite,
         rows: Mapping[str, range] | None,
     ) -> None:
-        """Store the hash of the prompts of every unfinished unit, next to the hashes of earlier processes.
+        """Store the hash of the prompts of every unfinished unit; keep the differing hashes of earlier processes.
 
-        In rounds the hash covers the rows of all rounds so far.
+        In rounds the hash covers the rows of all rounds so far and replaces the earlier one.
         """
         due = {unit: file for unit, file in files.items() if rows or file.batches < len(batches)}
         if not due:
@@ -265,10 +265,9 @@ class Evaluator:
         shared: SharedPrefill,
         logs: Path,
     ) -> list[Record]:
-        """Return the records of a batch.
+        """Let a unit's policy or condition answer a batch of items; return the graded records.
 
-        ``prompt_cache`` has prompts by item id and is filled here; ``logs`` is the folder for the logs of a
-        harness.
+        ``prompt_cache`` has prompts by item id and is filled here; ``logs`` is the folder for the logs of Inspect.
         """
         if isinstance(suite, Inspect):
             return self._play_in_inspect(unit, suite, items, logs) if items else []
@@ -287,7 +286,7 @@ class Evaluator:
         return [self._record(unit, suite, row) for row in rows]
 
     def _play_in_inspect(self, unit: Unit, suite: Inspect, items: Sequence[Item], logs: Path) -> list[Record]:
-        """Return the records of items that Inspect runs, with the unit's policy or condition as its model."""
+        """Let Inspect run items with the unit's policy or condition as its model; return the records."""
         section, model, at_once = self._spec.evaluate, self._packed_model, SAMPLES_AT_ONCE
         if isinstance(unit.policy, Policy):
             answer = cache_answers(model, unit.policy, section.batch_tokens)
@@ -425,7 +424,7 @@ def evaluation_items(spec: RunSpec, suite: Suite, context: int, count: CountToke
 
 
 def round_size(spec: RunSpec, suite: Suite, count: CountTokens) -> int:
-    """Return the number of items of a round: every template with each of its twins, or all rows of public data."""
+    """Return the number of items in one round of a suite: all twins of every cluster, or all rows of public data."""
     section = spec.evaluate
     if (rows := suite.rows("eval", section.seed)) is not None:
         return rows
@@ -433,7 +432,7 @@ def round_size(spec: RunSpec, suite: Suite, count: CountTokens) -> int:
 
 
 def count_clusters(suite: Suite, seed: int, context: int, count: CountTokens) -> int:
-    """Return how many items a suite makes before a cluster repeats; raise SpecError beyond 20,000."""
+    """Return the number of clusters that a suite makes before one repeats; raise SpecError if it exceeds 20,000."""
     number = 64
     while True:
         names = [item.cluster_id for item in make_items("evaluate", suite, "eval", number, seed, context, count)]
@@ -450,7 +449,7 @@ def count_clusters(suite: Suite, seed: int, context: int, count: CountTokens) ->
 def _shortened_items(
     suite: Suite, number: int, seed: int, context: int, longest: int, count: CountTokens
 ) -> list[Item]:
-    """Return the items of the longest length with less filler, so that they fit ``context`` tokens.
+    """Return the items of the spec's longest length, ``longest``, with less filler so that they fit ``context`` tokens.
 
     Ids and words stay the same. A suite fills an item up to a length by the token count it is given, so a count
     that is larger by longest/context yields the same item in a shorter context.
@@ -466,7 +465,7 @@ def _shortened_items(
 def make_items(
     section: str, suite: Suite, split: Split, number: int, seed: int, context: int, count: CountTokens
 ) -> list[Item]:
-    """Return a suite's items; name the suite and the section of the spec in a SpecError."""
+    """Return a suite's items; a SpecError that it raises gets the suite's name and the spec's ``section`` added."""
     try:
         return suite.items(split, number, seed, context, count)
     except SpecError as error:
@@ -474,7 +473,7 @@ def make_items(
 
 
 def opening_tokens(model: LoadedModel, item: Item) -> int:
-    """Return the tokens of an item's prompt; name the suite in a SpecError of the chat template."""
+    """Return the number of tokens in an item's prompt; raise SpecError, with the suite's name, if rendering fails."""
     try:
         return len(model.chat.prompt(item.messages, (), item.tools).ids)
     except SpecError as error:

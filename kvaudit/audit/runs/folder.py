@@ -36,7 +36,7 @@ class RunFolder:
 
     @property
     def sized(self) -> RunSpec:
-        """The spec with the numbers of items that the pilot or the last look at the rounds has fixed, if any."""
+        """The spec with the numbers of items that the pilot fixed or the rounds have reached, if any are stored."""
         return self.spec.sized(item_counts(self.provenance()))
 
     @property
@@ -92,7 +92,7 @@ def noted_value(run: RunFolder, *keys: str) -> Any:
 
 
 def check_inputs_unchanged(run: RunFolder, kind: str, digests: Digests) -> None:
-    """Store the sha256 of the run's inputs of one kind; raise RunError if the run stored others before."""
+    """Store the hashes of one kind of the run's inputs, such as public rows; raise RunError if others are stored."""
     check_inputs(kind, run.keep(INPUTS, kind, dict(digests)), digests)
 
 

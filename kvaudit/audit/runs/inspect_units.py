@@ -58,21 +58,21 @@ class InspectUnit(NamedTuple):
 
     @property
     def identity(self) -> dict[str, Any]:
-        """The metadata of this unit's logs; samples are kept only from logs that have the same."""
+        """The metadata of this unit's logs; samples of an earlier log are kept only if it has the same metadata."""
         return {**self.serving._asdict(), **self.decoding}
 
 
 def inspect_batches(items: Sequence[Item]) -> list[list[Item]]:
-    """Split items into a small first batch and batches of as many samples as run at once."""
+    """Return items in batches: a small first one, then batches of as many items as Inspect runs samples at once."""
     starts = [0, *range(_FIRST_BATCH, len(items), SAMPLES_AT_ONCE)]
     ends = [*starts[1:], len(items)]
     return [list(items[start:end]) for start, end in zip(starts, ends, strict=True) if start < end]
 
 
 def play_unit(unit: InspectUnit, items: Sequence[Item], batched: BatchedModel) -> list[Record]:
-    """Let Inspect run items and return a record for every sample; keep those of an earlier, unfinished log.
+    """Let Inspect run items and return a record for every sample; samples that earlier logs hold are not run again.
 
-    Raises the error of the condition if it fails, and RunError if Inspect does.
+    Raises the condition's own error if it fails, and RunError if Inspect fails.
     """
     epochs, batch = range(unit.samples), "\n".join(item.item_id for item in items)
     unit = unit._replace(logs=unit.logs / hashlib.sha256(batch.encode()).hexdigest()[:8])
@@ -116,7 +116,7 @@ def _by_item(unit: InspectUnit, samples: Sequence[Any]) -> Iterator[tuple[tuple[
 
 
 def _play(unit: InspectUnit, items: Sequence[Item], batched: BatchedModel) -> Rows:
-    """Run Inspect on the items and return their samples; raise what failed, in the condition or in Inspect."""
+    """Run Inspect on the items and return their samples; raise the condition's error, or RunError if Inspect fails."""
     import copy
 
     import inspect_ai
@@ -217,7 +217,7 @@ def _grade_if_degenerate(suite: Inspect, item: Item, transcript: Sequence[Messag
 
 
 def session_answers(session: Session, model: LoadedModel) -> AnswerBatch:
-    """Return a function that answers requests by an engine's session; a refusal is the error of its request."""
+    """Return a function that lets an engine answer requests; it returns a RunError for each refused request."""
     from kvaudit.audit.serving.batched import cut_choice
 
     chat = model.chat

@@ -58,7 +58,7 @@ def judged_folder(run: Path, judge: Judge) -> Path:
 
 
 class SuiteChange(NamedTuple):
-    """The numbers of answers in a suite whose grades have changed."""
+    """How many answers of a suite were graded again, and in how many of them each part of the grade has changed."""
 
     suite: str
     versions: str  # before -> now
@@ -108,7 +108,7 @@ class Judging:
         return changes
 
     def agreement(self) -> dict[str, list[int]]:
-        """Return by suite how many answers the judge and the earlier grade call desired (see ``AGREEMENT``)."""
+        """Return by suite how many answers each pair in ``AGREEMENT`` has: desired by the old grade, by the judge."""
         totals: dict[str, list[int]] = {}
         for unit in self.units:
             pairs = read_json(self._seal(unit))["changed"].get("pairs", [])
@@ -158,7 +158,7 @@ class Judging:
         self._tried.add(unit.records)
 
     def _regrade(self, unit: StoredUnit) -> Iterator[tuple[Record, Record]]:
-        """Yield every record of a unit with its old grade and with its new one."""
+        """Yield a pair for every record of a unit: the record with its old grade, and with its new one."""
         for answer, readings in self._read_answers(unit):
             suite, item = answer.asked()
             if suite.played_by:  # its scorers graded what the agent did, which is not kept
@@ -168,7 +168,7 @@ class Judging:
             yield answer.record, answer.record.with_grade(suite.version, item, grade, unsure=not is_sure)
 
     def _read_answers(self, unit: StoredUnit) -> Iterator[tuple[StoredAnswer, list[Judgement | None]]]:
-        """Yield every answer of a unit with the judge's replies; no replies if the judge is not asked about it."""
+        """Yield every answer of a unit with the list of the judge's replies, empty if the judge is not asked."""
         if self._answers is None:
             yield from ((answer, []) for answer in self._stored_answers(unit))
             return
@@ -191,7 +191,7 @@ class Judging:
             yield StoredAnswer(record, partial(suite_and_item, number, record))
 
     def _grade(self, old: Record, suite: Suite, item: Item, readings: list[Judgement | None]) -> tuple[Grade, bool]:
-        """Return the grade of an answer by the judge's reply, and whether the judge is sure of it."""
+        """Return the new grade, by the judge if it was asked and else by the suite, and whether the judge is sure."""
         reading = readings[0] if readings else None
         if self._judge is None or not readings:
             grade = grade_transcript(suite, item, old.transcript, old.finish_reason)
@@ -243,14 +243,14 @@ class Judging:
         return {**provenance, "suite_versions": {name: SUITES.get(name).version for name in names}, JUDGED: judged}
 
     def _identity(self, unit: StoredUnit) -> dict[str, Any]:
-        """Return the inputs of a unit's judging; a seal with the same inputs needs no second judging."""
+        """Return what a unit's new grades depend on; the unit is judged already if its seal stores the same."""
         by = {"suite": SUITES.get(unit.suite).version, "kvaudit": __version__, "plug-ins": dict(self._plugins)}
         judge = {} if self._judge is None else {"judge": self._judge.identity}
         return {"from": unit.sha256, "by": {**by, **judge}}
 
 
 def _changes(old: Record, new: Record, judge: Judge | None) -> dict[str, int]:
-    """Return a 1 or 0 for everything in ``_COUNTS``: what the new grade changed about an answer."""
+    """Return what the new grade changed about an answer: 1 or 0 for every name in ``_COUNTS``."""
     is_judged = judge is not None and new.judge == judge.label
     return {
         "answers": 1,

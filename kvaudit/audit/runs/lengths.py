@@ -1,6 +1,6 @@
 """Find the prompt lengths at which a check can measure a loss, by pilots of the uncompressed model.
 
-Behind a long conversation many models refuse everything or nothing, and then a check has nothing to lose.
+After a long conversation many models refuse everything or nothing, and then compression has nothing to worsen.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SECONDS = 60
 
 
 class TriedLength(NamedTuple):
-    """The result of a pilot at one length, and the seconds that a row took."""
+    """The result of a pilot at one prompt length of ``tokens`` tokens, and the seconds per answer."""
 
     tokens: int
     control: Control
@@ -52,7 +52,10 @@ def lengths_from(first: int) -> Iterator[int]:
 
 
 def length_spec(model: str, config: ServingConfig, length: int, seed: int) -> dict[str, Any]:
-    """Return the spec of a pilot at one length: the uncompressed model, with one plain row that a context requires."""
+    """Return the spec of a pilot of the uncompressed model, with ``length`` tokens of text before each question.
+
+    A spec with such texts must also ask the suite without them, here with one item.
+    """
     reference = config.named_reference
     if reference is None:
         reference = config.served.reference if isinstance(config.served, Condition) else None
@@ -79,7 +82,7 @@ def read_pilot(records: Path, length: int) -> TriedLength:
 
 
 def choose_length(tried: Sequence[TriedLength], minutes: float) -> int:
-    """Return the longest length at which the model can be asked and whose first round fits the minutes.
+    """Return the longest length at which the model can be asked and a check's first round fits into ``minutes``.
 
     Return the shortest usable length if none fits: a check always asks its first round. Raises NotMeasurable if the
     model can be asked at no length.

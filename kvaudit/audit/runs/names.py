@@ -25,9 +25,10 @@ from kvaudit.suites.contexts import bare_name
 
 
 def _reference(canonical: str, settings: Any) -> str | None:
-    """Return the reference of an engine's condition: the engine's own, or one with these settings.
+    """Return the reference of an engine's condition: with these settings, or by default (None) the engine's own.
 
-    Raises SpecError if the settings compress, or belong to a policy of kvaudit's own cache.
+    Returns None for a policy of kvaudit's own cache. Raises SpecError if the reference compresses, or if settings are
+    given for such a policy.
     """
     condition = parse_serving_mode(canonical)
     if not isinstance(condition, Condition):
@@ -83,7 +84,7 @@ def load_plugins(files: Sequence[Path]) -> dict[str, str]:
 
 
 def _explain_former_path(error: BaseException) -> str:
-    """Return what to import instead if a plug-in failed on a former import path, else an empty text."""
+    """Return the module to import instead if a plug-in failed because it imports a former one, else an empty text."""
     module = error.name or "" if isinstance(error, ModuleNotFoundError) else ""
     if (refusal := removed_import(module)) is not None:
         return f"; {refusal}"

@@ -133,7 +133,7 @@ def check_possible(spec: RunSpec, count: CountTokens) -> None:
 
 
 class Churn(NamedTuple):
-    """The number of pilot answers that differ between the uncompressed cache and a gated policy."""
+    """The number of pairs of pilot answers, uncompressed and under a gated policy, and how many of them differ."""
 
     differing: int
     pairs: int
@@ -142,9 +142,10 @@ class Churn(NamedTuple):
 def pilot_results(
     spec: RunSpec, answers: Answers, layouts: Mapping[str, Layout], most: Mapping[str, int]
 ) -> dict[str, Any]:
-    """Return the pilot's results: controls, numbers of items of open suites, and how these were computed.
+    """Return the pilot's results: controls, the numbers of items that it fixes, and how these were computed.
 
-    ``most`` is the number of items that an open suite has. The table goes into provenance.json.
+    It fixes them for suites whose spec has ``items: auto`` or ``all``; ``most`` is how many items each of these has.
+    The table goes into provenance.json.
     """
     dense = {
         policy: [row for unit, rows in answers.items() if unit.policy.canonical == policy for row in rows]
@@ -185,7 +186,7 @@ def _control_table(suite: str, control: Control) -> dict[str, Any]:
 
 
 def _needed_items(spec: RunSpec, metric: Metric, answers: Answers, layout: Layout, most: int) -> dict[str, Any]:
-    """Return how many items a metric needs at the length and policy that need most, with their churn."""
+    """Return how many items a metric needs at the length and policy where most pilot answers changed, and why."""
     worst = max(churns_of(spec, metric, answers), key=lambda c: planned_discordance(c.differing, c.pairs), default=None)
     discordance = ASSUMED_CHURN if worst is None else planned_discordance(worst.differing, worst.pairs)
     plan = plan_items(layout, metric, _design(spec, metric, discordance), most)
@@ -194,7 +195,7 @@ def _needed_items(spec: RunSpec, metric: Metric, answers: Answers, layout: Layou
 
 
 def _design(spec: RunSpec, metric: Metric, discordance: float) -> Design:
-    """Return the statistical design before the grid is answered: no drift, all samples and seeds of the spec."""
+    """Return the statistical design that the pilot plans with: all samples and seeds of the spec, and no true drift."""
     assert spec.gate.alpha is not None
     is_trained = spec.train is not None
     return Design(
@@ -210,7 +211,7 @@ def _design(spec: RunSpec, metric: Metric, discordance: float) -> Design:
 
 
 def churns_of(spec: RunSpec, metric: Metric, answers: Answers) -> Iterator[Churn]:
-    """Yield the churn of a metric under every gated policy at every gated length, over all seeds."""
+    """Yield the churn of a metric for each pair of a gated policy and a gated length, over all seeds."""
     references = spec.evaluate.references
     values = {unit: {(r.item_id, r.sample_index): _value(r, metric) for r in rows} for unit, rows in answers.items()}
     for length in gated_lengths(spec, metric.suite):
@@ -235,7 +236,7 @@ def _value(record: Record, metric: Metric) -> float | bool | None:
 
 
 def most_items(spec: RunSpec, name: str, layout: Layout, count: CountTokens) -> int:
-    """Return how many items a suite has: one round, or several if a second round asks new questions."""
+    """Return the most items to ask of a suite: one round, or several if its second round asks new questions."""
     suite, section = suite_as_asked(spec, name), spec.evaluate
     if suite.rows("eval", section.seed) is not None:
         return len(layout)

@@ -114,9 +114,9 @@ def _training_suites(section: TrainSpec) -> tuple[str, ...]:
 
 
 def check_training(spec: RunSpec, model: LoadedModel) -> None:
-    """Make the first training items of every suite, so that their errors show before the run begins.
+    """Raise the errors that training would raise, before the run begins: make the first training items of every suite.
 
-    This includes an adapter that does not fit the model, and gold answers that its chat template rejects.
+    Also raises one for an adapter that does not fit the model, and for gold answers that its chat template rejects.
     """
     if spec.train is not None:
         check_adapter(model.model, spec.train.adapter)

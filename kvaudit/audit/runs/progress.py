@@ -63,17 +63,17 @@ class _Bar(Progress):
         self.add_task("", total=total, completed=done)  # type: ignore[arg-type]
 
     def set_to(self, done: float, total: float) -> None:
-        """Set the state without counting it in rich's estimate of the speed."""
+        """Set the number of done steps and the total, without an effect on rich's estimate of the speed."""
         self.tasks[0].completed, self.tasks[0].total = done, total
         if done < total:  # more parts after everything was done
             self.tasks[0].finished_time = None
 
     def restart(self) -> None:
-        """Count from zero again, even if the bar was full, which rich would otherwise remember."""
+        """Count from zero again; this also makes rich forget that the bar was full."""
         self.reset(self.tasks[0].id, total=0)
 
     def advance_to(self, done: float) -> None:
-        """Set the state, and count the difference in rich's estimate of the speed."""
+        """Set the number of done steps, and let rich estimate the speed from the increase."""
         self.update(self.tasks[0].id, completed=done)
 
     def label(self, text: str) -> None:
@@ -176,7 +176,7 @@ class RunBar:
         return self._parts[name].size
 
     def restart(self, name: str) -> None:
-        """Drop all parts, and count those of one round from zero, since the number of rounds is unknown."""
+        """Drop all parts and begin the bar again for the round ``name``; the number of all rounds is unknown."""
         self._parts.clear()
         self._done.clear()
         self._round = f" of {name}"
@@ -194,7 +194,7 @@ class RunBar:
         self._claimed = frozenset(names)
 
     def resume(self, name: Hashable, done: float) -> None:
-        """Count answers that were not written by this process, so say nothing about its speed."""
+        """Set how many answers of a part are done, without an effect on the speed: they are not this process's work."""
         if name in self._parts:
             self._done[name] = min(max(done, self._done[name]), self._parts[name].size)
             self._bar.set_to(sum(self._done.values()), sum(part.size for part in self._parts.values()))
@@ -261,10 +261,10 @@ class _UnitScores:
 
 
 class FoundSoFar:
-    """The answers lost and gained so far: by the reference under each policy, and by each other arm.
+    """The answers lost and gained so far, counted from the record files of the run in ``folder``.
 
-    The reference is compared with itself without compression, and an arm with the reference. ``folder`` is the
-    run's.
+    The reference under each policy is compared with the reference uncompressed, and each other arm with the
+    reference.
     """
 
     def __init__(self, spec: RunSpec, folder: Path) -> None:
@@ -334,7 +334,7 @@ def _comparisons(spec: RunSpec) -> Iterator[_Comparison]:
 def _pairs(
     units: Mapping[tuple[str, int, str, str, int], Unit], ours: tuple[str, str], theirs: tuple[str, str]
 ) -> Iterator[tuple[Unit, Unit]]:
-    """Yield pairs of units, one of each side, with the same seed, suite and length; a side is arm and policy."""
+    """Yield pairs of a unit of ``ours`` and one of ``theirs`` (arm and policy) with the same seed, suite and length."""
     for (arm, seed, policy, suite, context), unit in units.items():
         against = units.get((theirs[0], seed, theirs[1], suite, context))
         if (arm, policy) == ours and against is not None:

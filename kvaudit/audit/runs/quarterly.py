@@ -96,7 +96,7 @@ class Price(NamedTuple):
 
 
 def price_of(spec: RunSpec, chat: Chat) -> Price:
-    """Count the requests and tokens of a spec whose suites have one turn, including the floor."""
+    """Return the requests and tokens of a spec whose suites have one turn, including the repeats for the A/A floor."""
     price = Price(0, 0, 0, 0, 0)
     for unit in grid(spec):
         suite = suite_as_asked(spec, unit.suite)

@@ -89,7 +89,11 @@ class _Failures:
 
 @contextmanager
 def start_ranks(ranks: int, job: Job, print_line: PrintLine, *, any_left: bool) -> Iterator[RankGroup]:
-    """Start the ranks of the units that the body trains; this process is the first, or alone if nothing is left."""
+    """Yield the group of ranks that train units in the body, with this process as the first.
+
+    The others are started here unless a launcher has started them. With one rank, or if none are launched and no
+    unit is left to train (not ``any_left``), this process is alone.
+    """
     if ranks == 1 or not (any_left or is_launched()):
         yield ALONE
         return
@@ -123,13 +127,13 @@ def _local_ranks(ranks: int, job: Job, print_line: PrintLine) -> Iterator[RankGr
 
 @contextmanager
 def join_ranks(ranks: int, *, any_gpu: bool) -> Iterator[RankGroup]:
-    """Join the ranks as one other than the first, on the GPU of its local rank."""
+    """Yield the group of ranks after joining it as the rank in RANK, not the first, on the GPU in LOCAL_RANK."""
     yield _connect(int(os.environ["RANK"]), ranks, any_gpu, "env://", str)
     dist.destroy_process_group()
 
 
 def _connect(number: int, ranks: int, any_gpu: bool, address: str, reason: Callable[[], str]) -> RankGroup:
-    """Connect this process to the others; ``reason`` says why an exchange failed."""
+    """Connect this process as rank ``number`` to the others; ``reason`` is asked later why an exchange failed."""
     on_gpus = any_gpu and torch.cuda.is_available()
     if on_gpus:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))

@@ -155,7 +155,7 @@ def work_on_stored(
 
 
 def item_of(record: Record, suite_items: SuiteItems, where: str) -> Item:
-    """Return the item that a record answers; raise DataError if today's suite makes another item of that name.
+    """Return the item that a record answers; raise DataError if the suite has no such item now or another of that name.
 
     ``where`` names the record's place in an error.
     """

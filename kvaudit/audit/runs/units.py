@@ -83,7 +83,7 @@ def sealed_records(files: UnitFiles, identity: tuple[str, str, str]) -> Mapping[
 
 
 def answered_rows(rows: Mapping[Row, Record]) -> Mapping[Row, Record]:
-    """Return the rows of items of which no sample was refused, since an item is asked again with all its samples."""
+    """Return the rows of all items except those with a refused sample, whose samples are all asked again."""
     refused = {item for (item, _), record in rows.items() if record.unanswered}
     return {row: record for row, record in rows.items() if row[0] not in refused}
 
@@ -95,7 +95,7 @@ def written_seconds(files: UnitFiles) -> float:
 
 
 def kept_rows(files: UnitFiles) -> Mapping[Row, Record]:
-    """Return the answers that a unit keeps while its refused requests are asked again; empty for any other unit."""
+    """Return the answers that a reopened unit keeps while its refused requests are asked again; else none."""
     rows = _readable_rows(files.answered) if files.answered.exists() else ()
     return {(row.record.item_id, row.record.sample_index): row.record for row in rows}
 
@@ -155,7 +155,7 @@ class RecordFile:
         self._files.answered.unlink(missing_ok=True)
 
     def _cut(self, batches: Sequence[Sequence[Row]]) -> tuple[int, int]:
-        """Cut the file after its last complete batch; return the numbers of batches and of rows left."""
+        """Cut the file after its last complete batch; return how many batches and rows remain in it."""
         rows = _readable_rows(self._files.records)
         if rows:  # the first row is enough, since every process checks before it appends
             _check_identity(self._files.records, rows[0].record, self._identity)

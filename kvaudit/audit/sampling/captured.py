@@ -105,7 +105,7 @@ def _address(weight: Tensor) -> int:
 
 
 def _why_not_replayed(model: Any) -> str | None:
-    """Return what a replay of the model would leave out, as the end of a sentence; None for nothing."""
+    """Return what a replay of the model would leave out, worded as the end of a message; None if there is nothing."""
     for module in model.modules():
         for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
             # transformers' own let inputs require gradients; those of this project look after other caches
@@ -249,7 +249,7 @@ _fused_forwards: dict[type, Callable[..., Any]] = {}
 
 
 def _has_own_forward(layer: Any) -> bool:
-    """Return whether a layer's forward is its class's own, or replaced for gradient checkpointing only."""
+    """Return True if a layer's forward is that of its class or of gradient checkpointing, False for any other."""
     forward = vars(layer).get("forward")
     return forward is None or (isinstance(forward, partial) and forward.func.__module__.startswith("kvaudit."))
 

@@ -118,7 +118,7 @@ class Chat:
 
     @cached_property
     def tool_form(self) -> ToolForm | None:
-        """The form of tool calls: named in the options, the tokenizer's, or the template's; None if unknown."""
+        """The form of tool calls: that of the options, else of the tokenizer, else of the template; None if unknown."""
         if self._named_form is not None:
             return self._named_form
         template = getattr(self.tokenizer, "response_template", None)  # only newer versions of transformers have it
@@ -129,9 +129,8 @@ class Chat:
     def tool_form_of(self, messages: Sequence[Message], tools: Tools) -> str:
         """Return the name of the form in which a conversation offers tools; "" for one without tools.
 
-        It is "text" if the prompt contains the tools as text, because the options say so or the template takes
-        no tools or not these calls. It is "any" if the template writes them but the form of its calls is
-        unknown.
+        "text": the prompt contains the tools as text, because the options say so, or because the template does not
+        take tools or these calls. "any": the template writes the tools, but the form of its calls is unknown.
         """
         if not tools and not any(message.tool_calls for message in messages):
             return ""
@@ -140,12 +139,12 @@ class Chat:
         return ANY_FORM if self.tool_form is None else self.tool_form.name
 
     def reader_of(self, tool_form: str) -> ToolForm | None:
-        """Return the form that reads the answers of a conversation, None for any form."""
+        """Return the form in which a conversation's answers are read for calls; None if every form is tried."""
         return self.tool_form if tool_form not in (TEXT_FORM, ANY_FORM) else None
 
     @property
     def moves_system_with_tools(self) -> bool:
-        """Whether tools in a conversation make its system prompt move into the user's message."""
+        """Whether a system prompt is put into the user's message in conversations with tools, and only in those."""
         return self.system_role == "native" and self._arguments_as is not None and self._system_with_tools == "user"
 
     def request_of(
@@ -167,8 +166,8 @@ class Chat:
     def call_text(self, messages: Sequence[Message], calls: Sequence[ToolCall], tools: Tools) -> str | None:
         """Return calls as the model would write them, cut from a rendering in which they are the next turn.
 
-        None if the prompt contains the tools as text, or if the template changes the conversation before the
-        calls.
+        Returns None if the prompt contains the tools as text, or if adding the calls changes how the template
+        renders the conversation before them.
         """
         calls = [replace(call, call_id=f"call{number:05}") for number, call in enumerate(calls)]
         # with results, since some templates end a turn by the beginning of the next
@@ -195,7 +194,7 @@ class Chat:
 
     @cached_property
     def _system_with_tools(self) -> Literal["native", "user"]:
-        """The role of a system prompt in a conversation with tools: some templates drop it before a tool's result."""
+        """The role of a system prompt in conversations with tools: "user" if the template drops it, else "native"."""
         rows = move_roles([Message(Role.SYSTEM, _MARKER), *PROBE], set(), self._arguments_as or "object")
         try:
             is_kept = self.system_role == "native" and _MARKER in self._apply(rows, [TOOL_SLOT])
@@ -397,7 +396,7 @@ class Chat:
         return ChatTokens(tuple(encoded["input_ids"]), roles, spans)
 
     def _text_after(self, before: tuple[Message, ...], messages: Sequence[Message], tools: Tools = ()) -> str:
-        """Return the rendered text after the messages ``before``, whose last one is a marker or a call."""
+        """Return the rendered text after the messages ``before``, which end with a placeholder answer or with calls."""
         text = self._template([*before, *messages], tools)
         if not before:
             return text
@@ -430,7 +429,7 @@ class Chat:
             ) from None
 
     def _rows(self, messages: Sequence[Message], arguments_as: ArgumentsAs | None) -> list[dict[str, Any]]:
-        """Return messages as the template takes them; with ``arguments_as`` it has a role for tool results."""
+        """Return messages as template rows; with ``arguments_as``, calls are fields of their rows."""
         support = {Role.SYSTEM: self.system_role, Role.TOOL: self.tool_role}
         if arguments_as:
             has_system = any(message.role is Role.SYSTEM for message in messages)
@@ -479,8 +478,8 @@ def _template_of(tokenizer: Any, tools: Tools | None = None) -> str:
 class _Stretch(NamedTuple):
     """The stretch of the rendered text that a message's text takes up.
 
-    ``offsets`` are the positions of the message's characters after ``start``, negative for characters that were
-    stripped; None if the message is written unchanged.
+    ``offsets`` are the positions of the message's characters relative to ``start``, negative for characters that
+    were stripped at the beginning; None if the message is written unchanged.
     """
 
     start: int
@@ -508,8 +507,9 @@ def _with_slots(messages: Sequence[Message]) -> list[Message]:
 
 
 def _find_varying(text: str, texts: Mapping[int, _Stretch], frame: str, other: str, role: Role) -> list[_Stretch]:
-    """Return the stretches between messages in which two renderings differ, of other tools or other calls.
+    """Return the stretches of ``text`` outside messages that hold its tools or calls, with the given ``role``.
 
+    They are found where two renderings differ: ``frame``, with the same tools and calls, and ``other``, with others.
     ``texts`` has the stretch of each message with a slot, by its number and in the order of the text.
     """
     starts = [0, *(stretch.end for stretch in texts.values())]
@@ -532,7 +532,7 @@ def _between(frame: str, numbers: Iterable[int]) -> list[str]:
 
 
 def _roles(starts: Sequence[int], stretches: Iterable[_Stretch]) -> tuple[str, ...]:
-    """Return the role of every token by the character that it begins with."""
+    """Return the role of every token: that of the stretch in which its first character lies, else "format"."""
     ordered = sorted(stretches)
     roles, n = [], 0
     for start in starts:

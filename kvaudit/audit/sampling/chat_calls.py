@@ -57,7 +57,7 @@ def wire(transcript: Sequence[Message], tool_role: str) -> list[dict[str, Any]]:
 
 
 class Readings:
-    """The conversations that an endpoint has read, shared by threads; some endpoints count uncached tokens only."""
+    """The conversations that an endpoint has read; it may count only the tokens that it has not cached. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock, self._prefixes = threading.Lock(), set[tuple[tuple[str, str], ...]]()
@@ -86,7 +86,7 @@ def _pairs(rows: WireRows) -> tuple[tuple[str, str], ...]:
 def answer(
     completion: ChatCompletion, request: SentRequest, seconds: float, readings: Readings | None = None
 ) -> Answer:
-    """Return a completion as an answer; raise Unanswered if it cannot be one to the request.
+    """Return a completion as an ``Answer``; raise Unanswered if it cannot be the answer to ``request``.
 
     The endpoint's token counts are checked against ours, except a count that is not a number, and except a count of
     prompt tokens that is too small for a conversation whose beginning the endpoint has read before (``readings``).

@@ -42,7 +42,7 @@ PROBE_TEXTS = (_NAME, _VALUE, PROBE[-1].content)
 
 
 def tool_fields(message: Message, names: dict[str, str], arguments_as: ArgumentsAs) -> dict[str, Any]:
-    """Return the fields about tools in a template's row of a message; add its calls' names to ``names``, by id."""
+    """Return the fields about tools in a message's template row; add the names of its calls to ``names``, by id."""
     fields: dict[str, Any] = {}
     if message.tool_calls:
         names |= {call.call_id: call.name for call in message.tool_calls}

@@ -97,7 +97,7 @@ def _adapter_chain(name_or_path: str) -> list[str]:
 
 
 def check_comparable(name_or_path: str, base: LoadedModel) -> None:
-    """Raise DataError if prompts or caches of the two models could not be paired; read no weights."""
+    """Raise DataError if architecture, tokenizer or chat template of the two models differ; read no weights."""
     folder = locate(name_or_path)
     if is_adapter(folder):
         _check_base(folder, name_or_path, base)
@@ -150,7 +150,7 @@ def _check_base(folder: Path, name: str, base: LoadedModel) -> None:
 
 
 def _last_part(name: str) -> str:
-    """Return Qwen2-0.5B from hub/models--Qwen--Qwen2-0.5B/snapshots/0a1b, Qwen/Qwen2-0.5B or models/Qwen2-0.5B."""
+    """Return qwen2-0.5b for models--Qwen--Qwen2-0.5B/snapshots/0a1b, Qwen/Qwen2-0.5B or models/Qwen2-0.5B."""
     cached = _CACHED.search(name)
     return (cached[1] if cached else re.split(r"[/\\]", name.rstrip("/\\"))[-1]).casefold()
 

@@ -205,7 +205,7 @@ def score_answers(
 def check_fits(model: ServedModel, suite: Suite, item: Item, prompt_tokens: int) -> None:
     """Raise SpecError if a prompt and its first answer do not fit the model's positions.
 
-    Also raised for answer options after a prompt that opens a thought, and for an option without tokens.
+    Also raises it for an item with answer options if prompts open a thought, and for an option without tokens.
     """
     if model.chat.opens_thought and suite.options(item):
         raise SpecError(

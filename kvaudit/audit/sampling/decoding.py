@@ -40,7 +40,7 @@ class Completion:
 
 
 class AnswerScore(NamedTuple):
-    """The log-probs of a given turn (nats, at temperature 1), and whether each token was the most likely one."""
+    """The log-probs of a given turn (nats, at temperature 1), and whether all its tokens were the most likely ones."""
 
     logprobs: tuple[float, ...]
     greedy: bool
@@ -49,7 +49,7 @@ class AnswerScore(NamedTuple):
 def draw(logits: Tensor, seeds: Tensor, index: Tensor, decoding: Decoding) -> tuple[list[int], list[float]]:
     """Sample one token per row from logits [B, V]; return tokens and their log-probs in nats.
 
-    ``index`` [B] numbers the random draws of each seed.
+    ``seeds`` [B] and ``index`` [B], the number of the draw within its seed, fix the random number of each row.
     """
     wide = logits.double()  # so that rounding rarely changes the token drawn
     if decoding.temperature not in (0, 1):

@@ -45,7 +45,7 @@ class ServedModel(Protocol):
 
 
 class _Row:
-    """The tokens of one row, prompt first, with the data that a ``Rollout`` has about each."""
+    """The tokens of one row, prompt first, with the data about each token that go into its ``Rollout``."""
 
     def __init__(self, prompt: Sequence[int], keys: tuple[int, int]) -> None:
         self.ids, self.keys = list(prompt), keys  # seeds of the prompt's entries and of the row's later ones
@@ -276,7 +276,10 @@ class Episode:
         self._queued += other._queued
 
     def _drop_finished(self, *, at_once: bool = False) -> None:
-        """Remove finished rows from the cache once they are half of it (any of them if ``at_once``); never all rows."""
+        """Remove finished rows from the cache if they are half of its rows or more; never remove all rows.
+
+        With ``at_once`` they are removed however few they are.
+        """
         stay = [index for index, n in enumerate(self._cached) if n not in self._finished]
         if not 0 < len(stay) <= (len(self._cached) - 1 if at_once else len(self._cached) // 2):
             return
@@ -313,7 +316,7 @@ class Episode:
 
     @torch.no_grad()
     def _feed_queued(self, running: Sequence[bool]) -> None:
-        """Prefill the pending token and the queued input of the running rows."""
+        """Prefill each running row's last sampled token, if it is not fed yet, and its queued input."""
         fed = [on and bool(tokens) for on, tokens in zip(running, self._queued, strict=True)]
         if not any(fed):
             return
@@ -447,9 +450,10 @@ class Episode:
     def _forward(
         self, ids: Tensor, positions: Tensor, through: KVHandler | None = None, *, columns: Tensor | None
     ) -> Tensor:
-        """Run the forward pass begun in the cache; return logits [B, n, V] at ``columns`` (None: the last one).
+        """Run the model on tokens that the cache already expects; return logits [B, n, V].
 
-        ``through`` replaces the cache: a shared prefill computes attention for several policies.
+        The logits are those at the n ``columns`` of each row (None: the last column). ``through`` replaces the cache:
+        a shared prefill computes attention for several policies.
         """
         device, kv = self._model.device, self._cache if through is None else through
         output = self._model.model(

@@ -38,7 +38,7 @@ _UNREADABLE_SHARE = 0.2
 class Exchange:
     """One conversation in progress.
 
-    ``finish`` is how it ended (stop | length | turns | error), ``unanswered`` why if it ended by an error. With
+    ``finish`` is how it ended (stop | length | turns | error), ``unanswered`` the reason of an error. With
     ``thinks``, answers may begin with a thought, which stays in the transcript but is hidden from environment and
     grader. ``opens_thought`` says whether the prompt itself begins the thought; None if that is unknown (see
     ``split_thought``). Answers to an item with tools are read into calls in the form ``tool_form``, in any form if
@@ -83,7 +83,7 @@ class Exchange:
         )
 
     def step(self, text: str, finish_reason: str, thought: str | None = None) -> tuple[Message, ...]:
-        """Add the model's answer; return the environment's reply for ``add``, () once the conversation is over."""
+        """Add the model's answer; return the environment's reply, to be passed to ``add``; () if it is the end."""
         answer = self.to_messages(text, finish_reason, thought)
         self.transcript += answer
         self._turns += 1

@@ -209,13 +209,13 @@ def _names_code(value: Any) -> bool:
 
 
 def _files_read(folder: Path) -> dict[str, str]:
-    """Return the sha256 of the files other than weights that transformers reads, by name."""
+    """Return the sha256 of every file that transformers reads, by name, except the weights."""
     paths = (path for pattern in _READ for path in folder.glob(pattern) if path.is_file())
     return {str(path.relative_to(folder)): file_sha256(path) for path in sorted(paths)}
 
 
 def _manifest(folder: Path) -> dict[str, str]:
-    """Return the sha256 by file name from a folder's manifests, without the ledgers of its training."""
+    """Return the sha256 by file name that a folder's manifests list; training ledgers are left out."""
     files: dict[str, str] = {}
     for name, key in (("manifest.json", None), ("provenance.json", "files")):
         if not (folder / name).is_file():

@@ -39,10 +39,10 @@ class Sampler:
         group: int = 1,
         roles: Sequence[Sequence[str]] | None = None,
     ) -> Episode | MixedEpisode:
-        """Prefill each prompt once and give it ``group`` rows, with one seed per row.
+        """Return an episode in which each prompt is prefilled once and has ``group`` rows, with one seed per row.
 
         ``roles`` has the role of every prompt token, which a policy that pins roles needs. Under a mixture the
-        rows share no prefill, since each row selects its own policy. Raises SpecError for a bad prompt.
+        rows share no prefill, since each row selects its own policy. Raises SpecError for an empty prompt.
         """
         if not prompts or any(len(p) == 0 for p in prompts):
             raise SpecError("every prompt needs at least one token")
@@ -140,7 +140,7 @@ class MixedEpisode:
         return self._gather(lambda _, episode: episode.rollouts())
 
     def _gather(self, work: Callable[[list[int], Episode], Sequence[T]]) -> list[T]:
-        """Return the results of ``work`` on each episode, in the order of the rows."""
+        """Call ``work`` with each episode and the numbers of its rows; return the results in the order of the rows."""
         results: dict[int, T] = {}
         for rows, episode in self._episodes.values():
             results |= dict(zip(rows, work(rows, episode), strict=True))
@@ -152,7 +152,7 @@ _SHARE = 4  # a quarter of the rows must be free before prompts enter, since ent
 
 
 class ContinuousBatch:
-    """A batch that new prompts enter as rows finish, each prompt with ``group`` rows.
+    """A batch of rows; when rows finish, new prompts enter it, each with ``group`` rows.
 
     ``open_episode`` opens an episode for a range of prompts, of which at most ``capacity`` share the batch. Iterate
     over it, and decode each episode with ``should_pause``; rows are numbered by prompt.

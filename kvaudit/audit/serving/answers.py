@@ -31,8 +31,8 @@ _LISTED = re.compile(r"[^\W\d][\w.]*\s*(?:\(|\Z)")
 class AnswerReader:
     """Reads the answers to a conversation with tools.
 
-    ``form`` is the model's own form of calls, None for any form. ``opens_thought`` is that of the chat. Without
-    ``parallel`` only the first call of an answer is returned.
+    ``form`` is the model's own form of calls, None for any form. ``opens_thought`` says whether the chat's
+    prompts begin the thought of an answer. Without ``parallel`` only the first call of an answer is returned.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class AnswerReader:
 
 
 class GrowingAnswer:
-    """The beginning of an answer that cannot be part of a call, as the answer grows.
+    """Finds, while an answer grows, how much of its beginning cannot be part of a call.
 
     ``openings`` are texts that may begin a call, None if any text may; ``names`` are those of the tools.
     """

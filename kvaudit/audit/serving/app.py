@@ -185,7 +185,7 @@ async def _body(request: Request) -> Any:
 
 
 async def _read(choices: list[Choice], reader: AnswerReader | None) -> list[Choice]:
-    """Return answers with the calls in them."""
+    """Return the choices after the reader has read the tool calls in them; unchanged without a reader."""
     if reader is None:
         return choices
     # in a thread, because some tokenizers read calls in another process

@@ -52,7 +52,7 @@ class BatchedModel:
         self._thread.start()
 
     def submit(self, request: ChatRequest) -> tuple[int, PendingAnswers]:
-        """Queue a request; return its prompt tokens and future answers, or raise SpecError if it does not fit."""
+        """Queue a request; return the number of its prompt tokens and future answers; raise SpecError if too long."""
         prompt = self._chat.prompt(request.messages, (), request.tools)
         limit = request.max_tokens or _DEFAULT_TOKENS
         if len(prompt.ids) + limit > self._positions:
@@ -88,7 +88,7 @@ class BatchedModel:
                     pending.set_result([answer])
 
     def _gather(self) -> list[tuple[AskedPrompt, PendingAnswers]] | None:
-        """Wait for a request and return it with others that follow shortly; None to stop."""
+        """Wait for a request; return it with those that follow shortly after, or None if the thread has to end."""
         entry = self._queue.get()
         batch = []
         with suppress(queue.Empty):
@@ -115,7 +115,7 @@ def cache_answers(model: LoadedModel, policy: Policy, batch_tokens: int) -> Answ
 
 
 def _group_requests(asked: Sequence[AskedPrompt], batch_tokens: int) -> list[list[int]]:
-    """Return the numbers of requests that can share a batch: decoded alike, within so many tokens with padding."""
+    """Return batches of request numbers: equal temperature and top_p, ``batch_tokens`` tokens at most with padding."""
     batches: list[list[int]] = []
     sizes = [len(entry.prompt.ids) + entry.limit for entry in asked]
 

@@ -36,7 +36,7 @@ TextListener = Callable[[int, str], None]  # called with the number of a choice 
 
 
 class QueueFull(RunError):
-    """The error that the maximum number of requests is waiting."""
+    """Raised for a new request while the largest allowed number of requests is already waiting."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class _Job:
 
     @property
     def key(self) -> tuple[int, str, float, float]:
-        """The key of the request, equal for requests that can share a batch."""
+        """The checkpoint, policy, temperature and top_p; requests with equal keys can share a batch."""
         return id(self.target.model), self.target.policy.hash, self.request.temperature, self.request.top_p
 
     @property
@@ -98,7 +98,7 @@ class _Job:
 
 
 class SamplingEngine:
-    """Checkpoints by name, served under any policy; ``aliases`` are names that hide checkpoint and policy."""
+    """Checkpoints by name, served under any policy; ``aliases`` maps other names to CHECKPOINT@POLICY."""
 
     def __init__(
         self,
@@ -133,7 +133,7 @@ class SamplingEngine:
         return ModelAndPolicy(self._models[checkpoint], parse_policy(policy or "none"))
 
     def submit(self, request: ChatRequest, listener: TextListener | None = None) -> tuple[int, PendingAnswers]:
-        """Queue a request; return its prompt tokens and future answers.
+        """Queue a request; return its number of prompt tokens and its future answers.
 
         Raises SpecError, UnknownName, QueueFull or RunError.
         """
@@ -160,7 +160,7 @@ class SamplingEngine:
         return len(prompt.ids), job.pending
 
     def _check_characters(self, request: ChatRequest, model: LoadedModel) -> None:
-        """Raise SpecError for a prompt that no tokenization could fit, since counting its tokens would take minutes."""
+        """Raise SpecError for a prompt with more characters than can fit; counting its tokens would take minutes."""
         most = model.max_positions * self._longest_token[id(model)]
         length = sum(len(message.content) for message in request.messages)
         length += count_characters(request.tools, [call for message in request.messages for call in message.tool_calls])
@@ -359,7 +359,7 @@ class _RowText:
         self.job, self.number, self._sent = job, number, ""
 
     def update(self, ids: Sequence[int]) -> bool:
-        """Send the text that is final by now; return whether the row ends, by a stop text or a missing client."""
+        """Send the text that is final by now; return whether the row ends, at a stop text or as the client left."""
         if self.job.pending.is_abandoned:
             return True
         if self.job.listener is None and not self.job.request.stop:

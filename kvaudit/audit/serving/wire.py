@@ -23,7 +23,7 @@ _CHOICES = (None, "auto", "none")
 
 
 def read_tools(body: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
-    """Return the function tools of a request, () with ``tool_choice`` none; raise SpecError for wrong ones."""
+    """Return the function tools of a request, () if ``tool_choice`` is "none"; raise SpecError for invalid tools."""
     tools, choice = body.get("tools"), body.get("tool_choice")
     if not isinstance(choice, str | None) or choice not in _CHOICES:
         raise SpecError(
@@ -50,7 +50,7 @@ def read_parallel(body: Mapping[str, Any]) -> bool:
 
 
 def read_message_calls(row: Mapping[str, Any], role: Role, path: str) -> tuple[ToolCall, ...]:
-    """Return the calls of a message, whose place errors name by ``path``; raise SpecError for wrong ones."""
+    """Return the tool calls of a message; raise SpecError, which names the message as ``path``, for invalid ones."""
     rows = row.get("tool_calls")
     if row.get("function_call"):
         raise SpecError(f"{path} has function_call, which this server does not support; send tool_calls")
@@ -69,7 +69,7 @@ def read_message_calls(row: Mapping[str, Any], role: Role, path: str) -> tuple[T
 
 
 def read_call_id(row: Mapping[str, Any], role: Role, path: str, call_ids: Collection[str]) -> str:
-    """Return the id of the call that a tool's result answers, "" for none; raise SpecError if it is unknown."""
+    """Return the id of the call that a tool's result answers, "" if it has none; raise SpecError for an unknown id."""
     name = row.get("tool_call_id")
     if role is not Role.TOOL or name is None or name == "":
         return ""

@@ -40,7 +40,10 @@ _FACTS = {  # patterns in its log
 
 
 def start(setup: dict[str, Any]) -> tuple[dict[str, str], Any]:
-    """Load the model, and make a first context to read the resolved settings from its log."""
+    """Load the model; return its description and a function that answers rows.
+
+    A first context is made, because the library writes the resolved settings only into its log.
+    """
     engine = _LoadedEngine(setup)
     engine.make_room(1)
     types, facts = {name: setup["settings"][name] for name in ("type_k", "type_v")}, engine.log.facts()
@@ -251,7 +254,7 @@ def _make_sampler(request: dict[str, Any]) -> Any:
 
 
 def _context_params(settings: dict[str, str], setup: dict[str, Any]) -> Any:
-    """Return the default parameters of a context, updated with its settings, which are removed from ``settings``."""
+    """Return a context's parameters: the defaults, changed by its entries in ``settings``, which are removed there."""
     params = lib.llama_context_default_params()
     params.n_ctx, params.n_seq_max = 0, setup["at_once"]
     params.n_threads = params.n_threads_batch = setup["threads"]

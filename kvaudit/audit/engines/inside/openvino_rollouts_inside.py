@@ -26,7 +26,10 @@ _GIB = 1 << 30
 
 
 def start(setup: dict[str, Any]) -> tuple[dict[str, str], Any]:
-    """Compile the model of a folder; the engine's own errors name settings that it does not know."""
+    """Compile the model of a folder; return its description and a function that answers rows.
+
+    Raises the engine's own error, which names the setting, for one that it does not know.
+    """
     settings, device = dict(setup["settings"]), setup["device"]
     cache_gib = float(settings.pop("cache_size", 2))
     core = ov.Core()
@@ -208,9 +211,10 @@ class _PagedModel:
         return _Forward(logits.reshape(len(ids), -1), keys, values)
 
     def _push(self, path: str, *, known: bool) -> str:
-        """Load the weights of a file, or with ``known``, if the model has them already, only find their readers.
+        """Load the weights of a file into the model; return the sha256 of the weights that the model then holds.
 
-        Returns the sha256 of the model's weights afterwards, by the file's names in sorted order.
+        With ``known`` the model holds them already, and only the inputs that read each weight are found. The hash is
+        taken over the file's names in sorted order.
         """
         with np.load(path, allow_pickle=False) as file:
             weights = {name: file[name] for name in file.files}
@@ -239,7 +243,7 @@ class _PagedModel:
         return len(nodes)
 
     def _select_last_tokens(self) -> None:
-        """Compute logits of each row's last token only, since those of whole prompts would be most of the work."""
+        """Make the model compute logits of each row's last token only, which saves most of the work on a prompt."""
         head = self._model.get_results()[0].input_value(0).get_node()
         # back to the product that computes logits from hidden states
         while head.get_type_name() != "MatMul":
@@ -265,7 +269,7 @@ class _PagedModel:
 
 
 def _find_readers(model: Any, weights: dict[str, np.ndarray]) -> dict[str, list[tuple[Any, tuple[int, ...]]]]:
-    """Return the inputs that read each weight, in a model that holds these weights.
+    """Return by weight name the operator inputs that read it, each with its shape; the model holds these weights.
 
     Constants are matched by content, and weights of equal content by the path of the reader.
     """

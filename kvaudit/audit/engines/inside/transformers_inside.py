@@ -19,7 +19,10 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 
 def start(setup: dict[str, Any]) -> tuple[dict[str, str], Any]:
-    """Load the model of a folder, and make one cache as a check of the settings."""
+    """Load the model of a folder; return its description and a function that answers rows.
+
+    One cache is made, so that wrong settings raise an error now.
+    """
     settings = dict(setup["settings"])
     torch.set_num_threads(setup["threads"])
     transformers.utils.logging.disable_progress_bar()
@@ -119,7 +122,7 @@ class _Sampler:
         return only.scatter_(1, torch.tensor(tokens).to(only.device)[:, None], 0.0)
 
     def _next(self, n: int, row: dict[str, Any], scores: Any, best: float, logprob: float, is_finite: float) -> int:
-        """Return the next token of a row, given its likeliest token and that token's log-prob."""
+        """Return the next token of row ``n``, ``best`` or one drawn from ``scores``; record it and its log-prob."""
         if self._done[n]:
             # generate ends once every row has an end token
             return row["stops"][0] if row["stops"] else 0

@@ -18,7 +18,10 @@ import numpy as np
 
 
 def start(setup: dict[str, Any]) -> tuple[dict[str, str], Any]:
-    """Start the engine on a folder with flags of its server, which its own parser checks."""
+    """Start the engine on a folder; return its description and a function that answers rows.
+
+    The flags are those of vLLM's server, and its own parser checks them.
+    """
     os.environ.update({**setup["environment"], "VLLM_ENABLE_V1_MULTIPROCESSING": "0"})  # read when vllm is imported
     from vllm import __version__
     from vllm.engine.arg_utils import EngineArgs

@@ -49,7 +49,7 @@ def idle_cores() -> int:
 
 
 def _cpu_times() -> tuple[int, int]:
-    """Return the ticks that all cores together were idle (including waits for a disk), and all ticks."""
+    """Return the idle ticks (including waits for a disk) and all ticks since boot, summed over all cores."""
     # from user to steal; the guests' times that follow are included in the users'
     ticks = [int(n) for n in CPU_TIMES.read_text(encoding="ascii").splitlines()[0].split()[1:9]]
     return ticks[3] + ticks[4], sum(ticks)
@@ -135,7 +135,7 @@ class ExtraWorker:
 def run_worker(job: Job, number: int) -> str:
     """Run one worker process on this machine to its end; return a line about its failure, or an empty text.
 
-    A launcher lets its cluster call this. The worker ends with the calling process.
+    A launcher for a cluster calls this on the worker's node. The worker ends with the calling process.
     """
     if not job.logs.is_dir():
         return (
@@ -153,7 +153,7 @@ def run_worker(job: Job, number: int) -> str:
 
 @contextmanager
 def local_workers(count: int, job: Job, print_line: PrintLine) -> Iterator[Sequence[ExtraWorker]]:
-    """Run ``count`` worker processes while the body works as another one.
+    """Run ``count`` worker processes while the body of the with statement works as one more.
 
     The body's own claims pick up what a failed or killed worker leaves undone. The workers end when the body ends
     or fails, and with this process.

@@ -95,7 +95,7 @@ class Ray(Launcher):
                 print_line(f"{why}; tries again")
 
     def _advice(self) -> str:
-        """Say what to do instead, never what has just failed."""
+        """Return what to try after ray could not be reached at ``address``, other than the command that failed."""
         if self.address == "auto":
             return f"begin a cluster with 'ray start --head', or try it out with --launcher {self.trial}"
         if self.address == "local":
@@ -104,14 +104,14 @@ class Ray(Launcher):
 
 
 def _reach(address: str) -> None:
-    """Raise OSError where nothing listens at HOST:PORT, which ray tries for minutes."""
+    """Raise OSError at once if nothing listens at HOST:PORT; ray itself would try for minutes."""
     host, _, port = address.rpartition(":")
     if port.isdecimal() and "/" not in host:
         socket.create_connection((host.strip("[]"), int(port)), timeout=_POLL_SECONDS * 5).close()
 
 
 def _cause(error: BaseException) -> str:
-    """Return the last line of what lies under the error: ray quotes whole tracebacks."""
+    """Return the last line of the error's root cause; ray's own error texts quote whole tracebacks."""
     while error.__cause__ is not None:
         error = error.__cause__
     lines = [line for line in str(error).splitlines() if line.strip()]
@@ -119,7 +119,7 @@ def _cause(error: BaseException) -> str:
 
 
 def _logged_since(started: float) -> str:
-    """Return the first error in the logs of ray's own processes, where it began any."""
+    """Return the first error in the logs of ray's own processes written after ``started``, or an empty text."""
     folder = Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()) / "ray" / "session_latest" / "logs"
     for path in (folder / name for name in _LOGS):
         try:

@@ -31,8 +31,8 @@ class RunContext:
     """What a stage needs from its process.
 
     ``spec`` has the numbers of items that the pilot has fixed so far. ``takeover``: see ``Claims``.
-    ``rank_command`` is the command, without its threads, that starts another rank of a training unit. With
-    ``asks_refused``, requests that a server refused are sent again.
+    ``rank_command`` is the command that starts another rank of a training unit; the number of threads is added to it.
+    With ``asks_refused``, requests that a server refused are sent again.
     """
 
     run: RunFolder
@@ -51,7 +51,7 @@ class RunContext:
         return replace(self, spec=spec, models=self.models.resized(spec, items.keys()))
 
     def rows_of(self, unit: Unit, most_items: int | None = None) -> int:
-        """Return a unit's number of rows, of at most ``most_items`` items; estimated until the items are made."""
+        """Return the number of rows for at most ``most_items`` items of a unit, estimated until the items are made."""
         evaluate, batches = self.spec.evaluate, self.models.batches.get((unit.suite, unit.context_tokens))
         items = evaluate.suites[unit.suite].items
         if not isinstance(items, int):
@@ -108,7 +108,7 @@ def is_sealed(folder: Path, unit: Unit) -> bool:
 
 
 def unit_part(folder: Path, unit: Unit, size: float, rows: int) -> Part:
-    """Return a unit as a part of the bar; ``size`` answers are to be given, its finished file has ``rows`` records."""
+    """Return a unit as a part of the progress bar: it counts as ``size`` answers, and is done at ``rows`` records."""
     files = UnitFiles.of(folder, unit)
 
     def done() -> float:

@@ -20,7 +20,7 @@ from kvaudit.core.files import read_json
 
 
 class EvaluateStage(Stage):
-    """Answers and seals every unit; the first items of engines are then asked twice more."""
+    """Answers and seals every unit of the grid, then asks engines their first items twice more for the A/A floor."""
 
     def __init__(self, context: RunContext) -> None:
         super().__init__(context)

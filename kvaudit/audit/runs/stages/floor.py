@@ -22,7 +22,7 @@ from kvaudit.reports.records.load import FLOOR_FOLDER, SAME_ORDER, SHUFFLED
 
 
 class FloorStage(Stage):
-    """Asks the first items of those ``units`` that an engine serves twice more."""
+    """Asks twice more the first items of each unit in ``units`` that an engine serves."""
 
     def __init__(self, context: RunContext, worker: UnitWorker, units: Sequence[Unit]) -> None:
         super().__init__(context)

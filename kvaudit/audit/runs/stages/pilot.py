@@ -127,7 +127,7 @@ def pilot_records(context: RunContext, unit: Unit) -> list[Record]:
 
 
 def pilot_lines(results: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a line for every suite and gated facet, then a line for every number of items that the pilot fixed."""
+    """Yield a line for each control (a gated metric at one length), then one for each fixed number of items."""
     lengths = {control["context_tokens"] for control in results["controls"]}
     for control in results["controls"]:
         name = control["metric"] + (f" {at_length(control['context_tokens'])}" if len(lengths) > 1 else "")
@@ -180,7 +180,7 @@ def suites_left_out(results: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _left_out_reason(control: Mapping[str, Any]) -> str:
-    """Return a count and the conclusion from it: "attacks that succeed: 10 of 20, at floor"."""
+    """Return why a suite is left out, by a count and what follows: "attacks that succeed: 10 of 20, at floor"."""
     _, _, name = control["metric"].rpartition(".")
     facet, answers = FACETS.get(name), control.get("answers", 0)
     desired = control.get("rate", 0.0) * answers

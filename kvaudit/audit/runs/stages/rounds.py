@@ -132,7 +132,7 @@ class RoundsStage(Stage):
                 )
 
     def _seconds_per_row(self) -> dict[str, float]:
-        """Return by suite the seconds of a row under all serving configurations together, as the pilot measured."""
+        """Return by suite the seconds that one row takes under all serving configurations together, from the pilot."""
         context = self.context
         seconds, rows = dict[str, float](), dict[str, int]()
         for unit in pilot_units(with_kept_gate(context.spec, context.run.provenance())):
@@ -177,7 +177,7 @@ def _round_parts(folder: Path, units: Sequence[Unit], rows: Mapping[str, range])
 
 
 def look_sizes(rows: int, first: int = FIRST_LOOK) -> list[int]:
-    """Return the numbers of rows after which a look is taken: each half as large again as the last, then ``rows``."""
+    """Return the numbers of rows after which a look is taken: ``first``, then 1.5 times the last, finally ``rows``."""
     looks, look = list[int](), first
     while look < rows:
         looks.append(look)
@@ -219,7 +219,10 @@ def rows_plan(
     first: int,
     gated: Collection[str],
 ) -> RowsPlan:
-    """Plan the most rows of each suite: its first look, then as large a share of the gated rows as time allows."""
+    """Plan the most rows of each suite: those of its first look, and a share of the rest if the suite is gated.
+
+    The share is the same for all gated suites, and as large as ``minutes`` allow.
+    """
     least = {suite: min(first, rows) for suite, rows in at_hand.items() if suite not in left_out}
     most = {suite: at_hand[suite] if suite in gated else rows for suite, rows in least.items()}
     needed = [_OVERHEAD * sum(numbers[suite] * seconds.get(suite, 0.0) for suite in most) for numbers in (least, most)]
@@ -232,11 +235,11 @@ def rows_plan(
 def corrected_items(
     plan: RowsPlan, looks: Sequence[Mapping[str, Any]], minutes: float, gated: Collection[str]
 ) -> dict[str, int]:
-    """Return the most rows of each suite, planned anew from the time of the first round.
+    """Return the most rows of each suite, planned again with the time that the first round took.
 
-    The same share of every open suite's other rows, as the remaining time allows. It depends on no answer of the suite
-    itself but that its first look left it open, so its last look is still chosen beforehand. A suite that had its last
-    look, is decided, or gets no time keeps its number.
+    Each suite that the first look left open gets the same share of its rows not asked yet, as large as the remaining
+    time allows. Of a suite's own answers this uses only that it is open, so its last look is still fixed beforehand.
+    A suite that had its last look, is decided, or gets no time keeps its number.
     """
     asked, words = table_of(looks[0], "items"), table_of(looks[0], "words")
     is_open = {facet_of(metric)[0] for metric, word in words.items() if word in OPEN}
@@ -316,7 +319,7 @@ def join_rounds(run: Path, units: Sequence[Unit], rounds: int) -> None:
 
 
 def gate_statuses(run: Path) -> dict[str, str]:
-    """Return the gate's status of each gated metric for the rows asked so far; the gravest of several settings."""
+    """Return the gate's status of each gated metric for the rows asked so far: the worst one over all settings."""
     data = load_run(run)
     comparison, rules = declared_rules(data, GateOverrides())
     drift = drift_of(data, comparison, rules.alpha, gated_facets(comparison, rules))

@@ -52,7 +52,7 @@ _COUNTS = ("num_choices", "best_of")  # supported only with 1
 
 
 def output_facts(output: Any) -> tuple[dict[str, Any], str]:
-    """Return the measurements of the cache in a kvaudit output, {} if there are none, and its tool form."""
+    """Return what a kvaudit output holds: the measurements of the cache ({} if none) and the name of its tool form."""
     about = (output.metadata or {}).get(_ABOUT, {}) if output is not None else {}
     return about.get(_USE, {}), about.get(_FORM, "")
 
@@ -61,7 +61,7 @@ class AnswerSource(Protocol):
     """A ``SamplingEngine`` or a ``BatchedModel``, which answers requests."""
 
     def submit(self, request: ChatRequest) -> tuple[int, PendingAnswers]:
-        """Queue a request; return its prompt tokens and future answers."""
+        """Queue a request; return its number of prompt tokens and its future answers."""
 
     def close(self) -> None:
         """Stop answering."""
@@ -182,7 +182,7 @@ _PLAYING: ContextVar[_SampleTurns] = ContextVar("kvaudit_sample")  # of the coro
 
 @solver  # type: ignore[untyped-decorator]
 def note_sample() -> Solver:
-    """Return the first step of every task in a run, which stores the sample that the seeds of answers follow from."""
+    """Return the first solver of every task in a run: it notes the running sample, which fixes its answers' seeds."""
 
     async def solve(state: TaskState, generate: Generate) -> TaskState:  # noqa: ARG001
         _PLAYING.set(_SampleTurns(str(state.sample_id), state.epoch))

@@ -139,7 +139,7 @@ class KvauditLM(TemplateLM):  # type: ignore[misc]  # the harness has no types
         return [answers[number] for number in range(len(requests))]
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> NoReturn:  # noqa: ARG002
-        """Raise SpecError, since a whole text has no answer whose tokens could be sampled."""
+        """Raise SpecError: scoring a whole text is one prefill, which is compressed differently than an answer."""
         raise SpecError(
             "loglikelihood_rolling asks how probable a whole text is: read in one prefill it would be compressed "
             "differently than a generated answer; use a generate_until or multiple_choice task"
@@ -148,7 +148,10 @@ class KvauditLM(TemplateLM):  # type: ignore[misc]  # the harness has no types
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], disable_tqdm: bool = False, **_: Any
     ) -> list[tuple[float, bool]]:
-        """Score continuations token by token; those of one context are rows that share its prompt."""
+        """Return each continuation's log-prob in nats, summed token by token, and whether it is the greedy one.
+
+        Continuations of one context are rows that share its prompt.
+        """
         groups = defaultdict[tuple[str, tuple[int, ...]], list[int]](list)  # prompt -> its requests
         for number, ((context, _text), ids, _answer) in enumerate(requests):
             groups[context, tuple(ids)].append(number)
@@ -216,7 +219,7 @@ class KvauditLM(TemplateLM):  # type: ignore[misc]  # the harness has no types
             yield postprocess_generated_text(text, list(generation.until), None)
 
     def _prompt(self, context: str, ids: tuple[int, ...]) -> ChatTokens:
-        """Return tokens with the roles of the chat that made the context; plain text has the role of the user."""
+        """Return a context's tokens with their roles: those of the chat that it was rendered from, else all user."""
         rendered = self._rendered.get(context)
         if rendered is not None and rendered.ids[: len(ids)] == ids:  # scoring moves trailing spaces out of a context
             return ChatTokens(ids, rendered.roles[: len(ids)])
