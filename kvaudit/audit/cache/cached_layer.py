@@ -212,7 +212,7 @@ class CachedLayer:
 
     @property
     def blocks_fixed_step(self) -> str | None:
-        """The feature of this layer that a step of fixed shapes cannot compute; None if it can compute all."""
+        """The feature of this layer that rules out steps of fixed shapes; None if they can compute the layer."""
         if self.states is not None or not self.plan.has_entries:
             return "layers with a state"
         if self.selector is not None:
@@ -284,7 +284,7 @@ class CachedLayer:
         return every_row and self.schedule.arrived.all_equal(length) and eviction.budgets.all_equal(length - 1)
 
     def view(self, rows: Tensor | slice, forward: Forward, row_keys: RowKeys, *, packed: bool) -> View:
-        """Return the view of some rows by which the policy ranks; ``packed``: in order of position and without gaps."""
+        """Return what the policy needs to rank some rows' entries; ``packed``: by position and without gaps."""
         store, moments, centres = self.store, self._moments, self._centres
         if packed and not (self._is_full and store.ordered):
             # neighbours in the cache must be neighbours in the view, without gaps from the padding of other rows
@@ -324,7 +324,10 @@ class CachedLayer:
             self._sinks.move(store, eviction.rows, by=view.seen - budgets)
 
     def victims(self, eviction: Eviction, view: View, importance: Tensor, pins: Pins | None) -> Victims:
-        """Return the entry with the lowest ``importance`` [B, H, K] in every head."""
+        """Return slot and position of the entry to evict in every head: that of the lowest ``importance`` [B, H, K].
+
+        Pinned entries and those that the policy protects come last.
+        """
         slots = victim_slots(importance, view.positions, view.seen, self.evictor, self._pins_of(eviction, view, pins))
         return Victims(slots, view.positions.gather(2, slots[:, :, None]))
 

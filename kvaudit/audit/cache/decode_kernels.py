@@ -348,7 +348,7 @@ def _on(device: torch.device) -> torch.cuda.device:
 
 
 def _split_count(rows: int, slots: int, device: torch.device) -> int:
-    """Return how many programs share the slots of one of ``rows`` rows and heads."""
+    """Return among how many programs to split the slots of one head; ``rows`` is the number of rows times KV heads."""
     return max(1, min(_PROGRAMS * _multiprocessors(device) // rows, slots // _LEAST_SLOTS))
 
 
@@ -361,7 +361,7 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 def _jit(*not_specialized: str) -> Callable[[Callable[..., Any]], Any]:
-    """Return triton's JIT decorator; arguments ``not_specialized`` do not cause a recompilation for other values."""
+    """Return triton's JIT decorator; new values of the arguments ``not_specialized`` cause no recompilation."""
 
     def decorate(kernel: Callable[..., Any]) -> Any:
         return kernel if triton is None else triton.jit(kernel, do_not_specialize=not_specialized)
@@ -463,8 +463,8 @@ def _attend_coded(
 ) -> tl.tuple:
     """Return the result of ``_attend_exact`` where some slots are codes.
 
-    The tiles before the first exact entry that is seen come first. Of these, positions and the parameters of tokens are
-    read one tile ahead by hand, since loads of so few bytes are not pipelined by the compiler.
+    A first loop covers the tiles before the first exact entry that is seen. It reads positions and the parameters of
+    tokens one tile ahead by hand, since the compiler does not pipeline loads of so few bytes.
     """
     batch, head, positions, newest, begin, end = read
     ROWS: tl.constexpr = SHAPE.rows
