@@ -135,7 +135,7 @@ class StoredReplay:
         return _attention(call, keys, values, visible)
 
     def _as_read(self, coding: Cast | ByToken | None, learner: Tensor, engine: Tensor) -> Tensor:
-        """Return entries [B, H, K, D] as queries read them, if each entry is quantised alone."""
+        """Return entries [B, H, K, D] as queries read them; ``coding`` quantises each entry alone (None: unchanged)."""
         if self._store.shown:  # the engine's value, the learner's gradient
             return _add_error(learner, engine, learner.detach())
         return _add_error(learner, engine if coding is None else coding.read_back(engine), engine)
