@@ -55,7 +55,10 @@ class Measure(ABC, Generic[WorkUnit, ServedBatch, Total]):
     @classmethod
     @abstractmethod
     def trial(cls, run: RunFolder) -> Self:
-        """Return the measure for a finished run in which the first arm trained on dense rollouts and kept the last."""
+        """Return an instance that tests can run on a finished run.
+
+        The run's first arm trained on dense rollouts and kept the last of them.
+        """
 
     @abstractmethod
     def units(self) -> Sequence[WorkUnit]:
