@@ -145,7 +145,7 @@ class TelemetryLog:
 
 
 def _json_value(value: Any) -> Any:
-    """Replace numbers that are not finite, which JSON cannot hold, by None."""
+    """Return ``value`` with None in place of numbers that are not finite, which JSON cannot hold."""
     if isinstance(value, Mapping):
         return {key: _json_value(item) for key, item in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
@@ -366,7 +366,7 @@ class Resumable:
 
     @on_all_ranks
     def save_part(self, folder: Path) -> dict[str, str]:
-        """Write the state of every rank but 0, each by itself; return the sha256 of each file."""
+        """Write this rank's state into ``folder``, except in rank 0; return the sha256 of all ranks' files, by name."""
         digests = dict[str, str]()
         if self.ranks.number:
             path = folder / _part_name(self.ranks.number)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """The design of one arm: all in which arms differ. Items, seeds, optimiser and updates are equal between arms."""
+    """The design of one arm: everything in which arms may differ. Items, seeds, optimiser and updates are the same."""
 
     name: str
     rollout: Literal["dense", "compressed"]  # the sampler's cache
@@ -115,7 +115,7 @@ class TrainConfig(HashedConfig, Training):
 
     @cached_property
     def store(self) -> EngineStore | None:
-        """The format in which that engine stores keys and values; None if it is unknown or cannot be replayed."""
+        """The format in which ``rollout_engine`` stores keys and values; None if unknown or impossible to replay."""
         condition = self.rollout_engine
         if condition is None:
             return None
@@ -240,12 +240,12 @@ class StartConfig(HashedConfig, SpecSection):
 
     @property
     def steps(self) -> int:
-        """Supervised steps."""
+        """The number of supervised steps."""
         return self.sft.steps
 
     @property
     def prompts_per_step(self) -> int:
-        """Transcripts per step."""
+        """The number of transcripts per step."""
         return self.sft.prompts_per_step
 
     def recipe_summary(self) -> dict[str, Any]:

@@ -48,7 +48,10 @@ _KEPT = "saved work is kept: start the run again"
 
 
 class EngineUse(NamedTuple):
-    """How to run the sampling engine; ``on_start`` is called with its condition and description at every start."""
+    """How to run the sampling engine.
+
+    ``on_start`` is called at every start of the engine with its condition (name and settings) and its description.
+    """
 
     spec: EngineSpec = EngineSpec()
     on_start: Callable[[Condition, Mapping[str, str]], None] = lambda *_: None

@@ -41,7 +41,10 @@ class Distributions:
         return logits.to(torch.promote_types(logits.dtype, torch.float32)) / self.temperature
 
     def map(self, function: Callable[..., tuple[Tensor, ...]], *more: Tensor) -> tuple[Tensor, ...]:
-        """Apply ``function`` to the states and ``more`` tensors [n, ...]; with a head in pieces, to bound memory."""
+        """Return ``function`` of the states and of ``more`` tensors [n, ...].
+
+        With a head it is applied piece by piece, to bound memory.
+        """
         if self.head is None:
             return function(self.states, *more)
         pieces = zip(*(torch.split(tensor, self.piece) for tensor in (self.states, *more)), strict=True)

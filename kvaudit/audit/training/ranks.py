@@ -96,7 +96,7 @@ class RankGroup:
 
     @contextmanager
     def unit(self, name: object) -> Iterator[None]:
-        """Name the unit to be trained inside; at the end, tell the other ranks that it is done, if they know of it."""
+        """Name the unit that is trained inside the context; at its end tell the other ranks, if they have joined in."""
         self._unit = name
         yield
         if self._unit is None:

@@ -147,7 +147,7 @@ def learning_numbers(learned: LearningResult) -> TelemetryRow:
 
 
 def memory_numbers(played: Sequence[GradedRow], batch: Batch) -> TelemetryRow:
-    """Return cache bytes summed over a step's rows, and the share of dense entries that decoding did not read."""
+    """Return token counts, a step's cache bytes, and the share of dense entries that decoding did not read."""
     rollouts = batch.rollouts
     seen, dense = (sum(counts) for counts in zip(*map(entries_seen, rollouts), strict=True))
     return {
@@ -175,7 +175,7 @@ def entries_seen(rollout: Rollout) -> tuple[float, float]:
 
 
 def certificate(sampler: Tensor, replayed: Tensor | None, mask: Tensor, advantages: Tensor) -> TelemetryRow:
-    """Return the log-prob gap between the sampler and the replay of its ledger, which must be near 0 in every arm."""
+    """Return the numbers of the log-prob gap between sampler and replay, which must be near 0 in every arm."""
     if replayed is None:
         return dict.fromkeys(CERTIFICATE)
     panel = mismatch_panel(sampler, replayed, mask, advantages)
