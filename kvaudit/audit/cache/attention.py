@@ -1,7 +1,7 @@
 """The attention function that kvaudit registers with transformers, under the name ``kvaudit``.
 
 A forward call that passes ``kv=`` (a ``KVHandler``) leaves attention to that object: the evicting cache while sampling,
-the ledger while learning. Without ``kv=`` attention is the stock one.
+a replay of its ledger while learning. Without ``kv=`` attention is the stock one.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class ExpertRoutes(Protocol):
     """The object ``kv.routes``, which records or overrides the experts of a mixture-of-experts model."""
 
     def route(self, block: int, experts: Tensor) -> Tensor:
-        """Return the experts [N, k] that block number ``block`` must use; ``experts`` are its router's choice."""
+        """Return the experts [tokens, k] that block number ``block`` must use; ``experts`` are its router's choice."""
 
 
 class AttentionCall(NamedTuple):

@@ -134,7 +134,10 @@ class EvictingCache:
         return longest
 
     def _right_pad(self, positions: Tensor, pinned: Tensor | None, *, is_first: bool) -> tuple[Tensor, Tensor | None]:
-        """Move padding to the right if the cache is empty, so that causal attention applies; keep the column order."""
+        """Return positions and pins, with padding moved to the right if ``is_first``, so that causal attention applies.
+
+        Real tokens keep their order.
+        """
         self._order: tuple[Tensor, Tensor] | None = None  # to the sorted columns and back, [B, Q] each
         if not is_first or not bool(((positions[:, :-1] < 0) & (positions[:, 1:] >= 0)).any()):
             return positions, pinned

@@ -165,7 +165,7 @@ class CachedLayer:
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def _masked_attention(self, entries: Entries, call: AttentionCall, query_positions: Tensor) -> Tensor:
-        """Return the attention of some rows' queries at positions [b, Q], in blocks with small masks."""
+        """Return the attention output of some rows' queries at positions [b, Q], computed in blocks of small masks."""
         store, query = self.store, call.query
         # one mask for all heads, until evictions let them differ
         positions = store.positions[entries.rows, :1] if store.uniform else store.positions[entries.rows]
@@ -332,10 +332,11 @@ class CachedLayer:
         return Victims(slots, view.positions.gather(2, slots[:, :, None]))
 
     def victims_on_host(self, newest: int | None, before: int, pins: Pins | None) -> Victims | None:
-        """Return ``victims`` without reading the device, if the policy ranks by position; None if rows or heads differ.
+        """Return what ``victims`` would, without reading the device at every step; None if rows or heads may differ.
 
-        ``newest`` is the position of the new entry, which follows ``before`` slots; None if it differs between rows.
-        The position of each slot is read from the device once and then kept in the schedule.
+        For policies that rank by position alone. ``newest`` is the position of the new entry, which follows ``before``
+        slots; None if it differs between rows. The position of each slot is read from the device once and then kept in
+        the schedule.
         """
         schedule = self.schedule
         if newest is None or pins is not None:

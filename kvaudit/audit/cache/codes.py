@@ -232,7 +232,7 @@ class CodeProducts:
         return _concat(logits, 2)
 
     def weighted_sum(self, shares: Tensor, codes: Tensor) -> Tensor:
-        """Return the sum of values, without their scales, weighted by ``shares`` [N, X, C]: [N, X, D]."""
+        """Return coded values, without their scales, summed by weights ``shares`` [N, X, C]: [N, X, D]."""
         block = self._block(codes, shares.element_size())
         weights, by_tokens = _cut(shares, block.tokens, 2), _cut(codes.flatten(0, 1), block.tokens, 1)
         sums = []
@@ -267,7 +267,7 @@ class CodeProducts:
 
 
 def token_logits(query: Tensor, codes: Tensor, parameters: Tensor, products: CodeProducts) -> Tensor:
-    """Return the logits q k [N, X, C] of ``query`` [N, X, D] and keys coded per token by parameters [B, H, C, n, P]."""
+    """Return the logits [N, X, C] of ``query`` [N, X, D] with keys coded per token by parameters [B, H, C, n, P]."""
     scale, *zeros = _by_group(parameters)
     groups, size = parameters.shape[3], query.shape[2] // parameters.shape[3]
     if groups == 1:  # one scale per key: it multiplies the logit

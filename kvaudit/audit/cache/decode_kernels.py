@@ -323,7 +323,10 @@ def _coded_operand(part: CodedPart) -> Operand:
 
 
 def _with_rows(layout: Layout, tile: int) -> Layout:
-    """Return ``layout`` with ``rows``, the table rows that a tile of ``tile`` slots needs, if they are consecutive."""
+    """Return ``layout`` with ``rows``, the number of table rows that a tile of ``tile`` slots uses.
+
+    If neither runs consist of whole tiles nor tiles of whole runs, or there is no table, ``run`` becomes 0 instead.
+    """
     run = layout.run
     if layout.groups != BY_TABLE or run == 0 or max(run, tile) % min(run, tile):
         return layout._replace(run=0)

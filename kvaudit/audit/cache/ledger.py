@@ -183,7 +183,7 @@ def _scalars(rollout: Rollout) -> dict[str, Any]:
 
 
 def _shorten(times: Tensor) -> Tensor:
-    """Convert times to uint16 if they fit; they go up to the number of tokens, and the largest number means never."""
+    """Return times as uint16 if they fit, with its largest number for never; times go up to the number of tokens."""
     if times.shape[-1] >= _SHORT_NEVER - 1:
         return times
     return times.clamp(max=_SHORT_NEVER).to(_SHORT)  # NEVER becomes the largest number

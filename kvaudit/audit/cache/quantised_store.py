@@ -236,7 +236,7 @@ class QuantisedStore(Store):
         return torch.baddbmm(self._mix_codes(shares), exact_shares, values)
 
     def _code_logits(self, query: Tensor, until: int) -> Tensor:
-        """Return the logits q k [N, X, until] of the first ``until`` codes; arbitrary numbers for exact entries."""
+        """Return the logits [N, X, until] of ``query`` with the first ``until`` codes; arbitrary for exact entries."""
         if self._table is None:
             codes, parameters = self._slots_of("key_codes", _ALL, until), self._parameters(KEYS, _ALL, until)
             return token_logits(self._codec.turned(query, KEYS), codes, parameters, self._products)
@@ -447,7 +447,7 @@ class QuantisedStore(Store):
         self._start = start
 
     def _pad_tail(self, start: int, length: int) -> tuple[Tensor, Tensor]:
-        """Return the tail padded with zeros to the slots from ``start`` to ``length``."""
+        """Return the tail's keys and values, padded with zeros to the slots from ``start`` to ``length``."""
         padding = (0, 0, self._start - start, length - self.length)
         keys, values = (pad(tensor, padding) for tensor in self._tail)
         return keys, values
