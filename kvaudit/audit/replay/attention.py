@@ -280,7 +280,7 @@ def _decode_by_token(exact: Tensor, times: QuantisationTimes, layer_part: LayerP
 
 
 def _key_groups(member: Tensor, times: Tensor, size: int) -> Tensor:
-    """Return group numbers [B, H, K], -1 for none; a group is a run of ``size`` members quantised at the same time.
+    """Return group numbers [B, H, K], -1 for none; a group is up to ``size`` successive members quantised at one time.
 
     ``member`` bool [B, H, K]; ``times`` [B, K] do not decrease along members.
     """

@@ -40,7 +40,7 @@ _MAX_ELEMENTS = 1 << 24  # of the keys, or of a slots x slots matrix, of one bat
 
 
 class ChoiceCount(NamedTuple):
-    """The number of entries evicted from the governed layers, and how many of them the policy chooses again."""
+    """The number of recorded choices (evicted entries or selected units), and how many of them the policy repeats."""
 
     evicted: int
     repeated: int
@@ -199,7 +199,10 @@ class Reranking(Replay):
         self._pending = []
 
     def _find_pinned(self, positions: Tensor, policy: Evictor) -> Tensor | None:
-        """Return which entries are pinned; if pins are not recorded, those never evicted from any governed layer."""
+        """Return which entries are pinned, or None if the policy pins nothing.
+
+        If pins are not recorded, the entries that no governed layer evicted count as pinned.
+        """
         if not policy.pinned_roles:
             return None
         if self._rollout.pinned is not None:
