@@ -162,7 +162,7 @@ def finished_records(run: RunFolder, unit: Unit) -> Iterator[Record]:
 
 
 def remake_items(run: RunFolder, model: LoadedModel, suite: Suite, record: Record) -> dict[str, Item]:
-    """Generate the items of a unit again, by name; ``record`` is any record of the unit.
+    """Return the items of a unit by name, generated again; ``record`` is any record of the unit.
 
     Raises DataError or RunError if suite, rows or model files changed.
     """
@@ -188,7 +188,7 @@ def remake_items(run: RunFolder, model: LoadedModel, suite: Suite, record: Recor
 
 
 def checkpoint_rollouts(folder: Path) -> list[RecordedRollouts]:
-    """Read the last rollouts of a finished checkpoint, one set per policy that a mixture drew.
+    """Return the last rollouts of a finished checkpoint, one set per policy that a mixture drew.
 
     Intermediate ledgers cannot be replayed, since their weights are not kept. Raises DataError if files changed or
     there are no rollouts.
