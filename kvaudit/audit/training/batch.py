@@ -300,7 +300,7 @@ def _group_kinds(rollouts: Sequence[Rollout], group: int) -> list[int]:
 def _split_group(
     rollouts: Sequence[Rollout], rows: list[int], group: int, limit: int, whole_rows: bool
 ) -> list[list[int]]:
-    """Split a microbatch of one group into parts that fit the limit; a microbatch of several groups fits already."""
+    """Return the rows of one group in parts that fit the limit; rows of several groups fit and stay together."""
     if len(rows) > group:
         return [rows]
     prompt, suffix = _group_size([rollouts[row] for row in rows], whole_rows)

@@ -52,7 +52,7 @@ class Distributions:
         return tuple(torch.cat(column) for column in zip(*results, strict=True))
 
     def kl(self, teacher: Distributions) -> Tensor:
-        """Return KL(self || sg(teacher)) over the whole vocabulary, nats [n]."""
+        """Return KL(self || teacher) over the whole vocabulary, nats [n], without gradient to the teacher."""
 
         def piece_kl(states: Tensor, teacher_states: Tensor) -> tuple[Tensor]:
             with torch.no_grad():
@@ -285,10 +285,10 @@ class Learner:
         return self.ranks.all_reduce(logprobs)
 
     def distillation_kl(self, part: Batch, shadow: TokenPredictions) -> Tensor | None:
-        """Return KL(learner || sg(teacher)) per token [b, R], where dense and shadow view are learner and teacher.
+        """Return KL(learner || teacher) per token [b, R] between dense and shadow view; the teacher gets no gradient.
 
-        It is 0 in groups without a positive reward, unless configured otherwise, because their shadow view is a poor
-        teacher. None in arms without distillation.
+        ``distill_towards`` says which view is the teacher. The KL is 0 in groups without a positive reward, unless
+        configured otherwise, because their shadow view is a poor teacher. None in arms without distillation.
         """
         if not self.config.design.distill:
             return None

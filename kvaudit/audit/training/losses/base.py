@@ -205,7 +205,10 @@ def k3(logprobs: Tensor, reference: Tensor) -> Tensor:
 
 
 def full_kl(learner_logits: Tensor, teacher_logits: Tensor) -> Tensor:
-    """Return KL(learner || sg(teacher)) over the whole vocabulary; logits [..., V] -> nats [...]."""
+    """Return KL(learner || teacher) over the whole vocabulary, in nats [...], from logits [..., V].
+
+    The teacher gets no gradient.
+    """
     learner = learner_logits.log_softmax(dim=-1)  # [..., V] nats
     teacher = teacher_logits.detach().log_softmax(dim=-1)
     return (learner.exp() * (learner - teacher)).sum(dim=-1)
