@@ -172,7 +172,7 @@ def encode_runs(keys: Tensor, codec: Quantiser) -> tuple[Tensor, Tensor, Tensor]
 def encode_groups(
     keys: Tensor, is_due: Tensor, codec: Quantiser, groups: int | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Encode the keys marked by ``is_due`` [B, H, K] as ``encode_runs`` does, but with groups of their own per head.
+    """Encode the keys marked by ``is_due`` [B, H, K] as ``encode_runs`` does, but with separate groups in each head.
 
     Group numbers [B, H, K] are -1 for other keys. ``groups`` is G if known; otherwise it is read from the device.
     """

@@ -380,7 +380,10 @@ class Resumable:
 def write_provenance(
     folder: Path, claim: Mapping[str, Any], recipe: Mapping[str, Any], position: Position, saved: Mapping[str, Any]
 ) -> None:
-    """Write provenance.json, which marks a checkpoint complete; ``saved`` are its sha256, files and versions."""
+    """Write provenance.json, which marks a checkpoint complete.
+
+    ``saved`` has the sha256 of the weights, that of each file, and the software versions.
+    """
     config, telemetry = claim["config"], {TELEMETRY: file_sha256(folder / TELEMETRY)}
     provenance = {
         **claim,
@@ -426,6 +429,6 @@ def _save_model(learner: LoadedModel, folder: Path) -> None:
 
 
 def versions(**hosts: str) -> dict[str, str]:
-    """Return the versions of the software that trained a checkpoint."""
+    """Return the versions of the software that trained a checkpoint, by name; ``hosts`` adds others, such as TRL's."""
     software = {"kvaudit": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
     return {**software, **hosts, "python": platform.python_version()}

@@ -90,7 +90,7 @@ class TrainConfig(HashedConfig, Training):
 
     @classmethod
     def of(cls, section: TrainSpec, arm: str, seed: int) -> TrainConfig:
-        """Return the training run of one seed and one arm, given by its name in the run."""
+        """Return the configuration of one seed of an arm; ``arm`` is the arm's name in the run."""
         shared = section.model_dump(include=set(Training.model_fields))
         trained = next(entry for entry in section.trained if entry.name == arm)
         return cls(**(shared | {"arm": trained.recipe, "seed": seed, "policy": trained.policy}))
@@ -235,7 +235,7 @@ class StartConfig(HashedConfig, SpecSection):
 
     @classmethod
     def of(cls, section: TrainSpec, seed: int) -> StartConfig:
-        """Return the warm start of one seed of a spec with ``sft``."""
+        """Return the configuration of one seed's warm start, from a train section with ``sft``."""
         return cls(seed=seed, **section.model_dump(include=set(cls.model_fields) - {"seed"}))
 
     @property

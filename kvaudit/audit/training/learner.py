@@ -117,7 +117,7 @@ def read_tokens(
 def pass_logprobs(
     model: Any, batch: Batch, view: LearnerPass, config: TrainConfig, *, whole_rows: bool = False
 ) -> Tensor:
-    """Return log-probs [B, R] of the sampled tokens under a pass, without gradient; 0 where nothing was sampled."""
+    """Return log-probs [B, R] of the sampled tokens under ``view``, without gradient; 0 where nothing was sampled."""
     logprobs = torch.zeros_like(batch.sampler_logprobs)
     with torch.no_grad():
         for rows in microbatches(batch.rollouts, batch.group, config.microbatch_tokens, whole_rows=whole_rows):

@@ -77,7 +77,7 @@ class RankGroup:
         return tensor
 
     def broadcast(self, value: object) -> None:
-        """Send an object from rank 0 to all other ranks; does nothing when called there."""
+        """Send an object from rank 0 to all other ranks; does nothing in any other rank."""
         if self.number == 0 and self.count > 1:
             packed = _pack(value)
             with self.collective():

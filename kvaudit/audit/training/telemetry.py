@@ -67,7 +67,7 @@ class Tally:
 
 
 def tally_metrics(metrics: Sequence[Mapping[str, Tensor | float]], tokens: Sequence[int]) -> Tally:
-    """Add up the metrics of microbatches, in order, with a single device read."""
+    """Return the tally of microbatches' metrics and ``tokens``, added up in order, with a single device read."""
     values, tally = iter(read_floats([value for sums in metrics for value in sums.values()])), Tally()
     for sums, count in zip(metrics, tokens, strict=True):
         tally.add({name: next(values) for name in sums}, count)
@@ -112,7 +112,7 @@ def step_row(
 
 
 def reward_numbers(played: Sequence[GradedRow], rewards: Sequence[float | None], config: TrainConfig) -> TelemetryRow:
-    """Return rewards over all rollouts and by suite, and shares of equal-reward groups and of unusable answers."""
+    """Return mean rewards, overall and by suite, and the shares of equal-reward groups and of unusable answers."""
     graded = [reward for reward in rewards if reward is not None]
     groups = [rewards[start : start + config.group] for start in range(0, len(rewards), config.group)]
     outcomes = [row.grade.outcome for row in played]

@@ -175,7 +175,7 @@ def token_mean_share(inputs: LossInputs) -> Tensor:
 
 
 def reference_kl(inputs: LossInputs) -> Tensor:
-    """Return k3 to the reference per token [B, T], 0 outside the mask."""
+    """Return ``k3`` of the policy and the reference model per token [B, T], 0 outside the mask."""
     assert inputs.ref_logprobs is not None
     return k3(inputs.logprobs.where(inputs.mask, 0.0), inputs.ref_logprobs.where(inputs.mask, 0.0))
 

@@ -75,7 +75,7 @@ COUNTS = ("tokens", "kept", "dense", "peak", "dense_bytes", "prompt", "rows")
 
 
 class TrainingResult(NamedTuple):
-    """The outcome of a training run."""
+    """The finished steps of a training run, its recipe, and the rollouts of its final weights under ``policy``."""
 
     steps: int
     recipe: Mapping[str, Any]  # how the checkpoint was trained, for provenance.json
