@@ -284,7 +284,7 @@ def require_interface(model: Any) -> None:
 
 
 def require_single_call(layer: int, attended: Collection[int], layers: int) -> None:
-    """Raise RunError if ``layer`` has attended in this forward already, or exceeds the model's ``layers`` layers."""
+    """Raise RunError if ``layer`` has attended in this forward already, or is not a number below ``layers``."""
     if layer in attended or layer >= layers:
         raise RunError(
             f"layer {layer} of the model's {layers} attends {'again' if layer in attended else 'too'} in one forward: "

@@ -325,7 +325,7 @@ class EvictingCache:
     # --- rows, between two forwards -----------------------------------------------------------------------------------
 
     def expand(self, group: int, row_keys: Tensor) -> None:
-        """Repeat every prefilled row ``group`` times; ``row_keys`` [B] seed the random draws of the copies."""
+        """Repeat every prefilled row ``group`` times; ``row_keys`` has a key per copy, which seeds its random draws."""
         if group > 1:
             self.reindex(torch.arange(len(self.seen)).repeat_interleave(group))
             self.row_keys.set_member_keys(row_keys, self.seen)

@@ -105,7 +105,7 @@ class Rollout:
 
     @property
     def engine_turns(self) -> tuple[Rollout, ...]:
-        """One rollout per request to an engine: each turn with all text before it; the row itself for one turn."""
+        """One rollout per request to an engine: each turn with all text before it, or for a single turn the row."""
         return self.turns or (self,)
 
 

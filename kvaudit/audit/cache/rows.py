@@ -212,7 +212,7 @@ class RowKeys:
         return (self._keys, torch.zeros_like(self._keys)) if self._prompts is None else self._prompts
 
     def set_member_keys(self, keys: Tensor, seen: Tensor) -> None:
-        """Use ``keys`` [B] for later tokens; the first ``seen`` [B] tokens, the prompt, keep its key."""
+        """Use ``keys`` [B] for later tokens; the first ``seen`` [B] tokens, the prompt, keep the key that they had."""
         self._prompts, self._keys = (self._keys, seen.to(self._keys.device)), keys
 
 

@@ -193,7 +193,7 @@ def run_forward(model: Any, ids: Tensor, replay: Any, logits_to_keep: int = 0) -
 
 
 def position_columns(counts: Tensor, starts: Tensor) -> Tensor:
-    """Return row positions [B, longest]: each row counts up from its start, ``counts`` [B] times, then has -1."""
+    """Return row positions [B, longest]: ``counts`` [B] consecutive ones from ``starts`` [B] on, then -1."""
     columns = torch.arange(int(counts.max()))
     return torch.where(columns < counts[:, None], columns + starts[:, None], -1)
 

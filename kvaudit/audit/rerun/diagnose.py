@@ -444,7 +444,7 @@ class Distances(NamedTuple):
 
 
 def distances(reference: Tensor, candidate: Tensor, ids: Tensor) -> Distances:
-    """Return the distances of candidate from reference logits, [n, V] each, which predict the tokens ``ids`` [n]."""
+    """Return the distances between reference and candidate logits, [n, V] each, that predict the tokens ``ids`` [n]."""
     blocks = zip(*(torch.split(tensor, _ROWS) for tensor in (reference, candidate, ids)), strict=True)
     return Distances(
         *(torch.cat(column) for column in zip(*(_block_distances(*block) for block in blocks), strict=True))

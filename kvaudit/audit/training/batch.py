@@ -112,7 +112,7 @@ class Batch:
         return values.new_zeros(self.sampled.shape).index_put(index, values)
 
     def select_graded(self, values: Tensor) -> Tensor:
-        """Return the part of ``values``, which has one [n] per sampled token, that belongs to graded rollouts."""
+        """Return the ``values``, [n] with one per sampled token, that belong to graded rollouts."""
         return values[upload(self.host_mask[self.host_sampled].nonzero()[:, 0], values.device)]
 
     @property
