@@ -50,7 +50,7 @@ class Shade(AnswerMeasure[Shadings]):
         return f"{example.arm} seed {example.train_seed}, {engine_name(unit.policy.canonical)}, {suite}"
 
     def reduce(self, unit: AnswerSet, model: LoadedModel, batches: Iterator[list[RerunAnswer]]) -> Shadings:  # noqa: ARG002
-        """Store the shadings after every batch and return them; None for an answer that differs from its record."""
+        """Store the shadings after every batch; return the new ones, None for answers that differ from their record."""
         example = unit.example
         name = Unit(example.arm, example.train_seed, unit.policy, example.suite, example.context_tokens).name
         stored, new = read_shadings(self._run.path, name), Shadings()

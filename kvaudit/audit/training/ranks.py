@@ -96,7 +96,7 @@ class RankGroup:
 
     @contextmanager
     def unit(self, name: object) -> Iterator[None]:
-        """Name the unit that is trained inside the context; at its end tell the other ranks, if they have joined in."""
+        """Name the unit trained inside the context; at its end tell the ranks that have joined that it is done."""
         self._unit = name
         yield
         if self._unit is None:
