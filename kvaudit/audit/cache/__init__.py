@@ -7,4 +7,7 @@ per layer, which holds a ``Store`` of entries, or a ``QuantisedStore`` of codes,
 
 Every class with one entry per row has two methods: ``reindex(rows)`` keeps the rows of an index, in its order and as
 often as it names them; ``join(other)`` appends the rows of another batch.
+
+Shapes in this package: B rows, L layers, H KV heads with G query heads each, Q queries, K entries, C slots, T tokens,
+D channels of a head; M mixture-of-experts blocks with k experts per token. Lower-case b is a part of the rows.
 """

@@ -1,7 +1,7 @@
 """The attention function that kvaudit registers with transformers, under the name ``kvaudit``.
 
 A forward call that passes ``kv=`` (a ``KVHandler``) leaves attention to that object: the evicting cache while sampling,
-the ledger while learning. Without ``kv=`` attention is the stock one.
+a replay of its ledger while learning. Without ``kv=`` attention is the stock one.
 """
 
 from __future__ import annotations
@@ -50,13 +50,14 @@ class ExpertRoutes(Protocol):
     """The object ``kv.routes``, which records or overrides the experts of a mixture-of-experts model."""
 
     def route(self, block: int, experts: Tensor) -> Tensor:
-        """Return the experts [N, k] that block number ``block`` must use; ``experts`` are its router's choice."""
+        """Return the experts [tokens, k] that block number ``block`` must use; ``experts`` are its router's choice."""
 
 
 class AttentionCall(NamedTuple):
     """The arguments of one layer's attention: queries [B, G*H, Q, D], new keys and values [B, H, K, D].
 
-    ``sink_logits`` [G*H] take part in the softmax of every query and have no value (gpt-oss).
+    B rows, H KV heads with G query heads each, D channels. ``sink_logits`` [G*H] take part in the softmax of every
+    query and have no value (gpt-oss).
     """
 
     layer: int
@@ -152,7 +153,7 @@ def grouped_attention(
 
 
 def _attention_repeating_keys(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scaling: float) -> Tensor:
-    """Compute ``grouped_attention`` by repeating keys and values, which are smaller than a repeated mask."""
+    """Compute ``grouped_attention`` with keys and values repeated per query head: a repeated mask would be larger."""
     batch, heads, length, size = query.shape
     kv_heads, groups = key.shape[1], heads // key.shape[1]
     # the additive mask that the kernel would make, but made once for all heads that share it
@@ -171,7 +172,10 @@ def _attention_repeating_keys(query: Tensor, key: Tensor, value: Tensor, visible
 def _attention_with_sinks(
     query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, scaling: float, sink_logits: Tensor
 ) -> Tensor:
-    """Compute ``grouped_attention`` with sinks, which no torch kernel has: in float32 at least, by query blocks."""
+    """Compute ``grouped_attention`` with sink logits, which no torch kernel supports.
+
+    It is computed block by block of queries, in float32 or wider.
+    """
     dtype = torch.promote_types(query.dtype, torch.float32)
     packed = query.reshape(len(query), key.shape[1], -1, *query.shape[2:]).to(dtype)  # [B, H, G, Q, D]
     if visible is not None:  # [1 or B, 1 or H, 1 or G, Q, K]
@@ -196,9 +200,9 @@ def causal_mask(length: int, device: torch.device) -> Tensor:
 
 
 def query_blocks(queries: int, elements: int, *, start: int = 0, most: int | None = None) -> list[slice]:
-    """Split the queries from ``start`` on into blocks of at most ``most`` with masks of at most MASK_ELEMENTS.
+    """Return slices of the queries from ``start`` on, each of at most ``most`` queries and MASK_ELEMENTS mask elements.
 
-    A mask has ``elements`` per query. A block has one query at least, even if its mask is larger.
+    ``elements`` is the size of the mask per query. A slice has one query at least, even if its mask is larger.
     """
     step = max(1, min(MASK_ELEMENTS // elements, most or queries))
     return [slice(first, min(first + step, queries)) for first in range(start, queries, step)]
@@ -280,7 +284,7 @@ def require_interface(model: Any) -> None:
 
 
 def require_single_call(layer: int, attended: Collection[int], layers: int) -> None:
-    """Raise RunError if ``layer`` has attended in this forward already, or is none of the model's ``layers``."""
+    """Raise RunError if ``layer`` has attended in this forward already, or is not a number below ``layers``."""
     if layer in attended or layer >= layers:
         raise RunError(
             f"layer {layer} of the model's {layers} attends {'again' if layer in attended else 'too'} in one forward: "

@@ -116,7 +116,7 @@ class EvictingCache:
         )
 
     def _count(self, tokens: NewTokens, *, decoding: bool) -> int:
-        """Count the new tokens of each row, without device work; return the token count of the longest row."""
+        """Count the new tokens of each row on the host only; return the token count of the longest row."""
         before = self.seen.tolist()
         pairs = zip(tokens.first, before, strict=True)
         assert all(first in (-1, seen) for first, seen in pairs), "rows continue at the number of tokens seen"
@@ -134,7 +134,10 @@ class EvictingCache:
         return longest
 
     def _right_pad(self, positions: Tensor, pinned: Tensor | None, *, is_first: bool) -> tuple[Tensor, Tensor | None]:
-        """Move padding to the right if the cache is empty, so that causal attention applies; keep the column order."""
+        """Return positions and pins, with padding moved to the right if ``is_first``, so that causal attention applies.
+
+        Real tokens keep their order.
+        """
         self._order: tuple[Tensor, Tensor] | None = None  # to the sorted columns and back, [B, Q] each
         if not is_first or not bool(((positions[:, :-1] < 0) & (positions[:, 1:] >= 0)).any()):
             return positions, pinned
@@ -193,7 +196,7 @@ class EvictingCache:
         self._attended.add(call.layer)
 
     def begin_step(self, tokens: NewTokens, pinned: Tensor | None) -> int:
-        """Begin a decode step of one token per row, without device work; return the token count of the longest row.
+        """Begin a decode step of one token per row, on the host only; return the token count of the longest row.
 
         ``FixedStep`` computes the step; ``pinned`` bool [B, 1] marks tokens that are never evicted.
         """
@@ -322,7 +325,7 @@ class EvictingCache:
     # --- rows, between two forwards -----------------------------------------------------------------------------------
 
     def expand(self, group: int, row_keys: Tensor) -> None:
-        """Repeat every prefilled row ``group`` times; ``row_keys`` are the keys of the copies."""
+        """Repeat every prefilled row ``group`` times; ``row_keys`` has a key per copy, which seeds its random draws."""
         if group > 1:
             self.reindex(torch.arange(len(self.seen)).repeat_interleave(group))
             self.row_keys.set_member_keys(row_keys, self.seen)
@@ -390,7 +393,7 @@ class EvictingCache:
         return sum(layer.store.dense_bytes_per_token for layer in self.layers) * tokens + self._state_bytes()
 
     def live_bytes(self, evicted_at: Tensor, coded_at: tuple[Tensor, Tensor] | None, sampled: Tensor) -> int:
-        """Return the peak bytes of the entries and states of one decoded row, by its ledger [L, H, T]."""
+        """Return the peak bytes of one row's entries and states while decoding; arguments as in ``peak_live_bytes``."""
         entries = [layer.store.entry_bytes for layer in self.layers]
         return round(peak_live_bytes(evicted_at, entries, coded_at, sampled)) + self._state_bytes()
 
@@ -424,7 +427,10 @@ class EvictingCache:
         return rows
 
     def quantised_at(self, tokens: int) -> tuple[Tensor, Tensor] | None:
-        """Return when keys and values were quantised, int32 [B, tokens] each; None if the policy does not quantise."""
+        """Return the first query that reads each key, and each value, quantised: int32 [B, tokens] each.
+
+        None if the policy does not quantise.
+        """
         return self._times.tables(tokens) if self._times else None
 
     def selections(self) -> list[Selection | None] | None:
@@ -432,7 +438,7 @@ class EvictingCache:
         return self._choices.rows() if self._choices else None
 
     def pinned(self) -> list[tuple[tuple[int, int], ...]] | None:
-        """Return each row's pinned positions as runs; None without pins, or if heads do not share a budget."""
+        """Return each row's pinned positions as runs [start, end); None without pins, or if heads share no budget."""
         shares = any(schedule.evictor.shares_heads for schedule in self.schedules.values())
         return self.pins.runs() if self.pins and shares else None
 
@@ -442,7 +448,7 @@ class EvictingCache:
 
 
 def _rank_together(layers: Sequence[CachedLayer], views: Sequence[View]) -> Sequence[Tensor]:
-    """Return the importance [b, H, K] by which each layer evicts."""
+    """Return the importance [b, H, K] by which each layer evicts, after the layers have agreed (``Evictor.agreed``)."""
     evictor = layers[0].evictor
     ranks = [evictor.importance(view).float() for view in views]
     for rank, view in zip(ranks, views, strict=True):

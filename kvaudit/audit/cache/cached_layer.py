@@ -165,7 +165,7 @@ class CachedLayer:
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def _masked_attention(self, entries: Entries, call: AttentionCall, query_positions: Tensor) -> Tensor:
-        """Return the attention of some rows' queries at positions [b, Q], in blocks with small masks."""
+        """Return the attention output of some rows' queries at positions [b, Q], computed in blocks of small masks."""
         store, query = self.store, call.query
         # one mask for all heads, until evictions let them differ
         positions = store.positions[entries.rows, :1] if store.uniform else store.positions[entries.rows]
@@ -212,7 +212,7 @@ class CachedLayer:
 
     @property
     def blocks_fixed_step(self) -> str | None:
-        """The feature of this layer that a step of fixed shapes cannot compute; None if it can compute all."""
+        """The feature of this layer that rules out steps of fixed shapes; None if they can compute the layer."""
         if self.states is not None or not self.plan.has_entries:
             return "layers with a state"
         if self.selector is not None:
@@ -284,7 +284,7 @@ class CachedLayer:
         return every_row and self.schedule.arrived.all_equal(length) and eviction.budgets.all_equal(length - 1)
 
     def view(self, rows: Tensor | slice, forward: Forward, row_keys: RowKeys, *, packed: bool) -> View:
-        """Return the view of some rows by which the policy ranks; ``packed``: in order of position and without gaps."""
+        """Return what the policy needs to rank some rows' entries; ``packed``: by position and without gaps."""
         store, moments, centres = self.store, self._moments, self._centres
         if packed and not (self._is_full and store.ordered):
             # neighbours in the cache must be neighbours in the view, without gaps from the padding of other rows
@@ -324,15 +324,19 @@ class CachedLayer:
             self._sinks.move(store, eviction.rows, by=view.seen - budgets)
 
     def victims(self, eviction: Eviction, view: View, importance: Tensor, pins: Pins | None) -> Victims:
-        """Return the entry with the lowest ``importance`` [B, H, K] in every head."""
+        """Return slot and position of the entry to evict in every head: that of the lowest ``importance`` [B, H, K].
+
+        Pinned entries and those that the policy protects come last.
+        """
         slots = victim_slots(importance, view.positions, view.seen, self.evictor, self._pins_of(eviction, view, pins))
         return Victims(slots, view.positions.gather(2, slots[:, :, None]))
 
     def victims_on_host(self, newest: int | None, before: int, pins: Pins | None) -> Victims | None:
-        """Return ``victims`` without reading the device, if the policy ranks by position; None if rows or heads differ.
+        """Return what ``victims`` would, without reading the device at every step; None if rows or heads may differ.
 
-        ``newest`` is the position of the new entry, which follows ``before`` slots; None if it differs between rows.
-        The position of each slot is read from the device once and then kept in the schedule.
+        For policies that rank by position alone. ``newest`` is the position of the new entry, which follows ``before``
+        slots; None if it differs between rows. The position of each slot is read from the device once and then kept in
+        the schedule.
         """
         schedule = self.schedule
         if newest is None or pins is not None:

@@ -53,7 +53,10 @@ class Scratch:
         self._bytes: dict[torch.Size, tuple[Tensor, Tensor]] = {}  # such a view, and its bytes
 
     def like(self, other: Tensor, dtype: torch.dtype, number: int = 0) -> Tensor:
-        """Return an uninitialised tensor shaped like ``other``, valid until the next call with this dtype, number."""
+        """Return an uninitialised tensor shaped like ``other``.
+
+        The next call with the same ``dtype`` and ``number`` reuses its memory.
+        """
         views = self._views.setdefault((dtype, number), {})
         view = views.get(other.shape)
         if view is not None and view.device == other.device:
@@ -70,7 +73,7 @@ class Scratch:
         return views[other.shape]
 
     def bytes_of(self, words: Tensor) -> Tensor:
-        """Return a tensor from ``like`` of n-byte words [..., W] viewed as bytes [..., n * W]."""
+        """Return ``words`` [..., W], a tensor of n-byte words from ``like``, viewed as bytes [..., n * W]."""
         cached = self._bytes.get(words.shape)
         if cached is None or cached[0] is not words:
             if len(self._bytes) >= _MAX_VIEWS:
@@ -96,9 +99,10 @@ def unpack(packed: Tensor, bits: int, scratch: Scratch | None = None) -> Tensor:
 
 
 def encode_tokens(x: Tensor, codec: Quantiser, scales: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return codes uint8 [..., D] and parameters [..., D / channels, P] of ``x`` [..., D], token by token.
+    """Return codes uint8 [..., D] of ``x`` [..., D], coded token by token, and their parameters [..., D / channels, P].
 
-    Fixed ``scales`` [H], for ``x`` [B, H, K, D], are used as the parameters.
+    Each run of ``channels`` channels (``codec.channels``) has P parameters: a scale and perhaps a zero. Fixed
+    ``scales`` [H], for ``x`` [B, H, K, D], are used as the parameters.
     """
     if scales is not None:
         parameters = spread_scales(scales.to(x), x)
@@ -153,7 +157,10 @@ def parameters_of(group: Tensor, table: Tensor) -> Tensor:
 
 
 def encode_runs(keys: Tensor, codec: Quantiser) -> tuple[Tensor, Tensor, Tensor]:
-    """Encode runs of ``key_group`` keys [B, H, K, D]; return codes, group numbers [K], parameters [B, H, G, D, P]."""
+    """Encode runs of ``key_group`` keys [B, H, K, D]; return codes, group numbers [K], parameters [B, H, G, D, P].
+
+    Each of the G runs is a group, with P parameters per channel.
+    """
     runs = keys.reshape(*keys.shape[:2], -1, codec.key_group, keys.shape[3]).to(
         working_dtype(keys.dtype)
     )  # [B, H, G, g, D]
@@ -165,7 +172,7 @@ def encode_runs(keys: Tensor, codec: Quantiser) -> tuple[Tensor, Tensor, Tensor]
 def encode_groups(
     keys: Tensor, is_due: Tensor, codec: Quantiser, groups: int | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Encode the keys marked by ``is_due`` [B, H, K] as ``encode_runs`` does, but with groups of their own per head.
+    """Encode the keys marked by ``is_due`` [B, H, K] as ``encode_runs`` does, but with separate groups in each head.
 
     Group numbers [B, H, K] are -1 for other keys. ``groups`` is G if known; otherwise it is read from the device.
     """
@@ -200,17 +207,17 @@ class Block(NamedTuple):
 
 
 class CodeProducts:
-    """Matrix products with numbers that are stored as packed codes, uint8 [B, H, C, W]."""
+    """Matrix products with numbers stored as packed codes, uint8 [B, H, C, W]: C slots of W bytes."""
 
     def __init__(self, codec: Quantiser, scratch: Scratch) -> None:
         self._codec, self._scratch = codec, scratch
         self._run = codec.key_group or 1  # keys that share scales per channel
 
     def logits(self, query: Tensor, codes: Tensor, table: Tensor | None = None) -> Tensor:
-        """Return the logits q k [N, X, C] of ``query`` [N, X, D], N = B * H, without the scales of keys.
+        """Return the products [N, X, C] of ``query`` [N, X, D] with coded keys: N = B * H, X queries per head, C keys.
 
-        ``table`` [B, H, G, P * D] has the parameters of keys coded per channel in runs of C / G; with it the scales are
-        included.
+        The scales of keys are left out unless ``table`` [B, H, G, P * D] gives the parameters of keys coded per
+        channel, in G runs of C / G keys.
         """
         block = self._block(codes, query.element_size())
         queries, by_tokens = _cut(query, block.heads, 0), _cut(codes.flatten(0, 1), block.tokens, 1)
@@ -225,7 +232,7 @@ class CodeProducts:
         return _concat(logits, 2)
 
     def weighted_sum(self, shares: Tensor, codes: Tensor) -> Tensor:
-        """Return the sum of values, without their scales, weighted by ``shares`` [N, X, C]: [N, X, D]."""
+        """Return coded values, without their scales, summed by weights ``shares`` [N, X, C]: [N, X, D]."""
         block = self._block(codes, shares.element_size())
         weights, by_tokens = _cut(shares, block.tokens, 2), _cut(codes.flatten(0, 1), block.tokens, 1)
         sums = []
@@ -260,7 +267,7 @@ class CodeProducts:
 
 
 def token_logits(query: Tensor, codes: Tensor, parameters: Tensor, products: CodeProducts) -> Tensor:
-    """Return the logits q k [N, X, C] of ``query`` [N, X, D] and keys coded per token by parameters [B, H, C, n, P]."""
+    """Return the logits [N, X, C] of ``query`` [N, X, D] with keys coded per token by parameters [B, H, C, n, P]."""
     scale, *zeros = _by_group(parameters)
     groups, size = parameters.shape[3], query.shape[2] // parameters.shape[3]
     if groups == 1:  # one scale per key: it multiplies the logit
@@ -293,7 +300,7 @@ def token_mix(shares: Tensor, codes: Tensor, parameters: Tensor, products: CodeP
 
 
 def _by_group(parameters: Tensor) -> tuple[Tensor, ...]:
-    """Return parameters [B, H, C, n, P] as P contiguous tensors [N, n, C], or [N, 1, 1] for one scale per head."""
+    """Return parameters [B, H, C, n, P] as P contiguous tensors [B * H, n, C]; [B * H, 1, 1] for a scale per head."""
     if parameters.shape[3:].numel() == 1:
         scale = parameters[:, :, :1] if parameters.stride(2) == 0 else parameters
         return (scale.reshape(scale.shape[0] * scale.shape[1], 1, -1),)
@@ -301,7 +308,7 @@ def _by_group(parameters: Tensor) -> tuple[Tensor, ...]:
 
 
 def _cut(tensor: Tensor, size: int, dimension: int) -> tuple[Tensor, ...]:
-    """Split into parts of ``size``; a single part costs no operator."""
+    """Return ``tensor`` split along ``dimension`` into parts of ``size``; a tensor that fits is returned as it is."""
     return (tensor,) if tensor.shape[dimension] <= size else torch.split(tensor, size, dimension)
 
 

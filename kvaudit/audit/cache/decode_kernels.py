@@ -323,7 +323,10 @@ def _coded_operand(part: CodedPart) -> Operand:
 
 
 def _with_rows(layout: Layout, tile: int) -> Layout:
-    """Return ``layout`` with ``rows``, the table rows that a tile of ``tile`` slots needs, if they are consecutive."""
+    """Return ``layout`` with ``rows``, the number of table rows that a tile of ``tile`` slots uses.
+
+    If neither runs consist of whole tiles nor tiles of whole runs, or there is no table, ``run`` becomes 0 instead.
+    """
     run = layout.run
     if layout.groups != BY_TABLE or run == 0 or max(run, tile) % min(run, tile):
         return layout._replace(run=0)
@@ -348,7 +351,7 @@ def _on(device: torch.device) -> torch.cuda.device:
 
 
 def _split_count(rows: int, slots: int, device: torch.device) -> int:
-    """Return how many programs share the slots of one of ``rows`` rows and heads."""
+    """Return among how many programs to split the slots of one head; ``rows`` is the number of rows times KV heads."""
     return max(1, min(_PROGRAMS * _multiprocessors(device) // rows, slots // _LEAST_SLOTS))
 
 
@@ -361,7 +364,7 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 def _jit(*not_specialized: str) -> Callable[[Callable[..., Any]], Any]:
-    """Return triton's JIT decorator; arguments ``not_specialized`` do not cause a recompilation for other values."""
+    """Return triton's JIT decorator; new values of the arguments ``not_specialized`` cause no recompilation."""
 
     def decorate(kernel: Callable[..., Any]) -> Any:
         return kernel if triton is None else triton.jit(kernel, do_not_specialize=not_specialized)
@@ -463,8 +466,8 @@ def _attend_coded(
 ) -> tl.tuple:
     """Return the result of ``_attend_exact`` where some slots are codes.
 
-    The tiles before the first exact entry that is seen come first. Of these, positions and the parameters of tokens are
-    read one tile ahead by hand, since loads of so few bytes are not pipelined by the compiler.
+    A first loop covers the tiles before the first exact entry that is seen. It reads positions and the parameters of
+    tokens one tile ahead by hand, since the compiler does not pipeline loads of so few bytes.
     """
     batch, head, positions, newest, begin, end = read
     ROWS: tl.constexpr = SHAPE.rows

@@ -76,9 +76,9 @@ class ByChannel:
         return torch.where(mask, numbers, 0.0).to(blocks.dtype)
 
     def read_in_order(self, blocks: Tensor, prompt: Tensor, until: Tensor) -> BlockReads:
-        """Return what queries read of keys [B, H, n, BLOCK, D] written one by one, except the prompt's, all at once.
+        """Return what queries read of keys [B, H, n, BLOCK, D] if the prompt is written at once, later keys one by one.
 
-        ``prompt`` and ``until`` are bool [B, n, BLOCK]: the entries of the prompt, and all entries.
+        ``prompt`` and ``until``, bool [B, n, BLOCK], mark the entries of the prompt and all entries.
         """
         stored = self.read_back(blocks, prompt[:, None])  # the prompt's entries are written together
         steps = []
@@ -106,7 +106,10 @@ class BlockReads(NamedTuple):
 
 @dataclass(frozen=True)
 class EngineStore:
-    """How an engine stores keys and values; None: unchanged. ``shown``: the engine returns the numbers queries read."""
+    """The formats in which an engine stores keys and values; None: unchanged.
+
+    ``shown``: the keys and values that the engine returns are those that its queries read.
+    """
 
     keys: Cast | ByToken | ByChannel | None
     values: Cast | ByToken | None

@@ -77,9 +77,10 @@ def attention_mass(
 
 
 def _reach(query_positions: Tensor, positions: Tensor, start: int, before: int | None) -> int:
-    """Return the smallest number of first slots [B, H, K] that includes every slot the queries [B, Q] can see.
+    """Return how many leading slots hold all that the queries [B, Q] can see, rounded up to a multiple of QUERY_BLOCK.
 
-    ``start`` is the number of the first query; with ``before`` (see ``attention_mass``) nothing is read from a device.
+    ``positions`` [B, H, K] are those of the slots; ``start`` is the number of the first query. With ``before`` (see
+    ``attention_mass``) nothing is read from a device.
     """
     if before is None:
         visible = (positions <= query_positions.max()).flatten(0, 1).any(0).nonzero()  # [n, 1], slot numbers
@@ -123,7 +124,10 @@ def keep_mask(
 def victim_slots(
     importance: Tensor, positions: Tensor, seen: Tensor, policy: Evictor, pinned: Tensor | None = None
 ) -> Tensor:
-    """Return the slot per head [B, H] that ``keep_mask`` would drop from budget + 1 slots, in any order."""
+    """Return the slot [B, H] that ``keep_mask`` would drop from each head with one entry more than its budget.
+
+    Unlike for ``keep_mask``, slots may be in any order.
+    """
     rank = _rank(importance, positions, seen, policy, pinned)
     is_lowest = rank == rank.amin(-1, keepdim=True)
     return torch.where(is_lowest, positions, -1).argmax(-1)  # the latest of a tie, as the stable sort above has it

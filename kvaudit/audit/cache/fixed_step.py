@@ -175,7 +175,7 @@ class FixedStep:
         return store.length >= store.slots or not store.is_reserved
 
     def _reserve(self, layer: CachedLayer, longest: int, room: int) -> None:
-        """Reserve slots for the new entry and for later ones."""
+        """Reserve slots for the new entry and, unless each step evicts one, for about ``room`` later entries."""
         store = layer.store
         if layer.schedule in self._replacing:
             store.reserve_for_steps(store.length + 1, 0, max_slots=None)
@@ -264,7 +264,7 @@ class FixedStep:
                 schedule.victims = None
 
     def _forward_of(self, positions: Tensor, next_query: Tensor, longest: int) -> Forward:
-        """Return the ``Forward`` of a step; ``longest`` 0: the ledger is wide enough."""
+        """Return the ``Forward`` of a step; ``longest`` may be 0 if the ledger has room for all rows already."""
         return Forward(
             positions,
             True,
@@ -309,5 +309,5 @@ class FixedStep:
 
 
 def _identity(tensor: Tensor) -> tuple[Hashable, ...]:
-    """Return address, shape and dtype of a tensor: freed memory may be reused by a tensor of another shape."""
+    """Return a tensor's address, shape and dtype; its address alone may be reused by a tensor of another shape."""
     return tensor.data_ptr(), tensor.shape, tensor.dtype

@@ -181,7 +181,7 @@ class HintRecorder:
             row_hints.append(new)
 
     def row_hints(self, row: int, layer: int, layers: int, heads: int, width: int) -> tuple[Tensor, Tensor]:
-        """Return the element numbers and the low bits of ranks of a row's hints so far, in no order."""
+        """Return the element numbers of a row's hints so far and the low bits of their codes' ranks, in any order."""
         self._examine_all()
         hints = torch.cat([torch.zeros(0, 5, dtype=torch.int32), *self._hints[row]]).long()
         token, part, head, channel, rank = hints.unbind(1)

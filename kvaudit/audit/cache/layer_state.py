@@ -111,7 +111,7 @@ def _write_queries(ring: Tensor, ring_positions: Tensor, query: Tensor, position
 
 
 class QueryMoments(LayerState):
-    """Sums for the mean and covariance of queries from position ``sink`` on; float32, or float64 for such a model."""
+    """Sums for the mean and covariance of queries from position ``sink`` on; float32, in a float64 model float64."""
 
     _tensors = ("_count", "_sum", "_outer")
 
@@ -148,7 +148,7 @@ class QueryMoments(LayerState):
 
 
 class QueryCentres(LayerState):
-    """Sums over queries and over the lengths of their rotary pairs; float32, or float64 for such a model."""
+    """Sums over queries and over the lengths of their rotary pairs; float32, in a float64 model float64."""
 
     _tensors = ("_count", "_sum", "_lengths")
 
@@ -240,7 +240,7 @@ class MovingSinks(LayerState):
         self._has_first = torch.empty(0, dtype=torch.bool)  # [B]
 
     def move(self, store: Store, rows: Tensor | slice, *, by: Tensor) -> None:
-        """Rotate the sinks of some rows to ``by`` [b] positions after the ones they were computed at."""
+        """Rotate the sinks of some rows so that each lies ``by`` [b] positions after its original one."""
         # sinks are protected, so they stay in the first slots
         keys = self._allocate(store)
         new = torch.zeros_like(self._has_first)

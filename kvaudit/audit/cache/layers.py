@@ -120,7 +120,7 @@ def describe_governed_layers(config: Any) -> str:
 
 
 def kv_heads(config: Any) -> int:
-    """Return the number of KV heads of the keys that attention gets, the same in every layer."""
+    """Return the number of heads of the keys that are passed to attention, which is the same in every layer."""
     text = config.get_text_config(decoder=True)
     if not hasattr(text, "num_key_value_heads") or hasattr(text, "kv_lora_rank"):
         return int(text.num_attention_heads)  # keys per query head, stored or made from a latent
@@ -152,7 +152,7 @@ class States:
         return self.tensors.get((_RECURRENT, state_idx))
 
     def is_recording_past(self, layer_idx: int) -> bool:  # noqa: ARG002
-        """Return False, since earlier states, to which assisted decoding goes back, are not kept."""
+        """Return False: earlier states, which assisted decoding would go back to, are not kept."""
         return False
 
     def update_conv_state(

@@ -76,8 +76,8 @@ class Rollout:
     [L, H, T] int32. ``answer_start`` is the index of the first token of the last completion; ``retention`` is kept/seen
     entries at that moment, over compressed layers. ``kv_bytes_peak`` is this row's share of the allocated tensors,
     ``kv_bytes_live`` the bytes of its entries while decoding (``store.peak_live_bytes``; None if not counted).
-    ``row_keys`` are the key of the row in which its prompt was prefilled and its own, if the policy draws by them.
-    ``pinned`` are runs [start, end) of pinned tokens, if a budget that heads share depends on them.
+    ``row_keys`` seed the policy's random draws, if it has any: the key for the prompt, which a group shares, and the
+    row's own. ``pinned`` are runs [start, end) of pinned tokens, if a budget that heads share depends on them.
     """
 
     ids: Tensor
@@ -105,7 +105,7 @@ class Rollout:
 
     @property
     def engine_turns(self) -> tuple[Rollout, ...]:
-        """The requests of an engine: every turn with all text before it, or the whole row if there is one turn."""
+        """One rollout per request to an engine: each turn with all text before it, or for a single turn the row."""
         return self.turns or (self,)
 
 
@@ -183,7 +183,7 @@ def _scalars(rollout: Rollout) -> dict[str, Any]:
 
 
 def _shorten(times: Tensor) -> Tensor:
-    """Convert times to uint16 if they fit; they go up to the number of tokens, and the largest number means never."""
+    """Return times as uint16 if they fit, with its largest number for never; times go up to the number of tokens."""
     if times.shape[-1] >= _SHORT_NEVER - 1:
         return times
     return times.clamp(max=_SHORT_NEVER).to(_SHORT)  # NEVER becomes the largest number

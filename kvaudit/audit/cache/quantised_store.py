@@ -111,7 +111,7 @@ class QuantisedStore(Store):
         self._aligned = self._aligned and first_position == start
 
     def read(self) -> Iterator[Entries]:
-        """Yield blocks of rows of bounded size, decoded one after the other."""
+        """Yield all entries, decoded, in blocks of rows of bounded size."""
         for rows in self._row_blocks():
             yield Entries(rows, *self.entries(rows))
 
@@ -128,7 +128,7 @@ class QuantisedStore(Store):
         return self._decoded_keys(rows), self._with_tail(self._codec.turned(values, VALUES), VALUES, rows)
 
     def _slots_of(self, name: str, rows: Tensor | slice, until: int | None = None) -> Tensor:
-        """Return the slots of some rows up to ``until``, by default all in use."""
+        """Return the tensor ``name`` of some rows in the slots before ``until``, by default in all slots in use."""
         return self._slots[name][rows, :, : self.length if until is None else until]
 
     def _decoded_keys(self, rows: Tensor | slice) -> Tensor:
@@ -187,7 +187,7 @@ class QuantisedStore(Store):
 
     @property
     def attends_codes(self) -> bool:
-        """Whether ``attend_one`` may be used: in shorter types its rounding would differ from the shadow pass."""
+        """Whether ``attend_one`` may be used: below float32 it would round otherwise than the shadow pass."""
         return self._tail[0].dtype in (torch.float32, torch.float64)
 
     def attend_one(
@@ -208,7 +208,10 @@ class QuantisedStore(Store):
         return self._mix_all(shares).reshape(*query.shape[:3], -1)
 
     def _all_logits(self, query: Tensor) -> Tensor:
-        """Return the logits q k [N, X, length], from codes and from exact keys."""
+        """Return the logits [N, X, length] of ``query`` [N, X, D] with all keys, from codes and from exact keys.
+
+        N is rows times KV heads, X the queries of each.
+        """
         keys, done = self._tail[KEYS].flatten(0, 1), self._done[KEYS].smallest
         if self._aligned:  # the same number in all rows
             exact = torch.bmm(query, _tail_from(keys, done - self._start).transpose(1, 2))
@@ -219,7 +222,7 @@ class QuantisedStore(Store):
         return logits
 
     def _mix_all(self, shares: Tensor) -> Tensor:
-        """Return the sum of values [N, X, D] weighted by ``shares`` [N, X, length], which is overwritten."""
+        """Return all values, summed by weights ``shares`` [N, X, length]: [N, X, D]; overwrites ``shares``."""
         values, done = self._tail[VALUES].flatten(0, 1), self._done[VALUES].smallest
         if self._aligned:
             exact_values = _tail_from(values, done - self._start)
@@ -233,7 +236,7 @@ class QuantisedStore(Store):
         return torch.baddbmm(self._mix_codes(shares), exact_shares, values)
 
     def _code_logits(self, query: Tensor, until: int) -> Tensor:
-        """Return the logits q k [N, X, until] of the first ``until`` codes; arbitrary numbers for exact entries."""
+        """Return the logits [N, X, until] of ``query`` with the first ``until`` codes; arbitrary for exact entries."""
         if self._table is None:
             codes, parameters = self._slots_of("key_codes", _ALL, until), self._parameters(KEYS, _ALL, until)
             return token_logits(self._codec.turned(query, KEYS), codes, parameters, self._products)
@@ -290,7 +293,7 @@ class QuantisedStore(Store):
         return DueEntries(slots, mask, span.places, self._group_counts(done, until))
 
     def _group_counts(self, done: Counts, until: Counts) -> tuple[int, int] | None:
-        """Return ``DueEntries.groups``, which is known if nothing is evicted and all groups are full."""
+        """Return ``DueEntries.groups``; None if unknown: after evictions, without groups, or if a group is not full."""
         size = self._codec.key_group
         if self._layout is None or not size or any(count % size for count in until.numbers):
             return None
@@ -300,7 +303,8 @@ class QuantisedStore(Store):
     def _shorten_tail(self) -> None:
         """Free the tail's slots before the first entry that is exact in some row or head.
 
-        If slots are positions, at least ``SLACK`` are freed at a time, because freeing copies the rest of the tail.
+        If slot s holds position s, at least ``SLACK`` slots are freed at a time, because freeing copies the rest of the
+        tail.
         """
         if self._aligned:
             slots = min(done.smallest for done in self._done) - self._start
@@ -399,7 +403,7 @@ class QuantisedStore(Store):
         self._hints.add(part, x, codes, parameters, entries.mask, positions, entries.places)
 
     def _due_positions(self, entries: DueEntries) -> Tensor | int:
-        """Return the positions [B, H, slots] of due entries, or only the first position if slots are positions."""
+        """Return the positions [B, H, slots] of due entries, or only the first position if slot s holds position s."""
         return entries.slots.start if self._aligned else self._slots["positions"][:, :, entries.slots]
 
     def hints_of(self, row: int, layer: int, layers: int) -> tuple[Tensor, Tensor]:
@@ -443,7 +447,7 @@ class QuantisedStore(Store):
         self._start = start
 
     def _pad_tail(self, start: int, length: int) -> tuple[Tensor, Tensor]:
-        """Return the tail padded with zeros to the slots from ``start`` to ``length``."""
+        """Return the tail's keys and values, padded with zeros to the slots from ``start`` to ``length``."""
         padding = (0, 0, self._start - start, length - self.length)
         keys, values = (pad(tensor, padding) for tensor in self._tail)
         return keys, values

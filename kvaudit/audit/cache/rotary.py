@@ -136,7 +136,7 @@ def _probe_rotary(model: Any) -> Rotary | None:
 
 @torch.no_grad()
 def _matches_model(model: Any, rotary: Rotary) -> bool:
-    """Return whether rotating a token's query by five positions gives its query there, in every governed layer."""
+    """Return whether a token's query turned by five positions is the model's query there, in every governed layer."""
     probe, device = _Probe(), next(model.parameters()).device
     # one token twice, at positions 3 and 8
     ids, positions = torch.ones(1, 2, dtype=torch.int64, device=device), torch.tensor([[3, 8]], device=device)

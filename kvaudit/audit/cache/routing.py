@@ -61,7 +61,7 @@ class RecordedRoutes:
         _require_every(self._calls, self._blocks)
 
     def copy_table(self) -> Tensor:
-        """Return a copy of the table so far, for ``set_first`` of another cache."""
+        """Return a copy of the experts recorded so far, to be passed to ``set_first`` of another recorder."""
         assert self._table is not None
         return self._table.clone()
 
@@ -141,7 +141,7 @@ class _TopkInterceptor(TorchFunctionMode):
 
 
 class _BlockHooks:
-    """The hooks of one mixture-of-experts block, which take ``kv`` from its layer: blocks are not passed it.
+    """The hooks of one mixture-of-experts block, which take ``kv`` from its layer, since blocks do not receive it.
 
     The layer's attention passes ``kv`` on too, because gradient checkpointing recomputes a layer without its hooks.
     """
@@ -244,7 +244,7 @@ def _expert_count(model: Any) -> int:
 
 
 def check_experts(records: Sequence[Tensor | None], model: Any, *, reroute: bool) -> None:
-    """Raise DataError if recorded experts [..., M, k] do not fit the model, or are missing without ``reroute``."""
+    """Raise DataError if recorded experts [..., M, k] do not fit the model, or are missing and ``reroute`` is off."""
     blocks = hook_expert_blocks(model)
     for experts in records:
         if experts is None and blocks and not reroute:

@@ -175,7 +175,7 @@ class Schedule:
 
 
 class RowKeys:
-    """The key of each row [B], which seeds the random draws of policies; a group shares the key of its prompt."""
+    """The key [B] of each row, a seed for random draws of policies; rows of a group share the key for their prompt."""
 
     def __init__(self, keys: Tensor) -> None:
         self._keys = keys
@@ -212,7 +212,7 @@ class RowKeys:
         return (self._keys, torch.zeros_like(self._keys)) if self._prompts is None else self._prompts
 
     def set_member_keys(self, keys: Tensor, seen: Tensor) -> None:
-        """Use ``keys`` [B] for later tokens; the ``seen`` [B] tokens so far keep the key of their prompt."""
+        """Use ``keys`` [B] for later tokens; the first ``seen`` [B] tokens, the prompt, keep the key that they had."""
         self._prompts, self._keys = (self._keys, seen.to(self._keys.device)), keys
 
 

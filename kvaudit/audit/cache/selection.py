@@ -24,10 +24,10 @@ _LATEST = 2**31 - 1  # sorts NO_UNIT behind every unit
 class Selection:
     """The keys that the selecting queries of one row attended to; CPU tensors.
 
-    Query ``queries[n]`` (int32 [N], row positions, rising) saw in layer ``layers[s]`` and head a, of the keys up to its
-    own, those at positions p with p // ``unit`` in ``chosen[s, a, n]``: int32 [S, A, N, k], rising, NO_UNIT at the end.
-    A is 1 if all heads share their lists, else the number of KV heads or of query heads. Other queries and other layers
-    saw everything that was not evicted.
+    A unit is a run of ``unit`` positions; position p is in unit p // ``unit``. In layer ``layers[s]`` and head a, query
+    ``queries[n]`` (int32 [N], row positions, rising) saw the keys up to its own in the units ``chosen[s, a, n]``: int32
+    [S, A, N, k], rising, NO_UNIT at the end. A is 1 if all heads share their lists, else the number of KV heads or of
+    query heads. Other queries and other layers saw everything that was not evicted.
     """
 
     unit: int
@@ -36,7 +36,7 @@ class Selection:
     chosen: Tensor
 
     def keys(self, layer: int, head: int, heads: int) -> list[tuple[int, frozenset[int]]]:
-        """Return each selecting query with the positions that head ``head`` of ``heads`` attends to in a layer."""
+        """Return (query, positions of the keys that it saw) for each selecting query, in one layer and head."""
         if layer not in self.layers:
             return []
         lists = self.chosen[self.layers.index(layer)]

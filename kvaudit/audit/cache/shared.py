@@ -122,7 +122,7 @@ class SharedPrefill:
 
 
 def _can_share(first: Policy, second: Policy, prompts: Prompts) -> bool:
-    """Return whether two policies can share the first chunk: equal columns, read in the same precision.
+    """Return whether two policies can share a first chunk: it is equally long and is read in the same precision.
 
     A chunk of one column is not shared, because a quantised cache computes its attention by another formula.
     """

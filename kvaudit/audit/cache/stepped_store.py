@@ -137,11 +137,11 @@ class SteppedStore(QuantisedStore):
 
     @property
     def is_aligned(self) -> bool:
-        """Whether slots are positions, in every row."""
+        """Whether slot s holds position s, in every row."""
         return self._aligned
 
     def most_exact(self, seen: list[int]) -> int:
-        """Return the largest number of exact entries in any row, for rows that have seen ``seen`` tokens."""
+        """Return how many exact entries a row can have at most in the next step, if rows have seen ``seen`` tokens."""
         done = zip(*(counts.numbers for counts in self._done), strict=True)
         exact: int = max(count - min(pair) for count, pair in zip(seen, done, strict=True))
         return max(exact, self._codec.residual) + 1

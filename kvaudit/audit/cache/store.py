@@ -272,7 +272,10 @@ class Store:
         self.evicted_at = self.evicted_at.index_select(0, rows)
 
     def close_gaps(self) -> None:
-        """Pack to the front if all rows fit into fewer slots, or joining and leaving rows would widen the store."""
+        """Pack entries to the front if all rows then fit into fewer slots.
+
+        Without this, rows that join and leave would widen the store.
+        """
         if self._slots:  # not a layer without entries
             used = self.positions >= 0
             widest = int(used.sum(-1).max())

@@ -193,7 +193,7 @@ def run_forward(model: Any, ids: Tensor, replay: Any, logits_to_keep: int = 0) -
 
 
 def position_columns(counts: Tensor, starts: Tensor) -> Tensor:
-    """Return row positions [B, longest]: ``counts`` [B] of them from ``starts`` [B] on, then -1."""
+    """Return row positions [B, longest]: ``counts`` [B] consecutive ones from ``starts`` [B] on, then -1."""
     columns = torch.arange(int(counts.max()))
     return torch.where(columns < counts[:, None], columns + starts[:, None], -1)
 
@@ -242,7 +242,7 @@ def quantisation_times(
 
 
 def _times_at(rows: Sequence[Tensor], positions: Tensor) -> Tensor:
-    """Return the times [T] of each row at row positions [B, K]."""
+    """Return the times [B, K] of row positions [B, K], from the times [T] of each row; NEVER at padding."""
     times = pad_sequence(list(rows), batch_first=True, padding_value=NEVER).to(positions.device)  # [B, T]
     return torch.where(positions >= 0, times.gather(1, positions.clamp(min=0).long()), NEVER)
 
@@ -280,7 +280,7 @@ def _decode_by_token(exact: Tensor, times: QuantisationTimes, layer_part: LayerP
 
 
 def _key_groups(member: Tensor, times: Tensor, size: int) -> Tensor:
-    """Return group numbers [B, H, K], -1 for none; a group is a run of ``size`` members quantised at the same time.
+    """Return group numbers [B, H, K], -1 for none; a group is up to ``size`` successive members quantised at one time.
 
     ``member`` bool [B, H, K]; ``times`` [B, K] do not decrease along members.
     """

@@ -72,14 +72,14 @@ class ChosenForm(ChoiceUnits):
 
 
 class EventForm(Form):
-    """One eviction."""
+    """An eviction: from ``query`` on, only the ``kept`` of the earlier entries are visible, by layer and head."""
 
     query: Index
     kept: list[list[list[Index]] | None]  # [layers][heads][entries], None for a layer from which nothing left
 
 
 class RolloutForm(Form):
-    """One rollout, in either form."""
+    """The base of a rollout in the file, whose values are lists or tensors."""
 
     prompt_length: Length
 
@@ -113,7 +113,7 @@ class FileHeader(Form):
 
 
 class JsonFile(FileHeader):
-    """The JSON form."""
+    """A whole file in the JSON form."""
 
     rollouts: Annotated[list[JsonRollout], Field(min_length=1)]
 

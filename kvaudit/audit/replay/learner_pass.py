@@ -1,9 +1,9 @@
 """The learner's forward: one parallel pass in which every query sees exactly what it saw while sampling.
 
-A group's prompt is passed once and the suffixes attend to its keys: P + G*R tokens instead of G*(P + R); gradients flow
-through the shared keys. The dense pass is the same without the ledger. A model sharded over processes gathers weights
-by layer hooks, which a second forward on shared keys would bypass; for it every row is passed with its prompt
-(``whole_rows``), in one forward.
+A group's prompt is passed once and the suffixes attend to its keys: P + G*R tokens, for a prompt of P tokens and G
+suffixes of R, instead of G*(P + R). Gradients flow through the shared keys. The dense pass is the same without the
+ledger. A model sharded over processes gathers weights by layer hooks, which a second forward on shared keys would
+bypass; for it every row is passed with its prompt (``whole_rows``), in one forward.
 """
 
 from __future__ import annotations

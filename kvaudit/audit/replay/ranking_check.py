@@ -40,7 +40,7 @@ _MAX_ELEMENTS = 1 << 24  # of the keys, or of a slots x slots matrix, of one bat
 
 
 class ChoiceCount(NamedTuple):
-    """The number of entries evicted from the governed layers, and how many of them the policy chooses again."""
+    """The number of recorded choices (evicted entries or selected units), and how many of them the policy repeats."""
 
     evicted: int
     repeated: int
@@ -63,7 +63,10 @@ class RankingAgreement(NamedTuple):
 
 
 def check_ranking(model: Any, rollouts: Sequence[Rollout], policy: Policy) -> RankingAgreement | str:
-    """Repeat every choice in rollouts that keep the policy's schedule; return the reason if that is impossible."""
+    """Return how often the policy repeats the recorded choices, or the reason why that cannot be checked.
+
+    The rollouts must keep the policy's schedule (see ``eviction_breach``).
+    """
     evictor, selects = evictor_of(policy), selector_of(policy) is not None
     if not (evictor.evicts or selects):
         return "the policy keeps every entry"
@@ -91,7 +94,10 @@ def check_ranking(model: Any, rollouts: Sequence[Rollout], policy: Policy) -> Ra
 
 @torch.no_grad()
 def repeat_choices(model: Any, rollout: Rollout, policy: Policy, rotary: Rotary | None) -> ChoiceCount:
-    """Repeat the ranking at every eviction of a rollout that keeps the policy's schedule (see ``eviction_breach``)."""
+    """Return how many choices (evictions or selections) a rollout records, and how many of them the policy repeats.
+
+    The rollout must keep the policy's schedule (see ``eviction_breach``).
+    """
     plans, steps = layer_plans(model.config, policy), forward_steps(rollout, policy.chunk)
     device, tokens = next(model.parameters()).device, steps[-1].seen
     context = Reranking(plans, torch.arange(tokens, device=device)[None], rollout, steps, rotary)
@@ -135,7 +141,7 @@ class Reranking(Replay):
         return super().attend(call)
 
     def _count_selections(self, call: AttentionCall, selector: Selector) -> None:
-        """Count the units that queries selected, without their own, and those that the policy selects again."""
+        """Count the units that queries selected, except each query's own unit, and those that the policy repeats."""
         selection = self._rollout.selection
         assert selection is not None
         queries = selection.queries.to(call.key.device)
@@ -175,7 +181,10 @@ class Reranking(Replay):
                 yield _Ranking(policy.importance(view).float(), view.positions, batch, evicted)
 
     def _count_evictions(self, layer: int, rankings: list[_Ranking], policy: Evictor) -> None:
-        """Count the evicted entries and those that the policy chooses; joint layers choose after the last."""
+        """Count the evicted entries of a layer and those that the policy chooses again.
+
+        Layers that are ranked together are counted after the last of them.
+        """
         self._pending.append(rankings)
         if policy.across_layers and layer != self._last_governed:
             return
@@ -190,7 +199,10 @@ class Reranking(Replay):
         self._pending = []
 
     def _find_pinned(self, positions: Tensor, policy: Evictor) -> Tensor | None:
-        """Return which entries are pinned; if pins are not recorded, those never evicted from any governed layer."""
+        """Return which entries are pinned, or None if the policy pins nothing.
+
+        If pins are not recorded, the entries that no governed layer evicted count as pinned.
+        """
         if not policy.pinned_roles:
             return None
         if self._rollout.pinned is not None:
@@ -314,7 +326,7 @@ class RecordedLayer:
                 yield total.clone()
 
     def query_statistics(self, sums: QueryMoments | QueryCentres, due: Sequence[int]) -> Iterator[Any]:
-        """Yield ``sums`` over all queries before each eviction."""
+        """Yield, for each eviction in ``due``, the statistics of ``sums`` over all queries before it."""
         start = 0
         for seen in due:
             sums.add(self.call.query[:, :, start:seen], self.at[:, start:seen])
@@ -329,6 +341,6 @@ def _at_positions(tensor: Tensor, positions: Tensor) -> Tensor:
 
 
 def _batch(rows: Sequence[Any]) -> Any:
-    """Combine the moments, or the centres, of several rows into one batch."""
+    """Return the moments, or the centres, of several rows combined into one batch."""
     tensors = [torch.cat(parts) for parts in zip(*(row[:2] for row in rows), strict=True)]
     return type(rows[0])(*tensors, *rows[0][2:])

@@ -194,7 +194,10 @@ def due_evictions(policy: Evictor, steps: Sequence[ForwardStep]) -> list[DueEvic
 
 
 def quantisation_breach(rollout: Rollout, policy: Policy) -> str | None:
-    """Return how codec or times differ from the policy's quantiser, or None; its schedule needs token counts alone."""
+    """Return how the recorded codec or times contradict the policy's quantiser, or None if they agree.
+
+    Its schedule depends on token counts alone.
+    """
     codec = quantiser_of(policy)
     if rollout.codec != codec:
         used, named = ("nothing" if c is None else c.canonical for c in (rollout.codec, codec))
@@ -212,7 +215,7 @@ def quantisation_breach(rollout: Rollout, policy: Policy) -> str | None:
 
 
 def _due_quantisation(rollout: Rollout, codec: Quantiser, until: Callable[[int, int], int], chunk: int) -> Tensor:
-    """Return the query [T] that first reads each entry quantised, by the codec's schedule."""
+    """Return the first query [T] that reads each entry quantised under the codec's schedule; NEVER if none does."""
     times: list[int] = []
     for seen, _ in forward_steps(rollout, chunk):
         times += codec.first_queries(len(times), until(len(times), seen), seen)
@@ -220,7 +223,7 @@ def _due_quantisation(rollout: Rollout, codec: Quantiser, until: Callable[[int, 
 
 
 def selection_breach(rollout: Rollout, policy: Policy, plans: Sequence[LayerPlan]) -> str | None:
-    """Return how the selecting queries, layers or numbers of units differ from the policy's, or None."""
+    """Return how the recorded queries, layers or numbers of units contradict the policy's selector, or None."""
     selector, selection = selector_of(policy), rollout.selection
     if selector is None:
         return None if selection is None else "queries chose what they attend to, the policy has them see everything"

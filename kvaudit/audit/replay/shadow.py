@@ -110,7 +110,7 @@ def _require_no_noise(model: Any) -> None:
 
 
 def _noise_options(module: Module) -> dict[str, float]:
-    """Return a module's options of noise, such as ``dropout``, ``layerdrop``, ``jitter_noise``."""
+    """Return the values of a module's options for noise, such as ``dropout``, ``layerdrop``, ``jitter_noise``."""
     if isinstance(module, Dropout):
         return {"dropout": module.p}
     return {

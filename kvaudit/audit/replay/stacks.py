@@ -62,7 +62,10 @@ class RolloutLists(NamedTuple):
 
 
 class StackLine(BaseModel):
-    """The base of lines of any stack; unknown keys are ignored. Its fields are kvaudit's, allowed in every line."""
+    """The base of lines of any stack; unknown keys are ignored.
+
+    The two fields defined here are kvaudit's own and allowed in a line of any stack.
+    """
 
     model_config = ConfigDict(frozen=True)
 
@@ -338,7 +341,7 @@ def _lines(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _samples(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yield the samples of slime's ``--save-debug-rollout-data`` files, without running code in the file."""
+    """Yield place and content of each sample in a file of slime's ``--save-debug-rollout-data``; run no code in it."""
     try:
         rows = list(torch.load(path, map_location="cpu", weights_only=True)["samples"])
     except Exception as error:  # a damaged pickle can raise any exception
@@ -412,7 +415,7 @@ def _placeholder_fault(rollout: Rollout) -> str | None:
 
 
 def _draws_nothing(row: RolloutLists) -> bool:
-    """Return whether a completion is empty or fully masked, with lists of consistent lengths."""
+    """Return whether a completion has no sampled token (empty or fully masked), but lists of consistent lengths."""
     length = len(row.ids) - row.prompt_length
     mask = [1] * length if row.mask is None else row.mask
     return row.prompt_length > 0 and len(mask) == length and len(row.logprobs) in (0, length) and not any(mask)

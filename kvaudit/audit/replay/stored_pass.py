@@ -135,7 +135,7 @@ class StoredReplay:
         return _attention(call, keys, values, visible)
 
     def _as_read(self, coding: Cast | ByToken | None, learner: Tensor, engine: Tensor) -> Tensor:
-        """Return entries [B, H, K, D] as queries read them, if each entry is quantised alone."""
+        """Return entries [B, H, K, D] as queries read them; ``coding`` quantises each entry alone (None: unchanged)."""
         if self._store.shown:  # the engine's value, the learner's gradient
             return _add_error(learner, engine, learner.detach())
         return _add_error(learner, engine if coding is None else coding.read_back(engine), engine)
@@ -187,9 +187,11 @@ class StoredReplay:
     def _block_of_query(
         self, blocks: tuple[Tensor, Tensor], prefilled: Tensor, tail: Tensor, start: int
     ) -> tuple[Tensor, Tensor]:
-        """Return the keys of each query's own block as it reads them [B, H, Q, BLOCK, D], and first columns [B, Q].
+        """Return the block of keys that each query is in, as it reads it, and the block's first column.
 
-        ``blocks`` are the learner's keys and the engine's, [B, H, n, BLOCK, D].
+        Keys are [B, H, Q, BLOCK, D], columns [B, Q]. ``blocks`` are the learner's keys and the engine's,
+        [B, H, n, BLOCK, D]. ``prefilled`` are blocks as the prompt reads them; ``tail`` has, from block ``start`` on,
+        what each slot's query reads (``BlockReads.same_block``).
         """
         at = self.queries.clamp(min=0)
         block, place = at // BLOCK, at % BLOCK  # each [B, Q]

@@ -173,7 +173,7 @@ class Diagnosis:
 
     @property
     def effective_remedies(self) -> list[Harm]:
-        """The remedies that remove half of the harm or more, by memory, then by the harm that remains."""
+        """The remedies that remove half of the harm or more, sorted by memory, then by the harm that remains."""
         if self.mode == "nothing":
             return []
         effective = [remedy for remedy in self.remedies if remedy.nats <= MENDS * self.overall.nats]
@@ -307,7 +307,7 @@ def _layers_with_entries(model: LoadedModel) -> list[int]:
 
 
 def _layer_counts(model: LoadedModel, setting: Codes | Floats) -> list[int]:
-    """Return the numbers of worst layers in which the finer code is tried; in small models shares may coincide."""
+    """Return in how many layers, the worst ones, to try the finer code: one number per share, without duplicates."""
     return list(dict.fromkeys(-(-len(_layers_with_entries(model)) // share) for share in setting.shares))
 
 
@@ -326,7 +326,10 @@ def run_diagnosis(
     setting: Codes | Floats,
     on_harm: Callable[[Harm], None] = lambda _: None,
 ) -> Diagnosis:
-    """Measure the harm of a setting, of its parts and of remedies; ``on_harm`` is called with each result."""
+    """Return the diagnosis of a setting, from the harm of the setting, of its parts and of remedies.
+
+    ``on_harm`` is called with each harm as it is measured.
+    """
 
     def measure(case: Case) -> Harm:
         harm = _harm(model, requests, case)
@@ -399,10 +402,10 @@ def _harm(model: LoadedModel, requests: Sequence[Request], case: Case) -> Harm:
 
 
 def _along_refusals(model: LoadedModel, requests: Sequence[Request], setting: Codes) -> float:
-    """Return the ratio of key noise along the refusal direction, by token over by channel: median over layers.
+    """Return the noise of keys coded by token, along the refusal direction, divided by that of keys coded by channel.
 
-    The direction is the difference between the mean keys of the last prompt token of both kinds of requests (difference
-    in means, Arditi 2024, arXiv:2406.11717, there of the residual stream).
+    It is the median over layers. The direction is the difference between the mean keys of the last prompt token of both
+    kinds of requests (difference in means, Arditi 2024, arXiv:2406.11717, there of the residual stream).
     """
     rows: dict[int, list[tuple[Tensor, ...]]] = {}
     codes = (ByToken(setting.bits, setting.group), ByChannel(setting.bits))
@@ -441,7 +444,7 @@ class Distances(NamedTuple):
 
 
 def distances(reference: Tensor, candidate: Tensor, ids: Tensor) -> Distances:
-    """Compare candidate logits [n, V] with reference logits [n, V] that predict the tokens ``ids`` [n]."""
+    """Return the distances between reference and candidate logits, [n, V] each, that predict the tokens ``ids`` [n]."""
     blocks = zip(*(torch.split(tensor, _ROWS) for tensor in (reference, candidate, ids)), strict=True)
     return Distances(
         *(torch.cat(column) for column in zip(*(_block_distances(*block) for block in blocks), strict=True))

@@ -55,7 +55,10 @@ class Measure(ABC, Generic[WorkUnit, ServedBatch, Total]):
     @classmethod
     @abstractmethod
     def trial(cls, run: RunFolder) -> Self:
-        """Return the measure for a finished run in which the first arm trained on dense rollouts and kept the last."""
+        """Return an instance that tests can run on a finished run.
+
+        The run's first arm trained on dense rollouts and kept the last of them.
+        """
 
     @abstractmethod
     def units(self) -> Sequence[WorkUnit]:
@@ -159,7 +162,7 @@ def finished_records(run: RunFolder, unit: Unit) -> Iterator[Record]:
 
 
 def remake_items(run: RunFolder, model: LoadedModel, suite: Suite, record: Record) -> dict[str, Item]:
-    """Generate the items of a unit again, by name; ``record`` is any record of the unit.
+    """Return the items of a unit by name, generated again; ``record`` is any record of the unit.
 
     Raises DataError or RunError if suite, rows or model files changed.
     """
@@ -185,7 +188,7 @@ def remake_items(run: RunFolder, model: LoadedModel, suite: Suite, record: Recor
 
 
 def checkpoint_rollouts(folder: Path) -> list[RecordedRollouts]:
-    """Read the last rollouts of a finished checkpoint, one set per policy that a mixture drew.
+    """Return the last rollouts of a finished checkpoint, one set per policy that a mixture drew.
 
     Intermediate ledgers cannot be replayed, since their weights are not kept. Raises DataError if files changed or
     there are no rollouts.

@@ -90,8 +90,8 @@ class FilePanel:
 class FilledLogprobs:
     """The recorded log-probs of exactly 0: placeholders of missing ones, unless the learner is sure of the token.
 
-    ``place`` and ``token`` (from 0) locate the first zero of the first rollout with a certain placeholder. ``doubted``
-    counts the zeros of which the learner is not sure; ``learner`` is the sum of its log-probs there, in nats.
+    ``doubted`` counts the zeros of which the learner is not sure; ``learner`` is the sum of its log-probs there, in
+    nats. ``place`` and ``token`` (from 0) locate the first zero of the first rollout whose zeros cannot all be true.
     """
 
     rollouts: int = 0
@@ -141,7 +141,7 @@ class PaddedRollouts:
 
 
 def survey(path: Path) -> Survey:
-    """Read a whole file once.
+    """Return the summary of a rollout file, which is read once from start to end.
 
     Raises DataError for a malformed rollout, for a file without rollouts, and if most have no sampled token.
     """
@@ -324,7 +324,7 @@ def _learner_logprobs(model: Any, rollouts: list[Rollout], sampled: Tensor, temp
 
 
 def _advantages(row: ImportedRollout, contents: Survey) -> Tensor:
-    """Return the advantage of each token after the prompt; NaN if the file has no advantage, or no reward and group."""
+    """Return the advantage of each token after the prompt: the file's, or else reward minus group mean, or else NaN."""
     length = len(row.rollout.ids) - row.rollout.prompt_length
     if row.advantages is not None:
         return row.advantages

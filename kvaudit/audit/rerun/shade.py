@@ -21,7 +21,10 @@ from kvaudit.core.text import inline, length_label, visible
 
 
 class Shade(AnswerMeasure[Shadings]):
-    """The measure that makes the shadings of requested answers, by unit name; stored ones are not made again."""
+    """The measure that serves requested answers again and stores which tokens the cache then held (``Shading``).
+
+    ``requested`` has their keys by unit name; answers whose shading is stored already are left out.
+    """
 
     name = "shade"
     by_item = True
@@ -47,7 +50,7 @@ class Shade(AnswerMeasure[Shadings]):
         return f"{example.arm} seed {example.train_seed}, {engine_name(unit.policy.canonical)}, {suite}"
 
     def reduce(self, unit: AnswerSet, model: LoadedModel, batches: Iterator[list[RerunAnswer]]) -> Shadings:  # noqa: ARG002
-        """Store the shadings after every batch; None for an answer that differs from its record."""
+        """Store the shadings after every batch; return the new ones, None for answers that differ from their record."""
         example = unit.example
         name = Unit(example.arm, example.train_seed, unit.policy, example.suite, example.context_tokens).name
         stored, new = read_shadings(self._run.path, name), Shadings()
@@ -137,7 +140,7 @@ def match_run_policies(run: RunFolder, texts: Sequence[str]) -> list[Policy]:
 
 
 def _records_at(run: RunFolder, place: AnswerPlace) -> Mapping[str, Record]:
-    """Return the records of an answer, one or more, by policy."""
+    """Return the records of one answer by policy; raise SpecError or DataError if there is none to compare with."""
     rows: dict[str, dict[tuple[str, int, int], Record]] = {}  # by policy; by suite, length and sample
     items = set[str]()
     units = [unit for unit in grid(run.spec) if (unit.arm, unit.seed) == (place.arm, place.seed)]

@@ -128,7 +128,8 @@ class ReplayedRollout(NamedTuple):
 class Verify(Measure[RecordedRollouts, list[ReplayedRollout], Verification]):
     """The measure that replays recorded rollouts with the model that is said to have sampled them.
 
-    ``tolerance`` is in nats on the worst token (default: the dtype's); ``temperature`` replaces the recorded one.
+    ``tolerance`` is the largest gap that a token may have, in nats (default: the dtype's); ``temperature`` replaces the
+    recorded one.
     """
 
     name = "verify"

@@ -60,7 +60,7 @@ def trainable_copy(
 
 
 def frozen_copy(start: LoadedModel, ranks: RankGroup) -> Any:
-    """Return the frozen reference model: that of ``start``, or with several ranks this rank's shards of a copy."""
+    """Return the frozen reference model: ``start``'s own, or with several ranks this rank's shards of a copy."""
     return start.model if ranks.count == 1 else shard(_share_weights(start.model), start.device, ranks)
 
 
@@ -186,7 +186,10 @@ def save_adapter(learner: AdaptedModel, folder: Path) -> None:
 
 
 def linear_layers(model: Any) -> list[str]:
-    """Return the last parts of the names of the decoder's linear layers, without the head, which may be tied."""
+    """Return the last name parts of the decoder's linear layers, such as ``q_proj``, sorted, each once.
+
+    The head is left out, since its weights may be tied to the embedding's.
+    """
     modules = find_decoder(model).named_modules()
     return sorted({name.rpartition(".")[2] for name, module in modules if isinstance(module, Linear)})
 

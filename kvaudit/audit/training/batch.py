@@ -72,7 +72,7 @@ def row_seeds(config: TrainConfig, step: int, attempt: int = 0) -> list[int]:
 
 @dataclass(frozen=True)
 class Batch:
-    """B rollouts, groups of one prompt consecutive, suffixes right-padded to the longest, R.
+    """A batch of B rollouts, ordered by group (one prompt each), with suffixes right-padded to the longest, R.
 
     ``host_sampled`` and ``host_mask`` are copies on the CPU, which can be read without waiting for the device.
     """
@@ -112,7 +112,7 @@ class Batch:
         return values.new_zeros(self.sampled.shape).index_put(index, values)
 
     def select_graded(self, values: Tensor) -> Tensor:
-        """Return those of the values [n] of sampled tokens that belong to graded rollouts."""
+        """Return the ``values``, [n] with one per sampled token, that belong to graded rollouts."""
         return values[upload(self.host_mask[self.host_sampled].nonzero()[:, 0], values.device)]
 
     @property
@@ -133,7 +133,7 @@ class Batch:
 
     @property
     def learner_tokens(self) -> int:
-        """Tokens of one shared-prompt pass: each prompt once, and every suffix."""
+        """The number of tokens in one shared-prompt pass: each prompt once, and every suffix."""
         prompts = sum(rollout.prompt_length for rollout in self.rollouts[:: self.group])
         return prompts + sum(len(rollout.ids) - rollout.prompt_length for rollout in self.rollouts)
 
@@ -166,9 +166,9 @@ def collect(rollouts: Sequence[Rollout], scores: Sequence[float | None], group: 
 
 
 def batch_rewards(batch: Batch, values: Tensor | None, config: TrainConfig, limits: Tensor) -> BatchRewards:
-    """Return the rewards from which advantages are computed, minus the overlong penalty if it is configured.
+    """Return the rewards from which advantages are computed, lowered by the overlong penalty if it is configured.
 
-    ``limits`` [B] or [] is the maximum number of tokens of each rollout.
+    ``values`` are the critic's. ``limits`` [B] or [] is the maximum number of tokens of each rollout.
     """
     rewards = batch.rewards
     if config.overlong:
@@ -178,7 +178,7 @@ def batch_rewards(batch: Batch, values: Tensor | None, config: TrainConfig, limi
 
 
 def earned_groups(rewards: Tensor, graded: Tensor, group: int) -> Tensor:
-    """Mark the graded rows of groups in which some reward is positive, bool [B]."""
+    """Return bool [B], True for graded rows of groups in which some reward is positive."""
     earned = ((rewards > 0) & graded).view(-1, group).any(dim=1, keepdim=True)  # [B / group, 1]
     return (earned & graded.view(-1, group)).reshape(-1)
 
@@ -300,7 +300,7 @@ def _group_kinds(rollouts: Sequence[Rollout], group: int) -> list[int]:
 def _split_group(
     rollouts: Sequence[Rollout], rows: list[int], group: int, limit: int, whole_rows: bool
 ) -> list[list[int]]:
-    """Split a microbatch of one group into parts that fit the limit; a microbatch of several groups fits already."""
+    """Return the rows of one group in parts that fit the limit; rows of several groups fit and stay together."""
     if len(rows) > group:
         return [rows]
     prompt, suffix = _group_size([rollouts[row] for row in rows], whole_rows)
@@ -310,7 +310,7 @@ def _split_group(
 
 
 def _group_size(members: Sequence[Rollout], whole_rows: bool) -> tuple[int, int]:
-    """Return the tokens of a group's shared prompt and of its widest row."""
+    """Return the tokens of a group's shared prompt, 0 if rows repeat it, and those of its widest row besides."""
     turns = max(len(rollout.engine_turns) for rollout in members)
     # an answer that an engine read in turns may be replayed in turns, each a row with everything before it
     prompt = 0 if whole_rows or turns > 1 else members[0].prompt_length

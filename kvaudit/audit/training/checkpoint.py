@@ -145,7 +145,7 @@ class TelemetryLog:
 
 
 def _json_value(value: Any) -> Any:
-    """Replace numbers that are not finite, which JSON cannot hold, by None."""
+    """Return ``value`` with None in place of numbers that are not finite, which JSON cannot hold."""
     if isinstance(value, Mapping):
         return {key: _json_value(item) for key, item in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
@@ -366,7 +366,7 @@ class Resumable:
 
     @on_all_ranks
     def save_part(self, folder: Path) -> dict[str, str]:
-        """Write the state of every rank but 0, each by itself; return the sha256 of each file."""
+        """Write this rank's state into ``folder``, except in rank 0; return the sha256 of all ranks' files, by name."""
         digests = dict[str, str]()
         if self.ranks.number:
             path = folder / _part_name(self.ranks.number)
@@ -380,7 +380,10 @@ class Resumable:
 def write_provenance(
     folder: Path, claim: Mapping[str, Any], recipe: Mapping[str, Any], position: Position, saved: Mapping[str, Any]
 ) -> None:
-    """Write provenance.json, which marks a checkpoint complete; ``saved`` are its sha256, files and versions."""
+    """Write provenance.json, which marks a checkpoint complete.
+
+    ``saved`` has the sha256 of the weights, that of each file, and the software versions.
+    """
     config, telemetry = claim["config"], {TELEMETRY: file_sha256(folder / TELEMETRY)}
     provenance = {
         **claim,
@@ -426,6 +429,6 @@ def _save_model(learner: LoadedModel, folder: Path) -> None:
 
 
 def versions(**hosts: str) -> dict[str, str]:
-    """Return the versions of the software that trained a checkpoint."""
+    """Return the versions of the software that trained a checkpoint, by name; ``hosts`` adds others, such as TRL's."""
     software = {"kvaudit": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
     return {**software, **hosts, "python": platform.python_version()}

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """The design of one arm: all in which arms differ. Items, seeds, optimiser and updates are equal between arms."""
+    """The design of one arm: everything in which arms may differ. Items, seeds, optimiser and updates are the same."""
 
     name: str
     rollout: Literal["dense", "compressed"]  # the sampler's cache
@@ -90,7 +90,7 @@ class TrainConfig(HashedConfig, Training):
 
     @classmethod
     def of(cls, section: TrainSpec, arm: str, seed: int) -> TrainConfig:
-        """Return the training run of one seed and one arm, given by its name in the run."""
+        """Return the configuration of one seed of an arm; ``arm`` is the arm's name in the run."""
         shared = section.model_dump(include=set(Training.model_fields))
         trained = next(entry for entry in section.trained if entry.name == arm)
         return cls(**(shared | {"arm": trained.recipe, "seed": seed, "policy": trained.policy}))
@@ -115,7 +115,7 @@ class TrainConfig(HashedConfig, Training):
 
     @cached_property
     def store(self) -> EngineStore | None:
-        """The format in which that engine stores keys and values; None if it is unknown or cannot be replayed."""
+        """The format in which ``rollout_engine`` stores keys and values; None if unknown or impossible to replay."""
         condition = self.rollout_engine
         if condition is None:
             return None
@@ -235,17 +235,17 @@ class StartConfig(HashedConfig, SpecSection):
 
     @classmethod
     def of(cls, section: TrainSpec, seed: int) -> StartConfig:
-        """Return the warm start of one seed of a spec with ``sft``."""
+        """Return the configuration of one seed's warm start, from a train section with ``sft``."""
         return cls(seed=seed, **section.model_dump(include=set(cls.model_fields) - {"seed"}))
 
     @property
     def steps(self) -> int:
-        """Supervised steps."""
+        """The number of supervised steps."""
         return self.sft.steps
 
     @property
     def prompts_per_step(self) -> int:
-        """Transcripts per step."""
+        """The number of transcripts per step."""
         return self.sft.prompts_per_step
 
     def recipe_summary(self) -> dict[str, Any]:

@@ -48,7 +48,10 @@ _KEPT = "saved work is kept: start the run again"
 
 
 class EngineUse(NamedTuple):
-    """How to run the sampling engine; ``on_start`` is called with its condition and description at every start."""
+    """How to run the sampling engine.
+
+    ``on_start`` is called at every start of the engine with its condition (name and settings) and its description.
+    """
 
     spec: EngineSpec = EngineSpec()
     on_start: Callable[[Condition, Mapping[str, str]], None] = lambda *_: None
@@ -101,7 +104,7 @@ class EngineRolloutSampler(RolloutSampler):
         self._drawer = None
 
     def _check_fresh(self, rollout: Rollout) -> None:
-        """Raise RunError if an engine's rollout has other log-probs under the learner's weights: its weights are stale.
+        """Raise RunError if the engine's weights are stale: its rollout has other log-probs under the learner's.
 
         Checked only if the engine's stored keys and values are known: otherwise quantisation error would need a bound
         too wide to find anything.
@@ -253,7 +256,7 @@ class _Row:
 
 
 def check_rollout_engine(section: TrainSpec, model: LoadedModel, engine_spec: EngineSpec) -> None:
-    """Raise SpecError if the engine of ``rollouts`` is not installed, or if its cache cannot be replayed for an arm."""
+    """Raise SpecError if the engine of ``rollouts`` is not installed, or if an arm must replay its cache and cannot."""
     if section.rollouts is None:
         return
     condition = parse_condition(section.rollouts)

@@ -194,7 +194,7 @@ class TrainingRun(Resumable):
 def learn(
     learner: Learner, batch: Batch, *, step: int, max_tokens: int, limits: Sequence[int] | None = None
 ) -> LearningResult:
-    """Take every gradient step on one batch of rollouts.
+    """Take every gradient step on one batch of rollouts; return their results.
 
     ``max_tokens`` is the token limit of all rollouts, ``limits`` that of each rollout.
     """

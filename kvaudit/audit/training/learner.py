@@ -41,7 +41,10 @@ class Distributions:
         return logits.to(torch.promote_types(logits.dtype, torch.float32)) / self.temperature
 
     def map(self, function: Callable[..., tuple[Tensor, ...]], *more: Tensor) -> tuple[Tensor, ...]:
-        """Apply ``function`` to the states and ``more`` tensors [n, ...]; with a head in pieces, to bound memory."""
+        """Return ``function`` of the states and of ``more`` tensors [n, ...].
+
+        With a head it is applied piece by piece, to bound memory.
+        """
         if self.head is None:
             return function(self.states, *more)
         pieces = zip(*(torch.split(tensor, self.piece) for tensor in (self.states, *more)), strict=True)
@@ -49,7 +52,7 @@ class Distributions:
         return tuple(torch.cat(column) for column in zip(*results, strict=True))
 
     def kl(self, teacher: Distributions) -> Tensor:
-        """Return KL(self || sg(teacher)) over the whole vocabulary, nats [n]."""
+        """Return KL(self || teacher) over the whole vocabulary, nats [n], without gradient to the teacher."""
 
         def piece_kl(states: Tensor, teacher_states: Tensor) -> tuple[Tensor]:
             with torch.no_grad():
@@ -114,7 +117,7 @@ def read_tokens(
 def pass_logprobs(
     model: Any, batch: Batch, view: LearnerPass, config: TrainConfig, *, whole_rows: bool = False
 ) -> Tensor:
-    """Return log-probs [B, R] of the sampled tokens under a pass, without gradient; 0 where nothing was sampled."""
+    """Return log-probs [B, R] of the sampled tokens under ``view``, without gradient; 0 where nothing was sampled."""
     logprobs = torch.zeros_like(batch.sampler_logprobs)
     with torch.no_grad():
         for rows in microbatches(batch.rollouts, batch.group, config.microbatch_tokens, whole_rows=whole_rows):
@@ -282,10 +285,10 @@ class Learner:
         return self.ranks.all_reduce(logprobs)
 
     def distillation_kl(self, part: Batch, shadow: TokenPredictions) -> Tensor | None:
-        """Return KL(learner || sg(teacher)) per token [b, R], where dense and shadow view are learner and teacher.
+        """Return KL(learner || teacher) per token [b, R] between dense and shadow view; the teacher gets no gradient.
 
-        It is 0 in groups without a positive reward, unless configured otherwise, because their shadow view is a poor
-        teacher. None in arms without distillation.
+        ``distill_towards`` says which view is the teacher. The KL is 0 in groups without a positive reward, unless
+        configured otherwise, because their shadow view is a poor teacher. None in arms without distillation.
         """
         if not self.config.design.distill:
             return None

@@ -64,7 +64,7 @@ class Optimiser:
         self.updates = 0
 
     def end_half(self) -> None:
-        """Mark the end of the first half of the batch, keeping a copy of its gradient, or of the second half."""
+        """Mark the end of a half of the batch; keep a copy of the first half's gradient."""
         self._ended_halves += 1
         if self._ended_halves == 1:
             self._first_half = {name: grad.detach().clone() for name, grad in self._gradients().items()}

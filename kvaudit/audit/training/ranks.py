@@ -77,7 +77,7 @@ class RankGroup:
         return tensor
 
     def broadcast(self, value: object) -> None:
-        """Send an object from rank 0 to all other ranks; does nothing when called there."""
+        """Send an object from rank 0 to all other ranks; does nothing in any other rank."""
         if self.number == 0 and self.count > 1:
             packed = _pack(value)
             with self.collective():
@@ -96,7 +96,7 @@ class RankGroup:
 
     @contextmanager
     def unit(self, name: object) -> Iterator[None]:
-        """Name the unit to be trained inside; at the end, tell the other ranks that it is done, if they know of it."""
+        """Name the unit trained inside the context; at its end tell the ranks that have joined that it is done."""
         self._unit = name
         yield
         if self._unit is None:

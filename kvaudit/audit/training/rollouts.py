@@ -29,7 +29,7 @@ from kvaudit.audit.training.rewards.base import RewardFn
 
 @dataclass(frozen=True)
 class StepRollouts:
-    """The graded rollouts of a step with rewards, groups of one question consecutive, and the policy of each group."""
+    """The graded rollouts of a step, ordered by group (one question each), their rewards, and each group's policy."""
 
     played: list[GradedRow]
     rewards: list[float | None]
@@ -113,7 +113,7 @@ class RolloutSampler:
     def _play(
         self, questions: Sequence[TrainingItem], policies: Sequence[Policy], seeds: Sequence[int]
     ) -> list[GradedRow]:
-        """Sample every question under its own policy, ``rollout_rows`` rows at a time (0: all)."""
+        """Return graded rollouts of every question under its own policy, ``rollout_rows`` at a time (0: all)."""
         config, size, by_question = self._config, self._config.group, dict[int, list[GradedRow]]()
         decoding, at_once = Decoding(self.max_tokens, temperature=config.temperature), config.rollout_rows
         for policy in dict.fromkeys(policies):

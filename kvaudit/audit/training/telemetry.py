@@ -67,7 +67,7 @@ class Tally:
 
 
 def tally_metrics(metrics: Sequence[Mapping[str, Tensor | float]], tokens: Sequence[int]) -> Tally:
-    """Add up the metrics of microbatches, in order, with a single device read."""
+    """Return the tally of microbatches' metrics and ``tokens``, added up in order, with a single device read."""
     values, tally = iter(read_floats([value for sums in metrics for value in sums.values()])), Tally()
     for sums, count in zip(metrics, tokens, strict=True):
         tally.add({name: next(values) for name in sums}, count)
@@ -112,7 +112,7 @@ def step_row(
 
 
 def reward_numbers(played: Sequence[GradedRow], rewards: Sequence[float | None], config: TrainConfig) -> TelemetryRow:
-    """Return rewards over all rollouts and by suite, and shares of equal-reward groups and of unusable answers."""
+    """Return mean rewards, overall and by suite, and the shares of equal-reward groups and of unusable answers."""
     graded = [reward for reward in rewards if reward is not None]
     groups = [rewards[start : start + config.group] for start in range(0, len(rewards), config.group)]
     outcomes = [row.grade.outcome for row in played]
@@ -147,7 +147,7 @@ def learning_numbers(learned: LearningResult) -> TelemetryRow:
 
 
 def memory_numbers(played: Sequence[GradedRow], batch: Batch) -> TelemetryRow:
-    """Return cache bytes summed over a step's rows, and the share of dense entries that decoding did not read."""
+    """Return token counts, a step's cache bytes, and the share of dense entries that decoding did not read."""
     rollouts = batch.rollouts
     seen, dense = (sum(counts) for counts in zip(*map(entries_seen, rollouts), strict=True))
     return {
@@ -175,7 +175,7 @@ def entries_seen(rollout: Rollout) -> tuple[float, float]:
 
 
 def certificate(sampler: Tensor, replayed: Tensor | None, mask: Tensor, advantages: Tensor) -> TelemetryRow:
-    """Return the log-prob gap between the sampler and the replay of its ledger, which must be near 0 in every arm."""
+    """Return the numbers of the log-prob gap between sampler and replay, which must be near 0 in every arm."""
     if replayed is None:
         return dict.fromkeys(CERTIFICATE)
     panel = mismatch_panel(sampler, replayed, mask, advantages)

@@ -52,7 +52,7 @@ class Validation:
         return done % self._spec.every == 0 or done == self._config.steps
 
     def numbers(self) -> TelemetryRow:
-        """Return the numbers ``validation/*`` of the learner's current weights."""
+        """Return the row of numbers, named ``validation/*``, for the learner's current weights."""
         policy = parse_policy(self._config.policy)
         row = self._scores("dense", self._answers(Dense()))
         if policy == Dense():
@@ -78,7 +78,7 @@ class Validation:
         return play(sampler, self._questions, decoding, seeds, at_once=at_once)
 
     def _scores(self, view: str, played: Sequence[GradedRow]) -> TelemetryRow:
-        """Return each suite's mean score (None if nothing was graded) and the share of degenerate answers."""
+        """Return each suite's mean score (None: nothing graded) and the share of degenerate or truncated answers."""
         row: TelemetryRow = {}
         for name in self._config.validation_suites:
             grades = [graded.grade for graded in played if graded.item.suite == name]

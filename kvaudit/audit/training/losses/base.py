@@ -1,6 +1,7 @@
 """The contract of a loss, and the advantages and terms that losses share; pure functions of rewards and log-probs.
 
-w = pi / pi_old per token, c the correction's weight, A the token's advantage, m the sampled tokens:
+w = pi / pi_old per token, c the correction's weight, A the token's advantage, m = 1 for tokens with a policy gradient
+(``LossInputs.active``); a subclass of ``ClippedLoss`` defines gain and share, the token's weight in the average:
 
     - sum over rollouts and tokens of m c gain(w, A) share + beta share k3 + distill_weight share KL(learner || teacher)
 
@@ -174,13 +175,13 @@ def token_mean_share(inputs: LossInputs) -> Tensor:
 
 
 def reference_kl(inputs: LossInputs) -> Tensor:
-    """Return k3 to the reference per token [B, T], 0 outside the mask."""
+    """Return ``k3`` of the policy and the reference model per token [B, T], 0 outside the mask."""
     assert inputs.ref_logprobs is not None
     return k3(inputs.logprobs.where(inputs.mask, 0.0), inputs.ref_logprobs.where(inputs.mask, 0.0))
 
 
 def add_distillation(inputs: LossInputs, share: Tensor, outputs: LossOutputs) -> LossOutputs:
-    """Add the arm's distillation term to a loss, if it has one; ``share`` weights tokens, broadcast to [B, T]."""
+    """Return ``outputs`` plus the arm's distillation term, if any; ``share`` [B, T] (broadcast) weights the tokens."""
     if inputs.distill_kl is None:
         return outputs
     per_token = inputs.distill_kl.where(inputs.mask, 0.0)  # nats [B, T]
@@ -204,7 +205,10 @@ def k3(logprobs: Tensor, reference: Tensor) -> Tensor:
 
 
 def full_kl(learner_logits: Tensor, teacher_logits: Tensor) -> Tensor:
-    """Return KL(learner || sg(teacher)) over the whole vocabulary; logits [..., V] -> nats [...]."""
+    """Return KL(learner || teacher) over the whole vocabulary, in nats [...], from logits [..., V].
+
+    The teacher gets no gradient.
+    """
     learner = learner_logits.log_softmax(dim=-1)  # [..., V] nats
     teacher = teacher_logits.detach().log_softmax(dim=-1)
     return (learner.exp() * (learner - teacher)).sum(dim=-1)
@@ -250,10 +254,10 @@ def best_and_worst(rewards: Tensor, graded: Tensor, group: int) -> Tensor:
 
 
 def generalised_advantages(batch: BatchRewards) -> Estimate:
-    """Return GAE (Schulman 2016, eq. 16, 1506.02438) with the reward at a rollout's last sampled token; returns A + V.
+    """Return GAE (Schulman 2016, eq. 16, 1506.02438), with the reward at a rollout's last sampled token.
 
     delta_t = r_t + discount V_(t+1) - V_t, A_t = delta_t + discount trace A_(t+1). Time counts sampled tokens only, so
-    tool replies between turns take none. The value after the last token is 0.
+    tool replies between turns take none. The value V after the last token is 0; ``returns`` are A + V.
     """
     assert batch.values is not None
     values, mask = batch.values, batch.mask

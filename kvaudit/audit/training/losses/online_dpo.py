@@ -18,10 +18,10 @@ from kvaudit.audit.training.losses.base import (
 
 
 class OnlineDpo(Loss):
-    """The mean over new pairs of -log sigma(beta h) (Rafailov 2023, eq. 7, 2305.18290; Guo 2024, 2402.04792).
+    """The mean of -log sigma(beta h) over the batch's pairs (Rafailov 2023, eq. 7, 2305.18290; Guo 2024, 2402.04792).
 
-    h = sum_t log(pi/ref) of the best rollout minus that of the worst, both models under the arm's view. Equal rewards
-    make no pair. pi_old is not used, so arm naive-ratio equals arm naive.
+    h = sum_t log(pi/ref) of the best rollout of a group minus that of the worst, both models under the arm's view.
+    Equal rewards make no pair. pi_old is not used, so arm naive-ratio equals arm naive.
 
     Departure: a correction's weight c scales a token's gradient of h but not the value of h, which measures how sure
     the policy is of the pair.

@@ -91,7 +91,7 @@ class Reward:
         raise NotImplementedError
 
     def kept_in(self, folder: Path) -> RewardFn:  # noqa: ARG002 - deterministic rewards store nothing
-        """Return ``rewards``; if it is not deterministic, with answers stored in ``folder`` and reused."""
+        """Return ``rewards``; if not deterministic, in a form that stores answers in ``folder`` and reuses them."""
         return self.rewards
 
 

@@ -21,7 +21,7 @@ class SuiteGrade(Reward):
         return sha256_of(self.name)  # ``RewardConfig.sha256`` adds the versions of the suites
 
     def paid_by(self, suite: Suite) -> str:
-        """Return the suite's grader, or the phrase rules for suites that would leave answers to a judge."""
+        """Return the label of the suite's grader, or of the phrase rules for suites that leave answers to a judge."""
         return BY_PHRASES if asks_a_judge(suite) else PROGRAMMATIC
 
     def rewards(self, rows: GradedRows) -> Scores:

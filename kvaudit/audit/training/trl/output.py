@@ -75,7 +75,7 @@ COUNTS = ("tokens", "kept", "dense", "peak", "dense_bytes", "prompt", "rows")
 
 
 class TrainingResult(NamedTuple):
-    """The outcome of a training run."""
+    """The finished steps of a training run, its recipe, and the rollouts of its final weights under ``policy``."""
 
     steps: int
     recipe: Mapping[str, Any]  # how the checkpoint was trained, for provenance.json
@@ -168,7 +168,7 @@ class StepNumbers:
         self.counts = dict.fromkeys(COUNTS, 0.0)  # of this process
 
     def add_rollouts(self, metrics: Mapping[str, Sequence[float]], numbers: Mapping[str, float]) -> None:
-        """Add a batch of rollouts: the last values of TRL's metrics, and kvaudit's own numbers."""
+        """Add a batch of rollouts: the last value of each of TRL's metrics, and kvaudit's own numbers."""
         for name, metric in SAMPLED.items():
             self._sampled[metric].append(metrics[name][-1])
         for name, values in metrics.items():
@@ -178,7 +178,7 @@ class StepNumbers:
             self._sampled[name].append(value)
 
     def add_microbatch(self, metrics: Mapping[str, Sequence[float]]) -> None:
-        """Add a microbatch: the last values of TRL's metrics."""
+        """Add a microbatch: the last value of each of TRL's metrics."""
         for name, metric in LEARNED.items():
             if metrics.get(name):
                 self._learned[metric].append(metrics[name][-1])

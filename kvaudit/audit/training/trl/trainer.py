@@ -50,7 +50,7 @@ _SAMPLER, _OLD = "sampling_per_token_logps", "old_per_token_logps"  # TRL's
 
 @dataclass
 class _SamplerModel:
-    """The learner's model as the sampler needs it."""
+    """The learner's model with the attributes that ``Sampler`` reads."""
 
     model: Any
     device: torch.device
@@ -59,7 +59,7 @@ class _SamplerModel:
 
 
 class _OnTrainBegin(TrainerCallback):  # type: ignore[misc]
-    """A callback at the start of training, when a resume has already set the number of finished steps."""
+    """A callback that runs ``function`` when training starts; a resume has set the number of finished steps by then."""
 
     def __init__(self, function: Callable[[], None]) -> None:
         self._function = function
@@ -196,7 +196,7 @@ class AuditedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         return sum(flags) / len(flags) if flags else 0.0
 
     def _apply_correction(self, batch: dict[str, Any]) -> dict[str, float]:
-        """Apply the arm's correction to the batch; return its rates over all processes."""
+        """Apply the arm's correction to the batch, in place; return its metrics, computed over all processes."""
         arm = self._hosted.arm
         if arm.correction == "none":
             return {"mismatch/masked_tokens": 0.0, "mismatch/rejected_sequences": 0.0}
