@@ -83,7 +83,7 @@ def test_the_last_rows_end_it() -> None:
     spent = look({"harm": 400, "benign": 120}, harm__refused="INCONCLUSIVE", benign__helpful="PASS")
     assert next_round(PLAN, [spent], 10, 96) == ROWS_SPENT
     cut = replace(PLAN, at_hand={"harm": 1036, "benign": 283})
-    assert next_round(cut, [spent], 10, 96) == TIME_SPENT
+    assert next_round(cut, [{**spent, "seconds": 599.0}], 10, 96) == TIME_SPENT
 
 
 def test_a_round_that_would_take_longer_than_is_left_is_not_begun() -> None:
@@ -104,20 +104,26 @@ def test_the_plan_has_the_first_look_and_as_much_of_the_rest_as_the_time_allows(
 
 
 def test_the_first_round_corrects_the_plan_by_the_time_that_it_took() -> None:
-    at_hand, seconds = {"harm": 1036, "benign": 283}, {"harm": 4.0, "benign": 4.0}
-    plan = rows_plan(at_hand, seconds, {}, 20, 96, BOTH)
-    assert plan.items == {"harm": 153, "benign": 107}
-    both_open = {"harm__refused": "INCONCLUSIVE", "benign__helpful": "INCONCLUSIVE"}
-    fast = look({"harm": 96, "benign": 96}, 192.0, **both_open)  # a second a row in place of four
-    assert corrected_items(plan, [fast], 20, BOTH) == {"harm": 96 + 840, "benign": 96 + 167}
-    slow = look({"harm": 96, "benign": 96}, 1152.0, **both_open)  # six seconds a row
-    assert corrected_items(plan, [slow], 20, BOTH) == {"harm": 102, "benign": 97}
-    late = look({"harm": 96, "benign": 96}, 1300.0, **both_open)
-    assert corrected_items(plan, [late], 20, BOTH) == plan.items, "no time is left"
-    decided = look({"harm": 96, "benign": 96}, 384.0, harm__refused="INCONCLUSIVE", benign__helpful="PASS")
-    assert corrected_items(plan, [decided], 20, BOTH) == {"harm": 96 + 408, "benign": 107}
-    had_its_last = RowsPlan({"harm": 96, "benign": 109}, seconds, {}, at_hand)
-    assert corrected_items(had_its_last, [fast], 20, BOTH)["harm"] == 96
+    at_hand, seconds = {"harm": 1036, "benign": 283, "extra": 50}, {"harm": 4.0, "benign": 4.0, "extra": 4.0}
+    plan = RowsPlan({"harm": 96, "benign": 96, "extra": 50}, seconds, {}, at_hand)
+    asked = {"harm": 96, "benign": 96, "extra": 50}
+    fast = look(asked, 242.0)  # a second a row in place of four
+    assert corrected_items(plan, fast, 20, BOTH) == {"harm": 96 + 799, "benign": 96 + 158, "extra": 50}
+    slow = look(asked, 1089.0)  # four and a half
+    assert corrected_items(plan, slow, 20, BOTH) == {"harm": 96 + 20, "benign": 96 + 4, "extra": 50}
+    late = look(asked, 1300.0)
+    assert corrected_items(plan, late, 20, BOTH) == asked, "no time is left: the first look is the last"
+
+
+def test_what_is_open_after_its_planned_rows_goes_on_while_time_is_left() -> None:
+    plan = replace(PLAN, at_hand={"harm": 1036, "benign": 283})
+    ended = look({"harm": 400, "benign": 120}, 100.0, harm__refused="INCONCLUSIVE", benign__helpful="PASS")
+    assert next_round(plan, [ended], 10, 96) == {"harm": range(400, 600)}
+    assert next_round(plan, [{**ended, "seconds": 590.0}], 10, 96) == TIME_SPENT
+    unmeasured = look({"harm": 400, "benign": 120}, 100.0, harm__refused="NOT MEASURABLE", benign__helpful="PASS")
+    assert next_round(plan, [unmeasured], 10, 96) == TIME_SPENT
+    all_rows = look({"harm": 1036, "benign": 120}, 100.0, harm__refused="INCONCLUSIVE", benign__helpful="PASS")
+    assert next_round(plan, [all_rows], 10, 96) == ROWS_SPENT
 
 
 def test_before_it_begins_it_says_what_it_can_show() -> None:
@@ -163,7 +169,7 @@ def test_what_the_pilot_does_not_show_is_not_asked_of_this_model() -> None:
 @pytest.mark.parametrize(
     ("gate", "told"),
     [
-        ({"margins": {}}, "gate.margins names none: SUITE.FACET"),
+        ({"margins": {}}, "evaluate.rounds stops when facets are decided; name them in gate.margins"),
         ({"ratios": {"math.well_formed": 1.1}}, "gate.ratios cannot be decided in rounds"),
         ({"estimands": ["parity"]}, "gate.estimands asks parity, which cannot be decided in rounds"),
         ({"primary": ["int8", "fp8"]}, "evaluate.rounds can decide one setting, and 2 are gated"),

@@ -67,19 +67,21 @@ class RoundsStage(Stage):
         return [] if plan is None else [unit for unit in grid(self.context.spec) if unit.suite in plan.items]
 
     def work(self) -> RunContext:
-        plan, bar = self._stored_plan(), self.context.bar
+        self._store_plan()
         units = self.units
         while True:
-            looks = all_looks(self.context.run.provenance())
+            provenance = self.context.run.provenance()
+            plan, looks = RowsPlan.of(provenance), all_looks(provenance)
+            assert plan is not None, "the plan is stored before the first round"
             if looks and "words" not in looks[-1]:  # this round was asked, but has had no look yet
+                if len(looks) == 1 and not plan.first_items:
+                    self._correct_plan(plan, looks[0])
                 self._take_look(units, len(looks), looks[-1])
                 continue
-            if len(looks) == 1 and not plan.first_items:
-                plan = self._correct_plan(plan, looks)
             rows = next_round(plan, looks, self._rounds.minutes, self._rounds.first)
             if isinstance(rows, str):
                 self._reason = rows
-                bar.restart("what is asked again")
+                self.context.bar.restart("what is asked again")
                 return self.context
             self.has_asked = True
             self._ask(units, len(looks) + 1, rows, table_of(looks[-1], "items") if looks else {})
@@ -88,12 +90,12 @@ class RoundsStage(Stage):
         """Store why the rounds ended, which completes the evaluation."""
         self.context.run.keep(LOOKS, ENDED, self._reason)
 
-    def _stored_plan(self) -> RowsPlan:
-        """Return the plan that the first process stored, or store one."""
+    def _store_plan(self) -> None:
+        """Store the plan, unless another process has."""
         context, rounds = self.context, self._rounds
         provenance = context.run.provenance()
-        if (stored := RowsPlan.of(provenance)) is not None:
-            return stored
+        if RowsPlan.of(provenance) is not None:
+            return
         results = provenance[PILOT][PILOT_RESULT]
         self._check_clusters()
         seconds = self._seconds_per_row()
@@ -102,23 +104,21 @@ class RoundsStage(Stage):
         plan = rows_plan(items, seconds, suites_left_out(results), rounds.minutes, rounds.first, gated)
         if not gated & plan.items.keys():  # nothing is measurable, which the first rows of these suites document
             plan = rows_plan(items, seconds, {}, 0.0, rounds.first, gated)
+            plan = replace(plan, first_items=plan.items)  # and stays so
         context.run.keep(LOOKS, PLANNED, plan.written())
         stored = RowsPlan.of(context.run.provenance())  # another process may have been faster
         assert stored is not None
         for line in plan_lines(stored, context.spec):
             context.print_line(line)
-        return stored
 
-    def _correct_plan(self, plan: RowsPlan, looks: Sequence[Mapping[str, Any]]) -> RowsPlan:
+    def _correct_plan(self, plan: RowsPlan, first_round: Mapping[str, Any]) -> None:
         """Store how many rows fit into the time, now that the first round has shown how long they take."""
         gated = {facet_of(metric)[0] for metric in self.context.spec.gate.margins}
-        items = corrected_items(plan, looks, self._rounds.minutes, gated)
-        corrected = replace(plan, items=items, first_items=plan.items)
-        self.context.run.note(**{LOOKS: {PLANNED: corrected.written()}})
+        items = corrected_items(plan, first_round, self._rounds.minutes, gated)
+        self.context.run.note(**{LOOKS: {PLANNED: replace(plan, items=items, first_items=plan.items).written()}})
         changed = [f"{suite} up to {rows} rows" for suite, rows in items.items() if rows != plan.items[suite]]
         if changed:
             self.context.print_line(f"by the time that the first round took: {', '.join(changed)}")
-        return corrected
 
     def _check_clusters(self) -> None:
         """Raise SpecError for a suite with several rows per cluster, since a look could hold only some of them."""
@@ -233,33 +233,29 @@ def rows_plan(
 
 
 def corrected_items(
-    plan: RowsPlan, looks: Sequence[Mapping[str, Any]], minutes: float, gated: Collection[str]
+    plan: RowsPlan, first_round: Mapping[str, Any], minutes: float, gated: Collection[str]
 ) -> dict[str, int]:
-    """Return the most rows of each suite, planned again with the time that the first round took.
+    """Return the most rows of each suite, planned anew from the time that the first round took.
 
-    Each suite that the first look left open gets the same share of its rows not asked yet, as large as the remaining
-    time allows. Of a suite's own answers this uses only that it is open, so its last look is still fixed beforehand.
-    A suite that had its last look, is decided, or gets no time keeps its number.
+    The first round's rows, then, as time allows, the same share of each gated suite's other rows. No answer matters, so
+    the last look is still chosen beforehand.
     """
-    asked, words = table_of(looks[0], "items"), table_of(looks[0], "words")
-    is_open = {facet_of(metric)[0] for metric, word in words.items() if word in OPEN}
-    more = {
-        suite: plan.at_hand.get(suite, rows) - asked.get(suite, 0)
-        for suite, rows in plan.items.items()
-        if suite in gated and suite in is_open and rows > asked.get(suite, 0)
-    }
-    seconds = _measured_seconds(plan, looks)
-    left = 60 * minutes - float(looks[0].get("seconds", 0.0))
+    asked, seconds = table_of(first_round, "items"), _measured_seconds(plan, [first_round])
+    more = {suite: plan.at_hand.get(suite, rows) - rows for suite, rows in asked.items() if suite in gated}
+    seconds_left = 60 * minutes - float(first_round.get("seconds", 0.0))
     needed = sum(rows * seconds.get(suite, 0.0) for suite, rows in more.items())
-    share = min(1.0, max(0.0, left / needed)) if needed else 1.0
-    added = {suite: int(share * rows) for suite, rows in more.items()}
-    return {suite: asked[suite] + added[suite] if added.get(suite) else rows for suite, rows in plan.items.items()}
+    share = min(1.0, max(0.0, seconds_left / needed)) if needed else 1.0
+    return {suite: asked.get(suite, rows) + int(share * more.get(suite, 0)) for suite, rows in plan.items.items()}
 
 
 def next_round(
     plan: RowsPlan, looks: Sequence[Mapping[str, Any]], minutes: float, first: int
 ) -> dict[str, range] | str:
-    """Return the rows of the next round by suite, or the reason why there is none."""
+    """Return the rows of the next round by suite, or the reason why there is none.
+
+    A suite that is still open after its planned rows goes on while time and rows are left; the betting test, whose
+    bounds hold at every look, decides then.
+    """
     asked = {suite: 0 for suite in plan.items} | dict(table_of(looks[-1], "items") if looks else {})
     statuses: Mapping[str, str] = table_of(looks[-1], "words") if looks else {}
     if Status.FAIL.value in statuses.values():
@@ -268,13 +264,16 @@ def next_round(
     undecided = undecided if looks else {*plan.items}
     if not undecided:
         return DECIDED
-    rows = {
-        suite: range(done, next(look for look in look_sizes(plan.items[suite], first) if look > done))
-        for suite, done in asked.items()
-        if suite in undecided and done < plan.items[suite]
-    }
+    open_suites = {facet_of(metric)[0] for metric, status in statuses.items() if status == Status.INCONCLUSIVE.value}
+    rows = dict[str, range]()
+    for suite, done in asked.items():
+        planned = plan.items[suite]
+        if suite in undecided and done < planned:
+            rows[suite] = range(done, next(look for look in look_sizes(planned, first) if look > done))
+        elif suite in open_suites and done < plan.at_hand.get(suite, planned):
+            rows[suite] = range(done, min(done * 3 // 2, plan.at_hand[suite]))
     if not rows:
-        is_all_asked = all(plan.items[suite] == plan.at_hand.get(suite, plan.items[suite]) for suite in undecided)
+        is_all_asked = all(asked[suite] == plan.at_hand.get(suite, asked[suite]) for suite in undecided)
         return ROWS_SPENT if is_all_asked else TIME_SPENT
     # the first round is always asked in full: it shows how long the next ones take
     spent = sum(float(look.get("seconds", 0.0)) for look in looks)
