@@ -99,15 +99,15 @@ class Rerun(Evaluator):
         super().__init__(model, spec, Batches())
         self._number = number
 
-    def _play(
+    def _play_batch(
         self, sampler: Sampler, suite: Suite, batch: Sequence[Item], prompts: Sequence[ChatTokens] | None = None
     ) -> list[GradedRow]:
         seeds = [derive_seed("rerun", self._number, suite.name, item.item_id) for item in batch]
         pairs, decoding = [(suite, item) for item in batch], Decoding(suite.max_new_tokens, temperature=1.0)
         return play(sampler, pairs, decoding, seeds, prompts=prompts)
 
-    def _batched(self, suite: Suite, items: Sequence[Item]) -> list[list[Item]]:
-        return super()._batched(suite, items)[::-1]
+    def _make_batches(self, suite: Suite, items: Sequence[Item]) -> list[list[Item]]:
+        return super()._make_batches(suite, items)[::-1]
 
     @property
     def _batch_tokens(self) -> int:

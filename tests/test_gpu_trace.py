@@ -34,7 +34,7 @@ MASK = (READS, "audit/cache/stock.py:_copy_to_host")  # which new columns are to
 WIDTH = (READS, "audit/cache/cached_layer.py:_keep")  # of the fullest head, where heads share a budget
 PROMPT = {(READS, "audit/cache/stock.py:_on_host"), WIDTH}
 PROBED = {"expected", "triattention", "streaming"}  # a model is asked once whether its positions are rotations
-TOLD = {(READS, "audit/sampling/sampler.py:draw")}  # the tokens that were drawn
+TOLD = {(READS, "audit/sampling/decoding.py:draw")}  # the tokens that were drawn
 
 
 @pytest.fixture(autouse=True)

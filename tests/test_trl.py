@@ -540,7 +540,7 @@ def test_a_sampler_without_log_probs_is_one_line(logprobs: Any, words: str, tmp_
 @pytest.mark.parametrize(
     ("deepspeed", "version", "state_dict", "words"),
     [
-        (True, None, "", "DeepSpeed and FSDP version 1 keep the weights"),
+        (True, None, "", "cannot read weights that DeepSpeed or FSDP version 1 shards"),
         (False, 1, "FULL_STATE_DICT", r"launch with FSDP version 2 \(fsdp_version: 2\)"),
         (False, 2, "SHARDED_STATE_DICT", "fsdp_state_dict_type is not FULL_STATE_DICT, so no checkpoint would be"),
     ],

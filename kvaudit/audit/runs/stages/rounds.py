@@ -2,12 +2,10 @@
 
     RUN/rounds/N/UNIT.jsonl     the rows of round N, sealed like those of any unit
     RUN/records/UNIT.jsonl      the rows of all rounds so far, joined again at every look
-    provenance.json, looks      the plan made before the first row and corrected after the first round by the time that
-                                it took, every look with its statuses, and why it ended
+    provenance.json, looks      the plan, corrected once by the time of the first round, all looks, and why they ended
 
-Every round is asked under all serving configurations and followed by a look: an interim analysis by the gate. A suite
-that is decided gets no further rows. A FAIL ends all rounds, since no other answer could make the setting safe to
-serve. The next round follows from the stored looks alone, so a resumed check continues in the same way.
+Every round is asked under all serving configurations and followed by a look: an interim analysis by the gate. A decided
+suite gets no further rows, and a FAIL ends all rounds. The next round follows from the stored looks alone.
 """
 
 from __future__ import annotations
@@ -16,14 +14,12 @@ import hashlib
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from kvaudit.audit.runs.evaluate import grid
 from kvaudit.audit.runs.folder import make_folder
 from kvaudit.audit.runs.pilot import layout_of, pilot_units, with_kept_gate
-from kvaudit.audit.runs.progress import Part
 from kvaudit.audit.runs.stages.base import RunContext, Stage, UnitWorker, unit_part
 from kvaudit.audit.runs.stages.pilot import pilot_records, suites_left_out
 from kvaudit.audit.runs.units import REFUSED, ROUNDS_FOLDER, Unit, UnitFiles, written_seconds
@@ -151,7 +147,10 @@ class RoundsStage(Stage):
         earlier = sum(written_seconds(UnitFiles.of(folder, unit)) for unit in round_units)
         started = time.monotonic()
         self.context.bar.restart(f"round {number}")
-        self._worker.work("asking", folder, round_units, partial(_round_parts, folder, round_units, rows), rows)
+        sizes = {unit: len(rows[unit.suite]) for unit in round_units}
+        self._worker.work(
+            "asking", folder, round_units, lambda: [unit_part(folder, unit, n, n) for unit, n in sizes.items()], rows
+        )
         look = {
             "items": {**asked, **{suite: suite_rows.stop for suite, suite_rows in rows.items()}},
             "seconds": round(earlier + time.monotonic() - started, 3),
@@ -167,13 +166,6 @@ class RoundsStage(Stage):
             join_rounds(run.path, units, number)
             run.note(**{LOOKS: {str(number): {**look, "words": gate_statuses(run.path)}}})
         self.context.print_line(list(look_lines(run.provenance()))[-1])
-
-
-def _round_parts(folder: Path, units: Sequence[Unit], rows: Mapping[str, range]) -> Iterator[Part]:
-    yield from (unit_part(folder, unit, len(rows[unit.suite]), len(rows[unit.suite])) for unit in units)
-
-
-# --- which rows are asked, and when it ends --------------------------------------------------------------------------
 
 
 def look_sizes(rows: int, first: int = FIRST_LOOK) -> list[int]:
@@ -293,9 +285,6 @@ def _measured_seconds(plan: RowsPlan, looks: Sequence[Mapping[str, Any]]) -> Map
     planned = sum(number * plan.seconds.get(suite, 0.0) for suite, number in rows.items())
     slower = spent / planned if planned and spent else _OVERHEAD
     return {suite: slower * seconds for suite, seconds in plan.seconds.items()}
-
-
-# --- a look ----------------------------------------------------------------------------------------------------------
 
 
 def join_rounds(run: Path, units: Sequence[Unit], rounds: int) -> None:
