@@ -255,7 +255,7 @@ class EvaluateSpec(SpecSection):
         return self
 
     def _fill_lengths(self, suite: str, names: PluginNames) -> None:
-        """Set length 0 for rows as published; raises SpecError for a missing or impossible length."""
+        """Set length 0 if a suite asks rows unchanged; raises SpecError for a missing or impossible length."""
         section, lengths, key = self.suites[suite], names.lengths(suite), f"evaluate.suites.{suite}.context_tokens"
         bare = names.bare(suite)
         if bare not in self.suites:

@@ -32,7 +32,7 @@ PUBLISHED = "published"  # placement of a row asked exactly as its authors publi
 
 
 def graded(right: bool, facets: Mapping[str, bool], note: str = "", judge: str = "programmatic") -> Grade:
-    """Return the grade of a readable answer; ``note`` is its fault, if any."""
+    """Return the grade of a readable answer; ``note`` says what is wrong with the answer, if anything."""
     return Grade(Outcome.DESIRED if right else Outcome.UNDESIRED, float(right), judge, note, readable_facets(facets))
 
 

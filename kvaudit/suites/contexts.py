@@ -163,7 +163,7 @@ def _insert_talk(talk: Callable[[random.Random, int, Fit], Iterator[Message]]) -
 
 
 def _spread_talk(talk: Callable[[random.Random, int, Fit], Iterator[Message]]) -> Wrap:
-    """Return a wrap that inserts an equal part of a conversation before each of the user's messages in the row."""
+    """Return a function that puts an equal part of a conversation before each user message of a row."""
     insert_talk = _insert_talk(talk)
 
     def wrap(row: Messages, fit: Fit) -> Messages:
@@ -317,7 +317,9 @@ def bare_name(suite: str) -> str:
 def in_conversation(
     suite: str, context: str, before: Sequence[Message], last: str, draw: random.Random, *, fit: tuple[int, CountTokens]
 ) -> tuple[Message, ...]:
-    """Return ``before``, a PROCEDURAL context, and the user's message ``last``, in as many tokens as ``fit`` says.
+    """Return a conversation: ``before``, then generated small talk or pages, then the user's message ``last``.
+
+    ``fit`` is the number of tokens to fill and the function that counts them.
 
     The result is never longer, and at most about two sentences shorter. Raises SpecError if there is no room.
     """

@@ -226,7 +226,7 @@ class EvictingCache:
         self.coded_steps.clear()
 
     def _leave_steps(self) -> None:
-        """Convert every store from the form for steps of fixed shapes to its usual form."""
+        """Convert every store back from the fixed-shape form, which captured decode steps need, to its usual form."""
         self.changes += 1
         self.record_hints()
         for layer in self.layers:

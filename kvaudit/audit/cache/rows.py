@@ -187,7 +187,7 @@ class RowKeys:
         yield from self._prompts or ()
 
     def entries(self, positions: Tensor, rows: Tensor | slice) -> Tensor:
-        """Return the row key of each entry at positions [b, H, K], in a shape that broadcasts to [b, H, K]."""
+        """Return the key that seeds the random draws of each entry's row, broadcastable to positions [b, H, K]."""
         keys = self._keys[rows][:, None, None]  # [b, 1, 1]
         if self._prompts is None:
             return keys

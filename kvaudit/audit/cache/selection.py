@@ -136,7 +136,7 @@ def _pad_rows(step: _Step, before: int, after: int) -> _Step:
 
 
 class Choices(NamedTuple):
-    """The selections of a batch, prepared for a replay.
+    """The keys that each query of a batch selected while sampling, in tensors that a replay can read.
 
     ``list_index`` [B, T]: the index along N of the list of the query at each position, -1 = none. ``lists`` int32
     [B, S, A, N, k]; ``slots`` maps a layer to its index along S.

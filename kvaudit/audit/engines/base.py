@@ -324,7 +324,7 @@ def parse_condition(source: str | Mapping[str, Any]) -> Condition:
 
 
 def parse_serving_mode(source: Any) -> ServingMode:
-    """Parse an engine's condition or a policy of kvaudit's cache (text or ``{engine: kvaudit, policy: ...}``)."""
+    """Parse an engine with settings, or a policy of kvaudit's cache (text or ``{engine: kvaudit, policy: ...}``)."""
     if isinstance(source, Mapping) and ENGINE in source:
         if source[ENGINE] != OWN_ENGINE:
             return parse_condition(source)

@@ -104,7 +104,7 @@ class RubricJudge(Judge):
 
     @property
     def rubric(self) -> Rubric:
-        """The rubric that ``asks`` selects."""
+        """The rubric (refusal or harm) that the option ``asks`` names."""
         return rubric_named(self.asks)
 
     def identity_under(self, rubric: Rubric) -> str:

@@ -183,7 +183,7 @@ class RunBar:
         self._bar.restart()
 
     def expect(self, parts: Iterable[Part]) -> None:
-        """Add parts, or correct their sizes."""
+        """Add parts of the work to the bar, or correct the sizes of known ones."""
         for part in parts:
             self._parts[part.name] = part
             self._done[part.name] = min(max(part.done(), self._done.get(part.name, 0.0)), part.size)

@@ -82,7 +82,7 @@ class _Failures:
             os._exit(USER_ERROR)
 
     def reason(self) -> str:
-        """Wait until a rank that ended has an exit code, and return its failure; empty if none has failed."""
+        """Return why a rank failed, after a short wait for its exit code; empty if no rank has failed."""
         self._has_line.wait(_EXIT_CODE_SECONDS)
         return self._lines[0] if self._lines else ""
 

@@ -127,7 +127,7 @@ class _Reader(ast.NodeVisitor):
         self.sheet.add(Setting("import", tuple(name.split(".")), True, line, self.sheet.group()))
 
     def _read_flag_default(self, name: str, node: ast.Call, group: int) -> None:
-        """Add the default of an argument parser's flag, which applies to a launch without the flag."""
+        """Add an argparse flag's default to the sheet of settings, since it holds if the flag is not given."""
         flag = node.args[0] if node.args else None
         if name == "add_argument" and isinstance(flag, ast.Constant) and isinstance(flag.value, str):
             for keyword in node.keywords:

@@ -126,7 +126,7 @@ class SamplingEngine:
         return [*self._models, *self._aliases]
 
     def resolve(self, name: str) -> ModelAndPolicy:
-        """Return the checkpoint and policy of a name; raise UnknownName or SpecError."""
+        """Return the checkpoint and policy of a model name such as ``NAME@POLICY``; raise UnknownName or SpecError."""
         checkpoint, _, policy = self._aliases.get(name, name).partition("@")
         if checkpoint not in self._models:
             raise UnknownName("model", name, self.names)

@@ -364,7 +364,7 @@ def _not_evaluated(findings: Findings) -> Facts:
 
 
 def _rollouts_not_served(findings: Findings) -> Fact:
-    """Return the rollout policies that the run did not serve.
+    """Return the policies under which rollouts were sampled and under which this run evaluated nothing.
 
     Unknown if there are none and the policy of some arm is unknown.
     """

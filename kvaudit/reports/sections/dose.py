@@ -367,7 +367,7 @@ def _panel(panel: Axes, value: Doses, decided: Decided, curves: Sequence[DoseCur
 
 
 def _shade_safe(panel: Axes, curve: DoseCurve, amount: int | None) -> None:
-    """Shade the doses cleared for the reference: budgets of ``amount`` (the last cleared) or more, lengths up to it."""
+    """Shade the safe side of ``amount``, the last dose that passed: larger budgets, or shorter lengths."""
     x = next((dose.x for dose in curve.doses if dose.amount == amount), None)
     if x is None:
         return

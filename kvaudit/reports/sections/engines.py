@@ -79,7 +79,7 @@ class EnginesSection(Section[Engines]):
         return f"{inline(', '.join(engines))}: {conditions}, {reporting} with settings reported by the engine."
 
     def remarks(self, value: Engines, decided: Decided) -> Iterator[str]:
-        """Yield what could not be compared with the checkpoint that the verdict names."""
+        """Yield warnings: parts of a server, such as its weights, that could not be checked against the checkpoint."""
         unseen: dict[str, list[str]] = {}
         for policy, report in value.reports.items():
             if NOT_SHOWN in report:

@@ -342,7 +342,7 @@ def _same_answers(labelled: Contrast, c: Contrast) -> bool:
 
 
 def unnamed_clusters(_: GatedCell, context: DowngradeContext) -> Reason | None:
-    """Return a reason if no field names clusters and the gate does not declare that items are independent."""
+    """Return a reason if clusters are unknown: neither named by a field nor declared independent."""
     return None if context.rules.items_are_independent else context.drift.unclustered
 
 

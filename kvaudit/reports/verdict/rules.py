@@ -78,7 +78,7 @@ class Rules:
         return self.estimand_margins.get(estimand, self.margins.get(suite))
 
     def ratio(self, estimand: str, suite: str) -> float | None:
-        """Return the ratio that limits an estimand on a suite instead of a margin, None if none is declared."""
+        """Return the declared limit on the ratio of rates for a suite, None if the suite is held to a margin."""
         return None if estimand in self.estimand_margins else self.ratios.get(suite)
 
     def holds(self, metric: str) -> bool:
