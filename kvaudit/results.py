@@ -45,7 +45,7 @@ class Run:
 
     @cached_property
     def data(self) -> RunData:
-        """The contents of the folder that reports read."""
+        """The records, spec and provenance in the run folder, as reports read them."""
         from kvaudit.reports.records.load import load_run
 
         return load_run(self.path)
@@ -74,7 +74,7 @@ class Run:
 
     @property
     def drift(self) -> Drift:
-        """The cells and contrasts with their intervals."""
+        """The measured changes: the rate of every cell, and each contrast with the reference with its interval."""
         return self.findings.drift
 
     @property
@@ -107,7 +107,7 @@ class Comparison:
 
     @property
     def verdict(self) -> Verdict:
-        """The verdict; each suite, length and facet with a margin is a gated cell."""
+        """The verdict on the two files, decided for each suite, length and facet that has a margin."""
         return self.compared.verdict
 
     @property
