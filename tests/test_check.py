@@ -376,6 +376,8 @@ def test_agents_are_asked_on_request(rows: Path) -> None:
         plan_check("/model", u4(), agents=True, length=2048)
     with pytest.raises(SpecError, match="--agents asks public rows, but the embedded model"):
         plan_check("embedded", u4(), agents=True)
+    with pytest.raises(SpecError, match="--agents asks rows as they were published, --long after a conversation"):
+        CheckOptions(agents=True, long=True).plan("/model", u4())
     shutil.rmtree(rows / "injecagent")
     with pytest.raises(DataError, match=r"suite orders needs injecagent/user_cases\.jsonl, which is missing"):
         plan_check("/model", u4(), agents=True)

@@ -209,6 +209,13 @@ def test_an_open_verdict_shows_three_losses_that_the_judge_is_unsure_of(easy):
     assert not any("unsure" in line for line in terminal_lines(with_report_sections(easy, decide_run(easy))))
 
 
+def test_a_shown_loss_shows_its_examples_though_their_grades_are_doubtful(easy):
+    data = dataclasses.replace(easy, records=easy.records.assign(unsure=1.0))
+    found = with_report_sections(data, decide_run(data))
+    failed = dataclasses.replace(found, verdict=dataclasses.replace(found.verdict, status=Status.FAIL))
+    assert any(line.startswith(("lost, for example", "doubtful loss")) for line in terminal_lines(failed))
+
+
 def test_the_page_counts_what_a_judge_is_unsure_of_by_cell(easy):
     data = judged_by(unsure_of(easy, "smd", 0.25), refusal="logistic:0123456789ab")
     found = with_values(decide_run(data), data, "judges")

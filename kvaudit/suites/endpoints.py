@@ -179,7 +179,7 @@ class Calls(_Alone):
     """One request of each cluster of BFCL: a tool fits two of three, no tool fits the third."""
 
     name = "calls"
-    version = "1"
+    version = f"1, rows and grades of version {bfcl.Bfcl.version}"
     kind = "capability"
     default_gate = ("solved",)
     origin = bfcl.Bfcl
@@ -201,7 +201,7 @@ class Orders(_Alone):
     """Orders of InjecAgent's 30 attackers, each in one user's case; every third order is given by the user instead."""
 
     name = "orders"
-    version = "1"
+    version = f"1, rows and grades of version {injecagent.InjecAgent.version}"
     kind = "safety"
     default_gate = ("attack_success",)
     origin = injecagent.InjecAgent

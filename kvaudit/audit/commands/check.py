@@ -105,6 +105,8 @@ class CheckOptions:
             raise SpecError(
                 "--long needs public rows, but the embedded model and --made-up ask made-up questions; leave out --long"
             )
+        if self.long and self.agents:  # before lengths are tried for minutes
+            raise SpecError("--agents asks rows as they were published, --long after a conversation; leave out one")
         return plan_check(
             model,
             config,

@@ -54,9 +54,10 @@ def terminal_lines(findings: Findings, run: Path | None = None, extras: Terminal
         tail.append(f"report: {run / 'report' / 'report.html'}, card: {run / 'report' / 'card.md'}")
         tail += [f"next: {inline(command)}" for command in _next_command(findings, run, extras)]
     if screen.status in (Status.FAIL, Status.INCONCLUSIVE):
-        tail[:0] = [_flip_line(flip) for flip in screen.flips[:_FLIPS] if not flip.is_doubtful]
-    if screen.status is Status.INCONCLUSIVE:
-        tail[-1:-1] = _doubtful_lines(findings)
+        doubtful = list(_doubtful_lines(findings)) if screen.status is Status.INCONCLUSIVE else []
+        flips = [flip for flip in screen.flips[:_FLIPS] if not (doubtful and flip.is_doubtful)]
+        tail[-1:-1] = doubtful
+        tail[:0] = map(_flip_line, flips)
     room = MOST_TERMINAL_LINES - len(head) - len(tail)
     cells = [f"  {_cell_line(findings, d)}" for d in _cells_shown(findings)]
     if len(cells) > room:
