@@ -75,15 +75,28 @@ def vague_names(paths: list[Path]) -> tuple[int, int]:
 
 
 def docstrings(paths: list[Path]) -> list[str]:
-    """Return the first line of every docstring, with its file and name."""
-    lines = []
+    """Return every docstring whole, below its file and the header of its class and function."""
+    texts = []
     for path in paths:
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        nodes: list[tuple[ast.AST, str]] = [(ast.parse(path.read_text(encoding="utf-8")), "")]
+        while nodes:
+            node, headers = nodes.pop()
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Module):
-                text = ast.get_docstring(node)
-                name = getattr(node, "name", "module")
-                lines += [f"{path.relative_to(ROOT)} {name}: {text.splitlines()[0]}"] if text else []
-    return lines
+                text, headers = ast.get_docstring(node), headers + _header(node)
+                texts += [f"{path.relative_to(ROOT)}\n{headers}{text}\n"] if text else []
+            nodes += [(child, headers) for child in ast.iter_child_nodes(node)]
+    return texts
+
+
+def _header(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Module) -> str:
+    """Return the line that ``help`` would print above a docstring; nothing for a module."""
+    match node:
+        case ast.Module():
+            return ""
+        case ast.ClassDef():
+            return f"class {node.name}({', '.join(map(ast.unparse, node.bases))})\n"
+    result = f" -> {ast.unparse(node.returns)}" if node.returns else ""
+    return f"def {node.name}({ast.unparse(node.args)}){result}\n"
 
 
 def files_entered(run: Path) -> tuple[int, int]:
@@ -159,7 +172,7 @@ def main() -> None:
     longest = max((node.end_lineno or 0) - node.lineno + 1 for node in functions(code))
     print(f"| functions, lines of the longest | {len(functions(code)):,}, {longest} |")
     print(f"| local assignments, of them to a vague name | {assignments:,}, {vague} |")
-    whats = sum(line.partition(": ")[2].startswith("What ") for line in docstrings(code))
+    whats = sum("\nWhat " in text for text in docstrings(code))
     print(f"| docstrings, of them beginning with What | {len(docstrings(code)):,}, {whats} |")
     if arguments.run:
         to_verdict, to_page = files_entered(arguments.run)
