@@ -72,10 +72,15 @@ def row(number: int) -> dict[str, Any]:
 
 
 def write_tasks(folder: Path, rows: int = 12) -> Path:
-    """The tasks and their rows: ``rows`` to evaluate, four to train on, and eight copies of one beside four others."""
+    """The tasks and their rows: ``rows`` to evaluate, four to train on, eight near copies of one, and four others."""
     for split, numbers in (("test", range(rows)), ("train", range(100, 104))):
         (folder / f"{split}.jsonl").write_text("".join(json.dumps(row(n)) + "\n" for n in numbers))
-    copies = [row(0)] * 8 + [row(n) for n in range(1, 5)]
+    near = [
+        {**row(0), "user": row(0)["user"].replace("Tell ", f"{word}{' ' * n}")}
+        for n in range(1, 5)
+        for word in ("Tell", "TELL")
+    ]
+    copies = near + [row(n) for n in range(1, 5)]
     (folder / "copies.jsonl").write_text("".join(json.dumps(one) + "\n" for one in copies))
     files = {split: str(folder / f"{split}.jsonl") for split in ("test", "train", "copies")}
     for name, changes in TASKS.items():

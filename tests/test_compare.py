@@ -764,7 +764,9 @@ def test_one_question_that_is_asked_many_times_is_one_template(tmp_path):
         ("thirds", 100, Status.PASS, 100),
         ("whole", 300, Status.PASS, 300),
     ):
-        path = inspect_log(tmp_path / f"{name}.json", [f"question {i % questions}" for i in range(300)])
+        # near copies: one more blank, another case
+        texts = [f"{'question' if i % 2 else 'Question'}{' ' * (i // questions)} {i % questions}" for i in range(300)]
+        path = inspect_log(tmp_path / f"{name}.json", texts)
         found = compare(sides(path, path), "s", items_are_independent=True)
         assert (found.verdict.status, found.records["cluster_id"].nunique()) == (status, clusters), name
         said = "Items that ask what another item asks, and count as one with it: "

@@ -281,6 +281,17 @@ def test_other_answers_to_choose_from_are_another_question(tmp_path: Path, *, ha
         assert said in words
 
 
+def test_near_copies_in_a_log_of_lm_eval_are_one_cluster(tmp_path: Path) -> None:
+    """The harness's hashes differ between near copies; what was asked tells."""
+    log = lm_eval_log(tmp_path / "a.jsonl")
+    rows = [json.loads(line) for line in log.read_text().splitlines()]
+    for n, row in enumerate(rows):
+        row["doc_hash"] = f"{n:064}"
+        row["arguments"] = {"gen_args_0": {"arg_0": "what  is" + " " * n, "arg_1": "Yes" if n % 2 else "yes"}}
+    log.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert "count as one with it: 79." in compared(log, log, "--items-are-independent")[1]
+
+
 def dojo(folder: Path, succeeds: int, capable: int = 35) -> Path:
     """AgentDojo's logs of 70 user tasks under an attack and without, and of 35 goals of the attacker asked outright."""
     blank = {"suite_name": "bank", "pipeline_name": "p", "attack_type": None, "messages": [], "error": None}

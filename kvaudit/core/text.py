@@ -74,6 +74,11 @@ def join_names(names: Iterable[str], limit: int = 3, *, between: str = ", ", las
     return between.join(entries[:limit]) + (f"{last}{len(entries) - limit} more" if len(entries) > limit else "")
 
 
+def normalise(text: str) -> str:
+    """Return a text in lower case with single blanks, which is equal for near copies."""
+    return " ".join(text.split()).casefold()
+
+
 def length_of(tokens: int) -> str:
     """Return a context length as text: "512 tokens", or "as published" for 0."""
     return f"{tokens} tokens" if tokens else "as published"

@@ -173,7 +173,9 @@ class InspectTask:
         """The cluster of each sample: its values in the cluster columns; without columns, one id per distinct input."""
         columns = self.name.cluster
         if not columns:
-            return task_family.merge_clusters(list(self.samples), self.openings)
+            return task_family.merge_clusters(
+                list(self.samples), [[message.text for message in opening] for opening in self.openings]
+            )
         for sample in self.samples.values():
             known = sample.metadata or {}
             if missing := next((column for column in columns if column not in known), None):

@@ -7,7 +7,7 @@ no cache of the harness is used. Options are scored token by token, never in one
 from __future__ import annotations
 
 import os
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any, ClassVar
@@ -111,7 +111,7 @@ def _rows(task: HarnessTask, split: Split) -> list[TaskRow]:
     return rows
 
 
-def _question(opening: Sequence[Message], options: tuple[str, ...]) -> Hashable:
-    """Return a key that is equal for documents that ask the same: the question without its few-shot examples."""
-    system = tuple(message.content for message in opening if message.role is Role.SYSTEM)
-    return system, opening[-1].content, options
+def _question(opening: Sequence[Message], options: tuple[str, ...]) -> list[str]:
+    """Return the texts of what a document asks: system messages, the question without few-shot examples, options."""
+    system = [message.content for message in opening if message.role is Role.SYSTEM]
+    return [*system, opening[-1].content, *options]

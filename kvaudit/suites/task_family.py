@@ -7,13 +7,14 @@ import logging
 import random
 import signal
 import threading
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, NamedTuple
 
 from kvaudit.core.errors import AuditError, DataError, RunError, SpecError
 from kvaudit.core.facets import unknown_facets
 from kvaudit.core.records import Grade, Item, Message, Outcome
+from kvaudit.core.text import normalise
 from kvaudit.suites.base import PUBLISHED, CountTokens, Split, Suite
 from kvaudit.suites.templates import interleave_clusters
 
@@ -84,10 +85,10 @@ def refuse_task(label: str, reasons: Mapping[str, bool], supported: str) -> None
             raise SpecError(f"{label} {reason}; supported are {supported}")
 
 
-def merge_clusters(clusters: Sequence[str], questions: Sequence[Hashable]) -> list[str]:
-    """Return each row's cluster; rows with equal questions get the cluster of the first of them."""
-    first = dict[Hashable, str]()
-    return [first.setdefault(question, cluster) for cluster, question in zip(clusters, questions, strict=True)]
+def merge_clusters(clusters: Sequence[str], questions: Sequence[Sequence[str]]) -> list[str]:
+    """Return each row's cluster; rows whose texts are equal, but for case and blanks, get that of the first of them."""
+    first, keys = dict[tuple[str, ...], str](), [tuple(map(normalise, texts)) for texts in questions]
+    return [first.setdefault(key, cluster) for cluster, key in zip(clusters, keys, strict=True)]
 
 
 def ungraded(note: str, *facets: str) -> Grade:

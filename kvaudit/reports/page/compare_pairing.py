@@ -25,7 +25,7 @@ from kvaudit.reports.verdict.reasons import Reason, ReasonCode
 REFERENCE, CANDIDATE = "reference", "candidate"
 UNNAMED_SUITE = "all"
 _KEY = ["suite", "context", "seed", "item", "sample"]
-_QUESTION = ["suite", "fingerprint"]
+_QUESTION = ["suite", "question"]
 
 
 @dataclass(frozen=True)
@@ -211,19 +211,19 @@ def _fill_clusters(tables: list[pd.DataFrame], *, own_clusters: bool) -> tuple[l
 
 
 def _join_copies(log: Log, table: pd.DataFrame) -> pd.DataFrame:
-    """Give items with equal questions one cluster; kvaudit's own records are left as they are."""
+    """Give items that ask the same, but for case and blanks, one cluster; leave kvaudit's own records as they are."""
     if log.reader == "kvaudit":
         return table
     # the least and not the first: the other file may have another order
     shared = table.groupby(_QUESTION)["cluster"].transform("min")
-    return table.assign(cluster=table["cluster"].mask(table["fingerprint"] != "", shared))
+    return table.assign(cluster=table["cluster"].mask(table["question"] != "", shared))
 
 
 def _count_copies(log: Log, table: pd.DataFrame) -> int:
     """Return the number of items whose question another item of the file has."""
     if log.reader == "kvaudit":
         return 0
-    questions = table.loc[table["fingerprint"] != "", [*_QUESTION, "item"]].drop_duplicates()
+    questions = table.loc[table["question"] != "", [*_QUESTION, "item"]].drop_duplicates()
     return int(questions.duplicated(_QUESTION).sum())
 
 

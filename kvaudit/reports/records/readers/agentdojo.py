@@ -29,6 +29,7 @@ from kvaudit.reports.records.readers.base import (
     json_object,
     log_of,
     name_of,
+    question_key,
 )
 
 _KEYS = {"suite_name", "pipeline_name", "user_task_id", "injection_task_id", "attack_type", "messages", "error"}
@@ -105,8 +106,9 @@ def _rows(row: Mapping[str, Any], request: Request) -> Iterator[Row]:
     messages = row["messages"] if isinstance(row["messages"], list) else []
     # two compared files must agree in the user's first message and in the injections
     question = [m.get("content") for m in messages if isinstance(m, dict) and m.get("role") == "user"][:1]
-    fingerprint = fingerprint_of([question, row.get("injections")]) if question else ""
-    base = Row(item, "", math.nan, cluster, fingerprint=fingerprint)
+    texts = [question, row.get("injections")]
+    fingerprint, key = (fingerprint_of(texts), question_key(texts)) if question else ("", "")
+    base = Row(item, "", math.nan, cluster, fingerprint=fingerprint, question=key)
     if row["injection_task_id"] is None and str(row["user_task_id"]).startswith(_ATTACKER_PREFIX):
         # the attacker's goal as a plain task: can the model do it at all?
         yield base._replace(metric="attacker_capable", score=_score(row, "utility", desired=True))

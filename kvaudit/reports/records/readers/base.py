@@ -23,7 +23,7 @@ import pandas as pd
 
 from kvaudit.core.errors import DataError, OffScale, SpecError
 from kvaudit.core.plugins import Registry
-from kvaudit.core.text import clip, inline, is_text
+from kvaudit.core.text import clip, inline, is_text, normalise
 
 if TYPE_CHECKING:
     from kvaudit.reports.records.load import RunData
@@ -41,7 +41,8 @@ ClusterRule = Callable[[Mapping[str, Any], str], str | None]  # a file's own row
 class Row(NamedTuple):
     """One score of one answer; ``score`` is in [0, 1] with 1 as desired, NaN for none.
 
-    ``sample`` numbers the repeats of an item; equal ``fingerprint`` in two files means an equal question.
+    ``sample`` numbers the repeats of an item; equal ``fingerprint`` in two files means an equal question. Items of one
+    file with equal ``question`` ask the same, but for case and blanks.
     """
 
     item: str
@@ -53,6 +54,7 @@ class Row(NamedTuple):
     context: int = 0
     seed: int = 0
     fingerprint: str = ""
+    question: str = ""
     line: int = 0
 
 
@@ -200,6 +202,19 @@ def fingerprint_of(question: Any) -> str:
     """Return a hash of a question as plain values."""
     text = json.dumps(question, sort_keys=True)
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
+
+
+def question_key(question: Any) -> str:
+    """Return a hash of a question as plain values that does not depend on case or blanks, so near copies share it."""
+    return fingerprint_of(_normalised(question))
+
+
+def _normalised(value: Any) -> Any:
+    if isinstance(value, str):
+        return normalise(value)
+    if isinstance(value, list):
+        return [_normalised(element) for element in value]
+    return {key: _normalised(element) for key, element in value.items()} if isinstance(value, dict) else value
 
 
 def metric_name(text: str) -> str:

@@ -33,6 +33,7 @@ from kvaudit.reports.records.readers.base import (
     metric_name,
     name_of,
     parse_number,
+    question_key,
     repeat_of,
 )
 
@@ -296,6 +297,7 @@ def _add(sample: Mapping[str, Any], request: Request, scores: CollectedScores, f
         cluster=request.cluster(fields, item) if request.cluster else None,
         sample=epoch,
         fingerprint=fingerprint_of(question) if sample.get("input") else "",
+        question=question_key(question) if sample.get("input") else "",
     )
     sample_scores = sample.get("scores")
     if sample.get("error") or sample.get("invalidation") or not isinstance(sample_scores, dict) or not sample_scores:

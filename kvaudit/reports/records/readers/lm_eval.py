@@ -30,6 +30,7 @@ from kvaudit.reports.records.readers.base import (
     log_of,
     metric_name,
     name_of,
+    question_key,
 )
 
 _UNNAMED = "filter-"  # the name of an unnamed filter, before its number
@@ -121,9 +122,11 @@ def _add(row: Mapping[str, Any], request: Request, line: int, scores: CollectedS
     question = [row.get("doc"), row.get("target")] if None in hashes else hashes
     texts = _texts(row.get("arguments"))
     fingerprint = fingerprint_of([question, texts]) if any(question) or texts else ""
+    key = question_key(texts) if texts else fingerprint
+    base = Row(item, "", math.nan, cluster, fingerprint=fingerprint, question=key, line=line)
     for metric in listed:
         name = metric_name(metric if filter_name == "none" else f"{metric},{filter_name}")
-        scores.add(Row(item, name, math.nan, cluster, fingerprint=fingerprint, line=line), row[metric], place)
+        scores.add(base._replace(metric=name), row[metric], place)
     return item
 
 

@@ -188,6 +188,7 @@ def _rows(frame: pd.DataFrame, questions: Fingerprints, cluster: ClusterRule | N
         "context": frame["context_tokens"].to_numpy(),
         "seed": frame["train_seed"].to_numpy(),
         "fingerprint": questions,
+        "question": questions,
         "line": frame["line"].to_numpy(),
     }
     facets = {name: frame[name].to_numpy() for name in FACET_COLUMNS.values() if frame[name].notna().any()}
