@@ -118,7 +118,7 @@ class Chat:
 
     @cached_property
     def tool_form(self) -> ToolForm | None:
-        """The syntax of tool calls: named in the options, else the tokenizer's, else the template's; None if unknown."""
+        """The syntax of tool calls named in the options, else the tokenizer's, else the template's; None if unknown."""
         if self._named_form is not None:
             return self._named_form
         template = getattr(self.tokenizer, "response_template", None)  # only newer versions of transformers have it

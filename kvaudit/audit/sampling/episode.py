@@ -319,7 +319,7 @@ class Episode:
 
     @torch.no_grad()
     def _feed_queued(self, running: Sequence[bool]) -> None:
-        """Feed the queued input of each running row by a prefill, after its last sampled token if that is not fed yet."""
+        """Prefill each running row's queued input, after its last sampled token if that is not in the cache yet."""
         fed = [on and bool(tokens) for on, tokens in zip(running, self._queued, strict=True)]
         if not any(fed):
             return
