@@ -206,7 +206,7 @@ class SamplingEngine:
                     self._waiting.append(job)
 
     def _next_batch(self) -> list[_Job]:
-        """Remove the oldest waiting request, and those that can share a batch with it, from ``_waiting``; return them."""
+        """Remove the oldest request, and those that can share a batch with it, from ``_waiting``; return them."""
         batch, others, size = list[_Job](), list[_Job](), _Size(0, 0)
         for job in self._waiting:
             if not batch or (job.key == batch[0].key and size.plus(job).fits(self._batch_tokens)):
