@@ -109,10 +109,9 @@ class CompressedCache(Cache):  # type: ignore[misc]
 
     @property
     def ledger(self) -> Ledger:
-        """The ledger so far, the record of when each entry was evicted or quantised and of what queries selected.
+        """The record so far of when each entry was evicted or quantised, in positions that do not count padding.
 
-        Positions count the real tokens of a row, not padding. Raises SpecError before any token was seen, and for a
-        policy that cannot be replayed.
+        Raises SpecError before any token was seen, and for a policy that cannot be replayed.
         """
         cache = self._require_used()
         if not cache.policy.replayable:
@@ -135,7 +134,7 @@ class CompressedCache(Cache):  # type: ignore[misc]
 
     @property
     def retention(self) -> Tensor:
-        """The share of each row's entries that are still in the cache, mean over the compressed layers: float64 [B]."""
+        """The share of each row's entries still in the cache, mean over the compressed layers: float64 [B]."""
         return self._require_used().retention()
 
     def _require_used(self) -> EvictingCache:

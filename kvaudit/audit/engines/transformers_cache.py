@@ -1,8 +1,8 @@
 """transformers' own ``generate`` and its caches as an engine; ``cache: quantized`` takes ``QuantizedCache``'s options.
 
 The first update of such a cache returns keys and values unquantised, so a prompt is read exactly, and quantisation
-takes effect from the second token of an answer on. The newest entries (the residual) are quantised only once there
-are ``residual_length`` of them.
+takes effect from the second token of an answer on. The newest entries, the residual, are quantised only once the
+residual is full.
 """
 
 from __future__ import annotations
