@@ -69,9 +69,10 @@ class AttentionCall(NamedTuple):
 
 
 class KVHandler(Protocol):
-    """The object passed as ``kv=``, which computes attention; ``routes``, if any, gets the experts of every block.
+    """The object passed to a model's forward as ``kv=``, which computes the attention of every layer.
 
-    Layers of linear attention pass their state through its method ``carry`` (``kvaudit.audit.cache.layers``).
+    ``routes``, if any, is told which experts every mixture-of-experts block selects. Layers of linear attention call
+    its method ``carry`` instead of ``attend`` (``kvaudit.audit.cache.layers``).
     """
 
     @property
@@ -130,8 +131,9 @@ def grouped_attention(
 ) -> Tensor:
     """Compute softmax attention with grouped queries, without repeating keys: [B, G*H, Q, D].
 
-    query [B, G*H, Q, D], key and value [B, H, K, D], visible bool [B or 1, H or G*H or 1, Q, K], or None for all. With
-    sinks ``visible`` may also be numbers, which are added to the logits. Every query must see something.
+    query [B, G*H, Q, D], key and value [B, H, K, D], visible bool [B or 1, H or G*H or 1, Q, K], or None if every query
+    sees every key. With ``sink_logits`` [G*H] ``visible`` may also be numbers, which are added to the logits. Every
+    query must see a key.
     """
     if sink_logits is not None:
         return _attention_with_sinks(query, key, value, visible, scaling, sink_logits)
@@ -153,7 +155,10 @@ def grouped_attention(
 
 
 def _attention_repeating_keys(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scaling: float) -> Tensor:
-    """Compute ``grouped_attention`` with keys and values repeated per query head: a repeated mask would be larger."""
+    """Compute ``grouped_attention`` with keys and values repeated for each query head.
+
+    For many queries that takes less memory than to repeat the mask for each query head.
+    """
     batch, heads, length, size = query.shape
     kv_heads, groups = key.shape[1], heads // key.shape[1]
     # the additive mask that the kernel would make, but made once for all heads that share it
@@ -257,7 +262,8 @@ def require_model(model: Any) -> None:
 def find_decoder(model: Any) -> Any:
     """Return the part of a causal model that computes its last hidden states.
 
-    ``get_decoder`` returns any layer named ``decoder``; in ModernBERT's decoder that is the one that makes the logits.
+    Usually that is ``model.get_decoder()``. In ModernBERT's decoder this returns the layer that makes the logits, which
+    is also named ``decoder``; then the base model is returned.
     """
     decoder = model.get_decoder()
     return inner_model(model).base_model if decoder is model.get_output_embeddings() else decoder
@@ -284,7 +290,10 @@ def require_interface(model: Any) -> None:
 
 
 def require_single_call(layer: int, attended: Collection[int], layers: int) -> None:
-    """Raise RunError if ``layer`` has attended in this forward already, or is not a number below ``layers``."""
+    """Raise RunError if ``layer`` has called attention already in this forward, or is not below ``layers``.
+
+    ``attended`` are the numbers of the layers that have called; ``layers`` is how many layers the model has.
+    """
     if layer in attended or layer >= layers:
         raise RunError(
             f"layer {layer} of the model's {layers} attends {'again' if layer in attended else 'too'} in one forward: "

@@ -1,7 +1,8 @@
-"""The compressing cache: every query attends, then the policy evicts or quantises, and the ledger is written.
+"""The compressing cache: in each forward every query attends, and then the policy evicts or quantises entries.
 
-Entries keep their rotary positions; the position of the next token is the number of tokens seen. Rows never mix:
-padding is never an entry, and when a row is compressed depends on its own tokens alone.
+When each entry was evicted is recorded in the ledger. Keys keep the rotary position of their token, and the next token
+has the number of tokens seen, evicted ones too, as its position. Rows never mix: padding is never an entry, and when a
+row is compressed depends on its own tokens alone.
 """
 
 from __future__ import annotations
@@ -42,10 +43,11 @@ from kvaudit.core.errors import RunError
 class EvictingCache:
     """A cache for one batch that compresses by ``policy``; pass it to a model's forward as ``kv=``.
 
-    Usage: ``begin(positions, decoding=...)`` with the row positions [B, Q] of the next forward (-1 = padding),
-    then the forward itself with ``position_ids=positions.clamp(min=0)``. ``rotary`` is the model's (``find_rotary``),
-    if the policy needs it; ``blocks`` the number of its mixture-of-experts blocks (``hook_expert_blocks``). Raises
-    SpecError for a mixture of policies: draw one per request.
+    Usage: ``begin(positions, decoding=...)`` with the row positions [B, Q] of the next forward (the number of real
+    tokens before each token in its row, -1 = padding), then the forward itself with
+    ``position_ids=positions.clamp(min=0)``. ``rotary`` is the model's rotary embedding (``find_rotary``), if the policy
+    needs it; ``blocks`` is the model's number of mixture-of-experts blocks (``hook_expert_blocks``). Raises SpecError
+    for a ``Mixture``, from which the caller must draw one policy for each request.
     """
 
     def __init__(
@@ -116,7 +118,7 @@ class EvictingCache:
         )
 
     def _count(self, tokens: NewTokens, *, decoding: bool) -> int:
-        """Count the new tokens of each row on the host only; return the token count of the longest row."""
+        """Add the new tokens to each row's count, on the host only; return the token count of the longest row."""
         before = self.seen.tolist()
         pairs = zip(tokens.first, before, strict=True)
         assert all(first in (-1, seen) for first, seen in pairs), "rows continue at the number of tokens seen"
@@ -172,7 +174,10 @@ class EvictingCache:
         return out
 
     def _attend_selected(self, layer: CachedLayer, selector: Selector, call: AttentionCall) -> Tensor:
-        """Return the attention of one query per row over the units that the policy selects, and record the units."""
+        """Return the attention of one query per row over the units (runs of positions) that the policy selects.
+
+        The selected units are recorded.
+        """
         view = layer.view(slice(None), self.forward, self.row_keys, packed=False)
         out, units = layer.selected_attention(call, self.forward, selector, view)
         assert self._choices is not None
@@ -196,9 +201,10 @@ class EvictingCache:
         self._attended.add(call.layer)
 
     def begin_step(self, tokens: NewTokens, pinned: Tensor | None) -> int:
-        """Begin a decode step of one token per row, on the host only; return the token count of the longest row.
+        """Count the tokens of a decode step of one token per row; return the token count of the longest row.
 
-        ``FixedStep`` computes the step; ``pinned`` bool [B, 1] marks tokens that are never evicted.
+        This is done on the host only; ``FixedStep`` computes the step on the device. ``pinned`` bool [B, 1] marks
+        tokens that are never evicted.
         """
         longest = self._count(tokens, decoding=True)
         if self.pins and pinned is not None:
@@ -206,7 +212,7 @@ class EvictingCache:
         return longest
 
     def end_step(self) -> None:
-        """Mark every layer as attended, after a step of fixed shapes."""
+        """Record that every layer has attended, after a ``FixedStep`` computed a decode step instead of ``attend``."""
         self._attended = {n for n, layer in enumerate(self.layers) if layer.plan.has_entries}
 
     def coded_counts(self) -> tuple[Counts, Counts] | None:
@@ -214,7 +220,7 @@ class EvictingCache:
         return self._times.counts() if self._times else None
 
     def record_hints(self) -> None:
-        """Record the rounding hints of entries that steps of fixed shapes have quantised."""
+        """Record the rounding hints (see ``hints``) of the entries that a ``FixedStep`` has quantised."""
         if not self.coded_steps:
             return
         steps = torch.tensor(self.coded_steps, dtype=torch.int32)  # [n, 2, B]
@@ -226,7 +232,7 @@ class EvictingCache:
         self.coded_steps.clear()
 
     def _leave_steps(self) -> None:
-        """Convert every store back from the fixed-shape form, which captured decode steps need, to its usual form."""
+        """Convert every layer's store from the form of fixed shapes, which captured steps need, to its usual form."""
         self.changes += 1
         self.record_hints()
         for layer in self.layers:
@@ -234,7 +240,7 @@ class EvictingCache:
                 self._layout.forget()
 
     def update_bytes(self) -> None:
-        """Recount the allocated bytes of all layers, after a step of fixed shapes."""
+        """Recount the allocated bytes of all layers, after a ``FixedStep``."""
         for layer in self.layers:
             self._update_bytes(layer)
         self._peak = max(self._peak, self.bytes)
@@ -253,7 +259,7 @@ class EvictingCache:
         return self._agreeing if layer is self._agreeing[-1] else []
 
     def evict(self, layers: Sequence[CachedLayer], eviction: Eviction) -> None:
-        """Cut the due rows to their budgets, in one layer or in several that are ranked together."""
+        """Evict entries of the rows that are due, down to their budgets, in one layer or in several ranked together."""
         self.changes += 1
         if layers[0].can_replace(eviction, layers[0].store.length):
             self.replace(layers, eviction, self.forward)
@@ -266,9 +272,10 @@ class EvictingCache:
     def replace(
         self, layers: Sequence[CachedLayer], eviction: Eviction, forward: Forward, *, on_device: bool = False
     ) -> None:
-        """Move the newest entry into the slot of the evicted one, in every head of these layers.
+        """Evict one entry per head of these layers, and move the newest entry into its slot.
 
-        ``on_device``: decide nothing on the host, so that a GPU can capture and replay the operators.
+        ``on_device``: choose the entry on the device, so that a GPU can capture and replay the operators; otherwise it
+        is chosen on the host if the policy ranks by position alone.
         """
         schedule, by_position = layers[0].schedule, layers[0].evictor.by_position
         # a policy that ranks by position alone can be computed on the host, without waiting for the device
@@ -312,7 +319,7 @@ class EvictingCache:
 
     @skip_compile
     def settle(self) -> None:
-        """Check a finished forward: raise RunError if some layer did not attend through this cache."""
+        """Check a finished forward: raise RunError if some layer did not use this cache."""
         if not self.is_settled:
             done, layers = len(self._attended | self._carried), len(self.layers)
             raise RunError(
@@ -325,7 +332,7 @@ class EvictingCache:
     # --- rows, between two forwards -----------------------------------------------------------------------------------
 
     def expand(self, group: int, row_keys: Tensor) -> None:
-        """Repeat every prefilled row ``group`` times; ``row_keys`` has a key per copy, which seeds its random draws."""
+        """Repeat every prefilled row ``group`` times; ``row_keys`` seeds the policy's random draws in each copy."""
         if group > 1:
             self.reindex(torch.arange(len(self.seen)).repeat_interleave(group))
             self.row_keys.set_member_keys(row_keys, self.seen)
@@ -375,7 +382,7 @@ class EvictingCache:
 
     @property
     def bytes_peaks(self) -> list[int]:
-        """The peak bytes of each row: its share of the bytes that its batch had allocated."""
+        """The peak bytes of each row: an equal share of the most bytes that a batch with this row had allocated."""
         return [max(before, self._peak // len(self._peaks)) for before in self._peaks]
 
     def retention(self) -> Tensor:
@@ -385,7 +392,7 @@ class EvictingCache:
         return torch.stack(counts).double().mean(0) / self.seen.clamp(min=1)
 
     def _state_bytes(self) -> int:
-        """Return the bytes of one row's states, which are the same in every row and do not grow."""
+        """Return the bytes of one row's recurrent states (of linear attention), equal in every row and constant."""
         return sum(layer.states.bytes for layer in self.layers if layer.states) // len(self.seen)
 
     def dense_bytes(self, tokens: int) -> int:
@@ -398,7 +405,10 @@ class EvictingCache:
         return round(peak_live_bytes(evicted_at, entries, coded_at, sampled)) + self._state_bytes()
 
     def ledger(self, tokens: int) -> Tensor:
-        """Return ``evicted_at`` of every row for its first ``tokens`` tokens: int32 [B, L, H, tokens] on CPU."""
+        """Return, for the first ``tokens`` tokens of every row, the position of the first query that missed its entry.
+
+        This is ``Ledger.evicted_at``: int32 [B, L, H, tokens] on the CPU, NEVER for entries that are still there.
+        """
         heads = sorted({layer.store.evicted_at.shape[1] for layer in self.layers if layer.plan.has_entries})
         if len(heads) > 1:
             raise RunError(
@@ -415,7 +425,7 @@ class EvictingCache:
         return torch.stack(tables, 1)  # [B, L, H, tokens]
 
     def hints(self) -> list[Tensor]:
-        """Return the packed hints of every row (``hints.pack_hints``); an empty list if nothing is quantised."""
+        """Return the packed rounding hints of every row (see ``hints``); an empty list if nothing is quantised."""
         self.record_hints()
         stores = [(n, layer.store) for n, layer in enumerate(self.layers) if isinstance(layer.store, QuantisedStore)]
         if not stores:
@@ -438,7 +448,10 @@ class EvictingCache:
         return self._choices.rows() if self._choices else None
 
     def pinned(self) -> list[tuple[tuple[int, int], ...]] | None:
-        """Return each row's pinned positions as runs [start, end); None without pins, or if heads share no budget."""
+        """Return each row's pinned (never evicted) positions as runs [start, end).
+
+        None without pins, and if heads share no budget, since then no check of the rollout needs them.
+        """
         shares = any(schedule.evictor.shares_heads for schedule in self.schedules.values())
         return self.pins.runs() if self.pins and shares else None
 
@@ -448,7 +461,7 @@ class EvictingCache:
 
 
 def _rank_together(layers: Sequence[CachedLayer], views: Sequence[View]) -> Sequence[Tensor]:
-    """Return the importance [b, H, K] by which each layer evicts, after the layers have agreed (``Evictor.agreed``)."""
+    """Return the importance [b, H, K] by which each layer evicts, adjusted across the layers by ``Evictor.agreed``."""
     evictor = layers[0].evictor
     ranks = [evictor.importance(view).float() for view in views]
     for rank, view in zip(ranks, views, strict=True):

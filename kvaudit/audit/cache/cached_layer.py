@@ -104,13 +104,16 @@ class CachedLayer:
         self.counts = self.schedule.arrived
 
     def flush(self, forward: Forward, *, on_write: bool) -> None:
-        """Quantise due entries if the codec does so now: before their own queries attend (``on_write``), else after."""
+        """Quantise the entries that are due, if this is the moment at which the codec does it.
+
+        ``on_write``: the call comes before the new queries attend, otherwise after.
+        """
         if isinstance(self.store, QuantisedStore) and self.store.on_write == on_write:
             assert forward.coded is not None
             self.store.flush(*forward.coded)
 
     def add_queries(self, query: Tensor, forward: Forward) -> None:
-        """Update the policy's state of queries: the last ones, their attention mass, their statistics."""
+        """Update what the policy needs of past queries: the last ones, their attention mass and their statistics."""
         if self._last:
             places = self.schedule.ring_places(query.device)
             self._last.add(query, forward.positions, places, real=forward.real)
@@ -184,7 +187,8 @@ class CachedLayer:
     ) -> tuple[Tensor, Tensor]:
         """Return the attention output [B, G*H, 1, D] of one query per row over the units it selects, and these units.
 
-        Nothing is evicted from such a store, so every head holds the same positions.
+        A unit is a run of ``selector.unit`` positions. Nothing is evicted from such a store, so every head holds the
+        same positions.
         """
         store, positions = self.store, forward.positions
         assert call.query.shape[2] == 1, call.query.shape
@@ -212,7 +216,7 @@ class CachedLayer:
 
     @property
     def blocks_fixed_step(self) -> str | None:
-        """The feature of this layer that rules out steps of fixed shapes; None if they can compute the layer."""
+        """The feature of this layer that a ``FixedStep`` cannot compute, as a noun phrase; None if there is none."""
         if self.states is not None or not self.plan.has_entries:
             return "layers with a state"
         if self.selector is not None:
@@ -373,11 +377,11 @@ class CachedLayer:
 
     @property
     def moves_sinks(self) -> bool:
-        """Whether every eviction re-rotates the sinks."""
+        """Whether every eviction rotates the keys of the attention sinks (the first tokens) to new positions."""
         return self._sinks is not None
 
     def replace(self, victims: Victims, eviction: Eviction, forward: Forward) -> None:
-        """Move the newest entry into the slot of the victim."""
+        """Evict the ``victims``, one entry per head, and move the newest entry into the slot of each."""
         self.counts = self.schedule.remaining
         self.store.replace(victims, forward.next_query, forward.longest)
         if self._sinks:
@@ -388,7 +392,7 @@ class CachedLayer:
         return None if pins is None or self.plan.sliding_window is not None else pins.at(view.positions, eviction.rows)
 
     def _keep(self, kept: Tensor, forward: Forward) -> None:
-        """Drop the slots where ``kept`` [B, H, length] is False; the fullest head sets the new length."""
+        """Drop the slots where ``kept`` [B, H, length] is False; the store then is as long as its fullest head."""
         # how heads share a budget is known on the device only, so this waits for it
         width = int(kept.sum(-1).max()) if self.evictor.shares_heads else self.counts.largest
         self.store.keep(kept, width, forward.next_query, forward.longest)

@@ -1,4 +1,6 @@
-"""Codes of quantised keys and values, shared by cache and shadow pass, and matrix products taken directly with codes.
+"""Codes of quantised keys and values, and matrix products taken directly with codes.
+
+The cache uses them while sampling, and the shadow pass (the learner's replay of the cache) while learning.
 
 A decode step needs each decoded number once, in a product. All numbers of a long cache would not fit in the
 processor's cache, so a product decodes one block at a time.
@@ -42,8 +44,8 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 class Scratch:
     """A buffer for numbers that are read once, shared by all layers, since allocating costs more than filling it.
 
-    It lives as long as the cache, takes two blocks at most (HOST_BLOCK), and is not counted among the cache's bytes,
-    since no policy compresses it.
+    It lives as long as the cache and takes at most two blocks of HOST_BLOCK bytes. It is not counted among the cache's
+    bytes, since no policy compresses it.
     """
 
     def __init__(self) -> None:
@@ -157,9 +159,9 @@ def parameters_of(group: Tensor, table: Tensor) -> Tensor:
 
 
 def encode_runs(keys: Tensor, codec: Quantiser) -> tuple[Tensor, Tensor, Tensor]:
-    """Encode runs of ``key_group`` keys [B, H, K, D]; return codes, group numbers [K], parameters [B, H, G, D, P].
+    """Encode keys [B, H, K, D] channel by channel, in G groups of ``codec.key_group`` consecutive keys.
 
-    Each of the G runs is a group, with P parameters per channel.
+    Returns the codes, the group number of each key [K], and P parameters per group and channel [B, H, G, D, P].
     """
     runs = keys.reshape(*keys.shape[:2], -1, codec.key_group, keys.shape[3]).to(
         working_dtype(keys.dtype)
@@ -267,7 +269,10 @@ class CodeProducts:
 
 
 def token_logits(query: Tensor, codes: Tensor, parameters: Tensor, products: CodeProducts) -> Tensor:
-    """Return the logits [N, X, C] of ``query`` [N, X, D] with keys coded per token by parameters [B, H, C, n, P]."""
+    """Return the logits [N, X, C] of ``query`` [N, X, D] with keys coded per token (N, X, C as in ``CodeProducts``).
+
+    Each key has P parameters for each of its n groups of channels: ``parameters`` [B, H, C, n, P].
+    """
     scale, *zeros = _by_group(parameters)
     groups, size = parameters.shape[3], query.shape[2] // parameters.shape[3]
     if groups == 1:  # one scale per key: it multiplies the logit
@@ -283,7 +288,10 @@ def token_logits(query: Tensor, codes: Tensor, parameters: Tensor, products: Cod
 
 
 def token_mix(shares: Tensor, codes: Tensor, parameters: Tensor, products: CodeProducts) -> Tensor:
-    """Return values coded per token, summed by weights ``shares`` [N, X, C]: [N, X, D]; parameters [B, H, C, n, P]."""
+    """Return the sums [N, X, D] of values coded per token, weighted by ``shares`` [N, X, C].
+
+    Each value has P parameters for each of its n groups of channels: ``parameters`` [B, H, C, n, P].
+    """
     scale, *zeros = _by_group(parameters)
     groups = parameters.shape[3]
     if groups == 1:
@@ -300,7 +308,10 @@ def token_mix(shares: Tensor, codes: Tensor, parameters: Tensor, products: CodeP
 
 
 def _by_group(parameters: Tensor) -> tuple[Tensor, ...]:
-    """Return parameters [B, H, C, n, P] as P contiguous tensors [B * H, n, C]; [B * H, 1, 1] for a scale per head."""
+    """Return parameters [B, H, C, n, P] as P contiguous tensors [B * H, n, C].
+
+    If each head has one scale for all its entries, the only tensor is [B * H, 1, 1].
+    """
     if parameters.shape[3:].numel() == 1:
         scale = parameters[:, :, :1] if parameters.stride(2) == 0 else parameters
         return (scale.reshape(scale.shape[0] * scale.shape[1], 1, -1),)

@@ -323,9 +323,9 @@ def _coded_operand(part: CodedPart) -> Operand:
 
 
 def _with_rows(layout: Layout, tile: int) -> Layout:
-    """Return ``layout`` with ``rows``, the number of table rows that a tile of ``tile`` slots uses.
+    """Return ``layout`` with ``rows`` set to the number of table rows that a tile of ``tile`` slots uses.
 
-    If neither runs consist of whole tiles nor tiles of whole runs, or there is no table, ``run`` becomes 0 instead.
+    ``run`` becomes 0 instead if there is no table, or if tiles and runs do not fit into each other in whole numbers.
     """
     run = layout.run
     if layout.groups != BY_TABLE or run == 0 or max(run, tile) % min(run, tile):
@@ -590,7 +590,7 @@ def _slots_before(
 def _weigh(
     queries: tl.tensor, key: tl.tensor, scale: tl.tensor, seen: tl.tensor, top: tl.tensor, total: tl.tensor
 ) -> tl.tuple:
-    """Return a tile's weights [G, TILE], the factor for earlier sums, the new largest logit and total weight."""
+    """Return a tile's softmax weights [G, TILE], the factor for the sums so far, the new largest logit and total."""
     logits = tl.dot(queries, tl.trans(key), input_precision="ieee") * scale
     logits = tl.where(seen[None, :], logits, float("-inf"))
     new_top = tl.maximum(top, tl.max(logits, 1))
@@ -704,7 +704,7 @@ def _scale_channels(
 
 @_jit()
 def _scale_runs(numbers: tl.tensor, part: tl.tuple, strides: tl.tuple, at: tl.tuple, LAYOUT: tl.constexpr) -> tl.tensor:
-    """Apply the parameters in the table without a look-up: tiles are whole runs, or runs are whole tiles."""
+    """Apply the parameters in the table without looking up each key's group: a tile is whole runs, or a run's part."""
     batch, head, first, done = at
     ROWS: tl.constexpr = LAYOUT.rows
     row = first // LAYOUT.run + tl.arange(0, ROWS)
@@ -731,7 +731,10 @@ def _scale_tokens(numbers: tl.tensor, parameters: tl.tuple, LAYOUT: tl.constexpr
 
 @_jit()
 def _read_parameters(part: tl.tuple, strides: tl.tuple, at: tl.tuple, LAYOUT: tl.constexpr) -> tl.tuple:
-    """Return the scales and zeros [TILE, groups] of tokens, or a head's scale; unused values for a table."""
+    """Return the scales and zeros [TILE, groups] of the tokens at ``at``, or the scale of a head.
+
+    For parameters in a table it returns numbers that are not used.
+    """
     batch, head, place, inside = at
     if LAYOUT.groups == -1:  # BY_TABLE
         scales = place

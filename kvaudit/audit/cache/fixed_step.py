@@ -28,7 +28,7 @@ ModelForward = Callable[[Tensor, Tensor, "FixedStep"], Tensor]
 
 
 def why_not_fixed(cache: EvictingCache) -> str | None:
-    """Return the feature of a cache that steps of fixed shapes cannot compute, as a noun phrase; None if they can."""
+    """Return the feature of a cache that a ``FixedStep`` cannot compute, as a noun phrase; None if there is none."""
     if cache.routes is not None:
         return "models with experts"
     if cache.rotary_limit is not None:
@@ -39,8 +39,9 @@ def why_not_fixed(cache: EvictingCache) -> str | None:
 class FixedStep:
     """The decode steps of a cache with a fixed number of rows; pass it to the model's forward as ``kv=``.
 
-    Usage: ``prepare`` counts a step on the host and returns a key; ``run``, or the replay of a run captured under an
-    equal key, computes it; ``finish`` updates the counts and evicts. A key names every address and shape of a run.
+    Usage, for each step: ``prepare`` loads the step's numbers and returns a key of all addresses and shapes that the
+    step uses; then the caller calls ``run``, or replays a run that it captured under an equal key; then ``finish``
+    updates the counts and evicts.
     """
 
     routes = None
@@ -123,9 +124,9 @@ class FixedStep:
         return self._key
 
     def _count_codes(self, before: list[int], *, has_moved: bool) -> tuple[list[int], bool]:
-        """Prepare stores with codes for a step of rows that had seen ``before`` tokens.
+        """Prepare the stores of layers that quantise for a step of rows that had seen ``before`` tokens.
 
-        Returns the numbers of ``StepCoding``, and whether the layout of some store has changed.
+        Returns the numbers to be loaded into ``StepCoding``, and whether the layout of some store has changed.
         """
         self._until = until = self._cache.coded_counts()
         if until is None:
@@ -185,7 +186,7 @@ class FixedStep:
             store.reserve_for_steps(store.length + 1, room, max_slots=layer.schedule.max_slots)
 
     def _describe(self) -> Hashable:
-        """Return a key of everything that a captured run fixes: addresses, shapes, and decisions of the host."""
+        """Return a key of everything that capturing a run fixes: addresses, shapes, and decisions of the host."""
         parts: list[Hashable] = [self._rows]
         for layer in self._cache.layers:
             store, replaces = layer.store, layer.schedule in self._replacing
@@ -303,7 +304,7 @@ class FixedStep:
 
     @skip_compile
     def settle(self) -> None:
-        """Raise RunError if some layer did not attend through this step."""
+        """Check a finished forward: raise RunError if some layer did not use this step for its attention."""
         if len(self._attended) < len(self._cache.layers):
             raise RunError(f"{len(self._attended)} of the model's {len(self._cache.layers)} layers attended")
 

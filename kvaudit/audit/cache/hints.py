@@ -34,9 +34,9 @@ Strays = list[tuple[int, int]]  # row and layer of hints that are at no border
 
 
 class Ranks(NamedTuple):
-    """The order of a codec's codes by the value that they decode to.
+    """The rank of each of a codec's codes, ordered by the value that the code decodes to.
 
-    ``rank_of`` int64 [2^bits] maps codes to ranks, ``code_of`` uint8 ranks to codes.
+    ``rank_of`` int64 [2^bits] maps codes to ranks, ``code_of`` uint8 maps ranks to codes.
     """
 
     rank_of: Tensor
@@ -45,7 +45,7 @@ class Ranks(NamedTuple):
 
 @cache
 def ranks(codec: Quantiser, device: torch.device) -> Ranks:
-    """Return the ranks of a codec's codes; neighbours differ by 1, codes of equal value (two zeros) share one."""
+    """Return the ranks of a codec's codes; codes of equal value (as +0 and -0) share a rank."""
     codes = torch.arange(2**codec.bits, dtype=torch.uint8)
     decoded = codec.numbers(codes, torch.empty_like(codes, dtype=torch.float64))
     numbers, rank_of = torch.unique(decoded, return_inverse=True)
@@ -76,7 +76,7 @@ def unpack_hints(words: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def are_valid_hints(words: Tensor) -> bool:
-    """Return whether ``pack_hints`` can have made these words, in which no element occurs twice."""
+    """Return whether these are words that ``pack_hints`` can have made: uint16 [N], naming no element twice."""
     if words.dtype is not torch.uint16 or words.dim() != 1:
         return False
     return bool((unpack_hints(words)[0].diff() > 0).all())
@@ -117,11 +117,11 @@ class HintRecorder:
         *,
         is_copy: bool = False,
     ) -> None:
-        """Record the hints of ``x`` [B, H, K, D] quantised to ``codes`` where ``is_due`` [B, H, K], None: everywhere.
+        """Record the hints of those entries of ``x`` [B, H, K, D] that were now quantised to ``codes``.
 
-        ``positions`` [B, H, K], or the first of K consecutive ones, equal in all rows and heads. ``places``: the
-        indices along K at which anything is due, if known. ``is_copy``: ``x`` shares no memory and is not changed
-        later.
+        ``is_due`` [B, H, K] marks these entries; None if all were quantised. ``positions`` is [B, H, K], or the first
+        of K consecutive positions, equal in all rows and heads. ``places``: the indices along K at which anything is
+        due, if known. ``is_copy``: ``x`` shares no memory and is not changed later.
         """
         if x.dtype not in HINTED_DTYPES:
             return
@@ -181,7 +181,7 @@ class HintRecorder:
             row_hints.append(new)
 
     def row_hints(self, row: int, layer: int, layers: int, heads: int, width: int) -> tuple[Tensor, Tensor]:
-        """Return the element numbers of a row's hints so far and the low bits of their codes' ranks, in any order."""
+        """Return a row's hints so far, in any order: the element numbers and the low bits of their codes' ranks."""
         self._examine_all()
         hints = torch.cat([torch.zeros(0, 5, dtype=torch.int32), *self._hints[row]]).long()
         token, part, head, channel, rank = hints.unbind(1)
@@ -252,7 +252,10 @@ class LayerPart(NamedTuple):
 
 
 class Hints(NamedTuple):
-    """The n hints of one part of one layer: their indices in [B, H, K, D], and the low bits of their ranks."""
+    """The n hints for the keys, or for the values, of one layer.
+
+    Each names an element of the tensor [B, H, K, D] by its indices, and the low bits of its code's rank.
+    """
 
     row: Tensor
     head: Tensor
@@ -262,10 +265,12 @@ class Hints(NamedTuple):
 
 
 class HintTable:
-    """The hints of a pass with columns at row positions [B, K] (-1 = padding); hints of other columns are ignored.
+    """The recorded hints of a batch, for a replay whose columns are at row positions [B, K] (-1 = padding).
 
-    ``strays`` collects hints that are at no border in the replay, or in no column. After an update of the weights, and
-    under a reference model, honest hints are strays too: check them only when replaying the sampler's own weights.
+    Hints for later tokens are ignored. ``strays`` collects (row, layer) of each hint that cannot be right: its value
+    is near no border between two codes in the replay, or the replay has no column for its token. After an update of the
+    weights, and under a reference model, honest hints are strays too, so check them only when replaying the sampler's
+    own weights.
     """
 
     def __init__(self, words: Sequence[Tensor], positions: Tensor, layers: int, strays: Strays | None = None) -> None:
@@ -273,7 +278,7 @@ class HintTable:
         self._parts: dict[int, Hints] | None = None
 
     def _unpack(self, heads: int, width: int) -> dict[int, Hints]:
-        """Return the hints by ``layer * 2 + part``."""
+        """Return the hints of each layer and part (0 keys, 1 values), under the number ``layer * 2 + part``."""
         device, unpacked = self._positions.device, [unpack_hints(words.cpu()) for words in self._words]
         index, low = (torch.cat(tensors).to(device) for tensors in zip(*unpacked, strict=True))
         row = torch.repeat_interleave(torch.tensor([len(numbers) for numbers, _ in unpacked])).to(device)
@@ -290,7 +295,7 @@ class HintTable:
         return {number: Hints(*(tensor[span] for tensor in hints)) for number, span in enumerate(slices)}
 
     def apply(self, layer_part: LayerPart, x: Tensor, codes: Tensor, parameters: Tensor, codec: Quantiser) -> Tensor:
-        """Return ``codes`` [B, H, K, D] of ``x``, with the recorded codes in place of those at borders."""
+        """Return ``codes`` [B, H, K, D] of ``x``, with the recorded code for each value near a border of two codes."""
         ranked = ranks(codec, x.device)
         if self._parts is None:
             self._parts = self._unpack(x.shape[1], layer_part.width)
@@ -315,7 +320,10 @@ class HintTable:
 
 
 def _columns(positions: Tensor, row: Tensor, token: Tensor) -> Tensor:
-    """Return the column [N] of each ``token`` in its ``row``, -1 for a token in no column."""
+    """Return the column that holds position ``token`` [N] of each ``row`` [N]: [N], -1 if none does.
+
+    ``positions`` [B, K] are the row positions of the columns.
+    """
     longest = int(positions.max()) + 1
     table = positions.new_full((len(positions), longest + 1), -1, dtype=torch.int64)
     columns = torch.arange(positions.shape[1], device=positions.device).expand_as(positions)

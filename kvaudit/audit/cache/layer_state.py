@@ -1,6 +1,6 @@
-"""State that a layer keeps besides its entries, if its policy needs it.
+"""State that a layer keeps besides its cache entries, if its policy needs it, such as statistics of past queries.
 
-Statistics of queries are taken before rotary embedding and have O(D^2) or O(D) numbers per head at any length.
+The statistics are of queries before rotary embedding, and take O(D^2) or O(D) numbers per head at any length.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class QueryMoments(LayerState):
         self._outer += plain.transpose(2, 3) @ plain  # [B, N, D, D]
 
     def of(self, rows: Tensor | slice) -> Moments:
-        """Return the moments of some rows."""
+        """Return the mean and covariance of the queries of some rows."""
         count = self._count[rows].clamp(min=1)[:, None, None]  # [b, 1, 1]
         mean = self._sum[rows] / count
         covariance = self._outer[rows] / count[..., None] - mean[..., None] * mean[..., None, :]  # E[q q'] - E[q] E[q]'
@@ -148,7 +148,7 @@ class QueryMoments(LayerState):
 
 
 class QueryCentres(LayerState):
-    """Sums over queries and over the lengths of their rotary pairs; float32, in a float64 model float64."""
+    """Sums of the queries and of the lengths of their rotary channel pairs; float32, in a float64 model float64."""
 
     _tensors = ("_count", "_sum", "_lengths")
 
@@ -168,7 +168,7 @@ class QueryCentres(LayerState):
         self._lengths += lengths
 
     def of(self, rows: Tensor | slice) -> Centres:
-        """Return the centres of some rows."""
+        """Return the mean of the queries of some rows, and the mean lengths of their rotary channel pairs."""
         count = self._count[rows].clamp(min=1)[:, None, None]
         mean = self._sum[rows] / count
         size, dtype = mean.shape[-1], mean.dtype
@@ -181,9 +181,9 @@ class QueryCentres(LayerState):
 
 
 class UnitExtremes(LayerState):
-    """The minimum and maximum of each channel over the keys of every unit of positions.
+    """The minimum and maximum of each channel over the keys of every unit, a run of ``unit`` positions.
 
-    For layers without eviction, since no key is ever removed from an extreme. The first unit is for padding.
+    For layers without eviction, since a minimum cannot forget a key. The tensors begin with a unit for padding.
     """
 
     _tensors = ("_low", "_high")
@@ -212,7 +212,7 @@ class UnitExtremes(LayerState):
 
     @property
     def extremes(self) -> Extremes:
-        """The extremes of all rows, in the dtype of the keys."""
+        """The minima and maxima of all rows, in the dtype of the keys, without the unit for padding."""
         return Extremes(self._low[:, :, 1:], self._high[:, :, 1:])
 
     def join(self, other: LayerState) -> None:
@@ -225,11 +225,12 @@ class UnitExtremes(LayerState):
 
 
 class MovingSinks(LayerState):
-    """The sink keys of StreamingLLM, re-rotated after every eviction as if positions were counted inside the cache.
+    """The keys of StreamingLLM's sinks (first tokens), rotated anew after every eviction.
 
-    For serving only. Recent entries and queries would all move by the same amount, so only the sinks have to move:
-    towards the recent entries, by the number of evicted entries between. They are always rotated from their first keys,
-    so that rounding does not add up.
+    This has the effect of counting positions inside the cache. Recent entries and queries would all move by the same
+    amount, so only the sinks have to move: towards the recent entries, by the number of entries evicted in between.
+    They are always rotated from the keys as the model computed them, so that rounding does not add up. For serving
+    only.
     """
 
     _tensors = ("_first", "_has_first")

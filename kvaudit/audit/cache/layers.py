@@ -140,7 +140,7 @@ def layer_kinds(config: Any) -> list[str]:
 
 
 class States:
-    """The recurrent states of one layer, with the methods that transformers' linear layers call on a cache."""
+    """The recurrent states of one linear-attention layer, with the methods that transformers calls on a cache."""
 
     def __init__(self, tensors: dict[tuple[str, int], Tensor] | None = None) -> None:
         self.tensors = {} if tensors is None else tensors  # [B, ...] each; absent before the first token
@@ -180,7 +180,7 @@ class States:
         return States({name: tensor[rows] for name, tensor in self.tensors.items()})
 
     def put(self, rows: Tensor, states: States, batch: int) -> None:
-        """Set the states of ``rows`` of a batch; rows that are never set have a state of zeros."""
+        """Set the states of ``rows`` in a batch of ``batch`` rows; rows that are never set have a state of zeros."""
         for name, tensor in states.tensors.items():
             if name not in self.tensors:
                 self.tensors[name] = tensor.new_zeros(batch, *tensor.shape[1:])
@@ -204,10 +204,10 @@ LayerRun = Callable[[Tensor, States], Tensor]
 
 
 def run_state_layer(run: LayerRun, hidden: Tensor, real: Tensor, states: States, *, last: bool = False) -> Tensor:
-    """Return the layer's output [B, Q, E] for ``hidden``, 0 at padding; update ``states`` by the ``real`` tokens.
+    """Return a linear-attention layer's output [B, Q, E] for ``hidden``, 0 at padding, and update its ``states``.
 
-    ``real`` bool [B, Q] is on the CPU. ``last``: the states are not used afterwards, so right padding may pass through
-    the layer.
+    ``real`` bool [B, Q], on the CPU, is False at padding, which does not change the states. ``last``: the states are
+    not used afterwards, so right padding may pass through the layer.
     """
     right_padded = not bool((real[:, 1:] & ~real[:, :-1]).any())
     if bool(real.all()) or (last and right_padded):

@@ -50,7 +50,9 @@ _SCALARS = ("prompt_length", "answer_start", "kv_bytes_peak", "kv_bytes_dense", 
 
 @dataclass(frozen=True)
 class Ledger:
-    """The record of what every query of a batch could see: ``evicted_at`` int32 [B, L, H, T], in row positions.
+    """The record of what every query of a batch could see.
+
+    ``evicted_at`` int32 [B, L, H, T] has, for each entry, the row position of the first query that did not see it.
 
     A quantised cache has a ``codec`` and the times at which keys and values were quantised: int32 [B, T]. ``experts``
     int16 [B, T, M, k] are those selected in M mixture-of-experts blocks, -1 for a token that was never fed.
@@ -105,7 +107,7 @@ class Rollout:
 
     @property
     def engine_turns(self) -> tuple[Rollout, ...]:
-        """One rollout per request to an engine: each turn with all text before it, or for a single turn the row."""
+        """One rollout per request to an engine: each turn with all text before it; this rollout if it has no turns."""
         return self.turns or (self,)
 
 

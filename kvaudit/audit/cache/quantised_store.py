@@ -1,4 +1,4 @@
-"""The store that quantises entries once they leave the residual window.
+"""The store that quantises entries once they leave the residual window (the newest tokens, which stay exact).
 
 Every slot has room for a code. Exact keys and values exist only for the last slots, the tail, which begins at the first
 entry that is not yet quantised in some row or head, or a few slots before it. Whether an entry is read from its code
@@ -47,8 +47,9 @@ class DueEntries(NamedTuple):
     """The exact entries to quantise now.
 
     ``slots``: their range in the store; ``mask`` bool [B, H, slots]: which of these in each row and head, None for all.
-    ``places`` (on the CPU): the slots with a due entry in any row, None if all have one or it is unknown. ``groups``,
-    if known: the most groups of keys that they form in a row, and the most groups that a row has then.
+    ``places`` (on the CPU): the slots with a due entry in any row, None if all have one or it is unknown. ``groups``
+    holds two numbers, if known: the most groups of keys that these entries form in a row, and the most groups that a
+    row has once they are quantised.
     """
 
     slots: slice
@@ -164,7 +165,7 @@ class QuantisedStore(Store):
         return split_last(table, self._tail[0].shape[3]).transpose(-1, -2)
 
     def _parameters(self, part: int, rows: Tensor | slice, until: int | None = None) -> Tensor:
-        """Return the parameters [b, H, length, n, P] of entries coded per token."""
+        """Return the parameters [b, H, length, n, P] of entries coded per token, P for each of n channel groups."""
         scales = self._fixed[part]
         if scales is not None:
             return spread_scales(scales, self._slots_of(f"{PARTS[part]}_codes", rows, until))
@@ -187,7 +188,7 @@ class QuantisedStore(Store):
 
     @property
     def attends_codes(self) -> bool:
-        """Whether ``attend_one`` may be used: below float32 it would round otherwise than the shadow pass."""
+        """Whether ``attend_one`` may be used: only from float32 on does it round like the learner's shadow pass."""
         return self._tail[0].dtype in (torch.float32, torch.float64)
 
     def attend_one(
@@ -293,7 +294,10 @@ class QuantisedStore(Store):
         return DueEntries(slots, mask, span.places, self._group_counts(done, until))
 
     def _group_counts(self, done: Counts, until: Counts) -> tuple[int, int] | None:
-        """Return ``DueEntries.groups``; None if unknown: after evictions, without groups, or if a group is not full."""
+        """Return ``DueEntries.groups`` for keys from ``done`` up to ``until``.
+
+        None if it is unknown: if the policy evicts, if keys are not coded in groups, or if a group is not full.
+        """
         size = self._codec.key_group
         if self._layout is None or not size or any(count % size for count in until.numbers):
             return None
@@ -366,7 +370,10 @@ class QuantisedStore(Store):
             self._write(f"{PARTS[part]}_parameters", fitted.flatten(-2), entries)
 
     def _code_groups(self, table: Tensor, entries: DueEntries) -> None:
-        """Quantise due keys per channel, in groups that are runs of slots, or per head in order of position."""
+        """Quantise the keys that are due per channel, in groups of consecutive slots.
+
+        If the due keys differ between rows or heads, each head makes its own groups, in the order of its due slots.
+        """
         exact = self._exact_entries(KEYS, entries.slots)
         new_groups, all_groups = entries.groups or (None, None)
         if entries.mask is None:

@@ -105,7 +105,10 @@ _ROTARIES: WeakKeyDictionary[Any, dict[torch.device, Rotary | None]] = WeakKeyDi
 
 
 def find_rotary(model: Any, policy: Policy) -> Rotary | None:
-    """Return a model's rotation if the policy needs it, else None; raise RunError if layers rotate in another way."""
+    """Return a model's rotary embedding if the policy needs it, else None.
+
+    Raises RunError if it is not a rotation of a head's first channels by fixed frequencies in all governed layers.
+    """
     evictor = evictor_of(policy)
     if not evictor.needs_rotary:
         return None
@@ -136,7 +139,10 @@ def _probe_rotary(model: Any) -> Rotary | None:
 
 @torch.no_grad()
 def _matches_model(model: Any, rotary: Rotary) -> bool:
-    """Return whether a token's query turned by five positions is the model's query there, in every governed layer."""
+    """Return whether ``rotary`` rotates queries as the model does, in every layer that a policy governs.
+
+    A query that ``rotary`` turns by five positions is compared with the model's query five positions later.
+    """
     probe, device = _Probe(), next(model.parameters()).device
     # one token twice, at positions 3 and 8
     ids, positions = torch.ones(1, 2, dtype=torch.int64, device=device), torch.tensor([[3, 8]], device=device)

@@ -1,8 +1,8 @@
 """The experts that a mixture-of-experts model selects for each token: recorded in sampling, replayed in learning.
 
-Two passes round differently, so a token whose best experts nearly tie may get other experts in the learner's pass,
-which changes log-probs by far more than rounding. The ledger therefore records the selection. The experts' weights are
-computed by the model's formula from the learner's router, so gradients flow through them.
+The sampler's and the learner's passes round differently, so a token whose best experts nearly tie may get other experts
+from the learner, which changes log-probs by far more than rounding. The ledger therefore records the selection. The
+experts' weights are computed by the model's formula from the learner's router, so gradients flow through them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class RecordedRoutes:
         self._needed, self._calls = 0, 0
 
     def begin(self, positions: Tensor, longest: int) -> None:
-        """Begin a forward: row positions [B, Q], -1 = padding, of rows with at most ``longest`` tokens by then."""
+        """Begin a forward at row positions [B, Q], -1 = padding; ``longest`` is the longest row after it, in tokens."""
         self._positions, self._needed, self._calls = positions.long(), longest, 0
 
     def route(self, block: int, experts: Tensor) -> Tensor:
@@ -123,7 +123,7 @@ def _require_every(calls: int, blocks: int) -> None:
 
 
 class _TopkInterceptor(TorchFunctionMode):
-    """The torch function mode, active in a block, that passes its top-k to the routes, which may override it."""
+    """The torch function mode that passes an expert block's top-k experts to ``routes``, which may override them."""
 
     def __init__(self, routes: ExpertRoutes, block: int, experts: int) -> None:
         super().__init__()
@@ -141,9 +141,10 @@ class _TopkInterceptor(TorchFunctionMode):
 
 
 class _BlockHooks:
-    """The hooks of one mixture-of-experts block, which take ``kv`` from its layer, since blocks do not receive it.
+    """The hooks of one mixture-of-experts block, which find the forward's ``kv`` and intercept the choice of experts.
 
-    The layer's attention passes ``kv`` on too, because gradient checkpointing recomputes a layer without its hooks.
+    Blocks are not passed ``kv``, so it is taken from the arguments of the layer around the block, and also of that
+    layer's attention, because gradient checkpointing recomputes a layer without the layer's own hooks.
     """
 
     def __init__(self, layer: Any, block: int, experts: int) -> None:
@@ -220,7 +221,7 @@ def _register(hooks: _BlockHooks, layer: Any, block: Any) -> None:
 
 
 def _require_routers_inside(model: Any, blocks: list[Any]) -> None:
-    """Raise RunError if a router that transformers declares is outside of ``blocks``."""
+    """Raise RunError if the model has a router, as transformers declares them, outside of the expert ``blocks``."""
     recorders = (type(model)._can_record_outputs or {}).get("router_logits", [])
     classes = [router.target_class for router in (recorders if isinstance(recorders, list) else [recorders])]
     inside = {part for block in blocks for part in block.modules()}

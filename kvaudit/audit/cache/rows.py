@@ -1,6 +1,8 @@
-"""The state of each row that a cache keeps on the host: when to compress, keys for random draws, pins, and codes.
+"""The state of each row that a cache keeps on the host.
 
-Kept as Python numbers: a decode step needs only a few, and a tensor operator for each would take longer.
+It says when to compress the row, seeds its random draws (row keys), and holds its pinned (never evicted) positions and
+which of its entries are codes. It is kept as Python numbers: a decode step needs only a few, and a tensor operator for
+each would take longer.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from kvaudit.core.errors import SpecError
 
 
 class Counts:
-    """One integer per row, with the smallest and the largest, kept on the host so that reading never waits."""
+    """One integer per row, their smallest and their largest, kept on the host so that reading waits for no device."""
 
     def __init__(self, numbers: Sequence[int]) -> None:
         self.numbers = tuple(numbers)
@@ -87,7 +89,10 @@ class Victims(NamedTuple):
     positions: Tensor | int  # [B, H, 1]
 
     def simplify(self) -> Victims:
-        """Return victims with one number if all slots are equal; on a CPU only: other devices would have to wait."""
+        """Return victims with one number as ``slots`` if all slots are equal.
+
+        Only on a CPU; elsewhere the victims are returned unchanged, since comparing would wait for the device.
+        """
         slots = torch.as_tensor(self.slots)
         if slots.device.type != "cpu":
             return self
@@ -115,7 +120,10 @@ class Schedule:
         self._ring_places_on_device: tuple[Tensor, Tensor] | None = None
 
     def begin(self, tokens: NewTokens, seen: Tensor, device: torch.device, *, decoding: bool) -> None:
-        """Count the tokens of a forward; ``seen`` [B] includes them."""
+        """Count the new tokens of a forward, and set ``eviction`` if rows must evict after it.
+
+        ``seen`` [B] are all tokens of each row, the new ones included.
+        """
         evictor, counts = self.evictor, tokens.counts
         before = self.remaining.numbers
         self.arrived = self.remaining = Counts([count + new for count, new in zip(before, counts, strict=True)])
@@ -175,7 +183,10 @@ class Schedule:
 
 
 class RowKeys:
-    """The key [B] of each row, a seed for random draws of policies; rows of a group share the key for their prompt."""
+    """The key of each row, which seeds the policy's random draws in it; [B].
+
+    Rows of a group, sampled from one prompt, share the key for the prompt's tokens.
+    """
 
     def __init__(self, keys: Tensor) -> None:
         self._keys = keys
@@ -208,11 +219,14 @@ class RowKeys:
         self._keys = torch.cat([self._keys, other._keys])
 
     def _prompts_or_none(self) -> tuple[Tensor, Tensor]:
-        """Return key and length of each row's shared prompt, with length 0 for a row without one."""
+        """Return the key [B] and the length [B] of each row's shared prompt, with length 0 for a row without one."""
         return (self._keys, torch.zeros_like(self._keys)) if self._prompts is None else self._prompts
 
     def set_member_keys(self, keys: Tensor, seen: Tensor) -> None:
-        """Use ``keys`` [B] for later tokens; the first ``seen`` [B] tokens, the prompt, keep the key that they had."""
+        """Give each member of a group its own key, ``keys`` [B], for its later tokens.
+
+        The first ``seen`` [B] tokens of a row, the prompt, keep the key that they had.
+        """
         self._prompts, self._keys = (self._keys, seen.to(self._keys.device)), keys
 
 
@@ -225,7 +239,10 @@ class Pins:
         self._on_device: Tensor | None = None
 
     def add(self, positions: Tensor, pinned: Tensor) -> None:
-        """Add tokens by CPU position [B, Q] (-1 = padding); raise SpecError if the pins exceed the budget."""
+        """Add the new tokens that ``pinned`` [B, Q] marks, at CPU ``positions`` [B, Q] (-1 = padding).
+
+        Raises SpecError if the pinned tokens of a row exceed the policy's budget.
+        """
         rows, columns = ((positions >= 0) & pinned).nonzero().unbind(1)  # [n] each
         if not len(rows):
             return
@@ -274,7 +291,10 @@ class Pins:
 
 
 class QuantisationTimes:
-    """The first query that reads each key and value as a code; the same in every layer and head."""
+    """The time at which each key and value was quantised, the same in every layer and head.
+
+    It is given as the position of the first query that reads the entry as a code.
+    """
 
     def __init__(self, codec: Quantiser, rows: int) -> None:
         self._codec = codec
@@ -282,7 +302,7 @@ class QuantisationTimes:
         self._values: list[list[int]] = [[] for _ in range(rows)]
 
     def advance(self, seen: Sequence[int], new: Sequence[int]) -> None:
-        """Add ``new`` tokens to each row; ``seen`` includes them."""
+        """Count ``new`` tokens per row, and record what is quantised because of them; ``seen`` includes them."""
         for row, (count, more) in enumerate(zip(seen, new, strict=True)):
             if more:
                 for until, times in ((self._codec.keys_until, self._keys), (self._codec.values_until, self._values)):
@@ -311,7 +331,7 @@ class QuantisationTimes:
 
 
 class Span(NamedTuple):
-    """A range of slots, ``first`` to ``end``; ``places`` (on the CPU) selects some of it, None for all."""
+    """The range of slots from ``first`` up to ``end``; ``places`` are the indices of some of them, None for all."""
 
     first: int
     end: int
@@ -345,12 +365,12 @@ class TailLayout:
         self._freed = None
 
     def set_if_unknown(self, tail: Tensor) -> None:
-        """Set the positions [B, tail] from a layer's tensor, unless they are known."""
+        """Set the positions of the exact entries from those of a layer, ``tail`` [B, tail], unless they are known."""
         if self._positions is None:
             self._positions = tail.cpu().long()
 
     def span_between(self, done: Counts, until: Counts) -> Span | None:
-        """Return the tail's slots with positions from ``done`` up to ``until``; None if there are none."""
+        """Return the slots of exact entries at positions from ``done`` up to ``until``; None if there are none."""
         if (done, until) not in self._spans:
             assert self._positions is not None
             first, end = (torch.tensor(counts.numbers)[:, None] for counts in (done, until))
@@ -379,5 +399,5 @@ class TailLayout:
         self.forget()
 
     def forget(self) -> None:
-        """Forget the positions, so that the next layer sets them."""
+        """Forget the positions; the next layer that quantises sets them from its own tensor (``set_if_unknown``)."""
         self._positions, self._freed = None, None

@@ -1,7 +1,7 @@
-"""The keys that selecting queries attended to: their record, and the masks that a replay makes from it.
+"""Under a policy that lets each query select its keys: the record of these keys, and the masks a replay makes of it.
 
-Nothing is evicted from such a cache, so ``evicted_at`` cannot record the selection, which is one list per query, layer
-and head.
+Nothing is evicted from such a cache, so ``evicted_at`` cannot record the selection. It is one list of units (runs of
+positions) per query, layer and head.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Selection:
 
 
 def unit_mask(units: Tensor, positions: Tensor, unit: int, max_units: int) -> Tensor:
-    """Return which keys are in listed units, bool [B, A, Q, K].
+    """Return which keys are in the units that each query has listed, bool [B, A, Q, K].
 
     units [B, A, Q, k], all below ``max_units``; key positions [B, K]. Padding counts as unit 0, so callers mask it.
     """
@@ -68,7 +68,7 @@ def slot_mask(units: Tensor, length: int, unit: int, max_units: int) -> Tensor:
 
 
 def _mark_units(units: Tensor, max_units: int) -> Tensor:
-    """Return which units are listed, bool [B, A, Q, 1 + max_units]; the first column is for NO_UNIT."""
+    """Return which units each query has listed, bool [B, A, Q, 1 + max_units]; the first column is for NO_UNIT."""
     marks = torch.zeros(*units.shape[:3], 1 + max_units, dtype=torch.bool, device=units.device)
     return marks.scatter_(3, units.long().clamp(min=NO_UNIT) + 1, True)
 
@@ -138,8 +138,9 @@ def _pad_rows(step: _Step, before: int, after: int) -> _Step:
 class Choices(NamedTuple):
     """The keys that each query of a batch selected while sampling, in tensors that a replay can read.
 
-    ``list_index`` [B, T]: the index along N of the list of the query at each position, -1 = none. ``lists`` int32
-    [B, S, A, N, k]; ``slots`` maps a layer to its index along S.
+    ``lists`` int32 [B, S, A, N, k] holds the units that each of N queries selected, in S layers and A heads. ``slots``
+    maps a layer to its index along S; ``list_index`` [B, T] maps the position of a query to its index along N, -1 for a
+    query that did not select.
     """
 
     unit: int
@@ -148,7 +149,10 @@ class Choices(NamedTuple):
     lists: Tensor
 
     def visible(self, layer: int, at: Tensor, keys: Tensor) -> Tensor:
-        """Return which keys each query selected, bool [B, A, Q, K], for positions [B, Q] and [B, K]; no causal mask."""
+        """Return which keys each query selected, bool [B, A, Q, K]; causality is not applied.
+
+        Queries are at positions ``at`` [B, Q], keys at positions ``keys`` [B, K].
+        """
         tokens = self.list_index.shape[1]
         number = self.list_index.gather(1, at.clamp(0, tokens - 1).long())  # [B, Q]
         number = torch.where((at >= 0) & (at < tokens), number, NO_UNIT)
@@ -185,7 +189,10 @@ def batch_choices(selections: Sequence[Selection | None], tokens: int, device: t
 
 
 def selection_fault(selection: Selection, evicted_at: Tensor) -> str | None:
-    """Return why a selection cannot belong to a row with ``evicted_at`` [L, H, T], or None if it can."""
+    """Return why a selection cannot belong to a row with ``evicted_at`` [L, H, T]; None if it can.
+
+    The reason is a verb phrase, such as "names a unit twice, or not in order".
+    """
     layers, heads, tokens = evicted_at.shape
     queries, chosen = selection.queries, selection.chosen
     form = (queries.dtype, chosen.dtype, queries.dim(), chosen.dim())

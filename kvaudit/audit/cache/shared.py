@@ -66,7 +66,7 @@ class _Recorder:
 
 @dataclass(eq=False)
 class _Prefill:
-    """A computed first chunk, and the number of policies that will reuse it."""
+    """The computed first chunk of a batch of prompts; ``waiting`` is the number of policies that will reuse it."""
 
     prompts: Prompts
     policy: Policy
@@ -90,7 +90,11 @@ class SharedPrefill:
         self.prefills: list[_Prefill] = []
 
     def logits(self, cache: EvictingCache, prompts: Prompts, forward: FirstForward) -> Tensor:
-        """Fill ``cache`` with the first chunk of ``prompts``, after its ``begin``; return the logits of ``forward``."""
+        """Fill ``cache`` with the first chunk of ``prompts``, and return the chunk's logits.
+
+        The chunk is copied from an earlier policy's prefill if possible, otherwise computed by ``forward``. The caller
+        has called ``cache.begin``.
+        """
         for prefill in self.prefills:
             same_prompts = all(map(torch.equal, prefill.prompts, prompts))
             if same_prompts and _can_share(prefill.policy, cache.policy, prompts):
@@ -122,7 +126,7 @@ class SharedPrefill:
 
 
 def _can_share(first: Policy, second: Policy, prompts: Prompts) -> bool:
-    """Return whether two policies can share a first chunk: it is equally long and is read in the same precision.
+    """Return whether two policies can share a first chunk: equally long, and its entries read in the same precision.
 
     A chunk of one column is not shared, because a quantised cache computes its attention by another formula.
     """

@@ -23,10 +23,10 @@ from kvaudit.audit.policies import Quantiser
 
 
 class StepCoding(NamedTuple):
-    """The entries that a step reads as codes and the one it quantises, for keys and for values: int64 [B] each.
+    """Which entries a decode step reads as codes, and which one it quantises; int64 [B] for keys and for values.
 
     ``done``: entries at positions below it are codes when the step's queries attend. ``due_positions``: the position
-    that is quantised in this step (-1 = none). ``hint`` [1]: the index of this step in ``PendingHints``.
+    of the entry that this step quantises (-1 = none). ``hint`` [1]: the index of this step in ``PendingHints``.
     """
 
     done: tuple[Tensor, Tensor]
@@ -95,9 +95,9 @@ def code_entries(
 
 
 class PendingHints:
-    """The keys or values of one store that steps have quantised and whose hints are not examined yet.
+    """The keys, or the values, of one store that decode steps have quantised, kept until their hints are recorded.
 
-    Empty for dtypes without hints.
+    Each is kept as it was before quantising, with its code and parameters. Empty for dtypes without hints.
     """
 
     def __init__(self, entry: Tensor, parameters: Sequence[int]) -> None:
@@ -108,7 +108,7 @@ class PendingHints:
             self._tensors = (x, x.to(torch.uint8), entry.new_zeros(batch, heads, HINT_BATCH, *parameters))
 
     def write(self, place: Tensor, x: Tensor, codes: Tensor, parameters: Tensor) -> None:
-        """Write one entry of every row [B, H, 1, ...], its codes and parameters at index ``place`` [1]."""
+        """Write one entry per row, ``x`` [B, H, 1, D], with its codes and parameters, at index ``place`` [1]."""
         for tensor, new in zip(self._tensors, (x, codes, parameters), strict=False):
             tensor.index_copy_(2, place, new)
 
@@ -122,7 +122,7 @@ class PendingHints:
 
 
 class SteppedStore(QuantisedStore):
-    """A ``QuantisedStore`` that can also take the form for steps of fixed shapes."""
+    """A ``QuantisedStore`` that can change into a form for decode steps of fixed shapes, and back."""
 
     _rings: tuple[ExactRing, ExactRing] | None = None
     _pending: tuple[PendingHints, PendingHints] | None = None
@@ -141,7 +141,10 @@ class SteppedStore(QuantisedStore):
         return self._aligned
 
     def most_exact(self, seen: list[int]) -> int:
-        """Return how many exact entries a row can have at most in the next step, if rows have seen ``seen`` tokens."""
+        """Return the most exact (not quantised) entries that any row can have in the next step.
+
+        ``seen`` are the tokens of each row before that step.
+        """
         done = zip(*(counts.numbers for counts in self._done), strict=True)
         exact: int = max(count - min(pair) for count, pair in zip(seen, done, strict=True))
         return max(exact, self._codec.residual) + 1
@@ -203,7 +206,7 @@ class SteppedStore(QuantisedStore):
     # --- a step -------------------------------------------------------------------------------------------------------
 
     def begin_step(self, coding: StepCoding) -> None:
-        """Use ``coding`` until the next step begins."""
+        """Set which entries are read as codes and which are quantised, until the next step begins."""
         self._coding = coding
 
     def _write_entries_at(self, slot: Tensor, key: Tensor, value: Tensor, positions: Tensor) -> None:  # noqa: ARG002
@@ -251,14 +254,14 @@ class SteppedStore(QuantisedStore):
         return torch.where(is_exact[:, None, :, None], self._rings[part].at(positions), decoded)
 
     def due_slots(self) -> tuple[Tensor, Tensor]:
-        """Return the slots [B] of the keys and of the values due in this step; an arbitrary slot where none is due."""
+        """Return the slots [B] of the keys and of the values that this step quantises; any slot where there is none."""
         assert self._coding is not None
         positions = self.positions[:, 0]
         keys, values = ((positions == due[:, None]).int().argmax(1) for due in self._coding.due_positions)
         return keys, values
 
     def code_step(self, slots: tuple[Tensor, Tensor]) -> None:
-        """Quantise the entries due in this step, except keys in groups, which ``end_step`` quantises."""
+        """Quantise the entries that are due in this step, in ``slots``; ``end_step`` does it for keys in groups."""
         assert self._rings is not None
         assert self._coding is not None
         assert self._pending is not None
@@ -280,7 +283,11 @@ class SteppedStore(QuantisedStore):
     # --- after a step -------------------------------------------------------------------------------------------------
 
     def end_step(self, newest: int | None, keys_until: Counts, values_until: Counts) -> None:
-        """Count the step's new entry, at position ``newest`` (None: rows differ), and quantise full groups of keys."""
+        """Count the step's new entry, and quantise the groups of keys that are full now.
+
+        ``newest`` is the position of the entry, None if rows differ. Keys and values are codes at positions below
+        ``keys_until`` and ``values_until`` afterwards.
+        """
         self._aligned = self._aligned and newest == self.length
         self.length += 1
         if self._table is not None and keys_until.numbers != self._done[KEYS].numbers:
@@ -288,7 +295,10 @@ class SteppedStore(QuantisedStore):
         self._done = (keys_until, values_until)
 
     def _code_group_keys(self, table: Tensor, done: Counts, until: Counts) -> None:
-        """Quantise the keys from ``done`` to ``until``, which are whole groups, numbered by position."""
+        """Quantise the keys at positions from ``done`` up to ``until``, which are whole groups.
+
+        The group of position p has number p // ``key_group``, its row in ``table``.
+        """
         assert self._rings is not None
         size, device = self._codec.key_group, table.device
         width = max(end - first for first, end in zip(done.numbers, until.numbers, strict=True))

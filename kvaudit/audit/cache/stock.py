@@ -39,7 +39,7 @@ def _refuse(message: str) -> Callable[..., None]:
 
 
 class _Layer(CacheLayerMixin):  # type: ignore[misc]
-    """The cache layer that transformers sees: it counts columns, while the evicting cache holds the entries."""
+    """The cache layer that transformers sees: it counts columns (padding too); the evicting cache holds the entries."""
 
     is_compileable = False
     is_sliding = False
@@ -75,7 +75,7 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]
 
 
 class CompressedCache(Cache):  # type: ignore[misc]
-    """A transformers cache that compresses by ``policy``; for one batch and one conversation."""
+    """A transformers cache whose entries are evicted or quantised by ``policy``; for one batch and one conversation."""
 
     def __init__(self, model: Any, policy: Policy, *, seed: int = 0, pinned: Tensor | None = None) -> None:
         plans = layer_plans(model.config, policy)
@@ -109,7 +109,10 @@ class CompressedCache(Cache):  # type: ignore[misc]
 
     @property
     def ledger(self) -> Ledger:
-        """The ledger so far, in row positions, which do not count padding. Raises SpecError before use."""
+        """The record so far of when each entry was evicted or quantised, in positions that do not count padding.
+
+        Raises SpecError before any token was seen, and for a policy that cannot be replayed.
+        """
         cache = self._require_used()
         if not cache.policy.replayable:
             raise SpecError(f"policy {cache.policy.canonical!r} cannot be replayed, so there is no ledger")
@@ -126,12 +129,12 @@ class CompressedCache(Cache):  # type: ignore[misc]
 
     @property
     def bytes(self) -> int:
-        """Bytes allocated now."""
+        """The bytes allocated now for entries and recurrent states, without the ledger."""
         return self._require_used().bytes
 
     @property
     def retention(self) -> Tensor:
-        """Kept / seen entries per row, float64 [B]."""
+        """The share of each row's entries still in the cache, mean over the compressed layers: float64 [B]."""
         return self._require_used().retention()
 
     def _require_used(self) -> EvictingCache:
@@ -160,10 +163,10 @@ class CompressedCache(Cache):  # type: ignore[misc]
 
     @skip_compile
     def start(self, attention_mask: Tensor | None, ids: Tensor, position_ids: Tensor | None = None) -> EvictingCache:
-        """Begin the forward of ``ids`` [B, Q]; the 2-D mask covers everything so far, 1 = real token.
+        """Begin the forward of ``ids`` [B, Q]; the 2-D mask covers all columns up to the new ones, 1 = real token.
 
-        The ids of one call are one chunk. A single token is a decode step, except the first of all. Raises RunError if
-        ``position_ids`` are not the number of tokens before.
+        The ids of one call are compressed as one chunk. A call with a single token is a decode step, unless it is the
+        first call. Raises RunError if ``position_ids`` are not the number of real tokens before each token.
         """
         batch, new = ids.shape
         decoding = new == 1 and self._evicting is not None
@@ -192,7 +195,10 @@ class CompressedCache(Cache):  # type: ignore[misc]
         return self._evicting
 
     def _require_continued(self, position_ids: Tensor | None, expected: Tensor) -> None:
-        """Raise RunError if ``position_ids`` [B, Q] begin another conversation than the one in the cache."""
+        """Raise RunError if ``position_ids`` [B, Q] belong to another conversation than the one in the cache.
+
+        That is, if they begin before the position that follows the cached tokens.
+        """
         real = expected >= 0
         if position_ids is None or self._real is None or position_ids.dim() != 2 or not bool(real.any()):
             return
@@ -232,7 +238,7 @@ class CompressedCache(Cache):  # type: ignore[misc]
         return on_host, positions[0] if positions else None
 
     def _add_columns(self, attention_mask: Tensor | None, real: Tensor) -> None:
-        """Add the new columns; raise SpecError if the mask contradicts the columns that are in the cache."""
+        """Note which new columns are ``real`` tokens; raise SpecError if the mask contradicts the earlier columns."""
         before = real[:, :0] if self._real is None else self._real  # [B, columns so far]
         self._real = torch.cat([before, real], 1)
         if attention_mask is None:
@@ -345,7 +351,10 @@ def _cache_shape(config: Any) -> tuple[Any, ...]:
 
 
 def _pass_cache(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Replace the arguments of a forward that has a CompressedCache; a pre-hook of the model."""
+    """Replace the arguments of a forward that was passed a CompressedCache; this is a pre-hook of the model.
+
+    The forward gets the evicting cache as ``kv``, positions that do not count padding, and no attention mask.
+    """
     call = named_arguments(model, args, kwargs)
     cache = call.get("past_key_values")
     if not isinstance(cache, CompressedCache):
@@ -399,7 +408,10 @@ def require_causal(model: Any, call: Mapping[str, Any]) -> None:
 
 
 def require_no_padding_counted(model: Any, call: Mapping[str, Any]) -> None:
-    """Raise RunError if a loss over routers would count padding, since the model does not get the mask."""
+    """Raise RunError if the call asks for a router loss (of experts) and has padding, which the loss would count.
+
+    The compressed cache keeps the mask to itself, so the model cannot leave padding out.
+    """
     mask, adds_loss = call_mask(call), call.get("output_router_logits")
     if adds_loss is None:  # then the config decides, for a call with labels
         adds_loss = call.get("labels") is not None and vars(model.config.get_text_config()).get("output_router_logits")

@@ -33,11 +33,11 @@ class EntryBytes(NamedTuple):
 
 
 class Store:
-    """The slots [B, H, C] of one layer; the first ``length`` are in use, and an empty slot has position -1.
+    """The slots [B, H, C] of one layer, each with room for one entry; those in use come first, ``length`` of them.
 
-    Slots are in order of position while ``ordered``; all heads hold the same positions while ``uniform``. Tensors are
-    created at the first append, when dtype and device are known. ``evicted_at`` [B, H, T + 1] is the ledger; its last
-    column is a dummy, to which empty slots are written.
+    An empty slot has position -1. Slots are in order of position while ``ordered``; all heads hold the same positions
+    while ``uniform``. Tensors are created at the first append, when dtype and device are known. ``evicted_at``
+    [B, H, T + 1] is the ledger; its last column is a dummy, to which evictions of empty slots are written.
     """
 
     def __init__(self, *, accumulates: bool = False) -> None:
@@ -79,16 +79,17 @@ class Store:
         return keys[rows], values[rows]
 
     def _in_use(self, name: str) -> Tensor:
-        """Return the slots in use; the tensor itself if all are, since a view costs an operator."""
+        """Return the tensor ``name`` in the slots in use; if these are all slots, no view is made, which takes time."""
         tensor = self._slots[name]
         return tensor if tensor.shape[2] == self.length else tensor.narrow(2, 0, self.length)
 
     def append(
         self, key: Tensor, value: Tensor, positions: Tensor, first_position: int | None, *, max_slots: int | None
     ) -> None:
-        """Append ``key`` [B, H, Q, D] and ``value`` at ``positions`` [B, 1, Q]; ``max_slots`` caps spare slots.
+        """Append ``key`` [B, H, Q, D] and ``value`` at ``positions`` [B, 1, Q].
 
-        ``first_position`` is the position of the first column if it is the same in all rows and none has padding.
+        ``first_position`` is the position of the first column if it is the same in all rows and none has padding. When
+        the store grows, it allocates spare slots for later entries, but not more than ``max_slots`` slots in all.
         """
         if not self._slots:
             self._create(key, value)
@@ -135,12 +136,15 @@ class Store:
 
     @property
     def slots(self) -> int:
-        """The number of allocated slots; unused ones are empty, but the first may still hold an old entry."""
+        """The number of allocated slots.
+
+        Those not in use are empty, except that the first may still hold a copy of the entry that ``replace`` moved.
+        """
         return self._slots["positions"].shape[2]
 
     @property
     def is_reserved(self) -> bool:
-        """Whether slots are reserved for steps of fixed shapes."""
+        """Whether slots are reserved for later decode steps by ``reserve_for_steps``."""
         return self._least_slots > 0
 
     def ledger_holds(self, longest: int) -> bool:
@@ -221,7 +225,10 @@ class Store:
                 tensor[:, :, width:] = self._blank.get(name, 0)
 
     def replace(self, victims: Victims, next_query: Tensor, longest: int) -> None:
-        """Drop one slot per row and head and move the last slot into its place; see ``keep``."""
+        """Evict the entry in one slot per row and head, and move the entry of the last slot in use into it.
+
+        ``next_query`` and ``longest`` are as in ``keep``.
+        """
         last = self.length - 1
         self.reserve_ledger(longest)
         if isinstance(victims.slots, Tensor) and isinstance(victims.positions, Tensor) and victims.slots.dim() == 1:
@@ -272,9 +279,9 @@ class Store:
         self.evicted_at = self.evicted_at.index_select(0, rows)
 
     def close_gaps(self) -> None:
-        """Pack entries to the front if all rows then fit into fewer slots.
+        """Move the entries of every head to the front, if all rows then fit into fewer slots.
 
-        Without this, rows that join and leave would widen the store.
+        Without this, the store would grow as rows join and leave.
         """
         if self._slots:  # not a layer without entries
             used = self.positions >= 0

@@ -1,4 +1,4 @@
-"""Serving engines, one file each, and the parser of policies and conditions."""
+"""Serving engines such as vLLM, one file each; and the parser of how to serve: a policy, or an engine with settings."""
 
 from kvaudit.audit.engines.base import (
     ENGINES,

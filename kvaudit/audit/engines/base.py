@@ -1,8 +1,8 @@
-"""The contract of serving engines: requests, replies, sessions, conditions and the plug-in class ``Engine``.
+"""The contract of serving engines such as vLLM: requests, replies, sessions, and the plug-in class ``Engine``.
 
-A condition is an engine with settings. Settings use the engine's own names and are passed on unchanged; the engine
-itself rejects those it does not know. kvaudit renders prompts and sends token ids, so the engine's own chat template
-has no effect.
+An engine with settings is called a condition. Settings use the engine's own names and are passed on unchanged; the
+engine itself rejects those it does not know. kvaudit renders prompts and sends token ids, so the engine's own chat
+template has no effect.
 """
 
 from __future__ import annotations
@@ -68,11 +68,11 @@ def turn_seed(seed: int, turn: int) -> int:
 
 @dataclass(frozen=True)
 class Reply:
-    """The reply of an engine; ``logprob`` is the sum of its tokens' log-probs in nats, or None.
+    """The reply of an engine; ``logprob`` is the sum of its tokens' log-probs in nats, None if unknown.
 
     ``text`` is the answer of an engine that returns no token ids (``ids`` is empty then). ``refused`` is the
-    message of a server that rejected this one request. ``thought`` and ``said_in`` are those of a
-    ``ChatCompletion``.
+    message of a server that rejected this one request. ``thought`` (text before the answer) and ``said_in`` (the fields
+    that held the answer) are those of a ``ChatCompletion``.
     """
 
     ids: tuple[int, ...]
@@ -106,7 +106,7 @@ def require_replies(requests: Sequence[GenerationRequest], replies: Sequence[Rep
 
 
 class Session(ABC):
-    """A running engine under one condition.
+    """An engine that is running with certain settings and answers requests.
 
     ``described`` holds the engine's version, its resolved settings and similar facts; it goes into provenance.json.
     ``window`` is the number of tokens that a prompt and its answer may have together, if the engine reports it.
@@ -117,7 +117,7 @@ class Session(ABC):
 
     @abstractmethod
     def answer(self, requests: Sequence[GenerationRequest]) -> list[Reply]:
-        """Return the reply to each request of a batch; raise EngineFailed."""
+        """Return the reply to each request of a batch; raise EngineFailed if the engine does not give all of them."""
 
     @abstractmethod
     def stop(self) -> None:
@@ -160,7 +160,10 @@ class Drawer(ABC):
 
     @abstractmethod
     def draw(self, requests: Sequence[GenerationRequest], *, keep: int) -> list[DrawnRollout]:
-        """Return a rollout for each request, the first ``keep`` with keys and values; raise as ``push`` does."""
+        """Sample a rollout for each request; return the first ``keep`` of them with their keys and values.
+
+        Raises EngineFailed, or RunError if the engine sampled with other weights.
+        """
 
     @abstractmethod
     def stop(self) -> None:
@@ -185,8 +188,9 @@ class Engine:
     """A serving engine; a plug-in subclasses it with a ``name`` that no policy has.
 
     ``install`` is the command that installs it. ``compresses`` maps each setting that compresses the KV cache to
-    the values that do not compress (empty: every value compresses). ``uncompressed`` are the settings of a
-    reference. ``always`` are defaults that kvaudit sets, since the engine's own may depend on the machine.
+    the values that do not compress (empty: every value compresses). ``uncompressed`` are the settings that replace
+    those in an uncompressed reference. ``always`` are defaults that kvaudit sets, since the engine's own may depend on
+    the machine.
     """
 
     name: ClassVar[str] = ""
@@ -205,23 +209,29 @@ class Engine:
 
     @classmethod
     def reference(cls, settings: Settings) -> Settings:
-        """Return the uncompressed settings to compare with; settings that do not compress stay the same."""
+        """Return the settings of the uncompressed reference: those that compress are replaced, all others kept."""
         shared = {name: value for name, value in settings.items() if name not in cls.compresses}
         return {**shared, **cls.uncompressed}
 
     @classmethod
     def reference_with(cls, settings: Settings, named: Settings) -> Settings:
-        """Return the reference of ``settings``, updated with the settings that the spec gives for it, ``named``."""
+        """Return the settings of the uncompressed reference (see ``reference``), overridden by ``named``.
+
+        ``named`` are settings that the spec gives for the reference.
+        """
         return {**cls.reference(settings), **named}
 
     @classmethod
     def compressing(cls, settings: Settings) -> list[str]:
-        """Return the names of the settings that compress something."""
+        """Return the names of those settings whose value compresses the KV cache."""
         return [name for name, values in cls.compresses.items() if name in settings and settings[name] not in values]
 
     @classmethod
     def kv(cls, text: str) -> Settings:
-        """Return the settings that ``kvaudit check --kv TEXT`` stands for; raise SpecError for unknown text."""
+        """Return the settings that the short form ``kvaudit check --kv TEXT`` stands for, such as "fp8_e5m2".
+
+        Raises SpecError for a text that the engine does not know.
+        """
         raise SpecError(f"engine {cls.name} does not support --kv {text[:80]!r}; give --set NAME=VALUE ({cls.says})")
 
     @classmethod
@@ -249,7 +259,7 @@ class Engine:
 
     @classmethod
     def drawer(cls, settings: Settings, context: EngineContext) -> Drawer:
-        """Start the engine for sampling rollouts with changing weights; raise as ``start`` does."""
+        """Start the engine for sampling training rollouts, whose weights change by step; raise as ``start`` does."""
         raise NotImplementedError
 
     @classmethod
@@ -263,7 +273,7 @@ ENGINES: Registry[Engine] = Registry("engine", "kvaudit.audit.engines", Engine)
 
 @dataclass(frozen=True)
 class Condition:
-    """An engine with its settings."""
+    """A serving engine with its settings, as one way to serve a checkpoint."""
 
     engine: str
     settings: tuple[tuple[str, str], ...]
@@ -280,7 +290,7 @@ class Condition:
 
     @property
     def compressing(self) -> list[str]:
-        """The names of the settings that compress something."""
+        """The names of the settings whose value compresses the KV cache."""
         return ENGINES.get(self.engine).compressing(dict(self.settings))
 
     @property
@@ -289,7 +299,11 @@ class Condition:
         return _condition(self.engine, ENGINES.get(self.engine).reference(dict(self.settings)))
 
     def reference_with(self, named: Any) -> Condition:
-        """Return the reference that ``named`` gives: settings that update the default one, or a condition's text."""
+        """Return the uncompressed condition to compare with, as ``named`` in the spec.
+
+        ``named`` is a mapping of settings that override those of ``reference``, or the text of a whole condition.
+        Raises SpecError for anything else, and for another engine.
+        """
         if not isinstance(named, Mapping | str):
             raise SpecError(
                 f"reference of engine {self.engine} is {short_repr(named)}, expected settings or the text "
@@ -311,7 +325,10 @@ ServingMode = Policy | Condition  # how a checkpoint is served: by our own cache
 
 
 def parse_condition(source: str | Mapping[str, Any]) -> Condition:
-    """Parse text or a mapping; raise UnknownName for the engine and SpecError for a setting."""
+    """Return the condition (engine with settings) in a text or a mapping.
+
+    Raises UnknownName for an unknown engine and SpecError for an invalid setting.
+    """
     if isinstance(source, str):
         engine, settings = engine_name(source), dict[str, Any](engine_settings(source))
         # a repeated name overwrites its key, so the counts differ
@@ -324,7 +341,10 @@ def parse_condition(source: str | Mapping[str, Any]) -> Condition:
 
 
 def parse_serving_mode(source: Any) -> ServingMode:
-    """Parse an engine with settings, or a policy of kvaudit's cache (text or ``{engine: kvaudit, policy: ...}``)."""
+    """Return how to serve a checkpoint: by an engine with settings, or under a policy by kvaudit's own cache.
+
+    ``source`` is a text or a mapping; ``{engine: kvaudit, policy: ...}`` names kvaudit's cache.
+    """
     if isinstance(source, Mapping) and ENGINE in source:
         if source[ENGINE] != OWN_ENGINE:
             return parse_condition(source)
@@ -365,7 +385,7 @@ def _condition(engine: str, settings: Settings) -> Condition:
 
 
 def _setting_texts(engine: str, settings: Mapping[Any, Any]) -> Settings:
-    """Return names and values as text; raise SpecError for a value that is no word, number or boolean."""
+    """Return names and values of settings as text; raise SpecError for a value that is no word, number or boolean."""
     texts = dict[str, str]()
     for key, value in settings.items():
         name = str(key)

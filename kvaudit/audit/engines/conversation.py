@@ -1,4 +1,7 @@
-"""Conversations with an engine: the next turns of a batch are sent together, as token ids that kvaudit rendered."""
+"""Conversations with a serving engine: all conversations of a batch get their next answer together.
+
+Their prompts are sent as token ids that kvaudit has rendered.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +54,7 @@ class _Row:
         )
 
     def add_reply(self, reply: Reply) -> None:
-        """Add a reply and the environment's next message; without such a message the conversation is over."""
+        """Add the engine's reply and the environment's message after it; the conversation ends if there is none."""
         from kvaudit.audit.sampling.decoding import Completion
 
         self._turn += 1

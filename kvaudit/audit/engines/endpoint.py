@@ -1,8 +1,9 @@
-"""A running OpenAI-compatible server as an engine: ``base_url``, ``model`` and ``key``.
+"""A running OpenAI-compatible server as an engine, with the settings ``base_url``, ``model`` and ``key``.
 
 ``key`` is the environment variable with its API key. The server takes chat completions as text. kvaudit checks that it
 renders conversations as the model's own template does: by token ids if the server shows them (vLLM and llama.cpp do),
-else by the number of prompt tokens that it reports. Its cache settings are unknown, so a spec must name the reference.
+else by the number of prompt tokens that it reports. Its cache settings are unknown, so a spec must name the server to
+compare it with (the reference).
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ class RunningEndpoint(Engine):
 
     @classmethod
     def reference_with(cls, settings: Settings, named: Settings) -> Settings:  # noqa: ARG003
-        """Return the named reference alone, so that the key is not sent to another server."""
+        """Return ``named``, the settings of the reference server, alone: it must not get this server's key."""
         return named
 
     @classmethod
@@ -87,7 +88,10 @@ class RunningEndpoint(Engine):
 
     @classmethod
     def start(cls, settings: Settings, context: EngineContext) -> Session:
-        """Connect as ``Engine.start`` says; raise SpecError if the endpoint renders a conversation differently."""
+        """Connect to the server; raise SpecError if it renders a conversation differently than the model's template.
+
+        Raises EngineFailed if it gives no answer.
+        """
         return _EndpointSession(settings, context)
 
 
@@ -106,7 +110,7 @@ class _EndpointSession(Session):
         self.window = self._shown_window()
 
     def answer(self, requests: Sequence[GenerationRequest]) -> list[Reply]:
-        """Return replies that have ``text`` or ``refused``."""
+        """Return a reply to each request: the answer as ``text``, or the server's message if it ``refused`` it."""
         until = time.monotonic() + self._spec.answer
         first_use = {request.messages: n for n, request in reversed(list(enumerate(requests)))}
         # each prompt once before repetitions, whose reported prompt tokens may leave out what the server has cached
@@ -208,9 +212,9 @@ class _EndpointSession(Session):
         return next((window for window in windows if type(window) is int and window > 0), None)
 
     def _compare_prompts(self) -> str:
-        """Return in words how the server showed its prompt tokens, which equal ours; empty if it does not show them.
+        """Check that the server renders conversations into the same token ids as the model's own template.
 
-        Raises SpecError if they differ.
+        Returns in words how the server showed its ids; empty if it does not show them. Raises SpecError if they differ.
         """
         for server, prompt_ids in (("llama.cpp", self._llama_cpp_ids), ("vLLM", self._vllm_ids)):
             for number, messages in enumerate(_conversations(self._chat)):
@@ -238,7 +242,7 @@ class _EndpointSession(Session):
         return self._fetch("tokenize", {"content": text, "add_special": True, "parse_special": True}, "tokens")
 
     def _fetch(self, path: str, body: Mapping[str, Any], key: str) -> Any:
-        """Send ``body`` to a path below the server's root; return ``key`` of the reply, [] if there is none."""
+        """Send ``body`` to a path below the server's root; return field ``key`` of the reply, [] if there is none."""
         root = self._settings["base_url"].rstrip("/").removesuffix("/v1")
         try:
             client = _endpoint({**self._settings, "base_url": root}, _RENDER_SECONDS, tries=1).client("engine endpoint")
@@ -258,7 +262,7 @@ class _EndpointSession(Session):
         )
 
     def _failure(self, error: Unanswered) -> EngineFailed:
-        """Return the EngineFailed for a missing answer, with the server, the reason and what to do."""
+        """Return the error to raise for a missing answer; it names the server, the reason and what to do."""
         key = f"key from {self._settings['key']}" if "key" in self._settings else "no key"
         return EngineFailed(
             f"engine endpoint: {self._settings['base_url']} gave no valid answer: {error} (model "

@@ -1,4 +1,4 @@
-"""Engines that are a server: started on a free port of the loopback interface and used over HTTP with token ids.
+"""Engines that kvaudit runs as a server, on a free port of the loopback interface, and asks over HTTP by token ids.
 
 A server that dies, hangs or sends unusable replies raises ``EngineFailed``: every wait has a time limit, and a batch
 has one limit for all of its requests. Proxies of the environment are not used, and the server downloads no models.
@@ -97,9 +97,10 @@ class ServerEngine(Engine):
 
 
 class ServerSession(Session):
-    """A session whose engine is a server, with ``path`` for requests and ``/health``, which answers once it is ready.
+    """A session whose engine is a server that kvaudit has started.
 
-    The model is served under a random name, which tells this server from another one on the same port.
+    It takes requests at ``path``, and answers at ``/health`` once it is ready. The model is served under a random name,
+    which tells this server from another one on the same port.
     """
 
     path: ClassVar[str] = ""
@@ -142,14 +143,18 @@ class ServerSession(Session):
 
     @abstractmethod
     def _row(self, reply: Mapping[str, Any], request: GenerationRequest) -> dict[str, Any]:
-        """Return ``ids``, ``finish`` and ``logprob`` of a reply, and ``read``, the prompt's ids, if the reply has them.
+        """Return a server's reply as a dict of ``ids``, ``finish`` and ``logprob``.
 
-        Raises KeyError, IndexError, TypeError or ValueError for an invalid reply.
+        If the reply repeats the ids of the prompt, they are under ``read``. Raises KeyError, IndexError, TypeError or
+        ValueError for an invalid reply.
         """
 
     @abstractmethod
     def _served_name(self) -> Any:
-        """Return the name of the served model; raise Unanswered, KeyError, IndexError or TypeError if there is none."""
+        """Ask the server for the name of its model.
+
+        Raises Unanswered, KeyError, IndexError or TypeError if it gives none.
+        """
 
     @abstractmethod
     def _facts(self) -> dict[str, str]:
@@ -197,7 +202,10 @@ class ServerSession(Session):
             raise self._process.failure(f"port {port} is in use by another server")
 
     def _failure(self, doing: str, error: Unanswered) -> EngineFailed:
-        """Return the error for a missing answer, after waiting a moment for a crashed process to end."""
+        """Return the error to raise for a missing answer, which says whether the server's process has ended.
+
+        It first waits a moment, since a crashed process may take some time to end.
+        """
         until = time.monotonic() + _EXIT_SECONDS
         while self._process.is_running and time.monotonic() < until and "Error" in str(error):
             time.sleep(_POLL / 5)
@@ -234,7 +242,7 @@ class ServerSession(Session):
 
 
 def first_difference(theirs: Any, ours: Sequence[int]) -> int | None:
-    """Return the position of the first differing token id, None if all are equal."""
+    """Return the index of the first token id in which ``theirs`` differs from ``ours``; None if all are equal."""
     if not isinstance(theirs, list | tuple):
         return 0
     for index, (their_id, our_id) in enumerate(zip(theirs, ours, strict=False)):
@@ -244,7 +252,7 @@ def first_difference(theirs: Any, ours: Sequence[int]) -> int | None:
 
 
 def ask_concurrently(ask: Callable[[_Q], _R], questions: Sequence[_Q], at_once: int, until: float) -> list[_R]:
-    """Return the results of ``ask`` for all questions, in their order, with ``at_once`` of them running.
+    """Call ``ask`` with every question, ``at_once`` of them in parallel; return the results in order.
 
     Raises the first error of ``ask``, and Unanswered at the time ``until`` (of ``time.monotonic``).
     """
@@ -278,9 +286,9 @@ def _check_flags(engine: str, settings: Settings, ours: Collection[str]) -> None
 
 
 def command_flags(settings: Settings, *, has_negation: bool = True) -> list[str]:
-    """Return settings as flags of a command line: ``true`` as the bare flag, several words as a list.
+    """Return settings as flags of a command line: NAME=true becomes ``--NAME``, several words become a list of values.
 
-    ``false`` becomes ``--no-FLAG``, or is left out if the parser has no such flags (``has_negation`` false).
+    NAME=false becomes ``--no-NAME``, or is left out if the parser has no such flags (``has_negation`` false).
     """
     flags = list[str]()
     for name, value in settings.items():

@@ -1,7 +1,7 @@
 """llama.cpp by llama-cpp-python: ``type_k`` and ``type_v`` of its KV cache, with the values of its own tools.
 
-A GGUF file in a run is served as it is; any other checkpoint is converted to GGUF once, and a learner's weights in
-every training step (``exports.llama_cpp``).
+A GGUF file that a run names as its model is served as it is; any other checkpoint is converted to GGUF once, and a
+learner's weights in every training step (``exports.llama_cpp``).
 """
 
 from __future__ import annotations
@@ -42,7 +42,10 @@ class LlamaCpp(Engine):
 
     @classmethod
     def kv(cls, text: str) -> Settings:
-        """Return the settings for one type, as in ``q8_0``, or KEYS/VALUES, as in ``q8_0/q4_0``, without a check."""
+        """Return the settings for a text such as ``q8_0`` (the whole cache) or ``q8_0/q4_0`` (keys/values).
+
+        Whether llama.cpp has such types is not checked.
+        """
         keys, _, values = text.partition("/")
         if not keys or "/" in values or text.endswith("/"):
             raise SpecError(
@@ -72,7 +75,10 @@ class LlamaCpp(Engine):
 
     @classmethod
     def store(cls, settings: Settings) -> EngineStore | None:  # noqa: ARG003
-        """Return a store whose entries are read out of the engine's cache; its rounding of queries is not replayed."""
+        """Return a store whose entries are those that the engine shows, since they can be read out of its cache.
+
+        That llama.cpp rounds queries too is not replayed.
+        """
         from kvaudit.audit.cache.engine_store import EngineStore
 
         return EngineStore(None, None, shown=True)
@@ -89,7 +95,10 @@ class LlamaCpp(Engine):
 
 
 class _GgufDrawer(WorkerDrawer):
-    """A drawer that loads a GGUF file in every step and returns the content of llama.cpp's cache."""
+    """A drawer (engine that samples training rollouts) that loads the weights of every step as a GGUF file.
+
+    Keys and values are read out of llama.cpp's cache.
+    """
 
     def __init__(self, session: WorkerSession, context: EngineContext) -> None:
         from kvaudit.audit.engines.exports.llama_cpp import cache_layout

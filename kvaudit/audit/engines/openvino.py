@@ -94,7 +94,7 @@ class OpenVino(Engine):
 
     @classmethod
     def reference(cls, settings: Settings) -> Settings:
-        """Return the settings of a cache in the precision in which the engine computes."""
+        """Return the settings of the uncompressed reference, whose cache has the precision in which it computes."""
         hint = settings.get(_HINT, "f32")
         return {**super().reference(settings), _PRECISION: hint if hint in cls.compresses[_PRECISION] else "f32"}
 

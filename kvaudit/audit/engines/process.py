@@ -73,7 +73,10 @@ class Process:
         return self._process.poll() is None and PROCESS_ENDED not in self.log_text(_LAST_BYTES)
 
     def write_line(self, line: str, seconds: float) -> None:
-        """Send a line; raise EngineFailed if the engine has not read it in time, or sent output without a request."""
+        """Send a line to the engine's stdin.
+
+        Raises EngineFailed if the engine does not read it in time, or has sent output without a request.
+        """
         stdin, stdout = self._pipes()
         until = time.monotonic() + seconds
         # unexpected output would be taken for the next answer

@@ -1,7 +1,7 @@
-"""Engines in a worker that sample rollouts for training: each step sends weights and gets tokens with log-probs.
+"""Engines in a worker process that sample rollouts for training: in each step they get weights and give rollouts.
 
     drawer.push(weights)               the learner's weights, by their names in the checkpoint
-    drawer.draw(requests, keep=1)      a rollout per request, the first one with keys and values
+    drawer.draw(requests, keep=1)      a rollout per request (tokens, log-probs), the first one with keys and values
 
 The engine reports the sha256 of the weights that it holds; rollouts of any other weights are an error.
 """
@@ -30,10 +30,10 @@ _PREFIX, _LOCK, _MUTEX = "kvaudit-rollouts-", "held", ".kvaudit-rollouts.lock"  
 
 
 class WorkerDrawer(Drawer):
-    """A drawer whose engine runs in a worker, started with the context's weights.
+    """A drawer (engine that samples training rollouts) in a worker process, which ``session`` is connected to.
 
-    Weights, keys and values are exchanged as files in an ``ExchangeFolder`` next to the log.
-    ``inside/openvino_rollouts_inside.py`` describes the requests.
+    The worker was started with the weights of ``context.model``. Weights, keys and values are exchanged as files in an
+    ``ExchangeFolder`` next to the log. ``inside/openvino_rollouts_inside.py`` describes the requests.
     """
 
     def __init__(self, session: WorkerSession, engine: str, context: EngineContext, *, exact: bool) -> None:
@@ -74,9 +74,10 @@ class WorkerDrawer(Drawer):
         self._exchange.remove()
 
     def _push(self, weights: Mapping[str, Tensor], *, known: bool) -> None:
-        """Send weights to the engine; raise RunError if it then reports other ones.
+        """Send weights to the engine; raise RunError if it then reports the hash of other weights.
 
-        With ``known`` it has these weights already, and only finds out which of them has which name.
+        ``known``: the engine was started with these weights, and only has to find out which of its tensors has which
+        name.
         """
         try:
             path, self._pushed = self._write(weights)
@@ -119,8 +120,8 @@ class WorkerDrawer(Drawer):
     def _rollout(
         self, row: Mapping[str, Any], request: GenerationRequest, keys_and_values: tuple[Tensor, Tensor] | None
     ) -> DrawnRollout:
-        # a row has a log-prob per token, and no sum
         """Return the rollout of a reply; raise RunError if it lacks log-probs or was sampled after another prompt."""
+        # a row has a log-prob per token, and no sum
         reply = self._session.parse({**row, "logprob": None}, request)
         logprobs = row.get("logprobs")
         is_complete = isinstance(logprobs, list) and all(isinstance(n, float) and math.isfinite(n) for n in logprobs)
@@ -162,7 +163,7 @@ class ExchangeFolder:
 
 
 def model_weights(model: Any) -> dict[str, Tensor]:
-    """Return a model's weights by name, tied weights once (see ``unique_weights``)."""
+    """Return a model's weights by name; tied weights, which share memory, are returned once."""
     return unique_weights(model.state_dict())
 
 
@@ -183,7 +184,10 @@ def arrays_sha256(arrays: Mapping[str, Any]) -> str:
 
 
 def _remove_if_unused(folder: Path) -> None:
-    """Remove a dead process's exchange folder; files that its engine is still writing are left for the next call."""
+    """Remove an exchange folder if the process that made it has ended.
+
+    Files that its engine is still writing are left for the next call.
+    """
     with suppress(OSError):  # it is in use, or not ours to remove
         if not (folder / _LOCK).exists():
             folder.rmdir()  # its process was killed before it locked the folder

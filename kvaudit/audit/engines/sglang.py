@@ -61,7 +61,10 @@ class SgLangSession(ServerSession):
         return {"input_ids": list(request.ids), "sampling_params": sampling, "return_logprob": True}
 
     def _row(self, reply: Mapping[str, Any], request: GenerationRequest) -> dict[str, Any]:
-        """Return the fields of ``ServerSession._row``; ``read`` is our prompt if its number of tokens agrees."""
+        """Return a reply as ``ServerSession._row`` says.
+
+        SGLang does not repeat the prompt: ``read`` is the prompt that was sent if the reply reports as many tokens.
+        """
         metadata, ids = reply["meta_info"], reply["output_ids"]
         logprobs = metadata["output_token_logprobs"]
         if [row[1] for row in logprobs] != ids:

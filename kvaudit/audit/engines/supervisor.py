@@ -24,7 +24,7 @@ PROCESS_ENDED = "the engine's process ended"  # begins the log line about it
 
 
 def supervise(lifeline: int, command: list[str]) -> None:
-    """Run the command until it ends or the lifeline closes, then end the process group."""
+    """Run the command until it ends or the other end of the pipe ``lifeline`` closes; then end the process group."""
     child = subprocess.Popen(command, close_fds=True)
     sys.stdin.close()
     is_wanted = True

@@ -1,7 +1,8 @@
-"""The caches of transformers under its ``generate``: ``cache: quantized`` with the parameters of ``QuantizedCache``.
+"""transformers' own ``generate`` and its caches as an engine; ``cache: quantized`` takes ``QuantizedCache``'s options.
 
 The first update of such a cache returns keys and values unquantised, so a prompt is read exactly, and quantisation
-takes effect from the second token of an answer on. Entries in the residual are quantised only once it is full.
+takes effect from the second token of an answer on. The newest entries, the residual, are quantised only once the
+residual is full.
 """
 
 from __future__ import annotations

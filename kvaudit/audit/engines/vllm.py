@@ -142,7 +142,7 @@ class Vllm(ServerEngine):
 
     @classmethod
     def drawer(cls, settings: Settings, context: EngineContext) -> Drawer:
-        """Start one process with the flags of the server; raise as ``Engine.drawer`` does."""
+        """Start vLLM as a library in one process, with the server's flags; raise as ``Engine.drawer`` does."""
         from kvaudit.audit.engines.rollouts import WorkerDrawer
 
         weights = safetensors_folder(context, cls.name)
@@ -158,7 +158,10 @@ class Vllm(ServerEngine):
 
     @classmethod
     def store(cls, settings: Settings) -> EngineStore | None:
-        """Return how vLLM stores entries, a cast with scale 1.0; None if other scales or uncast layers are possible."""
+        """Return how vLLM stores keys and values: cast to another type with scale 1.0.
+
+        None if, under these settings, scales may differ or some layers may be stored uncast.
+        """
         import torch
 
         from kvaudit.audit.cache.engine_store import Cast, EngineStore
@@ -174,7 +177,7 @@ class Vllm(ServerEngine):
 
 
 def _flags(settings: Settings, context: EngineContext, **more: str) -> list[str]:
-    """Return the server's flags: our defaults, overridden by ``more``, and both by the settings."""
+    """Return vLLM's flags: kvaudit's defaults, overridden by ``more``, and both overridden by ``settings``."""
     length = _max_length(settings, context)
     defaults = {
         "max_model_len": str(length),
@@ -202,7 +205,11 @@ def _environment(settings: Settings, context: EngineContext) -> dict[str, str]:
 
 
 def _learner_gpu(settings: Settings, context: EngineContext) -> dict[str, str]:
-    """Return the variable that selects the learner's GPU; without it the engines of all ranks use the first one."""
+    """Return the environment variable by which the engine uses the learner's GPU.
+
+    Without it the engines of all ranks (processes of one training) would use the first GPU. Empty on a CPU, and if the
+    settings spread the engine over several GPUs.
+    """
     import torch
 
     device = context.model.device

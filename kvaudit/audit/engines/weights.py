@@ -1,4 +1,4 @@
-"""Checkpoints in the format of an engine: converted once and kept under the hash of their weights.
+"""Checkpoints converted into the format of an engine, once, and kept in a folder named by the hash of their weights.
 
     $KVAUDIT_CACHE/KIND/SHA256-METHOD/    complete or absent; the default of the variable is ~/.cache/kvaudit
         conversion.json                   {"of": sha256 of the weights, "method", "by", "files": {name: size}}
@@ -52,9 +52,10 @@ class EngineCheckpoint(NamedTuple):
 
 
 def configured_weights(context: EngineContext, engine: str, file: str, expected: str) -> EngineCheckpoint | None:
-    """Return the weights that ``engines.ENGINE.weights`` names, None if it names none.
+    """Return the weights that the spec names as ``engines.ENGINE.weights``, None if it names none.
 
-    They are a folder with ``file`` in it, or a file if ``file`` is empty; raises SpecError otherwise.
+    They are a folder with ``file`` in it, or a file if ``file`` is empty; raises SpecError otherwise, with ``expected``
+    as the description of what they should be.
     """
     if context.spec.weights is None:
         return None
@@ -65,7 +66,7 @@ def configured_weights(context: EngineContext, engine: str, file: str, expected:
 
 
 def convert_once(kind: str, sha256: str, method: str, convert: Callable[[Path], Mapping[str, str]]) -> EngineCheckpoint:
-    """Return the weights ``sha256`` in the format ``kind``, converting them if no earlier call has.
+    """Return the weights with hash ``sha256`` in the format ``kind``, such as "gguf"; convert them at the first call.
 
     ``method`` describes the conversion; another method has another folder. ``convert`` writes into an empty folder
     and returns the versions of the libraries that it used. Raises RunError if nothing can be written, or if the
@@ -99,7 +100,10 @@ def convert_once(kind: str, sha256: str, method: str, convert: Callable[[Path], 
 def convert_checkpoint(
     kind: str, model: LoadedModel, method: str, convert: Callable[[Path], Mapping[str, str]]
 ) -> EngineCheckpoint:
-    """Return ``convert_once`` of a loaded model's weights, kept apart by dtype, since a dtype may have rounded them."""
+    """Return a loaded model's weights in the format ``kind``, converted once (see ``convert_once``) for each dtype.
+
+    Loading with another dtype may have rounded the weights.
+    """
     dtype = str(model.dtype).removeprefix("torch.")
     return convert_once(kind, model.sha256, f"{method} of {dtype}", convert)
 
@@ -139,7 +143,11 @@ def _convert(folder: Path, sha256: str, method: str, convert: Callable[[Path], M
 
 
 def safetensors_folder(context: EngineContext, engine: str) -> EngineCheckpoint:
-    """Return a folder with safetensors, config and tokenizer; raise SpecError if the configured one has no config."""
+    """Return a folder with the model's safetensors, config and tokenizer, for engines that read such folders.
+
+    That is the folder that the spec names (SpecError if it has no config), the folder that the model was loaded from,
+    or a conversion.
+    """
     if weights := configured_weights(context, engine, "config.json", "a folder that holds config.json"):
         return weights
     if (folder := _source_folder(context.model)) is not None:
@@ -164,7 +172,7 @@ def _source_folder(model: LoadedModel) -> Path | None:
 
 
 def _is_unrounded(dtype: torch.dtype, files: Sequence[Path]) -> bool:
-    """Return whether a model of this dtype holds the exact numbers of its files."""
+    """Return whether weights loaded from these files as ``dtype`` are the exact numbers in the files, not rounded."""
     import torch
     from safetensors import safe_open
 

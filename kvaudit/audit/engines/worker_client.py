@@ -1,4 +1,4 @@
-"""Engines that are a library: a worker process loads the library in the Python environment that has it."""
+"""Engines that are a Python library: a worker process loads the library in the environment where it is installed."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _INSIDE = Path(__file__).with_name("inside")
 
 
 class WorkerSession(Session):
-    """A session whose engine runs in ``inside/worker.py``.
+    """A session whose engine runs in another process, by the script ``worker.py`` in the folder ``inside/``.
 
-    ``inside`` is the file there that loads the engine, ``setup`` the argument of its ``start``, ``weights`` the
-    checkpoint that it serves.
+    The parameter ``inside`` is the name of a file in that folder, which loads the engine; its function ``start`` gets
+    ``setup``. ``weights`` is the checkpoint that is served.
     """
 
     def __init__(
@@ -62,7 +62,10 @@ class WorkerSession(Session):
         return [self.parse(row, request) for row, request in zip(replies, requests, strict=True)]
 
     def ask(self, rows: Sequence[Mapping[str, Any]], doing: str) -> list[Any]:
-        """Return the worker's reply to each row; raise EngineFailed."""
+        """Send requests as JSON rows and return the worker's reply to each; raise EngineFailed if some are missing.
+
+        ``doing`` says in errors what the engine was doing.
+        """
         replies = self._exchange({"ask": rows}, "answer", doing, "replies", list)
         if len(replies) != len(rows):
             raise self._process.failure(f"it gave {len(replies)} replies to {len(rows)} requests")
@@ -72,7 +75,7 @@ class WorkerSession(Session):
         self._process.stop()
 
     def _exchange(self, row: Mapping[str, Any], limit: str, doing: str, key: str, kind: type[T]) -> T:
-        """Send a row and return ``key`` of the answer; raise EngineFailed if the value has another type than ``kind``.
+        """Send ``row`` and return the field ``key`` of the worker's answer; raise EngineFailed if it is no ``kind``.
 
         ``limit`` names the field of the spec that holds the time limit.
         """
@@ -97,7 +100,7 @@ class WorkerSession(Session):
         return value
 
     def parse(self, row: Any, request: GenerationRequest) -> Reply:
-        """Return a row as a reply; raise EngineFailed if it is not a valid one."""
+        """Return the worker's reply ``row`` as a ``Reply``; raise EngineFailed if it is not valid."""
         reply = parse_reply(row, request, self._vocabulary)
         if reply is None:
             raise self._process.failure(
@@ -107,7 +110,10 @@ class WorkerSession(Session):
 
 
 def parse_reply(row: Any, request: GenerationRequest, vocabulary: int) -> Reply | None:
-    """Return a row as a reply, None if it is not valid for a model with ``vocabulary`` tokens."""
+    """Return ``row``, a dict of ids, finish and logprob from an engine, as a ``Reply``.
+
+    None if it is not a valid reply to ``request`` of a model with ``vocabulary`` tokens.
+    """
     try:
         ids, finish, logprob = row["ids"], parse_finish(row["finish"]), row["logprob"]
         if finish is None or not isinstance(ids, list) or len(ids) > request.max_tokens:
@@ -128,7 +134,10 @@ def vocabulary_size(context: EngineContext) -> int:
 
 
 def python_of(setting: str | None, engine: str) -> str:
-    """Return the Python of an engine: the configured one, or this process's; raise SpecError if it does not exist."""
+    """Return the path of the Python interpreter that runs an engine: the configured one, or that of this process.
+
+    Raises SpecError if the configured one does not exist.
+    """
     if setting is None:
         return sys.executable
     path = Path(expand(f"engines.{engine}.python", setting)).expanduser()
@@ -140,7 +149,10 @@ def python_of(setting: str | None, engine: str) -> str:
 
 
 def python_with(modules: Sequence[str], spec: EngineSpec, engine: str, install: str) -> str:
-    """Return the Python of an engine; raise SpecError, with ``install``, if one of the modules is missing."""
+    """Return the path of the Python interpreter that runs an engine, and that has all ``modules``.
+
+    Raises SpecError, with the command ``install``, if a module is missing.
+    """
     python = python_of(spec.python, engine)
     missing = [m for m in modules if not _has(m)] if spec.python is None else _missing(python, modules, engine)
     if missing:
@@ -170,7 +182,7 @@ for module in sys.argv[1:]:
 
 
 def _missing(python: str, modules: Sequence[str], engine: str) -> list[str]:
-    """Return the modules that another Python cannot import."""
+    """Return those of ``modules`` that the interpreter ``python`` cannot import."""
     command = [python, "-c", _PRINT_MISSING, *modules]
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout.split()

@@ -41,10 +41,11 @@ class Replay:
 
     ``queries`` and ``keys`` are row positions [B, Q] and [B, K] (-1 = padding). The last Q keys belong to the queries;
     the keys before them come from ``prefix``, an earlier pass, each of whose rows is repeated ``group`` times.
-    ``evicted_at`` is int32 [B, L, H, K], None for the dense view. ``codes`` are the times at which entries were
-    quantised, ``experts`` [B, Q, M, k] the experts of each token in the model's M mixture-of-experts blocks,
-    ``choices`` the keys that selecting queries attended to. ``last``: no later pass continues from this one's recurrent
-    states. Positions and ledger may be on the host, where masks are then computed without waiting for ``device``.
+    ``evicted_at`` int32 [B, L, H, K] is the ledger, None for a pass in which every query sees all earlier keys.
+    ``codes`` are the times at which entries were quantised, ``experts`` [B, Q, M, k] the experts of each token in the
+    model's M mixture-of-experts blocks, ``choices`` the keys that queries selected. ``last``: no later pass continues
+    from this one's recurrent states. Positions and ledger may be on the host, where some of the work is then done
+    without waiting for ``device``.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class Replay:
         self._settled = False
 
     def settle(self) -> None:
-        """Check a finished forward: raise RunError if a layer did not attend through this replay."""
+        """Check a finished forward: raise RunError if a layer did not use this object for its attention or state."""
         attending, carrying = sum(p.has_entries for p in self._plans), sum(p.has_state for p in self._plans)
         if len(self.keys_values) != attending or len(self.states) != carrying:
             done = len(self.keys_values.keys() | self.states.keys())
@@ -135,7 +136,10 @@ class Replay:
         return call._replace(key=torch.cat([keys, call.key], 2), value=torch.cat([values, call.value], 2))
 
     def carry(self, layer: int, hidden: Tensor, run: LayerRun) -> Tensor:
-        """Run a layer of linear attention (see ``EvictingCache.carry``); groups continue from their prompt's states."""
+        """Run a layer of linear attention on hidden states [B, Q, E] by calling ``run``; return its output.
+
+        The state starts at zero, or where the prompt's pass (``prefix``) has left it.
+        """
         states = States() if self._prefix is None else self._prefix.states[layer].repeat(self._group)
         out = run_state_layer(run, hidden, self._real, states, last=self._last)
         self.states[layer] = states
@@ -152,7 +156,7 @@ class Replay:
         return torch.cat(outputs, 2)
 
     def _decode(self, call: AttentionCall, codes: QuantisationTimes) -> tuple[Tensor, Tensor]:
-        """Return keys and values [B, H, K, D], quantised and decoded."""
+        """Return all keys and values [B, H, K, D] as they are once quantised: encoded, then decoded."""
         evicted_at = None if self._evicted_at is None else self._evicted_at[:, call.layer]  # [B, H, K]
         width = max(call.key.shape[3], call.value.shape[3])
         keys, values = (LayerPart(call.layer, part, width) for part in (KEYS, VALUES))
@@ -162,9 +166,10 @@ class Replay:
         )
 
     def _visible(self, layer: int, block: slice, end: int) -> Tensor:
-        """Return the mask of a block of queries, [B, 1, H (KV heads) or G*H (query heads), block, end].
+        """Return which of the first ``end`` keys each query of ``block`` sees: bool [B, heads, queries, end].
 
-        Query i sees key j if j <= i < evicted_at[j], j is in its sliding window, and i selected it; padding sees all.
+        ``heads`` is 1, H (KV heads) or G*H (query heads). Query i sees key j if j <= i < evicted_at[j], j is in the
+        layer's sliding window, and i selected it, where these apply. Padding sees all keys.
         """
         # [B, 1, q, 1] and [B, 1, 1, end]
         q, k = self.queries[:, None, block, None], self._keys[:, None, None, :end]
@@ -193,7 +198,7 @@ def run_forward(model: Any, ids: Tensor, replay: Any, logits_to_keep: int = 0) -
 
 
 def position_columns(counts: Tensor, starts: Tensor) -> Tensor:
-    """Return row positions [B, longest]: ``counts`` [B] consecutive ones from ``starts`` [B] on, then -1."""
+    """Return row positions [B, longest]: ``counts`` [B] consecutive ones per row from ``starts`` [B] on, then -1."""
     columns = torch.arange(int(counts.max()))
     return torch.where(columns < counts[:, None], columns + starts[:, None], -1)
 
@@ -250,10 +255,10 @@ def _times_at(rows: Sequence[Tensor], positions: Tensor) -> Tensor:
 def decoded_keys(
     keys: Tensor, positions: Tensor, evicted_at: Tensor | None, codes: QuantisationTimes, layer_part: LayerPart
 ) -> Tensor:
-    """Return keys [B, H, K, D], quantised and decoded, with the gradient of the exact keys.
+    """Return keys [B, H, K, D] as they are once quantised (encoded, then decoded), with the gradient of the exact keys.
 
     ``positions`` [B, K]; ``evicted_at`` [B, H, K] or None. Keys that were evicted before their group was quantised are
-    in no group and stay exact: no query reads them quantised.
+    in no group and are returned exact: no query reads them quantised.
     """
     codec, exact = codes.codec, keys.detach()
     if not codec.key_group:
@@ -280,9 +285,10 @@ def _decode_by_token(exact: Tensor, times: QuantisationTimes, layer_part: LayerP
 
 
 def _key_groups(member: Tensor, times: Tensor, size: int) -> Tensor:
-    """Return group numbers [B, H, K], -1 for none; a group is up to ``size`` successive members quantised at one time.
+    """Return the number of the quantisation group of each key [B, H, K], -1 for none.
 
-    ``member`` bool [B, H, K]; ``times`` [B, K] do not decrease along members.
+    ``member`` bool [B, H, K] marks the keys that are in groups; ``times`` [B, K] say when each was quantised and do not
+    decrease along members. A group is up to ``size`` successive members quantised at the same time.
     """
     batch, heads, slots = member.shape
     has_member = member.any(1)  # [B, K], in some head

@@ -1,6 +1,8 @@
-"""Rollouts of other engines, as JSON or safetensors, whose history of kept entries is converted to a ledger.
+"""Reading rollouts that other engines wrote, as JSON or safetensors.
 
-Both forms are described in docs/rollout-files.md. Every value is checked, since the file may come from anywhere.
+A file says at each eviction which cache entries were kept; this history is converted to a ledger, which says when each
+entry left. Both forms are described in docs/rollout-files.md. Every value is checked, since the file may come from
+anywhere.
 """
 
 from __future__ import annotations
@@ -46,27 +48,27 @@ Nats = Annotated[float, Field(le=LOGPROB_ROUNDING, allow_inf_nan=False)]
 
 
 class Form(BaseModel):
-    """The base of every part of a file; an unknown key is an error."""
+    """The base of the pydantic models of a file's parts; an unknown key is an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class ChoiceUnits(Form):
-    """The layers whose queries select keys, and how many positions form a unit of selection."""
+    """The layers whose queries select keys, and how many positions form a unit, which is selected as a whole."""
 
     unit: Length
     layers: list[Index]
 
 
 class ChoiceForm(Form):
-    """The units that one query selected."""
+    """The units (runs of positions) that one query selected, by layer and head."""
 
     query: Index
     chosen: list[list[list[Index]]]  # [layers][heads][units]
 
 
 class ChosenForm(ChoiceUnits):
-    """The selections of all selecting queries."""
+    """The units that each selecting query of a rollout selected."""
 
     queries: Annotated[list[ChoiceForm], Field(min_length=1)]
 
@@ -79,19 +81,19 @@ class EventForm(Form):
 
 
 class RolloutForm(Form):
-    """The base of a rollout in the file, whose values are lists or tensors."""
+    """The base of a rollout's entry in a file; the values are lists in JSON, tensors in safetensors."""
 
     prompt_length: Length
 
 
 class TensorRollout(RolloutForm):
-    """The header of a rollout whose tensors are in the file."""
+    """A rollout's entry in the header of a safetensors file, which holds its tensors."""
 
     selection: ChoiceUnits | None = None
 
 
 class JsonRollout(RolloutForm):
-    """A rollout whose values are lists in the file."""
+    """A rollout in a JSON file."""
 
     ids: list[Index]
     sampled: list[tuple[Index, Index]] | None = None  # half-open spans
@@ -135,7 +137,10 @@ class Event(NamedTuple):
 
 
 def read_rollouts(path: Path) -> RecordedRollouts:
-    """Read a ledger file or either interchange form; raises DataError for anything else."""
+    """Read the rollouts of a ledger file, or of a JSON or safetensors file of format ``kvaudit.rollouts``.
+
+    Raises DataError for anything else.
+    """
     if not path.is_file():
         raise DataError(f"rollouts {str(path)!r} do not exist; give a ledger, or a file of format {ROLLOUTS_FORMAT}")
     try:
@@ -154,7 +159,7 @@ def read_rollouts(path: Path) -> RecordedRollouts:
 
 
 def build_ledger(events: Iterable[Event], shape: tuple[int, int, int]) -> Tensor:
-    """Convert a history of events to ``evicted_at`` int32 [L, H, T]; raises ValueError if it contradicts itself."""
+    """Convert evictions, in their order, to ``evicted_at`` int32 [L, H, T]; raises ValueError for contradictions."""
     table = torch.full(shape, NEVER, dtype=torch.int32)
     columns, before = torch.arange(shape[2]), 0  # [T]
     for number, event in enumerate(events):
@@ -213,7 +218,7 @@ def _from_json(path: Path) -> RecordedRollouts:
 
 
 def _event(number: int, place: int, event: EventForm, file: FileHeader, tokens: int) -> Event:
-    """Convert an event's lists to masks, bool [H, T] per layer."""
+    """Convert the lists of kept entries of an eviction to masks, bool [H, T] per layer; raises ValueError if wrong."""
     layers = len(event.kept)
     _require(layers == file.layers, number, f"has {layers} layers in event {place}, the file says {file.layers}")
     kept: list[Tensor | None] = []
@@ -254,7 +259,10 @@ def _selection(form: ChosenForm) -> Selection:
 
 
 def _experts(rows: list[list[list[int]]], tokens: int) -> Tensor:
-    """Convert experts to int16 [T, M, k], NOBODY for the last token, which was not fed; raises ValueError if uneven."""
+    """Convert lists of experts to int16 [T, M, k], with NO_EXPERT for the last token, which was not fed.
+
+    Raises ValueError if the lists differ in length.
+    """
     if len(rows) != tokens - 1:
         raise ValueError(f"a rollout has experts of {len(rows)} tokens, wanted {tokens - 1}: not the last one's")
     sizes = {(len(blocks), *map(len, blocks)) for blocks in rows}
@@ -337,7 +345,7 @@ def _to_recorded(path: Path, header: FileHeader, rollouts: Sequence[Rollout]) ->
 
 
 class _RolloutError(ValueError):
-    """An error whose message names the rollout."""
+    """A ValueError whose message already names the rollout, so that no caller has to add it."""
 
 
 def _require(holds: bool, number: int, fault: str) -> None:

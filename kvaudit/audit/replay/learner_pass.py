@@ -1,9 +1,10 @@
 """The learner's forward: one parallel pass in which every query sees exactly what it saw while sampling.
 
-A group's prompt is passed once and the suffixes attend to its keys: P + G*R tokens, for a prompt of P tokens and G
-suffixes of R, instead of G*(P + R). Gradients flow through the shared keys. The dense pass is the same without the
-ledger. A model sharded over processes gathers weights by layer hooks, which a second forward on shared keys would
-bypass; for it every row is passed with its prompt (``whole_rows``), in one forward.
+The prompt of a group of rollouts is passed once, and the suffixes (all later tokens) attend to its keys: P + G*R
+tokens, for a prompt of P tokens and G suffixes of R, instead of G*(P + R). Gradients flow through the shared keys. That
+is the shadow pass; the dense pass is the same without the ledger, so every query sees all earlier keys. A model sharded
+over processes gathers weights by layer hooks, which a second forward on shared keys would bypass; for it every row is
+passed with its prompt (``whole_rows``), in one forward.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ class LogitsHead:
 
 @contextmanager
 def capture_states(model: Any) -> Iterator[LogitsHead]:
-    """Yield a head that records the hidden states of every forward inside."""
+    """Yield a ``LogitsHead`` that stores the last hidden states of the latest forward inside the context."""
     head = LogitsHead(model)
     handle = find_decoder(model).register_forward_hook(lambda _, __, output: head.record(output))
     try:
@@ -95,7 +96,10 @@ def capture_states(model: Any) -> Iterator[LogitsHead]:
 def suffix_states(
     model: Any, rollouts: Sequence[Rollout], *, group: int, view: LearnerPass, whole_rows: bool = False
 ) -> tuple[Tensor, Tensor, LogitsHead]:
-    """Return last hidden states [B, R, D], mask [B, R] (see ``suffix_logits``), and the head that computes logits."""
+    """Return the last hidden states [B, R, D] that predict the suffix tokens, and the head that makes logits of them.
+
+    Between the two is the mask [B, R] of valid states; arguments as in ``suffix_logits``.
+    """
     with capture_states(model) as head:
         _, valid = suffix_logits(model, rollouts, group=group, view=view, logits_to_keep=1, whole_rows=whole_rows)
     return head.states(), valid, head
@@ -123,11 +127,13 @@ def suffix_logits(
     """Return the logits [B, R, V] that predict each suffix token (right-padded), and their valid mask bool [B, R].
 
     ``rollouts`` are whole groups of ``group`` rows that share a prompt (the first ``prompt_length`` ids) and its
-    ledger; the suffix is tokens ``prompt_length .. T-1``. ``reroute``: a mixture-of-experts model selects its experts
-    again, as in the dense pass. ``strays`` gets row and layer of every recorded rounding hint that is at no rounding
-    border in the replay. ``logits_to_keep``: only the last columns, 0 for all. ``whole_rows``: no shared prompts, a
-    column for every token but the first. Rollouts with an engine's stored codes go to ``stored_logits``. Raises
-    DataError if the ledger does not fit the model or the group.
+    ledger; the suffix is tokens ``prompt_length .. T-1``. ``view``: "shadow" replays what the sampler's queries saw,
+    "dense" lets every query see all earlier keys. ``reroute``: a mixture-of-experts model selects its experts again, as
+    in the dense pass. ``strays`` gets row and layer of every recorded rounding hint that cannot be right, since its
+    value is near no border between two codes in the replay. ``logits_to_keep``: only the last columns, 0 for all.
+    ``whole_rows``: no shared prompts, a column for every token but the first. In the shadow pass, rollouts whose
+    engine's storage of keys and values is known go to ``stored_logits``. Raises DataError if the ledger does not fit
+    the model or the group.
     """
     stored = rollouts[0].stored
     if view == "shadow" and stored is not None:
@@ -229,7 +235,10 @@ def _same_experts(a: Tensor | None, b: Tensor | None, length: int) -> bool:
 
 
 def _same_choices(a: Selection | None, b: Selection | None, length: int) -> bool:
-    """Return whether the first ``length`` queries selected the same keys; a missing record counts as no selection."""
+    """Return whether the queries before position ``length`` selected the same keys in two rollouts.
+
+    A missing record counts as no selection.
+    """
     early = [s.until(length) for s in (a, b) if s is not None]
     made = [s for s in early if len(s.queries)]
     if len(made) < 2:

@@ -1,8 +1,9 @@
-"""Check whether the named policy would have evicted the recorded entries, by ranking again at every eviction.
+"""Check whether the named policy would have evicted the recorded entries, by ranking them again at every eviction.
 
-One parallel pass under the ledger gives queries, keys and values as the sampler had them, up to rounding. The policy's
-view at every eviction is sliced from them; the evictions of a layer form the rows of one batch. The replay follows the
-recorded evictions even where the policy would have chosen others, so one disagreement causes no other.
+One parallel pass in which every query sees what the ledger says gives queries, keys and values as the sampler had them,
+up to rounding. What the policy looked at in each eviction is sliced from them; the evictions of a layer form the rows
+of one batch. The pass follows the recorded evictions even where the policy would have chosen others, so one
+disagreement causes no other.
 """
 
 from __future__ import annotations
@@ -47,11 +48,12 @@ class ChoiceCount(NamedTuple):
 
 
 class RankingAgreement(NamedTuple):
-    """The share of evicted entries that the policy chooses again, and the ``lowest`` share of any rollout.
+    """The ``share`` of the recorded evicted entries that the policy chooses again, over all rollouts.
 
-    ``required`` is the lowest share that passes. In a two-byte dtype, ``lowest`` is 1 if every rollout has at most
-    ``_ALLOWED_FLIPS`` other choices. For a selector (``selects``), ``evicted`` counts the units selected where there
-    were more to choose from, without the query's own unit.
+    ``lowest`` is the smallest such share in one rollout, number ``rollout``; it passes if it is at least ``required``.
+    In a two-byte dtype, a rollout with at most ``_ALLOWED_FLIPS`` different choices counts as a share of 1. For a
+    policy that selects instead of evicting (``selects``), ``evicted`` counts the units that queries selected, where
+    there were more to choose from, without the query's own unit.
     """
 
     evicted: int
@@ -106,7 +108,10 @@ def repeat_choices(model: Any, rollout: Rollout, policy: Policy, rotary: Rotary 
 
 
 class Reranking(Replay):
-    """A shadow pass of one row that repeats every ranking; pass it to a model's forward as ``kv=``."""
+    """A replay of one row that ranks the entries again at every recorded eviction or selection, and counts agreements.
+
+    Pass it to a model's forward as ``kv=``.
+    """
 
     def __init__(
         self,
@@ -141,7 +146,10 @@ class Reranking(Replay):
         return super().attend(call)
 
     def _count_selections(self, call: AttentionCall, selector: Selector) -> None:
-        """Count the units that queries selected, except each query's own unit, and those that the policy repeats."""
+        """Count the units (runs of positions) that queries selected, and how many of them the policy selects again.
+
+        A query's own unit is not counted, nor are queries that had no more units than they selected.
+        """
         selection = self._rollout.selection
         assert selection is not None
         queries = selection.queries.to(call.key.device)
@@ -216,7 +224,10 @@ class Reranking(Replay):
 
 
 class _Ranking(NamedTuple):
-    """The evictions of one layer: importance, positions, evicted entries [E, H, K], and next queries ``seen`` [E]."""
+    """E evictions of one layer, ranked again: importance and positions of the entries, and which the record evicts.
+
+    These are [E, H, K]; ``seen`` [E] is the number of tokens at each eviction.
+    """
 
     importance: Tensor
     positions: Tensor
@@ -226,7 +237,10 @@ class _Ranking(NamedTuple):
 
 @dataclass(frozen=True)
 class RecordedLayer:
-    """One layer of a replayed row of T tokens; ``decoded`` keys and values [1, H, T, D] if it was quantised."""
+    """The queries, keys and values of one layer in a replayed row of T tokens, and when each entry was evicted.
+
+    ``decoded`` are the keys and values [1, H, T, D] as they are once quantised; None without a quantiser.
+    """
 
     call: AttentionCall
     at: Tensor  # [1, T]
@@ -240,7 +254,7 @@ class RecordedLayer:
         return max(1, _MAX_ELEMENTS // (self.call.key.shape[1] * size * max(size, self.call.key.shape[3])))
 
     def view(self, times: Tensor, policy: Evictor, statistics: Mapping[str, Iterator[Any]], rollout: Rollout) -> View:
-        """Return the policy's view at its evictions before queries ``times`` [E]."""
+        """Return what the policy saw at the evictions just before queries ``times`` [E], one eviction per row."""
         positions = self.slots(times)
         window = times[:, None] + torch.arange(-policy.observed_queries, 0, device=times.device)  # [E, W]
         queries = self.call.query[0][:, window.clamp(min=0)].transpose(0, 1)  # [E, G*H, W, D]
@@ -253,7 +267,7 @@ class RecordedLayer:
         return view
 
     def selection_view(self, queries: Tensor, rollout: Rollout) -> View:
-        """Return the policy's view when queries at positions ``queries`` [E] selected among all earlier entries."""
+        """Return what the policy saw when queries at positions ``queries`` [E] selected among all earlier entries."""
         heads, longest = self.call.key.shape[1], int(queries.max()) + 1
         columns = torch.arange(longest, device=queries.device)
         positions = torch.where(columns <= queries[:, None], columns, -1)[:, None].expand(-1, heads, -1)  # [E, H, K]

@@ -24,10 +24,10 @@ LOGPROB_ROUNDING = 1e-5  # nats: a log-prob above 0 by no more than this counts 
 
 @dataclass(frozen=True)
 class RecordedRollouts:
-    """The rollouts of one file; ``policy`` is None if the file names none, or one that kvaudit does not have.
+    """The rollouts of one file, with their compression policy; None if the file names none, or one unknown to kvaudit.
 
-    ``temperature``: of the log-probs. ``policy_hash``: the hash that the file gives for the policy. ``trained_policy``:
-    the sampling policy in the checkpoint's provenance. None means not recorded.
+    ``temperature`` is that of the log-probs, ``policy_hash`` the hash that the file gives for the policy,
+    ``trained_policy`` the policy that the checkpoint's provenance says it was trained under; None if not recorded.
     """
 
     source: str
@@ -125,7 +125,7 @@ def _logprob_fault(rollout: Rollout) -> str | None:
 
 
 class ForwardStep(NamedTuple):
-    """One forward of a row: the number of tokens after it, and whether it fed a single sampled token."""
+    """One forward of a row: how many tokens the row had after it, and whether it decoded (fed one sampled token)."""
 
     seen: int
     decoding: bool
@@ -194,9 +194,9 @@ def due_evictions(policy: Evictor, steps: Sequence[ForwardStep]) -> list[DueEvic
 
 
 def quantisation_breach(rollout: Rollout, policy: Policy) -> str | None:
-    """Return how the recorded codec or times contradict the policy's quantiser, or None if they agree.
+    """Return how the recorded codec, or the times of quantising, contradict the policy's quantiser; None if they agree.
 
-    Its schedule depends on token counts alone.
+    The times follow from token counts alone.
     """
     codec = quantiser_of(policy)
     if rollout.codec != codec:
@@ -223,7 +223,10 @@ def _due_quantisation(rollout: Rollout, codec: Quantiser, until: Callable[[int, 
 
 
 def selection_breach(rollout: Rollout, policy: Policy, plans: Sequence[LayerPlan]) -> str | None:
-    """Return how the recorded queries, layers or numbers of units contradict the policy's selector, or None."""
+    """Return how the recorded selections contradict the policy, or None if they agree.
+
+    Compared are the queries that selected, the layers, and how many units (runs of positions) each query selected.
+    """
     selector, selection = selector_of(policy), rollout.selection
     if selector is None:
         return None if selection is None else "queries chose what they attend to, the policy has them see everything"
@@ -277,7 +280,10 @@ def _schedule_fault(evicted_at: Tensor, policy: Evictor, due: Sequence[DueEvicti
 
 
 def _count_fault(evicted: Tensor, due: DueEviction, policy: Evictor) -> tuple[str, int, int] | None:
-    """Return (subject, kept, expected) if ``evicted`` [H] entries per head are a wrong number, else None."""
+    """Return None if ``evicted`` [H], the entries evicted from each head, are the number that is due.
+
+    Otherwise the parts of a message: who keeps a wrong number (as in "head 3 keeps"), that number, and the right one.
+    """
     if policy.shares_heads:
         kept, budget = int(len(evicted) * due.size - evicted.sum()), len(evicted) * due.budget
         return None if kept == budget else ("all heads keep", kept, budget)

@@ -1,4 +1,7 @@
-"""The shadow pass on stock transformers: ``with shadow(model, cache.ledger): model(ids, attention_mask=...)``."""
+"""The shadow pass on stock transformers: ``with shadow(model, cache.ledger): model(ids, attention_mask=...)``.
+
+In it every query sees exactly the entries that it saw while sampling from a compressed cache.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Rollouts of other training stacks, one JSON object per line, under the keys that each stack writes (``STACKS``).
+"""Reading rollouts of other training stacks (vLLM, verl, slime ...), one JSON object per line, with each stack's keys.
 
-Described in docs/rollout-files.md. Every value is checked, since the file may come from anywhere. A file is streamed
-line by line, so it need not fit into memory.
+The layouts are described in docs/rollout-files.md. Every value is checked, since the file may come from anywhere. A
+file is streamed line by line, so it need not fit into memory.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class RolloutLists(NamedTuple):
 
 
 class StackLine(BaseModel):
-    """The base of lines of any stack; unknown keys are ignored.
+    """The base of the pydantic models of a line, one per training stack; unknown keys are ignored.
 
     The two fields defined here are kvaudit's own and allowed in a line of any stack.
     """
@@ -160,7 +160,7 @@ class VerlLine(StackLine):
 
 
 class TokenLogprob(BaseModel):
-    """One token of a chat answer."""
+    """One token of a chat answer, with its log-prob in nats."""
 
     logprob: float
 
@@ -173,7 +173,7 @@ class Logprobs(BaseModel):
 
 
 class VllmChoice(BaseModel):
-    """One answer of a server."""
+    """One answer in a response of vLLM's server."""
 
     token_ids: list[Index]
     logprobs: Logprobs
@@ -341,7 +341,10 @@ def _lines(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _samples(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yield place and content of each sample in a file of slime's ``--save-debug-rollout-data``; run no code in it."""
+    """Yield place and content of each sample in a file of slime's ``--save-debug-rollout-data``.
+
+    The file is a pickle; code in it is not run. Raises DataError if it cannot be read so.
+    """
     try:
         rows = list(torch.load(path, map_location="cpu", weights_only=True)["samples"])
     except Exception as error:  # a damaged pickle can raise any exception
@@ -389,9 +392,10 @@ def _rollouts(place: str, value: Any, undrawn: list[str]) -> Iterator[ImportedRo
 
 
 def _split_prompt(ids: list[int], lists: Mapping[str, list[Any]], end: int, reward: float | None) -> RolloutLists:
-    """Build a rollout from ``lists`` over all tokens before ``end``: mask, log-probs and perhaps advantages.
+    """Build a rollout from lists that cover all its tokens, of which those from ``end`` on are padding.
 
-    The prompt ends at the first sampled token; without one, all tokens but the last are the prompt.
+    ``lists`` are the mask of sampled tokens, the log-probs and perhaps the advantages. The prompt ends at the first
+    sampled token; without one, all tokens but the last are the prompt.
     """
     for name, values in lists.items():
         _require_length(name, values, len(ids), "tokens")
@@ -402,7 +406,7 @@ def _split_prompt(ids: list[int], lists: Mapping[str, list[Any]], end: int, rewa
 
 
 def _placeholder_fault(rollout: Rollout) -> str | None:
-    """Return where a log-prob is a placeholder, or None: engines write -9999 for -inf and for missing numbers."""
+    """Return a message if a log-prob is a placeholder, as the -9999 that engines write for -inf; None if none is."""
     drawn = rollout.sampled.nonzero()[:, 0]
     low = (rollout.sampler_logprobs[drawn] <= _LOWEST).nonzero()
     if not len(low):
@@ -415,7 +419,10 @@ def _placeholder_fault(rollout: Rollout) -> str | None:
 
 
 def _draws_nothing(row: RolloutLists) -> bool:
-    """Return whether a completion has no sampled token (empty or fully masked), but lists of consistent lengths."""
+    """Return whether a completion has no sampled token: it is empty or fully masked.
+
+    False for lists whose lengths do not fit, which is an error of another kind.
+    """
     length = len(row.ids) - row.prompt_length
     mask = [1] * length if row.mask is None else row.mask
     return row.prompt_length > 0 and len(mask) == length and len(row.logprobs) in (0, length) and not any(mask)

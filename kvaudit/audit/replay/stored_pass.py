@@ -1,8 +1,8 @@
-"""The learner's forward over rollouts of a serving engine, with keys and values as the engine stored them.
+"""The learner's forward over rollouts of a serving engine, with keys and values as the engine stored (rounded) them.
 
-A group's whole prompt is passed once, as the engine prefills it, and the suffixes attend to its keys. Its last token is
-passed again with every suffix, as the query that predicts the first suffix token, because an engine may quantise it in
-one block with the suffix.
+The whole prompt of a group of rollouts is passed once, as the engine prefills it, and the suffixes (all later tokens)
+attend to its keys. The prompt's last token is passed again with every suffix, as the query that predicts the first
+suffix token, because an engine may quantise it in one block with the suffix.
 """
 
 from __future__ import annotations
@@ -34,7 +34,10 @@ def stored_logits(
     logits_to_keep: int = 0,
     whole_rows: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Return the logits [B, R, V] that predict each suffix token, and their mask bool [B, R]; see ``suffix_logits``."""
+    """Return the logits [B, R, V] that predict each suffix token, and the mask bool [B, R] of valid ones.
+
+    Queries read keys and values as the engine stored them by ``store``; other arguments as in ``suffix_logits``.
+    """
     device = next(model.parameters()).device
     layers = _count_layers(model)
     if store.shown and any(rollout.written is None for rollout in rollouts):
@@ -112,7 +115,7 @@ class StoredReplay:
             self._key_columns, self._has_key = (upload(x, device) for x in _columns_by_position(keys))
 
     def settle(self) -> None:
-        """Check a finished forward: raise RunError if a layer did not attend through this replay."""
+        """Check a finished forward: raise RunError if a layer did not use this object for its attention."""
         if len(self.keys_values) != self._layers:
             raise RunError(
                 f"{len(self.keys_values)} of the model's {self._layers} layers attended as the engine stored; the "
@@ -135,7 +138,10 @@ class StoredReplay:
         return _attention(call, keys, values, visible)
 
     def _as_read(self, coding: Cast | ByToken | None, learner: Tensor, engine: Tensor) -> Tensor:
-        """Return entries [B, H, K, D] as queries read them; ``coding`` quantises each entry alone (None: unchanged)."""
+        """Return the learner's keys, or values, [B, H, K, D] as the engine's queries would have read them.
+
+        ``engine`` are those that the engine wrote, and ``coding`` how it rounded each entry (None: not at all).
+        """
         if self._store.shown:  # the engine's value, the learner's gradient
             return _add_error(learner, engine, learner.detach())
         return _add_error(learner, engine if coding is None else coding.read_back(engine), engine)
@@ -149,7 +155,7 @@ class StoredReplay:
         return torch.cat([old[0], new[0]], 2), torch.cat([old[1], new[1]], 2)
 
     def _engine_entries(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Return keys and values [B, H, K, D] as the engine wrote them, or the learner's if unknown; no gradient."""
+        """Return keys and values [B, H, K, D] as the engine wrote them, without gradient; the learner's if unknown."""
         if self._written is None:
             key, value = self._learner_entries(layer)
             return key.detach(), value.detach()
@@ -163,7 +169,7 @@ class StoredReplay:
     def _attend_by_blocks(
         self, call: AttentionCall, coding: ByChannel, keys: tuple[Tensor, Tensor], value: Tensor
     ) -> Tensor:
-        """Return attention over keys that are quantised in blocks of positions; the first block begins at position 0.
+        """Return attention over keys that the engine quantised in blocks of BLOCK positions, from position 0 on.
 
         ``keys`` are the learner's and the engine's, [B, H, K, D] each.
         """
@@ -187,11 +193,13 @@ class StoredReplay:
     def _block_of_query(
         self, blocks: tuple[Tensor, Tensor], prefilled: Tensor, tail: Tensor, start: int
     ) -> tuple[Tensor, Tensor]:
-        """Return the block of keys that each query is in, as it reads it, and the block's first column.
+        """Return, for each query, the keys of the block that it is in, and the position at which that block begins.
 
-        Keys are [B, H, Q, BLOCK, D], columns [B, Q]. ``blocks`` are the learner's keys and the engine's,
-        [B, H, n, BLOCK, D]. ``prefilled`` are blocks as the prompt reads them; ``tail`` has, from block ``start`` on,
-        what each slot's query reads (``BlockReads.same_block``).
+        Keys are [B, H, Q, BLOCK, D], positions [B, Q]. The engine quantises a block anew whenever a key joins it, so
+        each query of a block reads its keys in another state. ``blocks`` are the exact keys of the learner and of the
+        engine, [B, H, n, BLOCK, D]. A prompt's query gets the rounding of ``prefilled``, the blocks [B, H, n, BLOCK, D]
+        after the prefill; a later query that of ``tail``, the blocks from number ``start`` on as the query in each
+        slot read them (``BlockReads.same_block``).
         """
         at = self.queries.clamp(min=0)
         block, place = at // BLOCK, at % BLOCK  # each [B, Q]
@@ -205,7 +213,10 @@ class StoredReplay:
 
 
 def _columns_by_position(keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the column in ``keys`` [B, K] of each position [B, n * BLOCK], and whether the position has one."""
+    """Return the column of ``keys`` that holds each position, and whether any does: [B, n * BLOCK] each.
+
+    ``keys`` [B, K] are the positions of the columns, -1 = padding.
+    """
     width = (int(keys.max()) // BLOCK + 1) * BLOCK
     place = torch.full((len(keys), width + 1), -1)
     columns = torch.arange(keys.shape[1]).expand_as(keys)
@@ -217,9 +228,9 @@ def _columns_by_position(keys: Tensor) -> tuple[Tensor, Tensor]:
 def _attention(
     call: AttentionCall, keys: Tensor, values: Tensor, visible: Tensor, near: tuple[Tensor, Tensor] | None = None
 ) -> Tensor:
-    """Return softmax attention [B, G*H, Q, D], logits and softmax in float32 at least.
+    """Return softmax attention [B, G*H, Q, D], computed in float32 or wider.
 
-    ``near``: per-query keys [B, H, Q, BLOCK, D] that replace ``keys`` from first columns [B, Q] on.
+    ``near``: BLOCK keys per query, [B, H, Q, BLOCK, D], that replace those of ``keys`` from the column [B, Q] on.
     """
     batch, heads, length, size = call.query.shape
     dtype = torch.promote_types(call.query.dtype, torch.float32)
@@ -289,5 +300,5 @@ def _count_layers(model: Any) -> int:
 
 
 def _add_error(learner: Tensor, stored: Tensor, written: Tensor) -> Tensor:
-    """Return the learner's numbers plus the engine's quantisation error."""
+    """Return the learner's numbers plus the engine's rounding error, ``stored`` - ``written``."""
     return learner + (stored - written)

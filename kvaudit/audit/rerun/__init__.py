@@ -1,4 +1,5 @@
-"""Serve recorded items again and measure the result: one loop (``measure``), one file per measure.
+"""Serving items of a finished run, or recorded rollouts, again, to compare the result with the record.
 
-``measure`` also reopens a finished run: its checkpoints, records and items.
+``measure`` has the loop that serves them and reopens a run's checkpoints, records and items; each other file has one
+measure, what is computed from the result.
 """

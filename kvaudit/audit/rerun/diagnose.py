@@ -43,7 +43,10 @@ BY_CHANNEL = "keys by channel"
 
 
 class Request(NamedTuple):
-    """A request, the model's answer to it, and the answer's logits [n, V] without compression."""
+    """A request, the model's answer to it from an uncompressed cache, and the answer's logits [n, V].
+
+    ``harmful``: the request should be refused; ``refused``: the model did refuse it.
+    """
 
     ids: Tensor  # [T], prompt and answer
     prompt_length: int
@@ -54,9 +57,10 @@ class Request(NamedTuple):
 
 @dataclass(frozen=True)
 class Case:
-    """A way to store the cache: codes by layer, with the first ``sinks`` and the last ``window`` tokens exact.
+    """A way to store the cache: the code of each layer, with the first ``sinks`` and last ``window`` tokens exact.
 
-    ``bits`` are per number, including scales; 0 for a case with only keys or only values, which cannot be served.
+    ``bits`` are per stored number, including its share of scales; 0 for a case that only isolates a part of the harm
+    (keys alone, values alone, one layer) and is no way to serve.
     """
 
     name: str
@@ -67,7 +71,10 @@ class Case:
 
 
 class Harm(NamedTuple):
-    """The harm of a case in nats per token: over all answers, over refusals and over other answers."""
+    """The harm of a case, KL(uncompressed || quantised) in nats per token.
+
+    It is the mean over all answers, over refusals alone (``refusals``), and over the other answers (``others``).
+    """
 
     case: Case
     nats: float
@@ -77,7 +84,7 @@ class Harm(NamedTuple):
 
 
 class Coding(NamedTuple):
-    """A code for all layers and its bits per number, including scales; ``store`` None: uncompressed."""
+    """A code for all layers and its bits per stored number, including scales; ``store`` is None for no compression."""
 
     name: str
     bits: float
@@ -86,7 +93,7 @@ class Coding(NamedTuple):
 
 @dataclass(frozen=True)
 class Codes:
-    """The diagnosed setting: keys and values in codes of ``bits``, by token in groups of ``group`` channels."""
+    """The diagnosed setting: keys and values in codes of ``bits`` bits; ``group`` channels of a token share a scale."""
 
     bits: int = 4
     group: int = 32
@@ -99,17 +106,17 @@ class Codes:
 
     @property
     def cost(self) -> float:
-        """Bits per number, including scales."""
+        """The bits per stored number, including its share of scales."""
         return self.bits + SCALE_BITS / self.group
 
     @property
     def finer(self) -> Coding:
-        """The finer code, which is assumed to do no harm."""
+        """The code of FINE bits that is tried in a few layers, and that is assumed to do no harm in all of them."""
         return Coding(f"{FINE} bits", FINE + SCALE_BITS / self.group, _same_code(ByToken(FINE, self.group)))
 
     @property
     def alternatives(self) -> Iterator[Coding]:
-        """The other codes of similar size that are tried."""
+        """The other codes of similar size that are tried in all layers as remedies."""
         plain, fine = ByToken(self.bits, self.group), ByToken(FINE, self.group)
         between = (self.finer.bits + self.cost) / 2
         channel = (self.bits + SCALE_BITS / BLOCK + self.cost) / 2
@@ -135,7 +142,7 @@ class Floats:
 
     @property
     def finer(self) -> Coding:
-        """The finer code: uncompressed 16-bit numbers."""
+        """The finer storage that is tried in a few layers: uncompressed 16-bit numbers."""
         return Coding("uncompressed", 16.0, None)
 
     @property
@@ -151,7 +158,7 @@ def _same_code(code: ByToken) -> EngineStore:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The result of a diagnosis: the measured harms and the failure mode."""
+    """The result of a diagnosis: the harm of the setting, of its parts and of each remedy, and the failure mode."""
 
     setting: Codes | Floats
     requests: int
@@ -173,7 +180,7 @@ class Diagnosis:
 
     @property
     def effective_remedies(self) -> list[Harm]:
-        """The remedies that remove half of the harm or more, sorted by memory, then by the harm that remains."""
+        """The remedies that remove half of the harm or more, sorted by bits per number, then by the remaining harm."""
         if self.mode == "nothing":
             return []
         effective = [remedy for remedy in self.remedies if remedy.nats <= MENDS * self.overall.nats]
@@ -232,9 +239,10 @@ def _logits(model: LoadedModel, ids: Tensor, prompt_length: int, kv: CodedAttent
 
 
 class CodedAttention:
-    """The causal attention of one row with keys and values stored as a case says; pass it as ``kv=``.
+    """The causal attention of one row with keys and values stored as ``case`` says; pass it as ``kv=``.
 
-    Every query reads the codes of complete blocks, as later queries do. Attention is in float32.
+    Where keys are coded in blocks of tokens, every query reads the block as it is once it is complete. An engine does
+    so only for queries of later blocks. Attention is in float32.
     """
 
     routes = None
@@ -278,7 +286,7 @@ class CodedAttention:
 
 
 def read_back(x: Tensor, code: Cast | ByToken | ByChannel | None) -> Tensor:
-    """Return entries [1, H, T, D] from position 0 on, quantised and decoded."""
+    """Return keys or values [1, H, T, D], of positions from 0 on, as they are once stored: encoded, then decoded."""
     if code is None:
         return x
     if not isinstance(code, ByChannel):
@@ -302,17 +310,20 @@ def check_group(model: LoadedModel, setting: Codes | Floats) -> None:
 
 
 def _layers_with_entries(model: LoadedModel) -> list[int]:
-    """Return the layers that keep entries."""
+    """Return the numbers of the layers that keep keys and values."""
     return [n for n, plan in enumerate(layer_plans(model.model.config, Dense())) if plan.has_entries]
 
 
 def _layer_counts(model: LoadedModel, setting: Codes | Floats) -> list[int]:
-    """Return in how many layers, the worst ones, to try the finer code: one number per share, without duplicates."""
+    """Return in how many of the most harmed layers to try the finer code, such as [3, 8] for two trials.
+
+    There is one number for each of ``setting.shares``, without duplicates.
+    """
     return list(dict.fromkeys(-(-len(_layers_with_entries(model)) // share) for share in setting.shares))
 
 
 def count_cases(model: LoadedModel, setting: Codes | Floats) -> int:
-    """Return the number of cases that a diagnosis measures."""
+    """Return the number of cases (ways to store the cache) that ``run_diagnosis`` measures."""
     overall, parts, exact = 1 + (setting.finer.store is not None), 2, 2
     alternatives = sum(1 for _ in setting.alternatives)
     return (
@@ -326,7 +337,7 @@ def run_diagnosis(
     setting: Codes | Floats,
     on_harm: Callable[[Harm], None] = lambda _: None,
 ) -> Diagnosis:
-    """Return the diagnosis of a setting, from the harm of the setting, of its parts and of remedies.
+    """Measure the harm of a setting, of its parts (keys, values, each layer) and of remedies; return the diagnosis.
 
     ``on_harm`` is called with each harm as it is measured.
     """
@@ -402,10 +413,11 @@ def _harm(model: LoadedModel, requests: Sequence[Request], case: Case) -> Harm:
 
 
 def _along_refusals(model: LoadedModel, requests: Sequence[Request], setting: Codes) -> float:
-    """Return the noise of keys coded by token, along the refusal direction, divided by that of keys coded by channel.
+    """Return the noise of keys coded by token, relative to that of keys coded by channel, along the refusal direction.
 
-    It is the median over layers. The direction is the difference between the mean keys of the last prompt token of both
-    kinds of requests (difference in means, Arditi 2024, arXiv:2406.11717, there of the residual stream).
+    Noise is the mean square quantisation error; the ratio is a median over layers. The refusal direction is the
+    difference between the mean keys, at the last prompt token, of harmful and of other requests (difference in means,
+    Arditi 2024, arXiv:2406.11717, there of the residual stream).
     """
     rows: dict[int, list[tuple[Tensor, ...]]] = {}
     codes = (ByToken(setting.bits, setting.group), ByChannel(setting.bits))
@@ -433,9 +445,10 @@ def _noise_ratios(rows: Mapping[int, Sequence[tuple[Tensor, ...]]], harmful: Ten
 
 
 class Distances(NamedTuple):
-    """The distances of two models per token, [n] each: KL in nats, equal top token, change of the token's probability.
+    """The distances between the predictions of two models for each of n tokens, in float64 for any dtype; [n] each.
 
-    These are the columns of llama.cpp's ``--kl-divergence``, computed in float64 for any dtype.
+    ``kl`` is in nats; ``same``: both have the same most likely token; ``change``: how much the probability of the
+    actual token changed. These are the columns of llama.cpp's ``--kl-divergence``.
     """
 
     kl: Tensor

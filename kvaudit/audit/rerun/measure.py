@@ -42,10 +42,10 @@ Total = TypeVar("Total")
 
 
 class Measure(ABC, Generic[WorkUnit, ServedBatch, Total]):
-    """The base of measures of recorded items that are served again; subclass it in its own file, with a ``name``.
+    """The base of what can be measured by serving recorded items again; subclass it in its own file, with a ``name``.
 
-    A work unit is served and reduced by itself: a file of rollouts, a unit of a run, or an answer under a policy. It is
-    served in batches; the length of a batch is its number of recorded items.
+    The work is divided into units, each with one result: a file of rollouts, or a run's answers by one checkpoint under
+    one policy. A unit is served in batches; the length of a batch is its number of recorded items.
     """
 
     name: ClassVar[str] = ""
@@ -55,9 +55,9 @@ class Measure(ABC, Generic[WorkUnit, ServedBatch, Total]):
     @classmethod
     @abstractmethod
     def trial(cls, run: RunFolder) -> Self:
-        """Return an instance that tests can run on a finished run.
+        """Return an instance for the tests, which measures a part of a finished run.
 
-        The run's first arm trained on dense rollouts and kept the last of them.
+        It may rely on this: the run's first arm was trained on rollouts without compression and kept the last of them.
         """
 
     @abstractmethod
@@ -78,7 +78,7 @@ class Measure(ABC, Generic[WorkUnit, ServedBatch, Total]):
 
     @abstractmethod
     def reduce(self, unit: WorkUnit, model: LoadedModel, batches: Iterator[ServedBatch]) -> Total:
-        """Return the result of a unit; iterating over ``batches`` serves them."""
+        """Return the result of a unit; a batch is served only when ``batches`` is iterated."""
 
     @abstractmethod
     def differs(self, total: Total) -> bool:
@@ -103,7 +103,7 @@ MEASURES: Registry[Measure[Any, Any, Any]] = Registry(
 def run_measure(
     measure: Measure[WorkUnit, ServedBatch, Total], console: Console | None = None
 ) -> list[tuple[WorkUnit, Total]]:
-    """Serve every unit; return all units with their results. ``console`` shows the progress."""
+    """Serve every unit of a measure again; return each with its result. ``console`` shows the progress."""
     console = console or Console(file=StringIO())
     units, results, items = measure.units(), list[tuple[WorkUnit, Total]](), 0
 
@@ -145,7 +145,10 @@ def load_checkpoint(run: RunFolder, arm: str, seed: int, sha256: str) -> LoadedM
 
 
 def check_rerunnable(run: RunFolder) -> None:
-    """Raise SpecError if the run's answers were not given by its checkpoints."""
+    """Raise SpecError if the answers in a run's folder were not given by checkpoints of that run.
+
+    They may be of another run, judged again here, or of an endpoint.
+    """
     if JUDGED in run.provenance():
         raise SpecError(f"{str(run.path)!r} holds answers of another run, judged again; explain that run's")
     if run.spec.probe is not None:
@@ -153,7 +156,7 @@ def check_rerunnable(run: RunFolder) -> None:
 
 
 def finished_records(run: RunFolder, unit: Unit) -> Iterator[Record]:
-    """Yield the records of a unit, none if it is unfinished; raises DataError if they have changed since."""
+    """Yield the records of a unit of the run, none if it is unfinished; raises DataError if they were changed since."""
     files = UnitFiles.of(run.records, unit)
     if files.seal.is_file():
         stored = read_unit(files.records)
@@ -188,10 +191,10 @@ def remake_items(run: RunFolder, model: LoadedModel, suite: Suite, record: Recor
 
 
 def checkpoint_rollouts(folder: Path) -> list[RecordedRollouts]:
-    """Return the last rollouts of a finished checkpoint, one set per policy that a mixture drew.
+    """Return the rollouts of a finished checkpoint's last training step; a ``Mixture`` has one set for each policy.
 
-    Intermediate ledgers cannot be replayed, since their weights are not kept. Raises DataError if files changed or
-    there are no rollouts.
+    Rollouts of earlier steps cannot be replayed, since the weights that sampled them are not kept. Raises DataError if
+    files were changed or there are no rollouts.
     """
     if not (folder / PROVENANCE).is_file():
         raise DataError(
@@ -223,10 +226,10 @@ def checkpoint_rollouts(folder: Path) -> list[RecordedRollouts]:
 
 
 class AnswerSet(NamedTuple):
-    """The answers to items of one suite and length, by one checkpoint under one policy.
+    """The answers to serve again: to items of one suite and length, by one checkpoint under one policy.
 
-    ``records`` are None if the run did not serve that policy. ``example`` is a record of one of the items under any
-    policy, which identifies suite, length and checkpoint.
+    ``records`` has the recorded answer of each, None if the run did not serve that policy. ``example`` is a record of
+    one of the items under any policy, which identifies suite, length and checkpoint.
     """
 
     policy: Policy
@@ -236,7 +239,10 @@ class AnswerSet(NamedTuple):
 
 @dataclass(frozen=True)
 class RerunAnswer:
-    """An answer that was served again, with the recorded one if the run served that policy."""
+    """An answer that was served again, with the recorded one if the run served that policy.
+
+    ``shading`` says which tokens before the answer the cache still held.
+    """
 
     policy: Policy  # the one drawn, of a mixture
     record: Record | None
@@ -252,19 +258,22 @@ class RerunAnswer:
 
     @property
     def held_shares(self) -> list[float]:
-        """The share of layers and KV heads that held each token before the answer, when the answer began."""
+        """For each token before the answer, the share of KV heads, over all layers, that held it at the start."""
         return [count / self.shading.heads for count in self.shading.held]
 
     @property
     def outcome(self) -> str:
-        """The grade in one line."""
+        """The grade in one line, with every facet, such as "undesired, refused no"."""
         texts = {True: "yes", False: "no", None: "could not be read"}
         facets = [f"{name} {texts[value]}" for name, value in self.row.grade.facets.items()]
         return ", ".join([self.row.grade.outcome.value, *facets])
 
 
 class AnswerMeasure(Measure[AnswerSet, list[RerunAnswer], Total], ABC):
-    """The base of measures of a run's answers; raises SpecError if the run's checkpoints did not give them."""
+    """The base of measures that serve a run's answers again.
+
+    Raises SpecError if the answers were not given by the run's own checkpoints.
+    """
 
     def __init__(self, run: RunFolder) -> None:
         check_rerunnable(run)

@@ -1,4 +1,4 @@
-"""Compare rollouts of any training stack with the learner's dense pass: the mismatch numbers of a rollout file.
+"""Compare the log-probs in a file of rollouts, of any training stack, with those of the model without compression.
 
 The file is read twice: first for checks without a model and for the sums of rewards by group, then to pass a few
 rollouts at a time through the model. Memory holds these few rollouts and two numbers per group.
@@ -44,7 +44,7 @@ _AT_ONCE = 16 * PASS_TOKENS  # padded tokens in memory
 
 @dataclass
 class Survey:
-    """The summary of a rollout file: counts, where its longest rollout and highest id are, and declared metadata."""
+    """The summary of a rollout file: counts, its longest rollout and highest token id (with place), and metadata."""
 
     path: Path
     rollouts: int = 0
@@ -78,7 +78,7 @@ class Survey:
 
 @dataclass(frozen=True)
 class FilePanel:
-    """The numbers of a file at one temperature, and the alarms that they raise."""
+    """The mismatch numbers of a rollout file at one temperature, and the alarms: the bounds that they exceed."""
 
     temperature: float
     panel: dict[str, float | None]
@@ -88,10 +88,10 @@ class FilePanel:
 
 @dataclass
 class FilledLogprobs:
-    """The recorded log-probs of exactly 0: placeholders of missing ones, unless the learner is sure of the token.
+    """The recorded log-probs of exactly 0: placeholders of missing ones, unless the model is sure of the token.
 
-    ``doubted`` counts the zeros of which the learner is not sure; ``learner`` is the sum of its log-probs there, in
-    nats. ``place`` and ``token`` (from 0) locate the first zero of the first rollout whose zeros cannot all be true.
+    ``doubted`` counts the zeros where the model is not sure; ``learner`` is the sum of its log-probs there, in nats.
+    ``place`` and ``token`` (from 0) locate the first zero of the first rollout whose zeros cannot all be true.
     """
 
     rollouts: int = 0
@@ -102,7 +102,7 @@ class FilledLogprobs:
     token: int = 0
 
     def add(self, batch: PaddedRollouts) -> None:
-        """Add the zeros of a batch."""
+        """Add the recorded log-probs of a batch that are exactly 0."""
         zeros = batch.sampled & (batch.sampler == 0)  # [B, R]
         doubted, refuted = zeros & (batch.learner < _DOUBTED), zeros & (batch.learner < _REFUTED)
         self.rollouts += int(zeros.any(1).sum())
@@ -127,7 +127,11 @@ class FilledLogprobs:
 
 @dataclass(frozen=True)
 class PaddedRollouts:
-    """A padded batch of rollouts, [B, R] each: log-probs of sampler and learner (nats), sampled mask, advantages."""
+    """A padded batch of rollouts, from the end of their prompts on: [B, R] each.
+
+    ``sampler`` are the recorded log-probs and ``learner`` those of the model, in nats; ``sampled`` marks sampled
+    tokens. ``advantages`` are NaN where unknown.
+    """
 
     sampler: Tensor
     learner: Tensor
@@ -159,7 +163,10 @@ def survey(path: Path) -> Survey:
 
 
 class Mismatch(Measure[Survey, PaddedRollouts, FilePanel]):
-    """The mismatch between a file's sampler and the learner's dense pass; ``temperature`` replaces the recorded one."""
+    """The measure of how far a file's recorded log-probs are from those of the model without compression.
+
+    ``temperature`` replaces the recorded one.
+    """
 
     name = "mismatch"
     decides = True
@@ -306,7 +313,7 @@ def _batches(rows: Iterator[ImportedRollout]) -> Iterator[list[ImportedRollout]]
 
 
 def _dense(rollout: Rollout, config: Any) -> Rollout:
-    """Return the rollout with the ledger of a dense cache, as a view that takes no memory."""
+    """Return the rollout with the ledger of a cache that never evicts, as a view that takes no memory."""
     layers = config.get_text_config(decoder=True).num_hidden_layers
     never = torch.full((1, 1, 1), NEVER, dtype=torch.int32).expand(layers, kv_heads(config), len(rollout.ids))
     return replace(rollout, evicted_at=never)
@@ -314,7 +321,7 @@ def _dense(rollout: Rollout, config: Any) -> Rollout:
 
 @torch.no_grad()
 def _learner_logprobs(model: Any, rollouts: list[Rollout], sampled: Tensor, temperature: float) -> Tensor:
-    """Return log-probs [B, R] of the sampled tokens under the dense pass in nats; 0 elsewhere."""
+    """Return the model's log-probs [B, R] of the sampled tokens without compression, in nats; 0 elsewhere."""
     result = torch.zeros(sampled.shape)
     for rows in microbatches(rollouts, 1, PASS_TOKENS):
         read = read_tokens(model, [rollouts[row] for row in rows], 1, "dense", temperature)
@@ -324,7 +331,10 @@ def _learner_logprobs(model: Any, rollouts: list[Rollout], sampled: Tensor, temp
 
 
 def _advantages(row: ImportedRollout, contents: Survey) -> Tensor:
-    """Return the advantage of each token after the prompt: the file's, or else reward minus group mean, or else NaN."""
+    """Return the advantage of each token after the prompt, as the file gives it.
+
+    If it gives none, the reward minus the group's mean reward; without reward or group, NaN.
+    """
     length = len(row.rollout.ids) - row.rollout.prompt_length
     if row.advantages is not None:
         return row.advantages

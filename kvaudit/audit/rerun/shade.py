@@ -1,4 +1,7 @@
-"""Serve recorded answers again: one under any policy (``Explain``), or many to see what the cache held (``Shade``)."""
+"""Serve recorded answers again: one answer under several policies (``Explain``), or many (``Shade``).
+
+In both cases the result says which tokens the cache still held when the answer began.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +24,9 @@ from kvaudit.core.text import inline, length_label, visible
 
 
 class Shade(AnswerMeasure[Shadings]):
-    """The measure that serves requested answers again and stores which tokens the cache then held (``Shading``).
+    """The measure that serves some answers again and stores, for each, which tokens the cache held (``Shading``).
 
-    ``requested`` has their keys by unit name; answers whose shading is stored already are left out.
+    ``requested`` names the answers, by the name of their unit; those whose shading is stored already are left out.
     """
 
     name = "shade"
@@ -50,7 +53,10 @@ class Shade(AnswerMeasure[Shadings]):
         return f"{example.arm} seed {example.train_seed}, {engine_name(unit.policy.canonical)}, {suite}"
 
     def reduce(self, unit: AnswerSet, model: LoadedModel, batches: Iterator[list[RerunAnswer]]) -> Shadings:  # noqa: ARG002
-        """Store the shadings after every batch; return the new ones, None for answers that differ from their record."""
+        """Store the shadings after every batch; return the new ones, by answer.
+
+        The shading is None for an answer that came out different from its record.
+        """
         example = unit.example
         name = Unit(example.arm, example.train_seed, unit.policy, example.suite, example.context_tokens).name
         stored, new = read_shadings(self._run.path, name), Shadings()
@@ -96,7 +102,10 @@ class AnswerPlace(NamedTuple):
 
 
 class Explain(AnswerMeasure[RerunAnswer]):
-    """The measure that answers one item under each policy; raises SpecError if the run does not have the answer."""
+    """The measure that asks one recorded item again under each policy and compares the answers with the record.
+
+    Raises SpecError if the run has no such answer.
+    """
 
     name = "explain"
 
@@ -140,7 +149,10 @@ def match_run_policies(run: RunFolder, texts: Sequence[str]) -> list[Policy]:
 
 
 def _records_at(run: RunFolder, place: AnswerPlace) -> Mapping[str, Record]:
-    """Return the records of one answer by policy; raise SpecError or DataError if there is none to compare with."""
+    """Return the records of one item and sample, by policy; raise SpecError or DataError if there are none.
+
+    DataError is raised if they hold no transcripts to compare with.
+    """
     rows: dict[str, dict[tuple[str, int, int], Record]] = {}  # by policy; by suite, length and sample
     items = set[str]()
     units = [unit for unit in grid(run.spec) if (unit.arm, unit.seed) == (place.arm, place.seed)]
@@ -164,7 +176,10 @@ def _records_at(run: RunFolder, place: AnswerPlace) -> Mapping[str, Record]:
 
 
 def _suite_and_length(pairs: set[tuple[str, int]], items: set[str], place: AnswerPlace) -> tuple[str, int]:
-    """Return suite and length of the item; raises SpecError if it is missing or ambiguous."""
+    """Return the suite and the length at which the item was asked.
+
+    Raises SpecError if it was not asked, or at several lengths of which ``place`` chooses none.
+    """
     matches = [pair for pair in sorted(pairs) if place.length in (None, pair[1])]
     if len(matches) == 1:
         return matches[0]

@@ -1,7 +1,8 @@
-"""Verify recorded rollouts: replay them under their ledger and compare the log-probs with the recorded ones.
+"""Verify recorded rollouts: replay them and compare the log-probs with the recorded ones.
 
-The shadow pass sees what the sampler saw, so only rounding may remain. Each row is replayed alone, without the
-learner's shared prompt pass, which would hide a wrong prompt entry in the ledger of one group member.
+In the replay (the shadow pass) every query sees the entries that the ledger says the sampler saw, so only rounding may
+remain. Each row is replayed alone, without the learner's shared prompt pass, which would hide a wrong prompt entry in
+the ledger of one group member.
 """
 
 from __future__ import annotations
@@ -54,10 +55,11 @@ _HEADERS = ("view", "max |log p_s - log p|", "mean |log p_s - log p|", "mismatch
 
 @dataclass(frozen=True)
 class LogprobGaps:
-    """The gaps log p_sampler - log p_pass over sampled tokens, in nats: largest and mean size, and two KL estimates.
+    """How far a pass (replayed, or dense) is from the recorded log-probs of the sampled tokens, in nats.
 
-    ``kl`` is the mean gap, an estimate of KL(sampler || pass); ``k3`` is the mean of r - log r - 1 with
-    r = pass / sampler, an estimate of the same that is never negative (Schulman 2020).
+    A token's gap is log p_sampler - log p_pass. ``largest`` and ``mean`` are of the gaps' absolute values. ``kl`` is
+    the mean gap, an estimate of KL(sampler || pass); ``k3`` is the mean of r - log r - 1 with r = p_pass / p_sampler,
+    an estimate of the same that is never negative (Schulman 2020).
     """
 
     largest: float
@@ -67,7 +69,7 @@ class LogprobGaps:
 
 
 class WidestGap(NamedTuple):
-    """The sampled token with the largest gap; both log-probs in nats."""
+    """The sampled token whose recorded and replayed log-probs (in nats) differ most."""
 
     rollout: int
     token: int
@@ -77,9 +79,11 @@ class WidestGap(NamedTuple):
 
 @dataclass(frozen=True)
 class Verification:
-    """The result of verifying rollouts; ``breach`` describes a rule of the policy that a ledger breaks, or is None.
+    """The result of verifying the rollouts of one file.
 
-    ``ranked`` compares evictions with the policy's ranking, or is the reason why they could not be compared.
+    ``breach`` describes the first rule that a ledger breaks (such as evicting at another time than the policy does),
+    None if there is none. ``ranked`` compares the recorded evictions with those that the policy chooses again, or is
+    the reason why they could not be compared.
     """
 
     tokens: int
@@ -93,12 +97,12 @@ class Verification:
 
     @property
     def explained(self) -> bool:
-        """Whether every gap is within rounding and every ledger follows its policy."""
+        """Whether all differences of log-probs are within tolerance and every ledger follows its policy."""
         return self.token_explained and self.mean_explained and self.breach is None and self.rank_explained
 
     @property
     def rank_explained(self) -> bool:
-        """Whether the policy would have chosen the recorded evictions; True if they could not be compared."""
+        """Whether the policy chooses enough of the recorded evictions again; True if they could not be compared."""
         return isinstance(self.ranked, str) or self.ranked.lowest >= self.ranked.required
 
     @property
@@ -108,14 +112,15 @@ class Verification:
 
     @property
     def mean_explained(self) -> bool:
-        """Whether the mean size of the gaps is within its narrower tolerance."""
+        """Whether the mean difference of log-probs is within its tolerance, a tenth of that of the worst token."""
         return self.shadow.mean <= self.tolerance / MEAN_SHARE
 
 
 class ReplayedRollout(NamedTuple):
     """The log-probs of the n sampled tokens of one replayed rollout, in nats and float64.
 
-    ``strays``: layers with a rounding hint whose code differs from the replay's by more than rounding.
+    ``strays`` are the layers with a recorded rounding hint that cannot be right: its code (of a quantised value)
+    differs from the replay's by more than rounding.
     """
 
     number: int
@@ -218,9 +223,10 @@ class Verify(Measure[RecordedRollouts, list[ReplayedRollout], Verification]):
     def _logprobs(
         self, net: Any, rollouts: Sequence[Rollout], view: LearnerPass, unit: RecordedRollouts, strays: Strays
     ) -> list[Tensor]:
-        """Return log-probs [n] of the sampled tokens of each rollout under a pass, in nats and float64.
+        """Return the log-probs [n] of the sampled tokens of each rollout in a pass, "shadow" (replayed) or "dense".
 
-        Row and layer of every stray hint are added to ``strays``, see ``ReplayedRollout``.
+        They are in nats and float64. Row and layer of each rounding hint that cannot be right (see ``ReplayedRollout``)
+        are added to ``strays``.
         """
         logits, _ = suffix_logits(net, rollouts, group=1, view=view, reroute=_reroutes(unit), strays=strays)
         temperature = unit.temperature if self._temperature is None else self._temperature
@@ -263,7 +269,7 @@ def _ledger_breach(unit: RecordedRollouts, policy: Policy, config: Any) -> str |
 
 
 def _stray_breach(rows: Sequence[ReplayedRollout]) -> str | None:
-    """Return a description of the first hint that rounding cannot explain, or None."""
+    """Return a description of the first recorded rounding hint that rounding cannot explain; None if there is none."""
     strays = sorted((row.number, layer) for row in rows for layer in row.strays)
     if not strays:
         return None

@@ -1,4 +1,4 @@
-"""Decode steps on a GPU: captured once as a CUDA graph and replayed, which saves the start of every kernel.
+"""Decode steps on a GPU: captured once as a CUDA graph and replayed, which saves launching every kernel.
 
 A step of a model of 28 layers is some thousand small kernels, and starting them one by one takes longer than computing
 them. A graph starts all of them at once. It is captured again when an address or a shape changes: when rows leave or
@@ -41,7 +41,10 @@ _UNREPLAYED_STEPS = 64  # steps without a replay, after which a note says so
 
 
 def step_mode(device: torch.device) -> str:
-    """Return how steps on ``device`` are computed; raise SpecError for an invalid value of the variable."""
+    """Return how decode steps on ``device`` are computed, such as "compiled", by the variable KVAUDIT_STEP.
+
+    Raises SpecError if the variable has an invalid value.
+    """
     mode = os.environ.get(VARIABLE) or "auto"
     if mode not in MODES:
         raise SpecError(f"{VARIABLE}={mode!r}, wanted one of {', '.join(MODES)}; correct or unset it")
@@ -64,7 +67,7 @@ def _can_compile(device: torch.device) -> bool:
 
 
 class CapturedStep(NamedTuple):
-    """A captured step: ``replay`` computes it and overwrites ``logits`` [B, V]."""
+    """A captured decode step: calling ``replay`` computes it and overwrites ``logits`` [B, V]."""
 
     replay: Callable[[], None]
     logits: Tensor
@@ -105,7 +108,10 @@ def _address(weight: Tensor) -> int:
 
 
 def _why_not_replayed(model: Any) -> str | None:
-    """Return what a replay of the model would leave out, worded as the end of a message; None if there is nothing."""
+    """Return why replaying the captured model would skip a part of it, as the end of a message; None if it would not.
+
+    Hooks are Python code, which a CUDA graph does not call.
+    """
     for module in model.modules():
         for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
             # transformers' own let inputs require gradients; those of this project look after other caches
@@ -145,7 +151,7 @@ class StepRunner:
         return None
 
     def begin_turn(self) -> None:
-        """Drop captured steps if the model's weights have moved, or the model computes in another mode."""
+        """Drop all captured steps if the model's weights have moved, or training mode or autocast has changed."""
         if self._graphs and self._describe_model() != self._model_state:
             self._graphs.clear()
             self._run_before.clear()
@@ -208,7 +214,7 @@ class StepRunner:
         return captured
 
     def _note_missing_replays(self, room: int) -> None:
-        """Print a note once if no step could be replayed for a long time."""
+        """Count a step that was not replayed; print a note once after many such steps in a row."""
         if self._mode == "fixed" or room < FEWEST_STEPS:  # nothing is captured, whatever stays the same
             return
         self._since_replay += 1

@@ -57,7 +57,7 @@ _PROBES: list[list[dict[str, str]]] = [
 
 @dataclass(frozen=True, slots=True)
 class ChatTokens:
-    """Token ids with one role name per token: system, user, assistant, tool, or format.
+    """Token ids with one role name per token: system, user, assistant, tool, or format (the template's own text).
 
     ``spans`` maps the name of a marked span to the positions of the tokens that hold a character of it.
     """
@@ -111,14 +111,14 @@ class Chat:
         return self._render((), *self.request_of(messages, tools), spans)
 
     def prompt_text(self, messages: Sequence[Message], tools: Tools = ()) -> str:
-        """Return the prompt as text, including the generation prompt."""
+        """Return the prompt as text, including the generation prompt (the header of the answer)."""
         return self._text_after((), *self.request_of(messages, tools))
 
     # --- tools ------------------------------------------------------------------------------------------------------
 
     @cached_property
     def tool_form(self) -> ToolForm | None:
-        """The form of tool calls: that of the options, else of the tokenizer, else of the template; None if unknown."""
+        """The syntax of tool calls named in the options, else the tokenizer's, else the template's; None if unknown."""
         if self._named_form is not None:
             return self._named_form
         template = getattr(self.tokenizer, "response_template", None)  # only newer versions of transformers have it
@@ -127,7 +127,7 @@ class Chat:
         return form_of(self._tool_source)
 
     def tool_form_of(self, messages: Sequence[Message], tools: Tools) -> str:
-        """Return the name of the form in which a conversation offers tools; "" for one without tools.
+        """Return the name of the form (syntax) in which a conversation offers tools; "" for one without tools.
 
         "text": the prompt contains the tools as text, because the options say so, or because the template does not
         take tools or these calls. "any": the template writes the tools, but the form of its calls is unknown.
@@ -139,7 +139,7 @@ class Chat:
         return ANY_FORM if self.tool_form is None else self.tool_form.name
 
     def reader_of(self, tool_form: str) -> ToolForm | None:
-        """Return the form in which a conversation's answers are read for calls; None if every form is tried."""
+        """Return the form (syntax) in which calls are read from a conversation's answers; None if all are tried."""
         return self.tool_form if tool_form not in (TEXT_FORM, ANY_FORM) else None
 
     @property
@@ -182,7 +182,7 @@ class Chat:
 
     @cached_property
     def _arguments_as(self) -> ArgumentsAs | None:
-        """The type in which the template takes the arguments of a call; None if it takes no tools."""
+        """Whether the template takes a call's arguments as an object or as JSON text; None if it takes no tools."""
         for arguments_as in ("object", "text"):
             try:
                 text = self._apply(self._rows(PROBE, arguments_as), [TOOL_SLOT])
@@ -203,7 +203,7 @@ class Chat:
         return "native" if is_kept else "user"
 
     def _renders_tools(self, messages: Sequence[Message], tools: Tools) -> bool:
-        """Return whether the template writes the tools and every message and call of a conversation."""
+        """Return whether a prompt rendered by the template contains the tools and every message and call."""
         if self._arguments_as is None:
             return False
         slots = slot_calls(
@@ -219,7 +219,7 @@ class Chat:
 
     @property
     def unstable_names(self) -> list[str]:
-        """The names in the template that may make its output differ from day to day."""
+        """The names used in the template that may make its output differ from day to day, such as strftime_now."""
         return sorted({*unstable_names(self._source), *unstable_names(self._tool_source)})
 
     def reply(
@@ -321,7 +321,7 @@ class Chat:
         return {"options": self.options, "system_role": self.system_role, "tool_role": self.tool_role, **named}
 
     def role_notes(self) -> list[str]:
-        """Return a sentence for each role that the template does not accept."""
+        """Return a sentence for each role that the template does not accept, which says where its text goes."""
         roles = (("system", self.system_role, "system prompts"), ("tool", self.tool_role, "tool results"))
         text = "the template takes no {} role: {} stand in the user's message"
         return [text.format(role, texts) for role, support, texts in roles if support == "user"]
@@ -368,7 +368,7 @@ class Chat:
     def _render(
         self, before: tuple[Message, ...], messages: Sequence[Message], tools: Tools, marked: Sequence[Span]
     ) -> ChatTokens:
-        """Return the tokens of the messages and of the template text around them, after the messages ``before``."""
+        """Return tokens, roles and marked spans of the text that the template writes after the messages ``before``."""
         text = self._text_after(before, messages, tools)
         # unique texts in place of the messages, to tell the template's text from theirs
         slots = _with_slots(messages)
@@ -396,7 +396,7 @@ class Chat:
         return ChatTokens(tuple(encoded["input_ids"]), roles, spans)
 
     def _text_after(self, before: tuple[Message, ...], messages: Sequence[Message], tools: Tools = ()) -> str:
-        """Return the rendered text after the messages ``before``, which end with a placeholder answer or with calls."""
+        """Return the text that the template writes after ``before``, which ends with a placeholder answer or calls."""
         text = self._template([*before, *messages], tools)
         if not before:
             return text
@@ -447,7 +447,7 @@ class Chat:
 def move_roles(
     messages: Sequence[Message], moved: Set[Role], arguments_as: ArgumentsAs = "object"
 ) -> list[dict[str, Any]]:
-    """Return messages as template rows; those of ``moved`` roles become user text, joined to neighbouring user rows."""
+    """Return messages as the dicts that a template takes; those of ``moved`` roles become part of user messages."""
     rows: list[dict[str, Any]] = []
     was_moved = False
     names = dict[str, str]()  # of tools, by the id of a call
@@ -476,7 +476,7 @@ def _template_of(tokenizer: Any, tools: Tools | None = None) -> str:
 
 
 class _Stretch(NamedTuple):
-    """The stretch of the rendered text that a message's text takes up.
+    """The part of the rendered text, from ``start`` to ``end``, that a message's text takes up.
 
     ``offsets`` are the positions of the message's characters relative to ``start``, negative for characters that
     were stripped at the beginning; None if the message is written unchanged.
@@ -507,10 +507,10 @@ def _with_slots(messages: Sequence[Message]) -> list[Message]:
 
 
 def _find_varying(text: str, texts: Mapping[int, _Stretch], frame: str, other: str, role: Role) -> list[_Stretch]:
-    """Return the stretches of ``text`` outside messages that hold its tools or calls, with the given ``role``.
+    """Return the parts of ``text``, outside of messages, where the template wrote tools or calls, with ``role`` set.
 
     They are found where two renderings differ: ``frame``, with the same tools and calls, and ``other``, with others.
-    ``texts`` has the stretch of each message with a slot, by its number and in the order of the text.
+    ``texts`` has the part of ``text`` that each message takes up, by its number and in the order of the text.
     """
     starts = [0, *(stretch.end for stretch in texts.values())]
     ends = [*(stretch.start for stretch in texts.values()), len(text)]
@@ -523,7 +523,7 @@ def _find_varying(text: str, texts: Mapping[int, _Stretch], frame: str, other: s
 
 
 def _between(frame: str, numbers: Iterable[int]) -> list[str]:
-    """Return the template's text before each slot and after the last."""
+    """Return the template's own text before each placeholder message in ``frame``, and after the last."""
     headers = []
     for number in numbers:
         header, _, frame = frame.partition(_SLOT.format(number))
@@ -553,10 +553,11 @@ def _tokens(offsets: Sequence[tuple[int, int]], places: Sequence[tuple[int, int]
 
 
 def _find_stretches(text: str, frame: str, messages: Sequence[Message]) -> dict[int, _Stretch]:
-    """Return the stretch of each message in the rendered text; templates may strip a text or write it as JSON.
+    """Return the part of the rendered ``text`` that each message takes up; templates may strip a text or write JSON.
 
-    ``frame`` is the same conversation with slots for texts. It distinguishes a short text from the same letters in
-    a header, and shows the order in which the template writes the messages. Messages without a slot are left out.
+    ``frame`` is the same conversation with a placeholder for each text. It distinguishes a short text from the same
+    letters in a header, and shows the order in which the template writes the messages. Messages without text, which
+    have only calls, are left out.
     """
     stretches, position = dict[int, _Stretch](), 0
     numbers = [number for number, message in enumerate(messages) if _has_slot(message)]
@@ -577,7 +578,10 @@ def _find_stretches(text: str, frame: str, messages: Sequence[Message]) -> dict[
 
 
 def _find_form(text: str, position: int, content: str) -> tuple[str, Sequence[int] | None]:
-    """Return a message's text as the template writes it (unchanged, stripped or JSON), with character offsets."""
+    """Return a message's text as the template wrote it at ``position`` (unchanged, stripped or JSON), with offsets.
+
+    Offsets are as in ``_Stretch``.
+    """
     if text.startswith(content, position):
         return content, None
     removed, stripped = len(content) - len(content.lstrip()), content.strip()

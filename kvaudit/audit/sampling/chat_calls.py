@@ -1,4 +1,4 @@
-"""Convert conversations to rows of chat-completion requests, and decide which completions count as answers."""
+"""Convert conversations to the messages of chat-completion requests, and check which completions count as answers."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ WireRows = Sequence[Mapping[str, Any]]  # a conversation as it goes over the wir
 
 @dataclass(frozen=True)
 class Answer:
-    """An accepted completion.
+    """A completion of an endpoint that passed the checks of ``answer`` (no error, not filtered, plausible counts).
 
     Token counts are None if the endpoint does not report them; ``seconds`` are those of the call. ``thought`` and
-    ``said_in`` are copied from the ``ChatCompletion``.
+    ``said_in`` (the fields that held the text, if not ``content`` alone) are copied from the ``ChatCompletion``.
     """
 
     text: str
@@ -42,7 +42,10 @@ class Answer:
 
 
 class SentRequest(NamedTuple):
-    """A request: rows, number of tokens (``exact`` or estimated), limit of new tokens, and whether it has tools."""
+    """A chat-completion request as it was sent: its messages (``rows``) and what is known of its size.
+
+    ``tokens`` is the number of prompt tokens, ``exact`` or estimated; ``limit`` that of new tokens asked for.
+    """
 
     rows: WireRows
     tokens: int
@@ -52,12 +55,15 @@ class SentRequest(NamedTuple):
 
 
 def wire(transcript: Sequence[Message], tool_role: str) -> list[dict[str, Any]]:
-    """Return messages as request rows, without thoughts; ``tool_role`` "user" puts tool results into user messages."""
+    """Return messages as the dicts of a request, without thoughts.
+
+    If ``tool_role`` is "user", tool results are put into user messages.
+    """
     return move_roles(without_thoughts(transcript), {Role.TOOL} if tool_role == Role.USER else set(), "text")
 
 
 class Readings:
-    """The conversations that an endpoint has read; it may count only the tokens that it has not cached. Thread-safe."""
+    """The conversations that an endpoint has read before, whose tokens it may leave out of its counts. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock, self._prefixes = threading.Lock(), set[tuple[tuple[str, str], ...]]()
@@ -78,7 +84,7 @@ class Readings:
 
 
 def _pairs(rows: WireRows) -> tuple[tuple[str, str], ...]:
-    """Return the role and content of each row, with its calls as JSON."""
+    """Return the role and the content of each message of a request; its tool calls are part of the content, as JSON."""
     calls = (json.dumps(row["tool_calls"]) if "tool_calls" in row else "" for row in rows)
     return tuple((row["role"], row["content"] + text) for row, text in zip(rows, calls, strict=True))
 
@@ -110,7 +116,10 @@ def answer(
 
 
 def _with_calls(completion: ChatCompletion) -> ChatCompletion:
-    """Return a completion with the server's parsed calls after its text, and "stop" if the calls ended it."""
+    """Return a completion whose text ends with the tool calls that the server has parsed out of it.
+
+    Its finish reason becomes "stop" if the calls ended it.
+    """
     reason = "stop" if completion.finish_reason in _ENDED_BY_CALLS else completion.finish_reason
     fields = "content and tool_calls" if completion.text.strip() else "tool_calls"
     text = "\n".join(filter(None, (completion.text, completion.calls)))
@@ -118,7 +127,10 @@ def _with_calls(completion: ChatCompletion) -> ChatCompletion:
 
 
 def _finish(completion: ChatCompletion, new_tokens: int | None, limit: int) -> Finish:
-    """Return how an answer ended; without a finish reason "length" if it used its limit, else "stop"."""
+    """Return how an answer ended, "stop" or "length"; raise RefusedRequest or Unanswered for any other end.
+
+    Without a finish reason it is "length" if the answer used its limit, else "stop".
+    """
     reason = completion.finish_reason
     text = f", after {completion.text!r}" if completion.text else ""
     if is_filtered(reason):
@@ -152,7 +164,10 @@ def _prompt_tokens(usage: Any, request: SentRequest, readings: Readings) -> int 
 
 
 def _check_length(completion: ChatCompletion, finish: Finish, new_tokens: int | None, limit: int) -> None:
-    """Raise Unanswered for an answer, or a count of new tokens, beyond the limit; thoughts may exceed it."""
+    """Raise Unanswered if an answer, or its count of new tokens, cannot be true under the limit of the request.
+
+    It may be far too long, or be cut off well below the limit. Thoughts may exceed the limit.
+    """
     most = max(limit, new_tokens or 0)
     if len(completion.text) > (most + _SPARE) * _LONGEST_TOKEN:  # whatever it claims
         raise _broken(f"it wrote {len(completion.text)} characters where at most {most} tokens were asked for")
@@ -174,7 +189,10 @@ def _cached(usage: Any) -> int:
 
 
 def _details(usage: Any, kind: str) -> Any:
-    """Return the detailed counts of ``kind`` (prompt or completion), which some endpoints put into ``usage`` itself."""
+    """Return the details of the count of ``kind`` ("prompt" or "completion") tokens.
+
+    Some endpoints put these into ``usage`` itself, which is returned if it has no table of them.
+    """
     details = usage.get(f"{kind}_tokens_details") if isinstance(usage, Mapping) else None
     return details if isinstance(details, Mapping) else usage
 

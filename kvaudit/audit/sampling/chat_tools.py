@@ -42,7 +42,10 @@ PROBE_TEXTS = (_NAME, _VALUE, PROBE[-1].content)
 
 
 def tool_fields(message: Message, names: dict[str, str], arguments_as: ArgumentsAs) -> dict[str, Any]:
-    """Return the fields about tools in a message's template row; add the names of its calls to ``names``, by id."""
+    """Return the fields about tools of the dict that a template takes for a message.
+
+    The names of the message's calls are added to ``names``, by call id, for the results that follow.
+    """
     fields: dict[str, Any] = {}
     if message.tool_calls:
         names |= {call.call_id: call.name for call in message.tool_calls}
@@ -89,7 +92,10 @@ def differing_part(text: str, other: str) -> tuple[int, int]:
 
 
 class ResponseTemplate(ToolForm):
-    """The form of calls that one tokenizer defines; ``prompt`` is the end of a prompt, which may begin the answer."""
+    """The syntax of tool calls that one tokenizer defines by its ``response_template``.
+
+    ``prompt`` is a rendered prompt, whose end may belong to the answer.
+    """
 
     name = "tokenizer"
     says = "as the tokenizer's response_template reads it"

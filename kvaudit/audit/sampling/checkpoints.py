@@ -48,7 +48,10 @@ def load_comparable(
 def load_model_or_adapter(
     name_or_path: str, *, dtype: DtypeName, device: str = "auto", chat: Mapping[str, ChatOption] | None = None
 ) -> LoadedModel:
-    """Load a model; merge an adapter's folder into the model or adapter that its config names."""
+    """Load a model; for the folder of an adapter, load the base that its config names and merge the adapter into it.
+
+    The base may itself be an adapter.
+    """
     base, *adapters = reversed(_adapter_chain(name_or_path))
     model = load_model(base, dtype=dtype, device=device, chat=chat)
     for adapter in adapters:
@@ -76,12 +79,12 @@ def checkpoint_sha256(folder: Path) -> str:
 
 
 def load_base_chat(name_or_path: str) -> Chat:
-    """Load the chat of a model, or of the base model of an adapter."""
+    """Load the tokenizer and chat template of a model; for an adapter, those of its base model."""
     return load_chat(_adapter_chain(name_or_path)[-1])
 
 
 def _adapter_chain(name_or_path: str) -> list[str]:
-    """Return the names from an adapter to its base model, which comes last; for a model, its name alone."""
+    """Return an adapter's name, then that of its base, and so on up to the base model; for a model, its name alone."""
     names = [name_or_path]
     while names[-1] != EMBEDDED and is_adapter(folder := to_path(names[-1])):
         base = read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
@@ -117,7 +120,7 @@ def check_comparable(name_or_path: str, base: LoadedModel) -> None:
 
 
 def is_adapter(folder: Path) -> bool:
-    """Return whether a folder holds an adapter without a model; loading one next to a model is refused."""
+    """Return whether a folder holds an adapter and no whole model."""
     return (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").is_file()
 
 

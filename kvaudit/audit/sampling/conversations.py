@@ -1,4 +1,7 @@
-"""Play the items of suites: prompt, answer, environment, answer, ..., grade. Training and evaluation both use it."""
+"""Ask a model the items of suites: the prompt, its answer, the environment's reply, the next answer ..., the grade.
+
+Training and evaluation both use this.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +32,8 @@ class GradedRow:
     """A graded conversation with its tokens and measurements of the cache.
 
     ``survival`` has, by role, the share of tokens still cached when the last answer starts. ``spans`` has the same
-    share for each marked span, with its places in the transcript; ``marks`` has the span's token numbers in the
-    rollout. ``roles`` has the role of every token of the rollout.
+    share for each marked span (a text that the suite names), with its places in the transcript; ``marks`` has the
+    span's token numbers in the rollout. ``roles`` has the role of every token of the rollout.
     """
 
     item: Item
@@ -61,15 +64,15 @@ def play(
     prompts: Sequence[ChatTokens] | None = None,
     at_once: int = 0,
 ) -> list[GradedRow]:
-    """Play every item ``group`` times as one batch, and grade the conversations.
+    """Ask every item ``group`` times as one batch, and grade the conversations.
 
     Rows are in the order of the items, with the ``group`` rows of an item adjacent. ``seeds`` has one number per
     row; the answer of a row does not depend on the other rows. The suite sets the length of an answer, not
-    ``decoding.max_new_tokens``. An item with options is one turn, answered by one of them. With ``thinks``, answers
-    may begin with a thought, which stays in the transcript but is hidden from environment and grader. ``prompts``
-    are the results of ``item_prompt`` for each item, if already rendered. ``at_once`` is the number of rows that
-    may share the batch (at least one item's; 0: no limit); further items enter as rows finish. Raises SpecError
-    before anything is sampled if a context does not fit the model's positions.
+    ``decoding.max_new_tokens``. An item with options (given answers) is one turn, answered by one of them. With
+    ``thinks``, answers may begin with a thought, which stays in the transcript but is hidden from environment and
+    grader. ``prompts`` are the results of ``item_prompt`` for each item, if already rendered. ``at_once`` is the number
+    of rows that may share the batch (at least one item's; 0: no limit); further items enter as rows finish. Raises
+    SpecError before anything is sampled if a context does not fit the model's positions.
     """
     assert len(seeds) == len(suite_items) * group
     started = time.perf_counter()
@@ -98,7 +101,7 @@ def item_prompt(chat: Chat, item: Item) -> ChatTokens:
 
 
 class AskedItem(NamedTuple):
-    """A suite's item and its prompt as tokens."""
+    """An item of a suite with its prompt as tokens; ``thinks``: answers may begin with a thought."""
 
     suite: Suite
     item: Item
@@ -109,7 +112,7 @@ class AskedItem(NamedTuple):
 def _converse(
     sampler: Sampler, entries: Sequence[AskedItem], decoding: Decoding, seeds: Sequence[int], group: int, max_items: int
 ) -> list[GradedRow]:
-    """Run conversations of model and environment, with ``max_items`` items at once."""
+    """Run the conversations of model and environment for items without options, ``max_items`` items at once."""
 
     def open_episode(items: range) -> AnyEpisode:
         prompts = [entries[n].prompt for n in items]
@@ -139,7 +142,7 @@ def _converse(
 def _choose(
     sampler: Sampler, entries: Sequence[AskedItem], decoding: Decoding, seeds: Sequence[int], group: int, max_items: int
 ) -> list[GradedRow]:
-    """Score each item's options and take the best one, or at a temperature sample one by its score."""
+    """Answer each item by one of its options: the most likely one at temperature 0, else sampled by likelihood."""
     # fixed batches: rows only finish with the longest answer, so a continuous batch would gain nothing
     if len(entries) > max_items:
         batches = (slice(start, start + max_items) for start in range(0, len(entries), max_items))
@@ -182,7 +185,7 @@ def score_answers(
     seeds: Sequence[int],
     group: int = 1,
 ) -> list[list[tuple[AnswerScore, Rollout]]]:
-    """Score the given answers of each prompt token by token through the compressed cache.
+    """Return the log-probs of given answers to each prompt, fed token by token through the compressed cache.
 
     A prompt is prefilled once, and each answer gets a row. Returns one list per prompt and group member; all
     answers in a list share the member's seed.
@@ -224,7 +227,10 @@ def check_fits(model: ServedModel, suite: Suite, item: Item, prompt_tokens: int)
 
 
 class Conversation:
-    """An ``Exchange`` in tokens: takes the model's answers as tokens and renders the environment's replies."""
+    """One conversation in tokens: takes the model's answers as tokens and renders the environment's replies.
+
+    The ``exchange`` has the same conversation as messages.
+    """
 
     def __init__(self, entry: AskedItem, member: int, model: ServedModel) -> None:
         self.suite, item, prompt, self._thinks = entry
@@ -281,7 +287,7 @@ class Conversation:
         return reply
 
     def to_row(self, rollout: Rollout) -> GradedRow:
-        """Grade the finished conversation; ``seconds`` is left at 0."""
+        """Return the finished conversation, graded, with its ``rollout``; ``seconds`` is left at 0."""
         assert rollout.ids.shape[0] == len(self._roles)
         row = GradedRow(
             item=self.exchange.item,

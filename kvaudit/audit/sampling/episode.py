@@ -1,4 +1,4 @@
-"""A batch of rows that share one live KV cache: tokens are fed or sampled, and the ledger records evictions.
+"""A batch of rows with one live KV cache: tokens are fed or sampled, and the ledger records when entries are evicted.
 
 Batches are padded on the right, so that a row's chunk boundaries do not depend on the other rows.
 """
@@ -187,7 +187,10 @@ class Episode:
 
     @contextmanager
     def _feeding(self) -> Iterator[None]:
-        """Use the cache inside the context; raise RunError if an earlier use failed and left it half fed."""
+        """Mark the cache as in use inside the context; raise RunError if an earlier use failed halfway.
+
+        Some layers would then hold tokens that others do not.
+        """
         if not self._is_whole:
             raise RunError("an earlier call failed and may have left the cache half fed; open the rows again")
         self._is_whole = False
@@ -239,7 +242,7 @@ class Episode:
                     return
 
     def _begin_turns(self, numbers: Set[int]) -> None:
-        """Begin a turn of these rows: feed the tokens that are not in the cache yet."""
+        """Begin a turn (an answer) of these rows: feed the tokens before it that are not in the cache yet."""
         if not numbers:
             return
         beginning = [n in numbers for n in range(self.rows)]
@@ -316,7 +319,7 @@ class Episode:
 
     @torch.no_grad()
     def _feed_queued(self, running: Sequence[bool]) -> None:
-        """Prefill each running row's last sampled token, if it is not fed yet, and its queued input."""
+        """Prefill each running row's queued input, after its last sampled token if that is not in the cache yet."""
         fed = [on and bool(tokens) for on, tokens in zip(running, self._queued, strict=True)]
         if not any(fed):
             return
@@ -413,7 +416,7 @@ class Episode:
     ) -> Tensor:
         """Feed whole token lists chunk by chunk; return logits [B, V] after each row's last token.
 
-        ``shared`` supplies the first chunk, which policies share while their caches are empty.
+        ``shared`` may supply the first chunk, which is equal under several policies while their caches are empty.
         """
         lengths = torch.tensor([len(r) for r in rows])  # [b] tokens
         ids = torch.zeros(len(rows), int(lengths.max()), dtype=torch.int64)
@@ -450,10 +453,10 @@ class Episode:
     def _forward(
         self, ids: Tensor, positions: Tensor, through: KVHandler | None = None, *, columns: Tensor | None
     ) -> Tensor:
-        """Run the model on tokens that the cache already expects; return logits [B, n, V].
+        """Run the model on tokens that were announced to the cache by ``begin``; return logits [B, n, V].
 
-        The logits are those at the n ``columns`` of each row (None: the last column). ``through`` replaces the cache:
-        a shared prefill computes attention for several policies.
+        The logits are those at the n ``columns`` of each row (None: the last column). ``through`` takes the place of
+        the cache as ``kv``, for a shared prefill that records what it computes for several policies.
         """
         device, kv = self._model.device, self._cache if through is None else through
         output = self._model.model(

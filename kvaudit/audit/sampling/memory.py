@@ -34,7 +34,10 @@ def _installed() -> int:
 
 
 def _groups() -> list[Path]:
-    """Return the control groups of this process with their parents, any of which may have a container's limit."""
+    """Return the folders of this process's control groups (cgroups) and of their parents.
+
+    Any of these may hold the memory limit of a container.
+    """
     table, groups = Path("/proc/self/cgroup"), list[Path]()
     for line in table.read_text(encoding="utf-8").splitlines() if table.exists() else []:
         _, kinds, path = line.split(":", 2)  # version 2 has no kinds, version 1 a folder for each
@@ -57,7 +60,10 @@ def _free_in_group(group: Path) -> float:
 
 
 def _limit(group: Path, name: str) -> int | None:
-    """Return the byte limit in a group's file; None if the file is missing or sets no limit."""
+    """Return the memory limit in bytes in the file ``name`` of a control group (cgroup) at folder ``group``.
+
+    None if the file is missing or sets no limit.
+    """
     text = (group / name).read_text(encoding="ascii").strip() if (group / name).is_file() else ""
     return int(text) if text.isdigit() else None
 

@@ -215,7 +215,7 @@ def _files_read(folder: Path) -> dict[str, str]:
 
 
 def _manifest(folder: Path) -> dict[str, str]:
-    """Return the sha256 by file name that a folder's manifests list; training ledgers are left out."""
+    """Return the sha256 of each file that a folder's manifests list, by name; files in ``ledgers/`` are left out."""
     files: dict[str, str] = {}
     for name, key in (("manifest.json", None), ("provenance.json", "files")):
         if not (folder / name).is_file():
@@ -329,7 +329,7 @@ def _explain_loading_errors(name: str) -> Iterator[None]:
 
 
 def _generation_stops(name: str, model: Any) -> list[int]:
-    """Return the stop tokens of the generation config; raise DataError if one is not a token of the model."""
+    """Return the ids of the stop tokens in the model's generation config; raise DataError for an id out of range."""
     stops = model.generation_config.eos_token_id if model.generation_config is not None else None
     tokens = [] if stops is None else stops if isinstance(stops, list) else [stops]
     size = model.get_input_embeddings().weight.shape[0]
@@ -343,7 +343,7 @@ def _generation_stops(name: str, model: Any) -> list[int]:
 
 
 def _check_tokenizer(name: str, model: Any, tokenizer: Any) -> None:
-    """Raise DataError if the tokenizer's eos token is not a token of the model."""
+    """Raise DataError if the id of the tokenizer's eos token is beyond the model's embeddings."""
     stop, size = tokenizer.eos_token_id, model.get_input_embeddings().weight.shape[0]
     if stop is not None and stop >= size:
         raise DataError(

@@ -53,7 +53,7 @@ def has_packable_weights(model: ServedModel) -> bool:
 
 
 def _packable_layers(model: ServedModel) -> list[tuple[str, nn.Linear]]:
-    """Return the layers to pack by name; none if their copies would not fit into memory."""
+    """Return the linear layers to pack, with their names; none if the packed copies would not fit into memory."""
     layers = [
         (name, module)
         for name, module in model.model.named_modules()
@@ -69,7 +69,7 @@ def _packable_layers(model: ServedModel) -> list[tuple[str, nn.Linear]]:
 
 @functools.cache
 def is_packable_dtype(dtype: torch.dtype) -> bool:
-    """Return whether packing is supported here and was measured for this dtype and kind of processor."""
+    """Return whether packing weights of this dtype is supported by torch here, and known to pay on this processor."""
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
     if dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():

@@ -36,7 +36,7 @@ _TOO_MUCH = (
 
 
 def unstable_names(template: str) -> list[str]:
-    """Return the names in a template that may make its output differ each day, or each time."""
+    """Return the names in a template that may make its output differ each day, or each time, such as strftime_now."""
     return sorted({next(filter(None, groups)) for groups in _WRITES.findall(template)})
 
 
@@ -45,7 +45,10 @@ class TemplateRefusal(Exception):
 
 
 class Renderer:
-    """The rendering subprocess and its cache; it starts with the first conversation and ends with this process."""
+    """The subprocess that renders chat templates, with a cache of its texts.
+
+    It starts with the first conversation and ends with this process.
+    """
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
@@ -76,7 +79,10 @@ class Renderer:
     def parse(
         self, template: Mapping[str, Any], text: str, prompt: str, tools: Sequence[Mapping[str, Any]]
     ) -> dict[str, Any] | None:
-        """Return the message that a ``response_template`` parses an answer into; None if it cannot or takes long."""
+        """Return an answer parsed into a message (text and tool calls) by the tokenizer's ``response_template``.
+
+        None if it cannot be parsed or takes too long.
+        """
         request = {"response_template": dict(template), "text": text, "prompt": prompt, "tools": list(tools)}
         with self._lock:
             message = self._answer(request).get("message")

@@ -20,7 +20,7 @@ __all__ = ["Completion", "ContinuousBatch", "Decoding", "Episode", "MixedEpisode
 
 
 class Sampler:
-    """Samples from ``model`` with its cache compressed by ``policy``.
+    """A sampler of completions from ``model`` with its cache compressed by ``policy``.
 
     ``shared`` lets policies reuse each other's prefill of the same prompts, which changes no result. With
     ``recorded=False`` no rollouts are kept.
@@ -41,8 +41,9 @@ class Sampler:
     ) -> Episode | MixedEpisode:
         """Return an episode in which each prompt is prefilled once and has ``group`` rows, with one seed per row.
 
-        ``roles`` has the role of every prompt token, which a policy that pins roles needs. Under a mixture the
-        rows share no prefill, since each row selects its own policy. Raises SpecError for an empty prompt.
+        ``roles`` has the role of every prompt token, which a policy that pins roles (never evicts their tokens) needs.
+        Under a mixture of policies the rows share no prefill, since one policy is drawn for each row. Raises SpecError
+        for an empty prompt.
         """
         if not prompts or any(len(p) == 0 for p in prompts):
             raise SpecError("every prompt needs at least one token")
@@ -59,7 +60,7 @@ class Sampler:
 
 
 class MixedEpisode:
-    """A batch whose rows each select a policy from a mixture, with one ``Episode`` per policy."""
+    """A batch under a mixture of policies: one policy is drawn for each row, and each policy has an ``Episode``."""
 
     def __init__(
         self,
@@ -94,7 +95,7 @@ class MixedEpisode:
         on_turn_end: OnTurnEnd | None = None,
         should_pause: ShouldPause | None = None,
     ) -> list[Completion | None]:
-        """Decode as ``Episode.decode`` does; with ``should_pause`` the episodes step in turn, so that none waits."""
+        """Decode as ``Episode.decode`` does; with ``should_pause``, all policies advance by one token in turn."""
         caps = [decoding.max_new_tokens] * self.rows if limits is None else list(limits)
         completions: list[Completion | None] = [None] * self.rows
         pause = None if should_pause is None else lambda: True  # after every step, so that no episode runs ahead
@@ -152,10 +153,10 @@ _SHARE = 4  # a quarter of the rows must be free before prompts enter, since ent
 
 
 class ContinuousBatch:
-    """A batch of rows; when rows finish, new prompts enter it, each with ``group`` rows.
+    """A batch of rows into which new prompts enter, each with ``group`` rows, when other rows have finished.
 
-    ``open_episode`` opens an episode for a range of prompts, of which at most ``capacity`` share the batch. Iterate
-    over it, and decode each episode with ``should_pause``; rows are numbered by prompt.
+    ``open_episode`` opens an episode for a range of prompts; at most ``capacity`` prompts share the batch. Iterate over
+    this object, and decode each yielded episode with ``should_pause``. Row n belongs to prompt n // ``group``.
     """
 
     def __init__(
@@ -166,7 +167,7 @@ class ContinuousBatch:
         self._episode = open_episode(range(min(capacity, prompts)))
 
     def __iter__(self) -> Iterator[AnyEpisode]:
-        """Yield the batch again and again until every row has finished; let prompts enter in between."""
+        """Yield the batch, to be decoded, again and again until every row has finished; prompts enter in between."""
         while self._waiting or self._episode.open_rows:
             if self._has_room():
                 count = min(self._room, len(self._waiting))

@@ -35,7 +35,7 @@ _FLOATS = {"F64", "F32", "F16", "BF16"}
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the files that transformers loads, sorted by name; ignore other .safetensors files of the folder.
+    """Return the weight files that transformers loads from a folder, sorted by name; it may hold others, not loaded.
 
     Raises DataError if the folder has no weights, or a file that makes transformers load others.
     """
@@ -190,7 +190,7 @@ _STRING, _ARRAY = 8, 9
 
 
 class _Cursor:
-    """A position in a file; every step is checked against the file's end."""
+    """A reading position in a file that is not trusted; moving it beyond the end raises ValueError."""
 
     def __init__(self, data: mmap.mmap) -> None:
         self._data, self._at = data, 0
@@ -211,7 +211,7 @@ class _Cursor:
         self.skip(self.number("<Q"))
 
     def skip_values(self, kind: int, count: int) -> None:
-        """Step over ``count`` values of a type."""
+        """Step over ``count`` values of the type that GGUF numbers ``kind``; raise ValueError for an unknown type."""
         if kind == _STRING:
             # every text takes at least its length field, so a larger count is false and would loop for long
             if count > len(self._data):

@@ -1,1 +1,1 @@
-"""Serving our sampler to other programs, under any policy: an OpenAI-compatible server and models for harnesses."""
+"""Serving kvaudit's sampler to other programs, under any policy: an OpenAI-compatible server, models for harnesses."""

@@ -29,9 +29,9 @@ _LISTED = re.compile(r"[^\W\d][\w.]*\s*(?:\(|\Z)")
 
 
 class AnswerReader:
-    """Reads the answers to a conversation with tools.
+    """A reader of the tool calls in answers to one conversation.
 
-    ``form`` is the model's own form of calls, None for any form. ``opens_thought`` says whether the chat's
+    ``form`` is the model's own syntax of calls, None for any syntax. ``opens_thought`` says whether the chat's
     prompts begin the thought of an answer. Without ``parallel`` only the first call of an answer is returned.
     """
 
@@ -48,7 +48,7 @@ class AnswerReader:
         self._names = frozenset(functions_of(tools))
 
     def read(self, choice: Choice) -> Choice:
-        """Return an answer with its calls and the text beside them; return it unchanged if no call can be read."""
+        """Return an answer with its tool calls taken out of its text; unchanged if no call can be read."""
         thought, body = split_answer(choice.text, opens_thought=self._opens_thought)
         reading = self._read_calls(body)
         lead = body[: len(body) - len(body.lstrip())] if reading.words else ""
@@ -63,7 +63,7 @@ class AnswerReader:
         return replace(choice, text=text if text.strip() else "", calls=calls, finish_reason=reason)
 
     def start(self) -> GrowingAnswer:
-        """Return the state of an answer of which nothing is sampled yet."""
+        """Return a ``GrowingAnswer`` for a new answer, to stream its text while it is sampled."""
         openings = (opening for form in TOOL_FORMS.all().values() for opening in form.openings)
         # a form without openings is known to its tokenizer alone
         is_open = self._form is None or bool(self._form.openings)
@@ -72,7 +72,7 @@ class AnswerReader:
         )
 
     def _read_calls(self, text: str) -> Reading:
-        """Return the calls of an answer; calls of tools not offered count only in the model's own form."""
+        """Return the calls in an answer; calls of tools that were not offered count only in the model's own syntax."""
         text = text[:LONGEST_ANSWER]
         reading = None if self._form is None else self._form.read(text, self._tools)
         if reading is not None and reading.calls:
@@ -82,7 +82,7 @@ class AnswerReader:
 
 
 class GrowingAnswer:
-    """Finds, while an answer grows, how much of its beginning cannot be part of a call.
+    """An answer that is being sampled: finds how much of its beginning cannot be part of a tool call.
 
     ``openings`` are texts that may begin a call, None if any text may; ``names`` are those of the tools.
     """
@@ -146,7 +146,10 @@ def split_answer(text: str, *, opens_thought: bool) -> tuple[str, str]:
 
 
 def _find_opening(text: str, start: int, openings: Sequence[str]) -> int:
-    """Return where the first opening begins, even if the text ends within it; the length of the text for none."""
+    """Return where the first of the ``openings`` (texts that begin a call) begins in ``text`` from ``start`` on.
+
+    An opening may be cut off by the end of the text. The length of the text if there is none.
+    """
     earliest = len(text)
     for opening in openings:
         index = text.find(opening, start)
@@ -158,7 +161,10 @@ def _find_opening(text: str, start: int, openings: Sequence[str]) -> int:
 
 
 def _find_json_call(text: str, start: int) -> int:
-    """Return where the first JSON object begins that is a call or incomplete; the length of the text for none."""
+    """Return where the first JSON object begins that is a tool call, or that is incomplete and may become one.
+
+    The length of the text if there is none.
+    """
     begin = text.find("{", start)
     while begin >= 0:
         end = begin + 1  # continue the search here if this is no object

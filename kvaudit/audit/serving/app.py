@@ -48,7 +48,7 @@ def application(engine: SamplingEngine, *, key: str | None = None, log: Log = la
 
 
 class _Service:
-    """The routes of the server, which respond in JSON, errors included."""
+    """The handlers of the server's routes; all responses are JSON, errors included."""
 
     def __init__(self, engine: SamplingEngine, key: str | None, log: Log) -> None:
         self._engine, self._key, self._log = engine, key, log
@@ -88,7 +88,7 @@ class _Service:
         return response
 
     async def no_route(self, _: Request, error: Exception) -> Response:
-        """Respond to an unknown path or method."""
+        """Respond to a request for an unknown path or method with an error."""
         assert isinstance(error, HTTPException)
         message = f"{http.HTTPStatus(error.status_code).phrase}; served are /v1/models and POST /v1/chat/completions"
         return self._error_response(error.status_code, message, time.perf_counter(), dict(error.headers or {}))
@@ -185,7 +185,7 @@ async def _body(request: Request) -> Any:
 
 
 async def _read(choices: list[Choice], reader: AnswerReader | None) -> list[Choice]:
-    """Return the choices after the reader has read the tool calls in them; unchanged without a reader."""
+    """Return the answers of a request with the tool calls in them parsed by ``reader``; unchanged without a reader."""
     if reader is None:
         return choices
     # in a thread, because some tokenizers read calls in another process

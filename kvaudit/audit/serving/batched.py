@@ -1,7 +1,7 @@
 """A model whose waiting requests share a batch: requests that arrive during a batch make up the next one.
 
-Unlike ``SamplingEngine`` it answers whole batches, so that each answer has its ledger, and any condition of a run can
-answer them: kvaudit's own cache or an engine's session.
+Unlike ``SamplingEngine`` it answers whole batches. Each answer then comes with measurements of the cache, and it may be
+given by kvaudit's own cache or by a serving engine.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _PAUSE = 0.05  # seconds without a new request after which a batch begins; the t
 
 
 class AskedPrompt(NamedTuple):
-    """A request with its prompt and the token limit of its answer."""
+    """A chat request with its prompt as tokens and the token limit of its answer."""
 
     request: ChatRequest
     prompt: ChatTokens
@@ -39,9 +39,10 @@ AnswerBatch = Callable[[Sequence[AskedPrompt]], Sequence[Choice | AuditError]]  
 
 
 class BatchedModel:
-    """Answers requests by ``answer``, at most ``at_once`` together; ``chat`` renders their prompts.
+    """A queue of chat requests with a thread that has them answered by the function ``answer``, batch by batch.
 
-    After an error of ``answer``, kept in ``failure``, every further request fails with it.
+    A batch has at most ``at_once`` requests; ``chat`` renders their prompts. If ``answer`` raises an error, it is kept
+    in ``failure``, and every further request fails with it.
     """
 
     def __init__(self, chat: Chat, positions: int, answer: AnswerBatch, at_once: int) -> None:
@@ -88,7 +89,7 @@ class BatchedModel:
                     pending.set_result([answer])
 
     def _gather(self) -> list[tuple[AskedPrompt, PendingAnswers]] | None:
-        """Wait for a request; return it with those that follow shortly after, or None if the thread has to end."""
+        """Wait for a request; return it with those that follow shortly after; None if the thread has to end."""
         entry = self._queue.get()
         batch = []
         with suppress(queue.Empty):
@@ -102,7 +103,10 @@ class BatchedModel:
 
 
 def cache_answers(model: LoadedModel, policy: Policy, batch_tokens: int) -> AnswerBatch:
-    """Return a function that answers by kvaudit's own cache, in batches of ``batch_tokens`` tokens with padding."""
+    """Return a function that answers requests by sampling from ``model`` with its cache compressed by ``policy``.
+
+    It samples in batches of at most ``batch_tokens`` tokens, padding included.
+    """
 
     def answer(asked: Sequence[AskedPrompt]) -> list[Choice | AuditError]:
         answers: dict[int, Choice | AuditError] = {}
@@ -115,7 +119,10 @@ def cache_answers(model: LoadedModel, policy: Policy, batch_tokens: int) -> Answ
 
 
 def _group_requests(asked: Sequence[AskedPrompt], batch_tokens: int) -> list[list[int]]:
-    """Return batches of request numbers: equal temperature and top_p, ``batch_tokens`` tokens at most with padding."""
+    """Return the numbers of the requests in batches of equal temperature and top_p.
+
+    A batch has at most ``batch_tokens`` tokens, padding included, unless a single request has more.
+    """
     batches: list[list[int]] = []
     sizes = [len(entry.prompt.ids) + entry.limit for entry in asked]
 

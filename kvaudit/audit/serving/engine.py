@@ -36,7 +36,7 @@ TextListener = Callable[[int, str], None]  # called with the number of a choice 
 
 
 class QueueFull(RunError):
-    """Raised for a new request while the largest allowed number of requests is already waiting."""
+    """The error of a new request while the largest allowed number of requests is already waiting."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class ModelAndPolicy:
 
 
 class PendingAnswers(Future[list[Choice]]):
-    """The future answers to one request; ``reader`` finds the calls in them, if the request has tools."""
+    """The future answers to one request; ``reader`` finds the tool calls in them, if the request has tools."""
 
     reader: AnswerReader | None = None
     tool_form = ""  # in which the request offers its tools
@@ -60,7 +60,7 @@ class PendingAnswers(Future[list[Choice]]):
         self.cancel()
 
     def read_tools(self, request: ChatRequest, chat: Chat) -> None:
-        """Set ``reader`` and ``tool_form``, if the request has tools."""
+        """Prepare for reading tool calls: set ``reader`` and ``tool_form`` if the request has tools."""
         if request.tools:
             self.tool_form = chat.tool_form_of(request.messages, request.tools)
             form, opens_thought = chat.reader_of(self.tool_form), chat.opens_thought
@@ -71,7 +71,10 @@ class PendingAnswers(Future[list[Choice]]):
 
 @dataclass
 class _Job:
-    """One request with its state; the sampling thread calls ``listener`` as text is sampled."""
+    """One request, with its answers (choices) so far; the sampling thread calls ``listener`` as text is sampled.
+
+    ``target`` is what its model name stands for, ``limit`` the largest number of new tokens.
+    """
 
     request: ChatRequest
     target: ModelAndPolicy
@@ -98,7 +101,10 @@ class _Job:
 
 
 class SamplingEngine:
-    """Checkpoints by name, served under any policy; ``aliases`` maps other names to CHECKPOINT@POLICY."""
+    """The server's sampling thread, which answers requests to several checkpoints, each under any policy.
+
+    ``models`` are the checkpoints by name; ``aliases`` maps further names to CHECKPOINT@POLICY.
+    """
 
     def __init__(
         self,
@@ -122,7 +128,7 @@ class SamplingEngine:
 
     @property
     def names(self) -> list[str]:
-        """The names for clients; a checkpoint's name alone is served under the policy none."""
+        """The model names that clients see; a checkpoint's name alone stands for it under the policy none."""
         return [*self._models, *self._aliases]
 
     def resolve(self, name: str) -> ModelAndPolicy:
@@ -135,7 +141,8 @@ class SamplingEngine:
     def submit(self, request: ChatRequest, listener: TextListener | None = None) -> tuple[int, PendingAnswers]:
         """Queue a request; return its number of prompt tokens and its future answers.
 
-        Raises SpecError, UnknownName, QueueFull or RunError.
+        Raises SpecError for a prompt that does not fit the model, UnknownName for the model's name, QueueFull if too
+        many requests wait, and RunError once the server is shutting down.
         """
         if self._queue.qsize() + len(self._waiting) >= self._max_waiting:
             raise QueueFull(f"{self._max_waiting} requests are waiting, the maximum; try again later")
@@ -171,7 +178,7 @@ class SamplingEngine:
             )
 
     def close(self) -> None:
-        """Finish the running batch; waiting requests fail."""
+        """Shut down after the running batch; waiting requests fail."""
         with self._lock:
             self._is_closed = True
             self._queue.put(None)
@@ -199,7 +206,7 @@ class SamplingEngine:
                     self._waiting.append(job)
 
     def _next_batch(self) -> list[_Job]:
-        """Remove and return the oldest waiting request with those that can share its batch."""
+        """Remove the oldest request, and those that can share a batch with it, from ``_waiting``; return them."""
         batch, others, size = list[_Job](), list[_Job](), _Size(0, 0)
         for job in self._waiting:
             if not batch or (job.key == batch[0].key and size.plus(job).fits(self._batch_tokens)):
@@ -280,7 +287,7 @@ def _client_error(error: Exception) -> AuditError:
 
 
 class _Size(NamedTuple):
-    """The size of a batch: its rows, and the tokens of its longest row."""
+    """The size of a batch: its number of rows, and the tokens of the longest row, prompt and answer together."""
 
     rows: int
     longest: int
@@ -294,7 +301,7 @@ class _Size(NamedTuple):
 
 
 class _Batch:
-    """The rows of requests with equal keys."""
+    """The running batch: the rows of requests of one checkpoint, policy, temperature and top_p (``_Job.key``)."""
 
     def __init__(self) -> None:
         self.rows = 0  # including completed rows
@@ -359,7 +366,10 @@ class _RowText:
         self.job, self.number, self._sent = job, number, ""
 
     def update(self, ids: Sequence[int]) -> bool:
-        """Send the text that is final by now; return whether the row ends, at a stop text or as the client left."""
+        """Send the text that is final by now to the listener; return whether the row ends.
+
+        It ends at a stop text, or because the client has disconnected.
+        """
         if self.job.pending.is_abandoned:
             return True
         if self.job.listener is None and not self.job.request.stop:

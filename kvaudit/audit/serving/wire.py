@@ -42,7 +42,7 @@ def read_tools(body: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
 
 
 def read_parallel(body: Mapping[str, Any]) -> bool:
-    """Return whether an answer may have several calls; raise SpecError for a value that is no boolean."""
+    """Return whether an answer may have several tool calls; raise SpecError if the request's value is no boolean."""
     value = body.get("parallel_tool_calls")
     if not isinstance(value, bool | None):
         raise SpecError(f"parallel_tool_calls is {short_repr(value)}, expected true or false")
@@ -136,7 +136,7 @@ def _arguments(text: Any, path: str) -> Mapping[str, Any]:
 
 
 def count_characters(tools: Sequence[Mapping[str, Any]], calls: Sequence[ToolCall]) -> int:
-    """Return about how many characters a template writes for tools and calls."""
+    """Return about how many characters a chat template writes into a prompt for tools and calls."""
     values = [*tools, *({"name": call.name, "arguments": call.arguments} for call in calls)]
     return sum(len(json.dumps(value, ensure_ascii=False, separators=(",", ":"))) for value in values)
 
@@ -185,7 +185,7 @@ class ChatRequest:
 
 
 def read_request(body: Any) -> ChatRequest:
-    """Parse a JSON body; raise a SpecError that names the wrong key."""
+    """Return the chat request in a parsed JSON body; raise a SpecError that names the wrong key."""
     if not isinstance(body, Mapping):
         raise SpecError(f"the request is {short_repr(body)}, expected a JSON object")
     for key, neutral in _UNSUPPORTED.items():
@@ -314,7 +314,7 @@ class ReplyBodies:
         return {**self._head, "object": "chat.completion", "choices": rows, "usage": _usage(choices, prompt_tokens)}
 
     def call_chunks(self, index: int, choice: Choice) -> list[dict[str, Any]]:
-        """Return a chunk for each call of a choice, with the whole call in it."""
+        """Return the chunks of a stream for the tool calls of a choice, one chunk with each whole call."""
         rows = [{"index": number, **_call_row(call)} for number, call in enumerate(choice.calls)]
         return [self.chunk(index, {"tool_calls": [row]}) for row in rows]
 

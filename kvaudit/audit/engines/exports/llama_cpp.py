@@ -136,7 +136,7 @@ def _interleave(weight: Tensor, heads: int) -> Tensor:
 
 
 def _rope_factors(model: Any, family: _Family) -> Tensor | None:
-    """Return the divisors of the rotary frequencies, None if they are unscaled."""
+    """Return the factors [D / 2] by which the model's rotary frequencies are scaled down, None if they are unscaled."""
     rotary, size = model.get_decoder().rotary_emb, _head_size(model.config)
     if rotary.attention_scaling != 1 or rotary.inv_freq.shape != (size // 2,):
         raise _unsupported(f"its {rotary.rope_type} positions rotate only a part of a head, or scale attention")
@@ -170,12 +170,12 @@ class HeadLayout(NamedTuple):
 
 
 def cache_layout(config: Any, *, keys_rotated: bool, values_rotated: bool) -> HeadLayout:
-    """Return the layout for a model's configuration; raise SpecError for an unsupported model."""
+    """Return the layout of a head in llama.cpp's cache of this model; raise SpecError for an unsupported model."""
     return HeadLayout(_head_size(config), _family(config).is_interleaved, keys_rotated, values_rotated)
 
 
 def read_state(raw: Any, layout: HeadLayout) -> tuple[Tensor, Tensor]:
-    """Return keys and values [tokens, L, H * D] float32 of a state, in the order of transformers.
+    """Return the keys and values [tokens, L, H * D] float32 in a saved cache state, in transformers' channel order.
 
     ``raw`` is a uint8 array. Raises RunError for a state of another form.
     """
@@ -188,7 +188,7 @@ def read_state(raw: Any, layout: HeadLayout) -> tuple[Tensor, Tensor]:
 
 
 class _State:
-    """A reader of a state from front to back."""
+    """A reader of the bytes of a saved KV cache state of llama.cpp, from front to back."""
 
     def __init__(self, raw: Any) -> None:
         self._raw, self._at = raw, 0

@@ -107,7 +107,7 @@ def _cache_shape(model: Any) -> tuple[int, int, int]:
 
 
 def _make_stateful(traced: Any, heads: int, size: int, layers: int) -> None:
-    """Name inputs and outputs, and make the cache a state that is empty at first."""
+    """Change the traced model in place: name its inputs and outputs, and make the cache a state, empty at first."""
     import numpy as np
     import openvino as ov
     from openvino import opset13

@@ -1,1 +1,1 @@
-"""Models for lm-evaluation-harness and Inspect that use kvaudit's sampler, and records as Inspect logs."""
+"""Model classes for lm-evaluation-harness and Inspect that use kvaudit's sampler; export of records as Inspect logs."""

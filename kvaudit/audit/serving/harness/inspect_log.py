@@ -1,7 +1,8 @@
-"""Export records as Inspect's ``.eval`` logs, by Inspect's own writer: one log for every finished unit of a run.
+"""Export a run's graded answers as Inspect's ``.eval`` logs: one log per checkpoint, policy, suite and length.
 
-A sample is an item, and an epoch is one of its samples. The score and every facet are scorers, each 1 for the wanted
-outcome; answers that could not be graded have NaN, which Inspect treats as unscored.
+An item becomes a sample of Inspect, and the answers to it become epochs. The score, and every facet (a yes-or-no
+property such as refused), are scores of Inspect, each 1 for the wanted outcome; answers that could not be graded have
+NaN, which Inspect treats as unscored.
 """
 
 from __future__ import annotations
@@ -35,7 +36,10 @@ _MESSAGES: Mapping[Role, Any] = {Role.SYSTEM: ChatMessageSystem, Role.USER: Chat
 
 
 def write_logs(run: Path, out: Path, created: str) -> Iterator[Path]:
-    """Write ``out/<unit>.eval`` for every finished unit of a run; raise DataError for one that was changed."""
+    """Write ``out/<unit>.eval`` for every finished file of records in a run, and yield the paths.
+
+    Raises DataError for a file that was changed since, or if there is none.
+    """
     units = [path for path in plain_files(run / "records", "*.jsonl") if seal_path(path).exists()]
     if not units:
         raise DataError(f"no finished units in {str(run / 'records')!r}, so there is nothing to export")
@@ -50,7 +54,7 @@ def write_logs(run: Path, out: Path, created: str) -> Iterator[Path]:
 
 
 def unit_log(records: Sequence[Record], created: str) -> EvalLog:
-    """Return the log of one unit: one checkpoint under one policy on one suite at one length."""
+    """Return the log of one unit's records: one checkpoint under one policy, asked one suite at one length."""
     first = records[0]
     ids = list(dict.fromkeys(record.item_id for record in records))
     draws = max(record.sample_index for record in records) + 1

@@ -1,8 +1,8 @@
 """``kvaudit`` as a model of Inspect: ``kvaudit/CHECKPOINT@POLICY`` answers through a compressed cache.
 
 The checkpoint is a folder, a hub id or ``embedded``; write ";" for "," in the policy. Waiting requests share a batch,
-as in ``kvaudit serve``; unsupported options are an error. ``ConditionAPI`` is the same for a policy or condition of a
-run, whose seeds follow from sample, epoch and turn.
+as in ``kvaudit serve``; unsupported options are an error. ``ConditionAPI`` is the model class by which a run lets
+Inspect ask its suites, under a policy or a serving engine; its seeds follow from sample, epoch and turn.
 """
 
 from __future__ import annotations
@@ -52,13 +52,16 @@ _COUNTS = ("num_choices", "best_of")  # supported only with 1
 
 
 def output_facts(output: Any) -> tuple[dict[str, Any], str]:
-    """Return what a kvaudit output holds: the measurements of the cache ({} if none) and the name of its tool form."""
+    """Return what a kvaudit model noted in the metadata of its output.
+
+    These are the measurements of the cache, {} if there are none, and the name of the syntax of its tool calls.
+    """
     about = (output.metadata or {}).get(_ABOUT, {}) if output is not None else {}
     return about.get(_USE, {}), about.get(_FORM, "")
 
 
 class AnswerSource(Protocol):
-    """A ``SamplingEngine`` or a ``BatchedModel``, which answers requests."""
+    """What answers chat requests: a ``SamplingEngine`` or a ``BatchedModel``."""
 
     def submit(self, request: ChatRequest) -> tuple[int, PendingAnswers]:
         """Queue a request; return its number of prompt tokens and its future answers."""
@@ -139,7 +142,7 @@ class _KvauditModel(ModelAPI):  # type: ignore[misc]  # where Inspect is not ins
 
 
 class KvauditAPI(_KvauditModel):
-    """A checkpoint under a policy; ``dtype`` and ``device`` are model arguments (``-M dtype=bfloat16``)."""
+    """Inspect's model ``kvaudit/CHECKPOINT@POLICY``; takes the model arguments ``dtype`` and ``device`` (``-M``)."""
 
     def __init__(
         self,
@@ -182,7 +185,10 @@ _PLAYING: ContextVar[_SampleTurns] = ContextVar("kvaudit_sample")  # of the coro
 
 @solver  # type: ignore[untyped-decorator]
 def note_sample() -> Solver:
-    """Return the first solver of every task in a run: it notes the running sample, which fixes its answers' seeds."""
+    """Return the solver that comes first in every task of a run: it notes which sample is running.
+
+    The seeds of the sample's answers follow from that.
+    """
 
     async def solve(state: TaskState, generate: Generate) -> TaskState:  # noqa: ARG001
         _PLAYING.set(_SampleTurns(str(state.sample_id), state.epoch))
@@ -192,10 +198,10 @@ def note_sample() -> Solver:
 
 
 class ConditionAPI(_KvauditModel):
-    """A policy or condition of a run as a model, made by ``condition_model``.
+    """The model by which a run answers Inspect's requests under one of its policies, or by an engine with settings.
 
-    ``fault`` is the first error that concerns every sample, such as an unsupported setting; requests after it fail
-    with it.
+    ``condition_model`` makes it. ``fault`` is the first error that concerns every sample, such as an unsupported
+    setting; all later requests fail with it.
     """
 
     seed_of: Callable[[str, int, int], int]  # of sample id, epoch and turn
@@ -229,7 +235,10 @@ CONDITION = "kvaudit-condition"
 
 @modelapi(name=CONDITION)  # type: ignore[untyped-decorator]
 def condition() -> type[ModelAPI]:
-    """Return the class that Inspect uses for the models of a run's units."""
+    """Return the ModelAPI class for Inspect's models ``kvaudit-condition/NAME``, which a run makes.
+
+    Inspect wants a function that returns the class, and calls it when it makes such a model.
+    """
     return ConditionAPI
 
 

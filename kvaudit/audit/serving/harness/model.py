@@ -1,6 +1,6 @@
-"""``kvaudit`` as a model of lm-evaluation-harness, which answers and scores through a compressed cache.
+"""``kvaudit`` as a model of lm-evaluation-harness, which answers, and scores continuations, by a compressed cache.
 
-Given continuations are scored token by token, as they would be sampled, never in one prefill.
+Continuations are scored token by token, as they would be sampled, never in one prefill.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _UNUSED_IF_GREEDY = {"top_k", "min_p", "typical_p"}
 
 @dataclass(frozen=True)
 class _Generation:
-    """A parsed generate_until request."""
+    """A generate_until request of the harness with its prompt as tokens and its settings checked."""
 
     prompt: ChatTokens
     until: tuple[str, ...]
@@ -79,18 +79,18 @@ class KvauditLM(TemplateLM):  # type: ignore[misc]  # the harness has no types
 
     @property
     def eot_token_id(self) -> int:
-        """The token that ends a text."""
+        """The id of the tokenizer's end-of-text token."""
         return int(self.tokenizer.eos_token_id)
 
     @property
     def prefix_token_id(self) -> int:
-        """The token that stands for the context of a text without context."""
+        """The id of the token that the harness puts before a text without context: BOS, or else the end of text."""
         token = self.tokenizer.bos_token_id
         return self.eot_token_id if token is None else int(token)
 
     @property
     def tokenizer_name(self) -> str:
-        """The tokenizer's name in logs."""
+        """The tokenizer's name as the harness records it, with "__" for "/"."""
         return self._loaded.name.replace("/", "__")
 
     def get_model_info(self) -> dict[str, str]:
@@ -148,7 +148,7 @@ class KvauditLM(TemplateLM):  # type: ignore[misc]  # the harness has no types
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], disable_tqdm: bool = False, **_: Any
     ) -> list[tuple[float, bool]]:
-        """Return each continuation's log-prob in nats, summed token by token, and whether it is the greedy one.
+        """Return each continuation's log-prob in nats, summed over tokens, and whether greedy sampling would give it.
 
         Continuations of one context are rows that share its prompt.
         """
@@ -219,7 +219,10 @@ class KvauditLM(TemplateLM):  # type: ignore[misc]  # the harness has no types
             yield postprocess_generated_text(text, list(generation.until), None)
 
     def _prompt(self, context: str, ids: tuple[int, ...]) -> ChatTokens:
-        """Return a context's tokens with their roles: those of the chat that it was rendered from, else all user."""
+        """Return a context's tokens with a role for each: by the chat that it was rendered from, else all "user".
+
+        Raises SpecError for a policy that pins roles if the context was not rendered from a chat.
+        """
         rendered = self._rendered.get(context)
         if rendered is not None and rendered.ids[: len(ids)] == ids:  # scoring moves trailing spaces out of a context
             return ChatTokens(ids, rendered.roles[: len(ids)])
