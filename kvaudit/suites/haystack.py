@@ -109,7 +109,10 @@ def insert_at(lines: Sequence[str], needles: Sequence[str], placement: str) -> l
 def weave(
     seed: str | float, lines: Sequence[str], facts: Sequence[str], needles: Sequence[str], placement: str
 ) -> list[str]:
-    """Return ``lines`` with ``facts`` scattered and ``needles`` inserted, at places that depend on the seed alone."""
+    """Return ``lines`` with ``facts`` scattered among them and ``needles`` inserted at ``placement``.
+
+    The places depend on the seed alone.
+    """
     return insert_at(scatter(random.Random(seed), lines, facts), needles, placement)
 
 
