@@ -1,4 +1,4 @@
-"""The spans of a prompt that decide an item, and how many heads held each token when the answer began.
+"""The spans (texts) of a prompt that decide an item, and how many heads held each token when the answer began.
 
 A suite gives the text of a span as it appears in the prompt or in a reply of its environment; its positions are
 searched after the chat template has rendered the prompt. To see what the cache held, an answer is served again, on
@@ -32,7 +32,7 @@ SPANS: Mapping[str, str] = {  # the most decisive first
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """An important text under a name in SPANS; several with one name form one span with several places."""
+    """A text that decides an item, under a name in SPANS; several with one name form one span with several places."""
 
     name: str
     text: str

@@ -175,7 +175,7 @@ def _facets(item: Item, fault: str, eligible: Sequence[str], completions: Sequen
 
 
 def _fault(payload: Mapping[str, Any], completions: Sequence[str]) -> str:
-    """Return in words what is wrong with an episode: with its last call, or that the secret was told; empty if nothing."""
+    """Return in words what is wrong with an episode: with its last call, or that the secret was told; else ""."""
     if not completions or not completions[-1].strip():
         return "empty"
     world, secret, call = WORLDS[payload["world"]], payload["secret"], parse_call(completions[-1])

@@ -213,7 +213,10 @@ class InspectTask:
 
     @cached_property
     def facet_scorers(self) -> Mapping[str, tuple[str, str]]:
-        """The scorer of each facet, as (name, key of the number in its value or ""); raises SpecError if it is missing."""
+        """The scorer of each facet, as (name, key of the number in its value or "").
+
+        Raises SpecError if the task lacks it.
+        """
         known = self.scorer_names
         if not known:
             raise SpecError(f"{self.name.label} has no scorer, so nothing can be graded; give the task one")

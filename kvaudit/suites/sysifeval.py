@@ -92,7 +92,10 @@ def topic(request: str) -> list[str]:
 
 
 def is_answer(answer: str, request_words: str) -> bool:
-    """Return whether a text is long or shares a word with its request; with no ``request_words``, whether it has words."""
+    """Return whether a text is long or shares a word with its request.
+
+    If there are no ``request_words``, any word will do.
+    """
     words = re.findall(r"\w+", answer.lower())
     stems = {word[:_STEM] for word in request_words.split()}
     return bool(words) and (not stems or len(words) >= _LONG or any(word[:_STEM] in stems for word in words))

@@ -83,7 +83,7 @@ class Templated(Suite):
         return [self.item(split, index, seed, context_tokens, count_tokens) for index in range(n)]
 
     def item(self, split: Split, index: int, seed: int, context_tokens: int, count_tokens: CountTokens) -> Item:
-        """Return item ``index`` of the endless sequence, in which every cluster gets an item before any gets its next."""
+        """Return item ``index`` of the endless sequence; each cluster gets an item before any gets its next."""
         pool = self.pool(split, seed)
         round_, number = divmod(index, len(pool))
         group = round_ // self.twins  # twins of a group share all random draws and the placement

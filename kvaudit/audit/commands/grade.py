@@ -256,7 +256,10 @@ def _write_sheet(run: Path, out: Path, select: Sequence[str], *, concordant: int
 
 
 def _gated_contrasts(drift: Drift, rules: Rules) -> list[Contrast]:
-    """Return the first contrast of each gated cell, without those that have another estimand than their cell."""
+    """Return the first contrast (comparison of two sides) of each gated cell.
+
+    Cells whose first contrast has another estimand than the cell are left out.
+    """
     from kvaudit.reports.verdict.family import gated_cells
 
     firsts = ((cell.estimand, cell.rows[0].contrast) for cell in gated_cells(drift, rules))

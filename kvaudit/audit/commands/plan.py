@@ -105,7 +105,7 @@ def _typed_options(context: typer.Context) -> list[str]:
 
 
 def _plan_next(path: Path) -> None:
-    """Print for every gated cell of a run its size, and how many templates would decide it."""
+    """Print, for every gated cell of a run (a suite under a policy), its size and how many templates would decide."""
     from kvaudit.reports.records.load import load_run
     from kvaudit.reports.run import decide_run
     from kvaudit.reports.verdict.family import gated_cells
@@ -224,7 +224,7 @@ def _chance(sizes: Sizes) -> str:
 
 
 def _template_price(sizes: Sizes) -> str:
-    """Return the lowest estimate that can pass, and the lowest drift that passes with the requested power."""
+    """Return in words the lowest estimate that can pass, and the lowest true drift that passes with the wanted power."""
     from kvaudit.reports.verdict.sizes import lowest_drift
 
     d, lowest = sizes.design, sizes.lowest_estimate

@@ -134,7 +134,10 @@ def print_verdict(console: Console, findings: Findings, run: Path | None = None)
 
 
 def _write_pin(folders: Sequence[Path], out: Path) -> None:
-    """Write the pin of finished checkpoints, or of all seeds of an arm; raise RunError if ``out`` exists."""
+    """Write a pin, the file with the sha256 of finished checkpoints, or of all seeds of an arm.
+
+    Raises RunError if ``out`` exists.
+    """
     if out.exists():
         raise RunError(f"{str(out)!r} exists, and a pin must not change; give another --out")
     entries = tuple(entry for folder in folders for entry in _pin_entries(folder))

@@ -99,7 +99,7 @@ class Pipeline:
         return all(stage(self._context).is_done for stage in STAGES.values())
 
     def check_pilot(self) -> None:
-        """Raise NotMeasurable if the pilot is done and a suite has nothing to lose."""
+        """Raise NotMeasurable if the pilot is done and found a suite in which the reference has nothing to lose."""
         PilotStage(self._context).check()
 
     def check_done(self) -> None:

@@ -396,7 +396,10 @@ def write_provenance(
 
 
 def write_ledgers(folder: Path, stem: str, policy: Policy, rollouts: Sequence[Rollout]) -> tuple[str, str]:
-    """Write rollouts to ``ledgers/<stem>.safetensors`` atomically; return the file's name and sha256."""
+    """Write rollouts with their eviction ledgers to ``ledgers/<stem>.safetensors``, atomically.
+
+    Returns the file's name and sha256.
+    """
     path = folder / LEDGERS / f"{stem}.safetensors"
     partial = path.with_name(path.name + PARTIAL)
     with guarded(path):

@@ -38,7 +38,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 class RankGroup:
-    """The processes that train one unit together; the current one has rank ``number`` of ``count``.
+    """The processes that train one unit (an arm with a seed) together; this one has rank ``number`` of ``count``.
 
     ``why`` returns a line about why a rank was lost, "" if the reason is unknown.
     """

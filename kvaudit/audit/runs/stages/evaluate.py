@@ -1,4 +1,7 @@
-"""The evaluation stage: every unit of the grid, at once or in rounds, then the A/A floor of engines."""
+"""The evaluation stage: ask every unit (a checkpoint, policy, suite and length), at once or in rounds.
+
+Engines are then asked their first requests again, which measures their own noise (the A/A floor).
+"""
 
 from __future__ import annotations
 
@@ -108,7 +111,7 @@ class GridStage(Stage):
         return self.context
 
     def _open_refused(self) -> None:
-        """Reopen finished units that have refused rows, except those that another process has claimed."""
+        """Reopen finished units of which the server refused requests, except those that another process has claimed."""
         context = self.context
         for unit in self.units:
             files = UnitFiles.of(context.run.records, unit)

@@ -34,7 +34,7 @@ _SAFETY_SUITES = ("harm", "benign")  # without one of these a check shows too li
 
 
 class PilotStage(Stage):
-    """Answers the pilot's units and stores the results: controls, and the numbers of items of open suites."""
+    """Answers the pilot's units and stores the results: what the reference can lose, and how many items to ask."""
 
     def parts(self) -> Iterator[Part]:
         return iter(()) if self.is_done else self._unit_parts(self._units)

@@ -229,8 +229,8 @@ def corrected_items(
 ) -> dict[str, int]:
     """Return the most rows of each suite, planned anew from the time that the first round took.
 
-    The first round's rows, then, as time allows, the same share of each gated suite's other rows. No answer matters, so
-    the last look is still chosen beforehand.
+    The first round's rows, then, as time allows, the same share of each gated suite's other rows. The answers have no
+    part in this, so the last look is still chosen beforehand.
     """
     asked, seconds = table_of(first_round, "items"), _measured_seconds(plan, [first_round])
     more = {suite: plan.at_hand.get(suite, rows) - rows for suite, rows in asked.items() if suite in gated}

@@ -91,7 +91,7 @@ class Reward:
         raise NotImplementedError
 
     def kept_in(self, folder: Path) -> RewardFn:  # noqa: ARG002 - deterministic rewards store nothing
-        """Return ``rewards``; if not deterministic, in a form that stores answers in ``folder`` and reuses them."""
+        """Return the method ``rewards``; a judge's stores its answers in ``folder`` and reuses them."""
         return self.rewards
 
 

@@ -122,7 +122,7 @@ class OutputFolder:
             write_json(self.path / RECIPE, seal_recipe(sections))
 
     def add(self, row: Mapping[str, Any]) -> dict[str, int]:
-        """Write a row with its alarms; return the alarms."""
+        """Write a row of telemetry with the alarms that it raises; return these."""
         self._first_row = self._first_row or row
         alarms = alarm_numbers(row, self._first_row)
         self.telemetry.append({**row, **alarms})
