@@ -224,7 +224,7 @@ def _chance(sizes: Sizes) -> str:
 
 
 def _template_price(sizes: Sizes) -> str:
-    """Return in words the lowest estimate that can pass, and the lowest true drift that passes with the wanted power."""
+    """Return in words the lowest estimate that can pass, and the lowest true drift that passes with the set power."""
     from kvaudit.reports.verdict.sizes import lowest_drift
 
     d, lowest = sizes.design, sizes.lowest_estimate
