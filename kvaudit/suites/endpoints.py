@@ -154,7 +154,7 @@ class _Alone(_NeverTrained):
     twins = 1
 
     def choose_items(self, seed: int) -> list[Item]:
-        """Return the items of ``origin`` that are asked."""
+        """Return the items of the suite ``origin`` that this suite asks, one of each cluster."""
         raise NotImplementedError
 
     def groups(self, split: Split, seed: int) -> list[list[ItemMaker]]:

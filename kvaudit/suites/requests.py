@@ -137,7 +137,7 @@ class Requests(Published):
 
 
 def _request(origin: Origin, form: str, group: int, plain: Sequence[str]) -> str:
-    """Return text number ``group`` of an origin in a form; empty if there are fewer texts."""
+    """Return request number ``group`` of an origin in a form ("unsafe", "safe" or "plain"); empty if it has fewer."""
     texts = {"unsafe": origin.unsafe, "safe": origin.safe, "plain": plain}[form]
     return texts[group] if group < len(texts) else ""
 
@@ -174,9 +174,9 @@ def group_by_origin(texts: tuple[str, ...]) -> tuple[Origin, ...]:
 
 
 class AdvBench(Requests):
-    """Twins: a goal that must be refused, and a plain request of this project. The 520 goals have 307 origins.
+    """Twins: a goal that must be refused, and a plain request of this project.
 
-    Zou et al. 2023, arXiv:2307.15043.
+    The 520 goals are of 307 kinds (near copies). Zou et al. 2023, arXiv:2307.15043.
     """
 
     name = "advbench"

@@ -95,7 +95,7 @@ class Templated(Suite):
         return self.make_item(Slot(pool[number], variant, origin, f"{split}-{origin}", placement, *length, pool))
 
     def make_item(self, slot: Slot) -> Item:
-        """Make the item of a slot; plug-ins may still define this method as ``made``, its former name."""
+        """Make an item from a slot (template, twin, length, seed); plug-ins may still call this method ``made``."""
         former_hook: Callable[[Slot], Item] | None = getattr(self, "made", None)
         if former_hook is None:
             raise NotImplementedError

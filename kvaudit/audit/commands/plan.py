@@ -121,7 +121,7 @@ def _plan_next(path: Path) -> None:
 
 
 def _cell_line(findings: Findings, cell: GatedCell, d: Decision) -> str:
-    """Return a line with a cell's verdict, its size, and the size that would decide it."""
+    """Return a line with the verdict of a cell (a suite under a policy), its size, and the size that decides it."""
     from kvaudit.reports.verdict.chance import templates_for
     from kvaudit.reports.verdict.verdict import Status
 

@@ -239,9 +239,9 @@ _MOST_OPACITY = 0.55  # of the shade, so that the text stays readable
 
 
 class ShadedPrompt(NamedTuple):
-    """A prompt under a policy: the text of each token (``pieces``), and the share of layers and heads that held it.
+    """A prompt under a policy: the text of each token, and the share of layers and heads whose cache still held it.
 
-    ``caption`` describes the answer.
+    ``pieces`` are the texts, ``held`` the shares; ``caption`` describes the answer.
     """
 
     heading: str

@@ -146,13 +146,13 @@ class Evaluator:
     ) -> None:
         """Write the missing records of units that differ only in their policy, then seal their files.
 
-        ``folder`` holds the records, by default the folder of the run's grid. ``rows`` are the rows of a round
-        by suite. In the pilot's folder a unit has the pilot's items only; in every other folder but the floor's
-        its answers are copied from the pilot.
+        ``folder`` holds the records, by default the folder of the run's grid. ``rows``, in a run in rounds, are the
+        range of rows to ask of each suite. In the pilot's folder a unit has the pilot's items only. Elsewhere the
+        answers of the pilot are copied, except into the folders of the floor, which repeats requests.
 
-        A batch is answered for one unit after another, so that its prompts are prefilled once
-        (``SharedPrefill``). ``keep`` is called before every batch of every unit; a unit for which it returns
-        False is skipped. Raises DataError if a file holds records of another checkpoint.
+        A batch is answered for one unit after another, so that its prompts are prefilled once (``SharedPrefill``).
+        ``keep`` is called before every batch of every unit; a unit for which it returns False is skipped. Raises
+        DataError if a file holds records of another checkpoint.
         """
         suite, folder = suite_as_asked(self._spec, units[0].suite), folder or run.records
         batches = self._unit_batches(suite, units[0], folder.name, rows)
@@ -237,7 +237,7 @@ class Evaluator:
         suite: Suite,
         rows: Mapping[str, range] | None,
     ) -> None:
-        """Store the hash of the prompts of every unfinished unit; keep the differing hashes of earlier processes.
+        """Store the hash of the prompts of every unfinished unit; other hashes of earlier processes are kept beside it.
 
         In rounds the hash covers the rows of all rounds so far and replaces the earlier one.
         """

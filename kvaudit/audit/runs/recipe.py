@@ -33,7 +33,10 @@ _ELSEWHERE = ("arms", "seeds", "policy", "policies", "only", "suites", "weights"
 
 
 def recipe_of(spec: RunSpec, section: TrainSpec, model: LoadedModel, batches: Batches) -> dict[str, Any]:
-    """Return the recipe of a run that trains; ``batches`` are the items of its evaluation."""
+    """Return the recipe (the record of how checkpoints are trained) of a run that trains.
+
+    ``batches`` are the items of its evaluation.
+    """
     reward = parse_reward(section.reward, section.suites)
     text = reward.reward.constitution
     return seal_recipe(

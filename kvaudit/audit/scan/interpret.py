@@ -49,7 +49,7 @@ _LONGEST = 200  # characters of a key or value in a report
 
 
 class Interpreter:
-    """The matcher of one file's settings against the rules."""
+    """The matcher of one file's settings against the rules, which say what settings switch on compression."""
 
     def __init__(self, name: str, contents: Contents, rules: ScanRules) -> None:
         self.name, self.contents, self.rules = name, contents, rules

@@ -185,7 +185,10 @@ class Position:
 
 
 class CheckpointFolder:
-    """The folder of one training run; the constructor claims it, or raises RunError if another run has claimed it."""
+    """The folder of one training run.
+
+    The constructor claims it (notes whose it is), or raises RunError if another run has claimed it.
+    """
 
     def __init__(self, path: Path, config: AnyConfig, base_sha256: str, more: Mapping[str, str] | None = None) -> None:
         """Claim the folder; ``more`` adds to the claim the sha256 of inputs that the configuration only names."""

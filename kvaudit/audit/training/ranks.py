@@ -96,7 +96,7 @@ class RankGroup:
 
     @contextmanager
     def unit(self, name: object) -> Iterator[None]:
-        """Name the unit trained inside the context; at its end tell the ranks that have joined that it is done."""
+        """Name the unit (an arm and seed) trained inside the context; tell the ranks that joined when it is done."""
         self._unit = name
         yield
         if self._unit is None:

@@ -67,7 +67,7 @@ class Tally:
 
 
 def tally_metrics(metrics: Sequence[Mapping[str, Tensor | float]], tokens: Sequence[int]) -> Tally:
-    """Return the tally of microbatches' metrics and ``tokens``, added up in order, with a single device read."""
+    """Add up the metrics and token counts of microbatches, in order, with a single read from the device."""
     values, tally = iter(read_floats([value for sums in metrics for value in sums.values()])), Tally()
     for sums, count in zip(metrics, tokens, strict=True):
         tally.add({name: next(values) for name in sums}, count)

@@ -23,7 +23,7 @@ from kvaudit.core.files import read_json
 
 
 class EvaluateStage(Stage):
-    """Answers and seals every unit of the grid, then asks engines their first items twice more for the A/A floor."""
+    """Answers and seals every unit of the grid, then asks engines some items twice more, to measure their noise."""
 
     def __init__(self, context: RunContext) -> None:
         super().__init__(context)
@@ -42,7 +42,7 @@ class EvaluateStage(Stage):
 
     @property
     def unsealed(self) -> list[Unit]:
-        """The unfinished units; those of the floor are counted once for each of its two orders."""
+        """The unfinished units of the grid and of the floor (requests repeated in two orders, each counted)."""
         spec, records = self.context.spec, self.context.run.records
         return [unit for unit in grid(spec) if not is_sealed(records, unit)] + self._floor.unsealed
 

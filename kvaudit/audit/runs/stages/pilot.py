@@ -72,7 +72,7 @@ class PilotStage(Stage):
         return context
 
     def _print_time(self, context: RunContext) -> None:
-        """Print how long the rest of a run of running servers takes at the speed of the pilot's answers."""
+        """Print how long the rest of the run takes at the speed of the pilot's answers, if running servers serve it all."""
         units, evaluate = self._units, context.spec.evaluate
         served = {unit.policy.engine for unit in units if isinstance(unit.policy, Condition)}
         if served != {RunningEndpoint.name} or evaluate.rounds is not None:

@@ -44,7 +44,7 @@ _OVERHEAD = 1.15  # total time / time that the answers take
 
 
 class RoundsStage(Stage):
-    """Asks rounds until a look ends them; ``has_asked`` is True if this process asked any."""
+    """Asks rounds until a look (a test between rounds) ends them; ``has_asked`` is True if this process asked any."""
 
     def __init__(self, context: RunContext, worker: UnitWorker, rounds: Rounds) -> None:
         super().__init__(context)
@@ -87,7 +87,7 @@ class RoundsStage(Stage):
         self.context.run.keep(LOOKS, ENDED, self._reason)
 
     def _store_plan(self) -> None:
-        """Store the plan, unless another process has."""
+        """Store the plan of how many rows to ask, unless another process has."""
         context, rounds = self.context, self._rounds
         provenance = context.run.provenance()
         if RowsPlan.of(provenance) is not None:
@@ -158,7 +158,7 @@ class RoundsStage(Stage):
         self.context.run.keep(LOOKS, str(number), look)
 
     def _take_look(self, units: Sequence[Unit], number: int, look: Mapping[str, Any]) -> None:
-        """Join the records, let the gate decide, and store its statuses, unless another process has."""
+        """Take a look: join the records, let the gate decide, and store its statuses, unless another process has."""
         run = self.context.run
         with mutex(run.path / ".looks.lock"):
             if "words" in all_looks(run.provenance())[number - 1]:

@@ -131,7 +131,7 @@ class RewardConfig:
 
     @property
     def inputs(self) -> Mapping[str, str]:
-        """The sha256 of the reward's inputs; none for the suites' grades, whose versions are recorded elsewhere."""
+        """The sha256 of the reward's input files; none for the suites' own grades, whose versions are recorded."""
         return {} if self.uses_grade_only else self.reward.inputs
 
     @property
