@@ -124,7 +124,10 @@ def shading_file(run: Path, unit: str) -> Path:
 
 
 def read_shadings(run: Path, unit: str) -> Shadings:
-    """Read the shadings of a unit, none if its records have changed since; raises DataError for a damaged file."""
+    """Read how much of the cache held each token of a unit's answers; empty if its records have changed since.
+
+    Raises DataError for a damaged file.
+    """
     path = shading_file(run, unit)
     if not path.exists():
         return {}

@@ -226,7 +226,7 @@ def _literal(path: Path, number: int, text: str) -> dict[str, Any]:
 
 
 def _tools(path: Path) -> dict[str, Any]:
-    """Return every tool by its name in the cases, which is toolkit and tool joined."""
+    """Return every tool by its name in the cases, which joins the names of its toolkit and of the tool."""
     tools = {}
     for number, kit in enumerate(json_array(path), start=1):
         prefix = value_of(path, number, kit, "name_for_model", str)

@@ -200,7 +200,10 @@ class Evaluator:
     def _unit_batches(
         self, suite: Suite, unit: Unit, folder: str, rows: Mapping[str, range] | None = None
     ) -> list[list[Item]]:
-        """Return the batches of a unit, without empty ones; ``folder`` is the name of its records' folder."""
+        """Return the batches of items in which a unit is asked, none of them empty.
+
+        ``folder`` is the name of its records' folder: the pilot's has fewer items, the floor's may have another order.
+        """
         context = unit.context_tokens
         if rows is not None:
             items = self._items(suite, context)[rows[suite.name].start : rows[suite.name].stop]

@@ -90,7 +90,7 @@ class Pipeline:
                 self._context = STAGES[name](self._context).work()
 
     def follow(self, ranks: RankGroup) -> None:
-        """Train as a rank other than the first, on the units that the first rank names."""
+        """Train, as a rank other than the first, the units (an arm and seed each) that the first rank announces."""
         TrainStage(self._context).follow(ranks)
 
     @property

@@ -1,4 +1,4 @@
-"""Match the settings of a file against the rules, and find the engine and role of each match."""
+"""Match the settings of a file against the rules; find the engine and the role (rollout or serving) of each match."""
 
 from __future__ import annotations
 

@@ -118,7 +118,7 @@ class Batch:
         return values.new_zeros(self.sampled.shape).index_put(index, values)
 
     def select_graded(self, values: Tensor) -> Tensor:
-        """Return the ``values``, [n] with one per sampled token, that belong to graded rollouts."""
+        """Return those of ``values`` [n], one per sampled token, whose rollouts were graded."""
         return values[upload(self.host_mask[self.host_sampled].nonzero()[:, 0], values.device)]
 
     @property

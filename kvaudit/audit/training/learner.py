@@ -266,7 +266,10 @@ class Learner:
         return OldPolicy(logprobs, None if self._critic is None else values)
 
     def ref_logprobs(self, batch: Batch) -> Tensor | None:
-        """Return the reference model's log-probs [B, R] under the arm's view; None without a reference."""
+        """Return the reference model's log-probs [B, R] with the cache of the arm's view (dense or shadow).
+
+        None without a reference model.
+        """
         if self._reference is None:
             return None
         return self._pass(self._reference, batch, self.config.design.learner)

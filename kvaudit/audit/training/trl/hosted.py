@@ -74,7 +74,7 @@ class HostedArm:
         return self.external_sampler == VLLM and self.arm.correction in TRL_CORRECTIONS
 
     def apply_settings(self, config: Any) -> None:
-        """Set the arm's correction in TRL's GRPOConfig if TRL applies it; raises SpecError for settings against the arm."""
+        """Set the arm's correction in TRL's GRPOConfig if TRL applies it; raises SpecError for contradicting ones."""
         if self.arm.correction != "none" and config.loss_type == "vespo" and not self.trl_corrects:
             raise SpecError(
                 f"loss_type 'vespo' weights rollouts by its own ratio and arm {self.arm.name!r} by another; use "
