@@ -135,7 +135,10 @@ def prompts_by_question(provenance: Mapping[str, Any]) -> dict[str, dict[str, st
 
 
 def merge_prompt_digests(recorded: str | None, current: str) -> str:
-    """Return the entry in PROMPTS of a resumed unit: the ``recorded`` digests, and ``current`` if it is another."""
+    """Return a resumed unit's entry in PROMPTS, the table of prompt hashes.
+
+    It has the ``recorded`` hashes, and ``current`` if that is another.
+    """
     if recorded is None:
         return current
     return recorded if current in recorded.split(_AND) else f"{recorded}{_AND}{current}"
@@ -147,7 +150,10 @@ def engine_facts(provenance: Mapping[str, Any], condition: str) -> dict[str, str
 
 
 def item_counts(provenance: Mapping[str, Any]) -> Mapping[str, int]:
-    """Return the number of items of each suite for which the spec gives none, from the last look, else the pilot."""
+    """Return the number of items of each suite for which the spec gives none: from the last look, else the pilot.
+
+    A look is an interim test of a run in rounds.
+    """
     look = last_look(provenance)
     if look is not None:
         return {**dict.fromkeys(pilot_items(provenance), 0), **table_of(look, "items")}

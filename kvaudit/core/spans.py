@@ -119,7 +119,7 @@ Shadings = dict[AnswerKey, Shading | None]  # None: serving it again gave anothe
 
 
 def shading_file(run: Path, unit: str) -> Path:
-    """Return the path of a unit's shadings."""
+    """Return the path of the file that says how much of the cache held each token of a unit's answers."""
     return run / SHADING_FOLDER / f"{unit}.json"
 
 
@@ -141,7 +141,7 @@ def read_shadings(run: Path, unit: str) -> Shadings:
 
 
 def write_shadings(run: Path, unit: str, shadings: Mapping[AnswerKey, Shading | None]) -> None:
-    """Write the shadings of a unit atomically; raises RunError if that fails."""
+    """Write how much of the cache held each token of a unit's answers, atomically; raises RunError if that fails."""
     rows = [{**answer._asdict(), "shading": shading and asdict(shading)} for answer, shading in shadings.items()]
     path = shading_file(run, unit)
     try:

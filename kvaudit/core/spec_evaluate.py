@@ -196,7 +196,7 @@ class EvaluateSpec(SpecSection):
     @model_validator(mode="before")
     @classmethod
     def _canonical(cls, value: Any, info: ValidationInfo) -> Any:
-        """Make policies canonical, and append the uncompressed references of engine conditions (engines with settings)."""
+        """Make policies canonical, and append the uncompressed references of the conditions (engines with settings)."""
         if not isinstance(value, Mapping) or not isinstance(value.get("policies"), list):
             return value
         policies = [_without_reference(policy) for policy in value["policies"]]

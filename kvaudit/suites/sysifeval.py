@@ -37,7 +37,7 @@ class RuledRequest(NamedTuple):
 
 
 class SysIfEval(Published):
-    """Forms: the rules are in the system prompt (``followed``), or the user states them (``capable``).
+    """Two forms: the rules are in the system prompt (``followed``), or the user states them (``capable``).
 
     The second is a control: if it loses too, obedience to the system prompt is not what was lost. An answer that shares
     no word with its request is not graded, since saying nothing follows most rules.

@@ -208,7 +208,10 @@ def adjudicate(
 
 
 def _write_sheet(run: Path, out: Path, select: Sequence[str], *, concordant: int | None, seed: int) -> None:
-    """Write a sheet and its key; raise RunError if the sheet exists, since it may hold labels."""
+    """Write a sheet of answers for people to label, and its key file.
+
+    Raises RunError if the sheet exists, since it may hold labels.
+    """
     from kvaudit.reports.records.load import load_run
     from kvaudit.reports.run import drift_and_rules
     from kvaudit.reports.verdict.human_labels import earlier_labels, sheet_key

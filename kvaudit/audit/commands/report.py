@@ -65,7 +65,7 @@ class GateOptions:
     ] = None
 
     def read(self) -> GateOverrides:
-        """Read and check the files; raise SpecError and DataError for invalid ones."""
+        """Read and check the gate file and the waivers; raise SpecError and DataError for invalid ones."""
         from kvaudit.reports.verdict.rules import BLOCK, WARN, GateOverrides, load_gate_file
         from kvaudit.reports.verdict.verdict import read_waivers
 

@@ -50,7 +50,7 @@ class Tally:
     tokens: int = 0
 
     def add(self, sums: Mapping[str, float], tokens: int) -> None:
-        """Add sums over some tokens."""
+        """Add the sums of metrics over a number of tokens."""
         for name, value in sums.items():
             self.sums[name] = self.sums.get(name, 0.0) + value
         self.tokens += tokens  # of graded rollouts, counted in every pass over a batch

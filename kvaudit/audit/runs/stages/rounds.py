@@ -117,7 +117,7 @@ class RoundsStage(Stage):
             self.context.print_line(f"by the time that the first round took: {', '.join(changed)}")
 
     def _check_clusters(self) -> None:
-        """Raise SpecError for a suite with several rows per cluster, since a look could hold only some of them."""
+        """Raise SpecError for a suite with several rows per cluster, as a test between rounds could split clusters."""
         count = self.context.models.base().chat.count_tokens
         for name in self.context.spec.evaluate.suites:
             rows = layout_of(self.context.spec, name, count)
@@ -229,8 +229,8 @@ def corrected_items(
 ) -> dict[str, int]:
     """Return the most rows of each suite, planned anew from the time that the first round took.
 
-    The first round's rows, then, as time allows, the same share of each gated suite's other rows. The answers have no
-    part in this, so the last look is still chosen beforehand.
+    That is the first round's rows and, as time allows, an equal share of each gated suite's other rows. Answers have no
+    part in it, so the number of rows at the last look is still fixed beforehand.
     """
     asked, seconds = table_of(first_round, "items"), _measured_seconds(plan, [first_round])
     more = {suite: plan.at_hand.get(suite, rows) - rows for suite, rows in asked.items() if suite in gated}

@@ -61,7 +61,7 @@ class Judged(Reward):
 
     @cached_property
     def constitution(self) -> str | None:
-        """The text, read once, so that later changes of the file have no effect."""
+        """The text of the constitution, read once, so that later changes of the file have no effect."""
         file = self.constitution_file
         return read_constitution(Path(expand("train.reward.constitution", file))) if file else None
 
