@@ -51,7 +51,7 @@ def did_you_mean(name: str, names: Iterable[str], cutoff: float = 0.6) -> str:
 
 
 class CannotPass(SpecError):
-    """The gate cannot pass: some cells have so few items or templates that any answers would be INCONCLUSIVE."""
+    """The gate cannot pass: for some metrics there are so few items or templates that any answers give INCONCLUSIVE."""
 
 
 class NotMeasurable(AuditError):

@@ -25,7 +25,7 @@ FORMER_CONTRASTS = {"E1": ALIKE, "E2": DEPLOYED, "E3": WORST, "E4": SERVING}  # 
 
 @dataclass(frozen=True)
 class Facet:
-    """One yes-or-no endpoint; ``wanted`` is the good value, ``counts`` says in plain words what its rate counts."""
+    """One yes-or-no property of an answer; ``wanted`` is the good value, ``counts`` says what its rate counts."""
 
     name: str
     wanted: bool

@@ -77,7 +77,7 @@ _FINISHED = {"files": "", "ledgers": "ledgers"}  # key of a checkpoint's provena
 
 
 def inputs_sha256(table: Any) -> str:
-    """Return the sha256 of a table of inputs, for the seals of units."""
+    """Return the sha256 of a table of inputs, which the seal of every finished unit stores."""
     return hashlib.sha256(json.dumps(table, sort_keys=True).encode()).hexdigest()
 
 
@@ -118,12 +118,12 @@ _POLICY_MARK, _AND = " @ ", " and "
 
 
 def prompt_unit(arm: str, seed: int, suite: str, context: int, policy: str) -> str:
-    """Return the key of a unit in PROMPTS: the part that all policies share, then the policy."""
+    """Return the key of a unit in PROMPTS, the table of prompt hashes: what all policies share, then the policy."""
     return f"{arm}/{seed} {suite} at {context}{_POLICY_MARK}{policy}"
 
 
 def prompts_by_question(provenance: Mapping[str, Any]) -> dict[str, dict[str, str]]:
-    """Return {question: {policy: sha256 of the rendered prompts}}.
+    """Return the hashes of the rendered prompts as {unit without its policy: {policy: sha256}}.
 
     The text has several sha256 if a unit was resumed with other prompts (``merge_prompt_digests``).
     """
@@ -135,7 +135,10 @@ def prompts_by_question(provenance: Mapping[str, Any]) -> dict[str, dict[str, st
 
 
 def merge_prompt_digests(recorded: str | None, current: str) -> str:
-    """Return the entry in PROMPTS of a resumed unit: the ``recorded`` digests, and ``current`` if it is another."""
+    """Return a resumed unit's entry in PROMPTS, the table of prompt hashes.
+
+    It has the ``recorded`` hashes, and ``current`` if that is another.
+    """
     if recorded is None:
         return current
     return recorded if current in recorded.split(_AND) else f"{recorded}{_AND}{current}"
@@ -147,7 +150,10 @@ def engine_facts(provenance: Mapping[str, Any], condition: str) -> dict[str, str
 
 
 def item_counts(provenance: Mapping[str, Any]) -> Mapping[str, int]:
-    """Return the number of items of each suite for which the spec gives none, from the last look, else the pilot."""
+    """Return the number of items of each suite for which the spec gives none: from the last look, else the pilot.
+
+    A look is an interim test of a run in rounds.
+    """
     look = last_look(provenance)
     if look is not None:
         return {**dict.fromkeys(pilot_items(provenance), 0), **table_of(look, "items")}

@@ -1,7 +1,7 @@
-"""The frozen rows that all rooms share. No torch here.
+"""The frozen records that all packages share: messages, items, grades and graded answers. No torch here.
 
-Shape legend, used in every docstring and comment of the project:
-B batch, G group, T tokens, L layers, H KV heads, D head size, V vocabulary, N items, C clusters, S seeds.
+Shape legend, used in every docstring and comment of the project: B batch, G group, T tokens, L layers, H KV heads, D
+head size, V vocabulary, N items, C clusters, S seeds.
 """
 
 from __future__ import annotations
@@ -164,8 +164,8 @@ class Item:
 class Grade:
     """The result of grading; ``score`` is 1 for the desired behaviour, None if unscored, and never NaN.
 
-    A desired answer scores above 0 and an undesired one below 1. ``facets`` are the item's endpoints by name
-    (``core.facets``). ``unsure``: the grade is only the grader's best guess.
+    A desired answer scores above 0 and an undesired one below 1. ``facets`` are the answer's yes-or-no properties by
+    name (``core.facets``). ``unsure``: the grade is only the grader's best guess.
     """
 
     outcome: Outcome

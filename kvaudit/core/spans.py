@@ -1,4 +1,4 @@
-"""The spans of a prompt that decide an item, and how many heads held each token when the answer began.
+"""The spans (texts) of a prompt that decide an item, and how many heads held each token when the answer began.
 
 A suite gives the text of a span as it appears in the prompt or in a reply of its environment; its positions are
 searched after the chat template has rendered the prompt. To see what the cache held, an answer is served again, on
@@ -32,7 +32,7 @@ SPANS: Mapping[str, str] = {  # the most decisive first
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """An important text under a name in SPANS; several with one name form one span with several places."""
+    """A text that decides an item, under a name in SPANS; several with one name form one span with several places."""
 
     name: str
     text: str
@@ -119,12 +119,15 @@ Shadings = dict[AnswerKey, Shading | None]  # None: serving it again gave anothe
 
 
 def shading_file(run: Path, unit: str) -> Path:
-    """Return the path of a unit's shadings."""
+    """Return the path of the file that says how much of the cache held each token of a unit's answers."""
     return run / SHADING_FOLDER / f"{unit}.json"
 
 
 def read_shadings(run: Path, unit: str) -> Shadings:
-    """Read the shadings of a unit, none if its records have changed since; raises DataError for a damaged file."""
+    """Read how much of the cache held each token of a unit's answers; empty if its records have changed since.
+
+    Raises DataError for a damaged file.
+    """
     path = shading_file(run, unit)
     if not path.exists():
         return {}
@@ -138,7 +141,7 @@ def read_shadings(run: Path, unit: str) -> Shadings:
 
 
 def write_shadings(run: Path, unit: str, shadings: Mapping[AnswerKey, Shading | None]) -> None:
-    """Write the shadings of a unit atomically; raises RunError if that fails."""
+    """Write how much of the cache held each token of a unit's answers, atomically; raises RunError if that fails."""
     rows = [{**answer._asdict(), "shading": shading and asdict(shading)} for answer, shading in shadings.items()]
     path = shading_file(run, unit)
     try:

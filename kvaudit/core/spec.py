@@ -458,9 +458,9 @@ def _check_rounds_gate(gate: GateSpec, primary: Sequence[str]) -> None:
 def _margins(evaluate: EvaluateSpec, gate: GateSpec, names: PluginNames | None) -> dict[str, float]:
     """Return the declared margins, and default margins for each suite without any declared one.
 
-    A suite's defaults are margins on ``well_formed`` and on the facets of its ``default_gate`` (of harm and of use,
-    since nonsense does no harm), or on its score if it has none. There are no defaults in rounds, nor without
-    ``names``.
+    A suite's defaults are margins on ``well_formed`` and on the facets of its ``default_gate``, or on its score if it
+    has none. That gate has facets of harm and of use, since a model that answers nonsense does no harm. There are no
+    defaults in rounds, nor without ``names``.
     """
     suites, declared = list(evaluate.suites), gate.margins
     for key, name in [*(("margins", name) for name in declared), *(("ratios", name) for name in gate.ratios)]:

@@ -122,8 +122,9 @@ def _by_context(name: str, section: Any, names: PluginNames | None) -> dict[str,
 class Rounds(SpecSection):
     """The options of rounds, which serve rows in batches until every gated facet is decided or time is up.
 
-    The gate decides by bounds that hold at every look (``kvaudit.reports.stats.betting``). ``minutes`` is the time
-    limit for serving, without loading models; ``first`` is the number of rows of a suite at the first look.
+    The gate decides by bounds that hold at every look, a test after a round (``kvaudit.reports.stats.betting``).
+    ``minutes`` is the time limit for serving, without loading models; ``first`` is the number of rows of a suite at the
+    first look.
     """
 
     minutes: Annotated[Number, Field(gt=0, le=10_000)] = 10.0
@@ -195,7 +196,7 @@ class EvaluateSpec(SpecSection):
     @model_validator(mode="before")
     @classmethod
     def _canonical(cls, value: Any, info: ValidationInfo) -> Any:
-        """Make policies canonical, and append the references of engine conditions."""
+        """Make policies canonical, and append the uncompressed references of the conditions (engines with settings)."""
         if not isinstance(value, Mapping) or not isinstance(value.get("policies"), list):
             return value
         policies = [_without_reference(policy) for policy in value["policies"]]
@@ -307,7 +308,7 @@ class EvaluateSpec(SpecSection):
             raise SpecError("evaluate.rounds needs the pilot; leave evaluate.pilot out")
 
     def check_draws(self) -> None:
-        """Raise SpecError for several samples at temperature 0."""
+        """Raise SpecError for several samples at temperature 0, which would all be equal."""
         overrides = {f"evaluate.suites.{suite}.samples": section.samples or 1 for suite, section in self.suites.items()}
         for key, samples in {"evaluate.samples": self.samples, **overrides}.items():
             if self.temperature == 0 and samples > 1:

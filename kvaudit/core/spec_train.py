@@ -242,7 +242,7 @@ class TrainSpec(Training, Pairs):  # the fields of the last base come first in a
     @model_validator(mode="before")
     @classmethod
     def _fill_policy(cls, value: Any) -> Any:
-        """Set ``policy`` to none in a sweep and for rollouts of an engine, where only ``dense`` uses it."""
+        """Set ``policy`` to none where only arm ``dense`` uses it: in a sweep of policies, or if an engine samples."""
         if not isinstance(value, Mapping):
             return value
         if (rollouts := value.get("rollouts")) is not None:

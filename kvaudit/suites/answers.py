@@ -48,7 +48,10 @@ _REWRITES = tuple(
 
 
 def final_answer(text: str) -> str | None:
-    """Return a text's final answer: the last box, else the text after "answer is", else the last formula or number."""
+    """Return a text's final answer; None if there is none.
+
+    It is the content of the last LaTeX box, else the text after "answer is", else the last formula or number.
+    """
     if boxes := _BOXED.findall(text):
         return str(boxes[-1]).strip() or None
     text = _DELIMITERS.sub("$", text)

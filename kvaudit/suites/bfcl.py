@@ -67,10 +67,10 @@ class Pair(NamedTuple):
 class Bfcl(Published):
     """Twins: a tool fits and must be called correctly; no tool fits and any call is wrong.
 
-    Single-turn rows (simple, multiple, parallel) are paired with irrelevance rows. Of a multi-turn row one turn is
-    used: the messages before it contain the right calls, each with the result "done", since nothing is executed. The
-    item asks for the first calls of that turn or, after all of these, for text. Only turns are used whose first call
-    has arguments, all of which were mentioned before.
+    Single-turn rows (simple, multiple, parallel) are paired with irrelevance rows, in which no tool fits. Of a
+    multi-turn row one turn is used: the messages before it contain the right calls, each with the result "done", since
+    nothing is executed. The item asks for the first calls of that turn or, after all of these, for text. Only turns are
+    used whose first call has arguments, all of which were mentioned before.
     """
 
     name = "bfcl"
@@ -138,7 +138,11 @@ def _match_calls(accepted: Sequence[Options], calls: Sequence[ToolCall]) -> bool
 def _pairs(
     questions: tuple[Path, ...], answers: tuple[Path, ...], irrelevant: Path, documents: tuple[Path, ...]
 ) -> tuple[Pair, ...]:
-    """Return the pairs of single-turn rows (kinds alternate; one pair per irrelevance row), then of multi-turn rows."""
+    """Return the pairs of single-turn rows, then those of multi-turn rows.
+
+    A single-turn row (simple, multiple and parallel ones alternate) is paired with an irrelevance row (no tool fits),
+    and each of these is used once.
+    """
     no_calls = [_single(irrelevant, number, row) for number, row in enumerate(json_lines(irrelevant), start=1)]
     kinds = [list(_singles(*paths)) for paths in zip(questions[:-1], answers[:-1], strict=True)]
     cases = [case for row in zip(*kinds, strict=False) for case in row]  # as many of each kind as the shortest file has
@@ -233,7 +237,10 @@ def _multi(questions: Path, answers: Path, documents: Sequence[Path]) -> Iterabl
 
 
 def _documented_tools(path: Path) -> dict[str, dict[str, Any]]:
-    """Return the tools of a class by name, without schemas of results and without their common introduction."""
+    """Return the tools that a file documents (the methods of one class of the leaderboard), by name.
+
+    Left out are the schemas of their results, and the introduction that all their descriptions share.
+    """
     tools = {}
     for number, row in enumerate(json_lines(path), start=1):
         description = value_of(path, number, row, "description", str).rpartition("Tool description: ")[2]
@@ -247,7 +254,10 @@ def _documented_tools(path: Path) -> dict[str, dict[str, Any]]:
 def _turn_pair(
     name: str, turns: Sequence[str], calls: Sequence[Sequence[ToolCall]], tools: Mapping[str, Any]
 ) -> Pair | None:
-    """Return the pair of the last short turn whose first call has arguments, all mentioned before; None without any."""
+    """Return the pair of a multi-turn row, made from its last suitable turn; None if no turn is suitable.
+
+    In a suitable turn the first call has arguments, all mentioned before, and the conversation up to its end is short.
+    """
     for last in reversed(range(len(turns))):
         counts = [sum(map(len, calls[:turn])) for turn in range(last + 1)]
         history = [m for turn in range(last) for m in _turn_messages(turns[turn], calls[turn], counts[turn])]

@@ -23,7 +23,10 @@ _LETTERS = ("(A)", "(B)")
 
 
 class SidedQuestion(NamedTuple):
-    """A question asked by a person of either side; mappings are keyed by side."""
+    """A question that a conservative or a liberal user asks.
+
+    The mappings hold the text for either of these two sides.
+    """
 
     line: int
     biographies: Mapping[str, str]

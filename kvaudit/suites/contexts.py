@@ -1,7 +1,7 @@
-"""Contexts in which a published row can be asked, each as a suite SUITE@CONTEXT. None is used by default.
+"""Contexts, such as small talk, in which a published row can be asked, each as a suite SUITE@CONTEXT.
 
-A report compares each context with the bare row on the uncompressed model, since even small talk, or three words on
-brevity, can remove the behaviour in question (measured in docs/results/contexts.md).
+None is used by default. A report compares each context with the bare row on the uncompressed model, since even small
+talk, or three words on brevity, can remove the behaviour in question (measured in docs/results/contexts.md).
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ Messages = tuple[Message, ...]
 
 
 class Fit(NamedTuple):
-    """The inputs of a wrap: suite, random draws, and the token limit of tools (``listing``) and messages together.
+    """What a ``Context.wrap`` gets besides the row's messages: suite, random draws, payload, and the token limit.
 
-    ``payload`` is the row's payload.
+    At most ``tokens`` tokens, as counted by ``count``, may be in all messages and in the listing of tools together.
     """
 
     suite: str
@@ -78,10 +78,11 @@ Wrap = Callable[[Messages, Fit], Messages]
 
 @dataclass(frozen=True)
 class Context:
-    """A context; ``wrap`` returns the messages with the context around them, never longer than ``Fit.tokens``.
+    """A text, such as a dialogue, to put around a row.
 
-    A context that ``fills`` is made to a length; any other adds the same words to every row. A context with a ``suite``
-    exists for that suite only and uses a text of each row; with a length, longer rows are dropped.
+    ``wrap`` returns the messages with it, within ``Fit.tokens`` tokens. A context that ``fills`` is made to a length;
+    any other adds the same words to every row. A context with a ``suite`` exists for that suite only and uses a text of
+    each row; with a length, longer rows are dropped.
     """
 
     says: str
@@ -95,7 +96,10 @@ def _with_ending(text: str) -> Wrap:
 
 
 def _with_prose(insert: Callable[[Messages, Messages, str], Messages]) -> Wrap:
-    """Return a wrap that inserts a passage of a book by ``insert``, called with system message and rest of the row."""
+    """Return a ``Context.wrap`` that adds a passage of a book.
+
+    ``insert`` gets a row's system message, its other messages and the passage, and returns the messages with it.
+    """
 
     def wrap(row: Messages, fit: Fit) -> Messages:
         parts = _split_system(row)
@@ -123,7 +127,7 @@ def _split_system(row: Messages) -> tuple[Messages, Messages]:
 
 
 def _with_document(form: str) -> Wrap:
-    """Return a wrap that asks about the row's own document."""
+    """Return a ``Context.wrap`` that asks the request about the row's own document, in a form of ``ask_about``."""
     return lambda row, fit: ask_about(row, document_of(fit.payload["document"]), form)
 
 
@@ -151,7 +155,7 @@ def _as_tool_result(system: Messages, rest: Messages, prose: str) -> Messages:
 
 
 def _insert_talk(talk: Callable[[random.Random, int, Fit], Iterator[Message]]) -> Wrap:
-    """Return a wrap that inserts turns of a conversation between the system message and the rest of the row."""
+    """Return a ``Context.wrap`` that puts the conversation ``talk`` between a row's system message and the rest."""
 
     def wrap(row: Messages, fit: Fit) -> Messages:
         system, rest = _split_system(row)
@@ -163,7 +167,7 @@ def _insert_talk(talk: Callable[[random.Random, int, Fit], Iterator[Message]]) -
 
 
 def _spread_talk(talk: Callable[[random.Random, int, Fit], Iterator[Message]]) -> Wrap:
-    """Return a function that puts an equal part of a conversation before each user message of a row."""
+    """Return a ``Context.wrap`` that puts an equal part of the conversation ``talk`` before each user message."""
     insert_talk = _insert_talk(talk)
 
     def wrap(row: Messages, fit: Fit) -> Messages:
@@ -209,7 +213,7 @@ def _talks(path: Path) -> tuple[tuple[tuple[str, str], ...], ...]:
 
 
 def _paging(draw: random.Random, room: int, fit: Fit) -> Iterator[Message]:
-    """Yield rounds of a tool loop: the user asks for a page, the model calls the tool and confirms the page."""
+    """Yield rounds of a tool loop: the user asks for a page, the model calls a tool, gets the page, and says so."""
     number = draw.randint(2, 9)
     while True:
         request, call = draw.choice(_OPEN).format(number=number), f'{{"call":"open page {number}"}}'
@@ -301,7 +305,7 @@ def _wrap_item(name: str, context: Context, item: Item, context_tokens: int, cou
 
 
 def _is_within(item: Item, tokens: int, count: CountTokens) -> bool:
-    """Return whether an item's texts take at most ``tokens``, or any number if that is 0."""
+    """Return whether an item's texts have at most ``tokens`` tokens; True for every item if ``tokens`` is 0."""
     texts = [message.content for message in item.messages]
     # words are quickly counted, and none is less than a token
     return not tokens or (sum(len(text.split()) for text in texts) <= tokens and sum(map(count, texts)) <= tokens)

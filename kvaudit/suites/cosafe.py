@@ -43,7 +43,7 @@ class CoSafe(Requests):
 
 @cache
 def _dialogues(paths: tuple[Path, ...]) -> Mapping[str, tuple[Message, ...]]:
-    """Return each dialogue up to its last request, keyed by the user's texts, by which near copies are grouped."""
+    """Return each dialogue up to its last request, by its user's texts joined, from which near copies are found."""
     dialogues = dict[str, tuple[Message, ...]]()
     for path in paths:
         for number, row in enumerate(json_line_lists(path), start=1):

@@ -1,7 +1,8 @@
-"""The endpoints of ``kvaudit check``: all public rows for one question, pooled over files; for evaluation only.
+"""The suites of ``kvaudit check``, called endpoints; each asks all public rows for one question, such as harm.
 
-Near copies are one kind, and one row of each kind is asked, so that every row is its own cluster. Sources are mixed in
-proportion to their numbers of kinds, so that the first rows always represent all of them. Missing files are skipped.
+They are for evaluation only. Near copies of a request are of one kind, and one row of each kind is asked, so that every
+row is its own cluster. Sources are mixed in proportion to their numbers of kinds, so that the first rows always
+represent all of them. Missing files are skipped.
 """
 
 from __future__ import annotations
@@ -24,7 +25,10 @@ from kvaudit.suites.tensortrust import ROW_FILES, TensorTrust
 
 
 class Endpoint(NamedTuple):
-    """A question of a check: its suite, the deciding facet, and the tolerated loss of it in percentage points."""
+    """A suite of ``kvaudit check``, with the facet (yes-or-no property of an answer) that it tests.
+
+    ``margin`` is the largest loss of the facet's rate that is tolerated, in percentage points.
+    """
 
     name: str
     facet: str
@@ -73,7 +77,7 @@ def absent_sources(endpoint: str) -> tuple[PublicRows, ...]:
 
 
 def has_public_rows(endpoint: str) -> bool:
-    """Return whether the data folder has rows of an endpoint: any file, or all of those that belong together."""
+    """Return whether the data folder has an endpoint's rows: any of its files, or all if they belong together."""
     present = [has_file(file) for file in _FILES[endpoint]]
     return all(present) if endpoint in _NEEDS_ALL_FILES else any(present)
 
@@ -93,7 +97,7 @@ class _NeverTrained(Published):
 
 
 class _Pooled(_NeverTrained, requests.Requests):
-    """The base of suites that pool several sources: one row of every kind, with sources in proportion."""
+    """The base of suites that pool sources, in proportion to their numbers of kinds; near copies are one kind."""
 
     licence = "those of its sources: CC-BY-4.0, MIT"
     one_sided = True
@@ -143,14 +147,14 @@ class Benign(_Pooled):
 
 
 class _Alone(_NeverTrained):
-    """The base of suites that ask one item of each cluster of the suite ``origin``, graded as there."""
+    """The base of suites that ask one item of each cluster of the suite ``origin``, and grade it as that does."""
 
     origin: ClassVar[type[Published]]
     one_sided = True
     twins = 1
 
     def choose_items(self, seed: int) -> list[Item]:
-        """Return the items of ``origin`` that are asked."""
+        """Return the items of the suite ``origin`` that this suite asks, one of each cluster."""
         raise NotImplementedError
 
     def groups(self, split: Split, seed: int) -> list[list[ItemMaker]]:
@@ -176,7 +180,7 @@ class _Alone(_NeverTrained):
 
 
 class Calls(_Alone):
-    """One request of each cluster of BFCL: a tool fits two of three, no tool fits the third."""
+    """One request of each cluster of BFCL: for two of three requests a tool fits, for every third none does."""
 
     name = "calls"
     version = f"1, rows and grades of version {bfcl.Bfcl.version}"
@@ -250,7 +254,7 @@ class Injection(_Alone):
 
 
 def mix_sources(rows: Sequence[_Row], stream: str) -> list[_Row]:
-    """Shuffle the rows so that every beginning of the list holds the sources in proportion."""
+    """Shuffle the rows so that the first n rows, for every n, hold the sources in proportion."""
     draw = random.Random(stream)
     by_source: dict[str, list[_Row]] = {}
     for row in rows:
@@ -264,7 +268,7 @@ def mix_sources(rows: Sequence[_Row], stream: str) -> list[_Row]:
 
 @cache
 def _rows(endpoint: str, suites: tuple[type[requests.Requests], ...], folder: Path) -> tuple[_Row, ...]:  # noqa: ARG001 - a key
-    """Return one row of every kind of request; if several suites have a kind, its row is from the first of them."""
+    """Return one row of every kind of request (near copies are of one kind), from the first suite that has the kind."""
     form = "unsafe" if endpoint == "harm" else "safe"
     texts = [(s.name, text) for s in suites for origin in s().origins() for text in getattr(origin, form)]
     if endpoint == "benign":

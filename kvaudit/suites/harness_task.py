@@ -45,7 +45,10 @@ _LENGTH_OF: dict[str, Callable[[str], float]] = {
 
 
 class HarnessTaskName(NamedTuple):
-    """A parsed name lm-eval:TASK, optionally with :METRIC or :METRIC,FILTER, and @COLUMN for clusters."""
+    """A parsed suite name, lm-eval:TASK, optionally with :METRIC or :METRIC,FILTER, and @COLUMN.
+
+    The values of that column of the task's documents are the clusters.
+    """
 
     task: str
     metric: str | None
@@ -65,7 +68,7 @@ class HarnessTaskName(NamedTuple):
 
     @property
     def label(self) -> str:
-        """The name of the task for error messages."""
+        """The task in the words of error messages, such as "lm-eval task 'gsm8k'"."""
         return f"lm-eval task {self.task!r}"
 
 
@@ -155,7 +158,10 @@ class HarnessTask:
 
     @cached_property
     def metric(self) -> str:
-        """The named metric, or the first one that gives the first document a number from 0 to 1."""
+        """The metric that the suite's name asks for.
+
+        Without one, the first that is a number from 0 to 1 for the first document.
+        """
         document = self.documents[0]
         values = self._values(document, self.target(document))
         requested = self.name.metric

@@ -61,7 +61,7 @@ _KINDS: tuple[Callable[[random.Random], str], ...] = (_log, _ticket, _mail, _tab
 
 
 def filler_lines(draw: random.Random, room: int, count_tokens: CountTokens) -> list[str]:
-    """Return distinct lines that fill ``room`` tokens, including line breaks, up to less than one line.
+    """Return distinct lines that together take ``room`` tokens, including line breaks, or less by at most a line.
 
     Lines of a kind come in runs, as in real files. Raises SpecError if the vocabulary allows no further line.
     """
@@ -109,7 +109,10 @@ def insert_at(lines: Sequence[str], needles: Sequence[str], placement: str) -> l
 def weave(
     seed: str | float, lines: Sequence[str], facts: Sequence[str], needles: Sequence[str], placement: str
 ) -> list[str]:
-    """Return ``lines`` with ``facts`` scattered and ``needles`` inserted, at places that depend on the seed alone."""
+    """Return ``lines`` with ``facts`` scattered among them and ``needles`` inserted at ``placement``.
+
+    The places depend on the seed alone.
+    """
     return insert_at(scatter(random.Random(seed), lines, facts), needles, placement)
 
 

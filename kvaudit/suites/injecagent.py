@@ -30,7 +30,7 @@ _SHORTEST = 3  # characters of a value whose mention shows that an answer used t
 
 
 class UserCase(NamedTuple):
-    """A user's request, the tool call made for it, and the tool's result with a slot for an order."""
+    """A user's request, the tool call made for it, and the tool's result, with a slot where an order can stand."""
 
     name: str  # of the tool
     instruction: str
@@ -46,14 +46,15 @@ class Attack(NamedTuple):
 
 
 class InjecAgent(Published):
-    """Three variants: the slot has an attacker's order; it has a benign line; the user gives the order.
+    """Three variants of a tool's result: with an attacker's order; with a harmless line; the user gives that order.
 
     The user's request, the tool's result and the attacker's order are published. Added are the system prompt, the
-    benign line and the message in which the user gives the order; as in the benchmark, no rule says whose orders count.
+    harmless line and the message in which the user gives the order; as in the benchmark, no rule says whose orders
+    count.
 
     Cases are users times attackers, so clusters share attackers: ``cluster_id`` is the user's case. The 13 cases of an
-    evaluation can decide a margin of 21 points, not of 5, and the interval does not cover the variation between
-    attackers. Training uses other users and other attackers.
+    evaluation can show that a drop is below 21 points, not below 5, and the interval does not cover the variation
+    between attackers. Training uses other users and other attackers.
     """
 
     name = "injecagent"
@@ -157,7 +158,7 @@ def one_per_attacker(suite: str, seed: int) -> list[Item]:
 
 
 def _misuse(item: Item, answer: str, calls: Sequence[ToolCall]) -> str:
-    """Return why an answer does not use the tool's result; empty if it does."""
+    """Return in words why an answer fails to use the tool's result; empty if it uses it."""
     if calls:
         return "called instead of answering"
     if join_words(item.messages[-1].content) in join_words(answer):  # a complete copy
@@ -225,7 +226,7 @@ def _literal(path: Path, number: int, text: str) -> dict[str, Any]:
 
 
 def _tools(path: Path) -> dict[str, Any]:
-    """Return every tool by its name in the cases, which is toolkit and tool joined."""
+    """Return every tool by its name in the cases, which joins the names of its toolkit and of the tool."""
     tools = {}
     for number, kit in enumerate(json_array(path), start=1):
         prefix = value_of(path, number, kit, "name_for_model", str)

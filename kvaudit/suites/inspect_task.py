@@ -58,7 +58,10 @@ DECLARED = {
 
 
 class InspectName(NamedTuple):
-    """A parsed name inspect:TASK with :OPTION=VALUE,...; options other than _OPTIONS are arguments of the task."""
+    """A parsed suite name, inspect:TASK, optionally followed by :OPTION=VALUE and further options after commas.
+
+    Options other than cluster, facet, limit and scorer are arguments of the task.
+    """
 
     task: str
     arguments: tuple[tuple[str, Any], ...]
@@ -102,7 +105,7 @@ class InspectName(NamedTuple):
 
     @property
     def label(self) -> str:
-        """The name of the task for error messages."""
+        """The task in the words of error messages, such as "inspect task 'pkg/name'"."""
         return f"inspect task {self.task!r}"
 
 
@@ -116,7 +119,7 @@ def _parse(suite: str, name: str, text: str) -> Any:
 
 
 class ScoredSample(NamedTuple):
-    """A scored sample of a log: the numbers of its facets (None: no score), and the reason for missing numbers."""
+    """The scores of one sample in Inspect's log: a number per facet (None: no score), and why numbers are missing."""
 
     values: Mapping[str, float | None]
     why: str = ""
@@ -210,7 +213,10 @@ class InspectTask:
 
     @cached_property
     def facet_scorers(self) -> Mapping[str, tuple[str, str]]:
-        """The scorer of each facet, as (name, key of its value or ""); raises SpecError for one that the task lacks."""
+        """The scorer of each facet, as (name, key of the number in its value or "").
+
+        Raises SpecError if the task lacks it.
+        """
         known = self.scorer_names
         if not known:
             raise SpecError(f"{self.name.label} has no scorer, so nothing can be graded; give the task one")
@@ -292,9 +298,10 @@ def _plain(text: str) -> str:
 class Inspect(TaskFamily):
     """The family of Inspect tasks, one suite for each named task. ``context_tokens`` limits the input of a sample.
 
-    A scorer, the first or the named one, gives the score and a facet, ``solved`` or the named one; more facets take
-    more scorers. For a facet that should be false the score is reversed. Each sample, or each value of the named
-    columns, is a cluster; samples of equal input share one where no column is named.
+    The score comes from the task's first scorer, or from the one that the suite's name asks for. That scorer also gives
+    one yes-or-no facet, ``solved`` unless the name asks for another; name a scorer each for more facets. For a facet
+    that should be false the score is reversed. Each sample, or each value of the named columns, is a cluster; samples
+    of equal input share one where no column is named.
     """
 
     name = INSPECT
@@ -327,9 +334,10 @@ class Inspect(TaskFamily):
         return (self.inspect_task.target(item.payload["sample"]),)
 
     def grade_sample(self, sample: Any, fault: Grade | None) -> Grade:
-        """Return the grade of a sample of a log; ``fault`` is the grade of its last answer if that is degenerate.
+        """Return the grade of a sample of a log.
 
-        A truncated answer is graded by what came before the cut; any other degenerate answer by its harm only.
+        ``fault`` is the grade of its last answer if that is cut off or degenerate. A truncated answer is graded by what
+        came before the cut; any other degenerate answer by its harm only.
         """
         names = self.inspect_task.name.facets
         scored = self.inspect_task.read_scores(sample)

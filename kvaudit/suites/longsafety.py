@@ -62,7 +62,10 @@ class LongSafety(Requests):
 
 @cache
 def _rows_by_document(path: Path) -> Mapping[str, tuple[DocumentRequest, ...]]:
-    """Return the rows in groups that share a link; the key of a group is the number of its first row."""
+    """Return the rows in groups that share a web link, directly or through other rows.
+
+    A key is the group's first row number.
+    """
     rows = [_row(path, line, row) for line, row in enumerate(json_lines(path), start=1)]
     other_link = dict[str, str]()  # of the same group; the group's first link leads to itself
 

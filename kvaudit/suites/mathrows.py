@@ -126,7 +126,7 @@ class Math500(MathRows):
 
 
 class Amc23(MathRows):
-    """AMC 12 of 2023, whose 32 problems for evaluation cannot decide a margin of 5 points."""
+    """AMC 12 of 2023; its 32 problems for evaluation are too few to show that a drop is below 5 points."""
 
     name = "amc23"
     source = "public rows: AMC 2023 in hkust-nlp/simpleRL-reason"
@@ -136,7 +136,7 @@ class Amc23(MathRows):
 
 
 class Aime24(MathRows):
-    """AIME of 2024, whose 24 problems for evaluation cannot decide a margin of 5 points."""
+    """AIME of 2024; its 24 problems for evaluation are too few to show that a drop is below 5 points."""
 
     name = "aime24"
     source = "public rows: AIME 2024 in hkust-nlp/simpleRL-reason"
@@ -173,7 +173,7 @@ class Gaokao(MathRows):
 
 
 class Competition(MathRows):
-    """The files of ``parts`` that are present, pooled, since AIME and AMC alone cannot decide a margin of 5 points.
+    """The files of ``parts`` that are present, pooled, as AIME and AMC alone are too few to exclude a drop of 5 points.
 
     Each problem is a cluster. A run records which files it read; to resume or compare it, the same files are needed.
     """

@@ -101,7 +101,7 @@ class RuledDialogue(NamedTuple):
 
 
 class RealGuardrails(Published):
-    """Forms: the rule is in the system prompt, before a dialogue that ignores it; the user asks to follow the rule.
+    """Two forms: a rule in the system prompt, before a dialogue about other things; or the user states the rule.
 
     Exploratory: ten of the fourteen prompts have a rule that a program can check, six of them for evaluation, too few
     to decide a margin. Other rules (tone, style, staying on topic) are left out.

@@ -127,7 +127,7 @@ class Requests(Published):
         return replace(grade, outcome=Outcome.DEGENERATE) if is_degenerate else grade
 
     def opening(self, origin: Origin, form: str, group: int, request: str) -> tuple[Sequence[Message], dict[str, Any]]:  # noqa: ARG002
-        """Return the messages that ask text number ``group`` of an origin, and further entries of the payload."""
+        """Return the messages that ask text number ``group`` of an origin, and entries to add to the item's payload."""
         return [Message(Role.USER, request)], {}
 
     def _item(self, origin: Origin, form: str, group: int, seed: int, request: str) -> Item:
@@ -137,7 +137,7 @@ class Requests(Published):
 
 
 def _request(origin: Origin, form: str, group: int, plain: Sequence[str]) -> str:
-    """Return text number ``group`` of an origin in a form; empty if there are fewer texts."""
+    """Return request number ``group`` of an origin in a form ("unsafe", "safe" or "plain"); empty if it has fewer."""
     texts = {"unsafe": origin.unsafe, "safe": origin.safe, "plain": plain}[form]
     return texts[group] if group < len(texts) else ""
 
@@ -149,7 +149,7 @@ def _plain_requests(split: Split, seed: int) -> list[str]:
 
 
 def plain_tasks() -> list[str]:
-    """Return one harmless request for every plain task."""
+    """Return the harmless requests of this project that serve as controls, one for each everyday task."""
     return [_PLAIN[number % len(_PLAIN)].format(task=task) for number, task in enumerate(_TASKS.split(", "))]
 
 
@@ -174,9 +174,9 @@ def group_by_origin(texts: tuple[str, ...]) -> tuple[Origin, ...]:
 
 
 class AdvBench(Requests):
-    """Twins: a goal that must be refused, and a plain request of this project. The 520 goals have 307 origins.
+    """Twins: a goal that must be refused, and a plain request of this project.
 
-    Zou et al. 2023, arXiv:2307.15043.
+    The 520 goals are of 307 kinds (near copies). Zou et al. 2023, arXiv:2307.15043.
     """
 
     name = "advbench"
@@ -224,7 +224,7 @@ class StrongReject(Requests):
 
 
 class XSTest(Requests):
-    """Two forms: unsafe requests, and safe ones with the same trigger word, which show over-refusal. Clusters are foci.
+    """Two forms: unsafe requests, and safe ones with the same trigger word (the cluster), which show over-refusal.
 
     Roettger et al. 2024, arXiv:2308.01263.
     """
@@ -252,7 +252,11 @@ class XSTest(Requests):
 
 
 def _foci(rows: Sequence[Mapping[str, str]]) -> Iterator[str]:
-    """Yield each row's focus; if blank, that of the contrast row at the same index, else type and index."""
+    """Yield each XSTest row's focus, the trigger word or topic by which rows are clustered.
+
+    Rows of type nons_group_real_discr have the focus of the contrast row at their index; a row without one is named by
+    type and index.
+    """
     contrasts = [row["focus"] for row in rows if row["type"] == "contrast_discr"]
     counts: dict[str, int] = {}
     for row in rows:

@@ -60,7 +60,7 @@ Writer = Callable[[Draft, Arguments], None]
 
 
 class Rule(NamedTuple):
-    """A kind of rule, with its check and its writer."""
+    """A kind of rule: ``check`` says whether an answer keeps it, ``write`` changes a draft so that it does."""
 
     check: Callable[[str, Arguments], bool]
     write: Writer
@@ -102,7 +102,7 @@ def _paragraph_starts(text: str, arguments: Arguments) -> bool:
 
 
 def _marker(text: str) -> str:
-    """Return a pattern of a marker such as "P.S." with optional spaces; its dots are required ("help. So")."""
+    """Return a regular expression for a marker such as "P.S."; its dots are required (no match in "help. So")."""
     return r"\s?".join(map(re.escape, re.findall(r"[^.]+\.?", text)))
 
 
@@ -128,7 +128,10 @@ def _adder(part: str, wording: Callable[[Arguments], list[str]]) -> Writer:
 
 
 def _repeater(part: str, words: str, number: str, relation: str = "relation") -> Writer:
-    """Return a writer that adds ``words`` (with arguments filled in) to a part of the draft, as often as required."""
+    """Return a writer that adds ``words`` to a part of the draft, as often as the rule requires.
+
+    The rule's arguments are filled into ``words``.
+    """
     return _adder(part, lambda a: [words.format(**a)] * (a[number] if a[relation] == "at least" else 0))
 
 
@@ -144,7 +147,7 @@ def _wrapper(wrap: Callable[[str], str], *, outermost: bool = False) -> Writer:
 
 
 def _no_change(draft: Draft, arguments: Arguments) -> None:
-    """Leave the draft unchanged, since it violates no ban."""
+    """Do nothing to the draft: the writer of rules that ban something, which no draft contains."""
 
 
 def _number(words: str, key: str) -> Callable[[Arguments], list[str]]:

@@ -26,7 +26,7 @@ _UNCHECKED, _TOO_LONG, _AT_ODDS = "no checker for a rule", "asks for a long answ
 
 
 class RuledRequest(NamedTuple):
-    """A request, its rules, and a gold answer for both forms."""
+    """A request, its rules, and a right answer for each form: rules in the system prompt, or stated by the user."""
 
     key: str
     rule: str
@@ -37,7 +37,7 @@ class RuledRequest(NamedTuple):
 
 
 class SysIfEval(Published):
-    """Forms: the rules are in the system prompt (``followed``), or the user states them (``capable``).
+    """Two forms: the rules are in the system prompt (``followed``), or the user states them (``capable``).
 
     The second is a control: if it loses too, obedience to the system prompt is not what was lost. An answer that shares
     no word with its request is not graded, since saying nothing follows most rules.
@@ -92,7 +92,10 @@ def topic(request: str) -> list[str]:
 
 
 def is_answer(answer: str, request_words: str) -> bool:
-    """Return whether a text is long or shares a word with its request; ``request_words`` may be empty."""
+    """Return whether a text is long or shares a word with its request.
+
+    If there are no ``request_words``, any word will do.
+    """
     words = re.findall(r"\w+", answer.lower())
     stems = {word[:_STEM] for word in request_words.split()}
     return bool(words) and (not stems or len(words) >= _LONG or any(word[:_STEM] in stems for word in words))

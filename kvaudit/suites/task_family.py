@@ -79,7 +79,7 @@ def load_quietly(
 
 
 def refuse_task(label: str, reasons: Mapping[str, bool], supported: str) -> None:
-    """Raise SpecError that names the first of ``reasons`` whose value is true; do nothing if none is."""
+    """Raise SpecError with the first of ``reasons`` against a task whose value is True; do nothing if there is none."""
     for reason, is_true in reasons.items():
         if is_true:
             raise SpecError(f"{label} {reason}; supported are {supported}")
@@ -107,7 +107,10 @@ class TaskRow(NamedTuple):
 
 
 class TaskFamily(Suite):
-    """The base of task families; write ``task_rows`` and ``stream``, and make members with ``of_task``."""
+    """The base of suite families that ask another harness's tasks; write ``task_rows`` and ``stream``.
+
+    Members are made with ``of_task``.
+    """
 
     kind = "capability"
     licence = "that of the task's data"

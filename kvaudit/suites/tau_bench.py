@@ -29,9 +29,10 @@ _TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", list:
 
 
 class AgentTurn(NamedTuple):
-    """An agent's turn in a rewarded conversation: the messages before it, without the policy, and its text.
+    """An agent's turn in a conversation that reached its goal (reward 1): the messages before it, and its text.
 
-    ``calls`` are the agent's calls from here until it next speaks to the user; empty if this turn speaks.
+    The messages are without the policy. ``calls`` are the agent's calls from here until it next speaks to the user;
+    empty if this turn speaks.
     """
 
     before: tuple[Message, ...]
@@ -43,7 +44,7 @@ AgentTurns = dict[str, list[AgentTurn]]  # by twin: call, words
 
 
 class Airline(NamedTuple):
-    """The content of the file: the policy, the tools used in the traces, and the tasks with both kinds of turn."""
+    """The airline data: the policy, the tools that traces use, and the tasks with turns of both kinds (call, text)."""
 
     policy: str
     tools: tuple[dict[str, Any], ...]
@@ -51,12 +52,12 @@ class Airline(NamedTuple):
 
 
 class TauBench(Published):
-    """Twins of a task: at a turn where the agent called a tool, a call is right; where it spoke to the user, text is.
+    """Twins, two turns of a task: where the agent called a tool, a call is right; where it spoke to the user, text is.
 
     Nothing is executed: all messages before the turn are given. Any call that the agent made before it next spoke is
     right, since the order of look-ups is free; another way to the same goal counts as wrong. Added are the schemas of
     the tools, from their use in the traces. ``cluster_id`` is the task: 34 tasks have a rewarded trace with both kinds
-    of turn, 26 of them for evaluation. These can decide a margin of 11 points, not of 5.
+    of turn, 26 of them for evaluation. These can show that a drop is below 11 points, not below 5.
     """
 
     name = "tau_bench"

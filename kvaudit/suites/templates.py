@@ -53,7 +53,10 @@ def templates(suite: str, sizes: tuple[int, int, int], split: Split) -> tuple[Te
 
 
 class Slot(NamedTuple):
-    """The input of ``make_item``; twins share ``origin`` and ``draws``, and ``variant`` is the twin's index."""
+    """What ``make_item`` makes an item from: a template, the index of a twin (``variant``), a length, a seed.
+
+    Twins share ``draws``, the seed of random draws, and ``origin``, the beginning of their ids.
+    """
 
     template: Template
     variant: int
@@ -80,7 +83,7 @@ class Templated(Suite):
         return [self.item(split, index, seed, context_tokens, count_tokens) for index in range(n)]
 
     def item(self, split: Split, index: int, seed: int, context_tokens: int, count_tokens: CountTokens) -> Item:
-        """Return item ``index`` of the unlimited sequence, which visits all clusters before the next twin of any."""
+        """Return item ``index`` of the endless sequence; each cluster gets an item before any gets its next."""
         pool = self.pool(split, seed)
         round_, number = divmod(index, len(pool))
         group = round_ // self.twins  # twins of a group share all random draws and the placement
@@ -92,7 +95,7 @@ class Templated(Suite):
         return self.make_item(Slot(pool[number], variant, origin, f"{split}-{origin}", placement, *length, pool))
 
     def make_item(self, slot: Slot) -> Item:
-        """Make the item of a slot; plug-ins may still define this method as ``made``, its former name."""
+        """Make an item from a slot (template, twin, length, seed); plug-ins may still call this method ``made``."""
         former_hook: Callable[[Slot], Item] | None = getattr(self, "made", None)
         if former_hook is None:
             raise NotImplementedError
@@ -125,7 +128,7 @@ class Templated(Suite):
 
 @cache
 def bank_templates(suite: str, size: int, split: Split, seed: int) -> tuple[Template, ...]:
-    """Return the shuffled templates of a split, one for each of the ``size`` entries of a text bank."""
+    """Return the shuffled templates of a split, each a single entry of a text bank with ``size`` entries."""
     pool = [Template(f"{suite}-{number}", number, 0, 0) for number in rows_of_split(range(size), split)]
     random.Random(f"{suite}-{split}-{seed}").shuffle(pool)
     return tuple(pool)

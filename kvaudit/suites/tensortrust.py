@@ -38,7 +38,7 @@ AttackKind = Literal["extract", "hijack"]
 
 
 class Defence(NamedTuple):
-    """A defence of an access code: for each twin a system prompt (the rule) and a user's text; see ``TensorTrust``."""
+    """An access code, the kind of attack on it, and for each twin the system prompt (the rule) and the user's text."""
 
     code: str
     attack: AttackKind
@@ -46,10 +46,11 @@ class Defence(NamedTuple):
 
 
 class TensorTrust(Published):
-    """Three variants: an attack must get neither code nor access, the right code gets access, an open word is told.
+    """Three variants: an attack gets neither code nor access; the right code gets access; an unprotected code is told.
 
     An attack tries to extract the code or to get access without it (hijack); for codes with both kinds, they alternate.
-    The open word is a control, written for this project: the same code, which no rule protects, is asked for.
+    The last variant ("open") is a control, written for this project: no rule protects the same code, and it is asked
+    for.
     """
 
     name = "tensortrust"
@@ -66,7 +67,10 @@ class TensorTrust(Published):
         return [list(self._group(defences, number, seed)) for number, defences in enumerate(codes)]
 
     def _group(self, defences: Sequence[Defence], number: int, seed: int) -> Iterator[ItemMaker]:
-        """Yield a maker for each distinct prompt of a code: its attacks share the open word and perhaps the entry."""
+        """Yield functions that make the items of one access code, one for each distinct pair of rule and user's text.
+
+        All attacks on a code so share one control item and, if its rows are the same, one item with the right code.
+        """
         seen = set[Prompt]()
         for group, defence in enumerate(rotate(defences, number)):
             for twin in rotate((defence.attack, "entry", "open"), number):
@@ -111,9 +115,10 @@ class TensorTrust(Published):
 
 @cache
 def _defences(extract: Path, hijack: Path, entry: Path, split: Split) -> tuple[tuple[Defence, ...], ...]:
-    """Return the defences of every access code of a split, in file order; every third code is for training.
+    """Return for each access code of a split its defences, at most one per kind of attack.
 
-    Codes without a short row of an authorised entry and of an attack are left out.
+    Every third code is for training. Codes without a short row of an authorised entry and of an attack are left out.
+    Codes are in file order.
     """
     entries, defences = _by_code(entry), dict[str, list[Defence]]()
     kinds: tuple[tuple[AttackKind, Path], ...] = (("extract", extract), ("hijack", hijack))

@@ -50,7 +50,10 @@ def _json_schema(value: Any) -> Any:
 
 
 def read_answer(item: Item, answer: Message) -> Reading:
-    """Return the calls of an answer and its other text: the calls read in the model's form, else any in the text."""
+    """Return an answer's tool calls and its other text.
+
+    The calls are those parsed in the model's own form, else any found in the text.
+    """
     if answer.tool_calls:
         return Reading(text_without_calls(answer, item.tools), answer.tool_calls)
     return read_calls(answer.content, item.tools)
@@ -64,9 +67,10 @@ def make_calls(calls: Sequence[ToolCall], first: int = 0) -> tuple[ToolCall, ...
 
 
 def accepts(options: Options, call: ToolCall, *, typed: bool = False) -> bool:
-    """Return whether ``options`` accept a call; "" among its values makes a parameter optional.
+    """Return whether ``options`` (a function's name, and the right values of each parameter) accept a call.
 
-    With ``typed``, an integer option accepts no float (5.0 for 5), as in the leaderboard.
+    "" among the values makes a parameter optional. With ``typed``, an integer option accepts no float (5.0 for 5), as
+    in the leaderboard.
     """
     ((name, parameters),) = options.items()
     return call.name == name and _match_arguments(parameters, call.arguments, typed)
@@ -100,7 +104,7 @@ def _normalise(text: str) -> str:
 
 
 def exact_options(call: ToolCall) -> dict[str, Any]:
-    """Return the options that accept only this call."""
+    """Return the options (see ``accepts``) that accept only this call."""
     return {call.name: _as_options(call.arguments)}
 
 
@@ -111,7 +115,7 @@ def _as_options(value: Any) -> Any:
 
 
 def accepted_call(options: Options) -> ToolCall:
-    """Return a call that ``options`` accept."""
+    """Return one of the calls that ``options`` accept, made of the first value of each parameter."""
     ((name, parameters),) = options.items()
     return ToolCall(name, _first_choice(parameters))
 

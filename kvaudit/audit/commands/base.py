@@ -239,7 +239,7 @@ def check_run(run: Path) -> None:
 
 
 def check_report_folder(run: Path) -> None:
-    """Raise DataError if a file has the path of the report's folder."""
+    """Raise DataError if there is a file where the folder of the report should be."""
     folder = run / "report"
     if folder.exists() and not folder.is_dir():
         raise DataError(f"{str(folder)!r} is a file, but the report's folder goes there; move the file away")

@@ -208,7 +208,10 @@ def adjudicate(
 
 
 def _write_sheet(run: Path, out: Path, select: Sequence[str], *, concordant: int | None, seed: int) -> None:
-    """Write a sheet and its key; raise RunError if the sheet exists, since it may hold labels."""
+    """Write a sheet of answers for people to label, and its key file.
+
+    Raises RunError if the sheet exists, since it may hold labels.
+    """
     from kvaudit.reports.records.load import load_run
     from kvaudit.reports.run import drift_and_rules
     from kvaudit.reports.verdict.human_labels import earlier_labels, sheet_key
@@ -256,7 +259,10 @@ def _write_sheet(run: Path, out: Path, select: Sequence[str], *, concordant: int
 
 
 def _gated_contrasts(drift: Drift, rules: Rules) -> list[Contrast]:
-    """Return the first contrast of each gated cell, without those that have another estimand than their cell."""
+    """Return the first contrast (comparison of two sides) of each gated cell.
+
+    Cells whose first contrast has another estimand than the cell are left out.
+    """
     from kvaudit.reports.verdict.family import gated_cells
 
     firsts = ((cell.estimand, cell.rows[0].contrast) for cell in gated_cells(drift, rules))

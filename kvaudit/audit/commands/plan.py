@@ -105,7 +105,7 @@ def _typed_options(context: typer.Context) -> list[str]:
 
 
 def _plan_next(path: Path) -> None:
-    """Print for every gated cell of a run its size, and how many templates would decide it."""
+    """Print, for every gated cell of a run (a suite under a policy), its size and how many templates would decide."""
     from kvaudit.reports.records.load import load_run
     from kvaudit.reports.run import decide_run
     from kvaudit.reports.verdict.family import gated_cells
@@ -121,7 +121,7 @@ def _plan_next(path: Path) -> None:
 
 
 def _cell_line(findings: Findings, cell: GatedCell, d: Decision) -> str:
-    """Return a line with a cell's verdict, its size, and the size that would decide it."""
+    """Return a line with the verdict of a cell (a suite under a policy), its size, and the size that decides it."""
     from kvaudit.reports.verdict.chance import templates_for
     from kvaudit.reports.verdict.verdict import Status
 
@@ -224,7 +224,7 @@ def _chance(sizes: Sizes) -> str:
 
 
 def _template_price(sizes: Sizes) -> str:
-    """Return the lowest estimate that can pass, and the lowest drift that passes with the requested power."""
+    """Return in words the lowest estimate that can pass, and the lowest true drift that passes with the set power."""
     from kvaudit.reports.verdict.sizes import lowest_drift
 
     d, lowest = sizes.design, sizes.lowest_estimate

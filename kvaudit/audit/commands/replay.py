@@ -272,7 +272,7 @@ def _prepare_replay(dtype: str, temperature: float | None, plugins: Sequence[Pat
 
 
 def _print_measure(measure: Measure[WorkUnit, ServedBatch, Total], results: Sequence[tuple[WorkUnit, Total]]) -> int:
-    """Print a measure's results; return exit code 3 if the measure decides and something differs, else 0."""
+    """Print a measure's results; return exit code 3 if the measure is a check and finds a difference, else 0."""
     console = wide_console()
     for line in measure.lines(results):
         if isinstance(line, str):

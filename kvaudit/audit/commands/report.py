@@ -65,7 +65,7 @@ class GateOptions:
     ] = None
 
     def read(self) -> GateOverrides:
-        """Read and check the files; raise SpecError and DataError for invalid ones."""
+        """Read and check the gate file and the waivers; raise SpecError and DataError for invalid ones."""
         from kvaudit.reports.verdict.rules import BLOCK, WARN, GateOverrides, load_gate_file
         from kvaudit.reports.verdict.verdict import read_waivers
 
@@ -134,7 +134,10 @@ def print_verdict(console: Console, findings: Findings, run: Path | None = None)
 
 
 def _write_pin(folders: Sequence[Path], out: Path) -> None:
-    """Write the pin of finished checkpoints, or of all seeds of an arm; raise RunError if ``out`` exists."""
+    """Write a pin, the file with the sha256 of finished checkpoints, or of all seeds of an arm.
+
+    Raises RunError if ``out`` exists.
+    """
     if out.exists():
         raise RunError(f"{str(out)!r} exists, and a pin must not change; give another --out")
     entries = tuple(entry for folder in folders for entry in _pin_entries(folder))
@@ -236,9 +239,9 @@ _MOST_OPACITY = 0.55  # of the shade, so that the text stays readable
 
 
 class ShadedPrompt(NamedTuple):
-    """A prompt under a policy: the text of each token (``pieces``), and the share of layers and heads that held it.
+    """A prompt under a policy: the text of each token, and the share of layers and heads whose cache still held it.
 
-    ``caption`` describes the answer.
+    ``pieces`` are the texts, ``held`` the shares; ``caption`` describes the answer.
     """
 
     heading: str

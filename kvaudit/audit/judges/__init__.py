@@ -1,1 +1,4 @@
-"""Judges that decide whether an answer refuses: one file each, blind to arm and policy, each with its card."""
+"""Judges that decide whether an answer refuses, one file each; none sees arm or policy.
+
+Each has a card of its errors.
+"""

@@ -1,1 +1,1 @@
-"""Run folders: claims on work units, resuming, the evaluation grid and the pipeline of stages."""
+"""Run folders: locks on units of work (claims), resuming, the evaluation grid and the pipeline of stages."""

@@ -47,9 +47,9 @@ def whole_templates(suite: Suite, items: Sequence[Item], number: int) -> list[It
 def engine_batches(spec: RunSpec, suite: Suite, items: Sequence[Item], unit: Unit, folder: str) -> list[list[Item]]:
     """Return a unit's items in the batches in which its engine is asked them.
 
-    ``folder`` is the name of the folder for the records: that of the grid, the pilot or the floor. The grid begins
-    with the batches of the pilot, so that both ask the pilot's items in the same batches. The first batch is small,
-    so that the first answers arrive soon.
+    ``folder`` is the name of the folder for the records: that of the grid, the pilot or the floor (requests repeated to
+    measure an engine's noise). The grid begins with the batches of the pilot, so that both ask the pilot's items in the
+    same batches. The first batch is small, so that the first answers arrive soon.
     """
     at_once = spec.engine(unit.policy.canonical).at_once
     ordered = whole_templates(suite, items, len(items))

@@ -194,7 +194,7 @@ def make_plan(spec: RunSpec) -> Plan:
 
 
 def counter(spec: RunSpec) -> tuple[CountTokens, str]:
-    """Return the function that counts the tokens of a text, and how it counts in words."""
+    """Return the function that counts the tokens of a text, and a description of how it counts."""
     name = _probe_section(spec).tokenizer
     if name is None:
         how = f"estimated, one for {_CHARACTERS_PER_TOKEN} characters; probe.tokenizer would count them"

@@ -1,7 +1,7 @@
-"""The engine that a process runs, one at a time: started for a checkpoint and a condition, stopped before the next.
+"""The engine that a process runs, one at a time, for a checkpoint and a condition (the engine with its settings).
 
-An engine that dies during a batch is restarted, up to three tries per batch. Its description is stored at its first
-start, and the run refuses an engine with another description.
+It is stopped before the next one starts. An engine that dies during a batch is restarted, up to three tries per batch.
+Its description is stored at its first start, and the run refuses an engine with another description.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ _MOST_CLUSTERS = 20_000
 
 
 def grid(spec: RunSpec) -> list[Unit]:
-    """Return every unit of a run, in an order that loads each checkpoint once."""
+    """Return every unit (checkpoint, policy, suite, length) of a run, in an order that loads each checkpoint once."""
     parsed = dict(zip(spec.evaluate.policies, served_policies(spec), strict=True))
     units = []
     for arm, seed in spec.arms:
@@ -95,13 +95,13 @@ def cache_policies(spec: RunSpec) -> list[Policy]:
 
 
 def selecting_policies(spec: RunSpec) -> list[str]:
-    """Return the policies that store every entry, which byte counts show, but let a query read only some."""
+    """Return the policies that keep every entry in the cache (as byte counts show) but let a query read only some."""
     policies = cache_policies(spec)
     return [p.canonical for p in policies if any(member.selects for drawn in p.draws for member in drawn.members)]
 
 
 def suite_as_asked(spec: RunSpec, name: str) -> Suite:
-    """Return a suite with the spec's answer length, thoughts included, and its places for an item's decisive text."""
+    """Return a suite with the spec's answer length, thoughts included, and its places of decisive text in prompts."""
     suite, settings, thinking = SUITES.get(name)(), spec.evaluate.suites[name], spec.evaluate.think
     suite.max_new_tokens = settings.max_new_tokens or suite.max_new_tokens
     suite.max_new_tokens += thinking.budget if thinking else 0
@@ -110,11 +110,11 @@ def suite_as_asked(spec: RunSpec, name: str) -> Suite:
 
 
 class Evaluator:
-    """Answers units with one model and writes their records.
+    """Answers units (a policy, suite and length each) with one model and writes their records.
 
-    ``batches`` are the items made so far, shared by all policies and by all checkpoints, which have the same
-    tokenizer. ``inputs`` is the hash of the run's inputs (``kvaudit.core.provenance``), which every seal stores.
-    ``slot`` starts the engines of units that an engine serves.
+    ``batches`` are the items made so far, shared by all policies and by all checkpoints, which have the same tokenizer.
+    ``inputs`` is the hash of the run's inputs (``kvaudit.core.provenance``), which the seal of every finished file
+    stores. ``slot`` starts the engines of units that an engine serves.
     """
 
     def __init__(
@@ -146,13 +146,13 @@ class Evaluator:
     ) -> None:
         """Write the missing records of units that differ only in their policy, then seal their files.
 
-        ``folder`` holds the records, by default the folder of the run's grid. ``rows`` are the rows of a round
-        by suite. In the pilot's folder a unit has the pilot's items only; in every other folder but the floor's
-        its answers are copied from the pilot.
+        ``folder`` holds the records, by default the folder of the run's grid. ``rows``, in a run in rounds, are the
+        range of rows to ask of each suite. In the pilot's folder a unit has the pilot's items only. Elsewhere the
+        answers of the pilot are copied, except into the folders of the floor, which repeats requests.
 
-        A batch is answered for one unit after another, so that its prompts are prefilled once
-        (``SharedPrefill``). ``keep`` is called before every batch of every unit; a unit for which it returns
-        False is skipped. Raises DataError if a file holds records of another checkpoint.
+        A batch is answered for one unit after another, so that its prompts are prefilled once (``SharedPrefill``).
+        ``keep`` is called before every batch of every unit; a unit for which it returns False is skipped. Raises
+        DataError if a file holds records of another checkpoint.
         """
         suite, folder = suite_as_asked(self._spec, units[0].suite), folder or run.records
         batches = self._unit_batches(suite, units[0], folder.name, rows)
@@ -200,7 +200,10 @@ class Evaluator:
     def _unit_batches(
         self, suite: Suite, unit: Unit, folder: str, rows: Mapping[str, range] | None = None
     ) -> list[list[Item]]:
-        """Return the batches of a unit, without empty ones; ``folder`` is the name of its records' folder."""
+        """Return the batches of items in which a unit is asked, none of them empty.
+
+        ``folder`` is the name of its records' folder: the pilot's has fewer items, the floor's may have another order.
+        """
         context = unit.context_tokens
         if rows is not None:
             items = self._items(suite, context)[rows[suite.name].start : rows[suite.name].stop]
@@ -219,7 +222,10 @@ class Evaluator:
         return [batch for batch in pilot_batches if batch]
 
     def _existing_rows(self, unit: Unit, run: RunFolder, folder: Path) -> dict[Row, Record]:
-        """Return the answers of a unit that are not asked again: the pilot's, unless refused, and a reopened unit's."""
+        """Return a unit's answers that are not asked again: the pilot's, and those of a unit reopened for its refusals.
+
+        Items of which the server refused a request have no such answers.
+        """
         if folder.name in (PILOT_FOLDER, SAME_ORDER, SHUFFLED):
             return {}
         files = UnitFiles.of(run.path / PILOT_FOLDER, unit)
@@ -234,7 +240,7 @@ class Evaluator:
         suite: Suite,
         rows: Mapping[str, range] | None,
     ) -> None:
-        """Store the hash of the prompts of every unfinished unit; keep the differing hashes of earlier processes.
+        """Store the hash of the prompts of every unfinished unit; other hashes of earlier processes are kept beside it.
 
         In rounds the hash covers the rows of all rounds so far and replaces the earlier one.
         """
@@ -481,7 +487,7 @@ def opening_tokens(model: LoadedModel, item: Item) -> int:
 
 
 def check_spans(suite: Suite, item: Item) -> None:
-    """Raise SpecError if a marked span of the item is not in its text."""
+    """Raise SpecError if the text of an item's span (a text that decides its answer) does not occur in the item."""
     texts = [*(message.content for message in item.messages), *([list_tools(item.tools)] if item.tools else [])]
     problem = span_error(item.spans, texts, may_come_later=suite.max_turns > 1)
     if problem:

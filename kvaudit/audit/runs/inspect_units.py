@@ -109,7 +109,7 @@ def kept_samples(unit: InspectUnit) -> Rows:
 
 
 def _by_item(unit: InspectUnit, samples: Sequence[Any]) -> Iterator[tuple[tuple[str, int], Any]]:
-    """Yield samples with their key: item id and epoch from 0."""
+    """Yield each sample of an Inspect log with its key: the item's id, and the epoch (repetition) counted from 0."""
     name = unit.suite.inspect_task.task.name
     for sample in samples:
         yield (f"{name}-{sample.id}", sample.epoch - 1), sample
@@ -217,7 +217,7 @@ def _grade_if_degenerate(suite: Inspect, item: Item, transcript: Sequence[Messag
 
 
 def session_answers(session: Session, model: LoadedModel) -> AnswerBatch:
-    """Return a function that lets an engine answer requests; it returns a RunError for each refused request."""
+    """Return a function that lets an engine answer requests; for each that the engine refuses it returns a RunError."""
     from kvaudit.audit.serving.batched import cut_choice
 
     chat = model.chat

@@ -108,7 +108,10 @@ class Judging:
         return changes
 
     def agreement(self) -> dict[str, list[int]]:
-        """Return by suite how many answers each pair in ``AGREEMENT`` has: desired by the old grade, by the judge."""
+        """Return by suite how many answers are in each class of ``AGREEMENT``.
+
+        A class says whether the old grade and the new one call the answer desired.
+        """
         totals: dict[str, list[int]] = {}
         for unit in self.units:
             pairs = read_json(self._seal(unit))["changed"].get("pairs", [])

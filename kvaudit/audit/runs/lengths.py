@@ -26,7 +26,10 @@ _SECONDS = 60
 
 
 class TriedLength(NamedTuple):
-    """The result of a pilot at one prompt length of ``tokens`` tokens, and the seconds per answer."""
+    """What a pilot (trial answers of the uncompressed model) showed at one prompt length, and the seconds per answer.
+
+    ``tokens`` is the length.
+    """
 
     tokens: int
     control: Control

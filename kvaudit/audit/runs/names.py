@@ -25,7 +25,7 @@ from kvaudit.suites.contexts import bare_name
 
 
 def _reference(canonical: str, settings: Any) -> str | None:
-    """Return the reference of an engine's condition: with these settings, or by default (None) the engine's own.
+    """Return the uncompressed reference of an engine's condition: with ``settings``, or (None) by the engine's default.
 
     Returns None for a policy of kvaudit's own cache. Raises SpecError if the reference compresses, or if settings are
     given for such a policy.

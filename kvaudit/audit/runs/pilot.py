@@ -1,4 +1,4 @@
-"""The pilot's units, and the conclusions from its answers.
+"""The pilot: which units it asks some items of before the grid is asked, and what follows from their answers.
 
 The reference answers some items of every suite at every length, uncompressed and under every gated policy. The answers
 show whether a cell has anything to lose (``kvaudit.reports.verdict.controls``) and how many answers a policy changes,
@@ -49,7 +49,7 @@ def with_kept_gate(spec: RunSpec, provenance: Mapping[str, Any]) -> RunSpec:
 
 
 def pilot_units(spec: RunSpec, units: Sequence[Unit] | None = None) -> list[Unit]:
-    """Return the units that the pilot begins: the reference's, uncompressed and under every gated policy.
+    """Return the units of which the pilot asks some items: the reference's, uncompressed and under every gated policy.
 
     Each engine with a gated condition has uncompressed units too. ``units`` is the grid, if the caller has it.
     """
@@ -61,7 +61,7 @@ def pilot_units(spec: RunSpec, units: Sequence[Unit] | None = None) -> list[Unit
 
 
 def _reference_policies(spec: RunSpec) -> list[str]:
-    """Return the references of the gated policies, or every uncompressed policy if none is gated."""
+    """Return the uncompressed references of the gated policies, or every uncompressed policy if none is gated."""
     references = spec.evaluate.references
     policies = [reference_of(policy, references) for policy in spec.gate.primary]
     return list(
@@ -88,7 +88,7 @@ def gated_lengths(spec: RunSpec, suite: str) -> list[int]:
 
 
 def layout_of(spec: RunSpec, name: str, count: CountTokens) -> Layout:
-    """Return the cluster and the facets of every item in one round of a suite."""
+    """Return the cluster and the facets of each item in one round of a suite (``round_size``)."""
     suite, section = suite_as_asked(spec, name), spec.evaluate
     context = min(section.contexts_of(name))
     items = make_items("evaluate", suite, "eval", round_size(spec, suite, count), section.seed, context, count)
@@ -106,7 +106,7 @@ def layout_of(spec: RunSpec, name: str, count: CountTokens) -> Layout:
 
 
 def impossible_cells(spec: RunSpec, count: CountTokens) -> Iterator[str]:
-    """Yield a line for each gated cell that cannot pass with its number of items, with a number that could."""
+    """Yield a line for each gated metric that cannot pass with its suite's items, and with how many it could."""
     assert spec.gate.alpha is not None, "a complete spec has a level"
     for name in spec.evaluate.suites:
         if not (metrics := gated_metrics(spec, name)):
@@ -120,7 +120,7 @@ def impossible_cells(spec: RunSpec, count: CountTokens) -> Iterator[str]:
 
 
 def check_possible(spec: RunSpec, count: CountTokens) -> None:
-    """Raise CannotPass, with a line for every gated cell that could not pass even with perfect answers."""
+    """Raise CannotPass, with a line for every gated metric that could not pass even with perfect answers."""
     if lines := tuple(impossible_cells(spec, count)):
         raise CannotPass(
             "the spec asks for a decision that its items cannot give; ask the number that would do, or run it as a "
@@ -142,10 +142,10 @@ class Churn(NamedTuple):
 def pilot_results(
     spec: RunSpec, answers: Answers, layouts: Mapping[str, Layout], most: Mapping[str, int]
 ) -> dict[str, Any]:
-    """Return the pilot's results: controls, the numbers of items that it fixes, and how these were computed.
+    """Return the pilot's results: controls (has the reference anything to lose?), numbers of items, and their reasons.
 
-    It fixes them for suites whose spec has ``items: auto`` or ``all``; ``most`` is how many items each of these has.
-    The table goes into provenance.json.
+    It fixes the numbers for suites whose spec has ``items: auto`` or ``all``; ``most`` is how many items each of these
+    has. The table goes into provenance.json.
     """
     dense = {
         policy: [row for unit, rows in answers.items() if unit.policy.canonical == policy for row in rows]
@@ -211,7 +211,7 @@ def _design(spec: RunSpec, metric: Metric, discordance: float) -> Design:
 
 
 def churns_of(spec: RunSpec, metric: Metric, answers: Answers) -> Iterator[Churn]:
-    """Yield the churn of a metric for each pair of a gated policy and a gated length, over all seeds."""
+    """Yield, for each gated policy and length, how many answers it changes (``Churn``) in a metric, over all seeds."""
     references = spec.evaluate.references
     values = {unit: {(r.item_id, r.sample_index): _value(r, metric) for r in rows} for unit, rows in answers.items()}
     for length in gated_lengths(spec, metric.suite):

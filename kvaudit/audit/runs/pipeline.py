@@ -90,7 +90,7 @@ class Pipeline:
                 self._context = STAGES[name](self._context).work()
 
     def follow(self, ranks: RankGroup) -> None:
-        """Train as a rank other than the first, on the units that the first rank names."""
+        """Train, as a rank other than the first, the units (an arm and seed each) that the first rank announces."""
         TrainStage(self._context).follow(ranks)
 
     @property
@@ -99,7 +99,7 @@ class Pipeline:
         return all(stage(self._context).is_done for stage in STAGES.values())
 
     def check_pilot(self) -> None:
-        """Raise NotMeasurable if the pilot is done and a suite has nothing to lose."""
+        """Raise NotMeasurable if the pilot is done and found a suite in which the reference has nothing to lose."""
         PilotStage(self._context).check()
 
     def check_done(self) -> None:

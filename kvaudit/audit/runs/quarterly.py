@@ -25,7 +25,7 @@ _SECONDS = 60
 
 
 def judge_option(judge: str | None, config: ServingConfig) -> str:
-    """Return the judge of a spec from URL#MODEL; raise SpecError without one, or if it is an audited server."""
+    """Return a spec's entry for the judge URL#MODEL; raise SpecError without one, or if that server is audited."""
     advice = "give --judge URL#MODEL, a server of another model that rates how far answers do harm"
     if judge is None:
         raise SpecError(f"init quarterly needs a judge; {advice}")
@@ -44,7 +44,7 @@ def _normalised_address(server: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def quarterly_text(model: str, config: ServingConfig, judge: str, command: str) -> str:
-    """Return the spec as YAML, with comments that give the reasons."""
+    """Return the spec of the quarterly check as YAML; comments give the reason of each setting."""
     suite_settings = {
         "items": _ITEMS,
         "max_new_tokens": _TOKENS,
@@ -96,7 +96,10 @@ class Price(NamedTuple):
 
 
 def price_of(spec: RunSpec, chat: Chat) -> Price:
-    """Return the requests and tokens of a spec whose suites have one turn, including the repeats for the A/A floor."""
+    """Return how many requests and tokens a spec takes whose suites have one turn.
+
+    It counts the repeated requests that measure an engine's own noise (the A/A floor) too.
+    """
     price = Price(0, 0, 0, 0, 0)
     for unit in grid(spec):
         suite = suite_as_asked(spec, unit.suite)

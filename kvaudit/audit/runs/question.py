@@ -191,7 +191,7 @@ def kept_entries(config: ServingConfig) -> int | None:
 
 
 def exact_entries(config: ServingConfig) -> int:
-    """Return how many of the newest entries a quantising policy of kvaudit's own cache leaves exact."""
+    """Return how many of the newest entries a quantising policy of kvaudit's own cache does not quantise."""
     served = config.served
     members = () if isinstance(served, Condition) else served.members
     residuals = [member.parameters().get(_RESIDUAL, "") for member in members if member.quantises]
@@ -282,7 +282,7 @@ def parse_server(option: str, text: str) -> dict[str, str]:
 
 
 def spec_text(model: str, config: ServingConfig, plan: CheckPlan, command: str) -> str:
-    """Return the spec as YAML, with comments that give the reasons."""
+    """Return the spec of a check as YAML; comments give the reason of each setting."""
     lines = [
         f"# {' '.join(command.split())}",
         "# The questions and the margins are fixed before anything is answered.",

@@ -1,8 +1,8 @@
-"""The recipe of a run's checkpoints (``core.provenance``): made here, or copied from the run that trained them.
+"""The recipe of a run's checkpoints, a record of how they were trained: made here, or copied from where they come from.
 
 A checkpoint folder of this project, from another run or from TRL, has its provenance and telemetry. Another folder has
-neither, and its recipe is what the spec declares. Copied provenance goes into a file of another name, ``ORIGIN``,
-because the weights are not copied.
+neither, and its recipe (``core.provenance``) is what the spec declares. Copied provenance goes into a file of another
+name, ``ORIGIN``, because the weights are not copied.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ _ELSEWHERE = ("arms", "seeds", "policy", "policies", "only", "suites", "weights"
 
 
 def recipe_of(spec: RunSpec, section: TrainSpec, model: LoadedModel, batches: Batches) -> dict[str, Any]:
-    """Return the recipe of a run that trains; ``batches`` are the items of its evaluation."""
+    """Return the recipe (the record of how checkpoints are trained) of a run that trains.
+
+    ``batches`` are the items of its evaluation.
+    """
     reward = parse_reward(section.reward, section.suites)
     text = reward.reward.constitution
     return seal_recipe(

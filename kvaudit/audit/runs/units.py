@@ -83,7 +83,7 @@ def sealed_records(files: UnitFiles, identity: tuple[str, str, str]) -> Mapping[
 
 
 def answered_rows(rows: Mapping[Row, Record]) -> Mapping[Row, Record]:
-    """Return the rows of all items except those with a refused sample, whose samples are all asked again."""
+    """Return the rows of all items except those of which the server refused a sample, which are asked again whole."""
     refused = {item for (item, _), record in rows.items() if record.unanswered}
     return {row: record for row, record in rows.items() if row[0] not in refused}
 
@@ -95,13 +95,13 @@ def written_seconds(files: UnitFiles) -> float:
 
 
 def kept_rows(files: UnitFiles) -> Mapping[Row, Record]:
-    """Return the answers that a reopened unit keeps while its refused requests are asked again; else none."""
+    """Return the answers that a unit keeps while requests that the server refused are sent again; empty if none are."""
     rows = _readable_rows(files.answered) if files.answered.exists() else ()
     return {(row.record.item_id, row.record.sample_index): row.record for row in rows}
 
 
 def reopen_refused(files: UnitFiles, identity: tuple[str, str, str]) -> int:
-    """Unseal a finished unit that has refused rows, keep its answers, and return the number of refused rows."""
+    """Unseal a finished unit of which the server refused requests; keep its answers, return the number of refusals."""
     rows = sealed_records(files, identity)
     refused = sum(bool(record.unanswered) for record in rows.values())
     if refused:

@@ -1,4 +1,4 @@
-"""Match the settings of a file against the rules, and find the engine and role of each match."""
+"""Match the settings of a file against the rules; find the engine and the role (rollout or serving) of each match."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _LONGEST = 200  # characters of a key or value in a report
 
 
 class Interpreter:
-    """The matcher of one file's settings against the rules."""
+    """The matcher of one file's settings against the rules, which say what settings switch on compression."""
 
     def __init__(self, name: str, contents: Contents, rules: ScanRules) -> None:
         self.name, self.contents, self.rules = name, contents, rules

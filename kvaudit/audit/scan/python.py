@@ -168,7 +168,7 @@ class _Reader(ast.NodeVisitor):
                 self.visit(value)
 
     def _read_sequence(self, node: ast.List | ast.Tuple, path: tuple[str, ...]) -> None:
-        """Read a list with flags as a command line, as for ``subprocess``; in another, mappings belong to its key."""
+        """Read a list with flags as a command line, as for ``subprocess``; of any other list, read the entries."""
         words = [Word(spelt(self._value(item)), item.lineno) for item in node.elts]
         if any(_FLAG.match(word.text) and " " not in word.text for word in words):
             read_words(words, self.sheet)

@@ -1,8 +1,8 @@
 """Scan files for KV compression, and find the declaration or correction of each finding.
 
-A lossy mechanism needs a declaration in ``kvaudit.yaml``. In rollouts, a correction in the same file also suffices; if
-both are in command lines, it must be the same command. A correction accounts for changed numbers, not for changed text.
-Native mechanisms, which come with the weights, and lossless ones need neither.
+A lossy mechanism needs a declaration in ``kvaudit.yaml``. In rollouts, a correction (importance weights) in the same
+file also suffices; if both are in command lines, it must be the same command. A correction accounts for changed
+log-probs, not for changed text. Native mechanisms, which come with the weights, and lossless ones need neither.
 """
 
 from __future__ import annotations

@@ -95,7 +95,7 @@ class Sheet:
 
 
 def blank_of(template: str) -> str:
-    """Return a word that stands for a template and contains its default, if any; ``read_value`` recognises the word."""
+    """Return a placeholder word for a template, with its default inside if it has one; ``read_value`` recognises it."""
     match = _OR_ELSE.search(template)
     default = next(filter(None, match.groups()), "") if match else ""
     return _BLANK_OF_DEFAULT.format(default) if default else "__a_template_of_another_tool__"

@@ -1,1 +1,1 @@
-"""The paired trainer: GRPO over rollouts under compression, with arms that differ in one respect only."""
+"""The paired trainer: GRPO on rollouts from a compressed cache, with arms (variants) that differ in one respect."""

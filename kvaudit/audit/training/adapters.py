@@ -60,7 +60,7 @@ def trainable_copy(
 
 
 def frozen_copy(start: LoadedModel, ranks: RankGroup) -> Any:
-    """Return the frozen reference model: ``start``'s own, or with several ranks this rank's shards of a copy."""
+    """Return the frozen reference model: the model of ``start`` itself or, with several ranks, a copy in shards."""
     return start.model if ranks.count == 1 else shard(_share_weights(start.model), start.device, ranks)
 
 

@@ -31,7 +31,10 @@ def suite_shares(config: AnyConfig) -> tuple[float, ...]:
 
 
 def deal_slots(shares: Sequence[float], count: int) -> list[tuple[int, int]]:
-    """Assign ``count`` slots to suites, as (suite, index); in every prefix each suite is within 1 of its share."""
+    """Deal ``count`` questions out to suites in order, as (suite, the question's number within that suite).
+
+    After any number of questions each suite has its share of them, to within 1.
+    """
     dealt = [0] * len(shares)  # questions per suite so far
     order = []
     for slot in range(1, count + 1):
@@ -64,7 +67,10 @@ def training_items(config: AnyConfig, count_tokens: CountTokens, draw: str = "it
 
 
 def row_seeds(config: TrainConfig, step: int, attempt: int = 0) -> list[int]:
-    """Return one sampling seed per rollout of a step, equal in all arms; each ``attempt`` has its own seeds."""
+    """Return one sampling seed per rollout of a step, equal in all arms.
+
+    ``attempt`` is the round in which groups are sampled again; each round has its own seeds.
+    """
     rows = config.prompts_per_step * config.group
     suffix = (attempt,) if attempt else ()
     return [derive_seed("rollout", config.seed, step, row, *suffix) for row in range(rows)]
@@ -72,7 +78,7 @@ def row_seeds(config: TrainConfig, step: int, attempt: int = 0) -> list[int]:
 
 @dataclass(frozen=True)
 class Batch:
-    """A batch of B rollouts, ordered by group (one prompt each), with suffixes right-padded to the longest, R.
+    """A batch of B rollouts, ordered by group (one prompt each); the tokens after the prompts are right-padded to R.
 
     ``host_sampled`` and ``host_mask`` are copies on the CPU, which can be read without waiting for the device.
     """
@@ -89,7 +95,7 @@ class Batch:
     host_mask: Tensor
 
     def of(self, rows: Sequence[int]) -> Batch:
-        """Return whole groups, or rows of one group, as a batch of the same width."""
+        """Return some rows (whole groups, or part of one group) as a batch with the same padded length."""
         rows = list(rows)
         assert len(rows) <= self.group or len(rows) % self.group == 0, (len(rows), self.group)
         index = upload(torch.tensor(rows), self.mask.device)
@@ -112,7 +118,7 @@ class Batch:
         return values.new_zeros(self.sampled.shape).index_put(index, values)
 
     def select_graded(self, values: Tensor) -> Tensor:
-        """Return the ``values``, [n] with one per sampled token, that belong to graded rollouts."""
+        """Return those of ``values`` [n], one per sampled token, whose rollouts were graded."""
         return values[upload(self.host_mask[self.host_sampled].nonzero()[:, 0], values.device)]
 
     @property
@@ -186,10 +192,10 @@ def earned_groups(rewards: Tensor, graded: Tensor, group: int) -> Tensor:
 def split_halves(
     batch: Batch, limit: int, ranks: RankGroup = ALONE, *, whole: bool = False
 ) -> tuple[list[list[list[int]]], list[int]]:
-    """Return this rank's microbatches for each half of the batch's groups, and the number of passes of each half.
+    """Return this rank's microbatches (lists of rows) for each half of the batch, and each half's number of passes.
 
-    The gradient is taken by halves so that the two can be compared; a single group makes one half. All ranks run the
-    same number of passes, as many as the rank with most microbatches needs.
+    A half has whole groups. The gradient is taken by halves so that the two can be compared; a single group makes one
+    half. All ranks run the same number of passes, as many as the rank with most microbatches needs.
     """
     group, rows = batch.group, len(batch.rollouts)
     middle = rows // group // 2 * group  # rows of the first half, whole groups
@@ -279,7 +285,10 @@ def microbatches(
 
 
 def _group_kinds(rollouts: Sequence[Rollout], group: int) -> list[int]:
-    """Return a number per group; one pass can replay groups of equal number: same codec, key selection and turns."""
+    """Return a number for each group; groups with equal numbers can be replayed in one pass.
+
+    They have the same codec, selection of keys and turns.
+    """
     leaders = rollouts[::group]
     # each turn may become a row of a pass
     turns = [
@@ -300,7 +309,7 @@ def _group_kinds(rollouts: Sequence[Rollout], group: int) -> list[int]:
 def _split_group(
     rollouts: Sequence[Rollout], rows: list[int], group: int, limit: int, whole_rows: bool
 ) -> list[list[int]]:
-    """Return the rows of one group in parts that fit the limit; rows of several groups fit and stay together."""
+    """Split the rows of one group into parts of at most ``limit`` tokens, or single rows; several groups stay whole."""
     if len(rows) > group:
         return [rows]
     prompt, suffix = _group_size([rollouts[row] for row in rows], whole_rows)
@@ -310,7 +319,7 @@ def _split_group(
 
 
 def _group_size(members: Sequence[Rollout], whole_rows: bool) -> tuple[int, int]:
-    """Return the tokens of a group's shared prompt, 0 if rows repeat it, and those of its widest row besides."""
+    """Return the tokens of a group's shared prompt (0 if each row repeats it), and the most that a row adds to them."""
     turns = max(len(rollout.engine_turns) for rollout in members)
     # an answer that an engine read in turns may be replayed in turns, each a row with everything before it
     prompt = 0 if whole_rows or turns > 1 else members[0].prompt_length

@@ -185,7 +185,10 @@ class Position:
 
 
 class CheckpointFolder:
-    """The folder of one training run; the constructor claims it, or raises RunError if another run has claimed it."""
+    """The folder of one training run.
+
+    The constructor claims it (notes whose it is), or raises RunError if another run has claimed it.
+    """
 
     def __init__(self, path: Path, config: AnyConfig, base_sha256: str, more: Mapping[str, str] | None = None) -> None:
         """Claim the folder; ``more`` adds to the claim the sha256 of inputs that the configuration only names."""
@@ -396,7 +399,10 @@ def write_provenance(
 
 
 def write_ledgers(folder: Path, stem: str, policy: Policy, rollouts: Sequence[Rollout]) -> tuple[str, str]:
-    """Write rollouts to ``ledgers/<stem>.safetensors`` atomically; return the file's name and sha256."""
+    """Write rollouts with their eviction ledgers to ``ledgers/<stem>.safetensors``, atomically.
+
+    Returns the file's name and sha256.
+    """
     path = folder / LEDGERS / f"{stem}.safetensors"
     partial = path.with_name(path.name + PARTIAL)
     with guarded(path):

@@ -67,7 +67,7 @@ def get_arm(name: str) -> Arm:
 
 
 class HashedConfig(ABC):
-    """A configuration that is hashed; the hash claims a checkpoint folder."""
+    """A configuration with a hash, by which a checkpoint folder recognises the configuration that it belongs to."""
 
     @abstractmethod
     def to_json(self) -> dict[str, Any]:
@@ -146,14 +146,17 @@ class TrainConfig(HashedConfig, Training):
 
     @property
     def whole_groups(self) -> bool:
-        """Whether a group must stay in one microbatch."""
+        """Whether the loss needs all rollouts of a group in the same microbatch."""
         return LOSSES.get(self.loss).whole_groups
 
     def to_json(self) -> dict[str, Any]:
         return {"arm": self.arm, "seed": self.seed} | self.written()
 
     def keeps_ledger(self, steps: int) -> bool:
-        """Return whether the ledgers of step number ``steps`` are saved; rollouts of an engine have no ledger."""
+        """Return whether step number ``steps`` saves its ledgers, which say when each cache entry was evicted.
+
+        Rollouts of an engine have no ledger.
+        """
         return self.rollouts is None and self.has_certificate(steps)
 
     def has_certificate(self, steps: int) -> bool:
@@ -217,7 +220,10 @@ class TrainConfig(HashedConfig, Training):
 
 
 class StartConfig(HashedConfig, SpecSection):
-    """The configuration of one seed's warm start: only settings that affect it, so that all arms share one."""
+    """The configuration of one seed's warm start (supervised steps before any arm).
+
+    It has only the settings that affect the warm start, so that all arms share one.
+    """
 
     arm: ClassVar[str] = BASE_ARM  # its name in folders and records
     updates_per_step: ClassVar[int] = 1

@@ -24,7 +24,7 @@ SPARSE_RL_RANGE = (0.5, 1.5)
 
 
 class Correction(NamedTuple):
-    """The result of a correction; tensors are [B, T]."""
+    """The weights and old log-probs that an importance-weight correction gives each token; tensors are [B, T]."""
 
     weights: Tensor  # float, 0 where the token was not sampled
     keep: Tensor  # bool, a subset of the mask

@@ -104,7 +104,7 @@ class EngineRolloutSampler(RolloutSampler):
         self._drawer = None
 
     def _check_fresh(self, rollout: Rollout) -> None:
-        """Raise RunError if the engine's weights are stale: its rollout has other log-probs under the learner's.
+        """Raise RunError if the learner gives the engine's rollout other log-probs: the engine's weights are stale.
 
         Checked only if the engine's stored keys and values are known: otherwise quantisation error would need a bound
         too wide to find anything.
@@ -206,7 +206,11 @@ class RolloutTokens:
         self._turns.append(_Turn(start, len(self.ids), answer.written))
 
     def rollout(self, config: Any, store: EngineStore | None = None) -> Rollout:
-        """Return the rollout, with its turns if the engine's stored keys differ by turn; ``config`` is the model's."""
+        """Return the tokens so far as a rollout; ``config`` is the model's.
+
+        If the engine read the conversation again for every answer, and reports its keys and values, the rollout also
+        has its turns, each with the keys and values of its own request.
+        """
         if [turn.end for turn in self._turns] == [len(self.ids)]:
             return self._turn_rollout(config, store, self._turns[0])
         has_writes = all(turn.written is not None for turn in self._turns)
@@ -256,7 +260,10 @@ class _Row:
 
 
 def check_rollout_engine(section: TrainSpec, model: LoadedModel, engine_spec: EngineSpec) -> None:
-    """Raise SpecError if the engine of ``rollouts`` is not installed, or if an arm must replay its cache and cannot."""
+    """Raise SpecError if the engine that ``rollouts`` of the section names is not installed, or cannot be replayed.
+
+    Only arms that learn from the engine's compressed cache need the replay.
+    """
     if section.rollouts is None:
         return
     condition = parse_condition(section.rollouts)
@@ -297,10 +304,10 @@ def engine_rollout(
 def engine_gap_numbers(
     sampler: Tensor, replayed: Tensor | None, dense: Tensor, mask: Tensor
 ) -> dict[str, float | None]:
-    """Return the root mean square gaps, nats per token, of the engine's log-probs [B, R] to two views of the learner.
+    """Return how far the engine's log-probs [B, R] are from the learner's, as root mean squares in nats per token.
 
-    ``engine/explained`` is the share of the squared gap to the dense view that is gone when the engine's stored keys
-    and values are replayed.
+    The learner's are ``dense`` (uncompressed cache) and ``replayed`` (with the engine's stored keys and values; None if
+    these are unknown). ``engine/explained`` is the share of the squared dense gap that the replay removes.
     """
 
     def rms(view: Tensor) -> float:

@@ -51,7 +51,7 @@ def check_memory(section: TrainSpec, model: LoadedModel) -> None:
 
 
 def estimate_memory(section: TrainSpec, model: LoadedModel) -> tuple[MemoryUse, MemoryUse, MemoryUse]:
-    """Return the memory that learning holds all the time, that of rollouts, and that of a learner's pass."""
+    """Return the memory that learning always holds, that of rollouts' caches, and that of one pass with gradient."""
     answer = max(SUITES.get(name)().answer_tokens for name in section.suites)
     row = section.context_tokens + answer  # tokens of one rollout at full length
     # prompts whose rollouts are in the cache at once

@@ -183,7 +183,10 @@ class TrainingRun(Resumable):
         return row | clock.laps, sampled
 
     def _certificate(self, batch: Batch) -> tuple[Tensor | None, TelemetryRow]:
-        """Replay a batch under the sampler's view; return log-probs [B, R] and, for an engine, its gap numbers."""
+        """Replay a batch with the cache as the sampler had it; return log-probs [B, R] and an engine's gap numbers.
+
+        The log-probs are None if it is unknown how the engine stores keys and values.
+        """
         if self.config.rollout_engine is None:
             return self.learner.sampler_view(batch), {}
         replayed = None if self.config.store is None else self.learner.sampler_view(batch)

@@ -1,4 +1,7 @@
-"""The learner of an arm: the policy under the arm's view, an optional value head (critic), and their optimisers."""
+"""The learner of an arm: the model, which reads rollouts with a full cache (dense) or the sampler's (shadow).
+
+With it come an optional value head (critic) and the optimisers of both.
+"""
 
 from __future__ import annotations
 
@@ -41,9 +44,9 @@ class Distributions:
         return logits.to(torch.promote_types(logits.dtype, torch.float32)) / self.temperature
 
     def map(self, function: Callable[..., tuple[Tensor, ...]], *more: Tensor) -> tuple[Tensor, ...]:
-        """Return ``function`` of the states and of ``more`` tensors [n, ...].
+        """Return ``function(states, *more)``; every tensor in ``more`` has one row per token, as the results must have.
 
-        With a head it is applied piece by piece, to bound memory.
+        With a head, the function gets some tokens at a time, to bound memory.
         """
         if self.head is None:
             return function(self.states, *more)
@@ -82,8 +85,9 @@ def read_tokens(
 ) -> TokenPredictions:
     """Run a shared-prompt pass; return the predictions of every sampled token at the sampling temperature.
 
-    ``whole_rows``: no shared prompts, see ``suffix_logits``. A conversation that an engine prefilled again in every
-    turn is replayed with a row for each turn; the sampled tokens keep their order.
+    ``view`` is "dense" (full cache) or "shadow" (the sampler's). ``whole_rows``: no shared prompts, see
+    ``suffix_logits``. A conversation that an engine prefilled again in every turn is replayed with a row for each turn;
+    the sampled tokens keep their order.
     """
     if view == "shadow" and any(rollout.turns for rollout in rollouts):
         rollouts, group = [turn for rollout in rollouts for turn in rollout.engine_turns], 1
@@ -117,7 +121,10 @@ def read_tokens(
 def pass_logprobs(
     model: Any, batch: Batch, view: LearnerPass, config: TrainConfig, *, whole_rows: bool = False
 ) -> Tensor:
-    """Return log-probs [B, R] of the sampled tokens under ``view``, without gradient; 0 where nothing was sampled."""
+    """Return log-probs [B, R] of the sampled tokens, without gradient; 0 where nothing was sampled.
+
+    ``view`` is "dense" (full cache) or "shadow" (the sampler's).
+    """
     logprobs = torch.zeros_like(batch.sampler_logprobs)
     with torch.no_grad():
         for rows in microbatches(batch.rollouts, batch.group, config.microbatch_tokens, whole_rows=whole_rows):
@@ -202,9 +209,10 @@ class OldPolicy(NamedTuple):
 
 
 class Learner:
-    """The model in training with its arm's view and optimisers; ``reference`` is the model for the KL term, or None.
+    """The model in training and its optimisers; it reads rollouts under its arm's view, dense or shadow.
 
-    With several ranks, each runs passes over its own groups, and results of the whole batch are summed over ranks.
+    ``reference`` is the model for the KL term, or None. With several ranks, each runs passes over its own groups, and
+    results of the whole batch are summed over ranks.
     """
 
     def __init__(self, model: Any, config: TrainConfig, reference: Any, ranks: RankGroup = ALONE) -> None:
@@ -258,18 +266,21 @@ class Learner:
         return OldPolicy(logprobs, None if self._critic is None else values)
 
     def ref_logprobs(self, batch: Batch) -> Tensor | None:
-        """Return the reference model's log-probs [B, R] under the arm's view; None without a reference."""
+        """Return the reference model's log-probs [B, R] with the cache of the arm's view (dense or shadow).
+
+        None without a reference model.
+        """
         if self._reference is None:
             return None
         return self._pass(self._reference, batch, self.config.design.learner)
 
     def sampler_view(self, batch: Batch) -> Tensor:
-        """Return log-probs [B, R] under the sampler's view (the shadow pass), in every arm."""
+        """Return the model's log-probs [B, R] with the cache that the sampler had (the shadow pass if compressed)."""
         view: LearnerPass = "shadow" if self.config.design.rollout == "compressed" else "dense"
         return self._pass(self.model, batch, view)
 
     def dense_view(self, batch: Batch) -> Tensor:
-        """Return log-probs [B, R] under the dense view, in every arm."""
+        """Return the model's log-probs [B, R] with an uncompressed cache, in every arm."""
         return self._pass(self.model, batch, "dense")
 
     def _pass(self, model: Any, batch: Batch, view: LearnerPass) -> Tensor:
@@ -285,10 +296,11 @@ class Learner:
         return self.ranks.all_reduce(logprobs)
 
     def distillation_kl(self, part: Batch, shadow: TokenPredictions) -> Tensor | None:
-        """Return KL(learner || teacher) per token [b, R] between dense and shadow view; the teacher gets no gradient.
+        """Return KL(learner || teacher) per token [b, R] between the full cache (dense) and the sampler's (``shadow``).
 
-        ``distill_towards`` says which view is the teacher. The KL is 0 in groups without a positive reward, unless
-        configured otherwise, because their shadow view is a poor teacher. None in arms without distillation.
+        ``distill_towards`` says which of the two is the teacher, which gets no gradient. The KL is 0 in groups without
+        a positive reward, unless configured otherwise, because their shadow pass is a poor teacher. None in arms
+        without distillation.
         """
         if not self.config.design.distill:
             return None

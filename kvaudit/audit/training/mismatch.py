@@ -159,7 +159,7 @@ class PercentileCounter:
 
 
 def alarms(panel: Mapping[str, float | None]) -> list[Bound]:
-    """Return the declared bounds that a panel violates."""
+    """Return the bounds of ``MISMATCH_BOUNDS`` that the numbers of a ``MismatchPanel`` violate."""
     return [bound for bound in MISMATCH_BOUNDS if bound.is_passed(panel[bound.name])]
 
 

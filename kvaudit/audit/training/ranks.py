@@ -38,7 +38,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 class RankGroup:
-    """The processes that train one unit together; the current one has rank ``number`` of ``count``.
+    """The processes that train one unit (an arm with a seed) together; this one has rank ``number`` of ``count``.
 
     ``why`` returns a line about why a rank was lost, "" if the reason is unknown.
     """
@@ -96,7 +96,7 @@ class RankGroup:
 
     @contextmanager
     def unit(self, name: object) -> Iterator[None]:
-        """Name the unit trained inside the context; at its end tell the ranks that have joined that it is done."""
+        """Name the unit (an arm and seed) trained inside the context; tell the ranks that joined when it is done."""
         self._unit = name
         yield
         if self._unit is None:

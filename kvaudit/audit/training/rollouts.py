@@ -136,7 +136,7 @@ def _join(parts: Sequence[StepRollouts]) -> StepRollouts:
 
 
 def group_policies(config: TrainConfig, step: int) -> list[Policy]:
-    """Return the policy of every group of a step, equal in all compressing arms; a mixture draws one per group."""
+    """Return the policy of every group of a step, equal in all compressing arms; a mixture draws one for each group."""
     policy, groups = config.rollout_policy, range(config.prompts_per_step)
     return [policy.drawn(derive_seed("policy", config.seed, step, group)) for group in groups]
 
@@ -153,7 +153,10 @@ def rollouts_by_policy(
 
 
 def dense_rollout(config: Any, ids: Tensor, prompt_length: int, sampled: Tensor, logprobs: Tensor) -> Rollout:
-    """Return a rollout without evictions; its ledger is a view that takes no memory. ``config`` is the model's."""
+    """Return a rollout without evictions; its ledger is an expanded tensor, which takes no memory.
+
+    ``config`` is the model's.
+    """
     layers, heads = len(layer_plans(config, Dense())), kv_heads(config)
     return Rollout(
         ids=ids,

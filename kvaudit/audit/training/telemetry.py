@@ -50,7 +50,7 @@ class Tally:
     tokens: int = 0
 
     def add(self, sums: Mapping[str, float], tokens: int) -> None:
-        """Add sums over some tokens."""
+        """Add the sums of metrics over a number of tokens."""
         for name, value in sums.items():
             self.sums[name] = self.sums.get(name, 0.0) + value
         self.tokens += tokens  # of graded rollouts, counted in every pass over a batch
@@ -67,7 +67,7 @@ class Tally:
 
 
 def tally_metrics(metrics: Sequence[Mapping[str, Tensor | float]], tokens: Sequence[int]) -> Tally:
-    """Return the tally of microbatches' metrics and ``tokens``, added up in order, with a single device read."""
+    """Add up the metrics and token counts of microbatches, in order, with a single read from the device."""
     values, tally = iter(read_floats([value for sums in metrics for value in sums.values()])), Tally()
     for sums, count in zip(metrics, tokens, strict=True):
         tally.add({name: next(values) for name in sums}, count)
@@ -97,7 +97,8 @@ def step_row(
 ) -> TelemetryRow:
     """Return all numbers of a step except its seconds.
 
-    ``replayed`` [B, R] are the learner's log-probs under the sampler's view; None at steps without a certificate.
+    ``replayed`` [B, R] are the learner's log-probs with the cache as the sampler had it; None at steps without this
+    check.
     """
     played, rewards = sampled.played, sampled.rewards
     row: TelemetryRow = {"step": step}
@@ -147,7 +148,7 @@ def learning_numbers(learned: LearningResult) -> TelemetryRow:
 
 
 def memory_numbers(played: Sequence[GradedRow], batch: Batch) -> TelemetryRow:
-    """Return token counts, a step's cache bytes, and the share of dense entries that decoding did not read."""
+    """Return token counts, a step's cache bytes, and the share of a full cache's entries that decoding did not read."""
     rollouts = batch.rollouts
     seen, dense = (sum(counts) for counts in zip(*map(entries_seen, rollouts), strict=True))
     return {
@@ -160,9 +161,9 @@ def memory_numbers(played: Sequence[GradedRow], batch: Batch) -> TelemetryRow:
 
 
 def entries_seen(rollout: Rollout) -> tuple[float, float]:
-    """Return how many entries all decoding queries read (mean over layers and KV heads), here and in a dense cache.
+    """Return how many cache entries all decoding queries of a rollout read, here and with a full cache.
 
-    The query that predicts a sampled token is the token before it.
+    The first is a mean over layers and KV heads. The query that predicts a sampled token is the token before it.
     """
     length = len(rollout.ids)
     queries = torch.zeros(length, dtype=torch.int64)
@@ -175,7 +176,10 @@ def entries_seen(rollout: Rollout) -> tuple[float, float]:
 
 
 def certificate(sampler: Tensor, replayed: Tensor | None, mask: Tensor, advantages: Tensor) -> TelemetryRow:
-    """Return the numbers of the log-prob gap between sampler and replay, which must be near 0 in every arm."""
+    """Return the numbers of the gap between the sampler's log-probs and their replay, near 0 in every arm.
+
+    All are None without a replay.
+    """
     if replayed is None:
         return dict.fromkeys(CERTIFICATE)
     panel = mismatch_panel(sampler, replayed, mask, advantages)

@@ -78,7 +78,10 @@ class Validation:
         return play(sampler, self._questions, decoding, seeds, at_once=at_once)
 
     def _scores(self, view: str, played: Sequence[GradedRow]) -> TelemetryRow:
-        """Return each suite's mean score (None: nothing graded) and the share of degenerate or truncated answers."""
+        """Return each suite's mean score (None: nothing graded) and the share of degenerate or truncated answers.
+
+        ``view`` names the serving, uncompressed or under the policy, in the keys.
+        """
         row: TelemetryRow = {}
         for name in self._config.validation_suites:
             grades = [graded.grade for graded in played if graded.item.suite == name]

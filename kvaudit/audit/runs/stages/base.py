@@ -140,10 +140,10 @@ class UnitWorker:
         parts: Callable[[], Iterable[Part]],
         rows: Mapping[str, range] | None = None,
     ) -> bool:
-        """Answer the units that have no seal in ``folder``; return whether there were any.
+        """Answer the units that are not finished in ``folder`` (have no seal); return whether there were any.
 
-        ``phase`` names the work on the bar, ``parts`` returns the units for the bar, and ``rows`` are the rows
-        of a round by suite.
+        ``phase`` names the work on the bar, ``parts`` returns the units for the bar, and ``rows`` are the rows of a
+        round by suite.
         """
         context, bar = self._context, self._context.bar
         files = {unit: UnitFiles.of(folder, unit) for unit in units}

@@ -1,4 +1,7 @@
-"""The evaluation stage: every unit of the grid, at once or in rounds, then the A/A floor of engines."""
+"""The evaluation stage: ask every unit (a checkpoint, policy, suite and length), at once or in rounds.
+
+Engines are then asked their first requests again, which measures their own noise (the A/A floor).
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ from kvaudit.core.files import read_json
 
 
 class EvaluateStage(Stage):
-    """Answers and seals every unit of the grid, then asks engines their first items twice more for the A/A floor."""
+    """Answers and seals every unit of the grid, then asks engines some items twice more, to measure their noise."""
 
     def __init__(self, context: RunContext) -> None:
         super().__init__(context)
@@ -39,7 +42,7 @@ class EvaluateStage(Stage):
 
     @property
     def unsealed(self) -> list[Unit]:
-        """The unfinished units; those of the floor are counted once for each of its two orders."""
+        """The unfinished units of the grid and of the floor (requests repeated in two orders, each counted)."""
         spec, records = self.context.spec, self.context.run.records
         return [unit for unit in grid(spec) if not is_sealed(records, unit)] + self._floor.unsealed
 
@@ -108,7 +111,7 @@ class GridStage(Stage):
         return self.context
 
     def _open_refused(self) -> None:
-        """Reopen finished units that have refused rows, except those that another process has claimed."""
+        """Reopen finished units of which the server refused requests, except those that another process has claimed."""
         context = self.context
         for unit in self.units:
             files = UnitFiles.of(context.run.records, unit)

@@ -22,7 +22,7 @@ from kvaudit.reports.records.load import FLOOR_FOLDER, SAME_ORDER, SHUFFLED
 
 
 class FloorStage(Stage):
-    """Asks twice more the first items of each unit in ``units`` that an engine serves."""
+    """Asks the first items of each unit in ``units`` that an engine serves twice more: does it disagree with itself?"""
 
     def __init__(self, context: RunContext, worker: UnitWorker, units: Sequence[Unit]) -> None:
         super().__init__(context)
@@ -40,7 +40,7 @@ class FloorStage(Stage):
 
     @property
     def unsealed(self) -> list[Unit]:
-        """The unfinished units, each once for every order in which it is unfinished."""
+        """The unfinished units, once for each order (the same, shuffled) in which requests are still to be repeated."""
         return [unit for folder in self._folders for unit in self._units if not is_sealed(folder, unit)]
 
     def work(self) -> RunContext:

@@ -34,7 +34,7 @@ _SAFETY_SUITES = ("harm", "benign")  # without one of these a check shows too li
 
 
 class PilotStage(Stage):
-    """Answers the pilot's units and stores the results: controls, and the numbers of items of open suites."""
+    """Answers the pilot's units and stores the results: what the reference can lose, and how many items to ask."""
 
     def parts(self) -> Iterator[Part]:
         return iter(()) if self.is_done else self._unit_parts(self._units)
@@ -72,7 +72,7 @@ class PilotStage(Stage):
         return context
 
     def _print_time(self, context: RunContext) -> None:
-        """Print how long the rest of a run of running servers takes at the speed of the pilot's answers."""
+        """Print how long the rest of the run takes at the pilot's speed, if all its engines are running servers."""
         units, evaluate = self._units, context.spec.evaluate
         served = {unit.policy.engine for unit in units if isinstance(unit.policy, Condition)}
         if served != {RunningEndpoint.name} or evaluate.rounds is not None:
@@ -89,7 +89,7 @@ class PilotStage(Stage):
         context.print_line(f"{answers} answers are left, about {duration(seconds)} at the speed of the first ones")
 
     def check(self) -> None:
-        """Raise NotMeasurable if the stored results say that a suite has nothing to lose."""
+        """Raise NotMeasurable if the stored results say that the reference has nothing to lose in some suite."""
         provenance = self.context.run.provenance()
         if PILOT in provenance and ANYWAY not in provenance:
             check_measurable(with_kept_gate(self.context.spec, provenance), provenance[PILOT][PILOT_RESULT])

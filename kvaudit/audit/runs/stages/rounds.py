@@ -44,7 +44,7 @@ _OVERHEAD = 1.15  # total time / time that the answers take
 
 
 class RoundsStage(Stage):
-    """Asks rounds until a look ends them; ``has_asked`` is True if this process asked any."""
+    """Asks rounds until a look (a test between rounds) ends them; ``has_asked`` is True if this process asked any."""
 
     def __init__(self, context: RunContext, worker: UnitWorker, rounds: Rounds) -> None:
         super().__init__(context)
@@ -87,7 +87,7 @@ class RoundsStage(Stage):
         self.context.run.keep(LOOKS, ENDED, self._reason)
 
     def _store_plan(self) -> None:
-        """Store the plan, unless another process has."""
+        """Store the plan of how many rows to ask, unless another process has."""
         context, rounds = self.context, self._rounds
         provenance = context.run.provenance()
         if RowsPlan.of(provenance) is not None:
@@ -117,7 +117,7 @@ class RoundsStage(Stage):
             self.context.print_line(f"by the time that the first round took: {', '.join(changed)}")
 
     def _check_clusters(self) -> None:
-        """Raise SpecError for a suite with several rows per cluster, since a look could hold only some of them."""
+        """Raise SpecError for a suite with several rows per cluster, as a test between rounds could split clusters."""
         count = self.context.models.base().chat.count_tokens
         for name in self.context.spec.evaluate.suites:
             rows = layout_of(self.context.spec, name, count)
@@ -158,7 +158,7 @@ class RoundsStage(Stage):
         self.context.run.keep(LOOKS, str(number), look)
 
     def _take_look(self, units: Sequence[Unit], number: int, look: Mapping[str, Any]) -> None:
-        """Join the records, let the gate decide, and store its statuses, unless another process has."""
+        """Take a look: join the records, let the gate decide, and store its statuses, unless another process has."""
         run = self.context.run
         with mutex(run.path / ".looks.lock"):
             if "words" in all_looks(run.provenance())[number - 1]:
@@ -229,8 +229,8 @@ def corrected_items(
 ) -> dict[str, int]:
     """Return the most rows of each suite, planned anew from the time that the first round took.
 
-    The first round's rows, then, as time allows, the same share of each gated suite's other rows. No answer matters, so
-    the last look is still chosen beforehand.
+    That is the first round's rows and, as time allows, an equal share of each gated suite's other rows. Answers have no
+    part in it, so the number of rows at the last look is still fixed beforehand.
     """
     asked, seconds = table_of(first_round, "items"), _measured_seconds(plan, [first_round])
     more = {suite: plan.at_hand.get(suite, rows) - rows for suite, rows in asked.items() if suite in gated}

@@ -70,7 +70,7 @@ class TrainStage(Stage):
         return context
 
     def follow(self, ranks: RankGroup) -> None:
-        """Train as a rank other than the first, on the units that the first rank names."""
+        """Train, as a rank other than the first, the units (an arm and seed each) that the first rank announces."""
         context = self.context
         section = context.spec.train
         assert section is not None

@@ -91,7 +91,7 @@ class Reward:
         raise NotImplementedError
 
     def kept_in(self, folder: Path) -> RewardFn:  # noqa: ARG002 - deterministic rewards store nothing
-        """Return ``rewards``; if not deterministic, in a form that stores answers in ``folder`` and reuses them."""
+        """Return the method ``rewards``; a judge's stores its answers in ``folder`` and reuses them."""
         return self.rewards
 
 
@@ -131,7 +131,7 @@ class RewardConfig:
 
     @property
     def inputs(self) -> Mapping[str, str]:
-        """The sha256 of the reward's inputs; none for the suites' grades, whose versions are recorded elsewhere."""
+        """The sha256 of the reward's input files; none for the suites' own grades, whose versions are recorded."""
         return {} if self.uses_grade_only else self.reward.inputs
 
     @property

@@ -61,7 +61,7 @@ class Judged(Reward):
 
     @cached_property
     def constitution(self) -> str | None:
-        """The text, read once, so that later changes of the file have no effect."""
+        """The text of the constitution, read once, so that later changes of the file have no effect."""
         file = self.constitution_file
         return read_constitution(Path(expand("train.reward.constitution", file))) if file else None
 
@@ -99,7 +99,10 @@ class Judged(Reward):
         return self._score_rows(self._ask, rows)
 
     def kept_in(self, folder: Path) -> RewardFn:
-        """Return ``rewards`` with every ruling stored in ``rewards-NAME-12hex.jsonl`` for resumed runs."""
+        """Return the method ``rewards``, which here stores every answer of the judge for resumed runs.
+
+        The file is ``rewards-NAME-12hex.jsonl``.
+        """
         path = folder / f"rewards-{self.judge.name}-{self.identity[:IDENTITY_DIGITS]}.jsonl"
         field = "score" if self.constitution_file else "refused"
         kinds = (float if self.constitution_file else bool, NoneType)

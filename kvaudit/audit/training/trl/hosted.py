@@ -70,11 +70,11 @@ class HostedArm:
 
     @property
     def trl_corrects(self) -> bool:
-        """Whether TRL applies the correction itself: for vLLM's rollouts, in arms whose correction TRL has."""
+        """Whether TRL itself applies the arm's importance weights: for vLLM's rollouts, if TRL has these weights."""
         return self.external_sampler == VLLM and self.arm.correction in TRL_CORRECTIONS
 
     def apply_settings(self, config: Any) -> None:
-        """Set TRL's correction in a GRPOConfig; raises SpecError for settings that contradict the arm."""
+        """Set the arm's correction in TRL's GRPOConfig if TRL applies it; raises SpecError for contradicting ones."""
         if self.arm.correction != "none" and config.loss_type == "vespo" and not self.trl_corrects:
             raise SpecError(
                 f"loss_type 'vespo' weights rollouts by its own ratio and arm {self.arm.name!r} by another; use "

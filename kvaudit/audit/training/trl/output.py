@@ -122,7 +122,7 @@ class OutputFolder:
             write_json(self.path / RECIPE, seal_recipe(sections))
 
     def add(self, row: Mapping[str, Any]) -> dict[str, int]:
-        """Write a row with its alarms; return the alarms."""
+        """Write a row of telemetry with the alarms that it raises; return these."""
         self._first_row = self._first_row or row
         alarms = alarm_numbers(row, self._first_row)
         self.telemetry.append({**row, **alarms})
@@ -202,7 +202,10 @@ class StepNumbers:
                 self.counts[name] += size
 
     def row(self, step: int, grad_norm: float | None, totals: Mapping[str, float], *, replays: bool) -> TelemetryRow:
-        """Return the step's row from the ``totals`` of all processes; ``replays``: the learner replays ledgers."""
+        """Return the step's row of telemetry from the ``totals`` of all processes.
+
+        ``replays``: the learner learns under the evictions of the rollouts' ledgers.
+        """
         means = {name: _mean(values) for name, values in (self._sampled or self._earlier).items()}
         row: TelemetryRow = {"step": step, **dict.fromkeys(_ABSENT), **dict.fromkeys(LEARNED.values()), **means}
         row |= {name: _mean(values) for name, values in self._learned.items()}

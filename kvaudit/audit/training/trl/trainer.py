@@ -173,7 +173,7 @@ class AuditedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             model.train(was_training)
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        """Generate and score as TRL does, and in training apply the arm's correction."""
+        """Generate and score as TRL does; in training, also apply the arm's importance weights (its correction)."""
         start, step = time.perf_counter(), self.state.global_step
         self._rollouts = ()
         if self.model.training:
@@ -196,7 +196,7 @@ class AuditedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         return sum(flags) / len(flags) if flags else 0.0
 
     def _apply_correction(self, batch: dict[str, Any]) -> dict[str, float]:
-        """Apply the arm's correction to the batch, in place; return its metrics, computed over all processes."""
+        """Apply the arm's importance weights (its correction) to the batch, in place; return all processes' metrics."""
         arm = self._hosted.arm
         if arm.correction == "none":
             return {"mismatch/masked_tokens": 0.0, "mismatch/rejected_sequences": 0.0}
@@ -219,7 +219,7 @@ class AuditedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         return {f"mismatch/{name}": value for name, value in zip(correction.metrics, rates, strict=True)}
 
     def _old_logprobs(self, batch: dict[str, Any]) -> Tensor:
-        """Return the learner's log-probs [B, T] before the first update, for batches without TRL's own."""
+        """Return the learner's log-probs [B, T] before the first update, for batches in which TRL computes none."""
         ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)  # [B, P + T]
         attended = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
         size, checkpointing = self.args.per_device_train_batch_size, self.args.gradient_checkpointing_kwargs
@@ -241,7 +241,7 @@ class AuditedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         batch_size: int | None = None,
         **more: Any,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Run TRL's pass, under the rows' ledgers if the arm learns from the shadow view."""
+        """Run TRL's pass; in arms that learn under the sampler's cache, with the evictions of each row's ledger."""
         if self._hosted.arm.learner == "dense":
             outputs = super()._get_per_token_logps_and_entropies(
                 model, input_ids, attention_mask, logits_to_keep, batch_size, **more
