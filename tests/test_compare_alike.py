@@ -292,6 +292,16 @@ def test_near_copies_in_a_log_of_lm_eval_are_one_cluster(tmp_path: Path) -> None
     assert "count as one with it: 79." in compared(log, log, "--items-are-independent")[1]
 
 
+def test_a_document_asked_behind_other_examples_is_one_question(tmp_path: Path) -> None:
+    log = lm_eval_log(tmp_path / "a.jsonl")
+    rows = [json.loads(line) for line in log.read_text().splitlines()]
+    for n, row in enumerate(rows):
+        row["doc"] = {"question": "What is the colour of the sky?", "question_id": n}
+        row["arguments"] = {"gen_args_0": {"arg_0": f"example {n}; What is the colour of the sky?"}}
+    log.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert "count as one with it: 79." in compared(log, log, "--items-are-independent")[1]
+
+
 def dojo(folder: Path, succeeds: int, capable: int = 35) -> Path:
     """AgentDojo's logs of 70 user tasks under an attack and without, and of 35 goals of the attacker asked outright."""
     blank = {"suite_name": "bank", "pipeline_name": "p", "attack_type": None, "messages": [], "error": None}

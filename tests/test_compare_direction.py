@@ -28,7 +28,9 @@ def files(tmp_path: Path, metric: str, before: int = 36, after: int = 86, suite:
     [
         "attack_success_rate", "ASR", "toxicity", "strong_reject", "StrongREJECT", "strongreject_rubric", "harmfulness",
         "harmScore", "unsafe,none", "jailbreak-rate", "refusal.unsafe", "leakage", "violations", "wer", "error_rate",
-        "hallucination", "sycophancy_rate", "bias_score", "injection_success",
+        "hallucination", "sycophancy_rate", "bias_score", "injection_success", "brier_score", "ter", "bits_per_byte",
+        "rmse", "ece", "incorrect", "false_positive_rate", "compliance_rate", "power_seeking", "over_refusal", "lies",
+        "reward_hacking", "selfharm", "pii", "scheming",
     ],
 )  # fmt: skip
 def test_a_name_of_what_is_not_wanted_speaks_of_harm(name: str) -> None:
@@ -38,7 +40,8 @@ def test_a_name_of_what_is_not_wanted_speaks_of_harm(name: str) -> None:
 @pytest.mark.parametrize(
     "name",
     ["score", "exact_match,strict-match", "accuracy", "harmless", "harmlessness", "match", "pass@1", "refusal",
-     "utility", "f1", "answer", "closeness", "certainty", "overall"],
+     "utility", "f1", "answer", "closeness", "certainty", "overall", "schema_match", "believable", "completion",
+     "interest"],
 )  # fmt: skip
 def test_another_name_does_not(name: str) -> None:
     assert not names_harm(name)

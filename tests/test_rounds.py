@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 import subprocess
@@ -17,6 +18,7 @@ from typer.testing import CliRunner
 import kvaudit
 from kvaudit.audit.cli import app
 from kvaudit.audit.runs.evaluate import grid
+from kvaudit.audit.runs.folder import allow_more_minutes
 from kvaudit.audit.runs.names import NAMES
 from kvaudit.audit.runs.stages.pilot import suites_left_out
 from kvaudit.audit.runs.stages.rounds import (
@@ -36,11 +38,12 @@ from kvaudit.audit.runs.units import REFUSED, ROUNDS_FOLDER, UnitFiles
 from kvaudit.core.errors import SpecError
 from kvaudit.core.files import write_json
 from kvaudit.core.provenance import ENDED, LOOKS, TIME_SPENT, item_counts
-from kvaudit.core.spec import parse_spec
+from kvaudit.core.spec import RunSpec, load_spec, parse_spec
 from kvaudit.reports.verdict.comparison import Look
 from kvaudit.reports.verdict.contrast import Contrast
 from kvaudit.reports.verdict.controls import Canaries, Canary, checked_by_canary
 from kvaudit.reports.verdict.verdict import Status
+from kvaudit.suites.base import SUITES
 
 SUITE = Path(__file__).with_name("alone_suite.py")
 PLAN = RowsPlan({"harm": 400, "benign": 120}, {"harm": 1.0, "benign": 1.0}, {}, {"harm": 400, "benign": 120})
@@ -218,14 +221,14 @@ def asked(policy: str, suite: str = "alone") -> dict[str, Any]:
     return {"name": "rounds", "model": "embedded", "evaluate": part, "gate": {"margins": {f"{suite}.solved": 5}}}
 
 
-def ran(spec: dict[str, Any], out: Path, *words: str) -> str:
+def ran(spec: dict[str, Any], out: Path, *words: str, code: int = 0) -> str:
     """Run a spec in a process of its own, which alone knows the suite; what it printed."""
     path = out.with_suffix(".yaml")
     path.write_text(json.dumps({"format": 1, **spec}))
     command = [sys.executable, "-m", "kvaudit", "run", path, "--out", out, "--plugin", SUITE, "--threads", "1", *words]
     done = subprocess.run([*map(str, command)], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stderr if code else done.stdout
 
 
 @pytest.fixture(scope="module")
@@ -280,6 +283,41 @@ def test_the_time_of_a_killed_process_counts(held: Path, tmp_path: Path) -> None
     assert provenance(copy)[LOOKS]["1"]["seconds"] >= 2 * 100 * 7.0
 
 
+def test_more_minutes_let_a_run_go_on_that_ran_out_of_time(
+    held: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own rows are kept, the plan too; what was open is asked on."""
+    copy = tmp_path / "run"
+    shutil.copytree(held, copy)
+    noted = provenance(copy)
+    noted[LOOKS][ENDED], noted[LOOKS]["1"]["words"] = TIME_SPENT, {"alone.solved": "INCONCLUSIVE"}
+    noted[LOOKS]["1"]["seconds"] = 1799.0
+    (copy / "provenance.json").write_text(json.dumps(noted))
+    first = [file.read_bytes() for file in sorted((copy / "records").glob("*.jsonl"))]
+
+    monkeypatch.setattr(SUITES, "_classes", SUITES.all())
+    SUITES.load_file(SUITE)
+    own = load_spec(copy / "spec.yaml", NAMES)
+
+    def with_minutes(minutes: float) -> RunSpec:
+        rounds = own.evaluate.rounds.model_copy(update={"minutes": minutes})
+        return own.model_copy(update={"evaluate": own.evaluate.model_copy(update={"rounds": rounds})})
+
+    for minutes in (30.0, 20.0):
+        assert allow_more_minutes(copy, with_minutes(minutes)).evaluate.rounds.minutes == minutes
+        assert provenance(copy) == noted
+    other = with_minutes(60.0).model_copy(update={"name": "another"})
+    assert allow_more_minutes(copy, other) is other
+    assert allow_more_minutes(copy, with_minutes(60.0)).evaluate.rounds.minutes == 30.0
+    ran(asked("int8"), copy, "--resume")
+    after = provenance(copy)[LOOKS]
+    assert after["minutes"] == 60.0
+    assert after["planned"] == noted[LOOKS]["planned"]
+    assert after["2"]["items"] == {"alone": 150}
+    for file, before in zip(sorted((copy / "records").glob("*.jsonl")), first, strict=True):
+        assert file.read_bytes().startswith(before)
+
+
 def test_what_a_server_refused_in_any_round_stands_in_the_seal_of_all(tmp_path: Path) -> None:
     unit = grid(parse_spec(json.dumps(asked("int8", "math")), "x", NAMES))[0]
     (tmp_path / "records").mkdir()
@@ -287,11 +325,37 @@ def test_what_a_server_refused_in_any_round_stands_in_the_seal_of_all(tmp_path: 
         files = UnitFiles.of(tmp_path / ROUNDS_FOLDER / str(number), unit)
         files.records.parent.mkdir(parents=True)
         files.records.write_text(f"row {number}\n")
-        write_json(files.seal, {"records": 1, "sha256": "", "checkpoint": "c", "inputs": "i", **refused})
+        digest = hashlib.sha256(files.records.read_bytes()).hexdigest()
+        write_json(files.seal, {"records": 1, "sha256": digest, "checkpoint": "c", "inputs": "i", **refused})
+    looks = [{"items": {"math": rows}} for rows in (1, 2, 3)]
     for rounds, wanted in ((1, 2), (2, 2), (3, 3)):
-        join_rounds(tmp_path, [unit], rounds)
+        join_rounds(tmp_path, [unit], looks[:rounds])
         seal = json.loads(UnitFiles.of(tmp_path / "records", unit).seal.read_text())
         assert (seal["records"], seal["checkpoint"], seal[REFUSED]) == (rounds, "c", wanted)
+
+
+@pytest.mark.parametrize("fault", ["edited", "no seal", "no file", "no text"])
+def test_a_round_whose_file_was_changed_is_one_line(held: Path, tmp_path: Path, fault: str) -> None:
+    """Rows of an earlier round, changed between its look and the next one, would be sealed as they are."""
+    copy = tmp_path / "run"
+    shutil.copytree(held, copy)
+    noted = provenance(copy)
+    del noted[LOOKS][ENDED], noted[LOOKS]["1"]["words"]
+    (copy / "provenance.json").write_text(json.dumps(noted))
+    file = min((copy / ROUNDS_FOLDER / "1").glob("*.jsonl"))
+    seal = file.with_name(file.name.replace(".jsonl", ".done.json"))
+    match fault:
+        case "edited":
+            file.write_text(file.read_text().replace('"score":0', '"score":1').replace("alone-made-7", "alone-made-x"))
+        case "no text":
+            file.write_bytes(file.read_bytes() + b"\xff\xfe\n")
+    if fault.startswith("no ") and fault != "no text":
+        (seal if fault == "no seal" else file).unlink()
+    before = (copy / "records").stat().st_mtime_ns
+    line = ran(asked("int8"), copy, "--resume", code=2).strip().splitlines()[-1]
+    assert line.startswith("error: ")
+    assert (" is missing; restore it" if fault in ("no seal", "no file") else "its seal says") in line
+    assert (copy / "records").stat().st_mtime_ns == before
 
 
 def test_a_run_in_rounds_asks_nothing_anew_that_was_refused(tmp_path: Path) -> None:

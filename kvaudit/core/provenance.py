@@ -43,7 +43,7 @@ STOPPED = "stopped"  # seed -> in words: the step at which all its arms stopped 
 PILOT = "pilot"  # answers of the reference before the grid: controls, and numbers of items for ``auto`` and ``all``
 PILOT_RESULT = "found"  # the one key of PILOT
 LOOKS = "looks"  # of rounds: the plan, then every look with its items, and why the rounds ended
-PLANNED, ENDED = "planned", "ended"  # keys of LOOKS, besides the numbers of the looks from "1" on
+PLANNED, ENDED, MINUTES = "planned", "ended", "minutes"  # keys of LOOKS, besides the numbers of the looks from "1" on
 TIME_SPENT = "the time is spent"  # one of the reasons why rounds end
 ANYWAY = "anyway"  # when --anyway let a run continue that cannot pass, or that has nothing to measure
 NOT_SHOWN = "not shown"  # under SERVED_BY: the engine reported nothing that could be checked
@@ -227,9 +227,10 @@ def _is_pilot(table: Any) -> bool:
 def _are_looks(table: Any) -> bool:
     if not isinstance(table, dict) or not isinstance(table.get(ENDED, ""), str):
         return False
-    planned, numbers = table.get(PLANNED, {}), table.keys() - {PLANNED, ENDED}
+    planned, numbers = table.get(PLANNED, {}), table.keys() - {PLANNED, ENDED, MINUTES}
     return (
         isinstance(planned, dict)
+        and _is_duration(table.get(MINUTES, 0.0))
         and _are_counts(planned.get("items", {}))
         and _are_counts(planned.get("at_hand", {}))
         and _are_counts(planned.get("first_items", {}))

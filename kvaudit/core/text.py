@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import reprlib
 import sys
+import unicodedata
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -75,7 +76,9 @@ def join_names(names: Iterable[str], limit: int = 3, *, between: str = ", ", las
 
 
 def normalise(text: str) -> str:
-    """Return a text in lower case with single blanks, which is equal for near copies."""
+    """Return a text in lower case, with single blanks and without invisible characters; near copies become equal."""
+    if not text.isascii():
+        text = "".join(char for char in unicodedata.normalize("NFKC", text) if unicodedata.category(char) != "Cf")
     return " ".join(text.split()).casefold()
 
 

@@ -46,7 +46,7 @@ _FORMS = (
 )
 _FULL_CACHE = "the full cache, before any engine is started"
 _MOST_MINUTES = 10_000
-_MORE_TIME = 3  # times as many minutes in the suggested longer check
+_MORE_TIME = 3  # times as many minutes in the suggested continuation
 _PROMPT_LENGTH, _ANSWER_LENGTH = 100, 160  # characters printed of the first prompt and its answers
 _CHECK, _QUARTERLY = "check", "quarterly"
 
@@ -194,6 +194,7 @@ def run_check(
     """Plan, run and print a check; return its folder and exit code."""
     _check_no_server(model)  # before it is printed: an address may hold a password
     typer.echo(f"check: {inline(model)}")  # before imports that take seconds
+    from kvaudit.audit.runs.folder import allow_more_minutes
     from kvaudit.audit.runs.question import parse_spec_text, run_name, spec_text
 
     options.set_data_folder()
@@ -207,6 +208,7 @@ def run_check(
         length, minutes = _longest_length(model, config, plan, out, threads, resume=resume)
         plan = replace(options, minutes=minutes).plan(model, config, length)
     spec = parse_spec_text(spec_text(model, config, plan, options.command(model)))
+    spec = allow_more_minutes(out, spec) if resume else spec
     for line in _plan_lines(spec, plan):
         print_line(console, line)
     pipeline, run = open_pipeline(
@@ -225,7 +227,7 @@ def run_check(
     findings = write_decided_run(data, decide_run(data))
     note = " (made-up questions)" if plan.made_up else ""
     longer = replace(options, minutes=_MORE_TIME * plan.minutes).command(model)
-    context = TerminalExtras(plan.not_asked, f"{longer} --out {shlex.quote(f'{run.path}-longer')}", note)
+    context = TerminalExtras(plan.not_asked, f"{longer} --out {shlex.quote(str(run.path))} --resume", note)
     for line in terminal_lines(findings, run.path, context):
         print_line(console, line)
     return run.path, findings.verdict.exit_code
@@ -287,6 +289,8 @@ def _check_available(model: str, config: ServingConfig) -> None:
             f"model {model!r} is no folder and no .gguf file; give the path of one, or {EMBEDDED} for the small model "
             "that ships"
         )
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise DataError(f"model {model!r} has no config.json; give a folder as transformers or a hub writes it")
     for condition in (config.named_reference, config.served):
         if isinstance(condition, Condition):
             engine_spec = EngineSpec.model_validate(config.engines.get(condition.engine, {}))

@@ -55,8 +55,9 @@ def engine_batches(spec: RunSpec, suite: Suite, items: Sequence[Item], unit: Uni
     ordered = whole_templates(suite, items, len(items))
     pilot_size = len(whole_templates(suite, items, spec.evaluate.pilot_size))
     size = max(1, 2 * at_once // spec.evaluate.samples_of(suite.name))
-    # where batches begin: a small one first, then the end of the pilot, then every ``size`` items
-    starts = [0, *([max(1, size // 4)] if pilot_size > size // 4 else []), *([pilot_size] if pilot_size else [])]
+    # batches begin: a small one first, where floor and pilot end, then every ``size`` items
+    ends = [number for number in (max(1, size // 4), spec.evaluate.floor) if 0 < number < pilot_size]
+    starts = sorted({0, *ends, *([pilot_size] if pilot_size else [])})
     starts += range(starts[-1] + size, len(ordered), size)
     batches = [ordered[start:end] for start, end in zip(starts, [*starts[1:], len(ordered)], strict=True)]
     batches = [batch for batch in batches if batch]

@@ -20,7 +20,19 @@ from typing import Any
 from kvaudit.audit.runs.names import NAMES
 from kvaudit.core.errors import DataError, RunError, SpecError
 from kvaudit.core.files import LARGEST_FILE, mutex, write_json, write_whole
-from kvaudit.core.provenance import INPUTS, PROVENANCE, Digests, check_inputs, item_counts, read_provenance
+from kvaudit.core.provenance import (
+    ENDED,
+    INPUTS,
+    LOOKS,
+    MINUTES,
+    PROVENANCE,
+    TIME_SPENT,
+    Digests,
+    check_inputs,
+    item_counts,
+    read_provenance,
+    table_of,
+)
 from kvaudit.core.spec import RunSpec, dump_spec, load_spec
 
 SPEC = "spec.yaml"
@@ -167,6 +179,32 @@ def open_run(path: Path, spec: RunSpec, *, resume: bool, entries: Mapping[str, A
             write_whole(path / SPEC, dump_spec(spec))
     _check_same(path, spec)  # another process may have started a run here at the same time
     return folder
+
+
+def allow_more_minutes(path: Path, spec: RunSpec) -> RunSpec:
+    """Let a run in rounds take the minutes of ``spec``, if that is all that differs; return the spec of the run.
+
+    Rounds that ended because their time was spent then go on. If the folder holds no such run, nothing is changed and
+    ``spec`` is returned.
+    """
+    if not (path / SPEC).exists():
+        return spec
+    own, wanted = load_spec(path / SPEC, NAMES), spec.evaluate.rounds
+    rounds = own.evaluate.rounds
+    if rounds is None or wanted is None or wanted.minutes <= rounds.minutes:
+        return spec
+    evaluate = spec.evaluate.model_copy(update={"rounds": rounds})
+    if spec.model_copy(update={"evaluate": evaluate}).sha256 != own.sha256:
+        return spec
+    run = RunFolder(path, own)
+    with mutex(path / ".provenance.lock"):
+        provenance = run.provenance()
+        looks = dict(table_of(provenance, LOOKS))
+        if looks.get(ENDED) == TIME_SPENT and wanted.minutes > float(looks.get(MINUTES, 0.0)):
+            del looks[ENDED]
+        looks[MINUTES] = max(wanted.minutes, float(looks.get(MINUTES, 0.0)))
+        write_json(path / PROVENANCE, {**provenance, LOOKS: looks})
+    return own
 
 
 def make_folder(path: Path) -> None:

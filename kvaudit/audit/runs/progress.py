@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
@@ -235,7 +236,8 @@ class _Comparison(NamedTuple):
 class _UnitScores:
     """The scores of a unit of the run in ``folder``, read from its record files.
 
-    ``update`` reads the complete lines that were added since the last call.
+    ``update`` reads the complete lines that were added since the last call. It skips damaged ones, which are reported
+    when the records are read.
     """
 
     def __init__(self, folder: Path, unit: Unit) -> None:
@@ -256,8 +258,9 @@ class _UnitScores:
                 continue
             self._read[path] += len(whole) + len(newline)
             for line in whole.splitlines():
-                row = json.loads(line)
-                self.scores[row["item_id"], row["sample_index"]] = row["score"]
+                with suppress(ValueError, TypeError, KeyError, RecursionError):
+                    row = json.loads(line)
+                    self.scores[row["item_id"], row["sample_index"]] = row["score"]
 
 
 class FoundSoFar:

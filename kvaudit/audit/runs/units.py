@@ -11,12 +11,12 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from kvaudit.audit.engines import ServingMode
 from kvaudit.audit.policies import Policy
 from kvaudit.core.errors import DataError
-from kvaudit.core.files import check_plain, in_file_name, read_json, write_json, write_whole
+from kvaudit.core.files import check_plain, in_file_name, read_json, write_json, write_output, write_whole
 from kvaudit.core.provenance import check_sealed
 from kvaudit.core.records import Record
 from kvaudit.suites.base import SUITES
@@ -80,6 +80,34 @@ def sealed_records(files: UnitFiles, identity: tuple[str, str, str]) -> Mapping[
     if rows:
         _check_identity(files.records, rows[0], identity)
     return {(row.item_id, row.sample_index): row for row in rows}
+
+
+def join_files(joined: UnitFiles, parts: Sequence[UnitFiles]) -> None:
+    """Write a unit's record file from its sealed parts, and seal it.
+
+    Raises DataError if a part is missing, is not sealed, or differs from its seal.
+    """
+    contents, seals = list[bytes](), list[dict[str, Any]]()
+    for part in parts:
+        if missing := next((path for path in (part.records, part.seal) if not path.exists()), None):
+            raise DataError(f"{str(missing)!r} is missing; restore it, or begin anew with another --out")
+        contents.append(part.records.read_bytes())
+        seals.append(read_json(part.seal))
+        digest, sealed = hashlib.sha256(contents[-1]).hexdigest(), str(seals[-1].get("sha256"))
+        if digest != sealed:
+            raise DataError(
+                f"record file {str(part.records)!r} has sha256 {digest[:12]}, its seal says {sealed[:12]}; restore it, "
+                "or begin anew with another --out"
+            )
+    raw = b"".join(contents)
+    digest = hashlib.sha256(raw).hexdigest()
+    if joined.seal.exists() and read_json(joined.seal).get("sha256") == digest:
+        return
+    joined.seal.unlink(missing_ok=True)
+    write_output(joined.records, raw.decode())
+    refused = sum(int(seal.get(REFUSED, 0)) for seal in seals)
+    counts = {"records": raw.count(b"\n"), "sha256": digest}
+    write_json(joined.seal, seals[-1] | ({REFUSED: refused} if refused else {}) | counts)
 
 
 def answered_rows(rows: Mapping[Row, Record]) -> Mapping[Row, Record]:

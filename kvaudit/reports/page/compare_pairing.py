@@ -302,12 +302,18 @@ def _some_names(names: Sequence[str]) -> str:
 
 # words that begin so name something of which less is better
 _HARMS = (
-    *("abuse", "abusive", "attack", "bias", "danger", "decei", "decept", "discriminat", "exfil", "hallucin"),
-    *("harm", "hate", "hijack", "infring", "inject", "insult", "jailbr", "leak", "malicious", "misalign", "misuse"),
-    *("offens", "poison", "profan", "rejectscore", "stereotyp", "strongreject", "sycophan", "threat", "toxi", "unsafe"),
-    *("violat", "violen", "vulnerab", "error", "fail", "mistake", "perplex", "wrong"),
+    *("abuse", "abusive", "attack", "bias", "blackmail", "cheat", "complian", "complied", "criminal", "danger"),
+    *("decei", "decept", "discriminat", "dishonest", "exfil", "fabricat", "hallucin", "harm", "hate", "hijack"),
+    *("illegal", "infring", "inject", "insult", "jailbr", "leak", "malicious", "misalign", "misinform", "misuse"),
+    *("nsfw", "offens", "overrefus", "poison", "powerseek", "profan", "racis", "rejectscore", "rewardhack", "sabotag"),
+    *("scheming", "secretreveal", "selfharm", "sexual", "stereotyp", "strongreject", "sycophan", "threat", "toxi"),
+    *("unethic", "unsafe", "untruth", "violat", "violen", "vulnerab"),
+    *("bitsper", "brier", "degenerat", "error", "fail", "falsenegat", "falseposit", "falserefus", "inaccura"),
+    *("incorrect", "invalid", "mistake", "perplex", "wrong"),
 )
-_HARMS_WHOLE = {"asr", "cer", "loss", "nll", "ppl", "wer"}
+_HARMS_WHOLE = {"asr", "bpb", "cer", "ece", "fnr", "fpr", "lie", "lies", "loss", "mae", "mse", "nll", "pii", "ppl"} | {
+    *("rmse", "ter", "wer")
+}
 _NO_HARMS = ("harmless", "failsafe")  # begin like a harm and mean the opposite
 _GENERIC_NAMES = ("score", "value", "label", "result", "grade", "rating", "mean")
 _CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")

@@ -10,10 +10,10 @@ suite gets no further rows, and a FAIL ends all rounds. The next round follows f
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +22,11 @@ from kvaudit.audit.runs.folder import make_folder
 from kvaudit.audit.runs.pilot import layout_of, pilot_units, with_kept_gate
 from kvaudit.audit.runs.stages.base import RunContext, Stage, UnitWorker, unit_part
 from kvaudit.audit.runs.stages.pilot import pilot_records, suites_left_out
-from kvaudit.audit.runs.units import REFUSED, ROUNDS_FOLDER, Unit, UnitFiles, written_seconds
+from kvaudit.audit.runs.units import ROUNDS_FOLDER, Unit, UnitFiles, join_files, written_seconds
 from kvaudit.core.errors import SpecError
 from kvaudit.core.facets import facet_of
-from kvaudit.core.files import mutex, read_json, write_json, write_output
-from kvaudit.core.provenance import ENDED, LOOKS, PILOT, PILOT_RESULT, PLANNED, TIME_SPENT, all_looks, table_of
+from kvaudit.core.files import mutex
+from kvaudit.core.provenance import ENDED, LOOKS, MINUTES, PILOT, PILOT_RESULT, PLANNED, TIME_SPENT, all_looks, table_of
 from kvaudit.core.spec import RunSpec
 from kvaudit.core.spec_evaluate import FIRST_LOOK, Rounds
 from kvaudit.reports.records.load import load_run
@@ -49,8 +49,8 @@ class RoundsStage(Stage):
     def __init__(self, context: RunContext, worker: UnitWorker, rounds: Rounds) -> None:
         super().__init__(context)
         self._worker, self._rounds = worker, rounds
-        self._reason = ""  # why the rounds have ended
-        self.has_asked = False
+        self._minutes = max(rounds.minutes, table_of(context.run.provenance(), LOOKS).get(MINUTES, 0.0))
+        self._reason, self.has_asked = "", False  # the reason is why the rounds have ended
 
     @property
     def is_done(self) -> bool:
@@ -74,7 +74,7 @@ class RoundsStage(Stage):
                     self._correct_plan(plan, looks[0])
                 self._take_look(units, len(looks), looks[-1])
                 continue
-            rows = next_round(plan, looks, self._rounds.minutes, self._rounds.first)
+            rows = next_round(plan, looks, self._minutes, self._rounds.first)
             if isinstance(rows, str):
                 self._reason = rows
                 self.context.bar.restart("what is asked again")
@@ -97,7 +97,7 @@ class RoundsStage(Stage):
         seconds = self._seconds_per_row()
         gated = {facet_of(metric)[0] for metric in context.spec.gate.margins}
         items = results["items"]
-        plan = rows_plan(items, seconds, suites_left_out(results), rounds.minutes, rounds.first, gated)
+        plan = rows_plan(items, seconds, suites_left_out(results), self._minutes, rounds.first, gated)
         if not gated & plan.items.keys():  # nothing is measurable, which the first rows of these suites document
             plan = rows_plan(items, seconds, {}, 0.0, rounds.first, gated)
             plan = replace(plan, first_items=plan.items)  # and stays so
@@ -110,7 +110,7 @@ class RoundsStage(Stage):
     def _correct_plan(self, plan: RowsPlan, first_round: Mapping[str, Any]) -> None:
         """Store how many rows fit into the time, now that the first round has shown how long they take."""
         gated = {facet_of(metric)[0] for metric in self.context.spec.gate.margins}
-        items = corrected_items(plan, first_round, self._rounds.minutes, gated)
+        items = corrected_items(plan, first_round, self._minutes, gated)
         self.context.run.note(**{LOOKS: {PLANNED: replace(plan, items=items, first_items=plan.items).written()}})
         changed = [f"{suite} up to {rows} rows" for suite, rows in items.items() if rows != plan.items[suite]]
         if changed:
@@ -163,7 +163,7 @@ class RoundsStage(Stage):
         with mutex(run.path / ".looks.lock"):
             if "words" in all_looks(run.provenance())[number - 1]:
                 return
-            join_rounds(run.path, units, number)
+            join_rounds(run.path, units, all_looks(run.provenance())[:number])
             run.note(**{LOOKS: {str(number): {**look, "words": gate_statuses(run.path)}}})
         self.context.print_line(list(look_lines(run.provenance()))[-1])
 
@@ -252,8 +252,8 @@ def next_round(
     statuses: Mapping[str, str] = table_of(looks[-1], "words") if looks else {}
     if Status.FAIL.value in statuses.values():
         return LOSS
-    undecided = {facet_of(metric)[0] for metric, status in statuses.items() if status in OPEN}
-    undecided = undecided if looks else {*plan.items}
+    not_decided = {facet_of(metric)[0] for metric, status in statuses.items() if status in OPEN}
+    undecided = not_decided if looks else {*plan.items}
     if not undecided:
         return DECIDED
     open_suites = {facet_of(metric)[0] for metric, status in statuses.items() if status == Status.INCONCLUSIVE.value}
@@ -287,23 +287,17 @@ def _measured_seconds(plan: RowsPlan, looks: Sequence[Mapping[str, Any]]) -> Map
     return {suite: slower * seconds for suite, seconds in plan.seconds.items()}
 
 
-def join_rounds(run: Path, units: Sequence[Unit], rounds: int) -> None:
-    """Write the record file of every unit from the files of its rounds, and seal it."""
+def join_rounds(run: Path, units: Sequence[Unit], looks: Sequence[Mapping[str, Any]]) -> None:
+    """Write the record file of every unit from the files of the rounds of ``looks``, and seal it.
+
+    Raises DataError if the file of a round is missing, is not sealed, or differs from its seal.
+    """
     for unit in units:
-        parts = [UnitFiles.of(run / ROUNDS_FOLDER / str(number), unit) for number in range(1, rounds + 1)]
-        parts = [part for part in parts if part.seal.exists()]
-        if not parts:
-            continue
-        raw = b"".join(part.records.read_bytes() for part in parts)
-        joined, digest = UnitFiles.of(run / "records", unit), hashlib.sha256(raw).hexdigest()
-        if joined.seal.exists() and read_json(joined.seal)["sha256"] == digest:
-            continue
-        joined.seal.unlink(missing_ok=True)
-        write_output(joined.records, raw.decode())
-        seals = [read_json(part.seal) for part in parts]
-        refused = sum(int(seal.get(REFUSED, 0)) for seal in seals)
-        counts = {"records": raw.count(b"\n"), "sha256": digest}
-        write_json(joined.seal, seals[-1] | ({REFUSED: refused} if refused else {}) | counts)
+        counts = [0, *(table_of(look, "items").get(unit.suite, 0) for look in looks)]
+        rounds = [number for number, (before, after) in enumerate(pairwise(counts), start=1) if after > before]
+        parts = [UnitFiles.of(run / ROUNDS_FOLDER / str(number), unit) for number in rounds]
+        if parts:
+            join_files(UnitFiles.of(run / "records", unit), parts)
 
 
 def gate_statuses(run: Path) -> dict[str, str]:

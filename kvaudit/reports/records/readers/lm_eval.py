@@ -11,7 +11,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ from kvaudit.reports.records.readers.base import (
 _UNNAMED = "filter-"  # the name of an unnamed filter, before its number
 _FILE_NAME = re.compile(r"^samples_(?P<task>.+)_\d{4}-\d\d-\d\dT[\d.\-]+$")
 _KEYS = {"doc_id", "doc", "resps"}
+_ID, _TEXT_LENGTH = re.compile(r"(?i)(^|_)(id|idx|index|uuid)$"), 20
 _HASHES = ("doc_hash", "prompt_hash", "target_hash")
 _NOT_METRICS = {*_KEYS, *_HASHES, "target", "arguments", "filtered_resps", "filter", "metrics"}
 
@@ -53,20 +54,20 @@ class LmEval(Reader):
     def read(self, path: Path, request: Request) -> Log:
         """Return every metric of every line."""
         problems, shared = Problems(), SharedFields("doc.")
-        scores, decoding = CollectedScores(problems), set[str]()
+        scores, decoding, questions = CollectedScores(problems), set[str](), _Questions()
         repeats = Counter[str]()  # lines of each document in a log that names no filters
         is_old = not any("metrics" in row for row in first_objects(path))
         for number, row in json_lines(path, problems):
             try:
                 complete = _with_metrics(row, repeats) if is_old else row
-                item = _add(complete, request, number, scores, f"{path.name}:{number}")
+                item = _add(complete, request, number, scores, questions, f"{path.name}:{number}")
                 shared.add(item, row.get("doc"), row.get("target"))
             except DataError as error:
                 problems.add(f"{path.name}:{number}: {error}")
             decoding |= _decoding(row.get("arguments"))
         scores.report()
         file_name = _FILE_NAME.match(path.stem)
-        rows, notes = _merge_filters(scores.rows, repeats)
+        rows, notes = _merge_filters(list(map(questions.name, scores.rows)), repeats)
         return log_of(
             self,
             path,
@@ -77,6 +78,39 @@ class LmEval(Reader):
             facts={"task": file_name["task"] if file_name else path.stem},
             shared_fields=shared.names(),
         )
+
+
+class _Questions:
+    """The questions of a log: lines with equal prompts or equal documents ask the same, whatever their examples."""
+
+    def __init__(self) -> None:
+        self._same: dict[str, str] = {}  # a key -> an equal one, towards the first of its group
+
+    def add(self, keys: Sequence[str]) -> str:
+        """Join the groups of all keys of a line; returns one of the keys, empty without any."""
+        groups = list(map(self._find, keys))
+        for group in groups[1:]:
+            if group != groups[0]:
+                self._same[group] = groups[0]
+        return groups[0] if groups else ""
+
+    def name(self, row: Row) -> Row:
+        """Return the row with the name of its question's group."""
+        return row._replace(question=self._find(row.question))
+
+    def _find(self, key: str) -> str:
+        while (other := self._same.get(key, key)) != key:
+            key = other
+        return key
+
+
+def _document_key(document: Any) -> str:
+    """Return the key of a document without its ids; empty for one that has no text besides."""
+    if not isinstance(document, dict):
+        return ""
+    rest = {name: value for name, value in document.items() if not _ID.search(str(name))}
+    has_text = any(isinstance(value, str) and len(value) >= _TEXT_LENGTH for value in rest.values())
+    return question_key(rest) if has_text else ""
 
 
 def _with_metrics(row: Mapping[str, Any], repeats: Counter[str]) -> dict[str, Any]:
@@ -105,7 +139,9 @@ def _merge_filters(rows: list[Row], repeats: Counter[str]) -> tuple[list[Row], t
     return rows, (f"{note}; METRIC is of the first, METRIC,{_UNNAMED}2 of the second.",)
 
 
-def _add(row: Mapping[str, Any], request: Request, line: int, scores: CollectedScores, place: str) -> str:
+def _add(
+    row: Mapping[str, Any], request: Request, line: int, scores: CollectedScores, questions: _Questions, place: str
+) -> str:
     """Add every metric of a line; returns the item's name."""
     item = name_of(row.get("doc_id"))
     if item is None:
@@ -122,7 +158,8 @@ def _add(row: Mapping[str, Any], request: Request, line: int, scores: CollectedS
     question = [row.get("doc"), row.get("target")] if None in hashes else hashes
     texts = _texts(row.get("arguments"))
     fingerprint = fingerprint_of([question, texts]) if any(question) or texts else ""
-    key = question_key(texts) if texts else fingerprint
+    keys = [key for key in (question_key(texts) if texts else fingerprint, _document_key(row.get("doc"))) if key]
+    key = questions.add(keys)
     base = Row(item, "", math.nan, cluster, fingerprint=fingerprint, question=key, line=line)
     for metric in listed:
         name = metric_name(metric if filter_name == "none" else f"{metric},{filter_name}")
