@@ -30,6 +30,7 @@ FORMER = (
 )
 REMOVED_COMMANDS = [name for removed in REMOVED for name in removed.commands]
 FOUND = load_commands()
+HOLDERS = [command.name for command in FOUND if command.call is None]
 RENAMED = {old: new for command in FOUND for old, new in command.former_names.items()}
 
 
@@ -156,6 +157,16 @@ def test_a_command_that_holds_others_lists_them(command: Command) -> None:
     lines = CliRunner().invoke(app, [command.name, "--help"], terminal_width=COLUMNS).stdout.splitlines()
     for one in (one for one in FOUND if one.group == command.name):
         assert [line for line in lines if line.split() == [one.name, *one.summary.split()]]
+
+
+def test_no_help_labels_a_value_as_a_list() -> None:
+    commands = [[]] + [[one.group, one.name] if one.group in HOLDERS else [one.name] for one in FOUND]
+    commands += [[one.name, name] for one in FOUND for name, _ in subcommands(one)]
+    helps = {" ".join(words): CliRunner().invoke(app, [*words, "--help"], terminal_width=COLUMNS) for words in commands}
+    assert {name for name, done in helps.items() if done.exit_code or "list[" in done.stdout} == set()
+    assert "  --set NAME=VALUE  " in helps["check"].stdout
+    assert "  RUN <path>  " in helps["gate"].stdout
+    assert "  names... <str>  " in helps["data fetch"].stdout
 
 
 @pytest.mark.parametrize("old", FORMER)

@@ -189,14 +189,38 @@ def test_where_ray_does_not_come_up_its_own_log_is_quoted(
     assert all(text.endswith("; tries again") for text in said)
 
 
-def test_a_cluster_that_nothing_listens_for_is_said_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+START_ONE = "begin a cluster with 'ray start --head', or try it out with --launcher ray:address=local,gpus=0"
+
+
+@pytest.mark.parametrize(
+    ("address", "variable", "said"),
+    [
+        ("127.0.0.1:9", "", "'127.0.0.1:9': REFUSED; try 'ray status --address 127.0.0.1:9'"),
+        ("auto", "", f"'auto' (127.0.0.1:9): REFUSED; {START_ONE}"),
+        (
+            "auto",
+            "127.0.0.1:8",
+            "'auto' (127.0.0.1:8): REFUSED; set RAY_ADDRESS to a running cluster, or unset it",
+        ),
+    ],
+)
+def test_a_cluster_that_nothing_listens_for_is_said_at_once(
+    address: str, variable: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also the last one, whose address ray keeps when it is gone."""
+    monkeypatch.setenv("RAY_ADDRESS", variable)
+    services = SimpleNamespace(canonicalize_bootstrap_address={"auto": "127.0.0.1:9"}.__getitem__)
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(init=pytest.fail))
-    launcher = parse_launcher("ray:address=127.0.0.1:9,gpus=0")
+    monkeypatch.setitem(sys.modules, "ray._private", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "ray._private.services", services)
+    launcher = parse_launcher(f"ray:address={address},gpus=0")
     with (
-        pytest.raises(RunError, match=r"Connection refused; try 'ray status --address 127\.0\.0\.1:9'"),
+        pytest.raises(RunError) as error,
         launcher.start_workers(1, Job([], tmp_path / "logs", tmp_path), print),
     ):
         pass
+    text = re.sub(r"\[Errno \d+\] Connection refused", "REFUSED", str(error.value))
+    assert text == f"ray did not come up at address {said}"
 
 
 def test_a_wrong_option_is_one_line() -> None:

@@ -126,15 +126,29 @@ def test_the_error_says_what_rays_own_log_says(spec: Path) -> None:
     assert line.endswith("; begin a cluster with 'ray start --head' and leave out address=local")
 
 
+START_ONE = "or try it out with --launcher ray:address=local,gpus=0"
+TELL = "try 'ray status --address 127.0.0.1:9'"
+
+
 @pytest.mark.parametrize(
-    ("address", "said", "advice"),
+    ("address", "last", "said", "advice"),
     [
-        ("auto", "Could not find any running Ray instance", "--launcher ray:address=local,gpus=0"),
-        ("127.0.0.1:9", "Connection refused", "try 'ray status --address 127.0.0.1:9'"),
+        ("auto", "", "'auto': Could not find any running Ray instance", START_ONE),
+        ("auto", "127.0.0.1:9", "Connection refused", START_ONE),
+        ("127.0.0.1:9", "", "Connection refused", TELL),
     ],
 )
-def test_a_cluster_that_is_not_there_is_one_line(spec: Path, address: str, said: str, advice: str) -> None:
-    done = run(PYTHON, spec, spec.parent / "absent", tasks=2, launcher=f"ray:address={address},gpus=0")
+def test_a_cluster_that_is_not_there_is_one_line(
+    home: Path, spec: Path, tmp_path: Path, address: str, last: str, said: str, advice: str
+) -> None:
+    """Ray keeps where its last cluster was, and would itself try a dead one for a quarter of an hour."""
+    kept = home / "ray" / "ray_current_cluster"
+    kept.parent.mkdir(exist_ok=True)
+    kept.unlink(missing_ok=True)
+    if last:
+        kept.write_text(last)
+    done = run(PYTHON, spec, tmp_path / "absent", tasks=2, launcher=f"ray:address={address},gpus=0")
     assert done.code == 2
+    assert done.wall < 120  # most of it is the start of this program, beside other work
     assert said in (line := done.log.strip().splitlines()[-1])
     assert line.endswith(advice)

@@ -14,7 +14,7 @@ import typer
 from typer.core import TyperGroup
 
 from kvaudit import __version__
-from kvaudit.audit.commands.base import HELP_HEADINGS, USAGE, Command, end_on_sigterm, load_commands
+from kvaudit.audit.commands.base import HELP_HEADINGS, USAGE, Command, PlainCommand, end_on_sigterm, load_commands
 from kvaudit.core.moved import removed_command
 from kvaudit.core.text import inline
 
@@ -94,8 +94,8 @@ def _add_commands(commands: Sequence[Command]) -> None:
                 call, name=command.name, cls=CommandGroup, help=command.help_text, rich_help_panel=command.group
             )
         elif call is not None:
-            settings = dict(command.settings)
-            parent.command(command.name, context_settings=settings, rich_help_panel=command.group)(call)
+            settings: dict[str, Any] = {"context_settings": dict(command.settings), "rich_help_panel": command.group}
+            parent.command(command.name, cls=PlainCommand, **settings)(call)
 
 
 _add_commands(_COMMANDS)

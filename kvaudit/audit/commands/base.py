@@ -16,6 +16,7 @@ import importlib
 import inspect
 import os
 import pkgutil
+import re
 import shlex
 import signal
 import sys
@@ -29,6 +30,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any, cast, get_args, get_type_hints
 
 import typer
+from typer.core import TyperCommand
 
 from kvaudit.core.errors import AuditError, DataError, SpecError, UnknownName
 from kvaudit.core.files import plain_files
@@ -53,6 +55,19 @@ _DISK_ERRORS = {errno.ENOSPC, errno.EROFS, errno.EACCES, errno.EPERM, errno.EDQU
 
 # for parameters without a default, or whose help names it
 option, argument = partial(typer.Option, show_default=False), partial(typer.Argument, show_default=False)
+
+
+class PlainCommand(TyperCommand):
+    """The command whose help labels an argument that may be repeated as any other: ``<str>``, not ``<list[str]>``."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        write_rows = formatter.write_dl
+        formatter.write_dl = lambda rows: write_rows([(_without_list(label), text) for label, text in rows])
+        super().format_options(ctx, formatter)
+
+
+def _without_list(label: str) -> str:
+    return re.sub(r"<list\[(.+)\]>", lambda found: f"<{found[1].lower()}>", label)
 
 
 @dataclass(frozen=True)
@@ -142,7 +157,8 @@ Threads = Annotated[
     ),
 ]
 Plugins = Annotated[
-    list[Path] | None, option("--plugin", help="Python file with plug-ins, such as policies; may be repeated.")
+    list[Path] | None,
+    option("--plugin", metavar="FILE", help="Python file with plug-ins, such as policies. May be repeated."),
 ]
 Dtype = Annotated[str, typer.Option(help="Number format of the weights: float32, bfloat16 or auto.")]
 

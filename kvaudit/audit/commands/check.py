@@ -61,8 +61,9 @@ class CheckOptions:
         list[str] | None,
         option(
             "--set",
-            help="NAME=VALUE, another setting of the engine; for servers key=VARIABLE, the environment variable with "
-            "the API key. May be repeated.",
+            metavar="NAME=VALUE",
+            help="Another setting of the engine; for servers key=VARIABLE, the environment variable with the API key. "
+            "May be repeated.",
         ),
     ] = None
     python: Annotated[str | None, option(help="Python executable of the engine's environment.")] = None

@@ -35,6 +35,7 @@ def compare(
     margin: Annotated[
         list[str] | None,
         option(
+            metavar="POINTS",
             help="Largest tolerated drop, in percentage points. Default: 5. Repeat as NAME=POINTS for a suite or a "
             "facet of kvaudit records (refusal.unsafe=3), which then counts for the verdict too.",
         ),
@@ -42,8 +43,9 @@ def compare(
     ratio: Annotated[
         list[str] | None,
         option(
+            metavar="NAME=TIMES",
             help="Instead of a margin: largest tolerated ratio of an unwanted event's rates, candidate to reference, "
-            "as NAME=TIMES (agent.attack_success=1.1). May be repeated."
+            "such as agent.attack_success=1.1. May be repeated.",
         ),
     ] = None,
     alpha: Annotated[float, typer.Option(help="One-sided significance level.")] = 0.05,
@@ -62,7 +64,8 @@ def compare(
         ),
     ] = False,
     metric: Annotated[
-        list[str] | None, option(help="Metric to compare if the files hold several; give two to compare two judges.")
+        list[str] | None,
+        option(metavar="METRIC", help="Metric to compare if the files hold several; give two to compare two judges."),
     ] = None,
     lower_is_better: Annotated[bool, typer.Option("--lower-is-better", help="A score of 0 is good.")] = False,
     higher_is_better: Annotated[
@@ -70,9 +73,13 @@ def compare(
         typer.Option("--higher-is-better", help="A score of 1 is good, although the metric's name is harm."),
     ] = False,
     select_a: Annotated[
-        list[str] | None, option(help="If A is a run: the part to compare, by arm=, policy=, seed=, suite=, context=.")
+        list[str] | None,
+        option(
+            metavar="NAME=VALUE",
+            help="If A is a run: the part to compare, by arm=, policy=, seed=, suite=, context=. May be repeated.",
+        ),
     ] = None,
-    select_b: Annotated[list[str] | None, option(help="The same for B.")] = None,
+    select_b: Annotated[list[str] | None, option(metavar="NAME=VALUE", help="The same for B.")] = None,
     out: Annotated[Path | None, option(help="Folder to write the report to.")] = None,
 ) -> None:
     """Compare two result files, of kvaudit or of other tools.

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from kvaudit.audit.commands.base import Command, option, print_line, print_rows, user_errors, wide_console
+from kvaudit.audit.commands.base import Command, PlainCommand, option, print_line, print_rows, user_errors, wide_console
 from kvaudit.core.text import guide_path
 
 data = typer.Typer(rich_markup_mode=None)
@@ -40,7 +40,7 @@ def show_data(context: typer.Context) -> None:
             print_line(console, f"fetch what is missing: kvaudit data fetch {' '.join(missing)}")
 
 
-@data.command("fetch")
+@data.command("fetch", cls=PlainCommand)
 def fetch_data(
     names: Annotated[list[str], typer.Argument(help="Rows to fetch, by the names that `kvaudit data` prints.")],
     *,

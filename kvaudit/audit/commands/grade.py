@@ -193,7 +193,10 @@ def adjudicate(
     ] = None,
     select: Annotated[
         list[str] | None,
-        option(help="Only the gated cells with suite=, arm=, policy=, estimand= or context=. May be repeated."),
+        option(
+            metavar="NAME=VALUE",
+            help="Only the gated cells with suite=, arm=, policy=, estimand= or context=. May be repeated.",
+        ),
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the drawn pairs and of the sheet's order.")] = 0,
 ) -> None:

@@ -143,7 +143,10 @@ def explain(
     *,
     policy: Annotated[
         list[str] | None,
-        option(help="Policy to serve the item under, of the run or any other. Default: none. May be repeated."),
+        option(
+            metavar="POLICY",
+            help="Policy to serve the item under, of the run or any other. Default: none. May be repeated.",
+        ),
     ] = None,
     arm: Annotated[str | None, option(help="Arm that answers. Default: the reference.")] = None,
     seed: Annotated[int | None, option(help="Training seed. Default: the arm's first.")] = None,

@@ -33,7 +33,11 @@ _GRACE = 5  # seconds for requests in progress when the server is stopped
 _Models = Annotated[list[str], argument(help="Folders, hub ids, or NAME=PATH. A client asks for NAME@POLICY.")]
 _Aliases = Annotated[
     list[str] | None,
-    option("--alias", help="ALIAS=NAME@POLICY: serve under a name that hides the policy. May be repeated."),
+    option(
+        "--alias",
+        metavar="ALIAS=NAME@POLICY",
+        help="Serve under a name that hides the policy. May be repeated.",
+    ),
 ]
 _KeyEnv = Annotated[str | None, option(help="Environment variable with the API key that clients must send.")]
 

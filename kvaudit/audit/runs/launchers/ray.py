@@ -25,6 +25,7 @@ from kvaudit.core.text import inline, install_command
 
 _POLL_SECONDS = 2.0
 _TRIES = 3  # of a cluster on this machine, whose start may take 30 seconds and no more: too few beside other work
+_ADDRESS = "RAY_ADDRESS"  # ray's own variable, which goes before what ``auto`` finds
 _LOGS = ("gcs_server.out", "raylet.out", "gcs_server.err", "raylet.err")
 _ERROR_LINE = re.compile(
     r"^\[[^\]]* [ECF] [^\]]*\] (?:.*Check failed: )?(.+)$", re.MULTILINE
@@ -82,13 +83,15 @@ class Ray(Launcher):
 
         options = {"include_dashboard": False, "log_to_driver": False, "logging_level": logging.ERROR}
         for left in reversed(range(_TRIES if self.address == "local" else 1)):
-            started = time.time()
+            started, found = time.time(), self.address
             try:
-                _reach(self.address)
+                found = _find(self.address)
+                _reach(found)
                 ray.init(address=self.address, **options)
                 return
             except (Exception, SystemExit) as error:  # ray raises nothing narrower, and may end the process itself
-                why = f"ray did not come up at address {self.address!r}: {_cause(error)}{_logged_since(started)}"
+                where = repr(self.address) + (f" ({inline(found)})" if found != self.address else "")
+                why = f"ray did not come up at address {where}: {_cause(error)}{_logged_since(started)}"
                 if not left:
                     raise RunError(f"{why}; {self._advice()}") from None
                 ray.shutdown()
@@ -96,11 +99,26 @@ class Ray(Launcher):
 
     def _advice(self) -> str:
         """Return what to try after ray could not be reached at ``address``, other than the command that failed."""
+        if self.address == "auto" and os.environ.get(_ADDRESS):
+            return f"set {_ADDRESS} to a running cluster, or unset it"
         if self.address == "auto":
             return f"begin a cluster with 'ray start --head', or try it out with --launcher {self.trial}"
         if self.address == "local":
             return "begin a cluster with 'ray start --head' and leave out address=local"
         return f"try 'ray status --address {inline(self.address)}'"
+
+
+def _find(address: str) -> str:
+    """Return the address that ``auto`` stands for, as ray finds it: RAY_ADDRESS, a cluster here, or the last one."""
+    if address != "auto":
+        return address
+    if named := os.environ.get(_ADDRESS):
+        return named
+    try:
+        from ray._private.services import canonicalize_bootstrap_address
+    except ImportError:  # ray may move what it calls private; without it nothing is asked before ray.init
+        return address
+    return str(canonicalize_bootstrap_address(address) or address)
 
 
 def _reach(address: str) -> None:
