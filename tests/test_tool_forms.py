@@ -286,7 +286,7 @@ def test_only_the_beginning_of_a_long_answer_is_read() -> None:
 def test_every_form_says_what_it_is(name: str) -> None:
     each = TOOL_FORMS.get(name)
     assert each.says
-    assert each.__module__ == f"kvaudit.core.tool_forms.{name}"
+    assert vars(each)["__doc__"]
 
 
 # --- messages --------------------------------------------------------------------------------------------------------

@@ -118,6 +118,14 @@ def _instead(name: str, kind: str) -> str | None:
 
 # old path -> new path, both below kvaudit
 MOVED = {
+    "core.tool_forms.pythonic": "core.tool_forms.text",
+    "core.tool_forms.glm": "core.tool_forms.tagged_forms",
+    "core.tool_forms.qwen_coder": "core.tool_forms.tagged_forms",
+    "core.tool_forms.hermes": "core.tool_forms.json_forms",
+    "core.tool_forms.llama_json": "core.tool_forms.json_forms",
+    "core.tool_forms.mistral": "core.tool_forms.json_forms",
+    "core.tool_forms.deepseek": "core.tool_forms.json_forms",
+    "core.tool_forms.harmony": "core.tool_forms.json_forms",
     "audit.runs.probe.calls": "audit.runs.endpoint_probe",
     "audit.runs.probe.plan": "audit.runs.endpoint_probe",
     "audit.runs.probe.probe": "audit.runs.endpoint_probe",

@@ -1,6 +1,7 @@
 """Calls as text, for chat templates without tools: tools listed in the system prompt, calls as JSON lines.
 
-It also reads calls that models write outside of their form: JSON inside prose, tags and fences, and Python calls.
+It also reads calls that models write outside of their form: JSON inside prose, tags and fences, and Python calls, which
+some templates ask for.
 """
 
 from __future__ import annotations
@@ -23,9 +24,13 @@ _EXAMPLE = ("tool", {"key": "value"})  # of FORM; repeating it calls nothing
 _ATTEMPT = re.compile(r"""["'](?:arguments|parameters)["']\s*:|\{\s*"name"\s*:""")
 _FENCE = re.compile(r"^```\w*\s*|\s*```$")
 _NAME = re.compile(r"\w+(\.\w+)*")
+_TAGS = re.compile(r"<\|python_(?:start|end|tag)\|>|<\|e(?:ot|om)(?:_id)?\|>")
+_WRITES = re.compile(r"\.name\s*(?:~|\+)\s*[\"']\(|name\s*\}\}\(")
 
 
 class TextForm(ToolForm):
+    """The form for templates without tools: calls as the prompt asks for them."""
+
     name = "text"
     says = "JSON lines that the prompt asks for, or calls in Python"
 
@@ -117,3 +122,22 @@ def plain_values(value: Any) -> Any:
     if isinstance(value, dict):
         return {str(key): plain_values(entry) for key, entry in value.items()}
     return [plain_values(entry) for entry in value] if isinstance(value, list | tuple) else value
+
+
+class Pythonic(ToolForm):
+    """The form of the pythonic templates of Llama 3.2 and Llama 4: lists of calls in Python syntax."""
+
+    name = "pythonic"
+    says = "a list of calls in Python"
+    openings = ("<|python_start|>",)
+
+    @classmethod
+    def recognises(cls, template: str) -> bool:
+        return _WRITES.search(template) is not None
+
+    def find(self, text: str, tools: Tools) -> Iterator[FoundCall]:
+        names = [str(tool.get("function", tool).get("name")) for tool in tools]
+        calls = python_calls(_TAGS.sub("", text).strip(), {name: list(properties_of(tools, name)) for name in names})
+        for number, call in enumerate(calls):
+            start = 0 if number == 0 else len(text)
+            yield FoundCall(start, len(text), call.name, plain_values(call.arguments))
