@@ -9,9 +9,9 @@ from math import gcd
 from typing import Any
 
 from kvaudit.audit.policies.base import LARGEST_NUMBER, Policy
+from kvaudit.audit.policies.blind import Dense
 from kvaudit.audit.policies.draws import derive_seed
 from kvaudit.audit.policies.evictor import Evictor
-from kvaudit.audit.policies.none import Dense
 from kvaudit.audit.policies.quantiser import Quantiser
 from kvaudit.audit.policies.selector import Selector
 from kvaudit.core.errors import SpecError
