@@ -20,7 +20,7 @@ from test_reports_engines import floored
 import kvaudit.reports.sections
 from kvaudit.core.plugins import Registry
 from kvaudit.reports.page.formats import html, markdown
-from kvaudit.reports.page.formats.drift import verdict_facts
+from kvaudit.reports.page.formats.json_files import verdict_facts
 from kvaudit.reports.page.page import Page
 from kvaudit.reports.page.run_page import page_of, run_banner, verdict_passages
 from kvaudit.reports.records.load import load_run

@@ -118,6 +118,13 @@ def _instead(name: str, kind: str) -> str | None:
 
 # old path -> new path, both below kvaudit
 MOVED = {
+    "reports.page.formats.verdict": "reports.page.formats.json_files",
+    "reports.page.formats.drift": "reports.page.formats.json_files",
+    "reports.page.formats.junit": "reports.page.formats.ci",
+    "reports.page.formats.sarif": "reports.page.formats.ci",
+    "reports.page.formats.summary": "reports.page.formats.ci",
+    "reports.page.formats.card": "reports.page.formats.disclosure",
+    "reports.page.formats.bom": "reports.page.formats.disclosure",
     "audit.runs.stages.floor": "audit.runs.stages.evaluate",
     "reports.sections.amplification": "reports.sections.contrasts",
     "reports.sections.interaction": "reports.sections.contrasts",
