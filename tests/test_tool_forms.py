@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from kvaudit.core.completions import parse_completion
 from kvaudit.core.records import Message, Role, ToolCall, fingerprint_rows, message_rows
 from kvaudit.core.tool_forms.base import LONGEST_ANSWER, TOOL_FORMS, Reading, is_plain
-from kvaudit.core.tool_forms.reading import as_text, read_calls, text_without_calls
-from kvaudit.core.tool_forms.text import FORM, list_tools
+from kvaudit.core.tool_forms.text import FORM, as_text, list_tools, read_calls, text_without_calls
 from kvaudit.reports.page.remarks import _tool_remarks
 
 TOOLS = [
