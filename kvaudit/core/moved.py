@@ -150,6 +150,7 @@ MOVED = {
     "audit.policies.parse": "audit.policies.compose",
     "audit.runs.stages.floor": "audit.runs.stages.evaluate",
     "audit.training.rewards.grade": "audit.training.rewards.base",
+    "reports.sections.floor": "reports.sections.engines",
     "reports.sections.people": "reports.sections.judges",
     "audit.runs.probe.calls": "audit.runs.endpoint_probe",
     "audit.runs.probe.plan": "audit.runs.endpoint_probe",
