@@ -1,4 +1,4 @@
-"""Policies that look at no content: every entry, a random subset, or sinks and a window."""
+"""The policies that look at no content: every entry, a random subset, or sinks and a window."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Policies that combine others, and policies parsed from text or YAML into the same frozen object.
+"""The policies that combine others, and all policies parsed from text or YAML into the same frozen object.
 
 A composition is an evictor with a quantiser; a mixture draws one policy per request. ``snapkv:budget=96,window=8`` is
 one policy, ``snapkv:budget=96+kivi:bits=4`` evicts and quantises the rest, and in ``snapkv:budget=96@3|none`` every

@@ -1,4 +1,4 @@
-"""Entries stored in eight bits: as integers (INT8) or as floats (FP8)."""
+"""The policies that store entries in eight bits: as integers (INT8) or as floats (FP8)."""
 
 from __future__ import annotations
 

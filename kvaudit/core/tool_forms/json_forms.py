@@ -1,4 +1,4 @@
-"""Forms whose arguments are JSON: Hermes, Llama 3.1, Mistral, DeepSeek and gpt-oss."""
+"""The forms with JSON arguments: Hermes, Llama 3.1, Mistral, DeepSeek and gpt-oss."""
 
 from __future__ import annotations
 

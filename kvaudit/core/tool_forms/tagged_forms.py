@@ -1,4 +1,4 @@
-"""Forms with a tag for each argument: GLM-4.5 and Qwen3-Coder."""
+"""The forms with a tag for each argument: GLM-4.5 and Qwen3-Coder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What engines served: settings requested of each condition and settings reported, and the A/A floor of the answers."""
+"""The engines that served conditions: settings requested, settings reported, and the A/A floor of the answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GRPO with three variants, PPO, and online DPO."""
+"""The losses that papers describe: GRPO with three variants, PPO, and online DPO."""
 
 from __future__ import annotations
 

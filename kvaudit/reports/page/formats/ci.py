@@ -1,4 +1,4 @@
-"""For a CI: junit.xml for its tests, gate.sarif for its code scanning, summary.md for its step summary or comment."""
+"""The files for a CI: junit.xml for its tests, gate.sarif for its code scanning, summary.md for its step summary."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""For programs: verdict.json, the answers and gated cells; drift.json, the full verdict and every section's values.
+"""The files for programs: verdict.json, the answers and gated cells; drift.json, the verdict and every section whole.
 
 verdict.json is under 50 kB; its schema is docs/verdict.schema.json. Both are ASCII only, without NaN. The contrasts are
 in contrasts.csv.
