@@ -33,8 +33,7 @@ import yaml
 
 from kvaudit.core.records import ToolCall
 from kvaudit.core.text import inline
-from kvaudit.core.tool_forms.reading import read_calls
-from kvaudit.core.tool_forms.text import format_calls
+from kvaudit.core.tool_forms.text import format_calls, read_calls
 from kvaudit.suites.answers import equal_by_algebra, final_answer, has_algebra, same_answer
 from kvaudit.suites.bfcl import SINGLE, _match_calls, apply_schema
 from kvaudit.suites.mathrows import extract_number

@@ -21,7 +21,7 @@ from kvaudit.core.moved import install as _install_moved_modules
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from kvaudit.api import check, compare, gate, load_run, run
+    from kvaudit.api import Comparison, Run, check, compare, gate, load_run, run
     from kvaudit.audit.cache.stock import CompressedCache
     from kvaudit.audit.engines.base import Engine
     from kvaudit.audit.judges.base import Judge
@@ -32,13 +32,11 @@ if TYPE_CHECKING:
     from kvaudit.audit.training.losses.base import Loss
     from kvaudit.audit.training.rewards.base import Reward
     from kvaudit.core.errors import AuditError
-    from kvaudit.results import Comparison, Run
     from kvaudit.suites.base import Suite
 
 # name -> the module below kvaudit that it is imported from
 _HOME = {
-    **dict.fromkeys(("check", "compare", "gate", "load_run", "run"), "api"),
-    **dict.fromkeys(("Comparison", "Run"), "results"),
+    **dict.fromkeys(("Comparison", "Run", "check", "compare", "gate", "load_run", "run"), "api"),
     "AuditError": "core.errors",
     "CompressedCache": "audit.cache.stock",
     "Engine": "audit.engines.base",

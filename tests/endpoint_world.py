@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 from kvaudit.audit.runs.endpoint_probe import Plan
 from kvaudit.audit.sampling.chat_calls import wire
 from kvaudit.core.endpoint import HttpReply, Transport
-from kvaudit.core.tool_forms.reading import as_text
+from kvaudit.core.tool_forms.text import as_text
 
 Answers = Callable[[dict[str, Any]], HttpReply]
 

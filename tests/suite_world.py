@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from kvaudit.core.errors import DataError
 from kvaudit.core.records import Grade, Item, Message, Role
-from kvaudit.core.tool_forms.reading import as_text
+from kvaudit.core.tool_forms.text import as_text
 from kvaudit.suites.base import SUITES, Suite
 from kvaudit.suites.contexts import CONTEXTS
 from kvaudit.suites.realguardrails import PROMPT_RULES as GUARDED

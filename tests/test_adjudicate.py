@@ -20,7 +20,7 @@ from kvaudit.core.records import Message, Role
 from kvaudit.reports.page.remarks import remarks
 from kvaudit.reports.records.load import load_run
 from kvaudit.reports.run import decide_run, drift_and_rules
-from kvaudit.reports.sections.people import errors_table, labelled_cells, labelled_cells_table, panel_notes
+from kvaudit.reports.sections.judges import errors_table, labelled_cells, labelled_cells_table, panel_notes
 from kvaudit.reports.verdict.contrast import judge_may_pass
 from kvaudit.reports.verdict.decide import decide
 from kvaudit.reports.verdict.human_labels import (

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from bench.bookkeeping import run_evaluation, spec_of
-from kvaudit.audit.policies import parse
+from kvaudit.audit.policies import compose
 from kvaudit.audit.runs import progress
 from kvaudit.audit.runs.evaluate import grid
 from kvaudit.audit.runs.names import NAMES
@@ -28,7 +28,7 @@ def one_seed(spec: RunSpec) -> RunSpec:
 def counted(folder: Path, spec: RunSpec, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """How often the walk asked for a file and parsed a policy."""
     found: Counter[str] = Counter()
-    exists, build = Path.exists, parse._build
+    exists, build = Path.exists, compose._build
 
     def ask(path: Path) -> bool:
         found["looks"] += 1
@@ -40,7 +40,7 @@ def counted(folder: Path, spec: RunSpec, monkeypatch: pytest.MonkeyPatch) -> Cou
 
     with monkeypatch.context() as patch:
         patch.setattr(Path, "exists", ask)
-        patch.setattr(parse, "_build", parsed)
+        patch.setattr(compose, "_build", parsed)
         run_evaluation(folder, spec)
     return found
 

@@ -30,8 +30,7 @@ from kvaudit.core.records import (
 )
 from kvaudit.core.spans import Span, marked
 from kvaudit.core.tool_forms.base import TOOL_FORMS, Reading, form_of
-from kvaudit.core.tool_forms.reading import read_calls
-from kvaudit.core.tool_forms.text import FORM, list_tools
+from kvaudit.core.tool_forms.text import FORM, list_tools, read_calls
 from kvaudit.reports.records.blocks import parse_block
 from kvaudit.suites.base import Suite
 

@@ -26,7 +26,8 @@ from kvaudit.audit.scan.questionnaire import blank_answers
 from kvaudit.audit.training.config import TrainConfig
 from kvaudit.core.errors import DataError
 from kvaudit.reports.page.disclosure import disclosure_of
-from kvaudit.reports.page.formats import bom, junit
+from kvaudit.reports.page.formats.ci import render_junit
+from kvaudit.reports.page.formats.disclosure import render_bom
 from kvaudit.reports.page.publish import BEGIN, END, extract_section, insert_section
 from kvaudit.reports.records.load import load_run
 from kvaudit.reports.run import disclosure_page, write_report
@@ -260,7 +261,7 @@ def test_gated_cells_are_test_cases(run: Path) -> None:
 
 
 def test_a_test_case_follows_the_exit_code_of_the_gate(run: Path) -> None:
-    text = junit.render(disclosure_page(load_run(run), GateOverrides(on_inconclusive="warn")))
+    text = render_junit(disclosure_page(load_run(run), GateOverrides(on_inconclusive="warn")))
     suite = junitparser.TestSuite.fromstring(text.encode())
     assert (suite.failures, suite.errors, suite.skipped) == (4, 0, 6)
     assert sum(case.is_skipped for case in suite) == 6
@@ -272,7 +273,7 @@ def test_another_waiver_is_another_bill_of_materials(run: Path, tmp_path: Path) 
         row = {"who": who, "why": "known", "expires": str(date.today()), "status": "FAIL", "cells": {"arm": "naive"}}
         path.write_text(yaml.safe_dump({"waivers": [row]}))
         asked = GateOverrides(waivers=read_waivers(path) if who else None)
-        return json.loads(bom.render(disclosure_page(load_run(run), asked)))["serialNumber"]
+        return json.loads(render_bom(disclosure_page(load_run(run), asked)))["serialNumber"]
 
     assert len({serial(None), serial("Ada"), serial("Grace")}) == 3
     assert serial("Ada") == serial("Ada")

@@ -17,7 +17,7 @@ from kvaudit.core.facets import ALIKE, DEPLOYED, SERVING
 from kvaudit.core.provenance import seal_path
 from kvaudit.reports.page.answers import TRAINING, answers
 from kvaudit.reports.page.formats import formats
-from kvaudit.reports.page.formats.card import MOST_CARD_WORDS
+from kvaudit.reports.page.formats.disclosure import MOST_CARD_WORDS
 from kvaudit.reports.page.page import MOST_GRID_ROWS, MOST_WORDS, _first_words, grid_of
 from kvaudit.reports.page.run_page import page_of
 from kvaudit.reports.page.terminal import MOST_TERMINAL_LINES, terminal_lines

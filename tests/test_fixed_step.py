@@ -20,7 +20,7 @@ from kvaudit.audit.cache.fixed_step import FixedStep
 from kvaudit.audit.cache.layer_state import LastQueries
 from kvaudit.audit.cache.store import Store
 from kvaudit.audit.policies import parse_policy
-from kvaudit.audit.policies.int8 import Int8
+from kvaudit.audit.policies.eight_bits import Int8
 from kvaudit.audit.sampling import captured
 from kvaudit.audit.sampling.decoding import Decoding
 from kvaudit.audit.sampling.episode import Episode

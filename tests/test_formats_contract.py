@@ -1,6 +1,7 @@
 """One hostile page through every format, and each test of the contract fails a format that is wrong in one way.
 
-A new file of ``reports/page/formats`` is found by itself; the end of its ``FILE`` says which markup it must not let in.
+A new file of ``reports/page/formats`` is found by itself; the ends of names in ``FORMATS`` say which markup it must not
+let in.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
 from html.parser import HTMLParser
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 from xml.etree import ElementTree
@@ -272,7 +274,10 @@ def test_its_file_lies_in_the_folder_of_the_report(form: Format) -> None:
 
 def test_no_two_formats_write_one_file() -> None:
     folder = Path(inspect.getfile(kvaudit.reports.page.formats)).parent
-    assert len(FORMATS) == len(list(folder.glob("[a-z]*.py")))
+    modules = [
+        import_module(f"{kvaudit.reports.page.formats.__name__}.{path.stem}") for path in folder.glob("[a-z]*.py")
+    ]
+    assert sorted(form.file for form in FORMATS) == sorted(file for module in modules for file in module.FORMATS)
 
 
 def test_what_a_model_said_is_shown_and_not_obeyed(page: Page) -> None:

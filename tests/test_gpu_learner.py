@@ -25,7 +25,7 @@ from kvaudit.audit.training.adapters import trainable_copy
 from kvaudit.audit.training.batch import Batch
 from kvaudit.audit.training.config import ARMS
 from kvaudit.audit.training.learner import Learner
-from kvaudit.audit.training.losses.grpo import Grpo
+from kvaudit.audit.training.losses.published import Grpo
 from kvaudit.audit.training.optimiser import Optimiser
 from kvaudit.audit.training.telemetry import LearningResult
 from kvaudit.core.spec_train import AdapterSpec

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from kvaudit.audit.policies import Evictor, View
-from kvaudit.audit.policies.int8 import Int8
+from kvaudit.audit.policies.eight_bits import Int8
 from kvaudit.audit.policies.quest import Quest
 
 

@@ -27,7 +27,7 @@ from kvaudit.core.provenance import (
 )
 from kvaudit.core.spec import RunSpec
 from kvaudit.core.spec_train import TrainSpec
-from kvaudit.reports.page.formats import disclosure
+from kvaudit.reports.page.formats.disclosure import render_disclosure
 from kvaudit.reports.records.load import load_run
 from kvaudit.reports.run import disclosure_page
 from kvaudit.suites.base import SUITES
@@ -137,7 +137,7 @@ def test_the_disclosure_cites_the_recipe_of_a_run(tmp_path: Path) -> None:
     run = build(tmp_path / "run", Design(seeds=(1,)))
     (run / RECIPE).write_text(json.dumps(held()))
     page = disclosure_page(load_run(run))
-    told = json.loads(disclosure.render(page))["change_record"]
+    told = json.loads(render_disclosure(page))["change_record"]
     assert told["recipe"] == {"state": "known", "value": held()["sha256"]}
     assert told["refusal_set"]["value"] == recipe_digests(held())["refusal_set"]
     assert told["reward"]["value"] == recipe_digests(held())["reward"]

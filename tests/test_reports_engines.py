@@ -16,8 +16,7 @@ from kvaudit.reports.page.terminal import terminal_lines
 from kvaudit.reports.records.load import load_run
 from kvaudit.reports.run import decide_run, with_report_sections, write_report
 from kvaudit.reports.sections.base import Inputs
-from kvaudit.reports.sections.engines import EnginesSection
-from kvaudit.reports.sections.floor import FloorSection
+from kvaudit.reports.sections.engines import EnginesSection, FloorSection
 from kvaudit.reports.verdict.verdict import Status
 from tests import reports_synthetic as synthetic
 

@@ -12,8 +12,8 @@ from reports_synthetic import Design, build, policy, redecided, respecified
 
 from kvaudit.core.errors import AuditError, DataError, SpecError
 from kvaudit.reports import run as way
-from kvaudit.reports.page.formats import drift as json_format
 from kvaudit.reports.page.formats import markdown
+from kvaudit.reports.page.formats.json_files import render_drift
 from kvaudit.reports.page.remarks import remarks
 from kvaudit.reports.page.run_page import page_of, run_banner
 from kvaudit.reports.records.load import load_run
@@ -78,7 +78,7 @@ def test_a_gate_file_decides_and_says_that_it_came_after_the_run(data, tmp_path)
     assert f"gate.yaml, sha256 {sha[:12]}, declared after the run, which changes profile none -> release; alpha" in line
     assert "margin refusal 5 pp -> 8 pp" in line
     assert "gated policies none, snapkv 96 -> none" in line
-    assert sha in json_format.render(page_of(report))
+    assert sha in render_drift(page_of(report))
     assert "declared after the run" in markdown.render(page_of(report))
 
 
@@ -159,7 +159,7 @@ def test_a_waiver_lets_a_fail_through_and_keeps_it_in_sight(data, tmp_path):
     assert "Ada Byron" in text
     assert "FAIL, waived" in text
     assert "Without waivers the verdict is FAIL." in text
-    body = json.loads(json_format.render(page_of(report)))["verdict"]
+    body = json.loads(render_drift(page_of(report)))["verdict"]
     assert (body["status"], body["unwaived"]) == ("WAIVED", "FAIL")
     assert {(d["status"], d["waiver"]["who"]) for d in body["decisions"] if d["waiver"]} == {("FAIL", "Ada Byron")}
 

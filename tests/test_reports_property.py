@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from reports_synthetic import Design, frame_of, policy, records_of, run_spec, spec_of, with_values
 
 from kvaudit.core.records import Outcome
-from kvaudit.reports.page.formats import drift as json_format
 from kvaudit.reports.page.formats import markdown
+from kvaudit.reports.page.formats.json_files import render_drift
 from kvaudit.reports.page.run_page import page_of
 from kvaudit.reports.records.load import RunData
 from kvaudit.reports.run import decide_run
@@ -63,7 +63,7 @@ def check(records, spec):
         if contrast.effect:
             e = contrast.effect
             assert e.low <= e.lower <= e.estimate <= e.upper <= e.high
-    json.loads(json_format.render(page_of(report)))
+    json.loads(render_drift(page_of(report)))
     assert markdown.render(page_of(report))
 
 

@@ -14,7 +14,7 @@ from scan_world import CLEAN, PLANTED, write_clean, write_planted
 from typer.testing import CliRunner
 
 from kvaudit.audit.cli import app
-from kvaudit.audit.policies.parse import parse_policy
+from kvaudit.audit.policies.compose import parse_policy
 from kvaudit.audit.scan.files import find_files
 from kvaudit.audit.scan.rules import NO_EQUIVALENT, ScanRule, load_rules
 from kvaudit.audit.scan.scan import Scan, scan_files

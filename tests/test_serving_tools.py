@@ -28,8 +28,7 @@ from kvaudit.audit.serving.engine import SamplingEngine
 from kvaudit.audit.serving.wire import Choice, read_request
 from kvaudit.core.records import Item, Message, Role, ToolCall
 from kvaudit.core.tool_forms.base import TOOL_FORMS
-from kvaudit.core.tool_forms.reading import read_calls
-from kvaudit.core.tool_forms.text import FORM, format_calls
+from kvaudit.core.tool_forms.text import FORM, format_calls, read_calls
 from kvaudit.suites.base import Suite
 from kvaudit.suites.bfcl import Bfcl
 

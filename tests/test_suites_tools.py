@@ -13,8 +13,7 @@ from suite_world import grade, words, write_rows
 
 from kvaudit.core.errors import DataError
 from kvaudit.core.records import Item, Message, Outcome, Role, ToolCall
-from kvaudit.core.tool_forms.reading import as_text, read_calls
-from kvaudit.core.tool_forms.text import FORM, format_calls, list_tools, python_calls
+from kvaudit.core.tool_forms.text import FORM, as_text, format_calls, list_tools, python_calls, read_calls
 from kvaudit.suites.base import Suite
 from kvaudit.suites.bfcl import Bfcl, apply_schema
 from kvaudit.suites.injecagent import ATTACKS, SLOT, TOOLS, USERS, InjecAgent, read_cases

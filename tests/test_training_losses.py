@@ -22,8 +22,7 @@ from kvaudit.audit.training.losses.base import (
     k3,
     overlong_penalty,
 )
-from kvaudit.audit.training.losses.grpo import Dapo, DrGrpo, Grpo, Gspo
-from kvaudit.audit.training.losses.online_dpo import OnlineDpo
+from kvaudit.audit.training.losses.published import Dapo, DrGrpo, Grpo, Gspo, OnlineDpo
 
 RATIOS = torch.tensor([[1.3, 1.0], [0.7, 1.0]])
 MASK = torch.tensor([[True, True], [True, False]])

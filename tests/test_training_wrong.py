@@ -21,9 +21,8 @@ from kvaudit.audit.training.batch import Batch
 from kvaudit.audit.training.config import ARMS, Arm
 from kvaudit.audit.training.corrections import CORRECTIONS, Correction, CorrectionRule, no_correction
 from kvaudit.audit.training.losses.base import BatchRewards, Estimate, Loss, LossInputs, LossOutputs, clipped_surrogate
-from kvaudit.audit.training.losses.grpo import Grpo
-from kvaudit.audit.training.rewards.base import Reward, Scores
-from kvaudit.audit.training.rewards.grade import SuiteGrade
+from kvaudit.audit.training.losses.published import Grpo
+from kvaudit.audit.training.rewards.base import Reward, Scores, SuiteGrade
 from kvaudit.core.plugins import sha256_of
 
 Check = Callable[..., None]

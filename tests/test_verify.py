@@ -25,7 +25,7 @@ from kvaudit.audit.cache.ledger import NEVER, Rollout, load_ledgers, save_ledger
 from kvaudit.audit.cache.rotary import find_rotary
 from kvaudit.audit.cli import app
 from kvaudit.audit.policies import Policy, evictor_of, parse_policy, quantiser_of
-from kvaudit.audit.policies.adakv import AdaKV
+from kvaudit.audit.policies.snapkv import AdaKV
 from kvaudit.audit.replay.ranking_check import REQUIRED_AGREEMENT, ChoiceCount, check_ranking, repeat_choices
 from kvaudit.audit.replay.rollout_checks import RecordedRollouts, eviction_breach, quantisation_breach
 from kvaudit.audit.rerun.measure import checkpoint_rollouts

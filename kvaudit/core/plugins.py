@@ -1,4 +1,4 @@
-"""Plug-ins: one per file, found by walking a package; written with options as ``NAME:field=value,...``."""
+"""Plug-ins, found by walking a package; written with options as ``NAME:field=value,...``."""
 
 from __future__ import annotations
 

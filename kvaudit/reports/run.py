@@ -108,11 +108,12 @@ def write_report(run: Path, overrides: GateOverrides | None = None) -> Findings:
 def write_decided_run(data: RunData, verdict: Findings) -> Findings:
     """Write the report and the cards of a decided run; return the findings with every section."""
     # the formats import matplotlib, which takes a second that a verdict need not wait for
-    from kvaudit.reports.page.formats import card, write_pages
+    from kvaudit.reports.page.formats import write_pages
+    from kvaudit.reports.page.formats.disclosure import render_card
 
     findings = with_report_sections(data, verdict)
     page = page_of(findings)
-    if problems := list(_write_cards(data.run, findings, lambda arm: card.render(page, arm))):
+    if problems := list(_write_cards(data.run, findings, lambda arm: render_card(page, arm))):
         findings = replace(findings, problems=(*findings.problems, *problems))
         page = page_of(findings)
     write_pages(data.run / "report", page)

@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 
 from kvaudit.core.errors import DataError
 from kvaudit.core.records import Grade, Item, Message, Role, ToolCall
-from kvaudit.core.tool_forms.reading import as_text
-from kvaudit.core.tool_forms.text import format_calls, list_tools, plain_values, python_calls
+from kvaudit.core.tool_forms.text import as_text, format_calls, list_tools, plain_values, python_calls
 from kvaudit.suites import tool_calls
 from kvaudit.suites.base import ItemMaker, Published, Split, rotate, rows_of_split
 from kvaudit.suites.sources import data_file, json_lines, rows_of, value_of

@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 
 from kvaudit.core.errors import DataError
 from kvaudit.core.records import Grade, Item, Message, Role, ToolCall
-from kvaudit.core.tool_forms.reading import as_text
-from kvaudit.core.tool_forms.text import format_calls
+from kvaudit.core.tool_forms.text import as_text, format_calls
 from kvaudit.suites.base import ItemMaker, Published, Split, rotate, rows_of_split
 from kvaudit.suites.sources import data_file, json_array, rows_of, value_of
 from kvaudit.suites.tool_calls import accepts, exact_options, function_schema, grade_calls, make_calls

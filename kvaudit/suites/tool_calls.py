@@ -8,7 +8,7 @@ from typing import Any
 
 from kvaudit.core.records import Grade, Item, Message, Outcome, ToolCall
 from kvaudit.core.tool_forms.base import Reading
-from kvaudit.core.tool_forms.reading import read_calls, text_without_calls
+from kvaudit.core.tool_forms.text import read_calls, text_without_calls
 from kvaudit.suites.base import formless, graded
 
 Options = Mapping[str, Mapping[str, Sequence[Any]]]  # {tool: {parameter: accepted values}}

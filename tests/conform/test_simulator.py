@@ -19,7 +19,7 @@ from conform.rules import RULES, Undetermined
 from kvaudit.audit.cache.layers import LayerPlan
 from kvaudit.audit.cache.rows import Schedule
 from kvaudit.audit.policies import POLICIES, Policy, parse_policy
-from kvaudit.audit.policies.adakv import AdaKV
+from kvaudit.audit.policies.snapkv import AdaKV
 
 __all__ = ["pytest_generate_tests"]
 EXACT = 1e-12  # nats, in float64

@@ -17,7 +17,7 @@ from transformers import Cache, __version__
 
 from kvaudit.audit.cache.attention import inner_model
 from kvaudit.audit.policies import Dense, Evictor, Policy, Quantiser, Selector, evictor_of, quantiser_of, selector_of
-from kvaudit.audit.policies.streaming import Streaming
+from kvaudit.audit.policies.blind import Streaming
 from kvaudit.core.errors import RunError
 
 GOVERNED_KINDS = {"full_attention", "hybrid"}  # a hybrid layer has full and linear attention side by side

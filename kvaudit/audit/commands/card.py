@@ -83,13 +83,13 @@ def card(
             return
         if benchmark is not None and hub is None:
             raise SpecError("--benchmark names the benchmark of --hub; give --hub too")
-        from kvaudit.reports.page.formats.card import render
+        from kvaudit.reports.page.formats.disclosure import render_card
 
         page, console = _load_page(run, options.read()), wide_console()
         arms = page.findings.comparison.arms
         if arm is not None and arm not in arms:
             raise SpecError(f"--arm is {arm!r}, but the run has no such arm; known: {', '.join(arms)}")
-        section = render(page, arm)
+        section = render_card(page, arm)
         # both texts are made, and so all errors raised, before either is written
         results = {} if hub is None else _hub_files(page, hub, benchmark, arm)
         text = None if into is None else insert_section(read_card(into) if into.exists() else "", section, str(into))

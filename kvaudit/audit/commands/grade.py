@@ -302,7 +302,7 @@ def _read_sheet(run: Path, sheet: Path) -> int:
 
 
 def _print_labelled_cells(console: Console, findings: Findings) -> None:
-    from kvaudit.reports.sections.people import labelled_cells, labelled_cells_table, panel_notes
+    from kvaudit.reports.sections.judges import labelled_cells, labelled_cells_table, panel_notes
 
     cells = labelled_cells(findings)
     print_table(console, labelled_cells_table(cells))

@@ -1,10 +1,17 @@
-"""Compression policies: one file each. ``parse_policy`` turns a spec string or mapping into a frozen object."""
+"""Compression policies. ``parse_policy`` turns a spec string or mapping into a frozen object."""
 
 from kvaudit.audit.policies.base import POLICIES, Policy
-from kvaudit.audit.policies.compose import Composed, Mixture, evictor_of, quantiser_of, quantiser_on_write, selector_of
+from kvaudit.audit.policies.blind import Dense
+from kvaudit.audit.policies.compose import (
+    Composed,
+    Mixture,
+    evictor_of,
+    parse_policy,
+    quantiser_of,
+    quantiser_on_write,
+    selector_of,
+)
 from kvaudit.audit.policies.evictor import Centres, Evictor, Extremes, Moments, View, softmax
-from kvaudit.audit.policies.none import Dense
-from kvaudit.audit.policies.parse import parse_policy
 from kvaudit.audit.policies.quantiser import Quantiser
 from kvaudit.audit.policies.selector import Selector
 

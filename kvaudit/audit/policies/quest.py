@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvaudit.audit.policies.base import Policy
+from kvaudit.audit.policies.blind import Dense
 from kvaudit.audit.policies.evictor import Extremes, View
-from kvaudit.audit.policies.none import Dense
 from kvaudit.audit.policies.selector import Selector
 
 if TYPE_CHECKING:

@@ -54,8 +54,7 @@ from kvaudit.core.spec import ENDPOINT_ARM, UNKNOWN, RunSpec, expand
 from kvaudit.core.spec_evaluate import ProbeSpec
 from kvaudit.core.text import at_length, is_text, length_label
 from kvaudit.core.tool_forms.base import Tools
-from kvaudit.core.tool_forms.reading import as_text
-from kvaudit.core.tool_forms.text import TextForm
+from kvaudit.core.tool_forms.text import TextForm, as_text
 from kvaudit.suites.base import SUITES, CountTokens, Suite
 from kvaudit.suites.sources import collect_file_hashes
 

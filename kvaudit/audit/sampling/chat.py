@@ -26,8 +26,7 @@ from kvaudit.core.errors import SpecError
 from kvaudit.core.records import Message, Role, ToolCall
 from kvaudit.core.spans import Place, Span, find_spans
 from kvaudit.core.tool_forms.base import TOOL_FORMS, ToolForm, Tools, form_of
-from kvaudit.core.tool_forms.reading import as_text, text_without_calls
-from kvaudit.core.tool_forms.text import TextForm, list_tools
+from kvaudit.core.tool_forms.text import TextForm, as_text, list_tools, text_without_calls
 
 FORMAT_ROLE = "format"  # tokens of the template itself: headers, end-of-turn, generation prompt
 TOOL_PREFIX = "Tool result:\n"

@@ -21,7 +21,7 @@ from kvaudit.audit.sampling.sampler import AnyEpisode, ContinuousBatch, Sampler,
 from kvaudit.core.errors import SpecError
 from kvaudit.core.records import Grade, Item, Message, Role
 from kvaudit.core.spans import KeptSpan, find_spans
-from kvaudit.core.tool_forms.reading import as_text
+from kvaudit.core.tool_forms.text import as_text
 from kvaudit.suites.base import Suite
 
 _NOTHING = ChatTokens((), ())

@@ -22,7 +22,7 @@ from kvaudit.core.judge_answers import Question
 from kvaudit.core.records import Grade, Item, Message, Outcome, Role
 from kvaudit.core.text import inline, one_line
 from kvaudit.core.tool_forms.base import ToolForm
-from kvaudit.core.tool_forms.reading import read_calls
+from kvaudit.core.tool_forms.text import read_calls
 from kvaudit.suites.base import Suite
 
 NOT_ANSWERED = "the conversation outgrew the model's positions, or its server would not go on"

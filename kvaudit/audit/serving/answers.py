@@ -16,7 +16,7 @@ from kvaudit.audit.serving.wire import Choice
 from kvaudit.core.completions import split_thought
 from kvaudit.core.records import Role
 from kvaudit.core.tool_forms.base import LONGEST_ANSWER, TOOL_FORMS, Reading, ToolForm, call_in, functions_of
-from kvaudit.core.tool_forms.reading import read_calls
+from kvaudit.core.tool_forms.text import read_calls
 
 # in addition to the openings of the forms: tags around a call, and channels, of which only the last is the answer
 _OPENINGS = ("<tool_call>", "<|channel|>", "<|start|>")

@@ -27,7 +27,7 @@ from kvaudit.audit.training.rollouts import dense_rollout
 from kvaudit.audit.training.telemetry import Clock, TelemetryRow
 from kvaudit.core.errors import SpecError
 from kvaudit.core.records import Item, Message, Role
-from kvaudit.core.tool_forms.reading import read_calls
+from kvaudit.core.tool_forms.text import read_calls
 from kvaudit.suites.base import Suite
 
 

@@ -1,1 +1,1 @@
-"""The forms in which models write tool calls, one per file; ``base`` has the contract, ``reading`` reads answers."""
+"""The forms in which models write tool calls; ``base`` has the contract, ``text`` reads answers."""

@@ -1,6 +1,7 @@
-"""Calls as text, for chat templates without tools: tools listed in the system prompt, calls as JSON lines.
+"""Calls as text: calls read from answers, and tools and calls written for chat templates without tools.
 
-It also reads calls that models write outside of their form: JSON inside prose, tags and fences, and Python calls.
+In a prompt, tools are listed in the system message and calls are JSON lines. Calls that models write outside of their
+form are read too: JSON inside prose, tags and fences, and Python calls, which some templates ask for.
 """
 
 from __future__ import annotations
@@ -10,10 +11,20 @@ import json
 import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from kvaudit.core.records import ToolCall
-from kvaudit.core.tool_forms.base import LONGEST_ANSWER, FoundCall, ToolForm, Tools, call_in, properties_of
+from kvaudit.core.records import Message, Role, ToolCall
+from kvaudit.core.tool_forms.base import (
+    LONGEST_ANSWER,
+    TOOL_FORMS,
+    FoundCall,
+    Reading,
+    ToolForm,
+    Tools,
+    call_in,
+    properties_of,
+)
 
 FORM = (
     'To call a tool, answer with one JSON object and nothing else, such as {"name": "tool", "arguments": '
@@ -23,9 +34,13 @@ _EXAMPLE = ("tool", {"key": "value"})  # of FORM; repeating it calls nothing
 _ATTEMPT = re.compile(r"""["'](?:arguments|parameters)["']\s*:|\{\s*"name"\s*:""")
 _FENCE = re.compile(r"^```\w*\s*|\s*```$")
 _NAME = re.compile(r"\w+(\.\w+)*")
+_TAGS = re.compile(r"<\|python_(?:start|end|tag)\|>|<\|e(?:ot|om)(?:_id)?\|>")
+_WRITES = re.compile(r"\.name\s*(?:~|\+)\s*[\"']\(|name\s*\}\}\(")
 
 
 class TextForm(ToolForm):
+    """The form for templates without tools: calls as the prompt asks for them."""
+
     name = "text"
     says = "JSON lines that the prompt asks for, or calls in Python"
 
@@ -117,3 +132,82 @@ def plain_values(value: Any) -> Any:
     if isinstance(value, dict):
         return {str(key): plain_values(entry) for key, entry in value.items()}
     return [plain_values(entry) for entry in value] if isinstance(value, list | tuple) else value
+
+
+class Pythonic(ToolForm):
+    """The form of the pythonic templates of Llama 3.2 and Llama 4: lists of calls in Python syntax."""
+
+    name = "pythonic"
+    says = "a list of calls in Python"
+    openings = ("<|python_start|>",)
+
+    @classmethod
+    def recognises(cls, template: str) -> bool:
+        return _WRITES.search(template) is not None
+
+    def find(self, text: str, tools: Tools) -> Iterator[FoundCall]:
+        names = [str(tool.get("function", tool).get("name")) for tool in tools]
+        calls = python_calls(_TAGS.sub("", text).strip(), {name: list(properties_of(tools, name)) for name in names})
+        for number, call in enumerate(calls):
+            start = 0 if number == 0 else len(text)
+            yield FoundCall(start, len(text), call.name, plain_values(call.arguments))
+
+
+_TEXT = TextForm()
+
+
+def read_calls(text: str, tools: Tools = (), form: ToolForm | None = None) -> Reading:
+    """Read the calls of an answer, in the given ``form`` or else in the first form whose opening it contains.
+
+    A call outside of the form (bare JSON, in prose or in a fence) counts too. ``is_broken``: the answer tries to call
+    in one of the forms tried, and no call can be read.
+    """
+    readings = list(_readings(text, tools, form))
+    if with_calls := [reading for reading in readings if reading.calls]:
+        return with_calls[0]
+    other_text = readings[0].words if readings else text
+    plain = _TEXT.read(other_text, tools)
+    if plain.calls:
+        return plain
+    is_broken = any(reading.is_broken for reading in (*readings, plain)) or _TEXT.is_attempt(other_text)
+    return Reading(other_text, (), is_broken)
+
+
+def _readings(text: str, tools: Tools, form: ToolForm | None) -> Iterator[Reading]:
+    if form is not None:
+        yield form.read(text, tools)
+        return
+    for tool_form in TOOL_FORMS.all().values():
+        if any(opening in text for opening in tool_form.openings):
+            yield tool_form().read(text, tools)
+
+
+def text_without_calls(message: Message, tools: Tools = (), form: ToolForm | None = None) -> str:
+    """Return a message's text without calls, which a model's turn has in its content and a suite's turn has not."""
+    if not message.tool_calls or not message.content:
+        return message.content
+    reading = read_calls(message.content, tools, form)
+    return reading.words if _pairs(reading.calls) == _pairs(message.tool_calls) else message.content
+
+
+def _pairs(calls: Sequence[ToolCall]) -> list[tuple[str, object]]:
+    return [(call.name, call.arguments) for call in calls]
+
+
+def as_text(messages: Sequence[Message], tools: Tools) -> tuple[Message, ...]:
+    """Write a conversation with tools as text: tools in the system prompt, calls in the messages."""
+    messages_as_text = tuple(_as_text(message, tools) for message in messages)
+    if not tools:
+        return messages_as_text
+    head = f"{FORM}\n\n{list_tools(tools)}"
+    if messages_as_text and messages_as_text[0].role is Role.SYSTEM:
+        return (replace(messages_as_text[0], content=f"{messages_as_text[0].content}\n\n{head}"), *messages_as_text[1:])
+    return (Message(Role.SYSTEM, head), *messages_as_text)
+
+
+def _as_text(message: Message, tools: Tools) -> Message:
+    content = message.content
+    # the turn of a suite, not of a model, which holds its calls already
+    if message.tool_calls and text_without_calls(message, tools) == content:
+        content = "\n".join(filter(None, (content, format_calls(message.tool_calls))))
+    return Message(message.role, content)

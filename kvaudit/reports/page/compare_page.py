@@ -200,10 +200,11 @@ def _files_table(logs: Sequence[Log]) -> Table:
 def comparison_files(compared: MetricComparison, two: TwoJudges | None = None) -> dict[str, str]:
     """Return the text of each file of the page by file name; with two judges, ``compared`` is the worse one."""
     # the formats import matplotlib, which takes a second that the terminal need not wait for
-    from kvaudit.reports.page.formats import drift, html, markdown
+    from kvaudit.reports.page.formats import html, markdown
+    from kvaudit.reports.page.formats.json_files import render_drift
 
     page = comparison_page(compared, two)
-    body: dict[str, Any] = json.loads(drift.render(page))
+    body: dict[str, Any] = json.loads(render_drift(page))
     body["notes"], body["metric"] = [*page.banner.lines, *comparison_cautions(compared)], compared.metric
     better = "lower" if compared.direction.lower_is_better else "higher"
     body["direction"] = {"better": better, "because": compared.direction.because}

@@ -1,1 +1,1 @@
-"""Losses, one file each, found by walking this package (``base.LOSSES``)."""
+"""Losses, found by walking this package (``base.LOSSES``)."""

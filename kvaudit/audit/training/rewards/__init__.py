@@ -1,1 +1,1 @@
-"""Rewards, one file each, found by walking this package (``base.REWARDS``)."""
+"""Rewards, found by walking this package (``base.REWARDS``)."""

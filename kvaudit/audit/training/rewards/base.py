@@ -6,7 +6,7 @@ A spec gives a reward by name, or as a mapping with its main value and options:
     reward: {judge: rubric-endpoint, base_url: https://host/v1, model: NAME, constitution: constitution.md}
     reward: {function: "package.module:name", scale: 2, suites: [refusal]}
 
-It applies to ``suites``, by default to all; other suites use their own graders.
+It applies to ``suites``, by default to all; other suites use their own graders, which are the reward ``grade``.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from kvaudit.suites.base import SUITES, Suite
 
 if TYPE_CHECKING:
     from kvaudit.audit.sampling.conversations import GradedRow
+
 
 BY_PHRASES, PROGRAMMATIC = "phrases", "programmatic"  # graders of suites without a judge
 MAX_REWARD = 1e6  # so that its square fits float32
@@ -195,3 +196,22 @@ def parse_reward(written: str | Mapping[str, Any], suites: Sequence[str]) -> Rew
     value = options.pop(names[0])
     grade = REWARDS.get("grade").of(None, {})
     return RewardConfig(REWARDS.get(names[0]).of(value, options), grade, tuple(suites), tuple(dict.fromkeys(paid)))
+
+
+@dataclass(frozen=True)
+class SuiteGrade(Reward):
+    """The suite's own score, so that training and evaluation reward the same."""
+
+    name = "grade"
+    says = "the suite's own grader"
+
+    @property
+    def identity(self) -> str:
+        return sha256_of(self.name)  # ``RewardConfig.sha256`` adds the versions of the suites
+
+    def paid_by(self, suite: Suite) -> str:
+        """Return the label of the suite's grader, or of the phrase rules for suites that leave answers to a judge."""
+        return BY_PHRASES if asks_a_judge(suite) else PROGRAMMATIC
+
+    def rewards(self, rows: GradedRows) -> Scores:
+        return [row.grade.score for row in rows]

@@ -1,4 +1,4 @@
-"""The formats of a page, one file each, found by walking this package; each has ``FILE`` and ``render(page)``."""
+"""The formats of a page, found by walking this package; ``FORMATS`` of a module has the renderer of each file."""
 
 from __future__ import annotations
 
@@ -15,11 +15,8 @@ from kvaudit.reports.verdict.row import CONTRASTS, contrasts_csv
 
 def formats() -> dict[str, Callable[[Page], str]]:
     """Return file name -> renderer of every format."""
-    renderers = {}
-    for entry in pkgutil.iter_modules(__path__, __name__ + "."):
-        module = importlib.import_module(entry.name)
-        renderers[str(module.FILE)] = module.render
-    return renderers
+    modules = (importlib.import_module(entry.name) for entry in pkgutil.iter_modules(__path__, __name__ + "."))
+    return {file: render for module in modules for file, render in module.FORMATS.items()}
 
 
 def write_pages(folder: Path, page: Page) -> None:

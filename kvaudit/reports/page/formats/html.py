@@ -14,7 +14,6 @@ from kvaudit.reports.page.plots import figures
 from kvaudit.reports.sections.shared.words import points, shorten
 from kvaudit.reports.verdict.verdict import Status
 
-FILE = "report.html"
 _CLASSES = {status.value: "status " + status.name.lower().replace("_", "-") for status in Status}
 
 
@@ -38,3 +37,6 @@ def render(page: Page) -> str:
         classes=_CLASSES,
         link_of=partial(flip_link, page.findings),
     )
+
+
+FORMATS = {"report.html": render}

@@ -9,7 +9,6 @@ from kvaudit.core.text import clip, inline
 from kvaudit.reports.page.page import Page, Screen, grid_table
 from kvaudit.reports.sections.shared.tables import Passage, Table
 
-FILE = "report.md"
 _FINDING, _LIMITS = 400, 8  # characters of a section's finding; number of limits
 _LEADING = re.compile(r"^(\s*)(?:([-+=])(?=[-+=]|\s+\S)|(\d+)([.)])(?=\s|$))")  # starts a list, a rule or a heading
 _SPECIAL = re.compile(r"([\\`*_{}\[\]<>|#~&$!])")
@@ -95,3 +94,6 @@ def markdown_table(table: Table) -> str:
     marks = ["---" if i < table.words else "---:" for i in range(len(table.headers))]
     rows = [table.headers, marks, *table.rows]
     return "\n".join("| " + " | ".join(c if r is marks else escape(c) for c in r) + " |" for r in rows)
+
+
+FORMATS = {"report.md": render}

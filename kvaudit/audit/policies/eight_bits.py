@@ -1,4 +1,4 @@
-"""FP8: entries stored as eight-bit floats."""
+"""The policies that store entries in eight bits: as integers (INT8) or as floats (FP8)."""
 
 from __future__ import annotations
 
@@ -15,6 +15,38 @@ if TYPE_CHECKING:
 _FORMATS = {"e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2"}  # as torch names them
 _NOT_TOP_OF_EXPONENT = ~0x4000
 _E4M3_EXPONENT = 2.0**8  # the exponent bias is 15 in a float16 and 7 in e4m3
+
+
+@dataclass(frozen=True)
+class Int8(Absmax):
+    """Store symmetric int8 codes; scale = largest magnitude / 127 per token and head, unless fixed (see ``Absmax``).
+
+    Without ``write`` an entry is exact for the query of its own token, or those of its own chunk of the prompt, and
+    quantised for later ones; with it, every query reads codes.
+    """
+
+    name = "int8"
+    keeps = "every entry, in 8-bit integers"
+    codes_singly = True
+    uses = ("residual", "scale", "scales", "write", "skip_layers", "chunk")
+
+    @property
+    def largest(self) -> float:
+        return 127.0
+
+    @property
+    def code_kind(self) -> str | None:
+        return "int8"
+
+    def encode(self, x: Tensor, parameters: Tensor) -> Tensor:
+        import torch
+
+        return self._scaled(x, parameters).round().to(torch.int8).view(torch.uint8)
+
+    def numbers(self, codes: Tensor, out: Tensor) -> Tensor:
+        import torch
+
+        return out.copy_(codes.view(torch.int8))
 
 
 @dataclass(frozen=True)

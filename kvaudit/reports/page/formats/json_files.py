@@ -1,24 +1,32 @@
-"""verdict.json: the answers and the gated cells for programs, under 50 kB; its schema is docs/verdict.schema.json."""
+"""The files for programs: verdict.json, the answers and gated cells; drift.json, the verdict and every section whole.
+
+verdict.json is under 50 kB; its schema is docs/verdict.schema.json. Both are ASCII only, without NaN. The contrasts are
+in contrasts.csv.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from operator import itemgetter
 from typing import Any
 
 from kvaudit.reports.page.answers import Answer, answers, metric_text, question_of, severity_order, subject_of
 from kvaudit.reports.page.findings import Findings
 from kvaudit.reports.page.page import Page
+from kvaudit.reports.sections.base import sections
 from kvaudit.reports.sections.shared.words import dump_json, event_rates, facet_of_metric
 from kvaudit.reports.verdict.row import row_of
 from kvaudit.reports.verdict.rules import Ratio
 from kvaudit.reports.verdict.verdict import Decision
 
-FILE = "verdict.json"
-_FORMAT = 2  # 1 had no pvalue and no reasons
+_VERDICT_FORMAT = 2  # 1 had no pvalue and no reasons
+_DRIFT_FORMAT = 4  # 3 named a control's measurability "standing"
 _CELLS = 80  # the gravest; contrasts.csv holds all
 _NAMES, _CHARACTERS = 50, 200  # subjects of one answer, and the length of a text
 
 
-def render(page: Page) -> str:
+def render_verdict(page: Page) -> str:
     """Return status, rules, answers and gated cells as JSON."""
     findings = page.findings
     verdict, rules, provenance = findings.verdict, findings.rules, findings.provenance
@@ -26,7 +34,7 @@ def render(page: Page) -> str:
     shown_cells = {id(d) for d in sorted(gated, key=severity_order(findings.comparison))[:_CELLS]}
     return dump_json(
         {
-            "format": _FORMAT,
+            "format": _VERDICT_FORMAT,
             "run": findings.drift.run[:_CHARACTERS],
             "status": verdict.status.value,
             "exit_code": verdict.exit_code,
@@ -108,3 +116,39 @@ def _ratio(ratio: Ratio) -> dict[str, Any]:
 
 def _short(value: float | None) -> float | None:
     return None if value is None else round(value, 5)
+
+
+def render_drift(page: Page) -> str:
+    """Return the findings as JSON, without the contrasts."""
+    findings = page.findings
+    # emptied first, since asdict would copy them, which takes long
+    body: dict[str, Any] = {"format": _DRIFT_FORMAT, **asdict(replace(findings.drift, contrasts=(), answers={}))}
+    del body["answers"], body["contrasts"]
+    entries = [*verdict_facts(page)]
+    for section in sections():
+        facts = section.facts(findings.values.get(section.name))
+        entries += [(place, key, facts[key]) for key, place in section.keys.items()]
+    for _, key, value in sorted(entries, key=itemgetter(0)):
+        group, _, name = key.rpartition(".")
+        (body.setdefault(group, {}) if group else body)[name] = value
+    return dump_json(body)
+
+
+def verdict_facts(page: Page) -> Iterator[tuple[int, str, Any]]:
+    """Yield position, key and value of each entry of drift.json that comes from the verdict and the run."""
+    findings = page.findings
+    rules, verdict = asdict(findings.rules), asdict(findings.verdict)
+    if not findings.rules.ratios:  # older files without ratios stay byte-identical
+        del rules["ratios"]
+    for decision in verdict["decisions"]:
+        if decision["ratio"] is None:
+            del decision["ratio"]
+    yield 20, "rules", rules
+    yield 50, "calibration", asdict(findings.calibration) if findings.calibration else None
+    yield 60, "verdict", {**verdict, "annotations": page.remarks, "alarm": page.banner.alarm}
+    yield 100, "waivers", [asdict(waiver) for waiver in findings.waivers]
+    yield 140, "problems", findings.problems
+    yield 150, "provenance", findings.provenance
+
+
+FORMATS = {"verdict.json": render_verdict, "drift.json": render_drift}

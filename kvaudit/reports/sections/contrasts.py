@@ -1,4 +1,4 @@
-"""Whether training changed how much serving compression hurts."""
+"""The contrasts besides the drift: amplification, interaction and serving sensitivity."""
 
 from __future__ import annotations
 
@@ -8,7 +8,21 @@ from kvaudit.reports.sections.base import ContrastsSection, Inputs, contrasts_of
 from kvaudit.reports.sections.shared.tables import Passage
 from kvaudit.reports.sections.shared.words import uncompressed_label
 from kvaudit.reports.verdict.contrast import Contrast
+from kvaudit.reports.verdict.drift import AMPLIFICATION
 from kvaudit.reports.verdict.verdict import Decided
+
+
+class AmplificationSection(ContrastsSection):
+    name = "amplification"
+    title = "Amplification"
+    explain = (
+        "Did training under a policy cost more than serving under it? Candidate uncompressed minus the reference "
+        "served under the policy that the candidate was trained under: below zero, training cost more."
+    )
+    order = 140
+
+    def compute(self, inputs: Inputs) -> tuple[Contrast, ...] | None:
+        return tuple(contrasts_of(inputs.decided, AMPLIFICATION)) or None
 
 
 class InteractionSection(ContrastsSection):
@@ -29,3 +43,15 @@ class InteractionSection(ContrastsSection):
             "more fragile to compression."
         )
         return replace(super().passage(value, decided), explain=explain)
+
+
+class SensitivitySection(ContrastsSection):
+    name = "sensitivity"
+    title = "Serving sensitivity"
+    explain = "Each checkpoint served under a policy minus itself uncompressed."
+    order = 150
+
+    def compute(self, inputs: Inputs) -> tuple[Contrast, ...] | None:
+        if inputs.decided.comparison.mode == "serving":  # there it is the drift itself
+            return None
+        return tuple(contrasts_of(inputs.decided, "serving")) or None
