@@ -65,7 +65,7 @@ def totals(z: npt.ArrayLike, clusters: npt.ArrayLike) -> Totals:
 
 
 def many_totals(z: npt.NDArray[np.floating], counts: npt.ArrayLike) -> ManyTotals:
-    """Return cluster totals of samples z [..., N] whose items are in order of cluster, ``counts`` [C] in each."""
+    """Return cluster totals of samples z [..., N] with items in order of cluster, ``counts`` [C] items in each."""
     sizes = np.asarray(counts, dtype=np.int64)
     assert z.shape[-1] == sizes.sum(), (z.shape, int(sizes.sum()))
     assert len(sizes) >= 2, "inference needs two clusters"

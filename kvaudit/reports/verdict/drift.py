@@ -99,8 +99,7 @@ def drift_of(data: RunData, comparison: Comparison, alpha: float, facets: CellFi
 
 
 def _repeated_records(data: RunData, comparison: Comparison) -> Mapping[str, pd.DataFrame]:
-    """Return the records of requests asked a second time, by their order (same or shuffled); empty if none are
-    there."""
+    """Return the records of requests asked a second time, by their order (same or shuffled); empty without any."""
     if not comparison.references:
         return {}
     try:
