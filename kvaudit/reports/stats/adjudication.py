@@ -3,9 +3,8 @@
 A pair is the reference's and the candidate's answer to one request; it is discordant if the judge graded the two
 differently, else concordant. The sample of concordant pairs is spread over the templates, because a judge may miss what
 happens in whole templates. A template's drift is the sum over its discordant pairs, plus the number of its concordant
-pairs times the mean of the labelled ones. The intervals of the two parts, both
-ESS-Tango, are added by MOVER (Zou & Donner 2008): one interval of the sum would ignore differences that no sampled pair
-happened to show.
+pairs times the mean of the labelled ones. The intervals of the two parts, both ESS-Tango, are added by MOVER (Zou &
+Donner 2008): one interval of the sum would ignore differences that no sampled pair happened to show.
 """
 
 from __future__ import annotations
@@ -160,8 +159,10 @@ def adjudicated(
 
 
 class _Part(NamedTuple):
-    """One part of the drift: losses and gains [...] of ``items`` pairs, their design effect, and df of the t
-    quantile."""
+    """One part of the drift: losses and gains [...] of ``items`` pairs, and their design effect.
+
+    ``df`` are the degrees of freedom of the t quantile.
+    """
 
     losses: Array
     gains: Array

@@ -1,8 +1,8 @@
 """MOVER (method of variance estimates recovery): an interval for a weighted sum of independent estimates.
 
 It is made from their own intervals (Zou & Donner 2008, Statistics in Medicine 27:1693): each bound follows from the
-distances between the estimates and the bounds of the parts, so skewed parts keep their skew. No statistic: a way to add
-intervals.
+distances between the estimates and the bounds of the parts, so skewed parts keep their skew.
+No statistic: a way to add intervals.
 """
 
 from __future__ import annotations

@@ -65,8 +65,7 @@ class Times:
 
 
 def events_of(reference: Array, candidate: Array, counts: npt.NDArray[np.int64], floor: npt.ArrayLike = 1.0) -> Events:
-    """Return the events of items, given as rates [..., N] in [0, 1] in order of cluster, with ``counts`` [C] items
-    each."""
+    """Return the events of items, whose rates [..., N] in [0, 1] are in order of cluster, ``counts`` [C] in each."""
     both = np.minimum(reference, candidate).sum(axis=-1, dtype=np.float64)
     starts = np.cumsum(counts) - counts  # [C], the first item of each cluster
     own, other = (np.add.reduceat(side, starts, axis=-1).astype(np.float64) for side in (reference, candidate))

@@ -24,8 +24,7 @@ SEEDS_ADVISED = 5  # with five seeds or more the level also holds for 100 templa
 
 
 class Recipe(NamedTuple):
-    """The variance of a training recipe's mean drift over all possible seeds, and its degrees of freedom, each
-    [...]."""
+    """The variance of a recipe's mean drift over all possible training seeds, and its degrees of freedom [...]."""
 
     variance: Array
     df: Array
