@@ -81,7 +81,7 @@ class RunData:
 
     @cached_property
     def panels(self) -> dict[tuple[str, int], Panel]:
-        """The score table of every (suite, context)."""
+        """The score tables, by suite or SUITE.FACET and context length."""
         return panels(self.records)
 
     @cached_property

@@ -1,8 +1,8 @@
 """From record files to one table of scores, and from that to a panel per suite: scores by item and checkpoint.
 
 Files are read a block of lines at a time, and hashed in the same read. A block of valid records goes through the fast
-reader. Any other block is parsed line by line with ``Record.from_json``
-and ``check_record``, which are authoritative. In a ``Panel`` the samples of an item are averaged.
+reader. Any other block is parsed line by line with ``Record.from_json`` and ``check_record``, which are authoritative.
+In a ``Panel`` the samples of an item are averaged.
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ def many_totals(z: npt.NDArray[np.floating], counts: npt.ArrayLike) -> ManyTotal
 
 
 def cr3_variance(residuals: Array, counts: Array) -> Array:
-    """Return CR3 variances [...] of item means from residuals [..., C] and cluster sizes [C]; size 0 is no cluster."""
+    """Return CR3 variances [...] of item means from residuals [..., C] and cluster sizes [C], some perhaps 0."""
     clusters = np.count_nonzero(counts, axis=-1)
     others = counts.sum(axis=-1, keepdims=True) - counts  # without a cluster the mean moves by e_c / (N - n_c)
     variance: Array = (clusters - 1) / clusters * np.sum((residuals / others) ** 2, axis=-1)

@@ -220,7 +220,7 @@ def too_large(counts: npt.ArrayLike, margin: float) -> bool:
 
 
 class Largest(NamedTuple):
-    """The ``number`` largest templates with this ``share`` of the items, and how often a loss in them is ``unseen``.
+    """The ``number`` largest templates with this ``share`` of the items, and how often a loss in them goes ``unseen``.
 
     The loss has the size of the margin and consists of whole templates among them, each equally likely.
     """
@@ -268,9 +268,10 @@ def _rules_out(above: Array, sizes: Array, worst: float, wanted: float) -> npt.N
 
 
 def _log_ratio(above: Array, unseen: float) -> Array:
-    """Return max over l of sum log(1 + l * above) [...], with no negative factor of any template or the unseen one.
+    """Return the log-likelihood ratio [...] of the template rule: the maximum over l of sum log(1 + l * above).
 
-    The sum is concave in l, so the zero of its slope is found by bisection, as a share of the largest l.
+    l is limited so that no factor is negative, also not that of the unseen template. The sum is concave in l, so the
+    zero of its slope is found by bisection, as a share of the largest l.
     """
     most = 1 / np.maximum(unseen, -above.min(axis=-1, initial=0.0))[..., None]
     low, high = np.zeros_like(most), np.ones_like(most)

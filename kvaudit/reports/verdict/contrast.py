@@ -327,10 +327,10 @@ class Contrast(CellName):
 class Drift:
     """Every rate and every difference of a run; ``decide`` makes the verdict from it.
 
-    ``reasons`` says why the run as a whole is INVALID, and is empty if it is not. ``alpha`` is the
-    level of the one-sided bounds, ``weights`` the sha256 of the reference's checkpoints by seed, as in the records.
-    ``unclustered`` is set where no field says which items share a template, so that each item is its own cluster.
-    ``answers`` are those of the reference under each serving policy, from which its controls are made.
+    ``reasons`` says why the run as a whole is INVALID, and is empty if it is not. ``alpha`` is the level of the
+    one-sided bounds, ``weights`` the sha256 of the reference's checkpoints by seed, as in the records. ``unclustered``
+    is set where no field says which items share a template, so that each item is its own cluster. ``answers`` are those
+    of the reference under each serving policy, from which its controls are made.
     """
 
     run: str

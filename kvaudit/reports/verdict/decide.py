@@ -193,7 +193,7 @@ class Downgrade(NamedTuple):
 def apply_downgrades(
     decision: Decision, cell: GatedCell, context: DowngradeContext, downgrades: Sequence[Downgrade]
 ) -> Decision:
-    """Return the decision after these downgrades, applied in order."""
+    """Return the decision after these ``downgrades`` (checks that may change it), applied in order."""
     for status, check in downgrades:
         if (reason := check(cell, context)) is not None:
             decision = _CHANGES[status](decision, reason)
@@ -257,9 +257,9 @@ def failing_seeds(cells: Sequence[GatedCell], alpha: float) -> dict[int, list[Se
 
     A seed fails when its estimate is past the margin, its own ESS-Tango bounds lie below 0, and its drop is significant
     after adjustment over every seed of every gated cell (max-T). So without drift an audit fails for a seed no more
-    often than the level says, however many seeds and cells there are. A significant drop alone is not enough: with a
-    third of the answers, a seed's interval is rarely within the margin, so that most significant drops would fail.
-    People do not label single seeds, so the judge's labels decide here even where human labels decide the cell.
+    often than the level says, however many seeds and cells there are. A significant drop alone is not enough: with the
+    answers of one seed the interval is rarely within the margin, so most significant drops would fail. People do not
+    label single seeds, so the judge's labels decide here even where human labels decide the cell.
     """
     # a test that several cells share counts once in the family
     tests = {(id(row.contrast), row.sign, test.seed.seed): test for row, test in _seed_tests(cells)}
@@ -293,7 +293,7 @@ def _is_past(seed: SeedDrift, sign: int, margin: float) -> bool:
 
 
 def unmeasurable_reference(cell: GatedCell, context: DowngradeContext) -> Reason | None:
-    """Return the reason why the reference of one of the cell's tests cannot show a loss; None if all can."""
+    """Return the reason why a loss could not show in one of the cell's tests, given its reference; None if it could."""
     controls = (context.controls.against(row.contrast) for row in cell.rows)
     control = next((control for control in controls if control is not None), None)
     return None if control is None else control.reason

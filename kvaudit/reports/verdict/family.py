@@ -126,7 +126,7 @@ def is_base(c: Contrast, sides: Comparison, rules: Rules) -> bool:
 
 
 def _is_chosen(c: Contrast, rules: Rules) -> bool:
-    """Return whether the arm of a contrast is gated."""
+    """Return whether the rules gate the arm of a contrast."""
     return not rules.arms or c.arm in rules.arms
 
 
@@ -147,7 +147,7 @@ def _is_repeated(c: Contrast, sides: Comparison, rules: Rules) -> bool:
 
 
 def single_cell(c: Contrast, rules: Rules, *, gated: bool) -> GatedCell:
-    """Return the cell with a single contrast."""
+    """Return the cell that is made of one contrast, tested for a drop."""
     margin, ratio = rules.margin(c.estimand, c.suite), rules.ratio(c.estimand, c.suite)
     return GatedCell(c.estimand, (FamilyRow(c, 1),), margin, gated, ratio)
 
@@ -179,7 +179,7 @@ class FamilyRow(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """The differences of a test in one suite, weighted and signed, in a hashable form for the cache."""
+    """The differences of a test in one suite, weighted and signed, and hashable, so that results can be memoised."""
 
     suite: str
     clusters: tuple[str, ...]

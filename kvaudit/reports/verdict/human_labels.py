@@ -133,7 +133,7 @@ class CellLabels(CellName):
 
 @dataclass(frozen=True)
 class Labels:
-    """All labels of a run. ``records`` is the digest of the scored records, ``reference`` the reference arm."""
+    """All human labels of a run. ``records`` is the digest of the scored records, ``reference`` the reference arm."""
 
     records: str
     reference: str

@@ -49,8 +49,7 @@ class AgentDojo(Reader):
         return any(_is_log(_read(file)) for file in islice(_files(path), _RECOGNITION_FILES))
 
     def read(self, path: Path, request: Request) -> Log:
-        """Return the scores of all tasks of one pipeline (agent), from its logs; raises DataError for several
-        pipelines."""
+        """Return the scores of all tasks of one pipeline (agent); raises DataError if the logs are of several."""
         problems, rows, pipelines, versions = Problems(), list[Row](), set[str](), set[str]()
         for file in sorted(_files(path)):
             place = str(file.relative_to(path)) if path.is_dir() else file.name
