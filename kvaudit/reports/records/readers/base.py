@@ -415,8 +415,7 @@ class SharedFields:
     """The fields of a file's rows that several items share, which could name clusters."""
 
     def __init__(self, prefix: str = "", known: Iterable[str] = ()) -> None:
-        """Take a ``prefix`` to put before the names of fields, and the ``known`` fields, which have a meaning
-        already."""
+        """Take a ``prefix`` to put before fields' names, and the ``known`` fields, which mean something else."""
         self._prefix, self._known_fields = prefix, frozenset(known)
         self._items: set[str] = set()
         self._values: dict[str, dict[str, int]] = {}  # field -> item -> hash of its value
