@@ -1,4 +1,7 @@
-"""From a run's records to drift, labels, verdict and page. The verdict is decided here, once per command."""
+"""From a run's records to the drift (by how much behaviour changed), the verdict, and the report's page.
+
+A command decides a run here, once.
+"""
 
 from __future__ import annotations
 
@@ -29,10 +32,10 @@ from kvaudit.reports.verdict.verdict import active_waivers
 
 
 def drift_and_rules(data: RunData, overrides: GateOverrides, *, everything: bool = True) -> tuple[Drift, Rules]:
-    """Return the drift of a run by its judge's labels, and the rules to decide it by.
+    """Return the drift of a run, computed from the judge's labels, and the rules of its gate.
 
-    Without ``everything`` facets are contrasted only where they may decide or are shown with a deciding cell. Raises
-    SpecError and DataError for rules that cannot be used.
+    Without ``everything``, facets (yes-or-no properties of answers) are contrasted only in cells that the verdict needs
+    (``gated_facets``). Raises SpecError and DataError for rules that cannot be used.
     """
     if data.spec.probe is not None:
         raise DataError(
@@ -45,10 +48,10 @@ def drift_and_rules(data: RunData, overrides: GateOverrides, *, everything: bool
 
 
 def decide_run(data: RunData, overrides: GateOverrides | None = None, *, everything: bool = True) -> Findings:
-    """Decide a run by its spec or by ``overrides``; human labels take precedence over the judge's.
+    """Decide a run by the gate of its spec, or by ``overrides``; where people labelled answers, their labels decide.
 
-    ``everything`` as in drift_and_rules. Only the sections that the verdict needs are computed. Raises SpecError for a
-    gate file or waivers that cannot be used, DataError for human labels that do not fit the run.
+    ``everything`` is that of ``drift_and_rules``. Only the sections that the verdict needs are computed. Raises
+    SpecError for a gate file or waivers that cannot be used, DataError for human labels that do not fit the run.
     """
     overrides = overrides or GateOverrides()
     judged, rules = drift_and_rules(data, overrides, everything=everything)
@@ -75,18 +78,20 @@ def _with_values(findings: Findings, section_values: SectionResults) -> Findings
 
 
 def with_report_sections(data: RunData, findings: Findings) -> Findings:
-    """Return the findings with every section's value, the gate's error rates and the contrasts that have pages.
+    """Return the findings with all that a report shows beyond the verdict.
 
-    A section's file that cannot be used becomes a problem; it does not change the verdict.
+    That is the value of every section, the gate's simulated error rates, and the contrasts for which ``kvaudit view``
+    wrote pages of changed answers, to which the report links. A section's file that cannot be used becomes a problem;
+    it does not change the verdict.
     """
     findings = _with_values(findings, compute_sections(Inputs(findings, data), Depth.DISCLOSURE, Depth.REPORT))
     return replace(findings, calibration=shipped_rates(), linked_contrasts=contrasts_with_pages(data))
 
 
 def disclosure_page(data: RunData, overrides: GateOverrides | None = None) -> Page:
-    """Return the page that a disclosure needs, without report sections.
+    """Return the page from which a disclosure (a section of a model card) is rendered, without report sections.
 
-    Raises as decide_run does, and DataError for a file of the disclosure that cannot be used.
+    Raises what ``decide_run`` raises, and DataError for a file of the disclosure that cannot be used.
     """
     findings = decide_run(data, overrides)
     section_values = compute_sections(Inputs(findings, data), Depth.DISCLOSURE)
@@ -121,9 +126,10 @@ def write_decided_run(data: RunData, verdict: Findings) -> Findings:
 
 
 def _write_cards(run: Path, findings: Findings, render: Callable[[str], str]) -> Iterator[str]:
-    """Write each arm's section into its checkpoints' cards; yield the errors, which do not stop the report.
+    """Write an arm's section, from ``render``, into the model cards of its checkpoints.
 
-    A folder without provenance gets no card: a judged run holds the metadata of its checkpoints, not their weights.
+    Yields a message for each card that cannot be written, which does not stop the report. A folder without provenance
+    gets no card: a judged run holds the metadata of its checkpoints, not their weights.
     """
     sections: dict[str, str] = {}
     for arm, seed in findings.checkpoints:

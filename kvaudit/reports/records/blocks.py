@@ -140,7 +140,7 @@ def columns_by_name(tables: Sequence[Mapping[str, float]]) -> dict[str, list[flo
 
 
 def _facets(tables: Sequence[Any], formats: Sequence[int]) -> dict[str, list[float]]:
-    """Return the codes of every facet that occurs, NaN where a record lacks it.
+    """Return, for every facet that occurs, its codes by record (``FACET_CODES``), NaN where a record lacks it.
 
     Raises KeyError for an unknown name, and for a record of the current format without a table of facets.
     """
@@ -155,7 +155,10 @@ def _facets(tables: Sequence[Any], formats: Sequence[int]) -> dict[str, list[flo
 
 
 def _spans(tables: Sequence[Mapping[str, _SpanLine]]) -> dict[str, list[float]]:
-    """Return the kept shares of spans; raises ValueError for an unknown name, bad share or bad place."""
+    """Return, for every span, the share of its cache entries that was kept, by record; NaN where it has none.
+
+    A span is a named text of the prompt, such as "rule". Raises ValueError for an unknown name, bad share or bad place.
+    """
     names = _names_in(tables)
     if not names:
         return {}
@@ -169,6 +172,6 @@ def _is_span(span: _SpanLine) -> bool:
 
 
 def model_answers(transcripts: Sequence[list[_MessageLine]], rows: Sequence[int]) -> Iterator[list[str]]:
-    """Yield the assistant messages of each of these rows."""
+    """Yield the texts of the assistant messages in the transcript of each of these rows."""
     for row in rows:
         yield [message.content for message in transcripts[row] if message.role == "assistant"]

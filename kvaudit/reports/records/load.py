@@ -1,4 +1,4 @@
-"""Run folder -> records as a DataFrame, with its spec, provenance and telemetry. Every file is checked.
+"""From a run folder to its records as a DataFrame, its spec, provenance and telemetry. Every file is checked.
 
 A finished unit whose bytes do not match its seal is an error. An unreadable line is reported, counted and skipped;
 ``run_reasons`` decides whether that matters. Other files that may lie in the same folder:
@@ -57,16 +57,16 @@ LARGEST_EVIDENCE = 10_000_000  # bytes: a scan of a large repository, or the lar
 
 @dataclass(frozen=True)
 class Evidence:
-    """The content of the evidence files; None for a missing file."""
+    """The content of three optional files of a run folder; None for one that is missing."""
 
-    scan: Mapping[str, Any] | None = None
-    answers: Mapping[str, Any] | None = None
-    recipe: Mapping[str, Any] | None = None  # checked against its hashes
+    scan: Mapping[str, Any] | None = None  # written by ``kvaudit scan --json``
+    answers: Mapping[str, Any] | None = None  # to the questionnaire
+    recipe: Mapping[str, Any] | None = None  # of the training; checked against its hashes
 
 
 @dataclass(frozen=True)
 class RunData:
-    """The data of a report. ``records`` has one row per graded sample, with its ``file`` and ``line``."""
+    """What a report reads of a run. ``records`` has a row for each graded sample, with its ``file`` and ``line``."""
 
     run: Path
     records: pd.DataFrame
@@ -81,12 +81,12 @@ class RunData:
 
     @cached_property
     def panels(self) -> dict[tuple[str, int], Panel]:
-        """The score table of every (suite, context)."""
+        """The score tables, by suite or SUITE.FACET and context length."""
         return panels(self.records)
 
     @cached_property
     def floor(self) -> RepeatedAnswers:
-        """The repeated answers of engines; raises DataError for files that do not fit the run."""
+        """The answers of engines to repeated requests; raises DataError for files that do not fit the run."""
         return read_floor(self.run, self.records)
 
     def records_at(self, places: Iterable[tuple[str, int]]) -> Iterator[tuple[tuple[str, int], Record]]:
@@ -157,7 +157,7 @@ def problem_lines(data: RunData) -> Iterator[str]:
 
 
 def _load_spec(path: Path, provenance: Mapping[str, Any]) -> RunSpec:
-    """Return the spec; raises DataError if it changed after the run began, before which margins must be declared."""
+    """Return the spec; raises DataError if it changed after the run began, since margins must be declared before."""
     _check_exists(path)
     text = read_text(path, "spec")
     _check_spec(path, "spec_file_sha256", hashlib.sha256(text.encode()).hexdigest(), provenance)
@@ -197,7 +197,10 @@ def _read_unit(unit: Path, columns: Columns, problems: list[Problem]) -> str:
 
 
 def check_seal(unit: Path, digest: str) -> dict[str, Any] | None:
-    """Return the seal of a record file, None without one; raises DataError if its sha256 is not ``digest``."""
+    """Return the seal of a record file, which is written when its unit is finished; None without one.
+
+    Raises DataError if the seal has another sha256 than ``digest``.
+    """
     if not seal_path(unit).is_file():
         return None
     seal = read_json(seal_path(unit))
@@ -272,7 +275,7 @@ def _step(row: Mapping[str, Any]) -> int:
 
 
 def read_evidence(run: Path) -> Evidence:
-    """Return the evidence in a run folder; raises DataError for a file of another format."""
+    """Return scan, answers and recipe of a run folder, None for a missing one; raises DataError for another format."""
     recipe = read_recipe(run / RECIPE) if (run / RECIPE).exists() else None
     return Evidence(_evidence(run / SCAN), _evidence(run / ANSWERS), recipe)
 
@@ -306,7 +309,7 @@ _DETERMINED = {"checkpoint": ["arm", "train_seed"], "suite_version": ["suite"], 
 
 @dataclass(frozen=True)
 class RepeatedAnswers:
-    """The answers of engines to repeated requests: ``records`` by the order of the requests (the folder's name).
+    """The answers of engines to requests asked a second time: ``records`` by their order, "again" or "shuffled".
 
     ``unfinished`` are units without a seal.
     """
@@ -317,7 +320,10 @@ class RepeatedAnswers:
 
 
 def read_floor(run: Path, records: pd.DataFrame) -> RepeatedAnswers:
-    """Return the repeated answers; raises DataError if files changed or are of other checkpoints than the run's."""
+    """Return the answers of engines to repeated requests.
+
+    Raises DataError if files changed, or have other checkpoints than the run's ``records``.
+    """
     problems, unfinished = list[Problem](), list[str]()
     folders = [run / FLOOR_FOLDER / order for order in ORDERS]
     frames = {folder.name: _read_units(folder, records, problems, unfinished) for folder in folders}
@@ -328,7 +334,7 @@ def read_floor(run: Path, records: pd.DataFrame) -> RepeatedAnswers:
 def _read_units(
     folder: Path, records: pd.DataFrame, problems: list[Problem], unfinished: list[str]
 ) -> pd.DataFrame | None:
-    """Return the records of the finished units in a folder, None without any; adds to the two lists.
+    """Return the records of the finished units in a folder, None without any; adds to ``problems`` and ``unfinished``.
 
     Raises DataError if the files changed, or have other checkpoints, suite versions or policies than the run.
     """

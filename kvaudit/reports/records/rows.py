@@ -1,7 +1,8 @@
-"""Record files -> one table of scores, a block of lines at a time, hashed in the same read; then one panel per suite.
+"""From record files to one table of scores, and from that to a panel per suite: scores by item and checkpoint.
 
-A block of valid records goes through the fast reader. Any other block is parsed line by line with ``Record.from_json``
-and ``check_record``, which are authoritative. A ``Panel`` has items by (arm, seed, policy), samples averaged per item.
+Files are read a block of lines at a time, and hashed in the same read. A block of valid records goes through the fast
+reader. Any other block is parsed line by line with ``Record.from_json`` and ``check_record``, which are authoritative.
+In a ``Panel`` the samples of an item are averaged.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class TableColumns(NamedTuple):
 
 
 def table_columns(record: type[Record]) -> TableColumns:
-    """Return the columns of a record class, derived from its fields; ``score`` is checked by the record itself."""
+    """Return the table's columns by type, from a record class; ``score``, checked elsewhere, is not in ``nullable``."""
     kinds = {name: field.type for name, field in schema_of(record).fields.items() if field.in_table}
     nullable = {name: _NULLABLE_TYPES[kind] for name, kind in kinds.items() if kind in _NULLABLE_TYPES}
     del nullable["score"]
@@ -198,7 +199,7 @@ def _fast_columns(raw: bytes) -> dict[str, Sequence[Any]] | None:
 
 
 def _table_values(values: Mapping[str, Any]) -> dict[str, Sequence[Any]]:
-    """Return the columns of the table from values by field: nested ones become a column per role, facet and span.
+    """Return the columns of the table from values by field; a nested field becomes a column per role, facet or span.
 
     Degenerate answers score 0.
     """
@@ -283,7 +284,7 @@ def _is_valid_optional(name: str, value: Any) -> bool:
 
 
 class CellKey(NamedTuple):
-    """One checkpoint served under one policy."""
+    """One checkpoint (arm and training seed) served under one policy, the key of a panel's scores."""
 
     arm: str
     seed: int
@@ -292,7 +293,7 @@ class CellKey(NamedTuple):
 
 @dataclass(frozen=True)
 class Panel:
-    """The scores [N] of every cell; NaN where a cell lacks the item.
+    """The scores [N] of one suite or facet at one length, by checkpoint and policy (a cell); NaN for a missing item.
 
     For a suite's score, ``scores`` and ``floor`` count unscored samples as 0, ``best`` counts them as 1. For a facet,
     whose scores are 1 for the wanted value, ``scores`` is the mean of the readable samples (NaN without any); ``floor``
@@ -323,7 +324,7 @@ Panels = Mapping[tuple[str, int], Panel]  # by suite, or SUITE.FACET, and contex
 
 
 def panels(records: pd.DataFrame) -> dict[tuple[str, int], Panel]:
-    """Return one panel per (suite, context), and one per (suite.facet, context) that occurs."""
+    """Return the panel of every suite and of every facet that occurs, by (SUITE or SUITE.FACET, context length)."""
     by_metric = {}
     facets = [column for column in FACET_COLUMNS.values() if column in records and records[column].notna().any()]
     columns = [column for column in (*_PANEL, *facets) if column in records]  # only these, as every group is a copy
@@ -359,7 +360,7 @@ def count_distinct(tables: Sequence[pd.DataFrame], column: str, by: Sequence[str
 
 
 def facet_metrics(records: pd.DataFrame) -> list[str]:
-    """Return every SUITE.FACET that occurs, suites sorted, facets in the order of FACETS."""
+    """Return the name SUITE.FACET of every facet that occurs, suites sorted, facets in the order of FACETS."""
     columns = [(name, column) for name, column in FACET_COLUMNS.items() if column in records]
     suites = {name: set(map(str, records.loc[records[column].notna(), "suite"].unique())) for name, column in columns}
     return [

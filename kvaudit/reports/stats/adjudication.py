@@ -1,9 +1,10 @@
 """The drift by human labels of every pair that the judge graded differently, and of a sample of the other pairs.
 
-The sample is spread over the templates, because a judge may be blind to whole templates. A template's drift is the sum
-of its discordant pairs plus its concordant pairs at the mean of the labelled ones. The intervals of the two parts, both
-ESS-Tango, are added by MOVER (Zou & Donner 2008): one interval of the sum would ignore differences that no sampled pair
-happened to show.
+A pair is the reference's and the candidate's answer to one request; it is discordant if the judge graded the two
+differently, else concordant. The sample of concordant pairs is spread over the templates, because a judge may miss what
+happens in whole templates. A template's drift is the sum over its discordant pairs, plus the number of its concordant
+pairs times the mean of the labelled ones. The intervals of the two parts, both ESS-Tango, are added by MOVER (Zou &
+Donner 2008): one interval of the sum would ignore differences that no sampled pair happened to show.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _SUREST = 1 - 1e-12  # highest confidence; smaller p-values are not computed
 
 
 class Labelled(NamedTuple):
-    """Pairs of one comparison, or of many, counted by template: every field [..., C].
+    """Counts of the pairs of one comparison, or of many at once, by template: every field is [..., C].
 
     People labelled every pair that the judge graded differently, and ``looked`` of the ``alike`` ones (graded alike).
     """
@@ -39,7 +40,10 @@ class Labelled(NamedTuple):
 
     @property
     def unseen(self) -> npt.NDArray[np.int64]:
-        """The number of templates [...] none of whose concordant pairs is labelled: the judge may be blind to them."""
+        """The number of templates with concordant pairs of which none is labelled, one number per leading index.
+
+        Errors that the judge makes in both answers of a pair would go unnoticed there.
+        """
         return np.asarray(np.count_nonzero((self.alike > 0) & (self.looked == 0), axis=-1))
 
     @property
@@ -63,10 +67,10 @@ class Labelled(NamedTuple):
 def round_robin(
     rng: np.random.Generator, alike: npt.NDArray[np.bool_], clusters: npt.ArrayLike, size: int
 ) -> npt.NDArray[np.bool_]:
-    """Return which pairs ``alike`` [..., N] (graded alike) to label: ``size`` random ones, in turn over clusters [N].
+    """Return a mask [..., N] of ``size`` pairs to label, drawn at random from those ``alike`` [..., N] (graded alike).
 
-    No cluster gives its second pair before every other gave its first. A larger ``size`` includes the pairs of a
-    smaller one.
+    They are drawn in turn over ``clusters`` [N]: none gives its second pair before every other gave its first. A larger
+    ``size`` includes the pairs of a smaller one.
     """
     _, codes, counts = np.unique(np.asarray(clusters), return_inverse=True, return_counts=True)
     draws, ties = rng.random((2, *alike.shape))  # each [..., N]
@@ -155,7 +159,10 @@ def adjudicated(
 
 
 class _Part(NamedTuple):
-    """Losses and gains [...] of ``items`` pairs, their design effect, and the degrees of freedom of the t quantile."""
+    """One part of the drift: losses and gains [...] of ``items`` pairs, and their design effect.
+
+    ``df`` are the degrees of freedom of the t quantile.
+    """
 
     losses: Array
     gains: Array
@@ -183,7 +190,10 @@ def _discordant_part(x: Labelled) -> _Part:
 
 
 def _concordant_part(x: Labelled) -> _Part:
-    """Return the part from pairs graded alike: each labelled one weighted by how many of its template it stands for."""
+    """Return the part of the drift from pairs graded alike.
+
+    Each labelled pair is weighted by how many pairs of its template it stands for.
+    """
     known = np.where(x.looked > 0, x.alike, 0.0)
     drawn = x.looked.sum(axis=-1, keepdims=True)
     # the total is the number of labelled pairs: weights must not make a sample larger
@@ -207,7 +217,7 @@ def _part_of(losses: Array, gains: Array, sizes: Array, *, least: npt.ArrayLike)
 
 
 def adjudicated_bounds(x: Labelled, *, confidence: float) -> Bounds:
-    """Return estimates [...] and their bounds, each one-sided at ``confidence``."""
+    """Return the drift of each comparison [...] and its bounds, each one-sided at ``confidence``."""
     parts = (_discordant_part(x), _concordant_part(x))
     # the discordant part is a mean over all pairs already, the other part is weighted by its share of them
     weights = np.stack(np.broadcast_arrays(1.0, x.alike.sum(axis=-1) / x.pairs.sum()), axis=-1)

@@ -1,4 +1,4 @@
-"""A paired difference that is tested while rows still come in: its bounds hold at every look.
+"""A paired difference that is tested while rows still come in: its bounds hold at every look (interim test).
 
 Part of the level goes to a betting test. For a claim "the mean is above M" it bets on every cluster mean d in [-1, 1]:
 if the mean is at most M, the wealth prod (1 + b (d - M)) has an expectation of at most 1 for each fixed bet b in
@@ -56,7 +56,7 @@ def betting_bound(means: npt.ArrayLike, level: float) -> float:
 def betting_effect(
     z: npt.ArrayLike, clusters: npt.ArrayLike, *, alpha: float = 0.05, tests: int = 1, is_last: bool = False
 ) -> Effect:
-    """Return the effect of item differences z [N] in [-1, 1] at a look; every cluster counts once, by its mean.
+    """Return the effect of item differences z [N] in [-1, 1] at one look; every cluster counts once, by its mean.
 
     ``lower`` holds at ``alpha`` and ``upper`` at ``alpha / tests``: a PASS needs all tests, a FAIL only one.
     ``is_last`` marks the last planned look.
@@ -95,14 +95,17 @@ def clusters_show(means: npt.ArrayLike, margin: float, alpha: float) -> bool:
 
 
 def smallest_margin(rows: int, alpha: float) -> float:
-    """Return the smallest loss that this number of rows rules out at the last look if no answer changes."""
+    """Return the smallest loss that this number of rows can rule out at the last look.
+
+    That is the loss ruled out if no answer changes.
+    """
     return blind_spot(rows, (1 - SHARE) * alpha)
 
 
 def decidable_churn(rows: int, margin: float, alpha: float) -> float:
-    """Return the largest share of changed answers, half of them for the better, with which a PASS is still likely.
+    """Return the largest share of changed answers with which a PASS at the last look has a chance of .8.
 
-    It holds for a PASS at the last look.
+    Half of them change for the better, so that there is no drift.
     """
     quantiles = float(special.ndtri(_POWER) - special.ndtri((1 - SHARE) * alpha))
     return min(1.0, rows * (margin / quantiles) ** 2)
@@ -119,7 +122,7 @@ def _fixed_sample(means: Array, level: float) -> Effect:
 
 
 def _pvalue(means: Array, *, is_last: bool) -> float:
-    """Return the one-sided p-value against "the mean is 0 or less": the smaller of the bets' and the last look's."""
+    """Return the one-sided p-value against "the mean is at most 0": the smaller of the bets' and of the last look's."""
     pvalue = float(np.exp(min(0.0, -log_wealth(means, 0.0)))) / SHARE
     if is_last:
         pvalue = min(pvalue, (1 - _fixed_sample(means, LEVEL).pvalue_drop) / (1 - SHARE))

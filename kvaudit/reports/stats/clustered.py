@@ -65,7 +65,7 @@ def totals(z: npt.ArrayLike, clusters: npt.ArrayLike) -> Totals:
 
 
 def many_totals(z: npt.NDArray[np.floating], counts: npt.ArrayLike) -> ManyTotals:
-    """Return cluster totals of samples z [..., N] whose items are in order of cluster, ``counts`` [C] in each."""
+    """Return cluster totals of samples z [..., N] with items in order of cluster, ``counts`` [C] items in each."""
     sizes = np.asarray(counts, dtype=np.int64)
     assert z.shape[-1] == sizes.sum(), (z.shape, int(sizes.sum()))
     assert len(sizes) >= 2, "inference needs two clusters"
@@ -78,7 +78,7 @@ def many_totals(z: npt.NDArray[np.floating], counts: npt.ArrayLike) -> ManyTotal
 
 
 def cr3_variance(residuals: Array, counts: Array) -> Array:
-    """Return CR3 variances [...] of item means from residuals [..., C] and cluster sizes [C]; size 0 is no cluster."""
+    """Return CR3 variances [...] of item means from residuals [..., C] and cluster sizes [C], some perhaps 0."""
     clusters = np.count_nonzero(counts, axis=-1)
     others = counts.sum(axis=-1, keepdims=True) - counts  # without a cluster the mean moves by e_c / (N - n_c)
     variance: Array = (clusters - 1) / clusters * np.sum((residuals / others) ** 2, axis=-1)

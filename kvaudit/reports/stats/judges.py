@@ -36,7 +36,7 @@ class Proportion:
 
 
 class ExactBounds(NamedTuple):
-    """Bounds of many proportions."""
+    """Lower and upper bounds of many proportions, each [...]."""
 
     low: Array
     high: Array
@@ -145,8 +145,9 @@ class DifferentialBias:
 def judge_error(judged: npt.ArrayLike, human: npt.ArrayLike, weights: npt.ArrayLike | None = None) -> JudgeError:
     """Return the error rates of one arm from the judge's and the human's 0/1 labels [n] of the same transcripts.
 
-    ``weights`` [n] are the numbers of transcripts that each represents. The intervals are for an effective number of
-    labels: each counts as its share of the largest weight (Korn & Graubard 1998, at a smaller effective size).
+    ``weights`` [n] are the numbers of transcripts that each labelled one represents. The intervals are for an effective
+    number of labels: each counts as its share of the largest weight (Korn & Graubard 1998, at a smaller effective
+    size).
     """
     label, truth = np.asarray(judged), np.asarray(human)
     share = np.ones(len(label)) if weights is None else np.asarray(weights, dtype=np.float64)
@@ -166,9 +167,9 @@ def judge_error(judged: npt.ArrayLike, human: npt.ArrayLike, weights: npt.ArrayL
 
 
 def differential_bias(reference: JudgeError, candidate: JudgeError, rate: float) -> DifferentialBias:
-    """Return the bias at the true ``rate`` of desired behaviour.
+    """Return the drift that the judge's errors alone could cause, at the true ``rate`` of desired behaviour.
 
-    A cell cannot pass on judge labels if ``upper`` > margin/2.
+    A cell cannot pass on the judge's labels if ``upper`` of the result exceeds half the margin.
     """
     assert 0 <= rate <= 1, rate
     pairs = (

@@ -1,7 +1,7 @@
-"""MOVER: an interval for a weighted sum of independent estimates from their own intervals.
+"""MOVER (method of variance estimates recovery): an interval for a weighted sum of independent estimates.
 
-Zou & Donner 2008, Statistics in Medicine 27:1693. Each bound follows from the distances between the estimates and the
-bounds of the parts, so skewed parts keep their skew.
+It is made from their own intervals (Zou & Donner 2008, Statistics in Medicine 27:1693): each bound follows from the
+distances between the estimates and the bounds of the parts, so skewed parts keep their skew.
 No statistic: a way to add intervals.
 """
 

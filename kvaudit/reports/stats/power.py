@@ -1,4 +1,4 @@
-"""The planned width of a paired comparison of scores in clusters.
+"""The precision and power to plan with, for a paired comparison of scores in clusters.
 
 Miller 2024, arXiv:2411.00640 (variance of a paired difference), times the design effect of the clusters (Kish 1965):
 
@@ -71,7 +71,7 @@ def standard_error(items: npt.ArrayLike, variance: npt.ArrayLike, *, deff: npt.A
 
 @dataclass(frozen=True, slots=True)
 class Flips:
-    """The shares of answers lost and won; won - lost is the drift.
+    """The shares of answers that changed for the worse (lost) and for the better (won); won - lost is the drift.
 
     ``rerun`` is the A/A churn, the disagreement of two answers of the same checkpoint (mean of both sides): only churn
     beyond it is an effect. None with a single sample.
@@ -102,7 +102,7 @@ def flips(reference: npt.ArrayLike, candidate: npt.ArrayLike, *, samples: int = 
 
 
 def draw_flips(reference: npt.ArrayLike, candidate: npt.ArrayLike, *, samples: int = 1) -> Flips:
-    """Return the flips between any draw of the reference and any draw of the candidate.
+    """Return the shares of answers lost and won between any draw of the reference and any of the candidate.
 
     Takes item means [...] in [0, 1] of ``samples`` 0/1 draws each.
     """

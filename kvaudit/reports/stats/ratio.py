@@ -31,10 +31,11 @@ _STEPS = 60  # bisection steps on the logarithm
 
 
 class Events(NamedTuple):
-    """Summed events of paired items [...], and their totals [..., C] over clusters of ``counts`` [C] items.
+    """How often an event happened on paired items: summed [...], and by cluster [..., C] of ``counts`` [C] items.
 
-    ``both`` happened on both sides, ``before`` only on the reference's, ``after`` only on the candidate's (fractions
-    for items averaged over draws). ``floor`` [...] is the lowest design effect (``tango.deff_floors``).
+    ``both`` counts items on which it happened with reference and candidate, ``before`` with the reference only,
+    ``after`` with the candidate only (fractions for items averaged over draws). ``reference`` and ``candidate`` are the
+    totals of either by cluster. ``floor`` [...] is the least design effect to assume (``tango.deff_floors``).
     """
 
     both: Array
@@ -64,7 +65,7 @@ class Times:
 
 
 def events_of(reference: Array, candidate: Array, counts: npt.NDArray[np.int64], floor: npt.ArrayLike = 1.0) -> Events:
-    """Return the events of items [..., N] in [0, 1] in order of cluster, ``counts`` [C] in each."""
+    """Return the events of items, whose rates [..., N] in [0, 1] are in order of cluster, ``counts`` [C] in each."""
     both = np.minimum(reference, candidate).sum(axis=-1, dtype=np.float64)
     starts = np.cumsum(counts) - counts  # [C], the first item of each cluster
     own, other = (np.add.reduceat(side, starts, axis=-1).astype(np.float64) for side in (reference, candidate))
@@ -91,14 +92,14 @@ def tang_scores(both: Array, before: Array, after: Array, n: Array | float, thet
 
 
 def ess_scores(e: Events, theta: Array | float) -> Array:
-    """Return ``tang_scores`` [...] with the sample divided by its design effect at ratio ``theta``."""
+    """Return ``tang_scores`` [...] of counts that are divided by the design effect at ratio ``theta``."""
     deff = _design_effects(e, theta)
     n = float(e.counts.sum())
     return tang_scores(e.both / deff, e.before / deff, e.after / deff, n / deff, theta)
 
 
 def _design_effects(e: Events, theta: Array | float) -> Array:
-    """Return CR3 over the variance of independent items, for candidate - theta * reference."""
+    """Return design effects [...] of candidate - theta * reference: CR3 over the variance of independent items."""
     n, times = float(e.counts.sum()), np.asarray(theta, dtype=np.float64)
     totals = e.candidate - times[..., None] * e.reference  # [..., C]
     mean = totals.sum(axis=-1) / n
@@ -112,7 +113,7 @@ def _design_effects(e: Events, theta: Array | float) -> Array:
 
 
 def is_below(e: Events, limit: float, *, alpha: float) -> npt.NDArray[np.bool_]:
-    """Return whether the one-sided upper bound lies below ``limit``, by one test without an interval."""
+    """Return whether the ratio's one-sided upper bound lies below ``limit``, by a test at it that needs no interval."""
     known = e.both + e.before > 0
     return known & (ess_scores(e, limit) < -float(special.stdtrit(len(e.counts) - 1, 1 - alpha)))
 
@@ -150,7 +151,7 @@ def _end(e: Events, quantile: float, estimate: float | None, *, upper: bool) -> 
 
 
 def widest(every: Sequence[Times]) -> Times:
-    """Return the first ratio with its interval and bounds widened to include those of all others."""
+    """Return the first of several ratios, with its interval and bounds widened to include those of all others."""
     return Times(
         every[0].estimate,
         min(t.low for t in every),
@@ -164,9 +165,10 @@ def widest(every: Sequence[Times]) -> Times:
 def shows_ratio(
     reference: Array, candidate: Array, counts: npt.ArrayLike, *, limit: float, alpha: float
 ) -> npt.NDArray[np.bool_]:
-    """Return whether event totals [..., C] rule out the ratio ``limit``: template rule, by items and by templates.
+    """Return whether the template rule rules out a ratio of ``limit``, from the totals of events by cluster [..., C].
 
-    An unseen template may have all its events on the candidate's side and none on the reference's.
+    Clusters are weighted by items, and once more equally; both must rule it out. An unseen template may have the event
+    on all items with the candidate and on none with the reference.
     """
     above = limit * np.asarray(reference, dtype=np.float64) - np.asarray(candidate, dtype=np.float64)
     sizes = np.asarray(counts, dtype=np.float64)

@@ -118,13 +118,16 @@ def calls_of(
 
 
 def fixed_sequence(passes: Sequence[bool]) -> int | None:
-    """Return the index of the last cleared dose, mildest first (largest budget, shortest context); None if none is."""
+    """Return the index of the last dose that passes before the first failure; None if the first dose fails.
+
+    Doses come mildest first (largest budget, shortest context).
+    """
     count = int(cleared(np.asarray(passes, dtype=np.bool_)))
     return count - 1 if count else None
 
 
 def cleared(passes: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
-    """Return how many doses each sequence [..., D] clears before its first failure."""
+    """Return how many doses each sequence [..., D] of tests passes before its first failure."""
     count: npt.NDArray[np.int64] = np.cumprod(passes, axis=-1, dtype=np.int64).sum(axis=-1)
     return count
 
@@ -154,9 +157,10 @@ def shows_margin(sums: npt.ArrayLike, counts: npt.ArrayLike, *, margin: float, a
 
 
 def shows_above(above: Array, sizes: Array, *, worst: float, wanted: float) -> npt.NDArray[np.bool_]:
-    """Return whether templates rule out the limit, given the distances ``above`` [..., C] of their totals from it.
+    """Return whether the template rule rules out a limit (the margin, or that of a ratio).
 
-    ``worst`` is how far below the limit a lost item of an unseen template lies; ``wanted`` is the log-likelihood ratio
+    ``above`` [..., C] is how far each template's total lies above its value at the limit, ``sizes`` [C] the numbers of
+    items, ``worst`` how far below the limit a lost item of an unseen template lies, ``wanted`` the log-likelihood ratio
     to exceed.
     """
     by_items = _rules_out(above, sizes, worst, wanted)
@@ -166,7 +170,7 @@ def shows_above(above: Array, sizes: Array, *, worst: float, wanted: float) -> n
 
 
 def chi_square_limit(clusters: int, alpha: float) -> float:
-    """Return the log-likelihood ratio to exceed: half the squared t quantile times ``SHARPNESS``.
+    """Return the log-likelihood ratio to exceed by the template rule: half the squared t quantile times ``SHARPNESS``.
 
     Twice a log-likelihood ratio has a chi-square distribution (Owen).
     """
@@ -192,7 +196,7 @@ def _exact_limit(clusters: int, margin: float, alpha: float) -> float:
 
 
 def parts_show_margin(parts: Sequence[Part], *, margin: float, alpha: float) -> bool:
-    """Return ``shows_margin`` of a difference over several suites, by the bound of their sum."""
+    """Return whether a difference over one or several suites passes ``shows_margin``; several by ``template_bound``."""
     if len(parts) == 1 and abs(parts[0].weight) == 1:
         [part] = parts
         return bool(shows_margin(part.weight * part.sums, part.counts, margin=margin, alpha=alpha))
@@ -216,7 +220,7 @@ def too_large(counts: npt.ArrayLike, margin: float) -> bool:
 
 
 class Largest(NamedTuple):
-    """The ``number`` largest templates with this ``share`` of the items, and how often a loss in them is ``unseen``.
+    """The ``number`` largest templates with this ``share`` of the items, and how often a loss in them goes ``unseen``.
 
     The loss has the size of the margin and consists of whole templates among them, each equally likely.
     """
@@ -227,7 +231,7 @@ class Largest(NamedTuple):
 
 
 def largest_alone(counts: npt.ArrayLike, margin: float) -> Largest:
-    """Return the set of largest templates, with half of the items or more, that most often hides such a loss.
+    """Return the set of largest templates, with half of the items or more, that most often hides a loss of the margin.
 
     For templates of equal size it is all of them, and C_min makes the probability equal to the level.
     """
@@ -245,7 +249,7 @@ def too_uneven(counts: npt.ArrayLike, margin: float, alpha: float) -> bool:
 
 
 def _part_bound(part: Part, alpha: float) -> float:
-    """Return the lower bound of one suite's weighted mean; a negative weight turns losses into gains."""
+    """Return the template rule's lower bound of a suite's weighted mean; a negative weight turns losses into gains."""
     sign, size = (1.0, part.weight) if part.weight > 0 else (-1.0, -part.weight)
     low, high = 0.0, 1.0  # around the largest margin that is not ruled out
     for _ in range(_BOUND_STEPS):
@@ -264,9 +268,10 @@ def _rules_out(above: Array, sizes: Array, worst: float, wanted: float) -> npt.N
 
 
 def _log_ratio(above: Array, unseen: float) -> Array:
-    """Return max over l of sum log(1 + l * above) [...], with no negative factor of any template or the unseen one.
+    """Return the log-likelihood ratio [...] of the template rule: the maximum over l of sum log(1 + l * above).
 
-    The sum is concave in l, so the zero of its slope is found by bisection, as a share of the largest l.
+    l is limited so that no factor is negative, also not that of the unseen template. The sum is concave in l, so the
+    zero of its slope is found by bisection, as a share of the largest l.
     """
     most = 1 / np.maximum(unseen, -above.min(axis=-1, initial=0.0))[..., None]
     low, high = np.zeros_like(most), np.ones_like(most)

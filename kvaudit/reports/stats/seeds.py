@@ -24,7 +24,7 @@ SEEDS_ADVISED = 5  # with five seeds or more the level also holds for 100 templa
 
 
 class Recipe(NamedTuple):
-    """The variance of a recipe's mean and its degrees of freedom, each [...]."""
+    """The variance of a recipe's mean drift over all possible training seeds, and its degrees of freedom [...]."""
 
     variance: Array
     df: Array
@@ -70,7 +70,7 @@ def by_cluster(z: npt.ArrayLike, clusters: npt.ArrayLike) -> tuple[Array, npt.ND
 
 
 def _recipes(z: npt.NDArray[np.floating], counts: npt.ArrayLike) -> tuple[Recipe, Array]:
-    """Return the variances of the recipes [...], and the part of them due to items alone."""
+    """Return the variances of the recipes' mean drifts [...], and the part of each that is due to items alone."""
     t = many_totals(z.mean(axis=-2), counts)
     item = cr3_variance(t.residuals, t.counts)
     return recipe_variance(item, z.mean(axis=-1), seed_noise(z, counts), len(t.counts)), item
@@ -90,7 +90,7 @@ def seed_noise(z: npt.NDArray[np.floating], counts: npt.ArrayLike) -> Array:
 
 
 def recipe_variance(item: Array, seed_means: Array, noise: Array, clusters: int) -> Recipe:
-    """Combine item variances [...], the means of seeds [..., S] and their ``seed_noise`` [...].
+    """Return a recipe's variance from that of items [...], the means of its seeds [..., S] and ``seed_noise`` [...].
 
     Without any variance the degrees of freedom are those of the clusters.
     """

@@ -1,4 +1,4 @@
-"""Bounds of a share, and of the difference in behaviour on two kinds of items, which a reference must show.
+"""Bounds of the shares by which a reference shows that it has something to lose, and tells two kinds of items apart.
 
 Clopper & Pearson's exact bound (1934, Biometrika 26:404) at the cluster-robust effective sample size, with Korn &
 Graubard's factor for a design effect estimated from few templates (1998, Survey Methodology 24:193). The bound is exact
@@ -28,7 +28,7 @@ _ENDS = 1e-9  # rounding error of a share of 0 or 1
 
 
 class ShownShare(NamedTuple):
-    """Rates [...] with their one-sided bounds, each at ``SHOWN_LEVEL``."""
+    """Rates [...] with one-sided lower and upper bounds, each at ``SHOWN_LEVEL``."""
 
     rate: Array
     low: Array
@@ -73,7 +73,7 @@ def share(
     draws: int = 1,
     graded: bool = False,
 ) -> ShownShare:
-    """Return ``shares`` of one sample [N] with labels [N]."""
+    """Return ``shares`` of one sample of item scores [N] with cluster labels [N]."""
     scores = np.asarray(values, dtype=np.float64)
     _, codes, counts = np.unique(np.asarray(clusters), return_inverse=True, return_counts=True)
     return shares(scores[np.argsort(codes, kind="stable")], counts, draws=draws, graded=graded)

@@ -65,7 +65,10 @@ class Signs(NamedTuple):
 
 
 class Moments(NamedTuple):
-    """Means [..., B] of cells under B sign patterns, their CR3 variances [..., B], and the scale [..., 1] of these."""
+    """Means [..., B] of cells under B sign patterns, and their CR3 variances [..., B].
+
+    ``scale`` [..., 1] is the weighted sum of squares, compared with which a tiny variance is rounding error.
+    """
 
     mean: Array
     variance: Array
@@ -73,7 +76,7 @@ class Moments(NamedTuple):
 
 
 class _Cells(NamedTuple):
-    """Cells of one panel, summed by their common clusters.
+    """The differences of K cells that have the same items, summed by cluster.
 
     ``turned`` are the same sums with the sign of each cluster chosen so that its first nonzero cell gains.
     """
@@ -106,9 +109,9 @@ def sign_flip(z: npt.ArrayLike, clusters: npt.ArrayLike, *, draws: int = 9999, s
 def max_t_groups(
     groups: Sequence[tuple[npt.ArrayLike, npt.ArrayLike]], *, draws: int = 9999, seed: int = 0, step_down: bool = True
 ) -> MaxT:
-    """Compute max-T over the cells of several panels, each (z [K_g, N_g], clusters [N_g]).
+    """Compute max-T over the cells of several groups, each with its own items: (z [K_g, N_g], clusters [N_g]).
 
-    The cells of a panel share their sign vectors; panels have no cluster in common and are flipped independently.
+    The cells of a group share their sign vectors; groups have no cluster in common and are flipped independently.
     """
     assert groups, "a family needs a cell"
     panels = [_cells(np.atleast_2d(np.asarray(z, dtype=np.float64)), clusters) for z, clusters in groups]
@@ -207,7 +210,7 @@ def max_t_pvalues(observed: Array, flipped: Array, *, exact: bool, step_down: bo
 
 
 def _share(flipped: Array, observed: Array, exact: bool) -> Array:
-    """Return the share of patterns whose statistic reaches the observed one, which counts among random patterns."""
+    """Return the share of patterns whose statistic reaches the observed one, itself counted if patterns are random."""
     slack = 1e-9 * np.maximum(1.0, np.abs(observed))  # rounding must not break ties
     limit = observed - np.where(np.isfinite(slack), slack, 0.0)  # inf - inf is no limit
     reached = (flipped >= limit[..., None]).sum(axis=-1)

@@ -1,4 +1,4 @@
-"""Dose slopes: the change of a score with the logarithm of a budget or a context length.
+"""Dose slopes: the change of a score with the logarithm of a dose, which is a cache budget or a context length.
 
 The slope is a contrast of item means with weights (x - mean) / sum (x - mean)^2, so it is tested like every other
 contrast: CR3 with t_{C-1} (Cameron & Miller 2015). The isotonic curve (Barlow et al. 1972) is drawn, never tested.
@@ -22,7 +22,7 @@ from kvaudit.reports.stats.tango import ess_tango
 
 @dataclass(frozen=True, slots=True)
 class Isotonic:
-    """A monotone curve through the rates of increasing doses, one point per distinct dose."""
+    """A monotone curve through rates at increasing doses (budgets, lengths), with one point per distinct dose."""
 
     x: tuple[float, ...]
     fitted: tuple[float, ...]

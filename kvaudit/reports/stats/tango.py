@@ -177,7 +177,7 @@ def design_effect(t: Totals, *, floor: float) -> float:
 
 
 def design_effects(t: ManyTotals, variance: Array, *, floor: npt.ArrayLike) -> Array:
-    """Return CR3 variances [...] over the paired binomial variances, at least ``floor`` [...].
+    """Return design effects [...], CR3 variances divided by paired binomial variances, but at least ``floor`` [...].
 
     Where the binomial variance is 0 (no discordance, or all items lost or gained), a correlation of ``PSEUDO_ICC``
     within clusters is assumed: 1 + (m* - 1) * 0.1, m* = sum n_c^2 / N.
@@ -194,16 +194,17 @@ def _design_effects(losses: Array, gains: Array, counts: Array, variance: Array,
 
 
 def deff_floor(values: npt.NDArray[np.floating], samples: int, *, graded: bool = False) -> float:
-    """Return the lowest design effect of one sample [N] as a float; see ``deff_floors``."""
+    """Return the least design effect that the interval of one sample [N] assumes; ``deff_floors`` gives the reasons."""
     return float(deff_floors(values, samples, graded=graded))
 
 
 def deff_floors(values: npt.NDArray[np.floating], samples: int, *, graded: bool = False) -> Array:
-    """Return the lowest design effect: 1 for one draw per item, 1/k for k draws, and 1 if the draws all agree.
+    """Return the least design effect that the interval of each sample [..., N] assumes.
 
-    Copies of one draw must not count as more, and k draws count at most as many as there are items that differ. Graded
-    scores, which are not 0 or 1, vary less than a binomial of the same mean: a floor of 1 would make their intervals
-    several times too wide, so theirs is close to 0.
+    It is 1 for one draw per item, 1/k for k draws, and 1 if all draws agree. Copies of one draw must not count as more,
+    and k draws count at most as many as there are items that differ. Graded scores, which are not 0 or 1, vary less
+    than a binomial of the same mean: a floor of 1 would make their intervals several times too wide, so theirs is close
+    to 0.
     """
     if graded:
         return np.full(values.shape[:-1], GRADED_FLOOR)

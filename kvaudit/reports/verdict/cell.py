@@ -1,4 +1,8 @@
-"""The decision of one cell by its own tests, against a margin or a ratio, or at a look of a run in rounds."""
+"""The decision of one cell (one arm under one policy on one suite at one length) by its own tests.
+
+A test asks whether the loss lies within a margin in points, or within a ratio of the reference's rate. In a run in
+rounds, which is tested between rounds (at looks), the bounds are those of ``stats.betting``.
+"""
 
 from __future__ import annotations
 
@@ -57,11 +61,11 @@ _STATUS = {
 
 
 class Pvalues(NamedTuple):
-    """The p-values of one test, each adjusted for the family, by different methods and labels."""
+    """The p-values of one test, adjusted for multiple testing over all gated tests by different methods and labels."""
 
     adjusted: float
     holm: float  # the same by Holm
-    recipe: float  # with seed variance
+    recipe: float  # of the training recipe: with the variance between seeds
     judge: float  # by the judge's labels, which differ where human labels decide
 
 
@@ -103,9 +107,10 @@ def decide_cell(
 ) -> tuple[Status, tuple[Reason, ...]]:
     """Return status and reasons of one test against its margin.
 
-    ``pvalue`` is one-sided for a drop and adjusted for the family. ``templates`` are the totals that the effect is the
-    mean of, a part for each suite; ``readings`` are the same totals for every other way to count uncertain answers, and
-    the margin must be shown under each. ``loss`` is the word for a drop.
+    ``pvalue`` is one-sided for a drop and adjusted for multiple testing. ``templates`` holds the differences summed by
+    template, one part for each suite; the effect is their mean. ``readings`` holds the same sums for every other way to
+    count answers whose grade is uncertain; a PASS needs the margin shown under each. ``loss`` is the word for a drop in
+    the reasons.
     """
     call = Call(
         int(
@@ -135,9 +140,10 @@ def decide_cell(
 
 
 def decide_ratio(c: Contrast, ratio: Ratio, margin: float, pvalue: float) -> tuple[Status, tuple[Reason, ...]]:
-    """Return status and reasons of one test against a ratio, which allows a loss of ``margin`` in score units.
+    """Return status and reasons of one test against a ratio ("at most 1.1 times as many attacks succeed").
 
-    A ratio needs the reference's own rate, which human labels do not give; so a test by human labels passes no ratio.
+    ``margin`` is the loss that the ratio allows at the reference's rate, in score units. Human labels do not give the
+    reference's own rate, so a contrast that they decide never passes a ratio.
     """
     effect, templates = c.effect, templates_of(c)
     assert effect is not None, "a contrast without a number has no ratio"
@@ -169,9 +175,10 @@ def decide_ratio(c: Contrast, ratio: Ratio, margin: float, pvalue: float) -> tup
 
 
 def unadjusted_status(c: Contrast, margin: float, *, is_measurable: bool) -> Status:
-    """Return the status of a contrast by the rule of a cell, without adjustment for the family.
+    """Return the status that a contrast would have as a cell of its own, without adjustment for multiple testing.
 
-    A contrast without a number is INVALID.
+    A contrast without a number is INVALID. Without ``is_measurable`` (the reference has nothing to lose) only a FAIL
+    stays, and everything else is NOT MEASURABLE.
     """
     if c.effect is None:
         return Status.INVALID
@@ -192,7 +199,7 @@ class _RuleText(NamedTuple):
 def _reasons(
     call: Call, effect: Effect, margin: float, templates: Sequence[Part], text: _RuleText
 ) -> tuple[Reason, ...]:
-    """Return the reasons why a call is not a PASS."""
+    """Return, as one Reason, why the rule's outcome ``call`` is not a PASS; empty for a PASS."""
     size = "beyond the margin" if text.is_beyond else "its size open"
     total = "lost everything" if text.loss == "regression" else "gained everything"
     effective = _effective_templates(templates, effect)
@@ -217,7 +224,7 @@ def _reasons(
 
 
 def _largest_templates(templates: Sequence[Part], margin: float) -> str:
-    """Say which templates are too large."""
+    """Say which templates hold so many of the items that a loss of the margin could hide in them."""
     if any(too_large(part.counts, margin) for part in templates):
         return f"one template holds more than {50 * margin:g} % of the items"
     largest = max((largest_alone(part.counts, margin) for part in templates), key=lambda group: group.unseen)
@@ -228,10 +235,11 @@ def _largest_templates(templates: Sequence[Part], margin: float) -> str:
 
 
 def decided_test(row: FamilyRow, margin: float, pvalues: Pvalues, limit: float | None = None) -> DecidedTest:
-    """Return one test decided against its margin, or against the ``limit`` of a ratio that allows ``margin``.
+    """Return one test decided against its margin, or against a ratio's ``limit``, which allows a loss of ``margin``.
 
-    A contrast without a number is INVALID for its own reasons. Human labels correct the effect, not the seed variance,
-    so with them the recipe is decided only where it agrees with the checkpoints.
+    A contrast without a number is INVALID for its own reasons. The recipe is the claim about training with any seed.
+    Human labels correct the effect but not the variance between seeds, so with them the recipe keeps its status only
+    where it agrees with that of the checkpoints, and is INCONCLUSIVE elsewhere.
     """
     c, loss = row.contrast, "regression" if row.sign > 0 else "gain"
     if c.look is not None and c.effect is not None:
@@ -262,9 +270,9 @@ def decided_test(row: FamilyRow, margin: float, pvalues: Pvalues, limit: float |
 
 
 def _test_in_rounds(row: FamilyRow, effect: Effect, margin: float) -> DecidedTest:
-    """Return a decided test of a run in rounds, whose bounds hold at every look.
+    """Decide a test of a run in rounds by its bounds, which hold at every look (test between rounds).
 
-    Every test already has its own share of the level, so no p-value is adjusted.
+    The p-value is multiplied by the number of gated tests (Bonferroni), and not adjusted further.
     """
     status: Status = Status.INCONCLUSIVE
     prefix = "a loss is shown, and whether" if effect.upper < 0 else "whether"
@@ -285,7 +293,7 @@ def _test_in_rounds(row: FamilyRow, effect: Effect, margin: float) -> DecidedTes
 
 
 def _recipe(row: FamilyRow, margin: float, pvalue: float) -> Status | None:
-    """Return the status of the test with seed variance added, None without a recipe."""
+    """Return the status of the test for the training recipe (variance between seeds added), None with too few seeds."""
     if row.contrast.recipe is None:
         return None
     effect = _mirrored(row.contrast.recipe, row.sign)
@@ -296,9 +304,10 @@ def _recipe(row: FamilyRow, margin: float, pvalue: float) -> Status | None:
 
 
 def _ask_for_labels(people: LabelSummary) -> Reason:
-    """Return a reason that asks for labels in every template.
+    """Return a reason that asks people to label a pair in every template.
 
-    A judge that is blind to a template grades all its pairs alike, so its errors there stay unseen without labels.
+    A judge that misses what changed in a template grades both answers of each pair there alike, so without labels
+    nothing shows its errors.
     """
     return Reason(
         ReasonCode.LABELS,
@@ -313,12 +322,12 @@ def _status_if_agreed(recipe: Status, status: Status) -> Status:
 
 
 def templates_of(c: Contrast, sign: int = 1) -> list[Part]:
-    """Return the template totals of a contrast, with the opposite sign for a test of a gain."""
+    """Return a contrast's differences by template, one part for each suite; ``sign`` -1 exchanges loss and gain."""
     return [Part(sign * part.weight, part.sums, part.counts) for part in c.sums]
 
 
 def readings_of(c: Contrast, sign: int = 1) -> list[list[Part]]:
-    """Return the template totals for every way to count uncertain answers; human labels leave none uncertain."""
+    """Return ``templates_of`` for every other way to count uncertain answers; none where human labels decide."""
     readings = () if c.judged else c.readings
     return [[Part(sign * part.weight, part.sums, part.counts) for part in sums] for sums in readings]
 
@@ -391,7 +400,10 @@ def decision(
 
 
 def _template_bound(test: DecidedTest, margin: float | None, alpha: float) -> float | None:
-    """Return the lowest drift that the template rule does not rule out; None if the interval reaches the margin."""
+    """Return the lowest drift that the template rule (``stats.rule``) does not rule out.
+
+    None if the interval reaches the margin already, for a run in rounds, and without a number or a margin.
+    """
     c, sign = test.row.contrast, test.row.sign
     if c.effect is None or c.look or margin is None or _mirrored(c.effect, sign).lower <= -margin:
         return None
@@ -399,7 +411,7 @@ def _template_bound(test: DecidedTest, margin: float | None, alpha: float) -> fl
 
 
 def _effective_templates(templates: Sequence[Part], effect: Effect) -> float:
-    """Return the number of templates, reduced if their sizes differ; of several suites the smallest."""
+    """Return how many templates of one size these are worth (effective number); of several suites the smallest."""
     return min((effective_clusters(part.counts) for part in templates), default=effect.n_clusters)
 
 

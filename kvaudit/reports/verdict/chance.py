@@ -1,9 +1,10 @@
-"""The chance of a PASS, by simulated audits that the gate's own rule decides. Pure.
+"""The chance of a PASS: audits are simulated, and each is decided by the gate's own rule. Pure.
 
-An audit is the net sum of every template and the total movement, all that the gate's interval and the template rule
-need. Before a run, templates come from a ``Pool`` that is drawn once for a design, so a search over sizes only draws
-the templates of each audit. After a run they are its own templates with random signs: the same discordance, correlation
-and sizes, and no drift. All seeds are fixed, so results are reproducible.
+A simulated audit holds only what the gate's interval and template rule need: for each template the differences
+candidate - reference summed over its items, and over all items the sum of the absolute differences. Before a run,
+templates are drawn from a ``Pool``, which is simulated once for a design, so that a search over sizes only has to draw.
+After a run, they are the run's own templates with random signs: the same discordance, correlation and sizes, without
+drift. All seeds are fixed, so results are reproducible.
 """
 
 from __future__ import annotations
@@ -33,11 +34,12 @@ _TIMES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 15, 20, 25, 30, 40)  # multiples of the t
 
 
 class Differences(NamedTuple):
-    """How items of two arms differ: ``discordance`` of single answers, ``drift``, and the sources of variance.
+    """Assumptions for a simulation: how much the answers of two arms to the same items differ, and why.
 
-    ``decoding`` and ``training`` are the shares of discordant items whose difference varies by sample, and by training
-    seed; the rest always differ. ``correlation`` is the ICC within a template. ``happens`` is the reference's rate of
-    the unwanted event, for a ratio.
+    ``discordance`` is the share of single answers that differ, ``drift`` the mean difference. ``decoding`` is the share
+    of items whose difference is drawn anew for every sample, ``training`` of those drawn anew for every training seed;
+    the rest have one difference for all. ``correlation`` is the intra-class correlation (ICC) within a template.
+    ``happens`` is the reference's rate of the unwanted event, for a ratio.
     """
 
     discordance: float
@@ -49,10 +51,11 @@ class Differences(NamedTuple):
 
 
 class Pool(NamedTuple):
-    """Templates [P] of ``items`` each, averaged over ``draws`` answers, from which audits are drawn.
+    """Simulated templates [P] of ``items`` items each, from which audits are drawn.
 
-    ``moved`` are the summed absolute item differences, ``differing`` the numbers of items that differ, ``split`` the
-    numbers of those that differ in some answers only. ``unwanted`` counts the unwanted events of the reference.
+    An item's difference is its mean over ``draws`` answers. By template, ``sums`` and ``moved`` are the summed and the
+    summed absolute differences, ``differing`` is the number of items that differ, ``split`` of those that differ in
+    only some of the answers, ``unwanted`` of the reference's unwanted events.
     """
 
     items: int
@@ -65,21 +68,22 @@ class Pool(NamedTuple):
 
 
 class Audits(NamedTuple):
-    """Simulated audits [B] of C templates: net ``sums`` [B, C] of items ``counts`` [C], and further inputs of the gate.
+    """Simulated audits [B] of C templates.
 
-    ``unwanted`` [B, C] counts the unwanted events of the reference, for a ratio.
+    ``sums`` [B, C] are the differences summed by template, ``counts`` [C] the numbers of items, ``moved`` [B] the
+    summed absolute differences. ``unwanted`` [B, C] counts the unwanted events of the reference, for a ratio.
     """
 
     sums: Array
     counts: Array
     moved: Array  # [B]
-    floor: Array  # [B] of the design effect
+    floor: Array  # [B], the least design effect (``tango.deff_floors``)
     unwanted: Array | None = None
 
 
 @lru_cache(maxsize=4)  # a search over sizes or margins uses the same pool many times
 def pool_of(differences: Differences, *, items: int, samples: int, seeds: int) -> Pool:
-    """Draw templates of ``items`` whose differences are averaged over samples and seeds."""
+    """Simulate a pool of templates with ``items`` items each, whose differences are averaged over samples and seeds."""
     rng = np.random.default_rng(0)
     shape = (max(_FEWEST, _POOLED // items), items)
     # an item has either its own difference, or the one shared by its template
@@ -104,9 +108,10 @@ def _unwanted(
     single: _Averages,
     template: _Averages,
 ) -> Array:
-    """Draw the unwanted events of the reference by template [P] of a pool.
+    """Draw the number of the reference's unwanted events in each template [P] of a pool.
 
-    Items that gain have the event before, items that lose do not, and unmoved items have it at one common rate.
+    The reference has the event on every item that the candidate gains, on none that it loses, and at one common rate on
+    the others.
     """
     # a gain was unwanted before; the remaining events lie on items that did not move
     rate = (happens - (differences.discordance + differences.drift) / 2) / (1 - differences.discordance)
@@ -118,7 +123,7 @@ def _unwanted(
 
 
 class _Averages(NamedTuple):
-    """Item differences averaged over draws: net change, total change, and gains."""
+    """Shares of an item's answers: gained minus lost (``net``), gained or lost (``moved``), and ``gained``."""
 
     net: Array
     moved: Array
@@ -136,7 +141,7 @@ def _averages(rng: np.random.Generator, d: Differences, shape: tuple[int, int], 
 
 
 def draw_audits(pool: Pool, clusters: int, *, audits: int = AUDITS) -> Audits:
-    """Draw audits of ``clusters`` templates from a pool."""
+    """Simulate ``audits`` audits (fewer if they are large): each draws ``clusters`` templates from a pool."""
     rng = np.random.default_rng(1)
     chosen = rng.integers(len(pool.sums), size=(_affordable(clusters, audits), clusters))  # [B, C]
     # each [B]
@@ -157,9 +162,10 @@ def flipped_audits(
     audits: int,
     unwanted: Array | None = None,
 ) -> Audits:
-    """Draw audits of ``times`` as many templates as given (sums [C], counts [C]), each with a random sign.
+    """Simulate audits without drift: the given templates (sums [C], counts [C]), ``times`` over, with random signs.
 
-    A flipped template has its two sides exchanged, so its ``unwanted`` [C] events become the candidate's.
+    A changed sign exchanges reference and candidate in a template, so the reference's ``unwanted`` [C] events there
+    become the number of the candidate's.
     """
     rng = np.random.default_rng(2)
     size = _affordable(times * len(sums), audits, fewest=_FEWEST_FLIPPED)
@@ -191,7 +197,7 @@ def can_show(counts: Array, margin: float, alpha: float) -> bool:
 
 
 def _passes_ratio(audits: Audits, ratio: float, alpha: float) -> npt.NDArray[np.bool_]:
-    """Return which audits [B] pass a ratio; each needs as many templates as its reference's rate requires."""
+    """Return whether each audit [B] passes a ratio; a rarer event of the reference needs more templates."""
     assert audits.unwanted is not None, "a ratio needs both sides"
     allowed = points_of(ratio, audits.unwanted.sum(axis=-1) / audits.counts.sum())
     has_templates = allowed >= _least_margin(audits.counts, alpha)
@@ -221,14 +227,14 @@ def _events(audits: Audits) -> Events:
 
 
 def interval_rate(audits: Audits, *, margin: float, alpha: float, ratio: float | None = None) -> float:
-    """Return the share of audits whose interval lies within the margin, without the template rule."""
+    """Return the share of audits whose interval lies within the ratio or margin, whatever the template rule says."""
     if ratio is not None:
         return float(np.mean(is_below(_events(audits), ratio, alpha=alpha)))
     return float(np.mean(_lower(audits, alpha) > -margin))
 
 
 def _lower(audits: Audits, alpha: float) -> Array:
-    """Return the one-sided lower bounds [B] of ESS-Tango."""
+    """Return the one-sided lower bound of each audit's drift [B] by ESS-Tango, the gate's interval."""
     net, items = audits.sums.sum(axis=1), float(audits.counts.sum())
     residuals = audits.sums - audits.counts * (net / items)[:, None]
     losses, gains = (audits.moved - net) / 2, (audits.moved + net) / 2
@@ -238,10 +244,10 @@ def _lower(audits: Audits, alpha: float) -> Array:
 
 
 def larger_run(c: Contrast, margin: float, sign: int, ratio: float | None = None) -> Larger | None:
-    """Return what multiple of its templates a contrast would need to pass if there were no drift; None if unknown.
+    """Return how much larger a run would have to be for a contrast to pass if there is no drift; None if unknown.
 
-    It is unknown if the estimate is past the margin already (``sign`` -1: a gain past it, for a test of a gain), and
-    for several combined suites, which share one margin. With a ``ratio`` the margin is the loss that it allows.
+    It is unknown if the estimate is past the margin already (for a test of a gain, ``sign`` -1, if a gain is past it),
+    and for several combined suites, which share one margin. With a ``ratio`` the margin is the loss that it allows.
     """
     e = c.judged or c.effect
     if e is None or c.effect is None or sign * c.effect.estimate <= -margin or len(c.sums) != 1:
@@ -253,7 +259,7 @@ def larger_run(c: Contrast, margin: float, sign: int, ratio: float | None = None
 
 
 def _would_pass(c: Contrast, e: Effect, margin: float, ratio: float | None, times: int, audits: int) -> bool:
-    """Return whether ``times`` as many templates of a contrast pass with power .8 if there is no drift."""
+    """Return whether ``times`` as many templates like those of a contrast pass with power .8 if there is no drift."""
     [templates] = c.judged_sums or c.sums  # by the labels of ``e``
     unwanted = None if ratio is None or not c.unwanted else c.unwanted[0].reference
     simulated = flipped_audits(
@@ -284,7 +290,10 @@ def templates_for(c: Contrast, margin: float, ratio: float | None = None) -> int
 
 
 def lowest_estimate(clusters: int, *, margin: float, alpha: float) -> float | None:
-    """Return the lowest drift that can pass, reached if all templates have one size and drift; None if none can."""
+    """Return the lowest estimate with which ``clusters`` templates can pass, if all have one size and one drift.
+
+    None if they are too few to pass with any estimate.
+    """
     low, high = -margin, 1.0
     counts = np.ones(clusters)
     if clusters < clusters_required(margin, alpha):

@@ -1,6 +1,7 @@
-"""The two sides that a run compares, from its spec and its records, and the reasons why a run is INVALID as a whole.
+"""The two sides that a run compares (reference and candidates), and the reasons why a run is INVALID as a whole.
 
-A run is INVALID where there is no reference, rows are missing or doubled, weights are not pinned, or inputs changed.
+Both follow from spec and records. A run is INVALID where there is no reference, rows are missing or doubled, weights
+are not pinned, or inputs changed.
 """
 
 from __future__ import annotations
@@ -56,9 +57,10 @@ class PlannedUnit(NamedTuple):
 
 
 class Look(NamedTuple):
-    """The last look at a suite of a run in rounds.
+    """The last look (test between rounds) at a suite, in a run that asks its items in rounds.
 
-    ``tests`` is the number of gated cells, which share the level; ``is_last`` is whether no further look was planned.
+    ``tests`` is the number of gated cells, over which the level is divided; ``is_last`` is whether no further look was
+    planned.
     """
 
     tests: int
@@ -106,7 +108,7 @@ class Comparison:
         return policy in uncompressed_policies(self.references)
 
     def is_engine(self, policy: str) -> bool:
-        """Whether a policy is an engine's condition, or the reference of one."""
+        """Whether a policy names a setting of a serving engine (a condition), or the uncompressed reference of one."""
         return policy in self.references or policy in self.references.values()
 
     @property
@@ -125,7 +127,7 @@ class Comparison:
 
     @property
     def by_phrases(self) -> tuple[str, ...]:
-        """The suites whose judges include phrase rules, which alone support no claim."""
+        """The suites graded by phrase rules (a search for fixed phrases), which alone support no claim."""
         return tuple(suite for suite in self.suites if BY_PHRASES in map(_judge_name, self.judges.get(suite, ())))
 
     @property
@@ -140,7 +142,7 @@ class Comparison:
 
 
 def comparison_of(spec: RunSpec, records: pd.DataFrame, provenance: Mapping[str, Any]) -> Comparison:
-    """Return the comparison that a complete spec declares, extended by whatever else its records hold."""
+    """Return the comparison that a complete spec declares, with further arms, policies and suites of the records."""
     recorded_policies = list(records["policy"].unique())
     references = spec.evaluate.references
     policies = tuple(dict.fromkeys([*_served_as(spec, recorded_policies), *sorted(recorded_policies)]))
@@ -193,7 +195,7 @@ def _looks(spec: RunSpec, suites: Sequence[str], provenance: Mapping[str, Any]) 
 
 
 def _served_as(spec: RunSpec, recorded: Sequence[str]) -> list[str]:
-    """Return the policies of the spec's grid, each spelled as in the records if these have it."""
+    """Return the policies of the spec's grid; one that records have under another spelling is spelled as there."""
     conditions = {text for pair in spec.evaluate.references.items() for text in pair}
     ours = [policy for policy in spec.evaluate.policies if policy not in conditions]
     spelled = dict(zip(ours, match_policies(ours, [p for p in recorded if p not in conditions]), strict=True))
@@ -219,7 +221,7 @@ def _judge_name(judge: str) -> str:
 
 
 def _is_rewarded(suite: str, spec: RunSpec, judges: Mapping[str, Sequence[str]], provenance: Mapping[str, Any]) -> bool:
-    """Whether a suite was trained on, or graded by a judge that gave the reward; programmatic graders do not count."""
+    """Whether training used a suite, or a judge that graded it gave the reward; programmatic graders do not count."""
     if spec.train is None:
         return False
     rewarding = {_judge_name(judge) for judge in provenance.get(REWARD_JUDGES, {}).values()} - {PROGRAMMATIC}
@@ -265,7 +267,7 @@ def run_reasons(data: RunData, comparison: Comparison) -> Iterator[Reason]:
 
 
 def part_reasons(data: RunData, comparison: Comparison) -> Iterator[Reason]:
-    """Yield the reasons against a run or a part of one: records are missing, or differ from provenance."""
+    """Yield the reasons why a run, or a part of one, is INVALID: records are missing, or do not match provenance."""
     yield from _incomplete(data, comparison)
     yield from _conflicts(data.records)
     yield from _unlisted(data)
@@ -302,7 +304,7 @@ def some_of(names: Iterable[str]) -> str:
 
 
 def _conflicts(records: pd.DataFrame) -> Iterator[Reason]:
-    """Yield a reason for each name that stands for two different weights, policies, suite versions or judges."""
+    """Yield a reason against deciding the run where a name stands for several weights, policies, versions or judges."""
     # other outcomes were not graded by the suite's judge
     judged = records.loc[records["outcome"].isin([Outcome.DESIRED.value, Outcome.UNDESIRED.value]), ["suite", "judge"]]
     for table, by, column, noun in (
@@ -318,7 +320,7 @@ def _conflicts(records: pd.DataFrame) -> Iterator[Reason]:
 
 
 def _unlisted(data: RunData) -> Iterator[Reason]:
-    """Yield a reason for policies and suites whose hashes differ from those in provenance."""
+    """Yield a reason against deciding the run that names policies or suites with other hashes than in provenance."""
     for table, name, column in (("policies", "policy", "policy_hash"), ("suite_versions", "suite", "suite_version")):
         listed = table_of(data.provenance, table)
         recorded = data.records.groupby(name, observed=True)[column].unique()
@@ -331,7 +333,7 @@ def _unlisted(data: RunData) -> Iterator[Reason]:
 
 
 def _unpinned(data: RunData, comparison: Comparison) -> Iterator[Reason]:
-    """Yield a reason for checkpoints whose weights are not exactly those in provenance."""
+    """Yield a reason against deciding the run that names checkpoints with other weights than in provenance."""
     listed = table_of(data.provenance, "checkpoints")
     pinned = table_of(data.provenance, "reference_sha256")
     differing, unpinned = [], []
@@ -358,7 +360,10 @@ def _unpinned(data: RunData, comparison: Comparison) -> Iterator[Reason]:
 
 
 def _other_inputs(data: RunData) -> Iterator[Reason]:
-    """Yield a reason if units were evaluated from other public rows, plug-ins or model files than provenance lists."""
+    """Yield a reason against deciding the run if units were evaluated from other inputs than provenance lists.
+
+    Inputs are public rows, plug-ins and model files.
+    """
     listed = inputs_sha256(data.provenance.get(INPUTS))
     # None: a seal of an older format, which does not name the inputs
     differing = [unit for unit, sha256 in data.inputs.items() if sha256 not in (None, listed)]

@@ -1,4 +1,4 @@
-"""The values of a drift: by how much behaviour changed. Rates and drifts are in score units (0.05 = 5 pp)."""
+"""The data of a drift, by how much behaviour changed: answers, rates and contrasts, in score units (0.05 = 5 pp)."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ Array = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Answers:
-    """The answers of one checkpoint, or of its seeds together, on one metric at one length, averaged by item.
+    """The answers of one checkpoint, or of an arm's seeds together, on one metric at one length, averaged by item.
 
-    Items are in order of cluster. ``draws`` is the largest number of answers of an item, over samples and seeds.
+    A metric is the score of a suite, or one of its facets (yes-or-no properties of an answer). Items are in order of
+    cluster. ``draws`` is the largest number of answers of an item, over samples and seeds.
     """
 
     suite: str
@@ -52,7 +53,7 @@ _NEEDED = ("policy", "suite", "context_tokens", "item_id", "cluster_id", "score"
 
 
 def reference_answers(records: pd.DataFrame, reference: str) -> dict[str, tuple[Answers, ...]]:
-    """Return the reference's answers by serving policy."""
+    """Return the answers of the reference arm, averaged by item, by serving policy."""
     needed = [name for name in (*_NEEDED, *FACET_COLUMNS.values()) if name in records]
     rows = records.loc[records["arm"] == reference, needed]
     return {str(policy): tuple(answers_of(group)) for policy, group in rows.groupby("policy", observed=True)}
@@ -80,7 +81,7 @@ def _texts(rows: pd.DataFrame, column: str) -> npt.NDArray[np.str_]:
 
 
 def _read(rows: pd.DataFrame) -> Array:
-    """Return 1 for answers [n] with a readable form and 0 for others, by the facet of form, else by the outcome."""
+    """Return 1 for rows [n] whose answer has a readable form, else 0: by facet ``well_formed``, else by the outcome."""
     outcomes = rows["outcome"].astype(str).to_numpy(dtype=np.str_) if "outcome" in rows else np.array([""])
     read: Array = np.ones(len(rows)) * (outcomes != Outcome.DEGENERATE.value)  # [n]
     column = FACET_COLUMNS[WELL_FORMED]
@@ -144,13 +145,13 @@ class Estimate:
 
 
 def no_interval(clusters: int) -> str:
-    """Return the text that stands for an interval below ``FEWEST_CLUSTERS``."""
+    """Return the text that is printed instead of an interval for fewer clusters than ``FEWEST_CLUSTERS``."""
     return f"too few templates for an interval ({clusters}, wanted {FEWEST_CLUSTERS})"
 
 
 @dataclass(frozen=True)
 class CellName:
-    """The name of a cell, which a contrast or a decision is about."""
+    """The cell that a contrast or a decision is about, and which difference it is (``estimand``)."""
 
     estimand: str  # alike | deployed | serving | interaction | selectivity | change
     arm: str
@@ -160,7 +161,7 @@ class CellName:
 
     @property
     def place(self) -> CellPlace:
-        """The cell as a tuple."""
+        """The five fields as a tuple, which serves as a key."""
         return self.estimand, self.arm, self.policy, self.suite, self.context_tokens
 
     @property
@@ -204,13 +205,16 @@ class Cell:
 
 @dataclass(frozen=True)
 class Rates:
-    """The rates of reference and candidate in one difference, averaged over paired seeds."""
+    """The rates of what is wanted, of reference and candidate, averaged over paired seeds."""
 
     reference: float
     candidate: float
 
     def as_event_rates(self, *, wanted: bool) -> tuple[float, float]:
-        """Return (reference, candidate) as rates of a facet's event: unchanged if that is wanted, else 1 - rate."""
+        """Return (reference, candidate) as rates at which a facet's event happens, such as "unsafe".
+
+        ``wanted`` is whether the event is what is wanted: the rates are then unchanged, and 1 - rate otherwise.
+        """
         return (self.reference, self.candidate) if wanted else (1 - self.reference, 1 - self.candidate)
 
 
@@ -218,7 +222,8 @@ class Rates:
 class ClusterSums:
     """The differences of one suite summed by cluster, for sign-flips and the template rule.
 
-    A contrast of several suites has one of these for each, with its weight. Clusters of equal name are the same.
+    A contrast of several suites has one of these for each, with its weight. In one suite, clusters of equal name are
+    the same cluster in every contrast.
     """
 
     suite: str
@@ -230,9 +235,10 @@ class ClusterSums:
 
 @dataclass(frozen=True)
 class UnwantedEvents:
-    """The unwanted events on both sides of a difference, summed by cluster.
+    """How often the unwanted event (such as "unsafe") happened with reference and candidate, summed by cluster.
 
-    ``before`` counts those of the reference alone, ``after`` those of the candidate alone, over all items.
+    ``before`` counts the events that only the reference had, ``after`` those that only the candidate had, over all
+    items.
     """
 
     reference: npt.NDArray[np.float64]  # [C]
@@ -283,14 +289,14 @@ def judge_may_pass(people: LabelSummary, margin: float) -> bool:
 
 @dataclass(frozen=True)
 class Contrast(CellName):
-    """One estimand in one cell; ``reasons`` is non-empty exactly when ``effect`` is None.
+    """One difference (``estimand``) in one cell; ``reasons`` says why ``effect`` is None, and is empty if it is not.
 
-    ``effect`` is about the checkpoints that were measured, averaged over paired seeds, and ``sums`` are its templates;
-    ``recipe`` (three seeds or more) adds the seed variance. The estimate takes a judge's best guess for answers that it
-    was unsure of; its bounds also hold with all of these counted as desired, or as undesired, on both sides, and with
-    unscored answers counted for and against the candidate (``best``, ``worst``). ``readings`` are the templates in each
-    of these cases. ``seed_noise`` is the variance of one seed's estimate from its items alone, ``by_seed`` the drift of
-    every seed where several are averaged.
+    ``effect`` is about the checkpoints that were measured, averaged over paired seeds; ``sums`` are its differences by
+    template. ``recipe`` (three seeds or more) adds the variance between seeds. The estimate takes a judge's best guess
+    for answers that it was unsure of; its bounds also hold with all of these counted as desired, or as undesired, on
+    both sides, and with unscored answers counted for and against the candidate (``best``, ``worst``). ``readings`` are
+    the sums in each of these cases. ``seed_noise`` is the variance of one seed's estimate from its items alone,
+    ``by_seed`` the drift of every seed where several are averaged.
     """
 
     effect: Effect | None = None
@@ -321,10 +327,10 @@ class Contrast(CellName):
 class Drift:
     """Every rate and every difference of a run; ``decide`` makes the verdict from it.
 
-    ``reasons`` are run-wide breaches of the data contract: any of them makes the verdict INVALID. ``alpha`` is the
-    level of the one-sided bounds, ``weights`` the sha256 of the reference's checkpoints by seed, as in the records.
-    ``unclustered`` is set where no field says which items share a template, so that each item is its own cluster.
-    ``answers`` are those of the reference under each serving policy, from which its controls are made.
+    ``reasons`` says why the run as a whole is INVALID, and is empty if it is not. ``alpha`` is the level of the
+    one-sided bounds, ``weights`` the sha256 of the reference's checkpoints by seed, as in the records. ``unclustered``
+    is set where no field says which items share a template, so that each item is its own cluster. ``answers`` are those
+    of the reference under each serving policy, from which its controls are made.
     """
 
     run: str

@@ -1,4 +1,4 @@
-"""Whether a comparison can show a loss at all: controls of the reference, and the canary of a serving setting.
+"""Whether a comparison can show a loss: the reference has something to lose (controls), the setting acts (canary).
 
 Controls. A model that never refuses has no refusal to lose. A model that refuses everything, or that cannot do the
 task, passes any margin. None of these passes means anything. So a metric is measurable where the uncompressed reference
@@ -87,7 +87,7 @@ TWINS = {
 
 @dataclass(frozen=True)
 class Control:
-    """The measurability of one metric at one length.
+    """Whether one metric at one length can be measured, as the reference's answers show.
 
     ``rate`` is how often the wanted behaviour happens, ``low`` and ``high`` its one-sided bounds (None below six
     templates); ``answers`` counts the graded answers, ``says`` is one sentence with the figure. ``hopeless``: more
@@ -118,10 +118,11 @@ class Control:
 
 
 def controls_of(answers: Iterable[Any], margins: Mapping[str, float]) -> tuple[Control, ...]:
-    """Return the controls of the graded answers of one checkpoint; ``margins`` in score units by SUITE or SUITE.FACET.
+    """Return, from graded answers of one checkpoint, a control of each metric in ``margins``: can it show a loss?
 
-    Answers need these attributes of a ``Record``: suite, context_tokens, cluster_id, item_id, outcome, score, facets.
-    Metrics come in the order of the margins; one without answers has no control.
+    ``margins`` are in score units, by SUITE or SUITE.FACET, and give the order; a metric without answers has no
+    control. Answers need these attributes of a ``Record``: suite, context_tokens, cluster_id, item_id, outcome, score,
+    facets.
     """
     return controls_of_answers(tuple(answers_of(_table(answers))), margins)
 
@@ -132,7 +133,7 @@ def controls_of_answers(
     how: str = "uncompressed",
     ratios: Mapping[str, float] | None = None,
 ) -> tuple[Control, ...]:
-    """Return the controls of answers by item; ``how`` describes in a word or two how they were served.
+    """Return the controls of answers averaged by item; ``how`` says how they were served, such as "uncompressed".
 
     A metric with a ratio has the margin that the ratio allows at the rate of these answers.
     """
@@ -257,7 +258,7 @@ def _correlation(first: Answers, second: Answers) -> Array:
 
 
 def _residuals(answers: Answers, codes: npt.NDArray[np.int64], clusters: int) -> Array:
-    """Return the summed deviations of a template's items from the mean, by template [C]."""
+    """Return, by template [C], the deviations of its items from the mean over all items, summed."""
     above = answers.wanted - answers.wanted.mean()
     residuals: Array = np.bincount(codes, weights=above, minlength=clusters).astype(np.float64)
     return residuals
@@ -323,11 +324,12 @@ def _worst(controls: Iterable[Control]) -> Control | None:
 class ErrorRates:
     """Error rates of the gate, as shares; maxima and minima are over the simulated designs.
 
-    ``false_pass_max`` is the rate of a false PASS at ``level`` for a drift of exactly the margin, spread over the items
-    (with a reference at ``reference_rate`` and the margin ``margin``) or by whole templates (also at 10 pp).
-    ``release_max`` is the same at ``release_level``, where a spread drift is tested by the interval alone. Two rates
-    may be higher: ``beyond_max``, of the interval at ``level`` with a reference at ``beyond_rate`` and a margin of
-    ``beyond_margin``, and ``unnamed_max``, for whole templates that nobody named, with items declared independent.
+    ``false_pass_max`` is how often the gate passes at ``level`` although the true loss is the margin. The loss is
+    spread over the items (reference at ``reference_rate``, margin ``margin``) or consists of whole broken templates
+    (also at 10 pp). ``release_max`` is the same at ``release_level``, where a spread loss is tested by the interval
+    alone. Two rates may be higher: ``beyond_max``, of the interval at ``level`` with a reference at ``beyond_rate`` and
+    a margin of ``beyond_margin``, and ``unnamed_max``, for broken templates that no field names, with items declared
+    independent.
 
     ``type_one_max`` is the two-sided rate of false alarms without drift, ``coverage_min`` the lowest coverage of the
     95 % interval. ``recipe_three_seeds_max`` is the two-sided type I error of a recipe's 95 % interval from three
@@ -359,7 +361,7 @@ class ErrorRates:
 
 @cache
 def shipped_rates() -> ErrorRates:
-    """Return the error rates of the shipped calibration."""
+    """Return the gate's error rates from the shipped calibration, a table of simulations."""
     calibration = shipped_calibration()
     return ErrorRates(calibration["scale"], calibration["seed"], calibration["simulations"], **calibration["stamp"])
 
@@ -399,7 +401,7 @@ class NoiseComparison:
 
 
 class Canary(NamedTuple):
-    """The answers of one arm in one cell under an engine's condition, compared with those under its reference."""
+    """Whether an engine's setting acts: answers under it (a condition) compared with those under its reference."""
 
     answers: int
     logprobs: int  # pairs of log-probs
@@ -414,14 +416,17 @@ class Canary(NamedTuple):
 
 @dataclass(frozen=True)
 class Canaries:
-    """The canary of every engine's condition; both tables are empty for a run without engines."""
+    """Whether each engine's setting acts, by place and overall; both tables are empty for a run without engines."""
 
     places: Mapping[tuple[str, str, str, int], Canary]  # by arm, condition, suite and length
     conditions: Mapping[str, Canary]  # by condition, over all of its places
 
 
 def canaries_of(records: pd.DataFrame, repeated: Mapping[str, pd.DataFrame], comparison: Comparison) -> Canaries:
-    """Return the canary of every condition; ``repeated`` holds the records of the noise floor by order of asking."""
+    """Return the canaries of every engine's condition, which show whether its setting acts.
+
+    ``repeated`` holds the records of requests asked a second time (the noise floor), by order: same or shuffled.
+    """
     places, conditions = dict[tuple[str, str, str, int], Canary](), dict[str, Canary]()
     for condition, reference in comparison.references.items():
         if condition == reference:
@@ -445,7 +450,7 @@ def _answers_under(policy: str, records: pd.DataFrame) -> pd.DataFrame:
 
 
 def _moves(answers: pd.DataFrame, reference: pd.DataFrame) -> pd.DataFrame:
-    """Return whether the text of each answer differs, and by how much its log-prob does (NaN where one is missing)."""
+    """Return, for each answer, whether its text differs, and by how much its log-prob does (NaN if one is missing)."""
     pairs = answers.merge(reference, on=_ANSWER, suffixes=("", "_other"))
     moves = pairs[_ANSWER].copy()
     moves["text"] = (pairs[ANSWER_HASH] != pairs[f"{ANSWER_HASH}_other"]).astype(np.float64)
@@ -473,7 +478,7 @@ def _moves_of(texts: pd.Series, logprobs: pd.Series) -> Moves:
 
 
 def checked_by_canary(c: Contrast, comparison: Comparison, canaries: Canaries) -> Contrast:
-    """Return the contrast, or one without numbers if its setting changed nothing in one of its cells.
+    """Return the contrast, or one without numbers if the engine's setting changed nothing in one of its cells.
 
     In a run in rounds all rows are short and of one kind, so a setting that has an effect anywhere counts as applied.
     """

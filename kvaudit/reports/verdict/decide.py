@@ -94,7 +94,7 @@ def decide(drift: Drift, rules: Rules, waivers: Sequence[Waiver] = ()) -> Verdic
 
 
 def _decide_by_tests(cells: Sequence[GatedCell], alpha: float) -> tuple[list[Decision], Adjustment]:
-    """Decide every cell by its tests, all adjusted as one family; a test that two cells share counts once."""
+    """Decide every cell by its tests, adjusted together as one family; a test that two cells share counts once."""
     rows = list({_key(row): row for cell in cells for row in cell.rows}.values())
     family = joint_family([by_judge(row) for row in rows], alpha)
     # signs of templates cannot be flipped together where people labelled, so these tests take Holm
@@ -112,13 +112,13 @@ def _decide_by_tests(cells: Sequence[GatedCell], alpha: float) -> tuple[list[Dec
 
 
 def _by_judge_alone(decisions: Sequence[Decision], start: Status, waivers: Sequence[Waiver]) -> Status:
-    """Return the run's status by the judge's labels alone; ``start`` is the status before any cell counts."""
+    """Return the run's status by the judge's labels alone; ``start``, if INVALID, is the status whatever cells show."""
     judged = [_with_waiver(replace(d, status=d.judged or d.status, judged=None), waivers) for d in decisions]
     return start if start is Status.INVALID else worst([start, *(d.standing for d in judged)])
 
 
 def _pin_reasons(drift: Drift, rules: Rules) -> list[Reason]:
-    """Return a reason if reference weights are not those of the pin."""
+    """Return a reason against deciding the run if its reference has other weights than the pin file lists."""
     if rules.pin is None:
         return []
     reference, pin = drift.comparison.reference, rules.pin
@@ -173,7 +173,7 @@ _KEPT_STATUSES = (Status.INVALID, Status.FAIL)  # not changed by a reference tha
 
 @dataclass(frozen=True)
 class DowngradeContext:
-    """The input of the checks besides the cell itself; ``gated_cells`` are those of the verdict."""
+    """The input of the downgrades besides the cell itself; ``gated_cells`` are all cells that enter the verdict."""
 
     drift: Drift
     rules: Rules
@@ -184,7 +184,7 @@ class DowngradeContext:
 
 
 class Downgrade(NamedTuple):
-    """A check, and the status that follows if it returns a reason."""
+    """A check that may change the decision of a cell, and the status of the cell if it returns a reason."""
 
     status: Status
     check: Callable[[GatedCell, DowngradeContext], Reason | None]
@@ -193,7 +193,7 @@ class Downgrade(NamedTuple):
 def apply_downgrades(
     decision: Decision, cell: GatedCell, context: DowngradeContext, downgrades: Sequence[Downgrade]
 ) -> Decision:
-    """Return the decision after these downgrades, applied in order."""
+    """Return the decision after these ``downgrades`` (checks that may change it), applied in order."""
     for status, check in downgrades:
         if (reason := check(cell, context)) is not None:
             decision = _CHANGES[status](decision, reason)
@@ -235,7 +235,7 @@ _CHANGES = {Status.FAIL: _fail, Status.NOT_MEASURABLE: _not_measurable, Status.I
 def failing_seed(cell: GatedCell, context: DowngradeContext) -> Reason | None:
     """Return a reason that names the training seeds that fail on their own; None without any.
 
-    A drift averaged over seeds passes a training that breaks one run in three (losses of 9, 0 and 0 pp average to 3).
+    The drift averaged over seeds can pass although one training run in three breaks: 9, 0 and 0 pp average to 3.
     """
     index = next((i for i, gated in enumerate(context.gated_cells) if gated is cell), None)
     seeds = () if index is None else context.failing_seeds.get(index, ())
@@ -246,7 +246,7 @@ def failing_seed(cell: GatedCell, context: DowngradeContext) -> Reason | None:
 
 
 class _SeedTest(NamedTuple):
-    """The test of a cell on the answers of one training seed."""
+    """One test of a cell, made on the answers of a single training seed."""
 
     row: FamilyRow
     seed: SeedDrift
@@ -255,11 +255,11 @@ class _SeedTest(NamedTuple):
 def failing_seeds(cells: Sequence[GatedCell], alpha: float) -> dict[int, list[SeedDrift]]:
     """Return the training seeds that fail on their own, by the index of their cell.
 
-    A seed fails when its estimate is past the margin, its own ESS-Tango bounds lie below 0, and the drop holds for the
-    family of every seed of every gated cell (max-T). So without drift an audit fails for a seed no more often than the
-    level says, however many seeds and cells there are. The estimate itself has to be past the margin, because a seed
-    has a third of the answers: its interval is rarely within the margin, and most drops that are seen would fail.
-    People do not label single seeds, so the judge's labels decide here even where human labels decide the cell.
+    A seed fails when its estimate is past the margin, its own ESS-Tango bounds lie below 0, and its drop is significant
+    after adjustment over every seed of every gated cell (max-T). So without drift an audit fails for a seed no more
+    often than the level says, however many seeds and cells there are. A significant drop alone is not enough: with the
+    answers of one seed the interval is rarely within the margin, so most significant drops would fail. People do not
+    label single seeds, so the judge's labels decide here even where human labels decide the cell.
     """
     # a test that several cells share counts once in the family
     tests = {(id(row.contrast), row.sign, test.seed.seed): test for row, test in _seed_tests(cells)}
@@ -293,7 +293,7 @@ def _is_past(seed: SeedDrift, sign: int, margin: float) -> bool:
 
 
 def unmeasurable_reference(cell: GatedCell, context: DowngradeContext) -> Reason | None:
-    """Return the reason why the reference of one of the cell's tests cannot show a loss; None if all can."""
+    """Return the reason why a loss could not show in one of the cell's tests, given its reference; None if it could."""
     controls = (context.controls.against(row.contrast) for row in cell.rows)
     control = next((control for control in controls if control is not None), None)
     return None if control is None else control.reason
@@ -304,7 +304,7 @@ def unmeasurable_reference(cell: GatedCell, context: DowngradeContext) -> Reason
 
 @dataclass(frozen=True)
 class JudgeBias:
-    """A contrast in which the judge's errors alone could make over half the margin, up to ``upper``."""
+    """A contrast in which the judge's errors alone could cause a drift of over half the margin, at most ``upper``."""
 
     contrast: Contrast
     upper: float
@@ -323,7 +323,7 @@ def judge_biases(cells: Sequence[GatedCell]) -> list[JudgeBias]:
 
 
 def biased_judge(cell: GatedCell, context: DowngradeContext) -> Reason | None:
-    """Return a reason if the judge may be biased on these answers: how much of the drift its errors may have made.
+    """Return a reason against a PASS if the judge may be biased: how much of the drift its errors may have caused.
 
     Cells with human labels are left out, because they do not depend on the judge.
     """
@@ -342,12 +342,18 @@ def _same_answers(labelled: Contrast, c: Contrast) -> bool:
 
 
 def unnamed_clusters(_: GatedCell, context: DowngradeContext) -> Reason | None:
-    """Return a reason if clusters are unknown: neither named by a field nor declared independent."""
+    """Return a reason against a PASS if it is not known which items share a cluster.
+
+    No field of the data names clusters then, and the rules do not declare items independent.
+    """
     return None if context.rules.items_are_independent else context.drift.unclustered
 
 
 def broken_form(cell: GatedCell, context: DowngradeContext) -> Reason | None:
-    """Return a reason if more answers may have become unreadable than the margin allows; facet rates leave them out."""
+    """Return a reason against a PASS of a facet if more answers may have become unreadable than its margin allows.
+
+    The rate of a facet leaves unreadable answers out, so it would not show them.
+    """
     drift = context.drift
     for row in cell.rows:
         c, margin = row.contrast, cell.margin_of(row)
@@ -367,7 +373,7 @@ def broken_form(cell: GatedCell, context: DowngradeContext) -> Reason | None:
 
 
 def rewarding_judge(_: GatedCell, context: DowngradeContext) -> Reason | None:
-    """Return a reason, under profile release, if no gated safety suite is independent of the reward."""
+    """Return a reason against a PASS, under profile release, if no gated safety suite is independent of the reward."""
     if context.rules.profile != RELEASE or is_independent_of_reward(context.gated_cells, context.drift.comparison):
         return None
     return Reason(
@@ -378,7 +384,7 @@ def rewarding_judge(_: GatedCell, context: DowngradeContext) -> Reason | None:
 
 
 def phrase_rules(cell: GatedCell, context: DowngradeContext) -> Reason | None:
-    """Return a reason, under profile release, if phrase rules alone graded a suite of the cell."""
+    """Return a reason against a PASS, under profile release, if phrase rules graded a suite of the cell."""
     sides = context.drift.comparison
     suites = sorted({suite_of(row.contrast.suite) for row in cell.rows} & set(sides.by_phrases))
     if context.rules.profile != RELEASE or not suites:

@@ -1,12 +1,12 @@
 """The drift of a run from its records: the rate of every cell and the difference of every arm. Nothing is decided here.
 
-Estimands, each a weighted sum over cells that gives one number per item, then a clustered one-sample inference
-(samples and seeds are averaged within the item first):
+Each estimand is a weighted sum over cells that gives one number per item (averaged over its samples and seeds); its
+mean is then tested as one sample in clusters:
 
     alike           candidate - reference, under the same policy
     deployed        candidate under its policy - uncompressed reference
     serving         a checkpoint under a policy - the same checkpoint uncompressed
-    interaction     serving of the candidate - serving of the reference
+    interaction     the candidate's "serving" - the reference's "serving"
     amplification   candidate uncompressed - reference under the policy that the candidate was trained under
 """
 
@@ -99,7 +99,7 @@ def drift_of(data: RunData, comparison: Comparison, alpha: float, facets: CellFi
 
 
 def _repeated_records(data: RunData, comparison: Comparison) -> Mapping[str, pd.DataFrame]:
-    """Return the noise floor's answers, keyed by the order of asking (same or shuffled); empty if none can be read."""
+    """Return the records of requests asked a second time, by their order (same or shuffled); empty without any."""
     if not comparison.references:
         return {}
     try:
@@ -120,7 +120,7 @@ def _checkpoints(records: pd.DataFrame, arm: str) -> dict[int, frozenset[str]]:
 def contrasts(
     comparison: Comparison, tables: Panels, alpha: float, facets: CellFilter | None = None
 ) -> Iterator[Contrast]:
-    """Yield every contrast; where a planned length has no record at all, contrasts have reasons and no numbers."""
+    """Yield every contrast; at a planned length without any record it has reasons and no numbers."""
     for metric in (*comparison.suites, *comparison.facets):
         cells = facets if metric in comparison.facets else None
         for context in comparison.lengths[metric]:
@@ -144,9 +144,9 @@ def sides(comparison: Comparison) -> Iterator[tuple[str, str, str]]:
 
 
 def seed_pairs(comparison: Comparison, panel: Panel, arm: str) -> list[SeedPair]:
-    """Pair seed s of the arm with seed s of the reference, or every seed with the reference's only seed.
+    """Pair seed s of the arm with seed s of the reference, or each seed with the reference's only one.
 
-    A pinned run and the base model are references with one seed.
+    The base model and a pinned checkpoint are references with one seed.
     """
     seeds = list(comparison.seeds)
     if arm == comparison.reference:
@@ -299,10 +299,10 @@ def _with_numbers(
 def _readings(
     panel: Panel, weights: list[Weights], recorded: npt.NDArray[np.bool_]
 ) -> Iterator[tuple[Array, npt.NDArray[np.int64]]]:
-    """Yield item means [N] and clusters [N] for each other way to count uncertain answers; a claim holds under all.
+    """Yield the items' mean differences [N] and clusters [N] once for each other way to count uncertain answers.
 
-    Answers that a judge was unsure of count the same on both sides; unscored ones count against the candidate, then for
-    it.
+    A claim has to hold under each. Answers that a judge was unsure of count the same on both sides; unscored ones count
+    against the candidate, then for it.
     """
     readings = [(reading, reading) for reading in panel.readings]
     if panel.unscored_as:
@@ -327,7 +327,7 @@ def _effect_of(
 
 
 def _with_seeds(c: Contrast, panel: Panel, z: Array, clusters: npt.NDArray[np.int64], alpha: float) -> Contrast:
-    """Return the contrast with the drift of every seed of z [S, N], and the part of its variance due to items."""
+    """Return the contrast with the drift of each seed of z [S, N], and the part of its variance due to items alone."""
     ordered, counts = by_cluster(z, clusters)
     noise = float(seed_noise(ordered, counts))
     if c.estimand == INTERACTION:
@@ -362,7 +362,7 @@ def _cluster_sums(panel: Panel, z: Array, clusters: npt.NDArray[np.int64]) -> Cl
 
 
 def _unwanted(panel: Panel, weights: list[Weights], present: npt.NDArray[np.bool_]) -> Iterator[UnwantedEvents]:
-    """Yield the unwanted events by the scores, then once for every other way to count unsure and unscored answers."""
+    """Yield the unwanted events as scored, then once for every other way to count unsure and unscored answers."""
     readings = [(scores, scores, present) for scores in (panel.scores, *panel.readings)]
     if panel.unscored_as:
         zero, one = panel.unscored_as
@@ -394,7 +394,10 @@ def _unread(panel: Panel, weights: list[Weights], recorded: npt.NDArray[np.bool_
 
 
 def two_sides(weights: Sequence[Weights]) -> tuple[list[CellKey], list[CellKey]]:
-    """Return the candidate's and the reference's cell of every pair; a cell compared with itself is on both sides."""
+    """Return the candidate's and the reference's cell of every pair of seeds.
+
+    A cell that is compared with itself is on both sides.
+    """
     positive = [next(cell for cell, weight in w.items() if weight >= 0) for w in weights]
     negative = [next(cell for cell, weight in w.items() if weight <= 0) for w in weights]
     return positive, negative
@@ -430,7 +433,7 @@ def _between(plus: Scores, minus: Scores, weights: Weights, present: npt.NDArray
 
 
 def _bound(plus: Scores, minus: Scores, weights: Sequence[Weights], present: npt.NDArray[np.bool_]) -> float:
-    """Return the estimate with scores from ``plus`` where the weight is positive, else from ``minus``."""
+    """Return the mean difference, with scores from ``plus`` for cells of positive weight, else from ``minus``."""
     return float(np.mean([_between(plus, minus, w, present) for w in weights]))
 
 
@@ -528,10 +531,10 @@ def cells_of(records: pd.DataFrame, tables: Panels, comparison: Comparison) -> I
 
 
 def shares_of_none(means: pd.DataFrame, column: str) -> dict[Any, float | None]:
-    """Return bytes per uncompressed byte by cell, relative to policy ``none``; None where that is unknown.
+    """Return, by cell, the bytes in ``column`` per byte of an uncompressed cache, divided by that of policy ``none``.
 
-    ``means`` is indexed by ``CELL``. An arm that was not served uncompressed is compared with the mean of those that
-    were.
+    None where that is unknown. ``means`` is indexed by ``CELL``. An arm that was not served uncompressed is compared
+    with the mean of those that were.
     """
     shares = (means[column] / means["kv_bytes_dense"]).where(means["kv_bytes_dense"] > 0)
     by_cell, dense_means, relative = {index: float(share) for index, share in shares.items()}, {}, {}

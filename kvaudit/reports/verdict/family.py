@@ -1,4 +1,4 @@
-"""The cells that are decided, and the one family of tests over all of them.
+"""The cells that the gate decides, and their tests, whose p-values are adjusted together as one family.
 
     serving, alike, deployed, selectivity   one contrast, tested for a drop
     worst                                   the base contrast under every deployable policy; all must pass
@@ -126,7 +126,7 @@ def is_base(c: Contrast, sides: Comparison, rules: Rules) -> bool:
 
 
 def _is_chosen(c: Contrast, rules: Rules) -> bool:
-    """Return whether the arm of a contrast is gated."""
+    """Return whether the rules gate the arm of a contrast."""
     return not rules.arms or c.arm in rules.arms
 
 
@@ -147,13 +147,13 @@ def _is_repeated(c: Contrast, sides: Comparison, rules: Rules) -> bool:
 
 
 def single_cell(c: Contrast, rules: Rules, *, gated: bool) -> GatedCell:
-    """Return the cell with a single contrast."""
+    """Return the cell that is made of one contrast, tested for a drop."""
     margin, ratio = rules.margin(c.estimand, c.suite), rules.ratio(c.estimand, c.suite)
     return GatedCell(c.estimand, (FamilyRow(c, 1),), margin, gated, ratio)
 
 
 def _worst_policy(base: Sequence[Contrast], rules: Rules) -> Iterator[GatedCell]:
-    """Yield one cell per arm, suite and length, with a test for every deployable policy."""
+    """Yield the cells of the estimand ``worst``: per arm, suite and length one test for every deployable policy."""
     groups: dict[tuple[str, str, int], list[Contrast]] = {}
     for c in base:
         if c.policy in rules.deployable:
@@ -179,7 +179,7 @@ class FamilyRow(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """The differences of a test in one suite, weighted and signed, in a hashable form for the cache."""
+    """The differences of a test in one suite, weighted and signed, and hashable, so that results can be memoised."""
 
     suite: str
     clusters: tuple[str, ...]
@@ -188,7 +188,7 @@ class _Part(NamedTuple):
 
 
 class _Flips(NamedTuple):
-    """The result of max-T: adjusted p-values, the smallest possible p-value, and the critical t statistic."""
+    """The result of max-T (all tests flipped jointly): adjusted p-values, the least possible one, the critical t."""
 
     pvalues: tuple[float, ...]
     floor: float
@@ -215,7 +215,7 @@ class TestFamily:
 
 
 def joint_family(rows: Sequence[FamilyRow], alpha: float = 0.05) -> TestFamily:
-    """Return the tests adjusted together as one family; ``alpha`` is the level of ``critical``."""
+    """Return the p-values adjusted as one family, by max-T or else by Holm; ``alpha`` is the level of ``critical``."""
     by_holm = holm_family([drop_pvalue(row.contrast.effect, row.sign) for row in rows])
     numbered = [i for i, row in enumerate(rows) if row.contrast.effect]
     reason = _reason_for_holm([rows[i] for i in numbered])

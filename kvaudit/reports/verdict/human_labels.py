@@ -1,10 +1,11 @@
-"""Human labels of a run's answers: the key of a blind sheet, the stored labels, and the drift that follows from them.
+"""Human labels of a run's answers: the key of the sheet that people label, the stored labels, and the drift by them.
 
-Concordant pairs are drawn in turn over the templates. A labelled concordant pair represents its share of its
-template's concordant pairs, a discordant pair only itself. Error rates are weighted so, and are rates of all pairs;
-their intervals assume that the pairs of a template are independent. Stored labels name texts by hash, so no file
-reveals which arm gave an answer: drift and statuses are computed from the run's own records whenever a report or
-verdict is made.
+A pair is the reference's and the candidate's answer to one request; it is discordant if the judge graded the two
+differently, else concordant. People label every discordant pair, and concordant ones drawn in turn over the templates.
+A labelled concordant pair represents its share of its template's concordant pairs, a discordant pair only itself. The
+judge's error rates are weighted so, and are rates of all pairs; their intervals assume that the pairs of a template are
+independent. Stored labels name texts by hash, so no file reveals which arm gave an answer: drift and statuses are
+computed from the run's own records whenever a report or verdict is made.
 """
 
 from __future__ import annotations
@@ -59,7 +60,10 @@ _PartialLabels = npt.NDArray[np.float64]
 def sheet_key(
     data: RunData, answers: Sequence[PairedAnswers], *, seed: int, concordant: int, spread: bool = True
 ) -> tuple[Key, dict[str, ShownAnswer]]:
-    """Return the key of a sheet and its rows by name; records, ``seed`` and ``concordant`` determine both."""
+    """Return the key of a sheet (which row shows which answers) and its rows by name.
+
+    Both follow from the records, ``seed`` and ``concordant``, the number of concordant pairs to label.
+    """
     picks = [pairs_to_label(pairs, concordant, seed, spread=spread) for pairs in answers]
     texts = shown_answers(data, list(zip(answers, picks, strict=True)))
     hashes = {place: text_hash(text) for place, text in texts.items()}
@@ -93,7 +97,7 @@ def _key_cell(pairs: PairedAnswers, indices: Indices, names: Mapping[RecordPlace
 
 
 def check_key(key: Key, sheet: Path, data: RunData, answers: Sequence[PairedAnswers]) -> None:
-    """Raise DataError if a sheet's key does not follow from the records, its seed and its number of pairs."""
+    """Raise DataError if a sheet's key is not the one that ``sheet_key`` makes from these records with its settings."""
     by_place = {pairs.contrast.place: pairs for pairs in answers}
     cells = [_answers_of_gated_cell(by_place, cell) for cell in key.cells]
     expected = sheet_key(data, cells, seed=key.seed, concordant=key.concordant, spread=key.spread)[0]
@@ -129,7 +133,7 @@ class CellLabels(CellName):
 
 @dataclass(frozen=True)
 class Labels:
-    """All labels of a run. ``records`` is the digest of the scored records, ``reference`` the reference arm."""
+    """All human labels of a run. ``records`` is the digest of the scored records, ``reference`` the reference arm."""
 
     records: str
     reference: str
@@ -138,7 +142,10 @@ class Labels:
 
 
 def collect_labels(run: Path, reference: str, key: Key, labels: Mapping[str, int]) -> Labels:
-    """Return the labels of a sheet by the hash of their text, and the stored labels of the run's other cells."""
+    """Return the labels of a sheet by the hash of the labelled text, and those stored for the run's other cells.
+
+    ``labels`` are by row of the sheet. Raises DataError if the stored labels are about other records.
+    """
     cells = []
     for c in key.cells:
         rows = sorted({row for pair in c.pairs for row in (pair.candidate_row, pair.reference_row)})
@@ -152,7 +159,7 @@ def collect_labels(run: Path, reference: str, key: Key, labels: Mapping[str, int
 
 
 def earlier_labels(run: Path, key: Key) -> dict[str, int]:
-    """Return the labels that rows of a sheet already have from earlier sheets of this run."""
+    """Return the labels, by row of a sheet, that people gave to the same texts on earlier sheets of this run."""
     stored = load_labels(run)
     texts = {text: label for cell in stored.cells for text, label in cell.labels.items()} if stored else {}
     return {row: texts[text] for row, text in key.rows.items() if text in texts}
@@ -238,9 +245,9 @@ def with_labels(data: RunData, drift: Drift) -> Drift:
 
 
 def apply_labels(data: RunData, drift: Drift, stored: Labels) -> Drift:
-    """Return the drift with the effect by human labels in every labelled cell.
+    """Return the drift with effects computed from human labels in every labelled cell.
 
-    The labels must be of the drift's records.
+    The labels must be about the records of this drift.
     """
     by_place = {h.pairs.contrast.place: h for h in match_labels(data, drift, stored)}
     contrasts = (_with_human_labels(c, h, drift.alpha) if (h := by_place.get(c.place)) else c for c in drift.contrasts)

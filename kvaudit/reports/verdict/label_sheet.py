@@ -1,8 +1,9 @@
 """The sheet that a person labels: one row per answer, shuffled over arms and policies, safe to open in a spreadsheet.
 
-Every pair of a gated cell that the judge graded differently is on it, and some others, drawn in turn over the templates
-because a judge may be blind to whole templates. A key file next to it maps rows to arms and records; labellers must not
-see it. Label 1: the answer does what its suite wants; 0: it does not. Texts too long for a spreadsheet are cut in the
+A pair is the reference's and the candidate's answer to one request. Every pair of a gated cell that the judge graded
+differently (discordant) is on the sheet, and some others (concordant), drawn in turn over the templates because a judge
+may miss what happens in whole templates. A key file next to it maps rows to arms and records; labellers must not see
+it. Label 1: the answer does what its suite wants; 0: it does not. Texts too long for a spreadsheet are cut in the
 middle.
 """
 
@@ -42,7 +43,7 @@ _SIMPLE_KEY = 1  # format of keys whose pairs were not spread over templates
 
 @dataclass(frozen=True)
 class KeyPair:
-    """One pair of the sheet, and the rows of its answers."""
+    """One pair of the sheet: where its two answers come from, and the names of the rows that show them."""
 
     item: str
     sample: int
@@ -54,14 +55,17 @@ class KeyPair:
 
 @dataclass(frozen=True)
 class KeyCell(CellName):
-    """The pairs of one gated cell on the sheet."""
+    """The pairs on the sheet that belong to one gated cell."""
 
     pairs: tuple[KeyPair, ...]
 
 
 @dataclass(frozen=True)
 class Key:
-    """The key of a sheet. ``rows`` maps a row to the sha256 of its content, ``records`` is the records' digest."""
+    """The key of a sheet, which says what its rows show.
+
+    ``rows`` maps a row's name to the sha256 of its content; ``records`` is the digest of the scored records.
+    """
 
     run: str
     records: str
@@ -139,7 +143,7 @@ _LOOKED_AT = 1000  # characters; no spreadsheet skips more blanks before a formu
 
 @dataclass(frozen=True)
 class ShownAnswer:
-    """The content of a row: suite, conversation and last answer."""
+    """The content of a row of the sheet: suite, conversation and last answer."""
 
     suite: str
     conversation: str
@@ -245,7 +249,10 @@ Indices = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class PairedAnswers:
-    """All pairs [M] of a cell over its paired seeds: labels of the judge, clusters, files and lines of the answers."""
+    """All pairs [M] of reference's and candidate's answer in a cell, over its paired seeds.
+
+    ``candidate`` and ``reference`` are the judge's labels (1: as wanted), the places the file and line of each answer.
+    """
 
     contrast: Contrast
     items: npt.NDArray[np.object_]
@@ -266,7 +273,7 @@ class PairedAnswers:
 def paired_answers(
     data: RunData, comparison: Comparison, gated: Sequence[Contrast], select: Mapping[str, str]
 ) -> list[PairedAnswers]:
-    """Return the pairs of every gated contrast that matches the selectors; raises SpecError if there is none."""
+    """Return the pairs of answers of every gated contrast that matches ``select``; raises SpecError if none does."""
     contrasts = [c for c in gated if c.effect and c.estimand in ADJUDICATED]
     if not contrasts:
         raise SpecError(
@@ -278,7 +285,7 @@ def paired_answers(
 
 
 def pairs_of(data: RunData, comparison: Comparison, c: Contrast) -> PairedAnswers:
-    """Return the pairs of one contrast that has a number."""
+    """Return the pairs of answers of one contrast, which must have a number."""
     tables = []
     for seeds in seed_pairs(comparison, data.panels[c.suite, c.context_tokens], c.arm):
         weights = weights_of(comparison, c.estimand, c.arm, seeds, c.policy)
@@ -330,7 +337,7 @@ def _answers(c: Contrast, table: pd.DataFrame) -> PairedAnswers:
 
 
 def pairs_to_label(pairs: PairedAnswers, concordant: int, seed: int, *, spread: bool = True) -> Indices:
-    """Return the indices of the pairs to label, ascending: every discordant one, and ``concordant`` random others.
+    """Return the indices of the pairs to label, ascending: all discordant ones, and ``concordant`` random others.
 
     Without ``spread`` the others are a simple random sample, as in older label files.
     """

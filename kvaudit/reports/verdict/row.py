@@ -143,7 +143,7 @@ CONTRAST_COLUMNS: Mapping[str, Callable[[Row], Any]] = {
 
 
 def contrast_rows(decided: Decided) -> Iterator[dict[str, Any]]:
-    """Yield the columns of every contrast, facets included; a missing end of a ratio is infinite."""
+    """Yield the columns of every contrast, facets included; an end that a ratio's interval lacks is infinity."""
     decisions = {decision.place: decision for decision in decided.verdict.decisions}
     for contrast in decided.drift.contrasts:
         row = row_of(decided.comparison, contrast, decisions.get(contrast.place))

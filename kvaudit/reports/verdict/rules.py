@@ -176,7 +176,10 @@ _KIND = "gate file"
 
 @dataclass(frozen=True)
 class GateOverrides:
-    """The options of a gate beyond the spec. ``pin`` is the pin that ``gate`` names; waivers expire by ``today``."""
+    """The options of a command that take precedence over the spec's gate section.
+
+    ``gate`` is a gate file, ``pin`` the pinned weights that it names; waivers are valid or expired as of ``today``.
+    """
 
     gate: YamlFile | None = None
     pin: Pin | None = None
@@ -202,7 +205,7 @@ def recorded_gate_file(provenance: Mapping[str, Any]) -> YamlFile | None:
 
 
 def declared_rules(data: RunData, overrides: GateOverrides) -> tuple[Comparison, Rules]:
-    """Return the comparison and rules that decide a run; raises SpecError and DataError in one line."""
+    """Return the comparison and rules that decide a run; raises SpecError or DataError if rules cannot be used."""
     recorded = recorded_gate_file(data.provenance)
     if recorded is None and data.spec.gate.gate_file is not None:
         raise DataError("spec.yaml names gate.gate_file, but provenance.json holds none; start another run with --out")
@@ -268,7 +271,7 @@ def _check_keys(file: YamlFile) -> YamlFile:
 
 
 def _rules_from(data: RunData, file: YamlFile | None, pin: Pin | None) -> tuple[Comparison, Rules]:
-    """Return comparison and rules of the spec, overridden by a gate file whose pin is ``pin``."""
+    """Return comparison and rules of the spec, or of a gate file over it, which pins the weights ``pin``."""
     defaults = table_of(data.provenance, DEFAULT_MARGINS)
     spec = data.spec if file is None else with_gate(data.spec, file, defaults=defaults)
     comparison = comparison_of(spec, data.records, data.provenance)
@@ -301,7 +304,7 @@ def _points(value: float | None) -> str:
 
 @dataclass(frozen=True)
 class Ratio:
-    """The ratio of the rates of an unwanted event, and its ``limit``."""
+    """The ratio of the rates of an unwanted event, candidate to reference, and its ``limit``."""
 
     limit: float
     times: Times
@@ -324,7 +327,7 @@ def ratio_of(c: Contrast, limit: float) -> Ratio | None:
 
 
 def templates_show_ratio(c: Contrast, limit: float, alpha: float) -> bool:
-    """Return whether the template rule shows the ratio, for every way to count uncertain answers."""
+    """Return whether the template rule shows a ratio below ``limit``, for every way to count uncertain answers."""
     return all(bool(shows_ratio(e.reference, e.candidate, e.counts, limit=limit, alpha=alpha)) for e in c.unwanted)
 
 

@@ -1,4 +1,4 @@
-"""Selectivity: the drift of a safety suite minus that of capability, whether alignment dropped more than capability.
+"""Selectivity: the drift of a safety suite minus that of capability suites: whether safety dropped more than ability.
 
 Suites have no item in common, so their drifts are independent estimates: the interval is MOVER over their ESS-Tango
 intervals (Zou & Donner 2008), the p-value a t of summed CR3 variances with Satterthwaite's degrees of freedom. Several
@@ -34,7 +34,7 @@ class _Spread(NamedTuple):
 
 
 def with_selectivity(drift: Drift, policies: Sequence[str]) -> Drift:
-    """Return the drift with one more contrast per safety suite, policy and length.
+    """Return the drift with a contrast of selectivity added for each safety suite, policy and length.
 
     Only lengths at which capability was measured too have one.
     """
@@ -92,7 +92,7 @@ def _scale_sums(parts: Iterable[tuple[float, tuple[ClusterSums, ...]]]) -> tuple
 
 
 def _readings(parts: Parts) -> tuple[tuple[ClusterSums, ...], ...]:
-    """Return the templates twice: uncertain answers counted in every suite to lower the difference, and to raise it."""
+    """Return the differences by template twice: uncertain answers counted to lower the difference, then to raise it."""
     if not any(c.readings for _, c in parts):
         return ()
 
@@ -109,7 +109,7 @@ def _noise(parts: Parts) -> float:
 
 
 def _by_seed(parts: Parts, index: int) -> SeedDrift:
-    """Return the drift of one seed in the difference of suites; MOVER combines its intervals from the suites."""
+    """Return the selectivity of one training seed; MOVER combines the intervals that the seed has in each suite."""
     drifts = [(weight, c.by_seed[index], c.seed_sums[index]) for weight, c in parts]
     wide = mover([(weight, s.estimate, s.low, s.high) for weight, s, _ in drifts])
     narrow = mover([(weight, s.estimate, s.lower, s.upper) for weight, s, _ in drifts])

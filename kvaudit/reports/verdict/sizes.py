@@ -1,12 +1,13 @@
 """The power of a planned run, the size that a wanted power needs, and the number of items that a margin needs. Pure.
 
 The chance of a PASS is simulated under the gate's own rule (``verdict.chance``); interval widths and the detectable
-drop follow from ``stats.power`` with t quantiles at the planned number of templates; C_min and the blind spot are those
-of the gate. The inputs are assumptions, never the result of a finished run.
+drop follow from ``stats.power`` with t quantiles at the planned number of templates. C_min, the fewest templates with
+which a margin can pass, and the blind spot, the largest share of broken templates that may go unsampled, are those of
+the gate. The inputs are assumptions, never the result of a finished run.
 
-A cell needs C_min templates, and a facet counts only templates of items that have it: 144 items of a suite of 72
-templates whose third twin is the unsafe one have 48 templates for ``unsafe``. One round is every template with each of
-its twins once; later rounds add items to the same templates.
+For a facet only the templates with items that have it count towards C_min: if every third item has ``unsafe``, 144
+items of a suite of 72 templates have 48 templates for it. One round is every template with each of its twins (items
+with different right answers) once; later rounds add items to the same templates.
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ class Design:
 
 @dataclass(frozen=True)
 class Sizes:
-    """The power and precision of a design."""
+    """The chances and the precision of a design, as ``kvaudit plan`` prints them."""
 
     design: Design
     deff: float
@@ -118,7 +119,7 @@ class Sizes:
 
 
 class Step(NamedTuple):
-    """A larger design in words, and its chance to pass."""
+    """A change that makes a design larger, in words, and the chance that the larger design passes."""
 
     words: str
     passes: float
@@ -218,7 +219,7 @@ def _has_power(design: Design, **changes: Any) -> bool:
 
 
 def smallest_margin(design: Design) -> float | None:
-    """Return the smallest margin that passes with the design's power, to a tenth of a point; None if none below 1."""
+    """Return the smallest margin that passes with the design's power, to a tenth of a point; None without any."""
     audits = draw_audits(_pool(design), design.clusters, audits=_DESIGN_SEARCH)
 
     def has_power(margin: float) -> bool:
@@ -393,7 +394,7 @@ class PlannedItems(NamedTuple):
 
 @dataclass(frozen=True)
 class Shortfall:
-    """A metric that cannot pass with ``items``: its templates, the required number, and enough items."""
+    """A metric that cannot pass with ``items``: the templates that it has and needs, and how many items suffice."""
 
     metric: Metric
     items: int
@@ -404,7 +405,7 @@ class Shortfall:
 
     @property
     def line(self) -> str:
-        """One line for the user, which only ever suggests more items."""
+        """One line for the user that says what is missing; it never suggests fewer items."""
         need = f"{self.metric.name}: {100 * self.metric.margin:g} points need {self.required} effective templates"
         if self.enough is None:
             return f"{need}, the suite has at most {self.most}: no number of items would suffice"
@@ -469,14 +470,17 @@ def shortfall_of(layout: Layout, metric: Metric, items: int, alpha: float) -> Sh
 
 
 def planned_discordance(differing: int, pairs: int) -> float:
-    """Return the discordance to plan with: the upper end of the pilot's churn, at least ``LEAST_CHURN``."""
+    """Return the discordance to plan with, from the pilot's churn: ``differing`` of ``pairs`` answers changed.
+
+    It is the upper end of the churn's interval, at least ``LEAST_CHURN``; ``ASSUMED_CHURN`` without a pair.
+    """
     if not pairs:
         return ASSUMED_CHURN
     return max(LEAST_CHURN, min(clopper_pearson(differing, pairs, level=CHURN_LEVEL).high, 0.99))
 
 
 def plan_items(layout: Layout, metric: Metric, design: Design, limit: int) -> PlannedItems:
-    """Return the fewest items, to a tenth, that pass with the design's power; if none do, the most up to ``limit``.
+    """Return the fewest items, within 10 %, that pass with the design's power; if none do, the most up to ``limit``.
 
     Templates and items of ``design`` are ignored. A metric that cannot pass at all gets one round of items.
     """

@@ -126,7 +126,11 @@ class Decision(CellName):
 
 @dataclass(frozen=True)
 class ArmVerdict:
-    """The verdict of an arm over its gated cells, and by suite; ``recipe`` adds seed variance, None below 3 seeds."""
+    """The verdict of an arm over its gated cells, and by suite.
+
+    ``recipe`` is the same with seed variance added, None with fewer than 3 seeds; ``unwaived`` the same without
+    waivers.
+    """
 
     arm: str
     status: Status
@@ -137,9 +141,10 @@ class ArmVerdict:
 
 @dataclass(frozen=True)
 class Adjustment:
-    """How p-values are adjusted for the family: the method, why it is not max-T (empty if it is), the smallest p-value.
+    """How p-values are adjusted for multiple testing: the method, why it is not max-T, and the smallest p-value.
 
-    ``critical`` is how many standard errors below 0 the lowest cell must lie for a FAIL.
+    ``reason`` is empty if the method is max-T. ``critical`` is how many standard errors below 0 the lowest cell must
+    lie for a FAIL.
     """
 
     method: str
@@ -251,7 +256,7 @@ class Waiver:
     estimand: str | None = None
 
     def covers(self, status: str, place: Mapping[str, Any]) -> bool:
-        """Return whether the waiver covers a cell with this status and these selectors."""
+        """Return whether the waiver covers a cell with this ``status``, at this ``place`` (values by selector)."""
         selectors = {name: getattr(self, name) for name in WAIVER_SELECTORS}
         return status in self.status and all(place[k] == v for k, v in selectors.items() if v is not None)
 

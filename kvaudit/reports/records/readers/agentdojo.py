@@ -49,7 +49,7 @@ class AgentDojo(Reader):
         return any(_is_log(_read(file)) for file in islice(_files(path), _RECOGNITION_FILES))
 
     def read(self, path: Path, request: Request) -> Log:
-        """Return every task of a pipeline; other JSON files are ignored. Raises DataError for several pipelines."""
+        """Return the scores of all tasks of one pipeline (agent); raises DataError if the logs are of several."""
         problems, rows, pipelines, versions = Problems(), list[Row](), set[str](), set[str]()
         for file in sorted(_files(path)):
             place = str(file.relative_to(path)) if path.is_dir() else file.name
@@ -94,7 +94,7 @@ def _is_log(row: Mapping[str, Any] | None) -> bool:
 
 
 def _rows(row: Mapping[str, Any], request: Request) -> Iterator[Row]:
-    """Yield the metrics of a task; raises DataError for a log without task or result."""
+    """Yield a row for each metric of one task's log; raises DataError for a log without task or result."""
     names = [name_of(row[key]) for key in ("suite_name", "user_task_id")]
     if None in names:
         raise DataError("no suite_name or no user_task_id")

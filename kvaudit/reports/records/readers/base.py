@@ -120,18 +120,18 @@ class Problems:
     scales: dict[str, OffScaleScores] = field(default_factory=dict)
 
     def add(self, text: str, metric: str = ANY_METRIC) -> None:
-        """Add a skipped answer."""
+        """Add the ``text`` of a problem, for one answer that was skipped."""
         self.texts.append(text)
         self.counts[metric] += 1
 
     def add_off_scale(self, score: float, place: str, metric: str) -> None:
-        """Add a score on another scale."""
+        """Add a score outside [0, 1], which stands at ``place`` (file and line)."""
         old = self.scales.get(metric, OffScaleScores(0, score, score, place))
         self.scales[metric] = OffScaleScores(old.count + 1, min(old.low, score), max(old.high, score), old.first)
 
 
 class Reader:
-    """A kind of result file; each reader is one module of this folder."""
+    """The base class of readers, one for each kind of result file; each is a module of this folder."""
 
     name: ClassVar[str] = ""
     reads: ClassVar[str] = ""  # in words, for error messages
@@ -147,7 +147,10 @@ class Reader:
 
 
 def log_of(reader: Reader, path: Path, rows: list[Row], problems: Problems, **fields: Any) -> Log:
-    """Return a log of these rows; without rows raises DataError that names the other scale or the first problem."""
+    """Return the log of a file with these rows.
+
+    Without rows, raises DataError that names the scale of its scores, if that is not [0, 1], or else the first problem.
+    """
     if not rows:
         for metric, scale in problems.scales.items():
             raise scale.error(path, metric)
@@ -199,13 +202,13 @@ def name_of(value: Any) -> str | None:
 
 
 def fingerprint_of(question: Any) -> str:
-    """Return a hash of a question as plain values."""
+    """Return a short hash of a question, given as JSON values; two files with equal hashes asked the same."""
     text = json.dumps(question, sort_keys=True)
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
 def question_key(question: Any) -> str:
-    """Return a hash of a question as plain values that does not depend on case or blanks, so near copies share it."""
+    """Return a hash of a question, given as JSON values, that ignores case and blanks, so near copies share it."""
     return fingerprint_of(_normalised(question))
 
 
@@ -255,7 +258,7 @@ def parse_number(text: str) -> float:
 
 @dataclass
 class CollectedScores:
-    """The scores of a file by metric while it is read; a metric without any number is left out."""
+    """The scores of a file, collected while it is read, and their errors; ``report`` drops metrics without a number."""
 
     problems: Problems
     rows: list[Row] = field(default_factory=list)
@@ -279,7 +282,7 @@ class CollectedScores:
 
 
 def repeat_of(value: Any) -> int | None:
-    """Return the number of a repeat, None for anything but a whole number from 0."""
+    """Return ``value`` as the number of a repeat (sample, epoch), None for anything but a whole number from 0."""
     is_whole = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < LARGEST_SEED
     return int(value) if is_whole else None
 
@@ -412,7 +415,7 @@ class SharedFields:
     """The fields of a file's rows that several items share, which could name clusters."""
 
     def __init__(self, prefix: str = "", known: Iterable[str] = ()) -> None:
-        """Take a ``prefix`` for the names of fields, and the ``known`` fields, which have another meaning."""
+        """Take a ``prefix`` to put before fields' names, and the ``known`` fields, which mean something else."""
         self._prefix, self._known_fields = prefix, frozenset(known)
         self._items: set[str] = set()
         self._values: dict[str, dict[str, int]] = {}  # field -> item -> hash of its value

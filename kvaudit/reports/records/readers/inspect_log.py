@@ -52,7 +52,7 @@ _DAMAGED = (
 
 
 class MissingPackage(DataError):
-    """The zip needs a package that is not installed."""
+    """The error for a zip that only a package that is not installed can unpack."""
 
 
 class Archive:
@@ -141,7 +141,7 @@ class Archive:
 
 
 class TooLarge(DataError):
-    """The zip unpacks to more bytes than any log has."""
+    """The error for a zip that unpacks to more bytes than any log has."""
 
 
 SETTINGS = ("scorers", "task_version", "task_args")  # that two logs must share
@@ -210,7 +210,7 @@ class Inspect(Reader):
 
 
 class _JsonLog:
-    """A log in one JSON file, with the interface of ``Archive``; raises DataError if it is too long or no log."""
+    """A log in one JSON file, read like the zip of an ``Archive``; raises DataError if it is too long or no log."""
 
     def __init__(self, path: Path) -> None:
         if path.stat().st_size > LARGEST_TOTAL:
@@ -283,7 +283,7 @@ def _without_random_keys(messages: Any) -> Any:
 
 
 def _add(sample: Mapping[str, Any], request: Request, scores: CollectedScores, failed: list[Row], place: str) -> str:
-    """Add every score of a sample; returns the item's name."""
+    """Add every score of a sample to ``scores``, or the sample without score to ``failed``; returns the item's name."""
     item, epoch = name_of(sample.get("id")), repeat_of(sample.get("epoch", 1))
     if item is None or epoch is None:
         raise DataError("no id or no epoch")

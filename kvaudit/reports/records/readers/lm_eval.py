@@ -81,13 +81,17 @@ class LmEval(Reader):
 
 
 class _Questions:
-    """The questions of a log: lines with equal prompts or equal documents ask the same, whatever their examples."""
+    """Groups of lines that ask the same question: their prompts are equal, or their documents are.
+
+    Few-shot examples before a document thus do not matter. A line is known by its ``keys``, hashes of prompt and
+    document.
+    """
 
     def __init__(self) -> None:
         self._same: dict[str, str] = {}  # a key -> an equal one, towards the first of its group
 
     def add(self, keys: Sequence[str]) -> str:
-        """Join the groups of all keys of a line; returns one of the keys, empty without any."""
+        """Join the groups to which a line's keys belong; returns one key of the joined group, empty without any."""
         groups = list(map(self._find, keys))
         for group in groups[1:]:
             if group != groups[0]:
@@ -95,7 +99,7 @@ class _Questions:
         return groups[0] if groups else ""
 
     def name(self, row: Row) -> Row:
-        """Return the row with the name of its question's group."""
+        """Return the row with the key of its question replaced by the one that names the whole group."""
         return row._replace(question=self._find(row.question))
 
     def _find(self, key: str) -> str:
@@ -105,7 +109,7 @@ class _Questions:
 
 
 def _document_key(document: Any) -> str:
-    """Return the key of a document without its ids; empty for one that has no text besides."""
+    """Return the hash of a document without its ids, as its key; empty if it has no long text besides."""
     if not isinstance(document, dict):
         return ""
     rest = {name: value for name, value in document.items() if not _ID.search(str(name))}
@@ -114,7 +118,7 @@ def _document_key(document: Any) -> str:
 
 
 def _with_metrics(row: Mapping[str, Any], repeats: Counter[str]) -> dict[str, Any]:
-    """Return a line of an old log with the metrics and the filter that it does not name."""
+    """Return a line of an old log, which names neither, with ``metrics`` and ``filter`` added."""
     metrics = [
         name for name, value in row.items() if name not in _NOT_METRICS and isinstance(value, bool | int | float)
     ]
@@ -124,7 +128,10 @@ def _with_metrics(row: Mapping[str, Any], repeats: Counter[str]) -> dict[str, An
 
 
 def _merge_filters(rows: list[Row], repeats: Counter[str]) -> tuple[list[Row], tuple[str, ...]]:
-    """Return the rows, without those of later filters if all score like the first, and notes if the log is old."""
+    """Return the rows of an old log, without those of later filters if all score like the first, and notes on that.
+
+    A newer log, which has no ``repeats``, is returned unchanged.
+    """
     if not repeats:
         return rows, ()
     repeated, most = sum(count > 1 for count in repeats.values()), max(repeats.values())
@@ -175,7 +182,7 @@ def _argument_values(arguments: Any) -> list[Any]:
 
 
 def _texts(arguments: Any) -> list[str]:
-    """Return the prompts, and the answers to choose from."""
+    """Return the texts among a line's request arguments: the prompts, and the answers to choose from."""
     return [value for value in _argument_values(arguments) if isinstance(value, str)]
 
 

@@ -81,7 +81,7 @@ def _is_duplicate(problem: Problem) -> bool:
 
 
 def _skipped_problems(files: set[str], units: set[str], problems: Iterable[Problem]) -> Iterator[Problem]:
-    """Yield skipped lines of the selected units, and of files without a readable record, whose cell is unknown."""
+    """Yield the problems of skipped lines in selected units, or in files without any readable record (arm unknown)."""
     for problem in problems:
         has_cell = problem.file in files or "/" in problem.file  # the name of a telemetry file has a folder
         if problem.line and not _is_duplicate(problem) and (problem.file in units or not has_cell):
@@ -97,7 +97,10 @@ def _off_scale_scores(problems: Iterable[Problem]) -> dict[str, OffScaleScores]:
 
 
 def _decoding(data: RunData, suites: set[str]) -> dict[str, str]:
-    """Return the settings of decoding, and of a probe those of its requests."""
+    """Return the settings of sampling and the hashes of public rows, which two compared logs must share.
+
+    For a probe of an endpoint the settings of its requests are added.
+    """
     grid = data.spec.evaluate
     settings = {"temperature": str(grid.temperature), "top_p": str(grid.top_p)}
     settings["think"] = str(grid.written().get("think"))
@@ -109,7 +112,7 @@ def _decoding(data: RunData, suites: set[str]) -> dict[str, str]:
 
 
 def _prompts(data: RunData, frame: pd.DataFrame) -> dict[str, str]:
-    """Return the sha256 of the rendered prompts of the selected cells, by suite and length."""
+    """Return the sha256 of the prompts, as rendered for the model, of the selected cells, by suite and length."""
     all_digests, digests = table_of(data.provenance, PROMPTS), dict[str, str]()
     cells = frame[["arm", "train_seed", "suite", "context_tokens", "policy"]].drop_duplicates()
     for arm, seed, suite, context, policy in cells.itertuples(index=False):

@@ -98,7 +98,7 @@ class CsvTable(Reader):
 
 
 def _encoding(path: Path) -> str:
-    """Return UTF-16 by its byte order mark or the zero bytes of plain letters, else UTF-8 with an optional mark."""
+    """Return the name of a file's encoding: UTF-16 if a byte order mark or zero bytes show it, else UTF-8."""
     with path.open("rb") as handle:
         first = handle.read(64)
     if first.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
