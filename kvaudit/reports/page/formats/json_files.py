@@ -1,4 +1,4 @@
-"""The files for programs: verdict.json, the answers and gated cells; drift.json, the verdict and every section whole.
+"""The files for programs: verdict.json has answers and gated cells, drift.json the verdict and all sections in full.
 
 verdict.json is under 50 kB; its schema is docs/verdict.schema.json. Both are ASCII only, without NaN. The contrasts are
 in contrasts.csv.
@@ -72,7 +72,7 @@ def _answer(answer: Answer) -> dict[str, Any]:
 
 
 def _cell(findings: Findings, d: Decision) -> dict[str, Any]:
-    """Return the entry of a gated cell.
+    """Return the entry of a gated cell in verdict.json.
 
     ``before`` and ``after`` are rates of the event named in ``counts``; ``drift``, its bounds and ``margin`` are in
     terms of the wanted outcome.
@@ -109,7 +109,7 @@ def _cell(findings: Findings, d: Decision) -> dict[str, Any]:
 
 
 def _ratio(ratio: Ratio) -> dict[str, Any]:
-    """Return the ratio of the rates of the unwanted outcome; an infinite end is null."""
+    """Return how many times as often the unwanted outcome occurred, with bounds and limit; an infinite end is null."""
     ends = {name: _short(getattr(ratio.times, name)) for name in ("estimate", "low", "high", "lower", "upper")}
     return {"limit": ratio.limit, **ends}
 
