@@ -43,7 +43,7 @@ OnFirstAnswer = Callable[[str, Item, str], None]  # policy or condition, item, t
 
 
 class EngineSlot(Session):
-    """The session of the engine that currently runs; every start happens inside the context manager ``around``."""
+    """A session that passes requests to the one engine that currently runs; every start happens inside ``around``."""
 
     def __init__(
         self,
@@ -130,7 +130,7 @@ def check_engine_unchanged(run: RunFolder, key: str, engine: str, description: M
 
 
 def _cut_to_difference(before: str, after: str) -> tuple[str, str]:
-    """Return two texts, each cut to the part around their first difference if it is long."""
+    """Return the two texts, each cut to the part around their first difference if they are long."""
     common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(before, after, strict=False)))
     start = max(0, common - _BEFORE) if max(len(before), len(after)) > _SHOWN else 0
     dots = "..." if start else ""

@@ -290,7 +290,7 @@ def facet_notes(findings: Decided) -> tuple[str, ...]:
 
 
 def facet_finding(findings: Decided) -> str:
-    """Return a sentence on which facets got worse in the failed cells, or without failed cells in how many cells."""
+    """Return a sentence on what got worse: the facets of each failed cell; if none failed, how many cells by facet."""
     all_events, failed = gated_events(findings), _failed_suites(findings)
     if failed:
         cells = [
