@@ -1,8 +1,8 @@
 """Measure what KV-cache compression did to the alignment of a model.
 
-import kvaudit
+    import kvaudit
 
-kvaudit.check("embedded", policy="snapkv:budget=64")   # may I serve this model with this setting?
+    kvaudit.check("embedded", policy="snapkv:budget=64")   # may I serve this model with this setting?
     run = kvaudit.run("spec.yaml", out="runs/mine")         # train, evaluate, report
     run = kvaudit.load_run("runs/mine")                     # records, drift, verdict; .table() for pandas
     kvaudit.gate("runs/mine").status                        # PASS, FAIL, INCONCLUSIVE, ...

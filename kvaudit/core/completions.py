@@ -1,6 +1,6 @@
 """Chat completions: how to read the text, thought and end of a reply of an OpenAI-compatible server, and its errors.
 
-content            a text, or parts: text, output_text, refusal, thinking, reasoning
+    content            a text, or parts: text, output_text, refusal, thinking, reasoning
     refusal            the model's text when it declines; part of the answer
     reasoning_content, reasoning, thinking, reasoning_details    a thought
 

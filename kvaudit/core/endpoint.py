@@ -132,8 +132,7 @@ class EndpointClient:
         self._lock, self._next_start, self._busy_until = threading.Lock(), 0.0, 0.0
 
     def ask(self, body: Mapping[str, Any], deadline: float = math.inf) -> ChatCompletion:
-        """Return the completion of a request; raises Unanswered after the last try or at the deadline (monotonic time).
-        """
+        """Return the completion of a request; raises Unanswered after the last try or at the monotonic ``deadline``."""
         return self._with_retries("chat/completions", body, deadline, self._completion)
 
     def fetch(self, path: str, body: Mapping[str, Any] | None = None, deadline: float = math.inf) -> dict[str, Any]:

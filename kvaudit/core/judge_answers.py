@@ -1,6 +1,6 @@
 """The question to a judge and its answer, and a cache of answers on disk by the hash of their question.
 
-answers-NAME-12hex.jsonl    {"question": sha256, FIELD: true}, one line each, appended
+    answers-NAME-12hex.jsonl    {"question": sha256, FIELD: true}, one line each, appended
 
 Several processes may append to one file; all of them use the first answer to a question. Failures are not stored, so
 that the next run asks again, unless the cache is configured to store them.

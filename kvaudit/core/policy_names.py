@@ -1,6 +1,6 @@
 """Policies of our cache and settings of engines as text: how short spellings match, and short names for display.
 
-snapkv:budget=96                                                a policy of our cache
+    snapkv:budget=96                                                a policy of our cache
     snapkv:budget=96+kivi:bits=4                                    a composition: it also quantises the kept entries
     snapkv:budget=96@3|none                                         a mixture: one policy per request, here 3 to 1
     openvino:INFERENCE_PRECISION_HINT=f32,KV_CACHE_PRECISION=u4     an engine with its own settings: a condition
@@ -116,8 +116,7 @@ def _name_and_fields(text: str) -> _Policy:
 
 
 class _Form(NamedTuple):
-    """A policy taken apart: its structure as names and weights, and the fields of each simple policy in it, in order.
-    """
+    """A policy taken apart: its structure as names and weights, and the fields of each simple policy in order."""
 
     names: tuple[tuple[int, tuple[str, ...]], ...]  # of each alternative: its weight and the names composed
     fields: tuple[dict[str, str], ...]

@@ -1,6 +1,6 @@
 """The metadata of a run (provenance.json, recipe.json, seals of files), and checks that nothing changed since.
 
-provenance.json    inputs: {"rows": {"gsm8k/test.jsonl": sha256}, "model files": {...}, "plug-ins": {...}}
+    provenance.json    inputs: {"rows": {"gsm8k/test.jsonl": sha256}, "model files": {...}, "plug-ins": {...}}
     <unit>.done.json   the seal of a finished unit: sha256 of its records, inputs: sha256 of the table of inputs
     recipe.json        what the checkpoints were made of, in sections with a sha256 each; written before training
 

@@ -4,7 +4,7 @@ A suite gives the text of a span as it appears in the prompt or in a reply of it
 searched after the chat template has rendered the prompt. To see what the cache held when the answer began, an answer is
 served again, on request, and the result is stored next to the run's records:
 
-  shading/<unit>.json   the re-served answers of one unit, with the sha256 of its records
+    shading/<unit>.json   the re-served answers of one unit, with the sha256 of its records
 """
 
 from __future__ import annotations

@@ -3,10 +3,10 @@
 A file of this package declares a command by a module-level ``Command``. Nothing heavy is imported here or at the top
 of a command's file, so that ``--help`` answers at once.
 
-def scan(paths: Paths) -> None:
+    def scan(paths: Paths) -> None:
         \"\"\"Find KV compression in configurations.\"\"\"
 
-SCAN = Command("scan", group="Disclose", order=2, call=scan)
+    SCAN = Command("scan", group="Disclose", order=2, call=scan)
 """
 
 from __future__ import annotations

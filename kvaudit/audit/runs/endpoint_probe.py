@@ -1,6 +1,6 @@
 """A probe asks an endpoint whose model we do not have: fixed items, each at a short and a long context length.
 
-records/endpoint--SUITE--LENGTH.jsonl + .done.json    {"failed": {reason: conversations}, "lasting": [reason], ...}
+    records/endpoint--SUITE--LENGTH.jsonl + .done.json    {"failed": {reason: conversations}, "lasting": [reason], ...}
     calls.jsonl    {"call": sha256 of the request, "text": ..., "finish": ..., ...}, one line per answer, or
                    {"call": sha256 of the request, "failed": reason}, which is asked again
 

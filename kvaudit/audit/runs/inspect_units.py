@@ -1,6 +1,6 @@
 """Units whose items the harness Inspect runs: kvaudit serves it the model, and turns its logs into records.
 
-RUN/logs/inspect/<folder>/<unit>/<batch>/*.eval    a log of each attempt; samples in it are not asked again
+    RUN/logs/inspect/<folder>/<unit>/<batch>/*.eval    a log of each attempt; samples in it are not asked again
 
 Inspect's agents send the whole conversation with every request. kvaudit's own cache prefills it each time from the
 start, like a server without prefix caching.

@@ -1,6 +1,6 @@
 """llama.cpp in a worker process, by llama-cpp-python: several sequences in one batch, with token ids.
 
-[{"ids": [...], "max_tokens": 24, "keep": FILE, ...}, ...]
+    [{"ids": [...], "max_tokens": 24, "keep": FILE, ...}, ...]
                             -> [{"ids", "finish", "logprob", "logprobs", "weights": sha256}, ...]
     [{"push": FILE.gguf}]   -> [{"sha256": of the file that is loaded now}]
 

@@ -4,7 +4,7 @@ OpenVINO GenAI returns neither the keys and values that its cache quantises nor 
 so this file runs the compiled model itself, with the same transformation, kernels, cache and properties. A prompt is
 read whole, once for all rows that begin with it; then every row grows by one token per forward pass.
 
-[{"push": FILE.npz, "known": false}]                        -> [{"sha256": of the weights that the model holds now}]
+    [{"push": FILE.npz, "known": false}]                        -> [{"sha256": of the weights that the model holds now}]
     [{"ids": [...], "max_tokens": 24, "keep": FILE, ...}, ...]  -> [{"ids", "finish", "logprobs", "weights": sha256}]
 """
 

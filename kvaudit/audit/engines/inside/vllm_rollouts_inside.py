@@ -1,6 +1,6 @@
 """vLLM in a worker process for training: weights reloaded in each step, keys and values returned.
 
-[{"push": FILE.npz, "known": false}]                        -> [{"sha256": of the loaded weights}]
+    [{"push": FILE.npz, "known": false}]                        -> [{"sha256": of the loaded weights}]
     [{"ids": [...], "max_tokens": 24, "keep": FILE, ...}, ...]  -> [{"ids", "finish", "logprobs", "weights": sha256}]
 
 Weights are loaded by the workers' ``reload_weights``. Keys and values are the inputs of each attention layer, before

@@ -3,7 +3,7 @@
 w = pi / pi_old per token, c the correction's weight, A the token's advantage, m = 1 for tokens with a policy gradient
 (``LossInputs.active``); a subclass of ``ClippedLoss`` defines gain and share, the token's weight in the average:
 
-- sum over rollouts and tokens of m c gain(w, A) share + beta share k3 + distill_weight share KL(learner || teacher)
+    - sum over rollouts and tokens of m c gain(w, A) share + beta share k3 + distill_weight share KL(learner || teacher)
 
 Departures from the papers: two clip bounds (Yu 2025, 2503.14476); c and the token mask; the KL terms average like the
 policy term and are not weighted by c.
