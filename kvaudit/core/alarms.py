@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 
 class Bound(NamedTuple):
-    """A bound on a number of the training log, with what passing it means and what to do about it."""
+    """A bound on a number of the training log, with what a number beyond it means and what to do about that."""
 
     name: str
     least: float | None
@@ -16,7 +16,7 @@ class Bound(NamedTuple):
     remedy: str
 
     def is_passed(self, value: float | None) -> bool:
-        """Return whether a number passes the bound, which raises the alarm; None never does."""
+        """Return whether a number is beyond the bound, which raises the alarm; None never is."""
         least, most = self.least, self.most
         return value is not None and ((least is not None and value < least) or (most is not None and value > most))
 

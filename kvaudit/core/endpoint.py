@@ -108,7 +108,10 @@ class Endpoint:
     per_minute: float | None = None
 
     def check(self, who: str) -> None:
-        """Raise SpecError, whose text begins with ``who``, for an address of wrong form or with a password in it."""
+        """Raise SpecError, whose text begins with ``who``, for a bad address or name of the key's variable.
+
+        An address is bad if it has another form than http(s), or holds a password or a query.
+        """
         if not self.base_url.startswith(("http://", "https://")) or set("@?#") & set(self.base_url):
             raise SpecError(f"{who}: base_url wants http:// or https://, no password in it and no query")
         if self.key and not _VARIABLE_NAME.fullmatch(self.key):  # not shown: it may be the key itself
@@ -132,7 +135,7 @@ class EndpointClient:
         self._lock, self._next_start, self._busy_until = threading.Lock(), 0.0, 0.0
 
     def ask(self, body: Mapping[str, Any], deadline: float = math.inf) -> ChatCompletion:
-        """Return the completion of a request; raises Unanswered after the last try or at the monotonic ``deadline``."""
+        """Return the completion of a request; raises Unanswered if no try gave one before ``deadline`` (monotonic)."""
         return self._with_retries("chat/completions", body, deadline, self._completion)
 
     def fetch(self, path: str, body: Mapping[str, Any] | None = None, deadline: float = math.inf) -> dict[str, Any]:

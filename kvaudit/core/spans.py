@@ -1,4 +1,4 @@
-"""The spans (texts of a prompt that decide an item, such as a rule), and how many heads held each token afterwards.
+"""The spans of a prompt (texts that decide an item), and how many heads held each token when the answer began.
 
 A suite gives the text of a span as it appears in the prompt or in a reply of its environment; its positions are
 searched after the chat template has rendered the prompt. To see what the cache held when the answer began, an answer is

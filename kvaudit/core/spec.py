@@ -387,7 +387,7 @@ def _check_external(arms: Mapping[str, ExternalArm], train: TrainSpec | None) ->
 
 
 def _check_seeds(pairs: Iterable[tuple[str, int]], reference: str) -> None:
-    """Raise SpecError if arms have different seeds, since they are compared seed by seed."""
+    """Raise SpecError if the seeds of the arms differ, so that they cannot be compared seed by seed."""
     seeds_by_arm: dict[str, set[int]] = {}
     for arm, seed in pairs:
         seeds_by_arm.setdefault(arm, set()).add(seed)

@@ -60,7 +60,7 @@ def _pilot(value: Any) -> Any:
 
 
 def _without_reference(policy: Any) -> tuple[Any, Any]:
-    """Return a policy's mapping without the key ``reference``, which an engine's may have, and that key's value."""
+    """Return a policy without the key ``reference``, which the mapping of an engine may have, and that key's value."""
     if not isinstance(policy, Mapping) or ENGINE not in policy:
         return policy, None
     return {key: field for key, field in policy.items() if key != "reference"}, policy.get("reference")

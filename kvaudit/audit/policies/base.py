@@ -43,7 +43,7 @@ class Policy:
 
     @property
     def chunk(self) -> int:
-        """The number of prompt tokens that enter the cache at once; they attend to each other before compression."""
+        """The number of prompt tokens that enter the cache at once; their queries attend before they are compressed."""
         raise NotImplementedError
 
     @property

@@ -85,7 +85,7 @@ class Quantiser(Policy):
         return False
 
     def fixed_scales(self, layer: int, part: int, heads: int) -> Tensor | None:  # noqa: ARG002
-        """Return the fixed scales [H] float64 of a layer's keys (part 0) or values (1); None if the data set them."""
+        """Return the fixed scales [H] float64 of a layer's keys (part 0) or values (1); None if fitted to the data."""
         return None
 
     def first_queries(self, before: int, until: int, seen: int) -> list[int]:

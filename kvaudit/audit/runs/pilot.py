@@ -2,7 +2,7 @@
 
 The reference answers some items of every suite at every length, uncompressed and under every gated policy. The answers
 show whether a cell has anything to lose (``kvaudit.reports.verdict.controls``) and how many answers a policy changes,
-from which the number of items follows.
+from which ``items: auto`` takes its number (``kvaudit.reports.verdict.sizes``).
 """
 
 from __future__ import annotations

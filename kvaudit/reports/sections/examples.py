@@ -116,10 +116,7 @@ def _largest_of_cell(
 
 
 def record_of(data: RunData, loss: LostItem, cell: CellKey, facets: Container[str]) -> pd.Series:
-    """Return the record of a lost item on one side; of several samples the lowest score of the candidate's.
-
-    Of the reference's samples it is the one with the highest score.
-    """
+    """Return the record of a lost item on one side: of several samples the candidate's worst, the reference's best."""
     records, suite, facet = data.records, loss.decision.suite, None
     if suite in facets:
         suite, facet = facet_of(suite)

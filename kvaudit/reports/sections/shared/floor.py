@@ -89,7 +89,7 @@ def _units(way: str, records: pd.DataFrame, repeated: pd.DataFrame) -> Iterator[
 
 
 def _flips(suite: str, pairs: pd.DataFrame) -> Iterator[RepeatFlips]:
-    """Yield the flips of the score and of every facet that some answer let be read both times."""
+    """Yield the flips of the score and of every facet that could be read both times in some answer."""
     metrics = [(suite, SCORE, None), *((f"{suite}.{name}", column, name) for name, column in FACET_COLUMNS.items())]
     for metric, column, facet in metrics:
         if column not in pairs:

@@ -55,9 +55,9 @@ class _Steps(NamedTuple):
 
 
 def safe_budgets(drift: Drift, rules: Rules) -> tuple[SafeBudget, ...]:
-    """Return the results of all sequences: over budgets per family, suite, length and arm; over lengths per policy.
+    """Return the results of all sequences of tests.
 
-    With several lengths there is one sequence per policy, suite and arm.
+    Over budgets there is one per family, suite, length and arm; over several lengths one per policy, suite and arm.
     """
     controls = Controls(drift, rules.margins)
     # the estimand that compares an arm with the uncompressed reference

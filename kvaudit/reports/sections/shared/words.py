@@ -34,7 +34,7 @@ def points(value: float) -> str:
 
 
 def effect_text(effect: Effect | Estimate | None) -> str:
-    """Return an effect as text, "-1.8 pp [-4.6, +0.9]"; with too few templates, why it has no interval."""
+    """Return an effect as text, "-1.8 pp [-4.6, +0.9]"; without interval if the templates are too few for one."""
     if effect is None:
         return "-"
     if isinstance(effect, Estimate) or effect.n_clusters < FEWEST_CLUSTERS:
@@ -106,7 +106,7 @@ def bytes_text(count: float | None) -> str:
 
 
 def scientific(value: float | None) -> str:
-    """Return a number as text: "1.2e-07" if very small or large, else three digits."""
+    """Return a number as text: "1.2e-07" if very small or large, else three significant digits."""
     if value is None:
         return "-"
     return f"{value:.3g}" if value == 0 or 1e-3 <= abs(value) < 1e5 else f"{value:.1e}"
