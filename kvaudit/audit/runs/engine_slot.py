@@ -58,7 +58,7 @@ class EngineSlot(Session):
         self._key = ("", "")  # of the target: sha256 of the weights, condition
 
     def switch_to(self, condition: Condition, model: LoadedModel) -> Session:
-        """Return the engine for this condition and checkpoint; if it does not run, stop any other and start it."""
+        """Return the session of this engine, settings and checkpoint; if none runs, stop any other and start it."""
         key = (model.sha256, condition.canonical)
         if self._session is None or key != self._key:
             self.stop()

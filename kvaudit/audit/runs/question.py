@@ -44,7 +44,7 @@ class ServingConfig:
 
     @property
     def served(self) -> ServingMode:
-        """The policy of kvaudit's own cache, or the engine's condition."""
+        """The policy of kvaudit's own cache, or the condition (an engine with its settings)."""
         if isinstance(self.policy, Mapping):
             return parse_serving_mode({name: value for name, value in self.policy.items() if name != _REFERENCE})
         return parse_serving_mode(self.policy)

@@ -100,7 +100,7 @@ def facets_table(compared: MetricComparison) -> Table:
 
 
 def judges_table(two_judges: TwoJudges) -> Table:
-    """Return drift and verdict under each judge, for the cells that both have."""
+    """Return the table of drift and verdict under each judge, for the cells that both have."""
     rows = []
     second = {(d.suite, d.context_tokens): d for d in two_judges.second.verdict.gated}
     for d in two_judges.first.verdict.gated:

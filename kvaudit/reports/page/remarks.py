@@ -298,7 +298,7 @@ def error_rate_lines(findings: Findings) -> list[str]:
 
 
 def limits(findings: Decided) -> tuple[str, ...]:
-    """Return the limits that hold for every verdict."""
+    """Return a sentence for each limit that holds for every verdict."""
     graded = "Answers are graded by program; where a person would grade otherwise, that is not corrected here."
     if any(c.people for c in findings.drift.contrasts):
         graded = "Outside the cells that people labelled, answers are graded as recorded."

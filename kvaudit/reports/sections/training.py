@@ -30,7 +30,7 @@ _MOST_ARMS = 3  # arms named in the line about alarms
 
 @dataclass(frozen=True)
 class Curve:
-    """The telemetry of one arm: mean, lowest and highest over its seeds at each step of the figure."""
+    """The training log of one arm: mean, lowest and highest over its seeds at each step of the figure."""
 
     arm: str
     seeds: tuple[int, ...]

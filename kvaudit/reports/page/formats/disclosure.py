@@ -136,7 +136,7 @@ def _value_text(value: object) -> str:
 
 
 def render_disclosure(page: Page) -> str:
-    """Return the disclosure as JSON."""
+    """Return disclosure.json: every fact of the disclosure."""
     return dump_json({"format": DISCLOSURE_FORMAT, **_plain(asdict(disclosure_of(page)))})
 
 

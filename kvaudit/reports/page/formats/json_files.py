@@ -27,7 +27,7 @@ _NAMES, _CHARACTERS = 50, 200  # subjects of one answer, and the length of a tex
 
 
 def render_verdict(page: Page) -> str:
-    """Return status, rules, answers and gated cells as JSON."""
+    """Return verdict.json: status, rules, answers and gated cells."""
     findings = page.findings
     verdict, rules, provenance = findings.verdict, findings.rules, findings.provenance
     gated = verdict.gated
@@ -119,7 +119,7 @@ def _short(value: float | None) -> float | None:
 
 
 def render_drift(page: Page) -> str:
-    """Return the findings as JSON, without the contrasts."""
+    """Return drift.json: the findings, without the contrasts."""
     findings = page.findings
     # emptied first, since asdict would copy them, which takes long
     body: dict[str, Any] = {"format": _DRIFT_FORMAT, **asdict(replace(findings.drift, contrasts=(), answers={}))}
