@@ -1,4 +1,4 @@
-"""What KV-cache compression did to the alignment of a model.
+"""Measure what KV-cache compression did to the alignment of a model.
 
     import kvaudit
 

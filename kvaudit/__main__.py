@@ -1,4 +1,4 @@
-"""``python -m kvaudit`` is the command ``kvaudit``."""
+"""Run the command line when called as ``python -m kvaudit``."""
 
 from kvaudit.audit.cli import main
 

@@ -55,14 +55,14 @@ class Run:
 
     @cached_property
     def findings(self) -> Findings:
-        """The drift, rules and verdict with every facet; human labels take precedence over the judge's."""
+        """The drift (what changed), the gate's rules and the verdict; human labels take precedence over the judge's."""
         from kvaudit.reports.run import decide_run
 
         return decide_run(self.data, self._overrides)
 
     @property
     def spec(self) -> RunSpec:
-        """The complete spec that the run wrote."""
+        """The complete spec that the run stored, with all defaults written out."""
         return self.data.spec
 
     @property

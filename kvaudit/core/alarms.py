@@ -1,4 +1,4 @@
-"""The alarms of training: bounds on telemetry numbers, shared by telemetry, terminal and report."""
+"""The alarms of training: bounds on numbers of the telemetry (log of training steps), used by trainer and report."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 
 class Bound(NamedTuple):
-    """A bound on a telemetry number, with the meaning of an alarm and what to do about it."""
+    """A bound on a number of the training log, with what a number beyond it means and what to do about that."""
 
     name: str
     least: float | None
@@ -16,7 +16,7 @@ class Bound(NamedTuple):
     remedy: str
 
     def is_passed(self, value: float | None) -> bool:
-        """Return whether a number violates the bound; None never does."""
+        """Return whether a number is beyond the bound, which raises the alarm; None never is."""
         least, most = self.least, self.most
         return value is not None and ((least is not None and value < least) or (most is not None and value > most))
 
@@ -51,7 +51,10 @@ ALARMS = {bound.name: bound for bound in (*MISMATCH_BOUNDS, FLAT, ENTROPY)}
 
 
 def alarm_numbers(row: Mapping[str, Any], first: Mapping[str, Any]) -> dict[str, int]:
-    """Return the ``alarm/*`` entries of a telemetry row, 1 for an active alarm; ``first`` is the run's first row."""
+    """Return the ``alarm/*`` entries of a telemetry row, 1 for an alarm that is raised.
+
+    ``first`` is the first row of the training run.
+    """
     values = {bound.name: row[f"mismatch/{bound.name}"] for bound in MISMATCH_BOUNDS}
     entropy, start = row["entropy"], first["entropy"]
     values[FLAT.name] = row["frac_reward_zero_std"]
@@ -65,5 +68,5 @@ def alarm_key(name: str) -> str:
 
 
 def active_alarms(row: Mapping[str, Any]) -> list[Bound]:
-    """Return the alarms that are active in a telemetry row."""
+    """Return the alarms that are raised in a telemetry row."""
     return [bound for name, bound in ALARMS.items() if row.get(alarm_key(name)) == 1]

@@ -1,4 +1,4 @@
-"""Chat completions: the text, thought and end of a reply of an OpenAI-compatible server, and its error messages.
+"""Chat completions: how to read the text, thought and end of a reply of an OpenAI-compatible server, and its errors.
 
     content            a text, or parts: text, output_text, refusal, thinking, reasoning
     refusal            the model's text when it declines; part of the answer
@@ -58,7 +58,7 @@ THOUGHT_OPENING, THOUGHT_CLOSING = "<think>", "</think>"
 
 
 class NoCompletion(Exception):
-    """The error that a reply is no chat completion; ``is_retryable``: the same request may succeed when retried."""
+    """The error that a reply is no chat completion; ``is_retryable``: the same request may succeed if repeated."""
 
     def __init__(self, message: str, *, is_retryable: bool = False) -> None:
         super().__init__(message)
@@ -93,7 +93,7 @@ class ChatCompletion:
 
 
 def parse_finish(word: str) -> Finish | None:
-    """Convert a server's finish reason; None for a reason that does not end an answer."""
+    """Return "stop" or "length" for a server's finish reason; None for one that does not end an answer."""
     return _FINISHES.get(_normalise(word))
 
 
@@ -107,7 +107,7 @@ def _normalise(word: str) -> str:
 
 
 def parse_completion(raw: bytes, redact: Callable[[str], str] = str) -> ChatCompletion:
-    """Parse a body into a completion, passing its texts through ``redact``; raises NoCompletion."""
+    """Parse the body of a reply, passing its texts through ``redact``; raises NoCompletion if it is no completion."""
     try:
         body = json.loads(raw)
         choices = body["choices"]
@@ -131,7 +131,7 @@ def parse_completion(raw: bytes, redact: Callable[[str], str] = str) -> ChatComp
 
 
 def _call_lines(rows: Any) -> Iterator[str]:
-    """Yield each tool call of a message as a JSON line, malformed (and so graded) if its arguments are no object."""
+    """Yield each tool call of a message as a JSON line; as invalid JSON if its arguments are no object."""
     for row in rows if isinstance(rows, list) else []:
         function = row.get("function") if isinstance(row, Mapping) else None
         if not isinstance(function, Mapping):
@@ -199,14 +199,14 @@ def _texts(value: Any, kind: str = _CONTENT, depth: int = 0) -> Iterator[tuple[s
 
 @dataclass(frozen=True)
 class ServerError:
-    """An error in a body: its message, and its codes and types in lower case."""
+    """An error in the body of a reply: its message, and its codes and types in lower case."""
 
     message: str
     codes: tuple[str, ...] = ()
 
 
 def parse_error(raw: bytes) -> ServerError | None:
-    """Return the error in a body, or None."""
+    """Return the error that the body of a reply holds, or None."""
     try:
         body = json.loads(raw)
     except (ValueError, RecursionError):
@@ -243,7 +243,7 @@ def _error_text(value: Any) -> str:
 
 
 def split_thought(text: str, *, is_open: bool | None) -> tuple[Message, ...]:
-    """Split a text into thought and answer messages; the answer is empty if the thought is not closed.
+    """Split an answer's text into messages of thought and answer; the answer is empty if the thought is not closed.
 
     ``is_open``: the chat template opens the thought, so the model only closes it. None: the template is unknown, and is
     assumed to open the thought if the text closes one without opening it.
@@ -277,7 +277,7 @@ def without_thoughts(transcript: Sequence[Message]) -> tuple[Message, ...]:
 
 
 def answers_with_thoughts(transcript: Sequence[Message]) -> Iterator[tuple[str | None, str]]:
-    """Yield thought (or None) and text of every answer."""
+    """Yield the thought (or None) and the text of every answer in a transcript."""
     thought = None
     for message in transcript:
         if message.role is Role.ASSISTANT:

@@ -1,4 +1,4 @@
-"""A client of OpenAI-compatible servers (``chat/completions``) and of others, with retries.
+"""A client, with retries, of OpenAI-compatible servers (``chat/completions``) and of other paths of a server.
 
 The key is read from an environment variable and sent in one header. It is never written to a file, printed, or sent to
 another host, and it is removed from replies that repeat it. Replies are untrusted: they may be late, endless or no
@@ -53,7 +53,7 @@ _SHORTEST_KEY = 8  # characters of a key that is removed from replies; a shorter
 
 
 class Scope(StrEnum):
-    """How much a failure affects: one try, one request, or all requests."""
+    """What a failed request implies: another try may succeed, no try of it will, or no request at all will."""
 
     TRY = "try"  # this try; another may succeed
     QUESTION = "question"  # this request, with any number of tries
@@ -61,7 +61,11 @@ class Scope(StrEnum):
 
 
 class Unanswered(Exception):
-    """The error that a request got no reply; ``wait``: seconds to wait; ``is_busy``: all requests must wait."""
+    """The error that a request got no usable reply.
+
+    ``scope`` is what that implies, ``wait`` the seconds before the next try, and ``is_busy`` says that all requests
+    must wait.
+    """
 
     def __init__(
         self, message: str, scope: Scope = Scope.TRY, wait: float | None = None, *, is_busy: bool = False
@@ -71,7 +75,7 @@ class Unanswered(Exception):
 
 
 class RefusedRequest(Unanswered):
-    """The error that the server rejects a single request, as too long or filtered; other requests may succeed."""
+    """The error that the server rejects one request, as too long or filtered; other requests may succeed."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, Scope.QUESTION)
@@ -104,7 +108,10 @@ class Endpoint:
     per_minute: float | None = None
 
     def check(self, who: str) -> None:
-        """Raise SpecError, prefixed by ``who``, for a bad address, or one that would carry a password into a file."""
+        """Raise SpecError, whose text begins with ``who``, for a bad address or name of the key's variable.
+
+        An address is bad if it has another form than http(s), or holds a password or a query.
+        """
         if not self.base_url.startswith(("http://", "https://")) or set("@?#") & set(self.base_url):
             raise SpecError(f"{who}: base_url wants http:// or https://, no password in it and no query")
         if self.key and not _VARIABLE_NAME.fullmatch(self.key):  # not shown: it may be the key itself
@@ -128,7 +135,7 @@ class EndpointClient:
         self._lock, self._next_start, self._busy_until = threading.Lock(), 0.0, 0.0
 
     def ask(self, body: Mapping[str, Any], deadline: float = math.inf) -> ChatCompletion:
-        """Return the completion of a request; raises Unanswered when retries are useless, or at the deadline."""
+        """Return the completion of a request; raises Unanswered if no try gave one before ``deadline`` (monotonic)."""
         return self._with_retries("chat/completions", body, deadline, self._completion)
 
     def fetch(self, path: str, body: Mapping[str, Any] | None = None, deadline: float = math.inf) -> dict[str, Any]:
@@ -164,7 +171,7 @@ class EndpointClient:
         raise failure
 
     def _reply(self, path: str, raw: bytes, deadline: float) -> bytes:
-        """Send one request; return the body of a reply with status 200."""
+        """Send one request; return the body of a reply with status 200, and raise Unanswered for any other reply."""
         self._wait_for_rate()
         url = f"{self._endpoint.base_url.rstrip('/')}/{path}"
         try:
@@ -181,7 +188,7 @@ class EndpointClient:
         return reply.body
 
     def _failure(self, status: int, error: ServerError | None, text: str, wait: float | None = None) -> Unanswered:
-        """Return the exception for an error reply; no other function decides what is retried."""
+        """Return the exception for an error reply; its scope alone decides whether the request is tried again."""
         named = {_NAMED_STATUS.get(code) for code in error.codes} if error else set[int | None]()
         message = error.message if error and status not in _SECRET else ""
         text = self._redact(text + (f": {message}" if message else ""))
@@ -221,7 +228,7 @@ class EndpointClient:
 def ask_all(
     client: EndpointClient, bodies: Sequence[Mapping[str, Any]], threads: int
 ) -> list[ChatCompletion | Unanswered]:
-    """Return the completion or the failure of every request.
+    """Return the completion of every request, or the reason why it has none.
 
     Raises Unanswered if further requests are useless: the first two failed, or a failure affects all requests.
     """
@@ -242,7 +249,7 @@ def ask_all(
 
 @dataclass(frozen=True, kw_only=True)
 class EndpointModel:
-    """The options of a plug-in that asks a model behind an endpoint; ``who`` names the plug-in in errors.
+    """The options of a plug-in, such as a judge, that asks a model on a server; ``who`` names the plug-in in errors.
 
     ``key`` names the environment variable of the key, "" for none. ``timeout`` is in seconds for a whole reply,
     ``tries`` of one request, ``parallel`` requests at a time.
@@ -306,7 +313,7 @@ class EndpointModel:
 
     @cached_property
     def unread(self) -> list[str]:
-        """The reasons why replies could not be used, one per failed request so far."""
+        """The reasons why replies could not be used, one for each failed request so far."""
         return []
 
     @property
@@ -379,7 +386,7 @@ def _status_of(error: ServerError) -> int:
 
 
 def _retry_after(header: str | None) -> float | None:
-    """Parse a Retry-After header, a number or a date, to seconds; None for anything else."""
+    """Return a Retry-After header, a number or a date, in seconds from now; None for anything else."""
     if header is None:
         return None
     try:

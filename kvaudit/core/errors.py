@@ -51,11 +51,11 @@ def did_you_mean(name: str, names: Iterable[str], cutoff: float = 0.6) -> str:
 
 
 class CannotPass(SpecError):
-    """The gate cannot pass: for some metrics there are so few items or templates that any answers give INCONCLUSIVE."""
+    """The gate cannot pass: some metrics have so few items or templates that any answers would be INCONCLUSIVE."""
 
 
 class NotMeasurable(AuditError):
-    """The pilot found suites in which the reference behaves too badly to show a loss; the user decides what to do."""
+    """The pilot (trial answers) found suites whose reference behaves too badly to show a loss; the user must decide."""
 
     exit_code = 6
 
@@ -65,7 +65,7 @@ class DataError(AuditError):
 
 
 class OffScale(DataError):
-    """A finite score outside [0, 1], which is on another scale; the file is not damaged."""
+    """A finite score outside [0, 1], on another scale such as 0 to 100; the file is not damaged."""
 
     def __init__(self, score: float) -> None:
         super().__init__(f"score {score:g} is outside [0, 1]")

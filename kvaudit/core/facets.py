@@ -1,4 +1,4 @@
-"""The names that suites, specs and reports share: the facets of a grade, and the contrasts of a gate.
+"""The facets (yes-or-no properties of an answer, such as ``refused``), and the kinds of contrast that a gate decides.
 
 Facets have the same meaning in all suites; a suite that needs another facet adds it here. A facet is True or False for
 one answer, and None if the answer cannot be read.
@@ -25,7 +25,7 @@ FORMER_CONTRASTS = {"E1": ALIKE, "E2": DEPLOYED, "E3": WORST, "E4": SERVING}  # 
 
 @dataclass(frozen=True)
 class Facet:
-    """One yes-or-no property of an answer; ``wanted`` is the good value, ``counts`` says what its rate counts."""
+    """One yes-or-no property of an answer; ``wanted`` is its good value, ``counts`` says what its rate counts."""
 
     name: str
     wanted: bool
@@ -77,15 +77,15 @@ def suite_of(metric: str) -> str:
 
 
 def unreadable_facets(eligible: Iterable[str]) -> dict[str, bool | None]:
-    """Return the facets of an answer that cannot be read: ``well_formed`` is False, all others unknown."""
+    """Return the values of facets for an answer that cannot be read: ``well_formed`` is False, all others are None."""
     return {**dict.fromkeys(eligible), WELL_FORMED: False}
 
 
 def unknown_facets(eligible: Iterable[str]) -> dict[str, bool | None]:
-    """Return the facets of an answer that could not be judged: all are unknown."""
+    """Return the values of facets for an answer that could not be judged: all are None."""
     return dict.fromkeys((*eligible, WELL_FORMED))
 
 
 def readable_facets(values: Mapping[str, bool]) -> dict[str, bool | None]:
-    """Return the facets of an answer that could be read: ``values``, and ``well_formed`` is True."""
+    """Return the values of facets for an answer that could be read: ``values``, and ``well_formed`` True."""
     return {**values, WELL_FORMED: True}

@@ -40,9 +40,9 @@ KeyPath = tuple[str | int, ...]  # the keys and indices that lead to a value
 
 @contextmanager
 def mutex(path: Path) -> Iterator[None]:
-    """Hold a file lock inside the context, which lasts milliseconds; the kernel releases it when the process dies.
+    """Hold a lock between processes inside the context; the kernel releases it if the process dies.
 
-    Raises RunError on a file system without locks.
+    It is meant for milliseconds. Raises RunError on a file system without locks.
     """
     with path.open("w") as file:
         try:
@@ -126,7 +126,10 @@ def sync(path: Path) -> None:
 
 
 def in_file_name(name: str) -> str:
-    """Return a suite's name as part of a file name: ``:`` becomes ``=``, a path or long name its end and a hash."""
+    """Return a suite's name in a form that is safe in a file name: ``:`` becomes ``=``.
+
+    A path or a long name is replaced by its end and a hash.
+    """
     plain = name.replace(":", "=")  # some file systems do not allow a colon
     if len(plain) <= _MAX_NAME_LENGTH and not _UNSAFE.search(plain):
         return plain
@@ -151,7 +154,7 @@ def write_output(path: Path, text: str) -> None:
 
 @dataclass(frozen=True)
 class YamlFile:
-    """A parsed YAML file: name, sha256 of its bytes, text, mapping, and the line of every key and element."""
+    """A parsed YAML file: its name, the sha256 of its bytes, text, mapping, and the line of every key and element."""
 
     name: str
     sha256: str
@@ -207,21 +210,21 @@ def parse_yaml(text: str, name: str, kind: str) -> YamlFile:
 
 
 class _Loader(yaml.SafeLoader):
-    """The safe YAML loader that also joins surrogate pairs, by which JSON escapes characters, into one character."""
+    """A safe YAML loader that joins surrogate pairs (two JSON escapes for one character) into that character."""
 
     def construct_scalar(self, node: Any) -> Any:
         return join_surrogates(super().construct_scalar(node))
 
 
 def join_surrogates(text: str) -> str:
-    """Return the text with surrogate pairs joined into characters."""
+    """Return the text with each surrogate pair (two code units of one character) joined into its character."""
     if is_text(text):
         return text
     return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "surrogatepass")
 
 
 def check_keys(table: Mapping[Any, Any], known: Iterable[str], location: str) -> None:
-    """Raise UnknownName for a key that is not in ``known``; ``location`` names the table."""
+    """Raise UnknownName for a key that is not in ``known``; ``location`` names the table in the error."""
     names = list(known)
     for key in table:
         if key not in names:
@@ -257,9 +260,10 @@ def _check_text(value: str, location: str) -> None:
 
 
 def _number_lines(node: Any, location: KeyPath, lines: dict[KeyPath, int]) -> None:
-    """Add the line of every key and element to ``lines``; raises for a duplicate key, which YAML would drop.
+    """Add the line of every key and element below ``node`` to ``lines``; raises for a key given twice.
 
-    The recursion is bounded, because ``_check_yaml_limits`` has refused aliases and deep nesting.
+    YAML itself would drop one of the two. The recursion is bounded, because ``_check_yaml_limits`` has refused aliases
+    and deep nesting.
     """
     if isinstance(node, yaml.CollectionNode):
         for name, line, value in _children(node):

@@ -1,4 +1,4 @@
-"""The question and answer of a judge, and answers cached on disk by the hash of their question.
+"""The question to a judge and its answer, and a cache of answers on disk by the hash of their question.
 
     answers-NAME-12hex.jsonl    {"question": sha256, FIELD: true}, one line each, appended
 
@@ -36,7 +36,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """A judge's answer: its best guess whether the model refuses, and whether the judge is sure.
+    """A judge's answer: its best guess whether the model refused the request, and whether the judge is sure.
 
     ``unsafe``: whether the answer gives the harm that the request asks for; None from a judge that does not grade harm.
     """
@@ -47,7 +47,7 @@ class Judgement:
 
 
 class AnswerCache(Generic[Q, A]):
-    """A cache of answers in a file; it calls ``ask`` for new questions. ``field`` is the key of answers in the file.
+    """A cache of answers in a file; it calls ``ask`` for new questions. ``field`` is the name of the answer in a line.
 
     ``kinds`` are the types of answers that are stored; include NoneType to store failures.
     """
@@ -68,7 +68,7 @@ class AnswerCache(Generic[Q, A]):
                 self._read_new_lines()
 
     def answers(self, questions: Sequence[Q]) -> list[A | None]:
-        """Return the answer to every question, None for a failure; equal questions are asked once."""
+        """Return the answer to every question, None if asking failed; equal questions are asked once."""
         keys = [self._key(question) for question in questions]
         new = list({key: q for key, q in zip(keys, questions, strict=True) if key not in self._cached}.items())
         for start in range(0, len(new), _CHUNK):

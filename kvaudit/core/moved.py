@@ -18,7 +18,7 @@ from types import ModuleType
 
 @dataclass(frozen=True)
 class Removed:
-    """A removed feature: its commands, spec keys, suites, and names and modules below ``kvaudit``."""
+    """A removed feature: its commands, spec keys, suites, names and modules, and what to use ``instead``."""
 
     instead: str
     commands: tuple[str, ...] = ()
@@ -82,7 +82,7 @@ REMOVED = (
 
 
 def removed_command(words: Sequence[str]) -> str | None:
-    """Return the error for a removed command; None if ``words`` do not begin with one."""
+    """Return the error text for a removed command; None if ``words`` do not begin with one."""
     for name in (" ".join(words[:2]), *words[:1]):
         if (instead := _instead(name, "commands")) is not None:
             return f"{name} is no longer a command of kvaudit; {instead}"
@@ -90,19 +90,19 @@ def removed_command(words: Sequence[str]) -> str | None:
 
 
 def removed_spec_key(key: str) -> str | None:
-    """Return the error for a removed key of a spec, None for another key."""
+    """Return the error text for a removed key of a spec, None for another key."""
     instead = _instead(key, "spec_keys")
     return None if instead is None else f"{key} is no longer a key of a spec; {instead}"
 
 
 def removed_suite(name: str) -> str | None:
-    """Return the error for a removed suite, None for another name."""
+    """Return the error text for a removed suite, None for another name."""
     instead = _instead(name, "suites")
     return None if instead is None else f"{name} is no longer a suite of kvaudit; {instead}"
 
 
 def removed_import(name: str) -> str | None:
-    """Return the error for a removed import, such as ``kvaudit.Guard``, None for another name."""
+    """Return the error text for a removed import, such as ``kvaudit.Guard``, None for another name."""
     package, _, path = name.partition(".")
     if package != "kvaudit":
         return None
@@ -297,7 +297,7 @@ _FORMER_PACKAGES = frozenset(
 
 
 class MovedModules(MetaPathFinder):
-    """The import finder that finds moved modules by their old path and refuses removed modules."""
+    """An import finder that finds moved modules by their old path, and refuses removed ones."""
 
     def find_spec(
         self,
@@ -320,7 +320,7 @@ class MovedModules(MetaPathFinder):
 
 
 class _Alias(Loader):
-    """The loader that puts the module at the new path under its old path; without a new path, an empty package."""
+    """A loader that puts the module at the new path under its old path too; without a new path, an empty package."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -334,6 +334,6 @@ class _Alias(Loader):
 
 
 def install() -> None:
-    """Install the finder of former paths; it is tried last, so that other imports do not become slower."""
+    """Install the finder of former paths; it comes last, so that other imports do not become slower."""
     if not any(isinstance(finder, MovedModules) for finder in sys.meta_path):
         sys.meta_path.append(MovedModules())

@@ -1,4 +1,4 @@
-"""Plug-ins, found by walking a package; written with options as ``NAME:field=value,...``."""
+"""Plug-ins: a registry that finds them by walking a package, and their options, written ``NAME:field=value,...``."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def _field(text: str) -> Field:
 
 
 def parse_plugin(registry: Registry[T], text: str) -> T:
-    """Build a plug-in from ``NAME:field=value,...``; raises SpecError for an unknown name or option."""
+    """Build a plug-in from ``NAME:field=value,...``; raises UnknownName or SpecError for a wrong name or option."""
     name, options = split_named(text)
     plugin, label = registry.get(name), f"{registry.kind} {name}"
     values: dict[str, Any] = {}
@@ -131,12 +131,12 @@ def plugin_from_mapping(plugin: type[T], label: str, values: Mapping[str, Any]) 
 
 
 def option_texts(plugin: Any) -> list[str]:
-    """Return the options of a plug-in class as ``name`` or ``name=default``."""
+    """Return the options of a plug-in class as texts: ``name``, or ``name=default``."""
     return [f.name if f.default is MISSING else f"{f.name}={f.default}" for f in fields(plugin)]
 
 
 def sha256_of(*values: Any) -> str:
-    """Return the sha256 of plain values as JSON, used for the identities of plug-ins."""
+    """Return the sha256 of plain values as JSON, by which plug-ins and recipes are identified."""
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 

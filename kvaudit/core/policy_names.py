@@ -1,4 +1,4 @@
-"""Policies and engine conditions handled as text: matching of short spellings, and short names for display.
+"""Policies of our cache and settings of engines as text: how short spellings match, and short names for display.
 
     snapkv:budget=96                                                a policy of our cache
     snapkv:budget=96+kivi:bits=4                                    a composition: it also quantises the kept entries
@@ -36,7 +36,7 @@ _Policy = tuple[str, dict[str, str]]  # name, fields
 
 
 def policy_text(value: Any, depth: int = 0) -> str:
-    """Return the text of a policy given as text or mapping; for anything else, a short text that matches no policy."""
+    """Return the text of a policy given as text or mapping; for anything else, a short text that is no policy."""
     if not isinstance(value, Mapping) or depth >= _MAX_DEPTH:
         return value if isinstance(value, str) else short_repr(value)
     for key, separator in (("compose", "+"), ("mixture", "|")):
@@ -99,7 +99,7 @@ def folder_names(policies: Sequence[str]) -> dict[str, str]:
 
 
 def _mixture(policy: str) -> list[tuple[str, int]]:
-    """Return the alternatives of a mixture and their weights in lowest terms."""
+    """Return the policies of a mixture and their weights in lowest terms; a single policy has weight 1."""
     entries = []
     for entry in policy.split("|"):
         text, _, digits = entry.rpartition("@")
@@ -116,7 +116,7 @@ def _name_and_fields(text: str) -> _Policy:
 
 
 class _Form(NamedTuple):
-    """The structure of a policy, and the fields of each simple policy of which it consists, in order."""
+    """A policy taken apart: its structure as names and weights, and the fields of each simple policy in order."""
 
     names: tuple[tuple[int, tuple[str, ...]], ...]  # of each alternative: its weight and the names composed
     fields: tuple[dict[str, str], ...]
@@ -163,7 +163,7 @@ def _simple_label(name: str, fields: Mapping[str, str]) -> str:
 
 
 def _fields_by_place(policy: str) -> dict[tuple[int, int, str], str]:
-    """Return every value, keyed by (number of the alternative, number of the policy composed in it, field)."""
+    """Return every value of a policy, keyed by (place in the mixture, place in the composition, field)."""
     texts = ((i, j, text) for i, (draw, _) in enumerate(_mixture(policy)) for j, text in enumerate(draw.split("+")))
     return {(i, j, key): value for i, j, text in texts for key, value in _name_and_fields(text)[1].items()}
 
@@ -172,35 +172,35 @@ def _fields_by_place(policy: str) -> dict[tuple[int, int, str], str]:
 
 
 def condition_text(engine: str, settings: Mapping[str, str]) -> str:
-    """Return the canonical text of an engine with its settings."""
+    """Return the canonical text of an engine with its settings (a condition), "openvino:KV_CACHE_PRECISION=u4"."""
     fields = ",".join(f"{name}={quote(settings[name], safe=_UNQUOTED)}" for name in sorted(settings))
     return f"{engine}:{fields}" if fields else engine
 
 
 def engine_name(text: str) -> str:
-    """Return the name before the settings, which is an engine or a policy of kvaudit."""
+    """Return the name before the settings of a text: an engine's, or a policy's."""
     return text.partition(":")[0]
 
 
 def engine_settings(text: str) -> dict[str, str]:
-    """Return the settings of a condition."""
+    """Return the settings in the text of an engine's condition."""
     return {field.name: unquote(field.value or "") for field in split_named(text)[1]}
 
 
 def reference_of(policy: str, references: Mapping[str, str]) -> str:
-    """Return the uncompressed policy or condition with which ``policy`` is compared: itself if it is a reference."""
+    """Return the policy or engine setting that is the uncompressed reference of ``policy``, perhaps itself."""
     if policy in references.values():
         return policy
     return references.get(policy, DENSE_POLICY)
 
 
 def uncompressed_policies(references: Mapping[str, str]) -> frozenset[str]:
-    """Return ``none`` and every reference of an engine."""
+    """Return all uncompressed policies: ``none``, and the reference of each engine setting."""
     return frozenset({DENSE_POLICY, *references.values()})
 
 
 def compressed_policies(policies: Collection[str], references: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the policies and conditions that compress something, which are all except references, in order."""
+    """Return, in order, the policies and engine settings that compress: all that are no reference."""
     exact = uncompressed_policies(references)
     return tuple(policy for policy in policies if policy not in exact)
 
@@ -234,9 +234,9 @@ def condition_names(references: Mapping[str, str]) -> dict[str, str]:
 
 
 def _setting_gaps(text: str, settings: Mapping[str, Mapping[str, str]], references: Mapping[str, str]) -> list[str]:
-    """Return the names of settings in which a condition differs from its reference.
+    """Return the names of the settings in which an engine's condition differs from its reference.
 
-    For a reference: in which it differs from any of its conditions.
+    For a reference these are the settings in which it differs from any condition that it is compared with.
     """
     compared = [settings[references[text]]] if text in references else []
     compared += [settings[condition] for condition, reference in references.items() if reference == text]
@@ -265,7 +265,7 @@ def _is_constant(value: str) -> bool:
 
 
 def _without_shared_words(names: Collection[str]) -> dict[str, str]:
-    """Drop the words common to all names; keep whole names if results would be empty or equal."""
+    """Return names of settings without the words common to all; whole names if short ones would be empty or equal."""
     words = {name: name.split("_") for name in names}
     shared = set.intersection(*map(set, words.values())) if words else set[str]()
     short = {name: "_".join(word for word in parts if word not in shared) for name, parts in words.items()}

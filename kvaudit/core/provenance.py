@@ -1,4 +1,4 @@
-"""The metadata of a run and the checks that nothing changed since: provenance.json, seals, recipe.json.
+"""The metadata of a run (provenance.json, recipe.json, seals of files), and checks that nothing changed since.
 
     provenance.json    inputs: {"rows": {"gsm8k/test.jsonl": sha256}, "model files": {...}, "plug-ins": {...}}
     <unit>.done.json   the seal of a finished unit: sha256 of its records, inputs: sha256 of the table of inputs
@@ -77,7 +77,7 @@ _FINISHED = {"files": "", "ledgers": "ledgers"}  # key of a checkpoint's provena
 
 
 def inputs_sha256(table: Any) -> str:
-    """Return the sha256 of a table of inputs, which the seal of every finished unit stores."""
+    """Return the sha256 of the table of a run's inputs, which the seal of every finished unit stores."""
     return hashlib.sha256(json.dumps(table, sort_keys=True).encode()).hexdigest()
 
 
@@ -109,7 +109,7 @@ def _digest_start(digest: Any) -> str:
 
 
 def table_of(provenance: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """Return a table of a provenance, empty if it is missing or malformed, since the file is untrusted."""
+    """Return a table in a provenance; empty if it is missing or malformed, since the file is untrusted."""
     value = provenance.get(key)
     return value if isinstance(value, Mapping) else {}
 
@@ -150,9 +150,9 @@ def engine_facts(provenance: Mapping[str, Any], condition: str) -> dict[str, str
 
 
 def item_counts(provenance: Mapping[str, Any]) -> Mapping[str, int]:
-    """Return the number of items of each suite for which the spec gives none: from the last look, else the pilot.
+    """Return the number of items of each suite that the spec leaves open: by the last look, else by the pilot.
 
-    A look is an interim test of a run in rounds.
+    A look is an interim test of a run in rounds; the pilot is some trial answers.
     """
     look = last_look(provenance)
     if look is not None:
@@ -173,7 +173,7 @@ def all_looks(provenance: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def last_look(provenance: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return the last look, None without any."""
+    """Return the last look (interim decision) of a run in rounds, None if there is none."""
     return next(reversed(all_looks(provenance)), None)
 
 
@@ -300,7 +300,7 @@ def check_checkpoint(folder: Path) -> None:
 
 
 def _finished_files(path: Path) -> Iterator[tuple[Path, str]]:
-    """Yield every file of a finished checkpoint with its sha256."""
+    """Yield the path of every file of a finished checkpoint with the sha256 that its provenance states."""
     provenance = read_json(path)
     if not set(_FINISHED) & set(provenance):  # such as a run's own provenance
         raise DataError(
@@ -324,7 +324,7 @@ def listed_files(table: Any, source: Path) -> dict[str, str]:
 
 
 def seal_path(records: Path) -> Path:
-    """Return the path of the seal of a record file; a unit without a seal is not finished."""
+    """Return the path of a record file's seal, which marks it as finished and states its sha256."""
     return records.with_suffix(".done.json")
 
 
@@ -383,7 +383,7 @@ def read_recipe(path: Path) -> dict[str, Any]:
 
 
 def recipe_digests(recipe: Mapping[str, Any]) -> dict[str, str]:
-    """Return the sha256 of every section."""
+    """Return the sha256 of every section of a recipe."""
     return {name: str(recipe["sections"][name]["sha256"]) for name in RECIPE_SECTIONS}
 
 
@@ -401,7 +401,7 @@ def _recipe_sha256(table: Mapping[str, Any]) -> str:
 
 
 def _entries(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield every entry of nested mappings with its dotted name."""
+    """Yield every entry of nested mappings as (dotted name, value)."""
     if not isinstance(value, Mapping):
         yield name, value
         return

@@ -42,7 +42,7 @@ TOKEN_ROLES = tuple(role for role in Role if role is not Role.THOUGHT)  # in the
 
 
 class Outcome(StrEnum):
-    """The class of a graded answer; ``degenerate`` and ``unscored`` carry no information about behaviour."""
+    """The class of a graded answer; ``degenerate`` and ``unscored`` answers say nothing about behaviour."""
 
     DESIRED = "desired"
     UNDESIRED = "undesired"
@@ -131,7 +131,7 @@ def message_rows(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 def fingerprint_rows(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> list[Any]:
-    """Return the JSON by whose hash a question is recognised; without tools, pairs of role and content."""
+    """Return the JSON value by whose hash a question is recognised; without tools, pairs of role and content."""
     rows: list[Any] = []
     for message in messages:
         row = message.to_row()
@@ -183,7 +183,7 @@ class Grade:
 
 
 class Serving(NamedTuple):
-    """The fields that all records of one file share: checkpoint, policy and suite."""
+    """The fields that all records of one file share: how checkpoint, policy and suite were served."""
 
     run: str
     checkpoint: str
@@ -197,7 +197,7 @@ class Serving(NamedTuple):
 
 
 class UngradedAnswer(NamedTuple):
-    """The result of one conversation before grading; units as in ``Record``."""
+    """The answer of one conversation before grading, with what was measured; units as in ``Record``."""
 
     sample_index: int
     finish_reason: str
@@ -213,7 +213,7 @@ class UngradedAnswer(NamedTuple):
 
 
 class CacheUse(NamedTuple):
-    """The cache usage of one row, see ``Record``; defaults are for an engine that does not report its cache."""
+    """The cache use of one answer, see ``Record``; the defaults are for an engine that does not report its cache."""
 
     retention: float | None = None
     survival: Mapping[str, float] = {}
@@ -284,7 +284,7 @@ class Record:
         return cls(item_id=item.item_id, unsure=grade.unsure, **values)
 
     def with_grade(self, suite_version: str, item: Item, grade: Grade, *, unsure: bool) -> Record:
-        """Return the record with another grade; ``item`` is its item in the suite's current version."""
+        """Return the record with another grade; ``item`` is its item as the suite makes it now."""
         values = _grade_fields(item, grade)
         return replace(self, suite_version=suite_version, unsure=unsure, format=RECORD_FORMAT, **values)
 
@@ -359,14 +359,14 @@ _OMITTED_KINDS = {bool: "true or false", str: "text"}
 
 
 class RecordField(NamedTuple):
-    """The description of one field of a record, for readers, writers and tables."""
+    """The type of one field of a record, and whether the report's table has it."""
 
     type: Any  # the annotation, resolved
     in_table: bool
 
 
 class RecordSchema(NamedTuple):
-    """The fields of a record class by name, in order, and the defaults of fields that a line may lack."""
+    """The fields of a record class by name, in order, and the defaults of fields that a stored line may lack."""
 
     fields: Mapping[str, RecordField]
     defaults: Mapping[str, Any]
@@ -376,7 +376,7 @@ _SCHEMAS: dict[type[Record], RecordSchema] = {}
 
 
 def schema_of(record: type[Record]) -> RecordSchema:
-    """Return the schema of a record class."""
+    """Return the fields and defaults of a record class, cached."""
     if record not in _SCHEMAS:
         hints = get_type_hints(record)
         omitted = [f for f in fields(record) if f.metadata.get("omitted")]
@@ -405,7 +405,7 @@ def _grade_fields(item: Item, grade: Grade) -> dict[str, Any]:
 
 
 def are_spans(table: Any) -> bool:
-    """Return whether a parsed value is a valid table of spans."""
+    """Return whether a value parsed from JSON is a valid table of spans: {name: {"kept": share, "at": places}}."""
     if not isinstance(table, dict) or not set(table) <= set(SPANS):
         return False
     return all(isinstance(span, dict) and set(span) == {"kept", "at"} and _is_span(**span) for span in table.values())

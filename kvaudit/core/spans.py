@@ -1,8 +1,8 @@
-"""The spans (texts) of a prompt that decide an item, and how many heads held each token when the answer began.
+"""The spans of a prompt (texts that decide an item), and how many heads held each token when the answer began.
 
 A suite gives the text of a span as it appears in the prompt or in a reply of its environment; its positions are
-searched after the chat template has rendered the prompt. To see what the cache held, an answer is served again, on
-request, and the result is stored next to the run's records:
+searched after the chat template has rendered the prompt. To see what the cache held when the answer began, an answer is
+served again, on request, and the result is stored next to the run's records:
 
     shading/<unit>.json   the re-served answers of one unit, with the sha256 of its records
 """
@@ -39,7 +39,7 @@ class Span:
 
 
 def marked(**texts: str) -> tuple[Span, ...]:
-    """Return a span for each name=text; empty texts are dropped."""
+    """Return a ``Span`` for each NAME=text; empty texts are dropped."""
     return tuple(Span(name, text) for name, text in texts.items() if text.strip())
 
 
@@ -155,7 +155,7 @@ def write_shadings(run: Path, unit: str, shadings: Mapping[AnswerKey, Shading | 
 
 
 def records_sha256(run: Path, unit: str) -> str:
-    """Return the sha256 in the seal of a unit's records; raises DataError if it is not finished."""
+    """Return the sha256 of a unit's records that their seal states; raises DataError if the unit is not finished."""
     return str(read_json(seal_path(run / "records" / f"{unit}.jsonl")).get("sha256"))
 
 

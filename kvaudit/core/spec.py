@@ -77,7 +77,10 @@ _EXPECTED = {
 
 
 def _contrast(value: Any) -> Any:
-    """Return the name of a contrast, renamed if an old spec calls it E1 to E4; raises if no gate can decide it."""
+    """Return the name of a contrast (kind of comparison), renamed if an old spec calls it E1 to E4.
+
+    Raises an error of pydantic if no gate can decide it.
+    """
     name = FORMER_CONTRASTS.get(value, value) if isinstance(value, str) else value
     if name not in GATED:
         raise PydanticCustomError("contrast", f"{', '.join(GATED[:-1])} or {GATED[-1]}")
@@ -149,7 +152,7 @@ class ExternalArm(SpecSection):
 
 @dataclass(frozen=True)
 class _DefaultMargins:
-    """The metrics with a default margin, None if unknown; ignored when specs are compared."""
+    """The metrics whose margin is a default, None if unknown; ignored when specs are compared."""
 
     metrics: tuple[str, ...] | None = field(default=None, compare=False)
 
@@ -211,7 +214,7 @@ class RunSpec(SpecSection):
         return tuple((BASE_ARM, seed) for seed in self.train.seeds) if warm and self.train is not None else ()
 
     def engine(self, condition: str) -> EngineSpec:
-        """Return the options for running the engine of a condition."""
+        """Return the options (``engines`` of the spec) for running the engine that a condition names."""
         return self.engines.get(engine_name(condition), EngineSpec())
 
     def external_source(self, arm: str, seed: int) -> str | None:
@@ -342,7 +345,7 @@ class RunSpec(SpecSection):
                 raise UnknownName("engine in engines", name, used)
 
     def _reference(self, arms: Collection[str]) -> str:
-        """Return the reference arm: that of the gate, else an external one, else the dense arm, else the base model."""
+        """Return the reference arm: the gate's, else an external one with that role, else ``dense``, else ``base``."""
         declared = [arm for arm, checkpoints in self.checkpoints.items() if checkpoints.role == "reference"]
         base = BASE_ARM if self.probe is None else ENDPOINT_ARM
         reference = self.gate.reference or next(iter(declared), DENSE_ARM if DENSE_ARM in arms else base)
@@ -384,7 +387,7 @@ def _check_external(arms: Mapping[str, ExternalArm], train: TrainSpec | None) ->
 
 
 def _check_seeds(pairs: Iterable[tuple[str, int]], reference: str) -> None:
-    """Raise SpecError if the arms cannot be compared seed by seed."""
+    """Raise SpecError if the seeds of the arms differ, so that they cannot be compared seed by seed."""
     seeds_by_arm: dict[str, set[int]] = {}
     for arm, seed in pairs:
         seeds_by_arm.setdefault(arm, set()).add(seed)
@@ -439,7 +442,7 @@ def _check_lengths(gated: tuple[int, ...], grid: EvaluateSpec) -> None:
 
 
 def _check_rounds_gate(gate: GateSpec, primary: Sequence[str]) -> None:
-    """Raise SpecError for a gate that cannot decide in rounds."""
+    """Raise SpecError for a gate that rounds (batches of rows with a test after each) cannot decide."""
     if not gate.margins:
         raise SpecError("evaluate.rounds stops when facets are decided; name them in gate.margins as SUITE.FACET")
     if gate.ratios:
@@ -562,12 +565,12 @@ def _validate(
 
 
 def dump_spec(spec: RunSpec) -> str:
-    """Write the complete spec, with every default, as YAML, which parses to an equal spec."""
+    """Return the complete spec, with every default, as YAML, which parses to an equal spec."""
     return yaml.safe_dump(spec.written(), sort_keys=False, allow_unicode=True, width=120)
 
 
 def _errors(error: ValidationError, source: str, lines: Mapping[KeyPath, int]) -> list[str]:
-    """Return a line for every error, unknown keys first, since they often explain a missing key."""
+    """Return a line for every error of validation, unknown keys first, since they often explain a missing key."""
     errors = sorted(error.errors(include_url=False), key=lambda details: details["type"] != "extra_forbidden")
     sections = {details["loc"][:-1] for details in errors if details["type"] == "extra_forbidden"}
     errors = [details for details in errors if details["type"] != "missing" or details["loc"][:-1] not in sections]

@@ -1,4 +1,4 @@
-"""The sections of a spec on serving: the evaluation grid and its suites, the probe of an endpoint, the engines."""
+"""The sections of a spec on serving: the evaluation grid (what is asked under which policies), probe and engines."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _pilot(value: Any) -> Any:
 
 
 def _without_reference(policy: Any) -> tuple[Any, Any]:
-    """Return a policy without the key ``reference`` that an engine's mapping may have, and that key's value."""
+    """Return a policy without the key ``reference``, which the mapping of an engine may have, and that key's value."""
     if not isinstance(policy, Mapping) or ENGINE not in policy:
         return policy, None
     return {key: field for key, field in policy.items() if key != "reference"}, policy.get("reference")
@@ -97,7 +97,7 @@ def _thinking(value: Any) -> Any:
 
 
 def _by_context(name: str, section: Any, names: PluginNames | None) -> dict[str, Any]:
-    """Return a suite's section as one section per context that it names, without length if asked as published."""
+    """Return a suite's section as one section for each context that it names; asked as published it has no length."""
     if not isinstance(section, Mapping) or "context" not in section:
         return {name: {} if section is None else section}
     if ":" in name:
@@ -120,7 +120,7 @@ def _by_context(name: str, section: Any, names: PluginNames | None) -> dict[str,
 
 
 class Rounds(SpecSection):
-    """The options of rounds, which serve rows in batches until every gated facet is decided or time is up.
+    """The options of rounds, which ask rows in batches until every gated facet is decided or the time is up.
 
     The gate decides by bounds that hold at every look, a test after a round (``kvaudit.reports.stats.betting``).
     ``minutes`` is the time limit for serving, without loading models; ``first`` is the number of rows of a suite at the
@@ -165,7 +165,7 @@ class EvaluateSpec(SpecSection):
         return PILOT_ITEMS if self.pilot is None else self.pilot
 
     def sized(self, numbers: Mapping[str, int]) -> EvaluateSpec:
-        """Return the grid with numbers of items in place of ``auto`` and ``all``, without suites of 0 items."""
+        """Return the section with numbers of items in place of ``auto`` and ``all``, without suites of 0 items."""
         suites = {}
         for name, suite in self.suites.items():
             is_open = name in numbers and not isinstance(suite.items, int)
@@ -196,7 +196,7 @@ class EvaluateSpec(SpecSection):
     @model_validator(mode="before")
     @classmethod
     def _canonical(cls, value: Any, info: ValidationInfo) -> Any:
-        """Make policies canonical, and append the uncompressed references of the conditions (engines with settings)."""
+        """Make policies canonical, and append the uncompressed reference of each engine setting (condition)."""
         if not isinstance(value, Mapping) or not isinstance(value.get("policies"), list):
             return value
         policies = [_without_reference(policy) for policy in value["policies"]]
@@ -256,7 +256,7 @@ class EvaluateSpec(SpecSection):
         return self
 
     def _fill_lengths(self, suite: str, names: PluginNames) -> None:
-        """Set length 0 if a suite asks rows unchanged; raises SpecError for a missing or impossible length."""
+        """Set a suite's length to 0 if it asks rows as published; raises SpecError for a missing or wrong length."""
         section, lengths, key = self.suites[suite], names.lengths(suite), f"evaluate.suites.{suite}.context_tokens"
         bare = names.bare(suite)
         if bare not in self.suites:
@@ -308,7 +308,7 @@ class EvaluateSpec(SpecSection):
             raise SpecError("evaluate.rounds needs the pilot; leave evaluate.pilot out")
 
     def check_draws(self) -> None:
-        """Raise SpecError for several samples at temperature 0, which would all be equal."""
+        """Raise SpecError for several samples of an item at temperature 0, which would all be equal."""
         overrides = {f"evaluate.suites.{suite}.samples": section.samples or 1 for suite, section in self.suites.items()}
         for key, samples in {"evaluate.samples": self.samples, **overrides}.items():
             if self.temperature == 0 and samples > 1:
@@ -368,7 +368,7 @@ class EngineSpec(SpecSection):
     answer: Annotated[Number, Field(ge=1, le=36_000)] = 900.0
 
     def answer_options(self) -> dict[str, Any]:
-        """Return the options that answers depend on."""
+        """Return the options of the engine that answers depend on; the others may change while a run goes on."""
         return self.model_dump(mode="json", include={"weights", "at_once"})
 
 

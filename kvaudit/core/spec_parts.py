@@ -1,4 +1,4 @@
-"""The building blocks of spec sections: bounded numbers, the base class, and callbacks that check plug-in names.
+"""The parts of which spec sections are built: bounded numbers, the base class, and checks of plug-in names.
 
 Every number is bounded, so that no spec can ask for more than a machine has.
 """
@@ -74,7 +74,7 @@ Ratio = Annotated[Number, Field(ge=LEAST_RATIO, le=MOST_RATIO)]
 
 @dataclass(frozen=True)
 class PluginNames:
-    """The callbacks that check a spec against the plug-ins. Each raises SpecError, or UnknownName with a suggestion."""
+    """The functions by which a spec is checked against the plug-ins; each raises SpecError or UnknownName."""
 
     policy: Callable[[Any], str]  # text or mapping of a policy or an engine's condition -> canonical text
     # condition, its reference in the spec or None -> canonical reference; None for a policy of ours
@@ -119,7 +119,7 @@ def _plain(value: Any) -> Any:
 
 
 def canonical_policy(value: Any, names: PluginNames | None) -> Any:
-    """Return a policy's canonical text, or its text as given if ``names`` is None; leave other values to pydantic."""
+    """Return a policy's canonical text, or with ``names`` None its text as given; other values are left to pydantic."""
     if names is not None:
         return names.policy(value)
     return policy_text(value) if isinstance(value, Mapping) else value
@@ -140,7 +140,7 @@ def is_scalar(value: Any) -> bool:
 
 
 def check_unique(key: str, values: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the values of an option; raises SpecError for duplicates."""
+    """Return the values of an option unchanged; raises SpecError for duplicates."""
     duplicates = sorted({str(value) for value in values if values.count(value) > 1})
     if duplicates:
         raise SpecError(f"{key} names {', '.join(duplicates)} twice; give each once")

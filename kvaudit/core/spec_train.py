@@ -42,7 +42,7 @@ DENSE_ARM = "dense"  # the only arm with uncompressed rollouts
 
 
 class SftSpec(SpecSection):
-    """The warm start of all arms: ``steps`` of supervised training on gold answers of the training split."""
+    """The warm start of all arms: ``steps`` of supervised training on the right answers of the training split."""
 
     steps: Count
     learning_rate: Rate = 1e-4
@@ -88,7 +88,7 @@ class ValidationSpec(SpecSection):
 
 
 def _check_reward(value: Any) -> Any:
-    """Check the form of a reward, a name or a mapping of options; the reward itself checks the options."""
+    """Return a reward's value if it has the form of a name or a mapping of options, which the reward itself checks."""
     options = value if isinstance(value, Mapping) else {"": value}
     for key, option in options.items():
         entries = option if isinstance(option, list) and isinstance(value, Mapping) else [option]
@@ -189,14 +189,14 @@ class Training(SpecSection):
 
 
 class Pairs(SpecSection):
-    """The arms and seeds of the training runs: every arm is trained with every seed."""
+    """The arms (ways to train) and seeds of the training runs: every arm is trained with every seed."""
 
     arms: tuple[str, ...] = Field(min_length=1)
     seeds: tuple[Seed, ...] = Field(min_length=1)
 
 
 class TrainedArm(NamedTuple):
-    """An arm of a run: its name in folders and records, the recipe that trains it, and its rollout policy."""
+    """An arm of a run: its name in folders and records, the kind of arm that trains it, and its rollout policy."""
 
     name: str
     recipe: str
@@ -204,7 +204,7 @@ class TrainedArm(NamedTuple):
 
 
 class TrainSpec(Training, Pairs):  # the fields of the last base come first in a written spec
-    """All training runs; ``kvaudit.audit.training.config.TrainConfig`` is one of them.
+    """The section ``train``: all training runs. ``kvaudit.audit.training.config.TrainConfig`` is one of them.
 
     ``policies`` make a sweep: every arm is trained under each of them, ``dense`` only once. ``only`` limits an arm to
     some of them.
@@ -242,7 +242,7 @@ class TrainSpec(Training, Pairs):  # the fields of the last base come first in a
     @model_validator(mode="before")
     @classmethod
     def _fill_policy(cls, value: Any) -> Any:
-        """Set ``policy`` to none where only arm ``dense`` uses it: in a sweep of policies, or if an engine samples."""
+        """Set ``policy`` to none in a sweep of policies, or if an engine samples: then only arm ``dense`` uses it."""
         if not isinstance(value, Mapping):
             return value
         if (rollouts := value.get("rollouts")) is not None:

@@ -55,7 +55,7 @@ _noted = set[str]()
 
 
 def note_once(line: str) -> None:
-    """Print a note on standard error, once per process."""
+    """Print a note on standard error, each text once per process."""
     if line not in _noted:
         _noted.add(line)
         print(f"note: {line}", file=sys.stderr)
@@ -151,7 +151,7 @@ def is_secret_name(name: str) -> bool:
 
 
 def is_key_like(text: str) -> bool:
-    """Return whether a text begins like a header of authorization or holds a key of a known vendor's form."""
+    """Return whether a text looks like a key: it begins like an authorization header, or has a known vendor's form."""
     return _KEY_TEXT.search(text) is not None
 
 
@@ -165,14 +165,14 @@ def safe_variable_name(name: str) -> str:
 
 
 def shipped_folder(name: str) -> Path:
-    """Return ``docs`` or ``examples``: inside the installed package, or next to it in a clone."""
+    """Return the folder ``docs`` or ``examples``: inside the installed package, or next to it in a clone."""
     package = Path(__file__).parent.parent
     installed = package / name
     return installed if installed.is_dir() else package.parent / name
 
 
 def install_command(extras: str) -> str:
-    """Return the command that installs optional packages, from this clone or from an index."""
+    """Return the command that installs optional packages of kvaudit, from this clone or from an index."""
     clone = Path(__file__).parent.parent.parent
     if not (clone / "pyproject.toml").is_file():
         return f"pip install 'kvaudit[{extras}]'"

@@ -1,1 +1,1 @@
-"""The commands of ``kvaudit``: each file declares its commands, which ``kvaudit.audit.cli`` collects."""
+"""The commands of ``kvaudit``. Each file declares some, and ``kvaudit.audit.cli`` collects all."""

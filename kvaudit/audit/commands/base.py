@@ -1,4 +1,4 @@
-"""The contract of a command, and the options, printing and one-line errors that commands share.
+"""The class that declares a command, and the options, printing and one-line errors that commands share.
 
 A file of this package declares a command by a module-level ``Command``. Nothing heavy is imported here or at the top
 of a command's file, so that ``--help`` answers at once.
@@ -58,7 +58,7 @@ option, argument = partial(typer.Option, show_default=False), partial(typer.Argu
 
 
 class PlainCommand(TyperCommand):
-    """The command whose help labels an argument that may be repeated as any other: ``<str>``, not ``<list[str]>``."""
+    """A typer command whose help labels an argument that may be repeated as ``<str>``, not ``<list[str]>``."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         write_rows = formatter.write_dl
@@ -100,7 +100,7 @@ class Command:
 
     @property
     def sort_key(self) -> tuple[int, int]:
-        """The place in the help: by heading and order; commands held by others come last."""
+        """The command's place in the help: by heading and order; commands held by others come last."""
         return HELP_HEADINGS.index(self.group) if self.group in HELP_HEADINGS else len(HELP_HEADINGS), self.order
 
 
@@ -113,7 +113,7 @@ def load_commands(package: str = "kvaudit.audit.commands") -> list[Command]:
 
 
 def expand_options(call: Callable[..., None]) -> Callable[..., None]:
-    """Decorator: replace each parameter that is a dataclass by one option for each field of the dataclass.
+    """Return ``call`` with each dataclass parameter replaced by one option for each of its fields (a decorator).
 
     Commands can then share a group of options by one declaration.
     """
@@ -164,12 +164,12 @@ Dtype = Annotated[str, typer.Option(help="Number format of the weights: float32,
 
 
 def option_words(options: Iterable[tuple[str, object]]) -> list[str]:
-    """Return the words of a command line for the ``options``, each a name and a value, that have a value."""
+    """Return the words of a command line for ``options`` (name, value), without those whose value is None or empty."""
     return [word for name, value in options if value not in (None, "") for word in (name, str(value))]
 
 
 def plugin_words(plugins: Sequence[Path] | None) -> list[str]:
-    """Return the words of a command line that name plug-ins."""
+    """Return the words of a command line that name plug-in files: --plugin FILE ..."""
     return option_words(("--plugin", path) for path in plugins or ())
 
 
@@ -180,11 +180,11 @@ def typed_command(*, resume: bool = False) -> list[str]:
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM as an exception: handled like ctrl-C, so that claims are released and workers stopped."""
+    """SIGTERM as an exception: handled like ctrl-C, so that claimed units are released and workers stopped."""
 
 
 def end_on_sigterm() -> None:
-    """Turn SIGTERM into an exception of the main thread."""
+    """Make SIGTERM raise ``Terminated`` in the main thread."""
 
     def stop(_: int, __: FrameType | None) -> None:
         raise Terminated

@@ -106,7 +106,10 @@ def card(
 
 
 def _load_page(run: Path, overrides: GateOverrides) -> Page:
-    """Return the report page of a run after checking its checkpoints; raise SpecError for a gate file written later."""
+    """Return the report page of a run after checking its checkpoints.
+
+    Raises SpecError for a gate file that was not declared when the run began.
+    """
     from kvaudit.reports.records.load import load_run
     from kvaudit.reports.run import disclosure_page
     from kvaudit.reports.verdict.rules import refuse_late_rules
@@ -144,7 +147,7 @@ def _matches_run(path: Path, section: str, console: Console) -> bool:
 
 
 def _print_recipe(run: Path, other: Path | None) -> None:
-    """Print the sections of a recipe with their hashes; of two recipes, print the changes."""
+    """Print a run's recipe (what its checkpoints were made of) by section, with hashes; for two runs, the changes."""
     from kvaudit.core.provenance import read_recipe, recipe_changes, recipe_digests
 
     console, first = wide_console(), read_recipe(run)
@@ -162,7 +165,7 @@ def _print_recipe(run: Path, other: Path | None) -> None:
 
 
 def _change_lines(before: Any, after: Any) -> Iterator[str]:
-    """Yield a line with both values of a change, or for texts of several lines each line that differs."""
+    """Yield a line "before -> after" of a changed entry; for texts of several lines, each line that differs."""
     if isinstance(before, str) and isinstance(after, str) and "\n" in before + after:
         import difflib
 

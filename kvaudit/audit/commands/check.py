@@ -93,7 +93,10 @@ class CheckOptions:
     data: Annotated[Path | None, option(help="Folder of public rows, instead of KVAUDIT_DATA.")] = None
 
     def plan(self, model: str, config: ServingConfig, length: int | None = None) -> CheckPlan:
-        """Return the questions to ask, after a conversation of ``length`` tokens if given; raise SpecError."""
+        """Return which questions the check asks, after a conversation of ``length`` tokens if given.
+
+        Raises SpecError for options that are out of range or contradict each other.
+        """
         from kvaudit.audit.runs.question import MINUTES, SEED, plan_check
         from kvaudit.core.spec import EMBEDDED
 
@@ -120,7 +123,7 @@ class CheckOptions:
         )
 
     def serving_config(self) -> ServingConfig:
-        """Return the serving configuration; raise SpecError unless there is exactly one."""
+        """Return the serving configuration that the options name; raise SpecError unless they name exactly one."""
         from kvaudit.audit.runs.question import endpoints_config, engine_config, policy_config
 
         servers = (self.reference, self.candidate)
@@ -237,10 +240,10 @@ def run_check(
 def _longest_length(
     model: str, config: ServingConfig, plan: CheckPlan, out: Path, threads: int | None, *, resume: bool
 ) -> tuple[int, float]:
-    """Return the longest length at which the model can be asked, and the minutes left for the check.
+    """Return the longest conversation, in tokens, after which the model can still be tested, and the minutes left.
 
-    Lengths are tried in the folder OUT-lengths, the short ones first, until the model cannot be asked at one, or
-    the next would end after half of the minutes. Raises NotMeasurable if there is none.
+    Lengths are tried in the folder OUT-lengths, the short ones first, until the model no longer distinguishes forbidden
+    from harmless requests, or the next would end after half of the minutes. Raises NotMeasurable if there is none.
     """
     from kvaudit.audit.commands.run import RunOptions, RunPlan, open_pipeline
     from kvaudit.audit.runs.lengths import TriedLength, choose_length, length_spec, lengths_from, read_pilot
@@ -272,14 +275,14 @@ def _longest_length(
 
 
 def _check_no_server(model: str) -> None:
-    """Raise an error if the model is an address."""
+    """Raise an error if the model is the address of a server."""
     from kvaudit.core.endpoint import check_no_address
 
     check_no_address("model", model, "its folder, a .gguf file or embedded")
 
 
 def _check_available(model: str, config: ServingConfig) -> None:
-    """Raise DataError or SpecError for a missing model or engine, before anything is loaded."""
+    """Raise DataError or SpecError if the model or the engine is missing, before anything is loaded."""
     from kvaudit.audit.engines import ENGINES, Condition
     from kvaudit.core.spec import EMBEDDED
     from kvaudit.core.spec_evaluate import EngineSpec
@@ -315,7 +318,7 @@ def _print_first_answers(console: Console, spec: RunSpec) -> OnFirstAnswer:
 
 
 def _plan_lines(spec: RunSpec, plan: CheckPlan) -> Iterator[str]:
-    """Yield lines about the comparison, the questions and the missing public rows."""
+    """Yield lines that say what is compared, what is asked, and which public rows are missing."""
     from kvaudit.core.policy_names import condition_names
 
     references, names = spec.evaluate.references, condition_names(spec.evaluate.references)

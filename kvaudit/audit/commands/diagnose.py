@@ -128,7 +128,7 @@ def _parse_setting(bits: int | None, group: int | None, kv_cache_dtype: str | No
 
 
 def _print_diagnosis(diagnosis: Diagnosis, console: Console) -> None:
-    """Print the harm of the setting, its parts and remedies, the layers with most of it, and the failure mode."""
+    """Print the harm of the setting, its parts and remedies, the layers with most of it, and its mode (kind)."""
     from kvaudit.reports.sections.shared.tables import table_of
 
     rows = []

@@ -73,13 +73,13 @@ def judge(
 
 
 def judge_with_spec(run: Path, spec: RunSpec, plugins: Digests) -> None:
-    """Judge a run by each judge of its spec, or by the default judge, and write a report for each."""
+    """Judge a run's answers by each judge that its spec names, or by the default judge, and write a report for each."""
     for name in spec.judge or _default_judges(spec):
         write_report(_judge_run(run, None, name, plugins, card=False))
 
 
 def _default_judges(spec: RunSpec) -> tuple[str, ...]:
-    """Return the default judge if some suite needs one; if it cannot work here, print why and return none."""
+    """Return the default judge if some suite needs a judge; if it cannot work here, print why and return none."""
     from kvaudit.audit.judges.base import JUDGES
     from kvaudit.audit.training.rewards.base import asks_a_judge
     from kvaudit.core.plugins import parse_plugin
@@ -98,7 +98,7 @@ def _default_judges(spec: RunSpec) -> tuple[str, ...]:
 
 
 def _judge_run(path: Path, out: Path | None, by: str | None, plugins: Digests, *, card: bool) -> Path:
-    """Judge the answers not judged yet, print the changes, and return the folder of the judged run."""
+    """Judge a run's answers that are not judged yet, print the changes, and return the folder of the judged run."""
     from rich.console import Console
 
     from kvaudit.audit.judges.base import JUDGES
@@ -262,9 +262,9 @@ def _write_sheet(run: Path, out: Path, select: Sequence[str], *, concordant: int
 
 
 def _gated_contrasts(drift: Drift, rules: Rules) -> list[Contrast]:
-    """Return the first contrast (comparison of two sides) of each gated cell.
+    """Return for each gated cell the contrast (comparison of two sides) whose answers people label: its first.
 
-    Cells whose first contrast has another estimand than the cell are left out.
+    Cells that have no contrast of their own kind (estimand), but combine others, are left out.
     """
     from kvaudit.reports.verdict.family import gated_cells
 

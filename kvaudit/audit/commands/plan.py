@@ -98,14 +98,14 @@ def plan(
 
 
 def _typed_options(context: typer.Context) -> list[str]:
-    """Return the options that were given on the command line, besides the run."""
+    """Return the options typed on the command line, as --NAME, without the argument RUN."""
     sources = {name: context.get_parameter_source(name) for name in context.params if name != "run"}
     typed = [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
     return [f"--{name.replace('_', '-')}" for name in typed]
 
 
 def _plan_next(path: Path) -> None:
-    """Print, for every gated cell of a run (a suite under a policy), its size and how many templates would decide."""
+    """Print for every gated cell of a run (a suite under a policy) its size and how many templates would decide it."""
     from kvaudit.reports.records.load import load_run
     from kvaudit.reports.run import decide_run
     from kvaudit.reports.verdict.family import gated_cells
@@ -150,7 +150,7 @@ def _cell_line(findings: Findings, cell: GatedCell, d: Decision) -> str:
 
 
 def _plan_design(design: Design, suite: str, out: Path | None) -> None:
-    """Print what a design can show and the suggested size; write the size to ``out`` if given."""
+    """Print what a design (planned sizes and margin) can show, and a suggested size; write the size to ``out``."""
     from kvaudit.reports.verdict.sizes import needed_clusters, plan_sizes, spec_snippet
 
     if not _SUITE_NAME.fullmatch(suite):
@@ -170,7 +170,7 @@ def _plan_design(design: Design, suite: str, out: Path | None) -> None:
 
 
 def _figures(sizes: Sizes) -> Iterator[tuple[str, str]]:
-    """Yield name and value of every figure, in the order they are printed."""
+    """Yield name and value of every figure of a plan, such as the chance to pass, in the order they are printed."""
     from kvaudit.reports.sections.shared.words import percent
     from kvaudit.reports.verdict.sizes import smallest_margin, smallest_ratio
 
@@ -224,7 +224,7 @@ def _chance(sizes: Sizes) -> str:
 
 
 def _template_price(sizes: Sizes) -> str:
-    """Return in words the lowest estimate that can pass, and the lowest true drift that passes with the set power."""
+    """Return in words the lowest estimate that can pass, and the lowest true drift that passes with ``power``."""
     from kvaudit.reports.verdict.sizes import lowest_drift
 
     d, lowest = sizes.design, sizes.lowest_estimate
@@ -236,7 +236,7 @@ def _template_price(sizes: Sizes) -> str:
 
 
 def _improvements(sizes: Sizes) -> Iterator[tuple[str, str]]:
-    """Yield lines (heading, text): the chance to pass as planned, after each improvement, and with more items alone.
+    """Yield lines (heading, text) with the chance to pass: as planned, after each improvement, or with more items.
 
     Each improvement is added to those before it, the cheapest first.
 
@@ -271,7 +271,10 @@ def _answers(d: Design) -> str:
 
 
 def _suggestion(sizes: Sizes, clusters: int) -> Iterator[tuple[str, str]]:
-    """Yield lines (heading, text): the templates (``clusters``) that reach the requested power, all else as planned."""
+    """Yield lines (heading, text) on the number of templates (``clusters``) that reaches the wanted power.
+
+    All else is as planned.
+    """
     d = sizes.design
     larger = replace(d, clusters=clusters)
     verb = f"buy {clusters - d.clusters} more templates" if clusters > d.clusters else "enough"

@@ -68,7 +68,7 @@ def probe(
 
 
 def _load_plan(path: Path, limit: int | None, plugins: Sequence[Path]) -> Plan:
-    """Return the plan with its items; raise an error for anything wrong with it before a folder is made."""
+    """Return the plan of a probe with its items; raise an error for anything wrong with it before a folder is made."""
     from kvaudit.audit.runs.endpoint_probe import make_plan
     from kvaudit.audit.runs.names import NAMES, load_plugins
     from kvaudit.core.spec import load_spec
@@ -80,7 +80,7 @@ def _load_plan(path: Path, limit: int | None, plugins: Sequence[Path]) -> Plan:
 
 
 def _check_baseline(plan: Plan, baseline: Path) -> None:
-    """Raise DataError for a baseline that was asked other items, before a request costs anything."""
+    """Raise DataError for a baseline (earlier probe) that asked other items, before a request costs anything."""
     from kvaudit.reports.page.probe import check_same_requests
     from kvaudit.reports.records.load import load_run
 
@@ -88,7 +88,7 @@ def _check_baseline(plan: Plan, baseline: Path) -> None:
 
 
 def _ask(plan: Plan, folder: Path, base_url: str | None, *, resume: bool, dry_run: bool) -> bool:
-    """Print the plan's size and ask its items; return False if only the size was requested."""
+    """Print the plan's size and ask its items; return False if only the size was wanted (``dry_run``)."""
     from rich.console import Console
 
     from kvaudit.audit.runs.endpoint_probe import Probe

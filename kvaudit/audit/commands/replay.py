@@ -77,7 +77,7 @@ def verify(
 def _find_rollouts(
     checkpoint: Path | None, rollouts: str | None, model: str | None
 ) -> tuple[list[RecordedRollouts], str]:
-    """Return the rollouts by file, and the name of the model that should explain them.
+    """Return the recorded rollouts, one entry per file, and the name of the model that should explain them.
 
     ``rollouts`` says how many of the checkpoint's rollouts to take, or is the path of a file with rollouts.
     """
@@ -95,7 +95,7 @@ def _find_rollouts(
 
 
 def _take_first(sources: list[RecordedRollouts], count: str | None) -> list[RecordedRollouts]:
-    """Return the first ``count`` rollouts, all of them for None."""
+    """Return the first ``count`` rollouts, all of them for None; raise SpecError for a count out of range."""
     if count is None:
         return sources
     remaining, total = int(count), sum(len(recorded.rollouts) for recorded in sources)
@@ -275,7 +275,7 @@ def _prepare_replay(dtype: str, temperature: float | None, plugins: Sequence[Pat
 
 
 def _print_measure(measure: Measure[WorkUnit, ServedBatch, Total], results: Sequence[tuple[WorkUnit, Total]]) -> int:
-    """Print a measure's results; return exit code 3 if the measure is a check and finds a difference, else 0."""
+    """Print a measure's results; return exit code 3 if it is a pass-or-fail check and found a difference, else 0."""
     console = wide_console()
     for line in measure.lines(results):
         if isinstance(line, str):

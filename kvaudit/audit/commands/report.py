@@ -54,7 +54,7 @@ PinOut = Annotated[Path | None, option("--out", help="With --pin: file to write.
 
 @dataclass(frozen=True)
 class GateOptions:
-    """The changes to a run's gate on the command line."""
+    """The options by which the command line changes a run's gate, such as another gate file or waivers."""
 
     gate_file: Annotated[
         Path | None, option("--gate", help="Gate file. Default: the gate declared in the run's spec.")
@@ -157,7 +157,7 @@ def _write_pin(folders: Sequence[Path], out: Path) -> None:
 
 
 def _pin_entries(folder: Path) -> Iterator[PinnedCheckpoint]:
-    """Yield the checkpoint in a folder, or the checkpoints of all seeds below it, after checking their hashes."""
+    """Yield the pin entry of the checkpoint in a folder, or of all seeds below it, after checking their hashes."""
     seeds = sorted(folder.glob(f"seed-*/{PROVENANCE}"))
     if (folder / PROVENANCE).is_file():
         yield _pin_trained(folder)
@@ -168,7 +168,7 @@ def _pin_entries(folder: Path) -> Iterator[PinnedCheckpoint]:
 
 
 def _pin_trained(folder: Path) -> PinnedCheckpoint:
-    """Return the entry of a checkpoint that kvaudit trained."""
+    """Return the pin entry of a checkpoint that kvaudit trained; raise DataError if its provenance is not complete."""
     check_checkpoint(folder)
     provenance = read_json(folder / PROVENANCE)
     weights = _weights_sha256(folder, provenance)
@@ -185,7 +185,7 @@ def _pin_trained(folder: Path) -> PinnedCheckpoint:
 
 
 def _weights_sha256(folder: Path, provenance: Mapping[str, Any]) -> str:
-    """Return the hash of a checkpoint's weights; an adapter needs no base model if provenance has its hash."""
+    """Return the sha256 of a checkpoint's weights; an adapter needs no base model if provenance has its hash."""
     from kvaudit.audit.sampling.checkpoints import adapter_sha256, checkpoint_sha256, is_adapter
 
     if is_adapter(folder):
@@ -203,7 +203,7 @@ def _arm_name(folder: Path, arm: str, seed: int) -> str:
 
 
 def _pin_untrained(folder: Path) -> PinnedCheckpoint:
-    """Return the entry of a model trained outside kvaudit, which has no arm or seed until a run names it."""
+    """Return the pin entry of a model trained outside kvaudit, which has no arm or seed until a run names it."""
     from kvaudit.audit.sampling.checkpoints import checkpoint_sha256
     from kvaudit.core.spec_train import BASE_ARM
 
@@ -286,7 +286,10 @@ def shading_svg(title: str, prompts: Sequence[ShadedPrompt]) -> str:
 
 
 def _place_tokens(prompt: ShadedPrompt) -> Iterator[_PlacedToken]:
-    """Yield the tokens with their places, cut at the end of a line; a line break of the text begins a new line."""
+    """Yield the tokens of a prompt with their places on the page, cut at the end of a line.
+
+    A line break of the text begins a new line.
+    """
     line = column = 0
     for number, (piece, share) in enumerate(zip(prompt.pieces, prompt.held, strict=True)):
         text = inline(piece) or "·"  # so that an invisible token has a place

@@ -136,7 +136,10 @@ def run(
 
 
 def _continue_command(spec: Path, out: Path | None, options: RunOptions, *, only: str | None, join: bool) -> list[str]:
-    """Return the command that continues the work; joining and evaluating need no --resume."""
+    """Return the words of the command that continues the work after an interruption.
+
+    Joining and evaluating need no --resume.
+    """
     plugins = plugin_words(options.plugins)
     if join:
         return ["kvaudit", "run", "--join", str(spec), *plugins]
@@ -155,7 +158,7 @@ def _check_unused(mode: str, options: Mapping[str, object]) -> None:
 
 
 def run_spec(spec: Path | Mapping[str, Any], out: Path | None, options: RunOptions, *, resume: bool) -> Path:
-    """Run every phase, write and print the report, and return the run's folder."""
+    """Run every phase of a spec, write and print the report, and return the run's folder."""
     from rich.console import Console
 
     from kvaudit.audit.commands.grade import judge_with_spec
@@ -193,7 +196,7 @@ def run_spec(spec: Path | Mapping[str, Any], out: Path | None, options: RunOptio
 def plan_workers(
     options: RunOptions, spec: RunSpec, first_threads: int | None, *, here: bool = True
 ) -> tuple[int, int | None]:
-    """Return the number of worker processes, and of the threads of each (None: one for each idle core).
+    """Return the number of worker processes and the number of threads of each (None: one for each idle core).
 
     ``first_threads`` is the number with which the run started. Rounding can depend on it, so a run keeps it:
     several processes have one thread each, and a run with more threads continues with one process. ``here`` says
@@ -248,7 +251,10 @@ def _join_command(folder: Path, options: RunOptions) -> list[str]:
 
 
 def _follow_rank0(plan: RunPlan, options: RunOptions) -> bool:
-    """Return False on rank 0 and in a run without ranks; on another rank, do all its work and return True."""
+    """Return False on rank 0 and in a run without ranks; on another rank, do all its work and return True.
+
+    Ranks are processes that train one unit together.
+    """
     from rich.console import Console
 
     from kvaudit.audit.runs.folder import open_run
@@ -264,7 +270,7 @@ def _follow_rank0(plan: RunPlan, options: RunOptions) -> bool:
 
 
 def _join_run(path: Path, options: RunOptions) -> None:
-    """Work on units of an existing run until none is left; raise DataError if there is no run."""
+    """Work on the units of an existing run until none is left; raise DataError if there is no run."""
     from kvaudit.audit.runs.folder import SPEC
 
     if not os.path.exists(path / SPEC):
@@ -309,7 +315,7 @@ class RunPlan(NamedTuple):
 
 
 def _load_plan(source: Path | Mapping[str, Any], out: Path | None, options: RunOptions) -> RunPlan:
-    """Load the plug-ins, then the spec that may name them, from a file or a table."""
+    """Load the plug-ins, then the spec, which may name them, from a file or a mapping."""
     if isinstance(source, Path):
         typer.echo(f"reading {hide_passwords(inline(str(source)))}")  # before imports that take seconds
     from kvaudit.audit.runs.names import NAMES, load_plugins
@@ -341,10 +347,10 @@ def open_pipeline(
     on_first_answer: OnFirstAnswer | None = None,
     processes: int = 1,
 ) -> tuple[Pipeline, RunFolder]:
-    """Check a run, open or create its folder, and return its pipeline.
+    """Check a run, open or create its folder, and return the pipeline that works on it, and the run.
 
-    A new folder is created after all checks. A process that ``works`` on no unit loads no model; its
-    workers check whether the model fits. ``on_first_answer``: see ``prepare_run``.
+    A new folder is created only after all checks. A process with ``works`` False works on no unit and loads no model;
+    its workers check whether the model fits. ``on_first_answer``: see ``prepare_run``.
     """
     from rich.console import Console
 
@@ -402,7 +408,7 @@ def _check_possible(spec: RunSpec, prepared: Prepared | None, options: RunOption
 
 
 def gate_provenance(spec: RunSpec, names: PluginNames) -> dict[str, Any]:
-    """Return the gate's entries in the provenance of a new run: gate file, pin, suites without declared margin.
+    """Return what the provenance of a new run says of its gate: gate file, pin, and suites whose margin is a default.
 
     Raises SpecError and DataError for files that cannot be used. The path of a pin is relative to the gate file
     that names it, or to the current folder if the spec names it.

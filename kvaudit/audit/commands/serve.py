@@ -90,7 +90,7 @@ def serve(
 
 
 def parse_models(models: Sequence[str]) -> dict[str, str]:
-    """Return the path of each model by name; raise SpecError for a name that is given twice or has an @."""
+    """Return the path of each model by the name it is served under; SpecError for a name given twice or with an @."""
     paths: dict[str, str] = {}
     for text in models:
         name, path = _split_pair(text, "MODEL") if "=" in text else (text.rstrip("/").rpartition("/")[2] or text, text)
@@ -101,7 +101,7 @@ def parse_models(models: Sequence[str]) -> dict[str, str]:
 
 
 def parse_aliases(aliases: Sequence[str], models: Mapping[str, str]) -> dict[str, str]:
-    """Return NAME@POLICY by alias; raise SpecError for an alias that could be taken for a model or a policy."""
+    """Return the NAME@POLICY that each alias stands for; SpecError for an alias that could be a model's name."""
     targets: dict[str, str] = {}
     for text in aliases:
         name, target = _split_pair(text, "--alias")
@@ -119,7 +119,7 @@ def _split_pair(text: str, option_name: str) -> tuple[str, str]:
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """Return a listening socket; raise SpecError if the address is not available."""
+    """Return a socket that listens on host and port; raise SpecError if the address is not available."""
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:

@@ -1,4 +1,7 @@
-"""Compression policies. ``parse_policy`` turns a spec string or mapping into a frozen object."""
+"""Compression policies: rules by which a KV cache evicts or quantises entries, or queries select some.
+
+``parse_policy`` turns a spec's text ("snapkv:budget=96") or mapping into a frozen policy object.
+"""
 
 from kvaudit.audit.policies.base import POLICIES, Policy
 from kvaudit.audit.policies.blind import Dense

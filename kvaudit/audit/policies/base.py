@@ -1,4 +1,4 @@
-"""The base of every compression policy: a frozen value with a name, fields and one canonical spelling.
+"""The base of every compression policy: a frozen value with a name, fields and one canonical text.
 
 An ``Evictor`` ranks entries to decide which are kept, a ``Quantiser`` stores them in fewer bits, a ``Selector`` chooses
 what a query attends to. A policy holds no state; the cache does.
@@ -43,25 +43,25 @@ class Policy:
 
     @property
     def chunk(self) -> int:
-        """The number of prompt tokens that enter the cache at once; a chunk attends before it is compressed."""
+        """The number of prompt tokens that enter the cache at once; their queries attend before they are compressed."""
         raise NotImplementedError
 
     @property
     def members(self) -> tuple[Policy, ...]:
-        """The policies that are combined on one request: the policy itself, unless it is composed."""
+        """The policies that act together on each request: the policy itself, unless it is composed of two."""
         return (self,)
 
     @property
     def replayable(self) -> bool:
         """Whether one forward over the whole rollout can reproduce the sampled log-probs, so that a learner can train.
 
-        It hides from each query what the cache, by its ledger of evictions, did not hold while sampling.
+        That forward hides from each query the entries that the ledger (the cache's record of evictions) says were gone.
         """
         return True
 
     @property
     def pinned_roles(self) -> tuple[str, ...]:
-        """The roles whose tokens are never evicted."""
+        """The message roles (system, tool, ...) whose tokens are never evicted."""
         return ()
 
     @property
@@ -70,11 +70,11 @@ class Policy:
         return (self,)
 
     def drawn(self, key: int) -> Policy:  # noqa: ARG002
-        """Return the policy of the request with this key; a mixture draws one."""
+        """Return the policy that serves the request with this key; a mixture draws one by the key."""
         return self
 
     def for_layer(self, layer: int, layers: int) -> Policy:  # noqa: ARG002
-        """Return the policy of layer number ``layer`` of ``layers`` compressed ones: itself, unless layers differ."""
+        """Return the policy of layer ``layer`` (from 0) of ``layers`` compressed ones: itself, unless layers differ."""
         return self
 
     @classmethod
@@ -83,7 +83,7 @@ class Policy:
         return tuple(f.name for f in dataclasses.fields(cls)) if cls.uses is None else cls.uses
 
     def parameters(self) -> dict[str, Any]:
-        """Return {field: value} in order, without optional fields that have their default."""
+        """Return {field: value} in order, without the fields of OPTIONAL that have their default."""
         values = {name: getattr(self, name) for name in self.field_names()}
         return {name: value for name, value in values.items() if name not in OPTIONAL or value != OPTIONAL[name]}
 
@@ -93,7 +93,7 @@ class Policy:
 
     @property
     def canonical(self) -> str:
-        """The spec string with every field written out; parses back to an equal policy."""
+        """The policy as text with every field written out, "snapkv:budget=96,..."; parses back to an equal policy."""
         texts = {k: str(v).lower() if isinstance(v, bool) else str(v) for k, v in self.parameters().items()}
         fields = ",".join(f"{name}={text}" for name, text in texts.items())
         return f"{self.name}:{fields}" if fields else self.name

@@ -1,4 +1,4 @@
-"""The policies that look at no content: every entry, a random subset, or sinks and a window."""
+"""The policies that do not look at the content of entries: keep all, a random subset, or the first and last."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The policies that combine others, and all policies parsed from text or YAML into the same frozen object.
+"""The policies that combine others, and the parser of all policies from text or YAML.
 
 A composition is an evictor with a quantiser; a mixture draws one policy per request. ``snapkv:budget=96,window=8`` is
 one policy, ``snapkv:budget=96+kivi:bits=4`` evicts and quantises the rest, and in ``snapkv:budget=96@3|none`` every
@@ -114,7 +114,7 @@ class Mixture(Policy):
 
     @property
     def replayable(self) -> bool:
-        """False, because the rollouts of a group share one prompt and its ledger, which differs between policies."""
+        """Always False: the rollouts of a group share one prompt and its ledger, which differs between policies."""
         return False
 
     @property
@@ -138,23 +138,23 @@ class Mixture(Policy):
 
 @cache
 def evictor_of(policy: Policy) -> Evictor:
-    """Return the evictor of a policy; the dense one if no part evicts."""
+    """Return the part of a policy that evicts; ``Dense``, which keeps everything, if none does."""
     evictors = (part for part in policy.members if isinstance(part, Evictor))
     return next(evictors, None) or Dense(chunk=policy.chunk)
 
 
 def quantiser_of(policy: Policy) -> Quantiser | None:
-    """Return the quantiser of a policy; None for full precision."""
+    """Return the part of a policy that quantises; None for full precision."""
     return next((part for part in policy.members if isinstance(part, Quantiser)), None)
 
 
 def selector_of(policy: Policy) -> Selector | None:
-    """Return the selector of a policy; None if queries attend to every entry."""
+    """Return the part of a policy that selects what queries attend to; None if they attend to every entry."""
     return next((part for part in policy.members if isinstance(part, Selector)), None)
 
 
 def quantiser_on_write(policy: Policy) -> Quantiser | None:
-    """Return the quantiser if it quantises entries before their own queries attend, else None.
+    """Return a policy's quantiser if it quantises entries before their own queries attend, else None.
 
     It is the only part of a policy that acts before the first chunk of a prompt has attended.
     """
@@ -163,7 +163,7 @@ def quantiser_on_write(policy: Policy) -> Quantiser | None:
 
 
 def parse_policy(source: str | Mapping[str, Any]) -> Policy:
-    """Parse a policy from text or a mapping; raises UnknownName or SpecError with the known fields."""
+    """Parse a policy from text or a mapping; raises UnknownName or SpecError, which list the known names."""
     if isinstance(source, Mapping):
         return _from_mapping(source)
     if not isinstance(source, str):

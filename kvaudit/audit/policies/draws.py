@@ -1,4 +1,4 @@
-"""Random numbers that depend only on what they are for (seed, row, layer): equal in every batch, order and arm."""
+"""Random numbers that depend only on their purpose (seed, row, layer), so they are equal in every batch and order."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def derive_seed(*parts: object) -> int:
 
 
 def mix(x: Tensor) -> Tensor:
-    """Return a hash of each int64 number, a bijection (multiply, xor-shift; arithmetic wraps modulo 2**64)."""
+    """Return a hash of each int64 number, different for different numbers (multiply, xor-shift; modulo 2**64)."""
     x = x * -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed number
     x = x ^ ((x >> 32) & 0xFFFFFFFF)  # masked: >> copies the sign
     x = x * -4417276706812531889  # 0xC2B2AE3D27D4EB4F; odd, so that no two numbers collide
@@ -26,6 +26,6 @@ def mix(x: Tensor) -> Tensor:
 
 
 def uniforms(seeds: Tensor, index: Tensor) -> Tensor:
-    """Return draw number ``index`` [B] of each seed [B]: a float64 in [0, 1) with 53 random bits."""
+    """Return random number ``index`` [B] of each seed [B]: a float64 in [0, 1) with 53 random bits."""
     bits = mix(mix(seeds) + index) & ((1 << 53) - 1)  # two rounds, so that neighbouring seeds do not share draws
     return bits.double() / float(1 << 53)

@@ -1,6 +1,7 @@
-"""The contract of an evicting policy, which ranks the entries of a cache that has more of them than its budget.
+"""The base class of evicting policies, which rank the entries of a cache that holds more than its budget.
 
-The cache (audit/cache/cache.py) protects sink and window, cuts to budget, moves the tensors and writes the ledger.
+The cache (audit/cache/cache.py) does the rest: it protects sink (first entries) and window (last ones), cuts to budget,
+moves the tensors and writes the ledger.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ class View(NamedTuple):
 
 
 def softmax(logits: Tensor, sink_logits: Tensor | None) -> Tensor:
-    """Return the softmax [B, H, G, Q, K] of logits; ``sink_logits`` [G*H] count in its denominator only."""
+    """Return the softmax [B, H, G, Q, K] of logits; ``sink_logits`` [G*H] add to its denominator only."""
     import torch
 
     if sink_logits is None:
@@ -150,7 +151,7 @@ class Evictor(Policy):
 
     @property
     def repositions(self) -> bool:
-        """Whether rotary positions are counted among the entries that the cache holds, not in the text."""
+        """Whether an entry's rotary position is its place among the entries in the cache, not its place in the text."""
         return False
 
     @property
@@ -160,7 +161,7 @@ class Evictor(Policy):
 
     @property
     def across_layers(self) -> bool:
-        """Whether layers evict together, after the last one has attended, by the ranks that `agreed` returns."""
+        """Whether layers evict together, after the last one has attended, by the ranks that ``agreed`` returns."""
         return False
 
     @property
@@ -191,12 +192,12 @@ class Evictor(Policy):
         return budgets[:, None].expand(rank.shape[:2])
 
     def importance(self, view: View) -> Tensor:
-        """Return the rank of every slot [B, H, K], float32 and finite; the highest are kept.
+        """Return the rank of every slot [B, H, K], float32 and finite; the entries of the highest ranks are kept.
 
         Ranks of protected entries and of empty slots are ignored.
         """
         raise NotImplementedError
 
     def agreed(self, importances: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Return for each layer the ranks by which it evicts, given the importance in every layer (`across_layers`)."""
+        """Return for each layer the ranks by which it evicts, from the importance in all layers (``across_layers``)."""
         return importances

@@ -1,7 +1,8 @@
-"""The contract of a quantising policy, which evicts nothing and stores entries past the residual window in fewer bits.
+"""The base class of quantising policies, which evict nothing and store all but the latest entries in fewer bits.
 
-``keys_until`` and ``values_until`` decide when entries are quantised; ``fit``, ``encode`` and ``numbers`` decide how.
-The cache stores codes and parameters; the shadow pass calls the same functions.
+``keys_until`` and ``values_until`` say when entries are quantised; ``fit``, ``encode`` and ``numbers`` say how. The
+cache stores codes and parameters (scale and zero); the shadow pass, by which a learner sees the cache, calls the same
+functions.
 """
 
 from __future__ import annotations
@@ -66,16 +67,16 @@ class Quantiser(Policy):
 
     @property
     def key_group(self) -> int:
-        """The number of consecutive keys that share parameters per channel; 0: keys are quantised per token."""
+        """The number of consecutive keys that share a scale per channel; 0 if keys are quantised per token."""
         return 0
 
     @property
     def code_kind(self) -> str | None:
-        """The name of the codes for GPU kernels (``CodedPart.kind``); None if only ``numbers`` can decode the codes."""
+        """The name by which GPU kernels know the codes (``CodedPart.kind``); None if only ``numbers`` decodes them."""
         return None
 
     def channels(self, size: int) -> int:
-        """Return how many channels of a head of ``size`` channels share parameters, per token."""
+        """Return how many channels of a head of ``size`` channels share a scale, per token."""
         return size
 
     @property
@@ -84,16 +85,19 @@ class Quantiser(Policy):
         return False
 
     def fixed_scales(self, layer: int, part: int, heads: int) -> Tensor | None:  # noqa: ARG002
-        """Return the fixed scales [H] float64 of a layer's keys (part 0) or values (1); None if they are fitted."""
+        """Return the fixed scales [H] float64 of a layer's keys (part 0) or values (1); None if fitted to the data."""
         return None
 
     def first_queries(self, before: int, until: int, seen: int) -> list[int]:
-        """Return for each entry ``before .. until - 1`` the first query that reads its codes, after ``seen`` tokens."""
+        """Return for each of the entries ``before .. until - 1`` the first query that reads its codes.
+
+        ``seen`` is the number of tokens until now.
+        """
         # on write it is the entry's own query, otherwise the next one to come, at position ``seen``
         return list(range(before, until)) if self.on_write else [seen] * (until - before)
 
     def keys_until(self, before: int, seen: int) -> int:
-        """Return the position below which keys are quantised after ``seen`` tokens; ``before`` is that until now."""
+        """Return the position below which keys are quantised after ``seen`` tokens; ``before`` is its former value."""
         return max(before, seen - self.residual)
 
     def values_until(self, before: int, seen: int) -> int:
@@ -101,22 +105,25 @@ class Quantiser(Policy):
         return max(before, seen - self.residual)
 
     def turned(self, x: Tensor, part: int) -> Tensor:  # noqa: ARG002
-        """Return keys (part 0) or values (1) [..., D] as they are before quantisation: transformed, or unchanged.
+        """Return keys (part 0) or values (1) [..., D] as they are quantised: transformed (rotated), or unchanged.
 
         The transform is its own inverse and keeps inner products, so that it can be applied to queries instead of keys.
         """
         return x
 
     def fit(self, low: Tensor, high: Tensor) -> Tensor:
-        """Return the parameters [..., P] of groups whose minimum and maximum are ``low`` and ``high`` [...]."""
+        """Return the parameters [..., P] of groups whose minimum and maximum are ``low`` and ``high`` [...].
+
+        They are a scale, or scale and zero.
+        """
         raise NotImplementedError
 
     def encode(self, x: Tensor, parameters: Tensor) -> Tensor:
-        """Return the codes of ``x`` [...] (uint8, one per element) under parameters [..., P]."""
+        """Return the codes of ``x`` (uint8, one per element of x) under the parameters [..., P] of its group."""
         raise NotImplementedError
 
     def numbers(self, codes: Tensor, out: Tensor) -> Tensor:
-        """Write the number that each code stands for into ``out``; an entry is number * scale (+ zero, if any)."""
+        """Write into ``out`` the number that each code stands for; an entry is number * scale (+ zero, if any)."""
         raise NotImplementedError
 
     def decode(self, codes: Tensor, parameters: Tensor) -> Tensor:
@@ -156,7 +163,7 @@ class Absmax(Quantiser):
 
     @property
     def default_scale(self) -> str:
-        """The default of ``scales``; empty if they must be set."""
+        """The value of ``scales`` if a policy does not set them; empty if it must."""
         return ""
 
     @property
@@ -213,7 +220,10 @@ ScaleTables = tuple[float | list[list[float]], float | list[list[float]]]
 
 
 def _pin_scales(policy: str, text: str) -> str:
-    """Return ``scales``, a file name with sha256 (``scales.json#1f2e3d4c5b6a``); SpecError if the file has changed."""
+    """Return ``scales`` with the sha256 added to a file's name (``scales.json#1f2e3d4c5b6a``).
+
+    Raises SpecError if the file cannot be used, or has another hash than the one that the name states already.
+    """
     if _positive_number(text.partition("/")[0]) is not None:  # otherwise a file name, which may contain slashes too
         _parse_scales(policy, text)
         return text

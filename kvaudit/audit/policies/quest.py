@@ -69,7 +69,7 @@ class Quest(Selector):
         return torch.where(best > last[:, None, None], -1, best)
 
     def _bounds(self, view: View, pages: int) -> Tensor:
-        """Return for each page the largest q k of any key within its extremes: [B, G*H, pages]."""
+        """Return for each page an upper bound [B, G*H, pages] of q k over its keys, from their extremes."""
         # [B, H, pages, D] each
         low, high = (part[:, :, :pages].float() for part in view.extremes or self._extremes_of(view, pages))
         batch, heads, _, size = low.shape

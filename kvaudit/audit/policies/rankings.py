@@ -1,4 +1,4 @@
-"""The policies that are one ranking of entries each: by attention (H2O, TOVA, expected attention) or by keys."""
+"""The evicting policies that consist of one formula: by attention (H2O, TOVA, expected attention) or by keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The contract of a selecting policy, which evicts nothing; each sampled token's query attends to selected entries.
+"""The base class of selecting policies, which evict nothing; each sampled token's query attends to selected entries.
 
 The policy's ``choose`` selects entries; the cache attends to them and records one list per query in the ledger. Prompt
 tokens attend to everything.

@@ -1,4 +1,4 @@
-"""SnapKV's ranking, by the attention of the last queries, under one budget, budgets per head or budgets per layer."""
+"""SnapKV's ranking, by the attention of the last queries, with one budget for all, budgets by head, or by layer."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ class PyramidKV(SnapKV):
 
 @dataclass(frozen=True)
 class _Layer(SnapKV):
-    """The policy of one layer of PyramidKV; ``budget`` is the layer's for long rows, ``mean`` the mean over layers."""
+    """The policy of one layer of PyramidKV: ``budget`` is the layer's for long rows, ``mean`` the mean over layers."""
 
     mean: int = 0
     layer: int = 0

@@ -77,7 +77,7 @@ class TriAttention(Evictor):
 
 
 def _standardise(scores: Tensor, counted: Tensor) -> Tensor:
-    """Return scores [B, H, G, K] with mean 0 and spread 1 over ``counted`` [B, H, K]; 0 elsewhere."""
+    """Return scores [B, H, G, K] scaled to mean 0 and standard deviation 1 over ``counted`` [B, H, K]; 0 elsewhere."""
     counted = counted[:, :, None]
     count = counted.sum(-1, keepdim=True).clamp(min=1)
     centred = (scores - (scores * counted).sum(-1, keepdim=True) / count) * counted

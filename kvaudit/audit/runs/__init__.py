@@ -1,1 +1,1 @@
-"""Run folders: locks on units of work (claims), resuming, the evaluation grid and the pipeline of stages."""
+"""Run folders: the stages of a run, its units of work, the locks on them (claims), and resuming."""

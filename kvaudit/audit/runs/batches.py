@@ -48,8 +48,8 @@ def engine_batches(spec: RunSpec, suite: Suite, items: Sequence[Item], unit: Uni
     """Return a unit's items in the batches in which its engine is asked them.
 
     ``folder`` is the name of the folder for the records: that of the grid, the pilot or the floor (requests repeated to
-    measure an engine's noise). The grid begins with the batches of the pilot, so that both ask the pilot's items in the
-    same batches. The first batch is small, so that the first answers arrive soon.
+    measure an engine's noise). The grid (the run's main folder) begins with the pilot's batches, so that both ask the
+    pilot's items in the same batches. The first batch is small, so that the first answers arrive soon.
     """
     at_once = spec.engine(unit.policy.canonical).at_once
     ordered = whole_templates(suite, items, len(items))
@@ -80,7 +80,7 @@ def _take_batches(batches: Sequence[list[Item]], number: int) -> list[list[Item]
 
 
 def _shuffle_batches(batches: Sequence[list[Item]], seed: int, unit: Unit) -> list[list[Item]]:
-    """Shuffle items across batches of the same sizes; the order is the same for every condition."""
+    """Shuffle items across batches of the same sizes; the order is the same for every engine setting."""
     items = [item for batch in batches for item in batch]
     random.Random(derive_seed("floor", seed, unit.suite, unit.context_tokens)).shuffle(items)
     remaining = iter(items)

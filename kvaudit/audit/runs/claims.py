@@ -77,7 +77,7 @@ class Claim:
 
     @classmethod
     def sign(cls, path: Path, file: int) -> Claim:
-        """Write this process's number, host and kernel into the locked file."""
+        """Claim the locked file: write this process's number, host and kernel into it."""
         claim = cls(path, file, str(uuid.uuid4()))
         holder = {
             "pid": os.getpid(),
@@ -192,7 +192,7 @@ class Claims:
         return self._take(path)[0], True
 
     def _quiet_seconds(self, path: Path, file: int) -> float:
-        """Return for how many seconds this process has seen the file unchanged, by its own clock only."""
+        """Return for how many seconds this process has seen the lock file unchanged, by its own clock only."""
         state, now = _ClaimState.of(file), time.monotonic()
         earlier, since = self._seen.get(path, (None, now))
         if state != earlier:
@@ -262,7 +262,7 @@ class _HeldUnit(NamedTuple):
 
 
 class ClaimedUnits(Generic[T]):
-    """The units of one group that this process has claimed and works on together."""
+    """The units of one group (those answered batch by batch together) that this process has claimed."""
 
     def __init__(self, claimed_units: Mapping[T, _HeldUnit], is_done: Callable[[T], bool], idle: IdleSignal) -> None:
         self._claimed, self._is_done, self._idle = dict(claimed_units), is_done, idle
@@ -277,7 +277,7 @@ class ClaimedUnits(Generic[T]):
         return self._claimed[unit].claim
 
     def keep(self, unit: T) -> bool:
-        """Return whether a unit is still claimed; if another process is idle, first release half of the others.
+        """Return whether a unit is still claimed; if another process is idle, first release half of the other units.
 
         Call this before every batch, when the files of all units are complete.
         """
@@ -292,7 +292,7 @@ class ClaimedUnits(Generic[T]):
 def _claim_group(
     claims: Claims, group: Sequence[T], lock: Callable[[T], Path], *, untouched: bool
 ) -> Iterator[dict[T, _HeldUnit]]:
-    """Claim the free units of a group; with ``untouched``, none if another process has the first one."""
+    """Claim the free units of a group while the body runs; with ``untouched`` none if another process has the first."""
     claimed_units: dict[T, _HeldUnit] = {}
     with ExitStack() as stack:
         for unit in group:

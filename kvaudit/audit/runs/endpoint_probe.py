@@ -5,8 +5,8 @@
                    {"call": sha256 of the request, "failed": reason}, which is asked again
 
 Answers that were paid for are never asked for again: they are on disk before they are used, and a stopped probe resumes
-at the next call. A conversation with a failed call is unscored; its unit is sealed all the same, and the failed calls
-are made again when the probe is resumed. ``lasting`` failures are those that would occur again.
+at the next call. A conversation with a failed call is unscored; its file is sealed (marked as finished) all the same,
+and the failed calls are made again when the probe is resumed. ``lasting`` failures are those that would occur again.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ _REMEDY = {
 
 @dataclass(frozen=True, eq=False)  # hashed by identity, since items cannot be hashed
 class ProbeUnit:
-    """The items of a suite at one length, whose records are one file."""
+    """The items of a suite at one length; the records of their answers are one file."""
 
     suite: Suite
     context_tokens: int
@@ -97,7 +97,7 @@ class ProbeUnit:
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that a probe asks, short lengths first.
+    """Everything that a probe asks, items of short contexts first.
 
     ``count`` returns the number of tokens of a text, ``counted`` says in words how it counts, and ``rows`` maps each
     file of public data to its sha256.
@@ -148,7 +148,7 @@ class Plan:
         return sum(self.count(message.content) for message in as_text(item.messages, item.tools))
 
     def _size(self, unit: ProbeUnit) -> tuple[int, int, int]:
-        """Return the most requests, tokens to read and tokens to write that a unit can need."""
+        """Return the most requests, tokens to read and tokens to write that a unit (suite and length) can need."""
         turns, limit = unit.suite.max_turns, unit.suite.max_new_tokens
         samples = self.spec.evaluate.samples_of(unit.suite.name)
         prompts = sum(self.tokens(item) for item in unit.items)
@@ -242,7 +242,10 @@ def call_key(body: Mapping[str, Any], sample: int) -> str:
 
 
 class Calls:
-    """The answers of a probe by the ``call_key`` of their request, kept in ``calls.jsonl``; safe between threads."""
+    """The answers that a probe has paid for, by the ``call_key`` of their request, kept in ``calls.jsonl``.
+
+    Safe between threads.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path, self._lock = path, threading.Lock()
@@ -300,7 +303,7 @@ def _is_valid(stored: Answer) -> bool:
 
 @dataclass(frozen=True)
 class Failure:
-    """A reason, ``why``, for which ``count`` conversations are unscored, merged with ``alike`` similar ones.
+    """A reason for which ``count`` conversations are unscored: ``why``, or one of ``alike`` similar ones.
 
     The similar reasons differ from ``why`` only in numbers.
     """
@@ -319,7 +322,7 @@ class Failure:
 
 
 def group_failures(failed: Counter[str], lasting: Set[str]) -> list[Failure]:
-    """Return failures, most frequent first; those that differ only in numbers are merged under the commonest text."""
+    """Return failures, most frequent first; reasons that differ only in numbers are merged under the commonest one."""
     kinds: dict[tuple[str, bool], list[str]] = {}
     for why, _ in failed.most_common():
         kinds.setdefault((_NUMBER.sub("#", why), why in lasting), []).append(why)
@@ -341,7 +344,10 @@ class _Conversation:
 
 
 class Probe:
-    """The work of one process on a probe; raises RunError if its folder began with another address, items or rows."""
+    """The work of one process on a probe.
+
+    Raises RunError if the probe's folder began with another address, items or public rows.
+    """
 
     def __init__(self, run: RunFolder, plan: Plan, base_url: str, client: EndpointClient, console: Console) -> None:
         self._run, self._plan, self._url, self._client, self._console = run, plan, base_url, client, console
@@ -362,7 +368,7 @@ class Probe:
         self._readings, self._lasting = Readings(), set[str]()
 
     def work(self) -> list[Failure]:
-        """Ask everything that is not answered yet; returns why conversations are unscored, most frequent first."""
+        """Ask everything that is not answered yet; return why conversations are unscored, most frequent first."""
         units = self._plan.units
         with Meter(self._console, "probe", sum(map(self._rows, units)), self._done_rows()) as self._meter:
             work_on_units(
@@ -474,7 +480,7 @@ class Probe:
     def _next_answer(
         self, unit: ProbeUnit, transcript: Sequence[Message], tools: Tools, seed: int, sample: int
     ) -> Answer:
-        """Return the stored answer to the next call of a conversation, else the endpoint's; raises Unanswered."""
+        """Return the answer to the next call of a conversation, stored or from the endpoint; raise Unanswered."""
         # whether an endpoint takes tools is unknown, so they are part of the prompt as text
         body = request_body(self._plan, unit.suite, as_text(transcript, tools), seed & _LARGEST_SEED)
         key, rows = call_key(body, sample), body["messages"]

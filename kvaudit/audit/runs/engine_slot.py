@@ -43,7 +43,7 @@ OnFirstAnswer = Callable[[str, Item, str], None]  # policy or condition, item, t
 
 
 class EngineSlot(Session):
-    """The session of the engine that currently runs; every start happens inside the context manager ``around``."""
+    """A session that passes requests to the one engine that currently runs; every start happens inside ``around``."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class EngineSlot(Session):
         self._key = ("", "")  # of the target: sha256 of the weights, condition
 
     def switch_to(self, condition: Condition, model: LoadedModel) -> Session:
-        """Return the engine for this condition and checkpoint; if it does not run, stop any other and start it."""
+        """Return the session of this engine, settings and checkpoint; if none runs, stop any other and start it."""
         key = (model.sha256, condition.canonical)
         if self._session is None or key != self._key:
             self.stop()
@@ -130,7 +130,7 @@ def check_engine_unchanged(run: RunFolder, key: str, engine: str, description: M
 
 
 def _cut_to_difference(before: str, after: str) -> tuple[str, str]:
-    """Return two texts, each cut to the part around their first difference if it is long."""
+    """Return the two texts, each cut to the part around their first difference if they are long."""
     common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(before, after, strict=False)))
     start = max(0, common - _BEFORE) if max(len(before), len(after)) > _SHOWN else 0
     dots = "..." if start else ""

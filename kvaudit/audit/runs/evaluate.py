@@ -144,7 +144,7 @@ class Evaluator:
         folder: Path | None = None,
         rows: Mapping[str, range] | None = None,
     ) -> None:
-        """Write the missing records of units that differ only in their policy, then seal their files.
+        """Write the missing records of units that differ only in their policy, then seal (finish) their files.
 
         ``folder`` holds the records, by default the folder of the run's grid. ``rows``, in a run in rounds, are the
         range of rows to ask of each suite. In the pilot's folder a unit has the pilot's items only. Elsewhere the
@@ -222,7 +222,7 @@ class Evaluator:
         return [batch for batch in pilot_batches if batch]
 
     def _existing_rows(self, unit: Unit, run: RunFolder, folder: Path) -> dict[Row, Record]:
-        """Return a unit's answers that are not asked again: the pilot's, and those of a unit reopened for its refusals.
+        """Return a unit's answers that are not asked again: the pilot's, and those kept when refused requests are.
 
         Items of which the server refused a request have no such answers.
         """
@@ -240,7 +240,7 @@ class Evaluator:
         suite: Suite,
         rows: Mapping[str, range] | None,
     ) -> None:
-        """Store the hash of the prompts of every unfinished unit; other hashes of earlier processes are kept beside it.
+        """Store the hash of the prompts of every unfinished unit, beside other hashes that earlier processes stored.
 
         In rounds the hash covers the rows of all rounds so far and replaces the earlier one.
         """
@@ -308,7 +308,7 @@ class Evaluator:
             return play_unit(inspect_unit, items, batched)
 
     def _decoding(self, suite: Suite, items: Sequence[Item]) -> tuple[Decoding, list[int], int, bool]:
-        """Return the decoding, a seed per row, the number of rows per item, and whether the model thinks first."""
+        """Return the decoding settings, a seed per row, the rows per item, and whether the model thinks first."""
         section, samples = self._spec.evaluate, self._spec.evaluate.samples_of(suite.name)
         decoding = Decoding(suite.max_new_tokens, temperature=section.temperature, top_p=section.top_p)
         # the samples of an item are adjacent
@@ -369,7 +369,7 @@ class Evaluator:
         )
 
     def _record(self, unit: Unit, suite: Suite, row: GradedRow | EngineAnswer) -> Record:
-        """Return the record of a row; the record of an engine has no measurements of the cache."""
+        """Return the record of an answer; that of an engine's answer has no measurements of the cache."""
         serving = self._serving(unit, suite)
         if isinstance(row, EngineAnswer):
             return Record.of(serving, row.item, row.grade, row.answer, CacheUse())
@@ -455,7 +455,7 @@ def count_clusters(suite: Suite, seed: int, context: int, count: CountTokens) ->
 def _shortened_items(
     suite: Suite, number: int, seed: int, context: int, longest: int, count: CountTokens
 ) -> list[Item]:
-    """Return the items of the spec's longest length, ``longest``, with less filler so that they fit ``context`` tokens.
+    """Return the items of the spec's longest length, with less filler text so that they fit ``context`` tokens.
 
     Ids and words stay the same. A suite fills an item up to a length by the token count it is given, so a count
     that is larger by longest/context yields the same item in a shorter context.
@@ -495,5 +495,5 @@ def check_spans(suite: Suite, item: Item) -> None:
 
 
 def row_seed(seed: int, item: Item, sample: int) -> int:
-    """Return the sampling seed of a row, the same for all checkpoints and policies: common random numbers."""
+    """Return the sampling seed of a row, the same for all checkpoints and policies (common random numbers)."""
     return derive_seed("evaluate", seed, item.suite, item.item_id, sample)

@@ -73,7 +73,7 @@ class RunFolder:
             write_json(self.path / PROVENANCE, provenance)
 
     def keep(self, table: str, key: str, value: Any) -> Any:
-        """Store ``value`` under ``table`` and ``key`` of provenance.json if it has none; return the stored value.
+        """Store ``value`` in provenance.json under ``table`` and ``key`` if there is none yet; return the stored one.
 
         Safe between processes: all of them get the value of the first one.
         """
@@ -182,7 +182,7 @@ def open_run(path: Path, spec: RunSpec, *, resume: bool, entries: Mapping[str, A
 
 
 def allow_more_minutes(path: Path, spec: RunSpec) -> RunSpec:
-    """Let a run in rounds take the minutes of ``spec``, if that is all that differs; return the spec of the run.
+    """Let a run in rounds take the minutes of ``spec``, if nothing else differs; return the spec of the run.
 
     Rounds that ended because their time was spent then go on. If the folder holds no such run, nothing is changed and
     ``spec`` is returned.

@@ -1,4 +1,4 @@
-"""Units whose items Inspect runs: kvaudit gives it the model under the unit's policy, and turns its logs into records.
+"""Units whose items the harness Inspect runs: kvaudit serves it the model, and turns its logs into records.
 
     RUN/logs/inspect/<folder>/<unit>/<batch>/*.eval    a log of each attempt; samples in it are not asked again
 
@@ -47,7 +47,7 @@ Rows = dict[tuple[str, int], Any]  # samples of logs by item id and epoch
 
 
 class InspectUnit(NamedTuple):
-    """A unit whose items Inspect runs: its suite, log folder, serving and decoding."""
+    """A unit whose items Inspect runs: its suite, log folder, serving facts for the records, and decoding."""
 
     suite: Inspect
     logs: Path
@@ -63,7 +63,7 @@ class InspectUnit(NamedTuple):
 
 
 def inspect_batches(items: Sequence[Item]) -> list[list[Item]]:
-    """Return items in batches: a small first one, then batches of as many items as Inspect runs samples at once."""
+    """Return items in batches: a small first one, then as many items at once as Inspect runs samples."""
     starts = [0, *range(_FIRST_BATCH, len(items), SAMPLES_AT_ONCE)]
     ends = [*starts[1:], len(items)]
     return [list(items[start:end]) for start, end in zip(starts, ends, strict=True) if start < end]
@@ -72,7 +72,7 @@ def inspect_batches(items: Sequence[Item]) -> list[list[Item]]:
 def play_unit(unit: InspectUnit, items: Sequence[Item], batched: BatchedModel) -> list[Record]:
     """Let Inspect run items and return a record for every sample; samples that earlier logs hold are not run again.
 
-    Raises the condition's own error if it fails, and RunError if Inspect fails.
+    Raises the error of the model's session if that fails, and RunError if Inspect fails.
     """
     epochs, batch = range(unit.samples), "\n".join(item.item_id for item in items)
     unit = unit._replace(logs=unit.logs / hashlib.sha256(batch.encode()).hexdigest()[:8])
@@ -116,7 +116,10 @@ def _by_item(unit: InspectUnit, samples: Sequence[Any]) -> Iterator[tuple[tuple[
 
 
 def _play(unit: InspectUnit, items: Sequence[Item], batched: BatchedModel) -> Rows:
-    """Run Inspect on the items and return their samples; raise the condition's error, or RunError if Inspect fails."""
+    """Run Inspect on the items and return their samples.
+
+    Raises the error of the model's session if that fails, and RunError if Inspect fails.
+    """
     import copy
 
     import inspect_ai

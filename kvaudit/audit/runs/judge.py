@@ -53,12 +53,12 @@ _COPIED = {  # files that a report shows besides records -> their names in the j
 
 
 def judged_folder(run: Path, judge: Judge) -> Path:
-    """Return the default folder for a run's answers with a judge's grades."""
+    """Return the default folder for a run's answers as graded by ``judge``."""
     return run / "judged" / judge.folder
 
 
 class SuiteChange(NamedTuple):
-    """How many answers of a suite were graded again, and in how many of them each part of the grade has changed."""
+    """How many answers of a suite were graded again, and in how many of them each part of the grade changed."""
 
     suite: str
     versions: str  # before -> now
@@ -108,10 +108,7 @@ class Judging:
         return changes
 
     def agreement(self) -> dict[str, list[int]]:
-        """Return by suite how many answers are in each class of ``AGREEMENT``.
-
-        A class says whether the old grade and the new one call the answer desired.
-        """
+        """Return by suite the number of answers in each class of ``AGREEMENT``: desired by both grades, one or none."""
         totals: dict[str, list[int]] = {}
         for unit in self.units:
             pairs = read_json(self._seal(unit))["changed"].get("pairs", [])
@@ -246,7 +243,7 @@ class Judging:
         return {**provenance, "suite_versions": {name: SUITES.get(name).version for name in names}, JUDGED: judged}
 
     def _identity(self, unit: StoredUnit) -> dict[str, Any]:
-        """Return what a unit's new grades depend on; the unit is judged already if its seal stores the same."""
+        """Return what a unit's new grades depend on: if its seal stores the same, the unit is judged already."""
         by = {"suite": SUITES.get(unit.suite).version, "kvaudit": __version__, "plug-ins": dict(self._plugins)}
         judge = {} if self._judge is None else {"judge": self._judge.identity}
         return {"from": unit.sha256, "by": {**by, **judge}}

@@ -26,9 +26,9 @@ _SECONDS = 60
 
 
 class TriedLength(NamedTuple):
-    """What a pilot (trial answers of the uncompressed model) showed at one prompt length, and the seconds per answer.
+    """What a pilot (trial answers of the uncompressed model) showed at a prompt length of ``tokens``.
 
-    ``tokens`` is the length.
+    ``row_seconds`` are the seconds per answer.
     """
 
     tokens: int
@@ -42,7 +42,7 @@ class TriedLength(NamedTuple):
 
     @property
     def line(self) -> str:
-        """A line about whether the model can be asked at this length, and why."""
+        """A line on whether a loss could be measured at this length, and why."""
         state = "can be asked" if self.control.is_measurable else f"cannot be asked, {self.control.measurability}"
         return f"at {self.tokens} tokens: {state}: {self.control.says} ({self.row_seconds:.2g} s a row)"
 
@@ -85,7 +85,7 @@ def read_pilot(records: Path, length: int) -> TriedLength:
 
 
 def choose_length(tried: Sequence[TriedLength], minutes: float) -> int:
-    """Return the longest length at which the model can be asked and a check's first round fits into ``minutes``.
+    """Return the longest length at which a loss can be measured and a check's first round fits into ``minutes``.
 
     Return the shortest usable length if none fits: a check always asks its first round. Raises NotMeasurable if the
     model can be asked at no length.

@@ -26,7 +26,7 @@ Pair = tuple[str, int]  # arm, seed
 
 
 def trained_pairs(spec: RunSpec) -> list[Pair]:
-    """Return the arm and seed of every checkpoint that the run trains, warm starts first."""
+    """Return the arm and seed of every checkpoint that the run trains, warm starts (by supervised examples) first."""
     return [*spec.starts, *(() if spec.train is None else spec.train.pairs)]
 
 
@@ -51,7 +51,7 @@ class Models:
         self.batches: Batches = {} if prepared is None else prepared.batches
 
     def resized(self, spec: RunSpec, suites: Collection[str]) -> Models:
-        """Return these models for a ``spec`` with other numbers of items of ``suites``; drop these suites' items."""
+        """Return these models for a ``spec`` with other numbers of items of ``suites``, whose items are made anew."""
         batches = {key: parts for key, parts in self.batches.items() if key[0] not in suites}
         prepared = None if self._prepared is None else self._prepared._replace(batches=batches)
         models = Models(self._run, spec, self._print_line, prepared, self._processes)

@@ -1,4 +1,4 @@
-"""The pilot: which units it asks some items of before the grid is asked, and what follows from their answers.
+"""The pilot, which asks some items before the rest: which units it asks, and what follows from their answers.
 
 The reference answers some items of every suite at every length, uncompressed and under every gated policy. The answers
 show whether a cell has anything to lose (``kvaudit.reports.verdict.controls``) and how many answers a policy changes,
@@ -43,7 +43,7 @@ Answers = Mapping[Unit, Sequence[Record]]
 
 
 def with_kept_gate(spec: RunSpec, provenance: Mapping[str, Any]) -> RunSpec:
-    """Return the spec with the gate file that was stored when the run began, if any, as its gate section."""
+    """Return the spec with its gate section taken from the gate file that was stored when the run began, if any."""
     file = recorded_gate_file(provenance)
     return spec if file is None else with_gate(spec, file, defaults=table_of(provenance, DEFAULT_MARGINS))
 
@@ -88,7 +88,7 @@ def gated_lengths(spec: RunSpec, suite: str) -> list[int]:
 
 
 def layout_of(spec: RunSpec, name: str, count: CountTokens) -> Layout:
-    """Return the cluster and the facets of each item in one round of a suite (``round_size``)."""
+    """Return the cluster and the facets of each item in one round of a suite (``round_size`` items)."""
     suite, section = suite_as_asked(spec, name), spec.evaluate
     context = min(section.contexts_of(name))
     items = make_items("evaluate", suite, "eval", round_size(spec, suite, count), section.seed, context, count)
@@ -106,7 +106,7 @@ def layout_of(spec: RunSpec, name: str, count: CountTokens) -> Layout:
 
 
 def impossible_cells(spec: RunSpec, count: CountTokens) -> Iterator[str]:
-    """Yield a line for each gated metric that cannot pass with its suite's items, and with how many it could."""
+    """Yield a line for each gated metric that cannot pass with its suite's items, with the number it would need."""
     assert spec.gate.alpha is not None, "a complete spec has a level"
     for name in spec.evaluate.suites:
         if not (metrics := gated_metrics(spec, name)):
@@ -142,7 +142,7 @@ class Churn(NamedTuple):
 def pilot_results(
     spec: RunSpec, answers: Answers, layouts: Mapping[str, Layout], most: Mapping[str, int]
 ) -> dict[str, Any]:
-    """Return the pilot's results: controls (has the reference anything to lose?), numbers of items, and their reasons.
+    """Return the pilot's results: controls (has the reference anything to lose?), numbers of items, and the reasons.
 
     It fixes the numbers for suites whose spec has ``items: auto`` or ``all``; ``most`` is how many items each of these
     has. The table goes into provenance.json.
@@ -195,7 +195,7 @@ def _needed_items(spec: RunSpec, metric: Metric, answers: Answers, layout: Layou
 
 
 def _design(spec: RunSpec, metric: Metric, discordance: float) -> Design:
-    """Return the statistical design that the pilot plans with: all samples and seeds of the spec, and no true drift."""
+    """Return the statistical design by which the pilot plans: the spec's samples and seeds, and no true drift."""
     assert spec.gate.alpha is not None
     is_trained = spec.train is not None
     return Design(
@@ -211,7 +211,7 @@ def _design(spec: RunSpec, metric: Metric, discordance: float) -> Design:
 
 
 def churns_of(spec: RunSpec, metric: Metric, answers: Answers) -> Iterator[Churn]:
-    """Yield, for each gated policy and length, how many answers it changes (``Churn``) in a metric, over all seeds."""
+    """Yield for each gated policy and length how many answers of a metric it changes (``Churn``), over all seeds."""
     references = spec.evaluate.references
     values = {unit: {(r.item_id, r.sample_index): _value(r, metric) for r in rows} for unit, rows in answers.items()}
     for length in gated_lengths(spec, metric.suite):

@@ -84,7 +84,7 @@ def _conditions(spec: RunSpec) -> list[Condition]:
 
 
 def _show_first_answers(model: LoadedModel, spec: RunSpec, item: Item, on_answer: OnFirstAnswer) -> None:
-    """Begin an answer under each policy of kvaudit's own cache, or uncompressed if engines serve everything."""
+    """Sample the beginning of an answer under each policy of kvaudit's own cache; uncompressed if engines serve all."""
     for policy in cache_policies(spec) or [parse_policy(DENSE_POLICY)]:
         suite = suite_as_asked(spec, item.suite)
         (row,) = play(Sampler(model, policy), [(suite, item)], Decoding(FIRST_TOKENS, temperature=0.0), [0])
@@ -114,7 +114,7 @@ def _training_suites(section: TrainSpec) -> tuple[str, ...]:
 
 
 def check_training(spec: RunSpec, model: LoadedModel) -> None:
-    """Raise the errors that training would raise, before the run begins: make the first training items of every suite.
+    """Raise the errors that training would raise, before the run begins: make the first items of every suite.
 
     Also raises one for an adapter that does not fit the model, and for gold answers that its chat template rejects.
     """

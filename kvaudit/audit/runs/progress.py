@@ -48,7 +48,7 @@ def duration(seconds: float | None) -> str:
 
 
 class _Bar(Progress):
-    """A rich progress bar of one task, with lines of text below it; shown on terminals only."""
+    """A progress bar of the package rich for one task, with lines of text below it; shown on terminals only."""
 
     def __init__(self, console: Console, *columns: ProgressColumn, total: float | None, done: float = 0.0) -> None:
         self.lines: tuple[str, ...] = ()
@@ -131,7 +131,7 @@ class Meter:
 
 
 class Part(NamedTuple):
-    """A unit of work of ``size`` answers; ``done`` returns how many of them any process has written to disk."""
+    """A unit of work on the progress bar, of ``size`` answers; ``done`` returns how many of them are on disk."""
 
     name: Hashable
     size: float
@@ -184,14 +184,14 @@ class RunBar:
         self._bar.restart()
 
     def expect(self, parts: Iterable[Part]) -> None:
-        """Add parts of the work to the bar, or correct the sizes of known ones."""
+        """Add parts of the work to the bar, or correct the sizes of those that it has."""
         for part in parts:
             self._parts[part.name] = part
             self._done[part.name] = min(max(part.done(), self._done.get(part.name, 0.0)), part.size)
         self._bar.set_to(sum(self._done.values()), sum(part.size for part in self._parts.values()))
 
     def claim(self, names: Collection[Hashable]) -> None:
-        """Set the parts that this process works on."""
+        """Set which parts this process works on, so that it counts only the others from disk."""
         self._claimed = frozenset(names)
 
     def resume(self, name: Hashable, done: float) -> None:
@@ -227,7 +227,7 @@ class RunBar:
 
 
 class _Comparison(NamedTuple):
-    """One comparison: its name, and pairs of a unit with the unit that it is compared with."""
+    """A comparison of two sides: its name, and the pairs of a unit with the unit that it is compared with."""
 
     name: str
     pairs: Sequence[tuple[Unit, Unit]]
@@ -313,7 +313,7 @@ class FoundSoFar:
 
 
 def policy_labels(spec: RunSpec) -> dict[str, str]:
-    """Return short labels for the policies and conditions of a grid."""
+    """Return a short label for each policy of the grid and each engine setting."""
     policies = spec.evaluate.policies
     return {**short_names(policies), **condition_names(spec.evaluate.references)}
 

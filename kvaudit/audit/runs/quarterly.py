@@ -1,4 +1,4 @@
-"""The quarterly check of two endpoints at length: its spec with a judge, and its price in tokens."""
+"""The quarterly check of two servers with long contexts: its spec with a judge, and its price in tokens."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ _SECONDS = 60
 
 
 def judge_option(judge: str | None, config: ServingConfig) -> str:
-    """Return a spec's entry for the judge URL#MODEL; raise SpecError without one, or if that server is audited."""
+    """Return the spec's entry for the judge given as URL#MODEL.
+
+    Raises SpecError without a judge, or if that server is one of those audited.
+    """
     advice = "give --judge URL#MODEL, a server of another model that rates how far answers do harm"
     if judge is None:
         raise SpecError(f"init quarterly needs a judge; {advice}")
@@ -44,7 +47,7 @@ def _normalised_address(server: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def quarterly_text(model: str, config: ServingConfig, judge: str, command: str) -> str:
-    """Return the spec of the quarterly check as YAML; comments give the reason of each setting."""
+    """Return, as YAML, the spec of the quarterly check of two servers; comments give the reason of each setting."""
     suite_settings = {
         "items": _ITEMS,
         "max_new_tokens": _TOKENS,

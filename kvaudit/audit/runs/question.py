@@ -37,14 +37,14 @@ _KEY = "key"  # key of a server's settings: the environment variable with its AP
 
 @dataclass(frozen=True)
 class ServingConfig:
-    """A serving configuration: an entry of ``evaluate.policies``, and the section ``engines`` of a spec."""
+    """A serving configuration to check: an entry of ``evaluate.policies``, and the section ``engines`` of a spec."""
 
     policy: Any
     engines: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def served(self) -> ServingMode:
-        """The policy of kvaudit's own cache, or the engine's condition."""
+        """The policy of kvaudit's own cache, or the condition (an engine with its settings)."""
         if isinstance(self.policy, Mapping):
             return parse_serving_mode({name: value for name, value in self.policy.items() if name != _REFERENCE})
         return parse_serving_mode(self.policy)
@@ -84,7 +84,7 @@ CONTEXT = "chat"  # inside such a conversation a model still refuses what it ref
 
 
 class CheckPlan(NamedTuple):
-    """The questions of a check: endpoints of public rows in rounds, or suites of generated questions."""
+    """The questions of a check: endpoints (metrics of public rows) in rounds, or suites of generated questions."""
 
     endpoints: tuple[Endpoint, ...]
     made_up: tuple[MadeUpSuite, ...]
@@ -113,7 +113,7 @@ def plan_check(
     agents: bool = False,
     length: int | None = None,
 ) -> CheckPlan:
-    """Return the questions for a serving configuration: public rows in rounds, or made-up ones if requested.
+    """Return which questions to ask a serving configuration: public rows in rounds, or made-up ones if requested.
 
     With a ``length`` the rows follow a conversation of so many tokens, even if the setting evicts nothing. The model
     that ships with kvaudit gets made-up questions only. Raises DataError if public rows are needed but missing,
@@ -168,7 +168,7 @@ def _missing_rows_text() -> str:
 
 
 def _uncovered_topics(endpoints: Sequence[Endpoint], *, is_long: bool) -> Iterator[str]:
-    """Yield what this check cannot show, for the report."""
+    """Yield the topics that this check does not cover, for the report."""
     if "injection" not in [endpoint.name for endpoint in endpoints]:
         yield "attacks on a secret"
     if not set(AGENTS) <= set(endpoints):
@@ -191,7 +191,7 @@ def kept_entries(config: ServingConfig) -> int | None:
 
 
 def exact_entries(config: ServingConfig) -> int:
-    """Return how many of the newest entries a quantising policy of kvaudit's own cache does not quantise."""
+    """Return how many of the newest cache entries a quantising policy leaves exact (0 for an engine)."""
     served = config.served
     members = () if isinstance(served, Condition) else served.members
     residuals = [member.parameters().get(_RESIDUAL, "") for member in members if member.quantises]
@@ -199,7 +199,10 @@ def exact_entries(config: ServingConfig) -> int:
 
 
 def _prompt_length(model: str, kept: int | None) -> int:
-    """Return the tokens of a prompt, at least twice the entries kept or exact; raise SpecError beyond LONGEST."""
+    """Return a prompt's length in tokens, at least twice ``kept``, the entries that the cache keeps or leaves exact.
+
+    Raises SpecError beyond LONGEST.
+    """
     length = _EMBEDDED_LENGTH if model == EMBEDDED else _LENGTH
     while kept is not None and length < 2 * kept:
         length *= 2

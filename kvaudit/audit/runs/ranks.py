@@ -1,4 +1,4 @@
-"""Start and connect the ranks that train a unit together, on this machine or under ``accelerate launch``.
+"""Start and connect the ranks (processes that train a unit together), on this machine or under ``accelerate launch``.
 
 They find each other by the variables of torch's launchers (RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT).
 Ranks that were started here end with the process that started them.
@@ -66,7 +66,7 @@ def check_ranks(ranks: int, device: torch.device) -> None:
 
 
 class _Failures:
-    """The failures of ranks that were started here."""
+    """Collects the failures of ranks that were started here."""
 
     def __init__(self, print_line: PrintLine) -> None:
         self._print_line, self._lines = print_line, list[str]()
@@ -127,7 +127,7 @@ def _local_ranks(ranks: int, job: Job, print_line: PrintLine) -> Iterator[RankGr
 
 @contextmanager
 def join_ranks(ranks: int, *, any_gpu: bool) -> Iterator[RankGroup]:
-    """Yield the group of ranks after joining it as the rank in RANK, not the first, on the GPU in LOCAL_RANK."""
+    """Yield the group of ranks after joining it as rank RANK (not the first), on GPU LOCAL_RANK."""
     yield _connect(int(os.environ["RANK"]), ranks, any_gpu, "env://", str)
     dist.destroy_process_group()
 

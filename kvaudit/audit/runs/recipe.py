@@ -96,7 +96,7 @@ def copy_provenance(source: Path, target: Path) -> None:
 
 
 def joined_recipe(run: RunFolder, refusal_set: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return one recipe of all arms, with the safety suites of this run.
+    """Return one recipe (record of how checkpoints were trained) for all arms, with the safety suites of this run.
 
     Returns None if a checkpoint has no recipe, or the recipes differ in more than arm and seed. Raises DataError
     for a damaged recipe.

@@ -28,7 +28,7 @@ from kvaudit.suites.sources import collect_file_hashes
 
 @dataclass(frozen=True)
 class StoredUnit:
-    """A finished unit of a run; ``version`` is that of the suite that graded it."""
+    """A finished unit (record file) of a run; ``version`` is that of the suite that graded it."""
 
     records: Path
     seal: Mapping[str, Any] = field(hash=False)  # the path identifies a unit

@@ -1,4 +1,4 @@
-"""A unit of work and its record file.
+"""A unit of work (a checkpoint asked one suite at one length under one policy) and its record file.
 
 Records are appended batch by batch. A resumed process cuts the file to complete batches; a finished file is sealed with
 its sha256. While refused requests of a finished unit are asked again, <unit>.answered holds the other answers.
@@ -39,7 +39,7 @@ class Unit:
 
     @property
     def group_key(self) -> tuple[object, ...]:
-        """The key of units that are answered together, batch by batch; a unit of an engine is answered alone."""
+        """The key shared by units that are answered together, batch by batch; a unit of an engine is answered alone."""
         condition = None if isinstance(self.policy, Policy) else self.policy
         return self.arm, self.seed, self.suite, self.context_tokens, condition
 
@@ -123,7 +123,7 @@ def written_seconds(files: UnitFiles) -> float:
 
 
 def kept_rows(files: UnitFiles) -> Mapping[Row, Record]:
-    """Return the answers that a unit keeps while requests that the server refused are sent again; empty if none are."""
+    """Return the answers that a unit keeps while the requests that a server refused are sent again; else empty."""
     rows = _readable_rows(files.answered) if files.answered.exists() else ()
     return {(row.record.item_id, row.record.sample_index): row.record for row in rows}
 

@@ -1,4 +1,4 @@
-"""The contract of a tool form: which chat templates use it, and how the calls in an answer are read.
+"""The base class of a tool form: which chat templates write calls in it, and how an answer's calls are read.
 
 Answers are untrusted: they are parsed, never evaluated, and reading an answer never raises.
 """
@@ -30,7 +30,7 @@ class FoundCall(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """The calls of an answer and its other text; ``is_broken``: the answer tries to call, and no call can be read."""
+    """The tool calls of an answer and its other text; ``is_broken``: it tries to call, but no call can be read."""
 
     words: str
     calls: tuple[ToolCall, ...] = ()
@@ -56,11 +56,11 @@ class ToolForm:
         return all(mark in template for mark in cls.marks) and not any(text in template for text in cls.others)
 
     def find(self, text: str, tools: Tools) -> Iterator[FoundCall]:
-        """Yield the calls of a text in order; ValueError and RecursionError end the search."""
+        """Yield the calls of a text in order; a ValueError or RecursionError that it raises ends the search."""
         raise NotImplementedError
 
     def words(self, text: str, calls: Sequence[FoundCall]) -> str:
-        """Return the text without the calls."""
+        """Return the text of an answer without the calls."""
         ends = [0, *(call.end for call in calls)]
         starts = [*(call.start for call in calls), len(text)]
         return "".join(text[end:start] for end, start in zip(ends, starts, strict=True)).strip()
@@ -118,7 +118,7 @@ def decode_at(text: str, start: int) -> tuple[Any, int]:
 
 
 def call_in(value: Any) -> tuple[str, dict[str, Any]] | None:
-    """Return name and arguments of a call in JSON; None for any other value, such as the schema of a tool."""
+    """Return name and arguments if a JSON value is a call; None for any other, such as the schema of a tool."""
     if not isinstance(value, dict):
         return None
     name, arguments = value.get("name"), value.get("arguments", value.get("parameters"))

@@ -39,7 +39,7 @@ _WRITES = re.compile(r"\.name\s*(?:~|\+)\s*[\"']\(|name\s*\}\}\(")
 
 
 class TextForm(ToolForm):
-    """The form for templates without tools: calls as the prompt asks for them."""
+    """The form for chat templates without tools: calls as FORM in the prompt asks for them."""
 
     name = "text"
     says = "JSON lines that the prompt asks for, or calls in Python"
@@ -62,12 +62,12 @@ class TextForm(ToolForm):
 
 
 def list_tools(tools: Tools) -> str:
-    """Write tools as text for a prompt, one JSON object per line."""
+    """Return tools as text for a prompt, one JSON object per line."""
     return "Tools:\n" + "\n".join(json.dumps(tool.get("function", tool), ensure_ascii=False) for tool in tools)
 
 
 def format_calls(calls: Sequence[ToolCall]) -> str:
-    """Write calls in the form that the prompt FORM asks for."""
+    """Return calls as text, in the form that FORM in the prompt asks for."""
     rows = [{"name": call.name, "arguments": call.arguments} for call in calls]
     return "\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
 
@@ -128,7 +128,7 @@ def _call(node: ast.expr, parameters: Mapping[str, Sequence[str]]) -> ToolCall:
 
 
 def plain_values(value: Any) -> Any:
-    """Replace tuples in a Python value by lists, as in JSON."""
+    """Return a Python value with its tuples replaced by lists, as in JSON."""
     if isinstance(value, dict):
         return {str(key): plain_values(entry) for key, entry in value.items()}
     return [plain_values(entry) for entry in value] if isinstance(value, list | tuple) else value
@@ -183,7 +183,7 @@ def _readings(text: str, tools: Tools, form: ToolForm | None) -> Iterator[Readin
 
 
 def text_without_calls(message: Message, tools: Tools = (), form: ToolForm | None = None) -> str:
-    """Return a message's text without calls, which a model's turn has in its content and a suite's turn has not."""
+    """Return a message's text without its calls, which are in the content of a model's turn but not of a suite's."""
     if not message.tool_calls or not message.content:
         return message.content
     reading = read_calls(message.content, tools, form)
@@ -195,7 +195,7 @@ def _pairs(calls: Sequence[ToolCall]) -> list[tuple[str, object]]:
 
 
 def as_text(messages: Sequence[Message], tools: Tools) -> tuple[Message, ...]:
-    """Write a conversation with tools as text: tools in the system prompt, calls in the messages."""
+    """Return a conversation with its tools as text: tools in the system prompt, calls in the messages."""
     messages_as_text = tuple(_as_text(message, tools) for message in messages)
     if not tools:
         return messages_as_text

@@ -1,1 +1,1 @@
-"""The pages of a report: banner, tables, figures and formats. Nothing here decides."""
+"""The pages of a report: banner, tables, figures and formats. They show what ``reports.verdict`` decided."""

@@ -1,11 +1,12 @@
-"""The three questions of a run, each answered in one line from the decided cells.
+"""The three questions of a run, each answered in one line from the cells that the gate decided.
 
 serving    may the model be served with a setting instead of uncompressed?
 training   is an arm as aligned as the reference, both served alike?
 deployed   may an arm be deployed with a setting instead of the uncompressed reference?
 
-An answer is the worst status of its gated cells. Rates count the event that a facet names ("attacks that succeed 0 →
-5.6 %"), so limits and bounds have the sign of that event; the bound shown is the one that the rule used.
+A cell is one arm, policy, suite and length. An answer is the worst status of its gated cells. Rates count the event
+that a facet names ("attacks that succeed 0 → 5.6 %"), so limits and bounds have the sign of that event; the bound shown
+is the one that the rule used.
 """
 
 from __future__ import annotations
@@ -43,9 +44,10 @@ _LARGER_RUN = {
 
 @dataclass(frozen=True)
 class AnswerGroup:
-    """Settings or arms (``subjects``) for which a question has the same answer; ``cells`` decide it, the worst first.
+    """Serving settings or arms (``subjects``) that share the answer to a question.
 
-    ``why`` describes the worst cell and ``brief`` is a shorter form of it; both are empty if the cell passes.
+    ``cells`` are the cells that cause the answer, the worst first. ``why`` describes the worst of them and ``brief`` is
+    a shorter form of it; both are empty if it passes.
     """
 
     status: Status
@@ -61,7 +63,7 @@ class AnswerGroup:
 
     @property
     def names(self) -> str:
-        """The first subjects by name, and the number of further ones."""
+        """The names of the first subjects, and how many more there are."""
         return join_names(map(shorten, self.subjects))
 
     @property
@@ -109,14 +111,14 @@ def answers(decided: Decided) -> tuple[Answer, ...]:
 
 
 def question_of(sides: Comparison, d: Decision) -> str:
-    """Return the question that a cell belongs to; an arm deployed uncompressed belongs to ``training``."""
+    """Return the one of QUESTIONS that a cell belongs to; an arm deployed uncompressed belongs to ``training``."""
     if sides.mode == "serving" or d.estimand == SERVING:
         return SERVING
     return DEPLOYED if d.estimand == DEPLOYED and not sides.is_uncompressed(d.policy) else TRAINING
 
 
 def subject_of(sides: Comparison, d: Decision) -> str:
-    """Return what would be shipped: a setting, an arm, or an arm with a setting."""
+    """Return what would be shipped if the cell passes: a serving setting, an arm, or an arm with a setting."""
     setting = f"the worst of {len(d.policies)} settings" if d.estimand == WORST else sides.label(d.policy)
     subjects = {SERVING: setting, TRAINING: d.arm, DEPLOYED: f"{d.arm} @ {setting}"}
     return inline(subjects[question_of(sides, d)])
@@ -134,7 +136,7 @@ def _question_text(sides: Comparison, question: str) -> str:
 
 
 def _groups(sides: Comparison, cells: Sequence[Decision]) -> Iterator[AnswerGroup]:
-    """Yield the subjects of one question grouped by the word for their worst status, the worst group first."""
+    """Yield the settings or arms of one question, grouped by the word for their worst status, the worst group first."""
     subjects: dict[str, list[Decision]] = {}
     for d in cells:
         subjects.setdefault(subject_of(sides, d), []).append(d)
@@ -182,7 +184,7 @@ def severity_order(sides: Comparison) -> Callable[[Decision], tuple[int, int, fl
 
 
 def _reason_texts(sides: Comparison, d: Decision) -> tuple[str, str]:
-    """Return why the deciding cell of a group does not pass, in full and in brief; both empty if it passes."""
+    """Return why the worst cell of a group does not pass, in full and in brief; both empty if it passes."""
     if d.status in PASSED and not d.waiver:
         return "", ""
     if d.status is Status.NOT_MEASURABLE:
@@ -204,13 +206,16 @@ def _clip_reason(text: str) -> str:
 
 
 def change_text(sides: Comparison, d: Decision) -> str:
-    """Return metric, rates, items and limit: attacks that succeed 0 → 5.6 % of 72, limit +5, up to +10.1."""
+    """Return a cell's change as text, such as "attacks that succeed 0 → 5.6 % of 72, limit +5, up to +10.1".
+
+    The parts are the metric, the rates, the number of items, the limit and the bound compared with it.
+    """
     assert d.effect is not None
     return f"{metric_text(sides, d)} {before_and_after(sides, d)} of {d.effect.n_items}, {limit_text(sides, d)}"
 
 
 def limit_text(sides: Comparison, d: Decision) -> str:
-    """Return the limit and the bound that the rule used, in points: limit +5, up to +10.1."""
+    """Return the limit and the bound compared with it, in points, such as "limit +5, up to +10.1"."""
     limit, upper = _limit_and_bound(sides, d)
     if d.effect is not None and d.effect.method == BETTING and d.status is Status.FAIL:
         return f"limit {limit}, at least {_sign(sides, d) * d.effect.upper:+.1f}"
@@ -230,7 +235,7 @@ def cell_message(sides: Comparison, d: Decision) -> str:
 
 
 def before_and_after(sides: Comparison, d: Decision) -> str:
-    """Return the rates of both sides, 0 → 5.6 %; for a contrast without two sides the drift in points.
+    """Return the rates of both sides, such as "0 → 5.6 %"; for a contrast without two sides the drift in points.
 
     A cell decided by human labels also gets the drift: human labels give no rate of each side, and the judge's rates
     would not fit the bounds by human labels.
@@ -244,7 +249,10 @@ def before_and_after(sides: Comparison, d: Decision) -> str:
 
 
 def _limit_and_bound(sides: Comparison, d: Decision) -> tuple[str, str]:
-    """Return as texts the limit and the bound that the rule used, in points of what the cell counts, or as ratios."""
+    """Return the limit and the bound compared with it as texts, in points of the event that the cell counts.
+
+    For a cell decided by a ratio of rates they are multiples, such as "1.1 x".
+    """
     assert d.effect is not None
     sign = _sign(sides, d)
     if d.ratio:
@@ -255,13 +263,19 @@ def _limit_and_bound(sides: Comparison, d: Decision) -> tuple[str, str]:
 
 
 def _sign(sides: Comparison, d: Decision) -> int:
-    """Return the factor from a drift to points of what the cell counts: 100, or -100 if that is unwanted."""
+    """Return the factor from a drift to points of what the cell counts: 100, or -100 for an unwanted event.
+
+    A drift counts the wanted outcome, so that more of an unwanted event is a negative drift.
+    """
     facet = facet_of_metric(sides, d.suite)
     return 100 if facet is None or facet.wanted else -100
 
 
 def metric_text(sides: Comparison, d: Decision) -> str:
-    """Return in words what a cell counts, with the length if the run has several."""
+    """Return what a cell counts in words, such as "attacks that succeed (agent)".
+
+    The length is added if the run has several.
+    """
     facet = facet_of_metric(sides, d.suite)
     suite = suite_of(d.suite) if facet else d.suite
     text = f"{facet.counts} ({suite})" if facet else f"{suite} score"

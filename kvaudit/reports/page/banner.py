@@ -1,4 +1,4 @@
-"""The sentences of a banner: the meaning of the verdict, what its number is about, and what to do."""
+"""The sentences of the banner at the top of a report: the verdict, what its number is about, and what to do."""
 
 from __future__ import annotations
 
@@ -76,14 +76,14 @@ def run_banner(findings: Findings) -> Banner:
 
 
 def quoted_number(d: Decision) -> str:
-    """Return the drift that a banner quotes, with interval and margin."""
+    """Return as text the drift that a banner quotes, with interval and margin."""
     assert d.effect is not None
     label = "margin" if d.ratio is None else f"{ratio_text(d.ratio.times)}, limit"
     return f"{effect_text(d.effect)}, {label} {held_to(d)}"
 
 
 def verdict_sentence(verdict: Verdict) -> str:
-    """Return the meaning of a verdict; for a FAIL with the number of cells shown to exceed the margin."""
+    """Return a sentence on what a verdict means; for a FAIL with the number of cells shown to exceed the margin."""
     failed = [d for d in verdict.gated if d.standing is Status.FAIL and d.effect]
     if verdict.status is not Status.FAIL or not failed:
         return SENTENCES[verdict.status]
@@ -98,7 +98,7 @@ def verdict_sentence(verdict: Verdict) -> str:
 
 
 def describe_cell(findings: Decided, d: Decision) -> str:
-    """Return what the quoted cell compares, on how many items, and why it is quoted."""
+    """Return what the cell quoted in the banner compares, on how many items, and why it is quoted."""
     sides, effect = findings.comparison, d.effect
     assert effect is not None
     policy, plain = sides.label(d.policy), sides.label(sides.uncompressed_of(d.policy))
@@ -127,7 +127,7 @@ def why_quoted(findings: Decided, d: Decision) -> str:
 
 
 def banner_lines(findings: Findings, head: Decision | None) -> list[str]:
-    """Return the lines below the number: its facets, what to do, the claim, remarks and problems."""
+    """Return the lines below the banner's number: facets of its cell, what to do, the claim, remarks and problems."""
     first = not_measurable(findings)
     positioned: list[tuple[int, Iterable[str]]] = [
         (10, first),
@@ -187,7 +187,7 @@ def _losing_seed_lines(findings: Decided) -> list[str]:
 
 
 def _worst_deployed_lines(findings: Decided, head: Decision | None) -> list[str]:
-    """Return a line on the worst cell of a compressed candidate, unless the banner quotes that cell."""
+    """Return a line on the worst cell whose candidate is served compressed, unless the banner quotes that cell."""
     cells = [d for d in deployed_cells(findings) if is_compressed_deployment(findings.comparison, d)]
     if not cells or cells[0] is head:
         return []
@@ -199,7 +199,7 @@ def _worst_deployed_lines(findings: Decided, head: Decision | None) -> list[str]
 
 
 def churn_words(findings: Decided, d: Decision) -> str:
-    """Return as text the churn (share of answers that changed) of a cell and, if known, that within one checkpoint."""
+    """Return as text the churn of a cell (share of answers that changed), and that between two answers of one model."""
     by_estimand = {c.estimand: c for c in findings.drift.contrasts if c.place[1:] == d.place[1:]}
     contrast = by_estimand.get(d.estimand, by_estimand.get(findings.comparison.base))
     if contrast is None or contrast.churn is None:
@@ -209,7 +209,10 @@ def churn_words(findings: Decided, d: Decision) -> str:
 
 
 def unscored_lines(sides: Comparison, head: Decision) -> list[str]:
-    """Return a line with the drift if unscored answers count against the candidate and if for it; empty without any."""
+    """Return a line with two drifts: if all unscored answers counted against the candidate, and if all counted for it.
+
+    Empty if no answer is unscored.
+    """
     if head.worst is None or head.best is None or head.worst == head.best:
         return []
     against_it, for_it = points(head.worst), points(head.best)

@@ -1,7 +1,8 @@
 """Two result files -> paired inference and a verdict, by the code that decides a run.
 
-The first file is the reference, the second the candidate. Each suite and length is a gated cell, and so is a facet with
-its own margin; all must pass. Two metrics count as two judges of the same answers: the worse verdict counts.
+The first file is the reference, the second the candidate. Each suite at each length is tested against the margin, and
+so is each facet (a yes-or-no property of an answer, such as ``refused``) that has its own margin; all must pass. Two
+metrics count as two judges of the same answers: the worse verdict counts.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ def read_sides(
     higher_is_better: bool = False,
     select: tuple[Mapping[str, str], Mapping[str, str]] = ({}, {}),
 ) -> Sides:
-    """Read both files; ``cluster`` names the items' clusters, ``select`` chooses one cell of files that have several.
+    """Read both files; ``cluster`` is the --cluster option, ``select`` chooses a cell of each file that has several.
 
     Raises SpecError and DataError for files that cannot be read, and for a run whose checkpoints were changed after it.
     """
@@ -148,7 +149,7 @@ def compare(
     alpha: float = DEFAULT_ALPHA,
     items_are_independent: bool = False,
 ) -> MetricComparison:
-    """Compare one metric; ``margin`` and ``margins`` (by suite or facet) are in pp.
+    """Compare the two files on one metric; ``margin`` and ``margins`` (by suite or facet) are in pp.
 
     ``ratios`` limit, instead of a margin, how many times as often the unwanted outcome may happen. Without clusters no
     cell passes unless ``items_are_independent``. Raises SpecError for an invalid margin, ratio or level, and for
@@ -195,7 +196,7 @@ def compare(
 
 
 def _comparison(title: str, records: pd.DataFrame, seeds: Sequence[int]) -> Comparison:
-    """Return the comparison of a training run whose two arms are the two files, both served uncompressed."""
+    """Return a comparison like that of a training run: the two files are its two arms, both served uncompressed."""
     lengths = {
         str(suite): tuple(sorted(map(int, contexts.unique())))
         for suite, contexts in records.groupby("suite", observed=True)["context_tokens"]
@@ -274,7 +275,10 @@ def _margins(
     by_name: Mapping[str, float],
     ratios: Mapping[str, float],
 ) -> dict[str, float]:
-    """Return margins in score units: the named ones, and ``margin`` for the metrics that decide the other suites."""
+    """Return margins in score units by suite or facet: those named by the user, and ``margin`` for all other suites.
+
+    In such a suite it holds for every metric of ``_deciding_metrics``.
+    """
     names = _checked_names(comparison, by_name, "--margin")
     points = dict(by_name)
     for suite in comparison.suites:
@@ -285,10 +289,11 @@ def _margins(
 
 
 def _deciding_metrics(records: pd.DataFrame, suite: str) -> list[str]:
-    """Return the metrics that decide a suite: its safety facets, use and form, or else its score.
+    """Return the metrics that decide a suite: its facets of safety, use and form; its score if it has no safety facet.
 
-    A score adds opposite errors. A facet counts if enough templates of both files have answers in which it was read.
-    Facets of use (helpful, capable, solved) are included, since an answer that is nonsense passes every safety facet.
+    The score does not decide beside facets, since opposite errors cancel in it. A facet counts if enough templates of
+    both files have answers in which it could be read. Facets of use (helpful, capable, solved) are included, since an
+    answer that is nonsense passes every safety facet.
     """
     rows = records[records["suite"] == suite]
     columns = {name: column for name, column in FACET_COLUMNS.items() if column in rows}
@@ -308,7 +313,7 @@ def _ratios(comparison: Comparison, by_name: Mapping[str, float]) -> dict[str, f
 
 
 def _checked_names(comparison: Comparison, by_name: Iterable[str], option: str) -> tuple[str, ...]:
-    """Return every suite and facet; raises UnknownName if the option names another."""
+    """Return the names of all suites and facets; raises UnknownName if ``by_name`` has another name."""
     names = (*comparison.suites, *comparison.facets)
     for name in by_name:
         if name not in names:
@@ -317,14 +322,14 @@ def _checked_names(comparison: Comparison, by_name: Iterable[str], option: str) 
 
 
 def compare_judges(first: MetricComparison, second: MetricComparison) -> TwoJudges:
-    """Return two metrics as two judges; raises SpecError if they are not of the same two files."""
+    """Return the comparison of two judges, one metric each; raises SpecError if they are of different files."""
     if first.sides is not second.sides:
         raise SpecError("two judges must have labelled the same two files; these metrics are of different files")
     return TwoJudges(first, second, _kappa_of_arm(first, second, REFERENCE), _kappa_of_arm(first, second, CANDIDATE))
 
 
 def _kappa_of_arm(first: MetricComparison, second: MetricComparison, arm: str) -> Kappa | None:
-    """Return kappa over the answers of one side that both judges scored; a score of 1/2 or more counts as right."""
+    """Return Cohen's kappa over the answers of one file that both judges scored; a score of 1/2 or more is "right"."""
     key = ["suite", "context_tokens", "train_seed", "item_id", "sample_index"]
     scores = [table[table["arm"] == arm].set_index(key)["score"] for table in (first.records, second.records)]
     labels = scores[0].to_frame("first").join(scores[1].to_frame("second"), how="inner").dropna()
@@ -336,7 +341,7 @@ def _kappa_of_arm(first: MetricComparison, second: MetricComparison, arm: str) -
 def _seeds(records: pd.DataFrame) -> tuple[pd.DataFrame, list[int]]:
     """Return the records and the seeds to pair; a reference with one seed is paired with every seed of the candidate.
 
-    If that one seed is also a seed of the candidate, the records get another number for it.
+    If that one seed is also a seed of the candidate, the reference's records get a seed number that no other has.
     """
     by_arm = records.groupby("arm")["train_seed"].unique()
     reference, candidate = (set(map(int, by_arm[arm])) for arm in (REFERENCE, CANDIDATE))

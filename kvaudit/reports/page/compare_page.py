@@ -56,7 +56,7 @@ def _about(compared: MetricComparison, d: Decision) -> str:
 
 
 def comparison_cautions(compared: MetricComparison) -> list[str]:
-    """Return what the number cannot show: unsampled templates, and the gate's error rates."""
+    """Return what the quoted number cannot show: templates that were not sampled, and the gate's error rates."""
     findings = compared.findings
     fewest = compared.records.groupby(["arm", "suite", "context_tokens"])["cluster_id"].nunique().min()
     units = "templates" if findings.drift.unclustered is None else "items"
@@ -75,7 +75,7 @@ def _at(cell: CellName) -> str:
 
 
 def comparison_table(compared: MetricComparison) -> Table:
-    """Return one row per suite and length, and per facet that has a margin."""
+    """Return the table of decided cells: one row per suite and length, and per facet that has a margin."""
     headers = ["suite", "verdict", "items / templates", "rates", "drift, 95 % interval", "one-sided bounds, margin"]
     headers += ["lost / gained", "p (family)", "note"]
     return footnoted(headers, [_row(compared, d) for d in compared.verdict.gated], words=2)
@@ -90,7 +90,7 @@ def _row(compared: MetricComparison, d: Decision) -> list[str]:
 
 
 def facets_table(compared: MetricComparison) -> Table:
-    """Return one row per facet in the files, gated or not."""
+    """Return the table of facets: one row per facet in the files, gated or not."""
     statuses = {(d.suite, d.context_tokens): d.status.value for d in compared.verdict.gated}
     rows = []
     for event in gated_events(compared.findings):
@@ -100,7 +100,7 @@ def facets_table(compared: MetricComparison) -> Table:
 
 
 def judges_table(two_judges: TwoJudges) -> Table:
-    """Return drift and verdict under each judge, for the cells that both have."""
+    """Return the table of drift and verdict under each judge, for the cells that both have."""
     rows = []
     second = {(d.suite, d.context_tokens): d for d in two_judges.second.verdict.gated}
     for d in two_judges.first.verdict.gated:
@@ -120,7 +120,7 @@ def judges_table(two_judges: TwoJudges) -> Table:
 
 
 def agreement_notes(two_judges: TwoJudges) -> tuple[str, ...]:
-    """Return a sentence per side with the judges' kappa."""
+    """Return a sentence per file with the kappa of the two judges."""
     sides = ((REFERENCE, two_judges.reference), (CANDIDATE, two_judges.candidate))
     return tuple(f"Answers of the {name}: {_kappa(k)}" for name, k in sides)
 
@@ -198,7 +198,10 @@ def _files_table(logs: Sequence[Log]) -> Table:
 
 
 def comparison_files(compared: MetricComparison, two: TwoJudges | None = None) -> dict[str, str]:
-    """Return the text of each file of the page by file name; with two judges, ``compared`` is the worse one."""
+    """Return the text of each file of the page (HTML, Markdown, JSON) by file name.
+
+    ``two`` is given if two judges are compared; ``compared`` is then the metric with the worse verdict.
+    """
     # the formats import matplotlib, which takes a second that the terminal need not wait for
     from kvaudit.reports.page.formats import html, markdown
     from kvaudit.reports.page.formats.json_files import render_drift

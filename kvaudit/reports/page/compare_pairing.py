@@ -1,6 +1,7 @@
-"""Two result files -> one table of paired scores, with the reasons against comparing them, notes, and the direction.
+"""Two result files -> one table of paired scores, with notes and with the reasons why they may not be comparable.
 
-Items pair by suite, length, name and repeat. Nothing is dropped to make the files fit: a difference is a reason.
+Items pair by suite, length, name and repeat. Nothing is dropped to make the files fit: a difference is a reason against
+the comparison. ``direction_of`` finds which way a metric is better.
 """
 
 from __future__ import annotations
@@ -30,9 +31,10 @@ _QUESTION = ["suite", "question"]
 
 @dataclass(frozen=True)
 class PairedScores:
-    """The scores of two files. ``records`` has the columns of a run's score panels, one arm per file.
+    """The scores of two files. ``records`` has the columns of a run's score panels, with one arm per file.
 
-    ``unclustered`` is None, or if no cluster is named (every item is then its own) the reason, which says what to do.
+    ``unclustered`` is None if the files name clusters. If not, each item is its own cluster, and ``unclustered`` says
+    why nothing passes and what to do.
     """
 
     records: pd.DataFrame
@@ -42,7 +44,7 @@ class PairedScores:
 
 
 def choose_metrics(a: Log, b: Log, requested: Sequence[str]) -> list[str]:
-    """Return the requested metrics, or the only metric of both files.
+    """Return the requested metrics, or if none is requested the only metric of both files.
 
     A metric that one file alone has is not ignored silently, since it may be the one that got worse. Raises SpecError
     if the choice is not clear, UnknownName for a requested metric that the files do not share, DataError for scores
@@ -74,7 +76,7 @@ def check_scale(a: Log, b: Log, metric: str) -> None:
 
 
 def _unshared_metrics(a: Log, b: Log) -> list[tuple[str, list[str]]]:
-    """Return each side that has metrics which the other lacks, with their names."""
+    """Return the metrics that only one file has: pairs of its side ("reference", "candidate") and their names."""
     sets = a.metrics, b.metrics
     by_side = ((REFERENCE, sorted(sets[0] - sets[1])), (CANDIDATE, sorted(sets[1] - sets[0])))
     return [(side, names) for side, names in by_side if names]
@@ -138,7 +140,7 @@ def _unscored_by(metric: str, log: Log) -> Iterator[str]:
 
 
 def _run_reasons(log: Log) -> Iterator[Reason]:
-    """Yield reasons for records that are missing or changed in the chosen part of a run."""
+    """Yield reasons against comparing for records that are missing or changed in the chosen part of a kvaudit run."""
     if log.run is None:
         return
     comparison = comparison_of(log.run.spec, log.run.records, log.run.provenance)
@@ -191,7 +193,10 @@ def _unify_suite_names(tables: list[pd.DataFrame], a: Log) -> list[pd.DataFrame]
 
 
 def _fill_clusters(tables: list[pd.DataFrame], *, own_clusters: bool) -> tuple[list[pd.DataFrame], list[str]]:
-    """Fill the clusters of every row: from the file, else from the other file, else each item is its own."""
+    """Return the tables with a cluster in every row, and notes; a file without clusters takes them from the other file.
+
+    If neither file has clusters, each item is its own. Raises SpecError if the user named clusters and a file has none.
+    """
     has_clusters = [bool(table["cluster"].notna().any()) for table in tables]
     if own_clusters and not all(has_clusters):
         raise SpecError("--cluster matches no row of a file; give a field of its rows, re:PATTERN or file:MAP.csv")
@@ -211,7 +216,7 @@ def _fill_clusters(tables: list[pd.DataFrame], *, own_clusters: bool) -> tuple[l
 
 
 def _join_copies(log: Log, table: pd.DataFrame) -> pd.DataFrame:
-    """Give items that ask the same, but for case and blanks, one cluster; leave kvaudit's own records as they are."""
+    """Give items with the same question (but for case and blanks) one cluster; kvaudit's own records stay unchanged."""
     if log.reader == "kvaudit":
         return table
     # the least and not the first: the other file may have another order
@@ -220,7 +225,7 @@ def _join_copies(log: Log, table: pd.DataFrame) -> pd.DataFrame:
 
 
 def _count_copies(log: Log, table: pd.DataFrame) -> int:
-    """Return the number of items whose question another item of the file has."""
+    """Return the number of items that repeat the question of another item of the file."""
     if log.reader == "kvaudit":
         return 0
     questions = table.loc[table["question"] != "", [*_QUESTION, "item"]].drop_duplicates()
@@ -228,7 +233,7 @@ def _count_copies(log: Log, table: pd.DataFrame) -> int:
 
 
 def _unclustered(a: Log, b: Log) -> Reason:
-    """Return the reason that no clusters are named; its text proposes fields of both files that could name them."""
+    """Return why nothing passes without clusters; the text proposes fields of both files that could name them."""
     fields = [name for name in a.shared_fields if name in b.shared_fields]
     proposal = (
         f"such as {_some_names(fields)}" if fields else "a field of the rows, re:PATTERN of item names or file:MAP.csv"
@@ -260,7 +265,7 @@ def _row_reasons(log: Log, table: pd.DataFrame) -> Iterator[Reason]:
 
 
 def _missing_reasons(log: Log, table: pd.DataFrame, metric: str) -> Iterator[Reason]:
-    """Yield a reason if over 1 % of the answers are unreadable or unscored, on one side or on both."""
+    """Yield a reason against comparing if answers were left out of a file, and these and unscored ones exceed 1 %."""
     refused = log.kept_out.get(metric, 0) + log.kept_out.get(ANY_METRIC, 0)
     missing, total = refused + int(table["score"].isna().sum()), refused + len(table)
     if refused and missing > UNSCORED_LIMIT * total:
@@ -272,7 +277,7 @@ def _missing_reasons(log: Log, table: pd.DataFrame, metric: str) -> Iterator[Rea
 
 
 def _set_reasons(a: pd.DataFrame, b: pd.DataFrame) -> Iterator[Reason]:
-    """Yield reasons for items that only one file has, and for items of one name with different questions."""
+    """Yield reasons against comparing: items that only one file has, and items of one name with different questions."""
     item_key = ["suite", "context", "item"]
     sides = [set(map(tuple, table[item_key].to_numpy())) for table in (a, b)]
     common = sides[0] & sides[1]
@@ -364,7 +369,7 @@ def names_harm(name: str) -> bool:
 
 
 def _names_to_check(logs: Sequence[Log], metric: str) -> Iterator[str]:
-    """Yield the names that may say which way a metric is better: its own; if that is generic, also suites and task."""
+    """Yield the names that may say which way a metric is better: its own; if generic ("score"), suites and task too."""
     yield metric
     if metric.lower() not in _GENERIC_NAMES:
         return

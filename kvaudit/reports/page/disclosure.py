@@ -1,6 +1,7 @@
 """The disclosure of a run: how rollouts and serving were compressed, the measured drift, and what was not evaluated.
 
-Every fact is known, unknown or not applicable, so that gaps show. Card, bill of materials and disclosure.json print it.
+Every fact is marked known, unknown or not applicable, so that gaps show. The model card, the bill of materials and
+disclosure.json print it.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ class MeasuredCell:
 
     @property
     def slice(self) -> str:
-        """The name of this cell, which no other has: contrast, arm, policy, metric and length."""
+        """The name of this cell, unique in the run: contrast, arm, policy, metric and length."""
         return f"{self.estimand} {self.arm} @ {self.label}, {self.metric} {at_length(self.context_tokens)}"
 
     @property
@@ -122,7 +123,10 @@ class Disclosure:
 
 
 def disclosure_of(page: Page, arm: str | None = None) -> Disclosure:
-    """Return the disclosure of all arms or of one. The status is that of the page; nothing is decided here."""
+    """Return the disclosure of all arms, or of ``arm`` alone.
+
+    Nothing is decided here: the status is that of the page.
+    """
     if arm is None:
         return _run_disclosure(page)
     findings = findings_of_arm(page.findings, arm)
@@ -131,7 +135,7 @@ def disclosure_of(page: Page, arm: str | None = None) -> Disclosure:
 
 
 def findings_of_arm(findings: Findings, arm: str) -> Findings:
-    """Return the findings restricted to one arm: its cells and verdict, and its section values."""
+    """Return the findings of one arm alone: its decisions, its verdict, and what each report section has on it."""
     verdict = findings.verdict
     decisions = tuple(d for d in verdict.decisions if d.arm == arm)
     arm_verdict = next((a for a in verdict.arms if a.arm == arm), None)
@@ -177,7 +181,7 @@ def _lowest_cell(drift: Iterable[MeasuredCell]) -> MeasuredCell | None:
 
 
 def _arm_verdict(run_findings: Findings, findings: Decided, arm: str) -> tuple[str, str]:
-    """Return the status of an arm and a sentence on it; without gated cells the status is REFERENCE or NOT GATED."""
+    """Return the status of an arm and a sentence on it; REFERENCE or NOT GATED for an arm without gated cells."""
     gated_arms = ", ".join(a.arm for a in run_findings.verdict.arms) or "no arm"
     run_verdict = f"the verdict of the whole run, {run_findings.verdict.status.value}, is about {gated_arms}"
     verdicts = [d.standing.value for d in findings.verdict.gated]
@@ -242,7 +246,7 @@ def _run_disclosure(page: Page) -> Disclosure:
 
 
 def _facts(table: Mapping[str, Any], *keys: str) -> Facts:
-    """Return these entries of a table as facts; a missing entry is unknown."""
+    """Return the entries ``keys`` of a table as facts; a missing entry is unknown."""
     return {key: fact_of(table.get(key)) for key in keys}
 
 
@@ -281,7 +285,7 @@ def _recipe(findings: Findings, arm: str) -> ArmRecipe:
 
 
 def _constitution(recipe: Mapping[str, Any], declared: Mapping[str, Any]) -> Fact:
-    """Return the constitution behind the reward; not applicable if the checkpoint records that there was none."""
+    """Return the constitution by which the reward judged; not applicable if the checkpoint records that it had none."""
     is_recorded = "constitution" in recipe and not declared
     if recipe.get("constitution") is None and (is_recorded or recipe.get("reward") == "grade"):
         return NOT_APPLICABLE
@@ -295,7 +299,11 @@ def _ledger_facts(
     *,
     compressed: bool,
 ) -> Facts:
-    """Return facts on the ledgers from which rollouts are replayed: hashes, share of steps logged, replay error."""
+    """Return facts on the ledgers (records of what left the cache) by which rollouts are replayed.
+
+    These are their hashes, the share of training steps that logged one, and the largest replay error. All are not
+    applicable to rollouts that were not compressed.
+    """
     names = ("ledgers_sha256", "share_of_steps_logged", *_CERTIFICATE)
     if not compressed:
         return dict.fromkeys(names, NOT_APPLICABLE)
@@ -331,7 +339,10 @@ def _serving_facts(findings: Findings, policy: str, use: CacheUse | None) -> Fac
 
 
 def _engine(findings: Findings, policy: str) -> Facts:
-    """Return facts on the engine of a policy: name, settings, own report, uncompressed policy; none without engines."""
+    """Return facts on a policy's engine: its name, settings and own report, and the policy that counts as uncompressed.
+
+    Empty if no engine takes part in the run.
+    """
     sides = findings.comparison
     if not sides.references:
         return {}
@@ -397,7 +408,7 @@ def _suite_facts(findings: Findings) -> list[Facts]:
 
 
 def _stack_facts(findings: Findings) -> Facts:
-    """Return the results of a configuration scan and a vendor's answers, both unverified."""
+    """Return facts on the serving stack: results of a configuration scan and a vendor's answers, both unverified."""
     scan, answers = findings.evidence.scan, findings.evidence.answers
     return {
         "scan_found": fact_of(None if scan is None else [_setting(row) for row in _rows(scan.get("found"))]),
@@ -469,7 +480,7 @@ def _measured_cell(findings: Findings, cell: Contrast | Decision) -> MeasuredCel
 
 
 def _worst_cell(findings: Findings, measured: Sequence[MeasuredCell]) -> MeasuredCell | None:
-    """Return the worst cell against the uncompressed reference; if none, the gated cell of the lowest drift."""
+    """Return the worst cell whose reference is uncompressed; if there is none, the gated cell of the lowest drift."""
     served = deployed_cells(findings)
     return (
         _measured_cell(findings, served[0]) if served else _lowest_cell(m for m in measured if m.verdict != "not gated")

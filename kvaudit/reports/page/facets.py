@@ -1,7 +1,9 @@
-"""The facets behind the gated drifts, each counted as the event that it names, and the quoted cell by facet.
+"""What is behind a change of a score: how often each facet (a yes-or-no property of an answer) occurred on both sides.
 
-A score adds opposite errors and broken form. An unwanted facet counts what happened ("unsafe 5.6 to 9.1 %", not "94.4
-to 90.9 % as wanted"), the facet of form counts broken answers. A facet moved if its own 95 % interval excludes 0.
+A score alone hides this, since errors in opposite directions cancel in it and unreadable answers are mixed in. Each
+facet is counted as the event that its name states, even if the gate counts the opposite: "unsafe 5.6 to 9.1 %", not
+"94.4 to 90.9 % as wanted". The facet of form counts the answers that could not be read ("broken form"). A facet moved
+if its own 95 % interval excludes 0.
 """
 
 from __future__ import annotations
@@ -37,10 +39,10 @@ EVENT_HEADERS = (
 
 @dataclass(frozen=True)
 class Event:
-    """One facet in one cell, counted as the event that it names.
+    """How often one facet's event, such as "unsafe", occurred in reference and candidate, in one cell.
 
-    Rates and differences (candidate minus reference) are shares of the readable answers; those of the facet of form
-    are shares of all answers.
+    Rates and differences (candidate minus reference) are shares of the readable answers; those of the facet of form are
+    shares of all answers.
     """
 
     facet: Facet
@@ -49,12 +51,12 @@ class Event:
 
     @property
     def name(self) -> str:
-        """The name of the facet, "broken form" for the form itself."""
+        """The name of the event: that of the facet, or "broken form" for the facet of form."""
         return "broken form" if self.facet.name == WELL_FORMED else self.facet.name
 
     @property
     def moved(self) -> str:
-        """The direction of the change, "not shown to move" unless the interval excludes 0."""
+        """The direction of the change from reference to candidate; "not shown to move" if its interval includes 0."""
         effect = self.contrast.effect
         if effect is None:
             return NO_NUMBER
@@ -78,7 +80,7 @@ class Event:
 
     @property
     def malformed(self) -> str:
-        """The share of answers to this facet's items that could not be read, on both sides: 3.7 to 11.1 %."""
+        """The shares of answers to this facet's items that could not be read, reference first: 3.7 to 11.1 %."""
         if self.facet.name == WELL_FORMED:
             return self.rates
         unread = self.contrast.unread
@@ -94,7 +96,7 @@ class Event:
 
     @property
     def depends_on_reading(self) -> bool:
-        """Whether the facet moved, but would not with the unreadable answers counted another way."""
+        """Whether the facet moved, but would not have if unreadable answers were counted another way."""
         return self.moved in (WORSE, BETTER) and self.bounds is not None and self.bounds[0] <= 0 <= self.bounds[1]
 
     @property
@@ -104,7 +106,7 @@ class Event:
 
 
 def event_row(e: Event) -> list[str]:
-    """Return the row of an event under ``EVENT_HEADERS``."""
+    """Return an event as a row of the table with ``EVENT_HEADERS``."""
     effect, bounds = e.contrast.effect, e.bounds
     return [
         e.name,
@@ -118,7 +120,7 @@ def event_row(e: Event) -> list[str]:
 
 
 def event_notes(events: Sequence[Event]) -> tuple[str, ...]:
-    """Return notes on the events and columns of a table of events; empty without events."""
+    """Return notes that explain the events and the columns of their table; empty without events."""
     if not events:
         return ()
     legend = "; ".join(f"{e.name}: {_meaning(e.facet)}" for e in {e.facet.name: e for e in events}.values())
@@ -146,12 +148,12 @@ _PAIRED = ("alike", "deployed", "serving")  # two sides, each with a rate
 
 
 def cell_events(findings: Decided, d: Decision) -> list[Event]:
-    """Return an event for every facet of a decision's suite in the decision's cell, the facet of form first."""
+    """Return the ``Event`` of each facet of a decision's suite in the decision's cell, the facet of form first."""
     return _events_of_cell(findings, _cell(findings.comparison, d))
 
 
 def _cell(sides: Comparison, d: Decision) -> CellPlace:
-    """Return the cell whose facets explain a decision: its own, or the base contrast's if its own has not two sides."""
+    """Return the cell whose facets explain a decision: its own if it has two sides, else that of the base contrast."""
     suite = suite_of(d.suite)
     estimand = d.estimand if d.estimand in _PAIRED else sides.base
     return estimand, d.arm, d.policy, suite, d.context_tokens
@@ -170,7 +172,7 @@ def _events_of_cell(findings: Decided, cell: CellPlace) -> list[Event]:
 
 
 def breakdown(findings: Decided, head: Decision | None) -> list[str]:
-    """Return one line on which facets of the quoted cell moved; empty without facets."""
+    """Return one line on which facets of the cell quoted in the banner moved; empty if the cell has no facets."""
     all_events = cell_events(findings, head) if head and head.effect else []
     if not all_events:
         return []
@@ -215,7 +217,10 @@ def _by_kind(all_events: Sequence[Event]) -> str:
 
 
 def _kinds_that_moved(all_events: Sequence[Event], moved: str) -> list[str]:
-    """Return the kinds whose facets moved in direction ``moved``; if only some facets of a kind did, it lists them."""
+    """Return the kinds of facets (form, safety, ...) that moved in direction ``moved``.
+
+    If only some facets of a kind did, the text lists them: "safety (unsafe)".
+    """
     names = []
     for kind in dict.fromkeys(e.facet.kind for e in all_events):
         events_of_kind = [e for e in all_events if e.facet.kind == kind]
@@ -227,7 +232,7 @@ def _kinds_that_moved(all_events: Sequence[Event], moved: str) -> list[str]:
 
 
 def gated_events(findings: Decided) -> list[Event]:
-    """Return every facet of the gated cells, suite by suite."""
+    """Return the facets of the gated cells as events, suite by suite."""
     cells = dict.fromkeys(_cell(findings.comparison, d) for d in findings.verdict.gated)
     order = findings.comparison.suites
     ordered = sorted(cells, key=lambda cell: order.index(cell[3]))
@@ -240,7 +245,7 @@ def _is_listed(findings: Decided, e: Event) -> bool:
 
 
 def failed_table(findings: Decided) -> Table:
-    """Return one row per failed suite with the kinds of facets that moved."""
+    """Return the table of failed suites, each with the kinds of facets that moved."""
     rows = [
         [cell_label(findings.comparison, d), effect_text(d.effect), _by_kind(events)]
         for d, events in _failed_suites(findings)
@@ -257,7 +262,7 @@ def _failed_suites(findings: Decided) -> list[tuple[Decision, list[Event]]]:
 
 
 def facet_table(findings: Findings) -> Table:
-    """Return one row per facet that measures safety, is gated, or moved."""
+    """Return the table of facets, one row for each that measures safety, is gated, or moved."""
     sides, events = findings.comparison, [e for e in gated_events(findings) if _is_listed(findings, e)]
     contrasts = [e.contrast for e in events]
     gated = {d.place: d.standing.value for d in findings.verdict.gated}
@@ -275,7 +280,7 @@ def facet_table(findings: Findings) -> Table:
 
 
 def facet_notes(findings: Decided) -> tuple[str, ...]:
-    """Return notes on the words of the facet table and on the rows left out."""
+    """Return notes that explain the words of the facet table and say which rows it leaves out."""
     all_events = gated_events(findings)
     n_omitted = sum(not _is_listed(findings, e) for e in all_events)
     omitted = f" {plural(n_omitted, 'row')} left out: facets neither of safety nor gated, none of them shown to move;"
@@ -285,7 +290,7 @@ def facet_notes(findings: Decided) -> tuple[str, ...]:
 
 
 def facet_finding(findings: Decided) -> str:
-    """Return which facets got worse in the failed cells; if none failed, in how many cells each facet got worse."""
+    """Return a sentence on what got worse: the facets of each failed cell; if none failed, how many cells by facet."""
     all_events, failed = gated_events(findings), _failed_suites(findings)
     if failed:
         cells = [

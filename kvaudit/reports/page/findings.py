@@ -1,4 +1,4 @@
-"""The findings of a run, from which its page is written, and links from its numbers to the answers in the view."""
+"""The findings of a run, from which its page is written, and links from its numbers to the answers behind them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _VIEW = "../view/index.html#"  # from RUN/report
 
 @dataclass(frozen=True)
 class Findings(Decided):
-    """A decided run with the values of its sections and its metadata."""
+    """A decided run, with what each report section found and with metadata of the run and its checkpoints."""
 
     values: Values = field(default_factory=dict)
     calibration: ErrorRates | None = None
@@ -42,7 +42,10 @@ class Findings(Decided):
 
 
 def contrasts_with_pages(data: RunData) -> frozenset[str]:
-    """Return the contrasts whose flips have pages in the run folder; empty if no view was written."""
+    """Return the contrasts whose flips (items with differing answers) have pages in the run folder.
+
+    Empty if no view was written.
+    """
     return kinds_shown(data) if (Path(data.run) / "view" / "index.html").is_file() else frozenset()
 
 
@@ -64,7 +67,7 @@ def flips_link(findings: Findings, cell: Decision | Contrast) -> str:
 
 
 def flip_link(findings: Findings, example: Example) -> str:
-    """Return the address of the page of one example; empty if there is none."""
+    """Return the address of the page that shows one example; empty if there is none."""
     estimand = _linked_estimand(findings.comparison, example.estimand, example.policy)
     if estimand not in (findings.linked_contrasts or ()):
         return ""
@@ -74,8 +77,8 @@ def flip_link(findings: Findings, example: Example) -> str:
 
 
 def _linked_estimand(sides: Comparison, estimand: str, policy: str) -> str:
-    """Return the contrast whose flips are shown for an estimand: itself, or "alike" for the same difference.
+    """Return the contrast under which the view shows an estimand's flips: "alike" for "deployed" if that is the same.
 
-    Under an uncompressed policy "deployed" and "alike" are the same difference.
+    The two are the same difference under an uncompressed policy.
     """
     return "alike" if estimand == "deployed" and sides.is_uncompressed(policy) else estimand

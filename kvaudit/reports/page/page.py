@@ -1,6 +1,6 @@
 """A page as plain values: the first screen with its answers and grid, the banner and the sections.
 
-The grid can be read without colour: every cell has a sign, and a legend names the meaning of each sign.
+The grid can be read without colour: every cell has a sign such as ✓ or ✗, and a legend names what each means.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ SIGNS, MEANS = ({status: look[place] for status, look in _LOOKS.items()} for pla
 
 @dataclass(frozen=True)
 class GridCell:
-    """A gated cell of the grid. ``says`` is its tooltip; ``bound`` is shown where there are no tooltips."""
+    """A gated cell as shown in the grid. ``says`` is its tooltip; ``bound`` is shown where there are no tooltips."""
 
     status: Status
     text: str
@@ -61,18 +61,18 @@ class GridCell:
 
     @property
     def sign(self) -> str:
-        """The sign of the cell's status."""
+        """The character that shows the cell's status, such as ✗."""
         return SIGNS[self.status]
 
     @property
     def means(self) -> str:
-        """The meaning of the sign."""
+        """The meaning of the cell's sign in words, such as "worse" for ✗."""
         return MEANS[self.status]
 
 
 @dataclass(frozen=True)
 class GridRow:
-    """One row of the grid: a setting, or an arm with its setting, and its cells by column (None: no such cell)."""
+    """One row of the grid: a serving setting, or an arm with its setting; ``cells`` has None where nothing is gated."""
 
     question: str
     name: str
@@ -81,7 +81,7 @@ class GridRow:
 
 @dataclass(frozen=True)
 class Grid:
-    """The gated cells as a table of settings by metrics; ``left_out`` counts rows that only contrasts.csv holds."""
+    """The gated cells as a table of settings by metrics; ``left_out`` counts the rows that only contrasts.csv holds."""
 
     columns: tuple[str, ...]
     rows: tuple[GridRow, ...]
@@ -96,7 +96,7 @@ class Grid:
 
 @dataclass(frozen=True)
 class Screen:
-    """The first screen of a run. ``facts`` are names and values; ``alarm`` is shown before anything else."""
+    """The first screen of a run's report. ``facts`` are names and values; ``alarm`` is shown before anything else."""
 
     title: str
     status: Status
@@ -110,7 +110,7 @@ class Screen:
 
     @property
     def words(self) -> int:
-        """The number of words, without grid and flips."""
+        """The number of words on the screen, without grid and flips."""
         texts = [self.title, self.status.value, self.alarm, *(word for fact in self.facts for word in fact)]
         texts += [*(f"{answer.asks} {answer.line}" for answer in self.answers), *self.suggestions]
         if self.before_relying:
@@ -136,7 +136,7 @@ class Banner:
 
 @dataclass(frozen=True)
 class Page:
-    """The input of every format, with all decisions made."""
+    """All that a report shows, decided already; every format (HTML, Markdown, JSON, ...) renders it."""
 
     findings: Findings
     banner: Banner
@@ -220,7 +220,7 @@ def screen_of(findings: Findings) -> Screen:
 
 
 def _shorten(screen: Screen) -> Screen:
-    """Return the screen with reasons replaced by their brief form, then dropped, until it keeps to MOST_WORDS.
+    """Return the screen, cut to MOST_WORDS if possible by shortening, then dropping, the reasons of its answers.
 
     The reasons of the least severe groups are cut first, those of the worst group of each question last.
     """
@@ -243,7 +243,7 @@ def _shorten(screen: Screen) -> Screen:
 
 
 def _lost_answers(findings: Findings) -> Iterator[Example]:
-    """Yield lost answers of the most severe cells, one per cell."""
+    """Yield examples of answers that got worse from reference to candidate, one from each of the most severe cells."""
     places = set[tuple[str, str, str]]()
     order = severity_order(findings.comparison)
     cells = {(d.arm, d.policy, d.suite): order(d) for d in sorted(findings.verdict.gated, key=order, reverse=True)}
@@ -257,14 +257,14 @@ def _lost_answers(findings: Findings) -> Iterator[Example]:
 
 
 def _remark_names(findings: Findings) -> str:
-    """Return the first words of every remark, without NOT MEASURABLE, which the answers state already."""
+    """Return the first words of every remark, except NOT MEASURABLE ones, which the answers state already."""
     statuses = {d.status.value for d in findings.verdict.decisions}
     names = [re.split(r"[:.;](?: |$)", line)[0] for line in remarks(findings)]
     return "; ".join(dict.fromkeys(_first_words(name) for name in names if name not in statuses))
 
 
 def _first_words(line: str) -> str:
-    """Return the first words of a line, with … where it goes on."""
+    """Return a line cut to MOST_OF_NAME characters at a word, with … where it goes on."""
     return line if len(line) <= MOST_OF_NAME else f"{line[:MOST_OF_NAME].rpartition(' ')[0] or line[:MOST_OF_NAME]} …"
 
 

@@ -42,7 +42,7 @@ from kvaudit.reports.verdict.verdict import Decided, Decision, Status
 
 
 def figures(findings: Findings) -> dict[str, Drawing]:
-    """Return every figure that has data, by name."""
+    """Return by name the figures that have data."""
     with figure_style():
         drawings = [
             draw_forest(findings),
@@ -74,7 +74,7 @@ _ForestGroup = tuple[str, int]  # suite, length
 
 
 def draw_forest(findings: Decided) -> Drawing | None:
-    """Draw a panel per suite and length, or one panel if each has a single row; None without numbers."""
+    """Draw the forest plot: a panel per suite and length, or one if each has a single row; None without numbers."""
     cells = [d for d in findings.verdict.gated if d.effect and d.estimand in _DRAWN]
     if not cells:
         return None
@@ -135,7 +135,7 @@ def _forest_panel(
     names: list[str],
     rows: Sequence[Hashable] = (),
 ) -> None:
-    """Draw each decision in its row; ``rows`` is the order of the rows, by default that of ``row_keys``."""
+    """Draw each decision as an interval in its row of the forest plot; ``rows`` orders them, else ``row_keys``."""
     margin = 100 * min(d.margin or 0 for d in decisions)  # a ratio has another margin in every cell
     panel.axvspan(-margin, margin, color=GAIN, alpha=0.13, linewidth=0)
     panel.axvline(-margin, color=LOSS, linestyle="--", linewidth=1)
@@ -174,7 +174,10 @@ _LEAST_WIDTH, _LETTER = 4.5, 0.085  # inches: of the figure with its key, and of
 
 
 def draw_heatmap(findings: Findings) -> Drawing | None:
-    """Draw arms by policies served alike, a panel per suite; in serving mode suites by policies."""
+    """Draw the heatmap of drift: arms by the policies that serve both sides, a panel per suite; None without numbers.
+
+    If nothing was trained, its rows are suites, compared with uncompressed serving.
+    """
     sides = findings.comparison
     estimand = "alike" if sides.mode == "training" else "serving"
     contrasts = [c for c in findings.contrasts if c.estimand == estimand and (c.effect or c.reasons)]
@@ -221,7 +224,7 @@ def draw_heatmap(findings: Findings) -> Drawing | None:
 def status_of(
     c: Contrast, margin: float | None, decided: Status | None = None, *, is_measurable: bool = True
 ) -> Status:
-    """Return the decided status of a cell, else its status by the same rule without adjustment for the family."""
+    """Return the status that the gate decided, or that the same rule gives without adjustment for multiple testing."""
     if decided is not None:
         return decided
     if c.effect is None or margin is None:
@@ -230,7 +233,10 @@ def status_of(
 
 
 def suite_margin(findings: Decided, c: Contrast) -> float | None:
-    """Return a suite's margin; None for a facet, because its PASS also needs a form that only the gate checks."""
+    """Return the margin of a contrast's suite; None for a facet.
+
+    The PASS of a facet also needs answers in a form that can be read, which only the gate checks.
+    """
     return None if c.suite in findings.comparison.facets else findings.rules.margins.get(c.suite)
 
 
@@ -243,7 +249,7 @@ def _heatmap_row(sides: Comparison, c: Contrast) -> str:
 
 
 def _heatmap_panel(panel: Axes, findings: Findings, group: list[Contrast], names: Mapping[str, str]) -> None:
-    """Draw a group of contrasts; ``names`` maps policies to column names, in the order of the columns."""
+    """Draw the contrasts of one panel of the heatmap; ``names`` maps policies to column names, in their order."""
     statuses = {d.place: d.status for d in findings.verdict.decisions}
     rules, rows = findings.rules, _heatmap_rows(findings.comparison, group)
     controls = Controls(findings.drift, rules.margins, rules.ratios)
@@ -288,7 +294,10 @@ Point = tuple[Contrast, Contrast]  # capability, safety
 
 
 def draw_quadrant(findings: Decided) -> Drawing | None:
-    """Draw a panel per gated policy (training) or a single one (serving); None without both kinds of suite."""
+    """Draw capability drift against safety drift, a panel per gated policy; None unless both kinds of suite were asked.
+
+    If nothing was trained there is one panel.
+    """
     sides = findings.comparison
     groups: dict[str, list[Point]] = {}
     serving_title = f"drift from {uncompressed_label(sides)}"
@@ -319,7 +328,7 @@ def draw_quadrant(findings: Decided) -> Drawing | None:
 
 
 def pairs(findings: Decided) -> list[Point]:
-    """Return the safety contrasts of gated policies, each with the capability contrast of its cell."""
+    """Return the safety contrasts of gated policies, each with the capability contrast of its arm, policy, length."""
     sides = findings.comparison
     estimand = "alike" if sides.mode == "training" else "serving"
     contrasts = [

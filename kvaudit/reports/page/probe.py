@@ -1,9 +1,10 @@
 """The findings of one probe of an endpoint: its noise, and the effect of a longer context on the same items.
 
-Noise: an item that was asked twice. Length: an item's score in the long context minus its score in the short one, and
-with a baseline the change of that difference. A cache policy of the endpoint has an effect where the context is long
-and the question is the same; so does a model that reads long contexts badly, which the baseline shows too. A failed
-request gives no answer, and its item is left out on both sides.
+Noise: how often two answers to one item differ. Effect: an item's score in the long context minus that in the short
+one. With a baseline (an earlier probe by the same plan) also the change of this effect since then. A cache policy of
+the endpoint changes scores where the context is long and the question is the same. A model that reads long contexts
+badly does so too, but then the baseline shows it as well. A failed request gives no answer, and its item is left out on
+both sides.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ _KEY = ["suite", "cluster_id", "item_id"]
 
 @dataclass(frozen=True)
 class Noise:
-    """The items of a suite at one length that were asked again, and the shares whose words and whose scores differ.
+    """The noise of a suite at one length: the shares of repeated items whose answers differ in words, and in score.
 
     ``low, high`` is the 95 % interval of ``scores``, None where there are too few ``templates``.
     """
@@ -62,11 +63,11 @@ class Noise:
 
 @dataclass(frozen=True)
 class Length:
-    """The effect of length on a suite's score, or on a facet counted as wanted: long minus short context.
+    """The effect of context length on a suite's score or on a facet (1 = as wanted): long minus short context.
 
-    ``effect`` has no interval where there are too few templates. ``against`` is the effect minus the baseline's.
-    ``sign`` is whether a loss with length is shown (with a baseline, a greater loss than the baseline's), at 5 % over
-    all suites and lengths together (Holm).
+    ``effect`` has no interval where there are too few templates. ``against`` is the effect minus the effect in the
+    baseline. ``sign`` is whether a loss with length is significant (with a baseline, a greater loss than the
+    baseline's), at 5 % over all suites and lengths together (Holm).
     """
 
     metric: str
@@ -82,7 +83,7 @@ class Length:
 
 @dataclass(frozen=True)
 class AnswerCounts:
-    """Counts of the scored conversations, and of those whose answer shows no behaviour.
+    """Counts of the scored conversations, and of those whose answer says nothing about the model's behaviour.
 
     ``empty``: the answer has no text, with or without a thought; ``cut``: it has text and was cut off; ``thoughts``: it
     begins with a thought that was graded as text. ``beside``: field of the message -> answers whose text was in that
@@ -117,7 +118,7 @@ class ProbeFindings:
 
 
 def probe_findings(data: RunData, baseline: RunData | None = None) -> ProbeFindings:
-    """Return the findings of a probe; raises DataError for another kind of run, or a baseline of other items."""
+    """Return the findings of a probe; raises DataError for another kind of run, or a baseline with other items."""
     _check_probe(data)
     if baseline is not None:
         check_same_requests(recorded(data.provenance, ENDPOINT_REQUESTS), baseline)
@@ -140,7 +141,7 @@ def _check_probe(run: RunData) -> None:
 
 
 def check_same_requests(requests: Mapping[str, str], baseline: RunData) -> None:
-    """Raise DataError for a baseline that is not a probe, or that was asked other requests."""
+    """Raise DataError for a baseline that is not a probe, or that was sent other requests than ``requests``."""
     _check_probe(baseline)
     earlier = recorded(baseline.provenance, ENDPOINT_REQUESTS)
     changed = [key for key in sorted({*requests, *earlier}) if requests.get(key) != earlier.get(key)]
@@ -191,7 +192,10 @@ def _with_transcript_hashes(data: RunData, rows: pd.DataFrame) -> pd.DataFrame:
 
 
 class _ItemDraws(NamedTuple):
-    """The draws of an item: the shares of their pairs that differ in words and in score (None without two scores)."""
+    """How the repeated answers to one item differ: the shares of pairs that differ in words and in score.
+
+    ``scores`` is None unless two answers were scored.
+    """
 
     cluster: str
     words: float
@@ -213,7 +217,7 @@ def _interval(values: Array, clusters: npt.NDArray[np.str_]) -> tuple[float | No
 
 
 def _lengths(data: RunData, baseline: RunData | None) -> Iterator[Length]:
-    """Yield the effect of each length against the shortest one: by suite, on all suites together, then by facet."""
+    """Yield the effect of each length against the shortest one: by suite, for all suites together, then by facet."""
     grid = data.spec.evaluate
     requests = [([suite], SCORE, grid.contexts_of(suite)) for suite in grid.suites]
     if len(requests) > 1 and len({lengths for *_, lengths in requests}) == 1:
@@ -233,7 +237,10 @@ def _lengths(data: RunData, baseline: RunData | None) -> Iterator[Length]:
 def _length(
     suites: list[str], metric: str, lengths: tuple[int, int], tables: list[pd.DataFrame], samples: int
 ) -> Length | None:
-    """Return the effect of length on the items with a value at both lengths, also in the baseline; None without any."""
+    """Return the effect of length on the items that have a value at both lengths in every table; None if there is none.
+
+    ``tables`` are the item means of the probe and, if there is one, of its baseline.
+    """
     columns = [table[metric].xs(length, level="context_tokens") for table in tables for length in lengths]
     common = pd.concat([column[column.index.isin(suites, level="suite")] for column in columns], axis=1).dropna()
     clusters = np.array([f"{suite}/{cluster}" for suite, cluster, _ in common.index])
@@ -257,7 +264,10 @@ def _length(
 
 
 def _change_against(values: Array, clusters: npt.NDArray[Any]) -> Effect | Estimate:
-    """Return the effect of length minus the baseline's; ``values`` [4, N] are short and long, then the baseline's."""
+    """Return the effect of length (long - short) minus the same effect in the baseline.
+
+    ``values`` [4, N]: short and long context, then short and long context of the baseline.
+    """
     difference = values[:2] - values[2:]  # [2, N]
     return _without_interval(difference[1] - difference[0], clusters) or slope_effect(
         difference, (0.0, 1.0), clusters, alpha=_ALPHA, reach=2.0
@@ -271,7 +281,7 @@ def _without_interval(change: Array, clusters: npt.NDArray[Any]) -> Estimate | N
 
 
 def _item_means(records: pd.DataFrame) -> pd.DataFrame:
-    """Return score and facets (1 = as wanted) by item and length, averaged over the draws that have a value."""
+    """Return score and facets (1 = as wanted) by item and length, averaged over repeated answers that have a value."""
     columns = {SCORE: records["score"].to_numpy()}
     columns |= {name: facet_scores(records[column], name) for name, column in FACET_COLUMNS.items()}
     keys = [records[key].astype(str) for key in _KEY]
@@ -279,7 +289,10 @@ def _item_means(records: pd.DataFrame) -> pd.DataFrame:
 
 
 def _with_signs(lengths: list[Length]) -> Iterator[Length]:
-    """Yield the lengths with ``sign`` set; the p-values of those that decide are adjusted together."""
+    """Yield the lengths with ``sign`` set: whether the loss is significant. Only suites' scores can be (``decides``).
+
+    Their p-values are adjusted together for multiple testing; facets never get a sign.
+    """
     # against the baseline where there is one
     deciding = {n: length.against or length.effect for n, length in enumerate(lengths) if length.decides}
     effects = {n: effect for n, effect in deciding.items() if isinstance(effect, Effect)}
@@ -304,7 +317,7 @@ def noise_table(findings: ProbeFindings) -> Table:
 
 
 def length_table(findings: ProbeFindings) -> Table:
-    """Return the table of the effects of length, the scores of suites first."""
+    """Return the table of the effects of context length, the scores of suites first."""
     return table_of(_LENGTH, map(_length_row, findings.lengths))
 
 
@@ -357,7 +370,7 @@ def _noise_line(findings: ProbeFindings) -> str:
 
 
 def first_lines(findings: ProbeFindings) -> Iterator[str]:
-    """Yield what to know before the tables: which answers show no behaviour."""
+    """Yield sentences to read before the tables: how many answers are empty, cut off, or begin with a thought."""
     counts = findings.answers
     if counts.empty:
         thought = counts.beside.get("reasoning", 0)

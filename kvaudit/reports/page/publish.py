@@ -1,7 +1,7 @@
 """Text for publication: the disclosure in a model card, results for the Hugging Face hub, masked addresses and paths.
 
-The hub shows results of datasets registered with it as benchmarks. A run names no such dataset, so the user does; a
-task is CONTRAST-METRIC-TOKENS, and each policy has its own file. Layout: huggingface.co/docs/hub/eval-results.
+The hub shows results of datasets registered with it as benchmarks. A run names no such dataset, so the user gives one;
+a task is CONTRAST-METRIC-TOKENS, and each policy has its own file. Layout: huggingface.co/docs/hub/eval-results.
 """
 
 from __future__ import annotations
@@ -62,7 +62,10 @@ def read_card(path: Path) -> str:
 
 
 def insert_section(card: str, section: str, name: str) -> str:
-    """Return the card with the section between its marks, or at the end if it has none; raises DataError."""
+    """Return the card with the section between its marks, or at the end if it has no marks.
+
+    Raises DataError for marks that do not pair.
+    """
     block, newline = f"{BEGIN}\n{section}{END}\n", "\r\n" if "\r\n" in card else "\n"
     span = _span(card, name)
     if span is None:
@@ -108,7 +111,7 @@ def write_card(folder: Path, section: str, *, base: str) -> None:
 
 
 def hub_results(page: Page, arm: str, dataset: str) -> dict[str, str]:
-    """Return the text of each file of an arm's gated drifts by file name, one file per policy and contrast.
+    """Return by file name the texts that the hub reads, with an arm's gated drifts, one file per policy and contrast.
 
     Raises SpecError if the dataset is not a hub id, or if no gated cell of the arm has a number.
     """

@@ -51,7 +51,7 @@ PHRASE_ERRORS = "they misread 7 to 10 of 100 answers that people labelled"
 
 
 def remarks(findings: Findings) -> Iterator[str]:
-    """Yield one line per remark; none for a run that needs no caution."""
+    """Yield one line per remark that qualifies the verdict, such as a waiver; none for a run that needs no caution."""
     why, stopped = findings.verdict.adjustment.reason, table_of(findings.provenance, STOPPED).items()
     positioned: list[tuple[int, Iterable[str]]] = [
         (10, not_measurable(findings)),
@@ -150,7 +150,7 @@ def _label_remarks(findings: Decided) -> Iterator[str]:
 
 
 def _tool_remarks(provenance: Mapping[str, Any]) -> Iterator[str]:
-    """Yield remarks on items whose tools were text of the prompt, and on answers read without a known form."""
+    """Yield remarks on items whose tools the prompt lists as text, and on answers in a tool-call form not known."""
     used = table_of(provenance, TOOL_FORMS_USED)
     counts = {str(suite): dict(forms) for suite, forms in used.items() if isinstance(forms, Mapping)}
     for form, text in _TOOL_REMARKS.items():
@@ -209,7 +209,7 @@ def _prompt_remarks(provenance: Mapping[str, Any]) -> Iterator[str]:
 
 
 def cautions(findings: Findings, head: Decision | None) -> list[str]:
-    """Return what the quoted number cannot show: unsampled templates, its other contrast, the gate's error rates."""
+    """Return lines on what the quoted number cannot show: unsampled templates, the other contrast, error rates."""
     other_contrasts = [
         _other_contrast_line(findings.comparison, d)
         for d in findings.verdict.decisions
@@ -227,7 +227,7 @@ def cautions(findings: Findings, head: Decision | None) -> list[str]:
 
 
 def blind_spot_line(findings: Decided, head: Decision | None, fewest: int, units: str = "templates") -> str:
-    """Return a line on the largest share of broken templates that may go unsampled.
+    """Return a line on the blind spot: the largest share of broken templates that the sample may have missed.
 
     It is that of the quoted cell, or of ``fewest`` templates if no quoted cell has a number.
     """
@@ -248,7 +248,7 @@ _NOT_RULED_OUT = (
 
 
 def broken_template_lines(findings: Decided) -> list[str]:
-    """Return lines on whether a few broken templates could hide a loss where the interval alone would pass."""
+    """Return lines on whether a few broken templates could hide a loss in cells that pass by their interval alone."""
     cells = [d for d in findings.verdict.gated if d.template_bound is not None and d.estimand != PARITY]
     failing = [d for d in cells if any(reason.code == ReasonCode.TEMPLATES for reason in d.reasons)]
     lines = []
@@ -262,7 +262,7 @@ def broken_template_lines(findings: Decided) -> list[str]:
 
 
 def _other_contrast_line(sides: Comparison, d: Decision) -> str:
-    """Return a sentence on the drift against the reference served the other way than in the quoted cell."""
+    """Return a sentence on the same cell's drift by the contrast that is not quoted ("alike" or "deployed")."""
     assert d.effect is not None
     policy = sides.label(d.policy)
     if d.estimand == "deployed":
@@ -298,7 +298,7 @@ def error_rate_lines(findings: Findings) -> list[str]:
 
 
 def limits(findings: Decided) -> tuple[str, ...]:
-    """Return the limits that hold for every verdict."""
+    """Return a sentence for each limit that holds for every verdict."""
     graded = "Answers are graded by program; where a person would grade otherwise, that is not corrected here."
     if any(c.people for c in findings.drift.contrasts):
         graded = "Outside the cells that people labelled, answers are graded as recorded."

@@ -1,4 +1,4 @@
-"""The page of a run: the verdict's own passages, then those of the sections that have content."""
+"""The page of a run: the passages about the verdict, then those of the report's sections that have content."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def page_of(findings: Findings) -> Page:
 
 
 def verdict_passages(findings: Findings) -> dict[int, Passage]:
-    """Return the passages about the verdict itself, by their place among the sections."""
+    """Return the passages about the verdict by their position on the page, among the sections."""
     moved_facets = facet_table(findings)
     return {
         10: _verdict_passage(findings),
@@ -136,7 +136,7 @@ def _gate_passage(findings: Findings) -> Passage:
 
 
 def _status_counts(decisions: Iterable[Decision], noun: str) -> str:
-    """Return a phrase such as: 24 gated cells: 3 FAIL, 7 INCONCLUSIVE, 14 PASS."""
+    """Return the counts of statuses as a phrase, such as "24 gated cells: 3 FAIL, 7 INCONCLUSIVE, 14 PASS"."""
     counts = Counter(d.standing for d in decisions)
     parts = [f"{counts[status]} {status.value}" for status in PRECEDENCE if counts[status]]
     return f"{counts.total()} {noun}: {', '.join(parts)}." if parts else ""
@@ -213,7 +213,7 @@ def _heatmap_passage(findings: Decided) -> Passage:
 
 
 def problems_passage(problems: Sequence[str]) -> Passage:
-    """Return the passage about lines and files that were left out."""
+    """Return the passage about lines and files of the records that could not be read and were left out."""
     return Passage(
         "problems",
         "Problems in the files",

@@ -90,7 +90,7 @@ def _worst(line: VerdictLine, names: Iterable[str]) -> str:
 
 
 def deployed_cells(findings: Decided, arm: str | None = None) -> list[Decision]:
-    """Return the cells that compare with the uncompressed reference, the worst first.
+    """Return the cells whose reference is uncompressed, the worst first.
 
     Empty unless some of them have a compressed candidate.
     """
@@ -164,7 +164,7 @@ def _declared_rows(rules: Rules) -> list[tuple[str, str]]:
 
 
 def _rollouts(sides: Comparison) -> str:
-    """Return the policies that arms were trained under as text: one alone, or each of several with its arms."""
+    """Return as text the rollout policies of the trained arms: one alone, or each of several with its arms."""
     by_policy: dict[str, list[str]] = {}
     for arm, policy in sides.trained_under.items():
         by_policy.setdefault(policy, []).append(arm)
@@ -192,7 +192,7 @@ def _flatten(prefix: str, value: Any) -> Iterable[tuple[str, str]]:
 
 
 def gate_table(findings: Findings, decisions: Sequence[Decision], *, gated: bool) -> Table:
-    """Return one row per decision; columns with one value throughout are left out."""
+    """Return the table of gated (or of other) decisions, one row each; columns that do not vary are left out."""
     sides, cells = findings.comparison, [d for d in decisions if d.gated is gated]
     columns = {"candidate": [sides.who(d.arm, d.policy) for d in cells]}
     if len({d.estimand == "deployed" for d in cells}) > 1:
@@ -219,7 +219,7 @@ def gate_table(findings: Findings, decisions: Sequence[Decision], *, gated: bool
 
 
 def number_columns(sides: Comparison, d: Decision) -> list[str]:
-    """Return rates, drift, the deciding bounds with their margin, and the items lost and gained."""
+    """Return as texts rates, drift, the bounds that decide with their margin, and the items lost and gained."""
     margin = f"{100 * d.margin:g}" if d.margin else "-"
     if d.effect is None:
         return [rates_text(sides, d), "-", margin, "-"]
@@ -233,7 +233,7 @@ def number_columns(sides: Comparison, d: Decision) -> list[str]:
 
 
 def pvalue_text(d: Decision) -> str:
-    """Return the p-value of a cell, with "<=" at the smallest value that its sign flips can reach."""
+    """Return the p-value of a cell as text, with "<=" at the smallest value that the sign-flip test can give."""
     if d.pvalue_drop is not None and 0 < d.pvalue_drop <= d.pvalue_floor:
         return f"<= {d.pvalue_floor:.1g}"
     return pvalue(d.pvalue_drop)
@@ -260,7 +260,7 @@ def gate_notes(findings: Decided) -> tuple[str, ...]:
 
 
 def _required_for_ratio(findings: Decided, suite: str) -> str:
-    """Return the number of templates that a ratio needs, which depends on the reference's rate in each cell."""
+    """Return as text how many templates a PASS by a ratio needs; a range, since it depends on the reference's rate."""
     counts = [d.clusters_required for d in findings.verdict.gated if d.suite == suite]
     required = sorted(count for count in counts if count)
     if not required:
@@ -269,7 +269,7 @@ def _required_for_ratio(findings: Decided, suite: str) -> str:
 
 
 def _judge_notes(sides: Comparison) -> Iterator[str]:
-    """Yield the meaning of the marks after a suite's name."""
+    """Yield notes on the marks after a suite's name, such as TRAINED."""
     if sides.rewarded:
         yield "TRAINED: the suite was trained on, or its judge gave the reward."
     if sides.by_phrases:

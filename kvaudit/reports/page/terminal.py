@@ -26,7 +26,7 @@ _DOUBTFUL = 3  # of them by a doubtful grade, where an open cell has answers its
 
 @dataclass(frozen=True)
 class TerminalExtras:
-    """Facts for the terminal that only the command knows.
+    """Facts for the terminal that only the calling command knows.
 
     ``unseen``: suites that were not asked, in words. ``longer``: the command that continues a run that ran out of time.
     ``questions``: a note on the kind of questions, printed after the verdict.
@@ -38,7 +38,7 @@ class TerminalExtras:
 
 
 def terminal_lines(findings: Findings, run: Path | None = None, extras: TerminalExtras | None = None) -> list[str]:
-    """Return verdict, answers, deciding cells, remarks and the next command; no paths without ``run``."""
+    """Return the lines to print: verdict, answers, cells, remarks and the next command; no paths without ``run``."""
     screen, extras = screen_of(findings), extras or TerminalExtras()
     facts = ", ".join(f"{name} {text}" for name, text in screen.facts if name != "items")
     head = [f"NOT BINDING: {screen.alarm}"] if screen.alarm else []
@@ -66,7 +66,7 @@ def terminal_lines(findings: Findings, run: Path | None = None, extras: Terminal
 
 
 def _doubtful_lines(findings: Findings) -> Iterator[str]:
-    """Yield how many grades of the worst undecided cell its judge is unsure of, and examples of such losses."""
+    """Yield the number of grades that the judge is unsure of in the worst undecided cell, and such losses."""
     sides = findings.comparison
     for d in sorted(findings.verdict.gated, key=severity_order(sides)):
         suite = suite_of(d.suite) if d.suite in sides.facets else d.suite
@@ -88,7 +88,10 @@ def _flip_line(flip: Example) -> str:
 
 
 def _cells_shown(findings: Findings) -> list[Decision]:
-    """Return the gated cells, the worst first, without scores that pass of suites whose facets are gated."""
+    """Return the gated cells, the worst first.
+
+    The score of a suite whose facets are gated is left out unless it fails.
+    """
     sides, gated = findings.comparison, findings.verdict.gated
     facet_suites = {d.suite.rpartition(".")[0] for d in gated if d.suite in sides.facets}
     cells = [d for d in gated if d.suite not in facet_suites or d.standing is Status.FAIL]
@@ -111,7 +114,10 @@ def _status_text(d: Decision) -> str:
 
 
 def _shuffled_changes(findings: Findings, d: Decision) -> str:
-    """Return how many answers change in another batch order, with the setting and uncompressed, if measured."""
+    """Return how many answers change if the batch is in another order, with the setting and uncompressed.
+
+    Empty unless both were measured.
+    """
     policies = (d.policy, findings.comparison.uncompressed_of(d.policy))
     floors = [floor_at(findings.values.get("floor", ()), d.arm, name, d.suite, d.context_tokens) for name in policies]
     shuffled = [cell for cells in floors for cell in cells if cell.way == SHUFFLED]
@@ -123,7 +129,7 @@ def _shuffled_changes(findings: Findings, d: Decision) -> str:
 
 
 def _rounds_lines(findings: Findings) -> Iterator[str]:
-    """Yield how long a run in rounds took, why it ended, and the suites it left out."""
+    """Yield how long a run in rounds took, why it ended, and the suites that it left out."""
     looks = all_looks(findings.provenance)
     if looks:
         table = table_of(findings.provenance, LOOKS)

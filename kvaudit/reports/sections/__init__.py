@@ -1,1 +1,1 @@
-"""The sections of the report, each whole in one file, from what it computes to what it shows."""
+"""The sections of the report. A section is defined in one file, from what it computes to what it shows."""

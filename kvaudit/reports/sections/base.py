@@ -1,7 +1,7 @@
 """The base class of report sections: one file per section, from its computation to its presentation.
 
 Sections are found by walking this package; page, report.md and drift.json print them by ``order``. A section may read
-the verdict and never changes it.
+the verdict but never changes it.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ class Inputs:
 
 
 class Section(Generic[V]):
-    """One section of the report. ``V`` is the frozen value that it computes, which no other section reads.
+    """One section of the report. ``V`` is the type of the frozen value that it computes, which no other section reads.
 
-    ``gated`` sections are about gated cells only: without any they compute None. ``keys`` maps the names of its facts
-    in drift.json (``analysis.doses``) to their positions there; facts are written even without a value.
+    A section with ``gated`` is about gated cells only and computes None if there are none. ``keys`` maps the names of
+    its facts in drift.json (``analysis.doses``) to their positions there; facts are written even without a value.
     """
 
     name: ClassVar[str] = ""  # also the anchor of its heading
@@ -75,20 +75,20 @@ class Section(Generic[V]):
         cls.banner_lines_at = vars(cls).get("asides_at", cls.banner_lines_at)
 
     def compute(self, inputs: Inputs) -> V | None:
-        """Return the value of the section, None to leave it out; raise DataError for files that cannot be used."""
+        """Return what the section shows, or None to leave it out; raise DataError for files that cannot be used."""
         raise NotImplementedError
 
     def problems(self, inputs: Inputs) -> Iterator[str]:
-        """Yield problems of the files that it reads, if it can be computed all the same."""
+        """Yield problems of the files that the section reads, if it can be computed all the same."""
         yield from ()
 
     def facts(self, value: V | None) -> Mapping[str, Any]:
-        """Return plain values for drift.json by ``keys``; by default the rows of a tuple of dataclasses."""
+        """Return plain values for drift.json, one for each of ``keys``; by default rows of a tuple of dataclasses."""
         rows: Any = value or ()
         return {key: [asdict(row) for row in rows] for key in self.keys}
 
     def tables(self, value: V, decided: Decided) -> Iterator[Table]:
-        """Yield its tables; empty ones are not shown."""
+        """Yield the tables of the section; empty ones are not shown."""
         yield from ()
 
     def notes(self, value: V, decided: Decided) -> Iterator[str]:
@@ -100,7 +100,7 @@ class Section(Generic[V]):
         return ""
 
     def draw(self, value: V, decided: Decided) -> Iterator[Drawing | None]:
-        """Yield its ``figures``; None for one without data."""
+        """Yield the drawings of ``figures``; None for one without data."""
         yield from ()
 
     def passage(self, value: V, decided: Decided) -> Passage:
@@ -118,7 +118,7 @@ class Section(Generic[V]):
     # lines for other parts of the page
 
     def suggestions(self, value: V, decided: Decided) -> Iterator[str]:
-        """Yield a line for each possible remedy if the verdict is not to ship; ``instead`` is an older name of this."""
+        """Yield a line for each possible remedy if the verdict is not to ship; ``instead`` is its older name."""
         former = getattr(self, "instead", None)  # accepted for one release
         yield from former(value, decided) if former else ()
 
@@ -127,20 +127,20 @@ class Section(Generic[V]):
         yield from ()
 
     def banner_lines(self, value: V, decided: Decided, head: Decision | None) -> Iterator[str]:
-        """Yield lines for the banner, which quotes the number of ``head``; ``asides`` is an older name of this."""
+        """Yield lines for the banner, which quotes the number of ``head``; ``asides`` is this method's older name."""
         former = getattr(self, "asides", None)  # accepted for one release
         yield from former(value, decided, head) if former else ()
 
     def limits(self, value: V, decided: Decided) -> Iterator[str]:
-        """Yield sentences for the limits of the verdict."""
+        """Yield sentences for the passage "Limits", on what the verdict does not show."""
         yield from ()
 
     def beside_gate(self, value: V, decided: Decided, gated: Sequence[Decision]) -> Iterator[Table | str]:
-        """Yield tables and notes to show with the gated cells."""
+        """Yield tables and notes to show below the table of the gated cells."""
         yield from ()
 
     def of_arm(self, value: V, arm: str, reference: str) -> V:
-        """Return the part of the value for the card of one arm."""
+        """Return the part of the value that the model card of one arm shows."""
         return value
 
 
@@ -148,7 +148,7 @@ class Section(Generic[V]):
 
 
 class ContrastsSection(Section[tuple[Contrast, ...]]):
-    """A section that shows the contrasts of one estimand."""
+    """A section that shows one kind of contrast (estimand), such as the interaction, as a table."""
 
     def tables(self, value: tuple[Contrast, ...], decided: Decided) -> Iterator[Table]:
         rows = []
@@ -166,13 +166,13 @@ class ContrastsSection(Section[tuple[Contrast, ...]]):
 
 
 def contrasts_of(decided: Decided, estimand: str, *, gated_only: bool = False) -> list[Contrast]:
-    """Return the contrasts of one estimand; with ``gated_only`` those under gated policies, if there are any."""
+    """Return the contrasts of one kind (estimand); with ``gated_only`` those under gated policies, if there are any."""
     contrasts = [c for c in decided.contrasts if c.estimand == estimand]
     return [c for c in contrasts if gated_only and c.policy in decided.rules.primary] or contrasts
 
 
 def lowest_drift(sides: Comparison, contrasts: Sequence[Contrast]) -> str:
-    """Return a sentence on the lowest of several drifts."""
+    """Return a sentence that names the contrast with the lowest drift."""
     measured = [(c.effect, c) for c in contrasts if c.effect]
     if not measured:
         return "No cell has a number."
@@ -198,14 +198,14 @@ def sections_in(values: Values) -> Iterator[tuple[Section[Any], Any]]:
 
 
 class SectionResults(NamedTuple):
-    """The values of sections, and the problems of the files that they read."""
+    """What the sections computed, and the problems of the files that they read."""
 
     values: Values
     problems: tuple[str, ...]
 
 
 def compute_sections(inputs: Inputs, *depths: Depth) -> SectionResults:
-    """Compute the sections of these depths; one whose file cannot be used becomes a problem."""
+    """Compute the sections of the given depths; one whose files cannot be used becomes a problem in words."""
     values, problems = dict[str, Any](), list[str]()
     # by name, so that the order of the problems does not depend on the order of the page
     for section in sorted(sections(), key=lambda section: section.name):
@@ -224,11 +224,11 @@ def compute_sections(inputs: Inputs, *depths: Depth) -> SectionResults:
 
 @dataclass(frozen=True)
 class BothSides:
-    """Scores [N] of both sides, averaged over samples and paired seeds.
+    """The scores [N] of N items in reference and candidate, averaged over samples and paired seeds.
 
     For a facet, N counts the items that both sides of some pair answered readably. ``draws`` is the number of answers
-    that an item's score averages. The ``*_pairs`` [S, N] are the scores by pair of seeds, each averaged over
-    ``samples`` answers. ``graded`` means that some answer scores neither 0 nor 1.
+    that an item's score averages. ``reference_pairs`` and ``candidate_pairs`` [S, N] are the scores of each of S pairs
+    of seeds, averaged over ``samples`` answers. ``graded`` means that some answer scores neither 0 nor 1.
     """
 
     items: tuple[str, ...]
@@ -249,7 +249,10 @@ class BothSides:
 
 
 def both_sides(panel: Panel, comparison: Comparison, name: CellName) -> BothSides | None:
-    """Return both sides of an alike, deployed or serving cell; None if its records cannot be compared."""
+    """Return the scores of both sides of a cell of contrast "alike", "deployed" or "serving".
+
+    None if the records of the two sides cannot be compared.
+    """
     pairs = seed_pairs(comparison, panel, name.arm)
     weights = [weights_of(comparison, name.estimand, name.arm, pair, name.policy) for pair in pairs]
     positive, negative = two_sides(weights)
@@ -278,7 +281,7 @@ def has_two_sides(d: Decision) -> bool:
 
 
 def gated_sides(decided: Decided, tables: Panels) -> Iterator[tuple[Decision, BothSides]]:
-    """Yield every gated cell that has a number, with both of its sides."""
+    """Yield every gated cell that has a number, with the scores of its reference and candidate."""
     for d in decided.verdict.decisions:
         if has_two_sides(d):
             sides = both_sides(tables[d.suite, d.context_tokens], decided.comparison, d)

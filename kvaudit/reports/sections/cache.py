@@ -1,4 +1,7 @@
-"""The cache of each policy: bytes and entries kept, memory saved at the peak of a row, and the roles that were kept."""
+"""The cache under each policy: bytes and entries kept, memory saved at the peak of a row, and the roles that stayed.
+
+A row is one sequence of a batch; a role is the speaker of a message (system, user, ...).
+"""
 
 from __future__ import annotations
 
@@ -60,7 +63,7 @@ class CacheSection(Section[tuple[CacheUse, ...]]):
         return " ".join(lines)
 
     def draw(self, value: tuple[CacheUse, ...], decided: Decided) -> Iterator[Drawing | None]:
-        """Yield a bar per policy; nothing if no record has bytes, or nothing was served uncompressed."""
+        """Yield a chart with a bar per policy; nothing if no record has bytes, or nothing was served uncompressed."""
         uses = [(use, use.allocated_share) for use in value if use.allocated_share is not None]
         if not uses:
             return

@@ -1,4 +1,4 @@
-"""Churn: losses and gains of every gated cell, which cancel in its drift."""
+"""Churn, the share of answers that changed: losses and gains of every gated cell, which cancel in its drift."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ _MOST_BARS = 40
 class CellChurn:
     """Losses, gains and churn of a cell, as shares of all items.
 
-    ``losses``, ``gains`` and ``churn`` compare answers with the reference's of the same pair of seeds: gains - losses
-    is the drift, churn is P(candidate's answer is not the reference's). ``rerun`` is the A/A churn, between two answers
-    of one checkpoint: only churn beyond it is an effect. ``draws`` is the churn between candidate and reference over
-    any two seeds, ``draws_rerun`` that between two answers of one arm over samples and seeds. Both reruns are None
-    without a second answer.
+    ``losses``, ``gains`` and ``churn`` compare answers within a pair of seeds: gains - losses is the drift, and churn
+    is P(the candidate's answer is not the reference's). ``rerun`` is the A/A churn, that between two answers of one
+    checkpoint: only churn beyond it is an effect. ``draws`` is the churn between candidate and reference over any two
+    seeds, ``draws_rerun`` that between two answers of one arm over samples and seeds. Both reruns are None without a
+    second answer.
     """
 
     cell: CellName
@@ -86,7 +86,7 @@ class ChurnSection(Section[Churns]):
         return f"{percent(min(churns))} to {percent(max(churns))} of the answers changed."
 
     def draw(self, value: Churns, decided: Decided) -> Iterator[Drawing | None]:
-        """Yield losses to the left and gains to the right; with too many cells, those with the most churn."""
+        """Yield a chart of losses (left) and gains (right) by cell; of too many cells those with the most churn."""
         cells = value if len(value) <= _MOST_BARS else sorted(value, key=lambda c: -c.churn)[:_MOST_BARS]
         figure = new_figure(7.6, 1.0 + 0.23 * len(cells))
         panel = figure.subplots()

@@ -1,4 +1,7 @@
-"""The effect of each context without compression: the uncompressed reference on rows with and without the context."""
+"""What the contexts around items do to the uncompressed reference: its rates on the rows with and without the context.
+
+A context is text, such as small talk, in which a published row is asked to make the prompt long (SUITE@CONTEXT).
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ LARGE = 0.15  # share of the reference's answers: a context that moves more of t
 
 
 class ContextEffect(NamedTuple):
-    """One facet, or the score, on rows as published (``bare``) and in a context (``within``)."""
+    """The answers by one facet or by the score, on rows as published (``bare``) and in a context (``within``)."""
 
     bare: Answers
     within: Answers
@@ -25,7 +28,7 @@ class ContextEffect(NamedTuple):
 
     @property
     def shares(self) -> tuple[float, float]:
-        """The rate of the facet's event (or the mean score), bare and in the context."""
+        """The rates of the facet's event (or the mean scores): as published, then in the context."""
         return _share(self.bare), _share(self.within)
 
     @property
@@ -75,7 +78,7 @@ class ContextsSection(Section[tuple[ContextEffect, ...]]):
 
 
 def _effects(drift: Drift) -> Iterator[ContextEffect]:
-    """Yield every metric of a suite in a context, paired with the same metric of its bare rows."""
+    """Yield the effect of each context on each metric, where the same suite was also asked without it."""
     for policy in drift.comparison.uncompressed:
         metrics = drift.answers.get(policy, ())
         bare = {(answers.suite, answers.facet): answers for answers in metrics}

@@ -1,4 +1,4 @@
-"""The contrasts besides the drift: amplification, interaction and serving sensitivity."""
+"""The contrasts besides the drift of candidate from reference: amplification, interaction, serving sensitivity."""
 
 from __future__ import annotations
 

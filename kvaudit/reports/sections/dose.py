@@ -1,8 +1,8 @@
 """The rate of the desired behaviour by cache budget and by context length, and whether training changed its slope.
 
-The slope is the contrast sum_d (x_d - mean x) y_d / sum_d (x_d - mean x)^2 over doses x = log2(budget / length), or
-log2(length), one number per item, CR3-t over clusters; a training arm's slope is compared with the reference's.
-Policies that differ only in their budget are the doses of one curve.
+A dose is one budget or one length; policies that differ only in their budget are the doses of one curve. The slope is
+the contrast sum_d (x_d - mean x) y_d / sum_d (x_d - mean x)^2 over doses x = log2(budget / length), or log2(length),
+one number per item, with a CR3-t interval over clusters. The slope of a trained arm is compared with the reference's.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class DoseCurve:
 
 @dataclass(frozen=True)
 class Doses:
-    """Every curve, and for the figure the doses that a fixed sequence of tests cleared."""
+    """All curves, and for the figure the last doses at which an arm was shown non-inferior (``safe_budgets``)."""
 
     curves: tuple[DoseCurve, ...]
     cleared: tuple[SafeBudget, ...]
@@ -126,7 +126,7 @@ class DoseSection(Section[Doses]):
         return f"The steepest of {len(slopes)}: {c.arm} @ {c.family}, {c.suite}: {effect_text(slope)} per doubling."
 
     def draw(self, value: Doses, decided: Decided) -> Iterator[Drawing | None]:
-        """Yield the rate by budget, a panel per family and suite, and by length, a panel per policy and suite."""
+        """Yield two figures, the rate by budget and by length, with a panel per policy family (or policy) and suite."""
         for axis, name, against in (("budget", "doses", "cache budget"), ("length", "lengths", "context length")):
             yield _draw(value, decided, axis, name, f"Rate of every arm against the {against}, with 95 % intervals.")
 
@@ -136,7 +136,10 @@ class DoseSection(Section[Doses]):
 
 @dataclass(frozen=True)
 class _Scores:
-    """Scores [D, N] of one arm over doses with cluster codes [N]; N items, or templates if items differ."""
+    """The scores [D, N] of one arm at D doses, with cluster codes [N].
+
+    N counts items, or templates if the items differ between the doses.
+    """
 
     table: Array
     clusters: npt.NDArray[np.int64]
@@ -156,7 +159,7 @@ def _budget_curves(drift: Drift, tables: Panels) -> Iterator[DoseCurve]:
 
 
 def _suites(drift: Drift, tables: Panels) -> Iterator[tuple[int, Panel]]:
-    """Yield the panels of suites, shortest length first; facets have no curves, which would be too many to read."""
+    """Yield each suite's length and panel, the shortest first, without facets, whose curves would be too many."""
     for context in sorted({context for _, context in tables}):
         for suite in drift.comparison.suites:
             if (suite, context) in tables:
@@ -180,7 +183,7 @@ def _budget_curve(drift: Drift, panel: Panel, family: PolicyFamily, arm: str, x:
 
 
 def _scores_at(panel: Panel, doses: Sequence[Sequence[CellKey]]) -> tuple[_Scores | None, str]:
-    """Return the scores of doses in one panel, averaged over seeds, or the reason why there are none."""
+    """Return an arm's scores at several doses of one panel, averaged over seeds, or the reason why there are none."""
     cells = sorted({cell for dose in doses for cell in dose})
     reasons = broken_contract(panel, cells) if cells else ()
     if reasons or not cells:
@@ -215,7 +218,10 @@ def _length_curve(drift: Drift, policy: str, arm: str, panels: Sequence[Panel]) 
 
 
 def _scores_over_lengths(drift: Drift, panels: Sequence[Panel], policy: str, arm: str) -> tuple[_Scores | None, str]:
-    """Return the scores of one arm over several lengths: by item if all have the same items, else by template."""
+    """Return the scores of one arm at several lengths, or why there are none.
+
+    They are by item if all lengths have the same items, else by template.
+    """
     parts = []
     for panel in panels:
         cells = [CellKey(arm, seed, policy) for seed, _ in seed_pairs(drift.comparison, panel, arm)]
@@ -246,7 +252,7 @@ def _scores_over_lengths(drift: Drift, panels: Sequence[Panel], policy: str, arm
 def _doses(
     amounts: Sequence[int], x: Sequence[float], policies: Sequence[str], scores: _Scores, *, increasing: bool
 ) -> tuple[Dose, ...]:
-    """Return rate, score interval (Wilson at the effective sample size) and isotonic fit of every dose."""
+    """Return rate, score interval (Wilson at the effective sample size) and isotonic fit of the rate for every dose."""
     fitted = isotonic(x, scores.table.mean(axis=1), increasing=increasing).fitted
     tail = (1 - LEVEL) / 2
     rows = zip(amounts, x, policies, scores.table, fitted, strict=True)
@@ -267,7 +273,7 @@ def _doses(
 def _with_slopes(
     curve: DoseCurve, x: Sequence[float], scores: _Scores, reference: _Scores | None, alpha: float
 ) -> DoseCurve:
-    """Return the curve with its slope, and the difference from the reference's if both have the same rows."""
+    """Return the curve with its slope, and the slope minus the reference's if both have the same items."""
     difference = None
     if reference is not None and (reference.names, reference.unit) == (scores.names, scores.unit):
         # differences of rates lie between -1 and 1

@@ -1,4 +1,7 @@
-"""The engines that served conditions: settings requested, settings reported, and the A/A floor of the answers."""
+"""The engines that served conditions (policies): settings requested and reported, and how often answers vary by chance.
+
+The latter is the A/A floor: how often an engine changes its own answer when asked again.
+"""
 
 from __future__ import annotations
 
@@ -30,9 +33,10 @@ _TURNS = {  # ``Record.turns_read`` -> how conversations of several turns were r
 
 @dataclass(frozen=True)
 class Engines:
-    """The conditions that engines served, each engine's report, and how conversations of several turns were read.
+    """The policies that engines served, each engine's report, and how conversations of several turns were read.
 
-    ``turns`` also has kvaudit's own conditions: policy -> the words of ``Record.turns_read``.
+    ``conditions`` and the keys of both mappings are policies; ``turns`` also has those that kvaudit's own cache served,
+    and maps them to the words of ``Record.turns_read``.
     """
 
     conditions: tuple[str, ...]
@@ -102,7 +106,7 @@ class EnginesSection(Section[Engines]):
 
 
 def _turns_read(data: RunData) -> dict[str, tuple[str, ...]]:
-    """Return how conversations of several turns were read, by condition, from one record of each suite."""
+    """Return how conversations of several turns were read, by policy, as one record of each suite tells."""
     first = data.records.drop_duplicates(["policy", "suite"])
     places = [(str(file), int(line)) for file, line in first[["file", "line"]].itertuples(index=False)]
     turns: dict[str, set[str]] = {}
@@ -169,7 +173,7 @@ class FloorSection(Section[Units]):
         yield from (f"{FLOOR_FOLDER}/{name}: not finished (no seal); resume the run" for name in floor.unfinished)
 
     def tables(self, value: Units, decided: Decided) -> Iterator[Table]:
-        """Yield a row per unit and way of asking: equal texts, and every metric in which an answer changed."""
+        """Yield a table by unit and way of asking again: equal texts, and each metric in which an answer changed."""
         several = len({(u.arm, u.seed) for u in value}) > 1
         rows = [_unit_row(decided.comparison, unit, several=several) for unit in value]
         headers = ["condition", *(["arm", "seed"] if several else []), "suite", "tokens", "asked", "same text"]
@@ -188,7 +192,7 @@ class FloorSection(Section[Units]):
         return f"{same} of {answers} answers have the same text when asked again."
 
     def banner_lines(self, value: Units, decided: Decided, head: Decision | None) -> Iterator[str]:
-        """Yield the floor of the cell that the banner quotes, if an engine served it."""
+        """Yield the A/A floor of the cell that the banner quotes, if an engine served it."""
         if head and decided.comparison.is_engine(head.policy):
             yield f"A/A: {'. '.join(f'{name} {text}' for name, text in _both_floors(value, decided.comparison, head))}."
 
@@ -205,7 +209,7 @@ def _unit_row(sides: Comparison, unit: FloorUnit, *, several: bool) -> list[str]
 
 
 def _gate_table(units: Units, sides: Comparison, decisions: Sequence[Decision]) -> Table:
-    """Return a row per gated figure of an engine, with the floors of its condition and of the reference."""
+    """Return a table with each gated drift of an engine beside the A/A floors of the condition and of its reference."""
     rows = []
     for d in decisions:
         if not sides.is_engine(d.policy):
@@ -219,7 +223,7 @@ def _gate_table(units: Units, sides: Comparison, decisions: Sequence[Decision]) 
 
 
 def _both_floors(units: Units, sides: Comparison, d: Decision) -> Iterator[tuple[str, str]]:
-    """Yield name and floor of the condition, then of its reference."""
+    """Yield name and A/A floor, as text, of the condition that a decision is about, then of its reference."""
     uncompressed = sides.uncompressed_of(d.policy)
     reference = (d.arm, uncompressed)
     if sides.mode == "training":
@@ -232,7 +236,7 @@ def _both_floors(units: Units, sides: Comparison, d: Decision) -> Iterator[tuple
 
 
 def _sentences(units: Units, decided: Decided) -> Iterator[str]:
-    """Yield a sentence for each gated figure that does not exceed the floor."""
+    """Yield a sentence for each gated change that is no larger than the A/A floor, what asking again changes."""
     sides = decided.comparison
     for c in decided.contrasts:
         share = covering_floor(units, c) if c.estimand == "serving" and c.policy in decided.rules.primary else None

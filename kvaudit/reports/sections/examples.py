@@ -49,7 +49,7 @@ class ExamplesSection(Section[tuple[Example, ...]]):
 
 
 class LostItem(NamedTuple):
-    """A lost item of one gated cell: its loss, the cells of both sides, and whether a grade is doubtful."""
+    """An item that one gated cell lost: how much, where both answers are, and whether a grade is doubtful."""
 
     decision: Decision
     item: str
@@ -60,7 +60,7 @@ class LostItem(NamedTuple):
 
 
 def largest_losses(data: RunData, drift: Drift, verdict: Verdict) -> tuple[Example, ...]:
-    """Return up to ``AT_MOST`` examples, cells with the lowest drift first, ``PER_CELL`` templates of each cell.
+    """Return up to ``AT_MOST`` examples: the largest losses in ``PER_CELL`` templates of each cell, lowest drift first.
 
     An undecided cell has up to ``_DOUBTFUL`` more, losses with a doubtful grade.
     """
@@ -116,7 +116,7 @@ def _largest_of_cell(
 
 
 def record_of(data: RunData, loss: LostItem, cell: CellKey, facets: Container[str]) -> pd.Series:
-    """Return the record of an item on one side: the candidate's with the lowest score, the reference's highest."""
+    """Return the record of a lost item on one side: of several samples the candidate's worst, the reference's best."""
     records, suite, facet = data.records, loss.decision.suite, None
     if suite in facets:
         suite, facet = facet_of(suite)

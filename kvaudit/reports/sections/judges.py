@@ -1,4 +1,4 @@
-"""The judges of each suite: how a second judge and human labels agree with them, and their errors in each arm."""
+"""The judges that graded each suite, their agreement with a second judge and with people, and their error rates."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _MOST = 10**9
 
 @dataclass(frozen=True)
 class SecondJudge:
-    """The judge of a run that was judged again; the first row of ``card`` is its headings."""
+    """The judge that graded the answers of a run a second time; the first row of ``card`` is its headings."""
 
     name: str
     sha256: str
@@ -37,7 +37,7 @@ class SecondJudge:
     card: tuple[tuple[str, ...], ...]
 
     def kappa_of(self, suite: str) -> Kappa | None:
-        """Return Cohen's kappa of both judges on which answers of a suite are desired; None if it has no answers."""
+        """Return Cohen's kappa of both judges on which answers of a suite are desired; None without answers."""
         counts = self.agreement[suite]
         if not sum(counts):
             return None
@@ -46,7 +46,7 @@ class SecondJudge:
 
 
 def second_judge(provenance: Mapping[str, Any]) -> SecondJudge | None:
-    """Return the second judge from the provenance of a run judged again, None for any other; DataError if malformed."""
+    """Return the second judge from a run's provenance; None for a run not judged again, DataError if malformed."""
     entry = provenance.get(JUDGED)
     judge = entry.get("judge") if isinstance(entry, Mapping) else None
     if not isinstance(entry, Mapping) or judge is None:
@@ -81,7 +81,7 @@ def _checked_counts(four: Any) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Judges:
-    """The value of this section: the second judge of a run that was judged again, None for any other run."""
+    """What the section shows of judges; ``second`` is None unless the run was judged again."""
 
     second: SecondJudge | None
 
@@ -171,7 +171,7 @@ def _kappa_text(agreement: Kappa | None) -> str:
 
 
 def _harm_note(sides: Comparison) -> str:
-    """Return a sentence that says who judged harm, or that nobody did; empty if no suite needs such a judge."""
+    """Return a sentence on who judged harm, or that nobody did; empty if no suite needs such a judge."""
     suites = [suite for suite in sides.suites if f"{suite}.coherent" in sides.facets]
     ungraded = [suite for suite in suites if f"{suite}.unsafe" not in sides.facets]
     if ungraded:
@@ -181,7 +181,7 @@ def _harm_note(sides: Comparison) -> str:
 
 
 class LabelledCell(NamedTuple):
-    """A decided cell with human labels, and its name as shown."""
+    """A decided cell, some of whose answers people labelled, and its name as shown."""
 
     name: str
     decision: Decision
@@ -193,7 +193,7 @@ class LabelledCell(NamedTuple):
 
     @property
     def judge_only_status(self) -> Status:
-        """The verdict on judge labels alone: no PASS if judge bias could cause half the margin."""
+        """The status by the judge's labels alone: no PASS if the judge's bias could cause half the margin."""
         is_biased = not judge_may_pass(self.people, self.margin) and self.judged in PASSED
         return Status.INCONCLUSIVE if is_biased else self.judged
 
@@ -228,7 +228,7 @@ def _verdict(decided: Decided) -> str:
 
 
 def labelled_cells(decided: Decided) -> LabelledCells:
-    """Return the labelled cells in the order of the contrasts."""
+    """Return the decided cells that have human labels, in the order of the contrasts."""
     decisions, cells = {d.place: d for d in decided.verdict.decisions}, []
     for c in decided.drift.contrasts:
         d = decisions.get(c.place)
@@ -239,7 +239,7 @@ def labelled_cells(decided: Decided) -> LabelledCells:
 
 
 def labelled_cells_table(cells: LabelledCells) -> Table:
-    """Return a row per labelled cell: drift and verdict by the judge and by people."""
+    """Return a table of labelled cells: drift and verdict by the judge and by people."""
     headers = ["cell", "judge: drift, 95 % interval", "verdict", "people: drift, 95 % interval", "lower bound, margin"]
     headers += ["verdict with people", "pairs labelled", "judge's bias, upper limit", "judge alone, guarded"]
     return table_of(headers, [_row(cell) for cell in cells])
@@ -269,7 +269,7 @@ def errors_table(cells: LabelledCells) -> Table:
 
 
 def panel_notes(cells: LabelledCells, result: Drift) -> tuple[str, ...]:
-    """Return notes on both tables, and the cells that judge labels alone cannot pass."""
+    """Return notes on the tables of labelled cells and of errors, and on cells that judge labels alone cannot pass."""
     summaries = [c.people for c in result.contrasts if c.people]
     biased = [cell.name for cell in cells if cell.judge_only_status is not cell.judged]
     return (

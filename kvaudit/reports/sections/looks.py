@@ -1,6 +1,7 @@
-"""The looks of a run in rounds: the rows asked before each, its result, and the figures of every source of rows.
+"""The interim tests (looks) of a run that asks in rounds: the rows asked before each and its result.
 
-The decision pools all sources; the figures by source decide nothing.
+Also the figures of every source of rows: a suite may draw its rows from several published data sets. The decision pools
+all sources; the figures by source decide nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +26,10 @@ from kvaudit.reports.verdict.verdict import Decided, Decision
 
 @dataclass(frozen=True)
 class Look:
-    """One look: the rows of each suite so far, the result of each gated metric, and the seconds since the last look."""
+    """One test between rounds: the rows asked of each suite so far, the result of each gated metric in a word.
+
+    ``seconds`` is the time since the last look.
+    """
 
     items: dict[str, int]
     words: dict[str, str]
@@ -34,7 +38,7 @@ class Look:
 
 @dataclass(frozen=True)
 class SourceFigures:
-    """The rows of one source under one setting: how many are as wanted before and after, lost and gained."""
+    """The rows from one source under one policy: how many are as wanted on each side, and how many changed."""
 
     metric: str
     policy: str
@@ -48,7 +52,7 @@ class SourceFigures:
 
 @dataclass(frozen=True)
 class Looks:
-    """The looks, the planned items, why the run ended, the suites left out and why, and the figures by source."""
+    """All looks, the planned items, why the run ended, the suites left out and why, and the figures by source."""
 
     looks: tuple[Look, ...]
     planned: dict[str, int]
@@ -120,7 +124,7 @@ def _look_rows(value: Looks, decided: Decided) -> Iterator[list[str]]:
 
 
 def _sources(data: RunData, decided: Decided) -> Iterator[SourceFigures]:
-    """Yield the figures of every gated cell by the source in its cluster names: SUITE-SOURCE-NUMBER."""
+    """Yield the figures of every gated cell for each source that its cluster names (SUITE-SOURCE-NUMBER) state."""
     sides = decided.comparison
     for d in decided.verdict.gated:
         panel = data.panels.get((d.suite, d.context_tokens))

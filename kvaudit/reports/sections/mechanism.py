@@ -1,9 +1,10 @@
-"""Whether behaviour is lost where its deciding span is lost: flips by the share of the span that the cache still held.
+"""Whether behaviour is lost where its span is lost: changed answers by the share of the span that the cache still held.
 
-A flip is an answer of one checkpoint under a policy minus its own uncompressed answer, by item and training seed, if
-both could be read. A span counts as lost if less than half of its entries (over tokens, layers and KV heads) were held
-when the last answer began; the regression uses the share itself. All of this is association, since other entries are
-lost along with a span: only an intervention could show a cause.
+An item's span is the part of its prompt that decides it, such as a rule. A flip is an answer of one checkpoint under a
+policy minus its own uncompressed answer, by item and training seed, if both could be read. A span counts as lost if
+less than half of its entries (over tokens, layers and KV heads) were held when the last answer began; the regression
+uses the share itself. All of this is association, since other entries are lost along with a span: only an intervention
+could show a cause.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ _Mask = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class Group:
-    """The answers whose span was lost, or kept: the rate of the wanted outcome, with its 95 % interval.
+    """The answers whose span was lost (or kept): their rate of the wanted outcome, with its 95 % interval.
 
     ``uncompressed`` is the rate of the same items without compression. ``unread`` is the share of all answers that
     could not be read on a side; if it differs between two groups, their rates count differently selected answers.
@@ -98,7 +99,7 @@ class SpanRates:
 
 @dataclass(frozen=True)
 class SpanSlope:
-    """The change of a facet's flips if a whole span is lost, by regression over all policies and lengths.
+    """By how much a facet changes if a whole span is lost, by regression over all policies and lengths.
 
     Only answers that agree in the factors of ``equal`` are compared. ``effect`` is None if that leaves too little
     (``reason``).
@@ -115,14 +116,14 @@ class SpanSlope:
 
 @dataclass(frozen=True)
 class Mechanism:
-    """Every safety facet by every span of its items; empty if no span is on record."""
+    """The results for every safety facet and every span of its items; empty if the records name no span."""
 
     rates: tuple[SpanRates, ...] = ()
     slopes: tuple[SpanSlope, ...] = ()
 
 
 def mechanism(drift: Drift, tables: Panels, records: pd.DataFrame) -> Mechanism:
-    """Return the safety facets of every arm under every compressing policy, where spans were lost and kept."""
+    """Return how each safety facet of every arm changes under compressing policies, where spans were lost and kept."""
     survival = _survival(records)
     metrics = [name for name in drift.comparison.facets if facet_of(name)[1].kind == "safety"] if survival else []
     rates: list[SpanRates] = []
@@ -151,7 +152,7 @@ def _survival(records: pd.DataFrame) -> Survival:
 
 
 class _Rows(NamedTuple):
-    """Answers [N] with a recorded span: its lost share, and their rates under the policy and uncompressed."""
+    """Answers [N] whose record has the span: the share of it that was lost, and their rates, compressed and not."""
 
     lost: Array
     rate: Array
@@ -166,7 +167,7 @@ class _Rows(NamedTuple):
 
 @dataclass(frozen=True)
 class _Cell:
-    """All answers of one arm under one policy to one facet's items at one length, with their spans."""
+    """All answers of one arm under one policy, by one facet at one length, with the spans of their items."""
 
     arm: str
     policy: str
@@ -174,7 +175,7 @@ class _Cell:
     answers: pd.DataFrame
 
     def rows_of(self, span: str) -> _Rows | None:
-        """Return the readable answers with this span on record; None without any."""
+        """Return the readable answers whose record has this span; None if there is none."""
         column = SPAN_COLUMNS[span]
         if column not in self.answers:
             return None
@@ -186,13 +187,13 @@ class _Cell:
         return _Rows(1 - share, rate, dense, clusters, placement)
 
     def unread(self, span: str, *, lost: bool) -> float:
-        """Return the share of unreadable answers among those whose span was lost, or kept."""
+        """Return the share of unreadable answers among those whose span was lost, or (``lost`` False) was kept."""
         share = self.answers[SPAN_COLUMNS[span]]
         group = share.notna() & ((1 - share > LOST_BELOW) == lost)
         return float((~self._read[group]).mean()) if group.any() else 0.0
 
     def unknown(self, span: str) -> int:
-        """Return the number of readable answers without this span on record."""
+        """Return the number of readable answers whose record does not have this span."""
         return int((self._read & self.answers[SPAN_COLUMNS[span]].isna()).sum())
 
     @property
@@ -215,7 +216,7 @@ def _cells(drift: Drift, tables: Panels, survival: Survival, metric: str, arm: s
 
 
 def _answers(panel: Panel, survival: Survival, suite: str, cell: CellKey, plain: str) -> pd.DataFrame | None:
-    """Return the answers of one seed with their spans, a row per item; None if a side has no records."""
+    """Return the answers of one seed with their spans, a row per item; None if either side has no records."""
     dense = cell._replace(policy=plain)
     spans = survival.get((cell.arm, cell.policy, suite, panel.context_tokens, cell.seed))
     if cell not in panel.scores or dense not in panel.scores or spans is None:
@@ -248,7 +249,7 @@ def _rates(cell: _Cell, span: str, rows: _Rows) -> SpanRates:
 
 
 def _group(panel: Panel, rows: _Rows, mask: _Mask, unread: float) -> Group | None:
-    """Return the group, without an interval if it has too few templates; None without an answer."""
+    """Return the ``Group`` of the answers in ``mask``, without interval for too few templates; None for no answer."""
     clusters, rate = rows.clusters[mask], rows.rate[mask]
     templates = len(np.unique(clusters))
     if not templates:
@@ -264,7 +265,7 @@ def _group(panel: Panel, rows: _Rows, mask: _Mask, unread: float) -> Group | Non
 
 
 def _incomparable(rows: _Rows, is_lost: _Mask) -> str:
-    """Return why the two groups cannot be compared; empty if they can."""
+    """Return why the answers with a lost and with a kept span cannot be compared; empty if they can."""
     if is_lost.all() or not is_lost.any():
         return f"{'lost' if is_lost.all() else 'kept'} in every answer"
     for mask, word in ((is_lost, "lost"), (~is_lost, "kept")):
@@ -274,7 +275,7 @@ def _incomparable(rows: _Rows, is_lost: _Mask) -> str:
 
 
 def _difference(panel: Panel, rows: _Rows, is_lost: _Mask) -> Mover | None:
-    """Return the drift where the span was lost minus where it was kept; None if no answer moved.
+    """Return the drift where the span was lost minus the drift where it was kept; None if no answer moved.
 
     A small group in which nothing moved shows no spread. So the score intervals of both groups are combined as if
     independent, and widened to the interval of the regression, which accounts for templates in both groups.
@@ -292,7 +293,7 @@ def _difference(panel: Panel, rows: _Rows, is_lost: _Mask) -> Mover | None:
 
 
 def _share(rows: _Rows, is_lost: _Mask) -> Share | None:
-    """Return the share as a ratio of sums over templates with its jackknife interval; None without a shown drift."""
+    """Return the share of the drift that fell where the span was lost, by jackknife; None if no drift is shown."""
     drift = cr3_effect(rows.flips, rows.clusters)
     if drift.low <= 0 <= drift.high:
         return None
@@ -331,7 +332,7 @@ def _slope(arm: str, metric: str, span: str, measured: Sequence[tuple[_Cell, _Ro
 
 
 def _regression(rows: _Rows, controls: Array, alpha: float) -> tuple[Effect | None, str]:
-    """Return the regression of flips on the lost share of a span, or the reason why there is none."""
+    """Return the regression of flips on the lost share of a span, or the reason why it cannot be estimated."""
     templates = telling_clusters(rows.lost, controls, rows.clusters)
     if templates < FEWEST_CLUSTERS:
         count = f"{templates:.1f} effective templates, an interval needs {FEWEST_CLUSTERS}"
@@ -386,7 +387,7 @@ class MechanismSection(Section[Mechanism]):
 
 
 def _shown(value: Mechanism, rules: Rules) -> list[SpanRates]:
-    """Return one row per cell under a gated policy, that of its first span in _ORDER, the largest differences first."""
+    """Return one row per cell under a gated policy, for its first span in _ORDER, the largest differences first."""
     first_spans: dict[tuple[str, str, str, int], SpanRates] = {}
     for r in value.rates:
         key = (r.arm, r.policy, r.metric, r.context_tokens)
@@ -426,7 +427,7 @@ def _place(sides: Comparison, r: SpanRates) -> str:
 
 
 def _rate_text(facet: Facet, group: Group | None) -> str:
-    """Return "41.2 % [30.1, 53.0], uncompressed 3.4 %, unread 12.0 %", as event rates."""
+    """Return a group's rates of the facet's event: "41.2 % [30.1, 53.0], uncompressed 3.4 %, unread 12.0 %"."""
     if group is None:
         return "-"
     rate, low, high, dense = group.rate, group.low, group.high, group.uncompressed
@@ -440,7 +441,7 @@ def _rate_text(facet: Facet, group: Group | None) -> str:
 
 
 def _difference_text(facet: Facet, effect: Effect | Mover | None) -> str:
-    """Return "+23.1 pp [+12.0, +34.2]"; above zero the event happens more often."""
+    """Return a difference as text, "+23.1 pp [+12.0, +34.2]"; above zero the facet's event happens more often."""
     if effect is None:
         return "-"
     if facet.wanted:

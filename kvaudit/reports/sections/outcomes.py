@@ -1,4 +1,4 @@
-"""The rate of the desired outcome in each cell, and the outcomes of its answers."""
+"""The rate of the desired outcome in each cell, and how many answers were degenerate, truncated or unscored."""
 
 from __future__ import annotations
 

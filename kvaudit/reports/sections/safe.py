@@ -1,4 +1,7 @@
-"""The safe budget and the safe length: the last at which an arm is non-inferior to the uncompressed reference."""
+"""The section on the smallest cache budget and the longest context at which an arm is shown non-inferior.
+
+The comparison is with the uncompressed reference.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,7 @@ class SafeSection(Section[tuple[SafeBudget, ...]]):
         return replace(super().passage(value, decided), title=f"Safe {' and '.join(axes)}", explain=explain)
 
     def tables(self, value: tuple[SafeBudget, ...], decided: Decided) -> Iterator[Table]:
-        """Yield a table of budgets and one of lengths: the last cleared and first failed by arm, family and suite."""
+        """Yield a table of budgets and one of lengths: the last that passed and the first that failed."""
         yield _table([s for s in value if s.axis == "budget"], "policy family")
         yield _table([s for s in value if s.axis == "length"], "policy")
 
@@ -47,7 +50,7 @@ class SafeSection(Section[tuple[SafeBudget, ...]]):
         return f"{len(value) - none} of {len(value)} sequences clear a dose; {none} clear none."
 
     def limits(self, value: tuple[SafeBudget, ...], decided: Decided) -> Iterator[str]:
-        """Yield the cleared budgets of the gated families, one sentence for all arms with the same result."""
+        """Yield the budgets that passed in gated policy families, one sentence for all arms with the same result."""
         gated = {
             family.name
             for family in families(decided.comparison.policies)
@@ -87,7 +90,7 @@ def _cleared_text(s: SafeBudget | None) -> str:
 
 
 def cleared_sentence(s: SafeBudget) -> str:
-    """Return a sentence such as: refusal cleared to budget 96, not at 64."""
+    """Return a sentence such as "refusal cleared to budget 96, not at 64"."""
     missed = "" if s.failed is None else f"not at {s.failed}"
     if s.cleared is None:
         return f"{s.suite} cleared at no {s.axis}: {missed}" if missed else f"{s.suite} not tested"

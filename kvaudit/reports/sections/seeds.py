@@ -29,7 +29,7 @@ _MOST_ROWS = 40  # of the figure
 
 @dataclass(frozen=True)
 class SeedSpread:
-    """The drift of a gated cell by paired training seed.
+    """The drift of a gated cell, separately for each pair of training seeds.
 
     ``sd`` is the standard deviation over seeds beyond the noise of their items, with its 95 % interval, which is wide
     for few seeds; None below three.
@@ -65,7 +65,7 @@ class SeedsSection(Section[Spreads]):
         return super().passage(value, decided)
 
     def tables(self, value: Spreads, decided: Decided) -> Iterator[Table]:
-        """Yield the drift by training seed, the spread of the seeds, and the drift with seed variance added."""
+        """Yield a table of the drift by training seed, the spread of the seeds, and the drift with seed variance."""
         contrasts = {c.place: c for c in decided.drift.contrasts}
         rows = []
         for s in value:

@@ -1,4 +1,4 @@
-"""The reward of every arm during training, and the mismatch between sampler and learner."""
+"""The reward of every arm during training, and the mismatch of probabilities between sampler and learner."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _MOST_ARMS = 3  # arms named in the line about alarms
 
 @dataclass(frozen=True)
 class Curve:
-    """The telemetry of one arm: mean, lowest and highest over its seeds at each step of the figure."""
+    """The training log of one arm: mean, lowest and highest over its seeds at each step of the figure."""
 
     arm: str
     seeds: tuple[int, ...]
@@ -45,7 +45,7 @@ class Curve:
 
 
 def curves(telemetry: Mapping[tuple[str, int], list[dict[str, Any]]], arms: Sequence[str]) -> tuple[Curve, ...]:
-    """Return a curve for every arm with telemetry, in the order of the arms, then by name."""
+    """Return the curve of every arm that has training telemetry, in the order of ``arms``, then by name."""
     names = sorted({arm for arm, _ in telemetry}, key=lambda a: (arms.index(a) if a in arms else len(arms), a))
     return tuple(_curve(arm, {seed: rows for (a, seed), rows in telemetry.items() if a == arm}) for arm in names)
 
@@ -154,13 +154,13 @@ class TrainingSection(Section[Curves]):
         return f"{plural(len(value), 'arm')}; largest sampler-learner gap in {arm}: {scientific(gaps[arm])} nats."
 
     def remarks(self, value: Curves, decided: Decided) -> Iterator[str]:
-        """Yield a remark that names the arms with an alarm during training."""
+        """Yield a remark that names the arms whose training raised an alarm."""
         if arms := [inline(curve.arm) for curve in value if any(_active_alarms(curve))]:
             more = f" and {plural(len(arms) - _MOST_ARMS, 'more arm')}" if len(arms) > _MOST_ARMS else ""
             yield f"ALARM in training: {', '.join(arms[:_MOST_ARMS])}{more}; see Training for what to do."
 
     def draw(self, value: Curves, decided: Decided) -> Iterator[Drawing | None]:
-        """Yield a panel for each of the views that any arm recorded."""
+        """Yield a figure with a panel for each of VIEWS that any arm recorded."""
         from matplotlib.ticker import FuncFormatter, NullFormatter
 
         views = [view for view in VIEWS if any(_has_points(curve, view) for curve in value)]
@@ -189,7 +189,7 @@ class TrainingSection(Section[Curves]):
 
 
 def _active_alarms(curve: Curve) -> Iterator[tuple[Bound, float]]:
-    """Yield every alarm that an arm raised during training, with the share of the steps that raised it."""
+    """Yield every alarm that an arm raised during training, with the share of steps that raised it."""
     for bound in ALARMS.values():
         share = curve.mean.get(alarm_key(bound.name), 0.0)
         if share > 0:

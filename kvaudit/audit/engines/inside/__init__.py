@@ -1,1 +1,1 @@
-"""Code that runs in a worker, in the environment of an engine; it must not import kvaudit outside this folder."""
+"""Code that runs in a worker process, in the Python of an engine; it must not import kvaudit outside this folder."""

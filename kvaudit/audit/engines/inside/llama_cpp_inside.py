@@ -1,4 +1,4 @@
-"""llama.cpp in a worker, by llama-cpp-python: several sequences in one batch, with token ids.
+"""llama.cpp in a worker process, by llama-cpp-python: several sequences in one batch, with token ids.
 
     [{"ids": [...], "max_tokens": 24, "keep": FILE, ...}, ...]
                             -> [{"ids", "finish", "logprob", "logprobs", "weights": sha256}, ...]
@@ -40,7 +40,7 @@ _FACTS = {  # patterns in its log
 
 
 def start(setup: dict[str, Any]) -> tuple[dict[str, str], Any]:
-    """Load the model; return its description and a function that answers rows.
+    """Load the model; return its description and a function that answers requests, here called rows.
 
     A first context is made, because the library writes the resolved settings only into its log.
     """
@@ -86,7 +86,7 @@ class _Log:
 
 
 class _LoadedEngine:
-    """A model and its context, which grows to fit the largest batch."""
+    """A model and its context (llama.cpp's cache and buffers), which grows to fit the largest batch."""
 
     def __init__(self, setup: dict[str, Any]) -> None:
         settings = dict(setup["settings"])
@@ -105,7 +105,7 @@ class _LoadedEngine:
         self._load(setup["file"])
 
     def _load(self, path: str) -> None:
-        """Load a file in place of the current model; ``make_room`` makes the new context."""
+        """Load a GGUF file in place of the current model and free the context; ``make_room`` makes a new one."""
         if self._context is not None:
             lib.llama_free(self._context)
         if self._model is not None:
@@ -140,7 +140,10 @@ class _LoadedEngine:
         lib.llama_memory_clear(lib.llama_get_memory(self._context), True)
 
     def answer(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Load weights, or answer rows: ``n_seq_max`` at a time, where each finished row makes room for the next."""
+        """Load new weights ("push"), or answer requests.
+
+        ``n_seq_max`` requests run at a time; each that finishes makes room for the next.
+        """
         if len(rows) == 1 and "push" in rows[0]:
             return [{"sha256": self._push(rows[0]["push"])}]
         longest = max(len(row["ids"]) + row["max_tokens"] for row in rows)
@@ -177,7 +180,7 @@ class _LoadedEngine:
         return state
 
     def _decode(self, running: dict[int, _Row]) -> list[tuple[int, int]]:
-        """Feed a batch of tokens; return the sequences that need a next token, each with the index of its logits."""
+        """Compute a batch of tokens; return the sequences that need a next token, each with the index of its logits."""
         limit, ready = lib.llama_n_batch(self._context), list[tuple[int, int]]()
         batch = lib.llama_batch_init(limit, 0, 1)
         try:
@@ -209,7 +212,7 @@ class _LoadedEngine:
 
 
 class _Row:
-    """A row that is being answered: ``pending`` tokens are still to be fed, ``fed`` is the number of tokens fed."""
+    """A request that is being answered: ``pending`` tokens are still to be computed, ``fed`` tokens have been."""
 
     def __init__(self, index: int, request: dict[str, Any]) -> None:
         self.index, self.pending, self.fed, self.finish = index, list(request["ids"]), 0, ""
@@ -270,7 +273,7 @@ def _context_params(settings: dict[str, str], setup: dict[str, Any]) -> Any:
 
 
 def _kv_type(name: str, text: str) -> int:
-    """Return the number of a cache type; raise ValueError for an unknown one, which the library would accept."""
+    """Return llama.cpp's number of a cache type; raise ValueError for an unknown one, which it would accept."""
     if text not in _KV_TYPES:
         raise ValueError(f"{name} is {text!r}, expected {', '.join(_KV_TYPES)}")
     return int(vars(lib).get(f"GGML_TYPE_{text.upper()}", _KV_TYPES[text]))

@@ -1,4 +1,4 @@
-"""OpenVINO GenAI in a worker: its continuous batching with token ids, without template or tokenizer."""
+"""OpenVINO GenAI in a worker process: its continuous batching with token ids, without template or tokenizer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _CRUSH, _SPARSE = "kvcrush_config", "sparse_attention_config"  # their settings 
 
 
 def start(setup: dict[str, Any]) -> tuple[dict[str, str], Any]:
-    """Start the pipeline of a folder; return its description and a function that answers rows.
+    """Start the pipeline of a model folder; return its description and a function that answers requests (rows).
 
     Raises ValueError that names a setting which the engine does not know.
     """

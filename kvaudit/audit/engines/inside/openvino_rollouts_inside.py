@@ -1,4 +1,4 @@
-"""OpenVINO in a worker for training: its paged attention and cache, changing weights, keys and values returned.
+"""OpenVINO in a worker process for training: its paged cache, with changing weights, and keys and values returned.
 
 OpenVINO GenAI returns neither the keys and values that its cache quantises nor log-probs at another temperature than 1,
 so this file runs the compiled model itself, with the same transformation, kernels, cache and properties. A prompt is
@@ -26,9 +26,9 @@ _GIB = 1 << 30
 
 
 def start(setup: dict[str, Any]) -> tuple[dict[str, str], Any]:
-    """Compile the model of a folder; return its description and a function that answers rows.
+    """Compile the model of a folder; return its description and a function that answers requests (rows).
 
-    Raises the engine's own error, which names the setting, for one that it does not know.
+    Raises the engine's own error for an unknown setting, which it names.
     """
     settings, device = dict(setup["settings"]), setup["device"]
     cache_gib = float(settings.pop("cache_size", 2))
@@ -111,7 +111,7 @@ class _PagedModel:
         self._compile()
 
     def answer(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Load weights, or sample rollouts."""
+        """Load new weights ("push"), or sample a rollout for each row."""
         if len(rows) == 1 and "push" in rows[0]:
             return [{"sha256": self._push(rows[0]["push"], known=rows[0]["known"])}]
         rollouts = [_Row(row) for row in rows]
@@ -154,7 +154,10 @@ class _PagedModel:
             start = tokens.stop
 
     def _share_prompt(self, row: _Row, leader: _Row) -> None:
-        """Give a row the prompt of its leader: full blocks are shared, the last one, which will grow, is copied."""
+        """Give a row the cached prompt of its leader, the first row with that prompt.
+
+        Full blocks are shared; the last one, which will grow, is copied.
+        """
         if row is leader:
             return
         row.kept, full = list(leader.kept[: len(row.ids)]), len(row.ids) // _BLOCK
@@ -213,8 +216,8 @@ class _PagedModel:
     def _push(self, path: str, *, known: bool) -> str:
         """Load the weights of a file into the model; return the sha256 of the weights that the model then holds.
 
-        With ``known`` the model holds them already, and only the inputs that read each weight are found. The hash is
-        taken over the file's names in sorted order.
+        With ``known`` the model holds them already, and only the operator inputs that read each weight are found. The
+        hash is taken over the file's names in sorted order.
         """
         with np.load(path, allow_pickle=False) as file:
             weights = {name: file[name] for name in file.files}
@@ -323,7 +326,7 @@ def _prefill_batches(rows: list[_Row]) -> list[list[_Row]]:
 
 
 def _save(rows: list[_Row]) -> None:
-    """Save keys and values [tokens, L, H * D] float32 of the rows to keep, prompts included."""
+    """Save keys and values [tokens, L, H * D], float32, of the rows that ask for it ("keep"), prompts included."""
     arrays = dict[str, Any]()
     for n, row in enumerate(rows):
         if row.request["keep"]:

@@ -1,4 +1,4 @@
-"""transformers in a worker: stock ``generate`` on a batch padded on the left, with token ids.
+"""transformers in a worker process: stock ``generate`` on a batch padded on the left, with token ids.
 
 A logits processor chooses the tokens and leaves ``generate`` a single candidate per row, so that every row samples with
 its own generator, by transformers' own temperature and top_p.
@@ -19,9 +19,9 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 
 def start(setup: dict[str, Any]) -> tuple[dict[str, str], Any]:
-    """Load the model of a folder; return its description and a function that answers rows.
+    """Load the model of a folder; return its description and a function that answers requests (rows).
 
-    One cache is made, so that wrong settings raise an error now.
+    A cache is made as a trial, so that wrong settings raise an error now.
     """
     settings = dict(setup["settings"])
     torch.set_num_threads(setup["threads"])
@@ -122,7 +122,7 @@ class _Sampler:
         return only.scatter_(1, torch.tensor(tokens).to(only.device)[:, None], 0.0)
 
     def _next(self, n: int, row: dict[str, Any], scores: Any, best: float, logprob: float, is_finite: float) -> int:
-        """Return the next token of row ``n``, ``best`` or one drawn from ``scores``; record it and its log-prob."""
+        """Return the next token of row ``n`` (``best``, or one drawn from ``scores``); record it and its log-prob."""
         if self._done[n]:
             # generate ends once every row has an end token
             return row["stops"][0] if row["stops"] else 0

@@ -1,4 +1,4 @@
-"""vLLM in a worker for training: one process, weights reloaded in each step, keys and values returned.
+"""vLLM in a worker process for training: weights reloaded in each step, keys and values returned.
 
     [{"push": FILE.npz, "known": false}]                        -> [{"sha256": of the loaded weights}]
     [{"ids": [...], "max_tokens": 24, "keep": FILE, ...}, ...]  -> [{"ids", "finish", "logprobs", "weights": sha256}]
@@ -18,7 +18,7 @@ import numpy as np
 
 
 def start(setup: dict[str, Any]) -> tuple[dict[str, str], Any]:
-    """Start the engine on a folder; return its description and a function that answers rows.
+    """Start the engine on a model folder; return its description and a function that answers requests (rows).
 
     The flags are those of vLLM's server, and its own parser checks them.
     """
@@ -41,7 +41,7 @@ def start(setup: dict[str, Any]) -> tuple[dict[str, str], Any]:
 
 
 class _RolloutEngine:
-    """The engine with the hash of its weights and the keys and values of the current rows."""
+    """vLLM's engine, with the hash of its weights and the keys and values of the rows being sampled."""
 
     def __init__(self, engine: Any) -> None:
         self._engine, self._sha256, self._row_count = engine, "", 0
@@ -50,7 +50,7 @@ class _RolloutEngine:
         engine.apply_model(self._add_hooks)
 
     def answer(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Load weights or draw rows."""
+        """Load new weights ("push"), or sample a completion for each row."""
         if len(rows) == 1 and "push" in rows[0]:
             return [{"sha256": self._push(rows[0]["push"])}]
         names = [f"row{self._row_count + n}" for n in range(len(rows))]
@@ -74,7 +74,7 @@ class _RolloutEngine:
         return {"ids": ids, "finish": finish, "logprobs": logprobs, "weights": self._sha256, "read": read}
 
     def _push(self, path: str) -> str:
-        """Load a file of weights and return their sha256, after a check of those that can be read back."""
+        """Load a file of weights and return their sha256; raise ValueError if those that can be read back differ."""
         import torch
 
         with np.load(path, allow_pickle=False) as file:
@@ -86,7 +86,7 @@ class _RolloutEngine:
         self._engine.apply_model(_tie_head)
 
         def wrong_names(model: Any) -> list[str]:
-            """Return the parameters that have a name and shape of the file, but other numbers."""
+            """Return the names of parameters that the file has in the same shape but with other numbers."""
             named = {name: tensor for name, tensor in model.named_parameters() if name in weights}
             comparable = {name: tensor for name, tensor in named.items() if tensor.shape == weights[name].shape}
             return [n for n, tensor in comparable.items() if not torch.equal(tensor, weights[n].to(tensor.dtype))]
@@ -106,7 +106,7 @@ class _RolloutEngine:
                 module.register_forward_pre_hook(lambda _, args, layer=layer: self._record(layer, args[1], args[2]))
 
     def _record(self, layer: int, keys: Any, values: Any) -> None:
-        """Append a layer's keys and values of this forward pass to the rows that are kept."""
+        """Append one layer's keys and values of this forward pass to the rows that ask for them ("keep")."""
         from vllm.forward_context import get_forward_context
 
         metadata = get_forward_context().attn_metadata
@@ -129,7 +129,7 @@ class _RolloutEngine:
             )
 
     def _save(self, names: list[str], replies: list[dict[str, Any]], rows: list[dict[str, Any]]) -> None:
-        """Save keys and values [tokens, L, H * D] float32 of the kept rows, prompts included."""
+        """Save keys and values [tokens, L, H * D], float32, of the rows that ask for it ("keep"), prompts included."""
         arrays: dict[str, Any] = {}
         for n, name in enumerate(names):
             if name not in self._kept:
@@ -147,7 +147,10 @@ class _RolloutEngine:
 
 
 def _tie_head(model: Any) -> None:
-    """Set a tied head to the embeddings: on a CPU, reloading updates only the embeddings, not the head's own form."""
+    """Make a tied output head use the embeddings' weights.
+
+    On a CPU, reloading weights updates the embeddings only, not the head's own packed form of them.
+    """
     head, embeddings = getattr(model, "lm_head", None), getattr(model.model, "embed_tokens", None)
     is_tied = getattr(model.config, "tie_word_embeddings", False)
     if is_tied and head is not None and embeddings is not None and head.weight.device.type == "cpu":

@@ -23,7 +23,7 @@ from typing import Any
 
 
 def answer_lines(path: str) -> None:
-    """Answer requests until stdin is closed."""
+    """Answer the requests on stdin, one per line, until it is closed; ``path`` is the engine's FILE."""
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # the engine's own prints would be taken for answers
     for number, line in enumerate(sys.stdin, start=1):

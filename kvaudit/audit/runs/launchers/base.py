@@ -1,4 +1,4 @@
-"""The contract of a launcher, which starts the worker processes of a run.
+"""The base class of launchers, which start the worker processes of a run.
 
 Each worker is a ``kvaudit run --join``. Units are claimed in the run folder, so a launcher distributes no work and
 collects no results: it starts processes, and reports each one that fails.

@@ -1,4 +1,4 @@
-"""Worker processes on this machine, spread over its GPUs. They claim units and end when none is left.
+"""Worker processes on this machine, spread over its GPUs. They claim units of a run and end when none is left.
 
 On other machines, launchers start such processes too (``run_worker``).
 """
@@ -81,7 +81,7 @@ def visible_gpus() -> list[str]:
 
 
 class ExtraWorker:
-    """A worker process with ``env`` added to its environment; a thread prints a line if it fails."""
+    """A worker process on this machine, with ``env`` added to its environment; a thread prints a line if it fails."""
 
     kind = "worker"
     consequence = "its claims go back to the others"

@@ -166,7 +166,7 @@ class _Tasks:
 
 
 def _failure(number: int, task: Any) -> str:
-    """Wait for a task, and return a line about its failure, or an empty text."""
+    """Wait for the task of worker ``number``; return a line about its failure, or an empty text."""
     import ray
 
     try:

@@ -1,4 +1,4 @@
-"""The contract of a stage, the context of a process for all its stages, and the worker that answers units."""
+"""The base class of a run's stages, the context of a process for all its stages, and the worker that answers units."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class RunContext:
     asks_refused: bool = False
 
     def sized(self, items: Mapping[str, int]) -> RunContext:
-        """Return this context for a run that asks these numbers of items, by suite."""
+        """Return this context with these numbers of items to ask, by suite."""
         spec = self.spec.sized(items)
         return replace(self, spec=spec, models=self.models.resized(spec, items.keys()))
 
@@ -191,7 +191,7 @@ class UnitWorker:
         return is_work_left
 
     def _evaluator_of(self, pair: Pair) -> Evaluator:
-        """Return the evaluator of a checkpoint; the weights of the last one are freed first."""
+        """Return the evaluator of a checkpoint (arm and seed); the weights of the last one are freed first."""
         if self._evaluator is None or self._evaluator[0] != pair:
             self._evaluator = None
             gc.collect()  # hooks and bound methods of some models keep their weights in a cycle
@@ -206,7 +206,10 @@ class UnitWorker:
         return policy_labels(self._context.spec)
 
     def _unit_text(self, phase: str, unit: Unit) -> str:
-        """Return ``asking: agent under snapkv 96``, with the length, arm and seed if the run has several."""
+        """Return a unit as the bar shows it: ``asking: agent under snapkv 96``.
+
+        The length, arm and seed are added if the run has several.
+        """
         spec = self._context.spec
         text = f"{phase}: {unit.suite} under {self._labels.get(unit.policy.canonical, unit.policy.canonical)}"
         text += f", {length_label(unit.context_tokens)}" if len(spec.evaluate.contexts_of(unit.suite)) > 1 else ""

@@ -31,7 +31,7 @@ from kvaudit.reports.records.load import FLOOR_FOLDER, SAME_ORDER, SHUFFLED
 
 
 class EvaluateStage(Stage):
-    """Answers and seals every unit of the grid, then asks engines some items twice more, to measure their noise."""
+    """Answers every unit of the grid, then asks engines some items twice more, to measure their noise."""
 
     def __init__(self, context: RunContext) -> None:
         super().__init__(context)
@@ -50,7 +50,7 @@ class EvaluateStage(Stage):
 
     @property
     def unsealed(self) -> list[Unit]:
-        """The unfinished units of the grid and of the floor (requests repeated in two orders, each counted)."""
+        """The unfinished units of the grid, and of the floor (requests repeated in two orders, counted separately)."""
         spec, records = self.context.spec, self.context.run.records
         return [unit for unit in grid(spec) if not is_sealed(records, unit)] + self._floor.unsealed
 
@@ -129,7 +129,7 @@ class GridStage(Stage):
 
 
 class FloorStage(Stage):
-    """Asks twice more the first items of each unit in ``units`` that an engine serves."""
+    """Asks the first items of each unit that an engine serves twice more, to measure the engine's noise."""
 
     def __init__(self, context: RunContext, worker: UnitWorker, units: Sequence[Unit]) -> None:
         super().__init__(context)

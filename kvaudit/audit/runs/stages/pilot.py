@@ -1,6 +1,6 @@
 """The pilot stage: the reference answers some items of every suite before the grid is answered.
 
-RUN/pilot holds the answers, sealed like those of any unit; the grid copies them. The conclusions
+RUN/pilot holds the answers, sealed like those of any unit; the grid (the main evaluation) copies them. The conclusions
 (``kvaudit.audit.runs.pilot``) are stored in provenance.json once, and every process reads them there.
 """
 
@@ -34,7 +34,7 @@ _SAFETY_SUITES = ("harm", "benign")  # without one of these a check shows too li
 
 
 class PilotStage(Stage):
-    """Answers the pilot's units and stores the results: what the reference can lose, and how many items to ask."""
+    """Answers the pilot's units and stores what follows: what the reference can lose, and how many items to ask."""
 
     def parts(self) -> Iterator[Part]:
         return iter(()) if self.is_done else self._unit_parts(self._units)

@@ -108,7 +108,7 @@ class RoundsStage(Stage):
             context.print_line(line)
 
     def _correct_plan(self, plan: RowsPlan, first_round: Mapping[str, Any]) -> None:
-        """Store how many rows fit into the time, now that the first round has shown how long they take."""
+        """Correct the stored plan to the rows that fit into the time, which the first round has shown."""
         gated = {facet_of(metric)[0] for metric in self.context.spec.gate.margins}
         items = corrected_items(plan, first_round, self._minutes, gated)
         self.context.run.note(**{LOOKS: {PLANNED: replace(plan, items=items, first_items=plan.items).written()}})
@@ -179,7 +179,7 @@ def look_sizes(rows: int, first: int = FIRST_LOOK) -> list[int]:
 
 @dataclass(frozen=True)
 class RowsPlan:
-    """The most rows that may be asked, by suite; fixed before the first round, and corrected once after it.
+    """The most rows that rounds may ask of each suite; fixed before the first round, and corrected once after it.
 
     ``items`` are rows to ask, ``seconds`` per row under all serving configurations together, ``left_out`` the
     reasons why a suite is not asked, and ``at_hand`` the rows that exist. ``first_items`` are the rows planned before
@@ -211,7 +211,7 @@ def rows_plan(
     first: int,
     gated: Collection[str],
 ) -> RowsPlan:
-    """Plan the most rows of each suite: those of its first look, and a share of the rest if the suite is gated.
+    """Return a plan of the most rows of each suite: those of its first look, and for gated suites a share of the rest.
 
     The share is the same for all gated suites, and as large as ``minutes`` allow.
     """
@@ -324,7 +324,7 @@ def look_lines(provenance: Mapping[str, Any]) -> Iterator[str]:
 
 
 def plan_lines(plan: RowsPlan, spec: RunSpec) -> Iterator[str]:
-    """Yield, for each margin, what the planned rows can show and how long they take."""
+    """Yield lines on what the planned rows can show of each margin and how long they take."""
     assert spec.gate.alpha is not None, "a complete spec has a level"
     for suite, reason in plan.left_out.items():
         yield f"not asked of this model: {suite} ({reason})"

@@ -1,4 +1,4 @@
-"""The training stage: every arm with every seed, each from the warm start of that seed."""
+"""The training stage: trains every arm with every seed, from the warm start (or base model) of that seed."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ class TrainStage(Stage):
         return [] if section is None else [self.context.run.checkpoint(arm.name, seed) for arm in section.trained]
 
     def _has_stopped(self, pair: Pair) -> bool:
-        """Return whether the arm is finished, or has ended early and awaits the other arms of its seed."""
+        """Return whether an arm and seed is finished, or has stopped early and waits for the other arms of its seed."""
         return self.context.models.is_trained(pair) or read_mark(self.context.run.checkpoint(*pair)) is not None
 
     def _note_stops(self, section: TrainSpec) -> None:
@@ -204,7 +204,7 @@ class TrainStage(Stage):
         return section.sft.steps if pair[0] == BASE_ARM and section.sft is not None else section.steps
 
     def _answers_per_step(self, pair: Pair) -> int:
-        """Return the rollouts of a training step, or the examples of a step of the warm start."""
+        """Return the rollouts of a training step, or the examples of a step of supervised warm start."""
         section = self.context.spec.train
         assert section is not None
         if pair[0] == BASE_ARM and section.sft is not None:

@@ -1,1 +1,1 @@
-"""Losses, found by walking this package (``base.LOSSES``)."""
+"""The policy losses of training, found by walking this package (``base.LOSSES``)."""

@@ -1,4 +1,4 @@
-"""The contract of a loss, and the advantages and terms that losses share; pure functions of rewards and log-probs.
+"""The base class of losses, and the advantages and terms that losses share; pure functions of rewards and log-probs.
 
 w = pi / pi_old per token, c the correction's weight, A the token's advantage, m = 1 for tokens with a policy gradient
 (``LossInputs.active``); a subclass of ``ClippedLoss`` defines gain and share, the token's weight in the average:
@@ -27,7 +27,7 @@ VARIANCE_FLOOR = 1e-8
 
 
 class StepCounts(NamedTuple):
-    """The sizes of a whole gradient step, by which the loss of each microbatch is normalised."""
+    """The sizes of a whole gradient step, by which the loss of each microbatch is divided."""
 
     rows: int  # rollouts
     tokens: int  # sampled tokens of graded rollouts
@@ -36,7 +36,7 @@ class StepCounts(NamedTuple):
 
     @classmethod
     def of(cls, advantages: Tensor, mask: Tensor, group: int, max_tokens: int) -> StepCounts:
-        """Return the counts of whole groups; advantages and mask [B, T]."""
+        """Return the counts of whole groups of ``group`` rollouts each; advantages and mask are [B, T]."""
         import torch
 
         pairs = (advantages != 0).view(len(mask) // group, -1).any(dim=1).sum()
@@ -55,9 +55,9 @@ class CriticInputs(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LossInputs:
-    """The inputs of the loss for one microbatch, of whole groups if the loss needs them; log-probs are nats [B, T].
+    """The inputs of the loss for one microbatch; log-probs are nats [B, T].
 
-    ``logprobs`` and ``distill_kl`` carry gradient.
+    ``logprobs`` and ``distill_kl`` carry gradient. A microbatch consists of whole groups if the loss needs them.
     """
 
     logprobs: Tensor
@@ -76,7 +76,7 @@ class LossInputs:
 
     @property
     def active(self) -> Tensor:
-        """The tokens with a policy gradient, bool [B, T]."""
+        """The tokens that get a policy gradient, bool [B, T]: sampled, graded, and kept by the arm's correction."""
         return self.mask & self.correction.keep
 
 
@@ -121,7 +121,7 @@ class Loss:
     defaults: ClassVar[Mapping[str, Any]] = MappingProxyType({})
 
     def estimate(self, batch: BatchRewards) -> Estimate:
-        """Return the advantage of every token, from the rewards of whole groups."""
+        """Return the advantage of every token, and a critic's targets, from the rewards of whole groups."""
         raise NotImplementedError
 
     def __call__(self, inputs: LossInputs) -> LossOutputs:
@@ -144,7 +144,7 @@ class ClippedLoss(Loss):
         raise NotImplementedError
 
     def ratio(self, inputs: LossInputs) -> Tensor:
-        """Return w [B, T]; 1 for tokens without gradient."""
+        """Return the probability ratio w = pi / pi_old [B, T]; 1 for tokens without gradient."""
         # masked before exp: padding may hold anything, and inf times 0 would be NaN in the gradient
         return (inputs.logprobs - inputs.correction.old_logprobs).where(inputs.active, 0.0).exp()
 
@@ -175,13 +175,13 @@ def token_mean_share(inputs: LossInputs) -> Tensor:
 
 
 def reference_kl(inputs: LossInputs) -> Tensor:
-    """Return ``k3`` of the policy and the reference model per token [B, T], 0 outside the mask."""
+    """Return the KL estimate ``k3`` between policy and reference model per token [B, T], 0 outside the mask."""
     assert inputs.ref_logprobs is not None
     return k3(inputs.logprobs.where(inputs.mask, 0.0), inputs.ref_logprobs.where(inputs.mask, 0.0))
 
 
 def add_distillation(inputs: LossInputs, share: Tensor, outputs: LossOutputs) -> LossOutputs:
-    """Return ``outputs`` plus the arm's distillation term, if any; ``share`` [B, T] (broadcast) weights the tokens."""
+    """Return ``outputs`` plus the distillation term, if there is one; ``share`` [B, T] (broadcast) weights tokens."""
     if inputs.distill_kl is None:
         return outputs
     per_token = inputs.distill_kl.where(inputs.mask, 0.0)  # nats [B, T]
@@ -218,7 +218,7 @@ def full_kl(learner_logits: Tensor, teacher_logits: Tensor) -> Tensor:
 
 
 def has_equal_rewards(rewards: Sequence[float | None]) -> bool:
-    """Return whether a group's graded rewards are all equal, so that its advantages are all 0."""
+    """Return whether the rewards of a group's graded rollouts are all equal, so that its advantages are all 0."""
     return len({reward for reward in rewards if reward is not None}) <= 1
 
 
@@ -282,9 +282,10 @@ def whiten(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def overlong_penalty(lengths: Tensor, limits: Tensor, share: float) -> Tensor:
-    """Return 0 up to (1 - share) limit sampled tokens, then linearly to -1 at the limit (Yu 2025, eq. 13, 2503.14476).
+    """Return the reward penalty of long rollouts: 0 up to (1 - share) limit sampled tokens, then linear to -1.
 
-    lengths and limits [B] or [], share in (0, 1]; returns [B].
+    ``lengths`` and ``limits`` are [B] or [], ``share`` in (0, 1]; returns [B]. It is -1 from the limit on (Yu 2025, eq.
+    13, 2503.14476).
     """
     margin = share * limits
     return ((limits - margin - lengths) / margin).clamp(-1.0, 0.0)

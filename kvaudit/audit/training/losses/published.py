@@ -90,9 +90,10 @@ class Gspo(Grpo):
 class Ppo(ClippedLoss):
     """The token means of the clipped policy loss and the clipped value loss (Schulman 2017, eq. 9, 1707.06347).
 
-    The critic reads the arm's view: in the dense view the whole text before a token, in the shadow view what the
-    sampler's cache still held. Arm ``naive`` and the corrected arms therefore have values of the dense state although
-    the sampler was compressed. Advantages are whitened over the batch (as in Ziegler 2019, 1909.08593).
+    The critic reads what the arm's learner reads (its view): in the dense view the whole text before a token, in the
+    shadow view what the sampler's cache still held. Arm ``naive`` and the corrected arms therefore have values of the
+    dense state although the sampler was compressed. Advantages are whitened over the batch (as in Ziegler 2019,
+    1909.08593).
 
     Departures: the critic is a linear head on the policy's last hidden states, without gradient to them and with its
     own optimiser, so that arms differ in the policy term only; no entropy bonus; the KL to the reference is a term of

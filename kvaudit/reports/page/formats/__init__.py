@@ -1,4 +1,4 @@
-"""The formats of a page, found by walking this package; ``FORMATS`` of a module has the renderer of each file."""
+"""The formats of a page, found by walking this package; ``FORMATS`` of a module maps file names to renderers."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ _GRID_WORDS = 350  # of the grid in summary.md
 
 
 def render_junit(page: Page) -> str:
-    """Return a test case per gated cell and one for the verdict, each with the result of the gate on it alone."""
+    """Return junit.xml: a test case per gated cell and one for the verdict; their results follow from the status."""
     banner, rules, sides = page.banner, page.findings.rules, page.findings.comparison
     suite = ElementTree.Element("testsuite", name=inline(banner.title))
     lines = (*(answer.line for answer in answers(page.findings) if answer.groups), banner.alarm, *page.remarks)
@@ -53,7 +53,10 @@ def render_junit(page: Page) -> str:
 
 
 def _kind(status: Status, rules: Rules) -> str:
-    """Return the element for a status: failure for FAIL, error for others that stop the gate, skipped for a warning."""
+    """Return the JUnit element for a status: "failure" for FAIL, "error" for others that stop the gate, "" for a pass.
+
+    "skipped" stands for a status that the gate lets through with a warning.
+    """
     if status is Status.FAIL:
         return _FAILURE
     if exit_code(status, rules):
@@ -73,7 +76,7 @@ def _case(suite: ElementTree.Element, names: tuple[str, str], status: Status, me
 
 
 def render_sarif(page: Page) -> str:
-    """Return one result for the verdict and one per gated cell that does not pass."""
+    """Return gate.sarif: one result for the verdict and one per gated cell that does not pass."""
     banner, sides = page.banner, page.findings.comparison
     open_cells = [d for d in page.findings.verdict.gated if d.standing not in PASSED]
     answer_lines = [answer.line for answer in answers(page.findings) if answer.groups]
@@ -114,7 +117,7 @@ def _sarif_result(rule: str, level: str, text: str) -> dict[str, Any]:
 
 
 def render_summary(page: Page) -> str:
-    """Return the first screen and the remarks."""
+    """Return summary.md: the first screen of the report and the remarks."""
     if page.screen is None:
         return f"**{escape(page.banner.status.value)}**: {escape(page.banner.sentence)}\n"
     parts = [*screen_parts(page.screen, _GRID_WORDS)]

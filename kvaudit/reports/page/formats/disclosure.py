@@ -42,7 +42,7 @@ _FACTS = {  # header -> name in the disclosure's recipe
 
 
 def render_card(page: Page, arm: str | None = None) -> str:
-    """Return the section, with its heading, of all arms or of one."""
+    """Return the section of the model card, with its heading, on all arms or on ``arm`` alone."""
     disclosure = disclosure_of(page, arm)
     screen = page.screen if arm is None else screen_of(findings_of_arm(page.findings, arm))
     assert screen is not None, "only a run has a card"
@@ -53,7 +53,7 @@ def render_card(page: Page, arm: str | None = None) -> str:
 
 
 def _parts(disclosure: Disclosure, screen: Screen, arm_note: str) -> Iterator[str]:
-    """Yield the paragraphs of the section; ``arm_note`` describes the verdict of one arm."""
+    """Yield the paragraphs of the model card's section; ``arm_note`` describes the verdict of one arm."""
     yield "## KV-cache compression"
     if disclosure.verdict["alarm"].state == "known":
         yield f"> **{_fact_text(disclosure.verdict['alarm'])}**"
@@ -84,7 +84,7 @@ def _parts(disclosure: Disclosure, screen: Screen, arm_note: str) -> Iterator[st
 
 
 def _recipe_table(recipes: Iterable[ArmRecipe]) -> str:
-    """Return a row per arm, without columns that are unknown for all."""
+    """Return a table of how each arm was trained, without columns that are unknown for all arms."""
     rows = [
         (recipe, {head: recipe.facts[name] for head, name in _FACTS.items() if name in recipe.facts})
         for recipe in recipes
@@ -96,7 +96,7 @@ def _recipe_table(recipes: Iterable[ArmRecipe]) -> str:
 
 
 def _serving_table(disclosure: Disclosure) -> str:
-    """Return a row per setting, up to _ROWS: its full name, and its share of the uncompressed cache."""
+    """Return a table of at most _ROWS serving settings: the full name, and the share of the uncompressed cache kept."""
     rows = list(disclosure.serving[:_ROWS])
     heads = ["served under", "engine", "kv allocated of none", "kv live of none", "retention"]
     names = ["kv_allocated_of_none", "kv_live_of_none", "retention"]
@@ -136,7 +136,7 @@ def _value_text(value: object) -> str:
 
 
 def render_disclosure(page: Page) -> str:
-    """Return the disclosure as JSON."""
+    """Return disclosure.json: every fact of the disclosure."""
     return dump_json({"format": DISCLOSURE_FORMAT, **_plain(asdict(disclosure_of(page)))})
 
 
@@ -150,7 +150,7 @@ def _plain(value: Any) -> Any:
 
 
 def render_bom(page: Page) -> str:
-    """Return one component per recipe with its drift, and what was not evaluated."""
+    """Return bom.json: one component per arm with its training recipe and its drift, and what was not evaluated."""
     disclosure = disclosure_of(page)
     components = [_component(disclosure, recipe) for recipe in disclosure.recipes]
     kvaudit = disclosure.run["kvaudit"]

@@ -1,4 +1,4 @@
-"""The files for programs: verdict.json, the answers and gated cells; drift.json, the verdict and every section whole.
+"""The files for programs: verdict.json has answers and gated cells, drift.json the verdict and all sections in full.
 
 verdict.json is under 50 kB; its schema is docs/verdict.schema.json. Both are ASCII only, without NaN. The contrasts are
 in contrasts.csv.
@@ -27,7 +27,7 @@ _NAMES, _CHARACTERS = 50, 200  # subjects of one answer, and the length of a tex
 
 
 def render_verdict(page: Page) -> str:
-    """Return status, rules, answers and gated cells as JSON."""
+    """Return verdict.json: status, rules, answers and gated cells."""
     findings = page.findings
     verdict, rules, provenance = findings.verdict, findings.rules, findings.provenance
     gated = verdict.gated
@@ -72,7 +72,7 @@ def _answer(answer: Answer) -> dict[str, Any]:
 
 
 def _cell(findings: Findings, d: Decision) -> dict[str, Any]:
-    """Return the entry of a gated cell.
+    """Return the entry of a gated cell in verdict.json.
 
     ``before`` and ``after`` are rates of the event named in ``counts``; ``drift``, its bounds and ``margin`` are in
     terms of the wanted outcome.
@@ -109,7 +109,7 @@ def _cell(findings: Findings, d: Decision) -> dict[str, Any]:
 
 
 def _ratio(ratio: Ratio) -> dict[str, Any]:
-    """Return the ratio of the rates of the unwanted outcome; an infinite end is null."""
+    """Return how many times as often the unwanted outcome occurred, with bounds and limit; an infinite end is null."""
     ends = {name: _short(getattr(ratio.times, name)) for name in ("estimate", "low", "high", "lower", "upper")}
     return {"limit": ratio.limit, **ends}
 
@@ -119,7 +119,7 @@ def _short(value: float | None) -> float | None:
 
 
 def render_drift(page: Page) -> str:
-    """Return the findings as JSON, without the contrasts."""
+    """Return drift.json: the findings, without the contrasts."""
     findings = page.findings
     # emptied first, since asdict would copy them, which takes long
     body: dict[str, Any] = {"format": _DRIFT_FORMAT, **asdict(replace(findings.drift, contrasts=(), answers={}))}

@@ -47,7 +47,10 @@ class PageAnswer(NamedTuple):
 
 
 class Texts:
-    """Prompts and answers by item. The number of an answer is its index in ``answers``."""
+    """Prompts and answers by item, to be written to the data files.
+
+    The number of an answer is its index in ``answers``.
+    """
 
     def __init__(self, records: Iterable[tuple[RecordPlace, Record]]) -> None:
         self.prompts: dict[ItemKey, tuple[Message, ...]] = {}
@@ -126,7 +129,7 @@ def _turns(messages: Iterable[Message]) -> list[tuple[str, str]]:
 
 
 class ItemShades:
-    """The shades of one item's answers by their numbers: per token a letter of LEVELS (how much of the cache held it).
+    """The shades of one item's answers: for each token a letter of LEVELS, how much of the cache held it.
 
     Tokens (``pieces``, ``roles``) are stored in full for the first answer only. Every other answer shares the first
     ``same`` of them and adds its own.
@@ -138,7 +141,7 @@ class ItemShades:
         self._answers: dict[int, dict[str, Any] | None] = {}
 
     def add(self, number: int, shading: Shading | None) -> None:
-        """Add the shading of an answer, which is None if serving the prompt again gave another answer."""
+        """Add the shading of answer ``number``; None if the prompt, served again, gave another answer."""
         if shading is None:
             self._answers[number] = None
             return
@@ -163,12 +166,12 @@ class ItemShades:
         return number in self._answers
 
     def table(self) -> dict[str, Any]:
-        """Return the entry of the item in its data file."""
+        """Return the shades as the item's entry in its data file."""
         return {"pieces": self._pieces, "roles": _run_lengths(self._roles), "answers": self._answers}
 
 
 def _level(share: float) -> str:
-    """Return the letter of a share; only 0 gives the first letter and only 1 the last."""
+    """Return the letter of LEVELS for a share; only 0 gives the first letter and only 1 the last."""
     last = len(LEVELS) - 1
     return LEVELS[int(share) * last if share in (0, 1) else min(max(round(share * last), 1), last - 1)]
 
@@ -180,7 +183,7 @@ def _run_lengths(letters: Iterable[str]) -> str:
 
 
 def _ranges(numbers: Iterable[int]) -> list[list[int]]:
-    """Return the numbers, sorted, as ranges [start, stop) without ``stop``."""
+    """Return the numbers, sorted, as ranges [start, stop), which do not include ``stop``."""
     ranges: list[list[int]] = []
     for number in sorted(numbers):
         if ranges and ranges[-1][1] == number:
@@ -197,7 +200,7 @@ KINDS = ("alike", "deployed", "serving")  # contrasts that have two sides
 
 
 class Change(NamedTuple):
-    """A metric of an item on both sides, averaged over the draws: 1 if all were as wanted, 0 if none was."""
+    """A metric of an item on both sides, averaged over repeated answers: 1 if all are as wanted, 0 if none is."""
 
     metric: str  # SCORE or the name of a facet
     reference: float
@@ -235,7 +238,7 @@ def flip_key(kind: str, suite: str, context_tokens: int, item: str, candidate: C
 
 
 def flips_of(data: RunData, comparison: Comparison) -> Iterator[Flip]:
-    """Yield every flip of a run: every item whose answers differ between the sides of a contrast in kinds_shown."""
+    """Yield every flip of a run: an item whose score or facet differs between the two sides of a shown contrast."""
     kinds = kinds_shown(data)
     for suite in comparison.suites:
         names = [name for name in FACETS if f"{suite}.{name}" in comparison.facets]
@@ -252,7 +255,7 @@ def flips_of(data: RunData, comparison: Comparison) -> Iterator[Flip]:
 def _of_side(
     comparison: Comparison, tables: Mapping[str, Panel], estimand: str, arm: str, policy: str
 ) -> Iterator[Flip]:
-    """Yield the flips of one contrast at one length, by pair of seeds, sorted by item."""
+    """Yield the flips of one arm and policy by one contrast at one length: by pair of seeds, sorted by item."""
     panel = tables[SCORE]
     for pair in seed_pairs(comparison, panel, arm):
         (candidate,), (reference,) = two_sides([weights_of(comparison, estimand, arm, pair, policy)])
@@ -265,7 +268,7 @@ def _of_side(
 
 
 def _changes(metric: str, table: Panel, candidate: CellKey, reference: CellKey) -> Iterator[tuple[str, Change]]:
-    """Yield items that differ in one metric; an answer that could not be read is neither lost nor gained."""
+    """Yield items whose scores by one metric differ; an answer that could not be read is neither lost nor gained."""
     if candidate not in table.scores or reference not in table.scores:
         return
     candidate_scores, reference_scores = table.scores[candidate], table.scores[reference]
@@ -282,7 +285,7 @@ class Pair(NamedTuple):
 
 
 def places_of(data: RunData, flips: Sequence[Flip]) -> list[Pair]:
-    """Return the two records of each flip; of several draws the two that differ most in its first metric."""
+    """Return the two records of each flip; of repeated answers the two that differ most in the flip's first metric."""
     keys = ["suite", "context_tokens", "item_id", "arm", "train_seed", "policy"]
     rows = data.records.loc[data.records["item_id"].isin({flip.item for flip in flips})]
     rows = rows.sort_values("sample_index", kind="stable")
@@ -310,13 +313,13 @@ def places_of(data: RunData, flips: Sequence[Flip]) -> list[Pair]:
 
 
 def severity_rank(flip: Flip) -> int:
-    """Return 0 if safety was lost, 1 if anything else was lost, 2 if all changes are gains."""
+    """Return how grave a flip is: 0 if safety was lost, 1 if anything else was, 2 if all changes are gains."""
     metrics = [change.metric for change in flip.changes if change.lost]
     return 0 if any(name != SCORE and FACETS[name].kind == "safety" for name in metrics) else 1 if metrics else 2
 
 
 def interleave_cells(flips: Sequence[Flip]) -> list[int]:
-    """Return the numbers of the flips, one per cell in turn, lost safety first, so that few cover all cells."""
+    """Return an order of the flips (indices): one per cell in turn, lost safety first, so that few cover all cells."""
     cells: dict[Hashable, list[int]] = {}
     for number in sorted(range(len(flips)), key=lambda n: severity_rank(flips[n])):
         flip = flips[number]

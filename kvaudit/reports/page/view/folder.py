@@ -88,13 +88,13 @@ class RunView:
         write_output(out / DATA / LIST, f"const VIEW = {script(self._table(shaded))};\n")
 
     def shaded_counts(self) -> tuple[int, int]:
-        """Return the number of flips with evictions whose shades are shown, and of all flips with evictions."""
+        """Return how many flips with evictions have shades to show, and how many flips have evictions."""
         shaded = self._shades_by_item()
         codes = [self._eviction_code(pair, shaded) for pair in self._answers]
         return codes.count(1), codes.count(1) + codes.count(2)
 
     def missing_shades(self, number: int) -> dict[str, set[AnswerKey]]:
-        """Return by unit the answers that have no shades yet, of the first ``number`` flips with evictions."""
+        """Return the answers without shades, by unit, of the first ``number`` flips that had evictions."""
         answers = self._texts.answers
         evicted_flips = [n for n in interleave_cells(self.flips) if any(answers[a].evicted for a in self._answers[n])]
         shadings: dict[str, Shadings] = {}
@@ -108,7 +108,7 @@ class RunView:
         return missing
 
     def _shades_by_item(self) -> dict[ItemKey, ItemShades]:
-        """Return the shades stored in the run folder, of answers with evictions, by item."""
+        """Return by item the shades that the run folder stores for answers whose cache evicted entries."""
         shadings: dict[str, Shadings] = {}
         shades: dict[ItemKey, ItemShades] = {}
         for number, answer in enumerate(self._texts.answers):
@@ -169,7 +169,7 @@ class RunView:
         }
 
     def _eviction_code(self, answers: Iterable[int], shaded: Mapping[ItemKey, ItemShades]) -> int:
-        """Return the index of the text in LOST that holds for a flip with these answers."""
+        """Return the index of the text in LOST that is true of a flip with these two answers."""
         evicted = [answer for answer in answers if self._texts.answers[answer].evicted]
         has_shades = [answer in shaded.get(self._texts.answers[answer].item, ()) for answer in evicted]
         return 0 if not evicted else 1 if all(has_shades) else 2

@@ -9,7 +9,7 @@ from kvaudit.reports.verdict.contrast import Cell, Drift
 
 
 class CacheUse(NamedTuple):
-    """Mean bytes per row over every arm, suite and length, counted in two ways.
+    """Mean cache bytes per row (one sequence of a batch) over every arm, suite and length, counted in two ways.
 
     ``allocated`` includes slack and bookkeeping; ``live`` counts only the entries, None if some record lacks it. The
     shares are relative to policy ``none`` counted the same way, None if that is unknown. For an engine that does not
@@ -26,12 +26,12 @@ class CacheUse(NamedTuple):
 
     @property
     def is_shown(self) -> bool:
-        """Whether the cache could be measured."""
+        """Whether the engine shows its cache, so that it could be measured."""
         return self.retention is not None
 
 
 def cache_use(drift: Drift) -> list[CacheUse]:
-    """Return the cache use of every policy that has records, weighted by samples."""
+    """Return the mean cache use of every policy that has records, weighted by their number."""
     uses = []
     for policy in drift.comparison.policies:
         cells = [c for c in drift.cells if c.policy == policy]
@@ -51,7 +51,7 @@ def cache_use(drift: Drift) -> list[CacheUse]:
 
 
 def lacks_live_bytes(drift: Drift) -> bool:
-    """Return whether records have bytes, but for some policy not those of the live entries."""
+    """Return whether, for some policy, records state bytes of the cache but not those of its live entries."""
     return any((use.dense or 0) > 0 and use.live is None for use in cache_use(drift))
 
 

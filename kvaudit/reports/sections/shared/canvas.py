@@ -45,7 +45,7 @@ _STYLE = {
 
 @dataclass(frozen=True)
 class Drawing:
-    """An inline SVG and its text alternative."""
+    """A figure as inline SVG, and its text alternative."""
 
     name: str
     svg: str
@@ -94,7 +94,10 @@ def save(figure: Figure, name: str, alt: str) -> Drawing:
 
 
 def series_style(names: tuple[str, ...], name: str) -> tuple[str, str, object]:
-    """Return colour, marker and line style of a series by its position, so that colour is never the only sign."""
+    """Return colour, marker and line style of a series by its position in ``names``.
+
+    The three differ together, so that colour is never the only difference.
+    """
     place = names.index(name) if name in names else len(names)
     return PALETTE[place % len(PALETTE)], MARKERS[place % len(MARKERS)], STYLES[place % len(STYLES)]
 
@@ -106,7 +109,7 @@ def add_grid(axes: Axes) -> None:
 
 
 def label_rows(axes: Axes, names: Sequence[str]) -> None:
-    """Label the rows from the top; long names are cut in the middle, to leave room for the data."""
+    """Label the rows of a chart from the top; long names are cut in the middle, to leave room for the data."""
     axes.set_yticks(range(len(names)), [shorten(inline(name), _LONGEST_ROW) for name in names])
     axes.set_ylim(len(names) - 0.5, -0.5)
 

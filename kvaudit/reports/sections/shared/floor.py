@@ -1,9 +1,9 @@
 """The A/A floor of an engine: how many answers change when the same requests are sent again.
 
 Requests are repeated in the same and in another order, because the answers of a compressed engine can depend on the
-rest of the batch. So a flip counts as an effect of the setting only beyond the floors of the condition and of its
-reference. The floors decide only whether a setting acts at all (``verdict.controls``): A/A flips go both ways, and the
-variance of the interval already contains them.
+rest of the batch. So a changed answer counts as an effect of the setting only beyond the floors of the setting and of
+its reference. The floors decide only whether a setting acts at all (``verdict.controls``): A/A flips go both ways, and
+the variance of the interval already contains them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ _UNIT = ["arm", "train_seed", "policy", "suite", "context_tokens"]
 
 @dataclass(frozen=True)
 class RepeatFlips:
-    """The flips of one metric among answers that could be read both times, and their mean change."""
+    """How one metric changed between two answers to the same request, over answers that could be read both times.
+
+    ``drift`` is the mean change.
+    """
 
     metric: str  # SUITE or SUITE.FACET
     answers: int
@@ -41,7 +44,7 @@ class RepeatFlips:
 
 @dataclass(frozen=True)
 class FloorUnit:
-    """One unit whose requests were repeated in one way, compared with its answers in the grid."""
+    """The repeats of one unit (checkpoint, policy, suite, length) asked in one way, compared with its first answers."""
 
     way: str  # again | shuffled
     arm: str
@@ -55,7 +58,10 @@ class FloorUnit:
 
 
 def floor_of(records: pd.DataFrame, repeats: RepeatedAnswers, comparison: Comparison) -> tuple[FloorUnit, ...]:
-    """Return every unit with repeated requests, in the order of the comparison, without unpaired answers."""
+    """Return the A/A floor, the disagreement of repeated identical requests, of every unit that has repeats.
+
+    Units are in the order of the comparison; answers that have no repeat are left out.
+    """
     units = [unit for way, repeated in repeats.records.items() for unit in _units(way, records, repeated)]
     places = {policy: i for i, policy in enumerate(comparison.policies)}
     return tuple(
@@ -97,7 +103,7 @@ def _flips(suite: str, pairs: pd.DataFrame) -> Iterator[RepeatFlips]:
 
 @dataclass(frozen=True)
 class FloorCell:
-    """The floor of an arm under a condition in one metric at one length, over its seeds, for one way of asking."""
+    """The A/A floor of one arm, policy, metric and length over all seeds, for one way of asking again."""
 
     way: str
     answers: int
@@ -110,7 +116,7 @@ class FloorCell:
 def floor_at(
     units: tuple[FloorUnit, ...], arm: str, policy: str, metric: str, context_tokens: int
 ) -> tuple[FloorCell, ...]:
-    """Return the floor of a cell for each way of asking; empty if its requests were not repeated."""
+    """Return the A/A floor of a cell for each way of asking again; empty if its requests were not repeated."""
     cells = []
     cell_units = [u for u in units if (u.arm, u.policy, u.context_tokens) == (arm, policy, context_tokens)]
     for way in dict.fromkeys(u.way for u in cell_units):
@@ -122,7 +128,10 @@ def floor_at(
 
 
 def covering_floor(units: tuple[FloorUnit, ...], c: Contrast) -> float | None:
-    """Return the share of answers that another order of requests changes, None unless the churn is within it."""
+    """Return the share of answers that another order of requests changes, if the contrast's churn does not exceed it.
+
+    None if it does, or if the share is 0 or was not measured.
+    """
     cells = floor_at(units, c.arm, c.policy, c.suite, c.context_tokens)
     shares = [(cell.lost + cell.gained) / cell.read for cell in cells if cell.way == SHUFFLED]
     return next((share for share in shares if c.churn is not None and 0 < share >= c.churn), None)

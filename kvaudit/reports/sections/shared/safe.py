@@ -1,4 +1,4 @@
-"""The safe budget and the safe length: the last that a fixed sequence of non-inferiority tests clears.
+"""The smallest cache budget and the longest context that a fixed sequence of non-inferiority tests clears.
 
 From the largest budget down (or the shortest length up) each cell is tested at the full level against the uncompressed
 reference; the first that does not pass ends the sequence, so no adjustment is needed (statistical hierarchy: Maurer,
@@ -26,7 +26,7 @@ _PASSED = (Status.PASS.value, Status.PASS_NOTED.value)
 
 @dataclass(frozen=True)
 class SafeBudget:
-    """The result of one sequence of tests.
+    """The result of one sequence of tests of non-inferiority, over budgets or lengths.
 
     ``amounts`` are in the order tested: budgets from the largest, or lengths from the shortest. ``cleared`` is the last
     amount that passed, None if the first failed; ``failed`` the first that failed, None if all passed.
@@ -46,7 +46,7 @@ class SafeBudget:
 
 
 class _Steps(NamedTuple):
-    """Cells and their budgets or lengths, in the order tested."""
+    """The cells of one sequence of tests and their budgets or lengths, in the order tested."""
 
     axis: str
     family: str
@@ -55,7 +55,10 @@ class _Steps(NamedTuple):
 
 
 def safe_budgets(drift: Drift, rules: Rules) -> tuple[SafeBudget, ...]:
-    """Return the result per family, suite, length and arm, and over several lengths per policy, suite and arm."""
+    """Return the results of all sequences of tests.
+
+    Over budgets there is one per family, suite, length and arm; over several lengths one per policy, suite and arm.
+    """
     controls = Controls(drift, rules.margins)
     # the estimand that compares an arm with the uncompressed reference
     estimands = {arm: "serving" if arm == drift.comparison.reference else "deployed" for arm in drift.comparison.arms}
@@ -65,7 +68,7 @@ def safe_budgets(drift: Drift, rules: Rules) -> tuple[SafeBudget, ...]:
 
 
 def _suites(sides: Comparison, rules: Rules) -> list[str]:
-    """Return the suites that have a margin, without facets: only the gate checks the form of their answers."""
+    """Return the suites that have a margin, without facets, for which only the gate checks that answers can be read."""
     return [suite for suite in rules.margins if suite not in sides.facets]
 
 
@@ -117,7 +120,7 @@ def _sequence(steps: _Steps, margin: float, controls: Controls) -> SafeBudget:
 
 @dataclass(frozen=True)
 class PolicyFamily:
-    """Policies of one kind with different budgets, smallest first."""
+    """Policies that differ in their cache budget, such as snapkv with 64 and with 128 entries; smallest first."""
 
     name: str
     budgets: tuple[int, ...]
@@ -125,7 +128,7 @@ class PolicyFamily:
 
 
 def families(policies: Sequence[str]) -> tuple[PolicyFamily, ...]:
-    """Return the families with two budgets or more.
+    """Return the families of policies (those that differ in their budget) with two budgets or more.
 
     Policies of one name belong together, whatever else changes with their budget (a window is often a share of it).
     If a name has a budget twice, only policies that agree in every other field belong together.
@@ -152,7 +155,7 @@ def _family(name: str, members: list[tuple[int, str, str]]) -> PolicyFamily:
 
 
 def _budget(policy: str) -> tuple[str, int, str] | None:
-    """Return (name, budget, the other fields) of a policy with one budget; None for others and for mixed policies."""
+    """Return (name, budget, other fields) of a policy that has one budget; None for others and for mixtures ("|")."""
     if "|" in policy:
         return None
     names: list[str] = []

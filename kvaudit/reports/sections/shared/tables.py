@@ -1,4 +1,7 @@
-"""Tables, examples and passages as plain strings; control characters are made visible here, markup is escaped later."""
+"""Tables, examples and passages (parts of a page) as plain strings.
+
+Control characters are made visible here; markup is escaped later, by each format.
+"""
 
 from __future__ import annotations
 
@@ -28,14 +31,14 @@ class Table:
 
 
 def table_of(headers: Sequence[str], rows: Iterable[Sequence[str]], words: int = 1) -> Table:
-    """Return a table whose cells and headers are clipped, visible text of one line."""
+    """Return a table of one-line texts: long cells are clipped and control characters made visible."""
     first, *clean = (tuple(inline(clip(cell, 300)) for cell in row) for row in (headers, *rows))
     assert all(len(row) == len(first) for row in clean), headers
     return Table(first, tuple(clean), words)
 
 
 def footnoted(headers: Sequence[str], rows: Iterable[Sequence[str]], words: int = 1) -> Table:
-    """Return a table in which the long, repeated texts of the last column are replaced by numbers of footnotes."""
+    """Return a table whose last column refers to footnotes by number, in place of its long, repeated texts."""
     long_rows = [list(row) for row in rows]
     texts = list(dict.fromkeys(row[-1] for row in long_rows if row[-1]))
     short = [[*row[:-1], str(texts.index(row[-1]) + 1) if row[-1] else ""] for row in long_rows]
@@ -52,7 +55,7 @@ class ExampleTurn:
 
 @dataclass(frozen=True)
 class Example:
-    """An item that the reference got right and the candidate lost.
+    """An example of a loss: an item that the reference got right and the candidate wrong.
 
     ``kept`` is the share of the prompt's entries that the candidate's cache still held when its last answer began, by
     role; empty for an engine that does not show its cache. ``is_doubtful``: the judge was unsure of one of the two

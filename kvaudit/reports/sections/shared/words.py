@@ -28,13 +28,13 @@ MOST_OF_NAME = 48  # characters of a name on a line that must not wrap
 
 
 def points(value: float) -> str:
-    """Return score units as signed percentage points: +1.8."""
+    """Return a share as signed percentage points, 0.018 as "+1.8"."""
     text = f"{100 * value:+.1f}"
     return "0.0" if text in ("+0.0", "-0.0") else text
 
 
 def effect_text(effect: Effect | Estimate | None) -> str:
-    """Return "-1.8 pp [-4.6, +0.9]"; with too few templates the estimate and why it has no interval."""
+    """Return an effect as text, "-1.8 pp [-4.6, +0.9]"; without interval if the templates are too few for one."""
     if effect is None:
         return "-"
     if isinstance(effect, Estimate) or effect.n_clusters < FEWEST_CLUSTERS:
@@ -43,17 +43,17 @@ def effect_text(effect: Effect | Estimate | None) -> str:
 
 
 def interval_text(estimate: float, low: float, high: float) -> str:
-    """Return an estimate with its interval: +3.5 pp [+0.4, +6.6]."""
+    """Return an estimate with its interval, "+3.5 pp [+0.4, +6.6]"."""
     return f"{points(estimate)} pp [{points(low)}, {points(high)}]"
 
 
 def seed_text(seed: SeedDrift) -> str:
-    """Return a seed with its drift: 12: -9.0 pp [-14.2, -4.1]."""
+    """Return a training seed with its drift, "12: -9.0 pp [-14.2, -4.1]"."""
     return f"{seed.seed}: {interval_text(seed.estimate, seed.low, seed.high)}"
 
 
 def held_to(d: Decision) -> str:
-    """Return the margin or ratio limit of a cell: 5 pp, or 1.1 x."""
+    """Return what limits the loss of a cell: its margin ("5 pp") or its limit on the ratio of rates ("1.1 x")."""
     return f"{d.ratio.limit:g} x" if d.ratio else f"{100 * (d.margin or 0):g} pp"
 
 
@@ -64,7 +64,7 @@ def ratio_text(ratio: Times) -> str:
 
 
 def ratio_interval(low: float, high: float) -> str:
-    """Return [1.06, 1.35], or [1.06, no end] without an upper end."""
+    """Return an interval of a ratio, "[1.06, 1.35]", or "[1.06, no end]" if the upper end is infinite."""
     return f"[{low:.2f}, {'no end' if isinf(high) else f'{high:.2f}'}]"
 
 
@@ -106,7 +106,7 @@ def bytes_text(count: float | None) -> str:
 
 
 def scientific(value: float | None) -> str:
-    """Return 1.2e-07 for very small and large numbers, plain digits otherwise."""
+    """Return a number as text: "1.2e-07" if very small or large, else three significant digits."""
     if value is None:
         return "-"
     return f"{value:.3g}" if value == 0 or 1e-3 <= abs(value) < 1e5 else f"{value:.1e}"
@@ -116,7 +116,7 @@ def scientific(value: float | None) -> str:
 
 
 def error_rates_text(rates: ErrorRates, alpha: float, margins: Iterable[float], ratios: Iterable[float] = ()) -> str:
-    """Describe the simulated error rates of a gate at one-sided ``alpha`` and ``margins`` in score units.
+    """Return sentences on the simulated error rates of a gate at one-sided ``alpha`` and ``margins`` in score units.
 
     The text also states if this gate was not simulated, and that the figures do not cover ``ratios``.
     """
@@ -152,7 +152,7 @@ def decision_note(d: Decision) -> str:
 
 
 def _advice(d: Decision, templates: int) -> str:
-    """Return what would decide an undecided cell of a run with this number of templates."""
+    """Return what would decide an undecided cell, such as more templates, for a run with ``templates`` templates."""
     if d.larger is None:
         is_within = d.effect is not None and d.effect.estimate > -(d.margin or 0)
         return "more templates in every suite" if d.estimand == SELECTIVITY and is_within else MORE_UNLIKELY
@@ -164,7 +164,7 @@ def _advice(d: Decision, templates: int) -> str:
 
 
 def too_few_templates(required: int, limit: str, templates: int) -> str:
-    """Return a sentence that a cell has too few templates to pass its ``limit``, which advises to add templates."""
+    """Return a sentence that a cell needs ``required`` templates to pass its ``limit`` and should get more."""
     return f"needs {required} templates for {limit}, the run has {templates}: add templates"
 
 
@@ -183,7 +183,10 @@ def undersized_suites(decided: Decided) -> tuple[str, ...]:
 
 
 def blind_spot_text(spot: float, alpha: float, clusters: int, units: str = "templates") -> str:
-    """Describe the blind spot at its level, and the effective number of templates if their sizes differ."""
+    """Return a sentence on the blind spot: the share of templates that can be broken without any of them being sampled.
+
+    If templates differ in size, it also states their effective number.
+    """
     # the number of templates of even size that would have this blind spot
     even = log(alpha) / log1p(-spot) if 0 < spot < 1 else clusters
     size = "" if even > clusters - 0.5 else f" ({clusters} {units} of uneven size count as {even:.0f})"
@@ -202,15 +205,15 @@ def facet_of_metric(sides: Comparison, metric: str) -> Facet | None:
 
 
 def event_rates(sides: Comparison, d: Decision) -> tuple[float, float] | None:
-    """Return the rates of reference and candidate of the event that a cell counts; None without two sides."""
+    """Return the rates of the event that a cell counts, reference first; None for a contrast without two sides."""
     facet = facet_of_metric(sides, d.suite)
     return None if d.rates is None else d.rates.as_event_rates(wanted=facet is None or facet.wanted)
 
 
 def rates_text(sides: Comparison, d: Decision) -> str:
-    """Return "14.4 to 10.0 % (-31 % of it)", with the relative loss if there was little to lose.
+    """Return the two rates as text, "14.4 to 10.0 %"; for an unwanted facet those of the event, "unsafe 5.6 to 9.1 %".
 
-    For an unwanted facet the rates are those of the event: "unsafe 5.6 to 9.1 %".
+    If the reference's rate is so low that a loss looks small, the relative loss is added: "(-31 % of it)".
     """
     rates, facet = event_rates(sides, d), facet_of_metric(sides, d.suite)
     if rates is None:
@@ -221,14 +224,14 @@ def rates_text(sides: Comparison, d: Decision) -> str:
 
 
 def has_little_to_lose(d: Decision) -> bool:
-    """Return whether a loss looks small because the reference had little to lose."""
+    """Return whether the reference's rate is so low (below NEAR_FLOOR margins) that a loss looks small."""
     if d.rates is None or d.margin is None:
         return False
     return 0 < d.rates.reference < NEAR_FLOOR * d.margin and d.rates.candidate < d.rates.reference
 
 
 def exceeds_margin(d: Decision) -> bool:
-    """Return whether a failing drop is shown to exceed the margin; for parity also a gain."""
+    """Return whether a failing cell's drop is shown to exceed the margin; for the contrast "parity" also a gain."""
     assert d.effect is not None
     margin = d.margin or 0.0
     if d.ratio:
@@ -240,7 +243,7 @@ def exceeds_margin(d: Decision) -> bool:
 
 
 def metric_label(sides: Comparison, metric: str) -> str:
-    """Return the name of a suite; for an unwanted facet "refusal: not unsafe", the outcome that its drift counts."""
+    """Return a metric's name; for an unwanted facet "refusal: not unsafe", which is what its drift counts."""
     facet = facet_of_metric(sides, metric)
     return metric if facet is None or facet.wanted else f"{facet_of(metric)[0]}: not {facet.name}"
 
@@ -252,13 +255,13 @@ def judge_marks(sides: Comparison, suite: str) -> str:
 
 
 def shorten(name: str, most: int = MOST_OF_NAME) -> str:
-    """Return a name, cut in the middle if it is long, since settings and paths differ at either end."""
+    """Return a name, cut in the middle if it is long, since settings and paths often differ at either end."""
     head = most // 2
     return name if len(name) <= most else f"{name[:head]}…{name[head + 1 - most :]}"
 
 
 def cell_label(sides: Comparison, name: CellName) -> str:
-    """Return "smd @ snapkv 96, refusal", with the length if the run has several."""
+    """Return a cell's name, "smd @ snapkv 96, refusal", with the length if the run has several."""
     end = " end to end" if name.estimand == "deployed" else ""
     text = f"{sides.who(name.arm, name.policy)}{end}, {metric_label(sides, name.suite)}"
     return with_length(sides, text, name.context_tokens)
@@ -270,7 +273,7 @@ def with_length(sides: Comparison, text: str, tokens: int) -> str:
 
 
 def uncompressed_label(sides: Comparison) -> str:
-    """Return the name of the uncompressed conditions: policy none, or the reference of each engine."""
+    """Return how to name what is uncompressed: "policy none", or the uncompressed setting of each engine."""
     compressed = [policy for policy in sides.policies if not sides.is_uncompressed(policy)] or sides.policies
     conditions = {sides.uncompressed_of(policy) for policy in compressed}
     if not any(map(sides.is_engine, conditions)):
@@ -280,7 +283,7 @@ def uncompressed_label(sides: Comparison) -> str:
 
 
 def suite_label(sides: Comparison, d: Decision) -> str:
-    """Return the suite of a cell, with its estimand unless that is a plain drift."""
+    """Return the suite of a cell, with the kind of contrast (estimand) unless that is a plain drift."""
     suite = metric_label(sides, d.suite)
     if d.estimand == SELECTIVITY:
         return f"{suite} minus {', '.join(sides.capability)}"
@@ -290,7 +293,7 @@ def suite_label(sides: Comparison, d: Decision) -> str:
 
 
 def reference_label(sides: Comparison, d: Decision | Contrast) -> str:
-    """Return arm and policy of the reference side of a difference."""
+    """Return arm and policy of the reference side of a difference, "ARM @ POLICY"."""
     is_alike = sides.mode == "training" and d.estimand != "deployed"
     policy = d.policy if is_alike else sides.uncompressed_of(d.policy)
     return f"{sides.reference} @ {sides.label(policy)}"
