@@ -292,11 +292,15 @@ def test_near_copies_in_a_log_of_lm_eval_are_one_cluster(tmp_path: Path) -> None
     assert "count as one with it: 79." in compared(log, log, "--items-are-independent")[1]
 
 
-def test_a_document_asked_behind_other_examples_is_one_question(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "document",
+    [{"q": "7+7?", "answer": 14}, {"question": "What is the colour of the sky?", "question_id": 0}],
+)
+def test_a_document_asked_behind_other_examples_is_one_question(tmp_path: Path, document: dict[str, object]) -> None:
     log = lm_eval_log(tmp_path / "a.jsonl")
     rows = [json.loads(line) for line in log.read_text().splitlines()]
     for n, row in enumerate(rows):
-        row["doc"] = {"question": "What is the colour of the sky?", "question_id": n}
+        row["doc"] = document | ({"question_id": n} if "question_id" in document else {})
         row["arguments"] = {"gen_args_0": {"arg_0": f"example {n}; What is the colour of the sky?"}}
     log.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert "count as one with it: 79." in compared(log, log, "--items-are-independent")[1]

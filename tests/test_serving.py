@@ -363,16 +363,22 @@ def test_sigterm_ends_a_server_with_incomplete_and_running_requests() -> None:
         assert process.stdout is not None
         line = next(text for text in process.stdout if text.startswith("serving: "))
         host, port = line.strip().removesuffix("/v1").rpartition("//")[2].split(":")
-        body = json.dumps({"model": "embedded", "messages": CHAT, "max_tokens": 500, "temperature": 4}).encode()
-        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
-        lines = [socket.create_connection((host, int(port))) for _ in range(3)]
-        for one, sent in zip(lines, (head + body[:9], head[:20], head + body), strict=True):
+        request = {"model": "embedded", "messages": CHAT, "max_tokens": 500, "temperature": 4}
+        body, streamed = (json.dumps(request | more).encode() for more in ({}, {"stream": True}))
+        head, head_of_stream = (
+            f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(each)}\r\n\r\n".encode()
+            for each in (body, streamed)
+        )
+        parts = (head + body[:9], head[:20], head + body, head_of_stream + streamed)
+        lines = [socket.create_connection((host, int(port))) for _ in parts]
+        for one, sent in zip(lines, parts, strict=True):
             one.sendall(sent)
-        time.sleep(0.5)
+        lines[-1].recv(1)  # the stream has begun
         process.send_signal(signal.SIGTERM)
         process.wait(timeout=60)
         for one in lines:
             one.close()
+        assert "Traceback" not in process.stdout.read()
     finally:
         process.kill()
         process.communicate()

@@ -222,6 +222,7 @@ def _write_sheet(run: Path, out: Path, select: Sequence[str], *, concordant: int
         concordant_templates,
         default_concordant,
         key_path,
+        label_meaning,
         paired_answers,
         render_key,
         render_sheet,
@@ -253,7 +254,9 @@ def _write_sheet(run: Path, out: Path, select: Sequence[str], *, concordant: int
     if labels:
         lines.append(f"{len(labels)} answers are filled in with labels that this run already has")
     lines += [
-        "label each row 1 (the answer does what its suite wants) or 0, then:",
+        "label each row 1 or 0; 1 means, by the column suite:",
+        *(f"  {label_meaning(metric)}" for metric in dict.fromkeys(cell.contrast.suite for cell in pairs)),
+        "then:",
         f"kvaudit grade adjudicate {run} --read {out}",
     ]
     console = wide_console()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import sys
+from asyncio import CancelledError
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -84,9 +86,15 @@ def serve(
         config = uvicorn.Config(
             app, host=host, port=port, log_level="error", access_log=False, timeout_graceful_shutdown=_GRACE
         )
+        logging.getLogger("uvicorn.error").addFilter(_is_fault)
         print_line(console, f"serving: http://{host}:{listener.getsockname()[1]}/v1")
         with suppress(KeyboardInterrupt):
             uvicorn.Server(config).run(sockets=[listener])
+
+
+def _is_fault(record: logging.LogRecord) -> bool:
+    """Return whether a line of the server's log is about a fault, and not about a request cut off at the end."""
+    return not (record.exc_info and isinstance(record.exc_info[1], CancelledError))
 
 
 def parse_models(models: Sequence[str]) -> dict[str, str]:

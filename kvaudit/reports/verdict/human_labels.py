@@ -24,12 +24,12 @@ from kvaudit.core.errors import DataError
 from kvaudit.core.files import check_plain
 from kvaudit.core.text import one_line
 from kvaudit.reports.records.load import RunData
-from kvaudit.reports.records.rows import RecordPlace
 from kvaudit.reports.stats.adjudication import Labelled, adjudicated, label_weights, labelled_pairs
 from kvaudit.reports.stats.effect import Effect
 from kvaudit.reports.stats.judges import differential_bias, judge_error
 from kvaudit.reports.verdict.contrast import CellName, CellPlace, ClusterSums, Contrast, Drift, LabelSummary
 from kvaudit.reports.verdict.label_sheet import (
+    AnswerPlace,
     Indices,
     Key,
     KeyCell,
@@ -81,7 +81,7 @@ def sheet_key(
     return key, {names[text]: row for text, row in distinct.items()}
 
 
-def _key_cell(pairs: PairedAnswers, indices: Indices, names: Mapping[RecordPlace, str]) -> KeyCell:
+def _key_cell(pairs: PairedAnswers, indices: Indices, names: Mapping[AnswerPlace, str]) -> KeyCell:
     chosen = tuple(
         KeyPair(
             item=str(pairs.items[i]),
@@ -274,7 +274,7 @@ def match_labels(data: RunData, drift: Drift, stored: Labels) -> list[HumanLabel
 
 
 def _match_cell(
-    pairs: PairedAnswers, indices: Indices, cell: CellLabels, texts: Mapping[RecordPlace, str]
+    pairs: PairedAnswers, indices: Indices, cell: CellLabels, texts: Mapping[AnswerPlace, str]
 ) -> HumanLabels:
     sides = [[texts[place] for place in column] for column in zip(*answer_places(pairs, indices), strict=True)]
     if {text for side in sides for text in side} != set(cell.labels):

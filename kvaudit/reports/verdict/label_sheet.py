@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unicodedata import normalize
 
 import numpy as np
@@ -26,12 +26,12 @@ import numpy.typing as npt
 import pandas as pd
 
 from kvaudit.core.errors import DataError, SpecError, UnknownName
-from kvaudit.core.facets import FORMER_CONTRASTS
+from kvaudit.core.facets import FORMER_CONTRASTS, facet_of, suite_of
 from kvaudit.core.policy_names import match_policies
 from kvaudit.core.records import Message, Role
 from kvaudit.core.text import clip, join_names, one_line, visible
 from kvaudit.reports.records.load import RunData
-from kvaudit.reports.records.rows import CellKey, RecordPlace
+from kvaudit.reports.records.rows import FACET_COLUMNS, CellKey, facet_scores
 from kvaudit.reports.stats.adjudication import round_robin
 from kvaudit.reports.verdict.comparison import Comparison
 from kvaudit.reports.verdict.contrast import CellName, Contrast
@@ -247,6 +247,14 @@ _Labels = npt.NDArray[np.int64]
 Indices = npt.NDArray[np.int64]
 
 
+class AnswerPlace(NamedTuple):
+    """Where an answer is recorded, and the metric (SUITE, or SUITE.FACET) for which it is labelled."""
+
+    metric: str
+    file: str
+    line: int
+
+
 @dataclass(frozen=True)
 class PairedAnswers:
     """All pairs [M] of reference's and candidate's answer in a cell, over its paired seeds.
@@ -261,8 +269,8 @@ class PairedAnswers:
     clusters: npt.NDArray[np.object_]
     candidate: _Labels
     reference: _Labels
-    candidate_places: tuple[RecordPlace, ...]
-    reference_places: tuple[RecordPlace, ...]
+    candidate_places: tuple[AnswerPlace, ...]
+    reference_places: tuple[AnswerPlace, ...]
 
     @property
     def discordant(self) -> npt.NDArray[np.bool_]:
@@ -281,7 +289,12 @@ def paired_answers(
         )
     for key, value in select.items():
         contrasts = _select(contrasts, key, value)
-    return [pairs_of(data, comparison, c) for c in contrasts]
+    answers = [pairs_of(data, comparison, c) for c in contrasts]
+    if empty := [pairs.contrast.suite for pairs in answers if not len(pairs.items)]:
+        raise SpecError(
+            f"no answer of {join_names(dict.fromkeys(empty))} was read on both sides; leave it out by --select"
+        )
+    return answers
 
 
 def pairs_of(data: RunData, comparison: Comparison, c: Contrast) -> PairedAnswers:
@@ -307,7 +320,11 @@ def _select(contrasts: list[Contrast], key: str, value: str) -> list[Contrast]:
 
 def _join_sides(records: pd.DataFrame, c: Contrast, candidate: CellKey, reference: CellKey) -> pd.DataFrame:
     """Return the rows of both cells side by side; ``broken_contract`` has checked that they pair."""
-    rows = records[(records["suite"] == c.suite) & (records["context_tokens"] == c.context_tokens)]
+    suite = suite_of(c.suite)
+    facet = facet_of(c.suite)[1].name if suite != c.suite else None
+    rows = records[(records["suite"] == suite) & (records["context_tokens"] == c.context_tokens)]
+    if facet is not None:  # pairs with an answer in which the facet cannot be read are not part of the cell
+        rows = rows.assign(score=facet_scores(rows[FACET_COLUMNS[facet]], facet)).dropna(subset=["score"])
     sides = []
     for cell in (candidate, reference):
         is_side = (rows["arm"] == cell.arm) & (rows["train_seed"] == cell.seed) & (rows["policy"] == cell.policy)
@@ -320,7 +337,10 @@ def _answers(c: Contrast, table: pd.DataFrame) -> PairedAnswers:
     table = table.assign(item_id=table["item_id"].astype(str)).sort_values([*_MATCH, "train_seed"], kind="stable")
     labels = [(table[name].fillna(0.0).to_numpy() >= DESIRED).astype(np.int64) for name in ("score", "score_reference")]
     answer_places = [
-        tuple((str(file), int(line)) for file, line in zip(table[f"file{end}"], table[f"line{end}"], strict=True))
+        tuple(
+            AnswerPlace(c.suite, str(file), int(line))
+            for file, line in zip(table[f"file{end}"], table[f"line{end}"], strict=True)
+        )
         for end in ("", "_reference")
     ]
     return PairedAnswers(
@@ -370,18 +390,25 @@ def records_digest(records: pd.DataFrame) -> str:
     return hashlib.sha256(np.sort(hashes).tobytes()).hexdigest()
 
 
-def shown_answers(data: RunData, answers: Sequence[tuple[PairedAnswers, Indices]]) -> dict[RecordPlace, ShownAnswer]:
-    """Return suite, conversation and answer of every chosen pair, read from the run's records."""
-    suites = {
-        place: pairs.contrast.suite
-        for pairs, indices in answers
-        for pair in answer_places(pairs, indices)
-        for place in pair
-    }
-    return {place: shown_answer(suites[place], text) for place, text in data.transcripts(suites).items()}
+def shown_answers(data: RunData, answers: Sequence[tuple[PairedAnswers, Indices]]) -> dict[AnswerPlace, ShownAnswer]:
+    """Return what a labeller sees of every chosen answer, read from the run's records.
+
+    An answer that counts for several metrics is shown once for each, since its labels may differ.
+    """
+    places = {place for pairs, indices in answers for pair in answer_places(pairs, indices) for place in pair}
+    transcripts = data.transcripts({(place.file, place.line) for place in places})
+    return {place: shown_answer(place.metric, transcripts[place.file, place.line]) for place in places}
 
 
-def answer_places(pairs: PairedAnswers, indices: Indices) -> Iterator[tuple[RecordPlace, RecordPlace]]:
-    """Yield file and line of the candidate's and the reference's answer of each chosen pair."""
+def answer_places(pairs: PairedAnswers, indices: Indices) -> Iterator[tuple[AnswerPlace, AnswerPlace]]:
+    """Yield the places of the candidate's and the reference's answer of each chosen pair."""
     for i in indices:
         yield pairs.candidate_places[i], pairs.reference_places[i]
+
+
+def label_meaning(metric: str) -> str:
+    """Return what label 1 says of an answer, for SUITE or SUITE.FACET: "the answer refused what a rule forbids"."""
+    if suite_of(metric) == metric:
+        return f"{metric}: the answer does what its suite wants"
+    facet = facet_of(metric)[1]
+    return f"{metric}: the answer {'' if facet.wanted else 'is not one that '}{facet.says}"

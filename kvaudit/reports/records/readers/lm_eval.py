@@ -11,7 +11,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -108,13 +108,16 @@ class _Questions:
         return key
 
 
-def _document_key(document: Any) -> str:
-    """Return the hash of a document without its ids, as its key; empty if it has no long text besides."""
+def _document_keys(document: Any) -> Iterator[str]:
+    """Yield the key of a document that has text, and that without its ids if its text is long enough to name it."""
     if not isinstance(document, dict):
-        return ""
+        return
     rest = {name: value for name, value in document.items() if not _ID.search(str(name))}
-    has_text = any(isinstance(value, str) and len(value) >= _TEXT_LENGTH for value in rest.values())
-    return question_key(rest) if has_text else ""
+    longest = max((len(value.strip()) for value in rest.values() if isinstance(value, str)), default=0)
+    if longest:
+        yield question_key(document)
+    if longest >= _TEXT_LENGTH:
+        yield question_key(rest)
 
 
 def _with_metrics(row: Mapping[str, Any], repeats: Counter[str]) -> dict[str, Any]:
@@ -165,8 +168,8 @@ def _add(
     question = [row.get("doc"), row.get("target")] if None in hashes else hashes
     texts = _texts(row.get("arguments"))
     fingerprint = fingerprint_of([question, texts]) if any(question) or texts else ""
-    keys = [key for key in (question_key(texts) if texts else fingerprint, _document_key(row.get("doc"))) if key]
-    key = questions.add(keys)
+    keys = [question_key(texts) if texts else fingerprint, *_document_keys(row.get("doc"))]
+    key = questions.add(list(filter(None, keys)))
     base = Row(item, "", math.nan, cluster, fingerprint=fingerprint, question=key, line=line)
     for metric in listed:
         name = metric_name(metric if filter_name == "none" else f"{metric},{filter_name}")
