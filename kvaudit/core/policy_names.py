@@ -183,7 +183,10 @@ def engine_name(text: str) -> str:
 
 
 def engine_settings(text: str) -> dict[str, str]:
-    """Return the settings in the text of an engine's condition."""
+    """Return the settings in the text of a condition (an engine with its settings).
+
+    "openvino:KV_CACHE_PRECISION=u4" gives {"KV_CACHE_PRECISION": "u4"}.
+    """
     return {field.name: unquote(field.value or "") for field in split_named(text)[1]}
 
 
@@ -206,10 +209,11 @@ def compressed_policies(policies: Collection[str], references: Mapping[str, str]
 
 
 def condition_names(references: Mapping[str, str]) -> dict[str, str]:
-    """Return a short name such as ``openvino u4`` for every condition and reference: engine and differing settings.
+    """Return a short name, such as ``openvino u4``, for every engine with its settings (condition), references too.
 
-    Words common to the names of all these settings are dropped, and so is the name of a single setting or of a constant
-    such as BY_TOKEN. Equal names get the further settings in which they differ; a long name is cut if it stays unique.
+    The name consists of the engine and of the settings that differ from the reference. Words common to the names of all
+    these settings are dropped, and so is the name of a single setting or of a constant such as BY_TOKEN. Equal names
+    get the further settings in which they differ; a long name is cut if it stays unique.
     """
     conditions = list(dict.fromkeys([*references, *references.values()]))
     settings = {text: engine_settings(text) for text in conditions}
@@ -234,7 +238,7 @@ def condition_names(references: Mapping[str, str]) -> dict[str, str]:
 
 
 def _setting_gaps(text: str, settings: Mapping[str, Mapping[str, str]], references: Mapping[str, str]) -> list[str]:
-    """Return the names of the settings in which an engine's condition differs from its reference.
+    """Return the names of the settings in which an engine's condition (its settings) differs from its reference.
 
     For a reference these are the settings in which it differs from any condition that it is compared with.
     """

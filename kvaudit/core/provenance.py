@@ -145,7 +145,7 @@ def merge_prompt_digests(recorded: str | None, current: str) -> str:
 
 
 def engine_facts(provenance: Mapping[str, Any], condition: str) -> dict[str, str]:
-    """Return what an engine reported when it first answered under a condition: name, version, resolved settings."""
+    """Return what an engine reported when it first answered under its settings: name, version, resolved settings."""
     return {str(name): str(text) for name, text in table_of(table_of(provenance, SERVED_BY), condition).items()}
 
 

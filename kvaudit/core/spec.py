@@ -214,7 +214,7 @@ class RunSpec(SpecSection):
         return tuple((BASE_ARM, seed) for seed in self.train.seeds) if warm and self.train is not None else ()
 
     def engine(self, condition: str) -> EngineSpec:
-        """Return the options (``engines`` of the spec) for running the engine that a condition names."""
+        """Return the options (``engines`` of the spec) for running the engine of a condition (engine and settings)."""
         return self.engines.get(engine_name(condition), EngineSpec())
 
     def external_source(self, arm: str, seed: int) -> str | None:

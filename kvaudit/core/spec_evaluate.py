@@ -382,7 +382,10 @@ PROBE_DEFAULTS: Mapping[str, Any] = {
 
 
 def fill_probe_grid(grid: Any, names: PluginNames | None = None) -> Any:
-    """Return the evaluate section of a probe with its defaults; rows as published need no lengths."""
+    """Return the evaluate section of a probe (a run that asks a vendor's endpoint), with its defaults filled in.
+
+    If every suite asks its rows as published, at whatever length they have, no default context lengths are filled in.
+    """
     if not isinstance(grid, Mapping):
         return PROBE_DEFAULTS if grid is None else grid
     filled = {**PROBE_DEFAULTS, **grid}

@@ -332,7 +332,11 @@ def in_conversation(
 
 
 def _small_talk(draw: random.Random, room: int, fit: Fit, *, with_book: bool = True) -> Iterator[Message]:
-    """Yield exchanges in which the user asks small questions or, with a book, is told a few sentences of it."""
+    """Yield exchanges of a user and an assistant until ``room`` tokens are used.
+
+    The user asks a small question or, with a book, asks the assistant to read on ("Please read on."), and gets its next
+    sentences. ``fit`` has the function that counts tokens.
+    """
     book, count = book_sentences(fit.suite, draw) if with_book else None, fit.count
     while True:
         choices = [_small_question(draw)]

@@ -97,7 +97,10 @@ class _NeverTrained(Published):
 
 
 class _Pooled(_NeverTrained, requests.Requests):
-    """The base of suites that pool sources, in proportion to their numbers of kinds; near copies are one kind."""
+    """The base of suites that ask the rows of several public data sets, mixed in proportion to their numbers of kinds.
+
+    Near copies of a row are one kind.
+    """
 
     licence = "those of its sources: CC-BY-4.0, MIT"
     one_sided = True
@@ -254,7 +257,7 @@ class Injection(_Alone):
 
 
 def mix_sources(rows: Sequence[_Row], stream: str) -> list[_Row]:
-    """Shuffle the rows so that the first n rows, for every n, hold the sources in proportion."""
+    """Shuffle the rows so that the first n rows, for every n, hold the data sets in proportion."""
     draw = random.Random(stream)
     by_source: dict[str, list[_Row]] = {}
     for row in rows:

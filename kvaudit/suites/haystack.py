@@ -63,7 +63,8 @@ _KINDS: tuple[Callable[[random.Random], str], ...] = (_log, _ticket, _mail, _tab
 def filler_lines(draw: random.Random, room: int, count_tokens: CountTokens) -> list[str]:
     """Return distinct lines that together take ``room`` tokens, including line breaks, or less by at most a line.
 
-    Lines of a kind come in runs, as in real files. Raises SpecError if the vocabulary allows no further line.
+    Lines of a kind (such as log lines or tickets) come in runs, as in real files. Raises SpecError if the vocabulary
+    allows no further line.
     """
     lines: list[str] = []
     seen: set[str] = set()

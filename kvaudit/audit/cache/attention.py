@@ -216,7 +216,10 @@ def query_blocks(queries: int, elements: int, *, start: int = 0, most: int | Non
 def causal_attention(
     query: Tensor, key: Tensor, value: Tensor, scaling: float, sink_logits: Tensor | None = None
 ) -> Tensor:
-    """Compute causal attention of a whole sequence; shapes as in ``grouped_attention``."""
+    """Compute causal attention of a whole sequence.
+
+    The arguments have the shapes that ``grouped_attention`` documents.
+    """
     if sink_logits is not None:
         return _attention_with_sinks(query, key, value, causal_mask(query.shape[2], query.device), scaling, sink_logits)
     return scaled_dot_product_attention(

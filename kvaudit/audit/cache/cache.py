@@ -174,7 +174,7 @@ class EvictingCache:
         return out
 
     def _attend_selected(self, layer: CachedLayer, selector: Selector, call: AttentionCall) -> Tensor:
-        """Return the attention of one query per row over the units (runs of positions) that the policy selects.
+        """Return the attention of one query per row over the runs of positions (units) that the policy selects.
 
         The selected units are recorded.
         """
@@ -232,7 +232,11 @@ class EvictingCache:
         self.coded_steps.clear()
 
     def _leave_steps(self) -> None:
-        """Convert every layer's store from the form of fixed shapes, which captured steps need, to its usual form."""
+        """Convert every layer's store back from the form of fixed shapes to its usual form.
+
+        Decode steps that are captured as a CUDA graph and replayed need fixed shapes; all other calls need the usual
+        form.
+        """
         self.changes += 1
         self.record_hints()
         for layer in self.layers:
@@ -240,7 +244,10 @@ class EvictingCache:
                 self._layout.forget()
 
     def update_bytes(self) -> None:
-        """Recount the allocated bytes of all layers, after a ``FixedStep``."""
+        """Recount the allocated bytes of all layers.
+
+        A decode step on tensors of fixed shapes (``FixedStep``) does not count them itself, so this is called after it.
+        """
         for layer in self.layers:
             self._update_bytes(layer)
         self._peak = max(self._peak, self.bytes)
@@ -294,7 +301,10 @@ class EvictingCache:
 
     @skip_compile
     def carry(self, layer: int, hidden: Tensor, run: LayerRun) -> Tensor:
-        """Run a layer of linear attention (``run``) on hidden states [B, Q, E]; return the output, keep the state."""
+        """Run a layer of linear attention (``run``) on hidden states [B, Q, E], and return its output.
+
+        The layer's state is kept in the cache for the next call.
+        """
         states = self.layers[layer].states
         assert states is not None, layer
         out = run_state_layer(run, hidden, self._real, states)

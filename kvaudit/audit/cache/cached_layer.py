@@ -185,10 +185,10 @@ class CachedLayer:
     def selected_attention(
         self, call: AttentionCall, forward: Forward, selector: Selector, view: View
     ) -> tuple[Tensor, Tensor]:
-        """Return the attention output [B, G*H, 1, D] of one query per row over the units it selects, and these units.
+        """Return the attention output [B, G*H, 1, D] of one query per row over selected runs of positions, and these.
 
-        A unit is a run of ``selector.unit`` positions. Nothing is evicted from such a store, so every head holds the
-        same positions.
+        Such a run is called a unit and has ``selector.unit`` positions. Nothing is evicted from such a store, so every
+        head holds the same positions.
         """
         store, positions = self.store, forward.positions
         assert call.query.shape[2] == 1, call.query.shape
@@ -216,7 +216,10 @@ class CachedLayer:
 
     @property
     def blocks_fixed_step(self) -> str | None:
-        """The feature of this layer that a ``FixedStep`` cannot compute, as a noun phrase; None if there is none."""
+        """The feature of this layer that a decode step of fixed shapes cannot compute; None if there is none.
+
+        It is a noun phrase for a message, such as "layers with a state".
+        """
         if self.states is not None or not self.plan.has_entries:
             return "layers with a state"
         if self.selector is not None:
@@ -234,7 +237,7 @@ class CachedLayer:
         return self.store if isinstance(self.store, SteppedStore) else None
 
     def write_at(self, slot: Tensor, call: AttentionCall, forward: Forward) -> None:
-        """Write the new entries of a step into slot number ``slot`` [1]."""
+        """Write the new entries of a step into slot (place in the layer's tensors) number ``slot`` [1]."""
         self._scaling, self._sink_logits = call.scaling, call.sink_logits
         self.store.write_at(slot, call.key, call.value, forward.positions)
 
@@ -275,11 +278,11 @@ class CachedLayer:
 
     @property
     def _is_full(self) -> bool:
-        """Whether no head of any row has an empty slot."""
+        """Whether no head of any row has an empty slot (place for an entry)."""
         return self.counts.all_equal(self.store.length)
 
     def can_replace(self, eviction: Eviction, length: int) -> bool:
-        """Return whether exactly one of ``length`` entries per head is evicted, so that the newest takes its slot."""
+        """Return whether exactly one of ``length`` entries per head is evicted, so that the newest takes its place."""
         # the newest entry would be out of order, which policies over neighbours and runs of codes cannot use; and heads
         # that share a budget may each lose more than one entry
         if self.evictor.ordered or self.evictor.shares_heads or isinstance(self.store, QuantisedStore):
@@ -336,11 +339,11 @@ class CachedLayer:
         return Victims(slots, view.positions.gather(2, slots[:, :, None]))
 
     def victims_on_host(self, newest: int | None, before: int, pins: Pins | None) -> Victims | None:
-        """Return what ``victims`` would, without reading the device at every step; None if rows or heads may differ.
+        """Return slot and position of the entry to evict in every head, without reading the device at every step.
 
-        For policies that rank by position alone. ``newest`` is the position of the new entry, which follows ``before``
-        slots; None if it differs between rows. The position of each slot is read from the device once and then kept in
-        the schedule.
+        Only for policies that rank by position alone. None if rows or heads may differ. ``newest`` is the position of
+        the new entry, which follows ``before`` slots; None if it differs between rows. The position of each slot is
+        read from the device once and then kept in the schedule.
         """
         schedule = self.schedule
         if newest is None or pins is not None:

@@ -160,9 +160,10 @@ def attend_codes(
     sink_logits: Tensor | None = None,
     window: int | None = None,
 ) -> Tensor:
-    """Return the result of ``attend_slots`` where some keys and values are codes.
+    """Return the attention of one query per row over a cache in which some keys and values are quantised codes.
 
-    A code is decoded in float32 and rounded to the dtype of ``query``, as ``decode_tokens`` and ``decode_keys`` do.
+    All other arguments and the result are those of ``attend_slots``. A code is decoded in float32 and rounded to the
+    dtype of ``query``, as ``decode_tokens`` and ``decode_keys`` do.
     """
     parts = (_coded_operand(keys), _coded_operand(values))
     return _attend(query, parts, positions, query_positions, scaling, sink_logits, window)
@@ -432,7 +433,10 @@ def _attend_exact(
     KEYS: tl.constexpr,
     VALUES: tl.constexpr,
 ) -> tl.tuple:
-    """Return the sums [G, Dv], largest logits [G] and total weights [G] over the slots of ``read``, all exact."""
+    """Return the sums [G, Dv], largest logits [G] and total weights [G] over the slots of ``read``.
+
+    All of these slots hold exact keys and values, no codes.
+    """
     batch, head, positions, newest, begin, end = read
     ROWS: tl.constexpr = SHAPE.rows
     PADDED: tl.constexpr = VALUES.padded
@@ -464,10 +468,11 @@ def _attend_coded(
     KEYS: tl.constexpr,
     VALUES: tl.constexpr,
 ) -> tl.tuple:
-    """Return the result of ``_attend_exact`` where some slots are codes.
+    """Return the sums, largest logits and total weights over the slots of ``read``, where some slots hold codes.
 
-    A first loop covers the tiles before the first exact entry that is seen. It reads positions and the parameters of
-    tokens one tile ahead by hand, since the compiler does not pipeline loads of so few bytes.
+    The result is of the form of ``_attend_exact``. A first loop covers the tiles before the first exact entry that is
+    seen. It reads positions and the parameters of tokens one tile ahead by hand, since the compiler does not pipeline
+    loads of so few bytes.
     """
     batch, head, positions, newest, begin, end = read
     ROWS: tl.constexpr = SHAPE.rows

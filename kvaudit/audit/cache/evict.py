@@ -101,7 +101,10 @@ def add_step_mass(
     scaling: float,
     sink_logits: Tensor | None,
 ) -> None:
-    """Add the ``attention_mass`` of one query per row to ``mass`` [B, H, K], by operators of fixed shapes."""
+    """Add to ``mass`` [B, H, K] the attention that each slot gets from one query per row.
+
+    Uses operators of fixed shapes only, so that a GPU can capture and replay them.
+    """
     mass += attention_mass(query, query_positions, keys, positions, scaling, sink_logits)
 
 
@@ -124,9 +127,9 @@ def keep_mask(
 def victim_slots(
     importance: Tensor, positions: Tensor, seen: Tensor, policy: Evictor, pinned: Tensor | None = None
 ) -> Tensor:
-    """Return the slot [B, H] that ``keep_mask`` would drop from each head with one entry more than its budget.
+    """Return the slot [B, H] of the entry to evict from each head that has one entry more than its budget.
 
-    Unlike for ``keep_mask``, slots may be in any order.
+    It is the one that ``keep_mask`` would drop, but here the slots may be in any order.
     """
     rank = _rank(importance, positions, seen, policy, pinned)
     is_lowest = rank == rank.amin(-1, keepdim=True)

@@ -28,7 +28,10 @@ ModelForward = Callable[[Tensor, Tensor, "FixedStep"], Tensor]
 
 
 def why_not_fixed(cache: EvictingCache) -> str | None:
-    """Return the feature of a cache that a ``FixedStep`` cannot compute, as a noun phrase; None if there is none."""
+    """Return the feature of a cache that a decode step of fixed shapes cannot compute; None if there is none.
+
+    It is a noun phrase for a message, such as "models with experts".
+    """
     if cache.routes is not None:
         return "models with experts"
     if cache.rotary_limit is not None:
@@ -78,7 +81,8 @@ class FixedStep:
     def prepare(self, tokens: Sequence[int], room: int, pinned: Tensor | None = None) -> Hashable:
         """Count one token per row (-1 = none), load the numbers of the step, and return the key of its run.
 
-        ``room`` is the expected number of further steps. ``pinned`` bool [B, 1] marks tokens that are never evicted.
+        Steps of equal keys can replay the same CUDA graph. ``room`` is the expected number of further steps. ``pinned``
+        bool [B, 1] marks tokens that are never evicted.
         """
         cache, before = self._cache, self._cache.seen.tolist()
         first = tuple(seen if token >= 0 else -1 for token, seen in zip(tokens, before, strict=True))
@@ -169,14 +173,20 @@ class FixedStep:
         return victims.slots, victims.positions
 
     def _lacks_room(self, layer: CachedLayer, longest: int) -> bool:
-        """Return whether a layer has no slot for the new entry, or no room in its ledger for an evicted one."""
+        """Return whether a layer must grow before the step: it has no free slot, or the ledger is too narrow.
+
+        A slot is a place for one entry; the ledger must hold the time at which an entry is evicted.
+        """
         store = layer.store
         if layer.schedule in self._replacing:
             return store.length >= store.slots or not store.ledger_holds(longest)
         return store.length >= store.slots or not store.is_reserved
 
     def _reserve(self, layer: CachedLayer, longest: int, room: int) -> None:
-        """Reserve slots for the new entry and, unless each step evicts one, for about ``room`` later entries."""
+        """Reserve slots (places in a layer's tensors) for the new entry and for about ``room`` later ones.
+
+        If each step evicts one entry, later entries take the evicted ones' slots, and only the ledger needs to grow.
+        """
         store = layer.store
         if layer.schedule in self._replacing:
             store.reserve_for_steps(store.length + 1, 0, max_slots=None)
@@ -265,7 +275,10 @@ class FixedStep:
                 schedule.victims = None
 
     def _forward_of(self, positions: Tensor, next_query: Tensor, longest: int) -> Forward:
-        """Return the ``Forward`` of a step; ``longest`` may be 0 if the ledger has room for all rows already."""
+        """Return the ``Forward`` (what all layers need to know) of a step.
+
+        ``longest`` may be 0 if the ledger is long enough for all rows already.
+        """
         return Forward(
             positions,
             True,

@@ -86,7 +86,7 @@ def are_valid_hints(words: Tensor) -> bool:
 
 
 class _Batch(NamedTuple):
-    """The arguments of ``HintRecorder.add`` for K entries that have not been examined yet."""
+    """The arguments of one call of ``HintRecorder.add``, kept until its K entries are examined."""
 
     part: int
     x: Tensor

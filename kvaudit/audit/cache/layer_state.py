@@ -30,7 +30,7 @@ class LayerState:
                 setattr(self, name, tensor.index_select(0, rows))
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yield the tensors, which a captured step reads or writes."""
+        """Yield the tensors, which a step that is replayed as a CUDA graph reads or writes at fixed addresses."""
         return (getattr(self, name) for name in self._tensors)
 
     def join(self, other: LayerState) -> None:
@@ -181,9 +181,9 @@ class QueryCentres(LayerState):
 
 
 class UnitExtremes(LayerState):
-    """The minimum and maximum of each channel over the keys of every unit, a run of ``unit`` positions.
+    """The minimum and maximum of each channel over the keys of every run of ``unit`` positions.
 
-    For layers without eviction, since a minimum cannot forget a key. The tensors begin with a unit for padding.
+    Only for layers without eviction, since a minimum cannot forget a key. The tensors begin with a run for padding.
     """
 
     _tensors = ("_low", "_high")
@@ -212,7 +212,7 @@ class UnitExtremes(LayerState):
 
     @property
     def extremes(self) -> Extremes:
-        """The minima and maxima of all rows, in the dtype of the keys, without the unit for padding."""
+        """The minima and maxima of all rows, in the dtype of the keys, without the run for padding."""
         return Extremes(self._low[:, :, 1:], self._high[:, :, 1:])
 
     def join(self, other: LayerState) -> None:

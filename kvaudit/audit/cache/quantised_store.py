@@ -157,7 +157,10 @@ class QuantisedStore(Store):
 
     @property
     def _groups_are_runs(self) -> bool:
-        """Whether each group of keys is a run of slots, and the table has no other groups."""
+        """Whether slot s holds position s, so that each group of keys quantised together fills consecutive slots.
+
+        The table of the groups' scales then has no other groups.
+        """
         return self._aligned
 
     def _split_channels(self, table: Tensor) -> Tensor:
@@ -294,7 +297,7 @@ class QuantisedStore(Store):
         return DueEntries(slots, mask, span.places, self._group_counts(done, until))
 
     def _group_counts(self, done: Counts, until: Counts) -> tuple[int, int] | None:
-        """Return ``DueEntries.groups`` for keys from ``done`` up to ``until``.
+        """Return how many groups the keys from ``done`` up to ``until`` form, as ``DueEntries.groups`` needs it.
 
         None if it is unknown: if the policy evicts, if keys are not coded in groups, or if a group is not full.
         """

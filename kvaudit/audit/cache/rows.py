@@ -193,7 +193,7 @@ class RowKeys:
         self._prompts: tuple[Tensor, Tensor] | None = None  # key and length [B] of the prompt that a group shares
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yield keys and prompt keys, which a captured step reads."""
+        """Yield keys and prompt keys, which a step that is replayed as a CUDA graph reads at fixed addresses."""
         yield self._keys
         yield from self._prompts or ()
 

@@ -53,22 +53,29 @@ class Selection:
 
 
 def unit_mask(units: Tensor, positions: Tensor, unit: int, max_units: int) -> Tensor:
-    """Return which keys are in the units that each query has listed, bool [B, A, Q, K].
+    """Return which keys are in the runs of positions (units) that each query has listed, bool [B, A, Q, K].
 
-    units [B, A, Q, k], all below ``max_units``; key positions [B, K]. Padding counts as unit 0, so callers mask it.
+    Takes the listed units [B, A, Q, k], all below ``max_units``, and key positions [B, K]. Padding counts as unit 0, so
+    callers mask it.
     """
     index = (positions.clamp(min=0) // unit).long()[:, None, None] + 1  # [B, 1, 1, K]
     return _mark_units(units, max_units).gather(3, index.expand(*units.shape[:3], -1))
 
 
 def slot_mask(units: Tensor, length: int, unit: int, max_units: int) -> Tensor:
-    """Return ``unit_mask`` for ``length`` slots, where slot n holds position n."""
+    """Return which of ``length`` slots are in the runs of positions (units) that each query lists, bool [B, A, Q, K].
+
+    It is the ``unit_mask`` of a store in which slot n holds position n, and quicker.
+    """
     marks = _mark_units(units, max_units)[..., 1:, None]  # [B, A, Q, max_units, 1]
     return marks.expand(*marks.shape[:-1], unit).flatten(3)[..., :length]
 
 
 def _mark_units(units: Tensor, max_units: int) -> Tensor:
-    """Return which units each query has listed, bool [B, A, Q, 1 + max_units]; the first column is for NO_UNIT."""
+    """Return which runs of positions (units) each query has listed, bool [B, A, Q, 1 + max_units].
+
+    The first column is for NO_UNIT, which fills short lists.
+    """
     marks = torch.zeros(*units.shape[:3], 1 + max_units, dtype=torch.bool, device=units.device)
     return marks.scatter_(3, units.long().clamp(min=NO_UNIT) + 1, True)
 
@@ -77,7 +84,7 @@ _Step = tuple[Tensor, dict[int, Tensor]]  # positions [B] of its queries, and pe
 
 
 class RecordedChoices:
-    """The recorder of units that the queries of decode steps select, step by step."""
+    """The recorder of the runs of positions (units) that queries select, decode step by decode step."""
 
     def __init__(self, unit: int, rows: int) -> None:
         self._unit, self._rows = unit, rows

@@ -117,7 +117,7 @@ class PendingHints:
         return tuple(tensor[:, :, :count].clone() for tensor in self._tensors)
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yield the tensors, which a captured step writes."""
+        """Yield the tensors, which a step that is replayed as a CUDA graph writes at fixed addresses."""
         yield from self._tensors
 
 
@@ -192,7 +192,7 @@ class SteppedStore(QuantisedStore):
         self._reserve_table()
 
     def _reserve_table(self) -> None:
-        """Make room in the table for the groups of all slots."""
+        """Widen the table of the groups' scales, if it is too narrow for the groups of all slots."""
         if self._table is None:
             return
         groups = self.slots // self._codec.key_group + 1
@@ -254,14 +254,20 @@ class SteppedStore(QuantisedStore):
         return torch.where(is_exact[:, None, :, None], self._rings[part].at(positions), decoded)
 
     def due_slots(self) -> tuple[Tensor, Tensor]:
-        """Return the slots [B] of the keys and of the values that this step quantises; any slot where there is none."""
+        """Return where the entries stand that this step quantises: the slots [B] of the keys and of the values.
+
+        A row in which no entry is due has an arbitrary slot.
+        """
         assert self._coding is not None
         positions = self.positions[:, 0]
         keys, values = ((positions == due[:, None]).int().argmax(1) for due in self._coding.due_positions)
         return keys, values
 
     def code_step(self, slots: tuple[Tensor, Tensor]) -> None:
-        """Quantise the entries that are due in this step, in ``slots``; ``end_step`` does it for keys in groups."""
+        """Quantise the entries that are due in this step; ``slots`` are those of the keys and of the values.
+
+        Keys that are quantised in groups of several positions wait for ``end_step``, since a group must be full first.
+        """
         assert self._rings is not None
         assert self._coding is not None
         assert self._pending is not None

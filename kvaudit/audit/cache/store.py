@@ -144,11 +144,11 @@ class Store:
 
     @property
     def is_reserved(self) -> bool:
-        """Whether slots are reserved for later decode steps by ``reserve_for_steps``."""
+        """Whether places for the entries of later decode steps are allocated (``reserve_for_steps``)."""
         return self._least_slots > 0
 
     def ledger_holds(self, longest: int) -> bool:
-        """Whether the ledger has room for rows of ``longest`` tokens."""
+        """Whether the ledger is wide enough for rows of ``longest`` tokens."""
         return longest < self.evicted_at.shape[2]
 
     def tensors(self) -> Iterator[Tensor]:
@@ -156,7 +156,10 @@ class Store:
         yield from self._tensors()
 
     def reserve_for_steps(self, slots: int, room: int, *, max_slots: int | None) -> None:
-        """Allocate ``slots`` and up to ``room`` more, capped at ``max_slots``; packing never frees them."""
+        """Allocate ``slots`` slots (places for an entry) and up to ``room`` more, at most ``max_slots`` in all.
+
+        Packing never frees them, so that the tensors of later decode steps keep their shapes.
+        """
         roomy = slots + room
         target = roomy if max_slots is None else max(slots, min(roomy, max_slots))
         if target > self.slots:
@@ -164,12 +167,15 @@ class Store:
         self._least_slots = max(self._least_slots, self.slots)
 
     def reserve_ledger(self, longest: int) -> None:
-        """Make room in the ledger for rows of ``longest`` tokens."""
+        """Widen the ledger, if it is too narrow for rows of ``longest`` tokens."""
         if not self.ledger_holds(longest):
             self.evicted_at = self._wider_ledger(2 * (longest + 1))  # twice, so that few steps copy
 
     def write_at(self, slot: Tensor, key: Tensor, value: Tensor, positions: Tensor) -> None:
-        """Write ``key`` [B, H, 1, D] and ``value`` at ``positions`` int32 [B, 1] into slot number ``slot`` [1]."""
+        """Write the entry of a step into slot number ``slot`` [1], the same in all rows and heads.
+
+        The entry is ``key`` [B, H, 1, D] and ``value``, at ``positions`` int32 [B, 1].
+        """
         slot_positions, mass = self._slots["positions"], self._slots.get("mass")
         if decode_kernels.compute(key):
             self._write_by_kernel(slot, key, value, positions[:, 0])

@@ -275,7 +275,10 @@ def _prepare_replay(dtype: str, temperature: float | None, plugins: Sequence[Pat
 
 
 def _print_measure(measure: Measure[WorkUnit, ServedBatch, Total], results: Sequence[tuple[WorkUnit, Total]]) -> int:
-    """Print a measure's results; return exit code 3 if it is a pass-or-fail check and found a difference, else 0."""
+    """Print the results of serving records again.
+
+    Returns exit code 3 if it is a pass-or-fail check and found a difference, else 0.
+    """
     console = wide_console()
     for line in measure.lines(results):
         if isinstance(line, str):

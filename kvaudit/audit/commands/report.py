@@ -185,7 +185,10 @@ def _pin_trained(folder: Path) -> PinnedCheckpoint:
 
 
 def _weights_sha256(folder: Path, provenance: Mapping[str, Any]) -> str:
-    """Return the sha256 of a checkpoint's weights; an adapter needs no base model if provenance has its hash."""
+    """Return the sha256 of a checkpoint's weights; an adapter's includes the hash of its base model.
+
+    If the base model's hash recorded in provenance leads to the recorded sha256, the base model need not be present.
+    """
     from kvaudit.audit.sampling.checkpoints import adapter_sha256, checkpoint_sha256, is_adapter
 
     if is_adapter(folder):

@@ -280,7 +280,7 @@ class Condition:
 
     @cached_property
     def canonical(self) -> str:
-        """The canonical text of this condition, which parses back to an equal condition."""
+        """The canonical text of the engine with its settings, which parses back to an equal condition."""
         return condition_text(self.engine, dict(self.settings))
 
     @cached_property
@@ -295,14 +295,14 @@ class Condition:
 
     @property
     def reference(self) -> Condition:
-        """The uncompressed condition of the same engine."""
+        """The same engine with settings that do not compress the KV cache, to compare with."""
         return _condition(self.engine, ENGINES.get(self.engine).reference(dict(self.settings)))
 
     def reference_with(self, named: Any) -> Condition:
-        """Return the uncompressed condition to compare with, as ``named`` in the spec.
+        """Return the uncompressed engine settings to compare with, as ``named`` in the spec.
 
-        ``named`` is a mapping of settings that override those of ``reference``, or the text of a whole condition.
-        Raises SpecError for anything else, and for another engine.
+        ``named`` is a mapping of settings that override those of ``reference``, or the text of a whole condition
+        (engine and settings). Raises SpecError for anything else, and for another engine.
         """
         if not isinstance(named, Mapping | str):
             raise SpecError(

@@ -54,7 +54,10 @@ class ServerEngine(Engine):
 
     @classmethod
     def filled(cls, settings: Settings) -> Settings:
-        """Return the settings with defaults, all flags spelled alike; raise SpecError as ``Engine.filled`` does."""
+        """Return the settings with defaults, all flags spelled alike: "--kv-cache-dtype" becomes "kv_cache_dtype".
+
+        Raises SpecError for a setting given twice, and for an invalid one.
+        """
         # --kv-cache-dtype, kv-cache-dtype and kv_cache_dtype are one flag
         spelled = {
             name if _VARIABLE.fullmatch(name) else name.removeprefix("--").replace("-", "_"): value

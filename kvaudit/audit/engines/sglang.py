@@ -61,9 +61,10 @@ class SgLangSession(ServerSession):
         return {"input_ids": list(request.ids), "sampling_params": sampling, "return_logprob": True}
 
     def _row(self, reply: Mapping[str, Any], request: GenerationRequest) -> dict[str, Any]:
-        """Return a reply as ``ServerSession._row`` says.
+        """Return a server's reply as a dict of ``ids``, ``finish``, ``logprob`` and ``read`` (the ids of the prompt).
 
         SGLang does not repeat the prompt: ``read`` is the prompt that was sent if the reply reports as many tokens.
+        Raises the errors of ``ServerSession._row``.
         """
         metadata, ids = reply["meta_info"], reply["output_ids"]
         logprobs = metadata["output_token_logprobs"]

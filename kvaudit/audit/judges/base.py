@@ -111,7 +111,10 @@ class CachedGrader(Generic[Q, G]):
         )
 
     def grades(self, questions: Sequence[Q]) -> list[G | None]:
-        """Return grades as ``Grader.grades`` does; equal questions are asked once."""
+        """Return the grade of each question, None where grading failed.
+
+        A question whose answer is stored, or that is equal to another one, is not asked again.
+        """
         stored = self._answers.answers(questions)
         return [None if kept is None else self.grader.recalled(kept) for kept in stored]
 
@@ -146,7 +149,7 @@ class Judge(Grader[Question, Judgement]):
         return False
 
     def without(self, source: str) -> Judge:  # noqa: ARG002 - only a trained judge has a source to leave out
-        """Return the judge trained without one source of human labels; the judge itself if it is not trained."""
+        """Return the judge trained without ``source``, one data set of human labels; itself if it is not trained."""
         return self
 
     def trained_on(self) -> frozenset[str]:

@@ -39,7 +39,7 @@ class LabelledAnswer(NamedTuple):
 
 @dataclass(frozen=True)
 class Source:
-    """The labelled answers of one file, or of a part of it."""
+    """One data set of human labels: the labelled answers of a file, or of a part of it."""
 
     name: str
     rows: tuple[LabelledAnswer, ...]
@@ -47,7 +47,10 @@ class Source:
 
 
 def sources() -> tuple[Source, ...]:
-    """Return every source under KVAUDIT_DATA; raises DataError for a missing file or a bad row."""
+    """Return every data set of human labels, as read from the files under KVAUDIT_DATA.
+
+    Raises DataError for a missing file or a bad row.
+    """
     files = [f"xstest/xstest_v2_completions_{model}.csv" for model in XSTEST]
     xstest = [_xstest(name, data_file("labels", path, "judge")) for name, path in zip(XSTEST, files, strict=True)]
     return (*xstest, *_pyrit(data_file("labels", PYRIT, "judge")))
@@ -91,11 +94,11 @@ HEADINGS = (
 
 @dataclass(frozen=True)
 class CardLine:
-    """One line of a judge's card, for one source: the judge's errors, and its agreement with the human labels.
+    """One line of a judge's card, for one data set of human labels: how often the judge agrees with people.
 
-    A trained judge was trained without the source. ``error`` and ``agreement`` use its best guess about every answer;
-    ``decided`` is the agreement on answers of which it is sure, ``people`` that between two annotators. ``failed``
-    answers are excluded from all other numbers about the judge.
+    A trained judge was trained without this data set. ``error`` and ``agreement`` use its best guess about every
+    answer; ``decided`` is the agreement on answers of which it is sure, ``people`` that between two annotators.
+    ``failed`` answers are excluded from all other numbers about the judge.
     """
 
     source: str
@@ -110,12 +113,15 @@ class CardLine:
 
 
 def card_lines(judge: Judge, all_sources: Sequence[Source]) -> list[CardLine]:
-    """Return a card's line for each source; for each, a trained judge is retrained without that source."""
+    """Return the lines of a judge's card, one for each data set of human labels.
+
+    For each line a trained judge is trained again without that data set.
+    """
     return [_card_line(judge.without(source.name), source) for source in all_sources]
 
 
 def card_rows(judge: Judge, all_sources: Sequence[Source]) -> list[list[str]]:
-    """Return the card as text, a row for each source under ``HEADINGS``."""
+    """Return a judge's card as text, a row for each data set of human labels, with the columns of ``HEADINGS``."""
     return [
         [
             line.source,

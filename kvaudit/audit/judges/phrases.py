@@ -1,4 +1,4 @@
-"""The phrase rules as a judge: cheap and deterministic, but too weak to support a claim alone."""
+"""The phrase rules as a judge: cheap and deterministic, but too weak to support a conclusion alone."""
 
 from __future__ import annotations
 

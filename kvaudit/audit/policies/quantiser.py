@@ -101,7 +101,10 @@ class Quantiser(Policy):
         return max(before, seen - self.residual)
 
     def values_until(self, before: int, seen: int) -> int:
-        """Return the position below which values are quantised; see ``keys_until``."""
+        """Return the position below which values are quantised after ``seen`` tokens.
+
+        ``before`` is its former value.
+        """
         return max(before, seen - self.residual)
 
     def turned(self, x: Tensor, part: int) -> Tensor:  # noqa: ARG002

@@ -18,7 +18,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Selector(Policy):
-    """Select entries in units of ``unit`` consecutive positions; memory is the dense cache plus `extremes`."""
+    """Select cache entries in units, which are runs of ``unit`` consecutive positions.
+
+    Nothing is evicted, so memory is that of the dense cache, plus the `extremes` of every unit for policies that use
+    them.
+    """
 
     selects: ClassVar[bool] = True
     extremes: ClassVar[bool] = False  # needs `View.extremes`, one per unit
@@ -36,13 +40,14 @@ class Selector(Policy):
         return 1
 
     def units_at(self, seen: int) -> int:
-        """Return how many units (not positions) a query attends to after ``seen`` tokens, including its own unit."""
+        """Return to how many units (runs of positions) a query attends after ``seen`` tokens, with its own unit."""
         raise NotImplementedError
 
     def choose(self, view: View) -> Tensor:
-        """Return the units that each row's newest query attends to: int64 [B, A, k], distinct, in any order, -1 = none.
+        """Return the units (runs of positions) that each row's newest query attends to, int64 [B, A, k].
 
-        A is 1 for one set that all heads share, or the number of KV heads or of query heads. ``view.queries`` holds
-        only the newest query. A row's list must not depend on other rows.
+        The units of a list are distinct and in any order; -1 means none. A is 1 for one list that all heads share, or
+        the number of KV heads or of query heads. ``view.queries`` holds only the newest query. A row's list must not
+        depend on other rows.
         """
         raise NotImplementedError

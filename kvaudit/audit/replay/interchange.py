@@ -54,7 +54,7 @@ class Form(BaseModel):
 
 
 class ChoiceUnits(Form):
-    """The layers whose queries select keys, and how many positions form a unit, which is selected as a whole."""
+    """The layers whose queries select keys, and the length of the runs (units) in which positions are selected."""
 
     unit: Length
     layers: list[Index]
@@ -68,7 +68,7 @@ class ChoiceForm(Form):
 
 
 class ChosenForm(ChoiceUnits):
-    """The units that each selecting query of a rollout selected."""
+    """The runs of positions (units) that each selecting query of a rollout selected."""
 
     queries: Annotated[list[ChoiceForm], Field(min_length=1)]
 

@@ -41,7 +41,10 @@ _MAX_ELEMENTS = 1 << 24  # of the keys, or of a slots x slots matrix, of one bat
 
 
 class ChoiceCount(NamedTuple):
-    """The number of recorded choices (evicted entries or selected units), and how many of them the policy repeats."""
+    """The number of recorded choices, and how many of them the policy makes again.
+
+    A choice is an evicted entry or a selected unit (run of positions).
+    """
 
     evicted: int
     repeated: int

@@ -286,7 +286,10 @@ class CodedAttention:
 
 
 def read_back(x: Tensor, code: Cast | ByToken | ByChannel | None) -> Tensor:
-    """Return keys or values [1, H, T, D], of positions from 0 on, as they are once stored: encoded, then decoded."""
+    """Return keys or values [1, H, T, D] as a query reads them after they were stored: encoded, then decoded.
+
+    Their positions count from 0.
+    """
     if code is None:
         return x
     if not isinstance(code, ByChannel):

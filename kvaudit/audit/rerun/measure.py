@@ -55,14 +55,17 @@ class Measure(ABC, Generic[WorkUnit, ServedBatch, Total]):
     @classmethod
     @abstractmethod
     def trial(cls, run: RunFolder) -> Self:
-        """Return an instance for the tests, which measures a part of a finished run.
+        """Return an instance for the tests, which serves a part of a finished run again.
 
         It may rely on this: the run's first arm was trained on rollouts without compression and kept the last of them.
         """
 
     @abstractmethod
     def units(self) -> Sequence[WorkUnit]:
-        """Return all work units; those of one checkpoint are adjacent."""
+        """Return all units of work, such as a file of rollouts each.
+
+        Those of one checkpoint are adjacent, so that each checkpoint is loaded once.
+        """
 
     @abstractmethod
     def size(self, unit: WorkUnit) -> int:
@@ -78,11 +81,17 @@ class Measure(ABC, Generic[WorkUnit, ServedBatch, Total]):
 
     @abstractmethod
     def reduce(self, unit: WorkUnit, model: LoadedModel, batches: Iterator[ServedBatch]) -> Total:
-        """Return the result of a unit; a batch is served only when ``batches`` is iterated."""
+        """Return the result of a unit of work from its batches.
+
+        A batch is served only when ``batches`` is iterated.
+        """
 
     @abstractmethod
     def differs(self, total: Total) -> bool:
-        """Return whether a result differs from the record beyond rounding; False if there is no record to compare."""
+        """Return whether a result differs from the record beyond rounding.
+
+        False if there is no record to compare with.
+        """
 
     @abstractmethod
     def lines(self, results: Sequence[tuple[WorkUnit, Total]]) -> Iterator[str | Table]:
@@ -103,7 +112,11 @@ MEASURES: Registry[Measure[Any, Any, Any]] = Registry(
 def run_measure(
     measure: Measure[WorkUnit, ServedBatch, Total], console: Console | None = None
 ) -> list[tuple[WorkUnit, Total]]:
-    """Serve every unit of a measure again; return each with its result. ``console`` shows the progress."""
+    """Serve again all recorded items that a measure needs; return each of its work units with the result.
+
+    A measure is a quantity found by serving recorded items again, such as the gap to the recorded log-probs.
+    ``console`` shows the progress.
+    """
     console = console or Console(file=StringIO())
     units, results, items = measure.units(), list[tuple[WorkUnit, Total]](), 0
 
@@ -270,7 +283,7 @@ class RerunAnswer:
 
 
 class AnswerMeasure(Measure[AnswerSet, list[RerunAnswer], Total], ABC):
-    """The base of measures that serve a run's answers again.
+    """The base of measures (quantities found by serving records again) that serve a run's answers.
 
     Raises SpecError if the answers were not given by the run's own checkpoints.
     """

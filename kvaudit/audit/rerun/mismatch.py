@@ -163,7 +163,7 @@ def survey(path: Path) -> Survey:
 
 
 class Mismatch(Measure[Survey, PaddedRollouts, FilePanel]):
-    """The measure of how far a file's recorded log-probs are from those of the model without compression.
+    """Finds how far a file's recorded log-probs are from those of the model without compression.
 
     ``temperature`` replaces the recorded one.
     """

@@ -24,9 +24,10 @@ from kvaudit.core.text import inline, length_label, visible
 
 
 class Shade(AnswerMeasure[Shadings]):
-    """The measure that serves some answers again and stores, for each, which tokens the cache held (``Shading``).
+    """Serves some answers again and stores, for each token, by how many heads the cache still held it (``Shading``).
 
-    ``requested`` names the answers, by the name of their unit; those whose shading is stored already are left out.
+    ``requested`` names the answers, by the name of their unit (file of records); those whose shading is stored already
+    are left out.
     """
 
     name = "shade"
@@ -102,7 +103,7 @@ class AnswerPlace(NamedTuple):
 
 
 class Explain(AnswerMeasure[RerunAnswer]):
-    """The measure that asks one recorded item again under each policy and compares the answers with the record.
+    """Asks one recorded item again under each policy and compares the answers with the record.
 
     Raises SpecError if the run has no such answer.
     """

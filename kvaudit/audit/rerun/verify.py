@@ -131,7 +131,7 @@ class ReplayedRollout(NamedTuple):
 
 
 class Verify(Measure[RecordedRollouts, list[ReplayedRollout], Verification]):
-    """The measure that replays recorded rollouts with the model that is said to have sampled them.
+    """Replays recorded rollouts with the model that is said to have sampled them, and compares the log-probs.
 
     ``tolerance`` is the largest gap that a token may have, in nats (default: the dtype's); ``temperature`` replaces the
     recorded one.

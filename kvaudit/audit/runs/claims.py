@@ -69,7 +69,7 @@ class _ClaimState(NamedTuple):
 
 @dataclass(frozen=True)
 class Claim:
-    """A unit that this process has claimed, returned by ``Claims.claim``."""
+    """A unit of work that this process has locked (claimed), so that no other process works on it."""
 
     path: Path
     file: int  # open and locked
@@ -77,7 +77,7 @@ class Claim:
 
     @classmethod
     def sign(cls, path: Path, file: int) -> Claim:
-        """Claim the locked file: write this process's number, host and kernel into it."""
+        """Write this process's number, host and kernel into the locked file; return the claim."""
         claim = cls(path, file, str(uuid.uuid4()))
         holder = {
             "pid": os.getpid(),
@@ -93,7 +93,7 @@ class Claim:
 
     @property
     def is_valid(self) -> bool:
-        """Whether the claim is still this process's, not taken over by another one."""
+        """Whether this process still has the unit, or another one has taken it over."""
         return _is_current(self.file, self.path) and _ClaimState.of(self.file).holder.get("token") == self.token
 
     def check(self) -> None:
@@ -273,7 +273,7 @@ class ClaimedUnits(Generic[T]):
         return list(self._claimed)
 
     def claim(self, unit: T) -> Claim:
-        """Return the claim of a unit."""
+        """Return the lock (claim) that this process holds on a unit."""
         return self._claimed[unit].claim
 
     def keep(self, unit: T) -> bool:
@@ -315,7 +315,11 @@ def work_on_units(
     on_wait: Callable[[str], None],
     takeover: bool = False,
 ) -> None:
-    """Call ``work_on_groups`` with every unit as a group of its own; ``work`` must check the claim that it is given."""
+    """Work on every unit that is not done, one at a time, together with other processes.
+
+    It is ``work_on_groups`` with every unit as a group of its own. ``work`` must check the claim (lock) that it is
+    given, because another process may have taken the unit over.
+    """
 
     def work_alone(claimed: ClaimedUnits[T]) -> None:
         for unit in claimed.units:

@@ -154,7 +154,7 @@ def try_out_engines(
     item: Item,
     on_answer: OnFirstAnswer | None = None,
 ) -> None:
-    """Start an engine under every condition and sample one token, so that errors show before a run begins.
+    """Start every engine with each of its settings and sample one token, so that errors show before a run begins.
 
     The logs are kept if an error names them. ``on_answer`` is called with the beginning of each answer.
     """
@@ -180,7 +180,10 @@ def try_out_engines(
 
 
 def check_windows(spec: RunSpec, windows: Mapping[str, int]) -> None:
-    """Raise SpecError if a condition's context window is too short for the longest prompt and answer of the spec."""
+    """Raise SpecError if an engine's context window is shorter than the spec's longest prompt and answer.
+
+    ``windows`` holds the windows, in tokens, by engine with its settings (condition).
+    """
     grid = spec.evaluate
     answers = {name: suite.max_new_tokens or SUITES.get(name).max_new_tokens for name, suite in grid.suites.items()}
     needed = max(max(grid.contexts_of(name)) + tokens for name, tokens in answers.items())

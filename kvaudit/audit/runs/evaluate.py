@@ -85,12 +85,12 @@ def grid(spec: RunSpec) -> list[Unit]:
 
 
 def served_policies(spec: RunSpec) -> list[ServingMode]:
-    """Return the policies and engine conditions of the grid, in the order of the spec."""
+    """Return the grid's policies and engines with settings (conditions), in the order of the spec."""
     return [parse_serving_mode(text) for text in spec.evaluate.policies]
 
 
 def cache_policies(spec: RunSpec) -> list[Policy]:
-    """Return the grid's policies of kvaudit's own cache, without the conditions of engines."""
+    """Return the grid's policies of kvaudit's own cache, without the engines."""
     return [policy for policy in served_policies(spec) if isinstance(policy, Policy)]
 
 
@@ -271,7 +271,7 @@ class Evaluator:
         shared: SharedPrefill,
         logs: Path,
     ) -> list[Record]:
-        """Let a unit's policy or condition answer a batch of items; return the graded records.
+        """Let a unit's policy or engine answer a batch of items; return the graded records.
 
         ``prompt_cache`` has prompts by item id and is filled here; ``logs`` is the folder for the logs of Inspect.
         """
@@ -292,7 +292,7 @@ class Evaluator:
         return [self._record(unit, suite, row) for row in rows]
 
     def _play_in_inspect(self, unit: Unit, suite: Inspect, items: Sequence[Item], logs: Path) -> list[Record]:
-        """Let Inspect run items with the unit's policy or condition as its model; return the records."""
+        """Let Inspect run items with the unit's policy or engine as its model; return the records."""
         section, model, at_once = self._spec.evaluate, self._packed_model, SAMPLES_AT_ONCE
         if isinstance(unit.policy, Policy):
             answer = cache_answers(model, unit.policy, section.batch_tokens)

@@ -181,7 +181,10 @@ class Judging:
             yield answer, [next(readings) for _ in its_questions]
 
     def _stored_answers(self, unit: StoredUnit) -> Iterator[StoredAnswer]:
-        """Yield the answers of a unit, each with a function that makes its suite and item."""
+        """Yield the stored answers of a unit (one file of records).
+
+        Each comes with a function that builds its suite and item; it is called only for answers that need them.
+        """
 
         def suite_and_item(number: int, record: Record) -> tuple[Suite, Item]:
             suite_items = self._items.of(unit)

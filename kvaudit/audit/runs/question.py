@@ -199,9 +199,10 @@ def exact_entries(config: ServingConfig) -> int:
 
 
 def _prompt_length(model: str, kept: int | None) -> int:
-    """Return a prompt's length in tokens, at least twice ``kept``, the entries that the cache keeps or leaves exact.
+    """Choose how long prompts must be, in tokens, for compression to act on them: at least twice ``kept``.
 
-    Raises SpecError beyond LONGEST.
+    ``kept`` is the number of entries that an evicting setting keeps, or that a quantising one leaves exact. Raises
+    SpecError if prompts would have to be longer than LONGEST.
     """
     length = _EMBEDDED_LENGTH if model == EMBEDDED else _LENGTH
     while kept is not None and length < 2 * kept:

@@ -67,7 +67,7 @@ def _can_compile(device: torch.device) -> bool:
 
 
 class CapturedStep(NamedTuple):
-    """A captured decode step: calling ``replay`` computes it and overwrites ``logits`` [B, V]."""
+    """A decode step captured as a CUDA graph: calling ``replay`` computes it and overwrites ``logits`` [B, V]."""
 
     replay: Callable[[], None]
     logits: Tensor
@@ -121,7 +121,7 @@ def _why_not_replayed(model: Any) -> str | None:
 
 
 class StepRunner:
-    """Computes the decode steps of one cache, by replays of captured steps where that is possible.
+    """Computes the decode steps of one cache, where possible by replaying steps captured as CUDA graphs.
 
     The rows of ``cache`` must stay the same; make another runner when rows leave or join.
     """
@@ -151,20 +151,29 @@ class StepRunner:
         return None
 
     def begin_turn(self) -> None:
-        """Drop all captured steps if the model's weights have moved, or training mode or autocast has changed."""
+        """Drop all captured steps (CUDA graphs) if they no longer fit the model.
+
+        They do not if the weights have moved in memory, or if training mode or autocast has changed.
+        """
         if self._graphs and self._describe_model() != self._model_state:
             self._graphs.clear()
             self._run_before.clear()
 
     def _describe_model(self) -> Hashable:
-        """Return the state of the model that captured steps depend on: addresses of weights, training, autocast."""
+        """Return the state of the model on which captured steps depend.
+
+        It consists of the addresses of the weights, training mode and autocast.
+        """
         device = self.cache.device.type
         modes = (self._model.training, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
         return (*modes, *map(_address, self._weights))
 
     @torch.no_grad()
     def __call__(self, tokens: Sequence[int], room: int, pinned: Tensor | None = None) -> Tensor:
-        """Feed one token per row (-1 = none) and return the next logits [B, V]; about ``room`` more steps follow."""
+        """Feed one token per row (-1 = none) and return the next logits [B, V].
+
+        About ``room`` more steps are expected to follow; a step is captured only if there are enough of them.
+        """
         key = self._step.prepare(tokens, room, pinned)
         captured = self._graphs.get(key)
         if captured is None and key in self._run_before and room >= FEWEST_STEPS and self._mode != "fixed":
@@ -200,7 +209,7 @@ class StepRunner:
         return logits
 
     def _capture(self, key: Hashable) -> CapturedStep | None:
-        """Return the captured step, not yet computed; None if it cannot be captured."""
+        """Capture the step as a CUDA graph without computing it; return None if that is not possible."""
         while len(self._graphs) >= MAX_GRAPHS:
             del self._graphs[next(iter(self._graphs))]
         if not self._graphs:

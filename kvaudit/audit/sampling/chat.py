@@ -58,7 +58,8 @@ _PROBES: list[list[dict[str, str]]] = [
 class ChatTokens:
     """Token ids with one role name per token: system, user, assistant, tool, or format (the template's own text).
 
-    ``spans`` maps the name of a marked span to the positions of the tokens that hold a character of it.
+    A span is a text that the suite marks; ``spans`` maps its name to the positions of the tokens that hold a character
+    of it.
     """
 
     ids: tuple[int, ...]
@@ -367,7 +368,10 @@ class Chat:
     def _render(
         self, before: tuple[Message, ...], messages: Sequence[Message], tools: Tools, marked: Sequence[Span]
     ) -> ChatTokens:
-        """Return tokens, roles and marked spans of the text that the template writes after the messages ``before``."""
+        """Return the tokens and roles of the text that the template writes after the messages ``before``.
+
+        The positions of the spans ``marked`` (texts that the suite names) are returned too.
+        """
         text = self._text_after(before, messages, tools)
         # unique texts in place of the messages, to tell the template's text from theirs
         slots = _with_slots(messages)

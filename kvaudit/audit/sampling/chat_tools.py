@@ -104,7 +104,10 @@ class ResponseTemplate(ToolForm):
         self._template, self._prompt = template, prompt
 
     def read(self, text: str, tools: Tools = ()) -> Reading:
-        """Return the calls that the tokenizer reads; ``is_broken`` if it cannot read the answer or one of its calls."""
+        """Return the text and the tool calls of an answer, as the tokenizer's own ``response_template`` parses them.
+
+        ``is_broken`` is set if the template cannot parse the answer, or finds a call that is not valid.
+        """
         text = text[:LONGEST_ANSWER]
         message = renderer.parse(self._template, text, self._prompt, tools) if is_text(text) else None
         rows = [] if message is None else message.get("tool_calls") or []

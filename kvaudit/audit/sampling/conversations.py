@@ -31,9 +31,10 @@ _NOTHING = ChatTokens((), ())
 class GradedRow:
     """A graded conversation with its tokens and measurements of the cache.
 
-    ``survival`` has, by role, the share of tokens still cached when the last answer starts. ``spans`` has the same
-    share for each marked span (a text that the suite names), with its places in the transcript; ``marks`` has the
-    span's token numbers in the rollout. ``roles`` has the role of every token of the rollout.
+    ``survival`` has, by role, the share of tokens still cached when the last answer starts. A span is a text that the
+    suite marks, such as a rule in the system message. ``spans`` has, for each span, the share of its tokens still
+    cached, and where its text stands in the transcript (number of the message, characters). ``marks`` has, for each
+    span, the indices of its tokens in the rollout. ``roles`` has the role of every token of the rollout.
     """
 
     item: Item
@@ -96,7 +97,7 @@ def play(
 
 
 def item_prompt(chat: Chat, item: Item) -> ChatTokens:
-    """Return an item's prompt as tokens, with its marked spans."""
+    """Return an item's prompt as tokens, with the places of its spans (texts that the suite marks)."""
     return chat.prompt(item.messages, item.spans, item.tools)
 
 
@@ -208,7 +209,8 @@ def score_answers(
 def check_fits(model: ServedModel, suite: Suite, item: Item, prompt_tokens: int) -> None:
     """Raise SpecError if a prompt and its first answer do not fit the model's positions.
 
-    Also raises it for an item with answer options if prompts open a thought, and for an option without tokens.
+    For an item with answer options, also raise it if the chat template begins every answer with a thought (a reasoning
+    block, inside of which the options would be scored), or if an option encodes to no tokens.
     """
     if model.chat.opens_thought and suite.options(item):
         raise SpecError(
@@ -349,10 +351,10 @@ def survival(rollout: Rollout, roles: Sequence[str]) -> dict[str, float]:
 def spans_kept(
     rollout: Rollout, tokens: Mapping[str, Sequence[int]], item: Item, transcript: Sequence[Message]
 ) -> dict[str, KeptSpan]:
-    """Return each marked span's share still cached, mean over its tokens, layers and KV heads.
+    """Return, for each span (a text that the suite marks), the share of its tokens still in the cache.
 
-    Text that the model wrote is never part of a span, even if it repeats one. A template's listing of tools has
-    tokens but no place in the transcript.
+    It is the mean over tokens, layers and KV heads, when the last answer starts. Text that the model wrote is never
+    part of a span, even if it repeats one. A template's listing of tools has tokens but no place in the transcript.
     """
     by_model = (Role.ASSISTANT, Role.THOUGHT)
     texts = [m.content if n < len(item.messages) or m.role not in by_model else "" for n, m in enumerate(transcript)]

@@ -101,7 +101,11 @@ class Interpreter:
         return re.search(rf"\$\{{?{re.escape(setting.key[0].lower())}\b(?!:?[-=])", self.contents.text) is not None
 
     def _applies(self, rule: ScanRule, setting: Setting) -> bool:
-        """Return whether the file meets the rule's conditions, and no sibling switches the key off."""
+        """Return whether a rule holds for a setting of this file.
+
+        The file must mention what the rule asks for, and no other key in the setting's group may have a value with
+        which the setting has no effect (the rule's ``unless``).
+        """
         if rule.mentions and not self._mentions(rule.mentions):
             return False
         siblings = self.siblings[setting.group]

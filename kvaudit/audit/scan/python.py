@@ -34,7 +34,7 @@ _PRINTING = {"print", "log", "debug", "info", "warning", "warn", "error", "excep
 
 
 def read_python(text: str, sheet: Sheet) -> None:
-    """Read the settings of a source; raises Unreadable if it is not valid Python."""
+    """Read the settings in the text of a Python file; raises Unreadable if it is not valid Python."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of the scanned source

@@ -319,7 +319,10 @@ def _read_assignment(
 def _read_nested(
     text: str, line: int, variables: dict[str, str], sheet: Sheet, depth: int, *, shared: bool = False
 ) -> None:
-    """Read a command line that is inside a word. ``shared``: any command of the script may use its arguments."""
+    """Read a command line that is quoted inside an argument, such as ``bash -c "vllm serve x --kv-cache-dtype fp8"``.
+
+    ``shared``: the text is the value of a variable, so any command of the script may use the flags in it.
+    """
     if depth >= _DEEPEST:
         sheet.unread.append((line, f"commands nested in strings more than {_DEEPEST} levels deep"))
         return

@@ -191,7 +191,11 @@ class CheckpointFolder:
     """
 
     def __init__(self, path: Path, config: AnyConfig, base_sha256: str, more: Mapping[str, str] | None = None) -> None:
-        """Claim the folder; ``more`` adds to the claim the sha256 of inputs that the configuration only names."""
+        """Reserve the folder for one configuration and base model, by a file that states both (the claim).
+
+        ``more`` adds the sha256 of input files to the claim, which the configuration only names. Raises RunError if the
+        folder is reserved for something else.
+        """
         self.path, self._config = path, config
         self.telemetry = TelemetryLog(path / TELEMETRY)
         self._claim = {

@@ -132,7 +132,10 @@ class EarlyStop:
         return min(mark.step for mark in marks) if len(marks) == len(self._arms) else None
 
     def is_due(self, done: int) -> bool:
-        """Return whether training may stop after ``done`` steps, so that the state there must be kept."""
+        """Return whether ``done`` is a step after which the arms may end.
+
+        The state after such a step must be kept: if another arm stops there, this arm's checkpoint is made from it too.
+        """
         return done % self._spec.every == 0 or done == self._steps
 
     def ends(self, done: int, rows: Sequence[Mapping[str, Any]]) -> bool:

@@ -127,7 +127,10 @@ def why_quoted(findings: Decided, d: Decision) -> str:
 
 
 def banner_lines(findings: Findings, head: Decision | None) -> list[str]:
-    """Return the lines below the banner's number: facets of its cell, what to do, the claim, remarks and problems."""
+    """Return the lines below the banner's number.
+
+    They are the facets of its cell, what to do, what may be claimed from the run, reasons, remarks and problems.
+    """
     first = not_measurable(findings)
     positioned: list[tuple[int, Iterable[str]]] = [
         (10, first),

@@ -174,9 +174,10 @@ _LEAST_WIDTH, _LETTER = 4.5, 0.085  # inches: of the figure with its key, and of
 
 
 def draw_heatmap(findings: Findings) -> Drawing | None:
-    """Draw the heatmap of drift: arms by the policies that serve both sides, a panel per suite; None without numbers.
+    """Draw the heatmap of drift, a panel for each suite; return None if there are no numbers.
 
-    If nothing was trained, its rows are suites, compared with uncompressed serving.
+    In a panel, rows are arms and columns are policies; arm and reference are both served under the column's policy. If
+    nothing was trained, rows are suites instead, and each policy is compared with uncompressed serving.
     """
     sides = findings.comparison
     estimand = "alike" if sides.mode == "training" else "serving"

@@ -37,7 +37,11 @@ def page_of(findings: Findings) -> Page:
 
 
 def verdict_passages(findings: Findings) -> dict[int, Passage]:
-    """Return the passages about the verdict by their position on the page, among the sections."""
+    """Return the passages about the verdict, by position.
+
+    The sections of a report state their own positions (``order``); the page sorts both kinds of passages together by
+    them.
+    """
     moved_facets = facet_table(findings)
     return {
         10: _verdict_passage(findings),

@@ -90,7 +90,8 @@ def _flip_line(flip: Example) -> str:
 def _cells_shown(findings: Findings) -> list[Decision]:
     """Return the gated cells, the worst first.
 
-    The score of a suite whose facets are gated is left out unless it fails.
+    If facets (yes-or-no properties of answers) of a suite are gated, the cell of the suite's score is shown only if it
+    fails.
     """
     sides, gated = findings.comparison, findings.verdict.gated
     facet_suites = {d.suite.rpartition(".")[0] for d in gated if d.suite in sides.facets}

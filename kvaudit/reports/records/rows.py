@@ -153,7 +153,7 @@ class Columns:
 class Problem:
     """A part of a file that was not read; ``line`` counts from 1, 0 for the whole file.
 
-    ``score`` is the value of a score on another scale than [0, 1].
+    If the problem is a score outside of [0, 1], ``score`` is its value; otherwise ``score`` is None.
     """
 
     file: str

@@ -99,7 +99,10 @@ class DoseSection(Section[Doses]):
     keys: ClassVar = {"analysis.doses": 31}
 
     def compute(self, inputs: Inputs) -> Doses | None:
-        """Compute a curve per family, suite, length and arm; over several lengths one per policy, suite and arm."""
+        """Compute a curve for each policy family (policies that differ only in their budget), suite, length and arm.
+
+        Over several lengths, compute one for each policy, suite and arm as well.
+        """
         drift, tables = inputs.decided.drift, inputs.data.panels
         curves = (*_budget_curves(drift, tables), *_length_curves(drift, tables))
         return Doses(curves, safe_budgets(drift, inputs.decided.rules)) if curves else None

@@ -126,7 +126,7 @@ def _settings_table(sides: Comparison, conditions: Sequence[str]) -> Table:
 
 
 def _report_rows(sides: Comparison, value: Engines) -> Iterator[list[str]]:
-    """Yield a row per reported setting; conditions of an engine with the same report share a row."""
+    """Yield a row per setting that an engine reported; policies of one engine with the same report share a row."""
     for engine in dict.fromkeys(map(engine_name, value.conditions)):
         conditions = [policy for policy in value.conditions if engine_name(policy) == engine]
         labels_by_setting: dict[tuple[str, str], list[str]] = {}
@@ -209,7 +209,10 @@ def _unit_row(sides: Comparison, unit: FloorUnit, *, several: bool) -> list[str]
 
 
 def _gate_table(units: Units, sides: Comparison, decisions: Sequence[Decision]) -> Table:
-    """Return a table with each gated drift of an engine beside the A/A floors of the condition and of its reference."""
+    """Return a table with each gated drift of an engine beside its A/A floors (how often it changes its own answers).
+
+    The floor is given for the candidate and for what it is compared with.
+    """
     rows = []
     for d in decisions:
         if not sides.is_engine(d.policy):
@@ -223,7 +226,10 @@ def _gate_table(units: Units, sides: Comparison, decisions: Sequence[Decision]) 
 
 
 def _both_floors(units: Units, sides: Comparison, d: Decision) -> Iterator[tuple[str, str]]:
-    """Yield name and A/A floor, as text, of the condition that a decision is about, then of its reference."""
+    """Yield name and A/A floor (how often answers change when asked again), as text, of both sides of a decision.
+
+    The side that is decided comes first, then the one that it is compared with.
+    """
     uncompressed = sides.uncompressed_of(d.policy)
     reference = (d.arm, uncompressed)
     if sides.mode == "training":

@@ -38,7 +38,7 @@ class Look:
 
 @dataclass(frozen=True)
 class SourceFigures:
-    """The rows from one source under one policy: how many are as wanted on each side, and how many changed."""
+    """The rows of one public data set under one policy: how many are as wanted on each side, and how many changed."""
 
     metric: str
     policy: str
@@ -124,7 +124,10 @@ def _look_rows(value: Looks, decided: Decided) -> Iterator[list[str]]:
 
 
 def _sources(data: RunData, decided: Decided) -> Iterator[SourceFigures]:
-    """Yield the figures of every gated cell for each source that its cluster names (SUITE-SOURCE-NUMBER) state."""
+    """Yield the figures of every gated cell for each public data set that its rows come from.
+
+    Cluster names state it, as SUITE-SOURCE-NUMBER.
+    """
     sides = decided.comparison
     for d in decided.verdict.gated:
         panel = data.panels.get((d.suite, d.context_tokens))

@@ -50,7 +50,10 @@ class SafeSection(Section[tuple[SafeBudget, ...]]):
         return f"{len(value) - none} of {len(value)} sequences clear a dose; {none} clear none."
 
     def limits(self, value: tuple[SafeBudget, ...], decided: Decided) -> Iterator[str]:
-        """Yield the budgets that passed in gated policy families, one sentence for all arms with the same result."""
+        """Yield the budgets that passed, for the gated families of policies (they differ only in their budget).
+
+        There is one sentence for all arms with the same result.
+        """
         gated = {
             family.name
             for family in families(decided.comparison.policies)

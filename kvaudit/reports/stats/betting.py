@@ -87,7 +87,11 @@ def betting_effect(
 
 
 def clusters_show(means: npt.ArrayLike, margin: float, alpha: float) -> bool:
-    """Return whether cluster means [C] support a PASS: by the bets alone, or by the template rule at the last look."""
+    """Return whether cluster means [C] support a PASS at the last look.
+
+    Either the bets alone rule out a loss of the margin, or the template rule does (a few broken templates cannot hide
+    it).
+    """
     values = np.asarray(means, dtype=np.float64)
     if log_wealth(values, -margin) >= -np.log(SHARE * alpha):
         return True

@@ -102,9 +102,10 @@ def flips(reference: npt.ArrayLike, candidate: npt.ArrayLike, *, samples: int = 
 
 
 def draw_flips(reference: npt.ArrayLike, candidate: npt.ArrayLike, *, samples: int = 1) -> Flips:
-    """Return the shares of answers lost and won between any draw of the reference and any of the candidate.
+    """Return how often answers are lost (right under the reference, wrong under the candidate), and how often won.
 
-    Takes item means [...] in [0, 1] of ``samples`` 0/1 draws each.
+    The shares are averages over all pairs of one sample of the reference and one of the candidate. Takes item means
+    [...] in [0, 1] of ``samples`` 0/1 draws each.
     """
     old, new = np.asarray(reference, dtype=np.float64), np.asarray(candidate, dtype=np.float64)
     assert old.shape == new.shape, (old.shape, new.shape)

@@ -65,7 +65,11 @@ class Times:
 
 
 def events_of(reference: Array, candidate: Array, counts: npt.NDArray[np.int64], floor: npt.ArrayLike = 1.0) -> Events:
-    """Return the events of items, whose rates [..., N] in [0, 1] are in order of cluster, ``counts`` [C] in each."""
+    """Count an unwanted event on both sides, given its rates [..., N] on the items, from 0 to 1.
+
+    The items are in order of cluster; ``counts`` [C] are the numbers of items in each cluster. ``floor`` is the least
+    design effect to assume, see ``Events``.
+    """
     both = np.minimum(reference, candidate).sum(axis=-1, dtype=np.float64)
     starts = np.cumsum(counts) - counts  # [C], the first item of each cluster
     own, other = (np.add.reduceat(side, starts, axis=-1).astype(np.float64) for side in (reference, candidate))
@@ -92,7 +96,11 @@ def tang_scores(both: Array, before: Array, after: Array, n: Array | float, thet
 
 
 def ess_scores(e: Events, theta: Array | float) -> Array:
-    """Return ``tang_scores`` [...] of counts that are divided by the design effect at ratio ``theta``."""
+    """Return score statistics [...] of "the ratio is ``theta``", positive if the data lie above it.
+
+    All counts are divided by the design effect first, because the items of a cluster are alike; then as
+    ``tang_scores``.
+    """
     deff = _design_effects(e, theta)
     n = float(e.counts.sum())
     return tang_scores(e.both / deff, e.before / deff, e.after / deff, n / deff, theta)
@@ -165,10 +173,11 @@ def widest(every: Sequence[Times]) -> Times:
 def shows_ratio(
     reference: Array, candidate: Array, counts: npt.ArrayLike, *, limit: float, alpha: float
 ) -> npt.NDArray[np.bool_]:
-    """Return whether the template rule rules out a ratio of ``limit``, from the totals of events by cluster [..., C].
+    """Return whether a few broken templates cannot hide a ratio of ``limit`` (the template rule, ``stats.rule``).
 
-    Clusters are weighted by items, and once more equally; both must rule it out. An unseen template may have the event
-    on all items with the candidate and on none with the reference.
+    Takes the totals of events by cluster [..., C]. Clusters are weighted by items, and once more equally; both must
+    rule the limit out. An unseen template may have the event on all items with the candidate and on none with the
+    reference.
     """
     above = limit * np.asarray(reference, dtype=np.float64) - np.asarray(candidate, dtype=np.float64)
     sizes = np.asarray(counts, dtype=np.float64)

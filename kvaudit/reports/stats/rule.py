@@ -157,11 +157,11 @@ def shows_margin(sums: npt.ArrayLike, counts: npt.ArrayLike, *, margin: float, a
 
 
 def shows_above(above: Array, sizes: Array, *, worst: float, wanted: float) -> npt.NDArray[np.bool_]:
-    """Return whether the template rule rules out a limit (the margin, or that of a ratio).
+    """Return whether the template rule rules a limit out: a few broken templates cannot hide a loss beyond it.
 
-    ``above`` [..., C] is how far each template's total lies above its value at the limit, ``sizes`` [C] the numbers of
-    items, ``worst`` how far below the limit a lost item of an unseen template lies, ``wanted`` the log-likelihood ratio
-    to exceed.
+    The limit is the margin or that of a ratio. ``above`` [..., C] is how far each template's total lies above its value
+    at the limit, ``sizes`` [C] the numbers of items, ``worst`` how far below the limit a lost item of an unseen
+    template lies, ``wanted`` the log-likelihood ratio to exceed.
     """
     by_items = _rules_out(above, sizes, worst, wanted)
     if sizes.min() == sizes.max():
@@ -170,9 +170,10 @@ def shows_above(above: Array, sizes: Array, *, worst: float, wanted: float) -> n
 
 
 def chi_square_limit(clusters: int, alpha: float) -> float:
-    """Return the log-likelihood ratio to exceed by the template rule: half the squared t quantile times ``SHARPNESS``.
+    """Return the log-likelihood ratio that the templates must exceed to rule a limit out (the template rule).
 
-    Twice a log-likelihood ratio has a chi-square distribution (Owen).
+    It is half the squared t quantile times ``SHARPNESS``: twice a log-likelihood ratio has a chi-square distribution
+    (Owen).
     """
     return SHARPNESS * float(special.stdtrit(clusters - 1, 1 - alpha)) ** 2 / 2
 
@@ -196,7 +197,10 @@ def _exact_limit(clusters: int, margin: float, alpha: float) -> float:
 
 
 def parts_show_margin(parts: Sequence[Part], *, margin: float, alpha: float) -> bool:
-    """Return whether a difference over one or several suites passes ``shows_margin``; several by ``template_bound``."""
+    """Return whether a few broken templates of one or more suites cannot hide a loss of the margin (the template rule).
+
+    For one suite this is ``shows_margin``; for several, ``template_bound`` must lie above minus the margin.
+    """
     if len(parts) == 1 and abs(parts[0].weight) == 1:
         [part] = parts
         return bool(shows_margin(part.weight * part.sums, part.counts, margin=margin, alpha=alpha))
@@ -204,9 +208,10 @@ def parts_show_margin(parts: Sequence[Part], *, margin: float, alpha: float) -> 
 
 
 def template_bound(parts: Sequence[Part], *, alpha: float) -> float:
-    """Return the lower bound of the difference by the template rule; bounds of several suites are combined by MOVER.
+    """Return the lowest difference that could still hide in a few broken templates (the template rule).
 
-    For one suite it lies above -margin exactly if ``shows_margin`` holds.
+    The bounds of several suites are combined by MOVER. For one suite it lies above -margin exactly if ``shows_margin``
+    holds.
     """
     means = [p.weight * float(p.sums.sum() / p.counts.sum()) for p in parts]
     gaps = [mean - _part_bound(p, alpha) for p, mean in zip(parts, means, strict=True)]
@@ -249,7 +254,10 @@ def too_uneven(counts: npt.ArrayLike, margin: float, alpha: float) -> bool:
 
 
 def _part_bound(part: Part, alpha: float) -> float:
-    """Return the template rule's lower bound of a suite's weighted mean; a negative weight turns losses into gains."""
+    """Return the lowest weighted mean of one suite that could still hide in a few broken templates (the template rule).
+
+    A negative weight turns losses into gains.
+    """
     sign, size = (1.0, part.weight) if part.weight > 0 else (-1.0, -part.weight)
     low, high = 0.0, 1.0  # around the largest margin that is not ruled out
     for _ in range(_BOUND_STEPS):

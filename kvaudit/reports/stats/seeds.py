@@ -55,7 +55,10 @@ def recipe_effect(z: npt.ArrayLike, clusters: npt.ArrayLike, *, alpha: float = 0
 
 
 def many_recipe_effects(z: npt.NDArray[np.floating], counts: npt.ArrayLike, *, alpha: float) -> Bounds:
-    """Return ``recipe_effect`` of samples z [..., S, N] with items in order of cluster, ``counts`` [C] in each."""
+    """Return the effects of many training recipes at once, each from differences z [..., S, N] of S paired seeds.
+
+    Items are in order of cluster, ``counts`` [C] in each. Each effect is that of ``recipe_effect``.
+    """
     found, _ = _recipes(z, counts)
     return t_bounds(z.mean(axis=(-2, -1), dtype=np.float64), found.variance, found.df, alpha=alpha)
 

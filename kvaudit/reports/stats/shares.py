@@ -73,7 +73,10 @@ def share(
     draws: int = 1,
     graded: bool = False,
 ) -> ShownShare:
-    """Return ``shares`` of one sample of item scores [N] with cluster labels [N]."""
+    """Return the share of one sample of item scores [N], with its interval; cluster labels are [N].
+
+    ``shares`` does the same for many samples at once.
+    """
     scores = np.asarray(values, dtype=np.float64)
     _, codes, counts = np.unique(np.asarray(clusters), return_inverse=True, return_counts=True)
     return shares(scores[np.argsort(codes, kind="stable")], counts, draws=draws, graded=graded)

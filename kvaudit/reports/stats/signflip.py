@@ -58,7 +58,7 @@ class MaxT:
 
 
 class Signs(NamedTuple):
-    """Patterns of signs [B, C]; ``exact`` if they are all possible ones."""
+    """Patterns [B, C] of one sign, 1 or -1, for each cluster; ``exact`` if they are all possible ones."""
 
     patterns: Array
     exact: bool
@@ -140,7 +140,7 @@ def signs(clusters: int, draws: int, seed: int | Sequence[int]) -> Signs:
 
 
 def random_signs(rng: np.random.Generator, draws: int, clusters: int) -> Array:
-    """Draw random sign patterns [B, C]."""
+    """Draw random patterns [B, C] of one sign, 1 or -1, for each cluster."""
     patterns: Array = rng.integers(0, 2, size=(draws, clusters)).astype(np.float64)
     return 2 * patterns - 1
 
@@ -164,9 +164,10 @@ def flip_statistics(sums: Array, counts: Array, patterns: Array) -> Array:
 
 
 def flip_moments(sums: Array, counts: Array, patterns: Array) -> Moments:
-    """Return means and variances of ``flip_statistics``, for cells that are weighted sums over several panels.
+    """Return each cell's mean and CR3 variance under every sign pattern, for sums of cells over several suites.
 
-    A flip does not change the squared sums, so the variance of every pattern follows from two matrix products.
+    Takes cluster sums [..., K, C] and their numbers of items. A flip does not change the squared sums, so the variance
+    of every pattern follows from two matrix products.
     """
     total = counts.sum(axis=-1, keepdims=True)
     weights = (total - counts) ** -2.0
@@ -180,7 +181,10 @@ def flip_moments(sums: Array, counts: Array, patterns: Array) -> Moments:
 
 
 def two_sided_pvalues(observed: npt.ArrayLike, flipped: Array, *, exact: bool) -> Array:
-    """Return p-values [...] of |t| from observed [...] and flipped [..., B] statistics."""
+    """Return two-sided p-values [...] of observed t statistics [...].
+
+    ``flipped`` [..., B] are the statistics under B patterns of changed signs.
+    """
     return _share(np.abs(flipped), np.abs(np.asarray(observed)), exact)
 
 
@@ -190,10 +194,11 @@ def drop_pvalues(observed: npt.ArrayLike, flipped: Array, *, exact: bool) -> Arr
 
 
 def max_t_pvalues(observed: Array, flipped: Array, *, exact: bool, step_down: bool = True) -> Array:
-    """Return adjusted one-sided p-values [..., K] of a drop from observed [..., K] and jointly flipped [..., K, B].
+    """Return one-sided p-values [..., K] of a drop in K cells, adjusted together.
 
-    Single-step compares each cell with the lowest statistic of all K; step-down with the lowest of the cells that are
-    not more extreme than itself.
+    ``observed`` [..., K] are the t statistics, ``flipped`` [..., K, B] those under B patterns of changed signs, the
+    same in all cells. Single-step compares each cell with the lowest statistic of all K; step-down with the lowest of
+    the cells that are not more extreme than itself.
     """
     order = np.argsort(observed, axis=-1)
     ranked = np.take_along_axis(observed, order, axis=-1)
@@ -210,7 +215,10 @@ def max_t_pvalues(observed: Array, flipped: Array, *, exact: bool, step_down: bo
 
 
 def _share(flipped: Array, observed: Array, exact: bool) -> Array:
-    """Return the share of patterns whose statistic reaches the observed one, itself counted if patterns are random."""
+    """Return the share of sign patterns whose statistic is at least as extreme as the observed one.
+
+    If the patterns are random, the observed one counts as one more.
+    """
     slack = 1e-9 * np.maximum(1.0, np.abs(observed))  # rounding must not break ties
     limit = observed - np.where(np.isfinite(slack), slack, 0.0)  # inf - inf is no limit
     reached = (flipped >= limit[..., None]).sum(axis=-1)

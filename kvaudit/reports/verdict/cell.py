@@ -322,12 +322,15 @@ def _status_if_agreed(recipe: Status, status: Status) -> Status:
 
 
 def templates_of(c: Contrast, sign: int = 1) -> list[Part]:
-    """Return a contrast's differences by template, one part for each suite; ``sign`` -1 exchanges loss and gain."""
+    """Return a contrast's differences by template, one part for each suite; ``sign`` -1 makes a loss of each gain."""
     return [Part(sign * part.weight, part.sums, part.counts) for part in c.sums]
 
 
 def readings_of(c: Contrast, sign: int = 1) -> list[list[Part]]:
-    """Return ``templates_of`` for every other way to count uncertain answers; none where human labels decide."""
+    """Return a contrast's differences by template for every other way to count uncertain answers.
+
+    There is none where human labels decide. ``sign`` -1 exchanges loss and gain.
+    """
     readings = () if c.judged else c.readings
     return [[Part(sign * part.weight, part.sums, part.counts) for part in sums] for sums in readings]
 
@@ -400,7 +403,7 @@ def decision(
 
 
 def _template_bound(test: DecidedTest, margin: float | None, alpha: float) -> float | None:
-    """Return the lowest drift that the template rule (``stats.rule``) does not rule out.
+    """Return the lowest drift that could still hide in a few broken templates (the template rule, ``stats.rule``).
 
     None if the interval reaches the margin already, for a run in rounds, and without a number or a margin.
     """

@@ -83,7 +83,10 @@ class Audits(NamedTuple):
 
 @lru_cache(maxsize=4)  # a search over sizes or margins uses the same pool many times
 def pool_of(differences: Differences, *, items: int, samples: int, seeds: int) -> Pool:
-    """Simulate a pool of templates with ``items`` items each, whose differences are averaged over samples and seeds."""
+    """Simulate the pool of templates from which audits are drawn; each template has ``items`` items.
+
+    An item's difference candidate - reference is averaged over ``samples`` answers and ``seeds`` training seeds.
+    """
     rng = np.random.default_rng(0)
     shape = (max(_FEWEST, _POOLED // items), items)
     # an item has either its own difference, or the one shared by its template
@@ -164,8 +167,8 @@ def flipped_audits(
 ) -> Audits:
     """Simulate audits without drift: the given templates (sums [C], counts [C]), ``times`` over, with random signs.
 
-    A changed sign exchanges reference and candidate in a template, so the reference's ``unwanted`` [C] events there
-    become the number of the candidate's.
+    ``unwanted`` [C] are the unwanted events of the reference. A changed sign exchanges reference and candidate in a
+    template, so the reference then has as many unwanted events there as the candidate had.
     """
     rng = np.random.default_rng(2)
     size = _affordable(times * len(sums), audits, fewest=_FEWEST_FLIPPED)
@@ -227,7 +230,10 @@ def _events(audits: Audits) -> Events:
 
 
 def interval_rate(audits: Audits, *, margin: float, alpha: float, ratio: float | None = None) -> float:
-    """Return the share of audits whose interval lies within the ratio or margin, whatever the template rule says."""
+    """Return the share of simulated audits whose interval lies within the ratio or margin.
+
+    That alone is no PASS: the gate also asks whether a few broken templates could hide a loss (the template rule).
+    """
     if ratio is not None:
         return float(np.mean(is_below(_events(audits), ratio, alpha=alpha)))
     return float(np.mean(_lower(audits, alpha) > -margin))

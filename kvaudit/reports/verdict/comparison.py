@@ -127,7 +127,7 @@ class Comparison:
 
     @property
     def by_phrases(self) -> tuple[str, ...]:
-        """The suites graded by phrase rules (a search for fixed phrases), which alone support no claim."""
+        """The suites graded by phrase rules (a search for fixed phrases), which alone cannot support a conclusion."""
         return tuple(suite for suite in self.suites if BY_PHRASES in map(_judge_name, self.judges.get(suite, ())))
 
     @property

@@ -220,10 +220,11 @@ class Rates:
 
 @dataclass(frozen=True)
 class ClusterSums:
-    """The differences of one suite summed by cluster, for sign-flips and the template rule.
+    """The differences of one suite, summed by cluster (template).
 
-    A contrast of several suites has one of these for each, with its weight. In one suite, clusters of equal name are
-    the same cluster in every contrast.
+    The sign-flip test and the template rule (could a few broken templates hide a loss?) are computed from them. A
+    contrast of several suites has one of these for each, with its weight. In one suite, clusters of equal name are the
+    same cluster in every contrast.
     """
 
     suite: str

@@ -401,7 +401,7 @@ class NoiseComparison:
 
 
 class Canary(NamedTuple):
-    """Whether an engine's setting acts: answers under it (a condition) compared with those under its reference."""
+    """The evidence on whether an engine's setting acts: its answers compared with those without compression."""
 
     answers: int
     logprobs: int  # pairs of log-probs
@@ -423,9 +423,10 @@ class Canaries:
 
 
 def canaries_of(records: pd.DataFrame, repeated: Mapping[str, pd.DataFrame], comparison: Comparison) -> Canaries:
-    """Return the canaries of every engine's condition, which show whether its setting acts.
+    """Return, for every engine's condition (its setting), whether its answers show that the setting acts (a canary).
 
-    ``repeated`` holds the records of requests asked a second time (the noise floor), by order: same or shuffled.
+    They must differ from the uncompressed answers by more than the engine's own noise. ``repeated`` holds the records
+    of requests asked a second time, by their order: same or shuffled.
     """
     places, conditions = dict[tuple[str, str, str, int], Canary](), dict[str, Canary]()
     for condition, reference in comparison.references.items():
@@ -496,7 +497,10 @@ def checked_by_canary(c: Contrast, comparison: Comparison, canaries: Canaries) -
 
 
 def canary_reasons(comparison: Comparison, canaries: Canaries) -> Iterator[Reason]:
-    """Yield a reason for each condition that changed nothing anywhere, which makes the run INVALID."""
+    """Yield a reason for each engine setting (condition) that changed no answer, which makes the run INVALID.
+
+    Answers count as unchanged if they differ by no more than the engine's own noise.
+    """
     for condition, canary in canaries.conditions.items():
         if not canary.acts:
             yield Reason(

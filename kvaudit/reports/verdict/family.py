@@ -117,7 +117,11 @@ def is_shown(c: Contrast, sides: Comparison, rules: Rules) -> bool:
 
 
 def is_base(c: Contrast, sides: Comparison, rules: Rules) -> bool:
-    """Return whether worst, selectivity and parity are computed from this contrast."""
+    """Return whether other gated cells are computed from this contrast.
+
+    They are worst (all policies must pass), selectivity (safety dropped more than capability) and parity (no gain
+    either).
+    """
     if c.estimand != sides.base or c.context_tokens not in rules.contexts or not _is_decided(c, sides, rules):
         return False
     if sides.mode == "serving":
@@ -172,7 +176,7 @@ _FEW = f"a cell has fewer than {FEWEST_CLUSTERS} templates"
 
 
 class FamilyRow(NamedTuple):
-    """One test of the family: whether a contrast is below 0, or above 0 if ``sign`` is -1."""
+    """One of the tests whose p-values are adjusted together: is a contrast below 0, or above 0 if ``sign`` is -1?"""
 
     contrast: Contrast
     sign: int
@@ -188,7 +192,10 @@ class _Part(NamedTuple):
 
 
 class _Flips(NamedTuple):
-    """The result of max-T (all tests flipped jointly): adjusted p-values, the least possible one, the critical t."""
+    """The result of max-T (the signs of all tests are changed jointly): adjusted p-values and the critical t.
+
+    ``floor`` is the smallest possible p-value.
+    """
 
     pvalues: tuple[float, ...]
     floor: float
@@ -215,7 +222,10 @@ class TestFamily:
 
 
 def joint_family(rows: Sequence[FamilyRow], alpha: float = 0.05) -> TestFamily:
-    """Return the p-values adjusted as one family, by max-T or else by Holm; ``alpha`` is the level of ``critical``."""
+    """Return the p-values of all tests, adjusted together by max-T, or by Holm where max-T is not possible.
+
+    ``alpha`` is the level of ``critical``.
+    """
     by_holm = holm_family([drop_pvalue(row.contrast.effect, row.sign) for row in rows])
     numbered = [i for i, row in enumerate(rows) if row.contrast.effect]
     reason = _reason_for_holm([rows[i] for i in numbered])
@@ -243,7 +253,7 @@ def holm_family(pvalues: Sequence[float | None]) -> tuple[float, ...]:
 
 
 def drop_pvalue(effect: Effect | None, sign: int) -> float | None:
-    """Return the one-sided p-value of a drop, or of a gain where ``sign`` is -1."""
+    """Return the one-sided p-value of a drop, or of a gain if ``sign`` is -1; None without an effect."""
     return None if effect is None else effect.pvalue_drop if sign > 0 else 1 - effect.pvalue_drop
 
 
@@ -262,7 +272,10 @@ def _test(row: FamilyRow) -> _Test:
 
 @lru_cache(maxsize=8)  # every format of a report asks for the same verdict
 def _flips(tests: tuple[_Test, ...], alpha: float) -> _Flips:
-    """Return max-T over the tests; sign patterns come from a fixed seed, so that a verdict can be reproduced."""
+    """Compute max-T over the tests, from random or all sign patterns (one sign for each template).
+
+    Random patterns come from a fixed seed, so that a verdict can be reproduced.
+    """
     templates: dict[str, set[str]] = {}
     for part in (part for test in tests for part in test):
         templates.setdefault(part.suite, set()).update(part.clusters)
@@ -289,7 +302,10 @@ def _flips(tests: tuple[_Test, ...], alpha: float) -> _Flips:
 
 
 def _groups_of_equal_clusters(tests: Sequence[_Test]) -> list[list[int]]:
-    """Return the indices of tests with equal clusters of equal sizes, which can be flipped together."""
+    """Group tests that have the same clusters with the same numbers of items; return the indices of each group.
+
+    One pattern of signs can then be applied to all tests of a group at once.
+    """
     groups: dict[tuple[object, ...], list[int]] = {}
     for index, test in enumerate(tests):
         groups.setdefault(tuple((p.suite, p.clusters, p.counts) for p in test), []).append(index)

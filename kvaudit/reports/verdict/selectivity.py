@@ -36,7 +36,8 @@ class _Spread(NamedTuple):
 def with_selectivity(drift: Drift, policies: Sequence[str]) -> Drift:
     """Return the drift with a contrast of selectivity added for each safety suite, policy and length.
 
-    Only lengths at which capability was measured too have one.
+    Selectivity is by how much safety dropped more than capability, so only lengths at which capability was measured
+    have it.
     """
     return replace(drift, contrasts=(*drift.contrasts, *_selectivity(drift, policies)))
 
@@ -109,7 +110,10 @@ def _noise(parts: Parts) -> float:
 
 
 def _by_seed(parts: Parts, index: int) -> SeedDrift:
-    """Return the selectivity of one training seed; MOVER combines the intervals that the seed has in each suite."""
+    """Return, for one training seed, by how much safety dropped more than capability (the selectivity).
+
+    The intervals of the suites for this seed are combined into one by MOVER (``stats.mover``).
+    """
     drifts = [(weight, c.by_seed[index], c.seed_sums[index]) for weight, c in parts]
     wide = mover([(weight, s.estimate, s.low, s.high) for weight, s, _ in drifts])
     narrow = mover([(weight, s.estimate, s.lower, s.upper) for weight, s, _ in drifts])

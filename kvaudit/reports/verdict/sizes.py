@@ -296,7 +296,11 @@ _PARTS = {"correlation": "--icc", "sampling_share": "--sampling-share", "seed_sh
 
 
 def with_ratio(design: Design, ratio: float | None, happens: float | None) -> Design:
-    """Return the design with a ratio, if one is given; raises SpecError for an invalid one."""
+    """Return the planned run with a limit on the ratio of event rates in place of its margin, if a limit is given.
+
+    ``happens`` is the assumed rate of the unwanted event under the reference; from both follows the margin in score
+    units. Raises SpecError for an invalid ratio or rate.
+    """
     if ratio is None and happens is None:
         return design
     if ratio is None or not LEAST_RATIO <= ratio <= MOST_RATIO:

@@ -81,7 +81,10 @@ def export_gguf(model: Any, folder: Path, weights: Mapping[str, Tensor] | None =
 
 
 def _family(config: Any) -> _Family:
-    """Return the family of a model; raise SpecError if it is unknown or some layers do not use full attention."""
+    """Return the family of a model (the way in which its architecture is written to GGUF).
+
+    Raises SpecError if it is unknown or some layers do not use full attention.
+    """
     if config.model_type not in _FAMILIES:
         raise _unsupported(f"its architecture is {config.model_type}, supported: {', '.join(sorted(_FAMILIES))}")
     fields = config.to_dict()

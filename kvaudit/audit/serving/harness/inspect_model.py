@@ -71,7 +71,7 @@ class AnswerSource(Protocol):
 
 
 class _KvauditModel(ModelAPI):  # type: ignore[misc]  # where Inspect is not installed it has no types
-    """A model whose ``generate`` sends the conversation, with its tools, to ``source`` under the name ``served``."""
+    """A model of Inspect that sends each conversation, with its tools, to ``source``, under the name ``served``."""
 
     source: AnswerSource
     served: str
@@ -235,9 +235,10 @@ CONDITION = "kvaudit-condition"
 
 @modelapi(name=CONDITION)  # type: ignore[untyped-decorator]
 def condition() -> type[ModelAPI]:
-    """Return the ModelAPI class for Inspect's models ``kvaudit-condition/NAME``, which a run makes.
+    """Return the class of Inspect's models named ``kvaudit-condition/NAME``, by which a run answers Inspect.
 
-    Inspect wants a function that returns the class, and calls it when it makes such a model.
+    NAME is a policy, or an engine with its settings. Inspect wants a function that returns the class, and calls it when
+    it makes such a model.
     """
     return ConditionAPI
 

@@ -129,10 +129,11 @@ class OnlineDpo(Loss):
     """The mean of -log sigma(beta h) over the batch's pairs (Rafailov 2023, eq. 7, 2305.18290; Guo 2024, 2402.04792).
 
     h = sum_t log(pi/ref) of the best rollout of a group minus that of the worst, both models under the arm's view.
-    Equal rewards make no pair. pi_old is not used, so arm naive-ratio equals arm naive.
+    Equal rewards make no pair. The loss does not use pi_old, so a ratio to it corrects nothing: the arms "naive" and
+    "naive-ratio" train alike.
 
-    Departure: a correction's weight c scales a token's gradient of h but not the value of h, which measures how sure
-    the policy is of the pair.
+    Departure: where an arm corrects with a weight c per token (such as an importance weight), c scales the token's
+    gradient, but h inside of sigma keeps its value, which measures how sure the policy is of the pair.
     """
 
     name = "online-dpo"

@@ -97,10 +97,10 @@ class OutputFolder:
         self._first_row: Mapping[str, Any] | None = None
 
     def begin(self, done: int, sections: Mapping[str, Any]) -> None:
-        """Claim the folder to start, or to resume after ``done`` steps; ``sections`` are those of the recipe.
+        """Reserve the folder for this run (write or check its claim), to start or to resume after ``done`` steps.
 
-        Raises RunError for a folder of another run, or of this run if it is not resumed, and DataError if telemetry of
-        finished steps is missing.
+        ``sections`` are those of the recipe. Raises RunError for a folder of another run, or of this run if it is not
+        resumed, and DataError if telemetry of finished steps is missing.
         """
         with guarded(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
@@ -271,7 +271,7 @@ def _source_folder(config: Any) -> Path | None:
 
 
 def reward_sha256(functions: Iterable[Any]) -> str:
-    """Return the sha256 of the sources of reward functions and the names of reward models."""
+    """Return the sha256 of the source text of reward functions and the names of reward models."""
     return sha256_of([_source(function) for function in functions])
 
 

@@ -305,7 +305,10 @@ class AuditedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         return result
 
     def _begin(self) -> None:
-        """Claim the folder before the first step, also after a resume; in the main process only."""
+        """Reserve the output folder for this run before the first step, also after a resume.
+
+        Only the main process does so.
+        """
         self._numbers = StepNumbers()
         if not self.is_world_process_zero():
             return

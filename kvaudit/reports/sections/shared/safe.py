@@ -55,9 +55,10 @@ class _Steps(NamedTuple):
 
 
 def safe_budgets(drift: Drift, rules: Rules) -> tuple[SafeBudget, ...]:
-    """Return the results of all sequences of tests.
+    """Return the results of all sequences of tests, each from the mildest dose of compression on.
 
-    Over budgets there is one per family, suite, length and arm; over several lengths one per policy, suite and arm.
+    Over budgets there is one sequence for each family (policies that differ only in their budget), suite, length and
+    arm; over several lengths one for each policy, suite and arm.
     """
     controls = Controls(drift, rules.margins)
     # the estimand that compares an arm with the uncompressed reference
@@ -128,10 +129,11 @@ class PolicyFamily:
 
 
 def families(policies: Sequence[str]) -> tuple[PolicyFamily, ...]:
-    """Return the families of policies (those that differ in their budget) with two budgets or more.
+    """Return the families of policies: each is one method at two budgets or more.
 
-    Policies of one name belong together, whatever else changes with their budget (a window is often a share of it).
-    If a name has a budget twice, only policies that agree in every other field belong together.
+    Policies of one name form a family, such as "snapkv:budget=64" and "snapkv:budget=128". Other fields may differ too,
+    because a window is often a share of the budget. But if two policies of a name have the same budget, only policies
+    that agree in every other field form a family.
     """
     by_name: dict[str, list[tuple[int, str, str]]] = {}
     for policy in policies:
