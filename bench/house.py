@@ -74,16 +74,16 @@ def vague_names(paths: list[Path]) -> tuple[int, int]:
     return sum(name in VAGUE for name in names), len(names)
 
 
-def docstrings(paths: list[Path]) -> list[str]:
-    """Return every docstring whole, below its file and the header of its class and function."""
-    texts = []
+def docstrings(paths: list[Path]) -> list[tuple[str, str]]:
+    """Return every docstring whole, each behind its file and the header of its class and function."""
+    texts = list[tuple[str, str]]()
     for path in paths:
         nodes: list[tuple[ast.AST, str]] = [(ast.parse(path.read_text(encoding="utf-8")), "")]
         while nodes:
             node, headers = nodes.pop()
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Module):
                 text, headers = ast.get_docstring(node), headers + _header(node)
-                texts += [f"{path.relative_to(ROOT)}\n{headers}{text}\n"] if text else []
+                texts += [(f"{path.relative_to(ROOT)}\n{headers}", text)] if text else []
             nodes += [(child, headers) for child in ast.iter_child_nodes(node)]
     return texts
 
@@ -163,7 +163,8 @@ def main() -> None:
     arguments = parser.parse_args()
     code = sources(*TOPS)
     if arguments.docstrings:
-        print(*random.Random(arguments.seed).sample(docstrings(code), arguments.docstrings), sep="\n")
+        drawn = random.Random(arguments.seed).sample(docstrings(code), arguments.docstrings)
+        print(*(f"{headers}{text}\n" for headers, text in drawn), sep="\n")
         return
     docs = [*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md")]
     vague, assignments = vague_names(code)
@@ -172,7 +173,7 @@ def main() -> None:
     longest = max((node.end_lineno or 0) - node.lineno + 1 for node in functions(code))
     print(f"| functions, lines of the longest | {len(functions(code)):,}, {longest} |")
     print(f"| local assignments, of them to a vague name | {assignments:,}, {vague} |")
-    whats = sum("\nWhat " in text for text in docstrings(code))
+    whats = sum(text.startswith("What ") for _, text in docstrings(code))
     print(f"| docstrings, of them beginning with What | {len(docstrings(code)):,}, {whats} |")
     if arguments.run:
         to_verdict, to_page = files_entered(arguments.run)
