@@ -131,7 +131,7 @@ def parse_completion(raw: bytes, redact: Callable[[str], str] = str) -> ChatComp
 
 
 def _call_lines(rows: Any) -> Iterator[str]:
-    """Yield each tool call of a message as a JSON line; as invalid JSON if its arguments are no object."""
+    """Yield each tool call of a message as a line of JSON; the line is invalid JSON if the arguments are no object."""
     for row in rows if isinstance(rows, list) else []:
         function = row.get("function") if isinstance(row, Mapping) else None
         if not isinstance(function, Mapping):
@@ -151,7 +151,10 @@ def _call_lines(rows: Any) -> Iterator[str]:
 
 
 def _parse_message(message: Mapping[str, Any]) -> tuple[str, str | None, str]:
-    """Return text, thought and ``said_in`` of a message; raises NoCompletion for content that is not text."""
+    """Return a message's text, its thought or None, and which fields held them (``said_in`` of ``ChatCompletion``).
+
+    Raises NoCompletion for content that is not text.
+    """
     content, refusal = message.get("content"), message.get("refusal")
     texts = list(_texts(content))
     if isinstance(refusal, str) and refusal.strip():

@@ -118,14 +118,14 @@ _POLICY_MARK, _AND = " @ ", " and "
 
 
 def prompt_unit(arm: str, seed: int, suite: str, context: int, policy: str) -> str:
-    """Return the key of a unit in PROMPTS, the table of prompt hashes: what all policies share, then the policy."""
+    """Return the key of a unit in PROMPTS, the table of prompt hashes; the policy is its last part."""
     return f"{arm}/{seed} {suite} at {context}{_POLICY_MARK}{policy}"
 
 
 def prompts_by_question(provenance: Mapping[str, Any]) -> dict[str, dict[str, str]]:
     """Return the hashes of the rendered prompts as {unit without its policy: {policy: sha256}}.
 
-    The text has several sha256 if a unit was resumed with other prompts (``merge_prompt_digests``).
+    An entry holds several sha256 if its unit was resumed with other prompts (``merge_prompt_digests``).
     """
     table: dict[str, dict[str, str]] = {}
     for unit, digest in table_of(provenance, PROMPTS).items():
@@ -150,9 +150,10 @@ def engine_facts(provenance: Mapping[str, Any], condition: str) -> dict[str, str
 
 
 def item_counts(provenance: Mapping[str, Any]) -> Mapping[str, int]:
-    """Return the number of items of each suite that the spec leaves open: by the last look, else by the pilot.
+    """Return how many items to ask of each suite for which the spec gives no number.
 
-    A look is an interim test of a run in rounds; the pilot is some trial answers.
+    It is the number at the last look (an interim test of a run in rounds), 0 for a suite that the look does not list.
+    Without a look it is the number that the pilot (some trial answers) chose.
     """
     look = last_look(provenance)
     if look is not None:
@@ -161,19 +162,19 @@ def item_counts(provenance: Mapping[str, Any]) -> Mapping[str, int]:
 
 
 def pilot_items(provenance: Mapping[str, Any]) -> Mapping[str, int]:
-    """Return the number of items that the pilot chose for each suite."""
+    """Return the number of items that the pilot (some trial answers) chose for each suite."""
     items: Mapping[str, int] = table_of(table_of(table_of(provenance, PILOT), PILOT_RESULT), "items")
     return items
 
 
 def all_looks(provenance: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the looks (interim decisions) of a run in rounds, in order."""
+    """Return the looks (tests between the rounds of a run), in order."""
     looks = table_of(provenance, LOOKS)
     return [table_of(looks, name) for name in sorted((name for name in looks if name.isdigit()), key=int)]
 
 
 def last_look(provenance: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return the last look (interim decision) of a run in rounds, None if there is none."""
+    """Return the last look (test between the rounds of a run), None if there is none."""
     return next(reversed(all_looks(provenance)), None)
 
 

@@ -30,7 +30,7 @@ _SHORTEST = 3  # characters of a value whose mention shows that an answer used t
 
 
 class UserCase(NamedTuple):
-    """A user's request, the tool call made for it, and the tool's result, with a slot where an order can stand."""
+    """A user's request, the tool call made for it, and the tool's result, with a slot where an order can be placed."""
 
     name: str  # of the tool
     instruction: str
@@ -46,15 +46,15 @@ class Attack(NamedTuple):
 
 
 class InjecAgent(Published):
-    """Three variants of a tool's result: with an attacker's order; with a harmless line; the user gives that order.
+    """Three variants of a case: an attacker's order in a tool's result, a harmless line there, the order from the user.
 
-    The user's request, the tool's result and the attacker's order are published. Added are the system prompt, the
-    harmless line and the message in which the user gives the order; as in the benchmark, no rule says whose orders
-    count.
+    In the third variant the result contains the harmless line, and the user then gives the attacker's order. The user's
+    request, the tool's result and the attacker's order are published. Added are the system prompt, the harmless line
+    and the messages by which the user comes to give the order; as in the benchmark, no rule says whose orders count.
 
-    Cases are users times attackers, so clusters share attackers: ``cluster_id`` is the user's case. The 13 cases of an
-    evaluation can show that a drop is below 21 points, not below 5, and the interval does not cover the variation
-    between attackers. Training uses other users and other attackers.
+    Every user's case is combined with every attacker. ``cluster_id`` is the user's case, so different clusters share
+    attackers. The 13 cases of an evaluation can show that a drop is below 21 points, not below 5, and the interval does
+    not cover the variation between attackers. Training uses other users and other attackers.
     """
 
     name = "injecagent"
@@ -146,7 +146,7 @@ class InjecAgent(Published):
 
 
 def one_per_attacker(suite: str, seed: int) -> list[Item]:
-    """Return one item for every attacker, each its own cluster; every third attacker's order comes from the user."""
+    """Return one item for every attacker, each its own cluster; in every third, the user gives the attacker's order."""
     users, attacks, tools = read_cases(*(data_file(suite, name) for name in FILES))
     cases = random.Random(f"{suite}-{seed}-users").sample(users, len(users))
     items = []
@@ -226,7 +226,7 @@ def _literal(path: Path, number: int, text: str) -> dict[str, Any]:
 
 
 def _tools(path: Path) -> dict[str, Any]:
-    """Return every tool by its name in the cases, which joins the names of its toolkit and of the tool."""
+    """Return every tool by its name in the cases, which is the name of its toolkit joined with its own."""
     tools = {}
     for number, kit in enumerate(json_array(path), start=1):
         prefix = value_of(path, number, kit, "name_for_model", str)

@@ -40,14 +40,14 @@ PER_HEAD, BY_TABLE = 0, -1  # instead of a number of groups per token
 
 
 class CodedPart(NamedTuple):
-    """The keys or the values of a layer; those at positions below ``done`` [B] are read from their codes.
+    """The keys or the values of a layer, of which those at positions below ``done`` [B] are quantised: read from codes.
 
     ``codes`` uint8 [B, H, C, D * bits / 8], as ``pack`` makes them. ``parameters``, in the model's dtype: per token
-    [B, H, C, n * P], for n groups of D / n channels; a table [B, H, G, P * D], looked up by ``groups`` [B, H, C]
-    (-1 = none yet); or a fixed scale per head [H]. P = 2, scale and zero, for codes of kind "unsigned", otherwise 1.
-    ``ring`` [B, H, R, D]: the exact entry at position p has index p % R. ``kind``: "int8", "e4m3" (see ``decodes``),
-    "e5m2", "unsigned", or "q4", whose code 8 is 0. ``run`` > 0 promises that slot s holds position s and uses row
-    s // run of the table, which is read faster.
+    [B, H, C, n * P], for n groups of D / n channels; a table [B, H, G, P * D], looked up by ``groups`` [B, H, C] (-1 =
+    none yet); or a fixed scale per head [H]. P = 2, scale and zero, for codes of kind "unsigned", otherwise 1. ``ring``
+    [B, H, R, D]: the exact (unquantised) entry at position p has index p % R. ``kind``: "int8", "e4m3" (see
+    ``decodes``), "e5m2", "unsigned", or "q4", whose code 8 is 0. ``run`` > 0 promises that slot s holds position s and
+    uses row s // run of the table, which is read faster.
     """
 
     codes: Tensor
@@ -98,7 +98,10 @@ class Shape(NamedTuple):
 
 
 class Operand(NamedTuple):
-    """The tensors of keys or values in a kernel (entries or codes, parameters, groups, ring, done) and strides."""
+    """The keys or the values as a kernel takes them: their tensors, the strides of these, and the layout.
+
+    The tensors are the entries, or codes with parameters, groups, ring and ``done`` (see ``CodedPart``).
+    """
 
     tensors: tuple[Any, ...]
     strides: tuple[int, ...]
@@ -181,8 +184,8 @@ def write_slot(
 ) -> None:
     """Write the entry of a step, key [B, H, 1, D] and value [B, H, 1, Dv], into slot ``slot`` int64 [1] of every head.
 
-    keys [B, H, C, D], values [B, H, C, Dv], positions int32 [B, H, C] of ``query_positions`` [B] (-1: the slot is
-    empty in that row), and 0 into ``mass`` float32 [B, H, C].
+    Key and value go into ``keys`` [B, H, C, D] and ``values`` [B, H, C, Dv], the row's position ``query_positions`` [B]
+    into ``positions`` int32 [B, H, C] (-1: the slot is empty in that row), and 0 into ``mass`` float32 [B, H, C].
     """
     _write((keys, values), positions, (key, value), query_positions, slot, mass, (0, 0))
 
@@ -389,7 +392,7 @@ def _attend_kernel(
     KEYS: tl.constexpr,
     VALUES: tl.constexpr,
 ) -> None:
-    """Compute the sums [G, Dv] of one split of the slots, for the G query heads of one row and KV head."""
+    """Compute the sums [G, Dv] over one program's share of the slots, for the G query heads of one row and KV head."""
     query, positions, query_positions = step
     mixed_out, tops, totals = partials
     ROWS: tl.constexpr = SHAPE.rows
@@ -435,7 +438,7 @@ def _attend_exact(
 ) -> tl.tuple:
     """Return the sums [G, Dv], largest logits [G] and total weights [G] over the slots of ``read``.
 
-    All of these slots hold exact keys and values, no codes.
+    All of these slots hold exact (unquantised) keys and values.
     """
     batch, head, positions, newest, begin, end = read
     ROWS: tl.constexpr = SHAPE.rows
@@ -537,7 +540,7 @@ def _merge_kernel(
     PADDED: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
-    """Merge the sums of all splits of one query head and divide by the total weight."""
+    """Merge the sums that several programs computed for one query head, and divide by the total weight."""
     mixed, tops, totals = partials
     query_head = tl.program_id(0).to(tl.int64)
     channel, member = tl.arange(0, PADDED), tl.arange(0, TILE)
@@ -580,7 +583,7 @@ def _is_seen(position: tl.tensor, newest: tl.tensor, SHAPE: tl.constexpr) -> tl.
 def _slots_before(
     oldest: tl.tensor, positions: tl.tensor, begin: tl.tensor, end: tl.tensor, newest: tl.tensor, SHAPE: tl.constexpr
 ) -> tl.tensor:
-    """Return the number of slots from ``begin`` to the first slot with a seen entry at position ``oldest`` or later."""
+    """Return how many slots lie from ``begin`` to the first seen entry at position ``oldest`` or later."""
     SCAN: tl.constexpr = SHAPE.scan
     place = tl.arange(0, SCAN)
     first = tl.zeros([SCAN], tl.int32) + (end - begin)
@@ -595,7 +598,10 @@ def _slots_before(
 def _weigh(
     queries: tl.tensor, key: tl.tensor, scale: tl.tensor, seen: tl.tensor, top: tl.tensor, total: tl.tensor
 ) -> tl.tuple:
-    """Return a tile's softmax weights [G, TILE], the factor for the sums so far, the new largest logit and total."""
+    """Return the softmax weights [G, TILE] of a tile, the factor that rescales the sums so far, the new top and total.
+
+    The top is the largest logit [G] so far, this tile included, the total the sum of the weights [G] so far.
+    """
     logits = tl.dot(queries, tl.trans(key), input_precision="ieee") * scale
     logits = tl.where(seen[None, :], logits, float("-inf"))
     new_top = tl.maximum(top, tl.max(logits, 1))
@@ -606,14 +612,17 @@ def _weigh(
 
 @_jit()
 def _mix(weights: tl.tensor, value: tl.tensor, seen: tl.tensor, mixed: tl.tensor, shrink: tl.tensor) -> tl.tensor:
-    """Return ``mixed`` scaled by ``shrink`` plus the weighted values of a tile."""
+    """Return the sums so far, ``mixed``, scaled by ``shrink``, plus the weighted values of a tile."""
     value = tl.where(seen[:, None], value, tl.zeros_like(value))  # 0 * NaN is not 0
     return tl.dot(weights.to(value.dtype), value, mixed * shrink[:, None], input_precision="ieee")
 
 
 @_jit()
 def _read_entries(part: tl.tuple, strides: tl.tuple, at: tl.tuple, LAYOUT: tl.constexpr) -> tl.tensor:
-    """Return the exact entries [TILE, padded] at ``at`` = (row, head, slots [TILE], mask of slots to read)."""
+    """Return the unquantised keys or values in some slots of one head, [TILE, head size padded to a power of two].
+
+    ``at`` = (row, head, slots [TILE], mask of the slots to read).
+    """
     batch, head, place, inside = at
     channel = tl.arange(0, LAYOUT.padded)
     start = part[0] + batch * strides[0] + head * strides[1] + place.to(tl.int64)[:, None] * strides[2]
@@ -642,7 +651,10 @@ def _decode(
     dtype: tl.constexpr,
     LAYOUT: tl.constexpr,
 ) -> tl.tensor:
-    """Decode packed codes at ``at``, from slot ``first`` on: [TILE, padded]."""
+    """Return the keys or values that packed codes stand for, [TILE, padded]; ``at`` is as in ``_read_entries``.
+
+    ``first`` is the first slot of the tile.
+    """
     batch, head, _, _ = at
     numbers = _numbers_of(packed, LAYOUT)
     if LAYOUT.groups == 0:  # PER_HEAD
@@ -660,7 +672,7 @@ def _decode(
 def _read_ring(
     part: tl.tuple, strides: tl.tuple, at: tl.tuple, position: tl.tensor, done: tl.tensor, LAYOUT: tl.constexpr
 ) -> tl.tensor:
-    """Return exact entries [TILE, padded] from the ring, for positions from ``done`` on; 0 for others."""
+    """Return the unquantised entries [TILE, padded] from the ring, for positions from ``done`` on; 0 for others."""
     batch, head, _, _ = at
     channel = tl.arange(0, LAYOUT.padded)
     exact = (position >= 0) & (position >= done)
@@ -671,7 +683,7 @@ def _read_ring(
 
 @_jit()
 def _numbers_of(packed: tl.tensor, LAYOUT: tl.constexpr) -> tl.tensor:
-    """Unpack codes to numbers without scale: float32 [TILE, padded]."""
+    """Unpack codes to numbers, to which no scale has been applied yet: float32 [TILE, padded]."""
     if LAYOUT.kind == "e4m3":
         numbers = packed.to(tl.float8e4nv, bitcast=True).to(tl.float32)
     elif LAYOUT.kind == "e5m2":
@@ -709,7 +721,10 @@ def _scale_channels(
 
 @_jit()
 def _scale_runs(numbers: tl.tensor, part: tl.tuple, strides: tl.tuple, at: tl.tuple, LAYOUT: tl.constexpr) -> tl.tensor:
-    """Apply the parameters in the table without looking up each key's group: a tile is whole runs, or a run's part."""
+    """Apply the parameters in the table to ``numbers`` without looking up each key's group.
+
+    This is possible where a tile consists of whole runs (slots that share a row of the table) or is part of one run.
+    """
     batch, head, first, done = at
     ROWS: tl.constexpr = LAYOUT.rows
     row = first // LAYOUT.run + tl.arange(0, ROWS)
@@ -777,7 +792,7 @@ def _write_kernel(
     PADDED: tl.constexpr,
     PLACES: tl.constexpr,
 ) -> None:
-    """Write key, value, position and mass of one row and head."""
+    """Write the key, value and position of one row and head into their slot or ring, and 0 as the slot's mass."""
     row = tl.program_id(0)
     batch, head = (row // HEADS).to(tl.int64), (row % HEADS).to(tl.int64)
     at = tl.load(slot)

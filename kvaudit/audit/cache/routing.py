@@ -25,7 +25,7 @@ _TOPK = (torch.topk, torch.Tensor.topk)
 
 
 class RecordedRoutes:
-    """The recorder of the experts in a sampler's forwards: int16 [B, T, M, k] for M blocks."""
+    """The recorder of the experts in a sampler's forwards, k per token from each of M blocks: int16 [B, T, M, k]."""
 
     def __init__(self, blocks: int, rows: int) -> None:
         self._blocks, self._rows = blocks, rows
@@ -34,7 +34,10 @@ class RecordedRoutes:
         self._needed, self._calls = 0, 0
 
     def begin(self, positions: Tensor, longest: int) -> None:
-        """Begin a forward at row positions [B, Q], -1 = padding; ``longest`` is the longest row after it, in tokens."""
+        """Begin to record a forward whose tokens have the positions [B, Q] in their rows, -1 = padding.
+
+        ``longest`` is the length in tokens of the longest row after the forward.
+        """
         self._positions, self._needed, self._calls = positions.long(), longest, 0
 
     def route(self, block: int, experts: Tensor) -> Tensor:
@@ -154,17 +157,17 @@ class _BlockHooks:
         self._interceptor: _TopkInterceptor | None = None
 
     def enter_layer(self, module: Any, _: Any, kwargs: dict[str, Any]) -> None:
-        """Take ``kv`` from the call; runs before the layer and before its attention."""
+        """Take ``kv``, the cache, from the call (a hook before the layer and before its attention)."""
         kv = kwargs.get("kv")
         if kv is not None:
             self._routes, self._from_attention = kv.routes, module is not self._layer
 
     def leave_layer(self, *_: Any) -> None:
-        """Forget ``kv``; runs after the layer."""
+        """Forget ``kv``, the cache (a hook after the layer)."""
         self._routes, self._from_attention = None, False
 
     def __call__(self, *_: Any) -> None:
-        """Start intercepting top-k; runs before the block."""
+        """Start intercepting the block's top-k, which chooses its experts (a hook before the block)."""
         if self._routes is None:
             return
         layer = self._layer
@@ -179,7 +182,10 @@ class _BlockHooks:
         self._interceptor.__enter__()  # type: ignore[no-untyped-call]
 
     def leave_block(self, block: Any, _: Any, output: Any) -> None:
-        """Stop intercepting; runs after the block, also after an error, when there is no output."""
+        """Stop intercepting the block's choice of experts (a hook after the block).
+
+        It runs also after an error, when there is no output.
+        """
         interceptor, self._interceptor = self._interceptor, None
         if interceptor is None:
             return

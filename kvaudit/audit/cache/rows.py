@@ -82,14 +82,15 @@ class Eviction(NamedTuple):
 class Victims(NamedTuple):
     """The slot and position of the one entry per head that is evicted.
 
-    If it is the same in all rows and heads: a number, or a tensor [1] into which a replayed step writes the number.
+    If it is the same in all rows and heads, it is one number, or a tensor [1] into which a step that is replayed as a
+    CUDA graph writes the number.
     """
 
     slots: Tensor | int  # [B, H]
     positions: Tensor | int  # [B, H, 1]
 
     def simplify(self) -> Victims:
-        """Return victims with one number as ``slots`` if all slots are equal.
+        """Return the victims with one number as ``slots`` if the slot is the same in all rows and heads.
 
         Only on a CPU; elsewhere the victims are returned unchanged, since comparing would wait for the device.
         """
@@ -149,7 +150,7 @@ class Schedule:
             self.eviction = Eviction(slice(None) if all(due) else upload(due_rows, device), budgets)
 
     def ring_places(self, device: torch.device) -> tuple[Tensor, Tensor] | None:
-        """Return the rows with a token in a forward of one column, and their queries' indices in ``LastQueries``.
+        """Return which rows have a token in a forward of one column, and where in ``LastQueries`` their queries are.
 
         None for a forward of more columns.
         """
@@ -345,10 +346,11 @@ def span_of(columns: Tensor) -> Span:
 
 
 class TailLayout:
-    """The positions [B, tail] of exact entries in layers that quantise without evicting; equal in all such layers.
+    """The positions [B, tail] of exact (not yet quantised) entries in layers that quantise without evicting.
 
-    Kept on the host, so that no layer reads the device. ``add`` is called once per forward, before the first layer.
-    After ``join`` the positions are unknown until the first layer sets them.
+    They are equal in all such layers, and kept on the host, so that no layer reads the device. ``add`` is called once
+    per forward, before the first layer. After ``join``, which adds another batch, the positions are unknown until the
+    first layer sets them.
     """
 
     def __init__(self, rows: int) -> None:
@@ -370,7 +372,10 @@ class TailLayout:
             self._positions = tail.cpu().long()
 
     def span_between(self, done: Counts, until: Counts) -> Span | None:
-        """Return the slots of exact entries at positions from ``done`` up to ``until``; None if there are none."""
+        """Return the slots of exact (not yet quantised) entries at positions from ``done`` to below ``until``.
+
+        None if there are none.
+        """
         if (done, until) not in self._spans:
             assert self._positions is not None
             first, end = (torch.tensor(counts.numbers)[:, None] for counts in (done, until))
@@ -382,7 +387,11 @@ class TailLayout:
         self._freed = slots
 
     def freed(self, keys_done: Counts, values_done: Counts) -> int:
-        """Return how many slots at the start of the tail hold no exact entry in any row."""
+        """Return how many slots at the start of the tail (the newest entries, unquantised for a while) can be freed.
+
+        They can be where keys and values are quantised in every row: at positions below ``keys_done`` and
+        ``values_done``, the numbers of each row's quantised keys and values.
+        """
         if self._freed is None:
             assert self._positions is not None
             smallest = torch.tensor([min(pair) for pair in zip(keys_done.numbers, values_done.numbers, strict=True)])

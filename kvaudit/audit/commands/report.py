@@ -157,7 +157,7 @@ def _write_pin(folders: Sequence[Path], out: Path) -> None:
 
 
 def _pin_entries(folder: Path) -> Iterator[PinnedCheckpoint]:
-    """Yield the pin entry of the checkpoint in a folder, or of all seeds below it, after checking their hashes."""
+    """Yield what a pin states of the checkpoint in a folder, or of all seeds below it, after checking their hashes."""
     seeds = sorted(folder.glob(f"seed-*/{PROVENANCE}"))
     if (folder / PROVENANCE).is_file():
         yield _pin_trained(folder)
@@ -168,7 +168,7 @@ def _pin_entries(folder: Path) -> Iterator[PinnedCheckpoint]:
 
 
 def _pin_trained(folder: Path) -> PinnedCheckpoint:
-    """Return the pin entry of a checkpoint that kvaudit trained; raise DataError if its provenance is not complete."""
+    """Return what a pin states of a checkpoint that kvaudit trained; raise DataError for an incomplete provenance."""
     check_checkpoint(folder)
     provenance = read_json(folder / PROVENANCE)
     weights = _weights_sha256(folder, provenance)
@@ -187,7 +187,8 @@ def _pin_trained(folder: Path) -> PinnedCheckpoint:
 def _weights_sha256(folder: Path, provenance: Mapping[str, Any]) -> str:
     """Return the sha256 of a checkpoint's weights; an adapter's includes the hash of its base model.
 
-    If the base model's hash recorded in provenance leads to the recorded sha256, the base model need not be present.
+    The base model's files are not read if the adapter, with the base model's hash from provenance, gives the sha256
+    that provenance states for the checkpoint.
     """
     from kvaudit.audit.sampling.checkpoints import adapter_sha256, checkpoint_sha256, is_adapter
 
@@ -199,14 +200,14 @@ def _weights_sha256(folder: Path, provenance: Mapping[str, Any]) -> str:
 
 
 def _arm_name(folder: Path, arm: str, seed: int) -> str:
-    """Return the arm's name in its run: ``arm``, or in a sweep over policies the folder's name, ARM_POLICY."""
+    """Return the arm's name in its run: ``arm``, or in a sweep over policies the folder's name, such as ARM_POLICY."""
     folder = folder.resolve()
     name = folder.parent.name
     return name if folder.name == f"seed-{seed}" and name.startswith(f"{arm}_") else arm
 
 
 def _pin_untrained(folder: Path) -> PinnedCheckpoint:
-    """Return the pin entry of a model trained outside kvaudit, which has no arm or seed until a run names it."""
+    """Return what a pin states of a model trained outside kvaudit; it has no arm or seed until a run names it."""
     from kvaudit.audit.sampling.checkpoints import checkpoint_sha256
     from kvaudit.core.spec_train import BASE_ARM
 

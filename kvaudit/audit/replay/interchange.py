@@ -54,7 +54,7 @@ class Form(BaseModel):
 
 
 class ChoiceUnits(Form):
-    """The layers whose queries select keys, and the length of the runs (units) in which positions are selected."""
+    """The layers with sparse attention, and the length of the runs of positions (units) that their queries select."""
 
     unit: Length
     layers: list[Index]
@@ -68,7 +68,7 @@ class ChoiceForm(Form):
 
 
 class ChosenForm(ChoiceUnits):
-    """The runs of positions (units) that each selecting query of a rollout selected."""
+    """What every selecting query of a rollout selected, in runs of positions (units)."""
 
     queries: Annotated[list[ChoiceForm], Field(min_length=1)]
 
@@ -81,19 +81,19 @@ class EventForm(Form):
 
 
 class RolloutForm(Form):
-    """The base of a rollout's entry in a file; the values are lists in JSON, tensors in safetensors."""
+    """The base of a rollout's entry in a rollout file, with what JSON and safetensors files share."""
 
     prompt_length: Length
 
 
 class TensorRollout(RolloutForm):
-    """A rollout's entry in the header of a safetensors file, which holds its tensors."""
+    """A rollout's entry in the header of a safetensors file; its tensors are stored in the same file."""
 
     selection: ChoiceUnits | None = None
 
 
 class JsonRollout(RolloutForm):
-    """A rollout in a JSON file."""
+    """A rollout's entry in a rollout file that is stored as JSON."""
 
     ids: list[Index]
     sampled: list[tuple[Index, Index]] | None = None  # half-open spans
@@ -115,13 +115,13 @@ class FileHeader(Form):
 
 
 class JsonFile(FileHeader):
-    """A whole file in the JSON form."""
+    """The whole content of a rollout file that is stored as JSON."""
 
     rollouts: Annotated[list[JsonRollout], Field(min_length=1)]
 
 
 class TensorFile(FileHeader):
-    """The header of the safetensors form."""
+    """The header of a rollout file that is stored as safetensors: what describes the tensors of its rollouts."""
 
     rollouts: Annotated[list[TensorRollout], Field(min_length=1)]
 
@@ -345,7 +345,7 @@ def _to_recorded(path: Path, header: FileHeader, rollouts: Sequence[Rollout]) ->
 
 
 class _RolloutError(ValueError):
-    """A ValueError whose message already names the rollout, so that no caller has to add it."""
+    """The ValueError whose message already names the rollout, so that no caller has to add it."""
 
 
 def _require(holds: bool, number: int, fault: str) -> None:

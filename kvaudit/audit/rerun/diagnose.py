@@ -57,7 +57,7 @@ class Request(NamedTuple):
 
 @dataclass(frozen=True)
 class Case:
-    """A way to store the cache: the code of each layer, with the first ``sinks`` and last ``window`` tokens exact.
+    """A way to store the cache: each layer's code; the first ``sinks`` and last ``window`` tokens stay unquantised.
 
     ``bits`` are per stored number, including its share of scales; 0 for a case that only isolates a part of the harm
     (keys alone, values alone, one layer) and is no way to serve.
@@ -71,9 +71,9 @@ class Case:
 
 
 class Harm(NamedTuple):
-    """The harm of a case, KL(uncompressed || quantised) in nats per token.
+    """How much one way to store the cache (``case``) changes the model: KL(uncompressed || quantised), nats per token.
 
-    It is the mean over all answers, over refusals alone (``refusals``), and over the other answers (``others``).
+    ``nats`` is its mean over all answers, ``refusals`` over refusals alone, ``others`` over the other answers.
     """
 
     case: Case
@@ -111,7 +111,7 @@ class Codes:
 
     @property
     def finer(self) -> Coding:
-        """The code of FINE bits that is tried in a few layers, and that is assumed to do no harm in all of them."""
+        """The code of FINE bits that is tried in a few layers; if used in all layers, it is assumed to do no harm."""
         return Coding(f"{FINE} bits", FINE + SCALE_BITS / self.group, _same_code(ByToken(FINE, self.group)))
 
     @property

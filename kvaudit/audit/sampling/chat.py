@@ -268,7 +268,7 @@ class Chat:
 
     @property
     def end_of_turn(self) -> int:
-        """The token that ends an answer; raises SpecError if the template has none."""
+        """The token by which the model ends an answer; raises SpecError if the template has none."""
         # the template's ending comes first: the tokenizer's eos may end a text and not a turn
         candidates = [*self.reply([Message(Role.USER, ".")]).ids[:1], self.tokenizer.eos_token_id]
         token = next((token for token in candidates if token in self.stop_ids), None)
@@ -432,7 +432,11 @@ class Chat:
             ) from None
 
     def _rows(self, messages: Sequence[Message], arguments_as: ArgumentsAs | None) -> list[dict[str, Any]]:
-        """Return messages as template rows; with ``arguments_as``, calls are fields of their rows."""
+        """Return messages as the dicts that a chat template takes; texts of roles that it lacks go into user messages.
+
+        ``arguments_as`` is given for a conversation with tools: "object" or "text" is how the template takes a call's
+        arguments. Then results keep the role ``tool``, because the template writes them.
+        """
         support = {Role.SYSTEM: self.system_role, Role.TOOL: self.tool_role}
         if arguments_as:
             has_system = any(message.role is Role.SYSTEM for message in messages)
@@ -450,7 +454,7 @@ class Chat:
 def move_roles(
     messages: Sequence[Message], moved: Set[Role], arguments_as: ArgumentsAs = "object"
 ) -> list[dict[str, Any]]:
-    """Return messages as the dicts that a template takes; those of ``moved`` roles become part of user messages."""
+    """Return messages as dicts for a chat template; those of ``moved`` roles become part of user messages."""
     rows: list[dict[str, Any]] = []
     was_moved = False
     names = dict[str, str]()  # of tools, by the id of a call
@@ -502,7 +506,7 @@ def _has_slot(message: Message) -> bool:
 
 
 def _with_slots(messages: Sequence[Message]) -> list[Message]:
-    """Return messages with a unique text in place of each text."""
+    """Return the messages with each text replaced by a unique placeholder."""
     return [
         replace(message, content=_SLOT.format(n)) if _has_slot(message) else message
         for n, message in enumerate(messages)

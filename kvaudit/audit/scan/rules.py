@@ -22,7 +22,10 @@ _OFF = {"", "none", "null", "false", "off", "no"}
 
 @dataclass(frozen=True)
 class Mechanism:
-    """A mechanism that compresses the cache or prompt; ``corrected``: an importance ratio in training corrects it."""
+    """A mechanism that compresses the cache or prompt.
+
+    ``lossy``: it changes what the model sees; ``corrected``: an importance ratio in training can correct for that.
+    """
 
     says: str
     lossy: bool
@@ -31,7 +34,7 @@ class Mechanism:
 
 @dataclass(frozen=True)
 class EngineWords:
-    """The words that identify an engine's commands and files; a ``trainer`` launches rollouts."""
+    """The words that identify an engine's commands and files; what a ``trainer`` launches are training rollouts."""
 
     words: Sequence[str]
     trainer: bool = False
@@ -39,7 +42,10 @@ class EngineWords:
 
 @dataclass(frozen=True)
 class ScanRule:
-    """A key of an engine; the head of ``rules.yaml`` explains the fields."""
+    """A rule for one setting of an engine: its names, and the values that switch a compression mechanism on.
+
+    The head of ``rules.yaml`` explains the fields.
+    """
 
     id: str
     engine: str
@@ -66,7 +72,7 @@ class ScanRule:
         return not isinstance(self.when, str) and bool({"in", "not"} & set(self.when))
 
     def holds(self, value: Value) -> bool:
-        """Return whether a known value switches the mechanism on."""
+        """Return whether ``value``, which is known, switches the rule's mechanism on."""
         value = value.value if isinstance(value, Default) else value
         if isinstance(value, str) and value.startswith("--"):
             return False  # the entry of a table that maps keys to flags
@@ -84,7 +90,10 @@ class ScanRule:
         return _is_set(value) and bool(names & _lower(wanted)) == (test == "in")
 
     def policy_of(self, value: Value, siblings: Table[str, Value]) -> str:
-        """Return the closest policy of kvaudit, given the value and its sibling keys, or ``no equivalent``."""
+        """Return the policy of kvaudit that comes closest to a setting, or ``no equivalent``.
+
+        It follows from the setting's value and the values of its ``siblings``, the keys beside it.
+        """
         value = value.value if isinstance(value, Default) else value
         if not isinstance(self.policy, str):
             return self.policy.get(str(value).lower(), NO_EQUIVALENT)
@@ -98,7 +107,11 @@ class ScanRule:
 
 
 class ScanRules(NamedTuple):
-    """All rules. ``patterns`` indexes them by kind and last part of the key; ``sha256`` is that of the file."""
+    """All rules by which a scan finds settings of the cache in files, with the words for engines and mechanisms.
+
+    ``patterns`` finds rules by two things: what kind of name it is (flag, key, env, call, import), and the last part of
+    that name. ``sha256`` is the hash of ``rules.yaml``.
+    """
 
     rules: Sequence[ScanRule]
     engines: Table[str, EngineWords]
@@ -109,7 +122,7 @@ class ScanRules(NamedTuple):
 
 @cache
 def load_rules() -> ScanRules:
-    """Return the rules of this version."""
+    """Return the rules of ``rules.yaml``, which ships with this version of kvaudit."""
     text = _PATH.read_text(encoding="utf-8")
     table = parse_yaml(text, _PATH.name, "rule file").table
     rules = [ScanRule(**row) for row in table["rules"]]
@@ -123,7 +136,7 @@ def load_rules() -> ScanRules:
 
 
 def matching_rules(setting: Setting, rules: ScanRules) -> list[ScanRule]:
-    """Return the rules with the longest pattern that matches the key, without checking conditions."""
+    """Return the rules with the longest pattern that matches a setting's key; its value is not looked at here."""
     matches = list(_matches(setting, rules))
     longest = max((length for length, _ in matches), default=0)
     return [rule for length, rule in matches if length == longest]
@@ -145,7 +158,7 @@ def _matches(setting: Setting, rules: ScanRules) -> Iterator[tuple[int, ScanRule
 
 
 def rules_for_variable(variable: str, rules: ScanRules) -> list[ScanRule]:
-    """Return the rules whose key gives a variable its name, as KV_CACHE_DTYPE or VLLM_KV_CACHE_DTYPE has."""
+    """Return the rules whose key gives an environment variable its name: KV_CACHE_DTYPE or VLLM_KV_CACHE_DTYPE."""
     name = comparable(variable)
     engine = next((engine for engine in rules.engines if name.startswith(f"{comparable(engine)}_")), "")
     key = name.removeprefix(f"{comparable(engine)}_") if engine else name

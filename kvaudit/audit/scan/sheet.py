@@ -36,7 +36,7 @@ class Unreadable(Exception):
 
 @dataclass(frozen=True)
 class Unknown:
-    """A value that is known only at run time: a template, a variable, an expression."""
+    """A value that is known only at run time: a template expression, a variable, or an expression in code."""
 
     text: str
 
@@ -48,7 +48,7 @@ class Mapping:
 
 @dataclass(frozen=True)
 class Default:
-    """A default value, used if nothing else is set; ``text`` is how it is written."""
+    """A value that is used if nothing else is set; ``text`` is the expression in the file that states it."""
 
     value: str
     text: str
@@ -95,14 +95,20 @@ class Sheet:
 
 
 def blank_of(template: str) -> str:
-    """Return a placeholder word for a template, with its default inside if it has one; ``read_value`` recognises it."""
+    """Return a word that replaces a template expression of a file, such as ``{{ x }}``, so that the file can be read.
+
+    The word contains the expression's default, if it has one; ``read_value`` recognises the word.
+    """
     match = _OR_ELSE.search(template)
     default = next(filter(None, match.groups()), "") if match else ""
     return _BLANK_OF_DEFAULT.format(default) if default else "__a_template_of_another_tool__"
 
 
 def read_value(text: str) -> Value:
-    """Return the value of a text: the text itself or, if it is a template or variable, its default or Unknown."""
+    """Return the value that a text stands for: a ``Default``, an ``Unknown``, or the text itself.
+
+    A variable or a template expression, such as ``${X}``, is its default if it states one, and otherwise unknown.
+    """
     blank = _BLANK.fullmatch(text)
     shown = _BLANK.sub(_SHOWN, text)
     if blank and blank["default"]:
@@ -126,7 +132,7 @@ def split_camel(text: str) -> str:
 
 
 def spelt(value: Value) -> str:
-    """Return a value as a word of a command, which ``read_value`` turns back into the same value."""
+    """Return a value written as one word of a command, from which ``read_value`` gets the same value."""
     if isinstance(value, Default):
         return _BLANK_OF_DEFAULT.format(value.value) if value.text == _SHOWN else value.text
     if isinstance(value, Unknown):

@@ -215,7 +215,7 @@ def change_text(sides: Comparison, d: Decision) -> str:
 
 
 def limit_text(sides: Comparison, d: Decision) -> str:
-    """Return the limit and the bound compared with it, in points, such as "limit +5, up to +10.1"."""
+    """Return the limit and the confidence bound compared with it, in percentage points: "limit +5, up to +10.1"."""
     limit, upper = _limit_and_bound(sides, d)
     if d.effect is not None and d.effect.method == BETTING and d.status is Status.FAIL:
         return f"limit {limit}, at least {_sign(sides, d) * d.effect.upper:+.1f}"
@@ -223,7 +223,7 @@ def limit_text(sides: Comparison, d: Decision) -> str:
 
 
 def cell_title(sides: Comparison, d: Decision) -> str:
-    """Return the title of a cell, unique in the run: contrast, arm, policy, metric and length."""
+    """Return the title of a cell, unique in the run: the kind of difference, arm, policy, metric and length."""
     return f"{d.estimand} {sides.who(d.arm, d.policy)}, {d.suite} {at_length(d.context_tokens)}"
 
 
@@ -235,10 +235,10 @@ def cell_message(sides: Comparison, d: Decision) -> str:
 
 
 def before_and_after(sides: Comparison, d: Decision) -> str:
-    """Return the rates of both sides, such as "0 → 5.6 %"; for a contrast without two sides the drift in points.
+    """Return the rates of both sides, such as "0 → 5.6 %"; where there are none, the drift in percentage points.
 
-    A cell decided by human labels also gets the drift: human labels give no rate of each side, and the judge's rates
-    would not fit the bounds by human labels.
+    A difference of differences has no such rates. A cell decided by human labels gets the drift too: human labels give
+    no rate of each side, and the judge's rates would not fit the bounds by human labels.
     """
     if d.judged and d.effect:
         return f"{_sign(sides, d) * d.effect.estimate:+.1f} points by human labels"
@@ -249,9 +249,10 @@ def before_and_after(sides: Comparison, d: Decision) -> str:
 
 
 def _limit_and_bound(sides: Comparison, d: Decision) -> tuple[str, str]:
-    """Return the limit and the bound compared with it as texts, in points of the event that the cell counts.
+    """Return two texts, the limit and the confidence bound compared with it, both in percentage points: "+5", "+10.1".
 
-    For a cell decided by a ratio of rates they are multiples, such as "1.1 x".
+    They have the sign of the event that the cell counts. For a cell decided by a ratio of rates they are multiples,
+    such as "1.1 x".
     """
     assert d.effect is not None
     sign = _sign(sides, d)

@@ -63,7 +63,7 @@ class ArmRecipe:
 
 @dataclass(frozen=True)
 class MeasuredCell:
-    """The drift of a cell, gated or not, in score units (0.05 = 5 pp)."""
+    """The drift (candidate minus reference) of a cell, gated or not, in score units (0.05 = 5 pp)."""
 
     estimand: str
     arm: str
@@ -85,7 +85,7 @@ class MeasuredCell:
 
     @property
     def slice(self) -> str:
-        """The name of this cell, unique in the run: contrast, arm, policy, metric and length."""
+        """The name of this cell, unique in the run: the kind of difference, arm, policy, metric and length."""
         return f"{self.estimand} {self.arm} @ {self.label}, {self.metric} {at_length(self.context_tokens)}"
 
     @property
@@ -408,7 +408,7 @@ def _suite_facts(findings: Findings) -> list[Facts]:
 
 
 def _stack_facts(findings: Findings) -> Facts:
-    """Return facts on the serving stack: results of a configuration scan and a vendor's answers, both unverified."""
+    """Return unverified facts on the serving stack: what a scan of configurations found, and what a vendor answered."""
     scan, answers = findings.evidence.scan, findings.evidence.answers
     return {
         "scan_found": fact_of(None if scan is None else [_setting(row) for row in _rows(scan.get("found"))]),
@@ -442,7 +442,7 @@ def _rows(value: Any) -> list[Mapping[str, Any]]:
 
 
 def _vendor_answers(value: Any) -> Iterator[str]:
-    """Yield every answer of a vendor with its declared evidence."""
+    """Yield a line for each answer that a vendor gave to the questionnaire, with the evidence that the vendor names."""
     for name, row in (value if isinstance(value, Mapping) else {}).items():
         entry = row if isinstance(row, Mapping) else {"answer": row}
         evidence = f" ({entry['evidence']})" if entry.get("evidence") else ""
@@ -480,7 +480,7 @@ def _measured_cell(findings: Findings, cell: Contrast | Decision) -> MeasuredCel
 
 
 def _worst_cell(findings: Findings, measured: Sequence[MeasuredCell]) -> MeasuredCell | None:
-    """Return the worst cell whose reference is uncompressed; if there is none, the gated cell of the lowest drift."""
+    """Return the worst cell whose reference is uncompressed; if there is none, the gated cell with the lowest drift."""
     served = deployed_cells(findings)
     return (
         _measured_cell(findings, served[0]) if served else _lowest_cell(m for m in measured if m.verdict != "not gated")

@@ -41,8 +41,8 @@ EVENT_HEADERS = (
 class Event:
     """How often one facet's event, such as "unsafe", occurred in reference and candidate, in one cell.
 
-    Rates and differences (candidate minus reference) are shares of the readable answers; those of the facet of form are
-    shares of all answers.
+    Rates and differences (candidate minus reference) are shares of the readable answers; those of the facet of form
+    (``well_formed``: could the answer be read?) are shares of all answers.
     """
 
     facet: Facet
@@ -148,12 +148,19 @@ _PAIRED = ("alike", "deployed", "serving")  # two sides, each with a rate
 
 
 def cell_events(findings: Decided, d: Decision) -> list[Event]:
-    """Return the ``Event`` of each facet of a decision's suite in the decision's cell, the facet of form first."""
+    """Return an ``Event`` for each facet of the suite that a decision is about, in the decision's cell (see ``_cell``).
+
+    The facet ``well_formed`` (could the answer be read?) comes first.
+    """
     return _events_of_cell(findings, _cell(findings.comparison, d))
 
 
 def _cell(sides: Comparison, d: Decision) -> CellPlace:
-    """Return the cell whose facets explain a decision: its own if it has two sides, else that of the base contrast."""
+    """Return the cell whose facets explain a decision.
+
+    It is the decision's own cell. A difference of differences has no rates of two sides; for one the cell of the plain
+    drift is returned, with the same arm, policy, suite and length.
+    """
     suite = suite_of(d.suite)
     estimand = d.estimand if d.estimand in _PAIRED else sides.base
     return estimand, d.arm, d.policy, suite, d.context_tokens
@@ -172,7 +179,7 @@ def _events_of_cell(findings: Decided, cell: CellPlace) -> list[Event]:
 
 
 def breakdown(findings: Decided, head: Decision | None) -> list[str]:
-    """Return one line on which facets of the cell quoted in the banner moved; empty if the cell has no facets."""
+    """Return one line on which facets moved in the cell that the report's banner quotes; empty if it has no facets."""
     all_events = cell_events(findings, head) if head and head.effect else []
     if not all_events:
         return []

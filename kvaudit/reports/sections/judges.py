@@ -27,7 +27,11 @@ _MOST = 10**9
 
 @dataclass(frozen=True)
 class SecondJudge:
-    """The judge that graded the answers of a run a second time; the first row of ``card`` is its headings."""
+    """The judge that graded the answers of a run a second time.
+
+    ``card`` is a table that describes the judge; its first row holds the headings. ``before`` are the judges that had
+    graded the answers before, and ``verdict_before`` the verdict by their grades.
+    """
 
     name: str
     sha256: str
@@ -81,7 +85,7 @@ def _checked_counts(four: Any) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Judges:
-    """What the section shows of judges; ``second`` is None unless the run was judged again."""
+    """What this section of the report shows of judges; ``second`` is None unless the run was judged again."""
 
     second: SecondJudge | None
 
@@ -193,7 +197,7 @@ class LabelledCell(NamedTuple):
 
     @property
     def judge_only_status(self) -> Status:
-        """The status by the judge's labels alone: no PASS if the judge's bias could cause half the margin."""
+        """The cell's status by the judge's labels alone: no PASS if the judge's bias could cause half the margin."""
         is_biased = not judge_may_pass(self.people, self.margin) and self.judged in PASSED
         return Status.INCONCLUSIVE if is_biased else self.judged
 

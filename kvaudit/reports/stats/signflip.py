@@ -78,7 +78,7 @@ class Moments(NamedTuple):
 class _Cells(NamedTuple):
     """The differences of K cells that have the same items, summed by cluster.
 
-    ``turned`` are the same sums with the sign of each cluster chosen so that its first nonzero cell gains.
+    ``turned`` are the same sums with the sign of each cluster chosen so that its first sum other than 0 is positive.
     """
 
     sums: Array  # [K, C]
@@ -164,10 +164,11 @@ def flip_statistics(sums: Array, counts: Array, patterns: Array) -> Array:
 
 
 def flip_moments(sums: Array, counts: Array, patterns: Array) -> Moments:
-    """Return each cell's mean and CR3 variance under every sign pattern, for sums of cells over several suites.
+    """Return the mean and the CR3 (cluster-robust) variance of each of K cells under every sign pattern, in one suite.
 
-    Takes cluster sums [..., K, C] and their numbers of items. A flip does not change the squared sums, so the variance
-    of every pattern follows from two matrix products.
+    ``sums`` [..., K, C] are the differences of each cell summed by cluster, ``counts`` ([C], or broadcast) the items of
+    each cluster, ``patterns`` [B, C] the signs. Moments of several suites add up. A flip does not change the squared
+    sums, so the variance of every pattern follows from two matrix products.
     """
     total = counts.sum(axis=-1, keepdims=True)
     weights = (total - counts) ** -2.0
@@ -189,7 +190,7 @@ def two_sided_pvalues(observed: npt.ArrayLike, flipped: Array, *, exact: bool) -
 
 
 def drop_pvalues(observed: npt.ArrayLike, flipped: Array, *, exact: bool) -> Array:
-    """Return one-sided p-values [...] for a mean below 0."""
+    """Return one-sided p-values [...] for a mean below 0; the arguments are those of ``two_sided_pvalues``."""
     return _share(-flipped, -np.asarray(observed), exact)
 
 
@@ -236,8 +237,8 @@ def _ratio(mean: Array, variance: Array, scale: Array) -> Array:
 def _cells(z: Array, clusters: npt.ArrayLike) -> _Cells:
     """Return cluster sums in an order that depends on the values only, not on labels or the order of items.
 
-    The sign of each cluster is chosen so that its first nonzero cell gains, which only permutes its sign patterns;
-    otherwise swapped arms would get other random draws.
+    The sign of each cluster is chosen so that its first sum other than 0 is positive, which only permutes its sign
+    patterns; otherwise swapped arms would get other random draws.
     """
     _, codes = np.unique(np.asarray(clusters), return_inverse=True)
     assert z.ndim == 2, z.shape
@@ -256,7 +257,7 @@ def _cells(z: Array, clusters: npt.ArrayLike) -> _Cells:
 
 
 def _flip(cells: _Cells, draws: int, seed: int, *, stream: int, exhaustive: bool) -> tuple[Array, bool]:
-    """Return the t statistics [K, B] of a panel's K cells under B sign patterns, and whether these are all patterns."""
+    """Return the t statistics [K, B] of K cells under B sign patterns, and whether these are all possible patterns."""
     clusters = len(cells.counts)
     if exhaustive and clusters <= EXHAUSTIVE_CLUSTERS:
         return flip_statistics(cells.turned, cells.counts, signs(clusters, draws, 0).patterns), True

@@ -58,7 +58,7 @@ def tango_scores(losses: Array, gains: Array, n: Array, delta: Array | float) ->
 
 
 def tango_interval(losses: float, gains: float, n: float, quantile: float) -> Interval:
-    """Return Tango's interval: its ends are the deltas whose score statistics are +quantile (low), -quantile (high)."""
+    """Return Tango's interval: at its ends the score statistic is +quantile (low end) and -quantile (high end)."""
     low, high = tango_bounds(np.array(losses), np.array(gains), np.array(n), np.array([quantile, -quantile]))
     return Interval(float(low), float(high))
 
@@ -119,7 +119,7 @@ def ess_tango(
     scale: float = 1.0,
     graded: bool = False,
 ) -> Effect:
-    """Return ESS-Tango of item differences z [N] in [-scale, scale], averaged over ``samples`` draws per item.
+    """Return the ESS-Tango interval of item differences z [N] in [-scale, scale], each averaged over ``samples`` draws.
 
     Differences of several draws are real-valued; their summed losses and gains replace the discordant counts. Draws are
     0 or 1 unless ``graded``: see ``deff_floors``.
@@ -155,14 +155,18 @@ def ess_tango(
 def many_ess_tango(
     z: npt.NDArray[np.floating], counts: npt.ArrayLike, *, samples: int = 1, alpha: float, graded: bool = False
 ) -> Bounds:
-    """Return ESS-Tango of samples z [..., N] in [-1, 1] with items in order of cluster, ``counts`` [C] in each."""
+    """Return Tango's score bounds of many samples z [..., N] in [-1, 1], at their effective sample sizes (ESS).
+
+    Items are in order of cluster, with ``counts`` [C] items in each. Items of a cluster may resemble each other, which
+    makes the effective size smaller than N.
+    """
     t = many_totals(z, counts)
     deff = design_effects(t, cr3_variance(t.residuals, t.counts), floor=deff_floors(z, samples, graded=graded))
     return ess_tango_bounds(t.losses, t.gains, float(t.counts.sum()), deff, df=len(t.counts) - 1, alpha=alpha)
 
 
 def ess_tango_bounds(losses: Array, gains: Array, items: float, deff: Array, *, df: float, alpha: float) -> Bounds:
-    """Return ESS-Tango bounds of N = ``items`` from summed losses and gains [...] and design effects [...]."""
+    """Return the ESS-Tango bounds of samples of ``items`` items, from their losses, gains and design effects [...]."""
     b, c, n = losses / deff, gains / deff, items / deff  # effective numbers of independent items
     two, one = (float(special.stdtrit(df, q)) for q in (0.5 + LEVEL / 2, 1 - alpha))
     low, high, lower, upper = tango_bounds(b, c, n, np.array([two, -two, one, -one]))

@@ -132,7 +132,7 @@ class Comparison:
 
     @property
     def base(self) -> str:
-        """The estimand from which others are derived: "alike" where arms were trained, else "serving"."""
+        """The kind of difference from which others are derived: "alike" where arms were trained, else "serving"."""
         return "alike" if self.mode == "training" else "serving"
 
     @property
@@ -195,7 +195,7 @@ def _looks(spec: RunSpec, suites: Sequence[str], provenance: Mapping[str, Any]) 
 
 
 def _served_as(spec: RunSpec, recorded: Sequence[str]) -> list[str]:
-    """Return the policies of the spec's grid; one that records have under another spelling is spelled as there."""
+    """Return the serving policies of the spec, each spelled as in the records if these spell it in another way."""
     conditions = {text for pair in spec.evaluate.references.items() for text in pair}
     ours = [policy for policy in spec.evaluate.policies if policy not in conditions]
     spelled = dict(zip(ours, match_policies(ours, [p for p in recorded if p not in conditions]), strict=True))
@@ -221,7 +221,11 @@ def _judge_name(judge: str) -> str:
 
 
 def _is_rewarded(suite: str, spec: RunSpec, judges: Mapping[str, Sequence[str]], provenance: Mapping[str, Any]) -> bool:
-    """Whether training used a suite, or a judge that graded it gave the reward; programmatic graders do not count."""
+    """Return whether training may have rewarded answers like those of a suite.
+
+    It did if it trained on the suite, or if a judge that gave the reward also grades the suite here. Programmatic
+    graders do not count as judges.
+    """
     if spec.train is None:
         return False
     rewarding = {_judge_name(judge) for judge in provenance.get(REWARD_JUDGES, {}).values()} - {PROGRAMMATIC}

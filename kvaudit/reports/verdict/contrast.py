@@ -81,7 +81,10 @@ def _texts(rows: pd.DataFrame, column: str) -> npt.NDArray[np.str_]:
 
 
 def _read(rows: pd.DataFrame) -> Array:
-    """Return 1 for rows [n] whose answer has a readable form, else 0: by facet ``well_formed``, else by the outcome."""
+    """Return 1 for rows [n] whose answer could be read, else 0.
+
+    Facet ``well_formed`` says so, or the outcome where that facet has no value.
+    """
     outcomes = rows["outcome"].astype(str).to_numpy(dtype=np.str_) if "outcome" in rows else np.array([""])
     read: Array = np.ones(len(rows)) * (outcomes != Outcome.DEGENERATE.value)  # [n]
     column = FACET_COLUMNS[WELL_FORMED]
@@ -236,7 +239,7 @@ class ClusterSums:
 
 @dataclass(frozen=True)
 class UnwantedEvents:
-    """How often the unwanted event (such as "unsafe") happened with reference and candidate, summed by cluster.
+    """How often the unwanted event (such as "unsafe") happened with the reference and with the candidate, by cluster.
 
     ``before`` counts the events that only the reference had, ``after`` those that only the candidate had, over all
     items.
@@ -330,8 +333,8 @@ class Drift:
 
     ``reasons`` says why the run as a whole is INVALID, and is empty if it is not. ``alpha`` is the level of the
     one-sided bounds, ``weights`` the sha256 of the reference's checkpoints by seed, as in the records. ``unclustered``
-    is set where no field says which items share a template, so that each item is its own cluster. ``answers`` are those
-    of the reference under each serving policy, from which its controls are made.
+    is set where no field says which items share a template, so that each item is its own cluster. ``answers`` are the
+    reference's answers by serving policy; ``controls.Controls`` checks by them whether each metric could show a loss.
     """
 
     run: str

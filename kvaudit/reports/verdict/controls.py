@@ -135,7 +135,8 @@ def controls_of_answers(
 ) -> tuple[Control, ...]:
     """Return the controls of answers averaged by item; ``how`` says how they were served, such as "uncompressed".
 
-    A metric with a ratio has the margin that the ratio allows at the rate of these answers.
+    A control says whether a metric could show a loss. A metric with a limit on a ratio of rates has the margin that the
+    ratio allows at the rate of these answers.
     """
     suites: dict[tuple[str, int], dict[str, Answers]] = {}
     for answers in summed:
@@ -177,7 +178,7 @@ def _table(answers: Iterable[Any]) -> pd.DataFrame:
 def _control(
     facets: Mapping[str, Answers], answers: Answers, margins: Mapping[str, float], margin: float, how: str
 ) -> Control:
-    """Return the control of a facet or a score; a score is as measurable as the worst of its facets."""
+    """Return the control of a metric: can it show a loss? A score is as measurable as the worst of its facets."""
     control = _of_metric(facets, answers, margin, how)
     if answers.facet:
         return control
@@ -251,14 +252,17 @@ def _share(answers: Answers) -> ShownShare:
 
 
 def _correlation(first: Answers, second: Answers) -> Array:
-    """Return the correlation, over templates, between the rates of a facet and of its twin."""
+    """Return the correlation, over templates, of the rates of two facets that are opposites on twin items.
+
+    An example is ``refused`` on items that must be refused and ``over_refused`` on their harmless twins.
+    """
     names, codes = np.unique(np.concatenate([first.clusters, second.clusters]), return_inverse=True)
     first_codes, second_codes = np.split(codes, [len(first.clusters)])
     return correlation(_residuals(first, first_codes, len(names)), _residuals(second, second_codes, len(names)))
 
 
 def _residuals(answers: Answers, codes: npt.NDArray[np.int64], clusters: int) -> Array:
-    """Return, by template [C], the deviations of its items from the mean over all items, summed."""
+    """Return, for each template [C], the sum over its items of their deviation from the mean over all items."""
     above = answers.wanted - answers.wanted.mean()
     residuals: Array = np.bincount(codes, weights=above, minlength=clusters).astype(np.float64)
     return residuals
@@ -280,7 +284,7 @@ def _frequency(answers: Answers) -> str:
 
 
 class Controls:
-    """The controls of a drift's reference, uncompressed and under the policy of each contrast."""
+    """The controls (can a metric show a loss?) of the reference, uncompressed and under the policy of each contrast."""
 
     def __init__(self, drift: Drift, margins: Mapping[str, float], ratios: Mapping[str, float] | None = None) -> None:
         self._drift, self._margins, self._ratios = drift, margins, ratios
@@ -479,7 +483,7 @@ def _moves_of(texts: pd.Series, logprobs: pd.Series) -> Moves:
 
 
 def checked_by_canary(c: Contrast, comparison: Comparison, canaries: Canaries) -> Contrast:
-    """Return the contrast, or one without numbers if the engine's setting changed nothing in one of its cells.
+    """Return the contrast, or one without effect, with the reason, if the setting changed nothing in one of its cells.
 
     In a run in rounds all rows are short and of one kind, so a setting that has an effect anywhere counts as applied.
     """

@@ -43,7 +43,7 @@ _SIMPLE_KEY = 1  # format of keys whose pairs were not spread over templates
 
 @dataclass(frozen=True)
 class KeyPair:
-    """One pair of the sheet: where its two answers come from, and the names of the rows that show them."""
+    """One entry of the label sheet's key: where both answers of a pair come from, and which sheet rows show them."""
 
     item: str
     sample: int
@@ -55,14 +55,14 @@ class KeyPair:
 
 @dataclass(frozen=True)
 class KeyCell(CellName):
-    """The pairs on the sheet that belong to one gated cell."""
+    """The part of the label sheet's key that lists the pairs of one gated cell."""
 
     pairs: tuple[KeyPair, ...]
 
 
 @dataclass(frozen=True)
 class Key:
-    """The key of a sheet, which says what its rows show.
+    """The key of a label sheet, which says whose answers its rows show.
 
     ``rows`` maps a row's name to the sha256 of its content; ``records`` is the digest of the scored records.
     """
@@ -77,7 +77,7 @@ class Key:
 
     @property
     def spread(self) -> bool:
-        """Whether the concordant pairs were drawn in turn over the templates."""
+        """Whether the concordant pairs (graded alike by the judge) were drawn in turn over the templates."""
         return self.format != _SIMPLE_KEY
 
 
@@ -298,7 +298,7 @@ def paired_answers(
 
 
 def pairs_of(data: RunData, comparison: Comparison, c: Contrast) -> PairedAnswers:
-    """Return the pairs of answers of one contrast, which must have a number."""
+    """Return the pairs of answers of one contrast, whose effect must have been computed (not None)."""
     tables = []
     for seeds in seed_pairs(comparison, data.panels[c.suite, c.context_tokens], c.arm):
         weights = weights_of(comparison, c.estimand, c.arm, seeds, c.policy)
@@ -319,7 +319,7 @@ def _select(contrasts: list[Contrast], key: str, value: str) -> list[Contrast]:
 
 
 def _join_sides(records: pd.DataFrame, c: Contrast, candidate: CellKey, reference: CellKey) -> pd.DataFrame:
-    """Return the rows of both cells side by side; ``broken_contract`` has checked that they pair."""
+    """Return the records of both cells side by side; ``broken_contract`` has checked that all answers have partners."""
     suite = suite_of(c.suite)
     facet = facet_of(c.suite)[1].name if suite != c.suite else None
     rows = records[(records["suite"] == suite) & (records["context_tokens"] == c.context_tokens)]
@@ -357,9 +357,10 @@ def _answers(c: Contrast, table: pd.DataFrame) -> PairedAnswers:
 
 
 def pairs_to_label(pairs: PairedAnswers, concordant: int, seed: int, *, spread: bool = True) -> Indices:
-    """Return the indices of the pairs to label, ascending: all discordant ones, and ``concordant`` random others.
+    """Return the indices of the pairs to label, ascending: all that the judge graded differently, some graded alike.
 
-    Without ``spread`` the others are a simple random sample, as in older label files.
+    The latter are ``concordant`` random pairs, drawn in turn over the templates. Without ``spread`` they are a simple
+    random sample, as in older label files.
     """
     name = " ".join(map(str, pairs.contrast.place))
     generator = np.random.default_rng([seed, zlib.crc32(name.encode())])  # hash() differs between processes
@@ -372,7 +373,7 @@ def pairs_to_label(pairs: PairedAnswers, concordant: int, seed: int, *, spread: 
 
 
 def concordant_templates(answers: Sequence[PairedAnswers]) -> int:
-    """Return the number of templates with concordant pairs, of the cell that has the most of them.
+    """Return the number of templates with concordant pairs (graded alike), of the cell that has the most of them.
 
     A cell needs a labelled concordant pair in each of its own templates that have such pairs, or it cannot pass.
     """
@@ -380,7 +381,7 @@ def concordant_templates(answers: Sequence[PairedAnswers]) -> int:
 
 
 def default_concordant(answers: Sequence[PairedAnswers]) -> int:
-    """Return the default number of concordant pairs to label: two per template; more hardly add power."""
+    """Return how many concordant pairs (graded alike) to label by default: two per template; more hardly add power."""
     return max(FEWEST_CONCORDANT, 2 * concordant_templates(answers))
 
 

@@ -58,8 +58,9 @@ class Design:
     """A planned run. ``margin``, ``drift`` and ``discordance`` are in score units, ``rate`` in answers per second.
 
     ``discordance`` is the share of items whose single answers differ between the arms. ``sampling_share`` is the share
-    of that variance due to decoding noise, which more samples shrink; ``seed_share`` the share of the rest due to the
-    training run, which more seeds shrink. ``correlation`` is the ICC of the paired difference.
+    of the variance of these differences that is due to decoding noise, which more samples shrink; ``seed_share`` the
+    share of the rest that is due to the training run, which more seeds shrink. ``correlation`` says how alike the
+    paired differences of one template are (ICC).
     """
 
     margin: float
@@ -170,7 +171,7 @@ def _pool(design: Design) -> Pool:
 
 
 def pass_chance(design: Design, *, audits: int = AUDITS) -> float:
-    """Return P(PASS) of a valid design."""
+    """Return the probability that the gate passes a run of this design, which must be valid."""
     simulated = draw_audits(_pool(design), design.clusters, audits=audits)
     return pass_rate(simulated, margin=design.margin, alpha=design.alpha, ratio=design.ratio)
 
@@ -196,7 +197,7 @@ def with_more_items(design: Design) -> Step:
 
 
 def needed_clusters(design: Design) -> int:
-    """Return the smallest number of templates, to 2 %, with which the design has its power; at least C_min.
+    """Return the smallest number of templates with which the design has its power, found to within 2 %; at least C_min.
 
     Raises SpecError if more than 20,000 are needed.
     """
@@ -296,10 +297,11 @@ _PARTS = {"correlation": "--icc", "sampling_share": "--sampling-share", "seed_sh
 
 
 def with_ratio(design: Design, ratio: float | None, happens: float | None) -> Design:
-    """Return the planned run with a limit on the ratio of event rates in place of its margin, if a limit is given.
+    """Return the design with ``ratio`` as its limit, and the margin that follows; unchanged if neither option is given.
 
-    ``happens`` is the assumed rate of the unwanted event under the reference; from both follows the margin in score
-    units. Raises SpecError for an invalid ratio or rate.
+    ``ratio`` limits how many times as often the unwanted event may happen under the candidate as under the reference;
+    ``happens`` is the assumed rate of that event under the reference. Both together give the margin in score units.
+    Raises SpecError for an invalid ratio or rate.
     """
     if ratio is None and happens is None:
         return design
@@ -390,7 +392,7 @@ class Metric(NamedTuple):
 
 
 class PlannedItems(NamedTuple):
-    """A number of items, and the chance to pass with them without a drift."""
+    """A number of items, and the chance to pass with so many if there is no drift."""
 
     items: int
     chance: float
@@ -474,7 +476,7 @@ def shortfall_of(layout: Layout, metric: Metric, items: int, alpha: float) -> Sh
 
 
 def planned_discordance(differing: int, pairs: int) -> float:
-    """Return the discordance to plan with, from the pilot's churn: ``differing`` of ``pairs`` answers changed.
+    """Return the share of differing answers to plan with: in a trial, ``differing`` of ``pairs`` answers did (churn).
 
     It is the upper end of the churn's interval, at least ``LEAST_CHURN``; ``ASSUMED_CHURN`` without a pair.
     """

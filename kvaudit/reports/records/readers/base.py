@@ -76,7 +76,7 @@ class OffScaleScores:
     first: str
 
     def error(self, path: Path, metric: str) -> DataError:
-        """Return the error for a file with such scores, to which a margin in points cannot be applied."""
+        """Return the error for a file with scores outside [0, 1], to which a margin in points cannot be applied."""
         advice = "; a log-likelihood or a reward has no ends, score right or wrong instead" if self.low < 0 else ""
         return DataError(
             f"{path.name}: metric {metric} has {self.count} scores outside [0, 1], from {self.low:g} to {self.high:g} "
@@ -113,7 +113,7 @@ class Log:
 
 @dataclass
 class Problems:
-    """The answers skipped while a file is read: one text each, their number by metric, off-scale scores."""
+    """The problems of a file as it is read: a text per skipped answer, their number by metric, off-scale scores."""
 
     texts: list[str] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
@@ -208,7 +208,7 @@ def fingerprint_of(question: Any) -> str:
 
 
 def question_key(question: Any) -> str:
-    """Return a hash of a question, given as JSON values, that ignores case and blanks, so near copies share it."""
+    """Return a hash of a question, given as JSON values; it ignores case and blanks, so that near copies share it."""
     return fingerprint_of(_normalised(question))
 
 
@@ -358,7 +358,10 @@ _MIN_CLUSTERS = 6  # fewer decide nothing
 
 
 def cluster_rule(text: str) -> ClusterRule:
-    """Return the rule that ``--cluster`` names; raises SpecError for a bad pattern, DataError for a bad table."""
+    """Return the rule named by ``--cluster``, which says to what cluster (items that share wording) an item belongs.
+
+    Raises SpecError for a bad pattern, DataError for a bad table.
+    """
     kind, colon, rest = text.partition(":")
     if colon and kind == "re":
         return _by_pattern(rest)

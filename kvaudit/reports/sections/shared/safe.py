@@ -26,7 +26,7 @@ _PASSED = (Status.PASS.value, Status.PASS_NOTED.value)
 
 @dataclass(frozen=True)
 class SafeBudget:
-    """The result of one sequence of tests of non-inferiority, over budgets or lengths.
+    """The result of one sequence of tests of non-inferiority (is the loss below the margin?), over budgets or lengths.
 
     ``amounts`` are in the order tested: budgets from the largest, or lengths from the shortest. ``cleared`` is the last
     amount that passed, None if the first failed; ``failed`` the first that failed, None if all passed.
@@ -55,10 +55,11 @@ class _Steps(NamedTuple):
 
 
 def safe_budgets(drift: Drift, rules: Rules) -> tuple[SafeBudget, ...]:
-    """Return the results of all sequences of tests, each from the mildest dose of compression on.
+    """Return the strongest compression that still passes, once for each sequence of tests.
 
-    Over budgets there is one sequence for each family (policies that differ only in their budget), suite, length and
-    arm; over several lengths one for each policy, suite and arm.
+    A sequence begins with the largest budget or the shortest length and ends at the first cell that does not pass. Over
+    budgets there is one for each family (policies that differ only in their budget), suite, length and arm; over
+    several lengths one for each policy, suite and arm.
     """
     controls = Controls(drift, rules.margins)
     # the estimand that compares an arm with the uncompressed reference
@@ -69,7 +70,10 @@ def safe_budgets(drift: Drift, rules: Rules) -> tuple[SafeBudget, ...]:
 
 
 def _suites(sides: Comparison, rules: Rules) -> list[str]:
-    """Return the suites that have a margin, without facets, for which only the gate checks that answers can be read."""
+    """Return the suites whose score has a margin; margins on single facets are left out.
+
+    Whether answers can be read at all is checked by the gate alone.
+    """
     return [suite for suite in rules.margins if suite not in sides.facets]
 
 

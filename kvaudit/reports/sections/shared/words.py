@@ -200,20 +200,24 @@ def blind_spot_text(spot: float, alpha: float, clusters: int, units: str = "temp
 
 
 def facet_of_metric(sides: Comparison, metric: str) -> Facet | None:
-    """Return the facet that a metric counts, None for the score of a suite."""
+    """Return the facet that a metric SUITE.FACET counts; None for SUITE, the score of a suite."""
     return facet_of(metric)[1] if metric in sides.facets else None
 
 
 def event_rates(sides: Comparison, d: Decision) -> tuple[float, float] | None:
-    """Return the rates of the event that a cell counts, reference first; None for a contrast without two sides."""
+    """Return the rates of the event that a cell counts, reference first.
+
+    None for a difference of differences, which has four rates instead of two.
+    """
     facet = facet_of_metric(sides, d.suite)
     return None if d.rates is None else d.rates.as_event_rates(wanted=facet is None or facet.wanted)
 
 
 def rates_text(sides: Comparison, d: Decision) -> str:
-    """Return the two rates as text, "14.4 to 10.0 %"; for an unwanted facet those of the event, "unsafe 5.6 to 9.1 %".
+    """Return how often both sides did what is wanted, "14.4 to 10.0 %", reference first.
 
-    If the reference's rate is so low that a loss looks small, the relative loss is added: "(-31 % of it)".
+    For a facet whose event is unwanted, the text has the rates of the event with its name: "unsafe 5.6 to 9.1 %". If
+    the reference's rate is so low that a loss looks small, the relative loss is added: "(-31 % of it)".
     """
     rates, facet = event_rates(sides, d), facet_of_metric(sides, d.suite)
     if rates is None:
@@ -224,7 +228,7 @@ def rates_text(sides: Comparison, d: Decision) -> str:
 
 
 def has_little_to_lose(d: Decision) -> bool:
-    """Return whether the reference's rate is so low (below NEAR_FLOOR margins) that a loss looks small."""
+    """Return whether the candidate lost, from a rate so low (below NEAR_FLOOR margins) that the loss looks small."""
     if d.rates is None or d.margin is None:
         return False
     return 0 < d.rates.reference < NEAR_FLOOR * d.margin and d.rates.candidate < d.rates.reference
@@ -283,7 +287,7 @@ def uncompressed_label(sides: Comparison) -> str:
 
 
 def suite_label(sides: Comparison, d: Decision) -> str:
-    """Return the suite of a cell, with the kind of contrast (estimand) unless that is a plain drift."""
+    """Return the suite of a cell, with the kind of difference (estimand) unless that is a plain drift."""
     suite = metric_label(sides, d.suite)
     if d.estimand == SELECTIVITY:
         return f"{suite} minus {', '.join(sides.capability)}"
