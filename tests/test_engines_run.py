@@ -344,6 +344,16 @@ def test_the_pilot_of_an_engine_consists_of_batches_of_its_grid(chat: Chat) -> N
     assert sorted(name for batch in grid_batches for name in batch) == sorted(item.item_id for item in items)
 
 
+def test_the_floor_asks_as_many_items_as_it_says(chat: Chat) -> None:
+    spec = spec_of("items: 24}, agent", "items: 120}, agent")
+    spec = spec.model_copy(update={"evaluate": spec.evaluate.model_copy(update={"pilot": 48, "floor": 18})})
+    suite = SUITES.get("refusal")()
+    items = evaluation_items(spec, suite, 96, chat.count_tokens)
+    repeated = list(batches_of(spec, chat, "again"))
+    assert sum(map(len, repeated)) == len(whole_templates(suite, items, 18)) == 18
+    assert list(batches_of(spec, chat, "records"))[: len(repeated)] == repeated
+
+
 def test_a_batch_holds_twice_the_concurrent_requests(chat: Chat) -> None:
     assert [len(batch) for batch in batches_of(spec_of(), chat, "records")] == [8, 8, 8]
     assert [len(batch) for batch in batches_of(spec_of(), chat, "again")] == [8]

@@ -53,10 +53,12 @@ def engine_batches(spec: RunSpec, suite: Suite, items: Sequence[Item], unit: Uni
     """
     at_once = spec.engine(unit.policy.canonical).at_once
     ordered = whole_templates(suite, items, len(items))
-    pilot_size = len(whole_templates(suite, items, spec.evaluate.pilot_size))
+    pilot_size, floor_size = (
+        len(whole_templates(suite, items, number)) for number in (spec.evaluate.pilot_size, spec.evaluate.floor)
+    )
     size = max(1, 2 * at_once // spec.evaluate.samples_of(suite.name))
     # batches begin: a small one first, where floor and pilot end, then every ``size`` items
-    ends = [number for number in (max(1, size // 4), spec.evaluate.floor) if 0 < number < pilot_size]
+    ends = [number for number in (max(1, size // 4), floor_size) if 0 < number < pilot_size]
     starts = sorted({0, *ends, *([pilot_size] if pilot_size else [])})
     starts += range(starts[-1] + size, len(ordered), size)
     batches = [ordered[start:end] for start, end in zip(starts, [*starts[1:], len(ordered)], strict=True)]

@@ -189,22 +189,22 @@ def allow_more_minutes(path: Path, spec: RunSpec) -> RunSpec:
     """
     if not (path / SPEC).exists():
         return spec
-    own, wanted = load_spec(path / SPEC, NAMES), spec.evaluate.rounds
-    rounds = own.evaluate.rounds
-    if rounds is None or wanted is None or wanted.minutes <= rounds.minutes:
+    stored = load_spec(path / SPEC, NAMES)
+    rounds, longer = stored.evaluate.rounds, spec.evaluate.rounds
+    if rounds is None or longer is None or longer.minutes <= rounds.minutes:
         return spec
     evaluate = spec.evaluate.model_copy(update={"rounds": rounds})
-    if spec.model_copy(update={"evaluate": evaluate}).sha256 != own.sha256:
+    if spec.model_copy(update={"evaluate": evaluate}).sha256 != stored.sha256:
         return spec
-    run = RunFolder(path, own)
+    run = RunFolder(path, stored)
     with mutex(path / ".provenance.lock"):
         provenance = run.provenance()
         looks = dict(table_of(provenance, LOOKS))
-        if looks.get(ENDED) == TIME_SPENT and wanted.minutes > float(looks.get(MINUTES, 0.0)):
+        if looks.get(ENDED) == TIME_SPENT and longer.minutes > float(looks.get(MINUTES, 0.0)):
             del looks[ENDED]
-        looks[MINUTES] = max(wanted.minutes, float(looks.get(MINUTES, 0.0)))
+        looks[MINUTES] = max(longer.minutes, float(looks.get(MINUTES, 0.0)))
         write_json(path / PROVENANCE, {**provenance, LOOKS: looks})
-    return own
+    return stored
 
 
 def make_folder(path: Path) -> None:
