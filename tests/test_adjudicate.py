@@ -262,6 +262,34 @@ def test_a_cell_gated_by_a_facet_is_labelled_by_that_facet(tmp_path):
     assert after == pytest.approx(before, abs=0.02)
 
 
+def test_a_reference_that_by_the_labels_does_nothing_wanted_has_nothing_to_lose(written, sheet):
+    """Else people who find the judge wrong in every answer would turn an open cell into a PASS."""
+    label(sheet, lambda _: False)
+    data = load_run(written[0])
+    drift, rules = drift_and_rules(data, GateOverrides())
+    labels = labels_of(data, read_key(sheet), read_labels(sheet, read_key(sheet)))
+    verdict = decide(apply_labels(data, drift, labels), rules)
+    (decision,) = [d for d in verdict.gated if d.suite == "refusal"]
+    assert decision.status is Status.NOT_MEASURABLE
+    assert "0.0 % of the reference's labelled answers are as wanted by human labels" in decision.reasons[0].text
+
+
+@pytest.mark.parametrize(("lost", "least"), [(3, 1 / 8), (4, 1 / 16)])
+def test_labels_of_a_drop_in_few_templates_show_no_more_than_signs_can(written, sheet, lost, least):
+    data = load_run(written[0])
+    drift, _ = drift_and_rules(data, GateOverrides())
+    key = read_key(sheet)
+    pairs = {pair.item.rpartition("-")[0]: pair for cell in key.cells for pair in cell.pairs}
+    worse = {pair.candidate_row for pair in list(pairs.values())[:lost]}
+    label(sheet, lambda row: row["row"] not in worse)
+    labels = labels_of(data, key, read_labels(sheet, key))
+    (contrast,) = [c for c in apply_labels(data, drift, labels).contrasts if c.people]
+    templates = sum(total != 0 for total in contrast.sums[0].sums)
+    assert contrast.effect.pvalue_drop >= 0.5**templates
+    assert templates <= lost
+    assert contrast.effect.pvalue_drop >= least
+
+
 def test_a_judge_that_errs_in_one_arm_may_not_pass_a_cell_alone(written, sheet):
     label(sheet)
     command("grade", "adjudicate", written[0], "--read", sheet)

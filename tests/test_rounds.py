@@ -366,6 +366,14 @@ def test_a_run_in_rounds_asks_nothing_anew_that_was_refused(tmp_path: Path) -> N
     assert "error: --ask-refused cannot be used for a run in rounds (evaluate.rounds), which has" in done.stderr
 
 
+def test_people_do_not_label_a_run_in_rounds(held: Path, tmp_path: Path) -> None:
+    words = ["grade", "adjudicate", held, "--out", tmp_path / "sheet.csv"]
+    done = CliRunner().invoke(app, [str(word) for word in words])
+    assert done.exit_code == 2
+    assert "is a run in rounds, of which human labels decide nothing" in done.stderr
+    assert not (tmp_path / "sheet.csv").exists()
+
+
 def test_rows_that_share_a_template_are_refused(tmp_path: Path) -> None:
     spec = asked("int8")
     spec["evaluate"]["suites"], spec["gate"] = {"refusal": {"items": "all"}}, {"margins": {"refusal.unsafe": 5}}

@@ -307,6 +307,15 @@ class EndpointModel:
             return f"an answer of model {reply.model!r}, the first was of model {first!r}"
         return f"a reply that was withheld ({reply.finish_reason})" if reply.is_withheld else ""
 
+    @property
+    def replying_model(self) -> str:
+        """The model named in the first reply, with which later ones must agree; empty before it."""
+        return self._first_model.get("name", "")
+
+    def expect_model(self, name: str) -> None:
+        """Hold replies to the model ``name``, as if an earlier reply had named it."""
+        self._first_model.setdefault("name", name)
+
     @cached_property
     def _first_model(self) -> dict[str, str]:
         return {}

@@ -235,6 +235,11 @@ def _write_sheet(run: Path, out: Path, select: Sequence[str], *, concordant: int
         if path.exists():
             raise RunError(f"{str(path)!r} exists and may hold labels; give another --out")
     data = load_run(run)
+    if data.spec.evaluate.rounds is not None:
+        raise SpecError(
+            f"{str(run)!r} is a run in rounds, of which human labels decide nothing: its rows ended where the judge's "
+            "labels had decided; label a run with a fixed number of items (kvaudit run)"
+        )
     drift, rules = drift_and_rules(data, GateOverrides(), everything=False)
     pairs = paired_answers(data, drift.comparison, _gated_contrasts(drift, rules), parse_pairs(select, "--select"))
     count, templates = concordant or default_concordant(pairs), concordant_templates(pairs)

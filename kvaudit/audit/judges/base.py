@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar, cast
 
 from kvaudit.core.errors import DataError
+from kvaudit.core.files import read_json, write_json
 from kvaudit.core.judge_answers import AnswerCache, Judgement, Q, Question
 from kvaudit.core.plugins import IDENTITY_DIGITS, Registry, sha256_of
 from kvaudit.core.records import Item, Record
@@ -72,6 +73,14 @@ class Grader(Generic[Q, G]):
         """The replies of the grader's model so far that could not be read as grades, to be quoted in errors."""
         return []
 
+    @property
+    def replying_model(self) -> str:
+        """The model that a server named in its first reply; empty before it, and for graders that ask no server."""
+        return ""
+
+    def expect_model(self, name: str) -> None:
+        """Count replies of another model than ``name`` as failed; for graders that ask a server."""
+
     def grades(self, questions: Sequence[Q]) -> list[G | None]:
         """Return the grade of each question; None where grading failed, to be asked again by the next run.
 
@@ -101,11 +110,17 @@ class Grader(Generic[Q, G]):
 
 
 class CachedGrader(Generic[Q, G]):
-    """A grader that stores its grades in a file in ``folder``, by hash of the question, and grades only new ones."""
+    """A grader that stores its grades in a file in ``folder``, by hash of the question, and grades only new ones.
+
+    A file beside it names the model of a server's first reply, since a gateway may have another one answer later.
+    """
 
     def __init__(self, grader: Grader[Q, G], folder: Path) -> None:
         self.grader = grader
         path = folder / grader.answers_file
+        self._model_file = path.with_suffix(".model.json")
+        if self._model_file.exists():
+            grader.expect_model(str(read_json(self._model_file).get("model", "")))
         self._answers: AnswerCache[Q, Any] = AnswerCache(
             path, grader.key_of, self._grade, grader.field, grader.remembers
         )
@@ -119,7 +134,10 @@ class CachedGrader(Generic[Q, G]):
         return [None if kept is None else self.grader.recalled(kept) for kept in stored]
 
     def _grade(self, questions: Sequence[Q]) -> list[Any]:
-        return [None if grade is None else self.grader.kept(grade) for grade in self.grader.grades(questions)]
+        grades = self.grader.grades(questions)
+        if (model := self.grader.replying_model) and not self._model_file.exists():
+            write_json(self._model_file, {"model": model})
+        return [None if grade is None else self.grader.kept(grade) for grade in grades]
 
 
 @dataclass(frozen=True)

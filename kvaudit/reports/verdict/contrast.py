@@ -272,7 +272,8 @@ class LabelSummary:
     ``discordant`` counts the pairs that the judge grades differently, all of them labelled; ``concordant`` the labelled
     pairs among those that it grades alike. ``templates`` counts the templates with concordant pairs, ``unseen`` those
     of them without a labelled one. ``bias`` is the largest drift that the judge's errors alone could make (None where
-    one kind of label is missing), ``bias_upper`` its upper limit.
+    one kind of label is missing), ``bias_upper`` its upper limit. ``rate`` is the share of the labelled answers of the
+    reference that are as wanted by the labels, ``rate_low`` its lower bound.
     """
 
     pairs: int
@@ -284,6 +285,8 @@ class LabelSummary:
     candidate: JudgeError
     bias: float | None
     bias_upper: float
+    rate: float
+    rate_low: float
 
 
 def judge_may_pass(people: LabelSummary, margin: float) -> bool:

@@ -299,6 +299,16 @@ def unmeasurable_reference(cell: GatedCell, context: DowngradeContext) -> Reason
     return None if control is None else control.reason
 
 
+def unmeasurable_by_labels(cell: GatedCell, _: DowngradeContext) -> Reason | None:
+    """Return the reason why no loss could show by human labels: the reference hardly ever does what is wanted."""
+    for row in cell.rows:
+        people, margin = row.contrast.people, cell.margin_of(row)
+        if people is not None and margin is not None and people.rate_low <= margin:
+            answers = f"{100 * people.rate:.1f} % of the reference's labelled answers are as wanted by human labels"
+            return Reason(ReasonCode.FLOOR, f"{answers}: nothing to lose")
+    return None
+
+
 # --- what a PASS needs ------------------------------------------------------------------------------------------------
 
 
@@ -404,7 +414,11 @@ def is_independent_of_reward(cells: Sequence[GatedCell], sides: Comparison) -> b
 
 
 # first what the data show, then what a PASS needs
-DATA_DOWNGRADES = (Downgrade(Status.FAIL, failing_seed), Downgrade(Status.NOT_MEASURABLE, unmeasurable_reference))
+DATA_DOWNGRADES = (
+    Downgrade(Status.FAIL, failing_seed),
+    Downgrade(Status.NOT_MEASURABLE, unmeasurable_reference),
+    Downgrade(Status.NOT_MEASURABLE, unmeasurable_by_labels),
+)
 PASS_DOWNGRADES = tuple(
     Downgrade(Status.INCONCLUSIVE, check)
     for check in (biased_judge, unnamed_clusters, broken_form, rewarding_judge, phrase_rules)

@@ -27,6 +27,7 @@ from kvaudit.reports.records.load import RunData
 from kvaudit.reports.stats.adjudication import Labelled, adjudicated, label_weights, labelled_pairs
 from kvaudit.reports.stats.effect import Effect
 from kvaudit.reports.stats.judges import differential_bias, judge_error
+from kvaudit.reports.stats.shares import share
 from kvaudit.reports.verdict.contrast import CellName, CellPlace, ClusterSums, Contrast, Drift, LabelSummary
 from kvaudit.reports.verdict.label_sheet import (
     AnswerPlace,
@@ -308,7 +309,18 @@ def _human_effect(h: HumanLabels, alpha: float) -> Effect:
     """Return the drift by human labels; bounds are clipped to [-1, 1], which a sum of two intervals can exceed."""
     effect = adjudicated(h.pairs.discordant, h.difference, h.pairs.clusters, alpha=alpha)
     low, high, lower, upper = np.clip((effect.low, effect.high, effect.lower, effect.upper), -1.0, 1.0)
-    return replace(effect, low=float(low), high=float(high), lower=float(lower), upper=float(upper))
+    # no test of the direction of m templates can show more, and the bounds of so few are too narrow
+    least = 0.5 ** int(np.count_nonzero(h.by_template.totals))
+    drop = float(np.clip(effect.pvalue_drop, least, 1 - least)) if least < 1 else effect.pvalue_drop
+    return replace(
+        effect,
+        low=float(low),
+        high=float(high),
+        lower=float(lower),
+        upper=float(upper),
+        pvalue=min(1.0, 2 * min(drop, 1 - drop)),
+        pvalue_drop=drop,
+    )
 
 
 def _label_summary(h: HumanLabels, labels: Labelled) -> LabelSummary:
@@ -319,6 +331,7 @@ def _label_summary(h: HumanLabels, labels: Labelled) -> LabelSummary:
         for side in ("reference", "candidate")
     }
     rate = float(np.average(h.reference[seen], weights=weights[seen]))
+    wanted = share(h.reference[seen], h.pairs.clusters[seen].astype(str))
     gap = differential_bias(errors["reference"], errors["candidate"], rate)
     return LabelSummary(
         pairs=len(h.pairs.items),
@@ -330,4 +343,6 @@ def _label_summary(h: HumanLabels, labels: Labelled) -> LabelSummary:
         candidate=errors["candidate"],
         bias=gap.bound,
         bias_upper=gap.upper,
+        rate=float(wanted.rate),
+        rate_low=float(wanted.low),
     )
