@@ -47,7 +47,7 @@ def _picture(code: int) -> str:
 
 
 def inline(text: str) -> str:
-    """Return ``visible`` text on one line, with newlines as ⏎."""
+    """Return the text on one line: newlines as ⏎, tabs as spaces, other special characters as ``visible`` does."""
     return visible(text).replace("\n", "⏎").replace("\t", " ")
 
 

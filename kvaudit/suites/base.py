@@ -37,7 +37,11 @@ def graded(right: bool, facets: Mapping[str, bool], note: str = "", judge: str =
 
 
 def formless(note: str, eligible: Iterable[str], outcome: Outcome = Outcome.DEGENERATE) -> Grade:
-    """Return the grade of an answer that cannot be read; ``note`` names what it lacks, such as "empty"."""
+    """Return the grade of an answer that cannot be read; ``note`` says what is wrong with it, such as "empty".
+
+    ``eligible`` names the facets (yes-or-no properties, such as "leak") that a readable answer to the item has; those
+    of this answer are unknown.
+    """
     return Grade(outcome, 0.0, note=note, facets=unreadable_facets(eligible))
 
 

@@ -52,9 +52,10 @@ class Case(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """A case whose right answer is calls, and one whose right answer is text.
+    """A case whose right answer is tool calls (``call``), and one whose right answer is text (``no_call``).
 
-    If the calls are ``ordered``, an answer may make only the first ones; else it makes all of them, in any order.
+    If the calls are ``ordered``, they are steps of a conversation: an answer is right if it makes the first of them or
+    more, in this order. Otherwise it must make all of them, in any order.
     """
 
     name: str

@@ -43,7 +43,10 @@ class CoSafe(Requests):
 
 @cache
 def _dialogues(paths: tuple[Path, ...]) -> Mapping[str, tuple[Message, ...]]:
-    """Return each dialogue up to its last request, by its user's texts joined, from which near copies are found."""
+    """Return the dialogues, each up to its last request, by the joined texts of its user.
+
+    These texts are the keys of the mapping because dialogues that are nearly copies are found by comparing them.
+    """
     dialogues = dict[str, tuple[Message, ...]]()
     for path in paths:
         for number, row in enumerate(json_line_lists(path), start=1):

@@ -297,9 +297,11 @@ class QuantisedStore(Store):
         return DueEntries(slots, mask, span.places, self._group_counts(done, until))
 
     def _group_counts(self, done: Counts, until: Counts) -> tuple[int, int] | None:
-        """Return how many groups the keys from ``done`` up to ``until`` form, as ``DueEntries.groups`` needs it.
+        """Return how many groups the keys from ``done`` up to ``until`` form, and how many there are up to ``until``.
 
-        None if it is unknown: if the policy evicts, if keys are not coded in groups, or if a group is not full.
+        A group is a number of consecutive keys that are quantised together. Both numbers are those of the row with the
+        most groups. None if they are unknown: if the policy evicts, if keys are not coded in groups, or if a group is
+        not full.
         """
         size = self._codec.key_group
         if self._layout is None or not size or any(count % size for count in until.numbers):

@@ -73,7 +73,10 @@ def read_new_tokens(positions: Tensor) -> NewTokens:
 
 
 class Eviction(NamedTuple):
-    """The ``rows`` to evict from now (a slice for all, or an index on the device), and the ``budgets`` of all rows."""
+    """One step of eviction: the ``rows`` of the batch that lose entries in it, and the ``budgets`` of all rows.
+
+    ``rows`` is a slice for all rows, otherwise a tensor of row numbers on the device.
+    """
 
     rows: Tensor | slice
     budgets: Counts

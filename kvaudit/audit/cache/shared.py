@@ -77,11 +77,13 @@ class _Prefill:
 
 
 class SharedPrefill:
-    """The prefills of one batch of prompts under several policies, which are served one after the other.
+    """The first chunk of a batch of prompts, computed once for several policies that are served one after the other.
 
-    It keeps the keys and values of the first chunk, and its queries if a later policy needs them. For any number of
-    policies these take as much memory as one more dense cache, or 1 + G / 2 of them with queries (G query heads per KV
-    head). They are freed when the last policy has reused them.
+    A chunk is the part of a prompt that one forward processes (the whole prompt if it is short). Until the first chunk
+    has attended no policy changes anything, so its keys and values are kept for the later policies, and its queries if
+    one of these needs them. Keys and values take at most the memory of one more dense (uncompressed) cache; with the
+    queries it is 1 + G / 2 times that, for G query heads per KV head. They are freed when the last policy has reused
+    them.
     """
 
     def __init__(self, policies: Sequence[Policy]) -> None:

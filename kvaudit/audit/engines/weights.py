@@ -47,7 +47,7 @@ class EngineCheckpoint(NamedTuple):
 
     @property
     def described(self) -> dict[str, str]:
-        """The entries about the weights for ``Session.described``."""
+        """What provenance.json says about the weights: their origin, and whether kvaudit could not verify them."""
         return {"weights": self.origin, **({} if self.ours else {NOT_SHOWN: "weights"})}
 
 

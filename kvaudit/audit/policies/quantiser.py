@@ -223,7 +223,9 @@ ScaleTables = tuple[float | list[list[float]], float | list[list[float]]]
 
 
 def _pin_scales(policy: str, text: str) -> str:
-    """Return ``scales`` with the sha256 added to a file's name (``scales.json#1f2e3d4c5b6a``).
+    """Return a policy's option ``scales``; if it names a file, with the start of the file's sha256 added.
+
+    An example is "scales.json#1f2e3d4c5b6a"; numbers, such as "0.5" or "0.5/0.25", are returned as they are.
 
     Raises SpecError if the file cannot be used, or has another hash than the one that the name states already.
     """

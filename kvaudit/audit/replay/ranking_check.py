@@ -1,9 +1,9 @@
 """Check whether the named policy would have evicted the recorded entries, by ranking them again at every eviction.
 
-One parallel pass in which every query sees what the ledger says gives queries, keys and values as the sampler had them,
-up to rounding. What the policy looked at in each eviction is sliced from them; the evictions of a layer form the rows
-of one batch. The pass follows the recorded evictions even where the policy would have chosen others, so one
-disagreement causes no other.
+One parallel pass computes the queries, keys and values. In this pass each query attends only to the entries that were
+in the cache according to the ledger (the record of evictions), so the results equal the sampler's up to rounding. What
+the policy looked at in each eviction is then cut out of them; the evictions of a layer form the rows of one batch. The
+pass follows the recorded evictions even where the policy would have chosen others, so one disagreement causes no other.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ _MAX_ELEMENTS = 1 << 24  # of the keys, or of a slots x slots matrix, of one bat
 class ChoiceCount(NamedTuple):
     """The number of recorded choices, and how many of them the policy makes again.
 
-    A choice is an evicted entry or a selected unit (run of positions).
+    A choice is one evicted cache entry or, if the policy selects entries for each query instead of evicting them, one
+    selected block of consecutive positions.
     """
 
     evicted: int
@@ -257,7 +258,11 @@ class RecordedLayer:
         return max(1, _MAX_ELEMENTS // (self.call.key.shape[1] * size * max(size, self.call.key.shape[3])))
 
     def view(self, times: Tensor, policy: Evictor, statistics: Mapping[str, Iterator[Any]], rollout: Rollout) -> View:
-        """Return what the policy saw at the evictions just before queries ``times`` [E], one eviction per row."""
+        """Return what the policy saw at E evictions, one per row.
+
+        Eviction i took place just before the query at position ``times[i]``. ``statistics`` gives for some fields of
+        the view (such as "mass", the attention mass) an iterator with the next value for each eviction.
+        """
         positions = self.slots(times)
         window = times[:, None] + torch.arange(-policy.observed_queries, 0, device=times.device)  # [E, W]
         queries = self.call.query[0][:, window.clamp(min=0)].transpose(0, 1)  # [E, G*H, W, D]

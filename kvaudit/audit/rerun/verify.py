@@ -119,8 +119,8 @@ class Verification:
 class ReplayedRollout(NamedTuple):
     """The log-probs of the n sampled tokens of one replayed rollout, in nats and float64.
 
-    ``strays`` are the layers with a recorded rounding hint that cannot be right: its code (of a quantised value)
-    differs from the replay's by more than rounding.
+    ``strays`` are the layers with a recorded rounding hint that cannot be right. A hint says to which code
+    the sampler quantised a value near the border between two codes; in the replay such a value is near no border.
     """
 
     number: int

@@ -172,7 +172,8 @@ class StepRunner:
     def __call__(self, tokens: Sequence[int], room: int, pinned: Tensor | None = None) -> Tensor:
         """Feed one token per row (-1 = none) and return the next logits [B, V].
 
-        About ``room`` more steps are expected to follow; a step is captured only if there are enough of them.
+        About ``room`` more steps are expected to follow; a step is captured as a CUDA graph only if there are enough of
+        them. ``pinned`` bool [B, 1] marks tokens that must never be evicted.
         """
         key = self._step.prepare(tokens, room, pinned)
         captured = self._graphs.get(key)

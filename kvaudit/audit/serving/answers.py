@@ -122,7 +122,10 @@ class GrowingAnswer:
         return call_start if call_start < len(window) else len(text)
 
     def _may_be_python_calls(self, body: str) -> bool:
-        """Return whether a text may turn out to be calls in Python and nothing else."""
+        """Return whether the text so far can still become nothing but tool calls in Python syntax.
+
+        An example is "[get_weather(ci", if there is a tool get_weather.
+        """
         if not self._may_be_python or body.lstrip() in _FENCE:
             return self._may_be_python
         frame = _FRAME.match(body)

@@ -44,9 +44,10 @@ class Distributions:
         return logits.to(torch.promote_types(logits.dtype, torch.float32)) / self.temperature
 
     def map(self, function: Callable[..., tuple[Tensor, ...]], *more: Tensor) -> tuple[Tensor, ...]:
-        """Return ``function(states, *more)``; every tensor in ``more`` has one row per token, as the results must have.
+        """Apply ``function`` to the ``states`` of all tokens and to the tensors ``more``, and return its results.
 
-        With a head, the function gets some tokens at a time, to bound memory.
+        Inputs and results have one row per token. If the states are hidden states, to which the LM head is still to be
+        applied, the function is called for ``piece`` tokens at a time, to bound memory, and the results are joined.
         """
         if self.head is None:
             return function(self.states, *more)

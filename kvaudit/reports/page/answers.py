@@ -74,7 +74,10 @@ class AnswerGroup:
 
 @dataclass(frozen=True)
 class Answer:
-    """A question with its answer, the worst group first; ``groups`` is empty if the run did not ask it."""
+    """One of the report's questions with the answer to it: settings or arms in groups that share a verdict.
+
+    The worst group comes first; ``groups`` is empty if the run did not ask the question.
+    """
 
     question: str  # one of QUESTIONS
     asks: str
@@ -136,7 +139,10 @@ def _question_text(sides: Comparison, question: str) -> str:
 
 
 def _groups(sides: Comparison, cells: Sequence[Decision]) -> Iterator[AnswerGroup]:
-    """Yield the settings or arms of one question, grouped by the word for their worst status, the worst group first."""
+    """Yield the settings or arms that one of the report's questions is about, in groups, the worst group first.
+
+    A group shares a verdict in words, such as "do not ship"; that of a setting or arm is the one of its worst cell.
+    """
     subjects: dict[str, list[Decision]] = {}
     for d in cells:
         subjects.setdefault(subject_of(sides, d), []).append(d)

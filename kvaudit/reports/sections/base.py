@@ -140,7 +140,7 @@ class Section(Generic[V]):
         yield from ()
 
     def of_arm(self, value: V, arm: str, reference: str) -> V:
-        """Return the part of the value that the model card of one arm shows."""
+        """Return the part of ``value`` (what the section computed) that belongs on the model card of one arm."""
         return value
 
 

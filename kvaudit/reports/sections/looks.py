@@ -52,7 +52,11 @@ class SourceFigures:
 
 @dataclass(frozen=True)
 class Looks:
-    """All looks, the planned items, why the run ended, the suites left out and why, and the figures by source."""
+    """What the section shows of a run in rounds: all looks, and the counts for each source of rows (``sources``).
+
+    A look is a test of the rows so far. ``planned`` is the number of planned items of each suite, ``ended`` says why
+    the run ended, and ``left_out`` names the suites that were left out, with the reason for each.
+    """
 
     looks: tuple[Look, ...]
     planned: dict[str, int]

@@ -249,7 +249,11 @@ def _rates(cell: _Cell, span: str, rows: _Rows) -> SpanRates:
 
 
 def _group(panel: Panel, rows: _Rows, mask: _Mask, unread: float) -> Group | None:
-    """Return the ``Group`` of the answers in ``mask``, without interval for too few templates; None for no answer."""
+    """Summarise the answers that ``mask`` selects: how often the wanted outcome occurs, with and without compression.
+
+    The rate has no interval if the answers come from too few templates (groups of similar items).
+    ``unread`` is passed on to the result: the share of answers that could not be read. None if ``mask`` selects none.
+    """
     clusters, rate = rows.clusters[mask], rows.rate[mask]
     templates = len(np.unique(clusters))
     if not templates:

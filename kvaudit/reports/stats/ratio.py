@@ -185,7 +185,11 @@ def shows_ratio(
 
 
 def points_of(limit: float, rate: npt.ArrayLike) -> Array:
-    """Return the loss in score units that a ratio of ``limit`` allows if the reference has this ``rate`` [...]."""
+    """Return by how much the candidate's rate of an unwanted event may exceed the reference's ``rate`` [...].
+
+    ``limit`` is the largest allowed ratio of the two rates, candidate to reference: with a limit of 1.1 a rate of 0.20
+    may rise by 0.02. No rate rises above 1.
+    """
     share = np.asarray(rate, dtype=np.float64)
     points: Array = np.minimum((limit - 1) * share, 1 - share)
     return points

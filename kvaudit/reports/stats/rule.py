@@ -276,10 +276,12 @@ def _rules_out(above: Array, sizes: Array, worst: float, wanted: float) -> npt.N
 
 
 def _log_ratio(above: Array, unseen: float) -> Array:
-    """Return the log-likelihood ratio [...] of the template rule: the maximum over l of sum log(1 + l * above).
+    """Return the log-likelihood ratio [...] that the template rule tests: the maximum over l of sum log(1 + l * above).
 
-    l is limited so that no factor is negative, also not that of the unseen template. The sum is concave in l, so the
-    zero of its slope is found by bisection, as a share of the largest l.
+    ``above`` [..., C] is how far each template's total lies above its value at the limit, for example at a loss of the
+    margin. ``unseen`` is how far a template that is not in the sample and lost everything would lie below it. l is at
+    least 0, and so small that no factor 1 + l * above is negative, nor 1 - l * unseen. The sum is concave in l, so the
+    maximum is where its slope is 0, which is found by bisection between 0 and the largest l.
     """
     most = 1 / np.maximum(unseen, -above.min(axis=-1, initial=0.0))[..., None]
     low, high = np.zeros_like(most), np.ones_like(most)

@@ -73,9 +73,10 @@ def share(
     draws: int = 1,
     graded: bool = False,
 ) -> ShownShare:
-    """Return the share of one sample of item scores [N], with its interval; cluster labels are [N].
+    """Return the mean of the item scores ``values`` [N] of one sample, with its interval.
 
-    ``shares`` does the same for many samples at once.
+    ``clusters`` [N] holds the label of each item's template. An item's score is the mean over ``draws`` answers, each 0
+    or 1, or between them if ``graded``. ``shares`` does the same for many samples at once.
     """
     scores = np.asarray(values, dtype=np.float64)
     _, codes, counts = np.unique(np.asarray(clusters), return_inverse=True, return_counts=True)

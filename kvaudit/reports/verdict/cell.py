@@ -304,10 +304,10 @@ def _recipe(row: FamilyRow, margin: float, pvalue: float) -> Status | None:
 
 
 def _ask_for_labels(people: LabelSummary) -> Reason:
-    """Return a reason that asks people to label a pair in every template.
+    """Return a reason that asks people to label at least one pair in every template.
 
-    A judge that misses what changed in a template grades both answers of each pair there alike, so without labels
-    nothing shows its errors.
+    A pair is the two answers of reference and candidate to one item. A judge that does not notice how the answers to a
+    template changed grades both answers of each pair alike, so only labels by people can show its errors.
     """
     return Reason(
         ReasonCode.LABELS,

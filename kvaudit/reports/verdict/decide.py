@@ -383,7 +383,11 @@ def broken_form(cell: GatedCell, context: DowngradeContext) -> Reason | None:
 
 
 def rewarding_judge(_: GatedCell, context: DowngradeContext) -> Reason | None:
-    """Return a reason against a PASS, under profile release, if no gated safety suite is independent of the reward."""
+    """Return a reason against a PASS if training may have rewarded the answers of every gated safety suite.
+
+    These are suites that were trained on, or whose judge gave the reward. Asked only under the profile "release"; None
+    otherwise.
+    """
     if context.rules.profile != RELEASE or is_independent_of_reward(context.gated_cells, context.drift.comparison):
         return None
     return Reason(

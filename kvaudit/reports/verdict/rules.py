@@ -275,7 +275,11 @@ def _check_keys(file: YamlFile) -> YamlFile:
 
 
 def _rules_from(data: RunData, file: YamlFile | None, pin: Pin | None) -> tuple[Comparison, Rules]:
-    """Return comparison and rules of the spec, or of a gate file over it, which pins the weights ``pin``."""
+    """Return the comparison and the rules of the run's spec, changed by the entries of the gate file ``file`` if given.
+
+    If the resulting gate section names a pin (a file with the hashes of the reference's weights), ``pin`` is its
+    content; None stands for the one recorded in the run.
+    """
     defaults = table_of(data.provenance, DEFAULT_MARGINS)
     spec = data.spec if file is None else with_gate(data.spec, file, defaults=defaults)
     comparison = comparison_of(spec, data.records, data.provenance)

@@ -122,7 +122,11 @@ def _by_seed(parts: Parts, index: int) -> SeedDrift:
 
 
 def _recipe(parts: Parts, item: _Spread, seeds: Array) -> _Spread:
-    """Return the item variance plus the part of the variance of the seeds' drifts [S] that is not due to items."""
+    """Return the variance for a claim about the recipe: about training with any seed, not only with those that ran.
+
+    It is ``item``, the variance due to the choice of items, plus the variance of the effects ``seeds`` [S] of the
+    single training seeds, as far as this is not due to items.
+    """
     # the degrees of freedom of the suite with the fewest templates
     clusters = min(len(sums.counts) for _, c in parts for sums in c.sums)
     recipe = recipe_variance(np.array(item.variance), seeds, np.array(_noise(parts)), clusters)

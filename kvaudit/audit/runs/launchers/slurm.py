@@ -84,7 +84,11 @@ class Slurm(Launcher):
 
     @contextmanager
     def start_workers(self, count: int, job: Job, print_line: PrintLine) -> Iterator[WorkerGroup]:
-        """Queue the jobs; if the body is interrupted they go on, and their numbers are printed."""
+        """Queue ``count`` workers as slurm jobs for a ``with`` block, and dismiss them at its end.
+
+        If the block is interrupted, jobs on a slurm cluster go on, and the command that ends them is printed (such as
+        "scancel 4711 4712"). Jobs that only try the launcher out on this machine (cluster "local") end.
+        """
         job.logs.mkdir(parents=True, exist_ok=True)
         queued = self._queue(count, job)
         ids = " ".join(queued_job.job_id for queued_job in queued)

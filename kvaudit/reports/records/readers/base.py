@@ -107,7 +107,7 @@ class Log:
 
     @property
     def metrics(self) -> set[str]:
-        """All metrics of the file, including those on another scale."""
+        """All metrics of the file, including those with scores outside [0, 1]."""
         return {*self.rows["metric"].unique(), *self.scales}
 
 

@@ -55,11 +55,11 @@ class _Steps(NamedTuple):
 
 
 def safe_budgets(drift: Drift, rules: Rules) -> tuple[SafeBudget, ...]:
-    """Return the strongest compression that still passes, once for each sequence of tests.
+    """Return, for each sequence of tests from mild to strong, the last test that passes before one does not pass.
 
-    A sequence begins with the largest budget or the shortest length and ends at the first cell that does not pass. Over
-    budgets there is one for each family (policies that differ only in their budget), suite, length and arm; over
-    several lengths one for each policy, suite and arm.
+    There are two kinds of sequence. One goes from the largest budget to the smallest, for each family (policies that
+    differ only in their budget), suite, length and arm. The other goes from the shortest length to the longest, for
+    each policy, suite and arm, if there are several lengths.
     """
     controls = Controls(drift, rules.margins)
     # the estimand that compares an arm with the uncompressed reference
