@@ -61,8 +61,8 @@ def test_the_spec_is_read_and_its_price_is_printed(rows: Path, tmp_path: Path) -
     }
     assert spec.judge == ("rubric-endpoint:base_url=http://127.0.0.1:1/v1,model=judge,asks=harm",)
     price, judge, time = err.splitlines()
-    # 130 items, bare and among traces, of two servers; and twice 16 or more of each for the floor
-    requests = 4 * 130 + 4 * 2 * 32
+    # 130 items, bare and among traces, of two servers; and twice 16 of each for the floor
+    requests = 4 * 130 + 4 * 2 * 16
     assert price.startswith(f"price: {requests} requests, ")
     assert judge.startswith("the judge: 520 questions, ")
     assert time == f"time: {requests / 120:.0f} minutes at 2 answers per second"
