@@ -7,6 +7,7 @@ import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,8 +35,8 @@ from kvaudit.audit.runs.stages.rounds import (
     plan_lines,
     rows_plan,
 )
-from kvaudit.audit.runs.units import REFUSED, ROUNDS_FOLDER, UnitFiles
-from kvaudit.core.errors import SpecError
+from kvaudit.audit.runs.units import REFUSED, ROUNDS_FOLDER, Unit, UnitFiles
+from kvaudit.core.errors import DataError, SpecError
 from kvaudit.core.files import write_json
 from kvaudit.core.provenance import ENDED, LOOKS, TIME_SPENT, item_counts
 from kvaudit.core.spec import RunSpec, load_spec, parse_spec
@@ -334,28 +335,47 @@ def test_what_a_server_refused_in_any_round_stands_in_the_seal_of_all(tmp_path: 
         assert (seal["records"], seal["checkpoint"], seal[REFUSED]) == (rounds, "c", wanted)
 
 
-@pytest.mark.parametrize("fault", ["edited", "no seal", "no file", "no text"])
-def test_a_round_whose_file_was_changed_is_one_line(held: Path, tmp_path: Path, fault: str) -> None:
-    """Rows of an earlier round, changed between its look and the next one, would be sealed as they are."""
+def rounds_of(folder: Path) -> tuple[Unit, UnitFiles]:
+    """One sealed round of one unit."""
+    unit = grid(parse_spec(json.dumps(asked("int8", "math")), "x", NAMES))[0]
+    files = UnitFiles.of(folder / ROUNDS_FOLDER / "1", unit)
+    files.records.parent.mkdir(parents=True)
+    (folder / "records").mkdir()
+    files.records.write_text("row\n")
+    write_json(files.seal, {"records": 1, "sha256": hashlib.sha256(b"row\n").hexdigest(), "checkpoint": "c"})
+    return unit, files
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda files: files.records.write_text("ROW\n"), "its seal says"),
+        (lambda files: files.records.write_bytes(b"row\n\xff\xfe\n"), "its seal says"),
+        (lambda files: files.records.unlink(), "is missing; restore it"),
+        (lambda files: files.seal.unlink(), "is missing; restore it"),
+    ],
+)
+def test_the_file_of_a_round_is_held_to_its_seal(
+    tmp_path: Path, change: Callable[[UnitFiles], None], said: str
+) -> None:
+    unit, files = rounds_of(tmp_path)
+    change(files)
+    with pytest.raises(DataError, match=said):
+        join_rounds(tmp_path, [unit], [{"items": {"math": 1}}])
+    assert not list((tmp_path / "records").iterdir())
+
+
+def test_a_stopped_run_seals_no_round_that_was_edited(held: Path, tmp_path: Path) -> None:
     copy = tmp_path / "run"
     shutil.copytree(held, copy)
     noted = provenance(copy)
     del noted[LOOKS][ENDED], noted[LOOKS]["1"]["words"]
     (copy / "provenance.json").write_text(json.dumps(noted))
     file = min((copy / ROUNDS_FOLDER / "1").glob("*.jsonl"))
-    seal = file.with_name(file.name.replace(".jsonl", ".done.json"))
-    match fault:
-        case "edited":
-            file.write_text(file.read_text().replace('"score":0', '"score":1').replace("alone-made-7", "alone-made-x"))
-        case "no text":
-            file.write_bytes(file.read_bytes() + b"\xff\xfe\n")
-    if fault.startswith("no ") and fault != "no text":
-        (seal if fault == "no seal" else file).unlink()
-    before = (copy / "records").stat().st_mtime_ns
+    file.write_bytes(file.read_bytes() + b"\xff\xfe\n")
     line = ran(asked("int8"), copy, "--resume", code=2).strip().splitlines()[-1]
-    assert line.startswith("error: ")
-    assert (" is missing; restore it" if fault in ("no seal", "no file") else "its seal says") in line
-    assert (copy / "records").stat().st_mtime_ns == before
+    assert line.startswith("error: record file ")
+    assert "its seal says" in line
 
 
 def test_a_run_in_rounds_asks_nothing_anew_that_was_refused(tmp_path: Path) -> None:

@@ -329,13 +329,17 @@ def seal_path(records: Path) -> Path:
     return records.with_suffix(".done.json")
 
 
-def check_sealed(records: Path, digest: str, seal: Mapping[str, Any]) -> None:
-    """Raise DataError if the sha256 of a record file differs from that in its seal."""
+def check_sealed(
+    records: Path,
+    digest: str,
+    seal: Mapping[str, Any],
+    remedy: str = "delete both and resume to evaluate the unit again",
+) -> None:
+    """Raise DataError, which ends with the ``remedy``, if the sha256 of a record file differs from that in its seal."""
     sealed = seal.get("sha256")
     if digest != sealed:
         raise DataError(
-            f"record file {str(records)!r} has sha256 {digest[:12]}, its seal says {str(sealed)[:12]}; "
-            "delete both and resume to evaluate the unit again"
+            f"record file {str(records)!r} has sha256 {digest[:12]}, its seal says {str(sealed)[:12]}; {remedy}"
         )
 
 

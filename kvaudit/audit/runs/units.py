@@ -21,6 +21,7 @@ from kvaudit.core.provenance import check_sealed
 from kvaudit.core.records import Record
 from kvaudit.suites.base import SUITES
 
+_RESTORE = "restore it, or begin anew with another --out"
 REFUSED = "refused"  # key of a seal: the number of rows that a server refused, if any
 PILOT_FOLDER = "pilot"  # in a run folder: units with the pilot's items only
 ROUNDS_FOLDER = "rounds"  # in a run folder: a folder for each round, with units of its rows only
@@ -90,15 +91,10 @@ def join_files(joined: UnitFiles, parts: Sequence[UnitFiles]) -> None:
     contents, seals = list[bytes](), list[dict[str, Any]]()
     for part in parts:
         if missing := next((path for path in (part.records, part.seal) if not path.exists()), None):
-            raise DataError(f"{str(missing)!r} is missing; restore it, or begin anew with another --out")
+            raise DataError(f"{str(missing)!r} is missing; {_RESTORE}")
         contents.append(part.records.read_bytes())
         seals.append(read_json(part.seal))
-        digest, sealed = hashlib.sha256(contents[-1]).hexdigest(), str(seals[-1].get("sha256"))
-        if digest != sealed:
-            raise DataError(
-                f"record file {str(part.records)!r} has sha256 {digest[:12]}, its seal says {sealed[:12]}; restore it, "
-                "or begin anew with another --out"
-            )
+        check_sealed(part.records, hashlib.sha256(contents[-1]).hexdigest(), seals[-1], _RESTORE)
     raw = b"".join(contents)
     digest = hashlib.sha256(raw).hexdigest()
     if joined.seal.exists() and read_json(joined.seal).get("sha256") == digest:

@@ -295,7 +295,7 @@ def _with_human_labels(c: Contrast, h: HumanLabels, alpha: float) -> Contrast:
     sums = ClusterSums(c.suite, 1.0, tuple(np.unique(h.pairs.clusters)), labels.totals, labels.pairs)
     return replace(
         c,
-        effect=_human_effect(h, alpha),
+        effect=_human_effect(h, labels, alpha),
         sums=(sums,),
         judged=c.effect,
         judged_sums=c.sums,
@@ -305,12 +305,12 @@ def _with_human_labels(c: Contrast, h: HumanLabels, alpha: float) -> Contrast:
     )
 
 
-def _human_effect(h: HumanLabels, alpha: float) -> Effect:
+def _human_effect(h: HumanLabels, labels: Labelled, alpha: float) -> Effect:
     """Return the drift by human labels; bounds are clipped to [-1, 1], which a sum of two intervals can exceed."""
     effect = adjudicated(h.pairs.discordant, h.difference, h.pairs.clusters, alpha=alpha)
     low, high, lower, upper = np.clip((effect.low, effect.high, effect.lower, effect.upper), -1.0, 1.0)
     # no test of the direction of m templates can show more, and the bounds of so few are too narrow
-    least = 0.5 ** int(np.count_nonzero(h.by_template.totals))
+    least = 0.5 ** int(np.count_nonzero(labels.totals))
     drop = float(np.clip(effect.pvalue_drop, least, 1 - least)) if least < 1 else effect.pvalue_drop
     return replace(
         effect,
