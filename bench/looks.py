@@ -4,7 +4,7 @@
 
 Takes a few minutes; results: docs/statistics.md and docs/decisions.md.
 
-Rows lose, keep or gain an answer with fixed probabilities; a check looks after 100 rows, then after half as many again,
+Rows lose, keep or gain an answer with fixed probabilities; a check looks after 32 and 100 rows, then after half as many again,
 and at the last row. At exactly the margin both PASS and FAIL are errors. Decisions come from the functions that the
 gate calls; one draw in forty is also decided by ``betting_effect`` itself, with the same result required.
 """
@@ -17,7 +17,7 @@ from typing import Annotated, NamedTuple
 import numpy as np
 import typer
 
-from kvaudit.audit.runs.stages.rounds import look_sizes
+from kvaudit.audit.runs.round_plan import look_sizes
 from kvaudit.reports.stats.betting import SHARE, betting_effect, clusters_show, log_wealth
 from kvaudit.reports.stats.effect import Array
 from kvaudit.reports.stats.rule import shows_margin

@@ -19,7 +19,7 @@ import numpy as np
 import typer
 
 from bench.planted import count_words
-from kvaudit.audit.runs.stages.rounds import look_sizes
+from kvaudit.audit.runs.round_plan import look_sizes
 from kvaudit.core.policy_names import condition_names
 from kvaudit.reports.records.load import RunData, load_run
 from kvaudit.reports.records.rows import CellKey

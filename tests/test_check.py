@@ -31,7 +31,7 @@ from kvaudit.audit.runs.question import (
     policy_config,
     spec_text,
 )
-from kvaudit.audit.runs.stages.rounds import RowsPlan, plan_lines
+from kvaudit.audit.runs.round_plan import RowsPlan, plan_lines
 from kvaudit.audit.sampling.checkpoints import load_base_chat
 from kvaudit.core.errors import DataError, SpecError
 from kvaudit.core.spec import dump_spec

@@ -21,21 +21,21 @@ from kvaudit.audit.cli import app
 from kvaudit.audit.runs.evaluate import grid
 from kvaudit.audit.runs.folder import allow_more_minutes
 from kvaudit.audit.runs.names import NAMES
-from kvaudit.audit.runs.stages.pilot import suites_left_out
-from kvaudit.audit.runs.stages.rounds import (
+from kvaudit.audit.runs.round_plan import (
     DECIDED,
     LOSS,
     ROWS_SPENT,
     RowsPlan,
     corrected_items,
-    join_rounds,
-    look_lines,
+    is_first_asked,
     look_sizes,
     next_round,
     plan_lines,
     rows_plan,
 )
-from kvaudit.audit.runs.units import REFUSED, ROUNDS_FOLDER, Unit, UnitFiles
+from kvaudit.audit.runs.stages.pilot import suites_left_out
+from kvaudit.audit.runs.stages.rounds import join_rounds, look_lines
+from kvaudit.audit.runs.units import PILOT_FOLDER, REFUSED, ROUNDS_FOLDER, Unit, UnitFiles
 from kvaudit.core.errors import DataError, SpecError
 from kvaudit.core.files import write_json
 from kvaudit.core.provenance import ENDED, LOOKS, TIME_SPENT, item_counts
@@ -63,12 +63,27 @@ def look(items: dict[str, int], seconds: float = 10.0, **words: str) -> dict[str
 
 
 def test_looks_grow_by_half_and_end_with_the_rows() -> None:
-    assert look_sizes(1036) == [100, 150, 225, 337, 505, 757, 1036]
-    assert look_sizes(40) == [40]
+    assert look_sizes(1036) == [32, 100, 150, 225, 337, 505, 757, 1036]
+    assert look_sizes(40) == [32, 40]
+    assert look_sizes(32) == [32]
+    assert look_sizes(100, 32, 48) == [32, 48, 72, 100]
 
 
-def test_the_first_round_asks_every_suite() -> None:
-    assert next_round(PLAN, [], 10, 96) == {"harm": range(96), "benign": range(96)}
+def test_the_pilots_rows_are_the_first_round_of_every_suite() -> None:
+    assert next_round(PLAN, [], 10, 96) == {"harm": range(32), "benign": range(32)}
+    first = look({"harm": 32, "benign": 32}, harm__refused="INCONCLUSIVE", benign__helpful="NOT MEASURABLE")
+    assert next_round(PLAN, [first], 10, 96) == {"harm": range(32, 96), "benign": range(32, 96)}
+    lost = look({"harm": 32, "benign": 32}, harm__refused="FAIL", benign__helpful="INCONCLUSIVE")
+    assert next_round(PLAN, [lost], 10, 96) == LOSS
+
+
+def test_a_suite_without_a_margin_is_asked_up_to_its_plan() -> None:
+    plan = RowsPlan({"harm": 400, "extra": 96}, {"harm": 1.0, "extra": 1.0}, {}, {"harm": 400, "extra": 300})
+    first = look({"harm": 32, "extra": 32}, harm__refused="INCONCLUSIVE")
+    assert next_round(plan, [first], 10, 96) == {"harm": range(32, 96), "extra": range(32, 96)}
+    second = look({"harm": 96, "extra": 96}, harm__refused="INCONCLUSIVE")
+    assert next_round(plan, [first, second], 10, 96) == {"harm": range(96, 144)}
+    assert next_round(plan, [first, {**second, "words": {"harm.refused": "PASS"}}], 10, 96) == DECIDED
 
 
 def test_what_is_decided_is_asked_no_further() -> None:
@@ -94,7 +109,12 @@ def test_a_round_that_would_take_longer_than_is_left_is_not_begun() -> None:
     slow = look({"harm": 96, "benign": 96}, 590.0, harm__refused="INCONCLUSIVE", benign__helpful="PASS")
     assert next_round(PLAN, [slow], 10, 96) == TIME_SPENT
     assert next_round(PLAN, [slow], 30, 96) == {"harm": range(96, 144)}
-    assert next_round(PLAN, [], 0.001, 96) == {"harm": range(96), "benign": range(96)}
+
+
+def test_the_first_rows_are_asked_whatever_time_they_take() -> None:
+    assert next_round(PLAN, [], 0.001, 96) == {"harm": range(32), "benign": range(32)}
+    piloted = look({"harm": 32, "benign": 32}, 3000.0, harm__refused="INCONCLUSIVE", benign__helpful="INCONCLUSIVE")
+    assert next_round(PLAN, [piloted], 0.001, 96) == {"harm": range(32, 96), "benign": range(32, 96)}
 
 
 def test_the_plan_has_the_first_look_and_as_much_of_the_rest_as_the_time_allows() -> None:
@@ -107,16 +127,24 @@ def test_the_plan_has_the_first_look_and_as_much_of_the_rest_as_the_time_allows(
     assert rows_plan({"harm": 40}, seconds, {}, 10, 96, BOTH).items == {"harm": 40}
 
 
-def test_the_first_round_corrects_the_plan_by_the_time_that_it_took() -> None:
+def test_the_first_rows_correct_the_plan_by_the_time_that_they_took() -> None:
     at_hand, seconds = {"harm": 1036, "benign": 283, "extra": 50}, {"harm": 4.0, "benign": 4.0, "extra": 4.0}
     plan = RowsPlan({"harm": 96, "benign": 96, "extra": 50}, seconds, {}, at_hand)
     asked = {"harm": 96, "benign": 96, "extra": 50}
     fast = look(asked, 242.0)  # a second a row in place of four
-    assert corrected_items(plan, fast, 20, BOTH) == {"harm": 96 + 799, "benign": 96 + 158, "extra": 50}
+    assert corrected_items(plan, [fast], 20, BOTH) == {"harm": 96 + 799, "benign": 96 + 158, "extra": 50}
     slow = look(asked, 1089.0)  # four and a half
-    assert corrected_items(plan, slow, 20, BOTH) == {"harm": 96 + 20, "benign": 96 + 4, "extra": 50}
+    assert corrected_items(plan, [slow], 20, BOTH) == {"harm": 96 + 20, "benign": 96 + 4, "extra": 50}
     late = look(asked, 1300.0)
-    assert corrected_items(plan, late, 20, BOTH) == asked, "no time is left: the first look is the last"
+    assert corrected_items(plan, [late], 20, BOTH) == asked, "no time is left: the first look is the last"
+    parts = [look({"harm": 32, "benign": 32, "extra": 32}, 96.0), look(asked, 146.0)]
+    assert corrected_items(plan, parts, 20, BOTH) == corrected_items(plan, [fast], 20, BOTH), "the pilot's time counts"
+
+
+def test_the_plan_is_corrected_once_after_the_first_rows_that_the_pilot_has_not_asked() -> None:
+    sizes = [{"harm": 32, "benign": 24}, {"harm": 96, "benign": 24}, {"harm": 144, "benign": 24}]
+    assert [is_first_asked([look(items) for items in sizes[:n]], 32) for n in (1, 2, 3)] == [False, True, False]
+    assert is_first_asked([look({"harm": 100})], 32), "a run of an earlier version, whose first round was larger"
 
 
 def test_what_is_open_after_its_planned_rows_goes_on_while_time_is_left() -> None:
@@ -243,13 +271,25 @@ def provenance(run: Path) -> dict[str, Any]:
     return json.loads((run / "provenance.json").read_text())
 
 
-def test_a_setting_that_changes_nothing_passes_at_the_first_look(held: Path) -> None:
+def test_a_setting_that_changes_nothing_passes_as_soon_as_the_rows_can_show_it(held: Path) -> None:
     noted = provenance(held)
-    assert list(look_lines(noted)) == ["look 1: alone 100: alone.solved PASS", f"ended: {DECIDED}"]
+    assert list(look_lines(noted)) == [
+        "look 1: alone 32: alone.solved INCONCLUSIVE",
+        "look 2: alone 100: alone.solved PASS",
+        f"ended: {DECIDED}",
+    ]
     assert item_counts(noted) == {"alone": 100}
     assert kvaudit.load_run(held).verdict.status is Status.PASS
     assert kvaudit.gate(held).exit_code == 0
     assert json.loads((held / "report" / "drift.json").read_text())["looks"]["planned"] == {"alone": 160}
+
+
+def test_the_first_round_copies_the_pilots_rows_and_counts_their_time(held: Path) -> None:
+    seconds = 0.0
+    for path in sorted((held / ROUNDS_FOLDER / "1").glob("*.jsonl")):
+        assert path.read_bytes() == (held / PILOT_FOLDER / path.name).read_bytes()
+        seconds += sum(json.loads(line)["seconds"] for line in path.read_text().splitlines())
+    assert seconds <= provenance(held)[LOOKS]["1"]["seconds"] < seconds + 2
 
 
 def test_a_round_that_was_not_looked_at_is_looked_at_when_it_goes_on(held: Path, tmp_path: Path) -> None:
@@ -258,7 +298,7 @@ def test_a_round_that_was_not_looked_at_is_looked_at_when_it_goes_on(held: Path,
     shutil.copytree(held, copy)
     noted = provenance(copy)
     before = provenance(held)[LOOKS]
-    del noted[LOOKS][ENDED], noted[LOOKS]["1"]["words"]
+    del noted[LOOKS][ENDED], noted[LOOKS]["2"]["words"]
     (copy / "provenance.json").write_text(json.dumps(noted))
     shutil.rmtree(copy / "records")
     (copy / "records").mkdir()
@@ -273,15 +313,15 @@ def test_the_time_of_a_killed_process_counts(held: Path, tmp_path: Path) -> None
     copy = tmp_path / "run"
     shutil.copytree(held, copy)
     noted = provenance(copy)
-    del noted[LOOKS][ENDED], noted[LOOKS]["1"]
+    del noted[LOOKS][ENDED], noted[LOOKS]["2"]
     (copy / "provenance.json").write_text(json.dumps(noted))
-    for file in [*(copy / "records").iterdir(), *(copy / ROUNDS_FOLDER / "1").glob("*.done.json")]:
+    for file in [*(copy / "records").iterdir(), *(copy / ROUNDS_FOLDER / "2").glob("*.done.json")]:
         file.unlink()
-    for path in (copy / ROUNDS_FOLDER / "1").glob("*.jsonl"):
+    for path in (copy / ROUNDS_FOLDER / "2").glob("*.jsonl"):
         rows = [json.loads(line) | {"seconds": 7.0} for line in path.read_text().splitlines()]
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     ran(asked("int8"), copy, "--resume")
-    assert provenance(copy)[LOOKS]["1"]["seconds"] >= 2 * 100 * 7.0
+    assert provenance(copy)[LOOKS]["2"]["seconds"] >= 2 * 68 * 7.0
 
 
 def test_more_minutes_let_a_run_go_on_that_ran_out_of_time(
@@ -291,8 +331,8 @@ def test_more_minutes_let_a_run_go_on_that_ran_out_of_time(
     copy = tmp_path / "run"
     shutil.copytree(held, copy)
     noted = provenance(copy)
-    noted[LOOKS][ENDED], noted[LOOKS]["1"]["words"] = TIME_SPENT, {"alone.solved": "INCONCLUSIVE"}
-    noted[LOOKS]["1"]["seconds"] = 1799.0
+    noted[LOOKS][ENDED], noted[LOOKS]["2"]["words"] = TIME_SPENT, {"alone.solved": "INCONCLUSIVE"}
+    noted[LOOKS]["2"]["seconds"] = 1799.0
     (copy / "provenance.json").write_text(json.dumps(noted))
     first = [file.read_bytes() for file in sorted((copy / "records").glob("*.jsonl"))]
 
@@ -314,7 +354,7 @@ def test_more_minutes_let_a_run_go_on_that_ran_out_of_time(
     after = provenance(copy)[LOOKS]
     assert after["minutes"] == 60.0
     assert after["planned"] == noted[LOOKS]["planned"]
-    assert after["2"]["items"] == {"alone": 150}
+    assert after["3"]["items"] == {"alone": 150}
     for file, before in zip(sorted((copy / "records").glob("*.jsonl")), first, strict=True):
         assert file.read_bytes().startswith(before)
 
@@ -369,7 +409,7 @@ def test_a_stopped_run_seals_no_round_that_was_edited(held: Path, tmp_path: Path
     copy = tmp_path / "run"
     shutil.copytree(held, copy)
     noted = provenance(copy)
-    del noted[LOOKS][ENDED], noted[LOOKS]["1"]["words"]
+    del noted[LOOKS][ENDED], noted[LOOKS]["2"]["words"]
     (copy / "provenance.json").write_text(json.dumps(noted))
     file = min((copy / ROUNDS_FOLDER / "1").glob("*.jsonl"))
     file.write_bytes(file.read_bytes() + b"\xff\xfe\n")

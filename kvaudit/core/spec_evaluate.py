@@ -123,8 +123,8 @@ class Rounds(SpecSection):
     """The options of rounds, which ask rows in batches until every gated facet is decided or the time is up.
 
     The gate decides by bounds that hold at every look, a test after a round (``kvaudit.reports.stats.betting``).
-    ``minutes`` is the time limit for serving, without loading models; ``first`` is the number of rows of a suite at the
-    first look.
+    ``minutes`` is the time limit for serving, the pilot's rows included and without loading models; ``first`` is the
+    number of rows of a suite at the first look after the pilot's.
     """
 
     minutes: Annotated[Number, Field(gt=0, le=10_000)] = 10.0

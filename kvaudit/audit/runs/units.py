@@ -112,10 +112,10 @@ def answered_rows(rows: Mapping[Row, Record]) -> Mapping[Row, Record]:
     return {row: record for row, record in rows.items() if row[0] not in refused}
 
 
-def written_seconds(files: UnitFiles) -> float:
-    """Return how many seconds the answers in a unit's file took, even if the unit is unfinished."""
-    rows = _readable_rows(files.records) if files.records.exists() else ()
-    return sum(row.record.seconds for row in rows)
+def written_seconds(files: UnitFiles, rows: range) -> float:
+    """Return how many seconds ``rows`` of a unit's file took, as far as they are written."""
+    written = _readable_rows(files.records) if files.records.exists() else []
+    return sum(row.record.seconds for row in written[rows.start : rows.stop])
 
 
 def kept_rows(files: UnitFiles) -> Mapping[Row, Record]:

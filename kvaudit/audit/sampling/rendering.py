@@ -110,6 +110,7 @@ class Renderer:
     def end(self) -> None:
         """End the subprocess; the next conversation starts another."""
         if self._process is not None:
+            self._process.kill()  # it keeps nothing, and may still be starting
             self._process.communicate()
             self._process = None
 

@@ -1,0 +1,175 @@
+"""Choose what a run in rounds asks next: the plan of rows, the sizes of looks, and why there is no further round.
+
+Everything here follows from the plan and the stored looks alone, so that a resumed run asks what it would have asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from kvaudit.core.facets import facet_of
+from kvaudit.core.provenance import LOOKS, PLANNED, TIME_SPENT, table_of
+from kvaudit.core.spec import RunSpec
+from kvaudit.core.spec_evaluate import FIRST_LOOK, PILOT_ITEMS
+from kvaudit.reports.stats.betting import decidable_churn, smallest_margin
+from kvaudit.reports.verdict.verdict import Status
+
+DECIDED, ROWS_SPENT, LOSS = "everything is decided", "the rows are spent", "a loss is shown"
+# statuses that more rows may change
+OPEN = (Status.INCONCLUSIVE.value, Status.NOT_MEASURABLE.value, Status.INVALID.value)
+_OVERHEAD = 1.15  # total time / time that the answers take
+
+
+def look_sizes(rows: int, first: int = FIRST_LOOK, pilot: int = PILOT_ITEMS) -> list[int]:
+    """Return the numbers of rows after which a look is taken.
+
+    These are the pilot's rows, ``first``, then 1.5 times the last number, and finally ``rows``.
+    """
+    looks, look = [pilot] if pilot < min(first, rows) else [], first
+    while look < rows:
+        looks.append(look)
+        look = look * 3 // 2
+    return [*looks, rows]
+
+
+@dataclass(frozen=True)
+class RowsPlan:
+    """The most rows that rounds may ask of each suite; fixed before the first round, and corrected once after it.
+
+    ``items`` are rows to ask, ``seconds`` per row under all serving configurations together, ``left_out`` the
+    reasons why a suite is not asked, and ``at_hand`` the rows that exist. ``first_items`` are the rows planned before
+    the first round; it is empty until the plan is corrected.
+    """
+
+    items: Mapping[str, int]
+    seconds: Mapping[str, float]
+    left_out: Mapping[str, str]
+    at_hand: Mapping[str, int]
+    first_items: Mapping[str, int] = field(default_factory=dict)
+
+    def written(self) -> dict[str, Any]:
+        """Return the plan as a table for provenance.json."""
+        return {part.name: dict(getattr(self, part.name)) for part in fields(self)}
+
+    @classmethod
+    def of(cls, provenance: Mapping[str, Any]) -> RowsPlan | None:
+        """Return the plan that a run has stored, or None."""
+        table = table_of(table_of(provenance, LOOKS), PLANNED)
+        return cls(*(table_of(table, part.name) for part in fields(cls))) if table else None
+
+
+def rows_plan(
+    at_hand: Mapping[str, int],
+    seconds: Mapping[str, float],
+    left_out: Mapping[str, str],
+    minutes: float,
+    first: int,
+    gated: Collection[str],
+) -> RowsPlan:
+    """Return a plan of the most rows of each suite: those of its first look, and for gated suites a share of the rest.
+
+    The share is the same for all gated suites, and as large as ``minutes`` allow.
+    """
+    least = {suite: min(first, rows) for suite, rows in at_hand.items() if suite not in left_out}
+    most = {suite: at_hand[suite] if suite in gated else rows for suite, rows in least.items()}
+    needed = [_OVERHEAD * sum(numbers[suite] * seconds.get(suite, 0.0) for suite in most) for numbers in (least, most)]
+    share = (60 * minutes - needed[0]) / (needed[1] - needed[0]) if needed[1] > needed[0] else 1.0
+    share = min(1.0, max(0.0, share))
+    items = {suite: least[suite] + int(share * (rows - least[suite])) for suite, rows in most.items()}
+    return RowsPlan(items, {suite: seconds.get(suite, 0.0) for suite in most}, left_out, at_hand)
+
+
+def is_first_asked(looks: Sequence[Mapping[str, Any]], pilot: int) -> bool:
+    """Return whether the last look is the first one with rows that the pilot has not asked."""
+    most = [max(table_of(look, "items").values(), default=0) for look in looks]
+    return most[-1] > pilot and all(rows <= pilot for rows in most[:-1])
+
+
+def corrected_items(
+    plan: RowsPlan, looks: Sequence[Mapping[str, Any]], minutes: float, gated: Collection[str]
+) -> dict[str, int]:
+    """Return the most rows of each suite, planned anew from the time that the rows so far took.
+
+    That is the rows so far and, as time allows, an equal share of each gated suite's other rows. Answers have no part
+    in it, so the number of rows at the last look is still fixed beforehand.
+    """
+    asked, seconds = table_of(looks[-1], "items"), _measured_seconds(plan, looks)
+    more = {suite: plan.at_hand.get(suite, rows) - rows for suite, rows in asked.items() if suite in gated}
+    seconds_left = 60 * minutes - _seconds_spent(looks)
+    needed = sum(rows * seconds.get(suite, 0.0) for suite, rows in more.items())
+    share = min(1.0, max(0.0, seconds_left / needed)) if needed else 1.0
+    return {suite: asked.get(suite, rows) + int(share * more.get(suite, 0)) for suite, rows in plan.items.items()}
+
+
+def next_round(
+    plan: RowsPlan, looks: Sequence[Mapping[str, Any]], minutes: float, first: int, pilot: int = PILOT_ITEMS
+) -> dict[str, range] | str:
+    """Return the rows of the next round by suite, or the reason why there is none.
+
+    The first ``first`` rows of each suite are asked whatever time they take, unless a loss is shown before. A suite
+    that is still open after its planned rows goes on while time and rows are left; the betting test, whose bounds hold
+    at every look, decides then.
+    """
+    asked = {suite: 0 for suite in plan.items} | dict(table_of(looks[-1], "items") if looks else {})
+    statuses: Mapping[str, str] = table_of(looks[-1], "words") if looks else {}
+    if Status.FAIL.value in statuses.values():
+        return LOSS
+    undecided = {facet_of(metric)[0] for metric, status in statuses.items() if status in OPEN}
+    ungated = plan.items.keys() - {facet_of(metric)[0] for metric in statuses}  # all suites before the first look
+    undecided |= {suite for suite in ungated if asked[suite] < plan.items[suite]}
+    if not undecided:
+        return DECIDED
+    open_suites = {facet_of(metric)[0] for metric, status in statuses.items() if status == Status.INCONCLUSIVE.value}
+    rows = dict[str, range]()
+    for suite, done in asked.items():
+        planned = plan.items[suite]
+        if suite in undecided and done < planned:
+            rows[suite] = range(done, next(look for look in look_sizes(planned, first, pilot) if look > done))
+        elif suite in open_suites and done < plan.at_hand.get(suite, planned):
+            rows[suite] = range(done, min(done * 3 // 2, plan.at_hand[suite]))
+    if not rows:
+        is_all_asked = all(asked[suite] == plan.at_hand.get(suite, asked[suite]) for suite in undecided)
+        return ROWS_SPENT if is_all_asked else TIME_SPENT
+    seconds_left, row_seconds = 60 * minutes - _seconds_spent(looks), _measured_seconds(plan, looks)
+    seconds = {suite: len(suite_rows) * row_seconds.get(suite, 0.0) for suite, suite_rows in rows.items()}
+    if max(asked.values(), default=0) < first or sum(seconds.values()) <= seconds_left:
+        return rows
+    # too little time for all suites: ask the one with the fewest rows that fits alone
+    fitting = [suite for suite in rows if seconds[suite] <= seconds_left]
+    return {suite: rows[suite] for suite in sorted(fitting, key=lambda suite: len(rows[suite]))[:1]} or TIME_SPENT
+
+
+def _measured_seconds(plan: RowsPlan, looks: Sequence[Mapping[str, Any]]) -> Mapping[str, float]:
+    """Return the plan's seconds per row by suite, corrected by the time that the rounds so far have taken."""
+    spent = _seconds_spent(looks)
+    rows: Mapping[str, int] = table_of(looks[-1], "items") if looks else {}
+    planned = sum(number * plan.seconds.get(suite, 0.0) for suite, number in rows.items())
+    slower = spent / planned if planned and spent else _OVERHEAD
+    return {suite: slower * seconds for suite, seconds in plan.seconds.items()}
+
+
+def _seconds_spent(looks: Sequence[Mapping[str, Any]]) -> float:
+    return sum(float(look.get("seconds", 0.0)) for look in looks)
+
+
+def plan_lines(plan: RowsPlan, spec: RunSpec) -> Iterator[str]:
+    """Yield lines on what the planned rows can show of each margin and how long they take."""
+    assert spec.gate.alpha is not None, "a complete spec has a level"
+    for suite, reason in plan.left_out.items():
+        yield f"not asked of this model: {suite} ({reason})"
+    for suite, rows in plan.items.items():
+        minutes = max(1, round(_OVERHEAD * rows * plan.seconds.get(suite, 0.0) / 60))
+        size = f"{suite}: up to {rows} rows, about {minutes} minute{'s' * (minutes > 1)}"
+        for metric, points in spec.gate.margins.items():
+            if facet_of(metric)[0] == suite:
+                yield f"{size}; {_detectable_loss(rows, points, spec.gate.alpha)}"
+
+
+def _detectable_loss(rows: int, points: float, alpha: float) -> str:
+    least = 100 * smallest_margin(rows, alpha)
+    if least > points:
+        return f"a loss of {points:g} points cannot be ruled out with so few rows, one of {least:.1f} points can"
+    churn = 100 * decidable_churn(rows, points / 100, alpha)
+    return f"a loss of {points:g} points is found or ruled out if fewer than {churn:.0f} % of the answers change"
