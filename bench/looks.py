@@ -4,9 +4,9 @@
 
 Takes a few minutes; results: docs/statistics.md and docs/decisions.md.
 
-Rows lose, keep or gain an answer with fixed probabilities; a check looks after 32 and 100 rows, then after half as many again,
-and at the last row. At exactly the margin both PASS and FAIL are errors. Decisions come from the functions that the
-gate calls; one draw in forty is also decided by ``betting_effect`` itself, with the same result required.
+Rows lose, keep or gain an answer with fixed probabilities; a check looks after 32 and 100 rows, then after half as many
+again, and at the last row. At exactly the margin both PASS and FAIL are errors. Decisions come from the functions that
+the gate calls; one draw in forty is also decided by ``betting_effect`` itself, with the same result required.
 """
 
 from __future__ import annotations
