@@ -19,7 +19,7 @@ from kvaudit.core.errors import AuditError, DataError
 from kvaudit.core.records import Message, Role
 from kvaudit.reports.page.remarks import remarks
 from kvaudit.reports.records.load import load_run
-from kvaudit.reports.run import decide_run, drift_and_rules
+from kvaudit.reports.run import decide_run, drift_and_rules, write_report
 from kvaudit.reports.sections.judges import errors_table, labelled_cells, labelled_cells_table, panel_notes
 from kvaudit.reports.verdict.contrast import judge_may_pass
 from kvaudit.reports.verdict.decide import decide
@@ -223,6 +223,9 @@ def test_serving_policies_of_one_checkpoint_are_adjudicated_over_all_samples(tmp
 
 
 def test_labels_may_turn_a_verdict(written, sheet):
+    report = written[0] / "report" / "verdict.json"
+    write_report(written[0])
+    assert json.loads(report.read_text())["status"] != "PASS"
     label(sheet, lambda row: True)
     done = command("grade", "adjudicate", written[0], "--read", sheet)
     found = decide_run(load_run(written[0])).verdict
@@ -233,6 +236,7 @@ def test_labels_may_turn_a_verdict(written, sheet):
     assert "Human labels decide 1 of 1 gated cells" in " ".join(done.output.split())
     said = list(remarks(decide_run(load_run(written[0]))))
     assert "alike, naive, refusal 192 @ none: PASS, by the judge FAIL" in " ".join(said)
+    assert json.loads(report.read_text())["status"] == "PASS", "the report is written anew"
     assert "By the judge alone the verdict is FAIL." in said
 
 

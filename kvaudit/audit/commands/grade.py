@@ -281,9 +281,12 @@ def _gated_contrasts(drift: Drift, rules: Rules) -> list[Contrast]:
 
 
 def _read_sheet(run: Path, sheet: Path) -> int:
-    """Store the labels of a sheet in the run folder, print the verdict by them, and return the gate's exit code."""
+    """Store the labels of a sheet in the run folder, print the verdict by them, and return the gate's exit code.
+
+    A report that exists is written anew, so that its verdict is the printed one.
+    """
     from kvaudit.reports.records.load import load_run
-    from kvaudit.reports.run import decide_run, drift_and_rules
+    from kvaudit.reports.run import decide_run, drift_and_rules, write_decided_run
     from kvaudit.reports.verdict.human_labels import LABELS_FILE, apply_labels, check_key, collect_labels, render_labels
     from kvaudit.reports.verdict.label_sheet import paired_answers, read_key, read_labels, records_digest
     from kvaudit.reports.verdict.rules import GateOverrides
@@ -300,7 +303,10 @@ def _read_sheet(run: Path, sheet: Path) -> int:
     apply_labels(data, drift, labels)  # raises before anything is stored that could not be read back
     path = run / "report" / LABELS_FILE
     write_output(path, render_labels(labels))
-    findings = decide_run(data, everything=False)  # reads the labels just written
+    has_report = (run / "report" / "verdict.json").exists()
+    findings = decide_run(data, everything=has_report)  # reads the labels just written
+    if has_report:
+        write_decided_run(data, findings)
     console = wide_console()
     if findings.verdict.judged is not None:
         _print_labelled_cells(console, findings)
