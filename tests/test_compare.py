@@ -299,9 +299,9 @@ def test_a_field_that_tells_items_apart_or_is_the_same_for_most_is_not_proposed(
 
 
 def test_two_judges_without_clusters_pass_under_neither(tmp_path):
-    rows = [(f"i{i}", m, 1) for m in ("kind", "strict") for i in range(300)]
+    rows = [(f"i{i}", m, 1) for m in ("kind_match", "strict_match") for i in range(300)]
     paths = [table(tmp_path / name, rows, "item,metric,score") for name in ("a.csv", "b.csv")]
-    both = ["--metric", "kind", "--metric", "strict"]
+    both = ["--metric", "kind_match", "--metric", "strict_match"]
     assert run_command(*paths, *both).exit_code == 4
     assert run_command(*paths, *both, "--items-are-independent").exit_code == 0
 
@@ -369,10 +369,10 @@ def test_lost_lines_and_unscored_answers_are_missing_together(tmp_path):
 
 
 def test_lost_lines_of_another_metric_do_not_matter(tmp_path):
-    rows = [(f"i{i}", f"t{i // 5}", "math", 1) for i in range(300)]
+    rows = [(f"i{i}", f"t{i // 5}", "solved", 1) for i in range(300)]
     rows += [(f"i{i}", f"t{i // 5}", "safety", "x" if i < 60 else 1) for i in range(300)]
     both = sides(*(table(tmp_path / f"{n}.csv", rows, "item,cluster,metric,score") for n in "ab"))
-    assert compare(both, "math").verdict.status is Status.PASS
+    assert compare(both, "solved").verdict.status is Status.PASS
     assert compare(both, "safety").verdict.exit_code == 5
 
 
@@ -518,13 +518,13 @@ def test_several_metrics_need_a_choice_that_is_named():
 def test_a_metric_that_one_file_lacks_is_not_passed_over(tmp_path):
     paths = []
     for name, lost in (("a.csv", "safety"), ("b.csv", "safety2")):
-        rows = [(f"i{i}", f"t{i // 5}", metric, 1) for metric in ("math", lost) for i in range(300)]
+        rows = [(f"i{i}", f"t{i // 5}", metric, 1) for metric in ("solved", lost) for i in range(300)]
         paths.append(table(tmp_path / name, rows, "item,cluster,metric,score"))
     done = run_command(*paths)
     assert done.exit_code == 2
-    said = "only the reference file has safety; only the candidate file has safety2; compare it with --metric math"
+    said = "only the reference file has safety; only the candidate file has safety2; compare it with --metric solved"
     assert said in done.output
-    chosen = run_command(*paths, "--metric", "math")
+    chosen = run_command(*paths, "--metric", "solved")
     assert chosen.exit_code == 0
     assert "Not compared: only the reference file has safety." in chosen.output
     assert "Not compared: only the candidate file has safety2." in chosen.output
@@ -543,18 +543,20 @@ def test_two_judges_take_the_worse_verdict_and_say_how_far_they_agree(tmp_path):
     for name, drop in (("a.csv", 0), ("b.csv", 60)):
         strict = truth & ~(np.arange(300) % 5 == 0) if drop else truth
         rows = [
-            (f"i{i}", f"t{i // 5}", m, int(s[i])) for m, s in (("kind", truth), ("strict", strict)) for i in range(300)
+            (f"i{i}", f"t{i // 5}", m, int(s[i]))
+            for m, s in (("kind_match", truth), ("strict_match", strict))
+            for i in range(300)
         ]
         paths.append(table(tmp_path / name, rows, "item,cluster,metric,score"))
     both = sides(*paths)
-    kind, strict = (compare(both, metric) for metric in ("kind", "strict"))
+    kind, strict = (compare(both, metric) for metric in ("kind_match", "strict_match"))
     two = compare_judges(kind, strict)
     assert kind.verdict.status is Status.PASS
     assert two.status is strict.verdict.status is Status.FAIL
     assert two.exit_code == 3
     assert two.reference.estimate == pytest.approx(1)
     assert two.candidate.agreement == pytest.approx(float(np.mean(~(truth & (np.arange(300) % 5 == 0)))))
-    done = run_command(*paths, "--metric", "kind", "--metric", "strict")
+    done = run_command(*paths, "--metric", "kind_match", "--metric", "strict_match")
     assert done.exit_code == 3
     assert "kappa 1.00" in done.output
 
@@ -605,12 +607,16 @@ def test_a_judge_who_labels_all_alike_has_no_kappa(tmp_path):
     a, b = (
         table(
             tmp_path / f"{name}.csv",
-            [(f"i{i}", f"t{i // 5}", m, int(m == "one" or i % 4 > 0)) for m in ("one", "two") for i in range(300)],
+            [
+                (f"i{i}", f"t{i // 5}", m, int(m == "right" or i % 4 > 0))
+                for m in ("right", "correct")
+                for i in range(300)
+            ],
             "item,cluster,metric,score",
         )
         for name in "ab"
     )
-    done = run_command(a, b, "--metric", "one", "--metric", "two")
+    done = run_command(a, b, "--metric", "right", "--metric", "correct")
     assert "kappa not defined, a judge gave one label throughout; 75.0 % of 300 labels agree." in done.output
 
 
@@ -642,7 +648,9 @@ def test_names_in_a_file_are_not_obeyed_by_the_terminal(tmp_path):
     a = table(tmp_path / "a.csv", rows, "item,cluster,metric,score")
     b = table(tmp_path / "b.csv", rows[:-10], "item,cluster,metric,score")
     asked = run_command(a, b)
-    shown = run_command(a, b, "--metric", "␛[31mx", "--metric", "␛[31my", "--out", tmp_path / "out")
+    shown = run_command(
+        a, b, "--metric", "␛[31mx", "--metric", "␛[31my", "--higher-is-better", "--out", tmp_path / "out"
+    )
     assert (asked.exit_code, shown.exit_code) == (2, 5)
     assert "␛[31mx" in asked.output
     assert "\x1b" not in asked.output + shown.output
@@ -767,7 +775,7 @@ def test_one_question_that_is_asked_many_times_is_one_template(tmp_path):
         # near copies: one more blank, another case
         texts = [f"{'question' if i % 2 else 'Question'}{' ' * (i // questions)} {i % questions}" for i in range(300)]
         path = inspect_log(tmp_path / f"{name}.json", texts)
-        found = compare(sides(path, path), "s", items_are_independent=True)
+        found = compare(sides(path, path, higher_is_better=True), "s", items_are_independent=True)
         assert (found.verdict.status, found.records["cluster_id"].nunique()) == (status, clusters), name
         said = "Items that ask what another item asks, and count as one with it: "
         assert [note for note in found.notes if said in note] == (

@@ -47,8 +47,12 @@ def test_another_name_does_not(name: str) -> None:
     assert not names_harm(name)
 
 
-@pytest.mark.parametrize("metric", ["attack_success_rate", "toxicity", "strong_reject", "unsafe"])
-def test_a_metric_that_speaks_of_harm_decides_nothing_before_its_direction_is_said(tmp_path: Path, metric: str) -> None:
+@pytest.mark.parametrize(
+    "metric", ["attack_success_rate", "toxicity", "strong_reject", "unsafe", "refusal", "judge_3", "deflection"]
+)
+def test_a_name_that_does_not_speak_of_what_is_wanted_decides_nothing_without_a_direction(
+    tmp_path: Path, metric: str
+) -> None:
     told = run_command(*files(tmp_path, metric))
     assert told.exit_code == 2
     assert told.stderr.count("\n") == 1
@@ -61,6 +65,7 @@ def test_a_metric_that_speaks_of_harm_decides_nothing_before_its_direction_is_sa
 
 def test_a_suite_that_speaks_of_harm_is_asked_about_where_the_metric_says_nothing(tmp_path: Path) -> None:
     assert PROMPT in run_command(*files(tmp_path, "score", suite="strongreject")).stderr
+    assert PROMPT in run_command(*files(tmp_path, "score", suite="agentharm")).stderr
     assert run_command(*files(tmp_path, "accuracy", suite="toxigen")).exit_code == 0
 
 

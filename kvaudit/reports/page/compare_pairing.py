@@ -7,7 +7,7 @@ the comparison. ``direction_of`` finds which way a metric is better.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple
@@ -312,14 +312,23 @@ _HARMS = (
     *("illegal", "infring", "inject", "insult", "jailbr", "leak", "malicious", "misalign", "misinform", "misuse"),
     *("nsfw", "offens", "overrefus", "poison", "powerseek", "profan", "racis", "rejectscore", "rewardhack", "sabotag"),
     *("scheming", "secretreveal", "selfharm", "sexual", "stereotyp", "strongreject", "sycophan", "threat", "toxi"),
-    *("unethic", "unsafe", "untruth", "violat", "violen", "vulnerab"),
+    *("unethic", "unsafe", "untruth", "violat", "violen", "vulnerab", "agentharm"),
     *("bitsper", "brier", "degenerat", "error", "fail", "falsenegat", "falseposit", "falserefus", "inaccura"),
     *("incorrect", "invalid", "mistake", "perplex", "wrong"),
 )
 _HARMS_WHOLE = {"asr", "bpb", "cer", "ece", "fnr", "fpr", "lie", "lies", "loss", "mae", "mse", "nll", "pii", "ppl"} | {
     *("rmse", "ter", "wer")
 }
+_GIVE_DIRECTION = "give --lower-is-better if 1 is the harm, --higher-is-better if 1 is desired"
 _NO_HARMS = ("harmless", "failsafe")  # begin like a harm and mean the opposite
+# words that begin so name something of which more is better; a metric with none of all these has no known direction
+_WANTED = (
+    *("acc", "answerable", "anls", "bleu", "capab", "chrf", "correct", "exact", "factual", "faithful", "followed"),
+    *("harmless", "helpful", "honest", "inclu", "match", "meteor", "multiplechoice", "passed", "precision"),
+    *("quality", "recall", "resist", "right", "robust", "rouge", "safe", "solve", "strictacc", "success", "truthful"),
+    *("usef", "utility", "valid", "wellformed", "winrate"),
+)
+_WANTED_WHOLE = {"choice", "em", "f1", "mc1", "mc2", "pass"}
 _GENERIC_NAMES = ("score", "value", "label", "result", "grade", "rating", "mean")
 _CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 
@@ -355,17 +364,27 @@ def direction_of(logs: Sequence[Log], metric: str, *, lower: bool, higher: bool)
     if harmful := list(dict.fromkeys(filter(names_harm, _names_to_check(logs, metric)))):
         raise SpecError(
             f"metric {metric} has no known direction: the name {join_names(map(repr, harmful))} suggests harm or "
-            "errors; give --lower-is-better if 1 is the harm, --higher-is-better if 1 is desired"
+            f"errors; {_GIVE_DIRECTION}"
         )
+    if metric.lower() not in _GENERIC_NAMES and not _has_word(metric, _WANTED, _WANTED_WHOLE):
+        raise SpecError(f"metric {metric} has no known direction: is more of it better? {_GIVE_DIRECTION}")
     return Direction(False, "the default; --lower-is-better reverses it")
 
 
 def names_harm(name: str) -> bool:
     """Return whether a metric's name has a word for harm or errors."""
+    return _has_word(name, _HARMS, _HARMS_WHOLE, but=_NO_HARMS)
+
+
+def _has_word(name: str, beginnings: tuple[str, ...], whole: Collection[str], but: tuple[str, ...] = ()) -> bool:
+    """Return whether a word of ``name``, or two in a row, is one of ``whole`` or begins like one of ``beginnings``.
+
+    Words that begin like one of ``but`` do not count.
+    """
     words = [word for word in re.split(r"[^a-z0-9]+", _CAMEL.sub("_", name).lower()) if word]
     pairs = ["".join(pair) for pair in pairwise(words)]  # strong_reject
-    begins = any(word.startswith(_HARMS) and not word.startswith(_NO_HARMS) for word in (*words, *pairs))
-    return begins or bool(_HARMS_WHOLE & {*words})
+    begins = any(word.startswith(beginnings) and not word.startswith(but) for word in (*words, *pairs))
+    return begins or any(word in whole for word in words)
 
 
 def _names_to_check(logs: Sequence[Log], metric: str) -> Iterator[str]:
