@@ -42,10 +42,10 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 
 
 class Scratch:
-    """A buffer for numbers that are read once, shared by all layers, since allocating costs more than filling it.
+    """A memory buffer for decoded numbers, which are read once and then overwritten; all layers share it.
 
-    It lives as long as the cache and takes at most two blocks of HOST_BLOCK bytes. It is not counted among the cache's
-    bytes, since no policy compresses it.
+    Sharing is faster, since allocating costs more than filling. The buffer lives as long as the cache and takes at most
+    two blocks of HOST_BLOCK bytes. It is not counted among the cache's bytes, since no policy compresses it.
     """
 
     def __init__(self) -> None:
@@ -55,9 +55,9 @@ class Scratch:
         self._bytes: dict[torch.Size, tuple[Tensor, Tensor]] = {}  # such a view, and its bytes
 
     def like(self, other: Tensor, dtype: torch.dtype, number: int = 0) -> Tensor:
-        """Return an uninitialised tensor shaped like ``other``.
+        """Return an uninitialised tensor shaped like ``other``; its memory lasts until the next such call.
 
-        The next call with the same ``dtype`` and ``number`` reuses its memory.
+        Calls with another ``dtype`` or another ``number`` have memory of their own.
         """
         views = self._views.setdefault((dtype, number), {})
         view = views.get(other.shape)
@@ -116,7 +116,7 @@ def encode_tokens(x: Tensor, codec: Quantiser, scales: Tensor | None = None) -> 
 
 
 def spread_scales(scales: Tensor, x: Tensor) -> Tensor:
-    """Expand scales [H], without copying, to parameters [B, H, K, 1, 1] of ``x`` [B, H, K, ...]."""
+    """Expand one scale per head [H], without copying, to the parameters [B, H, K, 1, 1] of ``x`` [B, H, K, ...]."""
     return scales[:, None, None, None].expand(*x.shape[:3], 1, 1)
 
 
@@ -174,9 +174,11 @@ def encode_runs(keys: Tensor, codec: Quantiser) -> tuple[Tensor, Tensor, Tensor]
 def encode_groups(
     keys: Tensor, is_due: Tensor, codec: Quantiser, groups: int | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Encode the keys marked by ``is_due`` [B, H, K] as ``encode_runs`` does, but with separate groups in each head.
+    """Encode the keys marked by ``is_due`` [B, H, K] channel by channel, in groups of ``codec.key_group`` due keys.
 
-    Group numbers [B, H, K] are -1 for other keys. ``groups`` is G if known; otherwise it is read from the device.
+    Each head has its own groups. Returns the codes, the group number of each key [B, H, K] (-1 for keys that are not
+    due), and P parameters per group and channel [B, H, G, D, P]. ``groups`` is G if known; otherwise G is read from the
+    device.
     """
     rank = is_due.int().cumsum(2) - 1  # [B, H, K], number among the due keys
     group = torch.where(is_due, rank // codec.key_group, -1)
@@ -209,7 +211,10 @@ class Block(NamedTuple):
 
 
 class CodeProducts:
-    """Matrix products with numbers stored as packed codes, uint8 [B, H, C, W]: C slots of W bytes."""
+    """The matrix products of queries and attention weights with packed codes, uint8 [B, H, C, W]: C slots of W bytes.
+
+    ``codec`` says how to decode; ``scratch`` is the buffer for decoded numbers.
+    """
 
     def __init__(self, codec: Quantiser, scratch: Scratch) -> None:
         self._codec, self._scratch = codec, scratch

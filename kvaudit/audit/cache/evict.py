@@ -129,7 +129,7 @@ def victim_slots(
 ) -> Tensor:
     """Return the slot [B, H] of the entry to evict from each head that has one entry more than its budget.
 
-    It is the one that ``keep_mask`` would drop, but here the slots may be in any order.
+    It holds the entry that ``keep_mask`` would drop, but here the slots need not be in order of position.
     """
     rank = _rank(importance, positions, seen, policy, pinned)
     is_lowest = rank == rank.amin(-1, keepdim=True)

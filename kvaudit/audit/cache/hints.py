@@ -34,7 +34,7 @@ Strays = list[tuple[int, int]]  # row and layer of hints that are at no border
 
 
 class Ranks(NamedTuple):
-    """The rank of each of a codec's codes, ordered by the value that the code decodes to.
+    """The order of a codec's codes by the value that each decodes to.
 
     ``rank_of`` int64 [2^bits] maps codes to ranks, ``code_of`` uint8 maps ranks to codes.
     """
@@ -97,7 +97,7 @@ class _Batch(NamedTuple):
 
 
 class HintRecorder:
-    """The recorder of one layer's hints, row by row."""
+    """The recorder of one layer's rounding hints (codes of values near the border of two codes), row by row."""
 
     def __init__(self, codec: Quantiser, rows: int) -> None:
         self._codec = codec
@@ -320,9 +320,9 @@ class HintTable:
 
 
 def _columns(positions: Tensor, row: Tensor, token: Tensor) -> Tensor:
-    """Return the column that holds position ``token`` [N] of each ``row`` [N]: [N], -1 if none does.
+    """Return the index along K at which each position ``token`` [N] of row ``row`` [N] stands: [N], -1 if nowhere.
 
-    ``positions`` [B, K] are the row positions of the columns.
+    ``positions`` [B, K] are the row positions of a batch of padded rows.
     """
     longest = int(positions.max()) + 1
     table = positions.new_full((len(positions), longest + 1), -1, dtype=torch.int64)

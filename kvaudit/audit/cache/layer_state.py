@@ -254,7 +254,7 @@ class MovingSinks(LayerState):
         store.overwrite_keys(rows, self._sink, self._rotary.turn(first, by[:, None].expand(-1, first.shape[2])))
 
     def _allocate(self, store: Store) -> Tensor:
-        """Return the keys in a store's sink slots; allocate the copy of the first keys at the first call."""
+        """Return the keys in a store's sink slots; the first call also allocates memory for the keys as computed."""
         keys = store.entries(slice(None))[0][:, :, : self._sink]
         if not self._has_first.numel():
             self._first = keys.new_zeros(*keys.shape[:2], self._sink, keys.shape[3])

@@ -47,7 +47,10 @@ class Counts:
 
 
 class NewTokens(NamedTuple):
-    """The new tokens of each row in a forward of ``width`` columns: ``counts``, from position ``first`` (-1 = none)."""
+    """How many tokens each row adds in a forward of ``width`` columns (``counts``), and the position of its ``first``.
+
+    ``first`` is -1 in a row that adds none.
+    """
 
     width: int
     counts: tuple[int, ...]
@@ -105,10 +108,11 @@ class Victims(NamedTuple):
 
 
 class Schedule:
-    """The schedule of evictions: which rows evict, and how many entries they keep; shared by layers of one evictor.
+    """The schedule of evictions: which rows evict now, and how many entries they keep.
 
-    A row's schedule depends on its own tokens alone. ``arrived`` and ``remaining`` count entries, averaged over heads,
-    before and after the evictions of the current forward.
+    Layers with the same eviction policy share one schedule. A row's schedule depends on its own tokens alone.
+    ``arrived`` and ``remaining`` count entries, averaged over heads, before and after the evictions of the current
+    forward.
     """
 
     def __init__(self, evictor: Evictor, rows: int) -> None:
@@ -153,9 +157,9 @@ class Schedule:
             self.eviction = Eviction(slice(None) if all(due) else upload(due_rows, device), budgets)
 
     def ring_places(self, device: torch.device) -> tuple[Tensor, Tensor] | None:
-        """Return which rows have a token in a forward of one column, and where in ``LastQueries`` their queries are.
+        """Return the rows that have a token, and the index of each one's query in the ring buffer ``LastQueries``.
 
-        None for a forward of more columns.
+        None unless the forward has one column and the policy stores past queries.
         """
         if self._ring_places and self._ring_places_on_device is None:
             # both in one copy
@@ -187,7 +191,7 @@ class Schedule:
 
 
 class RowKeys:
-    """The key of each row, which seeds the policy's random draws in it; [B].
+    """The random key of each row, which seeds the policy's random draws in that row: int64 [B].
 
     Rows of a group, sampled from one prompt, share the key for the prompt's tokens.
     """
@@ -343,7 +347,7 @@ class Span(NamedTuple):
 
 
 def span_of(columns: Tensor) -> Span:
-    """Return the span of ``columns``, slot numbers in rising order."""
+    """Return the smallest span that contains ``columns``, slot numbers in rising order."""
     first, end = int(columns[0]), int(columns[-1]) + 1
     return Span(first, end, None if len(columns) == end - first else columns - first)
 
@@ -390,10 +394,10 @@ class TailLayout:
         self._freed = slots
 
     def freed(self, keys_done: Counts, values_done: Counts) -> int:
-        """Return how many slots at the start of the tail (the newest entries, unquantised for a while) can be freed.
+        """Return how many slots at the start of the tail (the last slots, with unquantised entries) can be freed.
 
-        They can be where keys and values are quantised in every row: at positions below ``keys_done`` and
-        ``values_done``, the numbers of each row's quantised keys and values.
+        A slot can be freed once its key and its value are quantised in every row. The quantised ones are those at
+        positions below ``keys_done`` and ``values_done``, the numbers of each row's quantised keys and values.
         """
         if self._freed is None:
             assert self._positions is not None

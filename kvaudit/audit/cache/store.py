@@ -18,7 +18,7 @@ _LATEST = 2**31 - 1  # sorts empty slots behind all others
 
 
 class Entries(NamedTuple):
-    """The keys and values [b, H, length, D] of some rows that attention reads."""
+    """A block of rows of a store: the slice of ``rows``, and their keys and values [b, H, length, D]."""
 
     rows: slice
     keys: Tensor
@@ -26,7 +26,7 @@ class Entries(NamedTuple):
 
 
 class EntryBytes(NamedTuple):
-    """The bytes of one entry's key and value in one head: exact, and as codes with their parameters."""
+    """The bytes of one cache entry in one head, as (key, value): stored exactly, and as codes with parameters."""
 
     exact: tuple[float, float] = (0.0, 0.0)
     coded: tuple[float, float] = (0.0, 0.0)
@@ -68,7 +68,7 @@ class Store:
         return self._in_use("mass") if self._accumulates else None
 
     def read(self) -> Iterator[Entries]:
-        """Yield all entries, in one or several blocks of rows."""
+        """Yield all entries, in one or several blocks of rows; a block is an ``Entries``."""
         yield Entries(slice(None), *self.entries(slice(None)))
 
     def entries(self, rows: Tensor | slice) -> tuple[Tensor, Tensor]:
@@ -285,7 +285,7 @@ class Store:
         self.evicted_at = self.evicted_at.index_select(0, rows)
 
     def close_gaps(self) -> None:
-        """Move the entries of every head to the front, if all rows then fit into fewer slots.
+        """Move the entries of every head into its first slots, if the store then needs fewer slots.
 
         Without this, the store would grow as rows join and leave.
         """
@@ -366,5 +366,5 @@ def peak_live_bytes(
 
 
 def _sum_by_time(times: Tensor, amounts: Tensor, tokens: int) -> Tensor:
-    """Return the sum of the amounts at each time up to ``tokens``: float64 [tokens + 1]."""
+    """Return the sum of the ``amounts`` whose time is t, for each t from 0 to ``tokens``: float64 [tokens + 1]."""
     return torch.bincount(times.flatten(), weights=amounts.double().flatten(), minlength=tokens + 1)

@@ -156,7 +156,7 @@ class Evictor(Policy):
 
     @property
     def needs_rotary(self) -> bool:
-        """Whether the cache must apply rotary embeddings itself."""
+        """Whether the cache needs the model's rotary embedding, to rotate vectors itself."""
         return self.moments or self.centres or self.repositions
 
     @property
@@ -199,5 +199,8 @@ class Evictor(Policy):
         raise NotImplementedError
 
     def agreed(self, importances: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Return for each layer the ranks by which it evicts, from the importance in all layers (``across_layers``)."""
+        """Return the ranks by which each layer evicts, from the importances [B, H, K] in all layers.
+
+        By default they are the importances themselves. Called only if ``across_layers``, or for one layer alone.
+        """
         return importances
