@@ -262,7 +262,7 @@ class MovingSinks(LayerState):
         return keys
 
     def join_stores(self, other: MovingSinks, stores: tuple[Store, Store]) -> None:
-        """Append the rows of another cache's sinks; ``stores`` are the stores of both before they join."""
+        """Append the sinks of the rows of ``other``; ``stores`` are this layer's two stores before they join."""
         self._allocate(stores[0])
         other._allocate(stores[1])
         self.join(other)

@@ -168,7 +168,10 @@ class Schedule:
         return self._ring_places_on_device
 
     def are_due(self, new: Sequence[int], budgets: Counts, *, decoding: bool) -> list[bool]:
-        """Return which rows evict down to ``budgets`` after getting ``new`` tokens each."""
+        """Return which rows evict now: those that got ``new`` tokens, exceed their budget and may evict at this time.
+
+        ``budgets`` are the entries per head that an eviction keeps in each row.
+        """
         # a row without new tokens never evicts, so that it does not depend on other rows of the batch
         numbers = zip(self.arrived.numbers, budgets.numbers, new, strict=True)
         over = [count > budget and more > 0 for count, budget, more in numbers]
@@ -339,7 +342,7 @@ class QuantisationTimes:
 
 
 class Span(NamedTuple):
-    """The range of slots from ``first`` up to ``end``; ``places`` are the indices of some of them, None for all."""
+    """The slots from ``first`` up to, but not including, ``end``, or those at the offsets ``places`` from ``first``."""
 
     first: int
     end: int

@@ -304,9 +304,9 @@ class SteppedStore(QuantisedStore):
         self._done = (keys_until, values_until)
 
     def _code_group_keys(self, table: Tensor, done: Counts, until: Counts) -> None:
-        """Quantise the keys at positions from ``done`` up to ``until``, which are whole groups.
+        """Quantise the keys at positions from ``done`` up to ``until``, which are whole groups of ``key_group`` keys.
 
-        The group of position p has number p // ``key_group``, its row in ``table``.
+        The scales of the group with position p go into row p // ``key_group`` of ``table``.
         """
         assert self._rings is not None
         size, device = self._codec.key_group, table.device

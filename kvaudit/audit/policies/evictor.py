@@ -192,15 +192,15 @@ class Evictor(Policy):
         return budgets[:, None].expand(rank.shape[:2])
 
     def importance(self, view: View) -> Tensor:
-        """Return the rank of every slot [B, H, K], float32 and finite; the entries of the highest ranks are kept.
+        """Return the rank of every slot [B, H, K], float32 and finite; entries of the highest ranks are kept.
 
         Ranks of protected entries and of empty slots are ignored.
         """
         raise NotImplementedError
 
     def agreed(self, importances: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Return the ranks by which each layer evicts, from the importances [B, H, K] in all layers.
+        """Return the ranks by which each layer evicts, from the importances [B, H, K] of layers that evict together.
 
-        By default they are the importances themselves. Called only if ``across_layers``, or for one layer alone.
+        By default they are the importances themselves.
         """
         return importances

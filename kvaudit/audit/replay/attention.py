@@ -199,7 +199,7 @@ def run_forward(model: Any, ids: Tensor, replay: Any, logits_to_keep: int = 0) -
 
 
 def position_columns(counts: Tensor, starts: Tensor) -> Tensor:
-    """Return row positions [B, longest]: ``counts`` [B] consecutive ones per row from ``starts`` [B] on, then -1."""
+    """Return row positions [B, longest]: per row, ``counts`` [B] consecutive ones from ``starts`` [B] on, then -1."""
     columns = torch.arange(int(counts.max()))
     return torch.where(columns < counts[:, None], columns + starts[:, None], -1)
 
@@ -231,7 +231,10 @@ class QuantisationTimes(NamedTuple):
         return bool((torch.minimum(self.keys_at, self.values_at) <= queries.amax(1)[:, None]).any())
 
     def apply_hints(self, layer_part: LayerPart, exact: Tensor, codes: Tensor, parameters: Tensor) -> Tensor:
-        """Replace ``codes`` [B, H, K, D] of ``exact`` by the sampler's codes where it recorded a rounding hint."""
+        """Return ``codes`` [B, H, K, D], replaced by the sampler's codes where it recorded a rounding hint.
+
+        A hint is the recorded code of a value near the border of two codes. ``exact`` are the values before quantising.
+        """
         if self.hints is None or exact.dtype not in HINTED_DTYPES:
             return codes
         return self.hints.apply(layer_part, exact, codes, parameters, self.codec)

@@ -133,7 +133,7 @@ class ForwardStep(NamedTuple):
 
 
 class DueEviction(NamedTuple):
-    """An eviction that is due by token counts: before query ``query``, ``size`` entries are cut to ``budget``."""
+    """An eviction that is due by token counts: just before query ``query``, ``size`` entries are cut to ``budget``."""
 
     query: int
     size: int
@@ -179,7 +179,7 @@ def forward_steps(rollout: Rollout, chunk: int) -> list[ForwardStep]:
 
 
 def due_evictions(policy: Evictor, steps: Sequence[ForwardStep]) -> list[DueEviction]:
-    """Return when a policy evicts in a row fed by ``steps``, by its ``interval``, ``phase`` and ``budget``."""
+    """Return the evictions that a policy makes in a row fed by ``steps``, by its ``interval``, ``phase`` and budget."""
     if not policy.evicts:
         return []
     due, size, decoded, before = [], 0, 0, 0  # decoded: steps since the last eviction

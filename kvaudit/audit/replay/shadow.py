@@ -158,7 +158,7 @@ def _quantisation_times(ledger: Ledger, positions: Tensor, device: torch.device)
 
 
 def _take(x: Tensor, positions: Tensor, default: int) -> Tensor:
-    """Return ``x`` [B, T, ...] at positions [B, columns], on the host; ``default`` at padding and beyond the end."""
+    """Return ``x`` [B, T, ...] at positions [B, columns], as a CPU tensor; ``default`` at padding and beyond T."""
     length = x.shape[1]
     padded = torch.cat([x.cpu(), x.new_full((len(x), 1, *x.shape[2:]), default, device="cpu")], 1)
     index = torch.where((positions >= 0) & (positions < length), positions, length)

@@ -77,7 +77,10 @@ class Measure(ABC, Generic[WorkUnit, ServedBatch, Total]):
 
     @abstractmethod
     def serve(self, unit: WorkUnit, model: LoadedModel) -> Iterator[ServedBatch]:
-        """Serve a unit again, in batches; raises DataError if anything that its items depend on has changed."""
+        """Serve the recorded items of a unit again, in batches.
+
+        Raises DataError if anything that the items depend on has changed.
+        """
 
     @abstractmethod
     def reduce(self, unit: WorkUnit, model: LoadedModel, batches: Iterator[ServedBatch]) -> Total:
@@ -88,14 +91,17 @@ class Measure(ABC, Generic[WorkUnit, ServedBatch, Total]):
 
     @abstractmethod
     def differs(self, total: Total) -> bool:
-        """Return whether a result differs from the record beyond rounding.
+        """Return whether a unit's result shows a difference from the record that rounding cannot explain.
 
         False if there is no record to compare with.
         """
 
     @abstractmethod
     def lines(self, results: Sequence[tuple[WorkUnit, Total]]) -> Iterator[str | Table]:
-        """Yield the lines and tables to print for all units; text from a run or a file must be escaped to one line."""
+        """Yield the lines and tables to print, from the result of each unit.
+
+        Text that comes from a run or a file must be escaped to one line.
+        """
 
     def label(self, unit: WorkUnit) -> str:  # noqa: ARG002
         """Return a short label of the unit for the progress display."""
@@ -160,7 +166,7 @@ def load_checkpoint(run: RunFolder, arm: str, seed: int, sha256: str) -> LoadedM
 def check_rerunnable(run: RunFolder) -> None:
     """Raise SpecError if the answers in a run's folder were not given by checkpoints of that run.
 
-    They may be of another run, judged again here, or of an endpoint.
+    They may have been given in another run and only judged in this one, or by an endpoint.
     """
     if JUDGED in run.provenance():
         raise SpecError(f"{str(run.path)!r} holds answers of another run, judged again; explain that run's")
@@ -169,7 +175,10 @@ def check_rerunnable(run: RunFolder) -> None:
 
 
 def finished_records(run: RunFolder, unit: Unit) -> Iterator[Record]:
-    """Yield the records of a unit of the run, none if it is unfinished; raises DataError if they were changed since."""
+    """Yield the records of a unit (one checkpoint, policy, suite and length) of the run; none if it is unfinished.
+
+    Raises DataError if the records were changed since they were written.
+    """
     files = UnitFiles.of(run.records, unit)
     if files.seal.is_file():
         stored = read_unit(files.records)
@@ -178,9 +187,10 @@ def finished_records(run: RunFolder, unit: Unit) -> Iterator[Record]:
 
 
 def remake_items(run: RunFolder, model: LoadedModel, suite: Suite, record: Record) -> dict[str, Item]:
-    """Return the items of a unit by name, generated again; ``record`` is any record of the unit.
+    """Return the items of a unit, generated again, by name.
 
-    Raises DataError or RunError if suite, rows or model files changed.
+    A unit is one checkpoint under one policy on one suite at one length; ``record`` is any record of it. Raises
+    DataError or RunError if suite, rows or model files changed.
     """
     if suite.played_by:
         raise SpecError(f"suite {suite.name} is run by another harness, so kvaudit cannot serve its answers again")
@@ -241,8 +251,8 @@ def checkpoint_rollouts(folder: Path) -> list[RecordedRollouts]:
 class AnswerSet(NamedTuple):
     """The answers to serve again: to items of one suite and length, by one checkpoint under one policy.
 
-    ``records`` has the recorded answer of each, None if the run did not serve that policy. ``example`` is a record of
-    one of the items under any policy, which identifies suite, length and checkpoint.
+    ``records`` maps the key of each answer to its record, or to None if the run did not serve that policy. ``example``
+    is a record of one of the items under any policy, which identifies suite, length and checkpoint.
     """
 
     policy: Policy
@@ -252,9 +262,9 @@ class AnswerSet(NamedTuple):
 
 @dataclass(frozen=True)
 class RerunAnswer:
-    """An answer that was served again, with the recorded one if the run served that policy.
+    """An answer that was served again under one policy, with the recorded one if the run served that policy.
 
-    ``shading`` says which tokens before the answer the cache still held.
+    ``shading`` says, for each token before the answer, by how many heads the cache still held it.
     """
 
     policy: Policy  # the one drawn, of a mixture
@@ -283,7 +293,7 @@ class RerunAnswer:
 
 
 class AnswerMeasure(Measure[AnswerSet, list[RerunAnswer], Total], ABC):
-    """The base of measures (quantities found by serving records again) that serve a run's answers.
+    """The base of measures that serve a run's answers again; a measure is a quantity found by serving records again.
 
     Raises SpecError if the answers were not given by the run's own checkpoints.
     """
