@@ -223,7 +223,10 @@ class EvictingCache:
         return self._times.counts() if self._times else None
 
     def record_hints(self) -> None:
-        """Record the rounding hints (see ``hints``) of the entries that a ``FixedStep`` has quantised."""
+        """Record the rounding hints of the entries that a ``FixedStep`` has quantised.
+
+        Hints are codes of values near the border of two codes.
+        """
         if not self.coded_steps:
             return
         steps = torch.tensor(self.coded_steps, dtype=torch.int32)  # [n, 2, B]
@@ -261,8 +264,9 @@ class EvictingCache:
         self.bytes += layer.bytes
 
     def layers_to_compress(self, layer: CachedLayer) -> list[CachedLayer]:
-        """Return the layers to compress after ``layer`` has attended.
-        That is the layer itself; for a policy that ranks several layers together, all of them after the last one.
+        """Return the layers to compress after ``layer`` has attended: by default that layer alone.
+
+        Layers that the policy ranks together are all returned after the last of them; after the others, none is.
         """
         if not layer.evictor.across_layers:
             return [layer]
@@ -464,7 +468,7 @@ class EvictingCache:
         return self._times.tables(tokens) if self._times else None
 
     def selections(self) -> list[Selection | None] | None:
-        """Return the keys that each row's queries selected; None if the policy does not select."""
+        """Return the keys that each row's queries selected, one record per row; None if the policy does not select."""
         return self._choices.rows() if self._choices else None
 
     def pinned(self) -> list[tuple[tuple[int, int], ...]] | None:
@@ -476,7 +480,10 @@ class EvictingCache:
         return self.pins.runs() if self.pins and shares else None
 
     def experts(self, tokens: int) -> Tensor | None:
-        """Return the experts of each token, int16 [B, tokens, M, k]; None for a model without experts."""
+        """Return the k experts of each token in each of M mixture-of-experts blocks, int16 [B, tokens, M, k].
+
+        None for a model without experts.
+        """
         return self.routes.table(tokens) if self.routes else None
 
 

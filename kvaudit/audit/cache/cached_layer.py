@@ -104,9 +104,9 @@ class CachedLayer:
         self.counts = self.schedule.arrived
 
     def flush(self, forward: Forward, *, on_write: bool) -> None:
-        """Quantise the entries that are due, if this is the moment at which the codec does it.
+        """Quantise the entries that are due, if the quantiser does so at this moment.
 
-        ``on_write``: the call comes before the new queries attend, otherwise after.
+        ``on_write``: the moment before the new queries attend, otherwise after.
         """
         if isinstance(self.store, QuantisedStore) and self.store.on_write == on_write:
             assert forward.coded is not None
@@ -209,7 +209,7 @@ class CachedLayer:
     # --- a step of fixed shapes (``fixed_step``) ----------------------------------------------------------------------
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yield the tensors that a step of fixed shapes reads or writes, besides the ledger."""
+        """Yield the tensors that a decode step of fixed shapes (a CUDA graph) reads or writes, besides the ledger."""
         yield from self.store.tensors()
         for state in self._independent:
             yield from state.tensors()

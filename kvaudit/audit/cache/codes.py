@@ -239,7 +239,10 @@ class CodeProducts:
         return _concat(logits, 2)
 
     def weighted_sum(self, shares: Tensor, codes: Tensor) -> Tensor:
-        """Return coded values, without their scales, summed by weights ``shares`` [N, X, C]: [N, X, D]."""
+        """Return the sums [N, X, D] of coded values, without their scales, weighted by ``shares`` [N, X, C].
+
+        N = B * H are the rows times KV heads, X the queries of each, C the slots.
+        """
         block = self._block(codes, shares.element_size())
         weights, by_tokens = _cut(shares, block.tokens, 2), _cut(codes.flatten(0, 1), block.tokens, 1)
         sums = []
@@ -255,9 +258,9 @@ class CodeProducts:
         return Block(max(1, max_bytes // (token * max(1, codes.shape[2]))), tokens)
 
     def _numbers(self, codes: Tensor, dtype: torch.dtype, heads: int, runs: Tensor | None = None) -> Iterator[Tensor]:
-        """Yield decoded ``codes`` [N, C, W] as [n, C, D], n heads at a time; each yield overwrites the last.
+        """Decode ``codes`` [N, C, W], n heads at a time, and yield the numbers [n, C, D] in one reused tensor.
 
-        Scales and zeros are applied if ``runs`` [N, G, P, 1, D] gives them.
+        Scales and zeros are applied if ``runs`` [N, G, P, 1, D] gives them, P for each of G groups of keys.
         """
         by_heads: Iterable[Tensor | None] = repeat(None) if runs is None else _cut(runs, heads, 0)
         for packed, parameters in zip(_cut(codes, heads, 0), by_heads, strict=False):
@@ -274,9 +277,10 @@ class CodeProducts:
 
 
 def token_logits(query: Tensor, codes: Tensor, parameters: Tensor, products: CodeProducts) -> Tensor:
-    """Return the logits [N, X, C] of ``query`` [N, X, D] with keys coded per token (N, X, C as in ``CodeProducts``).
+    """Return the logits [N, X, C] of ``query`` [N, X, D] with keys coded per token.
 
-    Each key has P parameters for each of its n groups of channels: ``parameters`` [B, H, C, n, P].
+    N = B * H are the rows times KV heads, X the queries of each, C the slots. Each key has P parameters (scale, zero)
+    for each of its n groups of channels: ``parameters`` [B, H, C, n, P].
     """
     scale, *zeros = _by_group(parameters)
     groups, size = parameters.shape[3], query.shape[2] // parameters.shape[3]
@@ -293,9 +297,10 @@ def token_logits(query: Tensor, codes: Tensor, parameters: Tensor, products: Cod
 
 
 def token_mix(shares: Tensor, codes: Tensor, parameters: Tensor, products: CodeProducts) -> Tensor:
-    """Return the sums [N, X, D] of values coded per token, weighted by ``shares`` [N, X, C].
+    """Return the sums [N, X, D] of values coded per token, weighted by attention ``shares`` [N, X, C].
 
-    Each value has P parameters for each of its n groups of channels: ``parameters`` [B, H, C, n, P].
+    N = B * H are the rows times KV heads, X the queries of each, C the slots. Each value has P parameters (scale, zero)
+    for each of its n groups of channels: ``parameters`` [B, H, C, n, P].
     """
     scale, *zeros = _by_group(parameters)
     groups = parameters.shape[3]

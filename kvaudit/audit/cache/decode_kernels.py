@@ -64,9 +64,10 @@ class Layout(NamedTuple):
     """The layout of keys or values, a compile-time constant of the kernels.
 
     ``size``: channels of a head; ``padded``: the next power of two. ``groups``: groups of channels per token with their
-    own parameters, or PER_HEAD or BY_TABLE; ``width``: channels of such a group if it is a power of two, otherwise 1.
-    ``ring``: length of the ring. ``run``: slots that share a row of the table, if tiles consist of whole runs or runs
-    of whole tiles, otherwise 0; ``rows``: rows of the table per tile.
+    own parameters; PER_HEAD: one fixed scale per head; BY_TABLE: keys quantised per channel, whose parameters are in a
+    table. ``width``: channels of such a group if it is a power of two, otherwise 1. ``ring``: length of the ring.
+    ``run``: slots that share a row of the table, if tiles consist of whole runs or runs of whole tiles, otherwise 0;
+    ``rows``: rows of the table per tile.
     """
 
     kind: str

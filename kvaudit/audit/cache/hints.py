@@ -57,7 +57,10 @@ def ranks(codec: Quantiser, device: torch.device) -> Ranks:
 
 
 def pack_hints(index: Tensor, low: Tensor) -> Tensor:
-    """Pack each element number, int64 [N] in any order, and the low bits of its rank [N] into uint16 words."""
+    """Pack hints into uint16 words; the inverse of ``unpack_hints``.
+
+    A hint is an element number, ``index`` int64 [N] in any order, and the low bits of its code's rank, ``low`` [N].
+    """
     if not len(index):
         return torch.zeros(0, dtype=torch.uint16)
     index, order = index.sort()
@@ -69,7 +72,7 @@ def pack_hints(index: Tensor, low: Tensor) -> Tensor:
 
 
 def unpack_hints(words: Tensor) -> tuple[Tensor, Tensor]:
-    """Unpack words into element numbers and low bits of ranks: the inverse of ``pack_hints``."""
+    """Unpack words into element numbers and the low bits of the codes' ranks: the inverse of ``pack_hints``."""
     wide = words.to(torch.int64)
     index, is_hint = (wide // _LOW).cumsum(0), wide // _LOW < _FAR
     return index[is_hint], wide[is_hint] % _LOW

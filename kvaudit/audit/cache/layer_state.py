@@ -19,7 +19,7 @@ from kvaudit.audit.policies import Centres, Extremes, Moments
 
 
 class LayerState:
-    """The base of a layer's state: tensors [B, ...], empty until the first ``add``."""
+    """The base of what a layer keeps besides its cache entries: tensors [B, ...], empty until the first ``add``."""
 
     _tensors: ClassVar[tuple[str, ...]]  # their attributes
 
@@ -53,9 +53,10 @@ class LastQueries(LayerState):
         self._positions = torch.empty(0, dtype=torch.int32)  # [B, W], -1 = none
 
     def add(self, query: Tensor, positions: Tensor, places: tuple[Tensor, Tensor] | None, *, real: Tensor) -> None:
-        """Add queries [B, N, Q, D] at positions [B, Q] (-1 = padding); ``real`` on the CPU is False at padding.
+        """Add queries [B, N, Q, D] of N heads at positions [B, Q] (-1 = padding).
 
-        ``places``, for a single column (Q = 1): the rows with a query, and the query's index in the ring.
+        ``real`` [B, Q], on the CPU, is False at padding. ``places``, for a single column (Q = 1): the rows with a
+        query, and the query's index in the ring.
         """
         if not self._queries.numel():
             self._queries = query.new_zeros(*query.shape[:2], self._window, query.shape[3])
@@ -69,7 +70,10 @@ class LastQueries(LayerState):
         self._positions[rows, place] = positions[:, 0] if every_row else positions[rows, 0]
 
     def add_step(self, query: Tensor, positions: Tensor) -> None:
-        """Add one query per row [B, N, 1, D] at positions [B, 1], -1 for none, by operators of fixed shapes."""
+        """Add one query per row, [B, N, 1, D] of N heads, by operators of fixed shapes.
+
+        ``positions`` [B, 1] are those of the queries, -1 for none.
+        """
         _write_queries(self._queries, self._positions, query, positions)
 
     def _add_chunk(self, query: Tensor, positions: Tensor, *, no_padding: bool) -> None:
@@ -92,7 +96,10 @@ class LastQueries(LayerState):
         return self._positions.amax(1) + 1
 
     def of(self, rows: Tensor | slice) -> tuple[Tensor, Tensor]:
-        """Return queries [b, N, W, D] and positions [b, W] of some rows, oldest first; missing ones (-1) come first."""
+        """Return the last W queries [b, N, W, D] of N heads of some rows and their positions [b, W], oldest first.
+
+        Missing ones have position -1 and come first.
+        """
         queries, positions = self._queries[rows], self._positions[rows]
         # the oldest is at the place of the next query
         steps = torch.arange(self._window, device=positions.device)
@@ -120,7 +127,7 @@ class QueryMoments(LayerState):
         self._count = self._sum = self._outer = torch.empty(0)  # [B], [B, N, D], [B, N, D, D]
 
     def add(self, query: Tensor, positions: Tensor) -> None:
-        """Add queries [B, N, Q, D] at positions [B, Q] (-1 = padding)."""
+        """Add queries [B, N, Q, D] of N heads at positions [B, Q] (-1 = padding)."""
         dtype = torch.promote_types(query.dtype, torch.float32)
         if not self._count.numel():
             batch, heads, _, size = query.shape
@@ -157,7 +164,7 @@ class QueryCentres(LayerState):
         self._count = self._sum = self._lengths = torch.empty(0)  # [B], [B, N, D], [B, N, F]
 
     def add(self, query: Tensor, positions: Tensor) -> None:
-        """Add queries [B, N, Q, D] at positions [B, Q] (-1 = padding)."""
+        """Add queries [B, N, Q, D] of N heads at positions [B, Q] (-1 = padding)."""
         counted = (positions >= 0)[:, None, :, None]  # [B, 1, Q, 1]
         wide = query.to(torch.promote_types(query.dtype, torch.float32)) * counted
         plain, lengths = self._rotary.turn(wide, -positions).sum(2), self._rotary.pair_lengths(wide).sum(2)
@@ -269,5 +276,5 @@ class MovingSinks(LayerState):
 
     @property
     def bytes(self) -> int:
-        """Allocated bytes of the keys."""
+        """Allocated bytes of the sinks' keys as the model computed them."""
         return self._first.nbytes

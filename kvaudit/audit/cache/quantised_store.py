@@ -179,7 +179,7 @@ class QuantisedStore(Store):
         return self.positions[rows, :, self._start :] >= done[:, None, None]
 
     def _with_tail(self, decoded: Tensor, part: int, rows: Tensor | slice) -> Tensor:
-        """Overwrite entries in ``decoded`` that are still exact with their exact numbers."""
+        """Overwrite in ``decoded`` keys (``part`` 0) or values (1) the entries that are still exact; return it."""
         done = max(self._done[part].smallest, self._start)
         if self._aligned:  # the same number in all rows
             if done < self.length:
@@ -226,7 +226,10 @@ class QuantisedStore(Store):
         return logits
 
     def _mix_all(self, shares: Tensor) -> Tensor:
-        """Return all values, summed by weights ``shares`` [N, X, length]: [N, X, D]; overwrites ``shares``."""
+        """Return the sums [N, X, D] of all values, weighted by ``shares`` [N, X, length]; overwrites ``shares``.
+
+        N is rows times KV heads, X the queries of each.
+        """
         values, done = self._tail[VALUES].flatten(0, 1), self._done[VALUES].smallest
         if self._aligned:
             exact_values = _tail_from(values, done - self._start)

@@ -326,7 +326,10 @@ class QuantisationTimes:
         return keys, values
 
     def tables(self, tokens: int) -> tuple[Tensor, Tensor]:
-        """Return ``keys_quantised_at`` and ``values_quantised_at``, int32 [B, tokens]."""
+        """Return the position of the first query that reads each key, and each value, as a code.
+
+        Both are int32 [B, tokens], named ``keys_quantised_at`` and ``values_quantised_at`` in the ledger.
+        """
         keys, values = (
             torch.tensor([(t + [NEVER] * tokens)[:tokens] for t in times], dtype=torch.int32)
             for times in (self._keys, self._values)

@@ -64,7 +64,7 @@ class Store:
 
     @property
     def mass(self) -> Tensor | None:
-        """Accumulated attention [B, H, length] float32, if the policy asks for it."""
+        """Accumulated attention [B, H, length] float32; None unless the policy needs it."""
         return self._in_use("mass") if self._accumulates else None
 
     def read(self) -> Iterator[Entries]:
@@ -152,7 +152,7 @@ class Store:
         return longest < self.evicted_at.shape[2]
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yield the tensors that a step of fixed shapes reads or writes."""
+        """Yield the tensors that a decode step of fixed shapes (a CUDA graph) reads or writes."""
         yield from self._tensors()
 
     def reserve_for_steps(self, slots: int, room: int, *, max_slots: int | None) -> None:

@@ -79,11 +79,11 @@ class Policy:
 
     @classmethod
     def field_names(cls) -> tuple[str, ...]:
-        """Return the fields that can be set, in order."""
+        """Return the names of the fields that a user can set, in order."""
         return tuple(f.name for f in dataclasses.fields(cls)) if cls.uses is None else cls.uses
 
     def parameters(self) -> dict[str, Any]:
-        """Return {field: value} in order, without the fields of OPTIONAL that have their default."""
+        """Return {field: value} in order; a field listed in OPTIONAL only if it differs from its default."""
         values = {name: getattr(self, name) for name in self.field_names()}
         return {name: value for name, value in values.items() if name not in OPTIONAL or value != OPTIONAL[name]}
 

@@ -190,7 +190,10 @@ class Replay:
 
 
 def run_forward(model: Any, ids: Tensor, replay: Any, logits_to_keep: int = 0) -> Tensor:
-    """Run a model on ``ids`` [B, Q] under a replay; return the logits of all columns (0), or of the last ones."""
+    """Run a model on ``ids`` [B, Q] under a replay (passed as ``kv=``); return the logits [B, columns, V].
+
+    They are those of the last ``logits_to_keep`` columns, 0 = all.
+    """
     options = {"logits_to_keep": logits_to_keep} if logits_to_keep else {}
     ids, positions = upload(ids, replay.queries.device), replay.queries.clamp(min=0)
     logits: Tensor = model(input_ids=ids, position_ids=positions, use_cache=False, kv=replay, **options).logits

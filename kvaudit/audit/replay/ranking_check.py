@@ -339,9 +339,9 @@ class RecordedLayer:
         return keys, values
 
     def masses(self, steps: Sequence[ForwardStep], due: set[int]) -> Iterator[Tensor]:
-        """Yield, for each eviction in ``due`` (token counts), the attention that every entry has got so far.
+        """Yield, for each eviction, the attention that every entry has got so far: float32 [1, H, T].
 
-        It is float32 [1, H, T], accumulated over the forwards ``steps``.
+        ``due`` are the numbers of tokens at the evictions; the attention is accumulated over the forwards ``steps``.
         """
         total, start = torch.zeros(self.evicted_at.shape, device=self.evicted_at.device), 0
         for seen, _ in steps:
@@ -357,9 +357,9 @@ class RecordedLayer:
                 yield total.clone()
 
     def query_statistics(self, sums: QueryMoments | QueryCentres, due: Sequence[int]) -> Iterator[Any]:
-        """Yield, for each eviction, the mean and spread (``Moments`` or ``Centres``) of all queries before it.
+        """Yield, for each eviction, the statistics (``Moments`` or ``Centres``) of all queries before it.
 
-        ``due`` are the evictions as token counts; ``sums`` adds the queries up.
+        ``due`` are the numbers of tokens at the evictions; ``sums`` adds the queries up.
         """
         start = 0
         for seen in due:

@@ -293,7 +293,7 @@ def _in_blocks(x: Tensor, dim: int) -> Tensor:
 
 
 def _gather_columns(x: Tensor, columns: Tensor) -> Tensor:
-    """Return columns [B, n] of ``x`` [B, H, K, D]: [B, H, n, D]."""
+    """Return the entries of ``x`` [B, H, K, D] at ``columns`` [B, n], the same in every head: [B, H, n, D]."""
     return x.gather(2, columns[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
 
 

@@ -69,11 +69,11 @@ class Measure(ABC, Generic[WorkUnit, ServedBatch, Total]):
 
     @abstractmethod
     def size(self, unit: WorkUnit) -> int:
-        """Return the number of recorded items in a unit."""
+        """Return the number of recorded items in a unit of work."""
 
     @abstractmethod
     def model(self, unit: WorkUnit) -> LoadedModel:
-        """Return the model that serves a unit; adjacent units of one checkpoint share it."""
+        """Return the model that serves a unit of work; adjacent units of one checkpoint share it."""
 
     @abstractmethod
     def serve(self, unit: WorkUnit, model: LoadedModel) -> Iterator[ServedBatch]:
@@ -104,7 +104,7 @@ class Measure(ABC, Generic[WorkUnit, ServedBatch, Total]):
         """
 
     def label(self, unit: WorkUnit) -> str:  # noqa: ARG002
-        """Return a short label of the unit for the progress display."""
+        """Return a short label of a unit of work, for the progress display."""
         return self.name
 
 
@@ -281,7 +281,7 @@ class RerunAnswer:
 
     @property
     def held_shares(self) -> list[float]:
-        """For each token before the answer, the share of KV heads, over all layers, that held it at the start."""
+        """The share of KV heads, over all layers, that held each earlier token when the answer began."""
         return [count / self.shading.heads for count in self.shading.held]
 
     @property

@@ -54,9 +54,9 @@ class Shade(AnswerMeasure[Shadings]):
         return f"{example.arm} seed {example.train_seed}, {engine_name(unit.policy.canonical)}, {suite}"
 
     def reduce(self, unit: AnswerSet, model: LoadedModel, batches: Iterator[list[RerunAnswer]]) -> Shadings:  # noqa: ARG002
-        """Store the shadings after every batch; return the new ones, by the answer's key.
+        """Store the shadings (which tokens the cache still held) after every batch; return the new ones.
 
-        A shading is None for an answer that came out different from its record.
+        They are keyed by answer; a shading is None for an answer that came out different from its record.
         """
         example = unit.example
         name = Unit(example.arm, example.train_seed, unit.policy, example.suite, example.context_tokens).name

@@ -140,9 +140,9 @@ class Chat:
         return ANY_FORM if self.tool_form is None else self.tool_form.name
 
     def reader_of(self, tool_form: str) -> ToolForm | None:
-        """Return the syntax in which tool calls are read from answers, given ``tool_form_of`` the conversation.
+        """Return the syntax in which tool calls are read from answers; None if every known syntax is tried.
 
-        None if every known syntax is tried.
+        ``tool_form`` is the name that ``tool_form_of`` returns for the conversation.
         """
         return self.tool_form if tool_form not in (TEXT_FORM, ANY_FORM) else None
 

@@ -147,9 +147,10 @@ def _finish(completion: ChatCompletion, new_tokens: int | None, limit: int) -> F
 
 
 def _prompt_tokens(usage: Any, request: SentRequest, readings: Readings) -> int | None:
-    """Return the number of prompt tokens that an endpoint reports; None if it reports none, or only uncached ones.
+    """Return the number of prompt tokens that an endpoint reports, checked against the request.
 
-    Raises Unanswered if the number does not fit the request. ``readings`` are the conversations read before.
+    None if it reports none, or counts only the part that it had not read before (``readings``). Raises Unanswered if
+    the number does not fit the request.
     """
     read = _number(usage, "prompt_tokens") or None
     if read is None:
@@ -204,7 +205,7 @@ def _details(usage: Any, kind: str) -> Any:
 
 
 def _number(usage: Any, key: str) -> int | None:
-    """Return a token count; None if it is missing or not a whole number."""
+    """Return the token count ``usage[key]``; None if it is missing or not a whole number."""
     value = usage.get(key) if isinstance(usage, Mapping) else None
     if isinstance(value, float) and value.is_integer():
         value = int(value)

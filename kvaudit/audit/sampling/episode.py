@@ -101,7 +101,7 @@ class Episode:
 
     @property
     def rows(self) -> int:
-        """The number of rows in the batch; group members are consecutive."""
+        """The number of rows in the batch; the rows of one prompt (a group) are consecutive."""
         return len(self._rows)
 
     @property
@@ -319,7 +319,7 @@ class Episode:
 
     @torch.no_grad()
     def _feed_queued(self, running: Sequence[bool]) -> None:
-        """Prefill each running row's queued input, after its last sampled token if that is not in the cache yet."""
+        """Prefill the input that ``extend`` has queued in running rows, after sampled tokens not in the cache yet."""
         fed = [on and bool(tokens) for on, tokens in zip(running, self._queued, strict=True)]
         if not any(fed):
             return
