@@ -164,7 +164,7 @@ class Diagnosis:
     """The result of a diagnosis: the harm of a setting, of its parts and of each remedy, and the failure mode.
 
     Harm is the KL from the uncompressed to the quantised predictions (``Harm``); a remedy is another way to store the
-    cache, which may do less.
+    cache, which may do less harm.
     """
 
     setting: Codes | Floats

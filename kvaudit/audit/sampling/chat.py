@@ -156,7 +156,7 @@ class Chat:
     ) -> tuple[tuple[Message, ...], tuple[Mapping[str, Any], ...]]:
         """Return the messages and tools of a conversation as they are passed to the template.
 
-        If the template cannot write the tools, the messages contain them as text and no tools are returned. Otherwise
+        If the prompt has to contain the tools as text, the messages hold them and no tools are returned. Otherwise
         calls are left out of a message's text, since the template writes them.
         """
         form = self.tool_form_of(messages, tools)
