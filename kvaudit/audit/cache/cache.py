@@ -403,7 +403,7 @@ class EvictingCache:
         return [max(before, self._peak // len(self._peaks)) for before in self._peaks]
 
     def retention(self) -> Tensor:
-        """Return kept / seen entries per row, mean over the layers that the policy governs: [B] float64."""
+        """Return the share of each row's entries still cached, mean over the layers under the policy: [B] float64."""
         # [B] each, mean over heads
         counts = [layer.counts.to(self.seen.device) for layer in self.layers if layer.plan.is_governed]
         return torch.stack(counts).double().mean(0) / self.seen.clamp(min=1)

@@ -121,13 +121,16 @@ def spread_scales(scales: Tensor, x: Tensor) -> Tensor:
 
 
 def encode_as(x: Tensor, parameters: Tensor, codec: Quantiser) -> Tensor:
-    """Return codes uint8 [..., D] of ``x`` under parameters [..., n, P], each for D / n consecutive channels."""
+    """Return codes uint8 [..., D] of ``x`` under given ``parameters`` [..., n, P] (scale, zero).
+
+    Each of the n sets of parameters is for D / n consecutive channels.
+    """
     groups = split_last(x.to(working_dtype(x.dtype)), x.shape[-1] // parameters.shape[-2])
     return codec.encode(groups, parameters.to(groups.dtype)[..., None, :]).flatten(-2)
 
 
 def decode_tokens(codes: Tensor, parameters: Tensor, codec: Quantiser) -> Tensor:
-    """Decode the codes made by ``encode_tokens``: [..., D]."""
+    """Return the numbers [..., D] that codes made by ``encode_tokens`` stand for."""
     groups = split_last(codes, codes.shape[-1] // parameters.shape[-2])
     wide = parameters.to(working_dtype(parameters.dtype))[..., None, :]
     return codec.decode(groups, wide).flatten(-2).to(parameters.dtype)
@@ -137,7 +140,10 @@ def decode_tokens(codes: Tensor, parameters: Tensor, codec: Quantiser) -> Tensor
 
 
 def fit_groups(keys: Tensor, group: Tensor, groups: int, codec: Quantiser) -> Tensor:
-    """Fit per-channel parameters [B, H, groups, D, P] to keys [B, H, K, D] with group numbers [B, H, K] (-1 = none)."""
+    """Fit the parameters (scale, zero) of groups of keys [B, H, K, D], channel by channel: [B, H, groups, D, P].
+
+    ``group`` [B, H, K] is the number of each key's group, -1 = none.
+    """
     wide = keys.to(working_dtype(keys.dtype))
     # keys of no group go to an extra one, which is dropped
     index = torch.where(group >= 0, group, groups)[..., None].expand_as(wide).long()
@@ -149,19 +155,20 @@ def fit_groups(keys: Tensor, group: Tensor, groups: int, codec: Quantiser) -> Te
 
 
 def decode_keys(codes: Tensor, parameters: Tensor, codec: Quantiser) -> Tensor:
-    """Decode keys [B, H, K, D] by per-channel parameters [B, H, K, D, P], in the parameters' dtype."""
+    """Decode keys coded per channel: [B, H, K, D], in the dtype of ``parameters`` [B, H, K, D, P] (scale, zero)."""
     return codec.decode(codes, parameters.to(working_dtype(parameters.dtype))).to(parameters.dtype)
 
 
 def parameters_of(group: Tensor, table: Tensor) -> Tensor:
-    """Return the parameters of each entry's group: rows of ``table`` [B, H, G, ...] at ``group`` [B, H, K]."""
+    """Return the parameters (scale, zero) of each entry: rows of ``table`` [B, H, G, ...] at ``group`` [B, H, K]."""
     return gather_entries(table, group.clamp(min=0).long())
 
 
 def encode_runs(keys: Tensor, codec: Quantiser) -> tuple[Tensor, Tensor, Tensor]:
     """Encode keys [B, H, K, D] channel by channel, in G groups of ``codec.key_group`` consecutive keys.
 
-    Returns the codes, the group number of each key [K], and P parameters per group and channel [B, H, G, D, P].
+    Returns the codes, the group number of each key [K], and P parameters (scale, zero) per group and channel [B, H, G,
+    D, P].
     """
     runs = keys.reshape(*keys.shape[:2], -1, codec.key_group, keys.shape[3]).to(
         working_dtype(keys.dtype)
@@ -187,8 +194,9 @@ def encode_groups(
 
 
 def drop_empty_groups(group: Tensor, table: Tensor, max_groups: int | None = None) -> tuple[Tensor, Tensor]:
-    """Return group numbers [B, H, K] and ``table`` [B, H, G, ...] without groups that have lost all keys.
+    """Renumber the groups of keys without those that have lost all keys; return the new ``group`` and ``table``.
 
+    ``group`` [B, H, K] is the number of each key's group, ``table`` [B, H, G, ...] has the groups' scales.
     ``max_groups`` is the largest number of groups left in any head, if known; otherwise it is read from the device.
     """
     batch, heads, groups = table.shape[:3]

@@ -281,7 +281,7 @@ class HintTable:
         self._parts: dict[int, Hints] | None = None
 
     def _unpack(self, heads: int, width: int) -> dict[int, Hints]:
-        """Return the hints of each layer and part (0 keys, 1 values), under the number ``layer * 2 + part``."""
+        """Return the hints of all layers as {layer * 2 + part: hints}, where part is 0 for keys and 1 for values."""
         device, unpacked = self._positions.device, [unpack_hints(words.cpu()) for words in self._words]
         index, low = (torch.cat(tensors).to(device) for tensors in zip(*unpacked, strict=True))
         row = torch.repeat_interleave(torch.tensor([len(numbers) for numbers, _ in unpacked])).to(device)

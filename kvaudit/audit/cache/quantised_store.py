@@ -168,7 +168,10 @@ class QuantisedStore(Store):
         return split_last(table, self._tail[0].shape[3]).transpose(-1, -2)
 
     def _parameters(self, part: int, rows: Tensor | slice, until: int | None = None) -> Tensor:
-        """Return the parameters [b, H, length, n, P] of entries coded per token, P for each of n channel groups."""
+        """Return the P parameters (scale, zero) of each of n channel groups of entries coded per token.
+
+        They are [b, H, length, n, P].
+        """
         scales = self._fixed[part]
         if scales is not None:
             return spread_scales(scales, self._slots_of(f"{PARTS[part]}_codes", rows, until))
@@ -191,7 +194,7 @@ class QuantisedStore(Store):
 
     @property
     def attends_codes(self) -> bool:
-        """Whether ``attend_one`` may be used: only from float32 on does it round like the learner's shadow pass."""
+        """Whether ``attend_one`` may be used: only from float32 on does it round as a learner's replay does."""
         return self._tail[0].dtype in (torch.float32, torch.float64)
 
     def attend_one(

@@ -344,8 +344,8 @@ def peak_live_bytes(
 
     ``evicted_at`` [L, H, T]; ``entries`` per layer; ``coded_at`` [T] each: when keys and values were quantised.
     ``sampled`` [T] marks the decoded tokens; for a row without any, the bytes at its end are returned. Entries alone
-    are counted, without spare slots, positions, accumulated mass, and entries that a prefill evicts at once: allocated
-    bytes include all of these, so compare live bytes with live bytes only.
+    are counted, without spare slots, positions, accumulated attention, and entries that a prefill evicts at once:
+    allocated bytes include all of these, so compare live bytes with live bytes only.
     """
     tokens = evicted_at.shape[2]
     arrived = torch.arange(tokens)  # [T], an entry is there from its own token on

@@ -69,9 +69,10 @@ class RankingAgreement(NamedTuple):
 
 
 def check_ranking(model: Any, rollouts: Sequence[Rollout], policy: Policy) -> RankingAgreement | str:
-    """Return how often the policy repeats the recorded choices, or the reason why that cannot be checked.
+    """Return how often the policy, ranking again, repeats the recorded evictions or selections, over all rollouts.
 
-    The rollouts must keep the policy's schedule (see ``eviction_breach``).
+    If that cannot be checked, return the reason as text. The rollouts must keep the policy's schedule (see
+    ``eviction_breach``).
     """
     evictor, selects = evictor_of(policy), selector_of(policy) is not None
     if not (evictor.evicts or selects):

@@ -195,7 +195,7 @@ def due_evictions(policy: Evictor, steps: Sequence[ForwardStep]) -> list[DueEvic
 
 
 def quantisation_breach(rollout: Rollout, policy: Policy) -> str | None:
-    """Return how the recorded codec, or the times of quantising, contradict the policy's quantiser; None if they agree.
+    """Return how the recorded quantiser, or the times of quantising, contradict the policy; None if they agree.
 
     The times follow from token counts alone.
     """

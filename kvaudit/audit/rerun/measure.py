@@ -147,7 +147,10 @@ def run_measure(
 
 
 def load_checkpoint(run: RunFolder, arm: str, seed: int, sha256: str) -> LoadedModel:
-    """Load a checkpoint of a run; raises DataError if it is missing or its weights have another sha256."""
+    """Load the checkpoint of one arm (way of training) and seed of a run.
+
+    Raises DataError if it is missing or its weights have another sha256.
+    """
     spec, external = run.spec, run.spec.external_source(arm, seed)
     is_model = arm == BASE_ARM and not spec.starts
     name = external or (spec.model_path if is_model else str(run.checkpoint(arm, seed)))

@@ -508,7 +508,7 @@ class _Stretch(NamedTuple):
     offsets: Sequence[int] | None = None
 
     def locate(self, place: Place) -> tuple[int, int]:
-        """Return the start and end of a span of the message in the rendered text."""
+        """Return the start and end, in the rendered text, of ``place``: a range of characters of the message."""
         ends = (place.start, place.end)
         start, end = (self.start + (n if self.offsets is None else self.offsets[n]) for n in ends)
         return max(start, self.start), min(end, self.end)

@@ -171,7 +171,7 @@ def _prompt_tokens(usage: Any, request: SentRequest, readings: Readings) -> int 
 
 
 def _check_length(completion: ChatCompletion, finish: Finish, new_tokens: int | None, limit: int) -> None:
-    """Raise Unanswered if an answer, or its count of new tokens, cannot be true under the limit of the request.
+    """Raise Unanswered if an answer's length, or its count of new tokens, cannot be true under the request's limit.
 
     It may be far too long, or be cut off well below the limit. Thoughts may exceed the limit.
     """
