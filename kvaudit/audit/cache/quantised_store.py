@@ -160,7 +160,10 @@ class QuantisedStore(Store):
 
     @property
     def _groups_are_runs(self) -> bool:
-        """Whether slot s holds position s, so that each group of keys quantised together fills consecutive slots."""
+        """Whether each group of keys quantised together fills consecutive slots, in the order of the groups.
+
+        The table of the groups' scales then has one row for each of these groups and no other rows.
+        """
         return self._aligned
 
     def _split_channels(self, table: Tensor) -> Tensor:
