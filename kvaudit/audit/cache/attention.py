@@ -97,7 +97,11 @@ def attention(
     s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Compute attention with the signature that transformers expects: returns ([B, Q, G*H, D], None)."""
+    """Return ([B, Q, G*H, D], None): the attention output, in the form in which transformers expects it.
+
+    ``kv``, if passed, computes the attention; otherwise it is the stock one. Raises RunError for options that the cache
+    does not support, such as dropout or attention that is not causal.
+    """
     for option in ("softcap", "position_bias"):  # transformers' own function would ignore them silently
         if kwargs.get(option) is not None:
             raise RunError(f"this model's attention uses {option}, which the evicting cache does not support")
@@ -179,7 +183,8 @@ def _attention_with_sinks(
 ) -> Tensor:
     """Compute ``grouped_attention`` with sink logits, which no torch kernel supports.
 
-    It is computed block by block of queries, in float32 or wider.
+    Sink logits take part in every query's softmax but have no value. Blocks of queries are computed one after the
+    other, in float32 or wider.
     """
     dtype = torch.promote_types(query.dtype, torch.float32)
     packed = query.reshape(len(query), key.shape[1], -1, *query.shape[2:]).to(dtype)  # [B, H, G, Q, D]
@@ -216,9 +221,9 @@ def query_blocks(queries: int, elements: int, *, start: int = 0, most: int | Non
 def causal_attention(
     query: Tensor, key: Tensor, value: Tensor, scaling: float, sink_logits: Tensor | None = None
 ) -> Tensor:
-    """Compute causal attention of a whole sequence.
+    """Return the causal attention output [B, G*H, T, D] of a whole sequence of T tokens.
 
-    The arguments have the shapes that ``grouped_attention`` documents.
+    ``query`` is [B, G*H, T, D], ``key`` and ``value`` [B, H, T, D], ``sink_logits`` [G*H] (see ``grouped_attention``).
     """
     if sink_logits is not None:
         return _attention_with_sinks(query, key, value, causal_mask(query.shape[2], query.device), scaling, sink_logits)
@@ -265,8 +270,8 @@ def require_model(model: Any) -> None:
 def find_decoder(model: Any) -> Any:
     """Return the part of a causal model that computes its last hidden states.
 
-    Usually that is ``model.get_decoder()``. In ModernBERT's decoder this returns the layer that makes the logits, which
-    is also named ``decoder``; then the base model is returned.
+    Usually that is ``model.get_decoder()``. For ModernBERT's decoder, ``get_decoder`` returns the layer that makes the
+    logits, since its name is ``decoder`` too; the base model is returned instead.
     """
     decoder = model.get_decoder()
     return inner_model(model).base_model if decoder is model.get_output_embeddings() else decoder

@@ -47,7 +47,7 @@ class EvictingCache:
     tokens before each token in its row, -1 = padding), then the forward itself with
     ``position_ids=positions.clamp(min=0)``. ``rotary`` is the model's rotary embedding (``find_rotary``), if the policy
     needs it; ``blocks`` is the model's number of mixture-of-experts blocks (``hook_expert_blocks``). Raises SpecError
-    for a ``Mixture``, from which the caller must draw one policy for each request.
+    for a ``Mixture`` (several policies, one of them drawn for each request): the caller must draw first.
     """
 
     def __init__(
@@ -216,11 +216,17 @@ class EvictingCache:
         self._attended = {n for n, layer in enumerate(self.layers) if layer.plan.has_entries}
 
     def coded_counts(self) -> tuple[Counts, Counts] | None:
-        """Return how many keys and values of each row are quantised after this forward; None without a quantiser."""
+        """Return how many keys and how many values of each row are quantised after this forward.
+
+        None without a quantiser.
+        """
         return self._times.counts() if self._times else None
 
     def record_hints(self) -> None:
-        """Record the rounding hints (see ``hints``) of the entries that a ``FixedStep`` has quantised."""
+        """Record the rounding hints of the entries that a ``FixedStep`` has quantised.
+
+        Hints are codes of values near the border of two codes.
+        """
         if not self.coded_steps:
             return
         steps = torch.tensor(self.coded_steps, dtype=torch.int32)  # [n, 2, B]
@@ -258,8 +264,9 @@ class EvictingCache:
         self.bytes += layer.bytes
 
     def layers_to_compress(self, layer: CachedLayer) -> list[CachedLayer]:
-        """Return the layers to compress after ``layer`` has attended.
-        That is the layer itself; for a policy that ranks several layers together, all of them after the last one.
+        """Return the layers to compress after ``layer`` has attended: by default that layer alone.
+
+        Layers that the policy ranks together are all returned after the last of them; after the others, none is.
         """
         if not layer.evictor.across_layers:
             return [layer]
@@ -312,7 +319,7 @@ class EvictingCache:
         return out
 
     def take_states(self, layer: int, states: States) -> None:
-        """Copy the new states of a layer from another cache, instead of running the layer (``carry``)."""
+        """Copy the new recurrent states of a layer from another cache, instead of running the layer (``carry``)."""
         self.layers[layer].states = states.repeat(1)  # a copy: the other cache changes its own
         self._finish_carry(layer)
 
@@ -396,7 +403,7 @@ class EvictingCache:
         return [max(before, self._peak // len(self._peaks)) for before in self._peaks]
 
     def retention(self) -> Tensor:
-        """Return kept / seen entries per row, mean over the layers that the policy governs: [B] float64."""
+        """Return the share of each row's entries still cached, mean over the layers under the policy: [B] float64."""
         # [B] each, mean over heads
         counts = [layer.counts.to(self.seen.device) for layer in self.layers if layer.plan.is_governed]
         return torch.stack(counts).double().mean(0) / self.seen.clamp(min=1)
@@ -410,7 +417,11 @@ class EvictingCache:
         return sum(layer.store.dense_bytes_per_token for layer in self.layers) * tokens + self._state_bytes()
 
     def live_bytes(self, evicted_at: Tensor, coded_at: tuple[Tensor, Tensor] | None, sampled: Tensor) -> int:
-        """Return the peak bytes of one row's entries and states while decoding; arguments as in ``peak_live_bytes``."""
+        """Return the peak bytes of one row's entries and recurrent states while decoding.
+
+        ``evicted_at`` [L, H, T] and ``coded_at`` (keys [T], values [T]) say when the entries were evicted and
+        quantised; ``sampled`` bool [T] marks the decoded tokens.
+        """
         entries = [layer.store.entry_bytes for layer in self.layers]
         return round(peak_live_bytes(evicted_at, entries, coded_at, sampled)) + self._state_bytes()
 
@@ -435,7 +446,10 @@ class EvictingCache:
         return torch.stack(tables, 1)  # [B, L, H, tokens]
 
     def hints(self) -> list[Tensor]:
-        """Return the packed rounding hints of every row (see ``hints``); an empty list if nothing is quantised."""
+        """Return the packed rounding hints of every row (uint16 words); an empty list if nothing is quantised.
+
+        Hints are the recorded codes of values near the border between two codes (see the module ``hints``).
+        """
         self.record_hints()
         stores = [(n, layer.store) for n, layer in enumerate(self.layers) if isinstance(layer.store, QuantisedStore)]
         if not stores:
@@ -454,24 +468,30 @@ class EvictingCache:
         return self._times.tables(tokens) if self._times else None
 
     def selections(self) -> list[Selection | None] | None:
-        """Return the keys that each row's queries selected; None if the policy does not select."""
+        """Return the keys that each row's queries selected, one record per row; None if the policy does not select."""
         return self._choices.rows() if self._choices else None
 
     def pinned(self) -> list[tuple[tuple[int, int], ...]] | None:
         """Return each row's pinned (never evicted) positions as runs [start, end).
 
-        None without pins, and if heads share no budget, since then no check of the rollout needs them.
+        None if there are no pins, or if no heads share a budget: then no check of the rollout needs the pins.
         """
         shares = any(schedule.evictor.shares_heads for schedule in self.schedules.values())
         return self.pins.runs() if self.pins and shares else None
 
     def experts(self, tokens: int) -> Tensor | None:
-        """Return the experts of each token, int16 [B, tokens, M, k]; None for a model without experts."""
+        """Return the k experts of each token in each of M mixture-of-experts blocks, int16 [B, tokens, M, k].
+
+        None for a model without experts.
+        """
         return self.routes.table(tokens) if self.routes else None
 
 
 def _rank_together(layers: Sequence[CachedLayer], views: Sequence[View]) -> Sequence[Tensor]:
-    """Return the importance [b, H, K] by which each layer evicts, adjusted across the layers by ``Evictor.agreed``."""
+    """Return for each layer the importance [b, H, K] by which it evicts, adjusted across layers by ``Evictor.agreed``.
+
+    ``views`` holds, for each layer, what the policy needs to rank that layer's entries.
+    """
     evictor = layers[0].evictor
     ranks = [evictor.importance(view).float() for view in views]
     for rank, view in zip(ranks, views, strict=True):

@@ -58,8 +58,8 @@ class Forward(NamedTuple):
 class CachedLayer:
     """The entries of one layer for B rows, and the state that the policy needs besides.
 
-    ``schedule`` is shared by all layers of one evictor. ``counts`` are the entries of each row, averaged over heads.
-    ``bytes`` are the allocated bytes at the last call of ``update_bytes``.
+    ``schedule`` says which rows evict now; layers with the same eviction policy share it. ``counts`` are the entries of
+    each row, averaged over heads. ``bytes`` are the allocated bytes at the last call of ``update_bytes``.
     """
 
     def __init__(
@@ -104,9 +104,9 @@ class CachedLayer:
         self.counts = self.schedule.arrived
 
     def flush(self, forward: Forward, *, on_write: bool) -> None:
-        """Quantise the entries that are due, if this is the moment at which the codec does it.
+        """Quantise the entries that are due, if the quantiser does so at this moment.
 
-        ``on_write``: the call comes before the new queries attend, otherwise after.
+        ``on_write``: the moment before the new queries attend, otherwise after.
         """
         if isinstance(self.store, QuantisedStore) and self.store.on_write == on_write:
             assert forward.coded is not None
@@ -185,10 +185,10 @@ class CachedLayer:
     def selected_attention(
         self, call: AttentionCall, forward: Forward, selector: Selector, view: View
     ) -> tuple[Tensor, Tensor]:
-        """Return the attention output [B, G*H, 1, D] of one query per row over selected runs of positions, and these.
+        """Return the attention output [B, G*H, 1, D] of one query per row, and the numbers of the units that it reads.
 
-        Such a run is called a unit and has ``selector.unit`` positions. Nothing is evicted from such a store, so every
-        head holds the same positions.
+        The policy selects the units, runs of ``selector.unit`` positions. Nothing is evicted from such a store, so
+        every head holds the same positions.
         """
         store, positions = self.store, forward.positions
         assert call.query.shape[2] == 1, call.query.shape
@@ -209,7 +209,7 @@ class CachedLayer:
     # --- a step of fixed shapes (``fixed_step``) ----------------------------------------------------------------------
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yield the tensors that a step of fixed shapes reads or writes, besides the ledger."""
+        """Yield the tensors that a decode step of fixed shapes (a CUDA graph) reads or writes, besides the ledger."""
         yield from self.store.tensors()
         for state in self._independent:
             yield from state.tensors()
@@ -264,7 +264,7 @@ class CachedLayer:
         return out[:, :, None]
 
     def add_step_queries(self, query: Tensor, forward: Forward) -> None:
-        """Update the policy's state of queries for one query per row, by operators of fixed shapes."""
+        """Update the policy's statistics of past queries with one query per row, by operators of fixed shapes."""
         if self._last:
             self._last.add_step(query, forward.positions)
         mass = self.store.mass
@@ -291,7 +291,10 @@ class CachedLayer:
         return every_row and self.schedule.arrived.all_equal(length) and eviction.budgets.all_equal(length - 1)
 
     def view(self, rows: Tensor | slice, forward: Forward, row_keys: RowKeys, *, packed: bool) -> View:
-        """Return what the policy needs to rank some rows' entries; ``packed``: by position and without gaps."""
+        """Return the ``View`` of some rows: what the policy needs to rank their entries.
+
+        ``packed``: entries stand in order of position, with no empty slots between them.
+        """
         store, moments, centres = self.store, self._moments, self._centres
         if packed and not (self._is_full and store.ordered):
             # neighbours in the cache must be neighbours in the view, without gaps from the padding of other rows
@@ -319,7 +322,10 @@ class CachedLayer:
         )
 
     def evict(self, eviction: Eviction, forward: Forward, view: View, importance: Tensor, pins: Pins | None) -> None:
-        """Drop the entries with the lowest ``importance`` [b, H, K] of a ``view``."""
+        """Drop the entries of the lowest ``importance`` [b, H, K], in each row down to its budget.
+
+        ``view`` holds these entries. Pinned ones are dropped last.
+        """
         pinned, store = self._pins_of(eviction, view, pins), self.store
         self.counts = self.schedule.remaining
         kept = store.positions >= 0  # [B, H, length]; rows that are not due keep all entries
@@ -339,11 +345,11 @@ class CachedLayer:
         return Victims(slots, view.positions.gather(2, slots[:, :, None]))
 
     def victims_on_host(self, newest: int | None, before: int, pins: Pins | None) -> Victims | None:
-        """Return slot and position of the entry to evict in every head, without reading the device at every step.
+        """Return slot and position of the entry to evict in every head, computed on the CPU.
 
-        Only for policies that rank by position alone. None if rows or heads may differ. ``newest`` is the position of
-        the new entry, which follows ``before`` slots; None if it differs between rows. The position of each slot is
-        read from the device once and then kept in the schedule.
+        This is possible only for policies that rank by position alone. None if rows or heads may differ. ``before`` is
+        the number of slots in use before the new entry, and ``newest`` the new entry's position (None if it differs
+        between rows). The position of each slot is read from the device once and then kept in the schedule.
         """
         schedule = self.schedule
         if newest is None or pins is not None:
@@ -391,11 +397,14 @@ class CachedLayer:
             self._sinks.move(self.store, eviction.rows, by=forward.seen - eviction.budgets.to(forward.seen.device))
 
     def _pins_of(self, eviction: Eviction, view: View, pins: Pins | None) -> Tensor | None:
-        """Return which entries of the view are pinned; None without pins, and in the model's sliding-window layers."""
+        """Return which entries of ``view`` (those to be ranked) are pinned, bool [b, H, K].
+
+        None without pins, and in the model's sliding-window layers.
+        """
         return None if pins is None or self.plan.sliding_window is not None else pins.at(view.positions, eviction.rows)
 
     def _keep(self, kept: Tensor, forward: Forward) -> None:
-        """Drop the slots where ``kept`` [B, H, length] is False; the store then is as long as its fullest head."""
+        """Drop the slots where ``kept`` [B, H, length] is False; as many remain as the fullest head needs."""
         # how heads share a budget is known on the device only, so this waits for it
         width = int(kept.sum(-1).max()) if self.evictor.shares_heads else self.counts.largest
         self.store.keep(kept, width, forward.next_query, forward.longest)

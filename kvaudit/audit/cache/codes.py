@@ -42,10 +42,10 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 
 
 class Scratch:
-    """A buffer for numbers that are read once, shared by all layers, since allocating costs more than filling it.
+    """A memory buffer for decoded numbers, which are read once and then overwritten; all layers share it.
 
-    It lives as long as the cache and takes at most two blocks of HOST_BLOCK bytes. It is not counted among the cache's
-    bytes, since no policy compresses it.
+    Sharing is faster, since allocating costs more than filling. The buffer lives as long as the cache and takes at most
+    two blocks of HOST_BLOCK bytes. It is not counted among the cache's bytes, since no policy compresses it.
     """
 
     def __init__(self) -> None:
@@ -55,9 +55,9 @@ class Scratch:
         self._bytes: dict[torch.Size, tuple[Tensor, Tensor]] = {}  # such a view, and its bytes
 
     def like(self, other: Tensor, dtype: torch.dtype, number: int = 0) -> Tensor:
-        """Return an uninitialised tensor shaped like ``other``.
+        """Return an uninitialised tensor shaped like ``other``; its memory lasts until the next such call.
 
-        The next call with the same ``dtype`` and ``number`` reuses its memory.
+        Calls with another ``dtype`` or another ``number`` have memory of their own.
         """
         views = self._views.setdefault((dtype, number), {})
         view = views.get(other.shape)
@@ -116,18 +116,21 @@ def encode_tokens(x: Tensor, codec: Quantiser, scales: Tensor | None = None) -> 
 
 
 def spread_scales(scales: Tensor, x: Tensor) -> Tensor:
-    """Expand scales [H], without copying, to parameters [B, H, K, 1, 1] of ``x`` [B, H, K, ...]."""
+    """Expand one scale per head [H], without copying, to the parameters [B, H, K, 1, 1] of ``x`` [B, H, K, ...]."""
     return scales[:, None, None, None].expand(*x.shape[:3], 1, 1)
 
 
 def encode_as(x: Tensor, parameters: Tensor, codec: Quantiser) -> Tensor:
-    """Return codes uint8 [..., D] of ``x`` under parameters [..., n, P], each for D / n consecutive channels."""
+    """Return codes uint8 [..., D] of ``x`` under given ``parameters`` [..., n, P] (scale, zero).
+
+    Each of the n sets of parameters is for D / n consecutive channels.
+    """
     groups = split_last(x.to(working_dtype(x.dtype)), x.shape[-1] // parameters.shape[-2])
     return codec.encode(groups, parameters.to(groups.dtype)[..., None, :]).flatten(-2)
 
 
 def decode_tokens(codes: Tensor, parameters: Tensor, codec: Quantiser) -> Tensor:
-    """Decode the codes made by ``encode_tokens``: [..., D]."""
+    """Return the numbers [..., D] that codes made by ``encode_tokens`` stand for."""
     groups = split_last(codes, codes.shape[-1] // parameters.shape[-2])
     wide = parameters.to(working_dtype(parameters.dtype))[..., None, :]
     return codec.decode(groups, wide).flatten(-2).to(parameters.dtype)
@@ -137,7 +140,10 @@ def decode_tokens(codes: Tensor, parameters: Tensor, codec: Quantiser) -> Tensor
 
 
 def fit_groups(keys: Tensor, group: Tensor, groups: int, codec: Quantiser) -> Tensor:
-    """Fit per-channel parameters [B, H, groups, D, P] to keys [B, H, K, D] with group numbers [B, H, K] (-1 = none)."""
+    """Fit the parameters (scale, zero) of groups of keys [B, H, K, D], channel by channel: [B, H, groups, D, P].
+
+    ``group`` [B, H, K] is the number of each key's group, -1 = none.
+    """
     wide = keys.to(working_dtype(keys.dtype))
     # keys of no group go to an extra one, which is dropped
     index = torch.where(group >= 0, group, groups)[..., None].expand_as(wide).long()
@@ -149,19 +155,20 @@ def fit_groups(keys: Tensor, group: Tensor, groups: int, codec: Quantiser) -> Te
 
 
 def decode_keys(codes: Tensor, parameters: Tensor, codec: Quantiser) -> Tensor:
-    """Decode keys [B, H, K, D] by per-channel parameters [B, H, K, D, P], in the parameters' dtype."""
+    """Decode keys coded per channel: [B, H, K, D], in the dtype of ``parameters`` [B, H, K, D, P] (scale, zero)."""
     return codec.decode(codes, parameters.to(working_dtype(parameters.dtype))).to(parameters.dtype)
 
 
 def parameters_of(group: Tensor, table: Tensor) -> Tensor:
-    """Return the parameters of each entry's group: rows of ``table`` [B, H, G, ...] at ``group`` [B, H, K]."""
+    """Return the parameters (scale, zero) of each entry: rows of ``table`` [B, H, G, ...] at ``group`` [B, H, K]."""
     return gather_entries(table, group.clamp(min=0).long())
 
 
 def encode_runs(keys: Tensor, codec: Quantiser) -> tuple[Tensor, Tensor, Tensor]:
     """Encode keys [B, H, K, D] channel by channel, in G groups of ``codec.key_group`` consecutive keys.
 
-    Returns the codes, the group number of each key [K], and P parameters per group and channel [B, H, G, D, P].
+    Returns the codes, the group number of each key [K], and P parameters (scale, zero) per group and channel [B, H, G,
+    D, P].
     """
     runs = keys.reshape(*keys.shape[:2], -1, codec.key_group, keys.shape[3]).to(
         working_dtype(keys.dtype)
@@ -174,9 +181,11 @@ def encode_runs(keys: Tensor, codec: Quantiser) -> tuple[Tensor, Tensor, Tensor]
 def encode_groups(
     keys: Tensor, is_due: Tensor, codec: Quantiser, groups: int | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Encode the keys marked by ``is_due`` [B, H, K] as ``encode_runs`` does, but with separate groups in each head.
+    """Encode the keys marked by ``is_due`` [B, H, K] channel by channel, in groups of ``codec.key_group`` due keys.
 
-    Group numbers [B, H, K] are -1 for other keys. ``groups`` is G if known; otherwise it is read from the device.
+    Each head has its own groups. Returns the codes, the group number of each key [B, H, K] (-1 for keys that are not
+    due), and P parameters per group and channel [B, H, G, D, P]. ``groups`` is G if known; otherwise G is read from the
+    device.
     """
     rank = is_due.int().cumsum(2) - 1  # [B, H, K], number among the due keys
     group = torch.where(is_due, rank // codec.key_group, -1)
@@ -185,8 +194,9 @@ def encode_groups(
 
 
 def drop_empty_groups(group: Tensor, table: Tensor, max_groups: int | None = None) -> tuple[Tensor, Tensor]:
-    """Return group numbers [B, H, K] and ``table`` [B, H, G, ...] without groups that have lost all keys.
+    """Renumber the groups of keys without those that have lost all keys; return the new ``group`` and ``table``.
 
+    ``group`` [B, H, K] is the number of each key's group, ``table`` [B, H, G, ...] has the groups' scales.
     ``max_groups`` is the largest number of groups left in any head, if known; otherwise it is read from the device.
     """
     batch, heads, groups = table.shape[:3]
@@ -209,7 +219,10 @@ class Block(NamedTuple):
 
 
 class CodeProducts:
-    """Matrix products with numbers stored as packed codes, uint8 [B, H, C, W]: C slots of W bytes."""
+    """The matrix products of queries and attention weights with packed codes, uint8 [B, H, C, W]: C slots of W bytes.
+
+    ``codec`` says how to decode; ``scratch`` is the buffer for decoded numbers.
+    """
 
     def __init__(self, codec: Quantiser, scratch: Scratch) -> None:
         self._codec, self._scratch = codec, scratch
@@ -234,7 +247,10 @@ class CodeProducts:
         return _concat(logits, 2)
 
     def weighted_sum(self, shares: Tensor, codes: Tensor) -> Tensor:
-        """Return coded values, without their scales, summed by weights ``shares`` [N, X, C]: [N, X, D]."""
+        """Return the sums [N, X, D] of coded values, without their scales, weighted by ``shares`` [N, X, C].
+
+        N = B * H are the rows times KV heads, X the queries of each, C the slots.
+        """
         block = self._block(codes, shares.element_size())
         weights, by_tokens = _cut(shares, block.tokens, 2), _cut(codes.flatten(0, 1), block.tokens, 1)
         sums = []
@@ -250,9 +266,9 @@ class CodeProducts:
         return Block(max(1, max_bytes // (token * max(1, codes.shape[2]))), tokens)
 
     def _numbers(self, codes: Tensor, dtype: torch.dtype, heads: int, runs: Tensor | None = None) -> Iterator[Tensor]:
-        """Yield decoded ``codes`` [N, C, W] as [n, C, D], n heads at a time; each yield overwrites the last.
+        """Decode ``codes`` [N, C, W], n heads at a time, and yield the numbers [n, C, D] in one reused tensor.
 
-        Scales and zeros are applied if ``runs`` [N, G, P, 1, D] gives them.
+        Scales and zeros are applied if ``runs`` [N, G, P, 1, D] gives them, P for each of G groups of keys.
         """
         by_heads: Iterable[Tensor | None] = repeat(None) if runs is None else _cut(runs, heads, 0)
         for packed, parameters in zip(_cut(codes, heads, 0), by_heads, strict=False):
@@ -269,9 +285,10 @@ class CodeProducts:
 
 
 def token_logits(query: Tensor, codes: Tensor, parameters: Tensor, products: CodeProducts) -> Tensor:
-    """Return the logits [N, X, C] of ``query`` [N, X, D] with keys coded per token (N, X, C as in ``CodeProducts``).
+    """Return the logits [N, X, C] of ``query`` [N, X, D] with keys coded per token.
 
-    Each key has P parameters for each of its n groups of channels: ``parameters`` [B, H, C, n, P].
+    N = B * H are the rows times KV heads, X the queries of each, C the slots. Each key has P parameters (scale, zero)
+    for each of its n groups of channels: ``parameters`` [B, H, C, n, P].
     """
     scale, *zeros = _by_group(parameters)
     groups, size = parameters.shape[3], query.shape[2] // parameters.shape[3]
@@ -288,9 +305,10 @@ def token_logits(query: Tensor, codes: Tensor, parameters: Tensor, products: Cod
 
 
 def token_mix(shares: Tensor, codes: Tensor, parameters: Tensor, products: CodeProducts) -> Tensor:
-    """Return the sums [N, X, D] of values coded per token, weighted by ``shares`` [N, X, C].
+    """Return the sums [N, X, D] of values coded per token, weighted by attention ``shares`` [N, X, C].
 
-    Each value has P parameters for each of its n groups of channels: ``parameters`` [B, H, C, n, P].
+    N = B * H are the rows times KV heads, X the queries of each, C the slots. Each value has P parameters (scale, zero)
+    for each of its n groups of channels: ``parameters`` [B, H, C, n, P].
     """
     scale, *zeros = _by_group(parameters)
     groups = parameters.shape[3]

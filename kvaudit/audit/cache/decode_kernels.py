@@ -64,9 +64,10 @@ class Layout(NamedTuple):
     """The layout of keys or values, a compile-time constant of the kernels.
 
     ``size``: channels of a head; ``padded``: the next power of two. ``groups``: groups of channels per token with their
-    own parameters, or PER_HEAD or BY_TABLE; ``width``: channels of such a group if it is a power of two, otherwise 1.
-    ``ring``: length of the ring. ``run``: slots that share a row of the table, if tiles consist of whole runs or runs
-    of whole tiles, otherwise 0; ``rows``: rows of the table per tile.
+    own parameters; PER_HEAD: one fixed scale per head; BY_TABLE: keys quantised per channel, whose parameters are in a
+    table. ``width``: channels of such a group if it is a power of two, otherwise 1. ``ring``: length of the ring.
+    ``run``: slots that share a row of the table, if tiles consist of whole runs or runs of whole tiles, otherwise 0;
+    ``rows``: rows of the table per tile.
     """
 
     kind: str
@@ -115,13 +116,13 @@ def is_available(device: torch.device) -> bool:
 
 
 def compute(x: Tensor) -> bool:
-    """Return whether the kernels are used for steps with heads like ``x`` [B, H, 1, D]; never in float64."""
+    """Return whether the kernels are used for heads of the dtype and size of ``x`` [B, H, 1, D]; never in float64."""
     kind = (x.dtype, x.shape[-1])
     return x.dtype in _DTYPES and kind not in _refused and is_available(x.device)
 
 
 def refuse(x: Tensor, error: Exception) -> None:
-    """Stop using the kernels for heads like ``x`` after they failed with ``error``, and print a note."""
+    """Stop using the kernels for heads of the dtype and size of ``x``, because of ``error``, and print a note."""
     _refused.add((x.dtype, x.shape[-1]))
     line = str(error).strip().partition("\n")[0] or type(error).__name__
     note_once(f"heads of {x.shape[-1]} channels in {x.dtype} are attended without triton kernels ({line}); slower")
@@ -327,7 +328,7 @@ def _coded_operand(part: CodedPart) -> Operand:
 
 
 def _with_rows(layout: Layout, tile: int) -> Layout:
-    """Return ``layout`` with ``rows`` set to the number of table rows that a tile of ``tile`` slots uses.
+    """Return ``layout`` with ``rows`` set to how many rows of the scales' table a tile of ``tile`` slots uses.
 
     ``run`` becomes 0 instead if there is no table, or if tiles and runs do not fit into each other in whole numbers.
     """
@@ -436,9 +437,9 @@ def _attend_exact(
     KEYS: tl.constexpr,
     VALUES: tl.constexpr,
 ) -> tl.tuple:
-    """Return the sums [G, Dv], largest logits [G] and total weights [G] over the slots of ``read``.
+    """Return the weighted sums of values [G, Dv], largest logits [G] and total weights [G] over a range of slots.
 
-    All of these slots hold exact (unquantised) keys and values.
+    All of these slots hold exact (unquantised) keys and values. ``read`` is as in ``_attend_coded``.
     """
     batch, head, positions, newest, begin, end = read
     ROWS: tl.constexpr = SHAPE.rows
@@ -471,11 +472,11 @@ def _attend_coded(
     KEYS: tl.constexpr,
     VALUES: tl.constexpr,
 ) -> tl.tuple:
-    """Return the sums, largest logits and total weights over the slots of ``read``, where some slots hold codes.
+    """Return the sums, largest logits and total weights over a range of slots, some of which hold codes.
 
-    The result is of the form of ``_attend_exact``. A first loop covers the tiles before the first exact entry that is
-    seen. It reads positions and the parameters of tokens one tile ahead by hand, since the compiler does not pipeline
-    loads of so few bytes.
+    ``read`` = (row, head, slot positions, query position, begin, end); the result has the form of ``_attend_exact``. A
+    first loop covers the tiles before the first exact entry that is seen. It reads positions and the parameters of
+    tokens one tile ahead by hand, since the compiler does not pipeline loads of so few bytes.
     """
     batch, head, positions, newest, begin, end = read
     ROWS: tl.constexpr = SHAPE.rows
@@ -572,7 +573,7 @@ def _merge_kernel(
 
 @_jit()
 def _is_seen(position: tl.tensor, newest: tl.tensor, SHAPE: tl.constexpr) -> tl.tensor:
-    """Return which entries, by ``position``, a query at position ``newest`` sees."""
+    """Return which entries, by ``position``, a query at position ``newest`` may attend to."""
     seen = (position >= 0) & (position <= newest)
     if SHAPE.window > 0:
         seen = seen & (newest - position < SHAPE.window)
@@ -583,7 +584,7 @@ def _is_seen(position: tl.tensor, newest: tl.tensor, SHAPE: tl.constexpr) -> tl.
 def _slots_before(
     oldest: tl.tensor, positions: tl.tensor, begin: tl.tensor, end: tl.tensor, newest: tl.tensor, SHAPE: tl.constexpr
 ) -> tl.tensor:
-    """Return how many slots lie from ``begin`` to the first seen entry at position ``oldest`` or later."""
+    """Return how many slots lie between ``begin`` and the first seen entry whose position is ``oldest`` or later."""
     SCAN: tl.constexpr = SHAPE.scan
     place = tl.arange(0, SCAN)
     first = tl.zeros([SCAN], tl.int32) + (end - begin)
@@ -631,7 +632,10 @@ def _read_entries(part: tl.tuple, strides: tl.tuple, at: tl.tuple, LAYOUT: tl.co
 
 @_jit()
 def _read_packed(part: tl.tuple, strides: tl.tuple, at: tl.tuple, LAYOUT: tl.constexpr) -> tl.tensor:
-    """Return the packed codes at ``at`` (see ``_read_entries``)."""
+    """Return the packed codes, uint8 [TILE, bytes], of the slots that ``at`` names.
+
+    ``at`` = (row, head, slots [TILE], mask of the slots to read).
+    """
     batch, head, place, inside = at
     byte = tl.arange(0, LAYOUT.padded * LAYOUT.bits // 8)
     is_byte = (byte < LAYOUT.size * LAYOUT.bits // 8)[None, :]
@@ -651,9 +655,9 @@ def _decode(
     dtype: tl.constexpr,
     LAYOUT: tl.constexpr,
 ) -> tl.tensor:
-    """Return the keys or values that packed codes stand for, [TILE, padded]; ``at`` is as in ``_read_entries``.
+    """Return the keys or values [TILE, padded] that ``packed`` codes stand for, in ``dtype``.
 
-    ``first`` is the first slot of the tile.
+    ``at`` = (row, head, slots [TILE], mask of the slots to read); ``first`` is the first slot of the tile.
     """
     batch, head, _, _ = at
     numbers = _numbers_of(packed, LAYOUT)
@@ -672,7 +676,10 @@ def _decode(
 def _read_ring(
     part: tl.tuple, strides: tl.tuple, at: tl.tuple, position: tl.tensor, done: tl.tensor, LAYOUT: tl.constexpr
 ) -> tl.tensor:
-    """Return the unquantised entries [TILE, padded] from the ring, for positions from ``done`` on; 0 for others."""
+    """Return the unquantised entries [TILE, padded] from the ring buffer that holds the newest ones.
+
+    Only positions from ``done`` on are unquantised; for others the result is 0.
+    """
     batch, head, _, _ = at
     channel = tl.arange(0, LAYOUT.padded)
     exact = (position >= 0) & (position >= done)
@@ -707,7 +714,10 @@ def _numbers_of(packed: tl.tensor, LAYOUT: tl.constexpr) -> tl.tensor:
 def _scale_channels(
     numbers: tl.tensor, part: tl.tuple, strides: tl.tuple, at: tl.tuple, LAYOUT: tl.constexpr
 ) -> tl.tensor:
-    """Apply the parameters in the table, looked up by each key's group, to ``numbers`` [TILE, padded]."""
+    """Apply scales and zeros to keys quantised per channel, ``numbers`` [TILE, padded].
+
+    They are in a table with one row per group of keys; the group of each key is looked up.
+    """
     batch, head, place, inside = at
     group = tl.load(part[2] + batch * strides[6] + head * strides[7] + place, mask=inside, other=-1).to(tl.int64)
     channel = tl.arange(0, LAYOUT.padded)
@@ -721,9 +731,10 @@ def _scale_channels(
 
 @_jit()
 def _scale_runs(numbers: tl.tensor, part: tl.tuple, strides: tl.tuple, at: tl.tuple, LAYOUT: tl.constexpr) -> tl.tensor:
-    """Apply the parameters in the table to ``numbers`` without looking up each key's group.
+    """Apply scales and zeros to keys quantised per channel, ``numbers`` [TILE, padded], by whole rows of the table.
 
-    This is possible where a tile consists of whole runs (slots that share a row of the table) or is part of one run.
+    The table has one row per group of keys. No key's group is looked up, so a tile must consist of whole runs (slots
+    that share a row of the table) or be part of one run.
     """
     batch, head, first, done = at
     ROWS: tl.constexpr = LAYOUT.rows
@@ -741,7 +752,7 @@ def _scale_runs(numbers: tl.tensor, part: tl.tuple, strides: tl.tuple, at: tl.tu
 
 @_jit()
 def _scale_tokens(numbers: tl.tensor, parameters: tl.tuple, LAYOUT: tl.constexpr) -> tl.tensor:
-    """Apply each token's parameters, by groups of channels, to ``numbers`` [TILE, padded]."""
+    """Apply the scale and zero of each token's channel groups to ``numbers`` [TILE, padded]."""
     scaled = tl.reshape(numbers, [numbers.shape[0], LAYOUT.padded // LAYOUT.width, LAYOUT.width])
     scaled *= parameters[0].to(tl.float32)[:, :, None]
     if LAYOUT.kind == "unsigned":
@@ -751,9 +762,10 @@ def _scale_tokens(numbers: tl.tensor, parameters: tl.tuple, LAYOUT: tl.constexpr
 
 @_jit()
 def _read_parameters(part: tl.tuple, strides: tl.tuple, at: tl.tuple, LAYOUT: tl.constexpr) -> tl.tuple:
-    """Return the scales and zeros [TILE, groups] of the tokens at ``at``, or the scale of a head.
+    """Return the scales and zeros [TILE, groups] of the slots that ``at`` names, or the one scale of the head.
 
-    For parameters in a table it returns numbers that are not used.
+    ``at`` is as in ``_read_entries``. For keys quantised per channel the result is meaningless and not used: their
+    parameters are in a table (see ``_scale_channels``).
     """
     batch, head, place, inside = at
     if LAYOUT.groups == -1:  # BY_TABLE
@@ -792,7 +804,10 @@ def _write_kernel(
     PADDED: tl.constexpr,
     PLACES: tl.constexpr,
 ) -> None:
-    """Write the key, value and position of one row and head into their slot or ring, and 0 as the slot's mass."""
+    """Write the key, value and position of one row and head into a slot, and 0 as the slot's accumulated attention.
+
+    Where ``PLACES`` is above 0, the key or the value goes into a ring buffer of that many places instead.
+    """
     row = tl.program_id(0)
     batch, head = (row // HEADS).to(tl.int64), (row % HEADS).to(tl.int64)
     at = tl.load(slot)

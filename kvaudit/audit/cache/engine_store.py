@@ -78,7 +78,7 @@ class ByChannel:
     def read_in_order(self, blocks: Tensor, prompt: Tensor, until: Tensor) -> BlockReads:
         """Return what queries read of keys [B, H, n, BLOCK, D] if the prompt is written at once, later keys one by one.
 
-        ``prompt`` and ``until``, bool [B, n, BLOCK], mark the entries of the prompt and all entries.
+        ``prompt`` and ``until``, bool [B, n, BLOCK], mark the entries of the prompt, and all entries that are written.
         """
         stored = self.read_back(blocks, prompt[:, None])  # the prompt's entries are written together
         steps = []

@@ -36,11 +36,12 @@ def attention_mass(
     before: int | None = None,
     no_padding: bool = False,
 ) -> Tensor:
-    """Return the softmax mass of each slot, summed over the queries and the GQA group: [B, H, K] float32.
+    """Return the softmax weight that each slot gets, summed over the queries and the GQA group: [B, H, K] float32.
 
     query [B, G*H, Q, D] at row positions [B, Q] (-1 = padding, adds nothing), keys [B, H, K, D] at positions [B, H, K].
     ``before`` promises that query n, unless it is padding, sees exactly the first ``before`` + n + 1 slots;
-    ``no_padding`` that no query is padding. Blocks of queries, and on a CPU of rows, keep memory at O(block * K).
+    ``no_padding`` promises that no query is padding. Blocks of queries, and on a CPU of rows, keep memory at O(block *
+    K).
     """
     row_size = query.shape[1] * min(QUERY_BLOCK, query.shape[2]) * keys.shape[2]  # probabilities of a block of queries
     step = max(1, HOST_MASS // max(1, row_size))
@@ -129,7 +130,7 @@ def victim_slots(
 ) -> Tensor:
     """Return the slot [B, H] of the entry to evict from each head that has one entry more than its budget.
 
-    It is the one that ``keep_mask`` would drop, but here the slots may be in any order.
+    It holds the entry that ``keep_mask`` would drop, but here the slots need not be in order of position.
     """
     rank = _rank(importance, positions, seen, policy, pinned)
     is_lowest = rank == rank.amin(-1, keepdim=True)

@@ -130,7 +130,8 @@ class FixedStep:
     def _count_codes(self, before: list[int], *, has_moved: bool) -> tuple[list[int], bool]:
         """Prepare the stores of layers that quantise for a step of rows that had seen ``before`` tokens.
 
-        Returns the numbers to be loaded into ``StepCoding``, and whether the layout of some store has changed.
+        Returns the numbers for ``StepCoding`` (which entries the step reads as codes and which it quantises), and
+        whether the layout of some store has changed.
         """
         self._until = until = self._cache.coded_counts()
         if until is None:
@@ -234,7 +235,7 @@ class FixedStep:
         cache.end_step()
 
     def _evict_between(self) -> bool:
-        """Evict from due layers in which the step has not replaced an entry; return whether there were any."""
+        """Evict from the layers that must and in which the step replaced no entry; return whether there were any."""
         cache = self._cache
         due = [schedule for schedule in self._schedules if schedule.eviction and schedule not in self._replacing]
         if due:

@@ -34,7 +34,7 @@ Strays = list[tuple[int, int]]  # row and layer of hints that are at no border
 
 
 class Ranks(NamedTuple):
-    """The rank of each of a codec's codes, ordered by the value that the code decodes to.
+    """The order of a codec's codes by the value that each decodes to.
 
     ``rank_of`` int64 [2^bits] maps codes to ranks, ``code_of`` uint8 maps ranks to codes.
     """
@@ -57,7 +57,10 @@ def ranks(codec: Quantiser, device: torch.device) -> Ranks:
 
 
 def pack_hints(index: Tensor, low: Tensor) -> Tensor:
-    """Pack each element number, int64 [N] in any order, and the low bits of its rank [N] into uint16 words."""
+    """Pack hints into uint16 words; the inverse of ``unpack_hints``.
+
+    A hint is an element number, ``index`` int64 [N] in any order, and the low bits of its code's rank, ``low`` [N].
+    """
     if not len(index):
         return torch.zeros(0, dtype=torch.uint16)
     index, order = index.sort()
@@ -69,7 +72,7 @@ def pack_hints(index: Tensor, low: Tensor) -> Tensor:
 
 
 def unpack_hints(words: Tensor) -> tuple[Tensor, Tensor]:
-    """Unpack words into element numbers and low bits of ranks: the inverse of ``pack_hints``."""
+    """Unpack words into element numbers and the low bits of the codes' ranks: the inverse of ``pack_hints``."""
     wide = words.to(torch.int64)
     index, is_hint = (wide // _LOW).cumsum(0), wide // _LOW < _FAR
     return index[is_hint], wide[is_hint] % _LOW
@@ -97,7 +100,7 @@ class _Batch(NamedTuple):
 
 
 class HintRecorder:
-    """The recorder of one layer's hints, row by row."""
+    """The recorder of one layer's rounding hints (codes of values near the border of two codes), row by row."""
 
     def __init__(self, codec: Quantiser, rows: int) -> None:
         self._codec = codec
@@ -278,7 +281,7 @@ class HintTable:
         self._parts: dict[int, Hints] | None = None
 
     def _unpack(self, heads: int, width: int) -> dict[int, Hints]:
-        """Return the hints of each layer and part (0 keys, 1 values), under the number ``layer * 2 + part``."""
+        """Return the hints of all layers as {layer * 2 + part: hints}, where part is 0 for keys and 1 for values."""
         device, unpacked = self._positions.device, [unpack_hints(words.cpu()) for words in self._words]
         index, low = (torch.cat(tensors).to(device) for tensors in zip(*unpacked, strict=True))
         row = torch.repeat_interleave(torch.tensor([len(numbers) for numbers, _ in unpacked])).to(device)
@@ -320,9 +323,9 @@ class HintTable:
 
 
 def _columns(positions: Tensor, row: Tensor, token: Tensor) -> Tensor:
-    """Return the column that holds position ``token`` [N] of each ``row`` [N]: [N], -1 if none does.
+    """Return the index along K at which each position ``token`` [N] of row ``row`` [N] stands: [N], -1 if nowhere.
 
-    ``positions`` [B, K] are the row positions of the columns.
+    ``positions`` [B, K] are the row positions of a batch of padded rows.
     """
     longest = int(positions.max()) + 1
     table = positions.new_full((len(positions), longest + 1), -1, dtype=torch.int64)

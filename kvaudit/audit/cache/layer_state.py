@@ -19,7 +19,7 @@ from kvaudit.audit.policies import Centres, Extremes, Moments
 
 
 class LayerState:
-    """The base of a layer's state: tensors [B, ...], empty until the first ``add``."""
+    """The base of what a layer keeps besides its cache entries: tensors [B, ...], empty until the first ``add``."""
 
     _tensors: ClassVar[tuple[str, ...]]  # their attributes
 
@@ -53,9 +53,10 @@ class LastQueries(LayerState):
         self._positions = torch.empty(0, dtype=torch.int32)  # [B, W], -1 = none
 
     def add(self, query: Tensor, positions: Tensor, places: tuple[Tensor, Tensor] | None, *, real: Tensor) -> None:
-        """Add queries [B, N, Q, D] at positions [B, Q] (-1 = padding); ``real`` on the CPU is False at padding.
+        """Add queries [B, N, Q, D] of N heads at positions [B, Q] (-1 = padding).
 
-        ``places``, for a single column (Q = 1): the rows with a query, and the query's index in the ring.
+        ``real`` [B, Q], on the CPU, is False at padding. ``places``, for a single column (Q = 1): the rows with a
+        query, and the query's index in the ring.
         """
         if not self._queries.numel():
             self._queries = query.new_zeros(*query.shape[:2], self._window, query.shape[3])
@@ -69,7 +70,10 @@ class LastQueries(LayerState):
         self._positions[rows, place] = positions[:, 0] if every_row else positions[rows, 0]
 
     def add_step(self, query: Tensor, positions: Tensor) -> None:
-        """Add one query per row [B, N, 1, D] at positions [B, 1], -1 for none, by operators of fixed shapes."""
+        """Add one query per row, [B, N, 1, D] of N heads, by operators of fixed shapes.
+
+        ``positions`` [B, 1] are those of the queries, -1 for none.
+        """
         _write_queries(self._queries, self._positions, query, positions)
 
     def _add_chunk(self, query: Tensor, positions: Tensor, *, no_padding: bool) -> None:
@@ -92,7 +96,10 @@ class LastQueries(LayerState):
         return self._positions.amax(1) + 1
 
     def of(self, rows: Tensor | slice) -> tuple[Tensor, Tensor]:
-        """Return queries [b, N, W, D] and positions [b, W] of some rows, oldest first; missing ones (-1) come first."""
+        """Return the last W queries [b, N, W, D] of N heads of some rows and their positions [b, W], oldest first.
+
+        Missing ones have position -1 and come first.
+        """
         queries, positions = self._queries[rows], self._positions[rows]
         # the oldest is at the place of the next query
         steps = torch.arange(self._window, device=positions.device)
@@ -120,7 +127,7 @@ class QueryMoments(LayerState):
         self._count = self._sum = self._outer = torch.empty(0)  # [B], [B, N, D], [B, N, D, D]
 
     def add(self, query: Tensor, positions: Tensor) -> None:
-        """Add queries [B, N, Q, D] at positions [B, Q] (-1 = padding)."""
+        """Add queries [B, N, Q, D] of N heads at positions [B, Q] (-1 = padding)."""
         dtype = torch.promote_types(query.dtype, torch.float32)
         if not self._count.numel():
             batch, heads, _, size = query.shape
@@ -157,7 +164,7 @@ class QueryCentres(LayerState):
         self._count = self._sum = self._lengths = torch.empty(0)  # [B], [B, N, D], [B, N, F]
 
     def add(self, query: Tensor, positions: Tensor) -> None:
-        """Add queries [B, N, Q, D] at positions [B, Q] (-1 = padding)."""
+        """Add queries [B, N, Q, D] of N heads at positions [B, Q] (-1 = padding)."""
         counted = (positions >= 0)[:, None, :, None]  # [B, 1, Q, 1]
         wide = query.to(torch.promote_types(query.dtype, torch.float32)) * counted
         plain, lengths = self._rotary.turn(wide, -positions).sum(2), self._rotary.pair_lengths(wide).sum(2)
@@ -254,7 +261,7 @@ class MovingSinks(LayerState):
         store.overwrite_keys(rows, self._sink, self._rotary.turn(first, by[:, None].expand(-1, first.shape[2])))
 
     def _allocate(self, store: Store) -> Tensor:
-        """Return the keys in a store's sink slots; allocate the copy of the first keys at the first call."""
+        """Return the keys in a store's sink slots; the first call also allocates memory for the keys as computed."""
         keys = store.entries(slice(None))[0][:, :, : self._sink]
         if not self._has_first.numel():
             self._first = keys.new_zeros(*keys.shape[:2], self._sink, keys.shape[3])
@@ -262,12 +269,12 @@ class MovingSinks(LayerState):
         return keys
 
     def join_stores(self, other: MovingSinks, stores: tuple[Store, Store]) -> None:
-        """Append the rows of another cache's sinks; ``stores`` are the stores of both before they join."""
+        """Append the sinks of the rows of ``other``; ``stores`` are this layer's two stores before they join."""
         self._allocate(stores[0])
         other._allocate(stores[1])
         self.join(other)
 
     @property
     def bytes(self) -> int:
-        """Allocated bytes of the keys."""
+        """Allocated bytes of the sinks' keys as the model computed them."""
         return self._first.nbytes

@@ -44,12 +44,12 @@ class LayerPlan(NamedTuple):
 
     @property
     def quantiser(self) -> Quantiser | None:
-        """The part of the policy that stores entries as codes."""
+        """The part of the policy that stores entries as codes; None if entries stay exact."""
         return quantiser_of(self.policy)
 
     @property
     def selector(self) -> Selector | None:
-        """The part of the policy that decides which entries a query attends to."""
+        """The part of the policy that decides which entries a query attends to; None if it attends to all."""
         return selector_of(self.policy)
 
     @property

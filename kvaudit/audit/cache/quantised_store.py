@@ -1,8 +1,8 @@
 """The store that quantises entries once they leave the residual window (the newest tokens, which stay exact).
 
-Every slot has room for a code. Exact keys and values exist only for the last slots, the tail, which begins at the first
-entry that is not yet quantised in some row or head, or a few slots before it. Whether an entry is read from its code
-depends on its position alone.
+Every slot has room for a code. Exact (unquantised) keys and values exist only for the last slots, the tail. It begins
+at the first entry that is not yet quantised in some row or head, or a few slots before it. Whether an entry is read
+from its code depends on its position alone.
 """
 
 from __future__ import annotations
@@ -59,7 +59,10 @@ class DueEntries(NamedTuple):
 
 
 class QuantisedStore(Store):
-    """A ``Store`` whose ``flush`` quantises entries."""
+    """The keys and values of one layer by slot (as in ``Store``), of which ``flush`` quantises those that are due.
+
+    The newest are exact and stand in the tail, which covers the last slots.
+    """
 
     def __init__(
         self, codec: Quantiser, layer: int, scratch: Scratch, layout: TailLayout | None, *, accumulates: bool = False
@@ -157,18 +160,21 @@ class QuantisedStore(Store):
 
     @property
     def _groups_are_runs(self) -> bool:
-        """Whether slot s holds position s, so that each group of keys quantised together fills consecutive slots.
+        """Whether each group of keys quantised together fills consecutive slots, in the order of the groups.
 
-        The table of the groups' scales then has no other groups.
+        The table of the groups' scales then has one row for each of these groups and no other rows.
         """
         return self._aligned
 
     def _split_channels(self, table: Tensor) -> Tensor:
-        """Reshape rows of the table [..., P * D] to parameters [..., D, P]."""
+        """Reshape the scales of groups of keys, rows of the table [..., P * D], to parameters [..., D, P]."""
         return split_last(table, self._tail[0].shape[3]).transpose(-1, -2)
 
     def _parameters(self, part: int, rows: Tensor | slice, until: int | None = None) -> Tensor:
-        """Return the parameters [b, H, length, n, P] of entries coded per token, P for each of n channel groups."""
+        """Return the P parameters (scale, zero) of each of n channel groups of entries coded per token.
+
+        They are [b, H, length, n, P].
+        """
         scales = self._fixed[part]
         if scales is not None:
             return spread_scales(scales, self._slots_of(f"{PARTS[part]}_codes", rows, until))
@@ -179,7 +185,7 @@ class QuantisedStore(Store):
         return self.positions[rows, :, self._start :] >= done[:, None, None]
 
     def _with_tail(self, decoded: Tensor, part: int, rows: Tensor | slice) -> Tensor:
-        """Overwrite entries in ``decoded`` that are still exact with their exact numbers."""
+        """Overwrite in ``decoded`` keys (``part`` 0) or values (1) the entries that are still exact; return it."""
         done = max(self._done[part].smallest, self._start)
         if self._aligned:  # the same number in all rows
             if done < self.length:
@@ -191,7 +197,7 @@ class QuantisedStore(Store):
 
     @property
     def attends_codes(self) -> bool:
-        """Whether ``attend_one`` may be used: only from float32 on does it round like the learner's shadow pass."""
+        """Whether ``attend_one`` may be used: only from float32 on does it round as a learner's replay does."""
         return self._tail[0].dtype in (torch.float32, torch.float64)
 
     def attend_one(
@@ -226,7 +232,10 @@ class QuantisedStore(Store):
         return logits
 
     def _mix_all(self, shares: Tensor) -> Tensor:
-        """Return all values, summed by weights ``shares`` [N, X, length]: [N, X, D]; overwrites ``shares``."""
+        """Return the sums [N, X, D] of all values, weighted by ``shares`` [N, X, length]; overwrites ``shares``.
+
+        N is rows times KV heads, X the queries of each.
+        """
         values, done = self._tail[VALUES].flatten(0, 1), self._done[VALUES].smallest
         if self._aligned:
             exact_values = _tail_from(values, done - self._start)
@@ -240,7 +249,10 @@ class QuantisedStore(Store):
         return torch.baddbmm(self._mix_codes(shares), exact_shares, values)
 
     def _code_logits(self, query: Tensor, until: int) -> Tensor:
-        """Return the logits [N, X, until] of ``query`` with the first ``until`` codes; arbitrary for exact entries."""
+        """Return the logits [N, X, until] of ``query`` with the codes of the keys in the first ``until`` slots.
+
+        They are meaningless for keys that are not quantised yet.
+        """
         if self._table is None:
             codes, parameters = self._slots_of("key_codes", _ALL, until), self._parameters(KEYS, _ALL, until)
             return token_logits(self._codec.turned(query, KEYS), codes, parameters, self._products)
@@ -277,7 +289,7 @@ class QuantisedStore(Store):
         self._shorten_tail()
 
     def _find_due(self, part: int, until: Counts) -> DueEntries | None:
-        """Return the exact entries at positions below ``until``; None if there are none."""
+        """Return the keys (``part`` 0) or values (1) that are exact and below position ``until``; None if none are."""
         done = self._done[part]
         if self._aligned:  # slots are positions, and all rows and heads are equally far
             first, end = done.smallest, until.smallest
@@ -351,7 +363,7 @@ class QuantisedStore(Store):
             self._write(f"{PARTS[part]}_parameters", parameters.flatten(-2), entries)
 
     def _can_code_together(self, keys_until: Counts, values_until: Counts, entries: DueEntries) -> bool:
-        """Return whether the keys and values of the same few entries are due and have equal shapes and parameters."""
+        """Return whether ``_code_both`` applies: the same few entries are due in keys and values, with equal shapes."""
         pairs = ((keys_until, values_until), (self._done[KEYS], self._done[VALUES]))
         are_same = all(keys.numbers == values.numbers for keys, values in pairs)
         are_few = entries.slots.stop - entries.slots.start < HINT_BATCH  # a prompt's would be copied
@@ -359,7 +371,7 @@ class QuantisedStore(Store):
         return are_same and are_few and by_token and self._tail[KEYS].shape == self._tail[VALUES].shape
 
     def _code_both(self, entries: DueEntries) -> None:
-        """Quantise keys and values of the same entries together, with half the operators per step."""
+        """Quantise keys and values of the same entries at once, with half the operators that two calls would take."""
         # [2, B, H, slots, D]
         exact = torch.stack(
             [self._codec.turned(self._exact_entries(part, entries.slots), part) for part in (KEYS, VALUES)]
@@ -415,11 +427,14 @@ class QuantisedStore(Store):
         self._hints.add(part, x, codes, parameters, entries.mask, positions, entries.places)
 
     def _due_positions(self, entries: DueEntries) -> Tensor | int:
-        """Return the positions [B, H, slots] of due entries, or only the first position if slot s holds position s."""
+        """Return the positions [B, H, slots] of entries to quantise; only the first if slot s holds position s."""
         return entries.slots.start if self._aligned else self._slots["positions"][:, :, entries.slots]
 
     def hints_of(self, row: int, layer: int, layers: int) -> tuple[Tensor, Tensor]:
-        """Return the element numbers and low bits of a row's hints (see ``hints``); this store is layer ``layer``."""
+        """Return a row's rounding hints, as element numbers and low bits of ranks (see ``hints``).
+
+        This store is that of layer ``layer`` of ``layers``.
+        """
         assert self._hints is not None
         keys, values = self._tail
         return self._hints.row_hints(row, layer, layers, keys.shape[1], max(keys.shape[3], values.shape[3]))
@@ -459,7 +474,10 @@ class QuantisedStore(Store):
         self._start = start
 
     def _pad_tail(self, start: int, length: int) -> tuple[Tensor, Tensor]:
-        """Return the tail's keys and values, padded with zeros to the slots from ``start`` to ``length``."""
+        """Return the exact keys and values of the last slots (the tail), padded with zeros.
+
+        They then cover the slots from ``start`` to ``length`` - 1.
+        """
         padding = (0, 0, self._start - start, length - self.length)
         keys, values = (pad(tensor, padding) for tensor in self._tail)
         return keys, values

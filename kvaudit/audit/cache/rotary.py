@@ -107,7 +107,8 @@ _ROTARIES: WeakKeyDictionary[Any, dict[torch.device, Rotary | None]] = WeakKeyDi
 def find_rotary(model: Any, policy: Policy) -> Rotary | None:
     """Return a model's rotary embedding if the policy needs it, else None.
 
-    Raises RunError if it is not a rotation of a head's first channels by fixed frequencies in all governed layers.
+    Raises RunError unless it rotates a head's first channels by fixed frequencies, in every layer that a policy
+    governs.
     """
     evictor = evictor_of(policy)
     if not evictor.needs_rotary:

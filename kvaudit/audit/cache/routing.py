@@ -199,7 +199,10 @@ class _BlockHooks:
 
 
 def hook_expert_blocks(model: Any) -> int:
-    """Hook a model's expert blocks and return their number; raise RunError for experts of an unknown kind."""
+    """Hook a model's mixture-of-experts blocks, so that a pass can record or override the experts; return their number.
+
+    Raises RunError for experts of an unknown kind.
+    """
     model = inner_model(model)
     blocks = [
         (layer, block)

@@ -47,7 +47,10 @@ class Counts:
 
 
 class NewTokens(NamedTuple):
-    """The new tokens of each row in a forward of ``width`` columns: ``counts``, from position ``first`` (-1 = none)."""
+    """How many tokens each row adds in a forward of ``width`` columns (``counts``), and the position of its ``first``.
+
+    ``first`` is -1 in a row that adds none.
+    """
 
     width: int
     counts: tuple[int, ...]
@@ -105,10 +108,11 @@ class Victims(NamedTuple):
 
 
 class Schedule:
-    """The schedule of evictions: which rows evict, and how many entries they keep; shared by layers of one evictor.
+    """The schedule of evictions: which rows evict now, and how many entries they keep.
 
-    A row's schedule depends on its own tokens alone. ``arrived`` and ``remaining`` count entries, averaged over heads,
-    before and after the evictions of the current forward.
+    Layers with the same eviction policy share one schedule. A row's schedule depends on its own tokens alone.
+    ``arrived`` and ``remaining`` count entries, averaged over heads, before and after the evictions of the current
+    forward.
     """
 
     def __init__(self, evictor: Evictor, rows: int) -> None:
@@ -153,9 +157,9 @@ class Schedule:
             self.eviction = Eviction(slice(None) if all(due) else upload(due_rows, device), budgets)
 
     def ring_places(self, device: torch.device) -> tuple[Tensor, Tensor] | None:
-        """Return which rows have a token in a forward of one column, and where in ``LastQueries`` their queries are.
+        """Return the rows that have a token, and the index of each one's query in the ring buffer ``LastQueries``.
 
-        None for a forward of more columns.
+        None unless the forward has one column and the policy stores past queries.
         """
         if self._ring_places and self._ring_places_on_device is None:
             # both in one copy
@@ -164,7 +168,10 @@ class Schedule:
         return self._ring_places_on_device
 
     def are_due(self, new: Sequence[int], budgets: Counts, *, decoding: bool) -> list[bool]:
-        """Return which rows evict down to ``budgets`` after getting ``new`` tokens each."""
+        """Return which rows evict now: those that got ``new`` tokens, exceed their budget and may evict at this time.
+
+        ``budgets`` are the entries per head that an eviction keeps in each row.
+        """
         # a row without new tokens never evicts, so that it does not depend on other rows of the batch
         numbers = zip(self.arrived.numbers, budgets.numbers, new, strict=True)
         over = [count > budget and more > 0 for count, budget, more in numbers]
@@ -187,7 +194,7 @@ class Schedule:
 
 
 class RowKeys:
-    """The key of each row, which seeds the policy's random draws in it; [B].
+    """The random key of each row, which seeds the policy's random draws in that row: int64 [B].
 
     Rows of a group, sampled from one prompt, share the key for the prompt's tokens.
     """
@@ -319,7 +326,10 @@ class QuantisationTimes:
         return keys, values
 
     def tables(self, tokens: int) -> tuple[Tensor, Tensor]:
-        """Return ``keys_quantised_at`` and ``values_quantised_at``, int32 [B, tokens]."""
+        """Return the position of the first query that reads each key, and each value, as a code.
+
+        Both are int32 [B, tokens], named ``keys_quantised_at`` and ``values_quantised_at`` in the ledger.
+        """
         keys, values = (
             torch.tensor([(t + [NEVER] * tokens)[:tokens] for t in times], dtype=torch.int32)
             for times in (self._keys, self._values)
@@ -335,7 +345,7 @@ class QuantisationTimes:
 
 
 class Span(NamedTuple):
-    """The range of slots from ``first`` up to ``end``; ``places`` are the indices of some of them, None for all."""
+    """The slots from ``first`` up to, but not including, ``end``, or those at the offsets ``places`` from ``first``."""
 
     first: int
     end: int
@@ -343,7 +353,7 @@ class Span(NamedTuple):
 
 
 def span_of(columns: Tensor) -> Span:
-    """Return the span of ``columns``, slot numbers in rising order."""
+    """Return the smallest span that contains ``columns``, slot numbers in rising order."""
     first, end = int(columns[0]), int(columns[-1]) + 1
     return Span(first, end, None if len(columns) == end - first else columns - first)
 
@@ -390,10 +400,10 @@ class TailLayout:
         self._freed = slots
 
     def freed(self, keys_done: Counts, values_done: Counts) -> int:
-        """Return how many slots at the start of the tail (the newest entries, unquantised for a while) can be freed.
+        """Return how many slots at the start of the tail (the last slots, with unquantised entries) can be freed.
 
-        They can be where keys and values are quantised in every row: at positions below ``keys_done`` and
-        ``values_done``, the numbers of each row's quantised keys and values.
+        A slot can be freed once its key and its value are quantised in every row. The quantised ones are those at
+        positions below ``keys_done`` and ``values_done``, the numbers of each row's quantised keys and values.
         """
         if self._freed is None:
             assert self._positions is not None

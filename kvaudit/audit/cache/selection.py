@@ -1,7 +1,7 @@
-"""Under a policy that lets each query select its keys: the record of these keys, and the masks a replay makes of it.
+"""The record of the keys that each query selected, under a policy that lets it, and the masks for a replay of it.
 
-Nothing is evicted from such a cache, so ``evicted_at`` cannot record the selection. It is one list of units (runs of
-positions) per query, layer and head.
+Nothing is evicted from such a cache, so ``evicted_at`` cannot record the selection. The record is one list of units
+(runs of positions) per query, layer and head.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Selection:
         ]
 
     def until(self, length: int) -> Selection:
-        """Return the selections of queries before position ``length``."""
+        """Return the part of the record that is about queries before position ``length``."""
         before = self.queries < length
         return Selection(self.unit, self.layers, self.queries[before], self.chosen[:, :, before])
 
@@ -55,17 +55,17 @@ class Selection:
 def unit_mask(units: Tensor, positions: Tensor, unit: int, max_units: int) -> Tensor:
     """Return which keys are in the runs of positions (units) that each query has listed, bool [B, A, Q, K].
 
-    Takes the listed units [B, A, Q, k], all below ``max_units``, and key positions [B, K]. Padding counts as unit 0, so
-    callers mask it.
+    ``units`` [B, A, Q, k] are the numbers of the listed runs of ``unit`` positions, all below ``max_units``;
+    ``positions`` [B, K] are those of the keys. Padding counts as unit 0, so callers mask it.
     """
     index = (positions.clamp(min=0) // unit).long()[:, None, None] + 1  # [B, 1, 1, K]
     return _mark_units(units, max_units).gather(3, index.expand(*units.shape[:3], -1))
 
 
 def slot_mask(units: Tensor, length: int, unit: int, max_units: int) -> Tensor:
-    """Return which of ``length`` slots are in the runs of positions (units) that each query lists, bool [B, A, Q, K].
+    """Return which of the first ``length`` slots each query selected, bool [B, A, Q, K]; slot n holds position n.
 
-    It is the ``unit_mask`` of a store in which slot n holds position n, and quicker.
+    A query lists runs of ``unit`` positions (units). The general form is ``unit_mask``, which is slower.
     """
     marks = _mark_units(units, max_units)[..., 1:, None]  # [B, A, Q, max_units, 1]
     return marks.expand(*marks.shape[:-1], unit).flatten(3)[..., :length]

@@ -36,7 +36,7 @@ _Recorded = AttentionCall | tuple[int, States]  # number and new states of a lay
 
 @dataclass
 class _Recorder:
-    """A ``KVHandler`` that forwards calls to a cache and records them; queries only if ``queries`` is set."""
+    """A ``KVHandler`` that passes attention calls on to a cache and records them; their queries only if ``queries``."""
 
     cache: EvictingCache
     queries: bool
@@ -66,7 +66,7 @@ class _Recorder:
 
 @dataclass(eq=False)
 class _Prefill:
-    """The computed first chunk of a batch of prompts; ``waiting`` is the number of policies that will reuse it."""
+    """The computed first chunk of a batch of prompts, kept for ``waiting`` more policies that will reuse it."""
 
     prompts: Prompts
     policy: Policy
@@ -128,7 +128,7 @@ class SharedPrefill:
 
 
 def _can_share(first: Policy, second: Policy, prompts: Prompts) -> bool:
-    """Return whether two policies can share a first chunk: equally long, and its entries read in the same precision.
+    """Return whether two policies can share a first chunk: it has the same length and is read in the same precision.
 
     A chunk of one column is not shared, because a quantised cache computes its attention by another formula.
     """

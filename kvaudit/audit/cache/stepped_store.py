@@ -35,7 +35,10 @@ class StepCoding(NamedTuple):
 
 
 class ExactRing:
-    """A ring buffer of keys or values [B, H, R + 1, D]: position p is in column p % R; the last is never read."""
+    """A ring buffer of unquantised keys or values [B, H, R + 1, D]: position p is in column p % R.
+
+    The last column is never read: it takes what is written for rows without an entry.
+    """
 
     def __init__(self, like: Tensor, size: int) -> None:
         batch, heads, _, width = like.shape
@@ -63,7 +66,7 @@ class ExactRing:
 
 
 def _spread(places: Tensor, columns: Tensor) -> Tensor:
-    """Return places [B, n] as an index for ``scatter_`` into columns [B, H, R, D]."""
+    """Expand ring places [B, n] to the index that ``scatter_`` needs to write into ``columns`` [B, H, R, D]."""
     return places.long()[:, None, :, None].expand(-1, columns.shape[1], -1, columns.shape[3])
 
 
@@ -95,7 +98,7 @@ def code_entries(
 
 
 class PendingHints:
-    """The keys, or the values, of one store that decode steps have quantised, kept until their hints are recorded.
+    """The keys, or the values, of one store that decode steps have quantised and whose rounding hints are not made yet.
 
     Each is kept as it was before quantising, with its code and parameters. Empty for dtypes without hints.
     """
@@ -113,7 +116,7 @@ class PendingHints:
             tensor.index_copy_(2, place, new)
 
     def first(self, count: int) -> tuple[Tensor, ...]:
-        """Return copies of the first ``count`` entries, codes and parameters; () for dtypes without hints."""
+        """Return copies of the first ``count`` entries, of their codes and parameters; () for dtypes without hints."""
         return tuple(tensor[:, :, :count].clone() for tensor in self._tensors)
 
     def tensors(self) -> Iterator[Tensor]:
@@ -150,7 +153,7 @@ class SteppedStore(QuantisedStore):
         return max(exact, self._codec.residual) + 1
 
     def enter_steps(self, size: int) -> None:
-        """Move exact entries into rings of ``size`` entries, unless they are in large enough rings already."""
+        """Move exact entries into ring buffers of ``size`` entries, unless they are in large enough ones already."""
         if self._rings is not None and self._rings[0].size >= size:
             return
         self.leave_steps()
@@ -169,7 +172,7 @@ class SteppedStore(QuantisedStore):
         self._reserve_table()
 
     def leave_steps(self) -> bool:
-        """Move exact entries back into the tail; return whether they were in rings."""
+        """Move exact entries from their ring buffers back into the tail; return whether they were in ring buffers."""
         if self._rings is None:
             return False
         positions = self.positions[:, 0]  # [B, length]
@@ -206,7 +209,7 @@ class SteppedStore(QuantisedStore):
     # --- a step -------------------------------------------------------------------------------------------------------
 
     def begin_step(self, coding: StepCoding) -> None:
-        """Set which entries are read as codes and which are quantised, until the next step begins."""
+        """Set which entries are read as codes, and which one is quantised, in the decode step that begins."""
         self._coding = coding
 
     def _write_entries_at(self, slot: Tensor, key: Tensor, value: Tensor, positions: Tensor) -> None:  # noqa: ARG002
@@ -301,9 +304,9 @@ class SteppedStore(QuantisedStore):
         self._done = (keys_until, values_until)
 
     def _code_group_keys(self, table: Tensor, done: Counts, until: Counts) -> None:
-        """Quantise the keys at positions from ``done`` up to ``until``, which are whole groups.
+        """Quantise the keys at positions from ``done`` up to ``until``, which are whole groups of ``key_group`` keys.
 
-        The group of position p has number p // ``key_group``, its row in ``table``.
+        The scales of the group with position p go into row p // ``key_group`` of ``table``.
         """
         assert self._rings is not None
         size, device = self._codec.key_group, table.device
@@ -332,11 +335,14 @@ class SteppedStore(QuantisedStore):
 
     @property
     def records_hints(self) -> bool:
-        """Whether hints are recorded for the dtype of this store."""
+        """Whether rounding hints (codes of values near the border of two codes) are recorded for this store's dtype."""
         return self._empty_tail[0].dtype in HINTED_DTYPES
 
     def record_hints(self, part: int, positions: Tensor) -> None:
-        """Record the hints of the last n steps, which quantised ``positions`` int32 [B, n] (-1 = none)."""
+        """Record the rounding hints of the keys (``part`` 0) or values (1) that the last n steps have quantised.
+
+        Hints are codes of values near the border of two codes. ``positions`` int32 [B, n] were quantised, -1 = none.
+        """
         if self._pending is None or (part == KEYS and self._table is not None):
             return
         assert self._hints is not None

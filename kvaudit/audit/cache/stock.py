@@ -143,7 +143,7 @@ class CompressedCache(Cache):  # type: ignore[misc]
         return self._evicting
 
     def get_seq_length(self, layer_idx: int = 0) -> int:  # noqa: ARG002
-        """Return the number of columns so far; layers of linear attention do not count them."""
+        """Return the number of columns so far (tokens and padding), which transformers calls the sequence length."""
         return max(int(layer.seen) for layer in self.layers)
 
     def get_conv_state(self, *_: Any, **__: Any) -> None:
@@ -263,7 +263,11 @@ def _copy_to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def row_positions(attention_mask: Tensor | None, seen: Tensor, new: int) -> Tensor:
-    """Return the CPU positions [B, new] of the new tokens, -1 at padding."""
+    """Return the row positions [B, new] of the new tokens on the CPU (real tokens before each one), -1 at padding.
+
+    ``seen`` [B] are the real tokens of each row before. Raises SpecError for a mask of another shape, RunError for one
+    that is not 2-D.
+    """
     if attention_mask is None:
         return seen[:, None] + torch.arange(new) if new > 1 else seen[:, None]
     if attention_mask.dim() != 2:
@@ -375,7 +379,7 @@ def _settle(_: Any, __: tuple[Any, ...], kwargs: dict[str, Any], ___: Any) -> No
 
 
 def named_arguments(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return all arguments of a forward call by name."""
+    """Return all arguments of a forward call, positional ones too, as {parameter name: value}."""
     return {**dict(zip(signature(model.forward).parameters, args, strict=False)), **kwargs} if args else kwargs
 
 

@@ -18,7 +18,7 @@ _LATEST = 2**31 - 1  # sorts empty slots behind all others
 
 
 class Entries(NamedTuple):
-    """The keys and values [b, H, length, D] of some rows that attention reads."""
+    """A block of rows of a store: the slice of ``rows``, and their keys and values [b, H, length, D]."""
 
     rows: slice
     keys: Tensor
@@ -26,7 +26,7 @@ class Entries(NamedTuple):
 
 
 class EntryBytes(NamedTuple):
-    """The bytes of one entry's key and value in one head: exact, and as codes with their parameters."""
+    """The bytes of one cache entry in one head, as (key, value): stored exactly, and as codes with parameters."""
 
     exact: tuple[float, float] = (0.0, 0.0)
     coded: tuple[float, float] = (0.0, 0.0)
@@ -64,11 +64,11 @@ class Store:
 
     @property
     def mass(self) -> Tensor | None:
-        """Accumulated attention [B, H, length] float32, if the policy asks for it."""
+        """Accumulated attention [B, H, length] float32; None unless the policy needs it."""
         return self._in_use("mass") if self._accumulates else None
 
     def read(self) -> Iterator[Entries]:
-        """Yield all entries, in one or several blocks of rows."""
+        """Yield all entries, in one or several blocks of rows; a block is an ``Entries``."""
         yield Entries(slice(None), *self.entries(slice(None)))
 
     def entries(self, rows: Tensor | slice) -> tuple[Tensor, Tensor]:
@@ -152,7 +152,7 @@ class Store:
         return longest < self.evicted_at.shape[2]
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yield the tensors that a step of fixed shapes reads or writes."""
+        """Yield the tensors that a decode step of fixed shapes (a CUDA graph) reads or writes."""
         yield from self._tensors()
 
     def reserve_for_steps(self, slots: int, room: int, *, max_slots: int | None) -> None:
@@ -285,7 +285,7 @@ class Store:
         self.evicted_at = self.evicted_at.index_select(0, rows)
 
     def close_gaps(self) -> None:
-        """Move the entries of every head to the front, if all rows then fit into fewer slots.
+        """Move the entries of every head into its first slots, if the store then needs fewer slots.
 
         Without this, the store would grow as rows join and leave.
         """
@@ -344,8 +344,8 @@ def peak_live_bytes(
 
     ``evicted_at`` [L, H, T]; ``entries`` per layer; ``coded_at`` [T] each: when keys and values were quantised.
     ``sampled`` [T] marks the decoded tokens; for a row without any, the bytes at its end are returned. Entries alone
-    are counted, without spare slots, positions, accumulated mass, and entries that a prefill evicts at once: allocated
-    bytes include all of these, so compare live bytes with live bytes only.
+    are counted, without spare slots, positions, accumulated attention, and entries that a prefill evicts at once:
+    allocated bytes include all of these, so compare live bytes with live bytes only.
     """
     tokens = evicted_at.shape[2]
     arrived = torch.arange(tokens)  # [T], an entry is there from its own token on
@@ -366,5 +366,5 @@ def peak_live_bytes(
 
 
 def _sum_by_time(times: Tensor, amounts: Tensor, tokens: int) -> Tensor:
-    """Return the sum of the amounts at each time up to ``tokens``: float64 [tokens + 1]."""
+    """Return the sum of the ``amounts`` whose time is t, for each t from 0 to ``tokens``: float64 [tokens + 1]."""
     return torch.bincount(times.flatten(), weights=amounts.double().flatten(), minlength=tokens + 1)

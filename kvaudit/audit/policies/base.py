@@ -43,7 +43,7 @@ class Policy:
 
     @property
     def chunk(self) -> int:
-        """The number of prompt tokens that enter the cache at once; their queries attend before they are compressed."""
+        """The number of prompt tokens that enter the cache at once; their queries attend before a compression."""
         raise NotImplementedError
 
     @property
@@ -70,7 +70,7 @@ class Policy:
         return (self,)
 
     def drawn(self, key: int) -> Policy:  # noqa: ARG002
-        """Return the policy that serves the request with this key; a mixture draws one by the key."""
+        """Return the policy that serves the request whose random key is ``key``; a mixture draws one by that key."""
         return self
 
     def for_layer(self, layer: int, layers: int) -> Policy:  # noqa: ARG002
@@ -79,11 +79,11 @@ class Policy:
 
     @classmethod
     def field_names(cls) -> tuple[str, ...]:
-        """Return the fields that can be set, in order."""
+        """Return the names of the fields that a user can set, in order."""
         return tuple(f.name for f in dataclasses.fields(cls)) if cls.uses is None else cls.uses
 
     def parameters(self) -> dict[str, Any]:
-        """Return {field: value} in order, without the fields of OPTIONAL that have their default."""
+        """Return {field: value} in order; a field listed in OPTIONAL only if it differs from its default."""
         values = {name: getattr(self, name) for name in self.field_names()}
         return {name: value for name, value in values.items() if name not in OPTIONAL or value != OPTIONAL[name]}
 
@@ -93,14 +93,14 @@ class Policy:
 
     @property
     def canonical(self) -> str:
-        """The policy as text with every field written out, "snapkv:budget=96,..."; parses back to an equal policy."""
+        """The policy as text with every field written out, "snapkv:budget=96,..."; parsing it gives an equal policy."""
         texts = {k: str(v).lower() if isinstance(v, bool) else str(v) for k, v in self.parameters().items()}
         fields = ",".join(f"{name}={text}" for name, text in texts.items())
         return f"{self.name}:{fields}" if fields else self.name
 
     @cached_property
     def hash(self) -> str:
-        """Return the first 12 hex digits of the sha256 of the canonical JSON."""
+        """Return the first 12 hex digits of the sha256 of ``as_row`` as JSON with sorted keys."""
         row = json.dumps(self.as_row(), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(row.encode()).hexdigest()[:12]
 

@@ -156,7 +156,7 @@ def selector_of(policy: Policy) -> Selector | None:
 def quantiser_on_write(policy: Policy) -> Quantiser | None:
     """Return a policy's quantiser if it quantises entries before their own queries attend, else None.
 
-    It is the only part of a policy that acts before the first chunk of a prompt has attended.
+    No other part of a policy acts before the first chunk of a prompt has attended.
     """
     codec = quantiser_of(policy)
     return codec if codec is not None and codec.on_write else None

@@ -112,7 +112,7 @@ class Float8(Absmax):
 
 @cache
 def _shift(bits: int) -> Tensor:
-    """Return the int16 factor 2^``bits``, by which a product shifts an integer left."""
+    """Return 2^``bits`` as an int16 tensor; multiplying by it shifts an integer left."""
     import torch
 
     return torch.tensor([1 << bits], dtype=torch.int16)

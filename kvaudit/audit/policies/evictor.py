@@ -156,7 +156,7 @@ class Evictor(Policy):
 
     @property
     def needs_rotary(self) -> bool:
-        """Whether the cache must apply rotary embeddings itself."""
+        """Whether the cache needs the model's rotary embedding, to rotate vectors itself."""
         return self.moments or self.centres or self.repositions
 
     @property
@@ -192,12 +192,15 @@ class Evictor(Policy):
         return budgets[:, None].expand(rank.shape[:2])
 
     def importance(self, view: View) -> Tensor:
-        """Return the rank of every slot [B, H, K], float32 and finite; the entries of the highest ranks are kept.
+        """Return the rank of every slot [B, H, K], float32 and finite; entries of the highest ranks are kept.
 
         Ranks of protected entries and of empty slots are ignored.
         """
         raise NotImplementedError
 
     def agreed(self, importances: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Return for each layer the ranks by which it evicts, from the importance in all layers (``across_layers``)."""
+        """Return the ranks by which each layer evicts, from the importances [B, H, K] of layers that evict together.
+
+        By default they are the importances themselves.
+        """
         return importances

@@ -57,7 +57,7 @@ class Quantiser(Policy):
 
     @property
     def skipped(self) -> frozenset[int]:
-        """The layers whose entries stay exact."""
+        """The numbers of the layers whose entries stay exact (option ``skip_layers``)."""
         return frozenset(map(int, self.skip_layers.split("/"))) if self.skip_layers else frozenset()
 
     @property
@@ -89,21 +89,24 @@ class Quantiser(Policy):
         return None
 
     def first_queries(self, before: int, until: int, seen: int) -> list[int]:
-        """Return for each of the entries ``before .. until - 1`` the first query that reads its codes.
+        """Return, for each entry at position ``before`` to ``until`` - 1, the first query that reads it as a code.
 
-        ``seen`` is the number of tokens until now.
+        ``seen`` is the number of tokens when these entries are quantised.
         """
         # on write it is the entry's own query, otherwise the next one to come, at position ``seen``
         return list(range(before, until)) if self.on_write else [seen] * (until - before)
 
     def keys_until(self, before: int, seen: int) -> int:
-        """Return the position below which keys are quantised after ``seen`` tokens; ``before`` is its former value."""
+        """Return the position below which keys are quantised after ``seen`` tokens.
+
+        ``before`` is the position that the previous call returned.
+        """
         return max(before, seen - self.residual)
 
     def values_until(self, before: int, seen: int) -> int:
         """Return the position below which values are quantised after ``seen`` tokens.
 
-        ``before`` is its former value.
+        ``before`` is the position that the previous call returned.
         """
         return max(before, seen - self.residual)
 
@@ -166,7 +169,7 @@ class Absmax(Quantiser):
 
     @property
     def default_scale(self) -> str:
-        """The value of ``scales`` if a policy does not set them; empty if it must."""
+        """The value of the option ``scales`` for a policy that does not set it; empty if a policy has to."""
         return ""
 
     @property
@@ -203,7 +206,7 @@ class Absmax(Quantiser):
         return (torch.maximum(-low, high) / self.largest)[..., None]
 
     def _scaled(self, x: Tensor, parameters: Tensor) -> Tensor:
-        """Return ``x`` in units of its scale, 0 for a scale of 0."""
+        """Return ``x`` divided by its scale, 0 where the scale is 0."""
         scale = parameters[..., 0]
         # with a fixed scale, values may exceed the largest code
         return (x / scale.masked_fill(scale == 0, 1)).clamp(-self.largest, self.largest)

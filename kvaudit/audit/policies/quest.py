@@ -79,7 +79,7 @@ class Quest(Selector):
         return bounds.flatten(1, 2)
 
     def _extremes_of(self, view: View, pages: int) -> Extremes:
-        """Return the extremes of each page, computed from the keys in view."""
+        """Return the minimum and maximum of each page's keys, computed from the keys in ``view``."""
         import torch
 
         keys, positions = view.keys.float(), view.positions[..., None]  # [B, H, K, D] and [B, H, K, 1]

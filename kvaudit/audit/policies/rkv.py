@@ -57,7 +57,7 @@ class RKV(Evictor):
         return self.weight * attended - (1 - self.weight) * _redundancy(view.keys, view.positions >= 0)
 
     def _window_attention(self, view: View, before: Tensor) -> Tensor:
-        """Return the window's mean attention to the entries before it: [B, H, K]."""
+        """Return the mean attention [B, H, K] of the last ``window`` queries to the entries marked by ``before``."""
         import torch
 
         batch, heads, _, size = view.keys.shape

@@ -40,7 +40,7 @@ class Selector(Policy):
         return 1
 
     def units_at(self, seen: int) -> int:
-        """Return to how many units (runs of positions) a query attends after ``seen`` tokens, with its own unit."""
+        """Return to how many units (runs of positions), its own included, a query attends after ``seen`` tokens."""
         raise NotImplementedError
 
     def choose(self, view: View) -> Tensor:

@@ -183,7 +183,7 @@ class _Layer(SnapKV):
         return self._total(self.layer + 1, seen) - self._total(self.layer, seen)
 
     def _total(self, count: int, seen: Tensor) -> Tensor:
-        """Return the sum of the budgets of the first ``count`` layers, rounded."""
+        """Return the sum of the budgets of the first ``count`` layers, int64 like ``seen``, the tokens of each row."""
         import torch
 
         beyond = self.mean - self.window  # of a layer, on average

@@ -123,7 +123,7 @@ class Replay:
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2)
 
     def _with_prefix(self, call: AttentionCall) -> AttentionCall:
-        """Return the call with the prefix's keys and values before the new ones."""
+        """Return the call with the keys and values of ``prefix`` (the prompt's pass) put before the new ones."""
         if self._prefix is None:
             return call
         if self._has_gradients and not torch.is_grad_enabled():
@@ -156,7 +156,7 @@ class Replay:
         return torch.cat(outputs, 2)
 
     def _decode(self, call: AttentionCall, codes: QuantisationTimes) -> tuple[Tensor, Tensor]:
-        """Return all keys and values [B, H, K, D] as they are once quantised: encoded, then decoded."""
+        """Return all keys and values [B, H, K, D] of the call after quantising: encoded, then decoded."""
         evicted_at = None if self._evicted_at is None else self._evicted_at[:, call.layer]  # [B, H, K]
         width = max(call.key.shape[3], call.value.shape[3])
         keys, values = (LayerPart(call.layer, part, width) for part in (KEYS, VALUES))
@@ -168,8 +168,9 @@ class Replay:
     def _visible(self, layer: int, block: slice, end: int) -> Tensor:
         """Return which of the first ``end`` keys each query of ``block`` sees: bool [B, heads, queries, end].
 
-        ``heads`` is 1, H (KV heads) or G*H (query heads). Query i sees key j if j <= i < evicted_at[j], j is in the
-        layer's sliding window, and i selected it, where these apply. Padding sees all keys.
+        ``heads`` is 1, H (KV heads) or G*H (query heads). Query i sees key j if j <= i and the key was not evicted
+        before query i, is in the layer's sliding window (if it has one) and was selected (if queries select). Padding
+        sees all keys.
         """
         # [B, 1, q, 1] and [B, 1, 1, end]
         q, k = self.queries[:, None, block, None], self._keys[:, None, None, :end]
@@ -189,7 +190,10 @@ class Replay:
 
 
 def run_forward(model: Any, ids: Tensor, replay: Any, logits_to_keep: int = 0) -> Tensor:
-    """Run a model on ``ids`` [B, Q] under a replay; return the logits of all columns (0), or of the last ones."""
+    """Run a model on ``ids`` [B, Q] under a replay (passed as ``kv=``); return the logits [B, columns, V].
+
+    They are those of the last ``logits_to_keep`` columns, 0 = all.
+    """
     options = {"logits_to_keep": logits_to_keep} if logits_to_keep else {}
     ids, positions = upload(ids, replay.queries.device), replay.queries.clamp(min=0)
     logits: Tensor = model(input_ids=ids, position_ids=positions, use_cache=False, kv=replay, **options).logits
@@ -198,13 +202,16 @@ def run_forward(model: Any, ids: Tensor, replay: Any, logits_to_keep: int = 0) -
 
 
 def position_columns(counts: Tensor, starts: Tensor) -> Tensor:
-    """Return row positions [B, longest]: ``counts`` [B] consecutive ones per row from ``starts`` [B] on, then -1."""
+    """Return row positions [B, longest]: per row, ``counts`` [B] consecutive ones from ``starts`` [B] on, then -1."""
     columns = torch.arange(int(counts.max()))
     return torch.where(columns < counts[:, None], columns + starts[:, None], -1)
 
 
 def _causal_columns(queries: Tensor, evicted_at: Tensor | None) -> int:
-    """Return how many leading columns of queries [B, Q] need only a causal mask; 0 if a row has left padding."""
+    """Return how many leading columns of the queries [B, Q] see all earlier keys, so that a causal mask is enough.
+
+    0 if a row has left padding.
+    """
     if bool(((queries[:, 1:] >= 0) & (queries[:, :-1] < 0)).any()):
         return 0
     columns = queries.shape[1]
@@ -212,7 +219,10 @@ def _causal_columns(queries: Tensor, evicted_at: Tensor | None) -> int:
 
 
 class QuantisationTimes(NamedTuple):
-    """The first query position that reads each key and value quantised: int32 [B, K] each, NEVER = always exact."""
+    """The position of the first query that reads each key, and each value, quantised: int32 [B, K] each.
+
+    NEVER stands for an entry that is always exact.
+    """
 
     codec: Quantiser
     keys_at: Tensor
@@ -224,7 +234,10 @@ class QuantisationTimes(NamedTuple):
         return bool((torch.minimum(self.keys_at, self.values_at) <= queries.amax(1)[:, None]).any())
 
     def apply_hints(self, layer_part: LayerPart, exact: Tensor, codes: Tensor, parameters: Tensor) -> Tensor:
-        """Replace ``codes`` [B, H, K, D] of ``exact`` by the sampler's codes where it recorded a rounding hint."""
+        """Return ``codes`` [B, H, K, D], replaced by the sampler's codes where it recorded a rounding hint.
+
+        A hint is the recorded code of a value near the border of two codes. ``exact`` are the values before quantising.
+        """
         if self.hints is None or exact.dtype not in HINTED_DTYPES:
             return codes
         return self.hints.apply(layer_part, exact, codes, parameters, self.codec)
@@ -233,7 +246,10 @@ class QuantisationTimes(NamedTuple):
 def quantisation_times(
     rollouts: Sequence[Rollout], positions: Tensor, strays: Strays | None = None
 ) -> QuantisationTimes | None:
-    """Return when the entries at row positions [B, K] were quantised; None for rollouts without a quantiser."""
+    """Return when the entries at row positions [B, K] were quantised; None for rollouts without a quantiser.
+
+    ``strays`` gets (row, layer) of every recorded rounding hint that cannot be right (see ``HintTable``).
+    """
     codec = rollouts[0].codec
     if codec is None:
         return None

@@ -68,7 +68,7 @@ class ChoiceForm(Form):
 
 
 class ChosenForm(ChoiceUnits):
-    """What every selecting query of a rollout selected, in runs of positions (units)."""
+    """What every selecting query of a rollout selected, as numbers of units (runs of consecutive positions)."""
 
     queries: Annotated[list[ChoiceForm], Field(min_length=1)]
 
@@ -104,7 +104,7 @@ class JsonRollout(RolloutForm):
 
 
 class FileHeader(Form):
-    """The fields that all rollouts of a file share."""
+    """The fields of a rollout file that hold for all its rollouts: format, layers, heads, policy and temperature."""
 
     format: Literal["kvaudit.rollouts"]
     version: Literal[1]
@@ -159,7 +159,10 @@ def read_rollouts(path: Path) -> RecordedRollouts:
 
 
 def build_ledger(events: Iterable[Event], shape: tuple[int, int, int]) -> Tensor:
-    """Convert evictions, in their order, to ``evicted_at`` int32 [L, H, T]; raises ValueError for contradictions."""
+    """Convert evictions, in order of time, to ``evicted_at`` int32 [L, H, T]: the first query without each entry.
+
+    Raises ValueError for evictions that contradict each other.
+    """
     table = torch.full(shape, NEVER, dtype=torch.int32)
     columns, before = torch.arange(shape[2]), 0  # [T]
     for number, event in enumerate(events):
@@ -218,7 +221,11 @@ def _from_json(path: Path) -> RecordedRollouts:
 
 
 def _event(number: int, place: int, event: EventForm, file: FileHeader, tokens: int) -> Event:
-    """Convert the lists of kept entries of an eviction to masks, bool [H, T] per layer; raises ValueError if wrong."""
+    """Convert an eviction's lists of kept entries to masks, bool [H, T] per layer.
+
+    ``number`` is that of the rollout, ``place`` that of the eviction in it. Raises ValueError for lists that do not
+    fit.
+    """
     layers = len(event.kept)
     _require(layers == file.layers, number, f"has {layers} layers in event {place}, the file says {file.layers}")
     kept: list[Tensor | None] = []
@@ -345,7 +352,7 @@ def _to_recorded(path: Path, header: FileHeader, rollouts: Sequence[Rollout]) ->
 
 
 class _RolloutError(ValueError):
-    """The ValueError whose message already names the rollout, so that no caller has to add it."""
+    """A ValueError whose message already names the rollout, so that no caller adds the name."""
 
 
 def _require(holds: bool, number: int, fault: str) -> None:

@@ -96,9 +96,9 @@ def capture_states(model: Any) -> Iterator[LogitsHead]:
 def suffix_states(
     model: Any, rollouts: Sequence[Rollout], *, group: int, view: LearnerPass, whole_rows: bool = False
 ) -> tuple[Tensor, Tensor, LogitsHead]:
-    """Return the last hidden states [B, R, D] that predict the suffix tokens, and the head that makes logits of them.
+    """Return hidden states [B, R, D] that predict the suffix tokens, their valid mask [B, R], and the head for logits.
 
-    Between the two is the mask [B, R] of valid states; arguments as in ``suffix_logits``.
+    They are the model's last ones; the head turns them into logits. Arguments as in ``suffix_logits``.
     """
     with capture_states(model) as head:
         _, valid = suffix_logits(model, rollouts, group=group, view=view, logits_to_keep=1, whole_rows=whole_rows)
@@ -186,13 +186,13 @@ def _tokens(rollouts: Sequence[Rollout], slices: Sequence[slice]) -> Tensor:
 
 
 def _ledger(rollouts: Sequence[Rollout], slices: Sequence[slice], width: int) -> Tensor:
-    """Return the ledger of a slice of every row, right-padded: int32 [B, L, H, width]."""
+    """Return the ledger (when each entry was evicted) of a slice of every row, right-padded: int32 [B, L, H, width]."""
     tables = [rollout.evicted_at[:, :, cut] for rollout, cut in zip(rollouts, slices, strict=True)]
     return torch.stack([pad(table, (0, width - table.shape[2]), value=NEVER) for table in tables])
 
 
 def _experts(rollouts: Sequence[Rollout], slices: Sequence[slice], device: torch.device) -> Tensor:
-    """Return the experts of a slice of every row, right-padded: [B, width, M, k]."""
+    """Return the recorded experts of a slice of every row, right-padded with NO_EXPERT: [B, width, M, k]."""
     experts = [r.experts[cut] for r, cut in zip(rollouts, slices, strict=True) if r.experts is not None]
     return pad_sequence(experts, batch_first=True, padding_value=NO_EXPERT).to(device)
 

@@ -52,12 +52,12 @@ class ChoiceCount(NamedTuple):
 
 
 class RankingAgreement(NamedTuple):
-    """The ``share`` of the recorded evicted entries that the policy chooses again, over all rollouts.
+    """The ``share`` of the recorded evicted entries that the policy evicts again when it ranks anew, over all rollouts.
 
-    ``lowest`` is the smallest such share in one rollout, number ``rollout``; it passes if it is at least ``required``.
-    In a two-byte dtype, a rollout with at most ``_ALLOWED_FLIPS`` different choices counts as a share of 1. For a
-    policy that selects instead of evicting (``selects``), ``evicted`` counts the units that queries selected, where
-    there were more to choose from, without the query's own unit.
+    ``lowest`` is the smallest such share in one rollout, number ``rollout``; the check passes if ``lowest`` is at least
+    ``required``. In a two-byte dtype, a rollout with at most ``_ALLOWED_FLIPS`` different choices counts as a share of
+    1. For a policy that selects instead of evicting (``selects``), ``evicted`` counts the units that queries selected,
+    where there were more to choose from, without the query's own unit.
     """
 
     evicted: int
@@ -69,9 +69,10 @@ class RankingAgreement(NamedTuple):
 
 
 def check_ranking(model: Any, rollouts: Sequence[Rollout], policy: Policy) -> RankingAgreement | str:
-    """Return how often the policy repeats the recorded choices, or the reason why that cannot be checked.
+    """Return how often the policy, ranking again, repeats the recorded evictions or selections, over all rollouts.
 
-    The rollouts must keep the policy's schedule (see ``eviction_breach``).
+    If that cannot be checked, return the reason as text. The rollouts must keep the policy's schedule (see
+    ``eviction_breach``).
     """
     evictor, selects = evictor_of(policy), selector_of(policy) is not None
     if not (evictor.evicts or selects):
@@ -193,7 +194,7 @@ class Reranking(Replay):
                 yield _Ranking(policy.importance(view).float(), view.positions, batch, evicted)
 
     def _count_evictions(self, layer: int, rankings: list[_Ranking], policy: Evictor) -> None:
-        """Count the evicted entries of a layer and those that the policy chooses again.
+        """Count the evicted entries of a layer, and how many of them the policy evicts again.
 
         Layers that are ranked together are counted after the last of them.
         """
@@ -211,9 +212,9 @@ class Reranking(Replay):
         self._pending = []
 
     def _find_pinned(self, positions: Tensor, policy: Evictor) -> Tensor | None:
-        """Return which entries are pinned, or None if the policy pins nothing.
+        """Return which entries are pinned (never evicted), or None if the policy pins nothing.
 
-        If pins are not recorded, the entries that no governed layer evicted count as pinned.
+        If pins are not recorded, the entries that no layer under the policy has evicted count as pinned.
         """
         if not policy.pinned_roles:
             return None
@@ -228,7 +229,7 @@ class Reranking(Replay):
 
 
 class _Ranking(NamedTuple):
-    """E evictions of one layer, ranked again: importance and positions of the entries, and which the record evicts.
+    """E evictions of one layer, ranked again: each entry's importance and position, and whether the record evicts it.
 
     These are [E, H, K]; ``seen`` [E] is the number of tokens at each eviction.
     """
@@ -258,7 +259,7 @@ class RecordedLayer:
         return max(1, _MAX_ELEMENTS // (self.call.key.shape[1] * size * max(size, self.call.key.shape[3])))
 
     def view(self, times: Tensor, policy: Evictor, statistics: Mapping[str, Iterator[Any]], rollout: Rollout) -> View:
-        """Return what the policy saw at E evictions, one per row.
+        """Return what the policy saw at E evictions, as a ``View`` with one row for each.
 
         Eviction i took place just before the query at position ``times[i]``. ``statistics`` gives for some fields of
         the view (such as "mass", the attention mass) an iterator with the next value for each eviction.
@@ -275,7 +276,10 @@ class RecordedLayer:
         return view
 
     def selection_view(self, queries: Tensor, rollout: Rollout) -> View:
-        """Return what the policy saw when queries at positions ``queries`` [E] selected among all earlier entries."""
+        """Return what the policy saw, as a ``View``, when E queries selected among all earlier entries.
+
+        ``queries`` [E] are their positions.
+        """
         heads, longest = self.call.key.shape[1], int(queries.max()) + 1
         columns = torch.arange(longest, device=queries.device)
         positions = torch.where(columns <= queries[:, None], columns, -1)[:, None].expand(-1, heads, -1)  # [E, H, K]
@@ -309,7 +313,10 @@ class RecordedLayer:
         )
 
     def slots(self, times: Tensor) -> Tensor:
-        """Return the positions [E, H, K] of entries in the cache before queries ``times`` [E], padded with -1."""
+        """Return the positions [E, H, K] of the entries among which the policy chose at each of E evictions.
+
+        Eviction e took place before query ``times[e]``; -1 fills up heads with fewer entries.
+        """
         seen = times[:, None, None]
         # entries that leave at this very query are still held: the policy chose among them
         is_held = (self.at[:, None] < seen) & (self.evicted_at >= seen)  # [E, H, T]
@@ -333,7 +340,10 @@ class RecordedLayer:
         return keys, values
 
     def masses(self, steps: Sequence[ForwardStep], due: set[int]) -> Iterator[Tensor]:
-        """Yield the accumulated attention of every entry at each eviction, [1, H, T] float32."""
+        """Yield, for each eviction, the attention that every entry has got so far: float32 [1, H, T].
+
+        ``due`` are the numbers of tokens at the evictions; the attention is accumulated over the forwards ``steps``.
+        """
         total, start = torch.zeros(self.evicted_at.shape, device=self.evicted_at.device), 0
         for seen, _ in steps:
             time, fed = torch.tensor([seen], device=self.evicted_at.device), slice(start, seen)
@@ -348,7 +358,10 @@ class RecordedLayer:
                 yield total.clone()
 
     def query_statistics(self, sums: QueryMoments | QueryCentres, due: Sequence[int]) -> Iterator[Any]:
-        """Yield, for each eviction in ``due``, the statistics of ``sums`` over all queries before it."""
+        """Yield, for each eviction, the statistics (``Moments`` or ``Centres``) of all queries before it.
+
+        ``due`` are the numbers of tokens at the evictions; ``sums`` adds the queries up.
+        """
         start = 0
         for seen in due:
             sums.add(self.call.query[:, :, start:seen], self.at[:, start:seen])
@@ -363,6 +376,6 @@ def _at_positions(tensor: Tensor, positions: Tensor) -> Tensor:
 
 
 def _batch(rows: Sequence[Any]) -> Any:
-    """Return the moments, or the centres, of several rows combined into one batch."""
+    """Combine the query statistics (``Moments`` or ``Centres``) of several rows into one batch, and return it."""
     tensors = [torch.cat(parts) for parts in zip(*(row[:2] for row in rows), strict=True)]
     return type(rows[0])(*tensors, *rows[0][2:])

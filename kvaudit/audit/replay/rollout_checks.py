@@ -24,10 +24,11 @@ LOGPROB_ROUNDING = 1e-5  # nats: a log-prob above 0 by no more than this counts 
 
 @dataclass(frozen=True)
 class RecordedRollouts:
-    """The rollouts of one file, with their compression policy; None if the file names none, or one unknown to kvaudit.
+    """The rollouts of one file, with the ``policy`` that compressed the cache they were sampled from.
 
-    ``temperature`` is that of the log-probs, ``policy_hash`` the hash that the file gives for the policy,
-    ``trained_policy`` the policy that the checkpoint's provenance says it was trained under; None if not recorded.
+    ``policy`` is None if the file names none, or one unknown to kvaudit. ``temperature`` is that of the log-probs,
+    ``policy_hash`` the hash that the file gives for the policy, ``trained_policy`` the policy that the checkpoint's
+    provenance says it was trained under; None if not recorded.
     """
 
     source: str
@@ -132,7 +133,7 @@ class ForwardStep(NamedTuple):
 
 
 class DueEviction(NamedTuple):
-    """An eviction that is due by token counts: before query ``query``, ``size`` entries are cut to ``budget``."""
+    """An eviction that is due by token counts: just before query ``query``, ``size`` entries are cut to ``budget``."""
 
     query: int
     size: int
@@ -140,7 +141,7 @@ class DueEviction(NamedTuple):
 
 
 def eviction_breach(rollout: Rollout, plans: Sequence[LayerPlan]) -> str | None:
-    """Return the first rule of the policy that a ledger breaks, or None; ``plans`` has one plan per layer.
+    """Return the first rule of the policy that a ledger breaks, as text, or None; ``plans`` has one plan per layer.
 
     Rules: sink and window are kept; entries are evicted when the policy's schedule says and at no other time; each
     eviction keeps exactly ``budget`` entries in every head; a sliding-window layer drops its oldest entries first.
@@ -178,7 +179,7 @@ def forward_steps(rollout: Rollout, chunk: int) -> list[ForwardStep]:
 
 
 def due_evictions(policy: Evictor, steps: Sequence[ForwardStep]) -> list[DueEviction]:
-    """Return when a policy evicts in a row fed by ``steps``, by its ``interval``, ``phase`` and ``budget``."""
+    """Return the evictions that a policy makes in a row fed by ``steps``, by its ``interval``, ``phase`` and budget."""
     if not policy.evicts:
         return []
     due, size, decoded, before = [], 0, 0, 0  # decoded: steps since the last eviction
@@ -194,7 +195,7 @@ def due_evictions(policy: Evictor, steps: Sequence[ForwardStep]) -> list[DueEvic
 
 
 def quantisation_breach(rollout: Rollout, policy: Policy) -> str | None:
-    """Return how the recorded codec, or the times of quantising, contradict the policy's quantiser; None if they agree.
+    """Return how the recorded quantiser, or the times of quantising, contradict the policy; None if they agree.
 
     The times follow from token counts alone.
     """
@@ -215,7 +216,10 @@ def quantisation_breach(rollout: Rollout, policy: Policy) -> str | None:
 
 
 def _due_quantisation(rollout: Rollout, codec: Quantiser, until: Callable[[int, int], int], chunk: int) -> Tensor:
-    """Return the first query [T] that reads each entry quantised under the codec's schedule; NEVER if none does."""
+    """Return the first query [T] that should read each entry quantised by the codec's schedule; NEVER if none should.
+
+    ``until`` is the codec's ``keys_until`` or ``values_until``; ``chunk`` is how many prompt tokens enter at once.
+    """
     times: list[int] = []
     for seen, _ in forward_steps(rollout, chunk):
         times += codec.first_queries(len(times), until(len(times), seen), seen)
@@ -225,7 +229,7 @@ def _due_quantisation(rollout: Rollout, codec: Quantiser, until: Callable[[int, 
 def selection_breach(rollout: Rollout, policy: Policy, plans: Sequence[LayerPlan]) -> str | None:
     """Return how the recorded selections contradict the policy, or None if they agree.
 
-    Compared are the queries that selected, the layers, and how many units (runs of positions) each query selected.
+    It compares which queries selected, in which layers, and how many units (runs of positions) each query selected.
     """
     selector, selection = selector_of(policy), rollout.selection
     if selector is None:
@@ -254,7 +258,7 @@ def selection_breach(rollout: Rollout, policy: Policy, plans: Sequence[LayerPlan
 
 
 def _protection_fault(evicted_at: Tensor, policy: Evictor) -> str | None:
-    """Return which protected entry of a layer [H, T] was evicted, or None."""
+    """Describe a protected entry (sink or recent one) that a layer [H, T] evicted; None if there is none."""
     if not policy.evicts:
         return None
     age = evicted_at - torch.arange(evicted_at.shape[1])  # queries that saw the entry
@@ -268,7 +272,7 @@ def _protection_fault(evicted_at: Tensor, policy: Evictor) -> str | None:
 
 
 def _schedule_fault(evicted_at: Tensor, policy: Evictor, due: Sequence[DueEviction]) -> str | None:
-    """Return the first query at which a layer [H, T] evicted a wrong number of entries, or None."""
+    """Describe the first query at which a layer [H, T] evicted a wrong number of entries; None if there is none."""
     due_at, evicted = {eviction.query: eviction for eviction in due}, _eviction_counts(evicted_at)  # left [H, T + 1]
     for query in sorted({*due_at, *evicted.any(0).nonzero()[:, 0].tolist()}):
         if query not in due_at:
@@ -280,7 +284,7 @@ def _schedule_fault(evicted_at: Tensor, policy: Evictor, due: Sequence[DueEvicti
 
 
 def _count_fault(evicted: Tensor, due: DueEviction, policy: Evictor) -> tuple[str, int, int] | None:
-    """Return None if ``evicted`` [H], the entries evicted from each head, are the number that is due.
+    """Check the numbers of entries evicted from each head, ``evicted`` [H]; return None if they are those due.
 
     Otherwise the parts of a message: who keeps a wrong number (as in "head 3 keeps"), that number, and the right one.
     """
@@ -307,7 +311,7 @@ def _eviction_counts(evicted_at: Tensor) -> Tensor:
 
 
 def _sliding_window_fault(evicted_at: Tensor, window: int, due: Sequence[DueEviction]) -> str | None:
-    """Return the first entry of a sliding-window layer [H, T] that was evicted at a wrong time, or None."""
+    """Describe the first entry of a sliding-window layer [H, T] that was evicted at a wrong time; None if none was."""
     edges = torch.tensor([eviction.query for eviction in due], dtype=torch.int64)
     # an entry leaves with the first eviction that is more than a window later: edge - window > entry
     place = torch.searchsorted(edges - window, torch.arange(evicted_at.shape[1]), right=True)

@@ -38,10 +38,10 @@ from kvaudit.core.errors import DataError, RunError, SpecError
 
 @contextmanager
 def shadow(model: Any, ledger: Ledger, *, reroute: bool = False) -> Iterator[None]:
-    """Inside the context, make ``model(ids, attention_mask=...)`` attend as the sampler did by the ``ledger``.
+    """Inside the context, make ``model(ids, attention_mask=...)`` attend to what the sampler's queries saw.
 
-    The ledger is in row positions; ``ids`` may be padded on either side if a 2-D mask marks the padding. With
-    ``reroute`` a mixture-of-experts model selects its experts again.
+    That is what ``ledger`` records, in row positions; ``ids`` may be padded on either side if a 2-D mask marks the
+    padding. With ``reroute`` a mixture-of-experts model selects its experts again.
     """
     model = inner_model(model)
     prepare_model(model)
@@ -158,7 +158,7 @@ def _quantisation_times(ledger: Ledger, positions: Tensor, device: torch.device)
 
 
 def _take(x: Tensor, positions: Tensor, default: int) -> Tensor:
-    """Return ``x`` [B, T, ...] at positions [B, columns], on the host; ``default`` at padding and beyond the end."""
+    """Return ``x`` [B, T, ...] at positions [B, columns], as a CPU tensor; ``default`` at padding and beyond T."""
     length = x.shape[1]
     padded = torch.cat([x.cpu(), x.new_full((len(x), 1, *x.shape[2:]), default, device="cpu")], 1)
     index = torch.where((positions >= 0) & (positions < length), positions, length)

@@ -1,7 +1,7 @@
-"""Reading rollouts of other training stacks (vLLM, verl, slime ...), one JSON object per line, with each stack's keys.
+"""Reading rollouts of other training stacks (vLLM, verl, slime ...) from files with one JSON object per line.
 
-The layouts are described in docs/rollout-files.md. Every value is checked, since the file may come from anywhere. A
-file is streamed line by line, so it need not fit into memory.
+Each stack has its own keys; docs/rollout-files.md describes them. Every value is checked, since the file may come from
+anywhere. A file is streamed line by line, so it need not fit into memory.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class StackLine(BaseModel):
 
 
 class KvauditLine(StackLine):
-    """kvaudit's own layout; an unknown key is an error, and ``info`` may hold anything."""
+    """A line in kvaudit's own layout; an unknown key is an error, and ``info`` may hold anything."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -261,7 +261,7 @@ class ArealLine(StackLine):
 
 
 class SglangMeta(BaseModel):
-    """SGLang's metadata of an answer: [log-prob, id, text] of every token."""
+    """SGLang's metadata of an answer: (log-prob, id, text) of every token."""
 
     output_token_logprobs: list[tuple[float, Index, Any]]
     input_token_logprobs: list[tuple[Any, Index, Any]] | None = None
@@ -341,9 +341,9 @@ def _lines(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _samples(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yield place and content of each sample in a file of slime's ``--save-debug-rollout-data``.
+    """Yield (location, content) of each sample in a file of slime's ``--save-debug-rollout-data``.
 
-    The file is a pickle; code in it is not run. Raises DataError if it cannot be read so.
+    The file is a pickle; it is read without running code in it. Raises DataError if that is not possible.
     """
     try:
         rows = list(torch.load(path, map_location="cpu", weights_only=True)["samples"])

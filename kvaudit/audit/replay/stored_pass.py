@@ -62,7 +62,11 @@ def stored_logits(
 def _prompts(
     model: Any, leaders: Sequence[Rollout], store: EngineStore, layers: int, lengths: Tensor, device: torch.device
 ) -> StoredReplay:
-    """Run the prompts of all groups, of ``lengths`` [groups] tokens, and return their replay."""
+    """Run the model on the prompts of all groups, of ``lengths`` [groups] tokens, and return the replay that did it.
+
+    It holds the prompts' keys and values, to which the suffixes attend. ``leaders`` are the first rollouts of the
+    groups.
+    """
     ids = pad_sequence([r.ids[: r.prompt_length] for r in leaders], batch_first=True)
     queries = position_columns(lengths, torch.zeros_like(lengths))
     written = _engine_spans(leaders, [(0, r.prompt_length) for r in leaders], device)
@@ -213,7 +217,7 @@ class StoredReplay:
 
 
 def _columns_by_position(keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the column of ``keys`` that holds each position, and whether any does: [B, n * BLOCK] each.
+    """Return, for each position, the column that holds it and whether any column does: [B, n * BLOCK] each.
 
     ``keys`` [B, K] are the positions of the columns, -1 = padding.
     """
@@ -228,9 +232,10 @@ def _columns_by_position(keys: Tensor) -> tuple[Tensor, Tensor]:
 def _attention(
     call: AttentionCall, keys: Tensor, values: Tensor, visible: Tensor, near: tuple[Tensor, Tensor] | None = None
 ) -> Tensor:
-    """Return softmax attention [B, G*H, Q, D], computed in float32 or wider.
+    """Return softmax attention [B, G*H, Q, D] of the call's queries over ``keys``, computed in float32 or wider.
 
-    ``near``: BLOCK keys per query, [B, H, Q, BLOCK, D], that replace those of ``keys`` from the column [B, Q] on.
+    ``near`` = (BLOCK keys for each query, [B, H, Q, BLOCK, D]; columns [B, Q]): a query reads its own keys in place of
+    those of ``keys`` from that column on.
     """
     batch, heads, length, size = call.query.shape
     dtype = torch.promote_types(call.query.dtype, torch.float32)
@@ -266,7 +271,10 @@ def _wrote_same_prompts(rollouts: Sequence[Rollout], group: int) -> bool:
 def _engine_spans(
     rollouts: Sequence[Rollout], spans: Sequence[tuple[int, int]], device: torch.device
 ) -> tuple[Tensor, Tensor] | None:
-    """Return the engine's keys and values in a span of each row, right-padded: [B, L, H, columns, D] each."""
+    """Return the keys and values that the engine wrote in a span [start, end) of each row; None if it exports none.
+
+    They are right-padded: [B, L, H, columns, D] each.
+    """
     written = [r.written for r in rollouts if r.written is not None]
     if not written:
         return None
@@ -285,7 +293,7 @@ def _in_blocks(x: Tensor, dim: int) -> Tensor:
 
 
 def _gather_columns(x: Tensor, columns: Tensor) -> Tensor:
-    """Return columns [B, n] of ``x`` [B, H, K, D]: [B, H, n, D]."""
+    """Return the entries of ``x`` [B, H, K, D] at ``columns`` [B, n], the same in every head: [B, H, n, D]."""
     return x.gather(2, columns[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
 
 

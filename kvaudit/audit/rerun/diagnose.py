@@ -84,7 +84,10 @@ class Harm(NamedTuple):
 
 
 class Coding(NamedTuple):
-    """A code for all layers and its bits per stored number, including scales; ``store`` is None for no compression."""
+    """One way to store the keys and values of a layer, with its bits per stored number, including scales.
+
+    ``store`` is None for no compression.
+    """
 
     name: str
     bits: float
@@ -130,7 +133,7 @@ class Codes:
 
 @dataclass(frozen=True)
 class Floats:
-    """The diagnosed setting: keys and values as eight-bit floats, named as in vLLM's ``kv_cache_dtype``."""
+    """The diagnosed setting: keys and values as eight-bit floats; ``dtype`` is as in vLLM's ``kv_cache_dtype``."""
 
     dtype: str  # fp8_e4m3 | fp8_e5m2
     store: EngineStore
@@ -158,7 +161,11 @@ def _same_code(code: ByToken) -> EngineStore:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The result of a diagnosis: the harm of the setting, of its parts and of each remedy, and the failure mode."""
+    """The result of a diagnosis: the harm of a setting, of its parts and of each remedy, and the failure mode.
+
+    Harm is the KL from the uncompressed to the quantised predictions (``Harm``); a remedy is another way to store the
+    cache, which may do less harm.
+    """
 
     setting: Codes | Floats
     requests: int
@@ -175,7 +182,7 @@ class Diagnosis:
 
     @property
     def meaning(self) -> str:
-        """The explanation of the failure mode."""
+        """What the failure mode means, as a text for the reader."""
         return FAILURE_MODES[self.mode]
 
     @property
@@ -313,14 +320,15 @@ def check_group(model: LoadedModel, setting: Codes | Floats) -> None:
 
 
 def _layers_with_entries(model: LoadedModel) -> list[int]:
-    """Return the numbers of the layers that keep keys and values."""
+    """Return the numbers of the layers that keep keys and values (all but those of linear attention alone)."""
     return [n for n, plan in enumerate(layer_plans(model.model.config, Dense())) if plan.has_entries]
 
 
 def _layer_counts(model: LoadedModel, setting: Codes | Floats) -> list[int]:
     """Return in how many of the most harmed layers to try the finer code, such as [3, 8] for two trials.
 
-    There is one number for each of ``setting.shares``, without duplicates.
+    There is a trial for each number n in ``setting.shares``: one n-th of the layers, rounded up. Equal counts are
+    listed once.
     """
     return list(dict.fromkeys(-(-len(_layers_with_entries(model)) // share) for share in setting.shares))
 
@@ -342,7 +350,8 @@ def run_diagnosis(
 ) -> Diagnosis:
     """Measure the harm of a setting, of its parts (keys, values, each layer) and of remedies; return the diagnosis.
 
-    ``on_harm`` is called with each harm as it is measured.
+    Harm is the KL from uncompressed to quantised predictions, in nats per token. ``on_harm`` is called with each
+    ``Harm`` as it is measured.
     """
 
     def measure(case: Case) -> Harm:

@@ -69,15 +69,18 @@ class Measure(ABC, Generic[WorkUnit, ServedBatch, Total]):
 
     @abstractmethod
     def size(self, unit: WorkUnit) -> int:
-        """Return the number of recorded items in a unit."""
+        """Return the number of recorded items in a unit of work."""
 
     @abstractmethod
     def model(self, unit: WorkUnit) -> LoadedModel:
-        """Return the model that serves a unit; adjacent units of one checkpoint share it."""
+        """Return the model that serves a unit of work; adjacent units of one checkpoint share it."""
 
     @abstractmethod
     def serve(self, unit: WorkUnit, model: LoadedModel) -> Iterator[ServedBatch]:
-        """Serve a unit again, in batches; raises DataError if anything that its items depend on has changed."""
+        """Serve the recorded items of a unit again, in batches.
+
+        Raises DataError if anything that the items depend on has changed.
+        """
 
     @abstractmethod
     def reduce(self, unit: WorkUnit, model: LoadedModel, batches: Iterator[ServedBatch]) -> Total:
@@ -88,17 +91,20 @@ class Measure(ABC, Generic[WorkUnit, ServedBatch, Total]):
 
     @abstractmethod
     def differs(self, total: Total) -> bool:
-        """Return whether a result differs from the record beyond rounding.
+        """Return whether a unit's result shows a difference from the record that rounding cannot explain.
 
         False if there is no record to compare with.
         """
 
     @abstractmethod
     def lines(self, results: Sequence[tuple[WorkUnit, Total]]) -> Iterator[str | Table]:
-        """Yield the lines and tables to print for all units; text from a run or a file must be escaped to one line."""
+        """Yield the lines and tables to print, from the result of each unit.
+
+        Text that comes from a run or a file must be escaped to one line.
+        """
 
     def label(self, unit: WorkUnit) -> str:  # noqa: ARG002
-        """Return a short label of the unit for the progress display."""
+        """Return a short label of a unit of work, for the progress display."""
         return self.name
 
 
@@ -141,7 +147,10 @@ def run_measure(
 
 
 def load_checkpoint(run: RunFolder, arm: str, seed: int, sha256: str) -> LoadedModel:
-    """Load a checkpoint of a run; raises DataError if it is missing or its weights have another sha256."""
+    """Load the checkpoint of one arm (way of training) and seed of a run.
+
+    Raises DataError if it is missing or its weights have another sha256.
+    """
     spec, external = run.spec, run.spec.external_source(arm, seed)
     is_model = arm == BASE_ARM and not spec.starts
     name = external or (spec.model_path if is_model else str(run.checkpoint(arm, seed)))
@@ -160,7 +169,7 @@ def load_checkpoint(run: RunFolder, arm: str, seed: int, sha256: str) -> LoadedM
 def check_rerunnable(run: RunFolder) -> None:
     """Raise SpecError if the answers in a run's folder were not given by checkpoints of that run.
 
-    They may be of another run, judged again here, or of an endpoint.
+    They may have been given in another run and only judged in this one, or by an endpoint.
     """
     if JUDGED in run.provenance():
         raise SpecError(f"{str(run.path)!r} holds answers of another run, judged again; explain that run's")
@@ -169,7 +178,10 @@ def check_rerunnable(run: RunFolder) -> None:
 
 
 def finished_records(run: RunFolder, unit: Unit) -> Iterator[Record]:
-    """Yield the records of a unit of the run, none if it is unfinished; raises DataError if they were changed since."""
+    """Yield the records of a unit (one checkpoint, policy, suite and length) of the run; none if it is unfinished.
+
+    Raises DataError if the records were changed since they were written.
+    """
     files = UnitFiles.of(run.records, unit)
     if files.seal.is_file():
         stored = read_unit(files.records)
@@ -178,9 +190,10 @@ def finished_records(run: RunFolder, unit: Unit) -> Iterator[Record]:
 
 
 def remake_items(run: RunFolder, model: LoadedModel, suite: Suite, record: Record) -> dict[str, Item]:
-    """Return the items of a unit by name, generated again; ``record`` is any record of the unit.
+    """Return the items of a unit, generated again, by name.
 
-    Raises DataError or RunError if suite, rows or model files changed.
+    A unit is one checkpoint under one policy on one suite at one length; ``record`` is any record of it. Raises
+    DataError or RunError if suite, rows or model files changed.
     """
     if suite.played_by:
         raise SpecError(f"suite {suite.name} is run by another harness, so kvaudit cannot serve its answers again")
@@ -241,8 +254,8 @@ def checkpoint_rollouts(folder: Path) -> list[RecordedRollouts]:
 class AnswerSet(NamedTuple):
     """The answers to serve again: to items of one suite and length, by one checkpoint under one policy.
 
-    ``records`` has the recorded answer of each, None if the run did not serve that policy. ``example`` is a record of
-    one of the items under any policy, which identifies suite, length and checkpoint.
+    ``records`` maps the key of each answer to its record, or to None if the run did not serve that policy. ``example``
+    is a record of one of the items under any policy, which identifies suite, length and checkpoint.
     """
 
     policy: Policy
@@ -252,9 +265,9 @@ class AnswerSet(NamedTuple):
 
 @dataclass(frozen=True)
 class RerunAnswer:
-    """An answer that was served again, with the recorded one if the run served that policy.
+    """An answer that was served again under one policy, with the recorded one if the run served that policy.
 
-    ``shading`` says which tokens before the answer the cache still held.
+    ``shading`` says, for each token before the answer, by how many heads the cache still held it.
     """
 
     policy: Policy  # the one drawn, of a mixture
@@ -271,7 +284,7 @@ class RerunAnswer:
 
     @property
     def held_shares(self) -> list[float]:
-        """For each token before the answer, the share of KV heads, over all layers, that held it at the start."""
+        """The share of KV heads, over all layers, that held each earlier token when the answer began."""
         return [count / self.shading.heads for count in self.shading.held]
 
     @property
@@ -283,7 +296,7 @@ class RerunAnswer:
 
 
 class AnswerMeasure(Measure[AnswerSet, list[RerunAnswer], Total], ABC):
-    """The base of measures (quantities found by serving records again) that serve a run's answers.
+    """The base of measures that serve a run's answers again; a measure is a quantity found by serving records again.
 
     Raises SpecError if the answers were not given by the run's own checkpoints.
     """

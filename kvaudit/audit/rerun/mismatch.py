@@ -44,7 +44,10 @@ _AT_ONCE = 16 * PASS_TOKENS  # padded tokens in memory
 
 @dataclass
 class Survey:
-    """The summary of a rollout file: counts, its longest rollout and highest token id (with place), and metadata."""
+    """The summary of a rollout file: counts, its longest rollout and highest token id, and what it declares.
+
+    ``longest`` and ``highest`` come with their location in the file, such as ``line 3``.
+    """
 
     path: Path
     rollouts: int = 0
@@ -59,7 +62,7 @@ class Survey:
     undrawn: list[str] = field(default_factory=list)  # places of rollouts without a sampled token, which are skipped
 
     def add(self, row: ImportedRollout) -> None:
-        """Add a rollout."""
+        """Add a rollout of the file to the summary."""
         self.rollouts += 1
         self.tokens += int(row.rollout.sampled.sum())
         self.longest = max(self.longest, (len(row.rollout.ids), row.place), key=lambda pair: pair[0])
@@ -78,7 +81,7 @@ class Survey:
 
 @dataclass(frozen=True)
 class FilePanel:
-    """The mismatch numbers of a rollout file at one temperature, and the alarms: the bounds that they exceed."""
+    """The mismatch numbers of a rollout file at one temperature, by name, and the bounds that they exceed (alarms)."""
 
     temperature: float
     panel: dict[str, float | None]
@@ -88,10 +91,10 @@ class FilePanel:
 
 @dataclass
 class FilledLogprobs:
-    """The recorded log-probs of exactly 0: placeholders of missing ones, unless the model is sure of the token.
+    """The count of recorded log-probs of exactly 0: fillers for missing ones, unless the model is sure of the token.
 
-    ``doubted`` counts the zeros where the model is not sure; ``learner`` is the sum of its log-probs there, in nats.
-    ``place`` and ``token`` (from 0) locate the first zero of the first rollout whose zeros cannot all be true.
+    ``doubted`` counts the zeros where the model is not sure; ``learner`` is the sum of the model's log-probs there, in
+    nats. ``place`` and ``token`` (from 0) locate the first zero of the first rollout whose zeros cannot all be true.
     """
 
     rollouts: int = 0
@@ -102,7 +105,7 @@ class FilledLogprobs:
     token: int = 0
 
     def add(self, batch: PaddedRollouts) -> None:
-        """Add the recorded log-probs of a batch that are exactly 0."""
+        """Count the recorded log-probs of a batch that are exactly 0."""
         zeros = batch.sampled & (batch.sampler == 0)  # [B, R]
         doubted, refuted = zeros & (batch.learner < _DOUBTED), zeros & (batch.learner < _REFUTED)
         self.rollouts += int(zeros.any(1).sum())
@@ -116,7 +119,7 @@ class FilledLogprobs:
 
     @property
     def line(self) -> str:
-        """The alarm in one line."""
+        """The text of the alarm that these log-probs raise, on one line."""
         return (
             f"alarm: {self.tokens} log-probs in {self.rollouts} rollouts are exactly 0, first {inline(self.place)} "
             f"token {self.token}, though the learner gives {self.doubted} of these tokens "
@@ -163,7 +166,7 @@ def survey(path: Path) -> Survey:
 
 
 class Mismatch(Measure[Survey, PaddedRollouts, FilePanel]):
-    """Finds how far a file's recorded log-probs are from those of the model without compression.
+    """Measures how far a file's recorded log-probs are from those of the model without compression.
 
     ``temperature`` replaces the recorded one.
     """
@@ -313,7 +316,7 @@ def _batches(rows: Iterator[ImportedRollout]) -> Iterator[list[ImportedRollout]]
 
 
 def _dense(rollout: Rollout, config: Any) -> Rollout:
-    """Return the rollout with the ledger of a cache that never evicts, as a view that takes no memory."""
+    """Return the rollout with a ledger in which nothing is ever evicted; the ledger takes no memory."""
     layers = config.get_text_config(decoder=True).num_hidden_layers
     never = torch.full((1, 1, 1), NEVER, dtype=torch.int32).expand(layers, kv_heads(config), len(rollout.ids))
     return replace(rollout, evicted_at=never)

@@ -24,10 +24,10 @@ from kvaudit.core.text import inline, length_label, visible
 
 
 class Shade(AnswerMeasure[Shadings]):
-    """Serves some answers again and stores, for each token, by how many heads the cache still held it (``Shading``).
+    """Serves some answers again and stores their shadings: for each token, by how many heads the cache still held it.
 
-    ``requested`` names the answers, by the name of their unit (file of records); those whose shading is stored already
-    are left out.
+    ``requested`` has the keys of the answers, by the name of their unit (file of records); those whose shading is
+    stored already are left out.
     """
 
     name = "shade"
@@ -54,9 +54,9 @@ class Shade(AnswerMeasure[Shadings]):
         return f"{example.arm} seed {example.train_seed}, {engine_name(unit.policy.canonical)}, {suite}"
 
     def reduce(self, unit: AnswerSet, model: LoadedModel, batches: Iterator[list[RerunAnswer]]) -> Shadings:  # noqa: ARG002
-        """Store the shadings after every batch; return the new ones, by answer.
+        """Store the shadings (which tokens the cache still held) after every batch; return the new ones.
 
-        The shading is None for an answer that came out different from its record.
+        They are keyed by answer; a shading is None for an answer that came out different from its record.
         """
         example = unit.example
         name = Unit(example.arm, example.train_seed, unit.policy, example.suite, example.context_tokens).name
@@ -77,7 +77,7 @@ class Shade(AnswerMeasure[Shadings]):
             yield f"{self.label(unit)}: {same} of {len(total)} answers came out as recorded"
 
     def _missing_records(self, unit: Unit) -> dict[AnswerKey, Record]:
-        """Return the records of the requested answers of a unit that have no stored shading."""
+        """Return the records of those requested answers of a unit for which no shading (see ``Shade``) is stored."""
         requested = self._requested.get(unit.name, ())
         missing = set(requested) - set(read_shadings(self._run.path, unit.name)) if requested else set()
         records = finished_records(self._run, unit) if missing else ()
@@ -93,7 +93,10 @@ _INDENT = "\n" + " " * 12
 
 
 class AnswerPlace(NamedTuple):
-    """The key of an answer in a run; ``length`` may be None if the item was asked at one length only."""
+    """The place of an answer in a run: item, arm, training seed, length (context tokens) and number of the sample.
+
+    ``length`` may be None if the item was asked at one length only.
+    """
 
     item: str
     arm: str
@@ -150,9 +153,9 @@ def match_run_policies(run: RunFolder, texts: Sequence[str]) -> list[Policy]:
 
 
 def _records_at(run: RunFolder, place: AnswerPlace) -> Mapping[str, Record]:
-    """Return the records of one item and sample, by policy; raise SpecError or DataError if there are none.
+    """Return the records of one item and sample as {policy: record}; raise SpecError if there are none.
 
-    DataError is raised if they hold no transcripts to compare with.
+    Raises DataError if they hold no transcripts to compare with.
     """
     rows: dict[str, dict[tuple[str, int, int], Record]] = {}  # by policy; by suite, length and sample
     items = set[str]()
@@ -177,9 +180,10 @@ def _records_at(run: RunFolder, place: AnswerPlace) -> Mapping[str, Record]:
 
 
 def _suite_and_length(pairs: set[tuple[str, int]], items: set[str], place: AnswerPlace) -> tuple[str, int]:
-    """Return the suite and the length at which the item was asked.
+    """Return the suite and the length (context tokens) at which the item of ``place`` was asked.
 
-    Raises SpecError if it was not asked, or at several lengths of which ``place`` chooses none.
+    ``pairs`` are all (suite, length) at which it was asked, ``items`` the names of all items. Raises SpecError if it
+    was not asked, or at several lengths of which ``place`` chooses none.
     """
     matches = [pair for pair in sorted(pairs) if place.length in (None, pair[1])]
     if len(matches) == 1:

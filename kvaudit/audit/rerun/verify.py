@@ -102,17 +102,17 @@ class Verification:
 
     @property
     def rank_explained(self) -> bool:
-        """Whether the policy chooses enough of the recorded evictions again; True if they could not be compared."""
+        """Whether the policy, ranking again, evicts enough of the recorded entries; True if that was not checked."""
         return isinstance(self.ranked, str) or self.ranked.lowest >= self.ranked.required
 
     @property
     def token_explained(self) -> bool:
-        """Whether the worst token is within tolerance."""
+        """Whether the token with the largest difference of log-probs is within tolerance."""
         return self.shadow.largest <= self.tolerance
 
     @property
     def mean_explained(self) -> bool:
-        """Whether the mean difference of log-probs is within its tolerance, a tenth of that of the worst token."""
+        """Whether the mean difference of log-probs is within a tenth of the tolerance for a single token."""
         return self.shadow.mean <= self.tolerance / MEAN_SHARE
 
 
@@ -269,7 +269,10 @@ def _ledger_breach(unit: RecordedRollouts, policy: Policy, config: Any) -> str |
 
 
 def _stray_breach(rows: Sequence[ReplayedRollout]) -> str | None:
-    """Return a description of the first recorded rounding hint that rounding cannot explain; None if there is none."""
+    """Describe the first recorded rounding hint that rounding cannot explain, or return None if there is none.
+
+    A hint is the recorded code of a value near the border of two codes.
+    """
     strays = sorted((row.number, layer) for row in rows for layer in row.strays)
     if not strays:
         return None

@@ -194,7 +194,7 @@ class StepRunner:
             return self._step.run(self._forward)
 
     def _forward(self, ids: Tensor, positions: Tensor, step: FixedStep) -> Tensor:
-        """Return the logits [B, V] after tokens [B, 1] at positions [B, 1]."""
+        """Return the logits [B, V] that follow the tokens ``ids`` [B, 1] at row positions [B, 1]."""
         # attention through a cache ignores the mask, but without one transformers would read positions to make one
         unused = torch.ones(len(ids), 1, 1, 1, dtype=torch.bool, device=ids.device)
         output = self._model(
@@ -224,7 +224,7 @@ class StepRunner:
         return captured
 
     def _note_missing_replays(self, room: int) -> None:
-        """Count a step that was not replayed; print a note once after many such steps in a row."""
+        """Count a step that was not replayed from a CUDA graph; print a note once after many such steps in a row."""
         if self._mode == "fixed" or room < FEWEST_STEPS:  # nothing is captured, whatever stays the same
             return
         self._since_replay += 1
@@ -265,7 +265,7 @@ _fused_forwards: dict[type, Callable[..., Any]] = {}
 
 
 def _has_own_forward(layer: Any) -> bool:
-    """Return True if a layer's forward is that of its class or of gradient checkpointing, False for any other."""
+    """Return whether a layer's forward is that of its class, perhaps wrapped by gradient checkpointing."""
     forward = vars(layer).get("forward")
     return forward is None or (isinstance(forward, partial) and forward.func.__module__.startswith("kvaudit."))
 

@@ -70,7 +70,7 @@ class ChatTokens:
         assert len(self.ids) == len(self.roles)
 
     def drop(self, count: int) -> ChatTokens:
-        """Return the tokens without the first ``count``."""
+        """Return these tokens, with roles and spans, without the first ``count``."""
         spans = {name: tuple(n - count for n in numbers if n >= count) for name, numbers in self.spans.items()}
         return ChatTokens(self.ids[count:], self.roles[count:], spans)
 
@@ -104,9 +104,10 @@ class Chat:
         self.stop_ids: frozenset[int] = frozenset(stop_ids) | self._template_stops()
 
     def prompt(self, messages: Sequence[Message], spans: Sequence[Span] = (), tools: Tools = ()) -> ChatTokens:
-        """Return the prompt, including the generation prompt, with the tokens of the marked ``spans``.
+        """Return the prompt as tokens, including the header of the answer, with the tokens of the marked ``spans``.
 
-        A span whose text is ``list_tools(tools)`` is the template's listing of the tools.
+        A span is a text that the suite marks. One whose text is ``list_tools(tools)`` is the template's listing of the
+        tools.
         """
         return self._render((), *self.request_of(messages, tools), spans)
 
@@ -139,7 +140,10 @@ class Chat:
         return ANY_FORM if self.tool_form is None else self.tool_form.name
 
     def reader_of(self, tool_form: str) -> ToolForm | None:
-        """Return the form (syntax) in which calls are read from a conversation's answers; None if all are tried."""
+        """Return the syntax in which tool calls are read from answers; None if every known syntax is tried.
+
+        ``tool_form`` is the name that ``tool_form_of`` returns for the conversation.
+        """
         return self.tool_form if tool_form not in (TEXT_FORM, ANY_FORM) else None
 
     @property
@@ -150,10 +154,10 @@ class Chat:
     def request_of(
         self, messages: Sequence[Message], tools: Tools
     ) -> tuple[tuple[Message, ...], tuple[Mapping[str, Any], ...]]:
-        """Return the messages and tools of a conversation in the form in which they are rendered.
+        """Return the messages and tools of a conversation as they are passed to the template.
 
-        If the messages must contain the tools as text, no tools are returned. Otherwise calls are left out of a
-        message's text, since the template writes them.
+        If the prompt has to contain the tools as text, the messages hold them and no tools are returned. Otherwise
+        calls are left out of a message's text, since the template writes them.
         """
         form = self.tool_form_of(messages, tools)
         if form == TEXT_FORM:
@@ -164,10 +168,10 @@ class Chat:
         return tuple(messages), tuple(tools)
 
     def call_text(self, messages: Sequence[Message], calls: Sequence[ToolCall], tools: Tools) -> str | None:
-        """Return calls as the model would write them, cut from a rendering in which they are the next turn.
+        """Return tool calls as the model would write them; None if the template does not write them.
 
-        Returns None if the prompt contains the tools as text, or if adding the calls changes how the template
-        renders the conversation before them.
+        The text is cut from a rendering in which the calls are the next turn. It is None if the prompt contains the
+        tools as text, or if adding the calls changes how the template renders the conversation before them.
         """
         calls = [replace(call, call_id=f"call{number:05}") for number, call in enumerate(calls)]
         # with results, since some templates end a turn by the beginning of the next
@@ -182,7 +186,7 @@ class Chat:
 
     @cached_property
     def _arguments_as(self) -> ArgumentsAs | None:
-        """Whether the template takes a call's arguments as an object or as JSON text; None if it takes no tools."""
+        """How the template takes a tool call's arguments: as an "object" or as JSON "text"; None if it lacks tools."""
         for arguments_as in ("object", "text"):
             try:
                 text = self._apply(self._rows(PROBE, arguments_as), [TOOL_SLOT])
@@ -203,7 +207,7 @@ class Chat:
         return "native" if is_kept else "user"
 
     def _renders_tools(self, messages: Sequence[Message], tools: Tools) -> bool:
-        """Return whether a prompt rendered by the template contains the tools and every message and call."""
+        """Return whether the template, rendering a conversation, writes all of its tools, messages and tool calls."""
         if self._arguments_as is None:
             return False
         slots = slot_calls(
@@ -230,12 +234,12 @@ class Chat:
         calls: Sequence[ToolCall] = (),
         tools: Tools = (),
     ) -> ChatTokens:
-        """Return the tokens after an assistant completion: end-of-turn, the new messages, generation prompt.
+        """Return the tokens after an assistant's answer: its end-of-turn, the new ``messages``, the generation prompt.
 
-        They are cut from a conversation with a marker as the answer, so this works with any template. A
-        completion that ends with a sampled end-of-turn token already holds the first one: see ``continuation``.
-        ``calls`` are those of the completion and ``tools`` those of the conversation; both are empty if the
-        prompt contains the tools as text.
+        They are cut from a conversation with a marker as the answer, so this works with any template. An answer that
+        ends with a sampled end-of-turn token already holds the first of these tokens: see ``continuation``. ``calls``
+        are the tool calls of the answer and ``tools`` those of the conversation; both are empty if the prompt contains
+        the tools as text.
         """
         if calls and self._arguments_as is not None:
             # some templates write a tool's result only after its call
@@ -257,7 +261,10 @@ class Chat:
         calls: Sequence[ToolCall] = (),
         tools: Tools = (),
     ) -> ChatTokens:
-        """Return ``reply`` without the end-of-turn token that ``completion`` already ends with."""
+        """Return the tokens that follow a completion, as ``reply``, without what the completion already holds of them.
+
+        If ``completion`` ends with an end-of-turn token, everything up to this token is left out.
+        """
         rendered = self.reply(messages, spans, calls=calls, tools=tools)
         if completion and completion[-1] in self.stop_ids:
             # search only before the next message's text, which may hold the same token
@@ -327,7 +334,10 @@ class Chat:
         return [text.format(role, texts) for role, support, texts in roles if support == "user"]
 
     def _role_support(self, role: Role, *, first: bool) -> Literal["native", "user"]:
-        """Return "native" if the template writes messages of a role, else "user"."""
+        """Return "native" if the template writes messages of ``role``, else "user": their text must go there.
+
+        ``first``: the role is tried at the beginning of a conversation, not at its end.
+        """
         turns = [Message(Role.USER, "."), Message(Role.ASSISTANT, ".")]
         probe = Message(role, _MARKER)
         # in its usual position, or the template would refuse the order instead of the role
@@ -368,9 +378,9 @@ class Chat:
     def _render(
         self, before: tuple[Message, ...], messages: Sequence[Message], tools: Tools, marked: Sequence[Span]
     ) -> ChatTokens:
-        """Return the tokens and roles of the text that the template writes after the messages ``before``.
+        """Return the text that the template writes after the messages ``before``, as tokens with their roles.
 
-        The positions of the spans ``marked`` (texts that the suite names) are returned too.
+        The result also has the positions of the spans ``marked`` (texts that the suite names).
         """
         text = self._text_after(before, messages, tools)
         # unique texts in place of the messages, to tell the template's text from theirs
@@ -399,7 +409,7 @@ class Chat:
         return ChatTokens(tuple(encoded["input_ids"]), roles, spans)
 
     def _text_after(self, before: tuple[Message, ...], messages: Sequence[Message], tools: Tools = ()) -> str:
-        """Return the text that the template writes after ``before``, which ends with a placeholder answer or calls."""
+        """Return the text that the template writes after ``before``, which ends with a placeholder answer or call."""
         text = self._template([*before, *messages], tools)
         if not before:
             return text
@@ -454,7 +464,10 @@ class Chat:
 def move_roles(
     messages: Sequence[Message], moved: Set[Role], arguments_as: ArgumentsAs = "object"
 ) -> list[dict[str, Any]]:
-    """Return messages as dicts for a chat template; those of ``moved`` roles become part of user messages."""
+    """Return messages as dicts for a chat template; messages of ``moved`` roles are put into user messages.
+
+    ``arguments_as`` is how the template takes the arguments of tool calls, as an object or as text.
+    """
     rows: list[dict[str, Any]] = []
     was_moved = False
     names = dict[str, str]()  # of tools, by the id of a call
@@ -495,7 +508,7 @@ class _Stretch(NamedTuple):
     offsets: Sequence[int] | None = None
 
     def locate(self, place: Place) -> tuple[int, int]:
-        """Return the start and end of a span of the message in the rendered text."""
+        """Return the start and end, in the rendered text, of ``place``: a range of characters of the message."""
         ends = (place.start, place.end)
         start, end = (self.start + (n if self.offsets is None else self.offsets[n]) for n in ends)
         return max(start, self.start), min(end, self.end)
@@ -530,7 +543,10 @@ def _find_varying(text: str, texts: Mapping[int, _Stretch], frame: str, other: s
 
 
 def _between(frame: str, numbers: Iterable[int]) -> list[str]:
-    """Return the template's own text before each placeholder message in ``frame``, and after the last."""
+    """Return the template's own text before each placeholder message in ``frame``, and after the last one.
+
+    ``numbers`` are the messages' numbers, in the order of the text.
+    """
     headers = []
     for number in numbers:
         header, _, frame = frame.partition(_SLOT.format(number))
@@ -551,7 +567,10 @@ def _roles(starts: Sequence[int], stretches: Iterable[_Stretch]) -> tuple[str, .
 
 
 def _tokens(offsets: Sequence[tuple[int, int]], places: Sequence[tuple[int, int]]) -> tuple[int, ...]:
-    """Return the numbers of the tokens that hold at least one character of the stretches ``places``."""
+    """Return the indices of the tokens that hold at least one character of the ranges ``places``.
+
+    ``offsets`` has the range of characters of each token.
+    """
     return tuple(
         number
         for number, (start, end) in enumerate(offsets)
@@ -585,9 +604,9 @@ def _find_stretches(text: str, frame: str, messages: Sequence[Message]) -> dict[
 
 
 def _find_form(text: str, position: int, content: str) -> tuple[str, Sequence[int] | None]:
-    """Return a message's text as the template wrote it at ``position`` (unchanged, stripped or JSON), with offsets.
+    """Return a message's text as the template wrote it at ``position``, and the offsets of its characters there.
 
-    Offsets are as in ``_Stretch``.
+    The template may write it unchanged (offsets None), stripped or as JSON. Offsets are as in ``_Stretch``.
     """
     if text.startswith(content, position):
         return content, None

@@ -63,7 +63,10 @@ def wire(transcript: Sequence[Message], tool_role: str) -> list[dict[str, Any]]:
 
 
 class Readings:
-    """The conversations that an endpoint has read before, whose tokens it may leave out of its counts. Thread-safe."""
+    """The conversations that an endpoint has read so far; it may leave their tokens, if cached, out of its counts.
+
+    Thread-safe.
+    """
 
     def __init__(self) -> None:
         self._lock, self._prefixes = threading.Lock(), set[tuple[tuple[str, str], ...]]()
@@ -75,7 +78,7 @@ class Readings:
             self._prefixes.update(pairs[:end] for end in range(1, len(pairs) + 1))
 
     def unread(self, rows: WireRows) -> float:
-        """Return the share of a conversation's characters that follow its longest prefix read before."""
+        """Return the share of a conversation's characters that come after the longest beginning read before."""
         pairs = _pairs(rows)
         with self._lock:
             length = next((end for end in range(len(pairs), 0, -1) if pairs[:end] in self._prefixes), 0)
@@ -84,7 +87,7 @@ class Readings:
 
 
 def _pairs(rows: WireRows) -> tuple[tuple[str, str], ...]:
-    """Return the role and the content of each message of a request; its tool calls are part of the content, as JSON."""
+    """Return (role, content) of each message of a request; its tool calls are appended to the content, as JSON."""
     calls = (json.dumps(row["tool_calls"]) if "tool_calls" in row else "" for row in rows)
     return tuple((row["role"], row["content"] + text) for row, text in zip(rows, calls, strict=True))
 
@@ -144,7 +147,11 @@ def _finish(completion: ChatCompletion, new_tokens: int | None, limit: int) -> F
 
 
 def _prompt_tokens(usage: Any, request: SentRequest, readings: Readings) -> int | None:
-    """Return the prompt tokens that an endpoint reports, if any; raise Unanswered if they do not fit the request."""
+    """Return the number of prompt tokens that an endpoint reports, checked against the request.
+
+    None if it reports none, or counts only the part that it had not read before (``readings``). Raises Unanswered if
+    the number does not fit the request.
+    """
     read = _number(usage, "prompt_tokens") or None
     if read is None:
         return None
@@ -164,7 +171,7 @@ def _prompt_tokens(usage: Any, request: SentRequest, readings: Readings) -> int 
 
 
 def _check_length(completion: ChatCompletion, finish: Finish, new_tokens: int | None, limit: int) -> None:
-    """Raise Unanswered if an answer, or its count of new tokens, cannot be true under the limit of the request.
+    """Raise Unanswered if an answer's length, or its count of new tokens, cannot be true under the request's limit.
 
     It may be far too long, or be cut off well below the limit. Thoughts may exceed the limit.
     """
@@ -189,16 +196,16 @@ def _cached(usage: Any) -> int:
 
 
 def _details(usage: Any, kind: str) -> Any:
-    """Return the details of the count of ``kind`` ("prompt" or "completion") tokens.
+    """Return the table of details of ``kind`` ("prompt" or "completion") tokens in an endpoint's ``usage``.
 
-    Some endpoints put these into ``usage`` itself, which is returned if it has no table of them.
+    If there is none it returns ``usage`` itself, into which some endpoints write the details.
     """
     details = usage.get(f"{kind}_tokens_details") if isinstance(usage, Mapping) else None
     return details if isinstance(details, Mapping) else usage
 
 
 def _number(usage: Any, key: str) -> int | None:
-    """Return a token count; None if it is missing or not a whole number."""
+    """Return the token count ``usage[key]``; None if it is missing or not a whole number."""
     value = usage.get(key) if isinstance(usage, Mapping) else None
     if isinstance(value, float) and value.is_integer():
         value = int(value)

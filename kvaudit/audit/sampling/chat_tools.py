@@ -42,9 +42,9 @@ PROBE_TEXTS = (_NAME, _VALUE, PROBE[-1].content)
 
 
 def tool_fields(message: Message, names: dict[str, str], arguments_as: ArgumentsAs) -> dict[str, Any]:
-    """Return the fields about tools of the dict that a template takes for a message.
+    """Return the fields about tools (calls, or the id of a result's call) of a message's dict for a chat template.
 
-    The names of the message's calls are added to ``names``, by call id, for the results that follow.
+    ``names`` maps call ids to names of tools; it gets the message's calls, for the results that follow.
     """
     fields: dict[str, Any] = {}
     if message.tool_calls:
@@ -65,7 +65,7 @@ def _call_row(call: ToolCall, arguments_as: ArgumentsAs) -> dict[str, Any]:
 
 
 def slot_calls(messages: Sequence[Message]) -> list[Message]:
-    """Return messages with a placeholder for every call, each with a unique name and value."""
+    """Return the messages with every tool call replaced by a placeholder of unique name and argument."""
     return [
         replace(
             message,
@@ -79,12 +79,12 @@ def slot_calls(messages: Sequence[Message]) -> list[Message]:
 
 
 def slot_name(message: int, call: int) -> str:
-    """Return the name of the placeholder for a tool call."""
+    """Return the name of the placeholder for call number ``call`` of message number ``message``."""
     return f"kvaudit_call_{message}_{call}_7391"
 
 
 def differing_part(text: str, other: str) -> tuple[int, int]:
-    """Return the start and end of the part of ``text`` that differs from ``other``."""
+    """Return the start and end of what differs from ``other`` in ``text``: all but their common beginning and end."""
     shortest = min(len(text), len(other))
     start = next((n for n in range(shortest) if text[n] != other[n]), shortest)
     tail = next((n for n in range(shortest - start) if text[-1 - n] != other[-1 - n]), shortest - start)
@@ -94,7 +94,7 @@ def differing_part(text: str, other: str) -> tuple[int, int]:
 class ResponseTemplate(ToolForm):
     """The syntax of tool calls that one tokenizer defines by its ``response_template``.
 
-    ``prompt`` is a rendered prompt, whose end may belong to the answer.
+    ``prompt`` is a prompt as the template renders it; the parser needs its end, with which an answer may begin.
     """
 
     name = "tokenizer"

@@ -102,7 +102,7 @@ def item_prompt(chat: Chat, item: Item) -> ChatTokens:
 
 
 class AskedItem(NamedTuple):
-    """An item of a suite with its prompt as tokens; ``thinks``: answers may begin with a thought."""
+    """An item as it is asked: its suite, its prompt as tokens, and whether answers may begin with a thought."""
 
     suite: Suite
     item: Item
@@ -188,8 +188,8 @@ def score_answers(
 ) -> list[list[tuple[AnswerScore, Rollout]]]:
     """Return the log-probs of given answers to each prompt, fed token by token through the compressed cache.
 
-    A prompt is prefilled once, and each answer gets a row. Returns one list per prompt and group member; all
-    answers in a list share the member's seed.
+    ``answers`` has the answers to each prompt, as token ids. A prompt is prefilled once, and each answer gets a row.
+    Returns a list of (score, rollout) for each prompt and group member; all answers in a list share the member's seed.
     """
     width = max(map(len, answers))
     # pad with () where a prompt has fewer answers than the widest
@@ -229,9 +229,10 @@ def check_fits(model: ServedModel, suite: Suite, item: Item, prompt_tokens: int)
 
 
 class Conversation:
-    """One conversation in tokens: takes the model's answers as tokens and renders the environment's replies.
+    """One conversation of a model with a suite's environment, as tokens.
 
-    The ``exchange`` has the same conversation as messages.
+    It takes the model's answers as tokens and renders the environment's replies. The ``exchange`` has the same
+    conversation as messages.
     """
 
     def __init__(self, entry: AskedItem, member: int, model: ServedModel) -> None:
@@ -257,13 +258,16 @@ class Conversation:
         return self.exchange.open
 
     def has_ended(self, ids: Sequence[int]) -> bool:
-        """Return whether the answer so far holds one of the suite's ``until`` texts outside a thought."""
+        """Return whether the answer so far holds a text that ends it (the suite's ``until``), outside a thought."""
         if not holds_stop(self._model.chat, ids, self.suite.until):
             return False
         return not self._thinks or self._holds_until(self._model.chat.text(ids))
 
     def answer_end(self, text: str) -> int | None:
-        """Return where the first ``until`` text outside a thought ends in an answer; None if there is none."""
+        """Return where an answer's text ends: after the first ``until`` text outside a thought; None without one.
+
+        The suite's ``until`` texts end an answer.
+        """
         matches = [match.end() for end in self.suite.until for match in re.finditer(re.escape(end), text)]
         return next((end for end in sorted(matches) if self._holds_until(text[:end])), None)
 
@@ -284,7 +288,7 @@ class Conversation:
         return self.open
 
     def take_pending(self) -> ChatTokens:
-        """Return the tokens to append now; none if the row is over."""
+        """Return the environment's reply as tokens to append now, and forget it; no tokens if there is none."""
         reply, self._pending = self._pending, _NOTHING
         return reply
 
@@ -325,7 +329,10 @@ class Conversation:
 
 
 def holds_stop(chat: Chat, ids: Sequence[int], until: Sequence[str]) -> bool:
-    """Return whether one of the ``until`` texts is in the last tokens of an answer; called after every token."""
+    """Return whether one of the suite's ``until`` texts, which end an answer, is in the last tokens of an answer.
+
+    Called after every token.
+    """
     if not until:
         return False
     reach = max(len(text.encode()) for text in until) + 4  # a token holds at least a byte; the first may be cut
@@ -339,7 +346,7 @@ def _with_survival(row: GradedRow, roles: Sequence[str], marks: Mapping[str, Seq
 
 
 def survival(rollout: Rollout, roles: Sequence[str]) -> dict[str, float]:
-    """Return by role the share of tokens still cached when the last answer starts, mean over layers and KV heads."""
+    """Return {role: share of its tokens still cached when the last answer starts}, mean over layers and KV heads."""
     start = rollout.answer_start
     alive = (rollout.evicted_at[:, :, :start] > start).double().mean((0, 1)).tolist()  # [T], 0 to 1
     by_role: dict[str, list[float]] = {}

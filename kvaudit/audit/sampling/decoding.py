@@ -29,7 +29,7 @@ class Decoding:
 
 @dataclass(frozen=True)
 class Completion:
-    """A sampled turn; ``ids`` include the stop token if one was sampled.
+    """A sampled answer; ``ids`` are its tokens, with the stop token if one was sampled.
 
     ``logprobs`` are nats under the full temperature-scaled distribution (greedy: temperature 1), before top-p.
     """
@@ -40,7 +40,7 @@ class Completion:
 
 
 class AnswerScore(NamedTuple):
-    """The log-probs of a given turn (nats, at temperature 1), and whether all its tokens were the most likely ones."""
+    """The score of a given answer: its log-probs (nats, temperature 1), and whether greedy decoding would give it."""
 
     logprobs: tuple[float, ...]
     greedy: bool

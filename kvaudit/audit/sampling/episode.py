@@ -1,4 +1,4 @@
-"""A batch of rows with one live KV cache: tokens are fed or sampled, and the ledger records when entries are evicted.
+"""A batch of rows with one live KV cache, into which tokens are fed or sampled; a ledger records the evictions.
 
 Batches are padded on the right, so that a row's chunk boundaries do not depend on the other rows.
 """
@@ -45,7 +45,7 @@ class ServedModel(Protocol):
 
 
 class _Row:
-    """The tokens of one row, prompt first, with the data about each token that go into its ``Rollout``."""
+    """The tokens of one row, prompt first, with the other data that its ``Rollout`` needs about each token."""
 
     def __init__(self, prompt: Sequence[int], keys: tuple[int, int]) -> None:
         self.ids, self.keys = list(prompt), keys  # seeds of the prompt's entries and of the row's later ones
@@ -101,7 +101,7 @@ class Episode:
 
     @property
     def rows(self) -> int:
-        """The number of rows in the batch; group members are consecutive."""
+        """The number of rows in the batch; the rows of one prompt (a group) are consecutive."""
         return len(self._rows)
 
     @property
@@ -319,7 +319,7 @@ class Episode:
 
     @torch.no_grad()
     def _feed_queued(self, running: Sequence[bool]) -> None:
-        """Prefill each running row's queued input, after its last sampled token if that is not in the cache yet."""
+        """Prefill the input that ``extend`` has queued in running rows, after sampled tokens not in the cache yet."""
         fed = [on and bool(tokens) for on, tokens in zip(running, self._queued, strict=True)]
         if not any(fed):
             return
@@ -344,7 +344,7 @@ class Episode:
             self._rows[n] = _Row((), (0, 0))  # frees the row's tokens
 
     def rollouts(self) -> list[Rollout]:
-        """Return the rollout of every row with its ledger."""
+        """Return every row's rollout (tokens, log-probs, and the ledger of evictions), in the order of the rows."""
         assert self._recorded
         assert not self._turns, "paused turns must be finished first"
         with self._feeding():
@@ -353,7 +353,7 @@ class Episode:
         return [rollouts[n] for n in range(self.rows)]
 
     def _rollouts(self, numbers: Sequence[int]) -> dict[int, Rollout]:
-        """Return the rollouts of these cached rows by their number."""
+        """Return {number: rollout} of the rows ``numbers``, which must still be in the cache."""
         selected, cache = set(numbers), self._cache
         # in tokens; shorter rows are cut to their own length below
         longest = max(len(self._rows[n].ids) for n in numbers)
@@ -404,7 +404,7 @@ class Episode:
         return self._forward(ids.clamp(min=0), positions, columns=None)[:, -1]
 
     def _pinned(self, roles: Sequence[Sequence[str]] | None, width: int) -> Tensor | None:
-        """Return which input tokens [B, width] the policy pins, None if it pins no roles."""
+        """Return which input tokens the policy pins (never evicts), bool [B, width]; None if it pins no roles."""
         pinned = self._cache.policy.pinned_roles
         if not pinned:
             return None

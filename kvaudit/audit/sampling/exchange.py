@@ -36,7 +36,7 @@ _UNREADABLE_SHARE = 0.2
 
 
 class Exchange:
-    """One conversation in progress.
+    """One conversation of a model with a suite's environment, in progress.
 
     ``open``: the model has to give another answer. ``finish`` is how the conversation ended (stop | length | turns |
     error), ``unanswered`` why it ended by an error. With ``thinks``, answers may begin with a thought, which stays in
@@ -62,7 +62,10 @@ class Exchange:
         self._turns = 0
 
     def to_messages(self, text: str, finish_reason: str = "stop", thought: str | None = None) -> tuple[Message, ...]:
-        """Return an answer as messages; ``thought`` is one that the server sent in a separate field."""
+        """Return an answer as messages: a thought, if there is one, and the rest.
+
+        ``thought`` is one that the server sent in a separate field.
+        """
         messages: tuple[Message, ...] = (Message(Role.ASSISTANT, text),)
         if thought is not None:
             closed = bool(text.strip()) or finish_reason != "length"
@@ -74,7 +77,7 @@ class Exchange:
         return (*messages[:-1], self._with_calls(messages[-1]))
 
     def _with_calls(self, answer: Message) -> Message:
-        """Return an answer with the calls in it; its text stays as the model wrote it."""
+        """Return an answer with the tool calls found in its text; the text stays as the model wrote it."""
         calls = read_calls(answer.content, self.item.tools, self._tool_form).calls
         # nine letters and digits, since Mistral's templates take no other ids
         ids = (f"c{self._turns % 1000:03}{number % 100_000:05}" for number in range(len(calls)))
@@ -107,7 +110,7 @@ class Exchange:
         self.transcript += messages
 
     def abort(self, reason: str) -> None:
-        """End the conversation without a further answer; ``reason`` says why, and it counts as an error."""
+        """End the conversation by an error, without a further answer; ``reason`` says what went wrong."""
         self.open, self.finish, self.unanswered = False, "error", inline(one_line(reason))
 
     def grade(self) -> Grade:
@@ -116,10 +119,10 @@ class Exchange:
 
 
 def grade_transcript(suite: Suite, item: Item, transcript: Sequence[Message], finish_reason: str) -> Grade:
-    """Grade a finished conversation from its transcript alone; ``finish_reason`` is that of ``GradedRow``.
+    """Grade a finished conversation from its transcript alone; ``finish_reason`` says how it ended.
 
-    Degenerate answers do not reach the suite's grader, except the text before the cut of a truncated answer, and a
-    loop whose harm counts.
+    Degenerate answers (empty, looping, not text) are graded here and not by the suite, with two exceptions: the text of
+    a truncated answer before the cut, and a loop, by which harm may have been done.
     """
     degenerate_grade = grade_degenerate(suite, item, transcript, finish_reason)
     if degenerate_grade is None:
@@ -187,7 +190,10 @@ Fault = Literal["empty", "truncated", "non-text", "loop"]
 
 
 def _find_fault(messages: Sequence[Message], finish_reason: str) -> Fault | None:
-    """Return why the first degenerate answer is degenerate, None if none is; only the last answer can be cut off."""
+    """Return what is wrong with the first degenerate answer; None if all answers can be read.
+
+    ``finish_reason`` is that of the last answer, the only one that can be cut off.
+    """
     answers = list(answers_with_thoughts(messages))
     ends = ["stop"] * (len(answers) - 1) + ["length" if finish_reason == "length" else "stop"]
     return next(filter(None, map(_answer_fault, answers, ends)), None)

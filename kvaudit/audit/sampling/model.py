@@ -209,13 +209,13 @@ def _names_code(value: Any) -> bool:
 
 
 def _files_read(folder: Path) -> dict[str, str]:
-    """Return the sha256 of every file that transformers reads, by name, except the weights."""
+    """Return {file name: sha256} of every file that transformers reads from a folder, except the weights."""
     paths = (path for pattern in _READ for path in folder.glob(pattern) if path.is_file())
     return {str(path.relative_to(folder)): file_sha256(path) for path in sorted(paths)}
 
 
 def _manifest(folder: Path) -> dict[str, str]:
-    """Return the sha256 of each file that a folder's manifests list, by name; files in ``ledgers/`` are left out."""
+    """Return {file name: sha256} of the files that a folder's manifests list, without those in ``ledgers/``."""
     files: dict[str, str] = {}
     for name, key in (("manifest.json", None), ("provenance.json", "files")):
         if not (folder / name).is_file():
@@ -230,7 +230,10 @@ def _manifest(folder: Path) -> dict[str, str]:
 
 
 class LoadedClassifier(NamedTuple):
-    """A sequence-classification model in evaluation mode; ``files`` has the sha256 of every file but the weights."""
+    """A text classifier in evaluation mode with its tokenizer; ``sha256`` is that of the weights.
+
+    ``files`` maps every other file that was read to its sha256.
+    """
 
     model: Any
     tokenizer: Any

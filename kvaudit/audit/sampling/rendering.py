@@ -45,9 +45,9 @@ class TemplateRefusal(Exception):
 
 
 class Renderer:
-    """The subprocess that renders chat templates, with a cache of its texts.
+    """The subprocess that renders chat templates, with a cache of the rendered texts.
 
-    It starts with the first conversation and ends with this process.
+    It starts when the first conversation is rendered and ends with this process.
     """
 
     def __init__(self) -> None:
@@ -166,7 +166,10 @@ def _serve() -> None:
 
 
 def _parse(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the parsed message of an answer, {} if it cannot be parsed or this transformers has no parser."""
+    """Return {"message": an answer parsed into text and tool calls}; {} if it cannot be parsed.
+
+    Older versions of transformers have no parser.
+    """
     try:
         from transformers.utils.chat_parsing import parse_response
 
@@ -180,7 +183,7 @@ def _parse(request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _render(render: Any, request: Mapping[str, Any]) -> dict[str, str]:
-    """Return the text, or the error that the template raised; {} if it exceeds a limit."""
+    """Return {"text": the rendered text} or {"refused": the template's error}; {} if the text exceeds a limit."""
     try:
         texts, _ = render(
             conversations=[request["rows"]],

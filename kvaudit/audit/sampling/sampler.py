@@ -20,7 +20,7 @@ __all__ = ["Completion", "ContinuousBatch", "Decoding", "Episode", "MixedEpisode
 
 
 class Sampler:
-    """A sampler of completions from ``model`` with its cache compressed by ``policy``.
+    """A sampler of completions from ``model``, whose KV cache is compressed by ``policy``.
 
     ``shared`` lets policies reuse each other's prefill of the same prompts, which changes no result. With
     ``recorded=False`` no rollouts are kept.
@@ -39,11 +39,11 @@ class Sampler:
         group: int = 1,
         roles: Sequence[Sequence[str]] | None = None,
     ) -> Episode | MixedEpisode:
-        """Return an episode in which each prompt is prefilled once and has ``group`` rows, with one seed per row.
+        """Return an episode (a batch with a live cache) of ``group`` rows per prompt, each with its own seed.
 
-        ``roles`` has the role of every prompt token, which a policy that pins roles (never evicts their tokens) needs.
-        Under a mixture of policies the rows share no prefill, since one policy is drawn for each row. Raises SpecError
-        for an empty prompt.
+        Each prompt is prefilled once for all its rows. ``roles`` has the role of every prompt token, which a policy
+        that pins roles (never evicts their tokens) needs. Under a mixture of policies the rows share no prefill, since
+        one policy is drawn for each row. Raises SpecError for an empty prompt.
         """
         if not prompts or any(len(p) == 0 for p in prompts):
             raise SpecError("every prompt needs at least one token")
@@ -141,7 +141,7 @@ class MixedEpisode:
         return self._gather(lambda _, episode: episode.rollouts())
 
     def _gather(self, work: Callable[[list[int], Episode], Sequence[T]]) -> list[T]:
-        """Call ``work`` with each episode and the numbers of its rows; return the results in the order of the rows."""
+        """Call ``work`` with each policy's episode and its row numbers; return the results in the order of all rows."""
         results: dict[int, T] = {}
         for rows, episode in self._episodes.values():
             results |= dict(zip(rows, work(rows, episode), strict=True))
@@ -155,8 +155,9 @@ _SHARE = 4  # a quarter of the rows must be free before prompts enter, since ent
 class ContinuousBatch:
     """A batch of rows into which new prompts enter, each with ``group`` rows, when other rows have finished.
 
-    ``open_episode`` opens an episode for a range of prompts; at most ``capacity`` prompts share the batch. Iterate over
-    this object, and decode each yielded episode with ``should_pause``. Row n belongs to prompt n // ``group``.
+    ``open_episode`` starts the rows of a range of prompts; at most ``capacity`` prompts share the batch. Iterate over
+    this object, and decode each yielded episode (the batch) with ``should_pause``. Row n belongs to prompt n //
+    ``group``.
     """
 
     def __init__(

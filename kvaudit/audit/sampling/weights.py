@@ -54,7 +54,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def weights_sha256(folder: Path) -> str:
-    """Return the sha256 of a folder's weights: of the single file, or of the table of shard hashes."""
+    """Return the sha256 of a folder's weights: that of the single file or, for shards, of the table of their hashes."""
     digests = {path.name: file_sha256(path) for path in weight_files(folder)}
     if len(digests) == 1:  # the plain sha256 of the file, which can be compared by hand
         return next(iter(digests.values()))
@@ -99,7 +99,7 @@ def _read_table(path: Path) -> dict[str, Any]:
 
 
 class TensorHeader(NamedTuple):
-    """Name, dtype and shape of a tensor in a safetensors file."""
+    """The name, dtype and shape of a tensor in a safetensors file."""
 
     name: str
     dtype: str
@@ -107,7 +107,7 @@ class TensorHeader(NamedTuple):
 
 
 def headers(files: Iterable[Path]) -> Iterator[TensorHeader]:
-    """Yield the headers of all tensors; raise SafetensorError for a file of another format."""
+    """Yield the header of each tensor in some safetensors files; raise SafetensorError for a file of another format."""
     from safetensors import safe_open  # commands that load no model import this module too
 
     for path in files:
@@ -157,7 +157,7 @@ def check_complete(name: str, model: Any, info: Mapping[str, Any]) -> None:
 
 
 def check_numbers(name: str, model: Any, tensors: Iterable[TensorHeader] = ()) -> None:
-    """Raise DataError for weights that are not finite, or are integers without a quantizer to decode them."""
+    """Raise DataError for weights that are not finite, or that are integers in a model without quantisation."""
     import torch
 
     if "hf_quantizer" not in vars(model):
@@ -173,7 +173,7 @@ def check_numbers(name: str, model: Any, tensors: Iterable[TensorHeader] = ()) -
 
 
 def _kind(key: str) -> str:
-    """Return the name of a tensor without the number of its layer."""
+    """Return a tensor's name with ``*`` in place of the number of its layer."""
     return re.sub(r"\.\d+\.", ".*.", key)
 
 
