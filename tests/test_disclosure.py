@@ -415,6 +415,14 @@ def test_text_around_the_section_stays() -> None:
         extract_section("a", "card")
 
 
+def test_marks_in_a_block_of_code_are_an_example() -> None:
+    example = f"```\n{BEGIN}\nshown\n{END}\n```\n"
+    card = insert_section(example, "new\n", "card")
+    assert card == f"{example}\n{BEGIN}\nnew\n{END}\n"
+    assert insert_section(card, "newer\n", "card") == f"{example}\n{BEGIN}\nnewer\n{END}\n"
+    assert extract_section(card, "card") == "new\n"
+
+
 def test_the_card_of_a_changed_run_is_refused(run: Path, tmp_path: Path) -> None:
     copy = tmp_path / "run"
     shutil.copytree(run, copy)

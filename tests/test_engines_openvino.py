@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 import subprocess
 import sys
 from contextlib import ExitStack, nullcontext
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from engine_world import World, world
@@ -276,6 +279,24 @@ def test_rounded_weights_are_another_conversion(here: World) -> None:
     exact, other = weights(here.model), weights(rounded)
     assert len(exact) == len(other)
     assert exact != other
+
+
+def test_another_config_or_tokenizer_is_another_conversion(
+    here: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVAUDIT_CACHE", str(tmp_path))
+    model = replace(here.model, model=SimpleNamespace(config=copy.deepcopy(here.model.model.config)))
+
+    def folder(model: LoadedModel) -> Path:
+        return convert_checkpoint("test", model, "one", lambda _: {"by": "1"}).path
+
+    first = folder(model)
+    assert folder(replace(model, files=dict(reversed(model.files.items())))) == first
+    assert folder(replace(model, files={**model.files, "tokenizer.json": "00"})) != first
+    model.model.config.transformers_version = "0"
+    assert folder(model) == first
+    model.model.config.rms_norm_eps *= 2
+    assert folder(model) != first
 
 
 def test_a_failed_conversion_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -234,6 +234,20 @@ def test_another_reference_than_the_pinned_one_is_invalid(passing, tmp_path):
     assert "REFHASH: gate_pin in provenance.json pins other weights, or none, for dense seed 1" in said
 
 
+def test_another_pin_is_not_the_declared_gate_though_its_file_is(passing, tmp_path):
+    gate = pinned_gate(tmp_path, b"other weights")
+    run = begun_with(passing, gate, tmp_path)
+    assert call("gate", run, "--gate", gate).exit_code == 5
+    (tmp_path / "pin.json").unlink()
+    shutil.rmtree(tmp_path / "seed-1")
+    assert pinned_gate(tmp_path).read_text() == gate.read_text()
+    late = call("gate", run, "--gate", gate)
+    assert late.exit_code == 2
+    assert "was not declared with the run and changes pinned reference" in late.stderr
+    call("report", run, "--gate", gate)
+    assert json.loads((run / "report" / "verdict.json").read_text())["rules"]["declared"] != "declared with the run"
+
+
 def foreign_pin(tmp_path, *contents):
     """A gate that pins folders which were not trained here."""
     for n, content in enumerate(contents):
@@ -271,11 +285,24 @@ def test_seeds_hold_where_run_and_pin_name_the_same_arm():
         ),
         "2026-01-01",
     )
-    assert pin.holds("dense", 1, {"a" * 64})
-    assert not pin.holds("dense", 1, {"b" * 64})  # changed places
-    assert pin.holds("ref", 0, {"b" * 64})  # of another name: its weights are all that is known
-    assert not pin.holds("ref", 0, {"d" * 64})
-    assert not pin.holds("ref", 0, {"a" * 64, "b" * 64})  # two checkpoints under one seed
+    assert pin.differences("dense", 1, {"a" * 64}, None) == ()
+    assert pin.differences("dense", 1, {"b" * 64}, None) is None  # changed places
+    assert pin.differences("ref", 0, {"b" * 64}, None) == ()  # of another name: its weights are all that is known
+    assert pin.differences("ref", 0, {"d" * 64}, None) is None
+    assert pin.differences("ref", 0, {"a" * 64, "b" * 64}, None) is None  # two checkpoints under one seed
+
+
+def test_a_pin_compares_the_files_that_it_and_the_run_have_stored():
+    rows = [PinnedCheckpoint("base", 0, "a" * 64, "a" * 64, "none", files) for files in ({"x": "1", "y": "2"}, {})]
+    for stored, differing in (
+        ({"x": "1", "y": "2"}, ()),
+        ({"x": "1", "y": "3", "z": "4"}, ("y", "z")),
+        ({}, ("x", "y")),
+    ):
+        assert Pin((rows[0],), "2026-01-01").differences("ref", 0, {"a" * 64}, stored) == differing
+    assert Pin((rows[0],), "2026-01-01").differences("ref", 0, {"a" * 64}, None) == (), "a run of an earlier version"
+    assert Pin((rows[1],), "2026-01-01").differences("ref", 0, {"a" * 64}, {"x": "5"}) == (), "an earlier pin"
+    assert len({Pin((row,), "2026-01-01").sha256 for row in rows}) == 2
 
 
 @pytest.mark.parametrize(

@@ -90,18 +90,51 @@ def test_two_checkpoints_of_ones_own_are_compared_and_disclosed(trained: Path, t
     assert ("fast", True) in pairs
 
 
-@pytest.mark.parametrize("other", [False, True])
-def test_a_run_is_held_to_the_pin_of_its_given_reference(other: bool, trained: Path, tmp_path: Path) -> None:
-    """By its weights: pinned as a folder it has no name, and the run calls it dense, seed 1."""
-    folder = trained if other else EMBEDDED
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ("", ""),
+        ("weights", "pins other weights, or none, for dense seed 1"),
+        ("config.json", "pins the weights, but other files, of dense seed 1 (config.json)"),
+    ],
+)
+def test_a_run_is_held_to_the_pin_of_its_given_reference(change: str, told: str, trained: Path, tmp_path: Path) -> None:
+    """By its files: pinned as a folder it has no name, and the run calls it dense, seed 1."""
+    reference = shutil.copytree(trained, tmp_path / "reference")
+    folder = EMBEDDED if change == "weights" else reference
     pinned(folder, tmp_path)
+    if change == "config.json":
+        edit_config(reference)
     body = spec(trained, gate={"pin": str(tmp_path / f"{folder.name}.json"), "on_inconclusive": "warn"})
+    body["checkpoints"]["dense"]["seeds"] = {1: str(reference)}
     body["evaluate"] |= {"policies": ["none"], "suites": {"refusal": {"items": 24}}}
     code, output, made = run(tmp_path, body)
     assert code == 0, output
     verdict = CliRunner().invoke(app, ["gate", str(made)])
-    assert (verdict.exit_code == 5) is other, verdict.output
-    assert ("REFHASH" in verdict.output) is other
+    assert (verdict.exit_code == 5) is bool(told), verdict.output
+    assert ("REFHASH" in verdict.output) is bool(told)
+    assert told in " ".join(verdict.output.split())
+
+
+def edit_config(folder: Path) -> None:
+    """Change how the model of a folder computes, and none of its weights."""
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 10 * config["rms_norm_eps"]}))
+
+
+def test_a_checkpoint_whose_config_changed_does_not_go_on(trained: Path, tmp_path: Path) -> None:
+    fast = shutil.copytree(trained, tmp_path / "fast")
+    body = spec(fast)
+    body["evaluate"] |= {"policies": ["none"]}
+    code, output, folder = run(tmp_path, body)
+    assert code == 0, output
+    for file in (folder / "records").glob("fast*"):  # as if it had stopped before this unit
+        file.unlink()
+    edit_config(fast)
+    code, output, folder = run(tmp_path, body)
+    assert code == 2
+    assert "the run was started with other files of fast/1: config.json had sha256" in output
+    assert not list((folder / "records").glob("fast*"))
 
 
 def made_of(**changes: Any) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 from contextlib import suppress
@@ -369,6 +370,23 @@ def test_an_interrupted_conversation_is_not_taken_for_the_next(monkeypatch: pyte
 
 def test_a_file_that_cannot_take_its_place_leaves_nothing_behind(tmp_path: Path) -> None:
     (tmp_path / "pin.json").mkdir()
-    with pytest.raises(RunError, match="Is a directory"):
+    with pytest.raises(RunError, match="a folder, a pipe or a device"):
         write_output(tmp_path / "pin.json", "text")
     assert [path.name for path in tmp_path.iterdir()] == ["pin.json"]
+
+
+def test_an_output_is_written_through_a_link_and_never_over_a_device_or_a_read_only_file(tmp_path: Path) -> None:
+    real, link, pipe = (tmp_path / name for name in ("real.md", "link.md", "pipe"))
+    real.write_text("old")
+    real.chmod(0o640)
+    link.symlink_to(real)
+    write_output(link, "new")
+    assert link.is_symlink()
+    assert (real.read_text(), real.stat().st_mode & 0o777) == ("new", 0o640)
+    os.mkfifo(pipe)
+    real.chmod(0o440)
+    for path, kind in ((pipe, "a folder, a pipe or a device"), (real, "read-only"), (link, "read-only")):
+        with pytest.raises(RunError, match=f"cannot write .*, which is {kind}; give another path"):
+            write_output(path, "newer")
+    assert pipe.is_fifo()
+    assert real.read_text() == "new"

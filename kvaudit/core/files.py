@@ -13,6 +13,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from kvaudit.core.text import is_text, one_line, short_text
 
 PARTIAL = ".partial"  # the suffix of a file that is being written, before it is renamed
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP}
+_WRITABLE = 0o222  # the bits of a file's mode that let anybody write it
 _SHELL_PIPES = ("/dev/", "/proc/")
 LARGEST_FILE = 100_000  # bytes
 MAX_VALUE_LENGTH = 2_000  # characters; Python cannot print a number of more digits
@@ -93,6 +95,8 @@ def write_whole(path: Path, text: str | bytes) -> None:
         file.flush()
         os.fsync(file.fileno())
     try:
+        if path.is_file():
+            shutil.copymode(path, partial)
         os.replace(partial, path)
     except OSError:  # such as a folder of that name
         partial.unlink(missing_ok=True)
@@ -138,10 +142,17 @@ def in_file_name(name: str) -> str:
 
 
 def write_output(path: Path, text: str) -> None:
-    """Write an output file atomically, with its parent folders; raises RunError if it cannot."""
+    """Write an output file atomically, with its parent folders; raises RunError if it cannot.
+
+    A link is followed: the file that it names is written. What is no file, such as a device, is not replaced, nor is a
+    file that is read-only, not even for root.
+    """
+    if path.exists() and not (path.is_file() and path.stat().st_mode & _WRITABLE):
+        kind = "read-only" if path.is_file() else "a folder, a pipe or a device"
+        raise RunError(f"cannot write {str(path)!r}, which is {kind}; give another path")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, text)
+        write_whole(path.resolve() if path.is_symlink() else path, text)
     except OSError as error:
         raise RunError(
             f"cannot write {str(path)!r} ({error.strerror}); free the disk, make the folder writable or give "

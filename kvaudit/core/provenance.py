@@ -26,6 +26,7 @@ ORIGIN = "origin.json"  # in a judged run: the provenance of a checkpoint of the
 RECIPE, RECIPE_FORMAT, RECIPE_VERSION = "recipe.json", "kvaudit.recipe", 1
 # keys of provenance.json
 CHECKPOINTS = "checkpoints"  # "arm/seed" -> sha256 of the weights
+CHECKPOINT_FILES = "checkpoint_files"  # "arm/seed" trained elsewhere -> name of a file besides weights -> sha256
 JUDGED = "judged"  # of a run whose answers were graded again: the original run
 SERVED_BY = "engines"  # an engine's condition -> what the engine reported when it first answered under it
 ENDPOINT = "endpoint"  # of a probe: its address, and the model's name there
@@ -197,6 +198,10 @@ def _wrong_keys(provenance: dict[str, Any]) -> list[tuple[str, str]]:
     """Return the keys with values of wrong types, each with a description of the right type."""
     checks = [(key, "text", provenance.get(key) is None or isinstance(provenance[key], str)) for key in _TEXTS]
     checks += [(key, "names and texts", _holds_texts(provenance.get(key, {}))) for key in (*_TABLES, VERSIONS_USED)]
+    files = provenance.get(CHECKPOINT_FILES, {})
+    checks += [
+        (CHECKPOINT_FILES, "files and sha256", isinstance(files, dict) and all(map(_holds_texts, files.values())))
+    ]
     inputs = provenance.get(INPUTS, {})
     are_inputs = isinstance(inputs, dict) and all(map(_holds_texts, inputs.values()))
     checks += [(INPUTS, "names and sha256 by kind", are_inputs)]

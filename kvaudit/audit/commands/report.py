@@ -169,6 +169,8 @@ def _pin_entries(folder: Path) -> Iterator[PinnedCheckpoint]:
 
 def _pin_trained(folder: Path) -> PinnedCheckpoint:
     """Return what a pin states of a checkpoint that kvaudit trained; raise DataError for an incomplete provenance."""
+    from kvaudit.audit.sampling.checkpoints import checkpoint_files
+
     check_checkpoint(folder)
     provenance = read_json(folder / PROVENANCE)
     weights = _weights_sha256(folder, provenance)
@@ -181,7 +183,8 @@ def _pin_trained(folder: Path) -> PinnedCheckpoint:
             f"{str(folder / PROVENANCE)!r} lacks arm, seed, base, policy or the hash {weights[:12]} of the weights; "
             "give a checkpoint that kvaudit finished"
         )
-    return PinnedCheckpoint(_arm_name(folder, str(arm), seed), seed, weights, str(base), str(policy))
+    name = _arm_name(folder, str(arm), seed)
+    return PinnedCheckpoint(name, seed, weights, str(base), str(policy), checkpoint_files(folder))
 
 
 def _weights_sha256(folder: Path, provenance: Mapping[str, Any]) -> str:
@@ -208,7 +211,7 @@ def _arm_name(folder: Path, arm: str, seed: int) -> str:
 
 def _pin_untrained(folder: Path) -> PinnedCheckpoint:
     """Return what a pin states of a model trained outside kvaudit; it has no arm or seed until a run names it."""
-    from kvaudit.audit.sampling.checkpoints import checkpoint_sha256
+    from kvaudit.audit.sampling.checkpoints import checkpoint_files, checkpoint_sha256
     from kvaudit.core.spec_train import BASE_ARM
 
     if not list(folder.glob("*.safetensors")):
@@ -217,7 +220,7 @@ def _pin_untrained(folder: Path) -> PinnedCheckpoint:
             "RUN/checkpoints/dense or RUN/checkpoints/dense/seed-11"
         )
     weights = checkpoint_sha256(folder)
-    return PinnedCheckpoint(BASE_ARM, 0, weights, weights, "none")
+    return PinnedCheckpoint(BASE_ARM, 0, weights, weights, "none", checkpoint_files(folder))
 
 
 REPORT = Command("report", group="Audit", order=4, call=report)

@@ -1,6 +1,7 @@
-"""Checkpoints converted into the format of an engine, once, and kept in a folder named by the hash of their weights.
+"""Checkpoints converted into the format of an engine, once, and kept in a folder named by their hashes.
 
     $KVAUDIT_CACHE/KIND/SHA256-METHOD/    complete or absent; the default of the variable is ~/.cache/kvaudit
+                                          SHA256 of the weights; METHOD covers config and tokenizer too
         conversion.json                   {"of": sha256 of the weights, "method", "by", "files": {name: size}}
 
 An interrupted conversion has another name and is started again. Conversions are never deleted.
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import json
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
 CONVERSION = "conversion.json"
 _METHOD = "safetensors, saved 1"  # part of a folder's name: a changed conversion needs another number
 _FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # safetensors -> torch
+_NOT_COMPUTED = ("transformers_version", "_name_or_path")  # keys of a config that say nothing about the model
 _GIB = 1 << 30
 _SHORT = 16  # digits of a hash in a folder's name
 
@@ -100,12 +103,19 @@ def convert_once(kind: str, sha256: str, method: str, convert: Callable[[Path], 
 def convert_checkpoint(
     kind: str, model: LoadedModel, method: str, convert: Callable[[Path], Mapping[str, str]]
 ) -> EngineCheckpoint:
-    """Return a loaded model's weights in the format ``kind``, converted once (see ``convert_once``) for each dtype.
+    """Return a loaded model's weights in the format ``kind``, converted once (see ``convert_once``).
 
-    Loading with another dtype may have rounded the weights.
+    Another dtype, which may have rounded the weights, another config or another tokenizer is another conversion.
     """
     dtype = str(model.dtype).removeprefix("torch.")
-    return convert_once(kind, model.sha256, f"{method} of {dtype}", convert)
+    return convert_once(kind, model.sha256, f"{method} of {dtype}, config {_config_digest(model)}", convert)
+
+
+def _config_digest(model: LoadedModel) -> str:
+    """Return a short hash of all that an exporter reads besides weights: the config, and the files of the folder."""
+    config = {name: value for name, value in model.model.config.to_dict().items() if name not in _NOT_COMPUTED}
+    text = json.dumps([config, sorted(model.files.items())], sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
 def check_weights_fit(weights: Path, engine: str) -> None:

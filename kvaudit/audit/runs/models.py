@@ -18,7 +18,7 @@ from kvaudit.audit.sampling.packing import has_packable_weights
 from kvaudit.audit.training.adapters import load_trained_adapter
 from kvaudit.core.errors import DataError, RunError
 from kvaudit.core.files import read_json, write_json
-from kvaudit.core.provenance import CHECKPOINTS, MODEL, RECIPE, ROWS, VERSIONS_USED
+from kvaudit.core.provenance import CHECKPOINT_FILES, CHECKPOINTS, MODEL, RECIPE, ROWS, VERSIONS_USED, check_inputs
 from kvaudit.core.spec import RunSpec
 from kvaudit.core.spec_train import BASE_ARM
 
@@ -127,15 +127,17 @@ class Models:
         return load_comparable(folder, self.base(), dtype=spec.dtype, device=spec.device, chat=spec.chat)
 
     def _load_external(self, pair: Pair, name: str) -> LoadedModel:
-        """Load a checkpoint trained elsewhere; raise RunError if its weights are not those that the run stored."""
-        spec = self._spec
+        """Load a checkpoint trained elsewhere; raise RunError if its files are not those that the run stored."""
+        spec, key = self._spec, f"{pair[0]}/{pair[1]}"
         model = load_comparable(name, self.base(), dtype=spec.dtype, device=spec.device, chat=spec.chat)
-        sha256 = self._run.keep(CHECKPOINTS, f"{pair[0]}/{pair[1]}", model.sha256)
+        sha256 = self._run.keep(CHECKPOINTS, key, model.sha256)
         if sha256 != model.sha256:
             raise RunError(
                 f"checkpoint {name!r} has weights {model.sha256[:12]}, but the run began with {sha256[:12]}; restore "
                 "those, or give another --out"
             )
+        # a config decides as much as weights do: rope, scaling, the tokens that end an answer
+        check_inputs(f"files of {key}", self._run.keep(CHECKPOINT_FILES, key, model.files), model.files)
         # copy it before its first answer is sealed: a run that has all answers no longer needs the folder
         copy_provenance(locate(name), self._run.checkpoint(*pair))
         if spec.train is None and not (self._run.path / RECIPE).exists():

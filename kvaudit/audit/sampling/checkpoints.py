@@ -22,7 +22,7 @@ from kvaudit.audit.sampling.model import (
     to_path,
     verify_folder,
 )
-from kvaudit.audit.sampling.weights import ADAPTER_CONFIG, check_numbers, file_sha256, weights_sha256
+from kvaudit.audit.sampling.weights import ADAPTER_CONFIG, check_numbers, file_sha256, files_read, weights_sha256
 from kvaudit.core.errors import DataError, RunError
 from kvaudit.core.files import read_json
 from kvaudit.core.text import install_command, short_repr
@@ -76,6 +76,15 @@ def checkpoint_sha256(folder: Path) -> str:
     for adapter in (*map(locate, adapters), folder):
         digest = adapter_sha256(adapter, digest)
     return digest
+
+
+def checkpoint_files(folder: Path) -> dict[str, str]:
+    """Return {name: sha256} of the files besides weights that loading the checkpoint in a folder reads.
+
+    Those of an adapter are its base model's; empty if that is a GGUF file.
+    """
+    base = _adapter_chain(str(folder.resolve()))[-1]
+    return {} if base.endswith(".gguf") else files_read(locate(base))
 
 
 def load_base_chat(name_or_path: str) -> Chat:

@@ -26,12 +26,12 @@ from kvaudit.audit.cache.layers import GOVERNED_KINDS, layer_kinds, patch_state_
 from kvaudit.audit.sampling.chat import Chat, ChatOption
 from kvaudit.audit.sampling.weights import (
     ADAPTER_CONFIG,
-    INDEX,
     check_complete,
     check_gguf,
     check_numbers,
     check_sizes,
     file_sha256,
+    files_read,
     headers,
     weight_files,
     weights_sha256,
@@ -47,9 +47,6 @@ DtypeName = Literal["float32", "bfloat16", "auto"]
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _HUB_WEIGHTS = ["*.safetensors"]
 _HUB_FILES = [*_HUB_WEIGHTS, "*.json", "*.txt", "*.model", "*.jinja"]
-# the files that transformers reads besides weights
-_READ = ["*config.json", "tokenizer.json", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"]
-_READ += ["*.model", "*.jinja", "additional_chat_templates/*.jinja", INDEX]
 _CODE = "auto_map"  # the config key that names Python code of the checkpoint
 _LOCAL = {"local_files_only": True, "trust_remote_code": False}  # no hub and no prompt on standard input
 
@@ -111,7 +108,7 @@ def load_model(
         max_positions=_max_positions(name_or_path, model.config),
         device=torch_device,
         dtype=model.dtype,
-        files=_files_read(folder),
+        files=files_read(folder),
     )
 
 
@@ -208,12 +205,6 @@ def _names_code(value: Any) -> bool:
     return isinstance(value, dict) and (bool(value.get(_CODE)) or any(map(_names_code, value.values())))
 
 
-def _files_read(folder: Path) -> dict[str, str]:
-    """Return {file name: sha256} of every file that transformers reads from a folder, except the weights."""
-    paths = (path for pattern in _READ for path in folder.glob(pattern) if path.is_file())
-    return {str(path.relative_to(folder)): file_sha256(path) for path in sorted(paths)}
-
-
 def _manifest(folder: Path) -> dict[str, str]:
     """Return {file name: sha256} of the files that a folder's manifests list, without those in ``ledgers/``."""
     files: dict[str, str] = {}
@@ -246,7 +237,7 @@ def load_classifier(name_or_path: str) -> LoadedClassifier:
     with _explain_loading_errors(name_or_path):
         folder = _checked_folder(name_or_path)
         model, tokenizer = _load_folder(folder, "float32", AutoModelForSequenceClassification)
-    return LoadedClassifier(model.to(_device("auto")).eval(), tokenizer, weights_sha256(folder), _files_read(folder))
+    return LoadedClassifier(model.to(_device("auto")).eval(), tokenizer, weights_sha256(folder), files_read(folder))
 
 
 def _checked_folder(name_or_path: str) -> Path:

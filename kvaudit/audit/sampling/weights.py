@@ -32,6 +32,9 @@ _SIZES = (
     *("num_key_value_heads", "n_head", "num_experts", "num_local_experts", "n_routed_experts"),
 )
 _FLOATS = {"F64", "F32", "F16", "BF16"}
+# other files that transformers reads
+_READ = ["*config.json", "tokenizer.json", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"]
+_READ += ["*.model", "*.jinja", "additional_chat_templates/*.jinja", INDEX]
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -59,6 +62,12 @@ def weights_sha256(folder: Path) -> str:
     if len(digests) == 1:  # the plain sha256 of the file, which can be compared by hand
         return next(iter(digests.values()))
     return hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()
+
+
+def files_read(folder: Path) -> dict[str, str]:
+    """Return {file name: sha256} of every file that transformers reads from a folder, except the weights."""
+    paths = (path for pattern in _READ for path in folder.glob(pattern) if path.is_file())
+    return {str(path.relative_to(folder)): file_sha256(path) for path in sorted(paths)}
 
 
 def file_sha256(path: Path) -> str:

@@ -29,6 +29,7 @@ HUB_FOLDER = ".eval_results"
 _LARGEST_CARD = 4_000_000  # bytes
 _DATASET = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 _UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
+_FENCED = re.compile(r"^(`{3,}|~{3,}).*?^\1", re.MULTILINE | re.DOTALL)  # a block of code in Markdown
 
 
 def public_name(model: str) -> str:
@@ -85,8 +86,9 @@ def extract_section(card: str, name: str) -> str:
 def _span(card: str, name: str) -> tuple[int, int] | None:
     """Return start and end of the marked section, None without marks; raises DataError for marks that do not pair.
 
-    The end includes a line break, so that inserting twice changes nothing.
+    The end includes a line break, so that inserting twice changes nothing. Marks in a block of code are an example.
     """
+    card = _FENCED.sub(lambda block: " " * len(block[0]), card)
     begins, ends = card.count(BEGIN), card.count(END)
     if not begins and not ends:
         return None

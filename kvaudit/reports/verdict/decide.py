@@ -118,15 +118,25 @@ def _by_judge_alone(decisions: Sequence[Decision], start: Status, waivers: Seque
 
 
 def _pin_reasons(drift: Drift, rules: Rules) -> list[Reason]:
-    """Return a reason against deciding the run if its reference has other weights than the pin file lists."""
+    """Return reasons against deciding the run if its reference is not the one that the pin file lists."""
     if rules.pin is None:
         return []
-    reference, pin = drift.comparison.reference, rules.pin
-    unpinned = [
-        f"{reference} seed {seed}" for seed, sha in drift.weights.items() if not pin.holds(reference, seed, sha)
+    unpinned, changed = list[str](), list[str]()
+    for seed, sha256 in drift.weights.items():
+        name = f"{drift.comparison.reference} seed {seed}"
+        files = rules.pin.differences(drift.comparison.reference, seed, sha256, drift.files.get(seed))
+        if files is None:
+            unpinned.append(name)
+        elif files:
+            changed.append(f"{name} ({some_of(files)})")
+    others = f"{rules.pin.name} pins other weights, or none, for {some_of(unpinned)}"
+    edited = f"{rules.pin.name} pins the weights, but other files, of {some_of(changed)}"
+    remedy = "serve the pinned reference"
+    return [
+        Reason(ReasonCode.REF_HASH, f"{text}: {remedy}")
+        for text, names in ((others, unpinned), (edited, changed))
+        if names
     ]
-    text = f"{pin.name} pins other weights, or none, for {some_of(unpinned)}: gate with its own pin"
-    return [Reason(ReasonCode.REF_HASH, text)] if unpinned else []
 
 
 def _key(row: FamilyRow) -> tuple[int, int]:

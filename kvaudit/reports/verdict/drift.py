@@ -25,6 +25,7 @@ import pandas as pd
 from kvaudit.core.errors import DataError
 from kvaudit.core.facets import ALIKE, DEPLOYED, INTERACTION, SERVING, UNSAFE, suite_of
 from kvaudit.core.policy_names import DENSE_POLICY
+from kvaudit.core.provenance import CHECKPOINT_FILES, INPUTS, MODEL, table_of
 from kvaudit.core.records import Outcome
 from kvaudit.core.spec_train import BASE_ARM
 from kvaudit.reports.records.load import RunData
@@ -94,6 +95,7 @@ def drift_of(data: RunData, comparison: Comparison, alpha: float, facets: CellFi
         reasons=(*run_reasons(data, comparison), *canary_reasons(comparison, canaries)),
         n_records=len(data.records),
         weights=_checkpoints(data.records, comparison.reference),
+        files=_checkpoint_files(data.provenance, comparison.reference, comparison.seeds),
         answers=reference_answers(data.records, comparison.reference),
     )
 
@@ -106,6 +108,15 @@ def _repeated_records(data: RunData, comparison: Comparison) -> Mapping[str, pd.
         return data.floor.records
     except DataError:
         return {}
+
+
+def _checkpoint_files(provenance: Mapping[str, Any], arm: str, seeds: Sequence[int]) -> dict[int, Mapping[str, str]]:
+    """Return by seed the sha256 of an arm's files besides weights, by name, as far as the run stored them."""
+    elsewhere = table_of(provenance, CHECKPOINT_FILES)
+    stored = {seed: table_of(elsewhere, f"{arm}/{seed}") for seed in seeds}
+    if arm == BASE_ARM:
+        stored = dict.fromkeys((*seeds, 0), table_of(table_of(provenance, INPUTS), MODEL))
+    return {seed: files for seed, files in stored.items() if files}
 
 
 def _checkpoints(records: pd.DataFrame, arm: str) -> dict[int, frozenset[str]]:

@@ -1,4 +1,4 @@
-"""The pinned reference: the weights that every later candidate is compared with.
+"""The pinned reference: the checkpoints that every later candidate is compared with.
 
 If each release were compared with the one before, each could lose up to the margin again. A pin identifies weights, not
 names: a run may give the pinned reference any arm name. Seeds must match only if the arm has the name in the pin.
@@ -10,7 +10,7 @@ import hashlib
 import json
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,9 @@ _TEXT = ("arm", "sha256", "base_sha256", "policy")
 class PinnedCheckpoint:
     """One checkpoint of the reference; ``policy`` is the compression during its rollouts.
 
-    Weights that were not trained by kvaudit are their own base, with the placeholder arm ``base`` and seed 0.
+    Weights that were not trained by kvaudit are their own base, with the placeholder arm ``base`` and seed 0. ``files``
+    maps the names of the checkpoint's other files, such as config.json, to their sha256; pins of earlier versions have
+    none.
     """
 
     arm: str
@@ -34,6 +36,7 @@ class PinnedCheckpoint:
     sha256: str
     base_sha256: str
     policy: str
+    files: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def named(self) -> bool:
@@ -43,7 +46,7 @@ class PinnedCheckpoint:
 
 @dataclass(frozen=True)
 class Pin:
-    """The pinned checkpoints, one per seed, and the date of the pin. ``sha256`` is the identity of all weights."""
+    """The pinned checkpoints, one per seed, and the date of the pin. ``sha256`` is the identity of all of them."""
 
     checkpoints: tuple[PinnedCheckpoint, ...]
     date: str
@@ -51,26 +54,38 @@ class Pin:
 
     @property
     def sha256(self) -> str:
-        """The hash of the arms, seeds and weights; the name and date of the file do not change it."""
-        weights = sorted((c.arm, c.seed, c.sha256) for c in self.checkpoints)
+        """The hash of the arms, seeds, weights and files; the name and date of the pin do not change it."""
+        weights = sorted((c.arm, c.seed, c.sha256, *map(list, sorted(c.files.items()))) for c in self.checkpoints)
         return hashlib.sha256(json.dumps(weights, separators=(",", ":")).encode()).hexdigest()
 
     def weights(self, arm: str) -> dict[int, str]:
         """Return the sha256 of an arm's weights by seed."""
         return {c.seed: c.sha256 for c in self.checkpoints if c.arm == arm}
 
-    def holds(self, arm: str, seed: int, weights: Collection[str]) -> bool:
-        """Return whether ``weights``, which a run has for this seed of its reference, are those of a pinned checkpoint.
+    def differences(
+        self, arm: str, seed: int, weights: Collection[str], files: Mapping[str, str] | None
+    ) -> tuple[str, ...] | None:
+        """Return the names of the files in which this seed of a run's reference differs from a pinned checkpoint.
 
-        If the pin has a checkpoint of that arm and seed, they must be its weights; otherwise any checkpoint's will do.
+        None if its ``weights`` (their sha256) are not those of a pinned checkpoint: of that arm and seed, if the pin
+        has one, otherwise of any. ``files`` are the sha256 of its other files by name, None if the run stored none.
         """
-        same_name = {c.sha256 for c in self.checkpoints if c.named and (c.arm, c.seed) == (arm, seed)}
-        return len(weights) == 1 and set(weights) <= (same_name or {c.sha256 for c in self.checkpoints})
+        same_name = [c for c in self.checkpoints if c.named and (c.arm, c.seed) == (arm, seed)]
+        same = [c for c in same_name or self.checkpoints if set(weights) == {c.sha256}]
+        if not same:
+            return None
+        compared = [c.files for c in same if c.files and files is not None]
+        return min((_differing(pinned, files or {}) for pinned in compared), key=len, default=())
 
     def to_json(self) -> str:
         """Return the text of the pin file."""
-        body = {"format": PIN_FORMAT, "date": self.date, "checkpoints": [asdict(c) for c in self.checkpoints]}
+        rows = [{key: value for key, value in asdict(c).items() if value != {}} for c in self.checkpoints]
+        body = {"format": PIN_FORMAT, "date": self.date, "checkpoints": rows}
         return json.dumps(body, indent=1, ensure_ascii=True) + "\n"
+
+
+def _differing(pinned: Mapping[str, str], files: Mapping[str, str]) -> tuple[str, ...]:
+    return tuple(sorted(name for name in {*pinned, *files} if pinned.get(name) != files.get(name)))
 
 
 def load_pin(path: Path) -> Pin:
@@ -115,4 +130,8 @@ def _parse_checkpoint(row: Any, name: str) -> PinnedCheckpoint:
         raise DataError(f"pin {name!r} holds a checkpoint without {', '.join(_TEXT)} or seed; {_REMEDY}")
     if not all(is_sha256(fields[key]) for key in ("sha256", "base_sha256")):
         raise DataError(f"pin {name!r} holds a sha256 that is not 64 hex digits; {_REMEDY}")
-    return PinnedCheckpoint(fields["arm"], fields["seed"], fields["sha256"], fields["base_sha256"], fields["policy"])
+    files = fields.get("files", {})
+    if not isinstance(files, dict) or not all(isinstance(n, str) and is_sha256(value) for n, value in files.items()):
+        raise DataError(f"pin {name!r} holds files without a sha256 of 64 hex digits; {_REMEDY}")
+    arm, sha256, base_sha256, policy = (fields[key] for key in _TEXT)
+    return PinnedCheckpoint(arm, fields["seed"], sha256, base_sha256, policy, files)

@@ -216,7 +216,8 @@ def declared_rules(data: RunData, overrides: GateOverrides) -> tuple[Comparison,
     comparison, rules = own_rules = _rules_from(data, recorded, None)
     if overrides.gate is not None:
         comparison, rules = _rules_from(data, overrides.gate, overrides.pin)
-        if recorded is None or recorded.sha256 != overrides.gate.sha256:
+        is_same_pin = _pin_digest(rules) == _pin_digest(own_rules[1])
+        if recorded is None or recorded.sha256 != overrides.gate.sha256 or not is_same_pin:
             rules = replace(rules, declared=DECLARED_AFTER_RUN, changes=tuple(changes(*own_rules, comparison, rules)))
     return comparison, replace(rules, on_inconclusive=overrides.on_inconclusive or rules.on_inconclusive)
 
@@ -249,6 +250,7 @@ def changes(run_comparison: Comparison, run_rules: Rules, comparison: Comparison
         ("on_inconclusive", run_rules.on_inconclusive, rules.on_inconclusive),
         ("not_measurable", run_rules.not_measurable, rules.not_measurable),
         ("worst_seed", run_rules.worst_seed, rules.worst_seed),
+        ("pinned reference", _pin_digest(run_rules), _pin_digest(rules)),
     ):
         if old != new:
             yield f"{name} {_text(old)} -> {_text(new)}"
@@ -265,6 +267,10 @@ def changes(run_comparison: Comparison, run_rules: Rules, comparison: Comparison
         for key in sorted({*older, *newer}):
             if older.get(key) != newer.get(key):
                 yield f"{word} {key} {_points(older.get(key))} -> {_points(newer.get(key))}"
+
+
+def _pin_digest(rules: Rules) -> str:
+    return "none" if rules.pin is None else rules.pin.sha256[:12]
 
 
 def _check_keys(file: YamlFile) -> YamlFile:
