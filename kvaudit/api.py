@@ -71,13 +71,13 @@ class Run:
         return self.data.records
 
     def answers(self) -> Iterator[Record]:
-        """Yield every record with its transcript, in the order of the files."""
+        """Yield every record (one graded answer) with its transcript, in the order of the files."""
         places = zip(self.records["file"], self.records["line"], strict=True)
         return (record for _, record in self.data.records_at((str(file), int(line)) for file, line in places))
 
     @property
     def drift(self) -> Drift:
-        """The measured changes: the rate of every cell, and each contrast with the reference with its interval."""
+        """The measured changes: the rate of every cell, and each difference from the reference with its interval."""
         return self.findings.drift
 
     @property
@@ -119,7 +119,7 @@ class Comparison:
         return self.compared.records
 
     def table(self) -> pd.DataFrame:
-        """Return one row per contrast and facet, with the columns of ``Run.table()``."""
+        """Return one row per suite and length, and one per facet of each, with the columns of ``Run.table()``."""
         return _contrast_table(self.compared.findings)
 
 

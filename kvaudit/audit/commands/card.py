@@ -106,7 +106,7 @@ def card(
 
 
 def _load_page(run: Path, overrides: GateOverrides) -> Page:
-    """Return the report page of a run after checking its checkpoints.
+    """Return all that a run's report shows (a ``Page``), after checking the checkpoints against their hashes.
 
     Raises SpecError for a gate file that was not declared when the run began.
     """
@@ -165,7 +165,7 @@ def _print_recipe(run: Path, other: Path | None) -> None:
 
 
 def _change_lines(before: Any, after: Any) -> Iterator[str]:
-    """Yield a line "before -> after" of a changed entry; for texts of several lines, each line that differs."""
+    """Yield the change of a recipe's entry as a line "before -> after"; for longer texts, each line that differs."""
     if isinstance(before, str) and isinstance(after, str) and "\n" in before + after:
         import difflib
 

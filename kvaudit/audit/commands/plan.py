@@ -105,7 +105,7 @@ def _typed_options(context: typer.Context) -> list[str]:
 
 
 def _plan_next(path: Path) -> None:
-    """Print for every gated cell of a run (a suite under a policy) its size and how many templates would decide it."""
+    """Print a line for every gated cell of a run (suite under a policy): its size, and how many templates decide it."""
     from kvaudit.reports.records.load import load_run
     from kvaudit.reports.run import decide_run
     from kvaudit.reports.verdict.family import gated_cells
@@ -121,7 +121,7 @@ def _plan_next(path: Path) -> None:
 
 
 def _cell_line(findings: Findings, cell: GatedCell, d: Decision) -> str:
-    """Return a line with the verdict of a cell (a suite under a policy), its size, and the size that decides it."""
+    """Return a line on a gated cell (a suite under a policy): its verdict, its size, the size that would decide it."""
     from kvaudit.reports.verdict.chance import templates_for
     from kvaudit.reports.verdict.verdict import Status
 
@@ -238,10 +238,8 @@ def _template_price(sizes: Sizes) -> str:
 def _improvements(sizes: Sizes) -> Iterator[tuple[str, str]]:
     """Yield lines (heading, text) with the chance to pass: as planned, after each improvement, or with more items.
 
-    Each improvement is added to those before it, the cheapest first.
-
-    More samples and seeds need no new texts. More templates do, but with fewer than C_min templates nothing can
-    pass.
+    Improvements are more samples, seeds or templates. Each is added to those before it, the cheapest first: samples and
+    seeds need no new texts. With fewer templates than a least number, C_min, nothing can pass.
     """
     from kvaudit.reports.sections.shared.words import percent
     from kvaudit.reports.verdict.sizes import larger_designs, with_more_items

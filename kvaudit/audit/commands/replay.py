@@ -221,7 +221,10 @@ def view(
 
 
 def _shade_answers(path: Path, unshaded: Mapping[str, set[AnswerKey]], plugins: Sequence[Path]) -> None:
-    """Serve changed answers again, to store what the cache held of their prompts."""
+    """Serve answers that differ from the reference's again, to store which prompt tokens the cache still held.
+
+    ``unshaded`` names, by record file, the answers for which that is not stored yet.
+    """
     from rich.console import Console
 
     from kvaudit.audit.rerun.measure import run_measure

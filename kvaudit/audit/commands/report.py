@@ -1,7 +1,7 @@
-"""``kvaudit report`` and ``kvaudit gate``: a run's report and verdict, and the pin of a reference; loads no model.
+"""``kvaudit report`` and ``kvaudit gate``: a run's report and verdict, and pins (files with a reference's hashes).
 
-Prompts in a report's examples are drawn as SVG; each token is shaded by the share of layers and heads that still held
-it.
+No model is loaded. Prompts in a report's examples are drawn as SVG; each token is shaded by the share of layers and
+heads that still held it.
 """
 
 from __future__ import annotations
@@ -187,8 +187,8 @@ def _pin_trained(folder: Path) -> PinnedCheckpoint:
 def _weights_sha256(folder: Path, provenance: Mapping[str, Any]) -> str:
     """Return the sha256 of a checkpoint's weights; an adapter's includes the hash of its base model.
 
-    The base model's files are not read if the adapter, with the base model's hash from provenance, gives the sha256
-    that provenance states for the checkpoint.
+    The base model's hash is taken from ``provenance``, without reading its files, if that leads to the sha256 that
+    ``provenance`` states for the adapter.
     """
     from kvaudit.audit.sampling.checkpoints import adapter_sha256, checkpoint_sha256, is_adapter
 
@@ -200,14 +200,14 @@ def _weights_sha256(folder: Path, provenance: Mapping[str, Any]) -> str:
 
 
 def _arm_name(folder: Path, arm: str, seed: int) -> str:
-    """Return the arm's name in its run: ``arm``, or in a sweep over policies the folder's name, such as ARM_POLICY."""
+    """Return the arm's name in its run: ``arm``; for a run with several training policies the folder's, ARM_POLICY."""
     folder = folder.resolve()
     name = folder.parent.name
     return name if folder.name == f"seed-{seed}" and name.startswith(f"{arm}_") else arm
 
 
 def _pin_untrained(folder: Path) -> PinnedCheckpoint:
-    """Return what a pin states of a model trained outside kvaudit; it has no arm or seed until a run names it."""
+    """Return the entry of a pin for a model trained outside kvaudit; its arm and seed are placeholders."""
     from kvaudit.audit.sampling.checkpoints import checkpoint_sha256
     from kvaudit.core.spec_train import BASE_ARM
 
@@ -290,7 +290,7 @@ def shading_svg(title: str, prompts: Sequence[ShadedPrompt]) -> str:
 
 
 def _place_tokens(prompt: ShadedPrompt) -> Iterator[_PlacedToken]:
-    """Yield the tokens of a prompt with their places on the page, cut at the end of a line.
+    """Yield the tokens of a prompt with their line and column in the drawing; one longer than a line is cut.
 
     A line break of the text begins a new line.
     """

@@ -59,7 +59,7 @@ class _ClaimState(NamedTuple):
 
     @property
     def holder(self) -> dict[str, object]:
-        """The process that signed the file, as the table it wrote; empty if the file is damaged or empty."""
+        """The process that signed the file: pid, host, kernel, ...; empty if the file is damaged or empty."""
         try:
             holder = json.loads(self.text)
         except (ValueError, RecursionError):
@@ -105,7 +105,7 @@ class Claim:
             )
 
     def release(self) -> None:
-        """Give the unit up; remove the file before unlocking it, so that no process can lock a removed file."""
+        """Give the unit up: remove the lock file, then unlock it, so that no process can lock a removed file."""
         if self.is_valid:
             self.path.unlink(missing_ok=True)
         os.close(self.file)
@@ -134,8 +134,8 @@ class Claim:
 class Claims:
     """The claims of one process, with the claims of other processes that it has seen.
 
-    With ``takeover`` the user states that processes on other machines are gone. Their claims are then free at once.
-    One whose file is still locked is free after the timeout, because a dead machine can leave a lock for ever.
+    ``takeover`` says that the user declares processes on other machines gone. Their claims are then free at once. A
+    claim whose file is still locked is free after the timeout, because a dead machine can leave a lock for ever.
     """
 
     def __init__(self, *, takeover: bool = False) -> None:
@@ -161,7 +161,10 @@ class Claims:
         return self._seen[path][0].holder if path in self._seen else {}
 
     def _claim_settled(self, path: Path) -> Claim | None:
-        """Claim a lock file and, where another machine may claim it too, wait until the file shows which one did."""
+        """Return a claim on a lock file, or None if another process has it.
+
+        If another machine may sign the file at the same time, wait until its content shows which of the two has it.
+        """
         with mutex(path.parent / ".claims.lock"):  # no other process may sign between our reading and signing
             claim, is_contested = self._take(path)
         if claim is None or not is_contested:
@@ -174,7 +177,10 @@ class Claims:
         return None
 
     def _take(self, path: Path) -> tuple[Claim | None, bool]:
-        """Sign the lock file if it is free; return the claim, and whether another machine may be signing it too."""
+        """Sign the lock file if it is free; return the claim, and whether another machine may be signing it too.
+
+        The claim is None if another process has the file.
+        """
         file, is_new, is_locked = _open_and_lock(path)
         state = _ClaimState.of(file)
         signer = (state.holder.get("kernel"), state.holder.get("device"))
@@ -292,7 +298,10 @@ class ClaimedUnits(Generic[T]):
 def _claim_group(
     claims: Claims, group: Sequence[T], lock: Callable[[T], Path], *, untouched: bool
 ) -> Iterator[dict[T, _HeldUnit]]:
-    """Claim the free units of a group while the body runs; with ``untouched`` none if another process has the first."""
+    """Claim the free units of a group while the body runs; yield them.
+
+    ``untouched``: claim none if the first is taken.
+    """
     claimed_units: dict[T, _HeldUnit] = {}
     with ExitStack() as stack:
         for unit in group:
@@ -389,7 +398,7 @@ def work_on_groups(
 def _open_units(
     groups: Sequence[Sequence[T]], is_done: Callable[[T], bool], on_done: Callable[[T], None]
 ) -> list[list[T]]:
-    """Call ``on_done`` with every unit that is done, and return the others by group."""
+    """Call ``on_done`` with every unit that is done; return the other units in their groups, without empty groups."""
     open_groups: list[list[T]] = []
     for group in groups:
         open_units = []
