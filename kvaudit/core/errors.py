@@ -51,7 +51,10 @@ def did_you_mean(name: str, names: Iterable[str], cutoff: float = 0.6) -> str:
 
 
 class CannotPass(SpecError):
-    """The gate cannot pass: some metrics have so few items or templates that any answers would be INCONCLUSIVE."""
+    """The gate cannot pass: some metrics have so few items or templates that any answers would be INCONCLUSIVE.
+
+    ``lines`` name them.
+    """
 
 
 class NotMeasurable(AuditError):

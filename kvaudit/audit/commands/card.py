@@ -132,7 +132,7 @@ def _hub_files(page: Page, hub: Path, benchmark: str | None, arm: str | None) ->
 
 
 def _matches_run(path: Path, section: str, console: Console) -> bool:
-    """Return whether a card has the run's disclosure; print that it has, or the first line that differs."""
+    """Return whether a model card holds ``section``, the run's disclosure; print so, or the first line that differs."""
     # not splitlines: to Markdown a form feed or U+2028 is no line break
     card_lines, run_lines = extract_section(read_card(path), str(path)).split("\n"), section.split("\n")
     if card_lines == run_lines:

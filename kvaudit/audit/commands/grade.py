@@ -291,7 +291,7 @@ def _gated_contrasts(drift: Drift, rules: Rules) -> list[Contrast]:
 
 
 def _read_sheet(run: Path, sheet: Path) -> int:
-    """Store the labels of a sheet in the run folder, print the verdict by them, and return the gate's exit code."""
+    """Store the labels that people gave in a sheet, print the verdict based on them, and return its exit code."""
     from kvaudit.reports.records.load import load_run
     from kvaudit.reports.run import decide_run, drift_and_rules
     from kvaudit.reports.verdict.human_labels import LABELS_FILE, apply_labels, check_key, collect_labels, render_labels

@@ -224,7 +224,10 @@ def _chance(sizes: Sizes) -> str:
 
 
 def _template_price(sizes: Sizes) -> str:
-    """Return in words the lowest estimate that can pass, and the lowest true drift that passes with ``power``."""
+    """Return in words the lowest estimate that can pass, and the lowest true drift that passes with ``power``.
+
+    The power is the probability of a PASS.
+    """
     from kvaudit.reports.verdict.sizes import lowest_drift
 
     d, lowest = sizes.design, sizes.lowest_estimate

@@ -157,7 +157,7 @@ def _write_pin(folders: Sequence[Path], out: Path) -> None:
 
 
 def _pin_entries(folder: Path) -> Iterator[PinnedCheckpoint]:
-    """Yield what a pin states of the checkpoint in a folder, or of all seeds below it, after checking their hashes."""
+    """Yield the entries of a pin for the checkpoint in ``folder``, or for all seeds in it; check their hashes first."""
     seeds = sorted(folder.glob(f"seed-*/{PROVENANCE}"))
     if (folder / PROVENANCE).is_file():
         yield _pin_trained(folder)
@@ -168,7 +168,10 @@ def _pin_entries(folder: Path) -> Iterator[PinnedCheckpoint]:
 
 
 def _pin_trained(folder: Path) -> PinnedCheckpoint:
-    """Return what a pin states of a checkpoint that kvaudit trained; raise DataError for an incomplete provenance."""
+    """Return the entry of a pin for a checkpoint that kvaudit trained: arm, seed, policy, hashes of weights and base.
+
+    Raises DataError if the checkpoint's provenance lacks one of these or names other weights.
+    """
     check_checkpoint(folder)
     provenance = read_json(folder / PROVENANCE)
     weights = _weights_sha256(folder, provenance)

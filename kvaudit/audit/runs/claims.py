@@ -157,7 +157,7 @@ class Claims:
             claim.release()
 
     def holder(self, path: Path) -> dict[str, object]:
-        """Return the signature of the process that had the claim when this process last tried to get it."""
+        """Return who held the claim when this process last tried to get it (pid, host, ...); empty if it never did."""
         return self._seen[path][0].holder if path in self._seen else {}
 
     def _claim_settled(self, path: Path) -> Claim | None:

@@ -116,7 +116,7 @@ class Plan:
 
     @property
     def asked(self) -> dict[str, str]:
-        """What two probes must share to be compared: the hash of the items of each unit, and the sampling settings."""
+        """What two probes must share to be compared, by name: hashes of the items and sampling settings."""
         grid = self.spec.evaluate
         items = {
             f"items of {unit.suite.name} at {unit.context_tokens}": _items_sha256(unit.items) for unit in self.units

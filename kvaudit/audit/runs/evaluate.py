@@ -222,9 +222,9 @@ class Evaluator:
         return [batch for batch in pilot_batches if batch]
 
     def _existing_rows(self, unit: Unit, run: RunFolder, folder: Path) -> dict[Row, Record]:
-        """Return a unit's answers that are not asked again: the pilot's, and those kept when refused requests are.
+        """Return a unit's answers that are not asked again: the pilot's, and those kept in a file that was reopened.
 
-        Items of which the server refused a request have no such answers.
+        A file is reopened to ask requests again that a server refused; answers to these items are not kept.
         """
         if folder.name in (PILOT_FOLDER, SAME_ORDER, SHUFFLED):
             return {}
@@ -438,7 +438,7 @@ def round_size(spec: RunSpec, suite: Suite, count: CountTokens) -> int:
 
 
 def count_clusters(suite: Suite, seed: int, context: int, count: CountTokens) -> int:
-    """Return the number of clusters that a suite makes before one repeats; raise SpecError if it exceeds 20,000."""
+    """Return the number of clusters (items of one origin) that a suite can make; raise SpecError for over 20,000."""
     number = 64
     while True:
         names = [item.cluster_id for item in make_items("evaluate", suite, "eval", number, seed, context, count)]

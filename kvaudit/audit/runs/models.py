@@ -1,4 +1,4 @@
-"""The models of a run: its base model and the checkpoints of its arms, each checked against the run's stored hashes."""
+"""The models of a run: its base model and its checkpoints (an arm and seed each), checked against the stored hashes."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Models:
         self.batches: Batches = {} if prepared is None else prepared.batches
 
     def resized(self, spec: RunSpec, suites: Collection[str]) -> Models:
-        """Return these models for a ``spec`` with other numbers of items of ``suites``, whose items are made anew."""
+        """Return these models for a ``spec`` with other numbers of items for ``suites``, which are then made anew."""
         batches = {key: parts for key, parts in self.batches.items() if key[0] not in suites}
         prepared = None if self._prepared is None else self._prepared._replace(batches=batches)
         models = Models(self._run, spec, self._print_line, prepared, self._processes)
@@ -106,7 +106,7 @@ class Models:
             raise RunError(f"the first rank has base weights {sha256[:12]}, rank {rank} {self._base.sha256[:12]}")
 
     def start(self, seed: int) -> LoadedModel:
-        """Return the model from which the arms of a seed are trained: the base model or its warm start."""
+        """Return the model from which the arms of a seed are trained: the base model, or its supervised warm start."""
         section = self._spec.train
         if section is None or section.sft is None:
             return self.base()
