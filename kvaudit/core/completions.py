@@ -89,7 +89,7 @@ class ChatCompletion:
 
     @property
     def is_withheld(self) -> bool:
-        """Whether the server or its model refused to reply, by a separate field or by a filter."""
+        """Whether the server or its model refused to reply: by a refusal in its own field, or by a content filter."""
         return is_filtered(self.finish_reason) or _REFUSAL in self.said_in
 
 

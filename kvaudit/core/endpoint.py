@@ -284,7 +284,7 @@ class EndpointModel:
         """Return the greedy reply to each conversation, None for a failed one.
 
         A reply counts as failed if it comes from another model than the first reply, since gateways may fall back on
-        other models, or if the server or its model refused. Raises RunError if the server does not answer at all.
+        other models, or if the server or its model refused. Raises RunError if all requests would fail.
         """
         client = self._endpoint.client(self.who)  # before a thread starts, so that a missing key raises here
         options = {"model": self.model, "temperature": 0, "max_tokens": most_tokens}

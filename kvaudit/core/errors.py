@@ -58,7 +58,7 @@ class CannotPass(SpecError):
 
 
 class NotMeasurable(AuditError):
-    """The pilot (trial answers) found suites whose reference behaves too badly to show a loss; the user must decide."""
+    """In some suites the reference has nothing to lose, so no loss could show; trial answers (the pilot) found this."""
 
     exit_code = 6
 

@@ -154,7 +154,7 @@ def write_output(path: Path, text: str) -> None:
 
 @dataclass(frozen=True)
 class YamlFile:
-    """A parsed YAML file: its name, the sha256 of its bytes, text, mapping, and the line of every key and element."""
+    """A parsed YAML file: its name, sha256 and text, its content as ``table``, and the line of every key and entry."""
 
     name: str
     sha256: str

@@ -170,7 +170,7 @@ def pilot_items(provenance: Mapping[str, Any]) -> Mapping[str, int]:
 
 
 def all_looks(provenance: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the looks (tests between the rounds of a run), in order."""
+    """Return the looks (tests between the rounds of a run) in order: ``items``, ``seconds`` and ``words`` of each."""
     looks = table_of(provenance, LOOKS)
     return [table_of(looks, name) for name in sorted((name for name in looks if name.isdigit()), key=int)]
 

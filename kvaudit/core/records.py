@@ -200,7 +200,7 @@ class Serving(NamedTuple):
 
 
 class UngradedAnswer(NamedTuple):
-    """The answer of one conversation before grading, with what was measured; units as in ``Record``."""
+    """The last answer of one conversation before grading, with the transcript and measurements as in ``Record``."""
 
     sample_index: int
     finish_reason: str
