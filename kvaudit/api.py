@@ -1,7 +1,7 @@
 """The commands as functions, and what they return: check a setting, run a spec, load and gate a run, compare two files.
 
-Each raises an AuditError with one line if the input is wrong, and prints what the command of the same name prints. A
-run and a comparison are objects and tables; no torch is loaded for them.
+Each raises an AuditError with one line if the input is wrong, and prints what the command of the same name prints.
+``Run`` and ``Comparison`` hold the results as objects and pandas tables; no torch is loaded for them.
 
     run = kvaudit.load_run("runs/quickstart")
     run.verdict.status                      # Status.PASS, FAIL, INCONCLUSIVE, INVALID or NOT_MEASURABLE

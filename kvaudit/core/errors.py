@@ -20,7 +20,7 @@ from typing import ClassVar
 class AuditError(Exception):
     """The base of errors that the user can fix; the command line prints it as one line and exits with 2.
 
-    ``lines`` are details, printed below it.
+    ``lines`` are details, printed below that line.
     """
 
     exit_code: ClassVar[int] = 2

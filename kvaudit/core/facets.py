@@ -87,5 +87,5 @@ def unknown_facets(eligible: Iterable[str]) -> dict[str, bool | None]:
 
 
 def readable_facets(values: Mapping[str, bool]) -> dict[str, bool | None]:
-    """Return the values of facets for an answer that could be read: ``values``, and ``well_formed`` True."""
+    """Return the values of facets for an answer that could be read: ``values`` and ``well_formed`` True."""
     return {**values, WELL_FORMED: True}

@@ -27,7 +27,7 @@ A = TypeVar("A")
 class Question:
     """The question whether ``answer`` refuses ``request``, both untrusted texts.
 
-    It does not contain the long context, and does not tell from which arm or policy the answer comes.
+    It leaves out the long context, and does not tell from which arm or policy the answer comes.
     """
 
     request: str

@@ -117,7 +117,7 @@ def _instead(name: str, kind: str) -> str | None:
 
 
 def _joined(package: str, module: str, *former: str) -> dict[str, str]:
-    """Return {old path: new path} for modules that became part of another module of their package."""
+    """Return {old path: new path} for modules (``former``) that became part of ``module`` in the same package."""
     return {f"{package}.{name}": f"{package}.{module}" for name in former}
 
 

@@ -28,7 +28,10 @@ _SLICE = 1.0  # seconds of one wait
 
 
 def start_all(work: Callable[[_Q], _R], arguments: Sequence[_Q], threads: int) -> list[Future[_R]]:
-    """Start ``work`` on each argument in ``threads`` threads; return the futures in order. They can be cancelled."""
+    """Start ``work`` on each argument in ``threads`` threads; return the futures in order.
+
+    Work that has not begun can be cancelled.
+    """
     futures = [Future[_R]() for _ in arguments]
     queue, lock = iter(zip(futures, arguments, strict=True)), threading.Lock()
 

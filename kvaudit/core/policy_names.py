@@ -193,7 +193,7 @@ def engine_settings(text: str) -> dict[str, str]:
 
 
 def reference_of(policy: str, references: Mapping[str, str]) -> str:
-    """Return the policy or engine setting that is the uncompressed reference of ``policy``, perhaps itself."""
+    """Return the uncompressed policy or engine setting that ``policy`` is compared with; itself, if it is one."""
     if policy in references.values():
         return policy
     return references.get(policy, DENSE_POLICY)
@@ -205,7 +205,7 @@ def uncompressed_policies(references: Mapping[str, str]) -> frozenset[str]:
 
 
 def compressed_policies(policies: Collection[str], references: Mapping[str, str]) -> tuple[str, ...]:
-    """Return, in order, the policies and engine settings that compress: all that are no reference."""
+    """Return, in order, the policies and engine settings that compress: all but the references."""
     exact = uncompressed_policies(references)
     return tuple(policy for policy in policies if policy not in exact)
 

@@ -77,7 +77,7 @@ _FINISHED = {"files": "", "ledgers": "ledgers"}  # key of a checkpoint's provena
 
 
 def inputs_sha256(table: Any) -> str:
-    """Return the sha256 of the table of a run's inputs, which the seal of every finished unit stores."""
+    """Return the sha256 of the table of a run's inputs (hashes of rows, model files, plug-ins), as seals store it."""
     return hashlib.sha256(json.dumps(table, sort_keys=True).encode()).hexdigest()
 
 
@@ -110,7 +110,7 @@ def _digest_start(digest: Any) -> str:
 
 
 def table_of(provenance: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """Return a table in a provenance; empty if it is missing or malformed, since the file is untrusted."""
+    """Return the table under a key of a provenance, an untrusted file; empty if it is missing or malformed."""
     value = provenance.get(key)
     return value if isinstance(value, Mapping) else {}
 
@@ -358,7 +358,7 @@ def check_sealed(
 
 
 class RecipeChange(NamedTuple):
-    """One entry that differs between two recipes; ``before`` or ``after`` is None if that recipe lacks it."""
+    """An entry that differs between two recipes; ``before`` or ``after`` is None if the entry is missing there."""
 
     section: str
     entry: str
@@ -373,7 +373,10 @@ def seal_recipe(sections: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_recipe(path: Path) -> dict[str, Any]:
-    """Read a recipe from a file or a run folder; raises DataError if it is invalid or does not match its hashes."""
+    """Read a recipe (record of how checkpoints were trained) from a file or a run folder.
+
+    Raises DataError if it is invalid or does not match its hashes.
+    """
     if path.is_dir() and not (path / RECIPE).is_file():
         raise DataError(f"{str(path)!r} holds no {RECIPE}; give the folder of a run that trained, or its file")
     path = path / RECIPE if path.is_dir() else path

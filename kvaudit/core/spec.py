@@ -154,7 +154,7 @@ class ExternalArm(SpecSection):
 
 @dataclass(frozen=True)
 class _DefaultMargins:
-    """The metrics whose margin is a default, None if unknown; two specs that differ only in this compare as equal."""
+    """The metrics whose margin is a default, None if unknown; when specs are compared, they do not count."""
 
     metrics: tuple[str, ...] | None = field(default=None, compare=False)
 
@@ -167,10 +167,7 @@ ChatValue = Annotated[Any, BeforeValidator(_scalar)]
 
 
 class RunSpec(SpecSection):
-    """The spec of a whole run, with defaults of the gate filled in.
-
-    Its ``sha256`` is that of the complete spec, with every default.
-    """
+    """The spec of a whole run, with defaults of the gate filled in; ``sha256`` is the hash of this complete spec."""
 
     format: Literal[1] = 1
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")
@@ -223,7 +220,7 @@ class RunSpec(SpecSection):
         return tuple((BASE_ARM, seed) for seed in self.train.seeds) if warm and self.train is not None else ()
 
     def engine(self, condition: str) -> EngineSpec:
-        """Return the options (``engines`` of the spec) for running the engine of a condition (engine and settings)."""
+        """Return the options, from ``engines``, for the engine of ``condition`` (an engine with its settings)."""
         return self.engines.get(engine_name(condition), EngineSpec())
 
     def external_source(self, arm: str, seed: int) -> str | None:
@@ -326,11 +323,7 @@ class RunSpec(SpecSection):
         return self
 
     def _check_own_policy_only(self) -> None:
-        """Raise SpecError if own_policy_only is set, but not every checkpoint's own policy can be served.
-
-        A checkpoint's own policy is the one it was trained under; the run has to train it, and the grid to have the
-        policy.
-        """
+        """Raise SpecError if own_policy_only is set, but some arm has no policy of training that can be served."""
         if not self.evaluate.own_policy_only:
             return
         if self.train is None:
@@ -349,7 +342,7 @@ class RunSpec(SpecSection):
                 raise UnknownName("policy of training in evaluate.policies", policy, policies)
 
     def _check_engines(self) -> None:
-        """Raise UnknownName if ``engines`` has options of an engine that the run does not use."""
+        """Raise UnknownName if ``engines`` has options for an engine that the run does not use."""
         used = {engine_name(text) for pair in self.evaluate.references.items() for text in pair}
         if self.train is not None and self.train.rollouts is not None:
             used.add(engine_name(self.train.rollouts))
@@ -375,10 +368,7 @@ class RunSpec(SpecSection):
         raise UnknownName("gate.reference", reference, arms)
 
     def _check_probe(self) -> None:
-        """Raise SpecError if a probe has options that need checkpoints, or another run has a server's address as model.
-
-        A probe asks an endpoint, whose checkpoint is not at hand.
-        """
+        """Raise SpecError if a probe has options that need checkpoints, or another run has an address as its model."""
         if self.probe is None:
             self.evaluate.check_draws()
             sources = {f"checkpoints.{arm}": external.seeds.values() for arm, external in self.checkpoints.items()}
@@ -447,7 +437,7 @@ def _match_served(
 
 
 def _check_lengths(gated: tuple[int, ...], grid: EvaluateSpec) -> None:
-    """Raise SpecError if a gated length is asked of no suite, or if none of a suite's lengths is gated."""
+    """Raise SpecError for a gated length at which no suite is asked, or a suite that is asked at no gated length."""
     for context in gated:
         if context not in grid.contexts:
             raise UnknownName("length in gate.contexts", str(context), map(str, grid.contexts))

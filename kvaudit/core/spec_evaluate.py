@@ -86,7 +86,7 @@ class SuiteSpec(SpecSection):
 
 
 class Thinking(SpecSection):
-    """The option that answers may begin with a thought; ``budget`` is the number of extra tokens for it."""
+    """The option that answers may begin with a thought; ``budget`` is the number of extra tokens for the thought."""
 
     budget: Steps = 0
 
@@ -172,7 +172,7 @@ class EvaluateSpec(SpecSection):
         return PILOT_ITEMS if self.pilot is None else self.pilot
 
     def sized(self, numbers: Mapping[str, int]) -> EvaluateSpec:
-        """Return the section with numbers of items in place of ``auto`` and ``all``, without suites of 0 items."""
+        """Return the section with these numbers of items in place of ``auto`` and ``all``; drop suites of 0 items."""
         suites = {}
         for name, suite in self.suites.items():
             is_open = name in numbers and not isinstance(suite.items, int)
@@ -184,7 +184,7 @@ class EvaluateSpec(SpecSection):
         return self.suites[suite].context_tokens or self.context_tokens
 
     def samples_of(self, suite: str) -> int:
-        """Return the number of answers to each item of a suite."""
+        """Return the number of answers that are sampled to each item of a suite."""
         return self.suites[suite].samples or self.samples
 
     def written(self) -> dict[str, Any]:

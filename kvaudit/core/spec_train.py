@@ -68,7 +68,7 @@ class CriticSpec(SpecSection):
 
 
 class ValidationSpec(SpecSection):
-    """Validation every ``every`` steps on ``items`` items of each suite, all of which training does not use.
+    """Validation every ``every`` steps on ``items`` items of each suite; training does not use these items.
 
     If an alarm in ``stop_on`` is raised in the last ``patience`` steps before a validation, all arms of the seed stop.
     """
@@ -153,7 +153,7 @@ class Training(SpecSection):
 
     @property
     def validation_suites(self) -> tuple[str, ...]:
-        """The suites of validation, none without validation."""
+        """The suites of validation; () without validation."""
         return () if self.watch is None else self.watch.suites or self.suites
 
     @property
@@ -210,8 +210,8 @@ class TrainedArm(NamedTuple):
 class TrainSpec(Training, Pairs):  # the fields of the last base come first in a written spec
     """The section ``train``: all training runs. A ``kvaudit.audit.training.config.TrainConfig`` describes one of them.
 
-    ``policies`` make a sweep: every arm is trained under each policy, ``dense`` only once. ``only`` maps an arm to the
-    few policies that it is trained under.
+    ``policies`` make a sweep: every arm is trained under each policy, ``dense`` only once. ``only`` maps an arm to
+    those policies of the sweep that it is trained under.
     """
 
     policies: OmitDefault[Policies] = ()
@@ -246,7 +246,7 @@ class TrainSpec(Training, Pairs):  # the fields of the last base come first in a
     @model_validator(mode="before")
     @classmethod
     def _fill_policy(cls, value: Any) -> Any:
-        """Set ``policy`` to none in a sweep of policies, or if an engine samples: then only arm ``dense`` uses it."""
+        """Set ``policy`` to none for a sweep of policies or an engine's rollouts: then only arm ``dense`` uses it."""
         if not isinstance(value, Mapping):
             return value
         if (rollouts := value.get("rollouts")) is not None:
@@ -278,7 +278,10 @@ class TrainSpec(Training, Pairs):  # the fields of the last base come first in a
         return self
 
     def _selected(self, arm: str, texts: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the policies that ``only`` gives for an arm, as texts of the sweep's policies and in their order."""
+        """Return the policies that ``only`` names for an arm, as the sweep spells them and in its order.
+
+        Raises SpecError or UnknownName for an arm or a policy that the sweep does not have.
+        """
         if arm not in self.arms or arm == DENSE_ARM:
             raise UnknownName("arm in train.only", arm, (name for name in self.arms if name != DENSE_ARM))
         selected = match_policies(check_unique(f"train.only.{arm}", texts), self.policies)

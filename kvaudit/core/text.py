@@ -146,7 +146,7 @@ def has_password(text: str) -> bool:
 
 
 def is_secret_name(name: str) -> bool:
-    """Return whether a setting of this name is a secret, such as HF_TOKEN or api_key, but not max_tokens or keyfile."""
+    """Return whether a setting's name says that it is a secret: HF_TOKEN or api_key, but not max_tokens or keyfile."""
     return _SECRET_NAME.search(name) is not None or _TOKEN_NAME.fullmatch(name) is not None
 
 

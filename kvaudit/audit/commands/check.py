@@ -337,7 +337,7 @@ def _plan_lines(spec: RunSpec, plan: CheckPlan) -> Iterator[str]:
 
 
 class ShippedExample(NamedTuple):
-    """A file of ``kvaudit/examples``, the name under which it is written, and how to use it."""
+    """A file of ``kvaudit/examples``, the name under which ``init`` writes it, and a line on how to use it."""
 
     example: str
     file_name: str

@@ -79,7 +79,10 @@ def judge_with_spec(run: Path, spec: RunSpec, plugins: Digests) -> None:
 
 
 def _default_judges(spec: RunSpec) -> tuple[str, ...]:
-    """Return the default judge if some suite needs a judge; if it cannot work here, print why and return none."""
+    """Return the name of the default judge if some suite needs a judge, else nothing.
+
+    If that judge cannot work here, print why and return an empty tuple.
+    """
     from kvaudit.audit.judges.base import JUDGES
     from kvaudit.audit.training.rewards.base import asks_a_judge
     from kvaudit.core.plugins import parse_plugin
@@ -134,7 +137,7 @@ def _judge_run(path: Path, out: Path | None, by: str | None, plugins: Digests, *
 
 
 def _check_readable(judge: Judge, changes: Sequence[SuiteChange]) -> None:
-    """Raise RunError if the judge failed on every answer."""
+    """Raise RunError if the judge failed on every answer that it was asked about."""
     failed, judged = sum(change.failed for change in changes), sum(change.judged for change in changes)
     if failed and failed == judged:
         reply = f", replying {inline(judge.unread[0])}" if judge.unread else ""

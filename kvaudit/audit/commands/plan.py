@@ -1,4 +1,4 @@
-"""``kvaudit plan``: sample sizes before a run, for a design or from another run; loads no model."""
+"""``kvaudit plan``: sample sizes before a run, for a planned design or from an earlier run; loads no model."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def plan(
 
 
 def _typed_options(context: typer.Context) -> list[str]:
-    """Return the options typed on the command line, as --NAME, without the argument RUN."""
+    """Return the names of the options typed on the command line, as --NAME; the argument RUN is left out."""
     sources = {name: context.get_parameter_source(name) for name in context.params if name != "run"}
     typed = [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
     return [f"--{name.replace('_', '-')}" for name in typed]
@@ -226,7 +226,7 @@ def _chance(sizes: Sizes) -> str:
 def _template_price(sizes: Sizes) -> str:
     """Return in words the lowest estimate that can pass, and the lowest true drift that passes with ``power``.
 
-    The power is the probability of a PASS.
+    The power is the wanted probability of a PASS.
     """
     from kvaudit.reports.verdict.sizes import lowest_drift
 
@@ -274,7 +274,7 @@ def _answers(d: Design) -> str:
 def _suggestion(sizes: Sizes, clusters: int) -> Iterator[tuple[str, str]]:
     """Yield lines (heading, text) on the number of templates (``clusters``) that reaches the wanted power.
 
-    All else is as planned.
+    All other sizes are as planned.
     """
     d = sizes.design
     larger = replace(d, clusters=clusters)

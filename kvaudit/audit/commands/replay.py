@@ -77,7 +77,7 @@ def verify(
 def _find_rollouts(
     checkpoint: Path | None, rollouts: str | None, model: str | None
 ) -> tuple[list[RecordedRollouts], str]:
-    """Return the recorded rollouts, one entry per file, and the name of the model that should explain them.
+    """Return the recorded rollouts, one entry per file, and the name of the model that is said to have sampled them.
 
     ``rollouts`` says how many of the checkpoint's rollouts to take, or is the path of a file with rollouts.
     """

@@ -246,9 +246,9 @@ _MOST_OPACITY = 0.55  # of the shade, so that the text stays readable
 
 
 class ShadedPrompt(NamedTuple):
-    """A prompt under a policy: the text of each token, and the share of layers and heads whose cache still held it.
+    """A prompt under a policy: for each token its text and the share of layers and heads whose cache still held it.
 
-    ``pieces`` are the texts, ``held`` the shares; ``caption`` describes the answer.
+    ``pieces`` are the texts, ``held`` the shares; ``caption`` describes the answer to the prompt.
     """
 
     heading: str

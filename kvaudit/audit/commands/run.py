@@ -138,7 +138,7 @@ def run(
 def _continue_command(spec: Path, out: Path | None, options: RunOptions, *, only: str | None, join: bool) -> list[str]:
     """Return the words of the command that continues the work after an interruption.
 
-    Joining and evaluating need no --resume.
+    It has --resume unless the work is joined or only evaluates, where that is implied.
     """
     plugins = plugin_words(options.plugins)
     if join:
@@ -151,7 +151,7 @@ def _continue_command(spec: Path, out: Path | None, options: RunOptions, *, only
 
 
 def _check_unused(mode: str, options: Mapping[str, object]) -> None:
-    """Raise SpecError if an option is given that has no effect with ``mode``."""
+    """Raise SpecError if ``options`` has one that is given but has no effect with ``mode``, such as --join."""
     for name, value in options.items():
         if value:
             raise SpecError(f"{name} has no effect with {mode}; leave one of the two out")
@@ -238,7 +238,7 @@ def _ranks(spec: RunSpec) -> int:
 
 
 def _gpus(spec: RunSpec) -> int:
-    """Return the GPUs that one worker needs: one per rank, or as many as the largest engine spreads over."""
+    """Return the number of GPUs that one worker needs: one per rank, or as many as the largest engine spreads over."""
     from kvaudit.audit.engines.base import ENGINES, is_engine
     from kvaudit.core.policy_names import engine_name, engine_settings
 

@@ -47,7 +47,7 @@ def kernel() -> str:
 
 
 class _ClaimState(NamedTuple):
-    """The content and modification time of a lock file; every heartbeat changes the time."""
+    """The content and modification time of a lock file; the owner changes the time every few seconds (a heartbeat)."""
 
     touched: int  # mtime in ns
     text: str
@@ -132,7 +132,7 @@ class Claim:
 
 
 class Claims:
-    """The claims of one process, with the claims of other processes that it has seen.
+    """The units that one process has locked (claimed), and what it has seen of the locks of other processes.
 
     ``takeover`` says that the user declares processes on other machines gone. Their claims are then free at once. A
     claim whose file is still locked is free after the timeout, because a dead machine can leave a lock for ever.
@@ -243,7 +243,7 @@ def _is_current(file: int, path: Path) -> bool:
 
 
 class IdleSignal:
-    """A file that a process touches when it has nothing to do, so that others release units."""
+    """A file that a process touches when it finds no free unit, so that processes with several units release some."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / ".idle"
@@ -254,7 +254,7 @@ class IdleSignal:
         self._path.touch()
 
     def was_sent(self) -> bool:
-        """Return whether the file's time has changed since the last call; the time may be another machine's."""
+        """Return whether a process has touched the file since the last call; whose clock its time is by is unknown."""
         earlier, self._last = self._last, self._time()
         return self._last != earlier
 
@@ -268,7 +268,7 @@ class _HeldUnit(NamedTuple):
 
 
 class ClaimedUnits(Generic[T]):
-    """The units of one group (those answered batch by batch together) that this process has claimed."""
+    """The units of one group that this process has claimed (locked); it answers them together, batch by batch."""
 
     def __init__(self, claimed_units: Mapping[T, _HeldUnit], is_done: Callable[[T], bool], idle: IdleSignal) -> None:
         self._claimed, self._is_done, self._idle = dict(claimed_units), is_done, idle

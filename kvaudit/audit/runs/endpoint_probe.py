@@ -172,7 +172,7 @@ class Plan:
 
 
 def make_plan(spec: RunSpec) -> Plan:
-    """Return the plan with all its items; raise SpecError or DataError if no endpoint could be asked one of them."""
+    """Return the plan with all its items; raise SpecError or DataError for a suite that no endpoint can be asked."""
     count, counted = counter(spec)
     with collect_file_hashes() as rows:
         units = [
@@ -303,9 +303,9 @@ def _is_valid(stored: Answer) -> bool:
 
 @dataclass(frozen=True)
 class Failure:
-    """A reason for which ``count`` conversations are unscored: ``why``, or one of ``alike`` similar ones.
+    """A reason for which ``count`` conversations are unscored: ``why``, or one of ``alike`` similar reasons.
 
-    The similar reasons differ from ``why`` only in numbers.
+    Similar reasons differ from ``why`` only in numbers. A ``lasting`` failure would occur again.
     """
 
     why: str
@@ -322,7 +322,10 @@ class Failure:
 
 
 def group_failures(failed: Counter[str], lasting: Set[str]) -> list[Failure]:
-    """Return failures, most frequent first; reasons that differ only in numbers are merged under the commonest one."""
+    """Return failures, most frequent first; reasons that differ only in numbers are merged under the commonest one.
+
+    ``failed`` counts conversations by reason, ``lasting`` holds the reasons that would occur again.
+    """
     kinds: dict[tuple[str, bool], list[str]] = {}
     for why, _ in failed.most_common():
         kinds.setdefault((_NUMBER.sub("#", why), why in lasting), []).append(why)

@@ -70,7 +70,7 @@ class EngineSlot(Session):
         return self
 
     def answer(self, requests: Sequence[GenerationRequest]) -> list[Reply]:
-        """Return the engine's replies; restart an engine that dies, twice at most, then raise RunError."""
+        """Return the engine's replies; restart an engine that dies, at most twice, then raise RunError."""
         assert self._target is not None
         condition, model = self._target
         for tries_left in reversed(range(_TRIES)):
@@ -114,7 +114,7 @@ class EngineSlot(Session):
 
 
 def check_engine_unchanged(run: RunFolder, key: str, engine: str, description: Mapping[str, str]) -> None:
-    """Store an engine's description at its first start; raise RunError if it differs later.
+    """Store what an engine reports of itself at its first start, under ``key``; raise RunError if it differs later.
 
     The ``weights`` in the description are not compared: they differ between checkpoints, whose hashes are checked
     elsewhere.

@@ -101,7 +101,7 @@ def selecting_policies(spec: RunSpec) -> list[str]:
 
 
 def suite_as_asked(spec: RunSpec, name: str) -> Suite:
-    """Return a suite with the spec's answer length (thinking included) and its choice of where decisive texts stand."""
+    """Return a suite with the spec's settings: answer length, thinking included, and where decisive texts stand."""
     suite, settings, thinking = SUITES.get(name)(), spec.evaluate.suites[name], spec.evaluate.think
     suite.max_new_tokens = settings.max_new_tokens or suite.max_new_tokens
     suite.max_new_tokens += thinking.budget if thinking else 0
@@ -411,7 +411,7 @@ def _prompt_text(chat: Chat, item: Item) -> str:
 
 
 def tool_forms_of(chat: Chat, batches: Sequence[Sequence[Item]]) -> dict[str, int]:
-    """Count the items by the form (its name) in which their prompts offer tools; leave out items without tools."""
+    """Return the number of items by the name of the form in which their prompts offer tools, if they offer any."""
     forms = (chat.tool_form_of(item.messages, item.tools) for batch in batches for item in batch)
     return dict(sorted(Counter(filter(None, forms)).items()))
 

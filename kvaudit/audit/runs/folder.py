@@ -1,6 +1,6 @@
 """The run folder: it holds one spec, on which any number of processes work, and which resumes after a kill.
 
-spec.yaml provenance.json checkpoints/<arm>/seed-<n>/ records/<unit>.jsonl + <unit>.done.json report/
+    spec.yaml  provenance.json  checkpoints/<arm>/seed-<n>/  records/<unit>.jsonl + <unit>.done.json  report/
 
 Processes divide the units by locking them (``kvaudit.audit.runs.claims``).
 """
@@ -94,7 +94,7 @@ class RunFolder:
 
 
 def noted_value(run: RunFolder, *keys: str) -> Any:
-    """Return the value under nested keys of provenance.json; raise DataError if it is missing."""
+    """Return the value under nested keys of provenance.json, outermost first; raise DataError if it is missing."""
     value: Any = run.provenance()
     for key in keys:
         if not isinstance(value, Mapping) or key not in value:

@@ -58,7 +58,7 @@ def judged_folder(run: Path, judge: Judge) -> Path:
 
 
 class SuiteChange(NamedTuple):
-    """How many answers of a suite were graded again, and in how many of them each part of the grade changed."""
+    """How many answers of a suite were graded again, and in how many the score, outcome or another part changed."""
 
     suite: str
     versions: str  # before -> now
@@ -256,7 +256,7 @@ class Judging:
 
 
 def _changes(old: Record, new: Record, judge: Judge | None) -> dict[str, int]:
-    """Return what the new grade changed about an answer: 1 or 0 for every name in ``_COUNTS``."""
+    """Return what the new grade changed about an answer: 1 or 0 for each of ``_COUNTS``, such as scores or outcomes."""
     is_judged = judge is not None and new.judge == judge.label
     return {
         "answers": 1,

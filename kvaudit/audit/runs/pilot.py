@@ -89,7 +89,7 @@ def gated_lengths(spec: RunSpec, suite: str) -> list[int]:
 
 
 def layout_of(spec: RunSpec, name: str, count: CountTokens) -> Layout:
-    """Return the cluster and the facets of each item in one round of a suite; a round asks every template once."""
+    """Return the cluster and the facets of each item in one round of a suite (every cluster asked once)."""
     suite, section = suite_as_asked(spec, name), spec.evaluate
     context = min(section.contexts_of(name))
     items = make_items("evaluate", suite, "eval", round_size(spec, suite, count), section.seed, context, count)
@@ -107,7 +107,7 @@ def layout_of(spec: RunSpec, name: str, count: CountTokens) -> Layout:
 
 
 def impossible_cells(spec: RunSpec, count: CountTokens) -> Iterator[str]:
-    """Yield a line for each gated metric that cannot pass with its suite's items, with the number it would need."""
+    """Yield a line for each gated metric that cannot pass with its suite's items, with the number needed to pass."""
     assert spec.gate.alpha is not None, "a complete spec has a level"
     for name in spec.evaluate.suites:
         if not (metrics := gated_metrics(spec, name)):
@@ -188,7 +188,10 @@ def _control_table(suite: str, control: Control) -> dict[str, Any]:
 
 
 def _needed_items(spec: RunSpec, metric: Metric, answers: Answers, layout: Layout, most: int) -> dict[str, Any]:
-    """Return how many items a metric needs, and why, as a table; planned for where the policy changed most answers."""
+    """Return how many items a metric needs, and why, as a table for provenance.json.
+
+    It is planned for the length and policy at which most of the pilot's answers changed.
+    """
     worst = max(churns_of(spec, metric, answers), key=lambda c: planned_discordance(c.differing, c.pairs), default=None)
     discordance = ASSUMED_CHURN if worst is None else planned_discordance(worst.differing, worst.pairs)
     plan = plan_items(layout, metric, _design(spec, metric, discordance), most)
@@ -197,7 +200,10 @@ def _needed_items(spec: RunSpec, metric: Metric, answers: Answers, layout: Layou
 
 
 def _design(spec: RunSpec, metric: Metric, discordance: float) -> Design:
-    """Return the statistical design by which the pilot plans: the spec's samples and seeds, and no true drift."""
+    """Return the statistical design by which the pilot plans: the spec's samples and seeds, and no true drift.
+
+    ``discordance`` is the share of items whose answers differ.
+    """
     assert spec.gate.alpha is not None
     is_trained = spec.train is not None
     return Design(

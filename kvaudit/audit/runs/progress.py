@@ -196,7 +196,7 @@ class RunBar:
         self._claimed = frozenset(names)
 
     def resume(self, name: Hashable, done: float) -> None:
-        """Set how many answers of a part an earlier process has done; they do not count for the speed."""
+        """Set how many answers of a part were there before this process began; they do not count for the speed."""
         if name in self._parts:
             self._done[name] = min(max(done, self._done[name]), self._parts[name].size)
             self._bar.set_to(sum(self._done.values()), sum(part.size for part in self._parts.values()))

@@ -58,7 +58,7 @@ class ServingConfig:
 
 
 class MadeUpSuite(NamedTuple):
-    """A suite of generated questions for a check without public rows."""
+    """A suite of generated questions for a check without public rows, with its size, gated facets and margin."""
 
     suite: str
     items: int
@@ -181,9 +181,9 @@ def _uncovered_topics(endpoints: Sequence[Endpoint], *, is_long: bool) -> Iterat
 
 
 def kept_entries(config: ServingConfig) -> int | None:
-    """Return the number of cache entries to which a configuration evicts; None if it evicts none or has no such number.
+    """Return how many cache entries a configuration keeps at most; None if it evicts none or does not say.
 
-    Eviction shows only in longer prompts.
+    Eviction shows only in prompts that are longer.
     """
     served = config.served
     if isinstance(served, Condition):

@@ -45,7 +45,7 @@ def is_follower(ranks: int) -> bool:
 
 
 def check_ranks(ranks: int, device: torch.device) -> None:
-    """Raise SpecError or RunError if this process cannot train units with this many ranks."""
+    """Raise SpecError or RunError if this machine or torch cannot train units with this many ranks."""
     if ranks > 1 and not can_shard():
         raise RunError(
             f"train.ranks is {ranks}, but torch {torch.__version__} cannot shard a model as needed (FSDP2 with summed "

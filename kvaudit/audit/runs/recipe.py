@@ -33,9 +33,9 @@ _ELSEWHERE = ("arms", "seeds", "policy", "policies", "only", "suites", "weights"
 
 
 def recipe_of(spec: RunSpec, section: TrainSpec, model: LoadedModel, batches: Batches) -> dict[str, Any]:
-    """Return the recipe (the record of how checkpoints are trained) of a run that trains.
+    """Return the recipe (the record of how checkpoints are trained) of a run that trains, as recipe.json holds it.
 
-    ``batches`` are the items of its evaluation.
+    ``batches`` are the items of the run's evaluation, of which the recipe names the safety suites.
     """
     reward = parse_reward(section.reward, section.suites)
     text = reward.reward.constitution

@@ -23,7 +23,7 @@ _OVERHEAD = 1.15  # total time / time that the answers take
 
 
 def look_sizes(rows: int, first: int = FIRST_LOOK, pilot: int = PILOT_ITEMS) -> list[int]:
-    """Return the numbers of rows after which a look is taken.
+    """Return the numbers of rows of a suite after which a look (a test between rounds) is taken.
 
     These are the pilot's rows, ``first``, then 1.5 times the last number, and finally ``rows``.
     """

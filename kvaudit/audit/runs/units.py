@@ -185,7 +185,10 @@ class RecordFile:
         self._files.answered.unlink(missing_ok=True)
 
     def _cut(self, batches: Sequence[Sequence[Row]]) -> tuple[int, int]:
-        """Cut the file after its last complete batch; return how many batches and rows remain in it."""
+        """Cut the file after its last complete batch; return how many batches and rows remain in it.
+
+        ``batches`` are the (item id, sample) of the rows of every batch that the file is to hold.
+        """
         rows = _readable_rows(self._files.records)
         if rows:  # the first row is enough, since every process checks before it appends
             _check_identity(self._files.records, rows[0].record, self._identity)

@@ -111,7 +111,7 @@ def _is_shallow(value: Any, levels: int) -> bool:
 
 
 def decode_at(text: str, start: int) -> tuple[Any, int]:
-    """Decode the JSON value at ``start``, after blanks; return it and its end. Raises ValueError or RecursionError."""
+    """Return the JSON value at ``start``, after blanks, and its end; raise ValueError or RecursionError if none."""
     while start < len(text) and text[start].isspace():
         start += 1
     value, end = _DECODER.raw_decode(text, start)
@@ -130,7 +130,7 @@ def call_in(value: Any) -> tuple[str, dict[str, Any]] | None:
 
 
 def functions_of(tools: Tools) -> dict[str, Mapping[str, Any]]:
-    """Return {name of a tool: schema of its parameters}, with {} for a malformed schema."""
+    """Return {name of a tool: JSON schema of its parameters}, with {} for a malformed schema."""
     schemas = {}
     for tool in tools:
         function = tool.get("function", tool)

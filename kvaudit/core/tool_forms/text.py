@@ -100,9 +100,9 @@ def _tool_names(tools: Tools) -> list[str]:
 
 
 def python_calls(text: str, parameters: Mapping[str, Sequence[str]] | None = None) -> tuple[ToolCall, ...]:
-    """Parse a text that consists of Python calls, or of a list of them; () for any other text.
+    """Return the calls in a text that consists of Python calls, or of a list of them; () for any other text.
 
-    ``parameters`` names the positional arguments of each tool.
+    ``parameters`` gives the names of each tool's parameters in order, for positional arguments.
     """
     try:
         with warnings.catch_warnings():

@@ -51,7 +51,7 @@ class Launcher:
     trial: ClassVar[str] = ""  # name and options that work on one machine without GPU or cluster
 
     def check(self) -> None:
-        """Raise RunError if a package or the cluster is missing; called before the run folder is made."""
+        """Raise RunError if a package or the cluster is missing; called before any work on the run."""
 
     def start_workers(self, count: int, job: Job, print_line: PrintLine) -> AbstractContextManager[WorkerGroup]:
         """Start ``count`` workers for the body of a with statement; print a line for each that fails.

@@ -72,7 +72,7 @@ def exit_with_parent() -> None:
 
 
 def visible_gpus() -> list[str]:
-    """Return the GPUs that this process sees, by their names in CUDA_VISIBLE_DEVICES."""
+    """Return the GPUs that this process sees, by their names for CUDA_VISIBLE_DEVICES."""
     import torch
 
     named = os.environ.get(VISIBLE)

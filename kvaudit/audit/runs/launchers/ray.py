@@ -109,7 +109,7 @@ class Ray(Launcher):
 
 
 def _find(address: str) -> str:
-    """Return the address unchanged; for ``auto`` the one that ray would use: RAY_ADDRESS, one here, or the last."""
+    """Return the address, with ``auto`` replaced by ray's choice: RAY_ADDRESS, a cluster here, or the last one."""
     if address != "auto":
         return address
     if named := os.environ.get(_ADDRESS):

@@ -87,7 +87,7 @@ class Slurm(Launcher):
 
     @contextmanager
     def start_workers(self, count: int, job: Job, print_line: PrintLine) -> Iterator[WorkerGroup]:
-        """Queue ``count`` workers as slurm jobs for a ``with`` block, and dismiss them at its end.
+        """Queue ``count`` workers as slurm jobs for a ``with`` block; at its end, cancel those that do not end soon.
 
         If the block is interrupted, jobs on a slurm cluster go on, and the command that ends them is printed (such as
         "scancel 4711 4712"). Jobs that only try the launcher out on this machine (cluster "local") end.

@@ -61,7 +61,7 @@ class RunContext:
 
     @property
     def open_suites(self) -> list[str]:
-        """The suites whose number of items the pilot has yet to fix."""
+        """The suites whose number of items is ``auto`` or ``all`` until the pilot fixes it."""
         return [name for name, suite in self.spec.evaluate.suites.items() if not isinstance(suite.items, int)]
 
 
@@ -206,7 +206,7 @@ class UnitWorker:
         return policy_labels(self._context.spec)
 
     def _unit_text(self, phase: str, unit: Unit) -> str:
-        """Return a unit as the bar shows it: ``asking: agent under snapkv 96``.
+        """Return a unit as the progress bar shows it: ``asking: agent under snapkv 96``.
 
         The length, arm and seed are added if the run has several.
         """

@@ -147,7 +147,7 @@ class FloorStage(Stage):
 
     @property
     def unsealed(self) -> list[Unit]:
-        """The unfinished units, each once for every order in which it is unfinished."""
+        """The unfinished units; a unit is listed once for each of the two orders in which it is not finished."""
         return [unit for folder in self._folders for unit in self._units if not is_sealed(folder, unit)]
 
     def work(self) -> RunContext:

@@ -208,7 +208,7 @@ def gate_statuses(run: Path) -> dict[str, str]:
 
 
 def look_lines(provenance: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a line for every look of a run, and one about why the looks ended."""
+    """Yield a line for every look of a run (a test between rounds), and one about why the looks ended."""
     for number, look in enumerate(all_looks(provenance), start=1):
         items = ", ".join(f"{suite} {rows}" for suite, rows in table_of(look, "items").items())
         statuses = ", ".join(f"{metric} {status}" for metric, status in table_of(look, "words").items())

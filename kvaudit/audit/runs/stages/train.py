@@ -186,7 +186,7 @@ class TrainStage(Stage):
             write_json(path, recipe_of(self.context.spec, section, model, models.batches))
 
     def _check_reward_unchanged(self, reward: RewardConfig) -> None:
-        """Store the reward's inputs and judges; raise RunError if earlier steps had other inputs."""
+        """Store the reward's judges and hashes of its input files; raise RunError if earlier steps had other files."""
         if not reward.uses_grade_only:
             check_inputs_unchanged(self.context.run, REWARD, reward.inputs)
         self.context.run.note(**{REWARD_JUDGES: reward.judges})
