@@ -86,7 +86,7 @@ class Run:
         return self.findings.verdict
 
     def table(self) -> pd.DataFrame:
-        """Return one row per contrast (candidate against reference) and facet: rates in percent, and its decision.
+        """Return a row per contrast (candidate against reference) and facet: rates in percent, and the gate's decision.
 
         In percentage points: the drift ``estimate``, candidate minus reference, with its 95 % interval ``low`` to
         ``high``, its one-sided bound ``lower``, and ``margin``. Numbers that do not exist are missing, never 0;

@@ -215,7 +215,7 @@ class RunSpec(SpecSection):
 
     @property
     def starts(self) -> tuple[tuple[str, int], ...]:
-        """The warm starts as (``base``, seed), one per training seed; none if training begins from the model."""
+        """The warm starts (supervised training before the arms) as (``base``, seed), one per seed; empty if none."""
         warm = self.train is not None and self.train.sft is not None
         return tuple((BASE_ARM, seed) for seed in self.train.seeds) if warm and self.train is not None else ()
 
