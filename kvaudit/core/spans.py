@@ -107,9 +107,9 @@ class AnswerKey(NamedTuple):
 class Shading:
     """The tokens before the last answer of one conversation, and how much of the cache still held each when it began.
 
-    ``pieces`` are the tokens' texts, ``roles`` whose message they are in. ``held`` is the number of heads that held
-    each token, of all ``heads`` (layers x KV heads). ``marks`` are the token numbers of each marked span. ``depth``:
-    for ALL_TOKENS and for each marked span, the share that each layer held.
+    ``pieces`` are the texts of the tokens, ``roles`` the roles of their messages. ``held`` is the number of heads that
+    held each token, of all ``heads`` (layers x KV heads). ``marks`` are the token numbers of each marked span.
+    ``depth``: for ALL_TOKENS and for each marked span, the share that each layer held.
     """
 
     pieces: list[str]

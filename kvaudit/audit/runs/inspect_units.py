@@ -47,7 +47,7 @@ Rows = dict[tuple[str, int], Any]  # samples of logs by item id and epoch
 
 
 class InspectUnit(NamedTuple):
-    """A unit whose items Inspect runs: its suite, log folder, decoding settings, and the record fields of its model."""
+    """A unit whose items Inspect runs: its suite, log folder, decoding settings, and the fields its records share."""
 
     suite: Inspect
     logs: Path

@@ -156,9 +156,9 @@ def _seconds_spent(looks: Sequence[Mapping[str, Any]]) -> float:
 
 
 def plan_lines(plan: RowsPlan, spec: RunSpec) -> Iterator[str]:
-    """Yield, for each suite, a line on how many rows are planned, how long they take and what loss they can show.
+    """Yield a line for each margin: how many rows are planned, how long they take and what loss they can show.
 
-    Suites that are not asked come first, with the reason.
+    Lines on suites that are not asked come first, with the reason.
     """
     assert spec.gate.alpha is not None, "a complete spec has a level"
     for suite, reason in plan.left_out.items():

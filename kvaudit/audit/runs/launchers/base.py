@@ -21,7 +21,7 @@ PrintLine = Callable[[str], None]
 class Job:
     """What every worker runs: ``kvaudit ARGUMENTS`` in ``folder``, with its output in ``logs``/worker-N.log.
 
-    A worker needs ``gpus`` GPUs. ``any_gpu`` means that the run names none, so a launcher may give each worker any.
+    If the run names no GPU (``any_gpu``), a launcher may give each worker any ``gpus`` of them.
     """
 
     arguments: Sequence[str]
