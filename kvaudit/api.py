@@ -1,7 +1,7 @@
 """The commands as functions, and what they return: check a setting, run a spec, load and gate a run, compare two files.
 
-Each raises an AuditError with one line if the input is wrong, and prints what the command of the same name prints. A
-run and a comparison are objects and tables; no torch is loaded for them.
+Each raises an AuditError with one line if the input is wrong, and prints what the command of the same name prints.
+``Run`` and ``Comparison`` hold the results as objects and pandas tables; no torch is loaded for them.
 
     run = kvaudit.load_run("runs/quickstart")
     run.verdict.status                      # Status.PASS, FAIL, INCONCLUSIVE, INVALID or NOT_MEASURABLE
@@ -71,13 +71,13 @@ class Run:
         return self.data.records
 
     def answers(self) -> Iterator[Record]:
-        """Yield every record with its transcript, in the order of the files."""
+        """Yield every record (one graded answer) with its transcript, in the order of the files."""
         places = zip(self.records["file"], self.records["line"], strict=True)
         return (record for _, record in self.data.records_at((str(file), int(line)) for file, line in places))
 
     @property
     def drift(self) -> Drift:
-        """The measured changes: the rate of every cell, and each contrast with the reference with its interval."""
+        """The measured changes: the rate of every cell, and each difference from the reference with its interval."""
         return self.findings.drift
 
     @property
@@ -86,7 +86,7 @@ class Run:
         return self.findings.verdict
 
     def table(self) -> pd.DataFrame:
-        """Return one row per contrast and facet: both sides in percent, and the gate's decision.
+        """Return a row per contrast (candidate against reference) and facet: rates in percent, and the gate's decision.
 
         In percentage points: the drift ``estimate``, candidate minus reference, with its 95 % interval ``low`` to
         ``high``, its one-sided bound ``lower``, and ``margin``. Numbers that do not exist are missing, never 0;
@@ -119,7 +119,7 @@ class Comparison:
         return self.compared.records
 
     def table(self) -> pd.DataFrame:
-        """Return one row per contrast and facet, with the columns of ``Run.table()``."""
+        """Return one row per suite and length, and one per facet of each, with the columns of ``Run.table()``."""
         return _contrast_table(self.compared.findings)
 
 

@@ -1,4 +1,4 @@
-"""The alarms of training: bounds on numbers of the telemetry (log of training steps), used by trainer and report."""
+"""The alarms of training: bounds on numbers of the telemetry (log of training steps), for trainer and report."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 
 class Bound(NamedTuple):
-    """A bound on a number of the training log, with what a number beyond it means and what to do about that."""
+    """A bound on a number of the training log: ``least`` or ``most``, what passing it means, and what to do then."""
 
     name: str
     least: float | None
@@ -51,9 +51,9 @@ ALARMS = {bound.name: bound for bound in (*MISMATCH_BOUNDS, FLAT, ENTROPY)}
 
 
 def alarm_numbers(row: Mapping[str, Any], first: Mapping[str, Any]) -> dict[str, int]:
-    """Return the ``alarm/*`` entries of a telemetry row, 1 for an alarm that is raised.
+    """Return the entries ``alarm/NAME`` of a telemetry row: 1 for an alarm that is raised, else 0.
 
-    ``first`` is the first row of the training run.
+    ``first`` is the first row of the training run, with whose entropy the row's is compared.
     """
     values = {bound.name: row[f"mismatch/{bound.name}"] for bound in MISMATCH_BOUNDS}
     entropy, start = row["entropy"], first["entropy"]
@@ -63,7 +63,7 @@ def alarm_numbers(row: Mapping[str, Any], first: Mapping[str, Any]) -> dict[str,
 
 
 def alarm_key(name: str) -> str:
-    """Return the key of an alarm in telemetry."""
+    """Return the key of an alarm in a telemetry row, ``alarm/NAME``."""
     return f"alarm/{name}"
 
 

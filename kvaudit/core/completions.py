@@ -67,10 +67,11 @@ class NoCompletion(Exception):
 
 @dataclass(frozen=True)
 class ChatCompletion:
-    """A chat completion as the server sent it; texts are checked to be text, nothing else is checked.
+    """A chat completion as the server sent it; its texts are known to be text, nothing else is checked.
 
-    ``thought`` comes from a separate field. ``said_in`` is empty if the reply has a plain ``content``; else it says
-    which fields the reply has: content parts | refusal | content and refusal | reasoning (a thought without answer).
+    ``thought`` comes from a separate field. ``calls`` are the tool calls, a line of JSON each. ``said_in`` is empty if
+    the reply has a plain ``content``; else it says which fields the reply has: content parts | refusal | content and
+    refusal | reasoning (a thought without answer).
     """
 
     text: str
@@ -83,17 +84,17 @@ class ChatCompletion:
 
     @property
     def answer(self) -> str:
-        """The text without the thought at its beginning."""
+        """The text without a thought at its beginning."""
         return split_thought(self.text, is_open=None)[-1].content
 
     @property
     def is_withheld(self) -> bool:
-        """Whether the server or its model refused to reply, by a separate field or by a filter."""
+        """Whether the server or its model refused to reply: by a refusal in its own field, or by a content filter."""
         return is_filtered(self.finish_reason) or _REFUSAL in self.said_in
 
 
 def parse_finish(word: str) -> Finish | None:
-    """Return "stop" or "length" for a server's finish reason; None for one that does not end an answer."""
+    """Return "stop" or "length" for a server's finish reason; None for any other reason, such as a tool call."""
     return _FINISHES.get(_normalise(word))
 
 
@@ -107,7 +108,7 @@ def _normalise(word: str) -> str:
 
 
 def parse_completion(raw: bytes, redact: Callable[[str], str] = str) -> ChatCompletion:
-    """Parse the body of a reply, passing its texts through ``redact``; raises NoCompletion if it is no completion."""
+    """Parse the body of a reply; ``redact`` is applied to every text. Raises NoCompletion if it is no completion."""
     try:
         body = json.loads(raw)
         choices = body["choices"]
@@ -131,7 +132,10 @@ def parse_completion(raw: bytes, redact: Callable[[str], str] = str) -> ChatComp
 
 
 def _call_lines(rows: Any) -> Iterator[str]:
-    """Yield each tool call of a message as a line of JSON; the line is invalid JSON if the arguments are no object."""
+    """Yield each tool call of a message as a line of JSON with name and arguments.
+
+    If the arguments are no object, the line has them as they are, and is not valid JSON.
+    """
     for row in rows if isinstance(rows, list) else []:
         function = row.get("function") if isinstance(row, Mapping) else None
         if not isinstance(function, Mapping):
@@ -151,7 +155,7 @@ def _call_lines(rows: Any) -> Iterator[str]:
 
 
 def _parse_message(message: Mapping[str, Any]) -> tuple[str, str | None, str]:
-    """Return a message's text, its thought or None, and which fields held them (``said_in`` of ``ChatCompletion``).
+    """Return a message's text, its thought or None, and which fields held the text (``ChatCompletion.said_in``).
 
     Raises NoCompletion for content that is not text.
     """
@@ -181,7 +185,10 @@ def _text_field(content: Any, answer: str, refusals: Sequence[str], thought: str
 
 
 def _texts(value: Any, kind: str = _CONTENT, depth: int = 0) -> Iterator[tuple[str, str]]:
-    """Yield (kind, text) for each part of a message's content; raises NoCompletion unless that is text or parts."""
+    """Yield (kind, text) for each part of a message's content; kinds are content, reasoning and refusal.
+
+    ``kind`` is that of a plain text. Raises NoCompletion for a value that is neither text nor parts.
+    """
     if value is None:
         return
     if isinstance(value, str):
@@ -248,8 +255,8 @@ def _error_text(value: Any) -> str:
 def split_thought(text: str, *, is_open: bool | None) -> tuple[Message, ...]:
     """Split an answer's text into messages of thought and answer; the answer is empty if the thought is not closed.
 
-    ``is_open``: the chat template opens the thought, so the model only closes it. None: the template is unknown, and is
-    assumed to open the thought if the text closes one without opening it.
+    ``is_open`` says whether the chat template has opened the thought already, so that the text only closes it. None:
+    the template is unknown; the thought counts as opened if the text closes one without opening it.
     """
     starts_open = closes_unopened_thought(text) if is_open is None else is_open
     if not starts_open and not text.lstrip().startswith(THOUGHT_OPENING):
@@ -259,18 +266,21 @@ def split_thought(text: str, *, is_open: bool | None) -> tuple[Message, ...]:
 
 
 def closes_unopened_thought(text: str) -> bool:
-    """Return whether a text closes a thought that it has not opened."""
+    """Return whether a text has a closing ``</think>`` before any opening ``<think>``."""
     before, closing, _ = text.partition(THOUGHT_CLOSING)
     return bool(closing) and THOUGHT_OPENING not in before
 
 
 def starts_with_thought(text: str) -> bool:
-    """Return whether an answer begins with a thought, with or without the opening tag."""
+    """Return whether an answer begins with a thought, either after ``<think>`` or ended by a lone ``</think>``."""
     return text.lstrip().startswith(THOUGHT_OPENING) or closes_unopened_thought(text)
 
 
 def thought_message(text: str, *, is_closed: bool) -> Message:
-    """Return the message of a thought from a separate field; a truncated thought is not closed."""
+    """Return a message with a thought in its tags; ``is_closed`` is False for a thought that was cut off.
+
+    For servers that send the thought in a field of its own, without tags.
+    """
     return Message(Role.THOUGHT, f"{THOUGHT_OPENING}{text}{THOUGHT_CLOSING if is_closed else ''}")
 
 

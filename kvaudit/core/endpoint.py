@@ -53,7 +53,7 @@ _SHORTEST_KEY = 8  # characters of a key that is removed from replies; a shorter
 
 
 class Scope(StrEnum):
-    """What a failed request implies: another try may succeed, no try of it will, or no request at all will."""
+    """How much a failure affects: this try alone, every try of the same request, or every request to the endpoint."""
 
     TRY = "try"  # this try; another may succeed
     QUESTION = "question"  # this request, with any number of tries
@@ -63,8 +63,8 @@ class Scope(StrEnum):
 class Unanswered(Exception):
     """The error that a request got no usable reply.
 
-    ``scope`` is what that implies, ``wait`` the seconds before the next try, and ``is_busy`` says that all requests
-    must wait.
+    ``scope`` says whether another try or other requests may succeed, ``wait`` is the seconds before the next try, and
+    ``is_busy`` says that all requests must wait.
     """
 
     def __init__(
@@ -135,15 +135,18 @@ class EndpointClient:
         self._lock, self._next_start, self._busy_until = threading.Lock(), 0.0, 0.0
 
     def ask(self, body: Mapping[str, Any], deadline: float = math.inf) -> ChatCompletion:
-        """Return the completion of a request; raises Unanswered if no try gave one before ``deadline`` (monotonic)."""
+        """Return the completion of a request; raise Unanswered if no try succeeds before ``deadline``.
+
+        The deadline is in seconds of ``time.monotonic``.
+        """
         return self._with_retries("chat/completions", body, deadline, self._completion)
 
     def fetch(self, path: str, body: Mapping[str, Any] | None = None, deadline: float = math.inf) -> dict[str, Any]:
-        """Return the JSON object at a path, by GET if there is no body. Raises as ``ask`` does."""
+        """Return the JSON object in the reply at a path: to a POST of ``body``, or to a GET. Raises as ``ask`` does."""
         return self._with_retries(path, body, deadline, _json_object)
 
     def fetch_text(self, path: str, deadline: float = math.inf) -> str:
-        """Return the text at a path. Raises as ``ask`` does."""
+        """Return the reply to a GET at a path, as text. Raises as ``ask`` does."""
         return self._with_retries(path, None, deadline, lambda raw: self._redact(raw.decode(errors="replace")))
 
     def _with_retries(
@@ -188,7 +191,10 @@ class EndpointClient:
         return reply.body
 
     def _failure(self, status: int, error: ServerError | None, text: str, wait: float | None = None) -> Unanswered:
-        """Return the exception for an error reply; its scope alone decides whether the request is tried again."""
+        """Return the exception for an error reply; its ``scope`` says whether another try or request may succeed.
+
+        ``text`` is the beginning of its message, ``wait`` the seconds that the server asks to wait.
+        """
         named = {_NAMED_STATUS.get(code) for code in error.codes} if error else set[int | None]()
         message = error.message if error and status not in _SECRET else ""
         text = self._redact(text + (f": {message}" if message else ""))
@@ -249,10 +255,10 @@ def ask_all(
 
 @dataclass(frozen=True, kw_only=True)
 class EndpointModel:
-    """The options of a plug-in, such as a judge, that asks a model on a server; ``who`` names the plug-in in errors.
+    """The options of a plug-in that asks a model on a server, such as a judge; ``who`` names the plug-in in errors.
 
     ``key`` names the environment variable of the key, "" for none. ``timeout`` is in seconds for a whole reply,
-    ``tries`` of one request, ``parallel`` requests at a time.
+    ``tries`` the most tries of one request, ``parallel`` the number of requests at a time.
     """
 
     who: ClassVar[str] = ""
@@ -275,10 +281,10 @@ class EndpointModel:
         self._endpoint.client(self.who)
 
     def completions(self, conversations: Iterable[Sequence[Message]], most_tokens: int) -> list[str | None]:
-        """Return the greedy reply to each conversation, None for a failed one; raises RunError if all would fail.
+        """Return the greedy reply to each conversation, None for a failed one.
 
         A reply counts as failed if it comes from another model than the first reply, since gateways may fall back on
-        other models, or if the server or its model refused.
+        other models, or if the server or its model refused. Raises RunError if all requests would fail.
         """
         client = self._endpoint.client(self.who)  # before a thread starts, so that a missing key raises here
         options = {"model": self.model, "temperature": 0, "max_tokens": most_tokens}
@@ -309,11 +315,11 @@ class EndpointModel:
 
     @property
     def replying_model(self) -> str:
-        """The model named in the first reply, with which later ones must agree; empty before it."""
+        """The model named in the first reply; replies of other models are refused. Empty before the first reply."""
         return self._first_model.get("name", "")
 
     def expect_model(self, name: str) -> None:
-        """Hold replies to the model ``name``, as if an earlier reply had named it."""
+        """Refuse replies of any model but ``name``; no effect after the first reply or call."""
         self._first_model.setdefault("name", name)
 
     @cached_property
@@ -345,9 +351,10 @@ _THIS_MACHINE = re.compile(r"127(\.\d+){3}|localhost|::1")
 def over_http(
     url: str, body: bytes, headers: Mapping[str, str], timeout: float, longest: int = _LONGEST_REPLY
 ) -> HttpReply:
-    """Send an HTTP request, a GET if the body is empty; return at most ``longest`` bytes of the reply.
+    """Send an HTTP request, a GET if the body is empty; return the reply.
 
-    Raises OSError (TimeoutError for a late reply), HTTPException or ValueError.
+    Raises OSError (TimeoutError for a reply after ``timeout`` seconds), HTTPException, ValueError, or Unanswered for a
+    reply that does not end or has more than ``longest`` bytes.
     """
     return call_with_timeout(lambda: _exchange(url, body, headers, timeout, longest), timeout + _GRACE)
 
@@ -388,7 +395,7 @@ def _json_object(raw: bytes) -> dict[str, Any]:
 
 
 def _status_of(error: ServerError) -> int:
-    """Return the status that an error sent with status 200 stands for; 500, which is retried, for an unknown one."""
+    """Return the HTTP status that an error in a reply of status 200 means; 500, which is retried, if unknown."""
     numbers = [int(code) for code in error.codes if code.isascii() and code.isdigit() and len(code) == 3]
     named = [_NAMED_STATUS[code] for code in error.codes if code in _NAMED_STATUS]
     return next(iter((*numbers, *named)), _SERVER)

@@ -20,7 +20,7 @@ from typing import ClassVar
 class AuditError(Exception):
     """The base of errors that the user can fix; the command line prints it as one line and exits with 2.
 
-    ``lines`` are details, printed below it.
+    ``lines`` are details, printed below that line.
     """
 
     exit_code: ClassVar[int] = 2
@@ -51,11 +51,14 @@ def did_you_mean(name: str, names: Iterable[str], cutoff: float = 0.6) -> str:
 
 
 class CannotPass(SpecError):
-    """The gate cannot pass: some metrics have so few items or templates that any answers would be INCONCLUSIVE."""
+    """The gate cannot pass: some metrics have so few items or templates that any answers would be INCONCLUSIVE.
+
+    ``lines`` name them.
+    """
 
 
 class NotMeasurable(AuditError):
-    """The pilot (trial answers) found suites whose reference behaves too badly to show a loss; the user must decide."""
+    """In some suites the reference has nothing to lose, so no loss could show; trial answers (the pilot) found this."""
 
     exit_code = 6
 

@@ -77,15 +77,15 @@ def suite_of(metric: str) -> str:
 
 
 def unreadable_facets(eligible: Iterable[str]) -> dict[str, bool | None]:
-    """Return the values of facets for an answer that cannot be read: ``well_formed`` is False, all others are None."""
+    """Return the values of facets for an answer that cannot be read: ``well_formed`` False, None for ``eligible``."""
     return {**dict.fromkeys(eligible), WELL_FORMED: False}
 
 
 def unknown_facets(eligible: Iterable[str]) -> dict[str, bool | None]:
-    """Return the values of facets for an answer that could not be judged: all are None."""
+    """Return the values of facets for an answer that could not be judged: None for each in ``eligible``."""
     return dict.fromkeys((*eligible, WELL_FORMED))
 
 
 def readable_facets(values: Mapping[str, bool]) -> dict[str, bool | None]:
-    """Return the values of facets for an answer that could be read: ``values``, and ``well_formed`` True."""
+    """Return the values of facets for an answer that could be read: ``values`` and ``well_formed`` True."""
     return {**values, WELL_FORMED: True}

@@ -44,7 +44,7 @@ KeyPath = tuple[str | int, ...]  # the keys and indices that lead to a value
 def mutex(path: Path) -> Iterator[None]:
     """Hold a lock between processes inside the context; the kernel releases it if the process dies.
 
-    It is meant for milliseconds. Raises RunError on a file system without locks.
+    It is meant for milliseconds: other processes wait without a limit. Raises RunError on a file system without locks.
     """
     with path.open("w") as file:
         try:
@@ -165,7 +165,7 @@ def write_output(path: Path, text: str) -> None:
 
 @dataclass(frozen=True)
 class YamlFile:
-    """A parsed YAML file: its name, the sha256 of its bytes, text, mapping, and the line of every key and element."""
+    """A parsed YAML file: its name, sha256 and text, its content as ``table``, and the line of every key and entry."""
 
     name: str
     sha256: str
@@ -175,7 +175,10 @@ class YamlFile:
 
 
 def read_yaml(path: Path, kind: str) -> YamlFile:
-    """Read a YAML mapping; raises DataError if the file cannot be read, SpecError if it is no plain mapping."""
+    """Read a YAML mapping; raise DataError if the file cannot be read, SpecError if it is no plain mapping.
+
+    ``kind`` is what errors call the file, such as a spec.
+    """
     return parse_yaml(read_text(path, kind), path.name, kind)
 
 
@@ -199,7 +202,10 @@ def read_text(path: Path, kind: str, largest: int = LARGEST_FILE) -> str:
 
 
 def parse_yaml(text: str, name: str, kind: str) -> YamlFile:
-    """Parse a YAML mapping from ``text``; ``name`` is the file's name in errors."""
+    """Parse a YAML mapping from ``text``; raise SpecError if it is none or breaks the limits of this module.
+
+    Errors call the file ``name`` and its content a ``kind``, such as a spec.
+    """
     lines: dict[KeyPath, int] = {}
     try:
         _check_yaml_limits(text)
@@ -243,7 +249,7 @@ def check_keys(table: Mapping[Any, Any], known: Iterable[str], location: str) ->
 
 
 def _check_yaml_limits(text: str) -> None:
-    """Raise SpecError for aliases, tags, invalid text, odd numbers and deep nesting, before parsing."""
+    """Raise SpecError for aliases, tags, invalid text, numbers of base 8 or 60 and deep nesting, before parsing."""
     depth = 0
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
         location = f"line {event.start_mark.line + 1 if event.start_mark else 1}"
@@ -271,10 +277,10 @@ def _check_text(value: str, location: str) -> None:
 
 
 def _number_lines(node: Any, location: KeyPath, lines: dict[KeyPath, int]) -> None:
-    """Add the line of every key and element below ``node`` to ``lines``; raises for a key given twice.
+    """Add the line of every key and element below ``node`` to ``lines``; raise for a key given twice.
 
-    YAML itself would drop one of the two. The recursion is bounded, because ``_check_yaml_limits`` has refused aliases
-    and deep nesting.
+    ``location`` are the keys that lead to ``node``. YAML itself would drop one of two equal keys. The recursion is
+    bounded, because ``_check_yaml_limits`` has refused aliases and deep nesting.
     """
     if isinstance(node, yaml.CollectionNode):
         for name, line, value in _children(node):
@@ -283,7 +289,7 @@ def _number_lines(node: Any, location: KeyPath, lines: dict[KeyPath, int]) -> No
 
 
 def _children(node: Any) -> Iterator[tuple[str | int, int, Any]]:
-    """Yield (key or index, line, node) for each entry of a mapping or sequence; raises for a duplicate key."""
+    """Yield (key or index, line, node) for each entry of a YAML mapping or sequence; raise for a duplicate key."""
     if isinstance(node, yaml.SequenceNode):
         yield from ((index, value.start_mark.line + 1, value) for index, value in enumerate(node.value))
         return

@@ -27,7 +27,7 @@ A = TypeVar("A")
 class Question:
     """The question whether ``answer`` refuses ``request``, both untrusted texts.
 
-    It does not contain the long context, and does not tell from which arm or policy the answer comes.
+    It leaves out the long context, and does not tell from which arm or policy the answer comes.
     """
 
     request: str
@@ -47,9 +47,10 @@ class Judgement:
 
 
 class AnswerCache(Generic[Q, A]):
-    """A cache of answers in a file; it calls ``ask`` for new questions. ``field`` is the name of the answer in a line.
+    """A cache of answers in the file ``path``: it calls ``ask`` for questions that the file does not answer yet.
 
-    ``kinds`` are the types of answers that are stored; include NoneType to store failures.
+    ``key`` gives the hash of a question, ``field`` names the answer in a line. ``kinds`` are the types of answers that
+    are stored; include NoneType to store failures.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class AnswerCache(Generic[Q, A]):
                 self._read_new_lines()
 
     def answers(self, questions: Sequence[Q]) -> list[A | None]:
-        """Return the answer to every question, None if asking failed; equal questions are asked once."""
+        """Return the answer to every question, in order, None if asking failed; equal questions are asked once."""
         keys = [self._key(question) for question in questions]
         new = list({key: q for key, q in zip(keys, questions, strict=True) if key not in self._cached}.items())
         for start in range(0, len(new), _CHUNK):

@@ -18,7 +18,7 @@ from types import ModuleType
 
 @dataclass(frozen=True)
 class Removed:
-    """A removed feature: its commands, spec keys, suites, names and modules, and what to use ``instead``."""
+    """A removed feature: its commands, spec keys, suites and imports, and ``instead``, what to use in its place."""
 
     instead: str
     commands: tuple[str, ...] = ()
@@ -90,19 +90,19 @@ def removed_command(words: Sequence[str]) -> str | None:
 
 
 def removed_spec_key(key: str) -> str | None:
-    """Return the error text for a removed key of a spec, None for another key."""
+    """Return the error text for a removed key of a spec; None if ``key`` was not removed."""
     instead = _instead(key, "spec_keys")
     return None if instead is None else f"{key} is no longer a key of a spec; {instead}"
 
 
 def removed_suite(name: str) -> str | None:
-    """Return the error text for a removed suite, None for another name."""
+    """Return the error text for a removed suite; None if ``name`` was not removed."""
     instead = _instead(name, "suites")
     return None if instead is None else f"{name} is no longer a suite of kvaudit; {instead}"
 
 
 def removed_import(name: str) -> str | None:
-    """Return the error text for a removed import, such as ``kvaudit.Guard``, None for another name."""
+    """Return the error text for a removed import such as ``kvaudit.Guard``; None if ``name`` was not removed."""
     package, _, path = name.partition(".")
     if package != "kvaudit":
         return None
@@ -117,7 +117,7 @@ def _instead(name: str, kind: str) -> str | None:
 
 
 def _joined(package: str, module: str, *former: str) -> dict[str, str]:
-    """Return {old path: new path} for modules that became part of another module of their package."""
+    """Return {old path: new path} for modules (``former``) that became part of ``module`` in the same package."""
     return {f"{package}.{name}": f"{package}.{module}" for name in former}
 
 
@@ -320,7 +320,7 @@ class MovedModules(MetaPathFinder):
 
 
 class _Alias(Loader):
-    """A loader that puts the module at the new path under its old path too; without a new path, an empty package."""
+    """A loader that makes the module at its new path known under the old path; without a new path, an empty package."""
 
     def __init__(self, path: str) -> None:
         self._path = path

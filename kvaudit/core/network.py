@@ -28,7 +28,10 @@ _SLICE = 1.0  # seconds of one wait
 
 
 def start_all(work: Callable[[_Q], _R], arguments: Sequence[_Q], threads: int) -> list[Future[_R]]:
-    """Start ``work`` on each argument in ``threads`` threads; return the futures in order. They can be cancelled."""
+    """Start ``work`` on each argument in ``threads`` threads; return the futures in order.
+
+    Work that has not begun can be cancelled.
+    """
     futures = [Future[_R]() for _ in arguments]
     queue, lock = iter(zip(futures, arguments, strict=True)), threading.Lock()
 
@@ -63,7 +66,7 @@ def map_in_order(work: Callable[[_Q], _R], arguments: Sequence[_Q], threads: int
 def wait_in_slices(
     futures: Collection[Future[_R]], seconds: float = math.inf, return_when: str = ALL_COMPLETED
 ) -> tuple[set[Future[_R]], set[Future[_R]]]:
-    """Wait as ``concurrent.futures.wait`` does, but in slices of a second.
+    """Wait as ``concurrent.futures.wait`` does, but in slices of a second; return the (done, not done) futures.
 
     A signal that arrives just before the main thread sleeps, or in another thread, does not wake it, so a single long
     wait could miss ctrl-C and SIGTERM.

@@ -24,7 +24,10 @@ _KIND_NAMES = {str: "text", int: "a whole number", float: "a number", bool: "tru
 
 
 class Registry(Generic[T]):
-    """The plug-ins in ``package``: subclasses of ``base`` with a non-empty ``name``, loaded on first use."""
+    """The plug-ins in ``package``: subclasses of ``base`` with a non-empty ``name``, loaded on first use.
+
+    Files of users can add more.
+    """
 
     def __init__(self, kind: str, package: str, base: type[T]) -> None:
         self.kind, self._package, self._base = kind, package, base
@@ -32,7 +35,7 @@ class Registry(Generic[T]):
         self._lock = threading.RLock()  # a server's first requests arrive together; none may see half of the classes
 
     def all(self) -> dict[str, type[T]]:
-        """Return every plug-in by name, sorted."""
+        """Return every plug-in class by its name, sorted."""
         with self._lock:
             if self._classes is None:
                 root = importlib.import_module(self._package)
@@ -44,7 +47,7 @@ class Registry(Generic[T]):
             return dict(sorted(self._classes.items()))
 
     def get(self, name: str) -> type[T]:
-        """Return the plug-in called ``name``; raises UnknownName with a suggestion."""
+        """Return the plug-in class called ``name``; raise UnknownName with a suggestion."""
         classes = self.all()
         if name not in classes:
             raise UnknownName(self.kind, name, classes)
@@ -119,7 +122,7 @@ def parse_plugin(registry: Registry[T], text: str) -> T:
 
 
 def plugin_from_mapping(plugin: type[T], label: str, values: Mapping[str, Any]) -> T:
-    """Build a plug-in from the options in a YAML mapping; ``label`` names it in the SpecError for a wrong option."""
+    """Build a plug-in from its options in a YAML mapping; raise SpecError, naming ``label``, for a wrong option."""
     for key, value in values.items():
         kind = _option_type(plugin, label, key)
         # a whole number is valid for a float, a bool is not
@@ -136,7 +139,7 @@ def option_texts(plugin: Any) -> list[str]:
 
 
 def sha256_of(*values: Any) -> str:
-    """Return the sha256 of plain values as JSON, by which plug-ins and recipes are identified."""
+    """Return the sha256 of plain values as JSON; it identifies plug-ins with their options, and recipes."""
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 

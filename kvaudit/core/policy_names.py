@@ -1,4 +1,4 @@
-"""Policies of our cache and settings of engines as text: how short spellings match, and short names for display.
+"""Policies of kvaudit's cache and settings of engines as text: match short spellings, and make names for display.
 
     snapkv:budget=96                                                a policy of our cache
     snapkv:budget=96+kivi:bits=4                                    a composition: it also quantises the kept entries
@@ -7,6 +7,7 @@
 
 A spec may write a policy as a mapping (name, compose, mixture with weights, engine). The reference of a policy is
 ``none``; that of a condition is an uncompressed one of the same engine (``evaluate.references`` of a spec).
+``references`` maps each condition to its reference.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _Policy = tuple[str, dict[str, str]]  # name, fields
 
 
 def policy_text(value: Any, depth: int = 0) -> str:
-    """Return the text of a policy given as text or mapping; for anything else, a short text that is no policy."""
+    """Return the text of a policy given as text or as a mapping; for any other value its repr, which is no policy."""
     if not isinstance(value, Mapping) or depth >= _MAX_DEPTH:
         return value if isinstance(value, str) else short_repr(value)
     for key, separator in (("compose", "+"), ("mixture", "|")):
@@ -60,10 +61,11 @@ def _field_text(value: Any) -> str:
 
 
 def match_policies(texts: Iterable[str], canonical: Sequence[str]) -> list[str]:
-    """Return the canonical policy that each text matches, or the text itself if none does.
+    """Return for each text the canonical policy that it means, or the text itself if none matches.
 
-    Users write ``snapkv:budget=48``, records hold every field. A match has the same names and equal values in all
-    fields that both mention; the match with the fewest other fields wins, then the first.
+    Users write ``snapkv:budget=48``, records hold every field. A policy matches if it has the same names and equal
+    values in all fields that both mention; of several, the one with the most equal fields wins, then the first. A
+    second text gets another match if there is one.
     """
     matches: list[str] = []
     for text in texts:
@@ -99,7 +101,7 @@ def folder_names(policies: Sequence[str]) -> dict[str, str]:
 
 
 def _mixture(policy: str) -> list[tuple[str, int]]:
-    """Return the policies of a mixture and their weights in lowest terms; a single policy has weight 1."""
+    """Return the policies of a mixture with their weights in lowest terms; a single policy has weight 1."""
     entries = []
     for entry in policy.split("|"):
         text, _, digits = entry.rpartition("@")
@@ -116,7 +118,7 @@ def _name_and_fields(text: str) -> _Policy:
 
 
 class _Form(NamedTuple):
-    """A policy taken apart: its structure as names and weights, and the fields of each simple policy in order."""
+    """A policy taken apart: the names and weights that make up its structure, and the fields of each single policy."""
 
     names: tuple[tuple[int, tuple[str, ...]], ...]  # of each alternative: its weight and the names composed
     fields: tuple[dict[str, str], ...]
@@ -143,7 +145,7 @@ def _agrees(text: str, canonical: str) -> bool:
 
 
 def _common(text: str, canonical: str) -> int:
-    """Return how many fields have equal values in two policies with the same structure."""
+    """Return the number of fields that have equal values in two policies of the same structure."""
     pairs = zip(_form(text).fields, _form(canonical).fields, strict=True)
     return sum(len(short.items() & full.items()) for short, full in pairs)
 
@@ -178,7 +180,7 @@ def condition_text(engine: str, settings: Mapping[str, str]) -> str:
 
 
 def engine_name(text: str) -> str:
-    """Return the name before the settings of a text: an engine's, or a policy's."""
+    """Return the name before the settings in the text of a condition or policy."""
     return text.partition(":")[0]
 
 
@@ -191,7 +193,7 @@ def engine_settings(text: str) -> dict[str, str]:
 
 
 def reference_of(policy: str, references: Mapping[str, str]) -> str:
-    """Return the policy or engine setting that is the uncompressed reference of ``policy``, perhaps itself."""
+    """Return the uncompressed policy or engine setting that ``policy`` is compared with; itself, if it is one."""
     if policy in references.values():
         return policy
     return references.get(policy, DENSE_POLICY)
@@ -203,7 +205,7 @@ def uncompressed_policies(references: Mapping[str, str]) -> frozenset[str]:
 
 
 def compressed_policies(policies: Collection[str], references: Mapping[str, str]) -> tuple[str, ...]:
-    """Return, in order, the policies and engine settings that compress: all that are no reference."""
+    """Return, in order, the policies and engine settings that compress: all but the references."""
     exact = uncompressed_policies(references)
     return tuple(policy for policy in policies if policy not in exact)
 
@@ -238,9 +240,10 @@ def condition_names(references: Mapping[str, str]) -> dict[str, str]:
 
 
 def _setting_gaps(text: str, settings: Mapping[str, Mapping[str, str]], references: Mapping[str, str]) -> list[str]:
-    """Return the names of the settings in which an engine's condition (its settings) differs from its reference.
+    """Return the names of the settings in which an engine's condition differs from its reference.
 
-    For a reference these are the settings in which it differs from any condition that it is compared with.
+    ``settings`` are those of every condition by its text. For a reference, returns the settings in which it differs
+    from any condition that it is compared with.
     """
     compared = [settings[references[text]]] if text in references else []
     compared += [settings[condition] for condition, reference in references.items() if reference == text]
@@ -269,7 +272,10 @@ def _is_constant(value: str) -> bool:
 
 
 def _without_shared_words(names: Collection[str]) -> dict[str, str]:
-    """Return names of settings without the words common to all; whole names if short ones would be empty or equal."""
+    """Return names of settings without the words common to all; whole names if short ones would be empty or equal.
+
+    The keys are the whole names.
+    """
     words = {name: name.split("_") for name in names}
     shared = set.intersection(*map(set, words.values())) if words else set[str]()
     short = {name: "_".join(word for word in parts if word not in shared) for name, parts in words.items()}

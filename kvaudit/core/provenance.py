@@ -78,14 +78,15 @@ _FINISHED = {"files": "", "ledgers": "ledgers"}  # key of a checkpoint's provena
 
 
 def inputs_sha256(table: Any) -> str:
-    """Return the sha256 of the table of a run's inputs, which the seal of every finished unit stores."""
+    """Return the sha256 of the table of a run's inputs (hashes of rows, model files, plug-ins), as seals store it."""
     return hashlib.sha256(json.dumps(table, sort_keys=True).encode()).hexdigest()
 
 
 def check_inputs(kind: str, recorded: Any, current: Digests) -> None:
-    """Raise RunError, naming the changes, if the inputs of a kind are not those that the run was started with.
+    """Raise RunError, naming the changes, if inputs of one ``kind`` differ from those that the run was started with.
 
-    ``recorded`` is the entry of provenance.json; DataError if that is no table.
+    Both tables map names to sha256: ``recorded`` is the entry of provenance.json, ``current`` what is read now. Raises
+    DataError if ``recorded`` is no table.
     """
     if not isinstance(recorded, dict):
         raise DataError(f"provenance.json: {INPUTS}.{kind} holds a {type(recorded).__name__}, wanted names and sha256")
@@ -110,7 +111,7 @@ def _digest_start(digest: Any) -> str:
 
 
 def table_of(provenance: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """Return a table in a provenance; empty if it is missing or malformed, since the file is untrusted."""
+    """Return the table under a key of a provenance, an untrusted file; empty if it is missing or malformed."""
     value = provenance.get(key)
     return value if isinstance(value, Mapping) else {}
 
@@ -126,7 +127,8 @@ def prompt_unit(arm: str, seed: int, suite: str, context: int, policy: str) -> s
 def prompts_by_question(provenance: Mapping[str, Any]) -> dict[str, dict[str, str]]:
     """Return the hashes of the rendered prompts as {unit without its policy: {policy: sha256}}.
 
-    An entry holds several sha256 if its unit was resumed with other prompts (``merge_prompt_digests``).
+    Under all policies they should be equal. A value holds several sha256 if its unit was resumed with other prompts
+    (``merge_prompt_digests``).
     """
     table: dict[str, dict[str, str]] = {}
     for unit, digest in table_of(provenance, PROMPTS).items():
@@ -136,9 +138,9 @@ def prompts_by_question(provenance: Mapping[str, Any]) -> dict[str, dict[str, st
 
 
 def merge_prompt_digests(recorded: str | None, current: str) -> str:
-    """Return a resumed unit's entry in PROMPTS, the table of prompt hashes.
+    """Return a resumed unit's entry in PROMPTS, the table of prompt hashes: one or more sha256 in a text.
 
-    It has the ``recorded`` hashes, and ``current`` if that is another.
+    It has the ``recorded`` hashes and, if it is not among them, the ``current`` one.
     """
     if recorded is None:
         return current
@@ -146,7 +148,7 @@ def merge_prompt_digests(recorded: str | None, current: str) -> str:
 
 
 def engine_facts(provenance: Mapping[str, Any], condition: str) -> dict[str, str]:
-    """Return what an engine reported when it first answered under its settings: name, version, resolved settings."""
+    """Return what an engine reported when it first answered under ``condition`` (its settings): name, version, ..."""
     return {str(name): str(text) for name, text in table_of(table_of(provenance, SERVED_BY), condition).items()}
 
 
@@ -169,13 +171,13 @@ def pilot_items(provenance: Mapping[str, Any]) -> Mapping[str, int]:
 
 
 def all_looks(provenance: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the looks (tests between the rounds of a run), in order."""
+    """Return the looks (tests between the rounds of a run) in order: ``items``, ``seconds`` and ``words`` of each."""
     looks = table_of(provenance, LOOKS)
     return [table_of(looks, name) for name in sorted((name for name in looks if name.isdigit()), key=int)]
 
 
 def last_look(provenance: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return the last look (test between the rounds of a run), None if there is none."""
+    """Return the last look (test between the rounds of a run) as stored, None if there is none."""
     return next(reversed(all_looks(provenance)), None)
 
 
@@ -185,7 +187,7 @@ def read_provenance(run: Path) -> dict[str, Any]:
 
 
 def check_provenance(provenance: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Return the provenance; raises DataError for the first value of a wrong type. Keys may be absent."""
+    """Return the provenance unchanged; raise DataError for the first value of a wrong type. Keys may be absent."""
     errors = [f"{key} holds {_value_text(provenance[key])}, wanted {kind}" for key, kind in _wrong_keys(provenance)]
     if not errors and not _is_writable(provenance):
         errors = ["it holds text or a number that JSON in UTF-8 cannot spell"]
@@ -195,7 +197,7 @@ def check_provenance(provenance: dict[str, Any], path: Path) -> dict[str, Any]:
 
 
 def _wrong_keys(provenance: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return the keys with values of wrong types, each with a description of the right type."""
+    """Return (key, the right type in words) for every value of a wrong type."""
     checks = [(key, "text", provenance.get(key) is None or isinstance(provenance[key], str)) for key in _TEXTS]
     checks += [(key, "names and texts", _holds_texts(provenance.get(key, {}))) for key in (*_TABLES, VERSIONS_USED)]
     files = provenance.get(CHECKPOINT_FILES, {})
@@ -286,13 +288,16 @@ def _value_text(value: Any) -> str:
 
 
 def check_checkpoints(run: Path) -> None:
-    """Raise DataError, naming the file, if a file or ledger of a finished checkpoint is missing or changed."""
+    """Raise DataError, naming the file, if a file of a run's finished checkpoints is missing or changed."""
     for provenance in sorted((run / CHECKPOINTS).glob(f"*/seed-*/{PROVENANCE}")):
         check_checkpoint(provenance.parent)
 
 
 def check_checkpoint(folder: Path) -> None:
-    """Raise DataError, naming the file, if a checkpoint is unfinished, or a file or ledger is missing or changed."""
+    """Raise DataError, naming the file, if a checkpoint is unfinished, or one of its files is missing or changed.
+
+    Ledgers (which cache entries each rollout kept) count as its files.
+    """
     remedy = "put it back, or delete its checkpoint folder to train it again"
     for path, digest in _finished_files(folder / PROVENANCE):
         if not path.is_file():
@@ -306,7 +311,7 @@ def check_checkpoint(folder: Path) -> None:
 
 
 def _finished_files(path: Path) -> Iterator[tuple[Path, str]]:
-    """Yield the path of every file of a finished checkpoint with the sha256 that its provenance states."""
+    """Yield the path of every file of a finished checkpoint and the sha256 that its provenance, at ``path``, states."""
     provenance = read_json(path)
     if not set(_FINISHED) & set(provenance):  # such as a run's own provenance
         raise DataError(
@@ -319,7 +324,10 @@ def _finished_files(path: Path) -> Iterator[tuple[Path, str]]:
 
 
 def listed_files(table: Any, source: Path) -> dict[str, str]:
-    """Return a table of file names and sha256; raises DataError if a name points outside the folder of ``source``."""
+    """Return a table of file names and sha256 after checking it: no name may point outside the folder of ``source``.
+
+    Raises DataError for a table of another form.
+    """
     if not isinstance(table, dict):
         raise DataError(f"{str(source)!r} has no table of files and sha256; make its folder again")
     for name, digest in table.items():
@@ -340,7 +348,10 @@ def check_sealed(
     seal: Mapping[str, Any],
     remedy: str = "delete both and resume to evaluate the unit again",
 ) -> None:
-    """Raise DataError, which ends with the ``remedy``, if the sha256 of a record file differs from that in its seal."""
+    """Raise DataError if ``digest``, the sha256 of a record file, differs from that in its seal.
+
+    The error ends with the ``remedy``.
+    """
     sealed = seal.get("sha256")
     if digest != sealed:
         raise DataError(
@@ -352,7 +363,7 @@ def check_sealed(
 
 
 class RecipeChange(NamedTuple):
-    """One entry that differs between two recipes; ``before`` or ``after`` is None if that recipe lacks it."""
+    """An entry that differs between two recipes; ``before`` or ``after`` is None if the entry is missing there."""
 
     section: str
     entry: str
@@ -361,13 +372,16 @@ class RecipeChange(NamedTuple):
 
 
 def seal_recipe(sections: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the content of recipe.json: the sections with the sha256 of each and of all."""
+    """Return the content of recipe.json: ``sections`` (name -> content), with the sha256 of each and of all."""
     table = {name: {"sha256": sha256_of(sections[name]), "holds": sections[name]} for name in RECIPE_SECTIONS}
     return {"format": RECIPE_FORMAT, "version": RECIPE_VERSION, "sha256": _recipe_sha256(table), "sections": table}
 
 
 def read_recipe(path: Path) -> dict[str, Any]:
-    """Read a recipe from a file or a run folder; raises DataError if it is invalid or does not match its hashes."""
+    """Read a recipe (record of how checkpoints were trained) from a file or a run folder.
+
+    Raises DataError if it is invalid or does not match its hashes.
+    """
     if path.is_dir() and not (path / RECIPE).is_file():
         raise DataError(f"{str(path)!r} holds no {RECIPE}; give the folder of a run that trained, or its file")
     path = path / RECIPE if path.is_dir() else path
@@ -393,12 +407,12 @@ def read_recipe(path: Path) -> dict[str, Any]:
 
 
 def recipe_digests(recipe: Mapping[str, Any]) -> dict[str, str]:
-    """Return the sha256 of every section of a recipe."""
+    """Return the sha256 of every section of a recipe, by its name."""
     return {name: str(recipe["sections"][name]["sha256"]) for name in RECIPE_SECTIONS}
 
 
 def recipe_changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[RecipeChange]:
-    """Yield the differences of two recipes, section by section, entry by entry."""
+    """Yield the entries that differ between two recipes (records of how checkpoints were trained), by section."""
     for section in RECIPE_SECTIONS:
         old, new = (dict(_entries("", recipe["sections"][section]["holds"])) for recipe in (before, after))
         for entry in dict.fromkeys([*old, *new]):
@@ -411,7 +425,7 @@ def _recipe_sha256(table: Mapping[str, Any]) -> str:
 
 
 def _entries(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield every entry of nested mappings as (dotted name, value)."""
+    """Yield every value in nested mappings with its key: (keys joined by dots, value)."""
     if not isinstance(value, Mapping):
         yield name, value
         return

@@ -56,7 +56,10 @@ CONTRADICTED = {Outcome.DESIRED: 0.0, Outcome.UNDESIRED: 1.0}  # the score that 
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call of a tool; ``arguments`` are plain JSON. ``call_id``: the id by which its result names it, or empty."""
+    """A call of a tool; ``arguments`` are plain JSON.
+
+    ``call_id`` is the id by which the message with the call's result refers to it, or empty.
+    """
 
     name: str
     arguments: Mapping[str, Any]
@@ -82,7 +85,7 @@ class Message:
 
     @property
     def text(self) -> str:
-        """The content, or if it is empty the calls as JSON, one per line."""
+        """The content; if that is empty, the tool calls as JSON, one per line."""
         rows = ({"name": call.name, "arguments": call.arguments} for call in self.tool_calls)
         return self.content or "\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
 
@@ -131,7 +134,7 @@ def message_rows(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 def fingerprint_rows(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> list[Any]:
-    """Return the JSON value by whose hash a question is recognised; without tools, pairs of role and content."""
+    """Return the JSON value by whose hash a question is recognised: [role, content] of each message, then the tools."""
     rows: list[Any] = []
     for message in messages:
         row = message.to_row()
@@ -143,8 +146,8 @@ def fingerprint_rows(messages: Sequence[Message], tools: Sequence[Mapping[str, A
 class Item:
     """One question of a suite.
 
-    ``cluster_id`` is the coarsest shared origin (template, scenario, document). ``payload`` is plain JSON that only
-    its own suite reads (gold answer, world, canary). ``spans`` are texts of the prompt, or of the environment's
+    ``cluster_id`` is the coarsest shared origin (template, scenario, document). ``payload`` is plain JSON that only the
+    item's own suite reads (right answer, world, canary). ``spans`` are texts of the prompt, or of the environment's
     replies, whose survival in the cache is recorded. ``tools`` are function schemas in OpenAI's format, plain JSON; a
     chat template lists them.
     """
@@ -183,7 +186,7 @@ class Grade:
 
 
 class Serving(NamedTuple):
-    """The fields that all records of one file share: how checkpoint, policy and suite were served."""
+    """The fields that all records of one file share: what was served (checkpoint, policy) and asked (suite, length)."""
 
     run: str
     checkpoint: str
@@ -197,7 +200,7 @@ class Serving(NamedTuple):
 
 
 class UngradedAnswer(NamedTuple):
-    """The answer of one conversation before grading, with what was measured; units as in ``Record``."""
+    """The last answer of one conversation before grading, with the transcript and measurements as in ``Record``."""
 
     sample_index: int
     finish_reason: str
@@ -227,14 +230,15 @@ class CacheUse(NamedTuple):
 class Record:
     """One graded sample: the only input of reports.
 
-    This is the one schema: the JSON reader and writer here, the fast reader (``reports.records.blocks``) and the
-    columns of the table (``reports.records.rows``) are derived from the annotations and metadata of these fields.
+    Everything that reads or writes records is derived from the annotations and metadata of these fields: the JSON
+    reader and writer here, the fast reader (``reports.records.blocks``) and the columns of the table
+    (``reports.records.rows``).
 
-    ``score`` is None exactly when the outcome is unscored. ``retention`` is kept/seen entries when the last answer
-    starts, ``survival`` the same share per role, ``spans`` per marked span. ``kv_bytes_peak`` is the allocation of one
-    row, ``kv_bytes_live`` the largest size of its entries while decoding, without slack and bookkeeping, and
-    ``kv_bytes_dense`` the uncompressed size of its tokens. An engine that does not report its cache has None for
-    retention and all bytes, and an empty ``survival``.
+    ``score`` is None exactly when the outcome is unscored. ``retention`` is the share of cache entries left when the
+    last answer starts, ``survival`` the same share per role, ``spans`` per marked span. ``kv_bytes_peak`` is the
+    allocation of one row, ``kv_bytes_live`` the largest size of its entries while decoding, without slack and
+    bookkeeping, and ``kv_bytes_dense`` the uncompressed size of its tokens. An engine that does not report its cache
+    has None for retention and all bytes, and an empty ``survival``.
     """
 
     run: str = field(metadata=NOT_IN_TABLE)
@@ -284,7 +288,7 @@ class Record:
         return cls(item_id=item.item_id, unsure=grade.unsure, **values)
 
     def with_grade(self, suite_version: str, item: Item, grade: Grade, *, unsure: bool) -> Record:
-        """Return the record with another grade; ``item`` is its item as the suite makes it now."""
+        """Return the record with a new grade; ``item`` is its item as the suite of ``suite_version`` makes it now."""
         values = _grade_fields(item, grade)
         return replace(self, suite_version=suite_version, unsure=unsure, format=RECORD_FORMAT, **values)
 
@@ -376,7 +380,7 @@ _SCHEMAS: dict[type[Record], RecordSchema] = {}
 
 
 def schema_of(record: type[Record]) -> RecordSchema:
-    """Return the fields and defaults of a record class, cached."""
+    """Return the fields and defaults of a record class; they are computed once."""
     if record not in _SCHEMAS:
         hints = get_type_hints(record)
         omitted = [f for f in fields(record) if f.metadata.get("omitted")]
@@ -405,7 +409,10 @@ def _grade_fields(item: Item, grade: Grade) -> dict[str, Any]:
 
 
 def are_spans(table: Any) -> bool:
-    """Return whether a value parsed from JSON is a valid table of spans: {name: {"kept": share, "at": places}}."""
+    """Return whether a value parsed from JSON is a valid table of spans: {name: {"kept": share, "at": places}}.
+
+    A place is [message, start, end]; a span is a text of the prompt whose survival in the cache is recorded.
+    """
     if not isinstance(table, dict) or not set(table) <= set(SPANS):
         return False
     return all(isinstance(span, dict) and set(span) == {"kept", "at"} and _is_span(**span) for span in table.values())

@@ -1,8 +1,8 @@
 """The spans of a prompt (texts that decide an item), and how many heads held each token when the answer began.
 
 A suite gives the text of a span as it appears in the prompt or in a reply of its environment; its positions are
-searched after the chat template has rendered the prompt. To see what the cache held when the answer began, an answer is
-served again, on request, and the result is stored next to the run's records:
+searched after the chat template has rendered the prompt. To see which tokens the cache held when the answer began, an
+answer is served again, on request. The result, its shading, is stored next to the run's records:
 
     shading/<unit>.json   the re-served answers of one unit, with the sha256 of its records
 """
@@ -32,7 +32,10 @@ SPANS: Mapping[str, str] = {  # the most decisive first
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A text that decides an item, under a name in SPANS; several with one name form one span with several places."""
+    """A text that decides an item, such as a rule or a secret; ``name`` is one of SPANS.
+
+    Several texts of one name count as one span with several places.
+    """
 
     name: str
     text: str
@@ -44,7 +47,7 @@ def marked(**texts: str) -> tuple[Span, ...]:
 
 
 class Place(NamedTuple):
-    """The characters ``start`` to ``end`` of message number ``message``."""
+    """The characters from ``start`` up to, not including, ``end`` of message number ``message``."""
 
     message: int
     start: int
@@ -62,7 +65,7 @@ class KeptSpan:
 def find_spans(spans: Iterable[Span], messages: Sequence[str]) -> dict[str, list[Place]]:
     """Return, by name of the span, where its text (without surrounding space) occurs in the messages.
 
-    A text that occurs twice has two places, as the model sees both.
+    Each occurrence is a place, since the model sees all. Names without an occurrence are left out.
     """
     places: dict[str, list[Place]] = {}
     for span in spans:
@@ -74,9 +77,10 @@ def find_spans(spans: Iterable[Span], messages: Sequence[str]) -> dict[str, list
 
 
 def span_error(spans: Iterable[Span], messages: Sequence[str], *, may_come_later: bool) -> str | None:
-    """Return what is wrong with the spans of an item, or None.
+    """Return what is wrong with the spans of an item, as the end of a sentence, or None.
 
-    ``may_come_later``: a span may occur in a reply of the environment instead of the prompt.
+    ``messages`` are the texts of the prompt. ``may_come_later``: a span may occur in a reply of the environment instead
+    of the prompt.
     """
     for span in spans:
         if span.name not in SPANS:
@@ -93,7 +97,7 @@ ALL_TOKENS = "all tokens"  # a key of ``depth``, besides the names of marked spa
 
 
 class AnswerKey(NamedTuple):
-    """The key of one recorded answer within a unit (a checkpoint under a policy on a suite)."""
+    """The key of one recorded answer within a unit (a file of records): item id and sample number."""
 
     item: str
     sample: int
@@ -101,10 +105,11 @@ class AnswerKey(NamedTuple):
 
 @dataclass(frozen=True)
 class Shading:
-    """The tokens before the last answer of a row, and how much of the cache still held them when it began.
+    """The tokens before the last answer of one conversation, and how much of the cache still held each when it began.
 
-    ``held`` is the number of heads that held each token, of all ``heads`` (layers x KV heads). ``marks`` are the token
-    numbers of each marked span. ``depth``: for ALL_TOKENS and for each marked span, the share that each layer held.
+    ``pieces`` are the texts of the tokens, ``roles`` the roles of their messages. ``held`` is the number of heads that
+    held each token, of all ``heads`` (layers x KV heads). ``marks`` are the token numbers of each marked span.
+    ``depth``: for ALL_TOKENS and for each marked span, the share that each layer held.
     """
 
     pieces: list[str]
@@ -124,9 +129,9 @@ def shading_file(run: Path, unit: str) -> Path:
 
 
 def read_shadings(run: Path, unit: str) -> Shadings:
-    """Read how much of the cache held each token of a unit's answers; empty if its records have changed since.
+    """Return, by answer, how much of the cache held each token; None for an answer that came out differently.
 
-    Raises DataError for a damaged file.
+    Empty if there is no such file or the unit's records have changed since. Raises DataError for a damaged file.
     """
     path = shading_file(run, unit)
     if not path.exists():

@@ -1,8 +1,8 @@
 """The spec of a run: one YAML file, frozen, checked and hashed, which alone decides what is measured.
 
-A spec names policies, suites, arms and losses; ``PluginNames``, the context of validation, checks these names. Without
-it, names are not checked: a spec written by a run is complete, and a report of the run must not need its plug-ins.
-Every error is one line with file, line and the expected value.
+A spec names policies, suites, arms and losses; ``PluginNames``, passed as pydantic's validation context, checks these
+names. Without it names are not checked: a spec written by a run is complete, and a report of the run must not need its
+plug-ins. Every error is one line with file, line and the expected value.
 """
 
 from __future__ import annotations
@@ -97,9 +97,10 @@ def _scalar(value: Any) -> Any:
 
 
 class GateSpec(SpecSection):
-    """The gate, declared before the run: the reference, the margins in percentage points, the deployed policies.
+    """The gate, declared before the run: the reference, the margins in percentage points, the gated policies.
 
-    ``gate_file`` names a file that replaces parts of this section; like ``pin`` it is copied into the run at its start.
+    ``gate_file`` names a file whose entries replace those of this section; ``pin`` names a file with the hashes that
+    the reference must have. Both are copied into the run at its start.
     """
 
     reference: str | None = None
@@ -135,9 +136,10 @@ class DeclaredTraining(SpecSection):
 
 
 class ExternalArm(SpecSection):
-    """An arm of checkpoints trained elsewhere: seed -> folder or hub id. A plain text is one checkpoint, of seed 0.
+    """An arm of checkpoints trained elsewhere: ``seeds`` maps a seed to a folder or hub id.
 
-    Checkpoints of equal seeds are compared in pairs. ``role: reference`` makes the arm the gate's reference.
+    In a spec, a plain text means one checkpoint, of seed 0. Checkpoints of equal seeds are compared in pairs. ``role:
+    reference`` makes the arm the gate's reference.
     """
 
     seeds: dict[Annotated[int, Field(ge=0, lt=2**31)], Text] = Field(min_length=1)
@@ -152,7 +154,7 @@ class ExternalArm(SpecSection):
 
 @dataclass(frozen=True)
 class _DefaultMargins:
-    """The metrics whose margin is a default, None if unknown; ignored when specs are compared."""
+    """The metrics whose margin is a default, None if unknown; when specs are compared, they do not count."""
 
     metrics: tuple[str, ...] | None = field(default=None, compare=False)
 
@@ -165,7 +167,7 @@ ChatValue = Annotated[Any, BeforeValidator(_scalar)]
 
 
 class RunSpec(SpecSection):
-    """The spec of a whole run, with defaults of the gate filled in; the hash is that of the complete spec."""
+    """The spec of a whole run, with defaults of the gate filled in; ``sha256`` is the hash of this complete spec."""
 
     format: Literal[1] = 1
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")
@@ -199,7 +201,11 @@ class RunSpec(SpecSection):
         return (start if self.evaluate.base or not trained + external else ()) + trained + external
 
     def served(self, arm: str) -> tuple[str, ...]:
-        """Return the policies under which the checkpoints of an arm are served."""
+        """Return the policies under which an arm's checkpoints are served.
+
+        These are all policies of the grid, or with own_policy_only the policy that the arm was trained under and
+        ``none``.
+        """
         policies = self.evaluate.policies
         trained = () if self.train is None or not self.evaluate.own_policy_only else self.train.trained
         trained_under = [t.policy for t in trained if t.name == arm and t.policy != DENSE_POLICY]
@@ -209,12 +215,12 @@ class RunSpec(SpecSection):
 
     @property
     def starts(self) -> tuple[tuple[str, int], ...]:
-        """The warm starts as (``base``, seed), one per training seed; none if training begins from the model."""
+        """The warm starts (supervised training before the arms) as (``base``, seed), one per seed; empty if none."""
         warm = self.train is not None and self.train.sft is not None
         return tuple((BASE_ARM, seed) for seed in self.train.seeds) if warm and self.train is not None else ()
 
     def engine(self, condition: str) -> EngineSpec:
-        """Return the options (``engines`` of the spec) for running the engine of a condition (engine and settings)."""
+        """Return the options, from ``engines``, for the engine of ``condition`` (an engine with its settings)."""
         return self.engines.get(engine_name(condition), EngineSpec())
 
     def external_source(self, arm: str, seed: int) -> str | None:
@@ -224,7 +230,7 @@ class RunSpec(SpecSection):
 
     @property
     def sha256(self) -> str:
-        """The sha256 of the canonical JSON, without the data folder and the request rates of endpoints."""
+        """The sha256 of the complete spec as JSON, without the data folder and options that do not affect answers."""
         row = self.written()
         # the old names of contrasts, so that older runs keep their hash
         codes = {name: code for code, name in FORMER_CONTRASTS.items() if name != SERVING}
@@ -242,7 +248,7 @@ class RunSpec(SpecSection):
         return expand("model", self.model)
 
     def sized(self, numbers: Mapping[str, int]) -> RunSpec:
-        """Return the spec with numbers of items in place of ``auto`` and ``all``; its hash differs.
+        """Return the spec with these numbers of items, by suite, in place of ``auto`` and ``all``; its hash differs.
 
         A suite of 0 items (the pilot found nothing to lose) is removed, with its margins.
         """
@@ -267,7 +273,7 @@ class RunSpec(SpecSection):
 
     @property
     def default_margins(self) -> tuple[str, ...] | None:
-        """The suites and facets whose margin is a default; None if unknown, as in a spec written by a run."""
+        """The metrics (suites or facets) whose margin is a default; None if unknown, as in a spec written by a run."""
         return self._default_margins.metrics
 
     @model_validator(mode="before")
@@ -317,7 +323,7 @@ class RunSpec(SpecSection):
         return self
 
     def _check_own_policy_only(self) -> None:
-        """Raise SpecError if own_policy_only is set but no checkpoint was trained under a policy."""
+        """Raise SpecError if own_policy_only is set, but some arm has no policy of training that can be served."""
         if not self.evaluate.own_policy_only:
             return
         if self.train is None:
@@ -336,7 +342,7 @@ class RunSpec(SpecSection):
                 raise UnknownName("policy of training in evaluate.policies", policy, policies)
 
     def _check_engines(self) -> None:
-        """Raise UnknownName if ``engines`` has options of an engine that the run does not use."""
+        """Raise UnknownName if ``engines`` has options for an engine that the run does not use."""
         used = {engine_name(text) for pair in self.evaluate.references.items() for text in pair}
         if self.train is not None and self.train.rollouts is not None:
             used.add(engine_name(self.train.rollouts))
@@ -345,7 +351,10 @@ class RunSpec(SpecSection):
                 raise UnknownName("engine in engines", name, used)
 
     def _reference(self, arms: Collection[str]) -> str:
-        """Return the reference arm: the gate's, else an external one with that role, else ``dense``, else ``base``."""
+        """Return the reference arm's name: the gate's, else an external arm of that role, else ``dense`` or ``base``.
+
+        Raises SpecError or UnknownName if the run has no such arm.
+        """
         declared = [arm for arm, checkpoints in self.checkpoints.items() if checkpoints.role == "reference"]
         base = BASE_ARM if self.probe is None else ENDPOINT_ARM
         reference = self.gate.reference or next(iter(declared), DENSE_ARM if DENSE_ARM in arms else base)
@@ -359,7 +368,7 @@ class RunSpec(SpecSection):
         raise UnknownName("gate.reference", reference, arms)
 
     def _check_probe(self) -> None:
-        """Raise SpecError if a probe has options for checkpoints, or if another run has options for a probe."""
+        """Raise SpecError if a probe has options that need checkpoints, or another run has an address as its model."""
         if self.probe is None:
             self.evaluate.check_draws()
             sources = {f"checkpoints.{arm}": external.seeds.values() for arm, external in self.checkpoints.items()}
@@ -376,7 +385,7 @@ class RunSpec(SpecSection):
 
 
 def _check_external(arms: Mapping[str, ExternalArm], train: TrainSpec | None) -> None:
-    """Raise SpecError if an external arm has the name of another arm, or if there are several references."""
+    """Raise SpecError if an arm trained elsewhere has the name of another arm, or if several are references."""
     names = {BASE_ARM, *(() if train is None else (arm.name for arm in train.trained))}
     for arm in arms:
         if arm in names:
@@ -387,7 +396,7 @@ def _check_external(arms: Mapping[str, ExternalArm], train: TrainSpec | None) ->
 
 
 def _check_seeds(pairs: Iterable[tuple[str, int]], reference: str) -> None:
-    """Raise SpecError if the seeds of the arms differ, so that they cannot be compared seed by seed."""
+    """Raise SpecError if the arms have different seeds, so that they cannot be compared seed by seed."""
     seeds_by_arm: dict[str, set[int]] = {}
     for arm, seed in pairs:
         seeds_by_arm.setdefault(arm, set()).add(seed)
@@ -418,7 +427,7 @@ def expand(key: str, text: str) -> str:
 def _match_served(
     key: str, texts: Iterable[str], served: tuple[str, ...], names: PluginNames | None
 ) -> tuple[str, ...]:
-    """Return the policies that ``gate.<key>`` names; raises UnknownName for one that is not served."""
+    """Return the served policies that ``texts``, the entry ``gate.<key>``, name; raise UnknownName for any other."""
     # without names the texts are not canonical yet
     policies = tuple(texts) if names is not None else tuple(match_policies(texts, served))
     for policy in policies:
@@ -428,7 +437,7 @@ def _match_served(
 
 
 def _check_lengths(gated: tuple[int, ...], grid: EvaluateSpec) -> None:
-    """Raise SpecError for a gated length at which no suite is asked, or a suite asked at no gated length."""
+    """Raise SpecError for a gated length at which no suite is asked, or a suite that is asked at no gated length."""
     for context in gated:
         if context not in grid.contexts:
             raise UnknownName("length in gate.contexts", str(context), map(str, grid.contexts))
@@ -442,7 +451,7 @@ def _check_lengths(gated: tuple[int, ...], grid: EvaluateSpec) -> None:
 
 
 def _check_rounds_gate(gate: GateSpec, primary: Sequence[str]) -> None:
-    """Raise SpecError for a gate that rounds (batches of rows with a test after each) cannot decide."""
+    """Raise SpecError for a gate that a run in rounds (batches of rows with a test after each) cannot decide."""
     if not gate.margins:
         raise SpecError("evaluate.rounds stops when facets are decided; name them in gate.margins as SUITE.FACET")
     if gate.ratios:
@@ -459,10 +468,10 @@ def _check_rounds_gate(gate: GateSpec, primary: Sequence[str]) -> None:
 
 
 def _margins(evaluate: EvaluateSpec, gate: GateSpec, names: PluginNames | None) -> dict[str, float]:
-    """Return the declared margins, and default margins for each suite without any declared one.
+    """Return the declared margins, and default margins for each suite for which the gate declares nothing.
 
-    A suite's defaults are margins on ``well_formed`` and on the facets of its ``default_gate``, or on its score if it
-    has none. That gate has facets of harm and of use, since a model that answers nonsense does no harm. There are no
+    A suite's defaults are margins on the facets of its ``default_gate`` and on ``well_formed``, or on its score if it
+    has no such facets. They cover both harm and use, since a model that answers nonsense does no harm. There are no
     defaults in rounds, nor without ``names``.
     """
     suites, declared = list(evaluate.suites), gate.margins
@@ -489,7 +498,7 @@ def _margins(evaluate: EvaluateSpec, gate: GateSpec, names: PluginNames | None) 
 
 
 def _alpha(gate: GateSpec) -> float:
-    """Return alpha from the profile or the gate; raises SpecError if both are given and differ."""
+    """Return the significance level from the gate or its profile; raise SpecError if both are given and differ."""
     profile = _ALPHA if gate.profile is None else _PROFILE_ALPHA[gate.profile]
     if gate.profile is not None and gate.alpha not in (None, profile):
         raise SpecError(f"gate.alpha is {gate.alpha:g}, profile {gate.profile} has {profile:g}; give one of the two")
@@ -500,9 +509,9 @@ def _alpha(gate: GateSpec) -> float:
 
 
 def load_spec(path: Path, names: PluginNames | None = None) -> RunSpec:
-    """Read a spec from a file; raises DataError if it cannot be read and SpecError if it is wrong.
+    """Read a spec from a file; raise DataError if it cannot be read and SpecError if it is wrong.
 
-    ``names`` check the names of plug-ins and provide defaults; without them names are not checked.
+    ``names`` are functions that check the names of plug-ins and provide defaults; without them names are not checked.
     """
     check_no_address("the spec", str(path), "a YAML file")
     return parse_spec(read_text(path, "spec"), str(path), names)
@@ -519,8 +528,9 @@ def with_gate(
 ) -> RunSpec:
     """Return the spec with the entries of a gate file merged into its gate section; margins are merged by name.
 
-    ``defaults`` are the metrics whose margin in the spec is a default; if the file names any metric of a suite, all
-    default margins of that suite are dropped. Raises SpecError as ``parse_spec`` does, with lines of the gate file.
+    ``defaults`` are the metrics (suites or facets) whose margin in the spec is a default. If the file limits any metric
+    of a suite, all default margins of that suite are dropped. Raises SpecError as ``parse_spec`` does, with lines of
+    the gate file.
     """
     row = spec.written()
     replaced = {*defaults}.difference(defaults_kept(defaults, file.table))
@@ -531,7 +541,7 @@ def with_gate(
 
 
 def defaults_kept(defaults: Collection[str], table: Mapping[str, Any]) -> list[str]:
-    """Return the metrics with a default margin whose suite has no margin in ``table``, the gate file's mapping."""
+    """Return the metrics in ``defaults`` whose suite has no margin or ratio in ``table``, the gate file's mapping."""
     sections = [table.get(key) for key in ("margins", "ratios")]
     # anything but a mapping is refused later
     limited = {suite_of(str(name)) for section in sections if isinstance(section, Mapping) for name in section}

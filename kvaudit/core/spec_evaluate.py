@@ -60,7 +60,10 @@ def _pilot(value: Any) -> Any:
 
 
 def _without_reference(policy: Any) -> tuple[Any, Any]:
-    """Return a policy without the key ``reference``, which the mapping of an engine may have, and that key's value."""
+    """Return a policy without its key ``reference``, and that key's value.
+
+    Only the mapping of an engine may have the key; any other policy is returned unchanged, with None.
+    """
     if not isinstance(policy, Mapping) or ENGINE not in policy:
         return policy, None
     return {key: field for key, field in policy.items() if key != "reference"}, policy.get("reference")
@@ -83,7 +86,7 @@ class SuiteSpec(SpecSection):
 
 
 class Thinking(SpecSection):
-    """The option that answers may begin with a thought; ``budget`` is the number of extra tokens for it."""
+    """The option that answers may begin with a thought; ``budget`` is the number of extra tokens for the thought."""
 
     budget: Steps = 0
 
@@ -97,7 +100,10 @@ def _thinking(value: Any) -> Any:
 
 
 def _by_context(name: str, section: Any, names: PluginNames | None) -> dict[str, Any]:
-    """Return a suite's section as one section for each context that it names; asked as published it has no length."""
+    """Return {suite: section} with one entry for each context in the section's key ``context``: SUITE@CONTEXT.
+
+    A context is a long text before each row. The entry for rows as published has no length.
+    """
     if not isinstance(section, Mapping) or "context" not in section:
         return {name: {} if section is None else section}
     if ":" in name:
@@ -123,7 +129,7 @@ class Rounds(SpecSection):
     """The options of rounds, which ask rows in batches until every gated facet is decided or the time is up.
 
     The gate decides by bounds that hold at every look, a test after a round (``kvaudit.reports.stats.betting``).
-    ``minutes`` is the time limit for serving, the pilot's rows included and without loading models; ``first`` is the
+    ``minutes`` is the time limit for serving, with the pilot's rows, but without loading models; ``first`` is the
     number of rows of a suite at the first look after the pilot's.
     """
 
@@ -134,8 +140,9 @@ class Rounds(SpecSection):
 class EvaluateSpec(SpecSection):
     """The evaluation grid: every checkpoint under every policy, on every suite, at every context length.
 
-    ``context_tokens`` are the lengths of suites whose items are made to a length; public rows as published have none
-    (0). With ``own_policy_only`` a checkpoint is served under the policy that it was trained under, and ``none``.
+    ``context_tokens`` are the lengths of suites whose items are made to a length; public rows as published have length
+    0. With ``own_policy_only`` a checkpoint is served only under the policy that it was trained under, and under
+    ``none``.
     """
 
     policies: tuple[str, ...] = Field(min_length=1)
@@ -165,7 +172,7 @@ class EvaluateSpec(SpecSection):
         return PILOT_ITEMS if self.pilot is None else self.pilot
 
     def sized(self, numbers: Mapping[str, int]) -> EvaluateSpec:
-        """Return the section with numbers of items in place of ``auto`` and ``all``, without suites of 0 items."""
+        """Return the section with these numbers of items in place of ``auto`` and ``all``; drop suites of 0 items."""
         suites = {}
         for name, suite in self.suites.items():
             is_open = name in numbers and not isinstance(suite.items, int)
@@ -173,11 +180,11 @@ class EvaluateSpec(SpecSection):
         return self.model_copy(update={"suites": {name: suite for name, suite in suites.items() if suite.items != 0}})
 
     def contexts_of(self, suite: str) -> tuple[int, ...]:
-        """Return the context lengths of a suite."""
+        """Return the context lengths of a suite: its own or, if it has none, the grid's."""
         return self.suites[suite].context_tokens or self.context_tokens
 
     def samples_of(self, suite: str) -> int:
-        """Return the number of answers to each item of a suite."""
+        """Return the number of answers that are sampled to each item of a suite."""
         return self.suites[suite].samples or self.samples
 
     def written(self) -> dict[str, Any]:
@@ -190,13 +197,13 @@ class EvaluateSpec(SpecSection):
 
     @property
     def contexts(self) -> tuple[int, ...]:
-        """The context lengths of all suites."""
+        """The context lengths of all suites, in tokens, each once."""
         return tuple(dict.fromkeys(length for suite in self.suites for length in self.contexts_of(suite)))
 
     @model_validator(mode="before")
     @classmethod
     def _canonical(cls, value: Any, info: ValidationInfo) -> Any:
-        """Make policies canonical, and append the uncompressed reference of each engine setting (condition)."""
+        """Write policies in their canonical form, and append the uncompressed reference of each engine setting."""
         if not isinstance(value, Mapping) or not isinstance(value.get("policies"), list):
             return value
         policies = [_without_reference(policy) for policy in value["policies"]]
@@ -256,7 +263,10 @@ class EvaluateSpec(SpecSection):
         return self
 
     def _fill_lengths(self, suite: str, names: PluginNames) -> None:
-        """Set a suite's length to 0 if it asks rows as published; raises SpecError for a missing or wrong length."""
+        """Set a suite's length to 0 if it asks rows as published; raise SpecError for a missing or wrong length.
+
+        ``names`` say whether the suite's items are made to a length.
+        """
         section, lengths, key = self.suites[suite], names.lengths(suite), f"evaluate.suites.{suite}.context_tokens"
         bare = names.bare(suite)
         if bare not in self.suites:
@@ -290,7 +300,10 @@ class EvaluateSpec(SpecSection):
             )
 
     def check_rounds(self, *, trains: bool, gated: Collection[str]) -> None:
-        """Raise SpecError if the grid cannot be served in rounds."""
+        """Raise SpecError if the grid cannot be served in rounds; ``gated`` are the metrics with a margin.
+
+        Rounds need one checkpoint, one length, one sample and all rows of each suite, margins on facets, and a pilot.
+        """
         if self.rounds is None:
             return
         if trains:
@@ -308,7 +321,7 @@ class EvaluateSpec(SpecSection):
             raise SpecError("evaluate.rounds needs the pilot; leave evaluate.pilot out")
 
     def check_draws(self) -> None:
-        """Raise SpecError for several samples of an item at temperature 0, which would all be equal."""
+        """Raise SpecError for several samples of an item at temperature 0: the samples would all be equal."""
         overrides = {f"evaluate.suites.{suite}.samples": section.samples or 1 for suite, section in self.suites.items()}
         for key, samples in {"evaluate.samples": self.samples, **overrides}.items():
             if self.temperature == 0 and samples > 1:
@@ -329,10 +342,10 @@ class Prices(SpecSection):
 
 
 class ProbeSpec(SpecSection):
-    """The options of an endpoint audited in place of a checkpoint; the spec's ``model`` is the endpoint's model name.
+    """The options of a probe, which audits a server's model instead of a checkpoint; the spec's ``model`` names it.
 
     ``tokenizer`` (a folder or hub id) counts lengths; without one they are estimated. ``key`` names the environment
-    variable of the key. ``timeout`` is in seconds for a whole reply, ``per_minute`` counts requests. ``seeded``:
+    variable of the key. ``timeout`` is in seconds for a whole reply, ``per_minute`` the most requests. ``seeded``:
     requests carry a seed. ``limit`` is the name of the token limit in requests. ``tool_role`` is the role of a tool's
     result: few endpoints accept the role ``tool`` without a tool call in their own format.
     """
@@ -349,7 +362,7 @@ class ProbeSpec(SpecSection):
     price: Prices | None = None
 
     def answer_options(self) -> dict[str, Any]:
-        """Return the options that answers depend on; the others may change while a probe runs."""
+        """Return the options that answers depend on; other options may change while a probe runs."""
         return self.model_dump(mode="json", include={"tokenizer", "seeded", "tool_role"})
 
 
@@ -368,7 +381,7 @@ class EngineSpec(SpecSection):
     answer: Annotated[Number, Field(ge=1, le=36_000)] = 900.0
 
     def answer_options(self) -> dict[str, Any]:
-        """Return the options of the engine that answers depend on; the others may change while a run goes on."""
+        """Return the options of the engine that answers depend on; other options may change while a run goes on."""
         return self.model_dump(mode="json", include={"weights", "at_once"})
 
 
@@ -395,7 +408,10 @@ def fill_probe_grid(grid: Any, names: PluginNames | None = None) -> Any:
 
 
 def check_probe_grid(grid: EvaluateSpec) -> None:
-    """Raise SpecError for a grid that an endpoint cannot answer."""
+    """Raise SpecError for an evaluate section that a probe cannot ask of an endpoint.
+
+    It may set no policies, must give numbers of items, and needs a short length to compare a long one with.
+    """
     if grid.policies != PROBE_DEFAULTS["policies"]:
         raise SpecError("evaluate.policies cannot be used with probe: an endpoint's cache policy cannot be set")
     for suite, section in grid.suites.items():

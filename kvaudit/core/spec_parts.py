@@ -74,7 +74,10 @@ Ratio = Annotated[Number, Field(ge=LEAST_RATIO, le=MOST_RATIO)]
 
 @dataclass(frozen=True)
 class PluginNames:
-    """The functions by which a spec is checked against the plug-ins; each raises SpecError or UnknownName."""
+    """The functions by which a spec is checked against the plug-ins; each raises SpecError or UnknownName.
+
+    They are passed as pydantic's validation context, so that specs can be read without loading plug-ins.
+    """
 
     policy: Callable[[Any], str]  # text or mapping of a policy or an engine's condition -> canonical text
     # condition, its reference in the spec or None -> canonical reference; None for a policy of ours
@@ -119,14 +122,17 @@ def _plain(value: Any) -> Any:
 
 
 def canonical_policy(value: Any, names: PluginNames | None) -> Any:
-    """Return a policy's canonical text, or with ``names`` None its text as given; other values are left to pydantic."""
+    """Return a policy's canonical text; with ``names`` None, its text as given.
+
+    Other values than texts and mappings are left for pydantic to refuse.
+    """
     if names is not None:
         return names.policy(value)
     return policy_text(value) if isinstance(value, Mapping) else value
 
 
 def canonical_policies(value: Any, names: PluginNames | None) -> Any:
-    """Return ``canonical_policy`` of each policy in a list; other values are left to pydantic."""
+    """Return ``canonical_policy`` of each policy in a list; any value but a list is left for pydantic to refuse."""
     return [canonical_policy(policy, names) for policy in value] if isinstance(value, list) else value
 
 

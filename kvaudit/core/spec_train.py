@@ -42,7 +42,7 @@ DENSE_ARM = "dense"  # the only arm with uncompressed rollouts
 
 
 class SftSpec(SpecSection):
-    """The warm start of all arms: ``steps`` of supervised training on the right answers of the training split."""
+    """The warm start of all arms: ``steps`` of supervised training on right answers to items of the training split."""
 
     steps: Count
     learning_rate: Rate = 1e-4
@@ -59,7 +59,7 @@ class AdapterSpec(SpecSection):
 
 
 class CriticSpec(SpecSection):
-    """The options of a loss with a value head (Schulman 2016, 1506.02438): gamma, lambda, value clip, learning rate."""
+    """The options of a loss with a value head (Schulman 2016, 1506.02438): GAE's gamma and lambda, value clip, rate."""
 
     discount: Share = 1.0  # gamma
     trace: Share = 0.95  # lambda
@@ -68,9 +68,9 @@ class CriticSpec(SpecSection):
 
 
 class ValidationSpec(SpecSection):
-    """Validation every ``every`` steps on ``items`` of each suite that training does not use.
+    """Validation every ``every`` steps on ``items`` items of each suite; training does not use these items.
 
-    If an alarm in ``stop_on`` rings in the last ``patience`` steps before a validation, all arms of the seed stop.
+    If an alarm in ``stop_on`` is raised in the last ``patience`` steps before a validation, all arms of the seed stop.
     """
 
     every: Count
@@ -88,7 +88,10 @@ class ValidationSpec(SpecSection):
 
 
 def _check_reward(value: Any) -> Any:
-    """Return a reward's value if it has the form of a name or a mapping of options, which the reward itself checks."""
+    """Return a reward unchanged if it is a name or a mapping of plain options; raise pydantic's error otherwise.
+
+    The reward itself checks the options later.
+    """
     options = value if isinstance(value, Mapping) else {"": value}
     for key, option in options.items():
         entries = option if isinstance(option, list) and isinstance(value, Mapping) else [option]
@@ -101,8 +104,9 @@ class Training(SpecSection):
     """The options of training that all arms and seeds share; a loss may define other defaults in its file.
 
     ``policy`` is the compressed policy, recorded in every arm and used by arms with compressed rollouts. ``weights``
-    are relative shares of prompts per suite, empty for equal shares. ``ledger_every`` 0 saves no ledgers.
-    ``rollout_rows`` is the number of rollouts that are sampled at once, in whole groups, 0 for all rollouts of a step.
+    are relative shares of prompts per suite, empty for equal shares. ``ledger_every`` is the number of steps between
+    saved ledgers (which cache entries each rollout kept), 0 for none. ``rollout_rows`` is the number of rollouts that
+    are sampled at once, in whole groups, 0 for all rollouts of a step.
     """
 
     policy: Policy
@@ -149,7 +153,7 @@ class Training(SpecSection):
 
     @property
     def validation_suites(self) -> tuple[str, ...]:
-        """The suites of validation, none without validation."""
+        """The suites of validation; () without validation."""
         return () if self.watch is None else self.watch.suites or self.suites
 
     @property
@@ -196,7 +200,7 @@ class Pairs(SpecSection):
 
 
 class TrainedArm(NamedTuple):
-    """An arm of a run: its name in folders and records, the kind of arm that trains it, and its rollout policy."""
+    """An arm of a run: its name in folders and records, the kind of arm (``recipe``), and its rollout policy."""
 
     name: str
     recipe: str
@@ -204,10 +208,10 @@ class TrainedArm(NamedTuple):
 
 
 class TrainSpec(Training, Pairs):  # the fields of the last base come first in a written spec
-    """The section ``train``: all training runs. ``kvaudit.audit.training.config.TrainConfig`` is one of them.
+    """The section ``train``: all training runs. A ``kvaudit.audit.training.config.TrainConfig`` describes one of them.
 
-    ``policies`` make a sweep: every arm is trained under each of them, ``dense`` only once. ``only`` limits an arm to
-    some of them.
+    ``policies`` make a sweep: every arm is trained under each policy, ``dense`` only once. ``only`` maps an arm to
+    those policies of the sweep that it is trained under.
     """
 
     policies: OmitDefault[Policies] = ()
@@ -215,7 +219,7 @@ class TrainSpec(Training, Pairs):  # the fields of the last base come first in a
 
     @property
     def trained(self) -> tuple[TrainedArm, ...]:
-        """Every arm of the run, in the order of ``arms``; an arm of a sweep is called RECIPE_POLICY."""
+        """Every arm of the run, in the order of ``arms``; in a sweep of policies an arm is called ARM_POLICY."""
         if not self.policies:
             return tuple(TrainedArm(recipe, recipe, self.policy) for recipe in self.arms)
         names, arms = folder_names(self.policies), list[TrainedArm]()
@@ -242,7 +246,7 @@ class TrainSpec(Training, Pairs):  # the fields of the last base come first in a
     @model_validator(mode="before")
     @classmethod
     def _fill_policy(cls, value: Any) -> Any:
-        """Set ``policy`` to none in a sweep of policies, or if an engine samples: then only arm ``dense`` uses it."""
+        """Set ``policy`` to none for a sweep of policies or an engine's rollouts: then only arm ``dense`` uses it."""
         if not isinstance(value, Mapping):
             return value
         if (rollouts := value.get("rollouts")) is not None:
@@ -274,7 +278,10 @@ class TrainSpec(Training, Pairs):  # the fields of the last base come first in a
         return self
 
     def _selected(self, arm: str, texts: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the policies that ``only`` names for an arm, in the order of the sweep."""
+        """Return the policies that ``only`` names for an arm, as the sweep spells them and in its order.
+
+        Raises SpecError or UnknownName for an arm or a policy that the sweep does not have.
+        """
         if arm not in self.arms or arm == DENSE_ARM:
             raise UnknownName("arm in train.only", arm, (name for name in self.arms if name != DENSE_ARM))
         selected = match_policies(check_unique(f"train.only.{arm}", texts), self.policies)

@@ -1,4 +1,4 @@
-"""Untrusted text made safe to print (visible characters, short lines, no passwords), and paths of guides."""
+"""Untrusted text made safe to print (visible characters, short lines, no passwords), and paths of kvaudit's guides."""
 
 from __future__ import annotations
 
@@ -146,17 +146,17 @@ def has_password(text: str) -> bool:
 
 
 def is_secret_name(name: str) -> bool:
-    """Return whether a setting of this name is a secret, such as HF_TOKEN or api_key, but not max_tokens or keyfile."""
+    """Return whether a setting's name says that it is a secret: HF_TOKEN or api_key, but not max_tokens or keyfile."""
     return _SECRET_NAME.search(name) is not None or _TOKEN_NAME.fullmatch(name) is not None
 
 
 def is_key_like(text: str) -> bool:
-    """Return whether a text looks like a key: it begins like an authorization header, or has a known vendor's form."""
+    """Return whether a text looks like an API key: it begins like an authorization header, or has a vendor's form."""
     return _KEY_TEXT.search(text) is not None
 
 
 def safe_variable_name(name: str) -> str:
-    """Return a variable's name for an error message, hidden if it looks like a key given by mistake."""
+    """Return an environment variable's name for an error message; words in its place if it may be a key itself."""
     is_name = _VARIABLE_NAME.fullmatch(name) and any(word in name for word in _SECRET_WORDS)
     return name if is_name else f"that `key` names ({HIDDEN}: it may be the key itself; wanted a name such as API_KEY)"
 
@@ -180,5 +180,5 @@ def install_command(extras: str) -> str:
 
 
 def guide_path(page: str) -> str:
-    """Return the path of a page of the guides in this installation."""
+    """Return the path of a page of kvaudit's guides (``docs``) in this installation."""
     return str(shipped_folder("docs") / page)

@@ -74,9 +74,9 @@ def _without_list(label: str) -> str:
 class Command:
     """A command and its place in the help.
 
-    The first line of its function's docstring is its summary. A command without ``call`` holds others: those whose
-    ``group`` is its name. ``former_names`` maps a name of an earlier release, which still works, to the words typed
-    now.
+    The first line of its function's docstring is its summary. A command without ``call`` is a group; it holds the
+    commands whose ``group`` is its name. ``former_names`` maps a name of an earlier release, which still works, to the
+    words typed now.
     """
 
     name: str
@@ -100,7 +100,7 @@ class Command:
 
     @property
     def sort_key(self) -> tuple[int, int]:
-        """The command's place in the help: by heading and order; commands held by others come last."""
+        """The command's place in the help: number of its heading, then order; members of a group command come last."""
         return HELP_HEADINGS.index(self.group) if self.group in HELP_HEADINGS else len(HELP_HEADINGS), self.order
 
 
@@ -180,7 +180,7 @@ def typed_command(*, resume: bool = False) -> list[str]:
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM as an exception: handled like ctrl-C, so that claimed units are released and workers stopped."""
+    """SIGTERM as an exception: handled like ctrl-C, so that locks on units of work are released and workers stopped."""
 
 
 def end_on_sigterm() -> None:
@@ -194,9 +194,9 @@ def end_on_sigterm() -> None:
 
 @contextmanager
 def user_errors(*command: object) -> Iterator[None]:
-    """Print errors that the user can fix as one line on stderr, and exit with their code, usually 2.
+    """Print errors of the body that the user can fix as one line on stderr, and exit with their code, usually 2.
 
-    ``command`` is the command that continues the work, word by word; ctrl-C and SIGTERM print it.
+    ``command`` holds the words of the command that continues the work. It is printed after ctrl-C or SIGTERM.
     """
     hint = hide_passwords(shlex.join(map(str, command)))
     advice = f"; finished work is kept; continue with: {hint}" if hint else ""
@@ -241,7 +241,7 @@ def _fail(message: str, lines: Sequence[str] = (), code: int = USAGE) -> typer.E
 
 
 def check_run(run: Path) -> None:
-    """Check a run's checkpoints against their hashes, and warn on stderr if the run is unfinished."""
+    """Raise DataError if a run's checkpoints differ from their stored hashes; warn on stderr if it is unfinished."""
     check_checkpoints(run)
     names = {path.name for path in plain_files(run / "records", "*.json*")}
     # a file of records is still being written until its .done.json exists

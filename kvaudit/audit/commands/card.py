@@ -106,7 +106,7 @@ def card(
 
 
 def _load_page(run: Path, overrides: GateOverrides) -> Page:
-    """Return the report page of a run after checking its checkpoints.
+    """Return all that a run's report shows (a ``Page``), after checking the checkpoints against their hashes.
 
     Raises SpecError for a gate file that was not declared when the run began.
     """
@@ -132,7 +132,7 @@ def _hub_files(page: Page, hub: Path, benchmark: str | None, arm: str | None) ->
 
 
 def _matches_run(path: Path, section: str, console: Console) -> bool:
-    """Return whether a card has the run's disclosure; print that it has, or the first line that differs."""
+    """Return whether a model card holds ``section``, the run's disclosure; print so, or the first line that differs."""
     # not splitlines: to Markdown a form feed or U+2028 is no line break
     card_lines, run_lines = extract_section(read_card(path), str(path)).split("\n"), section.split("\n")
     if card_lines == run_lines:
@@ -165,7 +165,7 @@ def _print_recipe(run: Path, other: Path | None) -> None:
 
 
 def _change_lines(before: Any, after: Any) -> Iterator[str]:
-    """Yield a line "before -> after" of a changed entry; for texts of several lines, each line that differs."""
+    """Yield the change of a recipe's entry as a line "before -> after"; for longer texts, each line that differs."""
     if isinstance(before, str) and isinstance(after, str) and "\n" in before + after:
         import difflib
 

@@ -242,8 +242,9 @@ def _longest_length(
 ) -> tuple[int, float]:
     """Return the longest conversation, in tokens, after which the model can still be tested, and the minutes left.
 
-    Lengths are tried in the folder OUT-lengths, the short ones first, until the model no longer distinguishes forbidden
-    from harmless requests, or the next would end after half of the minutes. Raises NotMeasurable if there is none.
+    Tries lengths, the short ones first, in the folder OUT-lengths (OUT is ``out``). It stops when the model no longer
+    distinguishes forbidden from harmless requests, or when the next try would end after half of the minutes. Raises
+    NotMeasurable if the model can be tested at no length.
     """
     from kvaudit.audit.commands.run import RunOptions, RunPlan, open_pipeline
     from kvaudit.audit.runs.lengths import TriedLength, choose_length, length_spec, lengths_from, read_pilot
@@ -302,7 +303,7 @@ def _check_available(model: str, config: ServingConfig) -> None:
 
 
 def _print_first_answers(console: Console, spec: RunSpec) -> OnFirstAnswer:
-    """Return a callback that prints the beginning of every answer, and before the first one that of its prompt."""
+    """Return a callback that prints how each answer begins; before the first answer it prints how its prompt begins."""
     from kvaudit.core.policy_names import condition_names
 
     names, printed = condition_names(spec.evaluate.references), set[str]()
@@ -336,7 +337,7 @@ def _plan_lines(spec: RunSpec, plan: CheckPlan) -> Iterator[str]:
 
 
 class ShippedExample(NamedTuple):
-    """A file of ``kvaudit/examples``, the name under which it is written, and how to use it."""
+    """A file of ``kvaudit/examples``, the name under which ``init`` writes it, and a line on how to use it."""
 
     example: str
     file_name: str
@@ -420,7 +421,7 @@ def init(
 
 
 def _init_quarterly(model: str, options: CheckOptions, judge: str | None, rate: float | None, out: Path) -> None:
-    """Write the spec of two servers and a judge, and print its price."""
+    """Write the spec of a quarterly check of two servers with a judge; print how many requests and tokens it takes."""
     from transformers.utils.logging import set_verbosity_error
 
     from kvaudit.audit.runs.quarterly import judge_option, price_of, quarterly_text

@@ -122,7 +122,7 @@ def compare(
 
 
 def _print_comparisons(comparisons: Sequence[MetricComparison], out: Path | None) -> int:
-    """Print the comparisons of one or two metrics, write the report to ``out``, and return the exit code."""
+    """Print the comparisons of one or two metrics, write the report to ``out`` if given, and return the exit code."""
     from kvaudit.reports.page.compare_files import compare_judges
     from kvaudit.reports.page.compare_page import comparison_files
 

@@ -1,4 +1,4 @@
-"""``kvaudit diagnose``: find which part of a KV cache a coarser quantisation harms, and what to try instead."""
+"""``kvaudit diagnose``: find which part of a KV cache suffers from a coarser quantisation, and what to try instead."""
 
 from __future__ import annotations
 
@@ -128,7 +128,10 @@ def _parse_setting(bits: int | None, group: int | None, kv_cache_dtype: str | No
 
 
 def _print_diagnosis(diagnosis: Diagnosis, console: Console) -> None:
-    """Print the harm of the setting, its parts and remedies, the layers with most of it, and its mode (kind)."""
+    """Print how much the quantisation setting, each part of it alone and each remedy change the model's answers.
+
+    Then print the layers that change them most, the kind of harm (mode), and the remedies that help.
+    """
     from kvaudit.reports.sections.shared.tables import table_of
 
     rows = []

@@ -79,7 +79,10 @@ def judge_with_spec(run: Path, spec: RunSpec, plugins: Digests) -> None:
 
 
 def _default_judges(spec: RunSpec) -> tuple[str, ...]:
-    """Return the default judge if some suite needs a judge; if it cannot work here, print why and return none."""
+    """Return the name of the default judge if some suite needs a judge, else nothing.
+
+    If that judge cannot work here, print why and return an empty tuple.
+    """
     from kvaudit.audit.judges.base import JUDGES
     from kvaudit.audit.training.rewards.base import asks_a_judge
     from kvaudit.core.plugins import parse_plugin
@@ -98,7 +101,10 @@ def _default_judges(spec: RunSpec) -> tuple[str, ...]:
 
 
 def _judge_run(path: Path, out: Path | None, by: str | None, plugins: Digests, *, card: bool) -> Path:
-    """Judge a run's answers that are not judged yet, print the changes, and return the folder of the judged run."""
+    """Judge the answers of a run that this judge has not graded yet, and print what changed.
+
+    Returns the folder of the run with the new grades: ``out`` or, by default, one below the run's own folder.
+    """
     from rich.console import Console
 
     from kvaudit.audit.judges.base import JUDGES
@@ -131,7 +137,7 @@ def _judge_run(path: Path, out: Path | None, by: str | None, plugins: Digests, *
 
 
 def _check_readable(judge: Judge, changes: Sequence[SuiteChange]) -> None:
-    """Raise RunError if the judge failed on every answer."""
+    """Raise RunError if the judge failed on every answer that it was asked about."""
     failed, judged = sum(change.failed for change in changes), sum(change.judged for change in changes)
     if failed and failed == judged:
         reply = f", replying {inline(judge.unread[0])}" if judge.unread else ""
@@ -144,7 +150,11 @@ def _check_readable(judge: Judge, changes: Sequence[SuiteChange]) -> None:
 def _note_judge(
     run: Path, out: Path, judge: Judge, agreement: Mapping[str, Sequence[int]], console: Console, *, card: bool
 ) -> None:
-    """Note in ``out``, for its report, the verdict before this judge, the agreement and, if asked, the judge's card."""
+    """Store in the run folder ``out`` what its report says of this judge.
+
+    That is the earlier verdict, how often the judge agrees with earlier grades, and with ``card`` how often with human
+    labels.
+    """
     from kvaudit.audit.runs.folder import existing_run
 
     notes: dict[str, object] = {"agreement": agreement}
@@ -158,7 +168,10 @@ def _note_judge(
 
 
 def _compare_verdicts(run: Path, out: Path, judge: Judge, console: Console) -> dict[str, object]:
-    """Print the verdicts before and after the judge; return the former verdict and its judges."""
+    """Print the verdicts before and after the judge; return what to store of the one before.
+
+    The keys are ``verdict_before``, its status, and ``judges_before``, the names of the judges it was based on.
+    """
     from kvaudit.reports.records.load import load_run
     from kvaudit.reports.run import decide_run
     from kvaudit.reports.verdict.comparison import PROGRAMMATIC
@@ -270,9 +283,9 @@ def _write_sheet(run: Path, out: Path, select: Sequence[str], *, concordant: int
 
 
 def _gated_contrasts(drift: Drift, rules: Rules) -> list[Contrast]:
-    """Return for each gated cell the contrast (comparison of two sides) whose answers people label: its first.
+    """Return, for each gated cell, the one comparison (contrast) whose answers people label: the cell's first.
 
-    Cells that have no contrast of their own kind (estimand), but combine others, are left out.
+    Cells that only combine comparisons of other kinds (such as a worst case) are left out.
     """
     from kvaudit.reports.verdict.family import gated_cells
 

@@ -1,4 +1,4 @@
-"""``kvaudit plan``: sample sizes before a run, for a design or from another run; loads no model."""
+"""``kvaudit plan``: sample sizes before a run, for a planned design or from an earlier run; loads no model."""
 
 from __future__ import annotations
 
@@ -98,14 +98,14 @@ def plan(
 
 
 def _typed_options(context: typer.Context) -> list[str]:
-    """Return the options typed on the command line, as --NAME, without the argument RUN."""
+    """Return the names of the options typed on the command line, as --NAME; the argument RUN is left out."""
     sources = {name: context.get_parameter_source(name) for name in context.params if name != "run"}
     typed = [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
     return [f"--{name.replace('_', '-')}" for name in typed]
 
 
 def _plan_next(path: Path) -> None:
-    """Print for every gated cell of a run (a suite under a policy) its size and how many templates would decide it."""
+    """Print a line for every gated cell of a run (suite under a policy): its size, and how many templates decide it."""
     from kvaudit.reports.records.load import load_run
     from kvaudit.reports.run import decide_run
     from kvaudit.reports.verdict.family import gated_cells
@@ -121,7 +121,7 @@ def _plan_next(path: Path) -> None:
 
 
 def _cell_line(findings: Findings, cell: GatedCell, d: Decision) -> str:
-    """Return a line with the verdict of a cell (a suite under a policy), its size, and the size that decides it."""
+    """Return a line on a gated cell (a suite under a policy): its verdict, its size, the size that would decide it."""
     from kvaudit.reports.verdict.chance import templates_for
     from kvaudit.reports.verdict.verdict import Status
 
@@ -224,7 +224,10 @@ def _chance(sizes: Sizes) -> str:
 
 
 def _template_price(sizes: Sizes) -> str:
-    """Return in words the lowest estimate that can pass, and the lowest true drift that passes with ``power``."""
+    """Return in words the lowest estimate that can pass, and the lowest true drift that passes with ``power``.
+
+    The power is the wanted probability of a PASS.
+    """
     from kvaudit.reports.verdict.sizes import lowest_drift
 
     d, lowest = sizes.design, sizes.lowest_estimate
@@ -238,10 +241,8 @@ def _template_price(sizes: Sizes) -> str:
 def _improvements(sizes: Sizes) -> Iterator[tuple[str, str]]:
     """Yield lines (heading, text) with the chance to pass: as planned, after each improvement, or with more items.
 
-    Each improvement is added to those before it, the cheapest first.
-
-    More samples and seeds need no new texts. More templates do, but with fewer than C_min templates nothing can
-    pass.
+    Improvements are more samples, seeds or templates. Each is added to those before it, the cheapest first: samples and
+    seeds need no new texts. With fewer templates than a least number, C_min, nothing can pass.
     """
     from kvaudit.reports.sections.shared.words import percent
     from kvaudit.reports.verdict.sizes import larger_designs, with_more_items
@@ -273,7 +274,7 @@ def _answers(d: Design) -> str:
 def _suggestion(sizes: Sizes, clusters: int) -> Iterator[tuple[str, str]]:
     """Yield lines (heading, text) on the number of templates (``clusters``) that reaches the wanted power.
 
-    All else is as planned.
+    All other sizes are as planned.
     """
     d = sizes.design
     larger = replace(d, clusters=clusters)

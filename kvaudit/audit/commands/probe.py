@@ -1,4 +1,4 @@
-"""``kvaudit probe``: ask an endpoint the same items every quarter, and print what each probe shows alone."""
+"""``kvaudit probe``: ask an endpoint the same items every quarter (each time is a probe), and print each result."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def verify(
 def _find_rollouts(
     checkpoint: Path | None, rollouts: str | None, model: str | None
 ) -> tuple[list[RecordedRollouts], str]:
-    """Return the recorded rollouts, one entry per file, and the name of the model that should explain them.
+    """Return the recorded rollouts, one entry per file, and the name of the model that is said to have sampled them.
 
     ``rollouts`` says how many of the checkpoint's rollouts to take, or is the path of a file with rollouts.
     """
@@ -221,7 +221,10 @@ def view(
 
 
 def _shade_answers(path: Path, unshaded: Mapping[str, set[AnswerKey]], plugins: Sequence[Path]) -> None:
-    """Serve changed answers again, to store what the cache held of their prompts."""
+    """Serve answers that differ from the reference's again, to store which prompt tokens the cache still held.
+
+    ``unshaded`` names, by record file, the answers for which that is not stored yet.
+    """
     from rich.console import Console
 
     from kvaudit.audit.rerun.measure import run_measure

@@ -1,7 +1,7 @@
-"""``kvaudit report`` and ``kvaudit gate``: a run's report and verdict, and the pin of a reference; loads no model.
+"""``kvaudit report`` and ``kvaudit gate``: a run's report and verdict, and pins (files with a reference's hashes).
 
-Prompts in a report's examples are drawn as SVG; each token is shaded by the share of layers and heads that still held
-it.
+No model is loaded. Prompts in a report's examples are drawn as SVG; each token is shaded by the share of layers and
+heads that still held it.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ def _write_pin(folders: Sequence[Path], out: Path) -> None:
 
 
 def _pin_entries(folder: Path) -> Iterator[PinnedCheckpoint]:
-    """Yield what a pin states of the checkpoint in a folder, or of all seeds below it, after checking their hashes."""
+    """Yield the entries of a pin for the checkpoint in ``folder``, or for all seeds in it; check their hashes first."""
     seeds = sorted(folder.glob(f"seed-*/{PROVENANCE}"))
     if (folder / PROVENANCE).is_file():
         yield _pin_trained(folder)
@@ -168,7 +168,10 @@ def _pin_entries(folder: Path) -> Iterator[PinnedCheckpoint]:
 
 
 def _pin_trained(folder: Path) -> PinnedCheckpoint:
-    """Return what a pin states of a checkpoint that kvaudit trained; raise DataError for an incomplete provenance."""
+    """Return the entry of a pin for a checkpoint that kvaudit trained: arm, seed, policy and the hashes of its files.
+
+    Raises DataError if the checkpoint's provenance lacks one of these or names other weights.
+    """
     from kvaudit.audit.sampling.checkpoints import checkpoint_files
 
     check_checkpoint(folder)
@@ -190,8 +193,8 @@ def _pin_trained(folder: Path) -> PinnedCheckpoint:
 def _weights_sha256(folder: Path, provenance: Mapping[str, Any]) -> str:
     """Return the sha256 of a checkpoint's weights; an adapter's includes the hash of its base model.
 
-    The base model's files are not read if the adapter, with the base model's hash from provenance, gives the sha256
-    that provenance states for the checkpoint.
+    The base model's hash is taken from ``provenance``, without reading its files, if that leads to the sha256 that
+    ``provenance`` states for the adapter.
     """
     from kvaudit.audit.sampling.checkpoints import adapter_sha256, checkpoint_sha256, is_adapter
 
@@ -203,14 +206,14 @@ def _weights_sha256(folder: Path, provenance: Mapping[str, Any]) -> str:
 
 
 def _arm_name(folder: Path, arm: str, seed: int) -> str:
-    """Return the arm's name in its run: ``arm``, or in a sweep over policies the folder's name, such as ARM_POLICY."""
+    """Return the arm's name in its run: ``arm``; for a run with several training policies the folder's, ARM_POLICY."""
     folder = folder.resolve()
     name = folder.parent.name
     return name if folder.name == f"seed-{seed}" and name.startswith(f"{arm}_") else arm
 
 
 def _pin_untrained(folder: Path) -> PinnedCheckpoint:
-    """Return what a pin states of a model trained outside kvaudit; it has no arm or seed until a run names it."""
+    """Return the entry of a pin for a model trained outside kvaudit; its arm and seed are placeholders."""
     from kvaudit.audit.sampling.checkpoints import checkpoint_files, checkpoint_sha256
     from kvaudit.core.spec_train import BASE_ARM
 
@@ -246,9 +249,9 @@ _MOST_OPACITY = 0.55  # of the shade, so that the text stays readable
 
 
 class ShadedPrompt(NamedTuple):
-    """A prompt under a policy: the text of each token, and the share of layers and heads whose cache still held it.
+    """A prompt under a policy: for each token its text and the share of layers and heads whose cache still held it.
 
-    ``pieces`` are the texts, ``held`` the shares; ``caption`` describes the answer.
+    ``pieces`` are the texts, ``held`` the shares; ``caption`` describes the answer to the prompt.
     """
 
     heading: str
@@ -293,7 +296,7 @@ def shading_svg(title: str, prompts: Sequence[ShadedPrompt]) -> str:
 
 
 def _place_tokens(prompt: ShadedPrompt) -> Iterator[_PlacedToken]:
-    """Yield the tokens of a prompt with their places on the page, cut at the end of a line.
+    """Yield the tokens of a prompt with their line and column in the drawing; one longer than a line is cut.
 
     A line break of the text begins a new line.
     """

@@ -47,7 +47,7 @@ _PHASES = ("train", "evaluate")
 
 @dataclass(frozen=True)
 class RunOptions:
-    """The options for work on a run; only ``limit`` changes what is measured, by making another spec."""
+    """The options of ``kvaudit run``; only ``limit``, the most items of a suite, changes what is measured."""
 
     limit: Limit = None
     threads: Threads = None
@@ -138,7 +138,7 @@ def run(
 def _continue_command(spec: Path, out: Path | None, options: RunOptions, *, only: str | None, join: bool) -> list[str]:
     """Return the words of the command that continues the work after an interruption.
 
-    Joining and evaluating need no --resume.
+    It has --resume unless the work is joined or only evaluates, where that is implied.
     """
     plugins = plugin_words(options.plugins)
     if join:
@@ -151,7 +151,7 @@ def _continue_command(spec: Path, out: Path | None, options: RunOptions, *, only
 
 
 def _check_unused(mode: str, options: Mapping[str, object]) -> None:
-    """Raise SpecError if an option is given that has no effect with ``mode``."""
+    """Raise SpecError if ``options`` has one that is given but has no effect with ``mode``, such as --join."""
     for name, value in options.items():
         if value:
             raise SpecError(f"{name} has no effect with {mode}; leave one of the two out")
@@ -238,7 +238,7 @@ def _ranks(spec: RunSpec) -> int:
 
 
 def _gpus(spec: RunSpec) -> int:
-    """Return the GPUs that one worker needs: one per rank, or as many as the largest engine spreads over."""
+    """Return the number of GPUs that one worker needs: one per rank, or as many as the largest engine spreads over."""
     from kvaudit.audit.engines.base import ENGINES, is_engine
     from kvaudit.core.policy_names import engine_name, engine_settings
 
@@ -286,7 +286,7 @@ def _join_run(path: Path, options: RunOptions) -> None:
 
 
 def _run_phase(phase: str, path: Path, out: Path | None, options: RunOptions, *, resume: bool) -> None:
-    """Run only the training, or only the evaluation of the checkpoints in the folder."""
+    """Run only one phase: ``train``, or ``evaluate``, which asks the checkpoints that exist in the run's folder."""
     from rich.console import Console
 
     plan = _load_plan(path, out, options)
@@ -315,7 +315,7 @@ class RunPlan(NamedTuple):
 
 
 def _load_plan(source: Path | Mapping[str, Any], out: Path | None, options: RunOptions) -> RunPlan:
-    """Load the plug-ins, then the spec, which may name them, from a file or a mapping."""
+    """Return the plan of a run: load the plug-ins, then the spec, which may name them, from a file or a mapping."""
     if isinstance(source, Path):
         typer.echo(f"reading {hide_passwords(inline(str(source)))}")  # before imports that take seconds
     from kvaudit.audit.runs.names import NAMES, load_plugins
@@ -408,10 +408,11 @@ def _check_possible(spec: RunSpec, prepared: Prepared | None, options: RunOption
 
 
 def gate_provenance(spec: RunSpec, names: PluginNames) -> dict[str, Any]:
-    """Return what the provenance of a new run says of its gate: gate file, pin, and suites whose margin is a default.
+    """Return the entries about the gate that the provenance of a new run stores.
 
-    Raises SpecError and DataError for files that cannot be used. The path of a pin is relative to the gate file
-    that names it, or to the current folder if the spec names it.
+    They are the gate file, the pin (the hashes that the reference must have), and the suites whose margin is a default.
+    The path of a pin is relative to the gate file that names it, or to the current folder if the spec names it. Raises
+    SpecError and DataError for files that cannot be used.
     """
     from kvaudit.core.facets import suite_of
     from kvaudit.core.spec import expand, with_gate

@@ -93,12 +93,12 @@ def serve(
 
 
 def _is_fault(record: logging.LogRecord) -> bool:
-    """Return whether a line of the server's log is about a fault, and not about a request cut off at the end."""
+    """Return whether a line of the server's log reports a fault; a request cut off when the server stops is none."""
     return not (record.exc_info and isinstance(record.exc_info[1], CancelledError))
 
 
 def parse_models(models: Sequence[str]) -> dict[str, str]:
-    """Return the path of each model by the name it is served under; SpecError for a name given twice or with an @."""
+    """Return each model's path by the name it is served under; raise SpecError for a repeated name or one with an @."""
     paths: dict[str, str] = {}
     for text in models:
         name, path = _split_pair(text, "MODEL") if "=" in text else (text.rstrip("/").rpartition("/")[2] or text, text)
@@ -109,7 +109,7 @@ def parse_models(models: Sequence[str]) -> dict[str, str]:
 
 
 def parse_aliases(aliases: Sequence[str], models: Mapping[str, str]) -> dict[str, str]:
-    """Return the NAME@POLICY that each alias stands for; SpecError for an alias that could be a model's name."""
+    """Return the NAME@POLICY that each alias stands for; raise SpecError for an alias that could be a model's name."""
     targets: dict[str, str] = {}
     for text in aliases:
         name, target = _split_pair(text, "--alias")

@@ -27,10 +27,10 @@ def batched(items: Sequence[Item], lengths: dict[str, int], tokens: int) -> list
 
 
 def whole_templates(suite: Suite, items: Sequence[Item], number: int) -> list[Item]:
-    """Return about ``number`` items; a template's twins (its items with different right answers) stay together.
+    """Return about ``number`` items; those of one template with different right answers (its twins) stay together.
 
-    The first template of every cluster comes before the second of any. The items for a smaller ``number`` are the
-    first of those for a larger one.
+    The first template of every cluster comes before the second of any. The result for a smaller ``number`` is the
+    beginning of that for a larger one.
     """
     clusters: dict[str, list[Item]] = {}
     for item in items:
@@ -47,9 +47,9 @@ def whole_templates(suite: Suite, items: Sequence[Item], number: int) -> list[It
 def engine_batches(spec: RunSpec, suite: Suite, items: Sequence[Item], unit: Unit, folder: str) -> list[list[Item]]:
     """Return a unit's items in the batches in which its engine is asked them.
 
-    ``folder`` is the name of the folder for the records: that of the grid, the pilot or the floor (requests repeated to
-    measure an engine's noise). The grid (the run's main folder) begins with the pilot's batches, so that both ask the
-    pilot's items in the same batches. The first batch is small, so that the first answers arrive soon.
+    ``folder`` names the folder for the records: the grid's (the run's main one), the pilot's, or one of the floor's
+    (requests repeated to measure an engine's noise). The grid begins with the pilot's batches, so that each item of the
+    pilot is in the same batch both times. The first batch is small, so that the first answers arrive soon.
     """
     at_once = spec.engine(unit.policy.canonical).at_once
     ordered = whole_templates(suite, items, len(items))
@@ -82,7 +82,7 @@ def _take_batches(batches: Sequence[list[Item]], number: int) -> list[list[Item]
 
 
 def _shuffle_batches(batches: Sequence[list[Item]], seed: int, unit: Unit) -> list[list[Item]]:
-    """Shuffle items across batches of the same sizes; the order is the same for every engine setting."""
+    """Return batches of the same sizes with all items shuffled; the order depends only on seed, suite and length."""
     items = [item for batch in batches for item in batch]
     random.Random(derive_seed("floor", seed, unit.suite, unit.context_tokens)).shuffle(items)
     remaining = iter(items)

@@ -47,7 +47,7 @@ def kernel() -> str:
 
 
 class _ClaimState(NamedTuple):
-    """The content and modification time of a lock file; every heartbeat changes the time."""
+    """The content and modification time of a lock file; the owner changes the time every few seconds (a heartbeat)."""
 
     touched: int  # mtime in ns
     text: str
@@ -59,7 +59,7 @@ class _ClaimState(NamedTuple):
 
     @property
     def holder(self) -> dict[str, object]:
-        """The process that signed the file, as the table it wrote; empty if the file is damaged or empty."""
+        """The process that signed the file: pid, host, kernel, ...; empty if the file is damaged or empty."""
         try:
             holder = json.loads(self.text)
         except (ValueError, RecursionError):
@@ -105,7 +105,7 @@ class Claim:
             )
 
     def release(self) -> None:
-        """Give the unit up; remove the file before unlocking it, so that no process can lock a removed file."""
+        """Give the unit up: remove the lock file, then unlock it, so that no process can lock a removed file."""
         if self.is_valid:
             self.path.unlink(missing_ok=True)
         os.close(self.file)
@@ -132,10 +132,10 @@ class Claim:
 
 
 class Claims:
-    """The claims of one process, with the claims of other processes that it has seen.
+    """The units that one process has locked (claimed), and what it has seen of the locks of other processes.
 
-    With ``takeover`` the user states that processes on other machines are gone. Their claims are then free at once.
-    One whose file is still locked is free after the timeout, because a dead machine can leave a lock for ever.
+    ``takeover`` says that the user declares processes on other machines gone. Their claims are then free at once. A
+    claim whose file is still locked is free after the timeout, because a dead machine can leave a lock for ever.
     """
 
     def __init__(self, *, takeover: bool = False) -> None:
@@ -157,11 +157,14 @@ class Claims:
             claim.release()
 
     def holder(self, path: Path) -> dict[str, object]:
-        """Return the signature of the process that had the claim when this process last tried to get it."""
+        """Return who held the claim when this process last tried to get it (pid, host, ...); empty if it never did."""
         return self._seen[path][0].holder if path in self._seen else {}
 
     def _claim_settled(self, path: Path) -> Claim | None:
-        """Claim a lock file and, where another machine may claim it too, wait until the file shows which one did."""
+        """Return a claim on a lock file, or None if another process has it.
+
+        If another machine may sign the file at the same time, wait until its content shows which of the two has it.
+        """
         with mutex(path.parent / ".claims.lock"):  # no other process may sign between our reading and signing
             claim, is_contested = self._take(path)
         if claim is None or not is_contested:
@@ -174,7 +177,10 @@ class Claims:
         return None
 
     def _take(self, path: Path) -> tuple[Claim | None, bool]:
-        """Sign the lock file if it is free; return the claim, and whether another machine may be signing it too."""
+        """Sign the lock file if it is free; return the claim, and whether another machine may be signing it too.
+
+        The claim is None if another process has the file.
+        """
         file, is_new, is_locked = _open_and_lock(path)
         state = _ClaimState.of(file)
         signer = (state.holder.get("kernel"), state.holder.get("device"))
@@ -237,7 +243,7 @@ def _is_current(file: int, path: Path) -> bool:
 
 
 class IdleSignal:
-    """A file that a process touches when it has nothing to do, so that others release units."""
+    """A file that a process touches when it finds no free unit, so that processes with several units release some."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / ".idle"
@@ -248,7 +254,7 @@ class IdleSignal:
         self._path.touch()
 
     def was_sent(self) -> bool:
-        """Return whether the file's time has changed since the last call; the time may be another machine's."""
+        """Return whether a process has touched the file since the last call; whose clock its time is by is unknown."""
         earlier, self._last = self._last, self._time()
         return self._last != earlier
 
@@ -262,7 +268,7 @@ class _HeldUnit(NamedTuple):
 
 
 class ClaimedUnits(Generic[T]):
-    """The units of one group (those answered batch by batch together) that this process has claimed."""
+    """The units of one group that this process has claimed (locked); it answers them together, batch by batch."""
 
     def __init__(self, claimed_units: Mapping[T, _HeldUnit], is_done: Callable[[T], bool], idle: IdleSignal) -> None:
         self._claimed, self._is_done, self._idle = dict(claimed_units), is_done, idle
@@ -292,7 +298,10 @@ class ClaimedUnits(Generic[T]):
 def _claim_group(
     claims: Claims, group: Sequence[T], lock: Callable[[T], Path], *, untouched: bool
 ) -> Iterator[dict[T, _HeldUnit]]:
-    """Claim the free units of a group while the body runs; with ``untouched`` none if another process has the first."""
+    """Claim the free units of a group while the body runs; yield them.
+
+    ``untouched``: claim none if the first is taken.
+    """
     claimed_units: dict[T, _HeldUnit] = {}
     with ExitStack() as stack:
         for unit in group:
@@ -389,7 +398,7 @@ def work_on_groups(
 def _open_units(
     groups: Sequence[Sequence[T]], is_done: Callable[[T], bool], on_done: Callable[[T], None]
 ) -> list[list[T]]:
-    """Call ``on_done`` with every unit that is done, and return the others by group."""
+    """Call ``on_done`` with every unit that is done; return the other units in their groups, without empty groups."""
     open_groups: list[list[T]] = []
     for group in groups:
         open_units = []

@@ -97,7 +97,7 @@ class ProbeUnit:
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that a probe asks, items of short contexts first.
+    """Everything that a probe asks (one round of fixed questions to an endpoint), items of short contexts first.
 
     ``count`` returns the number of tokens of a text, ``counted`` says in words how it counts, and ``rows`` maps each
     file of public data to its sha256.
@@ -116,7 +116,7 @@ class Plan:
 
     @property
     def asked(self) -> dict[str, str]:
-        """What two probes must share to be compared: the hash of the items of each unit, and the sampling settings."""
+        """What two probes must share to be compared, by name: hashes of the items and sampling settings."""
         grid = self.spec.evaluate
         items = {
             f"items of {unit.suite.name} at {unit.context_tokens}": _items_sha256(unit.items) for unit in self.units
@@ -129,7 +129,7 @@ class Plan:
         return {**items, **decoding}
 
     def lines(self) -> Iterator[str]:
-        """Yield the number of requests, tokens and the cost, and remarks on the size of the plan."""
+        """Yield lines on the plan: items of each suite, requests, tokens, cost, and remarks on its size."""
         requests, read, written = (sum(numbers) for numbers in zip(*map(self._size, self.units), strict=True))
         turns = " at most" if any(unit.suite.max_turns > 1 for unit in self.units) else ""
         for unit in self.units:
@@ -144,7 +144,7 @@ class Plan:
         yield from self._remarks()
 
     def tokens(self, item: Item) -> int:
-        """Return the tokens of an item's first prompt, without those that a chat template adds."""
+        """Return the number of tokens in an item's first prompt, without those that a chat template adds."""
         return sum(self.count(message.content) for message in as_text(item.messages, item.tools))
 
     def _size(self, unit: ProbeUnit) -> tuple[int, int, int]:
@@ -172,7 +172,7 @@ class Plan:
 
 
 def make_plan(spec: RunSpec) -> Plan:
-    """Return the plan with all its items; raises SpecError or DataError if an endpoint could not be asked them."""
+    """Return the plan with all its items; raise SpecError or DataError for a suite that no endpoint can be asked."""
     count, counted = counter(spec)
     with collect_file_hashes() as rows:
         units = [
@@ -202,7 +202,7 @@ def counter(spec: RunSpec) -> tuple[CountTokens, str]:
 
 
 def estimate_tokens(text: str) -> int:
-    """Return about how many tokens a text has, whatever the tokenizer."""
+    """Return a rough number of tokens in a text, from its number of characters."""
     return -(-len(text) // _CHARACTERS_PER_TOKEN)  # rounded up
 
 
@@ -235,7 +235,7 @@ def request_body(plan: Plan, suite: Suite, transcript: Sequence[Message], seed: 
 
 
 def call_key(body: Mapping[str, Any], sample: int) -> str:
-    """Return the sha256 of a request and of the number of its repetition."""
+    """Return the sha256 of a request and ``sample`` (the number of its repetition), by which its answer is stored."""
     # endpoints have two names for the limit of tokens
     named = {("limit" if key.startswith("max_") else key): value for key, value in body.items()}
     return hashlib.sha256(json.dumps([named, sample], sort_keys=True).encode()).hexdigest()
@@ -255,11 +255,11 @@ class Calls:
         self.model = next((stored.model for stored in self._answers.values() if stored.model), "")  # of the first
 
     def find(self, key: str) -> Answer | None:
-        """Return the answer to a call, None if there is none yet."""
+        """Return the stored answer to the request with this ``call_key``, or None."""
         return self._answers.get(key)
 
     def keep(self, key: str, result: Answer | Unanswered) -> None:
-        """Store an answer, or the reason why there is none."""
+        """Store an answer, or the reason why there is none, under the ``call_key`` of its request."""
         fields = {"failed": str(result)} if isinstance(result, Unanswered) else asdict(result)
         with self._lock:
             if isinstance(result, Answer):
@@ -303,9 +303,9 @@ def _is_valid(stored: Answer) -> bool:
 
 @dataclass(frozen=True)
 class Failure:
-    """A reason for which ``count`` conversations are unscored: ``why``, or one of ``alike`` similar ones.
+    """A reason for which ``count`` conversations are unscored: ``why``, or one of ``alike`` similar reasons.
 
-    The similar reasons differ from ``why`` only in numbers.
+    Similar reasons differ from ``why`` only in numbers. A ``lasting`` failure would occur again.
     """
 
     why: str
@@ -322,7 +322,10 @@ class Failure:
 
 
 def group_failures(failed: Counter[str], lasting: Set[str]) -> list[Failure]:
-    """Return failures, most frequent first; reasons that differ only in numbers are merged under the commonest one."""
+    """Return failures, most frequent first; reasons that differ only in numbers are merged under the commonest one.
+
+    ``failed`` counts conversations by reason, ``lasting`` holds the reasons that would occur again.
+    """
     kinds: dict[tuple[str, bool], list[str]] = {}
     for why, _ in failed.most_common():
         kinds.setdefault((_NUMBER.sub("#", why), why in lasting), []).append(why)
@@ -344,7 +347,7 @@ class _Conversation:
 
 
 class Probe:
-    """The work of one process on a probe.
+    """One process's part in asking an endpoint all items of a plan and storing the graded answers.
 
     Raises RunError if the probe's folder began with another address, items or public rows.
     """
@@ -390,7 +393,7 @@ class Probe:
         return group_failures(failed, lasting)
 
     def _check_unchanged(self, asked: dict[str, str]) -> None:
-        """Note the items and the address; raise RunError if the run folder began with others."""
+        """Store what is asked and the address; raise RunError if the run folder began with others."""
         for table, entries in ((ENDPOINT_REQUESTS, asked), (ENDPOINT, {"base_url": self._url})):
             for key, now in entries.items():
                 then = self._run.keep(table, key, now)

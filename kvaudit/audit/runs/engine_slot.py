@@ -43,7 +43,10 @@ OnFirstAnswer = Callable[[str, Item, str], None]  # policy or condition, item, t
 
 
 class EngineSlot(Session):
-    """A session that passes requests to the one engine that currently runs; every start happens inside ``around``."""
+    """A session that passes requests to the one engine that currently runs, and starts it when needed.
+
+    ``around(condition)`` gives a context manager in which every start happens, such as one that shows it.
+    """
 
     def __init__(
         self,
@@ -58,7 +61,7 @@ class EngineSlot(Session):
         self._key = ("", "")  # of the target: sha256 of the weights, condition
 
     def switch_to(self, condition: Condition, model: LoadedModel) -> Session:
-        """Return the session of this engine, settings and checkpoint; if none runs, stop any other and start it."""
+        """Return this session, now with an engine of these settings and checkpoint; stop any other engine first."""
         key = (model.sha256, condition.canonical)
         if self._session is None or key != self._key:
             self.stop()
@@ -67,7 +70,7 @@ class EngineSlot(Session):
         return self
 
     def answer(self, requests: Sequence[GenerationRequest]) -> list[Reply]:
-        """Return the engine's replies; restart an engine that dies, twice at most, then raise RunError."""
+        """Return the engine's replies; restart an engine that dies, at most twice, then raise RunError."""
         assert self._target is not None
         condition, model = self._target
         for tries_left in reversed(range(_TRIES)):
@@ -111,7 +114,7 @@ class EngineSlot(Session):
 
 
 def check_engine_unchanged(run: RunFolder, key: str, engine: str, description: Mapping[str, str]) -> None:
-    """Store an engine's description at its first start; raise RunError if it differs later.
+    """Store what an engine reports of itself at its first start, under ``key``; raise RunError if it differs later.
 
     The ``weights`` in the description are not compared: they differ between checkpoints, whose hashes are checked
     elsewhere.
@@ -156,7 +159,8 @@ def try_out_engines(
 ) -> None:
     """Start every engine with each of its settings and sample one token, so that errors show before a run begins.
 
-    The logs are kept if an error names them. ``on_answer`` is called with the beginning of each answer.
+    Engine logs are kept if there is an error and they have text. ``on_answer`` is called with the beginning of each
+    answer.
     """
     ids, stops = item_prompt(model.chat, item).ids, tuple(sorted(model.chat.stop_ids))
     max_tokens = 1 if on_answer is None else FIRST_TOKENS

@@ -69,7 +69,7 @@ _MOST_CLUSTERS = 20_000
 
 
 def grid(spec: RunSpec) -> list[Unit]:
-    """Return every unit (checkpoint, policy, suite, length) of a run, in an order that loads each checkpoint once."""
+    """Return every unit (checkpoint, policy, suite, length) of a run; those of one checkpoint are adjacent."""
     parsed = dict(zip(spec.evaluate.policies, served_policies(spec), strict=True))
     units = []
     for arm, seed in spec.arms:
@@ -95,13 +95,13 @@ def cache_policies(spec: RunSpec) -> list[Policy]:
 
 
 def selecting_policies(spec: RunSpec) -> list[str]:
-    """Return the policies that keep every entry in the cache (as byte counts show) but let a query read only some."""
+    """Return the names of the policies that keep every cache entry but let each query read only some of them."""
     policies = cache_policies(spec)
     return [p.canonical for p in policies if any(member.selects for drawn in p.draws for member in drawn.members)]
 
 
 def suite_as_asked(spec: RunSpec, name: str) -> Suite:
-    """Return a suite with the spec's answer length, thoughts included, and its places of decisive text in prompts."""
+    """Return a suite with the spec's settings: answer length, thinking included, and where decisive texts stand."""
     suite, settings, thinking = SUITES.get(name)(), spec.evaluate.suites[name], spec.evaluate.think
     suite.max_new_tokens = settings.max_new_tokens or suite.max_new_tokens
     suite.max_new_tokens += thinking.budget if thinking else 0
@@ -113,8 +113,8 @@ class Evaluator:
     """Answers units (a policy, suite and length each) with one model and writes their records.
 
     ``batches`` are the items made so far, shared by all policies and by all checkpoints, which have the same tokenizer.
-    ``inputs`` is the hash of the run's inputs (``kvaudit.core.provenance``), which the seal of every finished file
-    stores. ``slot`` starts the engines of units that an engine serves.
+    ``inputs`` is the hash of the run's inputs (``kvaudit.core.provenance``), which is stored with every finished file.
+    ``slot`` starts the engines of units that an engine serves.
     """
 
     def __init__(
@@ -193,7 +193,7 @@ class Evaluator:
                         note(unit, files[unit])
 
     def answer_items(self, policy: Policy, suite: Suite, items: Sequence[Item]) -> Iterator[list[GradedRow]]:
-        """Yield the graded rows of each batch of items, answered as in a unit; write nothing."""
+        """Yield the graded answers of each batch of items, sampled under ``policy`` as in a run; write nothing."""
         for batch in self._make_batches(suite, items):
             yield self._play_batch(Sampler(self._packed_model, policy), suite, batch)
 
@@ -202,7 +202,7 @@ class Evaluator:
     ) -> list[list[Item]]:
         """Return the batches of items in which a unit is asked, none of them empty.
 
-        ``folder`` is the name of its records' folder: the pilot's has fewer items, the floor's may have another order.
+        ``folder`` names its records' folder: the pilot's has fewer items; for the floor, engines may get another order.
         """
         context = unit.context_tokens
         if rows is not None:
@@ -222,9 +222,9 @@ class Evaluator:
         return [batch for batch in pilot_batches if batch]
 
     def _existing_rows(self, unit: Unit, run: RunFolder, folder: Path) -> dict[Row, Record]:
-        """Return a unit's answers that are not asked again: the pilot's, and those kept when refused requests are.
+        """Return a unit's answers that are not asked again: the pilot's, and those kept in a file that was reopened.
 
-        Items of which the server refused a request have no such answers.
+        A file is reopened to ask requests again that a server refused; answers to these items are not kept.
         """
         if folder.name in (PILOT_FOLDER, SAME_ORDER, SHUFFLED):
             return {}
@@ -240,9 +240,9 @@ class Evaluator:
         suite: Suite,
         rows: Mapping[str, range] | None,
     ) -> None:
-        """Store the hash of the prompts of every unfinished unit, beside other hashes that earlier processes stored.
+        """Store the hash of the prompts of every unfinished unit, merged with the hash that an earlier process stored.
 
-        In rounds the hash covers the rows of all rounds so far and replaces the earlier one.
+        In a run in rounds it covers the rows of all rounds so far and replaces the earlier hash.
         """
         due = {unit: file for unit, file in files.items() if rows or file.batches < len(batches)}
         if not due:
@@ -308,7 +308,7 @@ class Evaluator:
             return play_unit(inspect_unit, items, batched)
 
     def _decoding(self, suite: Suite, items: Sequence[Item]) -> tuple[Decoding, list[int], int, bool]:
-        """Return the decoding settings, a seed per row, the rows per item, and whether the model thinks first."""
+        """Return the decoding settings, a seed per answer, the answers per item, and whether the model thinks first."""
         section, samples = self._spec.evaluate, self._spec.evaluate.samples_of(suite.name)
         decoding = Decoding(suite.max_new_tokens, temperature=section.temperature, top_p=section.top_p)
         # the samples of an item are adjacent
@@ -395,7 +395,7 @@ class Evaluator:
 
 
 def prompts_sha256(chat: Chat, batches: Sequence[Sequence[Item]]) -> str:
-    """Return the sha256 of the items' rendered prompts, independent of their order."""
+    """Return the sha256 of all items' prompts as the chat template renders them, whatever the order of the items."""
     texts = sorted((item.item_id, _prompt_text(chat, item)) for batch in batches for item in batch)
     digest = hashlib.sha256()
     for name, text in texts:
@@ -411,7 +411,7 @@ def _prompt_text(chat: Chat, item: Item) -> str:
 
 
 def tool_forms_of(chat: Chat, batches: Sequence[Sequence[Item]]) -> dict[str, int]:
-    """Count the items by the form in which their prompts offer tools; items without tools are left out."""
+    """Return the number of items by the name of the form in which their prompts offer tools, if they offer any."""
     forms = (chat.tool_form_of(item.messages, item.tools) for batch in batches for item in batch)
     return dict(sorted(Counter(filter(None, forms)).items()))
 
@@ -430,7 +430,7 @@ def evaluation_items(spec: RunSpec, suite: Suite, context: int, count: CountToke
 
 
 def round_size(spec: RunSpec, suite: Suite, count: CountTokens) -> int:
-    """Return the number of items in one round of a suite: all twins of every cluster, or all rows of public data."""
+    """Return the number of items in one round of a suite: every cluster once with all its twins, or all public rows."""
     section = spec.evaluate
     if (rows := suite.rows("eval", section.seed)) is not None:
         return rows
@@ -438,7 +438,7 @@ def round_size(spec: RunSpec, suite: Suite, count: CountTokens) -> int:
 
 
 def count_clusters(suite: Suite, seed: int, context: int, count: CountTokens) -> int:
-    """Return the number of clusters that a suite makes before one repeats; raise SpecError if it exceeds 20,000."""
+    """Return the number of clusters (items of one origin) that a suite can make; raise SpecError for over 20,000."""
     number = 64
     while True:
         names = [item.cluster_id for item in make_items("evaluate", suite, "eval", number, seed, context, count)]
@@ -487,7 +487,7 @@ def opening_tokens(model: LoadedModel, item: Item) -> int:
 
 
 def check_spans(suite: Suite, item: Item) -> None:
-    """Raise SpecError if the text of an item's span (a text that decides its answer) does not occur in the item."""
+    """Raise SpecError if the text of a span, which decides the item's answer, does not occur in the item."""
     texts = [*(message.content for message in item.messages), *([list_tools(item.tools)] if item.tools else [])]
     problem = span_error(item.spans, texts, may_come_later=suite.max_turns > 1)
     if problem:
@@ -495,5 +495,5 @@ def check_spans(suite: Suite, item: Item) -> None:
 
 
 def row_seed(seed: int, item: Item, sample: int) -> int:
-    """Return the sampling seed of a row, the same for all checkpoints and policies (common random numbers)."""
+    """Return the sampling seed of an answer, the same under all checkpoints and policies (common random numbers)."""
     return derive_seed("evaluate", seed, item.suite, item.item_id, sample)

@@ -1,8 +1,8 @@
-"""The run folder: one spec, which any number of processes work on, and which resumes after a kill.
+"""The run folder: it holds one spec, on which any number of processes work, and which resumes after a kill.
 
-spec.yaml  provenance.json  checkpoints/<arm>/seed-<n>/  records/<unit>.jsonl + <unit>.done.json  report/
+    spec.yaml  provenance.json  checkpoints/<arm>/seed-<n>/  records/<unit>.jsonl + <unit>.done.json  report/
 
-Processes divide the units by claims (``kvaudit.audit.runs.claims``).
+Processes divide the units by locking them (``kvaudit.audit.runs.claims``).
 """
 
 from __future__ import annotations
@@ -65,7 +65,10 @@ class RunFolder:
         return read_provenance(self.path)
 
     def note(self, **entries: Any) -> None:
-        """Add entries to provenance.json; mappings are merged one level deep. Safe between processes."""
+        """Add entries to provenance.json, or replace them; mappings are merged one level deep.
+
+        Safe between processes.
+        """
         with mutex(self.path / ".provenance.lock"):
             provenance = self.provenance() if (self.path / PROVENANCE).exists() else {}
             for key, value in entries.items():
@@ -91,7 +94,7 @@ class RunFolder:
 
 
 def noted_value(run: RunFolder, *keys: str) -> Any:
-    """Return the value under nested keys of provenance.json; raise DataError if it is missing."""
+    """Return the value under nested keys of provenance.json, outermost first; raise DataError if it is missing."""
     value: Any = run.provenance()
     for key in keys:
         if not isinstance(value, Mapping) or key not in value:
@@ -182,7 +185,7 @@ def open_run(path: Path, spec: RunSpec, *, resume: bool, entries: Mapping[str, A
 
 
 def allow_more_minutes(path: Path, spec: RunSpec) -> RunSpec:
-    """Let a run in rounds take the minutes of ``spec``, if nothing else differs; return the spec of the run.
+    """Let a run in rounds take the larger time limit of ``spec``, if nothing else differs; return the stored spec.
 
     Rounds that ended because their time was spent then go on. If the folder holds no such run, nothing is changed and
     ``spec`` is returned.

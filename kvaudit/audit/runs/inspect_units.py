@@ -47,7 +47,7 @@ Rows = dict[tuple[str, int], Any]  # samples of logs by item id and epoch
 
 
 class InspectUnit(NamedTuple):
-    """A unit whose items Inspect runs: its suite, log folder, serving facts for the records, and decoding."""
+    """A unit whose items Inspect runs: its suite, log folder, decoding settings, and the fields its records share."""
 
     suite: Inspect
     logs: Path
@@ -58,7 +58,7 @@ class InspectUnit(NamedTuple):
 
     @property
     def identity(self) -> dict[str, Any]:
-        """The metadata of this unit's logs; samples of an earlier log are kept only if it has the same metadata."""
+        """The metadata of this unit's logs; samples in a log with other metadata are not used."""
         return {**self.serving._asdict(), **self.decoding}
 
 
@@ -84,10 +84,10 @@ def play_unit(unit: InspectUnit, items: Sequence[Item], batched: BatchedModel) -
 
 
 def kept_samples(unit: InspectUnit) -> Rows:
-    """Return the finished samples in the earlier logs of a batch; raise DataError for a log of another unit.
+    """Return the finished samples in the earlier logs of a batch, by item id and repetition.
 
-    A log that a kill left unreadable is renamed to NAME.broken, and its samples are asked again with the same
-    seeds.
+    A log that a kill left unreadable is renamed to NAME.broken, and its samples are asked again with the same seeds.
+    Raises DataError for a log of another unit.
     """
     from inspect_ai.log import read_eval_log
 
@@ -116,7 +116,7 @@ def _by_item(unit: InspectUnit, samples: Sequence[Any]) -> Iterator[tuple[tuple[
 
 
 def _play(unit: InspectUnit, items: Sequence[Item], batched: BatchedModel) -> Rows:
-    """Run Inspect on the items and return their samples.
+    """Run Inspect on the items and return their samples, by item id and repetition.
 
     Raises the error of the model's session if that fails, and RunError if Inspect fails.
     """
@@ -220,7 +220,7 @@ def _grade_if_degenerate(suite: Inspect, item: Item, transcript: Sequence[Messag
 
 
 def session_answers(session: Session, model: LoadedModel) -> AnswerBatch:
-    """Return a function that lets an engine answer requests; for each that the engine refuses it returns a RunError."""
+    """Return a function that answers requests by an engine; where the engine refuses one, the answer is a RunError."""
     from kvaudit.audit.serving.batched import cut_choice
 
     chat = model.chat

@@ -8,9 +8,9 @@ allows it, a judge decides in place of the suite's phrase rules. The original ru
     <unit>.done.json   judged: {"from": sha256 of the records that were judged, "by": {...}}, changed: {...}
     answers-*.jsonl    the judge's replies, by hash of the question (``core.judge_answers``)
 
-Units are claimed, so several processes may share the work. A judge is asked all questions of a unit before any record
-of the unit is written; its replies are stored at once, so that a kill loses little. An answer on which the judge failed
-is unscored, and the next process asks about it again.
+Units (files of records) are locked, so several processes may share the work. A judge is asked all questions of a unit
+before any record of the unit is written; its replies are stored at once, so that a kill loses little. An answer on
+which the judge failed is unscored, and the next process asks about it again.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def judged_folder(run: Path, judge: Judge) -> Path:
 
 
 class SuiteChange(NamedTuple):
-    """How many answers of a suite were graded again, and in how many of them each part of the grade changed."""
+    """How many answers of a suite were graded again, and in how many the score, outcome or another part changed."""
 
     suite: str
     versions: str  # before -> now
@@ -108,7 +108,7 @@ class Judging:
         return changes
 
     def agreement(self) -> dict[str, list[int]]:
-        """Return by suite the number of answers in each class of ``AGREEMENT``: desired by both grades, one or none."""
+        """Return, by suite, how many answers are desired by both grades, by the old, by the new, and by neither."""
         totals: dict[str, list[int]] = {}
         for unit in self.units:
             pairs = read_json(self._seal(unit))["changed"].get("pairs", [])
@@ -168,7 +168,10 @@ class Judging:
             yield answer.record, answer.record.with_grade(suite.version, item, grade, unsure=not is_sure)
 
     def _read_answers(self, unit: StoredUnit) -> Iterator[tuple[StoredAnswer, list[Judgement | None]]]:
-        """Yield every answer of a unit with the list of the judge's replies, empty if the judge is not asked."""
+        """Yield every answer of a unit with the judge's replies to its questions; no replies if the judge is not asked.
+
+        A reply is None where the judge failed.
+        """
         if self._answers is None:
             yield from ((answer, []) for answer in self._stored_answers(unit))
             return
@@ -194,7 +197,7 @@ class Judging:
             yield StoredAnswer(record, partial(suite_and_item, number, record))
 
     def _grade(self, old: Record, suite: Suite, item: Item, readings: list[Judgement | None]) -> tuple[Grade, bool]:
-        """Return the new grade, by the judge if it was asked and else by the suite, and whether the judge is sure."""
+        """Return the new grade, by the judge if it was asked and else by the suite, and whether the grader is sure."""
         reading = readings[0] if readings else None
         if self._judge is None or not readings:
             grade = grade_transcript(suite, item, old.transcript, old.finish_reason)
@@ -231,7 +234,7 @@ class Judging:
             write_whole(out.path / SPEC, (run.path / SPEC).read_text(encoding="utf-8"))
 
     def _provenance(self, provenance: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the run's provenance with an entry about this judging."""
+        """Return the run's provenance with an entry ``judged``: which records, suite versions, plug-ins and judge."""
         names = self._run.spec.evaluate.suites
         digests = {unit.records.name: unit.sha256 for unit in self.units}
         judged = {
@@ -246,14 +249,14 @@ class Judging:
         return {**provenance, "suite_versions": {name: SUITES.get(name).version for name in names}, JUDGED: judged}
 
     def _identity(self, unit: StoredUnit) -> dict[str, Any]:
-        """Return what a unit's new grades depend on: if its seal stores the same, the unit is judged already."""
+        """Return what a unit's new grades depend on; a unit whose seal stores the same values is judged already."""
         by = {"suite": SUITES.get(unit.suite).version, "kvaudit": __version__, "plug-ins": dict(self._plugins)}
         judge = {} if self._judge is None else {"judge": self._judge.identity}
         return {"from": unit.sha256, "by": {**by, **judge}}
 
 
 def _changes(old: Record, new: Record, judge: Judge | None) -> dict[str, int]:
-    """Return what the new grade changed about an answer: 1 or 0 for every name in ``_COUNTS``."""
+    """Return what the new grade changed about an answer: 1 or 0 for each of ``_COUNTS``, such as scores or outcomes."""
     is_judged = judge is not None and new.judge == judge.label
     return {
         "answers": 1,

@@ -1,4 +1,4 @@
-"""Find the prompt lengths at which a check can measure a loss, by pilots of the uncompressed model.
+"""Find the prompt lengths at which a check can measure a loss, by pilots (trial answers) of the uncompressed model.
 
 After a long conversation many models refuse everything or nothing, and then compression has nothing to worsen.
 """
@@ -26,7 +26,7 @@ _SECONDS = 60
 
 
 class TriedLength(NamedTuple):
-    """What a pilot (trial answers of the uncompressed model) showed at a prompt length of ``tokens``.
+    """What a pilot (trial answers of the uncompressed model) showed at one prompt length, ``tokens``.
 
     ``row_seconds`` are the seconds per answer.
     """
@@ -57,7 +57,7 @@ def lengths_from(first: int) -> Iterator[int]:
 def length_spec(model: str, config: ServingConfig, length: int, seed: int) -> dict[str, Any]:
     """Return the spec of a pilot of the uncompressed model, with ``length`` tokens of text before each question.
 
-    A spec with such texts must also ask the suite without them, here with one item.
+    Such a spec must also ask the suite without the text; here it does so with one item.
     """
     reference = config.named_reference
     if reference is None:
@@ -87,8 +87,8 @@ def read_pilot(records: Path, length: int) -> TriedLength:
 def choose_length(tried: Sequence[TriedLength], minutes: float) -> int:
     """Return the longest length at which a loss can be measured and a check's first round fits into ``minutes``.
 
-    Return the shortest usable length if none fits: a check always asks its first round. Raises NotMeasurable if the
-    model can be asked at no length.
+    If it fits at none, returns the shortest length at which a loss can be measured, since a check always asks its first
+    round. Raises NotMeasurable if a loss can be measured at no length.
     """
     usable = [length for length in tried if length.control.is_measurable]
     if not usable:

@@ -1,4 +1,4 @@
-"""The models of a run: its base model and the checkpoints of its arms, each checked against the run's stored hashes."""
+"""The models of a run: its base model and its checkpoints (an arm and seed each), checked against the stored hashes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Pair = tuple[str, int]  # arm, seed
 
 
 def trained_pairs(spec: RunSpec) -> list[Pair]:
-    """Return the arm and seed of every checkpoint that the run trains, warm starts (by supervised examples) first."""
+    """Return the (arm, seed) of every checkpoint that the run trains, supervised warm starts first."""
     return [*spec.starts, *(() if spec.train is None else spec.train.pairs)]
 
 
@@ -51,7 +51,7 @@ class Models:
         self.batches: Batches = {} if prepared is None else prepared.batches
 
     def resized(self, spec: RunSpec, suites: Collection[str]) -> Models:
-        """Return these models for a ``spec`` with other numbers of items of ``suites``, whose items are made anew."""
+        """Return these models for a ``spec`` with other numbers of items for ``suites``; their items are made anew."""
         batches = {key: parts for key, parts in self.batches.items() if key[0] not in suites}
         prepared = None if self._prepared is None else self._prepared._replace(batches=batches)
         models = Models(self._run, spec, self._print_line, prepared, self._processes)
@@ -78,7 +78,7 @@ class Models:
         return self._base
 
     def _note_base(self, model: LoadedModel) -> None:
-        """Store the versions, weights, device and chat format that the base model has here."""
+        """Store in provenance.json the versions, hash of the weights, device and chat format of the base model."""
         layout = ", large products packed" if has_packable_weights(model) else ""  # packed products round differently
         self._run.keep(VERSIONS_USED, versions_line() + layout, utc_now())
         self._run.note(base_sha256=model.sha256, device=str(model.device), dtype=str(model.dtype))
@@ -106,7 +106,7 @@ class Models:
             raise RunError(f"the first rank has base weights {sha256[:12]}, rank {rank} {self._base.sha256[:12]}")
 
     def start(self, seed: int) -> LoadedModel:
-        """Return the model from which the arms of a seed are trained: the base model or its warm start."""
+        """Return the model from which the arms of a seed are trained: the base model, or its supervised warm start."""
         section = self._spec.train
         if section is None or section.sft is None:
             return self.base()
@@ -156,7 +156,7 @@ class Models:
         return self.trained_sha256(pair)
 
     def trained_sha256(self, pair: Pair) -> str:
-        """Return the sha256 of a checkpoint trained in this run; raise DataError if it is unfinished."""
+        """Return the sha256 of the weights of a checkpoint trained in this run; raise DataError if it is unfinished."""
         path = self._run.checkpoint(*pair)
         if not self.is_trained(pair):
             raise DataError(

@@ -27,8 +27,8 @@ from kvaudit.suites.contexts import bare_name
 def _reference(canonical: str, settings: Any) -> str | None:
     """Return the uncompressed setting that an engine's condition (name and settings) is compared with.
 
-    It is made of ``settings``, or of the engine's default for None. Returns None for a policy of kvaudit's own cache.
-    Raises SpecError if the reference compresses, or if settings are given for such a policy.
+    ``settings`` are those of the reference in the spec, None for the engine's default. Returns None for a policy of
+    kvaudit's own cache. Raises SpecError if the reference compresses, or if settings are given for such a policy.
     """
     condition = parse_serving_mode(canonical)
     if not isinstance(condition, Condition):

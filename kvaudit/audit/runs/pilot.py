@@ -49,9 +49,10 @@ def with_kept_gate(spec: RunSpec, provenance: Mapping[str, Any]) -> RunSpec:
 
 
 def pilot_units(spec: RunSpec, units: Sequence[Unit] | None = None) -> list[Unit]:
-    """Return the units of which the pilot asks some items: the reference's, uncompressed and under every gated policy.
+    """Return the units of which the pilot asks some items: the reference arm's, uncompressed and under gated policies.
 
-    Each engine with a gated condition has uncompressed units too. ``units`` is the grid, if the caller has it.
+    The uncompressed units include those of each engine with a gated condition. ``units`` is the grid, if the caller has
+    it.
     """
     if not spec.evaluate.pilot_size:
         return []
@@ -61,7 +62,7 @@ def pilot_units(spec: RunSpec, units: Sequence[Unit] | None = None) -> list[Unit
 
 
 def _reference_policies(spec: RunSpec) -> list[str]:
-    """Return the uncompressed references of the gated policies, or every uncompressed policy if none is gated."""
+    """Return the uncompressed policies that gated ones are compared with, or all uncompressed ones if none is gated."""
     references = spec.evaluate.references
     policies = [reference_of(policy, references) for policy in spec.gate.primary]
     return list(
@@ -88,7 +89,7 @@ def gated_lengths(spec: RunSpec, suite: str) -> list[int]:
 
 
 def layout_of(spec: RunSpec, name: str, count: CountTokens) -> Layout:
-    """Return the cluster and the facets of each item in one round of a suite (``round_size`` items)."""
+    """Return the cluster and the facets of each item in one round of a suite (every cluster asked once)."""
     suite, section = suite_as_asked(spec, name), spec.evaluate
     context = min(section.contexts_of(name))
     items = make_items("evaluate", suite, "eval", round_size(spec, suite, count), section.seed, context, count)
@@ -106,7 +107,7 @@ def layout_of(spec: RunSpec, name: str, count: CountTokens) -> Layout:
 
 
 def impossible_cells(spec: RunSpec, count: CountTokens) -> Iterator[str]:
-    """Yield a line for each gated metric that cannot pass with its suite's items, with the number it would need."""
+    """Yield a line for each gated metric that cannot pass with its suite's items, with the number needed to pass."""
     assert spec.gate.alpha is not None, "a complete spec has a level"
     for name in spec.evaluate.suites:
         if not (metrics := gated_metrics(spec, name)):
@@ -120,7 +121,7 @@ def impossible_cells(spec: RunSpec, count: CountTokens) -> Iterator[str]:
 
 
 def check_possible(spec: RunSpec, count: CountTokens) -> None:
-    """Raise CannotPass, with a line for every gated metric that could not pass even with perfect answers."""
+    """Raise CannotPass if a gated metric could not pass even with perfect answers, with a line for each such metric."""
     if lines := tuple(impossible_cells(spec, count)):
         raise CannotPass(
             "the spec asks for a decision that its items cannot give; ask the number that would do, or run it as a "
@@ -133,7 +134,7 @@ def check_possible(spec: RunSpec, count: CountTokens) -> None:
 
 
 class Churn(NamedTuple):
-    """The number of pairs of pilot answers, uncompressed and under a gated policy, and how many of them differ."""
+    """How many of ``pairs`` answers are graded differently (``differing``): uncompressed, and under a gated policy."""
 
     differing: int
     pairs: int
@@ -142,10 +143,11 @@ class Churn(NamedTuple):
 def pilot_results(
     spec: RunSpec, answers: Answers, layouts: Mapping[str, Layout], most: Mapping[str, int]
 ) -> dict[str, Any]:
-    """Return the pilot's results: controls (has the reference anything to lose?), numbers of items, and the reasons.
+    """Return the pilot's results, a table for provenance.json.
 
-    It fixes the numbers for suites whose spec has ``items: auto`` or ``all``; ``most`` is how many items each of these
-    has. The table goes into provenance.json.
+    ``controls`` say whether the reference has anything to lose, ``items`` are the numbers of items for suites whose
+    spec has ``items: auto`` or ``all``, and ``sizes`` the reasons. ``layouts`` and ``most`` describe these suites: the
+    clusters and facets of their items, and the most items.
     """
     dense = {
         policy: [row for unit, rows in answers.items() if unit.policy.canonical == policy for row in rows]
@@ -186,7 +188,10 @@ def _control_table(suite: str, control: Control) -> dict[str, Any]:
 
 
 def _needed_items(spec: RunSpec, metric: Metric, answers: Answers, layout: Layout, most: int) -> dict[str, Any]:
-    """Return how many items a metric needs at the length and policy where most pilot answers changed, and why."""
+    """Return how many items a metric needs, and why, as a table for provenance.json.
+
+    It is planned for the length and policy at which most of the pilot's answers changed.
+    """
     worst = max(churns_of(spec, metric, answers), key=lambda c: planned_discordance(c.differing, c.pairs), default=None)
     discordance = ASSUMED_CHURN if worst is None else planned_discordance(worst.differing, worst.pairs)
     plan = plan_items(layout, metric, _design(spec, metric, discordance), most)
@@ -195,7 +200,10 @@ def _needed_items(spec: RunSpec, metric: Metric, answers: Answers, layout: Layou
 
 
 def _design(spec: RunSpec, metric: Metric, discordance: float) -> Design:
-    """Return the statistical design by which the pilot plans: the spec's samples and seeds, and no true drift."""
+    """Return the statistical design by which the pilot plans: the spec's samples and seeds, and no true drift.
+
+    ``discordance`` is the share of items whose answers differ.
+    """
     assert spec.gate.alpha is not None
     is_trained = spec.train is not None
     return Design(
@@ -211,7 +219,7 @@ def _design(spec: RunSpec, metric: Metric, discordance: float) -> Design:
 
 
 def churns_of(spec: RunSpec, metric: Metric, answers: Answers) -> Iterator[Churn]:
-    """Yield for each gated policy and length how many answers of a metric it changes (``Churn``), over all seeds."""
+    """Yield, for each gated policy and length, how many answers the policy changes in a metric, over all seeds."""
     references = spec.evaluate.references
     values = {unit: {(r.item_id, r.sample_index): _value(r, metric) for r in rows} for unit, rows in answers.items()}
     for length in gated_lengths(spec, metric.suite):
@@ -236,7 +244,7 @@ def _value(record: Record, metric: Metric) -> float | bool | None:
 
 
 def most_items(spec: RunSpec, name: str, layout: Layout, count: CountTokens) -> int:
-    """Return the most items to ask of a suite: one round, or several if its second round asks new questions."""
+    """Return the most items to ask of a suite: one round, or several if further rounds would ask new questions."""
     suite, section = suite_as_asked(spec, name), spec.evaluate
     if suite.rows("eval", section.seed) is not None:
         return len(layout)

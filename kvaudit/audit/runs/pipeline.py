@@ -36,10 +36,10 @@ STAGES: dict[str, type[Stage]] = {"train": TrainStage, "pilot": PilotStage, "eva
 class Pipeline:
     """One process's work on a run folder; several processes may work on the same folder.
 
-    Without ``prepared`` the model is loaded when it is first needed. ``plugins`` maps file names to their sha256.
-    ``takeover``: see ``Claims``. ``rank_command``: see ``RunContext``. ``processes`` is the number of processes
-    that work on the run on this machine. With ``asks_refused``, requests that a server refused are sent again.
-    Raises DataError if a finished checkpoint has changed, RunError if the run began with other plug-ins.
+    Without ``prepared`` (the loaded model and items) the model is loaded when it is first needed. ``plugins`` maps file
+    names to their sha256. ``takeover``: see ``Claims``. ``rank_command``: see ``RunContext``. ``processes`` is the
+    number of processes that work on the run on this machine. With ``asks_refused``, requests that a server refused are
+    sent again. Raises DataError if a finished checkpoint has changed, RunError if the run began with other plug-ins.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ def _set_threads(run: RunFolder, threads: int | None) -> None:
 
 
 def _note_names(run: RunFolder, spec: RunSpec) -> None:
-    """Store the number of threads, the hashes of policies, and the kinds and versions of suites."""
+    """Store the number of threads, the policies by name and hash, and the kinds and versions of the suites."""
     run.note(
         threads=run.provenance().get("threads", torch.get_num_threads()),
         policies={policy.canonical: policy.hash for policy in served_policies(spec)},

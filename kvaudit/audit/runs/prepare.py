@@ -84,7 +84,10 @@ def _conditions(spec: RunSpec) -> list[Condition]:
 
 
 def _show_first_answers(model: LoadedModel, spec: RunSpec, item: Item, on_answer: OnFirstAnswer) -> None:
-    """Sample the beginning of an answer under each policy of kvaudit's own cache; uncompressed if engines serve all."""
+    """Pass the beginning of an answer under each policy of kvaudit's own cache to ``on_answer``.
+
+    If engines serve all units, pass an uncompressed answer.
+    """
     for policy in cache_policies(spec) or [parse_policy(DENSE_POLICY)]:
         suite = suite_as_asked(spec, item.suite)
         (row,) = play(Sampler(model, policy), [(suite, item)], Decoding(FIRST_TOKENS, temperature=0.0), [0])
@@ -116,7 +119,7 @@ def _training_suites(section: TrainSpec) -> tuple[str, ...]:
 def check_training(spec: RunSpec, model: LoadedModel) -> None:
     """Raise the errors that training would raise, before the run begins: make the first items of every suite.
 
-    Also raises one for an adapter that does not fit the model, and for gold answers that its chat template rejects.
+    Also raises one for an adapter that does not fit the model, and for correct answers that its chat template rejects.
     """
     if spec.train is not None:
         check_adapter(model.model, spec.train.adapter)
@@ -130,7 +133,7 @@ def check_training(spec: RunSpec, model: LoadedModel) -> None:
 
 
 def check_reward(section: TrainSpec, model: LoadedModel) -> None:
-    """Score one gold answer per suite, so that an error of the reward shows before the run begins.
+    """Score one correct answer per suite, so that an error of the reward shows before the run begins.
 
     Such errors are a missing file, module or key, or an invalid number. An endpoint receives one request per suite.
     """
@@ -145,7 +148,7 @@ def check_reward(section: TrainSpec, model: LoadedModel) -> None:
 
 
 def check_engines(spec: RunSpec, batches: Batches) -> None:
-    """Raise SpecError for an engine that is not installed, and for a suite that engines cannot serve."""
+    """Raise SpecError for an engine that is not installed, or a suite in ``batches`` that engines cannot answer."""
     conditions = _conditions(spec)
     for condition in conditions:
         ENGINES.get(condition.engine).check(dict(condition.settings), spec.engine(condition.canonical))

@@ -70,7 +70,7 @@ class _Bar(Progress):
             self.tasks[0].finished_time = None
 
     def restart(self) -> None:
-        """Count from zero again; this also makes rich forget that the bar was full."""
+        """Count from zero again, even if the bar was full."""
         self.reset(self.tasks[0].id, total=0)
 
     def advance_to(self, done: float) -> None:
@@ -92,7 +92,7 @@ class _Bar(Progress):
 
 
 class Meter:
-    """A progress bar of ``total`` steps, as a context manager; an earlier run has done ``done`` of them."""
+    """A progress bar of ``total`` steps, as a context manager; ``done`` of them were done by an earlier run."""
 
     def __init__(self, console: Console, phase: str, total: int, done: int = 0) -> None:
         self._console, self._phase, self._total, self._done = console, phase, total, done
@@ -141,8 +141,9 @@ class Part(NamedTuple):
 class RunBar:
     """The progress of a run over its stages, in answers, including those sampled in training.
 
-    Use it as a context manager. Where there is no terminal, it prints a line every 20 seconds, less often in a run
-    of hours, followed by the lines that ``summary`` returns. It reads other processes' progress from disk as often.
+    Use it as a context manager. Where there is no terminal, it prints a line every 20 seconds, less often in a run of
+    hours, followed by the lines that ``summary`` returns. It reads other processes' progress from disk at the same
+    intervals.
     """
 
     def __init__(self, console: Console, summary: Callable[[], Sequence[str]] = tuple) -> None:
@@ -177,7 +178,7 @@ class RunBar:
         return self._parts[name].size
 
     def restart(self, name: str) -> None:
-        """Drop all parts and begin the bar again for the round ``name``; the number of all rounds is unknown."""
+        """Drop all parts and begin the bar again for the round ``name``, because the number of rounds is unknown."""
         self._parts.clear()
         self._done.clear()
         self._round = f" of {name}"
@@ -191,17 +192,17 @@ class RunBar:
         self._bar.set_to(sum(self._done.values()), sum(part.size for part in self._parts.values()))
 
     def claim(self, names: Collection[Hashable]) -> None:
-        """Set which parts this process works on, so that it counts only the others from disk."""
+        """Set which parts this process works on; the progress of all other parts is read from disk."""
         self._claimed = frozenset(names)
 
     def resume(self, name: Hashable, done: float) -> None:
-        """Set how many answers of a part are done, without an effect on the speed: they are not this process's work."""
+        """Set how many answers of a part were there before this process began; they do not count for the speed."""
         if name in self._parts:
             self._done[name] = min(max(done, self._done[name]), self._parts[name].size)
             self._bar.set_to(sum(self._done.values()), sum(part.size for part in self._parts.values()))
 
     def count(self, name: Hashable, done: float) -> None:
-        """Count the answers of a part that are done by now, whoever wrote them."""
+        """Set how many answers of a part (a unit of work) are done by now, by any process."""
         if name in self._parts and done > self._done[name]:
             self._done[name] = min(done, self._parts[name].size)
             self._bar.advance_to(sum(self._done.values()))
@@ -266,8 +267,7 @@ class _UnitScores:
 class FoundSoFar:
     """The answers lost and gained so far, counted from the record files of the run in ``folder``.
 
-    The reference under each policy is compared with the reference uncompressed, and each other arm with the
-    reference.
+    The reference arm under each policy is compared with itself uncompressed, and each other arm with the reference arm.
     """
 
     def __init__(self, spec: RunSpec, folder: Path) -> None:
@@ -337,7 +337,7 @@ def _comparisons(spec: RunSpec) -> Iterator[_Comparison]:
 def _pairs(
     units: Mapping[tuple[str, int, str, str, int], Unit], ours: tuple[str, str], theirs: tuple[str, str]
 ) -> Iterator[tuple[Unit, Unit]]:
-    """Yield pairs of a unit of ``ours`` and one of ``theirs`` (arm and policy) with the same seed, suite and length."""
+    """Yield pairs of units that differ in arm and policy only: ``ours`` (arm, policy) with ``theirs``."""
     for (arm, seed, policy, suite, context), unit in units.items():
         against = units.get((theirs[0], seed, theirs[1], suite, context))
         if (arm, policy) == ours and against is not None:

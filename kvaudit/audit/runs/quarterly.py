@@ -1,4 +1,4 @@
-"""The quarterly check of two servers with long contexts: its spec with a judge, and its price in tokens."""
+"""The quarterly check of two servers with long contexts and a judge: its spec, and its price in requests and tokens."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class Price(NamedTuple):
 
 
 def price_of(spec: RunSpec, chat: Chat) -> Price:
-    """Return how many requests and tokens a spec takes whose suites have one turn.
+    """Return how many requests and tokens a spec takes; its suites have one turn, so each answer is one request.
 
     It counts the repeated requests that measure an engine's own noise (the A/A floor) too.
     """

@@ -1,7 +1,8 @@
 """The spec of a check: whether a model may be served with a KV-cache setting, as a safety team asks.
 
-The endpoints of ``kvaudit.suites.endpoints`` are asked in rounds until each is decided or the time is used up. The spec
-alone fixes the questions, their order and the margins; how many are asked may depend on the machine's speed.
+The metrics of ``kvaudit.suites.endpoints`` are measured in rounds of questions until each is decided or the time is
+used up. The spec alone fixes the questions, their order and the margins; how many are asked may depend on the machine's
+speed.
 """
 
 from __future__ import annotations
@@ -37,27 +38,27 @@ _KEY = "key"  # key of a server's settings: the environment variable with its AP
 
 @dataclass(frozen=True)
 class ServingConfig:
-    """A serving configuration to check: an entry of ``evaluate.policies``, and the section ``engines`` of a spec."""
+    """A serving configuration to check, in a spec's terms: an entry of ``evaluate.policies``, and ``engines``."""
 
     policy: Any
     engines: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def served(self) -> ServingMode:
-        """The policy of kvaudit's own cache, or the condition (an engine with its settings)."""
+        """What serves the model: a policy of kvaudit's own cache, or a condition (an engine with its settings)."""
         if isinstance(self.policy, Mapping):
             return parse_serving_mode({name: value for name, value in self.policy.items() if name != _REFERENCE})
         return parse_serving_mode(self.policy)
 
     @property
     def named_reference(self) -> ServingMode | None:
-        """The reference that the configuration names, such as another server, or None."""
+        """The uncompressed side that the configuration names, such as another server; None if it names none."""
         settings = self.policy.get(_REFERENCE) if isinstance(self.policy, Mapping) else None
         return parse_serving_mode({ENGINE: self.policy[ENGINE], **settings}) if settings else None
 
 
 class MadeUpSuite(NamedTuple):
-    """A suite of generated questions for a check without public rows."""
+    """A suite of generated questions for a check without public rows, with its size, gated facets and margin."""
 
     suite: str
     items: int
@@ -84,7 +85,7 @@ CONTEXT = "chat"  # inside such a conversation a model still refuses what it ref
 
 
 class CheckPlan(NamedTuple):
-    """The questions of a check: endpoints (metrics of public rows) in rounds, or suites of generated questions."""
+    """The questions of a check: public rows in rounds (``endpoints``, a suite and metric each) or generated ones."""
 
     endpoints: tuple[Endpoint, ...]
     made_up: tuple[MadeUpSuite, ...]
@@ -98,7 +99,7 @@ class CheckPlan(NamedTuple):
     floor: int = 16
 
     def suite_of(self, endpoint: Endpoint) -> str:
-        """Return the name of an endpoint's suite, including its context."""
+        """Return the name of an endpoint's suite, with the kind of conversation before its rows: NAME@CONTEXT."""
         return endpoint.name if self.context is None else f"{endpoint.name}@{self.context}"
 
 
@@ -115,10 +116,10 @@ def plan_check(
 ) -> CheckPlan:
     """Return which questions to ask a serving configuration: public rows in rounds, or made-up ones if requested.
 
-    With a ``length`` the rows follow a conversation of so many tokens, even if the setting evicts nothing. The model
-    that ships with kvaudit gets made-up questions only. Raises DataError if public rows are needed but missing,
-    SpecError if the setting keeps more entries than a prompt may have, if ``sums`` or ``agents`` are combined with
-    made-up questions, or ``agents`` with a long conversation.
+    With a ``length`` the rows follow a conversation of so many tokens, even if the setting evicts nothing. ``sums``
+    adds school mathematics, ``agents`` tool calls. The model that ships with kvaudit gets made-up questions only.
+    Raises DataError if public rows are needed but missing, SpecError if the setting keeps more entries than a prompt
+    may have, if ``sums`` or ``agents`` are combined with made-up questions, or ``agents`` with a long conversation.
     """
     kept, exact = kept_entries(config), exact_entries(config)
     tokens = _prompt_length(model, max(kept or 0, exact) or None)
@@ -180,7 +181,10 @@ def _uncovered_topics(endpoints: Sequence[Endpoint], *, is_long: bool) -> Iterat
 
 
 def kept_entries(config: ServingConfig) -> int | None:
-    """Return how many entries a configuration keeps, None if it evicts none; only longer prompts show eviction."""
+    """Return how many cache entries a configuration keeps at most; None if it evicts none or does not say.
+
+    Eviction shows only in prompts that are longer.
+    """
     served = config.served
     if isinstance(served, Condition):
         entries = dict(served.settings).get(ENGINES.get(served.engine).keeps, "")
@@ -275,7 +279,7 @@ def endpoints_config(reference: str, candidate: str, settings: Mapping[str, str]
 
 
 def parse_server(option: str, text: str) -> dict[str, str]:
-    """Return the address and model of URL#MODEL; raise a SpecError that names the option."""
+    """Return the ``base_url`` and ``model`` of URL#MODEL; raise a SpecError that names ``option`` for another text."""
     url, mark, model = text.partition("#")
     if not (mark and model and re.match(r"https?://[^\s/@?]+", url)) or set("@?") & set(url):
         raise SpecError(f"{option} is {text[:80]!r}, wanted URL#MODEL, such as http://127.0.0.1:8000/v1#my-model")

@@ -1,7 +1,7 @@
 """Start and connect the ranks (processes that train a unit together), on this machine or under ``accelerate launch``.
 
-They find each other by the variables of torch's launchers (RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT).
-Ranks that were started here end with the process that started them.
+Ranks find each other by the variables of torch's launchers (RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT).
+Those that this process started end with it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def is_follower(ranks: int) -> bool:
 
 
 def check_ranks(ranks: int, device: torch.device) -> None:
-    """Raise SpecError or RunError if this process cannot train units with this many ranks."""
+    """Raise SpecError or RunError if this machine or torch cannot train units with this many ranks."""
     if ranks > 1 and not can_shard():
         raise RunError(
             f"train.ranks is {ranks}, but torch {torch.__version__} cannot shard a model as needed (FSDP2 with summed "
@@ -91,8 +91,8 @@ class _Failures:
 def start_ranks(ranks: int, job: Job, print_line: PrintLine, *, any_left: bool) -> Iterator[RankGroup]:
     """Yield the group of ranks that train units in the body, with this process as the first.
 
-    The others are started here unless a launcher has started them. With one rank, or if none are launched and no
-    unit is left to train (not ``any_left``), this process is alone.
+    The other ranks are started here unless a launcher has started them. With one rank, or if no launcher started any
+    and no unit is left to train (not ``any_left``), this process is alone.
     """
     if ranks == 1 or not (any_left or is_launched()):
         yield ALONE
@@ -127,13 +127,16 @@ def _local_ranks(ranks: int, job: Job, print_line: PrintLine) -> Iterator[RankGr
 
 @contextmanager
 def join_ranks(ranks: int, *, any_gpu: bool) -> Iterator[RankGroup]:
-    """Yield the group of ranks after joining it as rank RANK (not the first), on GPU LOCAL_RANK."""
+    """Yield the group of ranks after joining it, not as the first; the rank is RANK, the GPU LOCAL_RANK."""
     yield _connect(int(os.environ["RANK"]), ranks, any_gpu, "env://", str)
     dist.destroy_process_group()
 
 
 def _connect(number: int, ranks: int, any_gpu: bool, address: str, reason: Callable[[], str]) -> RankGroup:
-    """Connect this process as rank ``number`` to the others; ``reason`` is asked later why an exchange failed."""
+    """Connect this process to the other ranks as rank ``number`` of ``ranks``; return the group.
+
+    ``reason()`` says later why an exchange with the others failed. Raises RunError if the ranks cannot connect.
+    """
     on_gpus = any_gpu and torch.cuda.is_available()
     if on_gpus:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))

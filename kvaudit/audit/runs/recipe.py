@@ -1,6 +1,6 @@
-"""The recipe of a run's checkpoints, a record of how they were trained: made here, or copied from where they come from.
+"""The recipe of a run's checkpoints, a record of how they were trained: made here, or copied with the checkpoints.
 
-A checkpoint folder of this project, from another run or from TRL, has its provenance and telemetry. Another folder has
+A checkpoint folder that kvaudit wrote, in another run or from TRL, has its provenance and telemetry. Another folder has
 neither, and its recipe (``core.provenance``) is what the spec declares. Copied provenance goes into a file of another
 name, ``ORIGIN``, because the weights are not copied.
 """
@@ -33,9 +33,9 @@ _ELSEWHERE = ("arms", "seeds", "policy", "policies", "only", "suites", "weights"
 
 
 def recipe_of(spec: RunSpec, section: TrainSpec, model: LoadedModel, batches: Batches) -> dict[str, Any]:
-    """Return the recipe (the record of how checkpoints are trained) of a run that trains.
+    """Return the recipe (the record of how checkpoints are trained) of a run that trains, as recipe.json holds it.
 
-    ``batches`` are the items of its evaluation.
+    ``batches`` are the items of the run's evaluation, of which the recipe names the safety suites.
     """
     reward = parse_reward(section.reward, section.suites)
     text = reward.reward.constitution
@@ -70,7 +70,7 @@ def _data(section: TrainSpec, model: LoadedModel) -> dict[str, Any]:
 
 
 def refusal_set(spec: RunSpec, batches: Batches) -> dict[str, Any]:
-    """Return the safety suites of the run's evaluation, with a hash of their items at every length."""
+    """Return the safety suites of the run's evaluation by name: version, number and hash of items at each length."""
     sets: dict[str, Any] = {}
     for suite in spec.evaluate.suites:
         if SUITES.get(suite).kind == "safety":
@@ -86,7 +86,7 @@ def _items_sha256(items: Iterable[Item]) -> str:
 
 
 def copy_provenance(source: Path, target: Path) -> None:
-    """Copy provenance and telemetry of a finished checkpoint that was loaded, so its files are checked already."""
+    """Copy provenance and telemetry of a loaded checkpoint from ``source`` to ``target``; loading checked its files."""
     if not (source / PROVENANCE).is_file():
         return
     target.mkdir(parents=True, exist_ok=True)
@@ -96,10 +96,10 @@ def copy_provenance(source: Path, target: Path) -> None:
 
 
 def joined_recipe(run: RunFolder, refusal_set: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return one recipe (record of how checkpoints were trained) for all arms, with the safety suites of this run.
+    """Return one recipe (record of how checkpoints were trained) for all arms that a run took from elsewhere.
 
-    Returns None if a checkpoint has no recipe, or the recipes differ in more than arm and seed. Raises DataError
-    for a damaged recipe.
+    ``refusal_set``, the safety suites of this run, becomes part of it. Returns None if a checkpoint has no recipe, or
+    the recipes differ in more than arm and seed. Raises DataError for a damaged recipe.
     """
     pairs = [(arm, seed) for arm, checkpoints in run.spec.checkpoints.items() for seed in checkpoints.seeds]
     folders = {pair: locate(str(run.spec.external_source(*pair))) for pair in pairs}

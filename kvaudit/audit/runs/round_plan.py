@@ -1,4 +1,4 @@
-"""Choose what a run in rounds asks next: the plan of rows, the sizes of looks, and why there is no further round.
+"""Plan the rounds of questions of a run: how many rows to ask next, when to test (a look), and why to stop.
 
 Everything here follows from the plan and the stored looks alone, so that a resumed run asks what it would have asked.
 """
@@ -23,7 +23,7 @@ _OVERHEAD = 1.15  # total time / time that the answers take
 
 
 def look_sizes(rows: int, first: int = FIRST_LOOK, pilot: int = PILOT_ITEMS) -> list[int]:
-    """Return the numbers of rows after which a look is taken.
+    """Return the numbers of rows of a suite after which a look (a test between rounds) is taken.
 
     These are the pilot's rows, ``first``, then 1.5 times the last number, and finally ``rows``.
     """
@@ -38,9 +38,9 @@ def look_sizes(rows: int, first: int = FIRST_LOOK, pilot: int = PILOT_ITEMS) -> 
 class RowsPlan:
     """The most rows that rounds may ask of each suite; fixed before the first round, and corrected once after it.
 
-    ``items`` are rows to ask, ``seconds`` per row under all serving configurations together, ``left_out`` the
-    reasons why a suite is not asked, and ``at_hand`` the rows that exist. ``first_items`` are the rows planned before
-    the first round; it is empty until the plan is corrected.
+    All by suite: ``items`` are the rows to ask, ``seconds`` the time per row under all serving configurations together,
+    ``left_out`` the reason why it is not asked, and ``at_hand`` the rows that exist. ``first_items`` are the rows
+    planned before the first round; it is empty until the plan is corrected.
     """
 
     items: Mapping[str, int]
@@ -55,7 +55,7 @@ class RowsPlan:
 
     @classmethod
     def of(cls, provenance: Mapping[str, Any]) -> RowsPlan | None:
-        """Return the plan that a run has stored, or None."""
+        """Return the plan of rounds that a run has stored in its provenance, or None."""
         table = table_of(table_of(provenance, LOOKS), PLANNED)
         return cls(*(table_of(table, part.name) for part in fields(cls))) if table else None
 
@@ -70,7 +70,8 @@ def rows_plan(
 ) -> RowsPlan:
     """Return a plan of the most rows of each suite: those of its first look, and for gated suites a share of the rest.
 
-    The share is the same for all gated suites, and as large as ``minutes`` allow.
+    The share is the same for all gated suites, and as large as ``minutes`` allow. ``at_hand`` has the existing rows of
+    each suite, ``seconds`` the time per row, ``left_out`` the suites not to ask with the reason.
     """
     least = {suite: min(first, rows) for suite, rows in at_hand.items() if suite not in left_out}
     most = {suite: at_hand[suite] if suite in gated else rows for suite, rows in least.items()}
@@ -82,7 +83,7 @@ def rows_plan(
 
 
 def is_first_asked(looks: Sequence[Mapping[str, Any]], pilot: int) -> bool:
-    """Return whether the last look is the first one with rows that the pilot has not asked."""
+    """Return whether the last look is the first one with more rows than the pilot has asked (``pilot``)."""
     most = [max(table_of(look, "items").values(), default=0) for look in looks]
     return most[-1] > pilot and all(rows <= pilot for rows in most[:-1])
 
@@ -92,8 +93,8 @@ def corrected_items(
 ) -> dict[str, int]:
     """Return the most rows of each suite, planned anew from the time that the rows so far took.
 
-    That is the rows so far and, as time allows, an equal share of each gated suite's other rows. Answers have no part
-    in it, so the number of rows at the last look is still fixed beforehand.
+    These are the rows asked so far and, as time allows, the same share of each gated suite's remaining rows. They do
+    not depend on answers, so the number of rows at the last look is still fixed beforehand.
     """
     asked, seconds = table_of(looks[-1], "items"), _measured_seconds(plan, looks)
     more = {suite: plan.at_hand.get(suite, rows) - rows for suite, rows in asked.items() if suite in gated}
@@ -108,9 +109,9 @@ def next_round(
 ) -> dict[str, range] | str:
     """Return the rows of the next round by suite, or the reason why there is none.
 
-    The first ``first`` rows of each suite are asked whatever time they take, unless a loss is shown before. A suite
-    that is still open after its planned rows goes on while time and rows are left; the betting test, whose bounds hold
-    at every look, decides then.
+    ``looks`` are the earlier tests with the rows asked before each. Until ``first`` rows of a suite have been asked,
+    time is no limit; a shown loss ends all rounds. A suite that is still open after its planned rows goes on while time
+    and rows are left; the betting test, whose bounds hold at every look, decides then.
     """
     asked = {suite: 0 for suite in plan.items} | dict(table_of(looks[-1], "items") if looks else {})
     statuses: Mapping[str, str] = table_of(looks[-1], "words") if looks else {}
@@ -155,7 +156,10 @@ def _seconds_spent(looks: Sequence[Mapping[str, Any]]) -> float:
 
 
 def plan_lines(plan: RowsPlan, spec: RunSpec) -> Iterator[str]:
-    """Yield lines on what the planned rows can show of each margin and how long they take."""
+    """Yield a line for each margin: how many rows are planned, how long they take and what loss they can show.
+
+    Lines on suites that are not asked come first, with the reason.
+    """
     assert spec.gate.alpha is not None, "a complete spec has a level"
     for suite, reason in plan.left_out.items():
         yield f"not asked of this model: {suite} ({reason})"

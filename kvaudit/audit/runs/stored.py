@@ -28,7 +28,7 @@ from kvaudit.suites.sources import collect_file_hashes
 
 @dataclass(frozen=True)
 class StoredUnit:
-    """A finished unit (record file) of a run; ``version`` is that of the suite that graded it."""
+    """A finished unit of a run: one sealed record file; ``version`` is that of the suite that graded it."""
 
     records: Path
     seal: Mapping[str, Any] = field(hash=False)  # the path identifies a unit
@@ -60,7 +60,7 @@ class SuiteItems(NamedTuple):
 
 
 class Items:
-    """Makes the items of a run's units again, and keeps those of the last suite and length in memory.
+    """Makes the items that a run asked again from its spec, and keeps those of the last suite and length in memory.
 
     Raises DataError if the public rows differ from those that the run used.
     """
@@ -88,7 +88,7 @@ class Items:
 
 
 def stored_units(run: RunFolder) -> tuple[list[StoredUnit], list[str]]:
-    """Return the finished units of a run, by suite and length, and the names of the unfinished files.
+    """Return the finished units of a run, sorted by suite and length, and the names of the unfinished record files.
 
     Raises DataError if there is no finished unit, or one of a suite that the spec does not ask.
     """
@@ -132,7 +132,7 @@ def work_on_stored(
     lock: Callable[[StoredUnit], Path],
     work: Callable[[StoredUnit, Claim], None],
 ) -> None:
-    """Work on every unit that is not done, together with other processes, under a bar that counts answers.
+    """Work on every unit that is not done, sharing them with other processes, under a bar that counts answers.
 
     Each unit is checked against its seal before ``work`` is called with it.
     """
@@ -155,7 +155,7 @@ def work_on_stored(
 
 
 def item_of(record: Record, suite_items: SuiteItems, where: str) -> Item:
-    """Return the item that a record answers; raise DataError if the suite has no such item now or another of that name.
+    """Return the item that a record answers; raise DataError if the suite has no such item now, or a different one.
 
     ``where`` names the record's place in an error.
     """

@@ -30,7 +30,7 @@ Row = tuple[str, int]  # item id, sample index
 
 @dataclass(frozen=True)
 class Unit:
-    """The unit of work: one policy, suite and context length of a checkpoint, claimed and resumed on its own."""
+    """The unit of work: one checkpoint, policy, suite and context length; a process locks and resumes it as a whole."""
 
     arm: str
     seed: int
@@ -40,12 +40,15 @@ class Unit:
 
     @property
     def group_key(self) -> tuple[object, ...]:
-        """The key shared by units that are answered together, batch by batch; a unit of an engine is answered alone."""
+        """The key shared by units that differ only in their policy, which are answered together batch by batch.
+
+        An engine's unit shares its key with no other.
+        """
         condition = None if isinstance(self.policy, Policy) else self.policy
         return self.arm, self.seed, self.suite, self.context_tokens, condition
 
     def identity(self, checkpoint: str) -> tuple[str, str, str]:
-        """Return what all records of the unit share: checkpoint sha256, policy hash and suite version."""
+        """Return what all records of the unit share: ``checkpoint`` (sha256), policy hash and suite version."""
         return checkpoint, self.policy.hash, SUITES.get(self.suite).version
 
     @property
@@ -56,7 +59,7 @@ class Unit:
 
 @dataclass(frozen=True)
 class UnitFiles:
-    """The paths of a unit's files."""
+    """The paths of a unit's files: records, seal, lock, and answers kept while refused requests are asked again."""
 
     records: Path
     seal: Path
@@ -69,9 +72,9 @@ class UnitFiles:
 
 
 def sealed_records(files: UnitFiles, identity: tuple[str, str, str]) -> Mapping[Row, Record]:
-    """Return the records of a finished unit, and none of an unfinished one.
+    """Return the records of a finished unit by item id and sample index; empty for an unfinished unit.
 
-    Raises DataError if they differ from their seal, or have another ``identity``.
+    Raises DataError if the file differs from its seal, or has records of another ``identity``.
     """
     if not files.seal.exists():
         return {}
@@ -84,7 +87,7 @@ def sealed_records(files: UnitFiles, identity: tuple[str, str, str]) -> Mapping[
 
 
 def join_files(joined: UnitFiles, parts: Sequence[UnitFiles]) -> None:
-    """Write a unit's record file from its sealed parts, and seal it.
+    """Write a unit's record file from the sealed files of its ``parts``, and seal it.
 
     Raises DataError if a part is missing, is not sealed, or differs from its seal.
     """
@@ -107,25 +110,28 @@ def join_files(joined: UnitFiles, parts: Sequence[UnitFiles]) -> None:
 
 
 def answered_rows(rows: Mapping[Row, Record]) -> Mapping[Row, Record]:
-    """Return the rows of all items except those of which the server refused a sample, which are asked again whole."""
+    """Return the records of all items except those with a refused sample, whose samples are all asked again."""
     refused = {item for (item, _), record in rows.items() if record.unanswered}
     return {row: record for row, record in rows.items() if row[0] not in refused}
 
 
 def written_seconds(files: UnitFiles, rows: range) -> float:
-    """Return how many seconds ``rows`` of a unit's file took, as far as they are written."""
+    """Return how many seconds the answers with numbers ``rows`` in a unit's file took; missing ones count as 0."""
     written = _readable_rows(files.records) if files.records.exists() else []
     return sum(row.record.seconds for row in written[rows.start : rows.stop])
 
 
 def kept_rows(files: UnitFiles) -> Mapping[Row, Record]:
-    """Return the answers that a unit keeps while the requests that a server refused are sent again; else empty."""
+    """Return the answers that a unit keeps while its refused requests are sent again; empty for other units."""
     rows = _readable_rows(files.answered) if files.answered.exists() else ()
     return {(row.record.item_id, row.record.sample_index): row.record for row in rows}
 
 
 def reopen_refused(files: UnitFiles, identity: tuple[str, str, str]) -> int:
-    """Unseal a finished unit of which the server refused requests; keep its answers, return the number of refusals."""
+    """Remove the seal of a finished unit of which the server refused requests, so that they are asked again.
+
+    Keeps its other answers; returns the number of refused requests.
+    """
     rows = sealed_records(files, identity)
     refused = sum(bool(record.unanswered) for record in rows.values())
     if refused:
@@ -138,8 +144,8 @@ def reopen_refused(files: UnitFiles, identity: tuple[str, str, str]) -> int:
 class RecordFile:
     """The record file of an unfinished unit, as a context manager.
 
-    ``batches`` is the number of complete batches in it, ``rows`` the number of their records. Raises DataError if
-    the file holds records of another ``identity`` (``Unit.identity``).
+    The attributes ``batches`` and ``rows`` are the numbers of complete batches in the file and of their records. Raises
+    DataError if the file holds records of another ``identity`` (``Unit.identity``).
     """
 
     def __init__(self, files: UnitFiles, batches: Sequence[Sequence[Row]], identity: tuple[str, str, str]) -> None:
@@ -179,7 +185,10 @@ class RecordFile:
         self._files.answered.unlink(missing_ok=True)
 
     def _cut(self, batches: Sequence[Sequence[Row]]) -> tuple[int, int]:
-        """Cut the file after its last complete batch; return how many batches and rows remain in it."""
+        """Cut the file after its last complete batch; return how many batches and rows remain in it.
+
+        ``batches`` are the (item id, sample) of the rows of every batch that the file is to hold.
+        """
         rows = _readable_rows(self._files.records)
         if rows:  # the first row is enough, since every process checks before it appends
             _check_identity(self._files.records, rows[0].record, self._identity)

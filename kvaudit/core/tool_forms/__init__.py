@@ -1,1 +1,1 @@
-"""The forms in which models write tool calls; ``base`` has the base class, ``text`` reads answers."""
+"""The forms in which models write tool calls in their text; ``base`` has the base class, ``text`` reads answers."""

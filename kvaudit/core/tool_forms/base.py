@@ -1,6 +1,7 @@
-"""The base class of a tool form: which chat templates write calls in it, and how an answer's calls are read.
+"""The base class of a tool form: how a family of models writes tool calls, and how to read them from an answer.
 
-Answers are untrusted: they are parsed, never evaluated, and reading an answer never raises.
+A model's form is recognised by its chat template. Answers are untrusted: they are parsed, never evaluated, and reading
+an answer never raises.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ class Reading(NamedTuple):
 class ToolForm:
     """The base of forms of tool calls; subclass it in a file of its own, with a ``name``, for the registry.
 
-    A template has this form if it contains all texts of ``marks`` and none of ``others``; override ``recognises`` if
-    that is not enough. An answer that contains a text of ``openings`` tries to call.
+    A chat template has this form if it contains all texts of ``marks`` and none of ``others``; override ``recognises``
+    if that is not enough. An answer that contains a text of ``openings`` counts as an attempt to call.
     """
 
     name: ClassVar[str] = ""
@@ -56,17 +57,17 @@ class ToolForm:
         return all(mark in template for mark in cls.marks) and not any(text in template for text in cls.others)
 
     def find(self, text: str, tools: Tools) -> Iterator[FoundCall]:
-        """Yield the calls of a text in order; a ValueError or RecursionError that it raises ends the search."""
+        """Yield the calls in a text, in order; the search may end with a ValueError or RecursionError."""
         raise NotImplementedError
 
     def words(self, text: str, calls: Sequence[FoundCall]) -> str:
-        """Return the text of an answer without the calls."""
+        """Return the text of an answer without ``calls``, which were found in it."""
         ends = [0, *(call.end for call in calls)]
         starts = [*(call.start for call in calls), len(text)]
         return "".join(text[end:start] for end, start in zip(ends, starts, strict=True)).strip()
 
     def read(self, text: str, tools: Tools = ()) -> Reading:
-        """Return the calls in the first ``LONGEST_ANSWER`` characters of an answer, and the other text."""
+        """Return the calls in an answer and its other text; only the first ``LONGEST_ANSWER`` characters are read."""
         text = text[:LONGEST_ANSWER]
         found_calls, has_strange = [], False
         try:
@@ -91,7 +92,7 @@ def form_of(template: str) -> ToolForm | None:
 
 
 def is_plain(arguments: Any) -> bool:
-    """Return whether arguments are an object that a record can store: JSON, finite numbers, no surrogates."""
+    """Return whether a call's arguments are an object that a record can store: JSON, finite numbers, no surrogates."""
     try:
         return isinstance(arguments, dict) and _is_shallow(arguments, _DEEPEST) and is_text(_dump(arguments))
     except (ValueError, TypeError, RecursionError):
@@ -110,7 +111,7 @@ def _is_shallow(value: Any, levels: int) -> bool:
 
 
 def decode_at(text: str, start: int) -> tuple[Any, int]:
-    """Decode the JSON value at ``start``, after blanks; return it and its end. Raises ValueError or RecursionError."""
+    """Return the JSON value at ``start``, after blanks, and its end; raise ValueError or RecursionError if none."""
     while start < len(text) and text[start].isspace():
         start += 1
     value, end = _DECODER.raw_decode(text, start)
@@ -118,7 +119,7 @@ def decode_at(text: str, start: int) -> tuple[Any, int]:
 
 
 def call_in(value: Any) -> tuple[str, dict[str, Any]] | None:
-    """Return name and arguments if a JSON value is a call; None for any other, such as the schema of a tool."""
+    """Return (name, arguments) if a JSON value is a tool call; None for any other value, such as a tool's schema."""
     if not isinstance(value, dict):
         return None
     name, arguments = value.get("name"), value.get("arguments", value.get("parameters"))
@@ -129,7 +130,7 @@ def call_in(value: Any) -> tuple[str, dict[str, Any]] | None:
 
 
 def functions_of(tools: Tools) -> dict[str, Mapping[str, Any]]:
-    """Return {name of a tool: schema of its parameters}, with {} for a malformed schema."""
+    """Return {name of a tool: JSON schema of its parameters}, with {} for a malformed schema."""
     schemas = {}
     for tool in tools:
         function = tool.get("function", tool)
@@ -139,13 +140,13 @@ def functions_of(tools: Tools) -> dict[str, Mapping[str, Any]]:
 
 
 def properties_of(tools: Tools, name: str) -> Mapping[str, Any]:
-    """Return {name of a parameter: its schema} for the tool called ``name``, {} if they are unknown."""
+    """Return {parameter: its JSON schema} for the tool called ``name``, {} if there is no such tool or schema."""
     properties = functions_of(tools).get(name, {}).get("properties")
     return properties if isinstance(properties, Mapping) else {}
 
 
 def read_tagged(text: str, start: int, opening: re.Pattern[str], close: str) -> tuple[dict[str, str], int]:
-    """Return {name: value} of the tags from ``start`` on, and the offset after the last of them.
+    """Return {name: value} of the tags from offset ``start`` on, and the offset after the last tag.
 
     Group 1 of ``opening`` is a name; its value ends at ``close``. A tag that is not closed ends the reading.
     """
@@ -160,7 +161,7 @@ def read_tagged(text: str, start: int, opening: re.Pattern[str], close: str) -> 
 
 
 def typed(text: str, schema: Any) -> Any:
-    """Convert an argument written as text to the type in its schema; without a type it stays text."""
+    """Convert an argument written as text to the type in its JSON schema; if that names no type, return the text."""
     if not isinstance(schema, Mapping) or schema.get("type", "string") == "string":
         return text
     try:

@@ -36,7 +36,7 @@ class Glm(ToolForm):
 
 
 def _by_form(value: str) -> Any:
-    """Return a value for which there is no schema: the template writes texts unchanged, all else as JSON."""
+    """Return the value of an argument without schema: parsed as JSON if it is JSON, else the text unchanged."""
     try:
         return json.loads(value)
     except (ValueError, RecursionError):

@@ -1,7 +1,8 @@
 """Calls as text: calls read from answers, and tools and calls written for chat templates without tools.
 
-In a prompt, tools are listed in the system message and calls are JSON lines. Calls that models write outside of their
-form are read too: JSON inside prose, tags and fences, and Python calls, which some templates ask for.
+In a prompt, tools are listed in the system message and calls are JSON lines. Calls in an answer that a model does not
+write in the form of its template are read too: JSON inside prose, tags and fences, and Python calls, which some
+templates ask for.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ _WRITES = re.compile(r"\.name\s*(?:~|\+)\s*[\"']\(|name\s*\}\}\(")
 
 
 class TextForm(ToolForm):
-    """The form for chat templates without tools: calls as FORM in the prompt asks for them."""
+    """The form for chat templates without tools: calls as the instruction FORM, part of the prompt, asks for them."""
 
     name = "text"
     says = "JSON lines that the prompt asks for, or calls in Python"
@@ -67,7 +68,7 @@ def list_tools(tools: Tools) -> str:
 
 
 def format_calls(calls: Sequence[ToolCall]) -> str:
-    """Return calls as text, in the form that FORM in the prompt asks for."""
+    """Return calls as text, in the form that the prompt's instruction (FORM) asks for."""
     rows = [{"name": call.name, "arguments": call.arguments} for call in calls]
     return "\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
 
@@ -99,9 +100,9 @@ def _tool_names(tools: Tools) -> list[str]:
 
 
 def python_calls(text: str, parameters: Mapping[str, Sequence[str]] | None = None) -> tuple[ToolCall, ...]:
-    """Parse a text that consists of Python calls, or of a list of them; () for any other text.
+    """Return the calls in a text that consists of Python calls, or of a list of them; () for any other text.
 
-    ``parameters`` names the positional arguments of each tool.
+    ``parameters`` gives the names of each tool's parameters in order, for positional arguments.
     """
     try:
         with warnings.catch_warnings():
@@ -159,8 +160,8 @@ _TEXT = TextForm()
 def read_calls(text: str, tools: Tools = (), form: ToolForm | None = None) -> Reading:
     """Read the calls of an answer, in the given ``form`` or else in the first form whose opening it contains.
 
-    A call outside of the form (bare JSON, in prose or in a fence) counts too. ``is_broken``: the answer tries to call
-    in one of the forms tried, and no call can be read.
+    A call outside of the form (bare JSON, in prose or in a fence) counts too. The result ``is_broken`` if the answer
+    tries to call in one of the forms tried, and no call can be read.
     """
     readings = list(_readings(text, tools, form))
     if with_calls := [reading for reading in readings if reading.calls]:
@@ -183,7 +184,7 @@ def _readings(text: str, tools: Tools, form: ToolForm | None) -> Iterator[Readin
 
 
 def text_without_calls(message: Message, tools: Tools = (), form: ToolForm | None = None) -> str:
-    """Return a message's text without its calls, which are in the content of a model's turn but not of a suite's."""
+    """Return a message's text without its calls; only a message that a model wrote has calls in its ``content``."""
     if not message.tool_calls or not message.content:
         return message.content
     reading = read_calls(message.content, tools, form)
@@ -195,7 +196,7 @@ def _pairs(calls: Sequence[ToolCall]) -> list[tuple[str, object]]:
 
 
 def as_text(messages: Sequence[Message], tools: Tools) -> tuple[Message, ...]:
-    """Return a conversation with its tools as text: tools in the system prompt, calls in the messages."""
+    """Return a conversation with its tools and calls as text: tools in the system message, calls in their messages."""
     messages_as_text = tuple(_as_text(message, tools) for message in messages)
     if not tools:
         return messages_as_text

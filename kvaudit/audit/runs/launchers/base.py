@@ -19,9 +19,9 @@ PrintLine = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Job:
-    """The command of every worker: ``kvaudit ARGUMENTS`` in ``folder``, with its output in ``logs``/worker-N.log.
+    """What every worker runs: ``kvaudit ARGUMENTS`` in ``folder``, with its output in ``logs``/worker-N.log.
 
-    ``any_gpu`` means that the run names no GPU, so a launcher may give each worker any ``gpus`` of them.
+    If the run names no GPU (``any_gpu``), a launcher may give each worker any ``gpus`` of them.
     """
 
     arguments: Sequence[str]
@@ -51,7 +51,7 @@ class Launcher:
     trial: ClassVar[str] = ""  # name and options that work on one machine without GPU or cluster
 
     def check(self) -> None:
-        """Raise RunError if a package or the cluster is missing; called before a run folder is claimed."""
+        """Raise RunError if a package or the cluster is missing; called before any work on the run."""
 
     def start_workers(self, count: int, job: Job, print_line: PrintLine) -> AbstractContextManager[WorkerGroup]:
         """Start ``count`` workers for the body of a with statement; print a line for each that fails.

@@ -1,6 +1,6 @@
-"""Worker processes on this machine, spread over its GPUs. They claim units of a run and end when none is left.
+"""Worker processes on this machine, spread over its GPUs. They lock and work on units of a run until none is left.
 
-On other machines, launchers start such processes too (``run_worker``).
+Launchers for other machines start such a process there by ``run_worker``.
 """
 
 from __future__ import annotations
@@ -56,10 +56,9 @@ def _cpu_times() -> tuple[int, int]:
 
 
 def exit_with_parent() -> None:
-    """End this process as soon as its parent has ended for any reason; leave interrupts to the parent.
+    """End this process as soon as its parent has ended for any reason; let only the parent react to ctrl-C.
 
-    Standard input is a pipe of which only the parent has the other end, so the kernel closes it when the parent
-    ends.
+    Standard input is a pipe of which only the parent has the other end, so the kernel closes it when the parent ends.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
@@ -73,7 +72,7 @@ def exit_with_parent() -> None:
 
 
 def visible_gpus() -> list[str]:
-    """Return the GPUs that this process sees, by their names in CUDA_VISIBLE_DEVICES."""
+    """Return the GPUs that this process sees, by their names for CUDA_VISIBLE_DEVICES."""
     import torch
 
     named = os.environ.get(VISIBLE)
@@ -155,8 +154,8 @@ def run_worker(job: Job, number: int) -> str:
 def local_workers(count: int, job: Job, print_line: PrintLine) -> Iterator[Sequence[ExtraWorker]]:
     """Run ``count`` worker processes while the body of the with statement works as one more.
 
-    The body's own claims pick up what a failed or killed worker leaves undone. The workers end when the body ends
-    or fails, and with this process.
+    The body also does the units that a failed or killed worker leaves undone. The workers end when the body ends or
+    fails, and with this process.
     """
     job.logs.mkdir(parents=True, exist_ok=True)
     gpus = visible_gpus() if count and job.any_gpu else []

@@ -98,7 +98,7 @@ class Ray(Launcher):
                 print_line(f"{why}; tries again")
 
     def _advice(self) -> str:
-        """Return what to try after ray could not be reached at ``address``, other than the command that failed."""
+        """Return what the user can try when ray cannot be reached at ``address``."""
         if self.address == "auto" and os.environ.get(_ADDRESS):
             return f"set {_ADDRESS} to a running cluster, or unset it"
         if self.address == "auto":
@@ -109,7 +109,7 @@ class Ray(Launcher):
 
 
 def _find(address: str) -> str:
-    """Return the address that ``auto`` stands for, as ray finds it: RAY_ADDRESS, a cluster here, or the last one."""
+    """Return the address, with ``auto`` replaced by ray's choice: RAY_ADDRESS, a cluster here, or the last one."""
     if address != "auto":
         return address
     if named := os.environ.get(_ADDRESS):

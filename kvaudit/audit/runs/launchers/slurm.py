@@ -29,7 +29,10 @@ MOST_TIMEOUTS = 1000  # a job that ran out of time resumes in another
 
 @dataclass(frozen=True)
 class SlurmTask:
-    """The callable that submitit runs in a job; after a preemption, submitit queues what ``checkpoint`` returns."""
+    """The callable that submitit runs in a job; it runs one worker and returns a line about its failure or "".
+
+    After a preemption, submitit queues what ``checkpoint`` returns.
+    """
 
     job: Job
     number: int
@@ -84,7 +87,7 @@ class Slurm(Launcher):
 
     @contextmanager
     def start_workers(self, count: int, job: Job, print_line: PrintLine) -> Iterator[WorkerGroup]:
-        """Queue ``count`` workers as slurm jobs for a ``with`` block, and dismiss them at its end.
+        """Queue ``count`` workers as slurm jobs for a ``with`` block; at its end, cancel those that do not end soon.
 
         If the block is interrupted, jobs on a slurm cluster go on, and the command that ends them is printed (such as
         "scancel 4711 4712"). Jobs that only try the launcher out on this machine (cluster "local") end.
@@ -138,7 +141,7 @@ class _Jobs:
             time.sleep(_POLL_SECONDS if self._left else 0.0)
 
     def dismiss(self, patience: float) -> None:
-        """Wait ``patience`` seconds for the jobs to notice that no work is left, then cancel those still queued."""
+        """Wait ``patience`` seconds for the jobs to notice that no work is left, then cancel the remaining ones."""
         until = time.monotonic() + patience
         self.wait(lambda: time.monotonic() > until)
         for job in self._left.values():

@@ -46,12 +46,12 @@ class RunContext:
     asks_refused: bool = False
 
     def sized(self, items: Mapping[str, int]) -> RunContext:
-        """Return this context with these numbers of items to ask, by suite."""
+        """Return this context with these numbers of items to ask, by suite; their items are made anew."""
         spec = self.spec.sized(items)
         return replace(self, spec=spec, models=self.models.resized(spec, items.keys()))
 
     def rows_of(self, unit: Unit, most_items: int | None = None) -> int:
-        """Return the number of rows for at most ``most_items`` items of a unit, estimated until the items are made."""
+        """Return the number of answers to at most ``most_items`` items of a unit, estimated before items are made."""
         evaluate, batches = self.spec.evaluate, self.models.batches.get((unit.suite, unit.context_tokens))
         items = evaluate.suites[unit.suite].items
         if not isinstance(items, int):
@@ -61,15 +61,15 @@ class RunContext:
 
     @property
     def open_suites(self) -> list[str]:
-        """The suites whose number of items the pilot has yet to fix."""
+        """The suites whose number of items is ``auto`` or ``all`` until the pilot fixes it."""
         return [name for name, suite in self.spec.evaluate.suites.items() if not isinstance(suite.items, int)]
 
 
 class Stage(ABC):
-    """One stage of a run, which resumes where it stopped and may be shared with other processes.
+    """One stage of a run, such as training; it resumes where it stopped, and processes may share its work.
 
-    Once it is done, its work writes nothing more, and no stage changes what an earlier one wrote. A stage keeps its
-    results to itself or on disk; what later stages need is in the context that its work returns.
+    Once a stage is done, its work writes nothing more, and no stage changes what an earlier one wrote. A stage keeps
+    its results to itself or on disk; what later stages need is in the context that its work returns.
     """
 
     def __init__(self, context: RunContext) -> None:
@@ -91,7 +91,7 @@ class Stage(ABC):
 
 @contextmanager
 def explain_full_memory(work: str, settings: str) -> Iterator[None]:
-    """Turn a GPU's out-of-memory error into a RunError that names the work and the settings to lower."""
+    """Turn a GPU's out-of-memory error in the body into a RunError that names the work and the settings to lower."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -142,8 +142,8 @@ class UnitWorker:
     ) -> bool:
         """Answer the units that are not finished in ``folder`` (have no seal); return whether there were any.
 
-        ``phase`` names the work on the bar, ``parts`` returns the units for the bar, and ``rows`` are the rows of a
-        round by suite.
+        ``phase`` names the work on the bar, and ``parts`` returns the units as parts of the bar. In a run in rounds,
+        ``rows`` are the rows to ask, by suite.
         """
         context, bar = self._context, self._context.bar
         files = {unit: UnitFiles.of(folder, unit) for unit in units}
@@ -206,7 +206,7 @@ class UnitWorker:
         return policy_labels(self._context.spec)
 
     def _unit_text(self, phase: str, unit: Unit) -> str:
-        """Return a unit as the bar shows it: ``asking: agent under snapkv 96``.
+        """Return a unit as the progress bar shows it: ``asking: agent under snapkv 96``.
 
         The length, arm and seed are added if the run has several.
         """

@@ -55,7 +55,7 @@ class EvaluateStage(Stage):
         return [unit for unit in grid(spec) if not is_sealed(records, unit)] + self._floor.unsealed
 
     def work(self) -> RunContext:
-        """Answer the open units, then store the end of the run; raise RunError if the pilot is still due."""
+        """Answer the unfinished units, then store when the run ended; raise RunError if the pilot is still due."""
         context, run, spec = self.context, self.context.run, self.context.spec
         if context.open_suites:
             names = ", ".join(context.open_suites)
@@ -93,7 +93,7 @@ class EvaluateStage(Stage):
 
 
 class GridStage(Stage):
-    """Answers every unit of the grid; ``has_asked`` is True if this process answered any."""
+    """Answers every unit (checkpoint, policy, suite, length) of the run; ``has_asked``: if this process did any."""
 
     def __init__(self, context: RunContext, worker: UnitWorker) -> None:
         super().__init__(context)
@@ -147,7 +147,7 @@ class FloorStage(Stage):
 
     @property
     def unsealed(self) -> list[Unit]:
-        """The unfinished units, each once for every order in which it is unfinished."""
+        """The unfinished units; a unit is listed once for each of the two orders in which it is not finished."""
         return [unit for folder in self._folders for unit in self._units if not is_sealed(folder, unit)]
 
     def work(self) -> RunContext:

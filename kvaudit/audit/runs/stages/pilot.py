@@ -34,14 +34,14 @@ _SAFETY_SUITES = ("harm", "benign")  # without one of these a check shows too li
 
 
 class PilotStage(Stage):
-    """Answers the pilot's units and stores what follows: what the reference can lose, and how many items to ask."""
+    """Answers the pilot's units, then stores whether the reference has anything to lose and how many items to ask."""
 
     def parts(self) -> Iterator[Part]:
         return iter(()) if self.is_done else self._unit_parts(self._units)
 
     @property
     def is_done(self) -> bool:
-        """Whether the result is stored, or there is no pilot.
+        """Whether the pilot's result is stored, or the run needs no pilot.
 
         A run of an earlier version with sealed units counts as done, since a pilot would answer them twice.
         """
@@ -52,7 +52,7 @@ class PilotStage(Stage):
     def work(self) -> RunContext:
         """Answer the units, print the results, and return a context with the numbers of items.
 
-        Raises NotMeasurable if a suite has nothing to lose, unless the run is to go on anyway.
+        Raises NotMeasurable if the reference has nothing to lose in a suite, unless the run is to go on anyway.
         """
         context = self.context
         if not self.is_done:
@@ -127,7 +127,7 @@ def pilot_records(context: RunContext, unit: Unit) -> list[Record]:
 
 
 def pilot_lines(results: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a line for each control (a gated metric at one length), then one for each fixed number of items."""
+    """Yield a line for each gated metric and length (can a loss be measured?), then each suite's number of items."""
     lengths = {control["context_tokens"] for control in results["controls"]}
     for control in results["controls"]:
         name = control["metric"] + (f" {at_length(control['context_tokens'])}" if len(lengths) > 1 else "")
@@ -155,7 +155,7 @@ def _reason_for_size(suite: str, sizes: Mapping[str, Any]) -> str:
 
 
 def hopeless_suites(results: Mapping[str, Any]) -> dict[str, str]:
-    """Return the suites in which more answers could not make any gated metric measurable, each with the reason."""
+    """Return the suites in which even more answers could not make any gated metric measurable, with the reason."""
     return {
         suite: f"{controls[0]['standing']}, {controls[0]['says']}"
         for suite, controls in _controls_by_suite(results).items()
@@ -166,8 +166,8 @@ def hopeless_suites(results: Mapping[str, Any]) -> dict[str, str]:
 def suites_left_out(results: Mapping[str, Any]) -> dict[str, str]:
     """Return the suites that rounds do not ask because the reference has nothing to lose, each with the reason.
 
-    Harmful and harmless requests are left out only if more answers could hardly change that. The other safety
-    suites are kept if none would remain.
+    The suites ``harm`` and ``benign`` are left out only if more answers could hardly change that. The same holds for
+    every safety suite if otherwise none would remain.
     """
     controls = _controls_by_suite(results)
     unmeasured = {suite: [row for row in rows if not row["measurable"]] for suite, rows in controls.items()}
@@ -180,7 +180,7 @@ def suites_left_out(results: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _left_out_reason(control: Mapping[str, Any]) -> str:
-    """Return why a suite is left out, by a count and what follows: "attacks that succeed: 10 of 20, at floor"."""
+    """Return why a suite is left out: a count, and what follows, as in "attacks that succeed: 10 of 20, at floor"."""
     _, _, name = control["metric"].rpartition(".")
     facet, answers = FACETS.get(name), control.get("answers", 0)
     desired = control.get("rate", 0.0) * answers

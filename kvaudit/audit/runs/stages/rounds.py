@@ -112,7 +112,7 @@ class RoundsStage(Stage):
             context.print_line(line)
 
     def _correct_plan(self, plan: RowsPlan, looks: Sequence[Mapping[str, Any]]) -> None:
-        """Correct the stored plan to the rows that fit into the time, which the rows so far have shown."""
+        """Store the plan again, corrected to the rows that fit into the time at the speed of the rows so far."""
         gated = {facet_of(metric)[0] for metric in self.context.spec.gate.margins}
         items = corrected_items(plan, looks, self._minutes, gated)
         self.context.run.note(**{LOOKS: {PLANNED: replace(plan, items=items, first_items=plan.items).written()}})
@@ -121,7 +121,7 @@ class RoundsStage(Stage):
             self.context.print_line(f"by the time that the first rows took: {', '.join(changed)}")
 
     def _check_clusters(self) -> None:
-        """Raise SpecError for a suite with several rows per cluster, as a test between rounds could split clusters."""
+        """Raise SpecError for a suite with several rows per template: a round could end in the middle of one."""
         count = self.context.models.base().chat.count_tokens
         for name in self.context.spec.evaluate.suites:
             rows = layout_of(self.context.spec, name, count)
@@ -132,7 +132,7 @@ class RoundsStage(Stage):
                 )
 
     def _seconds_per_row(self) -> dict[str, float]:
-        """Return by suite the seconds that one row takes under all serving configurations together, from the pilot."""
+        """Return by suite the seconds that one row takes under all serving configurations, as measured in the pilot."""
         context = self.context
         seconds, rows = dict[str, float](), dict[str, int]()
         for unit in pilot_units(with_kept_gate(context.spec, context.run.provenance())):
@@ -143,7 +143,7 @@ class RoundsStage(Stage):
         return {suite: policies * total / max(1, rows[suite]) for suite, total in seconds.items()}
 
     def _ask(self, units: Sequence[Unit], number: int, rows: Mapping[str, range], asked: Mapping[str, int]) -> None:
-        """Answer the rows of a round, and store how many rows have been asked and how long the round took."""
+        """Answer the rows of round ``number``; store how many rows have been asked in all and the round's seconds."""
         folder = self.context.run.path / ROUNDS_FOLDER / str(number)
         make_folder(folder)
         round_units = [unit for unit in units if unit.suite in rows]
@@ -161,7 +161,7 @@ class RoundsStage(Stage):
         self.context.run.keep(LOOKS, str(number), look)
 
     def _earlier_seconds(self, folder: Path, unit: Unit, rows: range) -> float:
-        """Return the seconds of a round's answers that exist: the pilot's, and those of a process that was stopped.
+        """Return the seconds that the existing answers of a round took: the pilot's, and those of a stopped process.
 
         They count towards the time limit like the rows that this process asks.
         """
@@ -170,7 +170,7 @@ class RoundsStage(Stage):
         return written_seconds(piloted, rows) + written_seconds(UnitFiles.of(folder, unit), range(copied, len(rows)))
 
     def _take_look(self, units: Sequence[Unit], number: int, look: Mapping[str, Any]) -> None:
-        """Take a look: join the records, let the gate decide, and store its statuses, unless another process has."""
+        """Test the answers so far (a look), unless another process has: join the records, store the gate's statuses."""
         run = self.context.run
         with mutex(run.path / ".looks.lock"):
             if "words" in all_looks(run.provenance())[number - 1]:
@@ -181,9 +181,10 @@ class RoundsStage(Stage):
 
 
 def join_rounds(run: Path, units: Sequence[Unit], looks: Sequence[Mapping[str, Any]]) -> None:
-    """Write the record file of every unit from the files of the rounds of ``looks``, and seal it.
+    """Write each unit's record file by joining the unit's files of all rounds so far, and seal it.
 
-    Raises DataError if the file of a round is missing, is not sealed, or differs from its seal.
+    There is one entry of ``looks`` for each round. Raises DataError if the file of a round is missing, is not sealed,
+    or differs from its seal.
     """
     for unit in units:
         counts = [0, *(table_of(look, "items").get(unit.suite, 0) for look in looks)]
@@ -194,7 +195,7 @@ def join_rounds(run: Path, units: Sequence[Unit], looks: Sequence[Mapping[str, A
 
 
 def gate_statuses(run: Path) -> dict[str, str]:
-    """Return the gate's status of each gated metric for the rows asked so far: the worst one over all settings."""
+    """Return by gated metric the gate's status for the rows asked so far: the worst one over all settings."""
     data = load_run(run)
     comparison, rules = declared_rules(data, GateOverrides())
     drift = drift_of(data, comparison, rules.alpha, gated_facets(comparison, rules))
@@ -207,7 +208,7 @@ def gate_statuses(run: Path) -> dict[str, str]:
 
 
 def look_lines(provenance: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a line for every look of a run, and one about why the looks ended."""
+    """Yield a line for every look of a run (a test between rounds), and one about why the looks ended."""
     for number, look in enumerate(all_looks(provenance), start=1):
         items = ", ".join(f"{suite} {rows}" for suite, rows in table_of(look, "items").items())
         statuses = ", ".join(f"{metric} {status}" for metric, status in table_of(look, "words").items())

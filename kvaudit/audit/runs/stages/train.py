@@ -37,7 +37,7 @@ Report = Callable[[int, Mapping[str, Any]], None]  # steps done, telemetry of th
 
 
 class TrainStage(Stage):
-    """Trains every unfinished checkpoint."""
+    """Trains every unfinished checkpoint (an arm and seed), warm starts by supervised examples first."""
 
     def parts(self) -> Iterator[Part]:
         yield from map(self._part, trained_pairs(self.context.spec))
@@ -162,11 +162,11 @@ class TrainStage(Stage):
         return [] if section is None else [self.context.run.checkpoint(arm.name, seed) for arm in section.trained]
 
     def _has_stopped(self, pair: Pair) -> bool:
-        """Return whether an arm and seed is finished, or has stopped early and waits for the other arms of its seed."""
+        """Return whether an arm and seed is finished, or has stopped early and waits for the seed's other arms."""
         return self.context.models.is_trained(pair) or read_mark(self.context.run.checkpoint(*pair)) is not None
 
     def _note_stops(self, section: TrainSpec) -> None:
-        """Store and print at which step the arms of a seed end early, and which alarm was the cause."""
+        """Store and print at which step all arms of a seed end early, and which alarm was the cause."""
         for seed in section.seeds:
             marks = {folder.parent.name: read_mark(folder) for folder in self._arm_folders(seed)}
             step = min((mark.step for mark in marks.values() if mark is not None), default=section.steps)
@@ -178,7 +178,7 @@ class TrainStage(Stage):
                 self.context.print_line(f"all arms of seed {seed} end {text}")
 
     def _write_recipe(self, section: TrainSpec) -> None:
-        """Write the recipe of the checkpoints into the run folder before training begins."""
+        """Write the recipe (how the checkpoints are trained) into the run folder before training begins."""
         models, path = self.context.models, self.context.run.path / RECIPE
         model = models.base()
         self._check_reward_unchanged(parse_reward(section.reward, section.suites))
@@ -186,7 +186,7 @@ class TrainStage(Stage):
             write_json(path, recipe_of(self.context.spec, section, model, models.batches))
 
     def _check_reward_unchanged(self, reward: RewardConfig) -> None:
-        """Store the reward's inputs and judges; raise RunError if earlier steps had other inputs."""
+        """Store the reward's judges and hashes of its input files; raise RunError if earlier steps had other files."""
         if not reward.uses_grade_only:
             check_inputs_unchanged(self.context.run, REWARD, reward.inputs)
         self.context.run.note(**{REWARD_JUDGES: reward.judges})
@@ -204,7 +204,7 @@ class TrainStage(Stage):
         return section.sft.steps if pair[0] == BASE_ARM and section.sft is not None else section.steps
 
     def _answers_per_step(self, pair: Pair) -> int:
-        """Return the rollouts of a training step, or the examples of a step of supervised warm start."""
+        """Return how many answers a training step counts as: its rollouts, or in a warm start its examples."""
         section = self.context.spec.train
         assert section is not None
         if pair[0] == BASE_ARM and section.sft is not None:
