@@ -317,7 +317,7 @@ def _ledger_facts(
 
 
 def _shared_entries(checkpoints: Mapping[int, Mapping[str, Any]], key: str) -> Mapping[str, Any]:
-    """Return the entries that are equal in all checkpoints of an arm."""
+    """Return, of the mapping ``key`` in each checkpoint of an arm, the entries that are equal in all of them."""
     tables = [table_of(checkpoint, key) for checkpoint in checkpoints.values()]
     if not tables:
         return {}
@@ -358,7 +358,7 @@ def _engine(findings: Findings, policy: str) -> Facts:
 
 
 def _not_evaluated(findings: Findings) -> Facts:
-    """Return the mechanisms, rollout policies and lengths that the run did not evaluate."""
+    """Return the compression mechanisms, rollout policies and context lengths that the run did not evaluate."""
     families = findings.provenance.get("known_policies")
     served = {
         mechanism.partition(":")[0]
@@ -420,7 +420,7 @@ def _stack_facts(findings: Findings) -> Facts:
 
 
 def _change_record(findings: Findings) -> Facts:
-    """Return the sha256 of recipe.json and of its sections; not applicable if nothing was trained."""
+    """Return the sha256 of recipe.json (how arms were trained) and of its sections; not applicable without training."""
     recipe, sections = findings.evidence.recipe, [name for name in RECIPE_SECTIONS if name not in ("model", "training")]
     if recipe is None:
         trained = any(arm != BASE_ARM for arm, _ in findings.checkpoints)

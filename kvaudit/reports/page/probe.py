@@ -104,7 +104,7 @@ class AnswerCounts:
 
 @dataclass(frozen=True)
 class ProbeFindings:
-    """The findings of a probe; ``unscored`` counts conversations of ``records``."""
+    """The findings of a probe. ``records`` counts its conversations, ``unscored`` those of them that have no score."""
 
     run: str
     baseline: str | None
@@ -141,7 +141,7 @@ def _check_probe(run: RunData) -> None:
 
 
 def check_same_requests(requests: Mapping[str, str], baseline: RunData) -> None:
-    """Raise DataError for a baseline that is not a probe, or that was sent other requests than ``requests``."""
+    """Raise DataError for a baseline that is not a probe, or to which other requests (hashes by name) were sent."""
     _check_probe(baseline)
     earlier = recorded(baseline.provenance, ENDPOINT_REQUESTS)
     changed = [key for key in sorted({*requests, *earlier}) if requests.get(key) != earlier.get(key)]
@@ -237,9 +237,10 @@ def _lengths(data: RunData, baseline: RunData | None) -> Iterator[Length]:
 def _length(
     suites: list[str], metric: str, lengths: tuple[int, int], tables: list[pd.DataFrame], samples: int
 ) -> Length | None:
-    """Return the effect of length on the items that have a value at both lengths in every table; None if there is none.
+    """Return the effect of length on items that have a value at both lengths in every table; None without such items.
 
-    ``tables`` are the item means of the probe and, if there is one, of its baseline.
+    ``lengths`` are the short and the long one in tokens. ``tables`` are the item means of the probe and, if there is
+    one, of its baseline. ``samples`` is the number of answers per item.
     """
     columns = [table[metric].xs(length, level="context_tokens") for table in tables for length in lengths]
     common = pd.concat([column[column.index.isin(suites, level="suite")] for column in columns], axis=1).dropna()

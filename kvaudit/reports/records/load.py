@@ -57,7 +57,10 @@ LARGEST_EVIDENCE = 10_000_000  # bytes: a scan of a large repository, or the lar
 
 @dataclass(frozen=True)
 class Evidence:
-    """The content of three optional files of a run folder; None for one that is missing."""
+    """The content of three optional files of a run folder; None for one that is missing.
+
+    They are a scan of configurations, a vendor's answers to the questionnaire, and the recipe of the training.
+    """
 
     scan: Mapping[str, Any] | None = None  # written by ``kvaudit scan --json``
     answers: Mapping[str, Any] | None = None  # to the questionnaire
@@ -81,12 +84,12 @@ class RunData:
 
     @cached_property
     def panels(self) -> dict[tuple[str, int], Panel]:
-        """The score tables, by suite or SUITE.FACET and context length."""
+        """The score tables by (suite or SUITE.FACET, context length in tokens)."""
         return panels(self.records)
 
     @cached_property
     def floor(self) -> RepeatedAnswers:
-        """The answers of engines to repeated requests; raises DataError for files that do not fit the run."""
+        """The answers of engines to requests asked a second time; raises DataError for files that do not fit."""
         return read_floor(self.run, self.records)
 
     def records_at(self, places: Iterable[tuple[str, int]]) -> Iterator[tuple[tuple[str, int], Record]]:
@@ -221,7 +224,7 @@ def _without_duplicates(frame: pd.DataFrame, problems: list[Problem]) -> pd.Data
 
 
 def _checkpoints(run: Path, problems: list[Problem]) -> dict[tuple[str, int], dict[str, Any]]:
-    """Return the provenance of every finished checkpoint; an unreadable one is noted as a problem."""
+    """Return by (arm, seed) the provenance of every finished checkpoint; an unreadable one is noted as a problem."""
     provenance = {}
     for checkpoint, path in _checkpoint_files(run, ORIGIN, PROVENANCE):
         try:

@@ -141,7 +141,7 @@ def render_disclosure(page: Page) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Return the tree with every fact replaced by a mapping of its ``state`` and, if known, its ``value``."""
+    """Return nested values with every ``Fact`` replaced by a mapping of its ``state`` and, if known, its ``value``."""
     if isinstance(value, Fact):
         return {"state": value.state, **({"value": value.value} if value.state == "known" else {})}
     if isinstance(value, Mapping):

@@ -33,7 +33,10 @@ def render(page: Page) -> str:
 
 
 def screen_parts(screen: Screen, words: int = 900) -> Iterator[str]:
-    """Yield the paragraphs of the first screen; a large grid is cut to about ``words``, but to no less than a row."""
+    """Yield the paragraphs of the first screen.
+
+    A large grid is cut to about ``words`` words, but never to less than one row.
+    """
     yield f"# {escape(screen.title)}: {escape(screen.status.value)}"
     if screen.alarm:
         yield f"> **{escape(screen.alarm)}**"

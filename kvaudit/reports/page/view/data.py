@@ -129,7 +129,7 @@ def _turns(messages: Iterable[Message]) -> list[tuple[str, str]]:
 
 
 class ItemShades:
-    """The shades of one item's answers: for each token a letter of LEVELS, how much of the cache held it.
+    """The shades of one item's answers: for every token a letter of LEVELS, the share of heads that still held it.
 
     Tokens (``pieces``, ``roles``) are stored in full for the first answer only. Every other answer shares the first
     ``same`` of them and adds its own.
@@ -171,7 +171,7 @@ class ItemShades:
 
 
 def _level(share: float) -> str:
-    """Return the letter of LEVELS for a share; only 0 gives the first letter and only 1 the last."""
+    """Return the letter of LEVELS for a share in [0, 1]; only 0 gives the first letter and only 1 the last."""
     last = len(LEVELS) - 1
     return LEVELS[int(share) * last if share in (0, 1) else min(max(round(share * last), 1), last - 1)]
 
@@ -255,7 +255,10 @@ def flips_of(data: RunData, comparison: Comparison) -> Iterator[Flip]:
 def _of_side(
     comparison: Comparison, tables: Mapping[str, Panel], estimand: str, arm: str, policy: str
 ) -> Iterator[Flip]:
-    """Yield the flips of one arm and policy by one contrast at one length: by pair of seeds, sorted by item."""
+    """Yield the flips of one arm and policy by one contrast (``estimand``) at one context length.
+
+    ``tables`` are the score tables by metric. The flips are in the order of seed pairs, then of items.
+    """
     panel = tables[SCORE]
     for pair in seed_pairs(comparison, panel, arm):
         (candidate,), (reference,) = two_sides([weights_of(comparison, estimand, arm, pair, policy)])
@@ -319,7 +322,10 @@ def severity_rank(flip: Flip) -> int:
 
 
 def interleave_cells(flips: Sequence[Flip]) -> list[int]:
-    """Return an order of the flips (indices): one per cell in turn, lost safety first, so that few cover all cells."""
+    """Return an order of the flips (indices): one of each cell in turn, lost safety first.
+
+    So the first few flips already cover all cells.
+    """
     cells: dict[Hashable, list[int]] = {}
     for number in sorted(range(len(flips)), key=lambda n: severity_rank(flips[n])):
         flip = flips[number]

@@ -109,7 +109,10 @@ class _Questions:
 
 
 def _document_keys(document: Any) -> Iterator[str]:
-    """Yield the key of a document that has text, and that without its ids if its text is long enough to name it."""
+    """Yield hashes by which a document is known: that of all its fields, and that of all but its ids.
+
+    The first needs some text in the document; the second needs text that is long enough to identify it.
+    """
     if not isinstance(document, dict):
         return
     rest = {name: value for name, value in document.items() if not _ID.search(str(name))}
