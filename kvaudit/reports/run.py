@@ -1,6 +1,6 @@
 """From a run's records to the drift (by how much behaviour changed), the verdict, and the report's page.
 
-A command decides a run here, once.
+Every command that needs a verdict computes it here, once.
 """
 
 from __future__ import annotations
@@ -50,8 +50,9 @@ def drift_and_rules(data: RunData, overrides: GateOverrides, *, everything: bool
 def decide_run(data: RunData, overrides: GateOverrides | None = None, *, everything: bool = True) -> Findings:
     """Decide a run by the gate of its spec, or by ``overrides``; where people labelled answers, their labels decide.
 
-    ``everything`` is that of ``drift_and_rules``. Only the sections that the verdict needs are computed. Raises
-    SpecError for a gate file or waivers that cannot be used, DataError for human labels that do not fit the run.
+    ``everything`` is explained in ``drift_and_rules``. Of the report's sections only those that the verdict needs are
+    computed. Raises SpecError for a gate file or waivers that cannot be used, DataError for human labels that do not
+    fit the run.
     """
     overrides = overrides or GateOverrides()
     judged, rules = drift_and_rules(data, overrides, everything=everything)

@@ -53,8 +53,8 @@ class Inputs:
 class Section(Generic[V]):
     """One section of the report. ``V`` is the type of the frozen value that it computes, which no other section reads.
 
-    A section with ``gated`` is about gated cells only and computes None if there are none. ``keys`` maps the names of
-    its facts in drift.json (``analysis.doses``) to their positions there; facts are written even without a value.
+    A section with ``gated`` is about gated cells only, and its value is None if there are none. ``keys`` maps the names
+    of its facts in drift.json (``analysis.doses``) to their positions there; facts are written even without a value.
     """
 
     name: ClassVar[str] = ""  # also the anchor of its heading
@@ -83,7 +83,10 @@ class Section(Generic[V]):
         yield from ()
 
     def facts(self, value: V | None) -> Mapping[str, Any]:
-        """Return plain values for drift.json, one for each of ``keys``; by default rows of a tuple of dataclasses."""
+        """Return plain values for drift.json, one for each of ``keys``.
+
+        By default ``value`` must be a tuple of dataclasses, and every key gets them as a list of mappings.
+        """
         rows: Any = value or ()
         return {key: [asdict(row) for row in rows] for key in self.keys}
 
@@ -92,7 +95,7 @@ class Section(Generic[V]):
         yield from ()
 
     def notes(self, value: V, decided: Decided) -> Iterator[str]:
-        """Yield sentences on how to read the tables; by default ``reading``."""
+        """Yield sentences on how to read the tables; by default the class's ``reading``."""
         yield from [self.reading] if self.reading else ()
 
     def finding(self, value: V, decided: Decided) -> str:
@@ -100,7 +103,7 @@ class Section(Generic[V]):
         return ""
 
     def draw(self, value: V, decided: Decided) -> Iterator[Drawing | None]:
-        """Yield the drawings of ``figures``; None for one without data."""
+        """Yield a drawing for each name in the class's ``figures``, in that order; None for one without data."""
         yield from ()
 
     def passage(self, value: V, decided: Decided) -> Passage:
@@ -198,14 +201,17 @@ def sections_in(values: Values) -> Iterator[tuple[Section[Any], Any]]:
 
 
 class SectionResults(NamedTuple):
-    """What the sections computed, and the problems of the files that they read."""
+    """What the sections computed, by section name, and the problems of the files that they read, as texts."""
 
     values: Values
     problems: tuple[str, ...]
 
 
 def compute_sections(inputs: Inputs, *depths: Depth) -> SectionResults:
-    """Compute the sections of the given depths; one whose files cannot be used becomes a problem in words."""
+    """Compute the sections of the given depths.
+
+    A section that finds a file unusable has no value, and the reason is added to the problems.
+    """
     values, problems = dict[str, Any](), list[str]()
     # by name, so that the order of the problems does not depend on the order of the page
     for section in sorted(sections(), key=lambda section: section.name):
@@ -276,7 +282,7 @@ def both_sides(panel: Panel, comparison: Comparison, name: CellName) -> BothSide
 
 
 def has_two_sides(d: Decision) -> bool:
-    """Return whether a gated decision compares one pair of cells and has a number."""
+    """Return whether a decision is gated, has a number, and compares two cells (it is no difference of differences)."""
     return d.gated and d.estimand in ("alike", "deployed", "serving") and d.effect is not None
 
 

@@ -49,7 +49,9 @@ _Mask = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class Group:
-    """The answers whose span was lost (or kept): their rate of the wanted outcome, with its 95 % interval.
+    """The answers whose span (the deciding part of the prompt) was lost, or was kept: their rate as wanted.
+
+    It has a 95 % interval.
 
     ``uncompressed`` is the rate of the same items without compression. ``unread`` is the share of all answers that
     could not be read on a side; if it differs between two groups, their rates count differently selected answers.
@@ -67,6 +69,8 @@ class Group:
 @dataclass(frozen=True)
 class Share:
     """The share of a facet's drift that fell on answers whose span was lost, with its 95 % interval.
+
+    A span is the part of the prompt that decides the item, such as a rule.
 
     The interval is None if leaving out any one template gives the same share: without spread it cannot be estimated.
     """
@@ -99,7 +103,9 @@ class SpanRates:
 
 @dataclass(frozen=True)
 class SpanSlope:
-    """By how much a facet changes if a whole span is lost, by regression over all policies and lengths.
+    """By how much a facet changes if the cache loses a whole span (the part of the prompt that decides the item).
+
+    It is a regression over all policies and lengths.
 
     Only answers that agree in the factors of ``equal`` are compared. ``effect`` is None if that leaves too little
     (``reason``).
@@ -116,7 +122,10 @@ class SpanSlope:
 
 @dataclass(frozen=True)
 class Mechanism:
-    """The results for every safety facet and every span of its items; empty if the records name no span."""
+    """Whether behaviour is lost where its span is lost, for every safety facet and every span of its items.
+
+    A span is the part of a prompt that decides the item, such as a rule. Empty if the records name no span.
+    """
 
     rates: tuple[SpanRates, ...] = ()
     slopes: tuple[SpanSlope, ...] = ()
@@ -152,7 +161,7 @@ def _survival(records: pd.DataFrame) -> Survival:
 
 
 class _Rows(NamedTuple):
-    """Answers [N] whose record has the span: the share of it that was lost, and their rates, compressed and not."""
+    """Answers [N] whose record has the span: the share of it that was lost, and their scores, compressed and not."""
 
     lost: Array
     rate: Array
@@ -336,7 +345,10 @@ def _slope(arm: str, metric: str, span: str, measured: Sequence[tuple[_Cell, _Ro
 
 
 def _regression(rows: _Rows, controls: Array, alpha: float) -> tuple[Effect | None, str]:
-    """Return the regression of flips on the lost share of a span, or the reason why it cannot be estimated."""
+    """Return the regression of flips on the share of a span that was lost, or the reason why it cannot be estimated.
+
+    A flip is an answer's score minus that of the uncompressed answer. ``controls`` are columns to hold equal.
+    """
     templates = telling_clusters(rows.lost, controls, rows.clusters)
     if templates < FEWEST_CLUSTERS:
         count = f"{templates:.1f} effective templates, an interval needs {FEWEST_CLUSTERS}"
@@ -391,7 +403,10 @@ class MechanismSection(Section[Mechanism]):
 
 
 def _shown(value: Mechanism, rules: Rules) -> list[SpanRates]:
-    """Return one row per cell under a gated policy, for its first span in _ORDER, the largest differences first."""
+    """Return the rows to show, the largest differences first: one per cell under a gated policy.
+
+    If a cell has several spans, the row is that of the first in ``_ORDER``.
+    """
     first_spans: dict[tuple[str, str, str, int], SpanRates] = {}
     for r in value.rates:
         key = (r.arm, r.policy, r.metric, r.context_tokens)

@@ -130,8 +130,8 @@ class JudgeError:
 class DifferentialBias:
     """The largest drift that unequal errors of the judge in the two arms could cause, in score units.
 
-    ``bound`` follows from the estimated rates (None if an arm has no label of a kind), ``upper`` is its upper limit.
-    The gaps are candidate - reference.
+    ``bound`` follows from the estimated error rates (None if an arm lacks labels of a kind, 0 or 1); ``upper`` is its
+    upper confidence limit. The gaps are those of sensitivity and specificity, candidate - reference.
     """
 
     bound: float | None
@@ -167,7 +167,7 @@ def judge_error(judged: npt.ArrayLike, human: npt.ArrayLike, weights: npt.ArrayL
 
 
 def differential_bias(reference: JudgeError, candidate: JudgeError, rate: float) -> DifferentialBias:
-    """Return the drift that the judge's errors alone could cause, at the true ``rate`` of desired behaviour.
+    """Return the drift that the judge's errors alone could cause if ``rate`` is the true rate of desired answers.
 
     A cell cannot pass on the judge's labels if ``upper`` of the result exceeds half the margin.
     """
@@ -201,5 +201,5 @@ def _gap(reference: Proportion, candidate: Proportion) -> Part:
 
 
 def _absolute(weight: float, gap: Part) -> Part:
-    """Return |gap| with the interval that follows; if the gap's interval includes 0, the new one begins at 0."""
+    """Return |gap|, with ``weight``, as a part of a sum; its interval begins at 0 if that of the gap includes 0."""
     return Part(weight, abs(gap.estimate), max(0.0, gap.low, -gap.high), max(abs(gap.low), abs(gap.high)))

@@ -99,7 +99,7 @@ class RunView:
         return codes.count(1), codes.count(1) + codes.count(2)
 
     def missing_shades(self, number: int) -> dict[str, set[AnswerKey]]:
-        """Return the answers that lack shades, by unit (record file), among the first ``number`` flips with evictions."""
+        """Return the answers that lack shades, by unit (record file), of the first ``number`` flips with evictions."""
         answers = self._texts.answers
         evicted_flips = [n for n in interleave_cells(self.flips) if any(answers[a].evicted for a in self._answers[n])]
         shadings: dict[str, Shadings] = {}

@@ -46,7 +46,7 @@ class SafeBudget:
 
 
 class _Steps(NamedTuple):
-    """The cells of one sequence of tests and their budgets or lengths, in the order tested."""
+    """One sequence of tests: its cells, and their budgets or lengths, in the order tested."""
 
     axis: str
     family: str
