@@ -239,7 +239,7 @@ def cell_title(sides: Comparison, d: Decision) -> str:
 
 
 def cell_message(sides: Comparison, d: Decision) -> str:
-    """Return a cell's change and the reasons why it does not pass, for JUnit and SARIF."""
+    """Return as text how a cell changed and why it does not pass, for JUnit and SARIF."""
     change = change_text(sides, d) if d.effect else f"{metric_text(sides, d)}: no number"
     reasons = "; ".join(map(str, d.reasons))
     return inline(f"{change}. {reasons}".rstrip(". ") + ".")

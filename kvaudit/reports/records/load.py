@@ -314,7 +314,7 @@ _DETERMINED = {"checkpoint": ["arm", "train_seed"], "suite_version": ["suite"], 
 class RepeatedAnswers:
     """The answers of engines to requests asked a second time: ``records`` by their order, "again" or "shuffled".
 
-    ``unfinished`` are units without a seal.
+    ``unfinished`` are record files without a seal, the mark of a finished one.
     """
 
     records: Mapping[str, pd.DataFrame] = field(default_factory=dict)
@@ -337,9 +337,10 @@ def read_floor(run: Path, records: pd.DataFrame) -> RepeatedAnswers:
 def _read_units(
     folder: Path, records: pd.DataFrame, problems: list[Problem], unfinished: list[str]
 ) -> pd.DataFrame | None:
-    """Return the records of the finished units in a folder, None without any; adds to ``problems`` and ``unfinished``.
+    """Return the records of a folder's finished units, None without any; adds to ``problems`` and ``unfinished``.
 
-    Raises DataError if the files changed, or have other checkpoints, suite versions or policies than the run.
+    A unit is one file of records. Raises DataError if the files changed, or have other checkpoints, suite versions or
+    policies than the run.
     """
     columns = Columns()
     for unit in plain_files(folder, "*.jsonl"):

@@ -49,9 +49,7 @@ _Mask = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class Group:
-    """The answers whose span (the deciding part of the prompt) was lost, or was kept: their rate as wanted.
-
-    It has a 95 % interval.
+    """The answers whose span (the deciding part of the prompt) was lost, or was kept: how often they are as wanted.
 
     ``uncompressed`` is the rate of the same items without compression. ``unread`` is the share of all answers that
     could not be read on a side; if it differs between two groups, their rates count differently selected answers.
@@ -68,11 +66,10 @@ class Group:
 
 @dataclass(frozen=True)
 class Share:
-    """The share of a facet's drift that fell on answers whose span was lost, with its 95 % interval.
+    """The share of a facet's drift that fell on answers whose span (the deciding part of the prompt) was lost.
 
-    A span is the part of the prompt that decides the item, such as a rule.
-
-    The interval is None if leaving out any one template gives the same share: without spread it cannot be estimated.
+    The 95 % interval is None if leaving out any one template gives the same share: without spread it cannot be
+    estimated.
     """
 
     estimate: float
@@ -103,12 +100,10 @@ class SpanRates:
 
 @dataclass(frozen=True)
 class SpanSlope:
-    """By how much a facet changes if the cache loses a whole span (the part of the prompt that decides the item).
+    """How much a facet changes if the cache loses a whole span (the deciding part of a prompt), by regression.
 
-    It is a regression over all policies and lengths.
-
-    Only answers that agree in the factors of ``equal`` are compared. ``effect`` is None if that leaves too little
-    (``reason``).
+    The regression is over all policies and lengths. Only answers that agree in the factors of ``equal`` are compared.
+    ``effect`` is None if that leaves too little (``reason``).
     """
 
     arm: str
@@ -345,10 +340,7 @@ def _slope(arm: str, metric: str, span: str, measured: Sequence[tuple[_Cell, _Ro
 
 
 def _regression(rows: _Rows, controls: Array, alpha: float) -> tuple[Effect | None, str]:
-    """Return the regression of flips on the share of a span that was lost, or the reason why it cannot be estimated.
-
-    A flip is an answer's score minus that of the uncompressed answer. ``controls`` are columns to hold equal.
-    """
+    """Return the regression of flips (changes of score) on the lost share of a span, or why it cannot be estimated."""
     templates = telling_clusters(rows.lost, controls, rows.clusters)
     if templates < FEWEST_CLUSTERS:
         count = f"{templates:.1f} effective templates, an interval needs {FEWEST_CLUSTERS}"
@@ -403,10 +395,7 @@ class MechanismSection(Section[Mechanism]):
 
 
 def _shown(value: Mechanism, rules: Rules) -> list[SpanRates]:
-    """Return the rows to show, the largest differences first: one per cell under a gated policy.
-
-    If a cell has several spans, the row is that of the first in ``_ORDER``.
-    """
+    """Return a row per cell under a gated policy, largest difference first; of several spans the first in _ORDER."""
     first_spans: dict[tuple[str, str, str, int], SpanRates] = {}
     for r in value.rates:
         key = (r.arm, r.policy, r.metric, r.context_tokens)

@@ -93,9 +93,10 @@ def seed_noise(z: npt.NDArray[np.floating], counts: npt.ArrayLike) -> Array:
 
 
 def recipe_variance(item: Array, seed_means: Array, noise: Array, clusters: int) -> Recipe:
-    """Return a recipe's variance from that of items [...], the means of its seeds [..., S] and ``seed_noise`` [...].
+    """Return the variance of a training recipe's drift, from ``item``, ``seed_means`` [..., S] and ``noise``.
 
-    Without any variance the degrees of freedom are those of the clusters.
+    ``item`` [...] is the variance due to items, ``noise`` that of ``seed_noise``. Without any variance the degrees of
+    freedom are those of the clusters.
     """
     seeds = seed_means.shape[-1]
     assert seeds >= SEEDS_NEEDED, f"a recipe claim needs {SEEDS_NEEDED} seeds"

@@ -100,7 +100,7 @@ def _joined(one: Array, other: Array, together: npt.ArrayLike) -> Array:
 
 
 def correlation(one: Array, other: Array) -> Array:
-    """Return the correlation of residual totals [..., C] of the same clusters; 0 if it is negative or undefined."""
+    """Return the correlation over C templates of two residual totals [..., C]; 0 if it is negative or undefined."""
     scale = np.sqrt(np.sum(one**2, axis=-1) * np.sum(other**2, axis=-1))
     joint = np.sum(one * other, axis=-1)
     found: Array = np.divide(joint, scale, out=np.zeros_like(joint), where=scale > 0)

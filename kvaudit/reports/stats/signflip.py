@@ -257,7 +257,10 @@ def _cells(z: Array, clusters: npt.ArrayLike) -> _Cells:
 
 
 def _flip(cells: _Cells, draws: int, seed: int, *, stream: int, exhaustive: bool) -> tuple[Array, bool]:
-    """Return the t statistics [K, B] of K cells under B sign patterns, and whether these are all possible patterns."""
+    """Return the t statistics [K, B] of K cells under B sign patterns, and whether these are all possible patterns.
+
+    With few clusters they are all, if ``exhaustive``; otherwise ``draws`` random ones from ``seed`` and ``stream``.
+    """
     clusters = len(cells.counts)
     if exhaustive and clusters <= EXHAUSTIVE_CLUSTERS:
         return flip_statistics(cells.turned, cells.counts, signs(clusters, draws, 0).patterns), True

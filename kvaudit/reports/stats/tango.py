@@ -78,7 +78,10 @@ def tango_bounds(losses: Array, gains: Array, n: Array, targets: Array) -> Array
 
 
 def _root(losses: Array, gains: Array, n: Array, wanted: Array, left: Array, right: Array) -> Array:
-    """Return the roots of score - wanted in [left, right] by false position (Dowell & Jarratt 1971, Illinois)."""
+    """Return the deltas in [left, right] at which the score statistic equals ``wanted``.
+
+    They are found by false position (Dowell & Jarratt 1971, Illinois).
+    """
     cap = 4 * np.abs(wanted)  # near the ends of the scale the score diverges, which would slow false position down
 
     def excess(delta: Array) -> Array:

@@ -137,7 +137,7 @@ class Comparison:
 
     @property
     def safety(self) -> tuple[str, ...]:
-        """The suites that do not measure capability."""
+        """The suites that measure safety: all that do not measure capability."""
         return tuple(suite for suite in self.suites if suite not in self.capability)
 
 
@@ -184,7 +184,7 @@ def comparison_of(spec: RunSpec, records: pd.DataFrame, provenance: Mapping[str,
 
 
 def _looks(spec: RunSpec, suites: Sequence[str], provenance: Mapping[str, Any]) -> Iterator[tuple[str, Look]]:
-    """Yield the last look at each suite; a run that is not in rounds has none."""
+    """Yield (suite, last look) of each suite; a look is a test between rounds, and other runs have none."""
     if spec.evaluate.rounds is None:
         return
     tests = max(1, len(spec.gate.margins) * len(spec.gate.primary))
@@ -195,7 +195,7 @@ def _looks(spec: RunSpec, suites: Sequence[str], provenance: Mapping[str, Any]) 
 
 
 def _served_as(spec: RunSpec, recorded: Sequence[str]) -> list[str]:
-    """Return the serving policies of the spec, each spelled as in the records if these spell it in another way."""
+    """Return the serving policies of the spec, with the spelling of the records where these spell one otherwise."""
     conditions = {text for pair in spec.evaluate.references.items() for text in pair}
     ours = [policy for policy in spec.evaluate.policies if policy not in conditions]
     spelled = dict(zip(ours, match_policies(ours, [p for p in recorded if p not in conditions]), strict=True))
@@ -271,7 +271,7 @@ def run_reasons(data: RunData, comparison: Comparison) -> Iterator[Reason]:
 
 
 def part_reasons(data: RunData, comparison: Comparison) -> Iterator[Reason]:
-    """Yield the reasons why a run, or a part of one, is INVALID: records are missing, or do not match provenance."""
+    """Yield the reasons why a run, or a part of one, is INVALID: records are missing, or contradict provenance."""
     yield from _incomplete(data, comparison)
     yield from _conflicts(data.records)
     yield from _unlisted(data)
@@ -308,7 +308,10 @@ def some_of(names: Iterable[str]) -> str:
 
 
 def _conflicts(records: pd.DataFrame) -> Iterator[Reason]:
-    """Yield a reason against deciding the run where a name stands for several weights, policies, versions or judges."""
+    """Yield a reason against deciding the run where records of one checkpoint, policy or suite contradict each other.
+
+    Compared are the hashes of weights and policies, the versions of suites, and their judges.
+    """
     # other outcomes were not graded by the suite's judge
     judged = records.loc[records["outcome"].isin([Outcome.DESIRED.value, Outcome.UNDESIRED.value]), ["suite", "judge"]]
     for table, by, column, noun in (

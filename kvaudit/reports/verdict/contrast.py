@@ -83,7 +83,7 @@ def _texts(rows: pd.DataFrame, column: str) -> npt.NDArray[np.str_]:
 def _read(rows: pd.DataFrame) -> Array:
     """Return 1 for rows [n] whose answer could be read, else 0.
 
-    Facet ``well_formed`` says so, or the outcome where that facet has no value.
+    The facet ``well_formed`` says which could; where it has no value, the outcome does.
     """
     outcomes = rows["outcome"].astype(str).to_numpy(dtype=np.str_) if "outcome" in rows else np.array([""])
     read: Array = np.ones(len(rows)) * (outcomes != Outcome.DEGENERATE.value)  # [n]
@@ -138,7 +138,7 @@ CellPlace = tuple[str, str, str, str, int]  # estimand, arm, policy, suite, cont
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A mean paired difference in score units without an interval, because there are too few clusters."""
+    """A mean paired difference in score units (0.05 = 5 pp) without interval, as there are too few clusters for one."""
 
     estimate: float
     n_items: int
@@ -208,7 +208,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Rates:
-    """The rates of what is wanted, of reference and candidate, averaged over paired seeds."""
+    """The rates of the wanted outcome, of reference and candidate, averaged over paired seeds."""
 
     reference: float
     candidate: float
@@ -216,7 +216,7 @@ class Rates:
     def as_event_rates(self, *, wanted: bool) -> tuple[float, float]:
         """Return (reference, candidate) as rates at which a facet's event happens, such as "unsafe".
 
-        ``wanted`` is whether the event is what is wanted: the rates are then unchanged, and 1 - rate otherwise.
+        If the event is ``wanted``, these are the stored rates; otherwise they are 1 - rate.
         """
         return (self.reference, self.candidate) if wanted else (1 - self.reference, 1 - self.candidate)
 
@@ -254,7 +254,7 @@ class UnwantedEvents:
 
 @dataclass(frozen=True)
 class SeedDrift:
-    """The drift of one paired training seed, with its own interval and bounds."""
+    """The drift of one paired training seed: estimate, 95 % interval (low, high), one-sided bounds (lower, upper)."""
 
     seed: int
     estimate: float

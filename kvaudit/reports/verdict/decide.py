@@ -94,7 +94,10 @@ def decide(drift: Drift, rules: Rules, waivers: Sequence[Waiver] = ()) -> Verdic
 
 
 def _decide_by_tests(cells: Sequence[GatedCell], alpha: float) -> tuple[list[Decision], Adjustment]:
-    """Decide every cell by its tests, adjusted together as one family; a test that two cells share counts once."""
+    """Return the decision of every cell by its tests, and how their p-values were adjusted, together as one family.
+
+    A test that two cells share counts once.
+    """
     rows = list({_key(row): row for cell in cells for row in cell.rows}.values())
     family = joint_family([by_judge(row) for row in rows], alpha)
     # signs of templates cannot be flipped together where people labelled, so these tests take Holm
@@ -134,7 +137,7 @@ def _key(row: FamilyRow) -> tuple[int, int]:
 
 
 def _with_waiver(d: Decision, waivers: Sequence[Waiver]) -> Decision:
-    """Return the decision with the first waiver that covers it; an INVALID one is never waived."""
+    """Return the decision with the first waiver (a named person accepts the cell) that covers it, unless INVALID."""
     place = {"suite": d.suite, "arm": d.arm, "context_tokens": d.context_tokens, "estimand": d.estimand}
     policy = None if len(d.policies) > 1 else d.policy  # the worst of several policies cannot be selected by one
     covering = [w for w in waivers if w.covers(d.status.value, {**place, "policy": policy})]
@@ -153,9 +156,9 @@ def _arm_verdicts(gated: Sequence[Decision]) -> tuple[ArmVerdict, ...]:
 
 
 def _headline(decisions: Sequence[Decision]) -> int | None:
-    """Return the index of the gated cell that decides: the worst status, then the lowest bound against its margin.
+    """Return the index of the gated cell that decides: the worst status, then the lowest bound relative to its margin.
 
-    Only cells with a number count; cells that are not measurable count only if no cell is measurable.
+    Only cells with a number count; cells that are not measurable count only if no cell is measurable. None without any.
     """
     numbered = [(i, d, d.effect) for i, d in enumerate(decisions) if d.gated and d.effect]
     candidates = [entry for entry in numbered if entry[1].is_measurable] or numbered
@@ -300,7 +303,7 @@ def unmeasurable_reference(cell: GatedCell, context: DowngradeContext) -> Reason
 
 
 def unmeasurable_by_labels(cell: GatedCell, _: DowngradeContext) -> Reason | None:
-    """Return the reason why no loss could show by human labels: the reference hardly ever does what is wanted."""
+    """Return the reason why no loss could show by human labels, if the reference hardly ever does what is wanted."""
     for row in cell.rows:
         people, margin = row.contrast.people, cell.margin_of(row)
         if people is not None and margin is not None and people.rate_low <= margin:
@@ -321,7 +324,10 @@ class JudgeBias:
 
 
 def judge_biases(cells: Sequence[GatedCell]) -> list[JudgeBias]:
-    """Return the contrasts in which the judge may be biased, among those whose answers people labelled."""
+    """Return the contrasts in which the judge's errors alone could cause a drift of over half the margin.
+
+    Only contrasts with human labels can show this.
+    """
     # worst and parity are made of contrasts that are cells themselves
     firsts = [(cell, cell.rows[0]) for cell in cells if cell.estimand == cell.rows[0].contrast.estimand]
     labelled = [(row.contrast, cell.margin_of(row)) for cell, row in firsts]
@@ -333,9 +339,9 @@ def judge_biases(cells: Sequence[GatedCell]) -> list[JudgeBias]:
 
 
 def biased_judge(cell: GatedCell, context: DowngradeContext) -> Reason | None:
-    """Return a reason against a PASS if the judge may be biased: how much of the drift its errors may have caused.
+    """Return a reason against a PASS if the judge's errors alone may have caused a drift of over half the margin.
 
-    Cells with human labels are left out, because they do not depend on the judge.
+    ``judge_biases`` finds this out from human labels. Cells whose effect is computed from human labels are left out.
     """
     contrasts = [row.contrast for row in cell.rows if row.contrast.judged is None]
     upper = [bias.upper for bias in context.biased if any(_same_answers(bias.contrast, c) for c in contrasts)]
@@ -398,7 +404,10 @@ def rewarding_judge(_: GatedCell, context: DowngradeContext) -> Reason | None:
 
 
 def phrase_rules(cell: GatedCell, context: DowngradeContext) -> Reason | None:
-    """Return a reason against a PASS, under profile release, if phrase rules graded a suite of the cell."""
+    """Return a reason against a PASS if only a search for fixed phrases graded a suite of the cell.
+
+    Asked only under the profile "release"; None otherwise.
+    """
     sides = context.drift.comparison
     suites = sorted({suite_of(row.contrast.suite) for row in cell.rows} & set(sides.by_phrases))
     if context.rules.profile != RELEASE or not suites:
@@ -411,7 +420,7 @@ def phrase_rules(cell: GatedCell, context: DowngradeContext) -> Reason | None:
 
 
 def is_independent_of_reward(cells: Sequence[GatedCell], sides: Comparison) -> bool:
-    """Return whether a gated safety metric was neither trained on nor graded by the reward's judge."""
+    """Return whether some gated safety suite was neither trained on nor graded by the judge that gave the reward."""
     gated = {row.contrast.suite for cell in cells for row in cell.rows}
     safety = {*sides.safety, *(metric for metric in sides.facets if facet_of(metric)[1].kind == "safety")}
     return any(suite_of(metric) not in sides.rewarded for metric in gated & safety)

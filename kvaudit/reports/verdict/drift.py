@@ -131,7 +131,7 @@ def contrasts(
 
 
 def sides(comparison: Comparison) -> Iterator[tuple[str, str, str]]:
-    """Yield estimand, arm and policy of every contrast; each is made for every metric and length."""
+    """Yield (estimand, arm, policy) of every contrast that a run has; each is made for every metric and length."""
     for policy, arm in product(comparison.policies, comparison.arms):
         if (arm, policy) in comparison.unserved:
             continue
@@ -362,7 +362,7 @@ def _cluster_sums(panel: Panel, z: Array, clusters: npt.NDArray[np.int64]) -> Cl
 
 
 def _unwanted(panel: Panel, weights: list[Weights], present: npt.NDArray[np.bool_]) -> Iterator[UnwantedEvents]:
-    """Yield the unwanted events as scored, then once for every other way to count unsure and unscored answers."""
+    """Yield how often the unwanted event happened: as scored, then for every other way to count unsure answers."""
     readings = [(scores, scores, present) for scores in (panel.scores, *panel.readings)]
     if panel.unscored_as:
         zero, one = panel.unscored_as
@@ -385,7 +385,7 @@ def _unwanted(panel: Panel, weights: list[Weights], present: npt.NDArray[np.bool
 
 
 def _unread(panel: Panel, weights: list[Weights], recorded: npt.NDArray[np.bool_]) -> Rates:
-    """Return the shares of unreadable answers, as mean(best) - mean(floor): they count as 1 in best and 0 in floor."""
+    """Return both sides' shares of unreadable answers: mean(best) - mean(floor), which count them as 1 and as 0."""
     candidate, reference = (
         float(np.mean([(panel.best[cell] - panel.floor[cell])[recorded] for cell in side]))
         for side in two_sides(weights)
@@ -433,7 +433,7 @@ def _between(plus: Scores, minus: Scores, weights: Weights, present: npt.NDArray
 
 
 def _bound(plus: Scores, minus: Scores, weights: Sequence[Weights], present: npt.NDArray[np.bool_]) -> float:
-    """Return the mean difference, with scores from ``plus`` for cells of positive weight, else from ``minus``."""
+    """Return a bound of the mean difference: scores from ``plus`` for cells of positive weight, else from ``minus``."""
     return float(np.mean([_between(plus, minus, w, present) for w in weights]))
 
 
@@ -455,7 +455,7 @@ def widened_to(effect: Effect, other: Effect) -> Effect:
 
 
 def broken_contract(panel: Panel, cells: Sequence[CellKey]) -> tuple[Reason, ...]:
-    """Return the reasons why these cells cannot be compared; empty if they can."""
+    """Return the reasons why the scores of these checkpoints and policies cannot be compared; empty if they can."""
     absent = [cell for cell in cells if cell not in panel.scores]
     if absent and not panel.scores and panel.suite.endswith(f".{UNSAFE}"):
         return (Reason(ReasonCode.HARM, NO_HARM_GRADER),)

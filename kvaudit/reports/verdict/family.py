@@ -45,7 +45,7 @@ from kvaudit.reports.verdict.rules import CONTRASTED, Rules, allowed_points
 
 @dataclass(frozen=True)
 class GatedCell:
-    """A cell to decide: its tests in ``rows``, and their limit, a ``margin`` or a ``ratio``."""
+    """A cell to decide: the tests that it has to pass (``rows``), and their limit, a ``margin`` or a ``ratio``."""
 
     estimand: str
     rows: tuple[FamilyRow, ...]
@@ -135,9 +135,10 @@ def _is_chosen(c: Contrast, rules: Rules) -> bool:
 
 
 def _is_decided(c: Contrast, sides: Comparison, rules: Rules) -> bool:
-    """Return whether a metric is decided: a facet with a margin, or a suite unless only its facets have margins.
+    """Return whether a metric is decided: any facet that has a margin, and any suite, with one exception.
 
-    A suite without any margin is decided too, so that its cell says that the margin is missing.
+    The exception is a suite of which only facets have margins. A suite without any margin is decided, so that its cell
+    says that the margin is missing.
     """
     if c.suite in sides.facets or rules.holds(c.suite) or sides.looks:
         return rules.holds(c.suite)
@@ -157,7 +158,7 @@ def single_cell(c: Contrast, rules: Rules, *, gated: bool) -> GatedCell:
 
 
 def _worst_policy(base: Sequence[Contrast], rules: Rules) -> Iterator[GatedCell]:
-    """Yield the cells of the estimand ``worst``: per arm, suite and length one test for every deployable policy."""
+    """Yield the cells of the estimand ``worst``, per arm, suite and length, with a test for every deployable policy."""
     groups: dict[tuple[str, str, int], list[Contrast]] = {}
     for c in base:
         if c.policy in rules.deployable:
@@ -224,7 +225,7 @@ class TestFamily:
 def joint_family(rows: Sequence[FamilyRow], alpha: float = 0.05) -> TestFamily:
     """Return the p-values of all tests, adjusted together by max-T, or by Holm where max-T is not possible.
 
-    ``alpha`` is the level of ``critical``.
+    ``alpha`` is the level at which the result's ``critical`` value holds.
     """
     by_holm = holm_family([drop_pvalue(row.contrast.effect, row.sign) for row in rows])
     numbered = [i for i, row in enumerate(rows) if row.contrast.effect]
@@ -325,7 +326,7 @@ def _patterns(sizes: Mapping[str, int], *, exact: bool) -> Iterator[dict[str, Ar
 
 
 def _statistics(tests: Sequence[_Test], patterns: Patterns, columns: Columns) -> Array:
-    """Return the CR3 t statistics [K, B] of tests that share their clusters."""
+    """Return the CR3 t statistics [K, B] of K tests that share their clusters, under B patterns of signs."""
     suites = []
     for parts in zip(*tests, strict=True):  # the same suite of every test
         first = parts[0]

@@ -121,9 +121,10 @@ def _answers_of_gated_cell(answers: Mapping[CellPlace, PairedAnswers], cell: Key
 
 @dataclass(frozen=True)
 class CellLabels(CellName):
-    """The human labels (0 or 1) of one gated cell by hash of the text; ``seed`` and ``concordant`` fix the pairs drawn.
+    """The human labels (1 as wanted, 0 not) of one gated cell, by hash of the labelled text.
 
-    ``spread`` is whether the concordant pairs were drawn in turn over the templates, as they are since format 3.
+    ``seed`` and ``concordant`` (a number) fix which of the pairs that the judge graded alike were drawn. ``spread`` is
+    whether they were drawn in turn over the templates, as they are since format 3.
     """
 
     seed: int

@@ -74,7 +74,10 @@ class Pin:
 
 
 def load_pin(path: Path) -> Pin:
-    """Read a pin file; raises DataError if it is missing or was not written by ``kvaudit gate --pin``."""
+    """Read a pin file, which lists the reference's weights by hash.
+
+    Raises DataError if it is missing or was not written by ``kvaudit gate --pin``.
+    """
     try:
         table = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -100,7 +103,7 @@ def is_sha256(value: Any) -> bool:
 
 
 def recorded_pin(provenance: Mapping[str, Any]) -> Pin:
-    """Return the pin that was recorded when the run began; raises DataError without one."""
+    """Return the pin (the reference's weights by hash) recorded when the run began; raises DataError without one."""
     table = provenance.get("gate_pin")
     if table is None:
         raise DataError("the gate names a pin, but provenance.json records none; start another run with --out")

@@ -143,7 +143,10 @@ CONTRAST_COLUMNS: Mapping[str, Callable[[Row], Any]] = {
 
 
 def contrast_rows(decided: Decided) -> Iterator[dict[str, Any]]:
-    """Yield the columns of every contrast, facets included; an end that a ratio's interval lacks is infinity."""
+    """Yield every contrast, facets included, as a row (column -> value).
+
+    Where a ratio's interval has no upper end, the value is infinity.
+    """
     decisions = {decision.place: decision for decision in decided.verdict.decisions}
     for contrast in decided.drift.contrasts:
         row = row_of(decided.comparison, contrast, decisions.get(contrast.place))

@@ -48,7 +48,7 @@ class Status(StrEnum):
 
 
 class Larger(StrEnum):
-    """By what factor a cell would need more templates to pass with power .8 if there were no drift."""
+    """How many times as many templates a cell needs to pass with power .8 if there is no drift, in words."""
 
     TWICE = "about twice"
     TEN_TIMES = "about ten times"
@@ -198,19 +198,19 @@ def worst_exit_code(statuses: Iterable[Status], rules: Rules) -> int:
 
 
 def worst(statuses: Iterable[Status]) -> Status:
-    """Return the status that comes first in ``PRECEDENCE``."""
+    """Return the worst status, which is the one that comes first in ``PRECEDENCE``."""
     return min(statuses, key=PRECEDENCE.index)
 
 
 def worst_recipe(statuses: Sequence[Status | None]) -> Status | None:
-    """Return the worst recipe verdict, None if any is missing."""
+    """Return the worst of the verdicts on recipes (ways of training), None if any is missing."""
     verdicts = [status for status in statuses if status]
     return worst(verdicts) if verdicts and len(verdicts) == len(statuses) else None
 
 
 @dataclass(frozen=True)
 class Decided:
-    """A run with its verdict: the drift, the rules, the verdict and the waivers."""
+    """A run with all from which its report follows: the drift, the rules, the waivers and the verdict."""
 
     drift: Drift
     rules: Rules

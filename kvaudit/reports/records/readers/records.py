@@ -81,7 +81,10 @@ def _is_duplicate(problem: Problem) -> bool:
 
 
 def _skipped_problems(files: set[str], units: set[str], problems: Iterable[Problem]) -> Iterator[Problem]:
-    """Yield the problems of skipped lines in selected units, or in files without any readable record (arm unknown)."""
+    """Yield the problems of skipped lines in the selected record files, and in files without any readable record.
+
+    Of the latter it is not known whether they belong to the selection.
+    """
     for problem in problems:
         has_cell = problem.file in files or "/" in problem.file  # the name of a telemetry file has a folder
         if problem.line and not _is_duplicate(problem) and (problem.file in units or not has_cell):
