@@ -41,7 +41,7 @@ DEFAULT_MARGIN, DEFAULT_ALPHA = 5.0, 0.05  # pp, one-sided level
 
 @dataclass(frozen=True)
 class Sides:
-    """The two files and the options of reading them. ``own_clusters``: the user named the clusters (--cluster)."""
+    """The two result files as read, and the options of reading them. ``own_clusters``: the user named the clusters."""
 
     reference: Log
     candidate: Log

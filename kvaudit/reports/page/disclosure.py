@@ -450,7 +450,7 @@ def _vendor_answers(value: Any) -> Iterator[str]:
 
 
 def _measured_cells(findings: Findings) -> list[MeasuredCell]:
-    """Return every gated cell, then every other contrast of the run."""
+    """Return every gated cell, then every other difference between two sides that the run computed."""
     decided = [_measured_cell(findings, d) for d in findings.verdict.gated]
     slices = {m.slice for m in decided}
     other_contrasts = [_measured_cell(findings, c) for c in findings.drift.contrasts]

@@ -101,7 +101,7 @@ class Event:
 
     @property
     def _mirrored(self) -> bool:
-        """Whether the event is the opposite of what the contrast counts, which is always the wanted outcome."""
+        """Whether the event is the opposite of the wanted outcome, which is what the stored rates count."""
         return not self.facet.wanted or self.facet.name == WELL_FORMED
 
 

@@ -180,7 +180,7 @@ _LEAST_WIDTH, _LETTER = 4.5, 0.085  # inches: of the figure with its key, and of
 
 
 def draw_heatmap(findings: Findings) -> Drawing | None:
-    """Draw the heatmap of drift, a panel for each suite; return None if there are no numbers.
+    """Draw the heatmap of drift, a panel for each suite; return None if no drift could be computed.
 
     In a panel, rows are arms and columns are policies; arm and reference are both served under the column's policy. If
     nothing was trained, rows are suites instead, and each policy is compared with uncompressed serving.
@@ -240,7 +240,7 @@ def status_of(
 
 
 def suite_margin(findings: Decided, c: Contrast) -> float | None:
-    """Return the margin of a contrast's suite; None for a facet.
+    """Return the margin of a drift's suite; None if it is the drift of a facet.
 
     The PASS of a facet also needs answers in a form that can be read, which only the gate checks.
     """
@@ -256,7 +256,7 @@ def _heatmap_row(sides: Comparison, c: Contrast) -> str:
 
 
 def _heatmap_panel(panel: Axes, findings: Findings, group: list[Contrast], names: Mapping[str, str]) -> None:
-    """Draw the contrasts of one panel of the heatmap; ``names`` maps policies to column names, in their order."""
+    """Draw the drifts of one panel of the heatmap; ``names`` maps policies to column names, in the columns' order."""
     statuses = {d.place: d.status for d in findings.verdict.decisions}
     rules, rows = findings.rules, _heatmap_rows(findings.comparison, group)
     controls = Controls(findings.drift, rules.margins, rules.ratios)

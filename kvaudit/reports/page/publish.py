@@ -111,9 +111,10 @@ def write_card(folder: Path, section: str, *, base: str) -> None:
 
 
 def hub_results(page: Page, arm: str, dataset: str) -> dict[str, str]:
-    """Return by file name the texts that the hub reads, with an arm's gated drifts, one file per policy and contrast.
+    """Return by file name the texts that the hub reads, with an arm's gated drifts.
 
-    Raises SpecError if the dataset is not a hub id, or if no gated cell of the arm has a number.
+    There is a file for each policy and kind of difference. Raises SpecError if the dataset is not a hub id, or if no
+    gated cell of the arm has a drift.
     """
     from kvaudit.reports.page.disclosure import disclosure_of
 

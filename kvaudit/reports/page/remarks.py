@@ -209,7 +209,7 @@ def _prompt_remarks(provenance: Mapping[str, Any]) -> Iterator[str]:
 
 
 def cautions(findings: Findings, head: Decision | None) -> list[str]:
-    """Return lines on what the quoted number cannot show: unsampled templates, the other contrast, error rates."""
+    """Return lines on what the quoted drift cannot show: unsampled templates, the other comparison, error rates."""
     other_contrasts = [
         _other_contrast_line(findings.comparison, d)
         for d in findings.verdict.decisions
@@ -229,7 +229,7 @@ def cautions(findings: Findings, head: Decision | None) -> list[str]:
 def blind_spot_line(findings: Decided, head: Decision | None, fewest: int, units: str = "templates") -> str:
     """Return a line on the blind spot: the largest share of broken templates that the sample may have missed.
 
-    It is that of the quoted cell, or of ``fewest`` templates if no quoted cell has a number.
+    It is that of the cell ``head`` that the banner quotes, or without such a cell that of ``fewest`` templates.
     """
     alpha = findings.rules.alpha
     if head and head.effect and head.blind_spot is not None:
@@ -262,10 +262,9 @@ def broken_template_lines(findings: Decided) -> list[str]:
 
 
 def _other_contrast_line(sides: Comparison, d: Decision) -> str:
-    """Return a sentence on the drift that a cell has by a contrast of another kind than the quoted one.
+    """Return a sentence on the drift ``d``, which is of the same cell as the quoted one but by another comparison.
 
-    ``d`` is that of kind "alike" (both sides under one policy) or "deployed" (candidate against the uncompressed
-    reference).
+    Compared are both sides under one policy ("alike"), or the candidate with the uncompressed reference ("deployed").
     """
     assert d.effect is not None
     policy = sides.label(d.policy)

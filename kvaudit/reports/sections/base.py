@@ -151,7 +151,7 @@ class Section(Generic[V]):
 
 
 class ContrastsSection(Section[tuple[Contrast, ...]]):
-    """A section that shows one kind of contrast (estimand), such as the interaction, as a table."""
+    """A section that shows one kind of measured difference (estimand), such as the interaction, as a table."""
 
     def tables(self, value: tuple[Contrast, ...], decided: Decided) -> Iterator[Table]:
         rows = []
@@ -169,13 +169,16 @@ class ContrastsSection(Section[tuple[Contrast, ...]]):
 
 
 def contrasts_of(decided: Decided, estimand: str, *, gated_only: bool = False) -> list[Contrast]:
-    """Return the contrasts of one kind (estimand); with ``gated_only`` those under gated policies, if there are any."""
+    """Return the contrasts (measured differences) of one kind, ``estimand``.
+
+    With ``gated_only`` they are those under gated policies, if there are any.
+    """
     contrasts = [c for c in decided.contrasts if c.estimand == estimand]
     return [c for c in contrasts if gated_only and c.policy in decided.rules.primary] or contrasts
 
 
 def lowest_drift(sides: Comparison, contrasts: Sequence[Contrast]) -> str:
-    """Return a sentence that names the contrast with the lowest drift."""
+    """Return a sentence that names the contrast (arm, policy, suite) with the lowest drift."""
     measured = [(c.effect, c) for c in contrasts if c.effect]
     if not measured:
         return "No cell has a number."
@@ -255,9 +258,9 @@ class BothSides:
 
 
 def both_sides(panel: Panel, comparison: Comparison, name: CellName) -> BothSides | None:
-    """Return the scores of both sides of a cell of contrast "alike", "deployed" or "serving".
+    """Return the scores of candidate and reference in a cell that compares two sides.
 
-    None if the records of the two sides cannot be compared.
+    None if their records cannot be compared. The estimand of ``name`` must be "alike", "deployed" or "serving".
     """
     pairs = seed_pairs(comparison, panel, name.arm)
     weights = [weights_of(comparison, name.estimand, name.arm, pair, name.policy) for pair in pairs]
@@ -282,12 +285,12 @@ def both_sides(panel: Panel, comparison: Comparison, name: CellName) -> BothSide
 
 
 def has_two_sides(d: Decision) -> bool:
-    """Return whether a decision is gated, has a number, and compares two cells (it is no difference of differences)."""
+    """Return whether a decision is gated, has an effect, and compares two cells (no difference of differences)."""
     return d.gated and d.estimand in ("alike", "deployed", "serving") and d.effect is not None
 
 
 def gated_sides(decided: Decided, tables: Panels) -> Iterator[tuple[Decision, BothSides]]:
-    """Yield every gated cell that has a number, with the scores of its reference and candidate."""
+    """Yield every gated cell whose effect could be computed, with the scores of its reference and candidate."""
     for d in decided.verdict.decisions:
         if has_two_sides(d):
             sides = both_sides(tables[d.suite, d.context_tokens], decided.comparison, d)

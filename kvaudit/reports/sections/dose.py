@@ -186,7 +186,7 @@ def _budget_curve(drift: Drift, panel: Panel, family: PolicyFamily, arm: str, x:
 
 
 def _scores_at(panel: Panel, doses: Sequence[Sequence[CellKey]]) -> tuple[_Scores | None, str]:
-    """Return an arm's scores at several doses of one panel, averaged over seeds, or the reason why there are none."""
+    """Return an arm's scores at several doses in one score table, averaged over seeds, or why there are none."""
     cells = sorted({cell for dose in doses for cell in dose})
     reasons = broken_contract(panel, cells) if cells else ()
     if reasons or not cells:

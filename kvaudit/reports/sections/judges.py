@@ -232,7 +232,7 @@ def _verdict(decided: Decided) -> str:
 
 
 def labelled_cells(decided: Decided) -> LabelledCells:
-    """Return the decided cells that have human labels, in the order of the contrasts."""
+    """Return the decided cells that have human labels, in the order of the run's contrasts."""
     decisions, cells = {d.place: d for d in decided.verdict.decisions}, []
     for c in decided.drift.contrasts:
         d = decisions.get(c.place)

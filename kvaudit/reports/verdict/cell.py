@@ -181,8 +181,8 @@ def decide_ratio(c: Contrast, ratio: Ratio, margin: float, pvalue: float) -> tup
 def unadjusted_status(c: Contrast, margin: float, *, is_measurable: bool) -> Status:
     """Return the status that a contrast would have as a cell of its own, without adjustment for multiple testing.
 
-    A contrast without a number is INVALID. Without ``is_measurable`` (the reference has nothing to lose) only a FAIL
-    stays, and everything else is NOT MEASURABLE.
+    A contrast whose effect could not be computed is INVALID. Without ``is_measurable`` (the reference has nothing to
+    lose) only a FAIL stays, and everything else is NOT MEASURABLE.
     """
     if c.effect is None:
         return Status.INVALID
@@ -241,9 +241,9 @@ def _largest_templates(templates: Sequence[Part], margin: float) -> str:
 def decided_test(row: FamilyRow, margin: float, pvalues: Pvalues, limit: float | None = None) -> DecidedTest:
     """Return one test decided against its margin, or against a ratio's ``limit``, which allows a loss of ``margin``.
 
-    A contrast without a number is INVALID for its own reasons. The recipe is the claim about training with any seed.
-    Human labels correct the effect but not the variance between seeds, so with them the recipe keeps its status only
-    where it agrees with that of the checkpoints, and is INCONCLUSIVE elsewhere.
+    A test whose effect could not be computed is INVALID. The recipe is the claim about training with any seed. Human
+    labels correct the effect but not the variance between seeds, so with them the recipe keeps its status only where it
+    agrees with that of the checkpoints, and is INCONCLUSIVE elsewhere.
     """
     c, loss = row.contrast, "regression" if row.sign > 0 else "gain"
     if c.look is not None and c.effect is not None:
@@ -410,7 +410,7 @@ def decision(
 def _template_bound(test: DecidedTest, margin: float | None, alpha: float) -> float | None:
     """Return the lowest drift that could still hide in a few broken templates (the template rule, ``stats.rule``).
 
-    None if the interval reaches the margin already, for a run in rounds, and without a number or a margin.
+    None without an effect or a margin, for a run in rounds, and if the interval reaches the margin already.
     """
     c, sign = test.row.contrast, test.row.sign
     if c.effect is None or c.look or margin is None or _mirrored(c.effect, sign).lower <= -margin:

@@ -71,11 +71,11 @@ class Look(NamedTuple):
 class Comparison:
     """The two sides of every difference, and the planned grid.
 
-    ``mode`` "training": candidate arms against the reference arm under the same serving policy.
-    ``mode`` "serving": one arm under each serving policy against the same arm served uncompressed.
+    ``mode`` "training": candidate arms against the reference arm under the same serving policy. ``mode`` "serving": one
+    arm under each serving policy against the same arm served uncompressed.
 
-    "Uncompressed" is the policy ``none`` for kvaudit's own cache, and for an engine the condition of the same engine
-    that ``references`` names.
+    "Uncompressed" is the policy ``none`` for kvaudit's own cache, and for a setting of an engine the setting of the
+    same engine that ``references`` names.
     """
 
     mode: str
@@ -108,7 +108,7 @@ class Comparison:
         return policy in uncompressed_policies(self.references)
 
     def is_engine(self, policy: str) -> bool:
-        """Whether a policy names a setting of a serving engine (a condition), or the uncompressed reference of one."""
+        """Whether a policy is a setting of a serving engine, or an engine's uncompressed setting."""
         return policy in self.references or policy in self.references.values()
 
     @property
@@ -367,7 +367,7 @@ def _unpinned(data: RunData, comparison: Comparison) -> Iterator[Reason]:
 
 
 def _other_inputs(data: RunData) -> Iterator[Reason]:
-    """Yield a reason against deciding the run if units were evaluated from other inputs than provenance lists.
+    """Yield a reason against deciding the run if it evaluated other inputs than provenance lists.
 
     Inputs are public rows, plug-ins and model files.
     """

@@ -154,7 +154,7 @@ def no_interval(clusters: int) -> str:
 
 @dataclass(frozen=True)
 class CellName:
-    """The cell that a contrast or a decision is about, and which difference it is (``estimand``)."""
+    """The cell that a contrast or a decision is about, and which difference is taken there (``estimand``)."""
 
     estimand: str  # alike | deployed | serving | interaction | selectivity | change
     arm: str
@@ -296,7 +296,9 @@ def judge_may_pass(people: LabelSummary, margin: float) -> bool:
 
 @dataclass(frozen=True)
 class Contrast(CellName):
-    """One difference (``estimand``) in one cell; ``reasons`` says why ``effect`` is None, and is empty if it is not.
+    """One measured difference in one cell; ``estimand`` says which, such as candidate - reference served alike.
+
+    ``reasons`` says why ``effect`` is None, and is empty if it is not.
 
     ``effect`` is about the checkpoints that were measured, averaged over paired seeds; ``sums`` are its differences by
     template. ``recipe`` (three seeds or more) adds the variance between seeds. The estimate takes a judge's best guess

@@ -158,7 +158,8 @@ def _arm_verdicts(gated: Sequence[Decision]) -> tuple[ArmVerdict, ...]:
 def _headline(decisions: Sequence[Decision]) -> int | None:
     """Return the index of the gated cell that decides: the worst status, then the lowest bound relative to its margin.
 
-    Only cells with a number count; cells that are not measurable count only if no cell is measurable. None without any.
+    Only cells with an effect count; cells that are not measurable count only if no cell is measurable. None without
+    any.
     """
     numbered = [(i, d, d.effect) for i, d in enumerate(decisions) if d.gated and d.effect]
     candidates = [entry for entry in numbered if entry[1].is_measurable] or numbered
@@ -220,7 +221,7 @@ def _not_measurable(d: Decision, reason: Reason) -> Decision:
 
 
 def _inconclusive(d: Decision, reason: Reason) -> Decision:
-    """Return the decision with PASS replaced by INCONCLUSIVE, of the checkpoints and of the recipe."""
+    """Return the decision with INCONCLUSIVE in place of PASS, both for the checkpoints and for their recipe."""
     if d.status not in PASSED and d.recipe not in PASSED:
         return d
     recipe = None if d.recipe is None else worst([d.recipe, Status.INCONCLUSIVE])
@@ -317,16 +318,16 @@ def unmeasurable_by_labels(cell: GatedCell, _: DowngradeContext) -> Reason | Non
 
 @dataclass(frozen=True)
 class JudgeBias:
-    """A contrast in which the judge's errors alone could cause a drift of over half the margin, at most ``upper``."""
+    """A measured difference of which the judge's errors alone could cause over half the margin, at most ``upper``."""
 
     contrast: Contrast
     upper: float
 
 
 def judge_biases(cells: Sequence[GatedCell]) -> list[JudgeBias]:
-    """Return the contrasts in which the judge's errors alone could cause a drift of over half the margin.
+    """Return the differences between two sides of which the judge's errors alone could cause over half the margin.
 
-    Only contrasts with human labels can show this.
+    Only human labels can show this, so only cells that have some are considered.
     """
     # worst and parity are made of contrasts that are cells themselves
     firsts = [(cell, cell.rows[0]) for cell in cells if cell.estimand == cell.rows[0].contrast.estimand]

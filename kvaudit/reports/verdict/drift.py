@@ -65,21 +65,21 @@ CELL = ["arm", "policy", "suite", "context_tokens"]
 
 
 class CellFilter(NamedTuple):
-    """Where facets are contrasted: only in cells of these estimands, policies and lengths."""
+    """A choice of cells in which both sides' facets are compared: those of these estimands, policies and lengths."""
 
     estimands: frozenset[str]
     policies: frozenset[str]
     contexts: frozenset[int]
 
     def accepts(self, estimand: str, policy: str, context: int) -> bool:
-        """Return whether the filter accepts this estimand, policy and length."""
+        """Return whether facets are compared in a cell of this estimand, policy and length."""
         return estimand in self.estimands and policy in self.policies and context in self.contexts
 
 
 def drift_of(data: RunData, comparison: Comparison, alpha: float, facets: CellFilter | None = None) -> Drift:
     """Return the drift of a run's records, with one-sided bounds at level ``alpha``.
 
-    ``facets`` limits the cells in which facets are contrasted (None: all); facets are most of the contrasts.
+    ``facets`` limits the cells in which facets are compared (None: all); they are most of the differences.
     """
     tables = data.panels
     canaries = canaries_of(data.records, _repeated_records(data, comparison), comparison)
@@ -120,7 +120,7 @@ def _checkpoints(records: pd.DataFrame, arm: str) -> dict[int, frozenset[str]]:
 def contrasts(
     comparison: Comparison, tables: Panels, alpha: float, facets: CellFilter | None = None
 ) -> Iterator[Contrast]:
-    """Yield every contrast; at a planned length without any record it has reasons and no numbers."""
+    """Yield every measured difference of a run; at a planned length without records it has reasons and no effect."""
     for metric in (*comparison.suites, *comparison.facets):
         cells = facets if metric in comparison.facets else None
         for context in comparison.lengths[metric]:
@@ -189,7 +189,9 @@ def _add(*terms: tuple[CellKey, float]) -> Weights:
 
 
 def weights_of(comparison: Comparison, estimand: str, arm: str, pair: SeedPair, policy: str) -> Weights:
-    """Return the weights of the cells of one estimand for one pair of seeds, all served by the same engine.
+    """Return the weight of each cell whose scores make up a difference (``estimand``) for one pair of seeds.
+
+    All cells are served by the same engine.
 
     Amplification is the effect of training under the policy, minus the effect of serving the reference under it:
     (candidate uncompressed - reference uncompressed) - (reference under the policy - reference uncompressed).
@@ -220,7 +222,7 @@ def contrast(
     policy: str,
     alpha: float,
 ) -> Contrast:
-    """Return the contrast of one estimand over paired seeds, which are averaged within the item first."""
+    """Return one measured difference (``estimand``) over paired seeds, which are averaged within the item first."""
     pairs = seed_pairs(comparison, panel, arm)
     weights = [weights_of(comparison, estimand, arm, pair, policy) for pair in pairs]
     cells = sorted({cell for w in weights for cell in w})

@@ -59,7 +59,10 @@ class GatedCell:
 
 
 def gated_cells(drift: Drift, rules: Rules) -> list[GatedCell]:
-    """Return every cell that enters the verdict, in the order of the contrasts, then worst and parity."""
+    """Return every cell that enters the verdict: the single contrasts in their order, then worst and parity.
+
+    worst: every deployable policy must pass; parity: the drift must be within the margin on both sides.
+    """
     sides = drift.comparison
     cells = [single_cell(c, rules, gated=True) for c in drift.contrasts if is_gated(c, sides, rules)]
     base = [c for c in drift.contrasts if is_base(c, sides, rules)]
@@ -90,7 +93,7 @@ def gated_facets(sides: Comparison, rules: Rules) -> CellFilter:
 
 
 def is_gated(c: Contrast, sides: Comparison, rules: Rules) -> bool:
-    """Return whether a contrast enters the verdict as a cell."""
+    """Return whether a contrast (a measured difference) enters the verdict as a cell."""
     if c.estimand not in rules.estimands or c.context_tokens not in rules.contexts or not _is_decided(c, sides, rules):
         return False
     if c.estimand == SERVING and sides.mode == "training":  # every setting counts; ``primary`` selects for the arms
@@ -117,9 +120,9 @@ def is_shown(c: Contrast, sides: Comparison, rules: Rules) -> bool:
 
 
 def is_base(c: Contrast, sides: Comparison, rules: Rules) -> bool:
-    """Return whether other gated cells are computed from this contrast.
+    """Return whether a contrast is one from which other gated cells are computed.
 
-    They are worst (all policies must pass), selectivity (safety dropped more than capability) and parity (no gain
+    These are worst (all policies must pass), selectivity (safety dropped more than capability) and parity (no gain
     either).
     """
     if c.estimand != sides.base or c.context_tokens not in rules.contexts or not _is_decided(c, sides, rules):
@@ -130,7 +133,7 @@ def is_base(c: Contrast, sides: Comparison, rules: Rules) -> bool:
 
 
 def _is_chosen(c: Contrast, rules: Rules) -> bool:
-    """Return whether the rules gate the arm of a contrast."""
+    """Return whether the rules gate the arm of a contrast (a measured difference)."""
     return not rules.arms or c.arm in rules.arms
 
 
@@ -152,13 +155,16 @@ def _is_repeated(c: Contrast, sides: Comparison, rules: Rules) -> bool:
 
 
 def single_cell(c: Contrast, rules: Rules, *, gated: bool) -> GatedCell:
-    """Return the cell that is made of one contrast, tested for a drop."""
+    """Return the cell that consists of one contrast, tested for a drop."""
     margin, ratio = rules.margin(c.estimand, c.suite), rules.ratio(c.estimand, c.suite)
     return GatedCell(c.estimand, (FamilyRow(c, 1),), margin, gated, ratio)
 
 
 def _worst_policy(base: Sequence[Contrast], rules: Rules) -> Iterator[GatedCell]:
-    """Yield the cells of the estimand ``worst``, per arm, suite and length, with a test for every deployable policy."""
+    """Yield the cells of the estimand ``worst``: an arm passes a suite if it does under every deployable policy.
+
+    There is a cell per arm, suite and length, with a test per policy.
+    """
     groups: dict[tuple[str, str, int], list[Contrast]] = {}
     for c in base:
         if c.policy in rules.deployable:
@@ -177,7 +183,7 @@ _FEW = f"a cell has fewer than {FEWEST_CLUSTERS} templates"
 
 
 class FamilyRow(NamedTuple):
-    """One of the tests whose p-values are adjusted together: is a contrast below 0, or above 0 if ``sign`` is -1?"""
+    """One of the tests whose p-values are adjusted together: is a difference below 0, or above 0 if ``sign`` is -1?"""
 
     contrast: Contrast
     sign: int

@@ -257,7 +257,7 @@ def apply_labels(data: RunData, drift: Drift, stored: Labels) -> Drift:
 
 
 def match_labels(data: RunData, drift: Drift, stored: Labels) -> list[HumanLabels]:
-    """Return the stored labels matched to answers by their text, for every labelled cell that has a number.
+    """Return the stored labels matched to answers by their text, for every labelled cell that has an effect.
 
     Raises DataError if labels and answers do not match.
     """

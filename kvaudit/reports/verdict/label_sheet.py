@@ -281,7 +281,10 @@ class PairedAnswers:
 def paired_answers(
     data: RunData, comparison: Comparison, gated: Sequence[Contrast], select: Mapping[str, str]
 ) -> list[PairedAnswers]:
-    """Return the pairs of answers of every gated contrast that matches ``select``; raises SpecError if none does."""
+    """Return the pairs of answers of every gated contrast that matches the selectors ``select``, such as an arm.
+
+    Raises SpecError if none does.
+    """
     contrasts = [c for c in gated if c.effect and c.estimand in ADJUDICATED]
     if not contrasts:
         raise SpecError(
@@ -298,7 +301,7 @@ def paired_answers(
 
 
 def pairs_of(data: RunData, comparison: Comparison, c: Contrast) -> PairedAnswers:
-    """Return the pairs of answers of one contrast, whose effect must have been computed (not None)."""
+    """Return the pairs of answers (reference's, candidate's) behind one contrast, whose effect must not be None."""
     tables = []
     for seeds in seed_pairs(comparison, data.panels[c.suite, c.context_tokens], c.arm):
         weights = weights_of(comparison, c.estimand, c.arm, seeds, c.policy)

@@ -20,7 +20,7 @@ _FORMULA = ("=", "+", "-", "@", "\t")  # first characters of cells that a spread
 
 @dataclass(frozen=True)
 class Row:
-    """One contrast with its decision. Scores are shares (0.05 = 5 pp), drift is candidate minus reference.
+    """One measured difference with its decision. Scores are shares (0.05 = 5 pp), drift is candidate minus reference.
 
     A missing value is None, never 0. ``low`` and ``high`` are the 95 % interval, ``lower`` and ``upper`` the one-sided
     bounds that decide, ``recipe_low`` and ``recipe_high`` the interval with seed variance. Where a ratio decides,
@@ -62,7 +62,7 @@ class Row:
 
 
 def row_of(sides: Comparison, contrast: Contrast | None, decision: Decision | None) -> Row:
-    """Return the row of a contrast, of a decision, or of both."""
+    """Return a measured difference, a decision, or both joined, as one flat row."""
     cell = contrast or decision
     assert cell is not None, "a row needs a contrast or a decision"
     effect, rates, recipe = cell.effect, cell.rates, contrast.recipe if contrast else None

@@ -214,7 +214,7 @@ class Change(NamedTuple):
 
 @dataclass(frozen=True)
 class Flip:
-    """One item on the two sides of a contrast, with the metrics that differ, the score first."""
+    """One item on two compared sides, with the metrics that differ between them, the score first."""
 
     kind: str
     suite: str
@@ -226,7 +226,7 @@ class Flip:
 
 
 def kinds_shown(data: RunData) -> frozenset[str]:
-    """Return the contrasts whose flips are shown: all of KINDS, but "deployed" only if the gate uses it."""
+    """Return the kinds of comparison whose flips are shown: all of KINDS, but "deployed" only if the gate uses it."""
     estimands = set(data.spec.gate.estimands)
     return frozenset(kind for kind in KINDS if kind != "deployed" or estimands & {"deployed", "worst"})
 
@@ -238,7 +238,7 @@ def flip_key(kind: str, suite: str, context_tokens: int, item: str, candidate: C
 
 
 def flips_of(data: RunData, comparison: Comparison) -> Iterator[Flip]:
-    """Yield every flip of a run: an item whose score or facet differs between the two sides of a shown contrast."""
+    """Yield every flip of a run: an item whose score or facet differs between two compared sides."""
     kinds = kinds_shown(data)
     for suite in comparison.suites:
         names = [name for name in FACETS if f"{suite}.{name}" in comparison.facets]

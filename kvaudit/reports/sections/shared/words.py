@@ -235,7 +235,10 @@ def has_little_to_lose(d: Decision) -> bool:
 
 
 def exceeds_margin(d: Decision) -> bool:
-    """Return whether a failing cell's drop is shown to exceed the margin; for the contrast "parity" also a gain."""
+    """Return whether a failing cell's drop is shown to exceed the margin.
+
+    In a cell of the estimand "parity" (the drift is within the margin on both sides) a gain may exceed it as well.
+    """
     assert d.effect is not None
     margin = d.margin or 0.0
     if d.ratio:
