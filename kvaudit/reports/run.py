@@ -34,7 +34,7 @@ from kvaudit.reports.verdict.verdict import active_waivers
 def drift_and_rules(data: RunData, overrides: GateOverrides, *, everything: bool = True) -> tuple[Drift, Rules]:
     """Return the drift of a run, computed from the judge's labels, and the rules of its gate.
 
-    Without ``everything``, facets (yes-or-no properties of answers) are contrasted only in cells that the verdict needs
+    Without ``everything``, facets (yes-or-no properties of answers) are compared only in cells that the verdict needs
     (``gated_facets``). Raises SpecError and DataError for rules that cannot be used.
     """
     if data.spec.probe is not None:
@@ -127,7 +127,7 @@ def write_decided_run(data: RunData, verdict: Findings) -> Findings:
 
 
 def _write_cards(run: Path, findings: Findings, render: Callable[[str], str]) -> Iterator[str]:
-    """Write an arm's section, from ``render``, into the model cards of its checkpoints.
+    """Write an arm's section, from ``render``, into the model card of each of the arm's checkpoints.
 
     Yields a message for each card that cannot be written, which does not stop the report. A folder without provenance
     gets no card: a judged run holds the metadata of its checkpoints, not their weights.

@@ -115,7 +115,7 @@ def describe_cell(findings: Decided, d: Decision) -> str:
 
 
 def why_quoted(findings: Decided, d: Decision) -> str:
-    """Return why the banner quotes this cell, with a warning that the most extreme of several cells is biased."""
+    """Return why the banner quotes cell ``d``, and a warning that the most extreme of several cells is biased."""
     cells = sum(cell.effect is not None for cell in findings.verdict.gated)
     if d.waiver:
         return f"This cell is {d.status.value}, waived by {d.waiver.who} until {d.waiver.expires}."

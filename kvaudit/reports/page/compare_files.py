@@ -325,7 +325,10 @@ def _checked_names(comparison: Comparison, by_name: Iterable[str], option: str) 
 
 
 def compare_judges(first: MetricComparison, second: MetricComparison) -> TwoJudges:
-    """Return the comparison of two judges, one metric each; raises SpecError if they are of different files."""
+    """Return the comparison of two judges, whose grades are one metric each.
+
+    Raises SpecError if the two metrics come from different files.
+    """
     if first.sides is not second.sides:
         raise SpecError("two judges must have labelled the same two files; these metrics are of different files")
     return TwoJudges(first, second, _kappa_of_arm(first, second, REFERENCE), _kappa_of_arm(first, second, CANDIDATE))

@@ -26,7 +26,7 @@ _FILES = ("compare.html", "compare.md", "compare.json")
 
 
 def comparison_banner(compared: MetricComparison) -> Banner:
-    """Return the banner: verdict, deciding number, and the lines to read with it."""
+    """Return the banner: the verdict, the drift that decides it, and the lines to read with it."""
     findings, head = compared.findings, compared.verdict.head
     lines = [*breakdown(findings, head), to_do(findings), *map(str, compared.verdict.reasons), *remarks(findings)]
     for d in compared.verdict.gated:

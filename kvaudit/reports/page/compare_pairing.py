@@ -234,7 +234,7 @@ def _count_copies(log: Log, table: pd.DataFrame) -> int:
 
 
 def _unclustered(a: Log, b: Log) -> Reason:
-    """Return why nothing passes without clusters; the text proposes fields of both files that could name them."""
+    """Return why nothing passes without clusters; the text proposes fields of both files that could name clusters."""
     fields = [name for name in a.shared_fields if name in b.shared_fields]
     proposal = (
         f"such as {_some_names(fields)}" if fields else "a field of the rows, re:PATTERN of item names or file:MAP.csv"
@@ -266,7 +266,10 @@ def _row_reasons(log: Log, table: pd.DataFrame) -> Iterator[Reason]:
 
 
 def _missing_reasons(log: Log, table: pd.DataFrame, metric: str) -> Iterator[Reason]:
-    """Yield a reason against comparing if answers were left out of a file, and these and unscored ones exceed 1 %."""
+    """Yield a reason against comparing if a file lacks answers, and over 1 % of its answers are absent or unscored.
+
+    Answers are absent that were left out when the file was read.
+    """
     refused = log.kept_out.get(metric, 0) + log.kept_out.get(ANY_METRIC, 0)
     missing, total = refused + int(table["score"].isna().sum()), refused + len(table)
     if refused and missing > UNSCORED_LIMIT * total:

@@ -97,7 +97,7 @@ class MeasuredCell:
 
     @property
     def sentence(self) -> str:
-        """The metric with its number, margin and reason."""
+        """The metric as a sentence with its drift, margin and reason."""
         margin = "" if self.margin is None else f", margin {100 * self.margin:.4g} pp"
         return f"{self.says} {self.number}{margin}. {self.why}".strip()
 
@@ -285,7 +285,10 @@ def _recipe(findings: Findings, arm: str) -> ArmRecipe:
 
 
 def _constitution(recipe: Mapping[str, Any], declared: Mapping[str, Any]) -> Fact:
-    """Return the constitution by which the reward judged; not applicable if the checkpoint records that it had none."""
+    """Return the constitution (written principles) by which the reward judged answers.
+
+    Not applicable if the checkpoint records that there was none.
+    """
     is_recorded = "constitution" in recipe and not declared
     if recipe.get("constitution") is None and (is_recorded or recipe.get("reward") == "grade"):
         return NOT_APPLICABLE
@@ -377,7 +380,7 @@ def _not_evaluated(findings: Findings) -> Facts:
 def _rollouts_not_served(findings: Findings) -> Fact:
     """Return the policies under which rollouts were sampled and under which this run evaluated nothing.
 
-    Unknown if there are none and the policy of some arm is unknown.
+    Not applicable if there are none; unknown if there are none and the rollout policy of some arm is unknown.
     """
     declared, policies, rollouts = table_of(findings.provenance, "declared"), findings.comparison.policies, list[Any]()
     for arm in findings.comparison.arms:

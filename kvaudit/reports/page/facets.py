@@ -51,12 +51,12 @@ class Event:
 
     @property
     def name(self) -> str:
-        """The name of the event: that of the facet, or "broken form" for the facet of form."""
+        """The name of the event: that of its facet, or "broken form" for the facet ``well_formed``."""
         return "broken form" if self.facet.name == WELL_FORMED else self.facet.name
 
     @property
     def moved(self) -> str:
-        """The direction of the change from reference to candidate; "not shown to move" if its interval includes 0."""
+        """The direction of the change from reference to candidate; "not shown to move" if the interval includes 0."""
         effect = self.contrast.effect
         if effect is None:
             return NO_NUMBER

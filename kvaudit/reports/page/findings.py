@@ -50,7 +50,7 @@ def contrasts_with_pages(data: RunData) -> frozenset[str]:
 
 
 def flips_link(findings: Findings, cell: Decision | Contrast) -> str:
-    """Return the address of the list of items whose answers differ in this cell; empty if there is none."""
+    """Return the address of the list of items whose answers differ in this cell; empty if there is no such page."""
     estimand = _linked_estimand(findings.comparison, cell.estimand, cell.policy)
     if estimand not in (findings.linked_contrasts or ()):
         return ""

@@ -86,7 +86,7 @@ def not_measurable(findings: Decided) -> list[str]:
 
 
 def late_rules_alarm(rules: Rules) -> str:
-    """Return the alarm for rules that were declared after the run; empty for all others."""
+    """Return the alarm if the rules were declared after the run; empty if they were declared before."""
     if rules.declared != DECLARED_AFTER_RUN:
         return ""
     return (

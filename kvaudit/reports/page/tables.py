@@ -174,7 +174,7 @@ def _rollouts(sides: Comparison) -> str:
 
 
 def reproducibility(sides: Comparison, provenance: Mapping[str, Any]) -> tuple[Table, ...]:
-    """Return the provenance as names and values, and the full policy strings."""
+    """Return two tables: the provenance as names and values, and the full string of every policy."""
     policies = [(sides.labels[policy], policy) for policy in sides.policies]
     facts = table_of(["recorded", "value"], _flatten("", provenance), words=2)
     tables = (facts, table_of(["policy", "full form"], policies, words=2))

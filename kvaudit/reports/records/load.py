@@ -69,7 +69,7 @@ class Evidence:
 
 @dataclass(frozen=True)
 class RunData:
-    """What a report reads of a run. ``records`` has a row for each graded sample, with its ``file`` and ``line``."""
+    """What a report reads of a run. ``records`` has a row per graded sample; ``file`` and ``line`` name its record."""
 
     run: Path
     records: pd.DataFrame
@@ -93,7 +93,7 @@ class RunData:
         return read_floor(self.run, self.records)
 
     def records_at(self, places: Iterable[tuple[str, int]]) -> Iterator[tuple[tuple[str, int], Record]]:
-        """Read the complete records at (file, line) from disk, file by file."""
+        """Yield ((file, line), complete record) for each of these places, read from disk file by file."""
         lines_by_file: dict[str, set[int]] = {}
         for file, line in places:
             lines_by_file.setdefault(file, set()).add(line)
@@ -103,7 +103,7 @@ class RunData:
                     yield (file, number), Record.from_json(raw.decode())
 
     def transcripts(self, places: Iterable[tuple[str, int]]) -> dict[tuple[str, int], tuple[Message, ...]]:
-        """Read the transcripts at (file, line); ``records`` does not contain them."""
+        """Return the transcripts by (file, line), read from disk; ``records`` does not contain them."""
         return {place: record.transcript for place, record in self.records_at(places)}
 
 
@@ -200,7 +200,7 @@ def _read_unit(unit: Path, columns: Columns, problems: list[Problem]) -> str:
 
 
 def check_seal(unit: Path, digest: str) -> dict[str, Any] | None:
-    """Return the seal of a record file, which is written when its unit is finished; None without one.
+    """Return the seal of a record file, which is written beside it when the file is finished; None without one.
 
     Raises DataError if the seal has another sha256 than ``digest``.
     """

@@ -79,7 +79,7 @@ class Section(Generic[V]):
         raise NotImplementedError
 
     def problems(self, inputs: Inputs) -> Iterator[str]:
-        """Yield problems of the files that the section reads, if it can be computed all the same."""
+        """Yield problems of the files that the section reads, if it can be computed in spite of them."""
         yield from ()
 
     def facts(self, value: V | None) -> Mapping[str, Any]:
@@ -130,7 +130,7 @@ class Section(Generic[V]):
         yield from ()
 
     def banner_lines(self, value: V, decided: Decided, head: Decision | None) -> Iterator[str]:
-        """Yield lines for the banner, which quotes the number of ``head``; ``asides`` is this method's older name."""
+        """Yield lines for the banner, which quotes the drift of ``head``; ``asides`` is this method's older name."""
         former = getattr(self, "asides", None)  # accepted for one release
         yield from former(value, decided, head) if former else ()
 

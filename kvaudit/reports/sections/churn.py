@@ -88,7 +88,7 @@ class ChurnSection(Section[Churns]):
         return f"{percent(min(churns))} to {percent(max(churns))} of the answers changed."
 
     def draw(self, value: Churns, decided: Decided) -> Iterator[Drawing | None]:
-        """Yield a chart of losses (left) and gains (right) by cell; of too many cells those with the most churn."""
+        """Yield a chart of losses (left) and gains (right) by cell; of too many cells only those with most churn."""
         cells = value if len(value) <= _MOST_BARS else sorted(value, key=lambda c: -c.churn)[:_MOST_BARS]
         figure = new_figure(7.6, 1.0 + 0.23 * len(cells))
         panel = figure.subplots()

@@ -81,7 +81,7 @@ class ContextsSection(Section[tuple[ContextEffect, ...]]):
 
 
 def _effects(drift: Drift) -> Iterator[ContextEffect]:
-    """Yield the effect of each context on each metric, where the same suite was also asked without it."""
+    """Yield the effect of each context on each metric of the suites that were also asked without it."""
     for policy in drift.comparison.uncompressed:
         metrics = drift.answers.get(policy, ())
         bare = {(answers.suite, answers.facet): answers for answers in metrics}

@@ -281,7 +281,7 @@ def _with_slopes(
 ) -> DoseCurve:
     """Return the curve with its slope over doses ``x``, and this slope minus the reference's.
 
-    The latter is None unless arm and reference have the same items.
+    The difference is None unless arm and reference have the same items.
     """
     difference = None
     if reference is not None and (reference.names, reference.unit) == (scores.names, scores.unit):

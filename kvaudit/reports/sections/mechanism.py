@@ -220,7 +220,10 @@ def _cells(drift: Drift, tables: Panels, survival: Survival, metric: str, arm: s
 
 
 def _answers(panel: Panel, survival: Survival, suite: str, cell: CellKey, plain: str) -> pd.DataFrame | None:
-    """Return the answers of one seed with their spans, a row per item; None if either side has no records."""
+    """Return the answers of one seed with the kept shares of their spans, a row per item.
+
+    None without records under the cell's policy or under ``plain``, the uncompressed one.
+    """
     dense = cell._replace(policy=plain)
     spans = survival.get((cell.arm, cell.policy, suite, panel.context_tokens, cell.seed))
     if cell not in panel.scores or dense not in panel.scores or spans is None:

@@ -30,7 +30,7 @@ _MOST_ARMS = 3  # arms named in the line about alarms
 
 @dataclass(frozen=True)
 class Curve:
-    """The training log of one arm: for each quantity the mean, lowest and highest over its seeds at each step shown."""
+    """The training log of one arm: for every quantity, its mean, lowest and highest value over the seeds by step."""
 
     arm: str
     seeds: tuple[int, ...]

@@ -2,7 +2,8 @@
 
 A statistic is a function of paired item differences and their clusters that returns a frozen result with an estimate, a
 p-value and the names of its method and source (an ``Effect`` if the gate uses it). A file of this folder that declares
-none says so in its docstring, after "No statistic:", with what it has instead. No statistic: the declaration of one.
+none says so in its docstring, after "No statistic:", with what it has instead.
+No statistic: the declaration of one.
 """
 
 from __future__ import annotations

@@ -116,7 +116,7 @@ def _error(table: npt.NDArray[np.float64], estimate: float, chance: float, n: in
 
 @dataclass(frozen=True, slots=True)
 class JudgeError:
-    """A judge's sensitivity and specificity for one arm, and J = sensitivity + specificity - 1 with its lower limit."""
+    """The errors of a judge on one arm's answers: sensitivity, specificity, and their sum - 1 with its lower limit."""
 
     sensitivity: Proportion
     specificity: Proportion

@@ -110,10 +110,11 @@ def recipe_variance(item: Array, seed_means: Array, noise: Array, clusters: int)
 
 
 def seed_spread(estimates: npt.ArrayLike, noise: float) -> Spread | None:
-    """Return the true spread of seeds with these drifts [S]: their variance minus ``noise``; None below three seeds.
+    """Return how far training seeds truly differ, from their drifts [S]; None below three seeds.
 
-    The interval is the chi-square interval of the whole variance with S - 1 degrees of freedom, minus the noise, which
-    is treated as known because it has (C - 1) times as many.
+    The variance is that of the drifts minus ``noise``, the part due to items. The interval is the chi-square interval
+    of the whole variance with S - 1 degrees of freedom, minus the noise, which is treated as known because it has (C -
+    1) times as many.
     """
     drifts = np.asarray(estimates, dtype=np.float64)
     df = len(drifts) - 1

@@ -431,6 +431,6 @@ def _parity(tests: Sequence[DecidedTest], margin: float) -> str:
 
 
 def by_judge(row: FamilyRow) -> FamilyRow:
-    """Return the same test with the judge's labels; unchanged if human labels do not decide it."""
+    """Return a test that human labels decide with the judge's labels in their place; any other test unchanged."""
     c = row.contrast
     return FamilyRow(replace(c, effect=c.judged, sums=c.judged_sums, judged=None), row.sign) if c.judged else row

@@ -269,10 +269,7 @@ def larger_run(c: Contrast, margin: float, sign: int, ratio: float | None = None
 
 
 def _would_pass(c: Contrast, e: Effect, margin: float, ratio: float | None, times: int, audits: int) -> bool:
-    """Return whether a run with ``times`` as many templates, like those of a contrast, passes with power .8.
-
-    There is thought to be no drift.
-    """
+    """Return whether ``times`` as many templates like those of a contrast pass with power .8, without true drift."""
     [templates] = c.judged_sums or c.sums  # by the labels of ``e``
     unwanted = None if ratio is None or not c.unwanted else c.unwanted[0].reference
     simulated = flipped_audits(

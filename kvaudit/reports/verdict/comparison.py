@@ -71,8 +71,8 @@ class Look(NamedTuple):
 class Comparison:
     """The two sides of every difference, and the planned grid.
 
-    ``mode`` "training": candidate arms against the reference arm under the same serving policy. ``mode`` "serving": one
-    arm under each serving policy against the same arm served uncompressed.
+    ``mode`` "training": candidate arms against the reference arm under the same serving policy.
+    ``mode`` "serving": one arm under each serving policy against the same arm served uncompressed.
 
     "Uncompressed" is the policy ``none`` for kvaudit's own cache, and for a setting of an engine the setting of the
     same engine that ``references`` names.
@@ -223,7 +223,7 @@ def _judge_name(judge: str) -> str:
 def _is_rewarded(suite: str, spec: RunSpec, judges: Mapping[str, Sequence[str]], provenance: Mapping[str, Any]) -> bool:
     """Return whether training may have rewarded answers like those of a suite.
 
-    It did if it trained on the suite, or if a judge that gave the reward also grades the suite here. Programmatic
+    Training did so if it used the suite, or if a judge that gave the reward also grades the suite here. Programmatic
     graders do not count as judges.
     """
     if spec.train is None:

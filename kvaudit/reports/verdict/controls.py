@@ -178,7 +178,7 @@ def _table(answers: Iterable[Any]) -> pd.DataFrame:
 def _control(
     facets: Mapping[str, Answers], answers: Answers, margins: Mapping[str, float], margin: float, how: str
 ) -> Control:
-    """Return the control of a metric: can it show a loss? A score is as measurable as the worst of its facets."""
+    """Return the control of a metric: can the metric show a loss? A score can if all of its facets can."""
     control = _of_metric(facets, answers, margin, how)
     if answers.facet:
         return control

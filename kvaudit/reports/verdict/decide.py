@@ -361,7 +361,7 @@ def _same_answers(labelled: Contrast, c: Contrast) -> bool:
 def unnamed_clusters(_: GatedCell, context: DowngradeContext) -> Reason | None:
     """Return a reason against a PASS if it is not known which items share a cluster.
 
-    No field of the data names clusters then, and the rules do not declare items independent.
+    That is so if no field of the data names clusters and the rules do not declare the items independent.
     """
     return None if context.rules.items_are_independent else context.drift.unclustered
 

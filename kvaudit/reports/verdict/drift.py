@@ -329,7 +329,10 @@ def _effect_of(
 
 
 def _with_seeds(c: Contrast, panel: Panel, z: Array, clusters: npt.NDArray[np.int64], alpha: float) -> Contrast:
-    """Return the contrast with the drift of each seed of z [S, N], and the part of its variance due to items alone."""
+    """Return the contrast with the drift of each seed, from differences z [S, N], and the seed noise.
+
+    The seed noise is the part of the variance of one seed's drift that is due to its items.
+    """
     ordered, counts = by_cluster(z, clusters)
     noise = float(seed_noise(ordered, counts))
     if c.estimand == INTERACTION:

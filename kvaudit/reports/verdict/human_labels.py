@@ -98,7 +98,7 @@ def _key_cell(pairs: PairedAnswers, indices: Indices, names: Mapping[AnswerPlace
 
 
 def check_key(key: Key, sheet: Path, data: RunData, answers: Sequence[PairedAnswers]) -> None:
-    """Raise DataError if a sheet's key is not the one that ``sheet_key`` makes from these records with its settings."""
+    """Raise DataError if a label sheet's key is not what ``sheet_key`` makes of these records by the key's settings."""
     by_place = {pairs.contrast.place: pairs for pairs in answers}
     cells = [_answers_of_gated_cell(by_place, cell) for cell in key.cells]
     expected = sheet_key(data, cells, seed=key.seed, concordant=key.concordant, spread=key.spread)[0]

@@ -322,7 +322,10 @@ def _select(contrasts: list[Contrast], key: str, value: str) -> list[Contrast]:
 
 
 def _join_sides(records: pd.DataFrame, c: Contrast, candidate: CellKey, reference: CellKey) -> pd.DataFrame:
-    """Return the records of both cells side by side; ``broken_contract`` has checked that all answers have partners."""
+    """Return the records of candidate and reference side by side, a row per pair of answers.
+
+    ``broken_contract`` has checked that all answers have partners.
+    """
     suite = suite_of(c.suite)
     facet = facet_of(c.suite)[1].name if suite != c.suite else None
     rows = records[(records["suite"] == suite) & (records["context_tokens"] == c.context_tokens)]
@@ -395,7 +398,7 @@ def records_digest(records: pd.DataFrame) -> str:
 
 
 def shown_answers(data: RunData, answers: Sequence[tuple[PairedAnswers, Indices]]) -> dict[AnswerPlace, ShownAnswer]:
-    """Return what a labeller sees of every chosen answer, read from the run's records.
+    """Return by place what a labeller sees of every chosen answer, read from the run's records.
 
     An answer that counts for several metrics is shown once for each, since its labels may differ.
     """

@@ -24,7 +24,7 @@ _TEXT = ("arm", "sha256", "base_sha256", "policy")
 
 @dataclass(frozen=True)
 class PinnedCheckpoint:
-    """One checkpoint of the reference; ``policy`` is the compression during its rollouts.
+    """One checkpoint of the pinned reference; ``policy`` is the compression under which its rollouts were sampled.
 
     Weights that were not trained by kvaudit are their own base, with the placeholder arm ``base`` and seed 0.
     """

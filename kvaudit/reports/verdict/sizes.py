@@ -104,7 +104,7 @@ class Design:
 
 @dataclass(frozen=True)
 class Sizes:
-    """The chances and the precision of a design, as ``kvaudit plan`` prints them."""
+    """The power and precision of a planned run, as ``kvaudit plan`` prints them."""
 
     design: Design
     deff: float
@@ -250,7 +250,7 @@ def lowest_drift(design: Design) -> float | None:
 
 
 def _lowest(has_power: Callable[[float], bool], low: float, high: float) -> float | None:
-    """Return the lowest value between ``low`` and ``high`` that has the power; None if ``high`` does not have it."""
+    """Return the lowest value from ``low`` to ``high`` with which ``has_power`` holds; None if it fails at ``high``."""
     if not has_power(high):
         return None
     while high - low > 0.001:
@@ -400,7 +400,7 @@ class PlannedItems(NamedTuple):
 
 @dataclass(frozen=True)
 class Shortfall:
-    """A metric that cannot pass with ``items``: the templates that it has and needs, and how many items suffice."""
+    """Why a metric cannot pass with ``items`` items: the templates that it has and needs, the items that suffice."""
 
     metric: Metric
     items: int

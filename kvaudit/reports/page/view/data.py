@@ -68,7 +68,10 @@ class Texts:
         return not any(self.prompts.values()) and not any(row["turns"] for row in rows)
 
     def chunks(self) -> Iterator[tuple[list[ItemKey], dict[int, Any]]]:
-        """Yield the items of each file of about CHUNK characters, and their texts by item number."""
+        """Yield, for each data file of about CHUNK characters, its items and its texts.
+
+        The texts are prompt and answers by item number, which counts over all files.
+        """
         items: list[ItemKey] = []
         table: dict[int, Any] = {}
         size = 0
@@ -271,7 +274,10 @@ def _of_side(
 
 
 def _changes(metric: str, table: Panel, candidate: CellKey, reference: CellKey) -> Iterator[tuple[str, Change]]:
-    """Yield items whose scores by one metric differ; an answer that could not be read is neither lost nor gained."""
+    """Yield (item, change) for items whose scores by one metric differ.
+
+    An answer that could not be read is neither lost nor gained.
+    """
     if candidate not in table.scores or reference not in table.scores:
         return
     candidate_scores, reference_scores = table.scores[candidate], table.scores[reference]

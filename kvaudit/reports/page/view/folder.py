@@ -65,7 +65,7 @@ class RunView:
 
     @property
     def is_servable(self) -> bool:
-        """Whether the answers came from the run's checkpoints, so that they can be served again."""
+        """Whether the run has the checkpoints that gave the answers, so that they can be served again."""
         return self._data.spec.probe is None and JUDGED not in self._data.provenance
 
     def write(self, out: Path) -> None:
@@ -204,7 +204,7 @@ def _old_files(out: Path) -> list[Path]:
 
 
 def _metric(name: str) -> dict[str, Any]:
-    """Return a metric's name, its meaning in words (empty for a score), and whether a yes is wanted."""
+    """Return a metric as the pages need it: name, meaning in words (empty for a score), and whether a yes is wanted."""
     if name == SCORE:
         return {"name": name, "says": "", "wanted": True}
     return {"name": name, "says": FACETS[name].says, "wanted": FACETS[name].wanted}

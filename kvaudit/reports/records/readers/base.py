@@ -60,7 +60,7 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class Request:
-    """The options for reading a file."""
+    """The options with which a result file is read, such as how to find clusters."""
 
     cluster: ClusterRule | None = None  # None: the clusters that the file names
     select: Mapping[str, str] = field(default_factory=dict)  # one cell of a run: arm, seed, policy, suite, context
@@ -149,7 +149,7 @@ class Reader:
 def log_of(reader: Reader, path: Path, rows: list[Row], problems: Problems, **fields: Any) -> Log:
     """Return the log of a file with these rows.
 
-    Without rows, raises DataError that names the scale of its scores, if that is not [0, 1], or else the first problem.
+    Without rows, raises DataError. It names the scale of the scores if that is not [0, 1], or else the first problem.
     """
     if not rows:
         for metric, scale in problems.scales.items():
@@ -258,7 +258,10 @@ def parse_number(text: str) -> float:
 
 @dataclass
 class CollectedScores:
-    """The scores of a file, collected while it is read, and their errors; ``report`` drops metrics without a number."""
+    """The scores of a file and the errors among them, collected while the file is read.
+
+    ``report`` drops metrics of which no value is a number.
+    """
 
     problems: Problems
     rows: list[Row] = field(default_factory=list)

@@ -99,7 +99,7 @@ class _Questions:
         return groups[0] if groups else ""
 
     def name(self, row: Row) -> Row:
-        """Return the row with the key of its question replaced by the one that names the whole group."""
+        """Return the row with the name of its whole group in place of the key of its own question."""
         return row._replace(question=self._find(row.question))
 
     def _find(self, key: str) -> str:
@@ -124,7 +124,7 @@ def _document_keys(document: Any) -> Iterator[str]:
 
 
 def _with_metrics(row: Mapping[str, Any], repeats: Counter[str]) -> dict[str, Any]:
-    """Return a line of an old log, which names neither, with ``metrics`` and ``filter`` added."""
+    """Return a line of an old log with ``metrics`` and ``filter`` added, neither of which such lines name."""
     metrics = [
         name for name, value in row.items() if name not in _NOT_METRICS and isinstance(value, bool | int | float)
     ]
@@ -134,7 +134,7 @@ def _with_metrics(row: Mapping[str, Any], repeats: Counter[str]) -> dict[str, An
 
 
 def _merge_filters(rows: list[Row], repeats: Counter[str]) -> tuple[list[Row], tuple[str, ...]]:
-    """Return the rows of an old log, without those of later filters if all score like the first, and notes on that.
+    """Return the rows of an old log and notes; if all filters score alike, rows of all but the first are left out.
 
     A newer log, which has no ``repeats``, is returned unchanged.
     """

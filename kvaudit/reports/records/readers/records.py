@@ -115,7 +115,7 @@ def _decoding(data: RunData, suites: set[str]) -> dict[str, str]:
 
 
 def _prompts(data: RunData, frame: pd.DataFrame) -> dict[str, str]:
-    """Return the sha256 of the prompts, as rendered for the model, of the selected cells, by suite and length."""
+    """Return the sha256 of the selected cells' prompts, as rendered for the model, by name of suite and length."""
     all_digests, digests = table_of(data.provenance, PROMPTS), dict[str, str]()
     cells = frame[["arm", "train_seed", "suite", "context_tokens", "policy"]].drop_duplicates()
     for arm, seed, suite, context, policy in cells.itertuples(index=False):

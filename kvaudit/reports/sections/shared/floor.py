@@ -108,7 +108,7 @@ def _flips(suite: str, pairs: pd.DataFrame) -> Iterator[RepeatFlips]:
 class FloorCell:
     """The A/A floor: how often one metric changed when requests were asked again, in the same or in another order.
 
-    It is that of one arm, policy and length over all seeds.
+    The answers are those of one arm, policy and length over all seeds.
     """
 
     way: str
