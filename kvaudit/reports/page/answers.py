@@ -181,8 +181,8 @@ def _not_measurable_count(cells: Sequence[Decision], status: Status) -> str:
 def severity_order(sides: Comparison) -> Callable[[Decision], tuple[int, int, float]]:
     """Return a sort key that puts the worst cell first.
 
-    Among cells of one status, safety facets come first, other facets next, scores (which add opposite errors) last.
-    Within each of these kinds the cell whose bound lies furthest beyond its margin comes first.
+    Among cells of one status, safety facets come first, other facets next, scores (in which opposite errors cancel)
+    last. Within each of these kinds the cell whose bound lies furthest beyond its margin comes first.
     """
 
     def key(d: Decision) -> tuple[int, int, float]:

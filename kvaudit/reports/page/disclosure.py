@@ -1,7 +1,7 @@
 """The disclosure of a run: how rollouts and serving were compressed, the measured drift, and what was not evaluated.
 
 Every fact is marked known, unknown or not applicable, so that gaps show. The model card, the bill of materials and
-disclosure.json print it.
+disclosure.json show these facts.
 """
 
 from __future__ import annotations
@@ -342,7 +342,7 @@ def _serving_facts(findings: Findings, policy: str, use: CacheUse | None) -> Fac
 
 
 def _engine(findings: Findings, policy: str) -> Facts:
-    """Return facts on a policy's engine: its name, settings and own report, and the policy that counts as uncompressed.
+    """Return facts on a policy's engine: its name, its settings, what it reports of itself, its uncompressed setting.
 
     Empty if no engine takes part in the run.
     """

@@ -96,7 +96,7 @@ class Event:
 
     @property
     def depends_on_reading(self) -> bool:
-        """Whether the facet moved, but would not have if unreadable answers were counted another way."""
+        """Whether the facet moved, but would not have moved if unreadable answers were counted in another way."""
         return self.moved in (WORSE, BETTER) and self.bounds is not None and self.bounds[0] <= 0 <= self.bounds[1]
 
     @property
@@ -158,8 +158,8 @@ def cell_events(findings: Decided, d: Decision) -> list[Event]:
 def _cell(sides: Comparison, d: Decision) -> CellPlace:
     """Return the cell whose facets explain a decision.
 
-    It is the decision's own cell. A difference of differences has no rates of two sides; for one the cell of the plain
-    drift is returned, with the same arm, policy, suite and length.
+    It is the decision's own cell, except for a difference of differences, which has no rates of two sides: there it is
+    the cell of the plain drift, with the same arm, policy, suite and length.
     """
     suite = suite_of(d.suite)
     estimand = d.estimand if d.estimand in _PAIRED else sides.base

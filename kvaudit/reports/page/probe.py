@@ -48,7 +48,7 @@ _KEY = ["suite", "cluster_id", "item_id"]
 class Noise:
     """The noise of a suite at one length: the shares of repeated items whose answers differ in words, and in score.
 
-    ``low, high`` is the 95 % interval of ``scores``, None where there are too few ``templates``.
+    ``low, high`` is the 95 % interval of ``scores``, the share that differs in score; None with too few ``templates``.
     """
 
     suite: str

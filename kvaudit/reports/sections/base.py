@@ -35,7 +35,7 @@ V = TypeVar("V")
 
 
 class Depth(IntEnum):
-    """How much of a report is computed; each depth includes those before it."""
+    """How much of a report is computed; each depth includes all sections of the depths before it."""
 
     VERDICT = 0  # what is shown with every verdict
     DISCLOSURE = 1  # what a model card discloses
@@ -235,9 +235,10 @@ def compute_sections(inputs: Inputs, *depths: Depth) -> SectionResults:
 class BothSides:
     """The scores [N] of N items in reference and candidate, averaged over samples and paired seeds.
 
-    For a facet, N counts the items that both sides of some pair answered readably. ``draws`` is the number of answers
-    that an item's score averages. ``reference_pairs`` and ``candidate_pairs`` [S, N] are the scores of each of S pairs
-    of seeds, averaged over ``samples`` answers. ``graded`` means that some answer scores neither 0 nor 1.
+    For a facet, N counts the items to which both sides of some pair of seeds gave readable answers. ``draws`` is the
+    number of answers that an item's score averages. ``reference_pairs`` and ``candidate_pairs`` [S, N] are the scores
+    of each of S pairs of seeds, averaged over ``samples`` answers. ``graded`` means that some answer scores neither 0
+    nor 1.
     """
 
     items: tuple[str, ...]

@@ -127,7 +127,10 @@ class Mechanism:
 
 
 def mechanism(drift: Drift, tables: Panels, records: pd.DataFrame) -> Mechanism:
-    """Return how each safety facet of every arm changes under compressing policies, where spans were lost and kept."""
+    """Return how each safety facet of every arm changes under compressing policies, by whether spans were lost.
+
+    A span is the deciding part of a prompt, such as a rule.
+    """
     survival = _survival(records)
     metrics = [name for name in drift.comparison.facets if facet_of(name)[1].kind == "safety"] if survival else []
     rates: list[SpanRates] = []

@@ -87,7 +87,7 @@ def betting_effect(
 
 
 def clusters_show(means: npt.ArrayLike, margin: float, alpha: float) -> bool:
-    """Return whether cluster means [C] support a PASS at the last look.
+    """Return whether cluster means [C] support a PASS at the last look (interim test).
 
     Either the bets alone rule out a loss of the margin, or the template rule does (a few broken templates cannot hide
     it).
@@ -99,7 +99,7 @@ def clusters_show(means: npt.ArrayLike, margin: float, alpha: float) -> bool:
 
 
 def smallest_margin(rows: int, alpha: float) -> float:
-    """Return the smallest loss that this number of rows can rule out at the last look.
+    """Return the smallest loss that this number of rows can rule out at the last look (interim test).
 
     That is the loss ruled out if no answer changes.
     """
@@ -109,7 +109,7 @@ def smallest_margin(rows: int, alpha: float) -> float:
 def decidable_churn(rows: int, margin: float, alpha: float) -> float:
     """Return the largest share of changed answers with which a PASS at the last look has a chance of .8.
 
-    Half of them change for the better, so that there is no drift.
+    As many answers are thought to change for the better as for the worse, so that there is no drift.
     """
     quantiles = float(special.ndtri(_POWER) - special.ndtri((1 - SHARE) * alpha))
     return min(1.0, rows * (margin / quantiles) ** 2)

@@ -166,9 +166,9 @@ def shows_margin(sums: npt.ArrayLike, counts: npt.ArrayLike, *, margin: float, a
 def shows_above(above: Array, sizes: Array, *, worst: float, wanted: float) -> npt.NDArray[np.bool_]:
     """Return whether the template rule rules a limit out: a few broken templates cannot hide a loss beyond it.
 
-    The limit is the margin or that of a ratio. ``above`` [..., C] is how far each template's total lies above its value
-    at the limit, ``sizes`` [C] the numbers of items, ``worst`` how far below the limit a lost item of an unseen
-    template lies, ``wanted`` the log-likelihood ratio to exceed.
+    The limit is a margin, or a limit on a ratio. ``above`` [..., C] is how far each template's total lies above its
+    value at the limit, and ``sizes`` [C] are the numbers of items. ``worst`` is how far below the limit each item of a
+    template lies that is not in the sample and lost everything; ``wanted`` is the log-likelihood ratio to exceed.
     """
     by_items = _rules_out(above, sizes, worst, wanted)
     if sizes.min() == sizes.max():

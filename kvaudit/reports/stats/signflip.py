@@ -237,8 +237,8 @@ def _ratio(mean: Array, variance: Array, scale: Array) -> Array:
 def _cells(z: Array, clusters: npt.ArrayLike) -> _Cells:
     """Return cluster sums in an order that depends on the values only, not on labels or the order of items.
 
-    The sign of each cluster is chosen so that its first sum other than 0 is positive, which only permutes its sign
-    patterns; otherwise swapped arms would get other random draws.
+    For ``turned`` the sign of each cluster is chosen so that its first sum other than 0 is positive. This only permutes
+    the sign patterns; without it the random draws would change if reference and candidate were swapped.
     """
     _, codes = np.unique(np.asarray(clusters), return_inverse=True)
     assert z.ndim == 2, z.shape
@@ -259,7 +259,8 @@ def _cells(z: Array, clusters: npt.ArrayLike) -> _Cells:
 def _flip(cells: _Cells, draws: int, seed: int, *, stream: int, exhaustive: bool) -> tuple[Array, bool]:
     """Return the t statistics [K, B] of K cells under B sign patterns, and whether these are all possible patterns.
 
-    With few clusters they are all, if ``exhaustive``; otherwise ``draws`` random ones from ``seed`` and ``stream``.
+    With ``exhaustive`` and few clusters all patterns are used; otherwise ``draws`` random ones from ``seed`` and
+    ``stream``.
     """
     clusters = len(cells.counts)
     if exhaustive and clusters <= EXHAUSTIVE_CLUSTERS:

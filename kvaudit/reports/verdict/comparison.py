@@ -118,7 +118,7 @@ class Comparison:
         return tuple(sorted(policies, key=lambda policy: policy != DENSE_POLICY))
 
     def label(self, policy: str) -> str:
-        """Return the short name of a policy."""
+        """Return the short name of a policy, as pages print it."""
         return self.labels.get(policy, policy)
 
     def who(self, arm: str, policy: str) -> str:

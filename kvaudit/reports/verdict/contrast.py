@@ -226,8 +226,8 @@ class ClusterSums:
     """The differences of one suite, summed by cluster (template).
 
     The sign-flip test and the template rule (could a few broken templates hide a loss?) are computed from them. A
-    contrast of several suites has one of these for each, with its weight. In one suite, clusters of equal name are the
-    same cluster in every contrast.
+    difference over several suites has a ClusterSums for each suite, with the suite's ``weight``. In one suite, clusters
+    of equal name are the same cluster everywhere.
     """
 
     suite: str

@@ -337,14 +337,14 @@ class ErrorRates:
     ``false_pass_max`` is how often the gate passes at ``level`` although the true loss is the margin. The loss is
     spread over the items (reference at ``reference_rate``, margin ``margin``) or consists of whole broken templates
     (also at 10 pp). ``release_max`` is the same at ``release_level``, where a spread loss is tested by the interval
-    alone. Two rates may be higher: ``beyond_max``, of the interval at ``level`` with a reference at ``beyond_rate`` and
-    a margin of ``beyond_margin``, and ``unnamed_max``, for broken templates that no field names, with items declared
-    independent.
+    alone. In two cases false passes may be more frequent: ``beyond_max`` is for the interval at ``level``, a reference
+    at ``beyond_rate`` and a margin of ``beyond_margin``; ``unnamed_max`` is for broken templates that no field names,
+    when items are declared independent.
 
-    ``type_one_max`` is the two-sided rate of false alarms without drift, ``coverage_min`` the lowest coverage of the
-    95 % interval. ``recipe_three_seeds_max`` is the two-sided type I error of a recipe's 95 % interval from three
-    seeds. ``nothing_to_lose_max`` is how often a reference with nothing to lose counts as measurable,
-    ``turned_away_max`` how often a healthy one does not.
+    ``type_one_max`` is the two-sided rate of false alarms without drift, ``coverage_min`` the lowest coverage of the 95
+    % interval. ``recipe_three_seeds_max`` is the two-sided type I error of a recipe's 95 % interval from three seeds.
+    ``nothing_to_lose_max`` is how often a reference with nothing to lose counts as measurable, ``turned_away_max`` how
+    often a healthy reference counts as not measurable.
     """
 
     scale: str

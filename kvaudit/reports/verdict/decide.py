@@ -177,7 +177,10 @@ _KEPT_STATUSES = (Status.INVALID, Status.FAIL)  # not changed by a reference tha
 
 @dataclass(frozen=True)
 class DowngradeContext:
-    """The input of the downgrades besides the cell itself; ``gated_cells`` are all cells that enter the verdict."""
+    """What the downgrades (checks that may change a decision) read besides the cell itself.
+
+    ``gated_cells`` are all cells that enter the verdict.
+    """
 
     drift: Drift
     rules: Rules
@@ -237,7 +240,7 @@ _CHANGES = {Status.FAIL: _fail, Status.NOT_MEASURABLE: _not_measurable, Status.I
 
 
 def failing_seed(cell: GatedCell, context: DowngradeContext) -> Reason | None:
-    """Return a reason that names the training seeds that fail on their own; None without any.
+    """Return a reason that names the training seeds that fail on their own in this cell; None without any.
 
     The drift averaged over seeds can pass although one training run in three breaks: 9, 0 and 0 pp average to 3.
     """
@@ -297,7 +300,7 @@ def _is_past(seed: SeedDrift, sign: int, margin: float) -> bool:
 
 
 def unmeasurable_reference(cell: GatedCell, context: DowngradeContext) -> Reason | None:
-    """Return the reason why a loss could not show in one of the cell's tests, given its reference; None if it could."""
+    """Return the reason why a loss could not show in one of the cell's tests, by the reference's answers; else None."""
     controls = (context.controls.against(row.contrast) for row in cell.rows)
     control = next((control for control in controls if control is not None), None)
     return None if control is None else control.reason

@@ -351,7 +351,7 @@ def _with_seeds(c: Contrast, panel: Panel, z: Array, clusters: npt.NDArray[np.in
 
 
 def _fewest_seeds(cells: list[CellKey]) -> int:
-    """Return the number of training seeds of the arm with the fewest; the base model is left out."""
+    """Return the smallest number of training seeds that an arm in these cells has; the base model is left out."""
     seeds: dict[str, set[int]] = {}
     for cell in cells:
         seeds.setdefault(cell.arm, set()).add(cell.seed)

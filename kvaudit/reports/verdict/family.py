@@ -214,7 +214,7 @@ _Test = tuple[_Part, ...]
 
 @dataclass(frozen=True)
 class TestFamily:
-    """Adjusted one-sided p-values of the rows by ``method`` and by Holm; 1 where a row has no number.
+    """The p-values of tests for a drop, adjusted together: by ``method``, and by Holm; 1 for a test without an effect.
 
     ``reason`` says why the method is Holm; it is empty for max-T. ``floor`` is the smallest possible p-value.
     ``critical`` is how many standard errors below 0 the lowest test must be to count as a drop, infinite without tests.

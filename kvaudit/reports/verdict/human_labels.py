@@ -161,7 +161,7 @@ def collect_labels(run: Path, reference: str, key: Key, labels: Mapping[str, int
 
 
 def earlier_labels(run: Path, key: Key) -> dict[str, int]:
-    """Return the labels, by row of a sheet, that people gave to the same texts on earlier sheets of this run."""
+    """Return the labels that people gave to the same texts on earlier sheets of this run, by row of the new sheet."""
     stored = load_labels(run)
     texts = {text: label for cell in stored.cells for text, label in cell.labels.items()} if stored else {}
     return {row: texts[text] for row, text in key.rows.items() if text in texts}

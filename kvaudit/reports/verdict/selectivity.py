@@ -183,7 +183,7 @@ def _spread(sums: Sequence[ClusterSums]) -> _Spread:
 
 
 def _pool(parts: Sequence[_Spread]) -> _Spread:
-    """Sum variances, with Satterthwaite's degrees of freedom (the smallest of the parts if nothing varies)."""
+    """Return the sum of variances, with Satterthwaite's degrees of freedom (the parts' smallest if nothing varies)."""
     total = sum(p.variance for p in parts)
     if total <= 0:
         return _Spread(0.0, min(p.df for p in parts))

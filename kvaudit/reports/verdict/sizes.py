@@ -459,7 +459,10 @@ def passing_counts(layout: Layout, metric: Metric, alpha: float, limit: int) -> 
 
 
 def fewest_items(layout: Layout, metric: Metric, alpha: float) -> int | None:
-    """Return the smallest number of items within a round with which a metric can pass, None if there is none."""
+    """Return the smallest number of items with which a metric can pass, None if it cannot within a round.
+
+    A round is every item of ``layout`` once.
+    """
     return next(iter(passing_counts(layout, metric, alpha, len(layout))), None)
 
 

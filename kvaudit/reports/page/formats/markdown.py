@@ -54,7 +54,7 @@ def screen_parts(screen: Screen, words: int = 900) -> Iterator[str]:
 
 
 def _without_screen(page: Page) -> str:
-    """Return a page that has no first screen, such as a comparison of two files: every section in full."""
+    """Return as Markdown a page that has no first screen, such as a comparison of two files: every section in full."""
     top = page.banner
     parts = [f"# {escape(top.title)}", f"**{escape(top.status.value)}**: {escape(top.sentence)}"]
     if top.alarm:

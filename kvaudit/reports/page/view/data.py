@@ -144,7 +144,10 @@ class ItemShades:
         self._answers: dict[int, dict[str, Any] | None] = {}
 
     def add(self, number: int, shading: Shading | None) -> None:
-        """Add the shading of answer ``number``; None if the prompt, served again, gave another answer."""
+        """Add the shading of answer ``number``.
+
+        ``shading`` is None if none could be made: the prompt, served again, gave another answer.
+        """
         if shading is None:
             self._answers[number] = None
             return

@@ -437,7 +437,10 @@ class SharedFields:
                 self._values.setdefault(column, {})[item] = hash(name)
 
     def names(self) -> tuple[str, ...]:
-        """Return the fields that every item has and each of whose values two items or more share on average."""
+        """Return the names of the fields that every item has and that could name clusters.
+
+        Two items or more share each value of such a field on average, and it has a few different values at least.
+        """
         names = []
         for column, values in self._values.items():
             distinct = len(set(values.values()))

@@ -155,7 +155,7 @@ def _merge_filters(rows: list[Row], repeats: Counter[str]) -> tuple[list[Row], t
 def _add(
     row: Mapping[str, Any], request: Request, line: int, scores: CollectedScores, questions: _Questions, place: str
 ) -> str:
-    """Add every metric of a line; returns the item's name."""
+    """Add every metric of a line to ``scores``; returns the item's name."""
     item = name_of(row.get("doc_id"))
     if item is None:
         raise DataError(f"doc_id {str(row.get('doc_id'))[:40]!r} is no name")

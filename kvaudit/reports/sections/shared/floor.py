@@ -122,7 +122,10 @@ class FloorCell:
 def floor_at(
     units: tuple[FloorUnit, ...], arm: str, policy: str, metric: str, context_tokens: int
 ) -> tuple[FloorCell, ...]:
-    """Return the A/A floor of a cell for each way of asking again; empty if its requests were not repeated."""
+    """Return the A/A floor of a cell (what changes when asked again) for each way of asking again.
+
+    Empty if the cell's requests were not repeated.
+    """
     cells = []
     cell_units = [u for u in units if (u.arm, u.policy, u.context_tokens) == (arm, policy, context_tokens)]
     for way in dict.fromkeys(u.way for u in cell_units):
