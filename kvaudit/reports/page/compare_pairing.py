@@ -266,9 +266,9 @@ def _row_reasons(log: Log, table: pd.DataFrame) -> Iterator[Reason]:
 
 
 def _missing_reasons(log: Log, table: pd.DataFrame, metric: str) -> Iterator[Reason]:
-    """Yield a reason against comparing if a file lacks answers, and over 1 % of its answers are absent or unscored.
+    """Yield a reason against comparing if a file lacks answers, and over 1 % of its answers are missing or unscored.
 
-    Answers are absent that were left out when the file was read.
+    Missing are the answers that had to be left out when the file was read.
     """
     refused = log.kept_out.get(metric, 0) + log.kept_out.get(ANY_METRIC, 0)
     missing, total = refused + int(table["score"].isna().sum()), refused + len(table)

@@ -231,7 +231,10 @@ def draw_heatmap(findings: Findings) -> Drawing | None:
 def status_of(
     c: Contrast, margin: float | None, decided: Status | None = None, *, is_measurable: bool = True
 ) -> Status:
-    """Return the gate's status ``decided``; if it is None, that of the same rule unadjusted for multiple testing."""
+    """Return the status of a contrast: the gate's, ``decided``, or if it is None that of the same rule.
+
+    Without the gate there is no adjustment for multiple testing.
+    """
     if decided is not None:
         return decided
     if c.effect is None or margin is None:

@@ -68,8 +68,7 @@ class Group:
 class Share:
     """The share of a facet's drift that fell on answers whose span (the deciding part of the prompt) was lost.
 
-    The 95 % interval is None if leaving out any one template gives the same share: without spread it cannot be
-    estimated.
+    Its 95 % interval is None if the share stays the same whichever template is left out, since that shows no spread.
     """
 
     estimate: float

@@ -91,7 +91,7 @@ class Result(Protocol):
 class Statistic:
     """The declaration of a statistic: its function, and the name of the test that compares it with external numbers.
 
-    ``of`` is given if ``function`` does not take differences and clusters; it does, and calls ``function``.
+    If ``function`` takes other arguments than differences and clusters, ``of`` takes these two and calls ``function``.
     """
 
     function: Callable[..., Result]

@@ -113,8 +113,8 @@ def seed_spread(estimates: npt.ArrayLike, noise: float) -> Spread | None:
     """Return how far training seeds truly differ, from their drifts [S]; None below three seeds.
 
     The variance is that of the drifts minus ``noise``, the part due to items. The interval is the chi-square interval
-    of the whole variance with S - 1 degrees of freedom, minus the noise, which is treated as known because it has (C -
-    1) times as many.
+    of the whole variance with S - 1 degrees of freedom, minus the noise, which is treated as known because it has many
+    more degrees of freedom.
     """
     drifts = np.asarray(estimates, dtype=np.float64)
     df = len(drifts) - 1

@@ -61,10 +61,10 @@ _STATUS = {
 
 
 class Pvalues(NamedTuple):
-    """The p-values of one test, each adjusted over all gated tests: by max-T, by Holm, and for other data.
+    """The p-values of one test, each adjusted for multiple testing over all gated tests.
 
-    ``recipe`` is for the effect with the variance between seeds, ``judge`` for the judge's labels where people
-    labelled.
+    ``adjusted`` decides, ``holm`` is the same by Holm's method. ``recipe`` is for the effect with the variance between
+    seeds, ``judge`` by the judge's labels where people labelled answers.
     """
 
     adjusted: float

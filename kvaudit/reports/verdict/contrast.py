@@ -298,14 +298,13 @@ def judge_may_pass(people: LabelSummary, margin: float) -> bool:
 class Contrast(CellName):
     """One measured difference in one cell; ``estimand`` says which, such as candidate - reference served alike.
 
-    ``reasons`` says why ``effect`` is None, and is empty if it is not.
-
-    ``effect`` is about the checkpoints that were measured, averaged over paired seeds; ``sums`` are its differences by
-    template. ``recipe`` (three seeds or more) adds the variance between seeds. The estimate takes a judge's best guess
-    for answers that it was unsure of; its bounds also hold with all of these counted as desired, or as undesired, on
-    both sides, and with unscored answers counted for and against the candidate (``best``, ``worst``). ``readings`` are
-    the sums in each of these cases. ``seed_noise`` is the variance of one seed's estimate from its items alone,
-    ``by_seed`` the drift of every seed where several are averaged.
+    ``reasons`` says why ``effect`` is None, and is empty if it is not. ``effect`` is about the checkpoints that were
+    measured, averaged over paired seeds; ``sums`` are its differences by template. ``recipe`` (three seeds or more)
+    adds the variance between seeds. The estimate takes a judge's best guess for answers that it was unsure of; its
+    bounds also hold with all of these counted as desired, or as undesired, on both sides, and with unscored answers
+    counted for and against the candidate (``best``, ``worst``). ``readings`` are the sums in each of these cases.
+    ``seed_noise`` is the variance of one seed's estimate from its items alone, ``by_seed`` the drift of every seed
+    where several are averaged.
     """
 
     effect: Effect | None = None

@@ -287,9 +287,9 @@ def _frequency(answers: Answers) -> str:
 
 
 class Controls:
-    """The controls of a run: whether each metric could show a loss of the reference, by how the reference was served.
+    """The controls of a run: whether each metric could show a loss, as the reference's own answers tell.
 
-    The reference counts uncompressed, and under the policy of each contrast.
+    They are made of its uncompressed answers, and of those under the policy of each contrast.
     """
 
     def __init__(self, drift: Drift, margins: Mapping[str, float], ratios: Mapping[str, float] | None = None) -> None:
@@ -341,8 +341,8 @@ class ErrorRates:
     at ``beyond_rate`` and a margin of ``beyond_margin``; ``unnamed_max`` is for broken templates that no field names,
     when items are declared independent.
 
-    ``type_one_max`` is the two-sided rate of false alarms without drift, ``coverage_min`` the lowest coverage of the 95
-    % interval. ``recipe_three_seeds_max`` is the two-sided type I error of a recipe's 95 % interval from three seeds.
+    ``type_one_max`` is the two-sided rate of false alarms without drift, ``coverage_min`` the lowest coverage of 95 %
+    intervals. ``recipe_three_seeds_max`` is the two-sided type I error of a recipe's 95 % interval from three seeds.
     ``nothing_to_lose_max`` is how often a reference with nothing to lose counts as measurable, ``turned_away_max`` how
     often a healthy reference counts as not measurable.
     """

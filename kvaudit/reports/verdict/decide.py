@@ -321,14 +321,17 @@ def unmeasurable_by_labels(cell: GatedCell, _: DowngradeContext) -> Reason | Non
 
 @dataclass(frozen=True)
 class JudgeBias:
-    """A measured difference of which the judge's errors alone could cause over half the margin, at most ``upper``."""
+    """A contrast (measured difference) that the judge's errors alone could shift by over half the margin.
+
+    ``upper`` is the upper limit of this shift.
+    """
 
     contrast: Contrast
     upper: float
 
 
 def judge_biases(cells: Sequence[GatedCell]) -> list[JudgeBias]:
-    """Return the differences between two sides of which the judge's errors alone could cause over half the margin.
+    """Return the contrasts (measured differences) that the judge's errors alone could shift by over half the margin.
 
     Only human labels can show this, so only cells that have some are considered.
     """
@@ -343,7 +346,7 @@ def judge_biases(cells: Sequence[GatedCell]) -> list[JudgeBias]:
 
 
 def biased_judge(cell: GatedCell, context: DowngradeContext) -> Reason | None:
-    """Return a reason against a PASS if the judge's errors alone may have caused a drift of over half the margin.
+    """Return a reason against a PASS if the judge's errors alone may have shifted the drift by over half the margin.
 
     ``judge_biases`` finds this out from human labels. Cells whose effect is computed from human labels are left out.
     """

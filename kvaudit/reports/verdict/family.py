@@ -138,10 +138,9 @@ def _is_chosen(c: Contrast, rules: Rules) -> bool:
 
 
 def _is_decided(c: Contrast, sides: Comparison, rules: Rules) -> bool:
-    """Return whether a metric is decided: any facet that has a margin, and any suite, with one exception.
+    """Return whether a metric is decided: a facet that has a margin, or a suite unless only its facets have margins.
 
-    The exception is a suite of which only facets have margins. A suite without any margin is decided, so that its cell
-    says that the margin is missing.
+    A suite without any margin is decided too, so that its cell says that the margin is missing; not in a run in rounds.
     """
     if c.suite in sides.facets or rules.holds(c.suite) or sides.looks:
         return rules.holds(c.suite)
