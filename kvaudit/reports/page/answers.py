@@ -48,7 +48,7 @@ class AnswerGroup:
     """Serving settings or arms (``subjects``) that share the answer to a question.
 
     ``cells`` are the cells that cause the answer, the worst first. ``why`` describes the worst of them and ``brief`` is
-    a shorter form of it; both are empty if it passes.
+    a shorter form of it; both are empty if the group passes.
     """
 
     status: Status

@@ -56,7 +56,7 @@ def _about(compared: MetricComparison, d: Decision) -> str:
 
 
 def comparison_cautions(compared: MetricComparison) -> list[str]:
-    """Return what the quoted number cannot show: templates that were not sampled, and the gate's error rates."""
+    """Return what the quoted drift cannot show: templates that were not sampled, and the gate's error rates."""
     findings = compared.findings
     fewest = compared.records.groupby(["arm", "suite", "context_tokens"])["cluster_id"].nunique().min()
     units = "templates" if findings.drift.unclustered is None else "items"

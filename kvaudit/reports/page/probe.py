@@ -1,10 +1,10 @@
 """The findings of one probe of an endpoint: its noise, and the effect of a longer context on the same items.
 
 Noise: how often two answers to one item differ. Effect: an item's score in the long context minus that in the short
-one. With a baseline (an earlier probe by the same plan) also the change of this effect since then. A cache policy of
-the endpoint changes scores where the context is long and the question is the same. A model that reads long contexts
-badly does so too, but then the baseline shows it as well. A failed request gives no answer, and its item is left out on
-both sides.
+one. With a baseline (an earlier probe by the same plan) also the change of this effect since then. If the endpoint
+compresses its cache, scores change where the context is long, though the question is the same. A model that reads long
+contexts badly changes them too, but then the baseline shows the same change. A failed request gives no answer, and its
+item is left out on both sides.
 """
 
 from __future__ import annotations
@@ -276,7 +276,7 @@ def _change_against(values: Array, clusters: npt.NDArray[Any]) -> Effect | Estim
 
 
 def _without_interval(change: Array, clusters: npt.NDArray[Any]) -> Estimate | None:
-    """Return the estimate alone if there are too few templates for an interval, else None."""
+    """Return the mean of ``change`` without an interval if there are too few templates for one, else None."""
     templates = len(set(clusters))
     return Estimate(float(change.mean()), len(change), templates) if templates < FEWEST_CLUSTERS else None
 

@@ -102,7 +102,10 @@ def _span(card: str, name: str) -> tuple[int, int] | None:
 
 
 def write_card(folder: Path, section: str, *, base: str) -> None:
-    """Write the section into the README.md of a checkpoint; a new file gets the hub's front matter."""
+    """Write the section into the README.md of a checkpoint; a new file gets the hub's front matter.
+
+    ``base`` is the base model that the front matter names.
+    """
     path = folder / "README.md"
     facts = f"library_name: transformers\nbase_model: {json.dumps(public_name(base))}\ntags: [kv-cache-compression]"
     front = f"---\n{facts}\n---\n"

@@ -56,7 +56,9 @@ def betting_bound(means: npt.ArrayLike, level: float) -> float:
 def betting_effect(
     z: npt.ArrayLike, clusters: npt.ArrayLike, *, alpha: float = 0.05, tests: int = 1, is_last: bool = False
 ) -> Effect:
-    """Return the effect of item differences z [N] in [-1, 1] at one look; every cluster counts once, by its mean.
+    """Return the effect of item differences z [N] in [-1, 1] at one look (interim test).
+
+    Every cluster counts once, by its mean.
 
     ``lower`` holds at ``alpha`` and ``upper`` at ``alpha / tests``: a PASS needs all tests, a FAIL only one.
     ``is_last`` marks the last planned look.

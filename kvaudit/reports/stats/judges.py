@@ -146,8 +146,8 @@ def judge_error(judged: npt.ArrayLike, human: npt.ArrayLike, weights: npt.ArrayL
     """Return the error rates of one arm from the judge's and the human's 0/1 labels [n] of the same transcripts.
 
     ``weights`` [n] are the numbers of transcripts that each labelled one represents. The intervals are for an effective
-    number of labels: each counts as its share of the largest weight (Korn & Graubard 1998, at a smaller effective
-    size).
+    number of labels, in which each label counts as its weight divided by the largest weight (Korn & Graubard 1998, at a
+    smaller effective size).
     """
     label, truth = np.asarray(judged), np.asarray(human)
     share = np.ones(len(label)) if weights is None else np.asarray(weights, dtype=np.float64)

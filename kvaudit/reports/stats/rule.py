@@ -217,8 +217,8 @@ def parts_show_margin(parts: Sequence[Part], *, margin: float, alpha: float) -> 
 def template_bound(parts: Sequence[Part], *, alpha: float) -> float:
     """Return the lowest difference that could still hide in a few broken templates (the template rule).
 
-    The bounds of several suites are combined by MOVER. For one suite it lies above -margin exactly if ``shows_margin``
-    holds.
+    The bounds of several suites are combined by MOVER. For one suite the result lies above -margin exactly if
+    ``shows_margin`` holds.
     """
     means = [p.weight * float(p.sums.sum() / p.counts.sum()) for p in parts]
     gaps = [mean - _part_bound(p, alpha) for p, mean in zip(parts, means, strict=True)]

@@ -86,7 +86,8 @@ def share(
 def told_apart(wanted: ShownShare, twin: ShownShare, together: npt.ArrayLike) -> ShownShare:
     """Return Youden's J of two kinds of items: 1 if both have the wanted behaviour, 0 for any constant behaviour.
 
-    ``together`` [...] is the ``correlation`` of the kinds: if templates make both easy or hard, the two gaps add up.
+    A bound of J combines the gaps between the two rates and their bounds. ``together`` [...] is the ``correlation`` of
+    the kinds: if templates make both easy or both hard, the gaps add up.
     """
     rate = wanted.rate + twin.rate - 1
     low = rate - _joined(wanted.rate - wanted.low, twin.rate - twin.low, together)

@@ -89,7 +89,7 @@ class _Cells(NamedTuple):
 def sign_flip(z: npt.ArrayLike, clusters: npt.ArrayLike, *, draws: int = 9999, seed: int = 0) -> SignFlip:
     """Test a zero mean of item differences z [N] with all sign patterns up to 13 clusters, else ``draws`` random ones.
 
-    Needs six clusters (asserted): the gate calls such data invalid before.
+    Needs six clusters (asserted): the gate has called data with fewer clusters invalid before.
     """
     cells = _cells(np.asarray(z, dtype=np.float64)[None], clusters)
     observed = studentised(cells.sums, cells.counts)[0]

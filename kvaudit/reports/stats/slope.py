@@ -31,7 +31,7 @@ class Isotonic:
 
 
 def dose_weights(x: npt.ArrayLike) -> Array:
-    """Return the weights [D] whose sum with scores at doses x [D] is the least-squares slope."""
+    """Return the weights [D] with which the weighted sum of scores at doses x [D] is the least-squares slope."""
     doses = np.asarray(x, dtype=np.float64)
     assert doses.ndim == 1, doses.shape
     centred = doses - doses.mean()

@@ -26,7 +26,7 @@ _PRECISION = 1e-13  # of the score at the quantile, or of the bound
 
 
 class Interval(NamedTuple):
-    """Bounds of a difference of proportions."""
+    """The lower and the upper bound of a difference of proportions."""
 
     low: float
     high: float

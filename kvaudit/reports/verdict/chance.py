@@ -37,9 +37,9 @@ class Differences(NamedTuple):
     """Assumptions for a simulation: how much the answers of two arms to the same items differ, and why.
 
     ``discordance`` is the share of single answers that differ, ``drift`` the mean difference. ``decoding`` is the share
-    of items whose difference is drawn anew for every sample, ``training`` of those drawn anew for every training seed;
-    the rest have one difference for all. ``correlation`` is the intra-class correlation (ICC) within a template.
-    ``happens`` is the reference's rate of the unwanted event, for a ratio.
+    of items whose difference is drawn anew for every sample, ``training`` the share whose difference is drawn anew for
+    every training seed; all other items have one difference. ``correlation`` is the intra-class correlation (ICC)
+    within a template. ``happens`` is the reference's rate of the unwanted event, for a ratio.
     """
 
     discordance: float
@@ -54,8 +54,8 @@ class Pool(NamedTuple):
     """Simulated templates [P] of ``items`` items each, from which audits are drawn.
 
     An item's difference is its mean over ``draws`` answers. By template, ``sums`` and ``moved`` are the summed and the
-    summed absolute differences, ``differing`` is the number of items that differ, ``split`` of those that differ in
-    only some of the answers, ``unwanted`` of the reference's unwanted events.
+    summed absolute differences. ``differing`` counts the items that differ, ``split`` those of them that differ in only
+    some of the answers, and ``unwanted`` the reference's unwanted events.
     """
 
     items: int

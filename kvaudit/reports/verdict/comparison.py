@@ -327,7 +327,7 @@ def _conflicts(records: pd.DataFrame) -> Iterator[Reason]:
 
 
 def _unlisted(data: RunData) -> Iterator[Reason]:
-    """Yield a reason against deciding the run that names policies or suites with other hashes than in provenance."""
+    """Yield a reason against deciding the run if policies or suites have other hashes than provenance says."""
     for table, name, column in (("policies", "policy", "policy_hash"), ("suite_versions", "suite", "suite_version")):
         listed = table_of(data.provenance, table)
         recorded = data.records.groupby(name, observed=True)[column].unique()
@@ -340,7 +340,7 @@ def _unlisted(data: RunData) -> Iterator[Reason]:
 
 
 def _unpinned(data: RunData, comparison: Comparison) -> Iterator[Reason]:
-    """Yield a reason against deciding the run that names checkpoints with other weights than in provenance."""
+    """Yield a reason against deciding the run if checkpoints have other weights than provenance says; it names them."""
     listed = table_of(data.provenance, "checkpoints")
     pinned = table_of(data.provenance, "reference_sha256")
     differing, unpinned = [], []

@@ -60,7 +60,10 @@ def reference_answers(records: pd.DataFrame, reference: str) -> dict[str, tuple[
 
 
 def answers_of(rows: pd.DataFrame) -> Iterator[Answers]:
-    """Yield the answers of every metric and length; the columns of ``outcome`` and of facets may be missing."""
+    """Yield the ``Answers`` of every metric and length, averaged by item.
+
+    The columns of ``outcome`` and of facets may be missing.
+    """
     for index, group in rows.groupby(["suite", "context_tokens"], sort=True, observed=True):
         suite, context = str(cast(tuple[str, int], index)[0]), int(cast(tuple[str, int], index)[1])
         table = _SuiteRows(suite, context, _texts(group, "item_id"), _texts(group, "cluster_id"), _read(group))
@@ -178,9 +181,10 @@ class Cell:
     """One arm under one policy on one suite at one length, averaged over its seeds.
 
     ``rate`` counts degenerate and unscored samples as 0; ``rate_if_desired`` counts unscored ones as 1. ``kv_ratio``
-    (allocated bytes) and ``kv_live_ratio`` (bytes of the entries) are each divided by the bytes of the same tokens
-    uncompressed, and by the same ratio under policy ``none``: so they are 1 for ``none``, and None where ``none`` was
-    not served or records have no live bytes. ``survival`` is the share of entries kept, by role.
+    (of allocated bytes) and ``kv_live_ratio`` (of the entries' bytes) compare the cache with that of policy ``none``:
+    bytes per byte of the same tokens uncompressed, divided by the same quotient under ``none``. They are 1 for
+    ``none``, and None where ``none`` was not served or records have no live bytes. ``survival`` is the share of entries
+    kept, by role.
     """
 
     arm: str

@@ -115,7 +115,7 @@ def _decide_by_tests(cells: Sequence[GatedCell], alpha: float) -> tuple[list[Dec
 
 
 def _by_judge_alone(decisions: Sequence[Decision], start: Status, waivers: Sequence[Waiver]) -> Status:
-    """Return the run's status by the judge's labels alone; ``start``, if INVALID, is the status whatever cells show."""
+    """Return the run's status by the judge's labels alone; an INVALID ``start`` stays whatever the cells show."""
     judged = [_with_waiver(replace(d, status=d.judged or d.status, judged=None), waivers) for d in decisions]
     return start if start is Status.INVALID else worst([start, *(d.standing for d in judged)])
 

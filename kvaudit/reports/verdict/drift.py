@@ -399,7 +399,7 @@ def _unread(panel: Panel, weights: list[Weights], recorded: npt.NDArray[np.bool_
 
 
 def two_sides(weights: Sequence[Weights]) -> tuple[list[CellKey], list[CellKey]]:
-    """Return the candidate's and the reference's cell of every pair of seeds.
+    """Return two lists: the candidate's cell (checkpoint and policy) of every pair of seeds, and the reference's.
 
     A cell that is compared with itself is on both sides.
     """

@@ -144,7 +144,7 @@ class Labels:
 
 
 def collect_labels(run: Path, reference: str, key: Key, labels: Mapping[str, int]) -> Labels:
-    """Return the labels of a sheet by the hash of the labelled text, and those stored for the run's other cells.
+    """Return the labels of a sheet, by hash of the labelled text, together with those stored for the run's other cells.
 
     ``labels`` are by row of the sheet. Raises DataError if the stored labels are about other records.
     """

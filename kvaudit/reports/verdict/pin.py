@@ -60,9 +60,10 @@ class Pin:
         return {c.seed: c.sha256 for c in self.checkpoints if c.arm == arm}
 
     def holds(self, arm: str, seed: int, weights: Collection[str]) -> bool:
-        """Return whether ``weights``, which a run has for this seed of its reference, are those of a pinned checkpoint.
+        """Return whether ``weights``, the hashes that a run has for this seed of its reference, are pinned.
 
-        If the pin has a checkpoint of that arm and seed, they must be its weights; otherwise any checkpoint's will do.
+        If the pin has a checkpoint of this arm and seed, its weights are required; otherwise those of any of its
+        checkpoints will do.
         """
         same_name = {c.sha256 for c in self.checkpoints if c.named and (c.arm, c.seed) == (arm, seed)}
         return len(weights) == 1 and set(weights) <= (same_name or {c.sha256 for c in self.checkpoints})

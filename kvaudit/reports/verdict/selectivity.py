@@ -176,7 +176,7 @@ def _with_spread(effect: Effect, spread: _Spread, alpha: float) -> Effect:
 
 
 def _spread(sums: Sequence[ClusterSums]) -> _Spread:
-    """Return the summed CR3 variance of independent suites."""
+    """Return the summed CR3 variance of independent suites, with its degrees of freedom."""
     # a single pattern without a flipped sign gives the observed moments
     moments = [flip_moments(p.weight * p.sums[None], p.counts, np.ones((1, len(p.counts)))) for p in sums]
     return _pool([_Spread(float(m.variance[0, 0]), len(p.counts) - 1) for m, p in zip(moments, sums, strict=True)])

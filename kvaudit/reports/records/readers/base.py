@@ -418,7 +418,7 @@ def _by_table(path: Path) -> ClusterRule:
 
 
 class SharedFields:
-    """The fields of a file's rows that several items share, which could name clusters."""
+    """The fields of a file's rows whose values several items share, so that they could name clusters."""
 
     def __init__(self, prefix: str = "", known: Iterable[str] = ()) -> None:
         """Take a ``prefix`` to put before fields' names, and the ``known`` fields, which mean something else."""

@@ -56,7 +56,7 @@ class MissingPackage(DataError):
 
 
 class Archive:
-    """An open zip; raises DataError for a file that is no zip."""
+    """An open ``.eval`` log, which is a zip; raises DataError for a file that is no zip."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -210,7 +210,7 @@ class Inspect(Reader):
 
 
 class _JsonLog:
-    """A log in one JSON file, read like the zip of an ``Archive``; raises DataError if it is too long or no log."""
+    """A log in one JSON file, with the methods of an ``Archive``; raises DataError if it is too long or no log."""
 
     def __init__(self, path: Path) -> None:
         if path.stat().st_size > LARGEST_TOTAL:
