@@ -121,9 +121,9 @@ def _design_effects(e: Events, theta: Array | float) -> Array:
 
 
 def is_below(e: Events, limit: float, *, alpha: float) -> npt.NDArray[np.bool_]:
-    """Return whether the ratio's one-sided upper bound lies below ``limit``, by a test at the limit itself.
+    """Return whether the ratio's one-sided upper bound lies below ``limit``.
 
-    The test is much cheaper than the bound.
+    This is a test at the limit itself, which needs no interval.
     """
     known = e.both + e.before > 0
     return known & (ess_scores(e, limit) < -float(special.stdtrit(len(e.counts) - 1, 1 - alpha)))

@@ -371,7 +371,7 @@ class ErrorRates:
 
 @cache
 def shipped_rates() -> ErrorRates:
-    """Return the gate's error rates, as simulated for the release and shipped with the package."""
+    """Return the gate's error rates, as simulated, from the table that ships with the package."""
     calibration = shipped_calibration()
     return ErrorRates(calibration["scale"], calibration["seed"], calibration["simulations"], **calibration["stamp"])
 
