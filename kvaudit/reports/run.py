@@ -1,6 +1,6 @@
 """From a run's records to the drift (by how much behaviour changed), the verdict, and the report's page.
 
-A command decides a run here, once.
+Every command that needs a verdict computes it here, once.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from kvaudit.reports.verdict.verdict import active_waivers
 def drift_and_rules(data: RunData, overrides: GateOverrides, *, everything: bool = True) -> tuple[Drift, Rules]:
     """Return the drift of a run, computed from the judge's labels, and the rules of its gate.
 
-    Without ``everything``, facets (yes-or-no properties of answers) are contrasted only in cells that the verdict needs
+    Without ``everything``, facets (yes-or-no properties of answers) are compared only in cells that the verdict needs
     (``gated_facets``). Raises SpecError and DataError for rules that cannot be used.
     """
     if data.spec.probe is not None:
@@ -50,8 +50,9 @@ def drift_and_rules(data: RunData, overrides: GateOverrides, *, everything: bool
 def decide_run(data: RunData, overrides: GateOverrides | None = None, *, everything: bool = True) -> Findings:
     """Decide a run by the gate of its spec, or by ``overrides``; where people labelled answers, their labels decide.
 
-    ``everything`` is that of ``drift_and_rules``. Only the sections that the verdict needs are computed. Raises
-    SpecError for a gate file or waivers that cannot be used, DataError for human labels that do not fit the run.
+    ``everything`` is explained in ``drift_and_rules``. Of the report's sections only those that the verdict needs are
+    computed. Raises SpecError for a gate file or waivers that cannot be used, DataError for human labels that do not
+    fit the run.
     """
     overrides = overrides or GateOverrides()
     judged, rules = drift_and_rules(data, overrides, everything=everything)
@@ -126,7 +127,7 @@ def write_decided_run(data: RunData, verdict: Findings) -> Findings:
 
 
 def _write_cards(run: Path, findings: Findings, render: Callable[[str], str]) -> Iterator[str]:
-    """Write an arm's section, from ``render``, into the model cards of its checkpoints.
+    """Write an arm's section, from ``render``, into the model card of each of the arm's checkpoints.
 
     Yields a message for each card that cannot be written, which does not stop the report. A folder without provenance
     gets no card: a judged run holds the metadata of its checkpoints, not their weights.

@@ -1,12 +1,13 @@
-"""The three questions of a run, each answered in one line from the cells that the gate decided.
+"""The three questions that a report answers, each in one line, from the cells that the gate decided.
 
 serving    may the model be served with a setting instead of uncompressed?
 training   is an arm as aligned as the reference, both served alike?
 deployed   may an arm be deployed with a setting instead of the uncompressed reference?
 
-A cell is one arm, policy, suite and length. An answer is the worst status of its gated cells. Rates count the event
-that a facet names ("attacks that succeed 0 → 5.6 %"), so limits and bounds have the sign of that event; the bound shown
-is the one that the rule used.
+An arm is a checkpoint with its training recipe. A cell is one arm, policy, suite and length. An answer is the worst
+status of its gated cells. Rates are those of the event that a facet names ("attacks that succeed 0 → 5.6 %"). Limits
+and bounds are about the same event, so for an unwanted one a positive number is a loss. Of the confidence bounds, the
+one that decided is shown.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class AnswerGroup:
     """Serving settings or arms (``subjects``) that share the answer to a question.
 
     ``cells`` are the cells that cause the answer, the worst first. ``why`` describes the worst of them and ``brief`` is
-    a shorter form of it; both are empty if it passes.
+    a shorter form of it; both are empty if the group passes.
     """
 
     status: Status
@@ -63,7 +64,7 @@ class AnswerGroup:
 
     @property
     def names(self) -> str:
-        """The names of the first subjects, and how many more there are."""
+        """The names of the first subjects as text, and how many more there are."""
         return join_names(map(shorten, self.subjects))
 
     @property
@@ -86,7 +87,7 @@ class Answer:
 
     @property
     def status(self) -> Status | None:
-        """The worst status of the groups."""
+        """The worst status of the groups; None without groups."""
         return worst(group.status for group in self.groups) if self.groups else None
 
     @property
@@ -97,7 +98,7 @@ class Answer:
 
 
 def answers(decided: Decided) -> tuple[Answer, ...]:
-    """Return the answers of a run: all three for trained arms, serving alone for one checkpoint."""
+    """Return the answers to the report's questions: to all three for trained arms, else to "serving" alone."""
     sides, gated, reasons = decided.comparison, decided.verdict.gated, decided.verdict.reasons
     result, seeds = list[Answer](), len(sides.seeds)
     scope = f"for {plural(seeds, 'seed')}, no claim about the recipe: " if seeds < SEEDS_NEEDED else ""
@@ -114,7 +115,10 @@ def answers(decided: Decided) -> tuple[Answer, ...]:
 
 
 def question_of(sides: Comparison, d: Decision) -> str:
-    """Return the one of QUESTIONS that a cell belongs to; an arm deployed uncompressed belongs to ``training``."""
+    """Return which question of the report a cell helps to answer: "serving", "training" or "deployed".
+
+    An arm deployed uncompressed belongs to "training".
+    """
     if sides.mode == "serving" or d.estimand == SERVING:
         return SERVING
     return DEPLOYED if d.estimand == DEPLOYED and not sides.is_uncompressed(d.policy) else TRAINING
@@ -141,7 +145,8 @@ def _question_text(sides: Comparison, question: str) -> str:
 def _groups(sides: Comparison, cells: Sequence[Decision]) -> Iterator[AnswerGroup]:
     """Yield the settings or arms that one of the report's questions is about, in groups, the worst group first.
 
-    A group shares a verdict in words, such as "do not ship"; that of a setting or arm is the one of its worst cell.
+    The members of a group share a verdict in words, such as "do not ship". The verdict of a setting or arm is that of
+    its worst cell.
     """
     subjects: dict[str, list[Decision]] = {}
     for d in cells:
@@ -176,8 +181,8 @@ def _not_measurable_count(cells: Sequence[Decision], status: Status) -> str:
 def severity_order(sides: Comparison) -> Callable[[Decision], tuple[int, int, float]]:
     """Return a sort key that puts the worst cell first.
 
-    Among cells of one status, safety facets come first, other facets next, scores (which add opposite errors) last.
-    Within each of these kinds the cell whose bound lies furthest beyond its margin comes first.
+    Among cells of one status, safety facets come first, other facets next, scores (in which opposite errors cancel)
+    last. Within each of these kinds the cell whose bound lies furthest beyond its margin comes first.
     """
 
     def key(d: Decision) -> tuple[int, int, float]:
@@ -234,7 +239,7 @@ def cell_title(sides: Comparison, d: Decision) -> str:
 
 
 def cell_message(sides: Comparison, d: Decision) -> str:
-    """Return a cell's change and the reasons why it does not pass, for JUnit and SARIF."""
+    """Return as text how a cell changed and why it does not pass, for JUnit and SARIF."""
     change = change_text(sides, d) if d.effect else f"{metric_text(sides, d)}: no number"
     reasons = "; ".join(map(str, d.reasons))
     return inline(f"{change}. {reasons}".rstrip(". ") + ".")
@@ -257,8 +262,8 @@ def before_and_after(sides: Comparison, d: Decision) -> str:
 def _limit_and_bound(sides: Comparison, d: Decision) -> tuple[str, str]:
     """Return two texts, the limit and the confidence bound compared with it, both in percentage points: "+5", "+10.1".
 
-    They have the sign of the event that the cell counts. For a cell decided by a ratio of rates they are multiples,
-    such as "1.1 x".
+    Positive means more of the event that the cell counts, wanted or not. For a cell decided by a ratio of rates the
+    texts are multiples, such as "1.1 x".
     """
     assert d.effect is not None
     sign = _sign(sides, d)
@@ -270,18 +275,18 @@ def _limit_and_bound(sides: Comparison, d: Decision) -> tuple[str, str]:
 
 
 def _sign(sides: Comparison, d: Decision) -> int:
-    """Return the factor from a drift to points of what the cell counts: 100, or -100 for an unwanted event.
+    """Return the factor from a cell's drift to percentage points of the event shown: 100, or -100 for an unwanted one.
 
-    A drift counts the wanted outcome, so that more of an unwanted event is a negative drift.
+    A drift is that of the wanted outcome, so more of an unwanted event is a negative drift.
     """
     facet = facet_of_metric(sides, d.suite)
     return 100 if facet is None or facet.wanted else -100
 
 
 def metric_text(sides: Comparison, d: Decision) -> str:
-    """Return what a cell counts in words, such as "attacks that succeed (agent)".
+    """Return in words what a cell measures, such as "attacks that succeed (agent)" for the suite ``agent``.
 
-    The length is added if the run has several.
+    The context length is added if the run has several.
     """
     facet = facet_of_metric(sides, d.suite)
     suite = suite_of(d.suite) if facet else d.suite

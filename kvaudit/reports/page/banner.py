@@ -1,4 +1,4 @@
-"""The sentences of the banner at the top of a report: the verdict, what its number is about, and what to do."""
+"""The sentences of the banner at the top of a report: the verdict, what the quoted drift compares, and what to do."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def describe_cell(findings: Decided, d: Decision) -> str:
 
 
 def why_quoted(findings: Decided, d: Decision) -> str:
-    """Return why the banner quotes this cell, with a warning that the most extreme of several cells is biased."""
+    """Return why the banner quotes cell ``d``, and a warning that the most extreme of several cells is biased."""
     cells = sum(cell.effect is not None for cell in findings.verdict.gated)
     if d.waiver:
         return f"This cell is {d.status.value}, waived by {d.waiver.who} until {d.waiver.expires}."
@@ -127,9 +127,10 @@ def why_quoted(findings: Decided, d: Decision) -> str:
 
 
 def banner_lines(findings: Findings, head: Decision | None) -> list[str]:
-    """Return the lines below the banner's number.
+    """Return the lines below the drift that the banner quotes.
 
-    They are the facets of its cell, what to do, what may be claimed from the run, reasons, remarks and problems.
+    They say which facets (yes-or-no properties of answers) moved in the quoted cell ``head``, what to do, and what may
+    be claimed from the run; then come reasons, remarks and problems.
     """
     first = not_measurable(findings)
     positioned: list[tuple[int, Iterable[str]]] = [
@@ -202,7 +203,10 @@ def _worst_deployed_lines(findings: Decided, head: Decision | None) -> list[str]
 
 
 def churn_words(findings: Decided, d: Decision) -> str:
-    """Return as text the churn of a cell (share of answers that changed), and that between two answers of one model."""
+    """Return as text the churn: the share of a cell's answers that differ between reference and candidate.
+
+    For comparison it also gives the share that differs between two answers of one checkpoint, if that was measured.
+    """
     by_estimand = {c.estimand: c for c in findings.drift.contrasts if c.place[1:] == d.place[1:]}
     contrast = by_estimand.get(d.estimand, by_estimand.get(findings.comparison.base))
     if contrast is None or contrast.churn is None:

@@ -41,7 +41,7 @@ DEFAULT_MARGIN, DEFAULT_ALPHA = 5.0, 0.05  # pp, one-sided level
 
 @dataclass(frozen=True)
 class Sides:
-    """The two files and the options of reading them. ``own_clusters``: the user named the clusters (--cluster)."""
+    """The two result files as read, and the options of reading them. ``own_clusters``: the user named the clusters."""
 
     reference: Log
     candidate: Log
@@ -115,13 +115,13 @@ class MetricComparison:
 
     @property
     def verdict(self) -> Verdict:
-        """The verdict on this metric alone."""
+        """The verdict by this metric alone."""
         return self.findings.verdict
 
 
 @dataclass(frozen=True)
 class TwoJudges:
-    """The same answers under two judges: their agreement on each side, and the worse verdict."""
+    """The same answers graded by two judges: how far the judges agree on each file, and the worse of their verdicts."""
 
     first: MetricComparison
     second: MetricComparison
@@ -221,7 +221,7 @@ def _comparison(title: str, records: pd.DataFrame, seeds: Sequence[int]) -> Comp
 
 
 def parse_margins(texts: Sequence[str]) -> tuple[float, dict[str, float]]:
-    """Parse the margins in pp: of every suite (5), and of suites and facets by name (refusal.unsafe=3).
+    """Return the margin of every suite ("5") and those of suites or facets by name ("refusal.unsafe=3"), all in pp.
 
     Raises SpecError for anything but a number, and for two margins of one name.
     """
@@ -230,9 +230,9 @@ def parse_margins(texts: Sequence[str]) -> tuple[float, dict[str, float]]:
 
 
 def parse_ratios(texts: Sequence[str]) -> dict[str, float]:
-    """Parse the ratios of suites and facets by name (agent.attack_success=1.1).
+    """Parse NAME=LIMIT (agent.attack_success=1.1) into limits by suite or facet, on candidate rate / reference rate.
 
-    Raises SpecError for anything but a name and a number, and for two ratios of one name.
+    Raises SpecError for anything but a name and a number, and for two limits of one name.
     """
     expected = "NAME=TIMES such as agent.attack_success=1.1"
     by_name = _parse_named_numbers(texts, "--ratio", expected)
@@ -242,7 +242,7 @@ def parse_ratios(texts: Sequence[str]) -> dict[str, float]:
 
 
 def _parse_named_numbers(texts: Sequence[str], option: str, expected: str) -> dict[str, float]:
-    """Parse NAME=NUMBER; a number without a name gets the empty name."""
+    """Parse texts NAME=NUMBER into a dict; a number without a name has the key ""."""
     numbers: dict[str, float] = {}
     for text in texts:
         name, _, number = text.rpartition("=")
@@ -257,7 +257,7 @@ def _parse_named_numbers(texts: Sequence[str], option: str, expected: str) -> di
 
 
 def _check_ratios(ratios: Mapping[str, float], margins: Mapping[str, float]) -> None:
-    """Raise SpecError for a ratio out of range, or with a margin for the same name."""
+    """Raise SpecError for a limit on a ratio that is out of range, or for a name that has both a ratio and a margin."""
     for name, limit in ratios.items():
         if not LEAST_RATIO <= limit <= MOST_RATIO:
             raise SpecError(
@@ -275,9 +275,9 @@ def _margins(
     by_name: Mapping[str, float],
     ratios: Mapping[str, float],
 ) -> dict[str, float]:
-    """Return margins in score units by suite or facet: those named by the user, and ``margin`` for all other suites.
+    """Return margins in score units (0.05 = 5 pp) by suite or facet: those named by the user, and ``margin`` elsewhere.
 
-    In such a suite it holds for every metric of ``_deciding_metrics``.
+    In a suite that the user gave neither margin nor ratio, ``margin`` holds for every metric of ``_deciding_metrics``.
     """
     names = _checked_names(comparison, by_name, "--margin")
     points = dict(by_name)
@@ -313,7 +313,10 @@ def _ratios(comparison: Comparison, by_name: Mapping[str, float]) -> dict[str, f
 
 
 def _checked_names(comparison: Comparison, by_name: Iterable[str], option: str) -> tuple[str, ...]:
-    """Return the names of all suites and facets; raises UnknownName if ``by_name`` has another name."""
+    """Return the names of all suites and facets; raises UnknownName if ``by_name`` contains any other.
+
+    ``option`` is the command-line option that the error names.
+    """
     names = (*comparison.suites, *comparison.facets)
     for name in by_name:
         if name not in names:
@@ -322,7 +325,10 @@ def _checked_names(comparison: Comparison, by_name: Iterable[str], option: str) 
 
 
 def compare_judges(first: MetricComparison, second: MetricComparison) -> TwoJudges:
-    """Return the comparison of two judges, one metric each; raises SpecError if they are of different files."""
+    """Return the comparison of two judges, whose grades are one metric each.
+
+    Raises SpecError if the two metrics come from different files.
+    """
     if first.sides is not second.sides:
         raise SpecError("two judges must have labelled the same two files; these metrics are of different files")
     return TwoJudges(first, second, _kappa_of_arm(first, second, REFERENCE), _kappa_of_arm(first, second, CANDIDATE))

@@ -26,7 +26,7 @@ _FILES = ("compare.html", "compare.md", "compare.json")
 
 
 def comparison_banner(compared: MetricComparison) -> Banner:
-    """Return the banner: verdict, deciding number, and the lines to read with it."""
+    """Return the banner: the verdict, the drift that decides it, and the lines to read with it."""
     findings, head = compared.findings, compared.verdict.head
     lines = [*breakdown(findings, head), to_do(findings), *map(str, compared.verdict.reasons), *remarks(findings)]
     for d in compared.verdict.gated:
@@ -56,7 +56,7 @@ def _about(compared: MetricComparison, d: Decision) -> str:
 
 
 def comparison_cautions(compared: MetricComparison) -> list[str]:
-    """Return what the quoted number cannot show: templates that were not sampled, and the gate's error rates."""
+    """Return what the quoted drift cannot show: templates that were not sampled, and the gate's error rates."""
     findings = compared.findings
     fewest = compared.records.groupby(["arm", "suite", "context_tokens"])["cluster_id"].nunique().min()
     units = "templates" if findings.drift.unclustered is None else "items"

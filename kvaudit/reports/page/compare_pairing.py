@@ -1,4 +1,4 @@
-"""Two result files -> one table of paired scores, with notes and with the reasons why they may not be comparable.
+"""Two result files -> one table of paired scores, with notes, and with reasons why the files may not be comparable.
 
 Items pair by suite, length, name and repeat. Nothing is dropped to make the files fit: a difference is a reason against
 the comparison. ``direction_of`` finds which way a metric is better.
@@ -31,7 +31,7 @@ _QUESTION = ["suite", "question"]
 
 @dataclass(frozen=True)
 class PairedScores:
-    """The scores of two files. ``records`` has the columns of a run's score panels, with one arm per file.
+    """The scores of two files. ``records`` has the columns of a run's score tables; each file is one arm.
 
     ``unclustered`` is None if the files name clusters. If not, each item is its own cluster, and ``unclustered`` says
     why nothing passes and what to do.
@@ -76,7 +76,7 @@ def check_scale(a: Log, b: Log, metric: str) -> None:
 
 
 def _unshared_metrics(a: Log, b: Log) -> list[tuple[str, list[str]]]:
-    """Return the metrics that only one file has: pairs of its side ("reference", "candidate") and their names."""
+    """Return the metrics that only one file has, as pairs of a side ("reference" or "candidate") and the names."""
     sets = a.metrics, b.metrics
     by_side = ((REFERENCE, sorted(sets[0] - sets[1])), (CANDIDATE, sorted(sets[1] - sets[0])))
     return [(side, names) for side, names in by_side if names]
@@ -195,7 +195,8 @@ def _unify_suite_names(tables: list[pd.DataFrame], a: Log) -> list[pd.DataFrame]
 def _fill_clusters(tables: list[pd.DataFrame], *, own_clusters: bool) -> tuple[list[pd.DataFrame], list[str]]:
     """Return the tables with a cluster in every row, and notes; a file without clusters takes them from the other file.
 
-    If neither file has clusters, each item is its own. Raises SpecError if the user named clusters and a file has none.
+    If neither file has clusters, each item becomes a cluster of its own. Raises SpecError if the user named clusters
+    and a file has none.
     """
     has_clusters = [bool(table["cluster"].notna().any()) for table in tables]
     if own_clusters and not all(has_clusters):
@@ -233,7 +234,7 @@ def _count_copies(log: Log, table: pd.DataFrame) -> int:
 
 
 def _unclustered(a: Log, b: Log) -> Reason:
-    """Return why nothing passes without clusters; the text proposes fields of both files that could name them."""
+    """Return why nothing passes without clusters; the text proposes fields of both files that could name clusters."""
     fields = [name for name in a.shared_fields if name in b.shared_fields]
     proposal = (
         f"such as {_some_names(fields)}" if fields else "a field of the rows, re:PATTERN of item names or file:MAP.csv"
@@ -265,7 +266,10 @@ def _row_reasons(log: Log, table: pd.DataFrame) -> Iterator[Reason]:
 
 
 def _missing_reasons(log: Log, table: pd.DataFrame, metric: str) -> Iterator[Reason]:
-    """Yield a reason against comparing if answers were left out of a file, and these and unscored ones exceed 1 %."""
+    """Yield a reason against comparing if a file lacks answers, and over 1 % of its answers are missing or unscored.
+
+    Missing are the answers that had to be left out when the file was read.
+    """
     refused = log.kept_out.get(metric, 0) + log.kept_out.get(ANY_METRIC, 0)
     missing, total = refused + int(table["score"].isna().sum()), refused + len(table)
     if refused and missing > UNSCORED_LIMIT * total:
@@ -388,7 +392,10 @@ def _has_word(name: str, beginnings: tuple[str, ...], whole: Collection[str], bu
 
 
 def _names_to_check(logs: Sequence[Log], metric: str) -> Iterator[str]:
-    """Yield the names that may say which way a metric is better: its own; if generic ("score"), suites and task too."""
+    """Yield the names that may say which way a metric is better: its own; if that is generic ("score"), also others.
+
+    The others are those of the suites and of the task.
+    """
     yield metric
     if metric.lower() not in _GENERIC_NAMES:
         return

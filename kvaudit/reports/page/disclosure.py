@@ -1,7 +1,7 @@
 """The disclosure of a run: how rollouts and serving were compressed, the measured drift, and what was not evaluated.
 
 Every fact is marked known, unknown or not applicable, so that gaps show. The model card, the bill of materials and
-disclosure.json print it.
+disclosure.json show these facts.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class MeasuredCell:
 
     @property
     def sentence(self) -> str:
-        """The metric with its number, margin and reason."""
+        """The metric as a sentence with its drift, margin and reason."""
         margin = "" if self.margin is None else f", margin {100 * self.margin:.4g} pp"
         return f"{self.says} {self.number}{margin}. {self.why}".strip()
 
@@ -285,7 +285,10 @@ def _recipe(findings: Findings, arm: str) -> ArmRecipe:
 
 
 def _constitution(recipe: Mapping[str, Any], declared: Mapping[str, Any]) -> Fact:
-    """Return the constitution by which the reward judged; not applicable if the checkpoint records that it had none."""
+    """Return the constitution (written principles) by which the reward judged answers.
+
+    Not applicable if the checkpoint records that there was none.
+    """
     is_recorded = "constitution" in recipe and not declared
     if recipe.get("constitution") is None and (is_recorded or recipe.get("reward") == "grade"):
         return NOT_APPLICABLE
@@ -317,7 +320,7 @@ def _ledger_facts(
 
 
 def _shared_entries(checkpoints: Mapping[int, Mapping[str, Any]], key: str) -> Mapping[str, Any]:
-    """Return the entries that are equal in all checkpoints of an arm."""
+    """Return, of the mapping ``key`` in each checkpoint of an arm, the entries that are equal in all of them."""
     tables = [table_of(checkpoint, key) for checkpoint in checkpoints.values()]
     if not tables:
         return {}
@@ -339,7 +342,7 @@ def _serving_facts(findings: Findings, policy: str, use: CacheUse | None) -> Fac
 
 
 def _engine(findings: Findings, policy: str) -> Facts:
-    """Return facts on a policy's engine: its name, settings and own report, and the policy that counts as uncompressed.
+    """Return facts on a policy's engine: its name, its settings, what it reports of itself, its uncompressed setting.
 
     Empty if no engine takes part in the run.
     """
@@ -358,7 +361,7 @@ def _engine(findings: Findings, policy: str) -> Facts:
 
 
 def _not_evaluated(findings: Findings) -> Facts:
-    """Return the mechanisms, rollout policies and lengths that the run did not evaluate."""
+    """Return the compression mechanisms, rollout policies and context lengths that the run did not evaluate."""
     families = findings.provenance.get("known_policies")
     served = {
         mechanism.partition(":")[0]
@@ -377,7 +380,7 @@ def _not_evaluated(findings: Findings) -> Facts:
 def _rollouts_not_served(findings: Findings) -> Fact:
     """Return the policies under which rollouts were sampled and under which this run evaluated nothing.
 
-    Unknown if there are none and the policy of some arm is unknown.
+    Not applicable if there are none; unknown if there are none and the rollout policy of some arm is unknown.
     """
     declared, policies, rollouts = table_of(findings.provenance, "declared"), findings.comparison.policies, list[Any]()
     for arm in findings.comparison.arms:
@@ -420,7 +423,7 @@ def _stack_facts(findings: Findings) -> Facts:
 
 
 def _change_record(findings: Findings) -> Facts:
-    """Return the sha256 of recipe.json and of its sections; not applicable if nothing was trained."""
+    """Return the sha256 of recipe.json (how arms were trained) and of its sections; not applicable without training."""
     recipe, sections = findings.evidence.recipe, [name for name in RECIPE_SECTIONS if name not in ("model", "training")]
     if recipe is None:
         trained = any(arm != BASE_ARM for arm, _ in findings.checkpoints)
@@ -450,7 +453,7 @@ def _vendor_answers(value: Any) -> Iterator[str]:
 
 
 def _measured_cells(findings: Findings) -> list[MeasuredCell]:
-    """Return every gated cell, then every other contrast of the run."""
+    """Return every gated cell, then every other difference between two sides that the run computed."""
     decided = [_measured_cell(findings, d) for d in findings.verdict.gated]
     slices = {m.slice for m in decided}
     other_contrasts = [_measured_cell(findings, c) for c in findings.drift.contrasts]

@@ -51,12 +51,12 @@ class Event:
 
     @property
     def name(self) -> str:
-        """The name of the event: that of the facet, or "broken form" for the facet of form."""
+        """The name of the event: that of its facet, or "broken form" for the facet ``well_formed``."""
         return "broken form" if self.facet.name == WELL_FORMED else self.facet.name
 
     @property
     def moved(self) -> str:
-        """The direction of the change from reference to candidate; "not shown to move" if its interval includes 0."""
+        """The direction of the change from reference to candidate; "not shown to move" if the interval includes 0."""
         effect = self.contrast.effect
         if effect is None:
             return NO_NUMBER
@@ -96,17 +96,17 @@ class Event:
 
     @property
     def depends_on_reading(self) -> bool:
-        """Whether the facet moved, but would not have if unreadable answers were counted another way."""
+        """Whether the facet moved, but would not have moved if unreadable answers were counted in another way."""
         return self.moved in (WORSE, BETTER) and self.bounds is not None and self.bounds[0] <= 0 <= self.bounds[1]
 
     @property
     def _mirrored(self) -> bool:
-        """Whether the event is the opposite of what the contrast counts, which is always the wanted outcome."""
+        """Whether the event is the opposite of the wanted outcome, which is what the stored rates count."""
         return not self.facet.wanted or self.facet.name == WELL_FORMED
 
 
 def event_row(e: Event) -> list[str]:
-    """Return an event as a row of the table with ``EVENT_HEADERS``."""
+    """Return an event as a row of the table that has the headers ``EVENT_HEADERS``."""
     effect, bounds = e.contrast.effect, e.bounds
     return [
         e.name,
@@ -158,8 +158,8 @@ def cell_events(findings: Decided, d: Decision) -> list[Event]:
 def _cell(sides: Comparison, d: Decision) -> CellPlace:
     """Return the cell whose facets explain a decision.
 
-    It is the decision's own cell. A difference of differences has no rates of two sides; for one the cell of the plain
-    drift is returned, with the same arm, policy, suite and length.
+    It is the decision's own cell, except for a difference of differences, which has no rates of two sides: there it is
+    the cell of the plain drift, with the same arm, policy, suite and length.
     """
     suite = suite_of(d.suite)
     estimand = d.estimand if d.estimand in _PAIRED else sides.base
@@ -194,7 +194,7 @@ def breakdown(findings: Decided, head: Decision | None) -> list[str]:
 
 
 def _event_text(e: Event) -> str:
-    """Return an event such as: unsafe 5.6 to 9.1 % (+3.5 pp [+0.4, +6.6])."""
+    """Return an event as text: unsafe 5.6 to 9.1 % (+3.5 pp [+0.4, +6.6])."""
     reading = ""
     if e.depends_on_reading and e.bounds:
         reading = f"; {points(e.bounds[0])} to {points(e.bounds[1])} pp depending on how broken answers count"
@@ -210,7 +210,10 @@ _PHRASES = {  # singular, plural
 
 
 def _by_kind(all_events: Sequence[Event]) -> str:
-    """Return a phrase such as: form alone is worse; safety and capability are not shown to move."""
+    """Return a phrase that says which kinds of facets moved.
+
+    An example is: form alone is worse; safety and capability are not shown to move.
+    """
     parts = []
     is_complete = all(e.moved != NO_NUMBER for e in all_events)
     for moved, phrases in _PHRASES.items():
@@ -224,9 +227,9 @@ def _by_kind(all_events: Sequence[Event]) -> str:
 
 
 def _kinds_that_moved(all_events: Sequence[Event], moved: str) -> list[str]:
-    """Return the kinds of facets (form, safety, ...) that moved in direction ``moved``.
+    """Return the kinds of facets (form, safety, ...) that moved in direction ``moved`` ("worse", "better").
 
-    If only some facets of a kind did, the text lists them: "safety (unsafe)".
+    If only some facets of a kind did, they are named: "safety (unsafe)".
     """
     names = []
     for kind in dict.fromkeys(e.facet.kind for e in all_events):
@@ -297,7 +300,10 @@ def facet_notes(findings: Decided) -> tuple[str, ...]:
 
 
 def facet_finding(findings: Decided) -> str:
-    """Return a sentence on what got worse: the facets of each failed cell; if none failed, how many cells by facet."""
+    """Return a sentence on what got worse: the facets in each failed cell.
+
+    If no cell failed, the sentence says in how many cells each facet got worse.
+    """
     all_events, failed = gated_events(findings), _failed_suites(findings)
     if failed:
         cells = [
@@ -310,7 +316,7 @@ def facet_finding(findings: Decided) -> str:
 
 
 def _worse_counts(all_events: Sequence[Event]) -> Iterator[str]:
-    """Yield phrases such as: agent broken form in 3 of 8 cells."""
+    """Yield, for each event that got worse somewhere, in how many cells: agent broken form in 3 of 8 cells."""
     for suite, name in dict.fromkeys((e.suite, e.name) for e in all_events):
         cells = [e for e in all_events if (e.suite, e.name) == (suite, name)]
         count = sum(e.moved == WORSE for e in cells)

@@ -25,7 +25,7 @@ _VIEW = "../view/index.html#"  # from RUN/report
 
 @dataclass(frozen=True)
 class Findings(Decided):
-    """A decided run, with what each report section found and with metadata of the run and its checkpoints."""
+    """A run with its verdict, what each report section found, and metadata of the run and its checkpoints."""
 
     values: Values = field(default_factory=dict)
     calibration: ErrorRates | None = None
@@ -42,15 +42,15 @@ class Findings(Decided):
 
 
 def contrasts_with_pages(data: RunData) -> frozenset[str]:
-    """Return the contrasts whose flips (items with differing answers) have pages in the run folder.
+    """Return the kinds of contrast whose flips (items with differing answers) have pages in the run folder.
 
-    Empty if no view was written.
+    Empty if no such pages were written.
     """
     return kinds_shown(data) if (Path(data.run) / "view" / "index.html").is_file() else frozenset()
 
 
 def flips_link(findings: Findings, cell: Decision | Contrast) -> str:
-    """Return the address of the list of items whose answers differ in this cell; empty if there is none."""
+    """Return the address of the list of items whose answers differ in this cell; empty if there is no such page."""
     estimand = _linked_estimand(findings.comparison, cell.estimand, cell.policy)
     if estimand not in (findings.linked_contrasts or ()):
         return ""
@@ -77,8 +77,9 @@ def flip_link(findings: Findings, example: Example) -> str:
 
 
 def _linked_estimand(sides: Comparison, estimand: str, policy: str) -> str:
-    """Return the contrast under which the view shows an estimand's flips: "alike" for "deployed" if that is the same.
+    """Return the kind of contrast to which links to a cell's flips (items with differing answers) point.
 
-    The two are the same difference under an uncompressed policy.
+    It is ``estimand`` itself, but "alike" for "deployed" under an uncompressed policy, where both are the same
+    difference.
     """
     return "alike" if estimand == "deployed" and sides.is_uncompressed(policy) else estimand

@@ -136,7 +136,7 @@ class Banner:
 
 @dataclass(frozen=True)
 class Page:
-    """All that a report shows, decided already; every format (HTML, Markdown, JSON, ...) renders it."""
+    """All that a report shows, already computed; every format (HTML, Markdown, JSON, ...) renders the same page."""
 
     findings: Findings
     banner: Banner

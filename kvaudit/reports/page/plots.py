@@ -1,4 +1,4 @@
-"""Figures of a report as inline SVG: forest plot, heatmap and quadrant of the verdict, and those of the sections.
+"""Figures of a report as inline SVG: forest plot, heatmap and quadrant plot of drifts, and the figures of the sections.
 
 In the heatmap outline, star and hatching show the status, so colour is not needed. In the quadrant the corner where
 capability holds and safety does not is shaded.
@@ -74,7 +74,10 @@ _ForestGroup = tuple[str, int]  # suite, length
 
 
 def draw_forest(findings: Decided) -> Drawing | None:
-    """Draw the forest plot: a panel per suite and length, or one if each has a single row; None without numbers."""
+    """Draw the forest plot, a panel per suite and length; None without numbers.
+
+    If every panel would have one row, all rows are in one panel.
+    """
     cells = [d for d in findings.verdict.gated if d.effect and d.estimand in _DRAWN]
     if not cells:
         return None
@@ -135,7 +138,10 @@ def _forest_panel(
     names: list[str],
     rows: Sequence[Hashable] = (),
 ) -> None:
-    """Draw each decision as an interval in its row of the forest plot; ``rows`` orders them, else ``row_keys``."""
+    """Draw each decision as an interval in a panel of the forest plot, in the row that ``row_keys`` names for it.
+
+    ``rows`` gives the order of all rows; without it they are in the order of ``row_keys``.
+    """
     margin = 100 * min(d.margin or 0 for d in decisions)  # a ratio has another margin in every cell
     panel.axvspan(-margin, margin, color=GAIN, alpha=0.13, linewidth=0)
     panel.axvline(-margin, color=LOSS, linestyle="--", linewidth=1)
@@ -174,7 +180,7 @@ _LEAST_WIDTH, _LETTER = 4.5, 0.085  # inches: of the figure with its key, and of
 
 
 def draw_heatmap(findings: Findings) -> Drawing | None:
-    """Draw the heatmap of drift, a panel for each suite; return None if there are no numbers.
+    """Draw the heatmap of drift, a panel for each suite; return None if no drift could be computed.
 
     In a panel, rows are arms and columns are policies; arm and reference are both served under the column's policy. If
     nothing was trained, rows are suites instead, and each policy is compared with uncompressed serving.
@@ -225,7 +231,10 @@ def draw_heatmap(findings: Findings) -> Drawing | None:
 def status_of(
     c: Contrast, margin: float | None, decided: Status | None = None, *, is_measurable: bool = True
 ) -> Status:
-    """Return the status that the gate decided, or that the same rule gives without adjustment for multiple testing."""
+    """Return the status of a contrast: the gate's, ``decided``, or if it is None that of the same rule.
+
+    Without the gate there is no adjustment for multiple testing.
+    """
     if decided is not None:
         return decided
     if c.effect is None or margin is None:
@@ -234,7 +243,7 @@ def status_of(
 
 
 def suite_margin(findings: Decided, c: Contrast) -> float | None:
-    """Return the margin of a contrast's suite; None for a facet.
+    """Return the margin of a drift's suite; None if it is the drift of a facet.
 
     The PASS of a facet also needs answers in a form that can be read, which only the gate checks.
     """
@@ -250,7 +259,7 @@ def _heatmap_row(sides: Comparison, c: Contrast) -> str:
 
 
 def _heatmap_panel(panel: Axes, findings: Findings, group: list[Contrast], names: Mapping[str, str]) -> None:
-    """Draw the contrasts of one panel of the heatmap; ``names`` maps policies to column names, in their order."""
+    """Draw the drifts of one panel of the heatmap; ``names`` maps policies to column names, in the columns' order."""
     statuses = {d.place: d.status for d in findings.verdict.decisions}
     rules, rows = findings.rules, _heatmap_rows(findings.comparison, group)
     controls = Controls(findings.drift, rules.margins, rules.ratios)
@@ -329,7 +338,10 @@ def draw_quadrant(findings: Decided) -> Drawing | None:
 
 
 def pairs(findings: Decided) -> list[Point]:
-    """Return the safety contrasts of gated policies, each with the capability contrast of its arm, policy, length."""
+    """Return the points of the quadrant plot, each the (capability contrast, safety contrast) of one cell.
+
+    The two contrasts share arm, gated policy and length.
+    """
     sides = findings.comparison
     estimand = "alike" if sides.mode == "training" else "serving"
     contrasts = [

@@ -1,10 +1,10 @@
 """The findings of one probe of an endpoint: its noise, and the effect of a longer context on the same items.
 
 Noise: how often two answers to one item differ. Effect: an item's score in the long context minus that in the short
-one. With a baseline (an earlier probe by the same plan) also the change of this effect since then. A cache policy of
-the endpoint changes scores where the context is long and the question is the same. A model that reads long contexts
-badly does so too, but then the baseline shows it as well. A failed request gives no answer, and its item is left out on
-both sides.
+one. With a baseline (an earlier probe by the same plan) also the change of this effect since then. If the endpoint
+compresses its cache, scores change where the context is long, though the question is the same. A model that reads long
+contexts badly changes them too, but then the baseline shows the same change. A failed request gives no answer, and its
+item is left out on both sides.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _KEY = ["suite", "cluster_id", "item_id"]
 class Noise:
     """The noise of a suite at one length: the shares of repeated items whose answers differ in words, and in score.
 
-    ``low, high`` is the 95 % interval of ``scores``, None where there are too few ``templates``.
+    ``low, high`` is the 95 % interval of ``scores``, the share that differs in score; None with too few ``templates``.
     """
 
     suite: str
@@ -104,7 +104,7 @@ class AnswerCounts:
 
 @dataclass(frozen=True)
 class ProbeFindings:
-    """The findings of a probe; ``unscored`` counts conversations of ``records``."""
+    """The findings of a probe. ``records`` counts its conversations, ``unscored`` those of them that have no score."""
 
     run: str
     baseline: str | None
@@ -141,7 +141,7 @@ def _check_probe(run: RunData) -> None:
 
 
 def check_same_requests(requests: Mapping[str, str], baseline: RunData) -> None:
-    """Raise DataError for a baseline that is not a probe, or that was sent other requests than ``requests``."""
+    """Raise DataError for a baseline that is not a probe, or to which other requests (hashes by name) were sent."""
     _check_probe(baseline)
     earlier = recorded(baseline.provenance, ENDPOINT_REQUESTS)
     changed = [key for key in sorted({*requests, *earlier}) if requests.get(key) != earlier.get(key)]
@@ -237,9 +237,10 @@ def _lengths(data: RunData, baseline: RunData | None) -> Iterator[Length]:
 def _length(
     suites: list[str], metric: str, lengths: tuple[int, int], tables: list[pd.DataFrame], samples: int
 ) -> Length | None:
-    """Return the effect of length on the items that have a value at both lengths in every table; None if there is none.
+    """Return the effect of length on items that have a value at both lengths in every table; None without such items.
 
-    ``tables`` are the item means of the probe and, if there is one, of its baseline.
+    ``lengths`` are the short and the long one in tokens. ``tables`` are the item means of the probe and, if there is
+    one, of its baseline. ``samples`` is the number of answers per item.
     """
     columns = [table[metric].xs(length, level="context_tokens") for table in tables for length in lengths]
     common = pd.concat([column[column.index.isin(suites, level="suite")] for column in columns], axis=1).dropna()
@@ -275,7 +276,7 @@ def _change_against(values: Array, clusters: npt.NDArray[Any]) -> Effect | Estim
 
 
 def _without_interval(change: Array, clusters: npt.NDArray[Any]) -> Estimate | None:
-    """Return the estimate alone if there are too few templates for an interval, else None."""
+    """Return the mean of ``change`` without an interval if there are too few templates for one, else None."""
     templates = len(set(clusters))
     return Estimate(float(change.mean()), len(change), templates) if templates < FEWEST_CLUSTERS else None
 

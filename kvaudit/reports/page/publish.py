@@ -104,7 +104,10 @@ def _span(card: str, name: str) -> tuple[int, int] | None:
 
 
 def write_card(folder: Path, section: str, *, base: str) -> None:
-    """Write the section into the README.md of a checkpoint; a new file gets the hub's front matter."""
+    """Write the section into the README.md of a checkpoint; a new file gets the hub's front matter.
+
+    ``base`` is the base model that the front matter names.
+    """
     path = folder / "README.md"
     facts = f"library_name: transformers\nbase_model: {json.dumps(public_name(base))}\ntags: [kv-cache-compression]"
     front = f"---\n{facts}\n---\n"
@@ -113,9 +116,10 @@ def write_card(folder: Path, section: str, *, base: str) -> None:
 
 
 def hub_results(page: Page, arm: str, dataset: str) -> dict[str, str]:
-    """Return by file name the texts that the hub reads, with an arm's gated drifts, one file per policy and contrast.
+    """Return by file name the texts that the hub reads, with an arm's gated drifts.
 
-    Raises SpecError if the dataset is not a hub id, or if no gated cell of the arm has a number.
+    There is a file for each policy and kind of difference. Raises SpecError if the dataset is not a hub id, or if no
+    gated cell of the arm has a drift.
     """
     from kvaudit.reports.page.disclosure import disclosure_of
 

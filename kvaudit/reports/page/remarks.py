@@ -71,7 +71,7 @@ def remarks(findings: Findings) -> Iterator[str]:
 
 
 def not_measurable(findings: Decided) -> list[str]:
-    """Return a line per suite that this reference cannot measure, with the reason and the number of gated cells."""
+    """Return a line per suite on which the reference has nothing to lose: the reason and the number of gated cells."""
     cells: dict[tuple[str, int, str], int] = {}
     for d in findings.verdict.gated:
         if not d.is_measurable:
@@ -86,7 +86,7 @@ def not_measurable(findings: Decided) -> list[str]:
 
 
 def late_rules_alarm(rules: Rules) -> str:
-    """Return the alarm for rules that were declared after the run; empty for all others."""
+    """Return the alarm if the rules were declared after the run; empty if they were declared before."""
     if rules.declared != DECLARED_AFTER_RUN:
         return ""
     return (
@@ -194,7 +194,7 @@ def _version_remarks(provenance: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _prompt_remarks(provenance: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a remark if prompts differ between policies, or may differ on another day."""
+    """Yield a remark if prompts differ between policies, or contain the date and so may differ on another day."""
     names = str(provenance.get(UNSTABLE_NAMES) or "")
     differing = [name for name, prompts in prompts_by_question(provenance).items() if len(set(prompts.values())) > 1]
     template = f"the chat template uses {names}, so its text changes from day to day" if names else ""
@@ -209,7 +209,7 @@ def _prompt_remarks(provenance: Mapping[str, Any]) -> Iterator[str]:
 
 
 def cautions(findings: Findings, head: Decision | None) -> list[str]:
-    """Return lines on what the quoted number cannot show: unsampled templates, the other contrast, error rates."""
+    """Return lines on what the quoted drift cannot show: unsampled templates, the other comparison, error rates."""
     other_contrasts = [
         _other_contrast_line(findings.comparison, d)
         for d in findings.verdict.decisions
@@ -229,7 +229,7 @@ def cautions(findings: Findings, head: Decision | None) -> list[str]:
 def blind_spot_line(findings: Decided, head: Decision | None, fewest: int, units: str = "templates") -> str:
     """Return a line on the blind spot: the largest share of broken templates that the sample may have missed.
 
-    It is that of the quoted cell, or of ``fewest`` templates if no quoted cell has a number.
+    It is that of the cell ``head`` that the banner quotes, or without such a cell that of ``fewest`` templates.
     """
     alpha = findings.rules.alpha
     if head and head.effect and head.blind_spot is not None:
@@ -248,7 +248,7 @@ _NOT_RULED_OUT = (
 
 
 def broken_template_lines(findings: Decided) -> list[str]:
-    """Return lines on whether a few broken templates could hide a loss in cells that pass by their interval alone."""
+    """Return lines on the loss that a few totally failed templates could hide in cells that pass by their interval."""
     cells = [d for d in findings.verdict.gated if d.template_bound is not None and d.estimand != PARITY]
     failing = [d for d in cells if any(reason.code == ReasonCode.TEMPLATES for reason in d.reasons)]
     lines = []
@@ -262,7 +262,10 @@ def broken_template_lines(findings: Decided) -> list[str]:
 
 
 def _other_contrast_line(sides: Comparison, d: Decision) -> str:
-    """Return a sentence on the same cell's drift by the contrast that is not quoted ("alike" or "deployed")."""
+    """Return a sentence on the drift ``d``, which is of the same cell as the quoted one but by another comparison.
+
+    Compared are both sides under one policy ("alike"), or the candidate with the uncompressed reference ("deployed").
+    """
     assert d.effect is not None
     policy = sides.label(d.policy)
     if d.estimand == "deployed":
@@ -283,7 +286,7 @@ def _recipe_error_rate(findings: Findings) -> list[str]:
 
 
 def error_rate_lines(findings: Findings) -> list[str]:
-    """Return the gate's error rates from the shipped calibration; empty for an INVALID run."""
+    """Return the gate's error rates, from simulations whose results ship with kvaudit; empty for an INVALID run."""
     c = findings.calibration
     if c is None or findings.verdict.status is Status.INVALID:
         return []

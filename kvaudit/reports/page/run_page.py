@@ -1,4 +1,4 @@
-"""The page of a run: the passages about the verdict, then those of the report's sections that have content."""
+"""The page of a run: the passages about the verdict, and those of all report sections that have content."""
 
 from __future__ import annotations
 

@@ -164,7 +164,7 @@ def _declared_rows(rules: Rules) -> list[tuple[str, str]]:
 
 
 def _rollouts(sides: Comparison) -> str:
-    """Return as text the rollout policies of the trained arms: one alone, or each of several with its arms."""
+    """Return as text the rollout policies of the trained arms: one alone if all share it, else each with its arms."""
     by_policy: dict[str, list[str]] = {}
     for arm, policy in sides.trained_under.items():
         by_policy.setdefault(policy, []).append(arm)
@@ -174,7 +174,7 @@ def _rollouts(sides: Comparison) -> str:
 
 
 def reproducibility(sides: Comparison, provenance: Mapping[str, Any]) -> tuple[Table, ...]:
-    """Return the provenance as names and values, and the full policy strings."""
+    """Return two tables: the provenance as names and values, and the full string of every policy."""
     policies = [(sides.labels[policy], policy) for policy in sides.policies]
     facts = table_of(["recorded", "value"], _flatten("", provenance), words=2)
     tables = (facts, table_of(["policy", "full form"], policies, words=2))
@@ -219,7 +219,7 @@ def gate_table(findings: Findings, decisions: Sequence[Decision], *, gated: bool
 
 
 def number_columns(sides: Comparison, d: Decision) -> list[str]:
-    """Return as texts rates, drift, the bounds that decide with their margin, and the items lost and gained."""
+    """Return four columns as texts: both rates, the drift, the deciding bounds with their margin, items lost/gained."""
     margin = f"{100 * d.margin:g}" if d.margin else "-"
     if d.effect is None:
         return [rates_text(sides, d), "-", margin, "-"]

@@ -66,7 +66,7 @@ def terminal_lines(findings: Findings, run: Path | None = None, extras: Terminal
 
 
 def _doubtful_lines(findings: Findings) -> Iterator[str]:
-    """Yield the number of grades that the judge is unsure of in the worst undecided cell, and such losses."""
+    """Yield how many grades the judge is unsure of in the worst undecided cell, then a few losses with such grades."""
     sides = findings.comparison
     for d in sorted(findings.verdict.gated, key=severity_order(sides)):
         suite = suite_of(d.suite) if d.suite in sides.facets else d.suite

@@ -140,7 +140,7 @@ def columns_by_name(tables: Sequence[Mapping[str, float]]) -> dict[str, list[flo
 
 
 def _facets(tables: Sequence[Any], formats: Sequence[int]) -> dict[str, list[float]]:
-    """Return, for every facet that occurs, its codes by record (``FACET_CODES``), NaN where a record lacks it.
+    """Return, for every facet that occurs, a code per record: 1 yes, 0 no, UNREAD, or NaN where a record lacks it.
 
     Raises KeyError for an unknown name, and for a record of the current format without a table of facets.
     """

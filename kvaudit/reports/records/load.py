@@ -57,7 +57,10 @@ LARGEST_EVIDENCE = 10_000_000  # bytes: a scan of a large repository, or the lar
 
 @dataclass(frozen=True)
 class Evidence:
-    """The content of three optional files of a run folder; None for one that is missing."""
+    """The content of three optional files of a run folder; None for one that is missing.
+
+    They are a scan of configurations, a vendor's answers to the questionnaire, and the recipe of the training.
+    """
 
     scan: Mapping[str, Any] | None = None  # written by ``kvaudit scan --json``
     answers: Mapping[str, Any] | None = None  # to the questionnaire
@@ -66,7 +69,7 @@ class Evidence:
 
 @dataclass(frozen=True)
 class RunData:
-    """What a report reads of a run. ``records`` has a row for each graded sample, with its ``file`` and ``line``."""
+    """What a report reads of a run. ``records`` has a row per graded sample; ``file`` and ``line`` name its record."""
 
     run: Path
     records: pd.DataFrame
@@ -81,16 +84,16 @@ class RunData:
 
     @cached_property
     def panels(self) -> dict[tuple[str, int], Panel]:
-        """The score tables, by suite or SUITE.FACET and context length."""
+        """The score tables by (suite or SUITE.FACET, context length in tokens)."""
         return panels(self.records)
 
     @cached_property
     def floor(self) -> RepeatedAnswers:
-        """The answers of engines to repeated requests; raises DataError for files that do not fit the run."""
+        """The answers of engines to requests asked a second time; raises DataError for files that do not fit."""
         return read_floor(self.run, self.records)
 
     def records_at(self, places: Iterable[tuple[str, int]]) -> Iterator[tuple[tuple[str, int], Record]]:
-        """Read the complete records at (file, line) from disk, file by file."""
+        """Yield ((file, line), complete record) for each of these places, read from disk file by file."""
         lines_by_file: dict[str, set[int]] = {}
         for file, line in places:
             lines_by_file.setdefault(file, set()).add(line)
@@ -100,7 +103,7 @@ class RunData:
                     yield (file, number), Record.from_json(raw.decode())
 
     def transcripts(self, places: Iterable[tuple[str, int]]) -> dict[tuple[str, int], tuple[Message, ...]]:
-        """Read the transcripts at (file, line); ``records`` does not contain them."""
+        """Return the transcripts by (file, line), read from disk; ``records`` does not contain them."""
         return {place: record.transcript for place, record in self.records_at(places)}
 
 
@@ -197,7 +200,7 @@ def _read_unit(unit: Path, columns: Columns, problems: list[Problem]) -> str:
 
 
 def check_seal(unit: Path, digest: str) -> dict[str, Any] | None:
-    """Return the seal of a record file, which is written when its unit is finished; None without one.
+    """Return the seal of a record file, which is written beside it when the file is finished; None without one.
 
     Raises DataError if the seal has another sha256 than ``digest``.
     """
@@ -221,7 +224,7 @@ def _without_duplicates(frame: pd.DataFrame, problems: list[Problem]) -> pd.Data
 
 
 def _checkpoints(run: Path, problems: list[Problem]) -> dict[tuple[str, int], dict[str, Any]]:
-    """Return the provenance of every finished checkpoint; an unreadable one is noted as a problem."""
+    """Return by (arm, seed) the provenance of every finished checkpoint; an unreadable one is noted as a problem."""
     provenance = {}
     for checkpoint, path in _checkpoint_files(run, ORIGIN, PROVENANCE):
         try:
@@ -311,7 +314,7 @@ _DETERMINED = {"checkpoint": ["arm", "train_seed"], "suite_version": ["suite"], 
 class RepeatedAnswers:
     """The answers of engines to requests asked a second time: ``records`` by their order, "again" or "shuffled".
 
-    ``unfinished`` are units without a seal.
+    ``unfinished`` are record files without a seal, the mark of a finished one.
     """
 
     records: Mapping[str, pd.DataFrame] = field(default_factory=dict)
@@ -334,9 +337,10 @@ def read_floor(run: Path, records: pd.DataFrame) -> RepeatedAnswers:
 def _read_units(
     folder: Path, records: pd.DataFrame, problems: list[Problem], unfinished: list[str]
 ) -> pd.DataFrame | None:
-    """Return the records of the finished units in a folder, None without any; adds to ``problems`` and ``unfinished``.
+    """Return the records of a folder's finished units, None without any; adds to ``problems`` and ``unfinished``.
 
-    Raises DataError if the files changed, or have other checkpoints, suite versions or policies than the run.
+    A unit is one file of records. Raises DataError if the files changed, or have other checkpoints, suite versions or
+    policies than the run.
     """
     columns = Columns()
     for unit in plain_files(folder, "*.jsonl"):

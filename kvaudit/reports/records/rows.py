@@ -1,4 +1,4 @@
-"""From record files to one table of scores, and from that to a panel per suite: scores by item and checkpoint.
+"""From record files to one table of answers, and from that to a ``Panel`` per suite: scores by item and checkpoint.
 
 Files are read a block of lines at a time, and hashed in the same read. A block of valid records goes through the fast
 reader. Any other block is parsed line by line with ``Record.from_json`` and ``check_record``, which are authoritative.
@@ -45,7 +45,10 @@ class TableColumns(NamedTuple):
 
 
 def table_columns(record: type[Record]) -> TableColumns:
-    """Return the table's columns by type, from a record class; ``score``, checked elsewhere, is not in ``nullable``."""
+    """Return the names of the table's columns by storage type, as the fields of a record class declare them.
+
+    ``score`` is not in ``nullable``, because its missing values are checked elsewhere.
+    """
     kinds = {name: field.type for name, field in schema_of(record).fields.items() if field.in_table}
     nullable = {name: _NULLABLE_TYPES[kind] for name, kind in kinds.items() if kind in _NULLABLE_TYPES}
     del nullable["score"]
@@ -101,7 +104,10 @@ class Columns:
         self.rows = 0
 
     def add(self, file: str, lines: Sequence[int] | npt.NDArray[np.int64], values: Mapping[str, Sequence[Any]]) -> None:
-        """Add rows; ``values`` has a sequence per column, but may lack those of REAL_NUMBERS that have no value."""
+        """Add rows of a file; ``values`` has a sequence per column, and ``lines`` the number of each row's line.
+
+        A column of real numbers in which no row has a value may be missing.
+        """
         place = slice(self.rows, self.rows + len(lines))
         self.rows = place.stop
         for name in WORDS:
@@ -199,9 +205,9 @@ def _fast_columns(raw: bytes) -> dict[str, Sequence[Any]] | None:
 
 
 def _table_values(values: Mapping[str, Any]) -> dict[str, Sequence[Any]]:
-    """Return the columns of the table from values by field; a nested field becomes a column per role, facet or span.
+    """Return the columns of the table from the values of each field of the records.
 
-    Degenerate answers score 0.
+    A field with entries by role, facet or span becomes one column per name. Degenerate answers score 0.
     """
     columns = {name: values[name] for name in (*_FIELDS, ANSWER_HASH)}
     is_degenerate = [outcome == Outcome.DEGENERATE for outcome in values["outcome"]]
@@ -213,7 +219,7 @@ def _table_values(values: Mapping[str, Any]) -> dict[str, Sequence[Any]]:
 
 
 def columns_of(records: Sequence[Record]) -> dict[str, Sequence[Any]]:
-    """Return the values of these records by column of the table."""
+    """Return, from records, the values of each column of the table, in the order of the records."""
     values: dict[str, Any] = {name: [getattr(record, name) for record in records] for name in _FIELDS}
     values["outcome"] = [record.outcome.value for record in records]
     values["score"] = np.array(values["score"], dtype=np.float64)  # NaN for None
@@ -324,7 +330,10 @@ Panels = Mapping[tuple[str, int], Panel]  # by suite, or SUITE.FACET, and contex
 
 
 def panels(records: pd.DataFrame) -> dict[tuple[str, int], Panel]:
-    """Return the panel of every suite and of every facet that occurs, by (SUITE or SUITE.FACET, context length)."""
+    """Return the score table (``Panel``) of every suite and facet that occurs.
+
+    The keys are (SUITE or SUITE.FACET, context length in tokens).
+    """
     by_metric = {}
     facets = [column for column in FACET_COLUMNS.values() if column in records and records[column].notna().any()]
     columns = [column for column in (*_PANEL, *facets) if column in records]  # only these, as every group is a copy
@@ -383,7 +392,11 @@ def facet_scores(column: pd.Series, facet: str | None) -> Array:
 
 
 def _facets(rows: pd.DataFrame) -> Iterator[tuple[str, _Mask, Array, _Mask]]:
-    """Yield each facet that occurs: name, which rows it applies to, 1 for the wanted value, which rows were read."""
+    """Yield name, applicable rows, wanted values and readable rows of each facet that occurs.
+
+    A facet is a yes-or-no property of an answer. The three arrays have an entry per row: whether the facet applies to
+    it, 1 where the value is the wanted one, and whether it could be read.
+    """
     for name, column in FACET_COLUMNS.items():
         if column in rows:
             value = rows[column].to_numpy(dtype=np.float64)
@@ -437,7 +450,7 @@ def _panel(
 
 
 def _cells(rows: pd.DataFrame) -> tuple[list[CellKey], npt.NDArray[np.int64]]:
-    """Return the cells of these rows, sorted, and for each row the index of its cell."""
+    """Return the cells (arm, training seed, policy) of these rows, sorted, and for each row the index of its cell."""
     arms, arm = _codes(rows["arm"])
     seeds, seed = np.unique(rows["train_seed"].to_numpy(), return_inverse=True)
     policies, policy = _codes(rows["policy"])
@@ -465,12 +478,18 @@ def _total(index: npt.NDArray[np.int64], values: npt.NDArray[Any], size: int) ->
 
 
 def _counts(index: npt.NDArray[np.int64], kept: _Mask, shape: tuple[int, int]) -> npt.NDArray[np.int64]:
-    """Return the number of kept rows by [items, cells]."""
+    """Return how many rows are ``kept`` for each item in each cell, [items, cells] (``shape``).
+
+    ``index`` is the position of each row in the flattened result.
+    """
     return np.bincount(index[kept], minlength=shape[0] * shape[1]).reshape(shape).astype(np.int64)
 
 
 def _means(index: npt.NDArray[np.int64], values: Array, counts: npt.NDArray[np.int64]) -> Array:
-    """Return means by [items, cells], NaN where a cell lacks the item."""
+    """Return the mean value of each item in each cell, [items, cells]; NaN where a cell lacks the item.
+
+    ``index`` is the position of each value in the flattened result, ``counts`` [items, cells] the number of values.
+    """
     sums = _total(index, values, counts.size).reshape(counts.shape)
     means: Array = np.divide(sums, counts, out=np.full(counts.shape, np.nan), where=counts > 0)
     return means

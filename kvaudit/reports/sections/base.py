@@ -35,7 +35,7 @@ V = TypeVar("V")
 
 
 class Depth(IntEnum):
-    """How much of a report is computed; each depth includes those before it."""
+    """How much of a report is computed; each depth includes all sections of the depths before it."""
 
     VERDICT = 0  # what is shown with every verdict
     DISCLOSURE = 1  # what a model card discloses
@@ -53,8 +53,8 @@ class Inputs:
 class Section(Generic[V]):
     """One section of the report. ``V`` is the type of the frozen value that it computes, which no other section reads.
 
-    A section with ``gated`` is about gated cells only and computes None if there are none. ``keys`` maps the names of
-    its facts in drift.json (``analysis.doses``) to their positions there; facts are written even without a value.
+    A section with ``gated`` is about gated cells only, and its value is None if there are none. ``keys`` maps the names
+    of its facts in drift.json (``analysis.doses``) to their positions there; facts are written even without a value.
     """
 
     name: ClassVar[str] = ""  # also the anchor of its heading
@@ -79,11 +79,14 @@ class Section(Generic[V]):
         raise NotImplementedError
 
     def problems(self, inputs: Inputs) -> Iterator[str]:
-        """Yield problems of the files that the section reads, if it can be computed all the same."""
+        """Yield problems of the files that the section reads, if it can be computed in spite of them."""
         yield from ()
 
     def facts(self, value: V | None) -> Mapping[str, Any]:
-        """Return plain values for drift.json, one for each of ``keys``; by default rows of a tuple of dataclasses."""
+        """Return plain values for drift.json, one for each of ``keys``.
+
+        By default ``value`` must be a tuple of dataclasses, and every key gets them as a list of mappings.
+        """
         rows: Any = value or ()
         return {key: [asdict(row) for row in rows] for key in self.keys}
 
@@ -92,7 +95,7 @@ class Section(Generic[V]):
         yield from ()
 
     def notes(self, value: V, decided: Decided) -> Iterator[str]:
-        """Yield sentences on how to read the tables; by default ``reading``."""
+        """Yield sentences on how to read the tables; by default the class's ``reading``."""
         yield from [self.reading] if self.reading else ()
 
     def finding(self, value: V, decided: Decided) -> str:
@@ -100,7 +103,7 @@ class Section(Generic[V]):
         return ""
 
     def draw(self, value: V, decided: Decided) -> Iterator[Drawing | None]:
-        """Yield the drawings of ``figures``; None for one without data."""
+        """Yield a drawing for each name in the class's ``figures``, in that order; None for one without data."""
         yield from ()
 
     def passage(self, value: V, decided: Decided) -> Passage:
@@ -127,7 +130,7 @@ class Section(Generic[V]):
         yield from ()
 
     def banner_lines(self, value: V, decided: Decided, head: Decision | None) -> Iterator[str]:
-        """Yield lines for the banner, which quotes the number of ``head``; ``asides`` is this method's older name."""
+        """Yield lines for the banner, which quotes the drift of ``head``; ``asides`` is this method's older name."""
         former = getattr(self, "asides", None)  # accepted for one release
         yield from former(value, decided, head) if former else ()
 
@@ -148,7 +151,7 @@ class Section(Generic[V]):
 
 
 class ContrastsSection(Section[tuple[Contrast, ...]]):
-    """A section that shows one kind of contrast (estimand), such as the interaction, as a table."""
+    """A section that shows one kind of measured difference (estimand), such as the interaction, as a table."""
 
     def tables(self, value: tuple[Contrast, ...], decided: Decided) -> Iterator[Table]:
         rows = []
@@ -166,13 +169,16 @@ class ContrastsSection(Section[tuple[Contrast, ...]]):
 
 
 def contrasts_of(decided: Decided, estimand: str, *, gated_only: bool = False) -> list[Contrast]:
-    """Return the contrasts of one kind (estimand); with ``gated_only`` those under gated policies, if there are any."""
+    """Return the contrasts (measured differences) of one kind, ``estimand``.
+
+    With ``gated_only`` they are those under gated policies, if there are any.
+    """
     contrasts = [c for c in decided.contrasts if c.estimand == estimand]
     return [c for c in contrasts if gated_only and c.policy in decided.rules.primary] or contrasts
 
 
 def lowest_drift(sides: Comparison, contrasts: Sequence[Contrast]) -> str:
-    """Return a sentence that names the contrast with the lowest drift."""
+    """Return a sentence that names the contrast (arm, policy, suite) with the lowest drift."""
     measured = [(c.effect, c) for c in contrasts if c.effect]
     if not measured:
         return "No cell has a number."
@@ -198,14 +204,17 @@ def sections_in(values: Values) -> Iterator[tuple[Section[Any], Any]]:
 
 
 class SectionResults(NamedTuple):
-    """What the sections computed, and the problems of the files that they read."""
+    """What the sections computed, by section name, and the problems of the files that they read, as texts."""
 
     values: Values
     problems: tuple[str, ...]
 
 
 def compute_sections(inputs: Inputs, *depths: Depth) -> SectionResults:
-    """Compute the sections of the given depths; one whose files cannot be used becomes a problem in words."""
+    """Compute the sections of the given depths.
+
+    A section that finds a file unusable has no value, and the reason is added to the problems.
+    """
     values, problems = dict[str, Any](), list[str]()
     # by name, so that the order of the problems does not depend on the order of the page
     for section in sorted(sections(), key=lambda section: section.name):
@@ -226,9 +235,10 @@ def compute_sections(inputs: Inputs, *depths: Depth) -> SectionResults:
 class BothSides:
     """The scores [N] of N items in reference and candidate, averaged over samples and paired seeds.
 
-    For a facet, N counts the items that both sides of some pair answered readably. ``draws`` is the number of answers
-    that an item's score averages. ``reference_pairs`` and ``candidate_pairs`` [S, N] are the scores of each of S pairs
-    of seeds, averaged over ``samples`` answers. ``graded`` means that some answer scores neither 0 nor 1.
+    For a facet, N counts the items to which both sides of some pair of seeds gave readable answers. ``draws`` is the
+    number of answers that an item's score averages. ``reference_pairs`` and ``candidate_pairs`` [S, N] are the scores
+    of each of S pairs of seeds, averaged over ``samples`` answers. ``graded`` means that some answer scores neither 0
+    nor 1.
     """
 
     items: tuple[str, ...]
@@ -249,9 +259,9 @@ class BothSides:
 
 
 def both_sides(panel: Panel, comparison: Comparison, name: CellName) -> BothSides | None:
-    """Return the scores of both sides of a cell of contrast "alike", "deployed" or "serving".
+    """Return the scores of candidate and reference in a cell that compares two sides.
 
-    None if the records of the two sides cannot be compared.
+    None if their records cannot be compared. The estimand of ``name`` must be "alike", "deployed" or "serving".
     """
     pairs = seed_pairs(comparison, panel, name.arm)
     weights = [weights_of(comparison, name.estimand, name.arm, pair, name.policy) for pair in pairs]
@@ -276,12 +286,12 @@ def both_sides(panel: Panel, comparison: Comparison, name: CellName) -> BothSide
 
 
 def has_two_sides(d: Decision) -> bool:
-    """Return whether a gated decision compares one pair of cells and has a number."""
+    """Return whether a decision is gated, has an effect, and compares two cells (no difference of differences)."""
     return d.gated and d.estimand in ("alike", "deployed", "serving") and d.effect is not None
 
 
 def gated_sides(decided: Decided, tables: Panels) -> Iterator[tuple[Decision, BothSides]]:
-    """Yield every gated cell that has a number, with the scores of its reference and candidate."""
+    """Yield every gated cell whose effect could be computed, with the scores of its reference and candidate."""
     for d in decided.verdict.decisions:
         if has_two_sides(d):
             sides = both_sides(tables[d.suite, d.context_tokens], decided.comparison, d)

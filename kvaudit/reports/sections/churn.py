@@ -33,11 +33,10 @@ _MOST_BARS = 40
 class CellChurn:
     """Losses, gains and churn of a cell, as shares of all items.
 
-    ``losses``, ``gains`` and ``churn`` compare answers within a pair of seeds: gains - losses is the drift, and churn
-    is P(the candidate's answer is not the reference's). ``rerun`` is the A/A churn, that between two answers of one
-    checkpoint: only churn beyond it is an effect. ``draws`` is the churn between candidate and reference over any two
-    seeds, ``draws_rerun`` that between two answers of one arm over samples and seeds. Both reruns are None without a
-    second answer.
+    Churn is the share of answers that differ. ``losses``, ``gains`` and ``churn`` compare the two answers of one pair
+    of seeds; gains - losses is the drift. ``rerun`` is the A/A churn, between two answers of one checkpoint: only churn
+    beyond it is an effect. ``draws`` compares candidate and reference over any two seeds, ``draws_rerun`` two answers
+    of one arm over its samples and seeds. ``rerun`` and ``draws_rerun`` are None without a second answer.
     """
 
     cell: CellName
@@ -71,7 +70,10 @@ class ChurnSection(Section[Churns]):
         return tuple(_cell(d, sides) for d, sides in gated_sides(inputs.decided, inputs.data.panels)) or None
 
     def tables(self, value: Churns, decided: Decided) -> Iterator[Table]:
-        """Yield drift and churn of each cell, with the A/A churn if a checkpoint answered more than once."""
+        """Yield the table of drift and churn by cell, with the A/A churn if a checkpoint answered more than once.
+
+        The A/A churn is the share of answers that differ between two answers of one checkpoint to the same request.
+        """
         has_rerun = any(c.rerun is not None for c in value)
         headers = ["cell", "drift, pp", "lost, pp", "gained, pp", "churn", *(["A/A churn"] if has_rerun else [])]
         rows = []
@@ -86,7 +88,7 @@ class ChurnSection(Section[Churns]):
         return f"{percent(min(churns))} to {percent(max(churns))} of the answers changed."
 
     def draw(self, value: Churns, decided: Decided) -> Iterator[Drawing | None]:
-        """Yield a chart of losses (left) and gains (right) by cell; of too many cells those with the most churn."""
+        """Yield a chart of losses (left) and gains (right) by cell; of too many cells only those with most churn."""
         cells = value if len(value) <= _MOST_BARS else sorted(value, key=lambda c: -c.churn)[:_MOST_BARS]
         figure = new_figure(7.6, 1.0 + 0.23 * len(cells))
         panel = figure.subplots()

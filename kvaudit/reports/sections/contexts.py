@@ -20,7 +20,10 @@ LARGE = 0.15  # share of the reference's answers: a context that moves more of t
 
 
 class ContextEffect(NamedTuple):
-    """The answers by one facet or by the score, on rows as published (``bare``) and in a context (``within``)."""
+    """The effect of one context on one metric of the reference: its answers to rows as published, and in the context.
+
+    The metric is a facet or the score. ``bare`` are the answers to the published rows, ``within`` those in the context.
+    """
 
     bare: Answers
     within: Answers
@@ -78,7 +81,7 @@ class ContextsSection(Section[tuple[ContextEffect, ...]]):
 
 
 def _effects(drift: Drift) -> Iterator[ContextEffect]:
-    """Yield the effect of each context on each metric, where the same suite was also asked without it."""
+    """Yield the effect of each context on each metric of the suites that were also asked without it."""
     for policy in drift.comparison.uncompressed:
         metrics = drift.answers.get(policy, ())
         bare = {(answers.suite, answers.facet): answers for answers in metrics}

@@ -1,4 +1,8 @@
-"""The contrasts besides the drift of candidate from reference: amplification, interaction, serving sensitivity."""
+"""The contrasts besides the drift of candidate from reference, a section each.
+
+Amplification: did training under a policy cost more than serving under it? Interaction: did training change how much
+serving under a policy costs? Sensitivity: what does serving under a policy cost each checkpoint?
+"""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Dose:
-    """One budget or length of a curve, with the rate there and its 95 % interval. ``x`` is log2 of the dose."""
+    """One point of a curve: a budget or length, the rate there, and its 95 % interval. ``x`` is log2 of the dose."""
 
     amount: int  # entries of the budget, or tokens of context
     x: float
@@ -84,7 +84,7 @@ class DoseCurve:
 
 @dataclass(frozen=True)
 class Doses:
-    """All curves, and for the figure the last doses at which an arm was shown non-inferior (``safe_budgets``)."""
+    """All curves of the section, and ``safe_budgets``, the last doses at which an arm was shown non-inferior."""
 
     curves: tuple[DoseCurve, ...]
     cleared: tuple[SafeBudget, ...]
@@ -162,7 +162,7 @@ def _budget_curves(drift: Drift, tables: Panels) -> Iterator[DoseCurve]:
 
 
 def _suites(drift: Drift, tables: Panels) -> Iterator[tuple[int, Panel]]:
-    """Yield each suite's length and panel, the shortest first, without facets, whose curves would be too many."""
+    """Yield (length, score table) of each suite, the shortest length first; facets would give too many curves."""
     for context in sorted({context for _, context in tables}):
         for suite in drift.comparison.suites:
             if (suite, context) in tables:
@@ -186,7 +186,7 @@ def _budget_curve(drift: Drift, panel: Panel, family: PolicyFamily, arm: str, x:
 
 
 def _scores_at(panel: Panel, doses: Sequence[Sequence[CellKey]]) -> tuple[_Scores | None, str]:
-    """Return an arm's scores at several doses of one panel, averaged over seeds, or the reason why there are none."""
+    """Return an arm's scores at several doses in one score table, averaged over seeds, or why there are none."""
     cells = sorted({cell for dose in doses for cell in dose})
     reasons = broken_contract(panel, cells) if cells else ()
     if reasons or not cells:
@@ -255,7 +255,10 @@ def _scores_over_lengths(drift: Drift, panels: Sequence[Panel], policy: str, arm
 def _doses(
     amounts: Sequence[int], x: Sequence[float], policies: Sequence[str], scores: _Scores, *, increasing: bool
 ) -> tuple[Dose, ...]:
-    """Return rate, score interval (Wilson at the effective sample size) and isotonic fit of the rate for every dose."""
+    """Return for every dose the rate, its interval (Wilson's at the effective sample size), and its isotonic fit.
+
+    ``amounts`` are budgets or lengths, ``x`` their log2; the fitted rate rises with x if ``increasing``, else it falls.
+    """
     fitted = isotonic(x, scores.table.mean(axis=1), increasing=increasing).fitted
     tail = (1 - LEVEL) / 2
     rows = zip(amounts, x, policies, scores.table, fitted, strict=True)
@@ -276,7 +279,10 @@ def _doses(
 def _with_slopes(
     curve: DoseCurve, x: Sequence[float], scores: _Scores, reference: _Scores | None, alpha: float
 ) -> DoseCurve:
-    """Return the curve with its slope, and the slope minus the reference's if both have the same items."""
+    """Return the curve with its slope over doses ``x``, and this slope minus the reference's.
+
+    The difference is None unless arm and reference have the same items.
+    """
     difference = None
     if reference is not None and (reference.names, reference.unit) == (scores.names, scores.unit):
         # differences of rates lie between -1 and 1
@@ -376,7 +382,7 @@ def _panel(panel: Axes, value: Doses, decided: Decided, curves: Sequence[DoseCur
 
 
 def _shade_safe(panel: Axes, curve: DoseCurve, amount: int | None) -> None:
-    """Shade the safe side of ``amount``, the last dose that passed: larger budgets, or shorter lengths."""
+    """Shade the doses up to ``amount``, the last that passed: budgets that are larger, or lengths that are shorter."""
     x = next((dose.x for dose in curve.doses if dose.amount == amount), None)
     if x is None:
         return

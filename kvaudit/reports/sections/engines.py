@@ -33,10 +33,10 @@ _TURNS = {  # ``Record.turns_read`` -> how conversations of several turns were r
 
 @dataclass(frozen=True)
 class Engines:
-    """The policies that engines served, each engine's report, and how conversations of several turns were read.
+    """The policies that engines served, each engine's report of its settings, and how it read several turns.
 
-    ``conditions`` and the keys of both mappings are policies; ``turns`` also has those that kvaudit's own cache served,
-    and maps them to the words of ``Record.turns_read``.
+    ``conditions`` and the keys of both mappings are policies. ``turns`` also has those that kvaudit's own cache served;
+    its values are codes of ``Record.turns_read``, such as the one for a cache kept over all turns.
     """
 
     conditions: tuple[str, ...]
@@ -106,7 +106,10 @@ class EnginesSection(Section[Engines]):
 
 
 def _turns_read(data: RunData) -> dict[str, tuple[str, ...]]:
-    """Return how conversations of several turns were read, by policy, as one record of each suite tells."""
+    """Return by policy how conversations of several turns were read, such as whether one cache was kept over all turns.
+
+    The values are the codes of ``Record.turns_read``, taken from one record of each suite.
+    """
     first = data.records.drop_duplicates(["policy", "suite"])
     places = [(str(file), int(line)) for file, line in first[["file", "line"]].itertuples(index=False)]
     turns: dict[str, set[str]] = {}
@@ -173,7 +176,10 @@ class FloorSection(Section[Units]):
         yield from (f"{FLOOR_FOLDER}/{name}: not finished (no seal); resume the run" for name in floor.unfinished)
 
     def tables(self, value: Units, decided: Decided) -> Iterator[Table]:
-        """Yield a table by unit and way of asking again: equal texts, and each metric in which an answer changed."""
+        """Yield a table of how often texts were equal when asked again, and of each metric in which an answer changed.
+
+        It has a row for each unit (checkpoint, policy, suite, length) and way of asking again (same or another order).
+        """
         several = len({(u.arm, u.seed) for u in value}) > 1
         rows = [_unit_row(decided.comparison, unit, several=several) for unit in value]
         headers = ["condition", *(["arm", "seed"] if several else []), "suite", "tokens", "asked", "same text"]
@@ -192,7 +198,7 @@ class FloorSection(Section[Units]):
         return f"{same} of {answers} answers have the same text when asked again."
 
     def banner_lines(self, value: Units, decided: Decided, head: Decision | None) -> Iterator[str]:
-        """Yield the A/A floor of the cell that the banner quotes, if an engine served it."""
+        """Yield the A/A floor (how often asking again changes an answer) of the quoted cell, if an engine served it."""
         if head and decided.comparison.is_engine(head.policy):
             yield f"A/A: {'. '.join(f'{name} {text}' for name, text in _both_floors(value, decided.comparison, head))}."
 

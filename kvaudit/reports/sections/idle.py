@@ -23,7 +23,7 @@ from kvaudit.reports.verdict.verdict import Decided
 
 @dataclass(frozen=True)
 class Idle:
-    """One gated cell whose policy compressed nothing; ``live`` are mean bytes."""
+    """One gated cell whose policy compressed nothing; ``live`` are the mean bytes of its cache entries."""
 
     arm: str
     policy: str

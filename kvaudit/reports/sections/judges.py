@@ -85,7 +85,7 @@ def _checked_counts(four: Any) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Judges:
-    """What this section of the report shows of judges; ``second`` is None unless the run was judged again."""
+    """The value of the section on judges: the ``second`` judge, None unless the run was judged again."""
 
     second: SecondJudge | None
 
@@ -185,7 +185,7 @@ def _harm_note(sides: Comparison) -> str:
 
 
 class LabelledCell(NamedTuple):
-    """A decided cell, some of whose answers people labelled, and its name as shown."""
+    """A decided cell, some of whose answers people labelled, and the cell's name as shown."""
 
     name: str
     decision: Decision
@@ -232,7 +232,7 @@ def _verdict(decided: Decided) -> str:
 
 
 def labelled_cells(decided: Decided) -> LabelledCells:
-    """Return the decided cells that have human labels, in the order of the contrasts."""
+    """Return the decided cells that have human labels, in the order of the run's contrasts."""
     decisions, cells = {d.place: d for d in decided.verdict.decisions}, []
     for c in decided.drift.contrasts:
         d = decisions.get(c.place)
@@ -273,7 +273,10 @@ def errors_table(cells: LabelledCells) -> Table:
 
 
 def panel_notes(cells: LabelledCells, result: Drift) -> tuple[str, ...]:
-    """Return notes on the tables of labelled cells and of errors, and on cells that judge labels alone cannot pass."""
+    """Return notes on the two tables about human labels: that of labelled cells, and that of the judge's errors.
+
+    Among them is a note on cells that cannot pass by the judge's labels alone.
+    """
     summaries = [c.people for c in result.contrasts if c.people]
     biased = [cell.name for cell in cells if cell.judge_only_status is not cell.judged]
     return (

@@ -1,4 +1,4 @@
-"""The interim tests (looks) of a run that asks in rounds: the rows asked before each and its result.
+"""The interim tests (looks) of a run that asks in rounds: for each the rows asked before it, and its result.
 
 Also the figures of every source of rows: a suite may draw its rows from several published data sets. The decision pools
 all sources; the figures by source decide nothing.
@@ -130,7 +130,7 @@ def _look_rows(value: Looks, decided: Decided) -> Iterator[list[str]]:
 def _sources(data: RunData, decided: Decided) -> Iterator[SourceFigures]:
     """Yield the figures of every gated cell for each public data set that its rows come from.
 
-    Cluster names state it, as SUITE-SOURCE-NUMBER.
+    The names of clusters, SUITE-SOURCE-NUMBER, state the data set.
     """
     sides = decided.comparison
     for d in decided.verdict.gated:

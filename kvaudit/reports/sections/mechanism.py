@@ -49,7 +49,7 @@ _Mask = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class Group:
-    """The answers whose span was lost (or kept): their rate of the wanted outcome, with its 95 % interval.
+    """The answers whose span (the deciding part of the prompt) was lost, or was kept: how often they are as wanted.
 
     ``uncompressed`` is the rate of the same items without compression. ``unread`` is the share of all answers that
     could not be read on a side; if it differs between two groups, their rates count differently selected answers.
@@ -66,9 +66,9 @@ class Group:
 
 @dataclass(frozen=True)
 class Share:
-    """The share of a facet's drift that fell on answers whose span was lost, with its 95 % interval.
+    """The share of a facet's drift that fell on answers whose span (the deciding part of the prompt) was lost.
 
-    The interval is None if leaving out any one template gives the same share: without spread it cannot be estimated.
+    Its 95 % interval is None if the share stays the same whichever template is left out, since that shows no spread.
     """
 
     estimate: float
@@ -99,10 +99,10 @@ class SpanRates:
 
 @dataclass(frozen=True)
 class SpanSlope:
-    """By how much a facet changes if a whole span is lost, by regression over all policies and lengths.
+    """How much a facet changes if the cache loses a whole span (the deciding part of a prompt), by regression.
 
-    Only answers that agree in the factors of ``equal`` are compared. ``effect`` is None if that leaves too little
-    (``reason``).
+    The regression is over all policies and lengths. Only answers that agree in the factors of ``equal`` are compared.
+    ``effect`` is None if that leaves too little (``reason``).
     """
 
     arm: str
@@ -116,14 +116,20 @@ class SpanSlope:
 
 @dataclass(frozen=True)
 class Mechanism:
-    """The results for every safety facet and every span of its items; empty if the records name no span."""
+    """Whether behaviour is lost where its span is lost, for every safety facet and every span of its items.
+
+    A span is the part of a prompt that decides the item, such as a rule. Empty if the records name no span.
+    """
 
     rates: tuple[SpanRates, ...] = ()
     slopes: tuple[SpanSlope, ...] = ()
 
 
 def mechanism(drift: Drift, tables: Panels, records: pd.DataFrame) -> Mechanism:
-    """Return how each safety facet of every arm changes under compressing policies, where spans were lost and kept."""
+    """Return how each safety facet of every arm changes under compressing policies, by whether spans were lost.
+
+    A span is the deciding part of a prompt, such as a rule.
+    """
     survival = _survival(records)
     metrics = [name for name in drift.comparison.facets if facet_of(name)[1].kind == "safety"] if survival else []
     rates: list[SpanRates] = []
@@ -152,7 +158,7 @@ def _survival(records: pd.DataFrame) -> Survival:
 
 
 class _Rows(NamedTuple):
-    """Answers [N] whose record has the span: the share of it that was lost, and their rates, compressed and not."""
+    """Answers [N] whose record has the span: the share of it that was lost, and their scores, compressed and not."""
 
     lost: Array
     rate: Array
@@ -216,7 +222,10 @@ def _cells(drift: Drift, tables: Panels, survival: Survival, metric: str, arm: s
 
 
 def _answers(panel: Panel, survival: Survival, suite: str, cell: CellKey, plain: str) -> pd.DataFrame | None:
-    """Return the answers of one seed with their spans, a row per item; None if either side has no records."""
+    """Return the answers of one seed with the kept shares of their spans, a row per item.
+
+    None without records under the cell's policy or under ``plain``, the uncompressed one.
+    """
     dense = cell._replace(policy=plain)
     spans = survival.get((cell.arm, cell.policy, suite, panel.context_tokens, cell.seed))
     if cell not in panel.scores or dense not in panel.scores or spans is None:
@@ -336,7 +345,7 @@ def _slope(arm: str, metric: str, span: str, measured: Sequence[tuple[_Cell, _Ro
 
 
 def _regression(rows: _Rows, controls: Array, alpha: float) -> tuple[Effect | None, str]:
-    """Return the regression of flips on the lost share of a span, or the reason why it cannot be estimated."""
+    """Return the regression of flips (changes of score) on the lost share of a span, or why it cannot be estimated."""
     templates = telling_clusters(rows.lost, controls, rows.clusters)
     if templates < FEWEST_CLUSTERS:
         count = f"{templates:.1f} effective templates, an interval needs {FEWEST_CLUSTERS}"
@@ -391,7 +400,7 @@ class MechanismSection(Section[Mechanism]):
 
 
 def _shown(value: Mechanism, rules: Rules) -> list[SpanRates]:
-    """Return one row per cell under a gated policy, for its first span in _ORDER, the largest differences first."""
+    """Return a row per cell under a gated policy, largest difference first; of several spans the first in _ORDER."""
     first_spans: dict[tuple[str, str, str, int], SpanRates] = {}
     for r in value.rates:
         key = (r.arm, r.policy, r.metric, r.context_tokens)

@@ -1,4 +1,4 @@
-"""The drift of every gated cell by training seed, and the spread of the seeds beyond the noise of their items."""
+"""The drift of every gated cell by training seed, and how far the seeds differ beyond the noise of their items."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ _MOST_ROWS = 40  # of the figure
 class SeedSpread:
     """The drift of a gated cell, separately for each pair of training seeds.
 
-    ``sd`` is the standard deviation over seeds beyond the noise of their items, with its 95 % interval, which is wide
-    for few seeds; None below three.
+    ``sd`` is the standard deviation of these drifts that remains when the noise of their items is subtracted, with its
+    95 % interval, which is wide for few seeds; None below three.
     """
 
     cell: CellName

@@ -30,7 +30,7 @@ _MOST_ARMS = 3  # arms named in the line about alarms
 
 @dataclass(frozen=True)
 class Curve:
-    """The training log of one arm: mean, lowest and highest over its seeds at each step of the figure."""
+    """The training log of one arm: for every quantity, its mean, lowest and highest value over the seeds by step."""
 
     arm: str
     seeds: tuple[int, ...]
@@ -160,7 +160,7 @@ class TrainingSection(Section[Curves]):
             yield f"ALARM in training: {', '.join(arms[:_MOST_ARMS])}{more}; see Training for what to do."
 
     def draw(self, value: Curves, decided: Decided) -> Iterator[Drawing | None]:
-        """Yield a figure with a panel for each of VIEWS that any arm recorded."""
+        """Yield a figure with a panel for each measured quantity (``VIEWS``: reward, mismatch, ...) that an arm has."""
         from matplotlib.ticker import FuncFormatter, NullFormatter
 
         views = [view for view in VIEWS if any(_has_points(curve, view) for curve in value)]
@@ -189,7 +189,7 @@ class TrainingSection(Section[Curves]):
 
 
 def _active_alarms(curve: Curve) -> Iterator[tuple[Bound, float]]:
-    """Yield every alarm that an arm raised during training, with the share of steps that raised it."""
+    """Yield the bound of every alarm that an arm raised in training, with the share of steps that raised it."""
     for bound in ALARMS.values():
         share = curve.mean.get(alarm_key(bound.name), 0.0)
         if share > 0:

@@ -161,7 +161,7 @@ def adjudicated(
 class _Part(NamedTuple):
     """One part of the drift: losses and gains [...] of ``items`` pairs, and their design effect.
 
-    ``df`` are the degrees of freedom of the t quantile.
+    ``df`` are the degrees of freedom of the t quantile of its bounds.
     """
 
     losses: Array

@@ -56,7 +56,9 @@ def betting_bound(means: npt.ArrayLike, level: float) -> float:
 def betting_effect(
     z: npt.ArrayLike, clusters: npt.ArrayLike, *, alpha: float = 0.05, tests: int = 1, is_last: bool = False
 ) -> Effect:
-    """Return the effect of item differences z [N] in [-1, 1] at one look; every cluster counts once, by its mean.
+    """Return the effect of item differences z [N] in [-1, 1] at one look (interim test).
+
+    Every cluster counts once, by its mean.
 
     ``lower`` holds at ``alpha`` and ``upper`` at ``alpha / tests``: a PASS needs all tests, a FAIL only one.
     ``is_last`` marks the last planned look.
@@ -87,7 +89,7 @@ def betting_effect(
 
 
 def clusters_show(means: npt.ArrayLike, margin: float, alpha: float) -> bool:
-    """Return whether cluster means [C] support a PASS at the last look.
+    """Return whether cluster means [C] support a PASS at the last look (interim test).
 
     Either the bets alone rule out a loss of the margin, or the template rule does (a few broken templates cannot hide
     it).
@@ -99,7 +101,7 @@ def clusters_show(means: npt.ArrayLike, margin: float, alpha: float) -> bool:
 
 
 def smallest_margin(rows: int, alpha: float) -> float:
-    """Return the smallest loss that this number of rows can rule out at the last look.
+    """Return the smallest loss that this number of rows can rule out at the last look (interim test).
 
     That is the loss ruled out if no answer changes.
     """
@@ -109,7 +111,7 @@ def smallest_margin(rows: int, alpha: float) -> float:
 def decidable_churn(rows: int, margin: float, alpha: float) -> float:
     """Return the largest share of changed answers with which a PASS at the last look has a chance of .8.
 
-    Half of them change for the better, so that there is no drift.
+    As many answers are thought to change for the better as for the worse, so that there is no drift.
     """
     quantiles = float(special.ndtri(_POWER) - special.ndtri((1 - SHARE) * alpha))
     return min(1.0, rows * (margin / quantiles) ** 2)

@@ -1,8 +1,8 @@
-"""The contract of a statistic: a ``Statistic`` is declared in the file of its function, where the tests find it.
+"""The interface of a statistic: a ``Statistic`` is declared in the file of its function, where the tests find it.
 
 A statistic is a function of paired item differences and their clusters that returns a frozen result with an estimate, a
-p-value and the names of its method and source (an ``Effect`` if the gate uses it). Every other file of this folder has
-a paragraph "No statistic:" in its docstring that describes its content.
+p-value and the names of its method and source (an ``Effect`` if the gate uses it). A file of this folder that declares
+none says so in its docstring, after "No statistic:", with what it has instead.
 No statistic: the declaration of one.
 """
 
@@ -89,7 +89,10 @@ class Result(Protocol):
 
 @dataclass(frozen=True)
 class Statistic:
-    """The declaration of a statistic: its function, how tests call it, and its test against external numbers."""
+    """The declaration of a statistic: its function, and the name of the test that compares it with external numbers.
+
+    If ``function`` takes other arguments than differences and clusters, ``of`` takes these two and calls ``function``.
+    """
 
     function: Callable[..., Result]
     oracle: str  # tests/FILE.py::TEST

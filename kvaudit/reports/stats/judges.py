@@ -116,7 +116,7 @@ def _error(table: npt.NDArray[np.float64], estimate: float, chance: float, n: in
 
 @dataclass(frozen=True, slots=True)
 class JudgeError:
-    """A judge's sensitivity and specificity for one arm, and J = sensitivity + specificity - 1 with its lower limit."""
+    """The errors of a judge on one arm's answers: sensitivity, specificity, and their sum - 1 with its lower limit."""
 
     sensitivity: Proportion
     specificity: Proportion
@@ -130,8 +130,8 @@ class JudgeError:
 class DifferentialBias:
     """The largest drift that unequal errors of the judge in the two arms could cause, in score units.
 
-    ``bound`` follows from the estimated rates (None if an arm has no label of a kind), ``upper`` is its upper limit.
-    The gaps are candidate - reference.
+    ``bound`` follows from the estimated error rates (None if an arm lacks labels of a kind, 0 or 1); ``upper`` is its
+    upper confidence limit. The gaps are those of sensitivity and specificity, candidate - reference.
     """
 
     bound: float | None
@@ -146,8 +146,8 @@ def judge_error(judged: npt.ArrayLike, human: npt.ArrayLike, weights: npt.ArrayL
     """Return the error rates of one arm from the judge's and the human's 0/1 labels [n] of the same transcripts.
 
     ``weights`` [n] are the numbers of transcripts that each labelled one represents. The intervals are for an effective
-    number of labels: each counts as its share of the largest weight (Korn & Graubard 1998, at a smaller effective
-    size).
+    number of labels, in which each label counts as its weight divided by the largest weight (Korn & Graubard 1998, at a
+    smaller effective size).
     """
     label, truth = np.asarray(judged), np.asarray(human)
     share = np.ones(len(label)) if weights is None else np.asarray(weights, dtype=np.float64)
@@ -167,7 +167,7 @@ def judge_error(judged: npt.ArrayLike, human: npt.ArrayLike, weights: npt.ArrayL
 
 
 def differential_bias(reference: JudgeError, candidate: JudgeError, rate: float) -> DifferentialBias:
-    """Return the drift that the judge's errors alone could cause, at the true ``rate`` of desired behaviour.
+    """Return the drift that the judge's errors alone could cause if ``rate`` is the true rate of desired answers.
 
     A cell cannot pass on the judge's labels if ``upper`` of the result exceeds half the margin.
     """
@@ -201,5 +201,5 @@ def _gap(reference: Proportion, candidate: Proportion) -> Part:
 
 
 def _absolute(weight: float, gap: Part) -> Part:
-    """Return |gap| with the interval that follows; if the gap's interval includes 0, the new one begins at 0."""
+    """Return |gap|, with ``weight``, as a part of a sum; its interval begins at 0 if that of the gap includes 0."""
     return Part(weight, abs(gap.estimate), max(0.0, gap.low, -gap.high), max(abs(gap.low), abs(gap.high)))

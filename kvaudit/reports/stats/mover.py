@@ -54,7 +54,7 @@ def mover(parts: Sequence[Part | tuple[float, float, float, float]]) -> Mover:
 
 
 def mover_bounds(weights: npt.ArrayLike, estimates: npt.ArrayLike, lows: npt.ArrayLike, highs: npt.ArrayLike) -> Bounds:
-    """Return the bounds of many sums: every argument broadcasts to [..., P] with the P parts last."""
+    """Return many sums with their bounds, each of P parts; the arguments broadcast to [..., P]."""
     w, point, low, high = np.broadcast_arrays(
         *(np.asarray(x, dtype=np.float64) for x in (weights, estimates, lows, highs))
     )

@@ -88,7 +88,7 @@ class Flips:
 
 
 def flips(reference: npt.ArrayLike, candidate: npt.ArrayLike, *, samples: int = 1) -> Flips:
-    """Return the shares of answers that the candidate lost and won against the reference's of the same pair of seeds.
+    """Return the shares of answers that the candidate lost and won, each compared within a pair of seeds.
 
     Takes item means [S, N] in [0, 1] of ``samples`` draws each, a row per pair of seeds. Single draws are compared
     pairwise; of several draws, which have no order, every draw of one side is compared with every draw of the other.

@@ -96,9 +96,9 @@ def tang_scores(both: Array, before: Array, after: Array, n: Array | float, thet
 
 
 def ess_scores(e: Events, theta: Array | float) -> Array:
-    """Return score statistics [...] of "the ratio is ``theta``", positive if the data lie above it.
+    """Return score statistics [...] of H0: candidate = theta * reference; positive if the data lie above theta.
 
-    All counts are divided by the design effect first, because the items of a cluster are alike; then as
+    All counts are divided by the design effect first, because the items of a cluster are alike; then they are those of
     ``tang_scores``.
     """
     deff = _design_effects(e, theta)
@@ -121,7 +121,10 @@ def _design_effects(e: Events, theta: Array | float) -> Array:
 
 
 def is_below(e: Events, limit: float, *, alpha: float) -> npt.NDArray[np.bool_]:
-    """Return whether the ratio's one-sided upper bound lies below ``limit``, by a test at it that needs no interval."""
+    """Return whether the ratio's one-sided upper bound lies below ``limit``.
+
+    This is a test at the limit itself, which needs no interval.
+    """
     known = e.both + e.before > 0
     return known & (ess_scores(e, limit) < -float(special.stdtrit(len(e.counts) - 1, 1 - alpha)))
 

@@ -51,17 +51,19 @@ def regression_effect(
 
 
 def jackknife_variance(without: npt.ArrayLike, estimate: float) -> float:
-    """Return CR3 from the estimates without each cluster [C]: (C-1)/C * sum (without_c - estimate)^2."""
+    """Return the CR3 variance, (C-1)/C * sum (without_c - estimate)^2.
+
+    ``without`` [C] are the estimates that leave out one cluster each.
+    """
     deviations = np.asarray(without, dtype=np.float64) - estimate
     return float((len(deviations) - 1) / len(deviations) * np.square(deviations).sum())
 
 
 def telling_clusters(x: npt.ArrayLike, controls: npt.ArrayLike, clusters: npt.ArrayLike) -> float:
-    """Return the effective number of clusters for x's coefficient: (sum h_c)^2 / sum h_c^2.
+    """Return the effective number of clusters that determine x's coefficient: (sum h_c)^2 / sum h_c^2.
 
-    h_c is the partial leverage of cluster c, its share of the variation of x that the controls do not explain.
-
-    It is 0 if x is determined by the controls, and little more than 1 if x differs in a single cluster only.
+    h_c is the partial leverage of cluster c, its share of the variation of x that the controls do not explain. The
+    result is 0 if x is determined by the controls, and little more than 1 if x differs in a single cluster only.
     """
     design = _design(x, controls)
     # [N], the residual of x after the controls
@@ -89,7 +91,7 @@ def _solve(grams: Array, moments: Array) -> Array:
 
 
 def _of_differences(z: Array, clusters: npt.NDArray[np.int64]) -> Effect:
-    """Return the regression of paired differences, for the contract of statistics.
+    """Return the regression of paired differences, so that tests can call it like every other statistic.
 
     Every item is one row at x = 0 with outcome 0, and one at x = 1 with its difference.
     """

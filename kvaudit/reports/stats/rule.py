@@ -61,7 +61,10 @@ def blind_spot(clusters: float, alpha: float) -> float:
 
 
 class Call(IntEnum):
-    """The outcome of a cell. CLUSTERS, UNEVEN, TEMPLATES: the interval passes, but the templates do not suffice."""
+    """The outcome of the rule for a cell; a PASS_NOTED has a significant drop within the margin.
+
+    CLUSTERS, UNEVEN and TEMPLATES: the interval would pass, but the templates do not suffice.
+    """
 
     PASS = 0
     PASS_NOTED = 1  # a drop is detectable in the family, and within the margin
@@ -83,11 +86,11 @@ def calls(
     margin: float,
     alpha: float,
 ) -> npt.NDArray[np.int8]:
-    """Return the ``Call`` of cells [...] from their one-sided bounds at ``alpha`` and p-values adjusted for the family.
+    """Return the outcome (``Call``) of each cell [...] from its one-sided bounds at ``alpha`` and adjusted p-value.
 
     ``clusters`` is the effective number (``effective_clusters``), since few large templates may carry the loss.
-    ``shown`` [...] is the result of the template rule (``shows_margin``). A drop counts by the adjusted p-value only,
-    in a PASS as in a FAIL.
+    ``shown`` [...] is the result of the template rule (``shows_margin``). Whether a drop is significant follows from
+    the p-value adjusted for multiple testing, also beside a PASS.
     """
     return calls_of(
         np.asarray(lower) > -margin,
@@ -106,7 +109,11 @@ def calls_of(
     uneven: bool,
     shown: npt.ArrayLike,
 ) -> npt.NDArray[np.int8]:
-    """Return the ``Call`` of cells [...] from whether they are ``within`` the limit and ``dropped`` significantly."""
+    """Return the outcome (``Call``) of each cell [...]: is its loss shown to be ``within`` the limit, did it drop?
+
+    ``dropped`` marks significant drops. ``shown`` is the result of the template rule. If templates are not ``enough``,
+    or are ``uneven`` in size, no cell passes.
+    """
     passed = np.where(np.asarray(shown), np.where(dropped, Call.PASS_NOTED, Call.PASS), Call.TEMPLATES)
     # the last reason that applies is reported
     if uneven:
@@ -159,9 +166,9 @@ def shows_margin(sums: npt.ArrayLike, counts: npt.ArrayLike, *, margin: float, a
 def shows_above(above: Array, sizes: Array, *, worst: float, wanted: float) -> npt.NDArray[np.bool_]:
     """Return whether the template rule rules a limit out: a few broken templates cannot hide a loss beyond it.
 
-    The limit is the margin or that of a ratio. ``above`` [..., C] is how far each template's total lies above its value
-    at the limit, ``sizes`` [C] the numbers of items, ``worst`` how far below the limit a lost item of an unseen
-    template lies, ``wanted`` the log-likelihood ratio to exceed.
+    The limit is a margin, or a limit on a ratio. ``above`` [..., C] is how far each template's total lies above its
+    value at the limit, and ``sizes`` [C] are the numbers of items. ``worst`` is how far below the limit each item of a
+    template lies that is not in the sample and lost everything; ``wanted`` is the log-likelihood ratio to exceed.
     """
     by_items = _rules_out(above, sizes, worst, wanted)
     if sizes.min() == sizes.max():
@@ -180,10 +187,10 @@ def chi_square_limit(clusters: int, alpha: float) -> float:
 
 @lru_cache(maxsize=4096)
 def _exact_limit(clusters: int, margin: float, alpha: float) -> float:
-    """Return the log-likelihood ratio, against the margin, of the fewest broken templates that are not too unlikely.
+    """Return the log-likelihood ratio that a sample must exceed to rule out a loss of the margin, 0 for no limit.
 
-    Templates are of equal size; k of them are too unlikely if P(at most k broken) at the margin is EXACT * alpha or
-    less.
+    It is that of a sample of equal templates with the fewest broken ones that are not too unlikely. k broken ones are
+    too unlikely if P(at most k broken) is EXACT * alpha or less when each template breaks with probability ``margin``.
     """
     broken = 0
     while special.bdtr(broken, clusters, margin) <= EXACT * alpha:
@@ -210,8 +217,8 @@ def parts_show_margin(parts: Sequence[Part], *, margin: float, alpha: float) -> 
 def template_bound(parts: Sequence[Part], *, alpha: float) -> float:
     """Return the lowest difference that could still hide in a few broken templates (the template rule).
 
-    The bounds of several suites are combined by MOVER. For one suite it lies above -margin exactly if ``shows_margin``
-    holds.
+    The bounds of several suites are combined by MOVER. For one suite the result lies above -margin exactly if
+    ``shows_margin`` holds.
     """
     means = [p.weight * float(p.sums.sum() / p.counts.sum()) for p in parts]
     gaps = [mean - _part_bound(p, alpha) for p, mean in zip(parts, means, strict=True)]
@@ -219,13 +226,13 @@ def template_bound(parts: Sequence[Part], *, alpha: float) -> float:
 
 
 def too_large(counts: npt.ArrayLike, margin: float) -> bool:
-    """Return whether one template has so many of the items that it could hide the margin alone."""
+    """Return whether one template has so many of the items that its failure alone could hide a loss of the margin."""
     sizes = np.asarray(counts, dtype=np.float64)
     return bool(sizes.max() > LARGEST_SHARE * margin * sizes.sum() * (1 + 1e-9))
 
 
 class Largest(NamedTuple):
-    """The ``number`` largest templates with this ``share`` of the items, and how often a loss in them goes ``unseen``.
+    """The ``number`` largest templates, their ``share`` of the items, and how often a loss in them goes ``unseen``.
 
     The loss has the size of the margin and consists of whole templates among them, each equally likely.
     """
@@ -236,9 +243,10 @@ class Largest(NamedTuple):
 
 
 def largest_alone(counts: npt.ArrayLike, margin: float) -> Largest:
-    """Return the set of largest templates, with half of the items or more, that most often hides a loss of the margin.
+    """Return the set of largest templates in which a loss of the margin most often goes unsampled.
 
-    For templates of equal size it is all of them, and C_min makes the probability equal to the level.
+    Only sets with half of the items or more are considered. The loss is a failure of whole templates of the set. For
+    templates of equal size the set is all of them, and C_min makes the probability equal to the level.
     """
     sizes = np.sort(np.asarray(counts, dtype=np.float64))[::-1]
     shares, numbers = np.cumsum(sizes) / sizes.sum(), np.arange(1, len(sizes) + 1)
@@ -256,7 +264,7 @@ def too_uneven(counts: npt.ArrayLike, margin: float, alpha: float) -> bool:
 def _part_bound(part: Part, alpha: float) -> float:
     """Return the lowest weighted mean of one suite that could still hide in a few broken templates (the template rule).
 
-    A negative weight turns losses into gains.
+    With a negative weight, losses of this suite count as gains.
     """
     sign, size = (1.0, part.weight) if part.weight > 0 else (-1.0, -part.weight)
     low, high = 0.0, 1.0  # around the largest margin that is not ruled out

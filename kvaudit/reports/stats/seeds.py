@@ -93,9 +93,10 @@ def seed_noise(z: npt.NDArray[np.floating], counts: npt.ArrayLike) -> Array:
 
 
 def recipe_variance(item: Array, seed_means: Array, noise: Array, clusters: int) -> Recipe:
-    """Return a recipe's variance from that of items [...], the means of its seeds [..., S] and ``seed_noise`` [...].
+    """Return the variance of a training recipe's drift, from ``item``, ``seed_means`` [..., S] and ``noise``.
 
-    Without any variance the degrees of freedom are those of the clusters.
+    ``item`` [...] is the variance due to items, ``noise`` that of ``seed_noise``. Without any variance the degrees of
+    freedom are those of the clusters.
     """
     seeds = seed_means.shape[-1]
     assert seeds >= SEEDS_NEEDED, f"a recipe claim needs {SEEDS_NEEDED} seeds"
@@ -109,10 +110,11 @@ def recipe_variance(item: Array, seed_means: Array, noise: Array, clusters: int)
 
 
 def seed_spread(estimates: npt.ArrayLike, noise: float) -> Spread | None:
-    """Return the true spread of seeds with these drifts [S]: their variance minus ``noise``; None below three seeds.
+    """Return how far training seeds truly differ, from their drifts [S]; None below three seeds.
 
-    The interval is the chi-square interval of the whole variance with S - 1 degrees of freedom, minus the noise, which
-    is treated as known because it has (C - 1) times as many.
+    The variance is that of the drifts minus ``noise``, the part due to items. The interval is the chi-square interval
+    of the whole variance with S - 1 degrees of freedom, minus the noise, which is treated as known because it has many
+    more degrees of freedom.
     """
     drifts = np.asarray(estimates, dtype=np.float64)
     df = len(drifts) - 1

@@ -86,7 +86,8 @@ def share(
 def told_apart(wanted: ShownShare, twin: ShownShare, together: npt.ArrayLike) -> ShownShare:
     """Return Youden's J of two kinds of items: 1 if both have the wanted behaviour, 0 for any constant behaviour.
 
-    ``together`` [...] is the ``correlation`` of the kinds: if templates make both easy or hard, the two gaps add up.
+    A bound of J combines the gaps between the two rates and their bounds. ``together`` [...] is the ``correlation`` of
+    the kinds: if templates make both easy or both hard, the gaps add up.
     """
     rate = wanted.rate + twin.rate - 1
     low = rate - _joined(wanted.rate - wanted.low, twin.rate - twin.low, together)
@@ -100,7 +101,7 @@ def _joined(one: Array, other: Array, together: npt.ArrayLike) -> Array:
 
 
 def correlation(one: Array, other: Array) -> Array:
-    """Return the correlation of residual totals [..., C] of the same clusters; 0 if it is negative or undefined."""
+    """Return the correlation over C templates of two residual totals [..., C]; 0 if it is negative or undefined."""
     scale = np.sqrt(np.sum(one**2, axis=-1) * np.sum(other**2, axis=-1))
     joint = np.sum(one * other, axis=-1)
     found: Array = np.divide(joint, scale, out=np.zeros_like(joint), where=scale > 0)

@@ -89,7 +89,7 @@ class _Cells(NamedTuple):
 def sign_flip(z: npt.ArrayLike, clusters: npt.ArrayLike, *, draws: int = 9999, seed: int = 0) -> SignFlip:
     """Test a zero mean of item differences z [N] with all sign patterns up to 13 clusters, else ``draws`` random ones.
 
-    Needs six clusters (asserted): the gate calls such data invalid before.
+    Needs six clusters (asserted): the gate has called data with fewer clusters invalid before.
     """
     cells = _cells(np.asarray(z, dtype=np.float64)[None], clusters)
     observed = studentised(cells.sums, cells.counts)[0]
@@ -237,8 +237,8 @@ def _ratio(mean: Array, variance: Array, scale: Array) -> Array:
 def _cells(z: Array, clusters: npt.ArrayLike) -> _Cells:
     """Return cluster sums in an order that depends on the values only, not on labels or the order of items.
 
-    The sign of each cluster is chosen so that its first sum other than 0 is positive, which only permutes its sign
-    patterns; otherwise swapped arms would get other random draws.
+    For ``turned`` the sign of each cluster is chosen so that its first sum other than 0 is positive. This only permutes
+    the sign patterns; without it the random draws would change if reference and candidate were swapped.
     """
     _, codes = np.unique(np.asarray(clusters), return_inverse=True)
     assert z.ndim == 2, z.shape
@@ -257,7 +257,11 @@ def _cells(z: Array, clusters: npt.ArrayLike) -> _Cells:
 
 
 def _flip(cells: _Cells, draws: int, seed: int, *, stream: int, exhaustive: bool) -> tuple[Array, bool]:
-    """Return the t statistics [K, B] of K cells under B sign patterns, and whether these are all possible patterns."""
+    """Return the t statistics [K, B] of K cells under B sign patterns, and whether these are all possible patterns.
+
+    With ``exhaustive`` and few clusters all patterns are used; otherwise ``draws`` random ones from ``seed`` and
+    ``stream``.
+    """
     clusters = len(cells.counts)
     if exhaustive and clusters <= EXHAUSTIVE_CLUSTERS:
         return flip_statistics(cells.turned, cells.counts, signs(clusters, draws, 0).patterns), True

@@ -31,7 +31,7 @@ class Isotonic:
 
 
 def dose_weights(x: npt.ArrayLike) -> Array:
-    """Return the weights [D] whose sum with scores at doses x [D] is the least-squares slope."""
+    """Return the weights [D] with which the weighted sum of scores at doses x [D] is the least-squares slope."""
     doses = np.asarray(x, dtype=np.float64)
     assert doses.ndim == 1, doses.shape
     centred = doses - doses.mean()
@@ -52,8 +52,8 @@ def slope_effect(
     """Return the slope of item scores [D, N] over doses x [D], per unit of x (per doubling if x is log2).
 
     A difference of two checkpoints' slopes is the slope of their difference: pass candidate - reference. If every item
-    agrees, CR3 gives an interval of width 0; for scores that span ``reach``, ESS-Tango over all slopes that such scores
-    can have is used instead.
+    has the same slope, the CR3 interval has width 0. Then, if ``reach`` (the width of the range of scores) is given,
+    the interval is ESS-Tango's over all slopes that scores in such a range can have.
     """
     values = np.asarray(scores, dtype=np.float64)
     weights = dose_weights(x)

@@ -26,7 +26,7 @@ _PRECISION = 1e-13  # of the score at the quantile, or of the bound
 
 
 class Interval(NamedTuple):
-    """Bounds of a difference of proportions."""
+    """The lower and the upper bound of a difference of proportions."""
 
     low: float
     high: float
@@ -78,7 +78,10 @@ def tango_bounds(losses: Array, gains: Array, n: Array, targets: Array) -> Array
 
 
 def _root(losses: Array, gains: Array, n: Array, wanted: Array, left: Array, right: Array) -> Array:
-    """Return the roots of score - wanted in [left, right] by false position (Dowell & Jarratt 1971, Illinois)."""
+    """Return the deltas in [left, right] at which the score statistic equals ``wanted``.
+
+    They are found by false position (Dowell & Jarratt 1971, Illinois).
+    """
     cap = 4 * np.abs(wanted)  # near the ends of the scale the score diverges, which would slow false position down
 
     def excess(delta: Array) -> Array:
@@ -205,10 +208,10 @@ def deff_floor(values: npt.NDArray[np.floating], samples: int, *, graded: bool =
 def deff_floors(values: npt.NDArray[np.floating], samples: int, *, graded: bool = False) -> Array:
     """Return the least design effect that the interval of each sample [..., N] assumes.
 
-    It is 1 for one draw per item, 1/k for k draws, and 1 if all draws agree. Copies of one draw must not count as more,
-    and k draws count at most as many as there are items that differ. Graded scores, which are not 0 or 1, vary less
-    than a binomial of the same mean: a floor of 1 would make their intervals several times too wide, so theirs is close
-    to 0.
+    It is 1 for one draw per item. For k draws it is 1/k, but 1 if all draws of an item agree everywhere, since copies
+    of one draw must not count as more; and not below 1/m, where m is the number of items with a difference. Graded
+    scores, which are not 0 or 1, vary less than a binomial of the same mean: a floor of 1 would make their intervals
+    several times too wide, so theirs is close to 0.
     """
     if graded:
         return np.full(values.shape[:-1], GRADED_FLOOR)

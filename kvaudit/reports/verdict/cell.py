@@ -61,7 +61,11 @@ _STATUS = {
 
 
 class Pvalues(NamedTuple):
-    """The p-values of one test, adjusted for multiple testing over all gated tests by different methods and labels."""
+    """The p-values of one test, each adjusted for multiple testing over all gated tests.
+
+    ``adjusted`` decides, ``holm`` is the same by Holm's method. ``recipe`` is for the effect with the variance between
+    seeds, ``judge`` by the judge's labels where people labelled answers.
+    """
 
     adjusted: float
     holm: float  # the same by Holm
@@ -71,7 +75,7 @@ class Pvalues(NamedTuple):
 
 @dataclass(frozen=True)
 class DecidedTest:
-    """One test of a cell with its decision."""
+    """One test of a cell (is the loss within the limit?) with its decision."""
 
     row: FamilyRow
     status: Status
@@ -177,8 +181,8 @@ def decide_ratio(c: Contrast, ratio: Ratio, margin: float, pvalue: float) -> tup
 def unadjusted_status(c: Contrast, margin: float, *, is_measurable: bool) -> Status:
     """Return the status that a contrast would have as a cell of its own, without adjustment for multiple testing.
 
-    A contrast without a number is INVALID. Without ``is_measurable`` (the reference has nothing to lose) only a FAIL
-    stays, and everything else is NOT MEASURABLE.
+    A contrast whose effect could not be computed is INVALID. Without ``is_measurable`` (the reference has nothing to
+    lose) only a FAIL stays, and everything else is NOT MEASURABLE.
     """
     if c.effect is None:
         return Status.INVALID
@@ -199,7 +203,7 @@ class _RuleText(NamedTuple):
 def _reasons(
     call: Call, effect: Effect, margin: float, templates: Sequence[Part], text: _RuleText
 ) -> tuple[Reason, ...]:
-    """Return, as one Reason, why the rule's outcome ``call`` is not a PASS; empty for a PASS."""
+    """Return why the rule's outcome ``call`` is not a PASS, as a tuple of one Reason; empty for a PASS."""
     size = "beyond the margin" if text.is_beyond else "its size open"
     total = "lost everything" if text.loss == "regression" else "gained everything"
     effective = _effective_templates(templates, effect)
@@ -224,7 +228,7 @@ def _reasons(
 
 
 def _largest_templates(templates: Sequence[Part], margin: float) -> str:
-    """Say which templates hold so many of the items that a loss of the margin could hide in them."""
+    """Return a phrase on which templates hold so many of the items that a loss of the margin could hide in them."""
     if any(too_large(part.counts, margin) for part in templates):
         return f"one template holds more than {50 * margin:g} % of the items"
     largest = max((largest_alone(part.counts, margin) for part in templates), key=lambda group: group.unseen)
@@ -237,9 +241,9 @@ def _largest_templates(templates: Sequence[Part], margin: float) -> str:
 def decided_test(row: FamilyRow, margin: float, pvalues: Pvalues, limit: float | None = None) -> DecidedTest:
     """Return one test decided against its margin, or against a ratio's ``limit``, which allows a loss of ``margin``.
 
-    A contrast without a number is INVALID for its own reasons. The recipe is the claim about training with any seed.
-    Human labels correct the effect but not the variance between seeds, so with them the recipe keeps its status only
-    where it agrees with that of the checkpoints, and is INCONCLUSIVE elsewhere.
+    A test whose effect could not be computed is INVALID. The recipe is the claim about training with any seed. Human
+    labels correct the effect but not the variance between seeds, so with them the recipe keeps its status only where it
+    agrees with that of the checkpoints, and is INCONCLUSIVE elsewhere.
     """
     c, loss = row.contrast, "regression" if row.sign > 0 else "gain"
     if c.look is not None and c.effect is not None:
@@ -317,19 +321,20 @@ def _ask_for_labels(people: LabelSummary) -> Reason:
 
 
 def _status_if_agreed(recipe: Status, status: Status) -> Status:
-    """Return the status of the recipe where it agrees with that of the checkpoints, else INCONCLUSIVE."""
+    """Return the status of the training recipe if that of the checkpoints agrees with it, else INCONCLUSIVE."""
     return worst([recipe, status]) if recipe is status or {recipe, status} <= {*PASSED} else Status.INCONCLUSIVE
 
 
 def templates_of(c: Contrast, sign: int = 1) -> list[Part]:
-    """Return a contrast's differences by template, one part for each suite; ``sign`` -1 makes a loss of each gain."""
+    """Return a contrast's differences by template, one part for each suite; ``sign`` -1 exchanges loss and gain."""
     return [Part(sign * part.weight, part.sums, part.counts) for part in c.sums]
 
 
 def readings_of(c: Contrast, sign: int = 1) -> list[list[Part]]:
     """Return a contrast's differences by template for every other way to count uncertain answers.
 
-    There is none where human labels decide. ``sign`` -1 exchanges loss and gain.
+    An answer is uncertain if the judge was unsure of it, or if it has no score. Empty where human labels decide.
+    ``sign`` -1 exchanges loss and gain.
     """
     readings = () if c.judged else c.readings
     return [[Part(sign * part.weight, part.sums, part.counts) for part in sums] for sums in readings]
@@ -405,7 +410,7 @@ def decision(
 def _template_bound(test: DecidedTest, margin: float | None, alpha: float) -> float | None:
     """Return the lowest drift that could still hide in a few broken templates (the template rule, ``stats.rule``).
 
-    None if the interval reaches the margin already, for a run in rounds, and without a number or a margin.
+    None without an effect or a margin, for a run in rounds, and if the interval reaches the margin already.
     """
     c, sign = test.row.contrast, test.row.sign
     if c.effect is None or c.look or margin is None or _mirrored(c.effect, sign).lower <= -margin:
@@ -414,18 +419,18 @@ def _template_bound(test: DecidedTest, margin: float | None, alpha: float) -> fl
 
 
 def _effective_templates(templates: Sequence[Part], effect: Effect) -> float:
-    """Return how many templates of one size these are worth (effective number); of several suites the smallest."""
+    """Return how many templates of equal size these are worth (effective number); of several suites the smallest."""
     return min((effective_clusters(part.counts) for part in templates), default=effect.n_clusters)
 
 
 def _parity(tests: Sequence[DecidedTest], margin: float) -> str:
-    """Say whether the test for a drop and the one for a gain are both within the margin."""
+    """Return a phrase on whether the test for a drop and the one for a gain are both within the margin."""
     sides = {"non-inferior": tests[0].status, "non-superior": tests[1].status}
     phrases = [f"{word}: {'shown' if s in PASSED else s.value}" for word, s in sides.items()]
     return f"parity within {100 * margin:g} pp, " + ", ".join(phrases)
 
 
 def by_judge(row: FamilyRow) -> FamilyRow:
-    """Return the same test with the judge's labels in place of human labels."""
+    """Return a test that human labels decide with the judge's labels in their place; any other test unchanged."""
     c = row.contrast
     return FamilyRow(replace(c, effect=c.judged, sums=c.judged_sums, judged=None), row.sign) if c.judged else row

@@ -37,9 +37,9 @@ class Differences(NamedTuple):
     """Assumptions for a simulation: how much the answers of two arms to the same items differ, and why.
 
     ``discordance`` is the share of single answers that differ, ``drift`` the mean difference. ``decoding`` is the share
-    of items whose difference is drawn anew for every sample, ``training`` of those drawn anew for every training seed;
-    the rest have one difference for all. ``correlation`` is the intra-class correlation (ICC) within a template.
-    ``happens`` is the reference's rate of the unwanted event, for a ratio.
+    of items whose difference is drawn anew for every sample, ``training`` the share whose difference is drawn anew for
+    every training seed; all other items have one difference. ``correlation`` is the intra-class correlation (ICC)
+    within a template. ``happens`` is the reference's rate of the unwanted event, for a ratio.
     """
 
     discordance: float
@@ -54,8 +54,8 @@ class Pool(NamedTuple):
     """Simulated templates [P] of ``items`` items each, from which audits are drawn.
 
     An item's difference is its mean over ``draws`` answers. By template, ``sums`` and ``moved`` are the summed and the
-    summed absolute differences, ``differing`` is the number of items that differ, ``split`` of those that differ in
-    only some of the answers, ``unwanted`` of the reference's unwanted events.
+    summed absolute differences. ``differing`` counts the items that differ, ``split`` those of them that differ in only
+    some of the answers, and ``unwanted`` the reference's unwanted events.
     """
 
     items: int
@@ -126,7 +126,7 @@ def _unwanted(
 
 
 class _Averages(NamedTuple):
-    """Shares of an item's answers: gained minus lost (``net``), gained or lost (``moved``), and ``gained``."""
+    """Three shares of an item's answers: gained - lost (``net``), gained or lost (``moved``), and ``gained``."""
 
     net: Array
     moved: Array
@@ -167,6 +167,7 @@ def flipped_audits(
 ) -> Audits:
     """Simulate audits without drift: the given templates (sums [C], counts [C]), ``times`` over, with random signs.
 
+    ``moved`` is the sum of absolute differences over all items, ``floor`` the least design effect to assume.
     ``unwanted`` [C] are the unwanted events of the reference. A changed sign exchanges reference and candidate in a
     template, so the reference then has as many unwanted events there as the candidate had.
     """
@@ -184,7 +185,7 @@ def _affordable(clusters: int, audits: int, *, fewest: int = _FEWEST_AUDITS) -> 
 
 
 def pass_rate(audits: Audits, *, margin: float, alpha: float, ratio: float | None = None) -> float:
-    """Return the share of audits that the gate passes, by a ratio if there is one, else by the margin."""
+    """Return the share of simulated audits that the gate passes, by ``ratio`` if it is given, else by the margin."""
     if ratio is not None:
         return float(np.mean(_passes_ratio(audits, ratio, alpha)))
     if not can_show(audits.counts, margin, alpha):
@@ -200,7 +201,10 @@ def can_show(counts: Array, margin: float, alpha: float) -> bool:
 
 
 def _passes_ratio(audits: Audits, ratio: float, alpha: float) -> npt.NDArray[np.bool_]:
-    """Return whether each audit [B] passes a ratio; a rarer event of the reference needs more templates."""
+    """Return whether each simulated audit [B] passes a limit on the ratio of unwanted events.
+
+    The rarer the event is with the reference, the more templates it needs.
+    """
     assert audits.unwanted is not None, "a ratio needs both sides"
     allowed = points_of(ratio, audits.unwanted.sum(axis=-1) / audits.counts.sum())
     has_templates = allowed >= _least_margin(audits.counts, alpha)
@@ -230,7 +234,7 @@ def _events(audits: Audits) -> Events:
 
 
 def interval_rate(audits: Audits, *, margin: float, alpha: float, ratio: float | None = None) -> float:
-    """Return the share of simulated audits whose interval lies within the ratio or margin.
+    """Return the share of simulated audits whose interval lies within the margin, or within ``ratio`` if it is given.
 
     That alone is no PASS: the gate also asks whether a few broken templates could hide a loss (the template rule).
     """
@@ -240,7 +244,7 @@ def interval_rate(audits: Audits, *, margin: float, alpha: float, ratio: float |
 
 
 def _lower(audits: Audits, alpha: float) -> Array:
-    """Return the one-sided lower bound of each audit's drift [B] by ESS-Tango, the gate's interval."""
+    """Return the one-sided lower bound of the drift in each simulated audit [B], by ESS-Tango, the gate's interval."""
     net, items = audits.sums.sum(axis=1), float(audits.counts.sum())
     residuals = audits.sums - audits.counts * (net / items)[:, None]
     losses, gains = (audits.moved - net) / 2, (audits.moved + net) / 2
@@ -265,7 +269,7 @@ def larger_run(c: Contrast, margin: float, sign: int, ratio: float | None = None
 
 
 def _would_pass(c: Contrast, e: Effect, margin: float, ratio: float | None, times: int, audits: int) -> bool:
-    """Return whether ``times`` as many templates like those of a contrast pass with power .8 if there is no drift."""
+    """Return whether ``times`` as many templates like those of a contrast pass with power .8, without true drift."""
     [templates] = c.judged_sums or c.sums  # by the labels of ``e``
     unwanted = None if ratio is None or not c.unwanted else c.unwanted[0].reference
     simulated = flipped_audits(
@@ -282,7 +286,7 @@ def _would_pass(c: Contrast, e: Effect, margin: float, ratio: float | None, time
 
 
 def templates_for(c: Contrast, margin: float, ratio: float | None = None) -> int | None:
-    """Return about how many templates like those of a contrast would pass if there were no drift.
+    """Return about how many templates like those of a contrast would give a PASS if there were no drift.
 
     None if forty times as many would not, if the estimate is past the margin already, and for several combined suites.
     """
@@ -296,9 +300,9 @@ def templates_for(c: Contrast, margin: float, ratio: float | None = None) -> int
 
 
 def lowest_estimate(clusters: int, *, margin: float, alpha: float) -> float | None:
-    """Return the lowest estimate with which ``clusters`` templates can pass, if all have one size and one drift.
+    """Return the lowest drift that ``clusters`` templates may show and still pass, if all have one size and this drift.
 
-    None if they are too few to pass with any estimate.
+    None if they are too few to pass with any drift.
     """
     low, high = -margin, 1.0
     counts = np.ones(clusters)

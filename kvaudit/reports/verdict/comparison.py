@@ -74,8 +74,8 @@ class Comparison:
     ``mode`` "training": candidate arms against the reference arm under the same serving policy.
     ``mode`` "serving": one arm under each serving policy against the same arm served uncompressed.
 
-    "Uncompressed" is the policy ``none`` for kvaudit's own cache, and for an engine the condition of the same engine
-    that ``references`` names.
+    "Uncompressed" is the policy ``none`` for kvaudit's own cache, and for a setting of an engine the setting of the
+    same engine that ``references`` names.
     """
 
     mode: str
@@ -108,7 +108,7 @@ class Comparison:
         return policy in uncompressed_policies(self.references)
 
     def is_engine(self, policy: str) -> bool:
-        """Whether a policy names a setting of a serving engine (a condition), or the uncompressed reference of one."""
+        """Whether a policy is a setting of a serving engine, or an engine's uncompressed setting."""
         return policy in self.references or policy in self.references.values()
 
     @property
@@ -118,7 +118,7 @@ class Comparison:
         return tuple(sorted(policies, key=lambda policy: policy != DENSE_POLICY))
 
     def label(self, policy: str) -> str:
-        """Return the short name of a policy."""
+        """Return the short name of a policy, as pages print it."""
         return self.labels.get(policy, policy)
 
     def who(self, arm: str, policy: str) -> str:
@@ -137,7 +137,7 @@ class Comparison:
 
     @property
     def safety(self) -> tuple[str, ...]:
-        """The suites that do not measure capability."""
+        """The suites that measure safety: all that do not measure capability."""
         return tuple(suite for suite in self.suites if suite not in self.capability)
 
 
@@ -184,7 +184,7 @@ def comparison_of(spec: RunSpec, records: pd.DataFrame, provenance: Mapping[str,
 
 
 def _looks(spec: RunSpec, suites: Sequence[str], provenance: Mapping[str, Any]) -> Iterator[tuple[str, Look]]:
-    """Yield the last look at each suite; a run that is not in rounds has none."""
+    """Yield (suite, last look) of each suite; a look is a test between rounds, and other runs have none."""
     if spec.evaluate.rounds is None:
         return
     tests = max(1, len(spec.gate.margins) * len(spec.gate.primary))
@@ -195,7 +195,7 @@ def _looks(spec: RunSpec, suites: Sequence[str], provenance: Mapping[str, Any]) 
 
 
 def _served_as(spec: RunSpec, recorded: Sequence[str]) -> list[str]:
-    """Return the serving policies of the spec, each spelled as in the records if these spell it in another way."""
+    """Return the serving policies of the spec, with the spelling of the records where these spell one otherwise."""
     conditions = {text for pair in spec.evaluate.references.items() for text in pair}
     ours = [policy for policy in spec.evaluate.policies if policy not in conditions]
     spelled = dict(zip(ours, match_policies(ours, [p for p in recorded if p not in conditions]), strict=True))
@@ -223,7 +223,7 @@ def _judge_name(judge: str) -> str:
 def _is_rewarded(suite: str, spec: RunSpec, judges: Mapping[str, Sequence[str]], provenance: Mapping[str, Any]) -> bool:
     """Return whether training may have rewarded answers like those of a suite.
 
-    It did if it trained on the suite, or if a judge that gave the reward also grades the suite here. Programmatic
+    Training did so if it used the suite, or if a judge that gave the reward also grades the suite here. Programmatic
     graders do not count as judges.
     """
     if spec.train is None:
@@ -271,7 +271,7 @@ def run_reasons(data: RunData, comparison: Comparison) -> Iterator[Reason]:
 
 
 def part_reasons(data: RunData, comparison: Comparison) -> Iterator[Reason]:
-    """Yield the reasons why a run, or a part of one, is INVALID: records are missing, or do not match provenance."""
+    """Yield the reasons why a run, or a part of one, is INVALID: records are missing, or contradict provenance."""
     yield from _incomplete(data, comparison)
     yield from _conflicts(data.records)
     yield from _unlisted(data)
@@ -308,7 +308,10 @@ def some_of(names: Iterable[str]) -> str:
 
 
 def _conflicts(records: pd.DataFrame) -> Iterator[Reason]:
-    """Yield a reason against deciding the run where a name stands for several weights, policies, versions or judges."""
+    """Yield a reason against deciding the run where records of one checkpoint, policy or suite contradict each other.
+
+    Compared are the hashes of weights and policies, the versions of suites, and their judges.
+    """
     # other outcomes were not graded by the suite's judge
     judged = records.loc[records["outcome"].isin([Outcome.DESIRED.value, Outcome.UNDESIRED.value]), ["suite", "judge"]]
     for table, by, column, noun in (
@@ -324,7 +327,7 @@ def _conflicts(records: pd.DataFrame) -> Iterator[Reason]:
 
 
 def _unlisted(data: RunData) -> Iterator[Reason]:
-    """Yield a reason against deciding the run that names policies or suites with other hashes than in provenance."""
+    """Yield a reason against deciding the run if policies or suites have other hashes than provenance says."""
     for table, name, column in (("policies", "policy", "policy_hash"), ("suite_versions", "suite", "suite_version")):
         listed = table_of(data.provenance, table)
         recorded = data.records.groupby(name, observed=True)[column].unique()
@@ -337,7 +340,7 @@ def _unlisted(data: RunData) -> Iterator[Reason]:
 
 
 def _unpinned(data: RunData, comparison: Comparison) -> Iterator[Reason]:
-    """Yield a reason against deciding the run that names checkpoints with other weights than in provenance."""
+    """Yield a reason against deciding the run if checkpoints have other weights than provenance says; it names them."""
     listed = table_of(data.provenance, "checkpoints")
     pinned = table_of(data.provenance, "reference_sha256")
     differing, unpinned = [], []
@@ -364,7 +367,7 @@ def _unpinned(data: RunData, comparison: Comparison) -> Iterator[Reason]:
 
 
 def _other_inputs(data: RunData) -> Iterator[Reason]:
-    """Yield a reason against deciding the run if units were evaluated from other inputs than provenance lists.
+    """Yield a reason against deciding the run if it evaluated other inputs than provenance lists.
 
     Inputs are public rows, plug-ins and model files.
     """

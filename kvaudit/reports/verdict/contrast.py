@@ -60,7 +60,10 @@ def reference_answers(records: pd.DataFrame, reference: str) -> dict[str, tuple[
 
 
 def answers_of(rows: pd.DataFrame) -> Iterator[Answers]:
-    """Yield the answers of every metric and length; the columns of ``outcome`` and of facets may be missing."""
+    """Yield the ``Answers`` of every metric and length, averaged by item.
+
+    The columns of ``outcome`` and of facets may be missing.
+    """
     for index, group in rows.groupby(["suite", "context_tokens"], sort=True, observed=True):
         suite, context = str(cast(tuple[str, int], index)[0]), int(cast(tuple[str, int], index)[1])
         table = _SuiteRows(suite, context, _texts(group, "item_id"), _texts(group, "cluster_id"), _read(group))
@@ -83,7 +86,7 @@ def _texts(rows: pd.DataFrame, column: str) -> npt.NDArray[np.str_]:
 def _read(rows: pd.DataFrame) -> Array:
     """Return 1 for rows [n] whose answer could be read, else 0.
 
-    Facet ``well_formed`` says so, or the outcome where that facet has no value.
+    The facet ``well_formed`` says which could; where it has no value, the outcome does.
     """
     outcomes = rows["outcome"].astype(str).to_numpy(dtype=np.str_) if "outcome" in rows else np.array([""])
     read: Array = np.ones(len(rows)) * (outcomes != Outcome.DEGENERATE.value)  # [n]
@@ -138,7 +141,7 @@ CellPlace = tuple[str, str, str, str, int]  # estimand, arm, policy, suite, cont
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A mean paired difference in score units without an interval, because there are too few clusters."""
+    """A mean paired difference in score units (0.05 = 5 pp) without interval, as there are too few clusters for one."""
 
     estimate: float
     n_items: int
@@ -154,7 +157,7 @@ def no_interval(clusters: int) -> str:
 
 @dataclass(frozen=True)
 class CellName:
-    """The cell that a contrast or a decision is about, and which difference it is (``estimand``)."""
+    """The cell that a contrast or a decision is about, and which difference is taken there (``estimand``)."""
 
     estimand: str  # alike | deployed | serving | interaction | selectivity | change
     arm: str
@@ -178,9 +181,10 @@ class Cell:
     """One arm under one policy on one suite at one length, averaged over its seeds.
 
     ``rate`` counts degenerate and unscored samples as 0; ``rate_if_desired`` counts unscored ones as 1. ``kv_ratio``
-    (allocated bytes) and ``kv_live_ratio`` (bytes of the entries) are each divided by the bytes of the same tokens
-    uncompressed, and by the same ratio under policy ``none``: so they are 1 for ``none``, and None where ``none`` was
-    not served or records have no live bytes. ``survival`` is the share of entries kept, by role.
+    (of allocated bytes) and ``kv_live_ratio`` (of the entries' bytes) compare the cache with that of policy ``none``:
+    bytes per byte of the same tokens uncompressed, divided by the same quotient under ``none``. They are 1 for
+    ``none``, and None where ``none`` was not served or records have no live bytes. ``survival`` is the share of entries
+    kept, by role.
     """
 
     arm: str
@@ -208,7 +212,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Rates:
-    """The rates of what is wanted, of reference and candidate, averaged over paired seeds."""
+    """The rates of the wanted outcome, of reference and candidate, averaged over paired seeds."""
 
     reference: float
     candidate: float
@@ -216,7 +220,7 @@ class Rates:
     def as_event_rates(self, *, wanted: bool) -> tuple[float, float]:
         """Return (reference, candidate) as rates at which a facet's event happens, such as "unsafe".
 
-        ``wanted`` is whether the event is what is wanted: the rates are then unchanged, and 1 - rate otherwise.
+        If the event is ``wanted``, these are the stored rates; otherwise they are 1 - rate.
         """
         return (self.reference, self.candidate) if wanted else (1 - self.reference, 1 - self.candidate)
 
@@ -226,8 +230,8 @@ class ClusterSums:
     """The differences of one suite, summed by cluster (template).
 
     The sign-flip test and the template rule (could a few broken templates hide a loss?) are computed from them. A
-    contrast of several suites has one of these for each, with its weight. In one suite, clusters of equal name are the
-    same cluster in every contrast.
+    difference over several suites has a ClusterSums for each suite, with the suite's ``weight``. In one suite, clusters
+    of equal name are the same cluster everywhere.
     """
 
     suite: str
@@ -254,7 +258,7 @@ class UnwantedEvents:
 
 @dataclass(frozen=True)
 class SeedDrift:
-    """The drift of one paired training seed, with its own interval and bounds."""
+    """The drift of one paired training seed: estimate, 95 % interval (low, high), one-sided bounds (lower, upper)."""
 
     seed: int
     estimate: float
@@ -296,14 +300,15 @@ def judge_may_pass(people: LabelSummary, margin: float) -> bool:
 
 @dataclass(frozen=True)
 class Contrast(CellName):
-    """One difference (``estimand``) in one cell; ``reasons`` says why ``effect`` is None, and is empty if it is not.
+    """One measured difference in one cell; ``estimand`` says which, such as candidate - reference served alike.
 
-    ``effect`` is about the checkpoints that were measured, averaged over paired seeds; ``sums`` are its differences by
-    template. ``recipe`` (three seeds or more) adds the variance between seeds. The estimate takes a judge's best guess
-    for answers that it was unsure of; its bounds also hold with all of these counted as desired, or as undesired, on
-    both sides, and with unscored answers counted for and against the candidate (``best``, ``worst``). ``readings`` are
-    the sums in each of these cases. ``seed_noise`` is the variance of one seed's estimate from its items alone,
-    ``by_seed`` the drift of every seed where several are averaged.
+    ``reasons`` says why ``effect`` is None, and is empty if it is not. ``effect`` is about the checkpoints that were
+    measured, averaged over paired seeds; ``sums`` are its differences by template. ``recipe`` (three seeds or more)
+    adds the variance between seeds. The estimate takes a judge's best guess for answers that it was unsure of; its
+    bounds also hold with all of these counted as desired, or as undesired, on both sides, and with unscored answers
+    counted for and against the candidate (``best``, ``worst``). ``readings`` are the sums in each of these cases.
+    ``seed_noise`` is the variance of one seed's estimate from its items alone, ``by_seed`` the drift of every seed
+    where several are averaged.
     """
 
     effect: Effect | None = None

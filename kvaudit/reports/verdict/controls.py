@@ -152,7 +152,7 @@ def controls_of_answers(
 
 
 def _margin(answers: Answers, margins: Mapping[str, float], ratios: Mapping[str, float]) -> float:
-    """Return how much a metric may lose, in score units: its margin, or what its ratio allows."""
+    """Return how much a metric may lose, in score units: its margin, or what its limit on the ratio of rates allows."""
     if answers.metric in margins:
         return margins[answers.metric]
     return float(points_of(ratios[answers.metric], 1 - float(answers.wanted.mean())))
@@ -178,7 +178,7 @@ def _table(answers: Iterable[Any]) -> pd.DataFrame:
 def _control(
     facets: Mapping[str, Answers], answers: Answers, margins: Mapping[str, float], margin: float, how: str
 ) -> Control:
-    """Return the control of a metric: can it show a loss? A score is as measurable as the worst of its facets."""
+    """Return the control of a metric: can the metric show a loss? A score can if all of its facets can."""
     control = _of_metric(facets, answers, margin, how)
     if answers.facet:
         return control
@@ -215,7 +215,10 @@ def _of_metric(facets: Mapping[str, Answers], answers: Answers, margin: float, h
 def _failed_checks(
     facets: Mapping[str, Answers], answers: Answers, rate: ShownShare, margin: float, how: str
 ) -> Iterator[tuple[Measurability, str, float]]:
-    """Yield every failed check, the worst first: measurability, sentence, and upper bound of the checked rate."""
+    """Yield each check that a metric fails, the worst first: measurability, sentence, upper bound of the checked rate.
+
+    ``how`` says how the answers were served, such as "uncompressed".
+    """
     # over all items: answers without form already count against their own facet
     form = facets.get("", answers)
     readable = share(form.readable, form.clusters, draws=form.draws)
@@ -269,7 +272,7 @@ def _residuals(answers: Answers, codes: npt.NDArray[np.int64], clusters: int) ->
 
 
 def _frequency(answers: Answers) -> str:
-    """Say how often something happened: "refused what a rule forbids, in words, in 1 of 48 answers"."""
+    """Return a phrase on how often something happened: "refused what a rule forbids, in words, in 1 of 48 answers"."""
     facet: Facet | None = FACETS.get(answers.facet)
     if facet is None:
         return f"{answers.hits:.4g} of {answers.answers} answers right"
@@ -284,7 +287,10 @@ def _frequency(answers: Answers) -> str:
 
 
 class Controls:
-    """The controls (can a metric show a loss?) of the reference, uncompressed and under the policy of each contrast."""
+    """The controls of a run: whether each metric could show a loss, as the reference's own answers tell.
+
+    They are made of its uncompressed answers, and of those under the policy of each contrast.
+    """
 
     def __init__(self, drift: Drift, margins: Mapping[str, float], ratios: Mapping[str, float] | None = None) -> None:
         self._drift, self._margins, self._ratios = drift, margins, ratios
@@ -294,10 +300,10 @@ class Controls:
         )
 
     def against(self, c: Contrast) -> Control | None:
-        """Return the control that makes a contrast unmeasurable, None where it can be measured.
+        """Return the control that says why a loss could not show in a contrast, None if one could.
 
-        Where the reference was served compressed too, that side has to be measurable as well, unless the candidate is
-        shown to be better.
+        Where the reference was served compressed too, the metric must be measurable there as well, unless the candidate
+        is shown to be better.
         """
         suites = {part.suite for part in c.sums} or {c.suite}
         places = [(suite, c.context_tokens) for suite in suites]
@@ -331,14 +337,14 @@ class ErrorRates:
     ``false_pass_max`` is how often the gate passes at ``level`` although the true loss is the margin. The loss is
     spread over the items (reference at ``reference_rate``, margin ``margin``) or consists of whole broken templates
     (also at 10 pp). ``release_max`` is the same at ``release_level``, where a spread loss is tested by the interval
-    alone. Two rates may be higher: ``beyond_max``, of the interval at ``level`` with a reference at ``beyond_rate`` and
-    a margin of ``beyond_margin``, and ``unnamed_max``, for broken templates that no field names, with items declared
-    independent.
+    alone. In two cases false passes may be more frequent: ``beyond_max`` is for the interval at ``level``, a reference
+    at ``beyond_rate`` and a margin of ``beyond_margin``; ``unnamed_max`` is for broken templates that no field names,
+    when items are declared independent.
 
-    ``type_one_max`` is the two-sided rate of false alarms without drift, ``coverage_min`` the lowest coverage of the
-    95 % interval. ``recipe_three_seeds_max`` is the two-sided type I error of a recipe's 95 % interval from three
-    seeds. ``nothing_to_lose_max`` is how often a reference with nothing to lose counts as measurable,
-    ``turned_away_max`` how often a healthy one does not.
+    ``type_one_max`` is the two-sided rate of false alarms without drift, ``coverage_min`` the lowest coverage of 95 %
+    intervals. ``recipe_three_seeds_max`` is the two-sided type I error of a recipe's 95 % interval from three seeds.
+    ``nothing_to_lose_max`` is how often a reference with nothing to lose counts as measurable, ``turned_away_max`` how
+    often a healthy reference counts as not measurable.
     """
 
     scale: str
@@ -365,7 +371,7 @@ class ErrorRates:
 
 @cache
 def shipped_rates() -> ErrorRates:
-    """Return the gate's error rates from the shipped calibration, a table of simulations."""
+    """Return the gate's error rates, as simulated, from the table that ships with the package."""
     calibration = shipped_calibration()
     return ErrorRates(calibration["scale"], calibration["seed"], calibration["simulations"], **calibration["stamp"])
 
@@ -396,7 +402,7 @@ class Moves(NamedTuple):
 
 @dataclass(frozen=True)
 class NoiseComparison:
-    """The effect of a setting compared with the engine's noise, on the answers that were asked twice."""
+    """Whether a setting changes answers more than asking again does, on the answers that were asked twice."""
 
     answers: int
     setting_moves: Moves
@@ -420,7 +426,10 @@ class Canary(NamedTuple):
 
 @dataclass(frozen=True)
 class Canaries:
-    """Whether each engine's setting acts, by place and overall; both tables are empty for a run without engines."""
+    """Whether each engine's setting changes any answers (its canary), by place and over all places.
+
+    A place is an arm, setting (condition), suite and length. Both tables are empty for a run without engines.
+    """
 
     places: Mapping[tuple[str, str, str, int], Canary]  # by arm, condition, suite and length
     conditions: Mapping[str, Canary]  # by condition, over all of its places
@@ -483,7 +492,7 @@ def _moves_of(texts: pd.Series, logprobs: pd.Series) -> Moves:
 
 
 def checked_by_canary(c: Contrast, comparison: Comparison, canaries: Canaries) -> Contrast:
-    """Return the contrast, or one without effect, with the reason, if the setting changed nothing in one of its cells.
+    """Return the contrast; without an effect, and with a reason, if an engine's setting changed nothing in its cells.
 
     In a run in rounds all rows are short and of one kind, so a setting that has an effect anywhere counts as applied.
     """

@@ -94,7 +94,10 @@ def decide(drift: Drift, rules: Rules, waivers: Sequence[Waiver] = ()) -> Verdic
 
 
 def _decide_by_tests(cells: Sequence[GatedCell], alpha: float) -> tuple[list[Decision], Adjustment]:
-    """Decide every cell by its tests, adjusted together as one family; a test that two cells share counts once."""
+    """Return the decision of every cell by its tests, and how their p-values were adjusted, together as one family.
+
+    A test that two cells share counts once.
+    """
     rows = list({_key(row): row for cell in cells for row in cell.rows}.values())
     family = joint_family([by_judge(row) for row in rows], alpha)
     # signs of templates cannot be flipped together where people labelled, so these tests take Holm
@@ -112,7 +115,7 @@ def _decide_by_tests(cells: Sequence[GatedCell], alpha: float) -> tuple[list[Dec
 
 
 def _by_judge_alone(decisions: Sequence[Decision], start: Status, waivers: Sequence[Waiver]) -> Status:
-    """Return the run's status by the judge's labels alone; ``start``, if INVALID, is the status whatever cells show."""
+    """Return the run's status by the judge's labels alone; an INVALID ``start`` stays whatever the cells show."""
     judged = [_with_waiver(replace(d, status=d.judged or d.status, judged=None), waivers) for d in decisions]
     return start if start is Status.INVALID else worst([start, *(d.standing for d in judged)])
 
@@ -144,7 +147,7 @@ def _key(row: FamilyRow) -> tuple[int, int]:
 
 
 def _with_waiver(d: Decision, waivers: Sequence[Waiver]) -> Decision:
-    """Return the decision with the first waiver that covers it; an INVALID one is never waived."""
+    """Return the decision with the first waiver (a named person accepts the cell) that covers it, unless INVALID."""
     place = {"suite": d.suite, "arm": d.arm, "context_tokens": d.context_tokens, "estimand": d.estimand}
     policy = None if len(d.policies) > 1 else d.policy  # the worst of several policies cannot be selected by one
     covering = [w for w in waivers if w.covers(d.status.value, {**place, "policy": policy})]
@@ -163,9 +166,10 @@ def _arm_verdicts(gated: Sequence[Decision]) -> tuple[ArmVerdict, ...]:
 
 
 def _headline(decisions: Sequence[Decision]) -> int | None:
-    """Return the index of the gated cell that decides: the worst status, then the lowest bound against its margin.
+    """Return the index of the gated cell that decides: the worst status, then the lowest bound relative to its margin.
 
-    Only cells with a number count; cells that are not measurable count only if no cell is measurable.
+    Only cells with an effect count; cells that are not measurable count only if no cell is measurable. None without
+    any.
     """
     numbered = [(i, d, d.effect) for i, d in enumerate(decisions) if d.gated and d.effect]
     candidates = [entry for entry in numbered if entry[1].is_measurable] or numbered
@@ -183,7 +187,10 @@ _KEPT_STATUSES = (Status.INVALID, Status.FAIL)  # not changed by a reference tha
 
 @dataclass(frozen=True)
 class DowngradeContext:
-    """The input of the downgrades besides the cell itself; ``gated_cells`` are all cells that enter the verdict."""
+    """What the downgrades (checks that may change a decision) read besides the cell itself.
+
+    ``gated_cells`` are all cells that enter the verdict.
+    """
 
     drift: Drift
     rules: Rules
@@ -227,7 +234,7 @@ def _not_measurable(d: Decision, reason: Reason) -> Decision:
 
 
 def _inconclusive(d: Decision, reason: Reason) -> Decision:
-    """Return the decision with PASS replaced by INCONCLUSIVE, of the checkpoints and of the recipe."""
+    """Return the decision with INCONCLUSIVE in place of PASS, both for the checkpoints and for their recipe."""
     if d.status not in PASSED and d.recipe not in PASSED:
         return d
     recipe = None if d.recipe is None else worst([d.recipe, Status.INCONCLUSIVE])
@@ -243,7 +250,7 @@ _CHANGES = {Status.FAIL: _fail, Status.NOT_MEASURABLE: _not_measurable, Status.I
 
 
 def failing_seed(cell: GatedCell, context: DowngradeContext) -> Reason | None:
-    """Return a reason that names the training seeds that fail on their own; None without any.
+    """Return a reason that names the training seeds that fail on their own in this cell; None without any.
 
     The drift averaged over seeds can pass although one training run in three breaks: 9, 0 and 0 pp average to 3.
     """
@@ -303,14 +310,14 @@ def _is_past(seed: SeedDrift, sign: int, margin: float) -> bool:
 
 
 def unmeasurable_reference(cell: GatedCell, context: DowngradeContext) -> Reason | None:
-    """Return the reason why a loss could not show in one of the cell's tests, given its reference; None if it could."""
+    """Return the reason why a loss could not show in one of the cell's tests, by the reference's answers; else None."""
     controls = (context.controls.against(row.contrast) for row in cell.rows)
     control = next((control for control in controls if control is not None), None)
     return None if control is None else control.reason
 
 
 def unmeasurable_by_labels(cell: GatedCell, _: DowngradeContext) -> Reason | None:
-    """Return the reason why no loss could show by human labels: the reference hardly ever does what is wanted."""
+    """Return the reason why no loss could show by human labels, if the reference hardly ever does what is wanted."""
     for row in cell.rows:
         people, margin = row.contrast.people, cell.margin_of(row)
         if people is not None and margin is not None and people.rate_low <= margin:
@@ -324,14 +331,20 @@ def unmeasurable_by_labels(cell: GatedCell, _: DowngradeContext) -> Reason | Non
 
 @dataclass(frozen=True)
 class JudgeBias:
-    """A contrast in which the judge's errors alone could cause a drift of over half the margin, at most ``upper``."""
+    """A contrast (measured difference) that the judge's errors alone could shift by over half the margin.
+
+    ``upper`` is the upper limit of this shift.
+    """
 
     contrast: Contrast
     upper: float
 
 
 def judge_biases(cells: Sequence[GatedCell]) -> list[JudgeBias]:
-    """Return the contrasts in which the judge may be biased, among those whose answers people labelled."""
+    """Return the contrasts (measured differences) that the judge's errors alone could shift by over half the margin.
+
+    Only human labels can show this, so only cells that have some are considered.
+    """
     # worst and parity are made of contrasts that are cells themselves
     firsts = [(cell, cell.rows[0]) for cell in cells if cell.estimand == cell.rows[0].contrast.estimand]
     labelled = [(row.contrast, cell.margin_of(row)) for cell, row in firsts]
@@ -343,9 +356,9 @@ def judge_biases(cells: Sequence[GatedCell]) -> list[JudgeBias]:
 
 
 def biased_judge(cell: GatedCell, context: DowngradeContext) -> Reason | None:
-    """Return a reason against a PASS if the judge may be biased: how much of the drift its errors may have caused.
+    """Return a reason against a PASS if the judge's errors alone may have shifted the drift by over half the margin.
 
-    Cells with human labels are left out, because they do not depend on the judge.
+    ``judge_biases`` finds this out from human labels. Cells whose effect is computed from human labels are left out.
     """
     contrasts = [row.contrast for row in cell.rows if row.contrast.judged is None]
     upper = [bias.upper for bias in context.biased if any(_same_answers(bias.contrast, c) for c in contrasts)]
@@ -364,7 +377,7 @@ def _same_answers(labelled: Contrast, c: Contrast) -> bool:
 def unnamed_clusters(_: GatedCell, context: DowngradeContext) -> Reason | None:
     """Return a reason against a PASS if it is not known which items share a cluster.
 
-    No field of the data names clusters then, and the rules do not declare items independent.
+    That is so if no field of the data names clusters and the rules do not declare the items independent.
     """
     return None if context.rules.items_are_independent else context.drift.unclustered
 
@@ -408,7 +421,10 @@ def rewarding_judge(_: GatedCell, context: DowngradeContext) -> Reason | None:
 
 
 def phrase_rules(cell: GatedCell, context: DowngradeContext) -> Reason | None:
-    """Return a reason against a PASS, under profile release, if phrase rules graded a suite of the cell."""
+    """Return a reason against a PASS if only a search for fixed phrases graded a suite of the cell.
+
+    Asked only under the profile "release"; None otherwise.
+    """
     sides = context.drift.comparison
     suites = sorted({suite_of(row.contrast.suite) for row in cell.rows} & set(sides.by_phrases))
     if context.rules.profile != RELEASE or not suites:
@@ -421,7 +437,7 @@ def phrase_rules(cell: GatedCell, context: DowngradeContext) -> Reason | None:
 
 
 def is_independent_of_reward(cells: Sequence[GatedCell], sides: Comparison) -> bool:
-    """Return whether a gated safety metric was neither trained on nor graded by the reward's judge."""
+    """Return whether some gated safety suite was neither trained on nor graded by the judge that gave the reward."""
     gated = {row.contrast.suite for cell in cells for row in cell.rows}
     safety = {*sides.safety, *(metric for metric in sides.facets if facet_of(metric)[1].kind == "safety")}
     return any(suite_of(metric) not in sides.rewarded for metric in gated & safety)

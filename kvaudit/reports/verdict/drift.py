@@ -66,21 +66,21 @@ CELL = ["arm", "policy", "suite", "context_tokens"]
 
 
 class CellFilter(NamedTuple):
-    """Where facets are contrasted: only in cells of these estimands, policies and lengths."""
+    """A choice of cells in which both sides' facets are compared: those of these estimands, policies and lengths."""
 
     estimands: frozenset[str]
     policies: frozenset[str]
     contexts: frozenset[int]
 
     def accepts(self, estimand: str, policy: str, context: int) -> bool:
-        """Return whether the filter accepts this estimand, policy and length."""
+        """Return whether facets are compared in a cell of this estimand, policy and length."""
         return estimand in self.estimands and policy in self.policies and context in self.contexts
 
 
 def drift_of(data: RunData, comparison: Comparison, alpha: float, facets: CellFilter | None = None) -> Drift:
     """Return the drift of a run's records, with one-sided bounds at level ``alpha``.
 
-    ``facets`` limits the cells in which facets are contrasted (None: all); facets are most of the contrasts.
+    ``facets`` limits the cells in which facets are compared (None: all); they are most of the differences.
     """
     tables = data.panels
     canaries = canaries_of(data.records, _repeated_records(data, comparison), comparison)
@@ -131,7 +131,7 @@ def _checkpoints(records: pd.DataFrame, arm: str) -> dict[int, frozenset[str]]:
 def contrasts(
     comparison: Comparison, tables: Panels, alpha: float, facets: CellFilter | None = None
 ) -> Iterator[Contrast]:
-    """Yield every contrast; at a planned length without any record it has reasons and no numbers."""
+    """Yield every measured difference of a run; at a planned length without records it has reasons and no effect."""
     for metric in (*comparison.suites, *comparison.facets):
         cells = facets if metric in comparison.facets else None
         for context in comparison.lengths[metric]:
@@ -142,7 +142,7 @@ def contrasts(
 
 
 def sides(comparison: Comparison) -> Iterator[tuple[str, str, str]]:
-    """Yield estimand, arm and policy of every contrast; each is made for every metric and length."""
+    """Yield (estimand, arm, policy) of every contrast that a run has; each is made for every metric and length."""
     for policy, arm in product(comparison.policies, comparison.arms):
         if (arm, policy) in comparison.unserved:
             continue
@@ -200,7 +200,9 @@ def _add(*terms: tuple[CellKey, float]) -> Weights:
 
 
 def weights_of(comparison: Comparison, estimand: str, arm: str, pair: SeedPair, policy: str) -> Weights:
-    """Return the weights of the cells of one estimand for one pair of seeds, all served by the same engine.
+    """Return the weight of each cell whose scores make up a difference (``estimand``) for one pair of seeds.
+
+    All cells are served by the same engine.
 
     Amplification is the effect of training under the policy, minus the effect of serving the reference under it:
     (candidate uncompressed - reference uncompressed) - (reference under the policy - reference uncompressed).
@@ -231,7 +233,7 @@ def contrast(
     policy: str,
     alpha: float,
 ) -> Contrast:
-    """Return the contrast of one estimand over paired seeds, which are averaged within the item first."""
+    """Return one measured difference (``estimand``) over paired seeds, which are averaged within the item first."""
     pairs = seed_pairs(comparison, panel, arm)
     weights = [weights_of(comparison, estimand, arm, pair, policy) for pair in pairs]
     cells = sorted({cell for w in weights for cell in w})
@@ -338,7 +340,10 @@ def _effect_of(
 
 
 def _with_seeds(c: Contrast, panel: Panel, z: Array, clusters: npt.NDArray[np.int64], alpha: float) -> Contrast:
-    """Return the contrast with the drift of each seed of z [S, N], and the part of its variance due to items alone."""
+    """Return the contrast with the drift of each seed, from differences z [S, N], and the seed noise.
+
+    The seed noise is the part of the variance of one seed's drift that is due to its items.
+    """
     ordered, counts = by_cluster(z, clusters)
     noise = float(seed_noise(ordered, counts))
     if c.estimand == INTERACTION:
@@ -357,7 +362,7 @@ def _with_seeds(c: Contrast, panel: Panel, z: Array, clusters: npt.NDArray[np.in
 
 
 def _fewest_seeds(cells: list[CellKey]) -> int:
-    """Return the number of training seeds of the arm with the fewest; the base model is left out."""
+    """Return the smallest number of training seeds that an arm in these cells has; the base model is left out."""
     seeds: dict[str, set[int]] = {}
     for cell in cells:
         seeds.setdefault(cell.arm, set()).add(cell.seed)
@@ -373,7 +378,7 @@ def _cluster_sums(panel: Panel, z: Array, clusters: npt.NDArray[np.int64]) -> Cl
 
 
 def _unwanted(panel: Panel, weights: list[Weights], present: npt.NDArray[np.bool_]) -> Iterator[UnwantedEvents]:
-    """Yield the unwanted events as scored, then once for every other way to count unsure and unscored answers."""
+    """Yield how often the unwanted event happened: as scored, then for every other way to count unsure answers."""
     readings = [(scores, scores, present) for scores in (panel.scores, *panel.readings)]
     if panel.unscored_as:
         zero, one = panel.unscored_as
@@ -396,7 +401,7 @@ def _unwanted(panel: Panel, weights: list[Weights], present: npt.NDArray[np.bool
 
 
 def _unread(panel: Panel, weights: list[Weights], recorded: npt.NDArray[np.bool_]) -> Rates:
-    """Return the shares of unreadable answers, as mean(best) - mean(floor): they count as 1 in best and 0 in floor."""
+    """Return both sides' shares of unreadable answers: mean(best) - mean(floor), which count them as 1 and as 0."""
     candidate, reference = (
         float(np.mean([(panel.best[cell] - panel.floor[cell])[recorded] for cell in side]))
         for side in two_sides(weights)
@@ -405,7 +410,7 @@ def _unread(panel: Panel, weights: list[Weights], recorded: npt.NDArray[np.bool_
 
 
 def two_sides(weights: Sequence[Weights]) -> tuple[list[CellKey], list[CellKey]]:
-    """Return the candidate's and the reference's cell of every pair of seeds.
+    """Return two lists: the candidate's cell (checkpoint and policy) of every pair of seeds, and the reference's.
 
     A cell that is compared with itself is on both sides.
     """
@@ -444,7 +449,7 @@ def _between(plus: Scores, minus: Scores, weights: Weights, present: npt.NDArray
 
 
 def _bound(plus: Scores, minus: Scores, weights: Sequence[Weights], present: npt.NDArray[np.bool_]) -> float:
-    """Return the mean difference, with scores from ``plus`` for cells of positive weight, else from ``minus``."""
+    """Return a bound of the mean difference: scores from ``plus`` for cells of positive weight, else from ``minus``."""
     return float(np.mean([_between(plus, minus, w, present) for w in weights]))
 
 
@@ -466,7 +471,7 @@ def widened_to(effect: Effect, other: Effect) -> Effect:
 
 
 def broken_contract(panel: Panel, cells: Sequence[CellKey]) -> tuple[Reason, ...]:
-    """Return the reasons why these cells cannot be compared; empty if they can."""
+    """Return the reasons why the scores of these checkpoints and policies cannot be compared; empty if they can."""
     absent = [cell for cell in cells if cell not in panel.scores]
     if absent and not panel.scores and panel.suite.endswith(f".{UNSAFE}"):
         return (Reason(ReasonCode.HARM, NO_HARM_GRADER),)

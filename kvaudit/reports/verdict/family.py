@@ -45,7 +45,7 @@ from kvaudit.reports.verdict.rules import CONTRASTED, Rules, allowed_points
 
 @dataclass(frozen=True)
 class GatedCell:
-    """A cell to decide: its tests in ``rows``, and their limit, a ``margin`` or a ``ratio``."""
+    """A cell to decide: the tests that it has to pass (``rows``), and their limit, a ``margin`` or a ``ratio``."""
 
     estimand: str
     rows: tuple[FamilyRow, ...]
@@ -59,7 +59,10 @@ class GatedCell:
 
 
 def gated_cells(drift: Drift, rules: Rules) -> list[GatedCell]:
-    """Return every cell that enters the verdict, in the order of the contrasts, then worst and parity."""
+    """Return every cell that enters the verdict: the single contrasts in their order, then worst and parity.
+
+    worst: every deployable policy must pass; parity: the drift must be within the margin on both sides.
+    """
     sides = drift.comparison
     cells = [single_cell(c, rules, gated=True) for c in drift.contrasts if is_gated(c, sides, rules)]
     base = [c for c in drift.contrasts if is_base(c, sides, rules)]
@@ -90,7 +93,7 @@ def gated_facets(sides: Comparison, rules: Rules) -> CellFilter:
 
 
 def is_gated(c: Contrast, sides: Comparison, rules: Rules) -> bool:
-    """Return whether a contrast enters the verdict as a cell."""
+    """Return whether a contrast (a measured difference) enters the verdict as a cell."""
     if c.estimand not in rules.estimands or c.context_tokens not in rules.contexts or not _is_decided(c, sides, rules):
         return False
     if c.estimand == SERVING and sides.mode == "training":  # every setting counts; ``primary`` selects for the arms
@@ -117,9 +120,9 @@ def is_shown(c: Contrast, sides: Comparison, rules: Rules) -> bool:
 
 
 def is_base(c: Contrast, sides: Comparison, rules: Rules) -> bool:
-    """Return whether other gated cells are computed from this contrast.
+    """Return whether a contrast is one from which other gated cells are computed.
 
-    They are worst (all policies must pass), selectivity (safety dropped more than capability) and parity (no gain
+    These are worst (all policies must pass), selectivity (safety dropped more than capability) and parity (no gain
     either).
     """
     if c.estimand != sides.base or c.context_tokens not in rules.contexts or not _is_decided(c, sides, rules):
@@ -130,14 +133,14 @@ def is_base(c: Contrast, sides: Comparison, rules: Rules) -> bool:
 
 
 def _is_chosen(c: Contrast, rules: Rules) -> bool:
-    """Return whether the rules gate the arm of a contrast."""
+    """Return whether the rules gate the arm of a contrast (a measured difference)."""
     return not rules.arms or c.arm in rules.arms
 
 
 def _is_decided(c: Contrast, sides: Comparison, rules: Rules) -> bool:
-    """Return whether a metric is decided: a facet with a margin, or a suite unless only its facets have margins.
+    """Return whether a metric is decided: a facet that has a margin, or a suite unless only its facets have margins.
 
-    A suite without any margin is decided too, so that its cell says that the margin is missing.
+    A suite without any margin is decided too, so that its cell says that the margin is missing; not in a run in rounds.
     """
     if c.suite in sides.facets or rules.holds(c.suite) or sides.looks:
         return rules.holds(c.suite)
@@ -151,13 +154,16 @@ def _is_repeated(c: Contrast, sides: Comparison, rules: Rules) -> bool:
 
 
 def single_cell(c: Contrast, rules: Rules, *, gated: bool) -> GatedCell:
-    """Return the cell that is made of one contrast, tested for a drop."""
+    """Return the cell that consists of one contrast, tested for a drop."""
     margin, ratio = rules.margin(c.estimand, c.suite), rules.ratio(c.estimand, c.suite)
     return GatedCell(c.estimand, (FamilyRow(c, 1),), margin, gated, ratio)
 
 
 def _worst_policy(base: Sequence[Contrast], rules: Rules) -> Iterator[GatedCell]:
-    """Yield the cells of the estimand ``worst``: per arm, suite and length one test for every deployable policy."""
+    """Yield the cells of the estimand ``worst``: an arm passes a suite if it does under every deployable policy.
+
+    There is a cell per arm, suite and length, with a test per policy.
+    """
     groups: dict[tuple[str, str, int], list[Contrast]] = {}
     for c in base:
         if c.policy in rules.deployable:
@@ -176,7 +182,7 @@ _FEW = f"a cell has fewer than {FEWEST_CLUSTERS} templates"
 
 
 class FamilyRow(NamedTuple):
-    """One of the tests whose p-values are adjusted together: is a contrast below 0, or above 0 if ``sign`` is -1?"""
+    """One of the tests whose p-values are adjusted together: is a difference below 0, or above 0 if ``sign`` is -1?"""
 
     contrast: Contrast
     sign: int
@@ -207,7 +213,7 @@ _Test = tuple[_Part, ...]
 
 @dataclass(frozen=True)
 class TestFamily:
-    """Adjusted one-sided p-values of the rows by ``method`` and by Holm; 1 where a row has no number.
+    """The p-values of tests for a drop, adjusted together: by ``method``, and by Holm; 1 for a test without an effect.
 
     ``reason`` says why the method is Holm; it is empty for max-T. ``floor`` is the smallest possible p-value.
     ``critical`` is how many standard errors below 0 the lowest test must be to count as a drop, infinite without tests.
@@ -224,7 +230,7 @@ class TestFamily:
 def joint_family(rows: Sequence[FamilyRow], alpha: float = 0.05) -> TestFamily:
     """Return the p-values of all tests, adjusted together by max-T, or by Holm where max-T is not possible.
 
-    ``alpha`` is the level of ``critical``.
+    ``alpha`` is the level at which the result's ``critical`` value holds.
     """
     by_holm = holm_family([drop_pvalue(row.contrast.effect, row.sign) for row in rows])
     numbered = [i for i, row in enumerate(rows) if row.contrast.effect]
@@ -325,7 +331,7 @@ def _patterns(sizes: Mapping[str, int], *, exact: bool) -> Iterator[dict[str, Ar
 
 
 def _statistics(tests: Sequence[_Test], patterns: Patterns, columns: Columns) -> Array:
-    """Return the CR3 t statistics [K, B] of tests that share their clusters."""
+    """Return the CR3 t statistics [K, B] of K tests that share their clusters, under B patterns of signs."""
     suites = []
     for parts in zip(*tests, strict=True):  # the same suite of every test
         first = parts[0]

@@ -98,7 +98,7 @@ def _key_cell(pairs: PairedAnswers, indices: Indices, names: Mapping[AnswerPlace
 
 
 def check_key(key: Key, sheet: Path, data: RunData, answers: Sequence[PairedAnswers]) -> None:
-    """Raise DataError if a sheet's key is not the one that ``sheet_key`` makes from these records with its settings."""
+    """Raise DataError if a label sheet's key is not what ``sheet_key`` makes of these records by the key's settings."""
     by_place = {pairs.contrast.place: pairs for pairs in answers}
     cells = [_answers_of_gated_cell(by_place, cell) for cell in key.cells]
     expected = sheet_key(data, cells, seed=key.seed, concordant=key.concordant, spread=key.spread)[0]
@@ -121,9 +121,10 @@ def _answers_of_gated_cell(answers: Mapping[CellPlace, PairedAnswers], cell: Key
 
 @dataclass(frozen=True)
 class CellLabels(CellName):
-    """The human labels (0 or 1) of one gated cell by hash of the text; ``seed`` and ``concordant`` fix the pairs drawn.
+    """The human labels (1 as wanted, 0 not) of one gated cell, by hash of the labelled text.
 
-    ``spread`` is whether the concordant pairs were drawn in turn over the templates, as they are since format 3.
+    ``seed`` and ``concordant`` (a number) fix which of the pairs that the judge graded alike were drawn. ``spread`` is
+    whether they were drawn in turn over the templates, as they are since format 3.
     """
 
     seed: int
@@ -143,7 +144,7 @@ class Labels:
 
 
 def collect_labels(run: Path, reference: str, key: Key, labels: Mapping[str, int]) -> Labels:
-    """Return the labels of a sheet by the hash of the labelled text, and those stored for the run's other cells.
+    """Return the labels of a sheet, by hash of the labelled text, together with those stored for the run's other cells.
 
     ``labels`` are by row of the sheet. Raises DataError if the stored labels are about other records.
     """
@@ -160,7 +161,7 @@ def collect_labels(run: Path, reference: str, key: Key, labels: Mapping[str, int
 
 
 def earlier_labels(run: Path, key: Key) -> dict[str, int]:
-    """Return the labels, by row of a sheet, that people gave to the same texts on earlier sheets of this run."""
+    """Return the labels that people gave to the same texts on earlier sheets of this run, by row of the new sheet."""
     stored = load_labels(run)
     texts = {text: label for cell in stored.cells for text, label in cell.labels.items()} if stored else {}
     return {row: texts[text] for row, text in key.rows.items() if text in texts}
@@ -256,7 +257,7 @@ def apply_labels(data: RunData, drift: Drift, stored: Labels) -> Drift:
 
 
 def match_labels(data: RunData, drift: Drift, stored: Labels) -> list[HumanLabels]:
-    """Return the stored labels matched to answers by their text, for every labelled cell that has a number.
+    """Return the stored labels matched to answers by their text, for every labelled cell that has an effect.
 
     Raises DataError if labels and answers do not match.
     """

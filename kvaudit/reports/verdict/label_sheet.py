@@ -281,7 +281,10 @@ class PairedAnswers:
 def paired_answers(
     data: RunData, comparison: Comparison, gated: Sequence[Contrast], select: Mapping[str, str]
 ) -> list[PairedAnswers]:
-    """Return the pairs of answers of every gated contrast that matches ``select``; raises SpecError if none does."""
+    """Return the pairs of answers of every gated contrast that matches the selectors ``select``, such as an arm.
+
+    Raises SpecError if none does.
+    """
     contrasts = [c for c in gated if c.effect and c.estimand in ADJUDICATED]
     if not contrasts:
         raise SpecError(
@@ -298,7 +301,7 @@ def paired_answers(
 
 
 def pairs_of(data: RunData, comparison: Comparison, c: Contrast) -> PairedAnswers:
-    """Return the pairs of answers of one contrast, whose effect must have been computed (not None)."""
+    """Return the pairs of answers (reference's, candidate's) behind one contrast, whose effect must not be None."""
     tables = []
     for seeds in seed_pairs(comparison, data.panels[c.suite, c.context_tokens], c.arm):
         weights = weights_of(comparison, c.estimand, c.arm, seeds, c.policy)
@@ -319,7 +322,10 @@ def _select(contrasts: list[Contrast], key: str, value: str) -> list[Contrast]:
 
 
 def _join_sides(records: pd.DataFrame, c: Contrast, candidate: CellKey, reference: CellKey) -> pd.DataFrame:
-    """Return the records of both cells side by side; ``broken_contract`` has checked that all answers have partners."""
+    """Return the records of candidate and reference side by side, a row per pair of answers.
+
+    ``broken_contract`` has checked that all answers have partners.
+    """
     suite = suite_of(c.suite)
     facet = facet_of(c.suite)[1].name if suite != c.suite else None
     rows = records[(records["suite"] == suite) & (records["context_tokens"] == c.context_tokens)]
@@ -392,7 +398,7 @@ def records_digest(records: pd.DataFrame) -> str:
 
 
 def shown_answers(data: RunData, answers: Sequence[tuple[PairedAnswers, Indices]]) -> dict[AnswerPlace, ShownAnswer]:
-    """Return what a labeller sees of every chosen answer, read from the run's records.
+    """Return by place what a labeller sees of every chosen answer, read from the run's records.
 
     An answer that counts for several metrics is shown once for each, since its labels may differ.
     """

@@ -24,7 +24,7 @@ _TEXT = ("arm", "sha256", "base_sha256", "policy")
 
 @dataclass(frozen=True)
 class PinnedCheckpoint:
-    """One checkpoint of the reference; ``policy`` is the compression during its rollouts.
+    """One checkpoint of the pinned reference; ``policy`` is the compression under which its rollouts were sampled.
 
     Weights that were not trained by kvaudit are their own base, with the placeholder arm ``base`` and seed 0. ``files``
     maps the names of the checkpoint's other files, such as config.json, to their sha256; pins of earlier versions have
@@ -89,7 +89,10 @@ def _differing(pinned: Mapping[str, str], files: Mapping[str, str]) -> tuple[str
 
 
 def load_pin(path: Path) -> Pin:
-    """Read a pin file; raises DataError if it is missing or was not written by ``kvaudit gate --pin``."""
+    """Read a pin file, which lists the reference's files by hash.
+
+    Raises DataError if it is missing or was not written by ``kvaudit gate --pin``.
+    """
     try:
         table = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -115,7 +118,7 @@ def is_sha256(value: Any) -> bool:
 
 
 def recorded_pin(provenance: Mapping[str, Any]) -> Pin:
-    """Return the pin that was recorded when the run began; raises DataError without one."""
+    """Return the pin (the reference's weights by hash) recorded when the run began; raises DataError without one."""
     table = provenance.get("gate_pin")
     if table is None:
         raise DataError("the gate names a pin, but provenance.json records none; start another run with --out")

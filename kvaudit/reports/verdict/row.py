@@ -20,7 +20,7 @@ _FORMULA = ("=", "+", "-", "@", "\t")  # first characters of cells that a spread
 
 @dataclass(frozen=True)
 class Row:
-    """One contrast with its decision. Scores are shares (0.05 = 5 pp), drift is candidate minus reference.
+    """One measured difference with its decision. Scores are shares (0.05 = 5 pp), drift is candidate minus reference.
 
     A missing value is None, never 0. ``low`` and ``high`` are the 95 % interval, ``lower`` and ``upper`` the one-sided
     bounds that decide, ``recipe_low`` and ``recipe_high`` the interval with seed variance. Where a ratio decides,
@@ -62,7 +62,7 @@ class Row:
 
 
 def row_of(sides: Comparison, contrast: Contrast | None, decision: Decision | None) -> Row:
-    """Return the row of a contrast, of a decision, or of both."""
+    """Return a measured difference, a decision, or both joined, as one flat row."""
     cell = contrast or decision
     assert cell is not None, "a row needs a contrast or a decision"
     effect, rates, recipe = cell.effect, cell.rates, contrast.recipe if contrast else None
@@ -143,7 +143,10 @@ CONTRAST_COLUMNS: Mapping[str, Callable[[Row], Any]] = {
 
 
 def contrast_rows(decided: Decided) -> Iterator[dict[str, Any]]:
-    """Yield the columns of every contrast, facets included; an end that a ratio's interval lacks is infinity."""
+    """Yield every contrast, facets included, as a row (column -> value).
+
+    Where a ratio's interval has no upper end, the value is infinity.
+    """
     decisions = {decision.place: decision for decision in decided.verdict.decisions}
     for contrast in decided.drift.contrasts:
         row = row_of(decided.comparison, contrast, decisions.get(contrast.place))

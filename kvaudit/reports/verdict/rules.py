@@ -75,7 +75,7 @@ class Rules:
     defaults: Mapping[str, str] = field(default_factory=dict)  # suite or facet -> kind, if it has a default margin
 
     def margin(self, estimand: str, suite: str) -> float | None:
-        """Return the margin of an estimand on a suite, None if none is declared."""
+        """Return the margin of a kind of difference (``estimand``) on a suite, None if none is declared."""
         return self.estimand_margins.get(estimand, self.margins.get(suite))
 
     def ratio(self, estimand: str, suite: str) -> float | None:
@@ -88,7 +88,7 @@ class Rules:
 
 
 def rules_of(spec: RunSpec, comparison: Comparison) -> Rules:
-    """Return the rules of a complete spec's gate section; raises SpecError if an estimand lacks suites it needs."""
+    """Return the rules of a complete spec's gate section; raises SpecError if the run lacks suites that they need."""
     gate = spec.gate
     assert gate.alpha is not None, "a complete spec has a level"
     primary, deployable = (tuple(match_policies(p, comparison.policies)) for p in (gate.primary, gate.deployable))
@@ -116,9 +116,9 @@ def rules_of(spec: RunSpec, comparison: Comparison) -> Rules:
 
 
 def _estimands(gate: GateSpec, comparison: Comparison) -> tuple[str, ...]:
-    """Return the gated estimands in the order of ``GATED``.
+    """Return the differences (estimands) that the gate decides, in the order of ``GATED``.
 
-    Raises SpecError if the run has no suite of a kind that an estimand needs.
+    Raises SpecError if the run has no suite of a kind (safety, capability) that one of them needs.
     """
     kinds = {"capability": bool(comparison.capability), "safety": bool(comparison.safety)}
     for name, needed in (("selectivity", ("safety", "capability")), ("parity", ("capability",))):
@@ -330,9 +330,9 @@ class Ratio:
 
 
 def ratio_of(c: Contrast, limit: float) -> Ratio | None:
-    """Return the ratio of a contrast; its interval covers every way to count uncertain answers.
+    """Return the ratio of the rates of the unwanted event; its interval covers every way to count uncertain answers.
 
-    None for a contrast without a number or without two sides, such as an interaction.
+    None for a contrast without an effect or without two sides, such as an interaction.
     """
     if c.effect is None or not c.unwanted:
         return None

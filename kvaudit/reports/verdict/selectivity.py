@@ -176,14 +176,14 @@ def _with_spread(effect: Effect, spread: _Spread, alpha: float) -> Effect:
 
 
 def _spread(sums: Sequence[ClusterSums]) -> _Spread:
-    """Return the summed CR3 variance of independent suites."""
+    """Return the summed CR3 variance of independent suites, with its degrees of freedom."""
     # a single pattern without a flipped sign gives the observed moments
     moments = [flip_moments(p.weight * p.sums[None], p.counts, np.ones((1, len(p.counts)))) for p in sums]
     return _pool([_Spread(float(m.variance[0, 0]), len(p.counts) - 1) for m, p in zip(moments, sums, strict=True)])
 
 
 def _pool(parts: Sequence[_Spread]) -> _Spread:
-    """Sum variances, with Satterthwaite's degrees of freedom (the smallest of the parts if nothing varies)."""
+    """Return the sum of variances, with Satterthwaite's degrees of freedom (the parts' smallest if nothing varies)."""
     total = sum(p.variance for p in parts)
     if total <= 0:
         return _Spread(0.0, min(p.df for p in parts))

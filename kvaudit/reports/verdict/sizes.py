@@ -98,13 +98,13 @@ class Design:
 
     @property
     def training(self) -> float:
-        """The share of the variance that more seeds shrink and more samples do not."""
+        """The share of the variance of differences that more seeds shrink and more samples do not."""
         return (1 - self.sampling_share) * self.seed_share
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """The chances and the precision of a design, as ``kvaudit plan`` prints them."""
+    """The power and precision of a planned run, as ``kvaudit plan`` prints them."""
 
     design: Design
     deff: float
@@ -191,7 +191,7 @@ def larger_designs(design: Design) -> Iterator[Step]:
 
 
 def with_more_items(design: Design) -> Step:
-    """Return a design with four times the items of each template, and its chance to pass."""
+    """Return the step to a design with four times the items of each template, and its chance to pass."""
     larger = replace(design, items_per_cluster=_ITEMS_TIMES * design.items_per_cluster)
     return Step(f"{_ITEMS_TIMES} times the items of each template", pass_chance(larger, audits=_DESIGN_SEARCH))
 
@@ -250,7 +250,7 @@ def lowest_drift(design: Design) -> float | None:
 
 
 def _lowest(has_power: Callable[[float], bool], low: float, high: float) -> float | None:
-    """Return the lowest value between ``low`` and ``high`` that has the power; None if ``high`` does not have it."""
+    """Return the lowest value from ``low`` to ``high`` with which ``has_power`` holds; None if it fails at ``high``."""
     if not has_power(high):
         return None
     while high - low > 0.001:
@@ -392,7 +392,7 @@ class Metric(NamedTuple):
 
 
 class PlannedItems(NamedTuple):
-    """A number of items, and the chance to pass with so many if there is no drift."""
+    """A number of items, and the chance to pass with it if there is no drift."""
 
     items: int
     chance: float
@@ -400,7 +400,7 @@ class PlannedItems(NamedTuple):
 
 @dataclass(frozen=True)
 class Shortfall:
-    """A metric that cannot pass with ``items``: the templates that it has and needs, and how many items suffice."""
+    """Why a metric cannot pass with ``items`` items: the templates that it has and needs, the items that suffice."""
 
     metric: Metric
     items: int
@@ -424,7 +424,10 @@ class Shortfall:
 
 
 def template_counts(layout: Layout, items: int, facet: str | None) -> Array:
-    """Return how many of the first ``items`` have the facet, for each template [C] that has any."""
+    """Return, for each template [C] that has any, how many of the first ``items`` items have the facet.
+
+    Without ``facet`` all items count.
+    """
     rounds, rest = divmod(items, len(layout))
     counts: dict[str, int] = {}
     for place, item in enumerate(layout):
@@ -456,12 +459,15 @@ def passing_counts(layout: Layout, metric: Metric, alpha: float, limit: int) -> 
 
 
 def fewest_items(layout: Layout, metric: Metric, alpha: float) -> int | None:
-    """Return the smallest number of items within a round with which a metric can pass, None if there is none."""
+    """Return the smallest number of items with which a metric can pass, None if it cannot within a round.
+
+    A round is every item of ``layout`` once.
+    """
     return next(iter(passing_counts(layout, metric, alpha, len(layout))), None)
 
 
 def shortfall_of(layout: Layout, metric: Metric, items: int, alpha: float) -> Shortfall | None:
-    """Return why a metric cannot pass with so many items, None if it can."""
+    """Return why a metric cannot pass with this number of items, None if it can."""
     counts = template_counts(layout, items, metric.facet)
     if len(counts) and can_show(counts, metric.margin, alpha):
         return None
@@ -476,9 +482,9 @@ def shortfall_of(layout: Layout, metric: Metric, items: int, alpha: float) -> Sh
 
 
 def planned_discordance(differing: int, pairs: int) -> float:
-    """Return the share of differing answers to plan with: in a trial, ``differing`` of ``pairs`` answers did (churn).
+    """Return the share of differing answers to plan with, if ``differing`` of ``pairs`` answers differed in a trial.
 
-    It is the upper end of the churn's interval, at least ``LEAST_CHURN``; ``ASSUMED_CHURN`` without a pair.
+    It is the upper end of this share's interval, at least ``LEAST_CHURN``; ``ASSUMED_CHURN`` without a pair.
     """
     if not pairs:
         return ASSUMED_CHURN

@@ -48,7 +48,7 @@ class Status(StrEnum):
 
 
 class Larger(StrEnum):
-    """By what factor a cell would need more templates to pass with power .8 if there were no drift."""
+    """How many times as many templates a cell needs to pass with power .8 if there is no drift, in words."""
 
     TWICE = "about twice"
     TEN_TIMES = "about ten times"
@@ -78,7 +78,7 @@ PRECEDENCE = (
 
 @dataclass(frozen=True)
 class Decision(CellName):
-    """The verdict of one cell. ``recipe`` is the verdict with seed variance added, None with fewer than 3 seeds.
+    """The verdict on one cell. ``recipe`` is the verdict with seed variance added, None with fewer than 3 seeds.
 
     ``status`` follows from the data, by human labels if there are any; a ``waiver`` does not change it. For the
     estimand ``worst`` the numbers are those of the worst of ``policies``.
@@ -128,8 +128,8 @@ class Decision(CellName):
 class ArmVerdict:
     """The verdict of an arm over its gated cells, and by suite.
 
-    ``recipe`` is the same with seed variance added, None with fewer than 3 seeds; ``unwaived`` the same without
-    waivers.
+    ``status`` is about the checkpoints. ``recipe`` is the same with seed variance added, None with fewer than 3 seeds;
+    ``unwaived`` is ``status`` without waivers.
     """
 
     arm: str
@@ -158,8 +158,8 @@ class Verdict:
     """The run's verdict; ``headline`` is the index of the decision that the banner quotes, None if INVALID.
 
     ``status`` is about the checkpoints of this run, averaged over their seeds; ``unwaived`` is the same without
-    waivers. ``recipe`` is the decision with seed variance added ("training this way does this"), None with fewer than
-    three paired seeds.
+    waivers. ``recipe`` is the status of the claim about any seed ("training this way does this"), with the variance
+    between seeds added; None with fewer than three paired seeds.
     """
 
     status: Status
@@ -181,7 +181,7 @@ class Verdict:
 
     @property
     def head(self) -> Decision | None:
-        """The decision that the banner quotes, None if no cell has a number."""
+        """The decision that the banner quotes, None if no cell has an effect."""
         return None if self.headline is None else self.decisions[self.headline]
 
 
@@ -198,19 +198,19 @@ def worst_exit_code(statuses: Iterable[Status], rules: Rules) -> int:
 
 
 def worst(statuses: Iterable[Status]) -> Status:
-    """Return the status that comes first in ``PRECEDENCE``."""
+    """Return the worst status, which is the one that comes first in ``PRECEDENCE``."""
     return min(statuses, key=PRECEDENCE.index)
 
 
 def worst_recipe(statuses: Sequence[Status | None]) -> Status | None:
-    """Return the worst recipe verdict, None if any is missing."""
+    """Return the worst of the verdicts on recipes (ways of training), None if any is missing."""
     verdicts = [status for status in statuses if status]
     return worst(verdicts) if verdicts and len(verdicts) == len(statuses) else None
 
 
 @dataclass(frozen=True)
 class Decided:
-    """A run with its verdict: the drift, the rules, the verdict and the waivers."""
+    """A run with all from which its report follows: the drift, the rules, the waivers and the verdict."""
 
     drift: Drift
     rules: Rules
@@ -224,7 +224,10 @@ class Decided:
 
     @property
     def contrasts(self) -> Iterator[Contrast]:
-        """The contrasts of suites, and of facets with a margin or ratio; other facets have their own section."""
+        """The measured differences in suites' scores, and in facets that have a margin or ratio.
+
+        All other facets are in a section of their own.
+        """
         facets = self.comparison.facets
         return (c for c in self.drift.contrasts if c.suite not in facets or self.rules.holds(c.suite))
 

@@ -34,7 +34,10 @@ _GRID_WORDS = 350  # of the grid in summary.md
 
 
 def render_junit(page: Page) -> str:
-    """Return junit.xml: a test case per gated cell and one for the verdict; their results follow from the status."""
+    """Return junit.xml: a test case for each gated cell and one for the verdict.
+
+    The status of the cell or of the verdict gives the result of the case.
+    """
     banner, rules, sides = page.banner, page.findings.rules, page.findings.comparison
     suite = ElementTree.Element("testsuite", name=inline(banner.title))
     lines = (*(answer.line for answer in answers(page.findings) if answer.groups), banner.alarm, *page.remarks)
@@ -53,9 +56,9 @@ def render_junit(page: Page) -> str:
 
 
 def _kind(status: Status, rules: Rules) -> str:
-    """Return the JUnit element for a status: "failure" for FAIL, "error" for others that stop the gate, "" for a pass.
+    """Return the JUnit element for a status: "failure" for FAIL, "error" for what else stops the gate, "" for a pass.
 
-    "skipped" stands for a status that the gate lets through with a warning.
+    It is "skipped" for a status that the gate lets through with a warning.
     """
     if status is Status.FAIL:
         return _FAILURE

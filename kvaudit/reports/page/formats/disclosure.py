@@ -141,7 +141,7 @@ def render_disclosure(page: Page) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Return the tree with every fact replaced by a mapping of its ``state`` and, if known, its ``value``."""
+    """Return nested values with every ``Fact`` replaced by a mapping of its ``state`` and, if known, its ``value``."""
     if isinstance(value, Fact):
         return {"state": value.state, **({"value": value.value} if value.state == "known" else {})}
     if isinstance(value, Mapping):
@@ -217,7 +217,10 @@ def _metric(m: MeasuredCell) -> dict[str, Any]:
 
 
 def _hashes(fact: Fact | None) -> list[dict[str, str]]:
-    """Return the hashes of the weights of every seed, without values that are no sha256, which would not validate."""
+    """Return the hashes of the weights of every seed, in the form of CycloneDX: {alg, content}.
+
+    Values that are no sha256 are left out, because they would not validate.
+    """
     if fact is None or fact.state != "known":
         return []
     digests = [str(digest) for digest in fact.value.values()]

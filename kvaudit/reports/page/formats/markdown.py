@@ -33,7 +33,10 @@ def render(page: Page) -> str:
 
 
 def screen_parts(screen: Screen, words: int = 900) -> Iterator[str]:
-    """Yield the paragraphs of the first screen; a large grid is cut to about ``words``, but to no less than a row."""
+    """Yield the paragraphs of the first screen.
+
+    A large grid is cut to about ``words`` words, but never to less than one row.
+    """
     yield f"# {escape(screen.title)}: {escape(screen.status.value)}"
     if screen.alarm:
         yield f"> **{escape(screen.alarm)}**"
@@ -51,7 +54,7 @@ def screen_parts(screen: Screen, words: int = 900) -> Iterator[str]:
 
 
 def _without_screen(page: Page) -> str:
-    """Return a page that has no first screen, such as a comparison of two files: every section in full."""
+    """Return as Markdown a page that has no first screen, such as a comparison of two files: every section in full."""
     top = page.banner
     parts = [f"# {escape(top.title)}", f"**{escape(top.status.value)}**: {escape(top.sentence)}"]
     if top.alarm:

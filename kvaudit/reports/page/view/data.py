@@ -68,7 +68,10 @@ class Texts:
         return not any(self.prompts.values()) and not any(row["turns"] for row in rows)
 
     def chunks(self) -> Iterator[tuple[list[ItemKey], dict[int, Any]]]:
-        """Yield the items of each file of about CHUNK characters, and their texts by item number."""
+        """Yield, for each data file of about CHUNK characters, its items and its texts.
+
+        The texts are prompt and answers by item number, which counts over all files.
+        """
         items: list[ItemKey] = []
         table: dict[int, Any] = {}
         size = 0
@@ -129,7 +132,7 @@ def _turns(messages: Iterable[Message]) -> list[tuple[str, str]]:
 
 
 class ItemShades:
-    """The shades of one item's answers: for each token a letter of LEVELS, how much of the cache held it.
+    """The shades of one item's answers: for every token a letter of LEVELS, the share of heads that still held it.
 
     Tokens (``pieces``, ``roles``) are stored in full for the first answer only. Every other answer shares the first
     ``same`` of them and adds its own.
@@ -141,7 +144,10 @@ class ItemShades:
         self._answers: dict[int, dict[str, Any] | None] = {}
 
     def add(self, number: int, shading: Shading | None) -> None:
-        """Add the shading of answer ``number``; None if the prompt, served again, gave another answer."""
+        """Add the shading of answer ``number``.
+
+        ``shading`` is None if none could be made: the prompt, served again, gave another answer.
+        """
         if shading is None:
             self._answers[number] = None
             return
@@ -171,7 +177,7 @@ class ItemShades:
 
 
 def _level(share: float) -> str:
-    """Return the letter of LEVELS for a share; only 0 gives the first letter and only 1 the last."""
+    """Return the letter of LEVELS for a share in [0, 1]; only 0 gives the first letter and only 1 the last."""
     last = len(LEVELS) - 1
     return LEVELS[int(share) * last if share in (0, 1) else min(max(round(share * last), 1), last - 1)]
 
@@ -214,7 +220,7 @@ class Change(NamedTuple):
 
 @dataclass(frozen=True)
 class Flip:
-    """One item on the two sides of a contrast, with the metrics that differ, the score first."""
+    """One item on two compared sides, with the metrics that differ between them, the score first."""
 
     kind: str
     suite: str
@@ -226,7 +232,7 @@ class Flip:
 
 
 def kinds_shown(data: RunData) -> frozenset[str]:
-    """Return the contrasts whose flips are shown: all of KINDS, but "deployed" only if the gate uses it."""
+    """Return the kinds of comparison whose flips are shown: all of KINDS, but "deployed" only if the gate uses it."""
     estimands = set(data.spec.gate.estimands)
     return frozenset(kind for kind in KINDS if kind != "deployed" or estimands & {"deployed", "worst"})
 
@@ -238,7 +244,7 @@ def flip_key(kind: str, suite: str, context_tokens: int, item: str, candidate: C
 
 
 def flips_of(data: RunData, comparison: Comparison) -> Iterator[Flip]:
-    """Yield every flip of a run: an item whose score or facet differs between the two sides of a shown contrast."""
+    """Yield every flip of a run: an item whose score or facet differs between two compared sides."""
     kinds = kinds_shown(data)
     for suite in comparison.suites:
         names = [name for name in FACETS if f"{suite}.{name}" in comparison.facets]
@@ -255,7 +261,10 @@ def flips_of(data: RunData, comparison: Comparison) -> Iterator[Flip]:
 def _of_side(
     comparison: Comparison, tables: Mapping[str, Panel], estimand: str, arm: str, policy: str
 ) -> Iterator[Flip]:
-    """Yield the flips of one arm and policy by one contrast at one length: by pair of seeds, sorted by item."""
+    """Yield the flips of one arm and policy by one contrast (``estimand``) at one context length.
+
+    ``tables`` are the score tables by metric. The flips are in the order of seed pairs, then of items.
+    """
     panel = tables[SCORE]
     for pair in seed_pairs(comparison, panel, arm):
         (candidate,), (reference,) = two_sides([weights_of(comparison, estimand, arm, pair, policy)])
@@ -268,7 +277,10 @@ def _of_side(
 
 
 def _changes(metric: str, table: Panel, candidate: CellKey, reference: CellKey) -> Iterator[tuple[str, Change]]:
-    """Yield items whose scores by one metric differ; an answer that could not be read is neither lost nor gained."""
+    """Yield (item, change) for items whose scores by one metric differ.
+
+    An answer that could not be read is neither lost nor gained.
+    """
     if candidate not in table.scores or reference not in table.scores:
         return
     candidate_scores, reference_scores = table.scores[candidate], table.scores[reference]
@@ -319,7 +331,10 @@ def severity_rank(flip: Flip) -> int:
 
 
 def interleave_cells(flips: Sequence[Flip]) -> list[int]:
-    """Return an order of the flips (indices): one per cell in turn, lost safety first, so that few cover all cells."""
+    """Return an order of the flips (indices): one of each cell in turn, lost safety first.
+
+    So the first few flips already cover all cells.
+    """
     cells: dict[Hashable, list[int]] = {}
     for number in sorted(range(len(flips)), key=lambda n: severity_rank(flips[n])):
         flip = flips[number]

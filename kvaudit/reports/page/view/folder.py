@@ -1,4 +1,6 @@
-"""Flips -> a folder of static pages. The data files are scripts, since a page opened as file:// cannot fetch JSON.
+"""Flips (items whose answers differ) -> a folder of static pages.
+
+The data files are scripts, since a page opened as file:// cannot fetch JSON.
 
 index.html, view.css, *.js   the same for every run, without any text of a run
 data/flips.js                the list, a column per field
@@ -63,7 +65,7 @@ class RunView:
 
     @property
     def is_servable(self) -> bool:
-        """Whether the answers came from the run's checkpoints, so that they can be served again."""
+        """Whether the run has the checkpoints that gave the answers, so that they can be served again."""
         return self._data.spec.probe is None and JUDGED not in self._data.provenance
 
     def write(self, out: Path) -> None:
@@ -88,13 +90,16 @@ class RunView:
         write_output(out / DATA / LIST, f"const VIEW = {script(self._table(shaded))};\n")
 
     def shaded_counts(self) -> tuple[int, int]:
-        """Return how many flips with evictions have shades to show, and how many flips have evictions."""
+        """Return two counts: the flips with evictions that have shades to show, and all flips with evictions.
+
+        Shades say how much of the cache still held each token.
+        """
         shaded = self._shades_by_item()
         codes = [self._eviction_code(pair, shaded) for pair in self._answers]
         return codes.count(1), codes.count(1) + codes.count(2)
 
     def missing_shades(self, number: int) -> dict[str, set[AnswerKey]]:
-        """Return the answers without shades, by unit, of the first ``number`` flips that had evictions."""
+        """Return the answers that lack shades, by unit (record file), of the first ``number`` flips with evictions."""
         answers = self._texts.answers
         evicted_flips = [n for n in interleave_cells(self.flips) if any(answers[a].evicted for a in self._answers[n])]
         shadings: dict[str, Shadings] = {}
@@ -108,7 +113,10 @@ class RunView:
         return missing
 
     def _shades_by_item(self) -> dict[ItemKey, ItemShades]:
-        """Return by item the shades that the run folder stores for answers whose cache evicted entries."""
+        """Return by item the shades (how much of the cache held each token) that the run folder stores.
+
+        Only answers whose cache evicted entries have shades.
+        """
         shadings: dict[str, Shadings] = {}
         shades: dict[ItemKey, ItemShades] = {}
         for number, answer in enumerate(self._texts.answers):
@@ -169,7 +177,10 @@ class RunView:
         }
 
     def _eviction_code(self, answers: Iterable[int], shaded: Mapping[ItemKey, ItemShades]) -> int:
-        """Return the index of the text in LOST that is true of a flip with these two answers."""
+        """Return the index in LOST of the text about a flip's two ``answers``.
+
+        0: neither cache evicted entries; 1: some did, and all of these have shades; 2: some have no shades yet.
+        """
         evicted = [answer for answer in answers if self._texts.answers[answer].evicted]
         has_shades = [answer in shaded.get(self._texts.answers[answer].item, ()) for answer in evicted]
         return 0 if not evicted else 1 if all(has_shades) else 2
@@ -193,7 +204,7 @@ def _old_files(out: Path) -> list[Path]:
 
 
 def _metric(name: str) -> dict[str, Any]:
-    """Return a metric's name, its meaning in words (empty for a score), and whether a yes is wanted."""
+    """Return a metric as the pages need it: name, meaning in words (empty for a score), and whether a yes is wanted."""
     if name == SCORE:
         return {"name": name, "says": "", "wanted": True}
     return {"name": name, "says": FACETS[name].says, "wanted": FACETS[name].wanted}

@@ -60,7 +60,7 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class Request:
-    """The options for reading a file."""
+    """The options with which a result file is read, such as how to find clusters."""
 
     cluster: ClusterRule | None = None  # None: the clusters that the file names
     select: Mapping[str, str] = field(default_factory=dict)  # one cell of a run: arm, seed, policy, suite, context
@@ -149,7 +149,7 @@ class Reader:
 def log_of(reader: Reader, path: Path, rows: list[Row], problems: Problems, **fields: Any) -> Log:
     """Return the log of a file with these rows.
 
-    Without rows, raises DataError that names the scale of its scores, if that is not [0, 1], or else the first problem.
+    Without rows, raises DataError. It names the scale of the scores if that is not [0, 1], or else the first problem.
     """
     if not rows:
         for metric, scale in problems.scales.items():
@@ -258,7 +258,10 @@ def parse_number(text: str) -> float:
 
 @dataclass
 class CollectedScores:
-    """The scores of a file, collected while it is read, and their errors; ``report`` drops metrics without a number."""
+    """The scores of a file and the errors among them, collected while the file is read.
+
+    ``report`` drops metrics of which no value is a number.
+    """
 
     problems: Problems
     rows: list[Row] = field(default_factory=list)
@@ -415,7 +418,7 @@ def _by_table(path: Path) -> ClusterRule:
 
 
 class SharedFields:
-    """The fields of a file's rows that several items share, which could name clusters."""
+    """The fields of a file's rows whose values several items share, so that they could name clusters."""
 
     def __init__(self, prefix: str = "", known: Iterable[str] = ()) -> None:
         """Take a ``prefix`` to put before fields' names, and the ``known`` fields, which mean something else."""
@@ -434,7 +437,10 @@ class SharedFields:
                 self._values.setdefault(column, {})[item] = hash(name)
 
     def names(self) -> tuple[str, ...]:
-        """Return the fields that every item has and each of whose values two items or more share on average."""
+        """Return the names of the fields that every item has and that could name clusters.
+
+        Two items or more share each value of such a field on average, and it has a few different values at least.
+        """
         names = []
         for column, values in self._values.items():
             distinct = len(set(values.values()))

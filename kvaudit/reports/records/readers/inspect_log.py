@@ -56,7 +56,7 @@ class MissingPackage(DataError):
 
 
 class Archive:
-    """An open zip; raises DataError for a file that is no zip."""
+    """An open ``.eval`` log, which is a zip; raises DataError for a file that is no zip."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -210,7 +210,7 @@ class Inspect(Reader):
 
 
 class _JsonLog:
-    """A log in one JSON file, read like the zip of an ``Archive``; raises DataError if it is too long or no log."""
+    """A log in one JSON file, with the methods of an ``Archive``; raises DataError if it is too long or no log."""
 
     def __init__(self, path: Path) -> None:
         if path.stat().st_size > LARGEST_TOTAL:
@@ -283,7 +283,7 @@ def _without_random_keys(messages: Any) -> Any:
 
 
 def _add(sample: Mapping[str, Any], request: Request, scores: CollectedScores, failed: list[Row], place: str) -> str:
-    """Add every score of a sample to ``scores``, or the sample without score to ``failed``; returns the item's name."""
+    """Add every score of a sample to ``scores``, or a sample that has none to ``failed``; returns the item's name."""
     item, epoch = name_of(sample.get("id")), repeat_of(sample.get("epoch", 1))
     if item is None or epoch is None:
         raise DataError("no id or no epoch")

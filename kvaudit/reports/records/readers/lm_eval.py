@@ -99,7 +99,7 @@ class _Questions:
         return groups[0] if groups else ""
 
     def name(self, row: Row) -> Row:
-        """Return the row with the key of its question replaced by the one that names the whole group."""
+        """Return the row with the name of its whole group in place of the key of its own question."""
         return row._replace(question=self._find(row.question))
 
     def _find(self, key: str) -> str:
@@ -109,7 +109,10 @@ class _Questions:
 
 
 def _document_keys(document: Any) -> Iterator[str]:
-    """Yield the key of a document that has text, and that without its ids if its text is long enough to name it."""
+    """Yield hashes by which a document is known: that of all its fields, and that of all but its ids.
+
+    The first needs some text in the document; the second needs text that is long enough to identify it.
+    """
     if not isinstance(document, dict):
         return
     rest = {name: value for name, value in document.items() if not _ID.search(str(name))}
@@ -121,7 +124,7 @@ def _document_keys(document: Any) -> Iterator[str]:
 
 
 def _with_metrics(row: Mapping[str, Any], repeats: Counter[str]) -> dict[str, Any]:
-    """Return a line of an old log, which names neither, with ``metrics`` and ``filter`` added."""
+    """Return a line of an old log with ``metrics`` and ``filter`` added, neither of which such lines name."""
     metrics = [
         name for name, value in row.items() if name not in _NOT_METRICS and isinstance(value, bool | int | float)
     ]
@@ -131,7 +134,7 @@ def _with_metrics(row: Mapping[str, Any], repeats: Counter[str]) -> dict[str, An
 
 
 def _merge_filters(rows: list[Row], repeats: Counter[str]) -> tuple[list[Row], tuple[str, ...]]:
-    """Return the rows of an old log, without those of later filters if all score like the first, and notes on that.
+    """Return the rows of an old log and notes; if all filters score alike, rows of all but the first are left out.
 
     A newer log, which has no ``repeats``, is returned unchanged.
     """
@@ -152,7 +155,7 @@ def _merge_filters(rows: list[Row], repeats: Counter[str]) -> tuple[list[Row], t
 def _add(
     row: Mapping[str, Any], request: Request, line: int, scores: CollectedScores, questions: _Questions, place: str
 ) -> str:
-    """Add every metric of a line; returns the item's name."""
+    """Add every metric of a line to ``scores``; returns the item's name."""
     item = name_of(row.get("doc_id"))
     if item is None:
         raise DataError(f"doc_id {str(row.get('doc_id'))[:40]!r} is no name")

@@ -81,7 +81,10 @@ def _is_duplicate(problem: Problem) -> bool:
 
 
 def _skipped_problems(files: set[str], units: set[str], problems: Iterable[Problem]) -> Iterator[Problem]:
-    """Yield the problems of skipped lines in selected units, or in files without any readable record (arm unknown)."""
+    """Yield the problems of skipped lines in the selected record files, and in files without any readable record.
+
+    Of the latter it is not known whether they belong to the selection.
+    """
     for problem in problems:
         has_cell = problem.file in files or "/" in problem.file  # the name of a telemetry file has a folder
         if problem.line and not _is_duplicate(problem) and (problem.file in units or not has_cell):
@@ -112,7 +115,7 @@ def _decoding(data: RunData, suites: set[str]) -> dict[str, str]:
 
 
 def _prompts(data: RunData, frame: pd.DataFrame) -> dict[str, str]:
-    """Return the sha256 of the prompts, as rendered for the model, of the selected cells, by suite and length."""
+    """Return the sha256 of the selected cells' prompts, as rendered for the model, by name of suite and length."""
     all_digests, digests = table_of(data.provenance, PROMPTS), dict[str, str]()
     cells = frame[["arm", "train_seed", "suite", "context_tokens", "policy"]].drop_duplicates()
     for arm, seed, suite, context, policy in cells.itertuples(index=False):

@@ -27,7 +27,7 @@ _UNIT = ["arm", "train_seed", "policy", "suite", "context_tokens"]
 class RepeatFlips:
     """How one metric changed between two answers to the same request, over answers that could be read both times.
 
-    ``drift`` is the mean change.
+    ``drift`` is the mean of second minus first answer.
     """
 
     metric: str  # SUITE or SUITE.FACET
@@ -89,7 +89,10 @@ def _units(way: str, records: pd.DataFrame, repeated: pd.DataFrame) -> Iterator[
 
 
 def _flips(suite: str, pairs: pd.DataFrame) -> Iterator[RepeatFlips]:
-    """Yield the flips of the score and of every facet that could be read both times in some answer."""
+    """Yield, from pairs of answers to the same request, how often the score and each facet changed.
+
+    A facet is left out if it could not be read both times in any answer.
+    """
     metrics = [(suite, SCORE, None), *((f"{suite}.{name}", column, name) for name, column in FACET_COLUMNS.items())]
     for metric, column, facet in metrics:
         if column not in pairs:
@@ -103,7 +106,10 @@ def _flips(suite: str, pairs: pd.DataFrame) -> Iterator[RepeatFlips]:
 
 @dataclass(frozen=True)
 class FloorCell:
-    """The A/A floor of one arm, policy, metric and length over all seeds, for one way of asking again."""
+    """The A/A floor: how often one metric changed when requests were asked again, in the same or in another order.
+
+    The answers are those of one arm, policy and length over all seeds.
+    """
 
     way: str
     answers: int
@@ -116,7 +122,10 @@ class FloorCell:
 def floor_at(
     units: tuple[FloorUnit, ...], arm: str, policy: str, metric: str, context_tokens: int
 ) -> tuple[FloorCell, ...]:
-    """Return the A/A floor of a cell for each way of asking again; empty if its requests were not repeated."""
+    """Return the A/A floor of a cell (what changes when asked again) for each way of asking again.
+
+    Empty if the cell's requests were not repeated.
+    """
     cells = []
     cell_units = [u for u in units if (u.arm, u.policy, u.context_tokens) == (arm, policy, context_tokens)]
     for way in dict.fromkeys(u.way for u in cell_units):
@@ -128,9 +137,9 @@ def floor_at(
 
 
 def covering_floor(units: tuple[FloorUnit, ...], c: Contrast) -> float | None:
-    """Return the share of answers that another order of requests changes, if the contrast's churn does not exceed it.
+    """Return the share of answers that another order of requests changes, if the setting changes no more than that.
 
-    None if it does, or if the share is 0 or was not measured.
+    None if the contrast's churn (share of changed answers) is greater, or if the share is 0 or was not measured.
     """
     cells = floor_at(units, c.arm, c.policy, c.suite, c.context_tokens)
     shares = [(cell.lost + cell.gained) / cell.read for cell in cells if cell.way == SHUFFLED]

@@ -46,7 +46,7 @@ class SafeBudget:
 
 
 class _Steps(NamedTuple):
-    """The cells of one sequence of tests and their budgets or lengths, in the order tested."""
+    """One sequence of tests: its cells, and their budgets or lengths, in the order tested."""
 
     axis: str
     family: str
@@ -125,7 +125,7 @@ def _sequence(steps: _Steps, margin: float, controls: Controls) -> SafeBudget:
 
 @dataclass(frozen=True)
 class PolicyFamily:
-    """Policies that differ in their cache budget, such as snapkv with 64 and with 128 entries; smallest first."""
+    """Policies that differ in their cache budget, such as snapkv with 64 and with 128 entries; the smallest first."""
 
     name: str
     budgets: tuple[int, ...]

@@ -16,8 +16,8 @@ from kvaudit.core.text import clip, inline
 class Table:
     """Headers and rows of text; an empty table is not shown. ``words`` is the number of leading text columns.
 
-    ``footnotes`` are numbered from 1; the last column refers to them. ``links`` are the addresses of the answers of
-    each row, for a page that can link.
+    ``footnotes`` are numbered from 1; the last column refers to them. ``links`` are the addresses, one per row, of
+    pages with the row's answers, for a format that can link.
     """
 
     headers: tuple[str, ...]

@@ -164,12 +164,12 @@ def _advice(d: Decision, templates: int) -> str:
 
 
 def too_few_templates(required: int, limit: str, templates: int) -> str:
-    """Return a sentence that a cell needs ``required`` templates to pass its ``limit`` and should get more."""
+    """Return a sentence: a cell needs ``required`` templates to pass its ``limit``, and has only ``templates``."""
     return f"needs {required} templates for {limit}, the run has {templates}: add templates"
 
 
 def undersized_suites(decided: Decided) -> tuple[str, ...]:
-    """Return a sentence for each suite that has fewer templates than its margin needs."""
+    """Return a sentence for each suite that has fewer templates than a PASS at its margin needs."""
     templates: dict[str, int] = {}
     for c in decided.drift.cells:
         templates[c.suite] = min(c.n_clusters, templates.get(c.suite, c.n_clusters))
@@ -235,7 +235,10 @@ def has_little_to_lose(d: Decision) -> bool:
 
 
 def exceeds_margin(d: Decision) -> bool:
-    """Return whether a failing cell's drop is shown to exceed the margin; for the contrast "parity" also a gain."""
+    """Return whether a failing cell's drop is shown to exceed the margin.
+
+    In a cell of the estimand "parity" (the drift is within the margin on both sides) a gain may exceed it as well.
+    """
     assert d.effect is not None
     margin = d.margin or 0.0
     if d.ratio:
@@ -253,7 +256,10 @@ def metric_label(sides: Comparison, metric: str) -> str:
 
 
 def judge_marks(sides: Comparison, suite: str) -> str:
-    """Return warnings about the judge of a suite in brackets; empty for most."""
+    """Return warnings about the judge of a suite, such as " (TRAINED)"; empty for most suites.
+
+    TRAINED: training may have rewarded such answers.
+    """
     marks = ["TRAINED"] * (suite in sides.rewarded) + ["phrases alone"] * (suite in sides.by_phrases)
     return f" ({', '.join(marks)})" if marks else ""
 
