@@ -75,9 +75,9 @@ class LlamaCpp(Engine):
 
     @classmethod
     def store(cls, settings: Settings) -> EngineStore | None:  # noqa: ARG003
-        """Return a store whose entries are those that the engine shows, since they can be read out of its cache.
+        """Return a store that replays the entries read out of the engine's own cache; no rounding has to be imitated.
 
-        That llama.cpp rounds queries too is not replayed.
+        llama.cpp also rounds queries; that is not replayed.
         """
         from kvaudit.audit.cache.engine_store import EngineStore
 
@@ -85,7 +85,10 @@ class LlamaCpp(Engine):
 
     @classmethod
     def drawer(cls, settings: Settings, context: EngineContext) -> Drawer:
-        """Start the engine for sampling rollouts; raise SpecError for a configured file, which cannot change."""
+        """Start the engine for sampling rollouts.
+
+        Raises SpecError if the spec names a GGUF file, since its weights cannot follow the learner's.
+        """
         if context.spec.weights is not None:
             raise SpecError(
                 "engines.llama.cpp.weights cannot be used for training rollouts, which need the learner's weights; "

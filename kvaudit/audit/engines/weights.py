@@ -1,4 +1,4 @@
-"""Checkpoints converted into the format of an engine, once, and kept in a folder named by the hash of their weights.
+"""Checkpoints converted into an engine's own format, once, and kept in a folder named by the hash of their weights.
 
     $KVAUDIT_CACHE/KIND/SHA256-METHOD/    complete or absent; the default of the variable is ~/.cache/kvaudit
         conversion.json                   {"of": sha256 of the weights, "method", "by", "files": {name: size}}
@@ -100,9 +100,9 @@ def convert_once(kind: str, sha256: str, method: str, convert: Callable[[Path], 
 def convert_checkpoint(
     kind: str, model: LoadedModel, method: str, convert: Callable[[Path], Mapping[str, str]]
 ) -> EngineCheckpoint:
-    """Return a loaded model's weights in the format ``kind``, converted once (see ``convert_once``) for each dtype.
+    """Return a loaded model's weights in the format ``kind``, converted once (see ``convert_once``).
 
-    Loading with another dtype may have rounded the weights.
+    Each dtype has its own conversion, since loading with another dtype may round the weights.
     """
     dtype = str(model.dtype).removeprefix("torch.")
     return convert_once(kind, model.sha256, f"{method} of {dtype}", convert)
@@ -156,7 +156,10 @@ def safetensors_folder(context: EngineContext, engine: str) -> EngineCheckpoint:
 
 
 def _source_folder(model: LoadedModel) -> Path | None:
-    """Return the folder that the model was loaded from, or None if a server would read other weights there."""
+    """Return the folder that the model was loaded from.
+
+    None if an engine that reads the folder would get other weights than the loaded model has.
+    """
     from kvaudit.audit.sampling.model import locate
     from kvaudit.audit.sampling.weights import weight_files, weights_sha256
 

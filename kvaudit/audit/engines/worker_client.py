@@ -1,4 +1,4 @@
-"""Engines that are a Python library: a worker process loads the library in the environment where it is installed."""
+"""Engines that are a Python library, loaded by a worker process with the Python in which the library is installed."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class WorkerSession(Session):
     def ask(self, rows: Sequence[Mapping[str, Any]], doing: str) -> list[Any]:
         """Send requests as JSON rows and return the worker's reply to each; raise EngineFailed if some are missing.
 
-        ``doing`` says in errors what the engine was doing.
+        ``doing`` is the engine's activity for error messages, such as "answering".
         """
         replies = self._exchange({"ask": rows}, "answer", doing, "replies", list)
         if len(replies) != len(rows):
