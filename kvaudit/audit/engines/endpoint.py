@@ -68,7 +68,7 @@ class RunningEndpoint(Engine):
 
     @classmethod
     def reference_with(cls, settings: Settings, named: Settings) -> Settings:  # noqa: ARG003
-        """Return ``named``, the settings of the reference server, unchanged: this server's key must not be sent there."""
+        """Return ``named``, the settings of the reference server, unchanged: it must not be sent this server's key."""
         return named
 
     @classmethod
@@ -202,7 +202,7 @@ class _EndpointSession(Session):
             raise self._failure(error) from None
 
     def _shown_window(self) -> int | None:
-        """Return the context window in tokens, if the server's list of models states it (as in vLLM and SGLang), else None."""
+        """Return the context window in tokens that the server's list of models states (vLLM, SGLang); else None."""
         try:
             client = _endpoint(self._settings, _RENDER_SECONDS, tries=1).client("engine endpoint")
             rows = client.fetch("models", None, time.monotonic() + _RENDER_SECONDS).get("data")

@@ -75,7 +75,7 @@ class Grader(Generic[Q, G]):
 
     @property
     def replying_model(self) -> str:
-        """The model that a server named in its first reply; empty before that reply, and for graders without a server."""
+        """The model that a server named in its first reply; empty before it, and for graders without a server."""
         return ""
 
     def expect_model(self, name: str) -> None:
@@ -94,7 +94,7 @@ class Grader(Generic[Q, G]):
         raise NotImplementedError
 
     def questions_of(self, answer: StoredAnswer) -> list[Q]:
-        """Return the questions that the grader has to answer about a stored answer; [] if it does not grade such ones."""
+        """Return the questions that the grader must answer about a stored answer; [] if it does not grade such ones."""
         raise NotImplementedError
 
     def check_questions(self, questions: Sequence[Q]) -> None:
@@ -173,7 +173,7 @@ class Judge(Grader[Question, Judgement]):
         return False
 
     def without(self, source: str) -> Judge:  # noqa: ARG002 - only a trained judge has a source to leave out
-        """Return the judge trained without ``source``, a data set of human labels; an untrained judge returns itself."""
+        """Return the judge trained without ``source``, a data set of human labels; itself if it is not trained."""
         return self
 
     def trained_on(self) -> frozenset[str]:
