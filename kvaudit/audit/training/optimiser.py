@@ -32,7 +32,7 @@ class StepResult(NamedTuple):
 
     ``halves`` compares the gradients of the two halves of a batch: ``grad_variance`` is their squared distance, an
     estimate of the gradient's own variance (``norm`` squared is its squared length), ``grad_half_cosine`` their cosine.
-    None without two halves.
+    Both are None without two halves.
     """
 
     norm: float | None
@@ -64,7 +64,7 @@ class Optimiser:
         self.updates = 0
 
     def end_half(self) -> None:
-        """Mark the end of a half of the batch; keep a copy of the first half's gradient."""
+        """Mark the end of the current half of the batch; after the first half, keep a copy of its gradient."""
         self._ended_halves += 1
         if self._ended_halves == 1:
             self._first_half = {name: grad.detach().clone() for name, grad in self._gradients().items()}
