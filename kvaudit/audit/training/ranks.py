@@ -115,7 +115,7 @@ class RankGroup:
         self._unit = None
 
     def follow_rank0(self, run: object) -> None:
-        """Call each method of ``run`` that rank 0 calls on its own training run, until the unit (arm and seed) is done."""
+        """Call each method of ``run`` that rank 0 calls on its own training run, until the arm and seed are done."""
         while (call := self.receive()) is not None:
             name, arguments = call
             if name not in _ON_ALL_RANKS:
