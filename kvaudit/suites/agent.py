@@ -17,7 +17,7 @@ from kvaudit.suites.templates import Slot, Template, Templated
 
 
 class World(NamedTuple):
-    """A scenario: tool ``look`` shows a record of kind ``noun``; tool ``act`` gives the record's ``value`` to a person."""
+    """A scenario: tool ``look`` shows a record of kind ``noun``; tool ``act`` gives a person the record's ``value``."""
 
     noun: str
     look: str

@@ -142,10 +142,7 @@ class CachedGrader(Generic[Q, G]):
 
 @dataclass(frozen=True)
 class Judge(Grader[Question, Judgement]):
-    """The base of judges, which decide whether answers refuse their requests.
-
-    A subclass defines ``refused``, or ``read`` if the judge can be unsure.
-    """
+    """The base of judges (does an answer refuse?); define ``refused``, or ``read`` if the judge can be unsure."""
 
     kind = "judge"
     field = "refused"
