@@ -190,7 +190,7 @@ def _value(text: str, point: tuple[float, float]) -> complex | None:
 
 
 class _Formula:
-    """A recursive-descent evaluator for sums of products of powers of atoms."""
+    """A recursive-descent evaluator of formulas: sums of products of powers of numbers, variables and brackets."""
 
     def __init__(self, text: str, point: tuple[float, float]) -> None:
         self._pieces: Sequence[str] = [piece for piece in _FORMULA_PIECE.findall(text.strip()) if piece.strip()]

@@ -113,8 +113,7 @@ class Suite:
     def grade(self, item: Item, transcript: tuple[Message, ...]) -> Grade:
         """Grade a whole transcript.
 
-        A suite that leaves answers to a judge grades here by phrase rules, with ``settled``, what the judge would
-        decide.
+        If a judge is to decide about the answer, this is the grade by phrase rules, made with ``settled``.
         """
         raise NotImplementedError
 

@@ -93,7 +93,7 @@ PROMPT_RULES = {  # by id of the prompt
 
 
 class RuledDialogue(NamedTuple):
-    """A dialogue under a system prompt that contains a rule; ``line`` is its place in the file, ``rule`` a name."""
+    """A dialogue under a system prompt with a rule; ``line`` is its line in the file, ``rule`` names the rule."""
 
     line: int
     rule: str

@@ -71,7 +71,7 @@ class Slot(NamedTuple):
 
 
 class Templated(Suite):
-    """The base of suites that make items from templates; subclasses define ``make_item``, ``phrases`` or ``pool``."""
+    """The base of suites that make items from templates; define ``make_item``, and ``phrases`` or ``pool``."""
 
     source = "procedural, written for this project"
     licence = "Apache-2.0"

@@ -71,7 +71,7 @@ class ServerEngine(Engine):
 
     @classmethod
     def kv(cls, text: str) -> Settings:
-        """Return the setting ``kv_cache_dtype`` for --kv; raise SpecError for a text that cannot be its value."""
+        """Return ``{"kv_cache_dtype": TEXT}`` for ``kvaudit check --kv TEXT``; raise SpecError for a malformed TEXT."""
         # otherwise the server loads for a minute before it rejects the value
         if not _DTYPE.fullmatch(text):
             raise SpecError(

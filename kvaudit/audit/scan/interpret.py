@@ -104,7 +104,7 @@ class Interpreter:
         )
 
     def _is_local_variable(self, setting: Setting) -> bool:
-        """Return whether a setting is a script's own variable: it has the name of a key, but the script uses it."""
+        """Return whether a setting is only a variable of a script: named like a key, but read by the script itself."""
         if setting.kind != "env" or not rules_for_variable(setting.key[0], self.rules):
             return False
         return re.search(rf"\$\{{?{re.escape(setting.key[0].lower())}\b(?!:?[-=])", self.contents.text) is not None

@@ -261,7 +261,7 @@ def _callee(node: ast.expr) -> str:
 
 
 def _target_path(target: ast.expr) -> tuple[str, ...]:
-    """Return the path of an assigned attribute or item, such as (owner, name)."""
+    """Return the path of an assigned attribute or item, such as (owner, name); () for any other target."""
     if isinstance(target, ast.Attribute):
         return (_callee(target.value), target.attr)
     if isinstance(target, ast.Subscript) and isinstance(target.slice, ast.Constant):

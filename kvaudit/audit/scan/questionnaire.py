@@ -56,7 +56,7 @@ class Questionnaire(NamedTuple):
 
 @cache
 def load_questionnaire() -> Questionnaire:
-    """Return the questions of this version."""
+    """Return the questionnaire that ships with this version of kvaudit."""
     text = _PATH.read_text(encoding="utf-8")
     table = parse_yaml(text, _PATH.name, "questionnaire").table
     sections = [

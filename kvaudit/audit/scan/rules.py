@@ -75,7 +75,7 @@ class ScanRule:
         return not isinstance(self.when, str) and bool({"in", "not"} & set(self.when))
 
     def holds(self, value: Value) -> bool:
-        """Return whether the value, which is known now, not only at run time, switches the rule's mechanism on."""
+        """Return whether ``value`` switches the rule's mechanism on; it must not be known only at run time."""
         value = value.value if isinstance(value, Default) else value
         if isinstance(value, str) and value.startswith("--"):
             return False  # the entry of a table that maps keys to flags

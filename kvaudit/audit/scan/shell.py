@@ -48,7 +48,10 @@ class HereDocument(NamedTuple):
 
 
 def parts_of(text: str, line: int) -> Iterator[ShellCommand | HereDocument]:
-    """Yield commands, arrays and here-documents in order; raises Unreadable at an unclosed quote."""
+    """Yield the commands, arrays and here-documents of a script in order; raises Unreadable at an unclosed quote.
+
+    ``line`` is the number of the text's first line in its file.
+    """
     return _Parser(text, line).parts()
 
 

@@ -79,7 +79,10 @@ Tree = Leaf | Branch | Series
 
 
 def read_yaml_text(text: str, sheet: Sheet, line: int = 1) -> None:
-    """Read the settings of YAML; raises Unreadable if it is broken or too large."""
+    """Add the settings in a YAML text to ``sheet``; raises Unreadable if it is broken or too large.
+
+    ``line`` is the number of the text's first line in its file.
+    """
     plain = without_templates(text)
     try:
         _check_depth(plain)
@@ -96,7 +99,10 @@ def read_yaml_text(text: str, sheet: Sheet, line: int = 1) -> None:
 
 
 def read_json_text(text: str, sheet: Sheet, line: int = 1) -> None:
-    """Read the settings of JSON; comments on separate lines are allowed."""
+    """Add the settings in a JSON text to ``sheet``; comments on separate lines are allowed.
+
+    ``line`` is the number of the text's first line in its file.
+    """
     try:
         read_yaml_text(_COMMENT_LINE.sub("", text).replace("\t", " "), sheet, line)
     except Unreadable as error:
@@ -257,7 +263,7 @@ def _check_depth(text: str) -> None:
 
 
 def read_toml_text(text: str, sheet: Sheet) -> None:
-    """Read the settings of TOML."""
+    """Add the settings in a TOML text to ``sheet``."""
     plain = _TEMPLATE.sub(_toml_placeholder, text)
     for number, row in enumerate(plain.split("\n"), 1):
         if _DEEP_TOML_KEY.match(row):  # of which the parser would take quadratic time
@@ -280,7 +286,7 @@ class _TomlTree:
         self.tables, self.keys = _toml_lines(self.rows)
 
     def tree(self, value: Any, path: tuple[str, ...], line: int = 1) -> Tree:
-        """Return the tree of a value that is on ``line`` or below."""
+        """Return a parsed value as a tree with line numbers; the value stands on ``line`` or below."""
         if isinstance(value, dict):
             return Branch([self._item(name, child, (*path, name), line) for name, child in value.items()])
         if isinstance(value, list):

@@ -296,7 +296,7 @@ class _Size(NamedTuple):
         return _Size(self.rows + job.request.choices, max(self.longest, job.length))
 
     def fits(self, tokens: int) -> bool:
-        """Return whether the batch has at most so many tokens, including padding."""
+        """Return whether the batch has at most ``tokens`` tokens, padding included."""
         return self.rows * self.longest <= tokens
 
 

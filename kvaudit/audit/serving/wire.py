@@ -314,7 +314,7 @@ class ReplyBodies:
         return {**self._head, "object": "chat.completion", "choices": rows, "usage": _usage(choices, prompt_tokens)}
 
     def call_chunks(self, index: int, choice: Choice) -> list[dict[str, Any]]:
-        """Return the chunks of a stream for the tool calls of a choice, one chunk with each whole call."""
+        """Return the chunks of a stream for the tool calls of a choice; each chunk has one whole call."""
         rows = [{"index": number, **_call_row(call)} for number, call in enumerate(choice.calls)]
         return [self.chunk(index, {"tool_calls": [row]}) for row in rows]
 

@@ -116,7 +116,7 @@ class TelemetryLog:
         return _read_rows(self.path) if self.size else []
 
     def append(self, row: Mapping[str, Any]) -> None:
-        """Write one line and sync it; raises RunError if the disk refuses."""
+        """Write one line and sync it to disk; raises RunError if the disk is full or read-only."""
         line = json.dumps(_json_value(row), allow_nan=False) + "\n"
         # a kill may leave half a line: a resumed run truncates to the size in its saved state
         with guarded(self.path), self.path.open("ab") as file:

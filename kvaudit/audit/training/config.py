@@ -119,9 +119,10 @@ class TrainConfig(HashedConfig, Training):
 
     @cached_property
     def store(self) -> EngineStore | None:
-        """The format in which ``rollout_engine`` stores keys and values, to replay them.
+        """The format in which ``rollout_engine`` stores keys and values, to replay its rollouts.
 
-        None without an engine, if the format is unknown, or if only arms that learn from the replay can use it.
+        None without an engine, and if the format is unknown. A format that reads the entries out of the engine's own
+        cache (``shown``) is given only to arms that learn from the replay.
         """
         condition = self.rollout_engine
         if condition is None:

@@ -12,9 +12,9 @@ The state is that of ``llama_state_seq_get_data`` as of 2026-11 (llama-cpp-pytho
 
 Transposed values have u32 bytes of a number and u32 channels instead of the bytes of a row.
 
-Before quantising, llama.cpp rotates parts of a head by a Hadamard matrix: of keys as many numbers as the largest power
-of two that divides the head size, of values 64, and nothing if the size is no multiple of 64 (found by solving for the
-matrix, sizes 64 to 256).
+Before quantising, llama.cpp multiplies consecutive parts of each head by a Hadamard matrix. A part of a key has as many
+channels as the largest power of two that divides the head size, a part of a value 64. If the head size is no multiple
+of 64, nothing is rotated. (Found by solving for the matrix, for head sizes 64 to 256.)
 """
 
 from __future__ import annotations

@@ -140,7 +140,7 @@ class _LoadedEngine:
         lib.llama_memory_clear(lib.llama_get_memory(self._context), True)
 
     def answer(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Answer requests, or load new weights if the only row is a "push"; see the top of the file for the rows.
+        """Answer requests (rows); or load new weights, if the only row is ``{"push": FILE}``.
 
         ``n_seq_max`` requests run at a time; each that finishes makes room for the next.
         """

@@ -111,7 +111,7 @@ class _PagedModel:
         self._compile()
 
     def answer(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Sample a rollout for each row, or load new weights if the only row is a "push"; see the top of the file."""
+        """Sample a rollout for each row; or load new weights, if the only row is ``{"push": FILE, "known": bool}``."""
         if len(rows) == 1 and "push" in rows[0]:
             return [{"sha256": self._push(rows[0]["push"], known=rows[0]["known"])}]
         rollouts = [_Row(row) for row in rows]

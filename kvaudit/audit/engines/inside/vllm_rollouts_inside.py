@@ -50,7 +50,7 @@ class _RolloutEngine:
         engine.apply_model(self._add_hooks)
 
     def answer(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Sample a completion for each row, or load new weights if the only row is a "push" (see top of file)."""
+        """Sample a completion for each row; or load new weights, if the only row is ``{"push": FILE, ...}``."""
         if len(rows) == 1 and "push" in rows[0]:
             return [{"sha256": self._push(rows[0]["push"])}]
         names = [f"row{self._row_count + n}" for n in range(len(rows))]

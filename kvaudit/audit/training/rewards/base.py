@@ -66,7 +66,7 @@ class Reward:
     def label(self) -> str:
         """The text that names the reward in provenance: its name and the first digits of its identity.
 
-        A judge has the same label as in records.
+        The reward of a judge has the judge's name there.
         """
         return f"{self.name}:{self.identity[:IDENTITY_DIGITS]}"
 

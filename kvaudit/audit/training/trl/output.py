@@ -193,7 +193,7 @@ class StepNumbers:
         self._panel.add(sampler, learner, mask.bool(), advantages)
 
     def add_caches(self, rollouts: Sequence[Rollout], tokens: int) -> None:
-        """Add the ``tokens`` of this process's microbatch, and the cache sizes of ``rollouts``, its rollouts."""
+        """Add this process's microbatch: its number of ``tokens``, and the cache sizes of its rollouts."""
         self.counts["tokens"] += tokens
         for rollout in rollouts:
             seen, dense = entries_seen(rollout)
