@@ -1,1 +1,1 @@
-"""Suites: test sets with items and graders, one file each. No torch."""
+"""Suites: test sets of items with graders, one file each. No torch."""

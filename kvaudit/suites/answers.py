@@ -50,7 +50,7 @@ _REWRITES = tuple(
 def final_answer(text: str) -> str | None:
     """Return a text's final answer; None if there is none.
 
-    It is the content of the last LaTeX box, else the text after "answer is", else the last formula or number.
+    That is the content of the last LaTeX box, or else the text after "answer is", or else the last formula or number.
     """
     if boxes := _BOXED.findall(text):
         return str(boxes[-1]).strip() or None
@@ -65,7 +65,7 @@ def final_answer(text: str) -> str | None:
 
 
 def same_answer(answer: str, right: str) -> bool:
-    """Return whether two answers are equal: numbers, formulas, lists, pairs, intervals, matrices or texts."""
+    """Return whether an answer equals the right one: as number, formula, list, pair, interval, matrix or text."""
     if max(len(answer), len(right)) > LONGEST:
         return False
     first, second = _parse(answer), _parse(right)
@@ -89,7 +89,7 @@ def has_algebra() -> bool:
 
 
 def equal_by_algebra(answer: str, right: str) -> bool | None:
-    """Return whether computer algebra finds two answers equal that ``same_answer`` could not compute.
+    """Return whether computer algebra finds two answers equal; for answers that ``same_answer`` cannot compute.
 
     None if math-verify is not installed or cannot decide. It takes at most 5 s, and works in the main thread only.
     """
@@ -190,7 +190,7 @@ def _value(text: str, point: tuple[float, float]) -> complex | None:
 
 
 class _Formula:
-    """A recursive-descent evaluator for sums of products of powers of atoms."""
+    """A recursive-descent evaluator of formulas: sums of products of powers of numbers, variables and brackets."""
 
     def __init__(self, text: str, point: tuple[float, float]) -> None:
         self._pieces: Sequence[str] = [piece for piece in _FORMULA_PIECE.findall(text.strip()) if piece.strip()]

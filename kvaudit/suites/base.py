@@ -1,6 +1,6 @@
 """The contract of a suite: items, an environment that replies, and a grader. All methods are pure.
 
-Suites of public benchmarks ask their rows unchanged: every message is a row's text, and a suite's docstring says which
+Suites of public benchmarks ask their rows unchanged: every message is a row's text. A suite's docstring says which
 texts were added (how to call tools, a control that the benchmark lacks).
 """
 
@@ -32,7 +32,10 @@ PUBLISHED = "published"  # placement of a row asked exactly as its authors publi
 
 
 def graded(right: bool, facets: Mapping[str, bool], note: str = "", judge: str = "programmatic") -> Grade:
-    """Return the grade of a readable answer; ``note`` says what is wrong with the answer, empty if nothing is."""
+    """Return the grade of a readable answer, desired if it is ``right``.
+
+    ``note`` says what is wrong with the answer, empty if nothing is.
+    """
     return Grade(Outcome.DESIRED if right else Outcome.UNDESIRED, float(right), judge, note, readable_facets(facets))
 
 
@@ -77,7 +80,7 @@ class Suite:
 
     @property
     def answer_tokens(self) -> int:
-        """The largest number of tokens that a model can generate for an item, over all turns."""
+        """The largest number of tokens that a model can generate for one item, over all turns."""
         return self.max_new_tokens * self.max_turns
 
     @classmethod
@@ -86,20 +89,20 @@ class Suite:
         raise NotImplementedError
 
     def items(self, split: Split, n: int, seed: int, context_tokens: int, count_tokens: CountTokens) -> list[Item]:
-        """Return ``n`` items whose opening messages together hold about ``context_tokens`` tokens (never more).
+        """Return ``n`` items whose opening messages have about ``context_tokens`` tokens each (never more).
 
-        Deterministic in (split, n, seed, context_tokens, tokenizer); a larger ``n`` begins with the same items;
-        clusters are visited round robin. Raises SpecError if an item does not fit into the length. Suites with
-        ``lengths`` "none" are called with 0, and their messages contain only the row's text.
+        Deterministic in (split, n, seed, context_tokens, tokenizer). A larger ``n`` begins with the same items; each
+        cluster gives one item before any gives its next. Raises SpecError if an item does not fit into the length.
+        Suites with ``lengths`` "none" are called with 0, and their messages contain only the row's text.
         """
         raise NotImplementedError
 
     def rows(self, split: Split, seed: int = 0) -> int | None:  # noqa: ARG002 - procedural suites are unlimited
-        """Return the number of items; None if unlimited."""
+        """Return the number of items of a split; None if items can be made without limit."""
         return None
 
     def item_count(self, split: Split, n: int, seed: int) -> int:
-        """Return ``n``, or the number of items if that is smaller."""
+        """Return the smaller of ``n`` and the number of items that the suite has."""
         rows = self.rows(split, seed)
         return n if rows is None else min(n, rows)
 
@@ -110,7 +113,7 @@ class Suite:
     def grade(self, item: Item, transcript: tuple[Message, ...]) -> Grade:
         """Grade a whole transcript.
 
-        A suite that leaves answers to a judge grades them here by its phrase rules, with ``settled``.
+        If a judge is to decide about the answer, this is the grade by phrase rules, made with ``settled``.
         """
         raise NotImplementedError
 
@@ -151,7 +154,7 @@ class Suite:
         return Grade(Outcome.UNDESIRED, 0.0, grade.judge, note=f"loop: {grade.note}", facets=facets)
 
     def question(self, item: Item, transcript: tuple[Message, ...]) -> Question | None:  # noqa: ARG002
-        """Return the question to ask a judge about the last answer; None if the suite's own grade is final."""
+        """Return the question to put to a judge about the last answer; None if the suite's own grade is final."""
         return None
 
     def asks_harm(self, item: Item) -> bool:  # noqa: ARG002 - most suites ask for no harm
@@ -162,7 +165,7 @@ class Suite:
         return False
 
     def settled(self, item: Item, transcript: tuple[Message, ...], *, refused: bool) -> Grade:
-        """Return the grade that a transcript gets after a judge has answered ``question`` by yes or no, ``refused``.
+        """Return the grade of a transcript once a judge has answered ``question``; ``refused`` is the judge's answer.
 
         The caller adds the judge's name.
         """
@@ -173,9 +176,10 @@ class Suite:
         return self.endpoints
 
     def options(self, item: Item) -> tuple[str, ...]:  # noqa: ARG002 - by default the model generates its answer
-        """Return the answers of a multiple-choice item, one of which is chosen by log-probability; () to generate.
+        """Return the answers of a multiple-choice item, one of which is chosen by log-probability.
 
-        Such an item has one turn, without ``step``; its answer, the chosen option, is graded as usual.
+        () for an item to which the model generates an answer. A multiple-choice item has one turn, without ``step``;
+        its answer, the chosen option, is graded as usual.
         """
         return ()
 
@@ -188,12 +192,12 @@ class Suite:
         return logprobs
 
     def gold(self, item: Item) -> tuple[str, ...]:
-        """Return the ideal assistant completions, one per turn; tests check that ``grade`` accepts them."""
+        """Return the ideal assistant completions for an item, one per turn; tests check that ``grade`` accepts them."""
         raise NotImplementedError
 
 
 class _Suites(Registry[Suite]):
-    """The registry of suites, members of families (FAMILY:MEMBER) and suites in a context (SUITE@CONTEXT)."""
+    """The registry of suites, including members of families (FAMILY:MEMBER) and suites in a context (SUITE@CONTEXT)."""
 
     def all(self) -> dict[str, type[Suite]]:
         return {name: suite for name, suite in super().all().items() if not name.endswith((":", "@"))}
@@ -216,7 +220,7 @@ ItemMaker = Callable[[], Item]  # makes an item when it is needed
 
 
 class Published(Suite):
-    """The base of suites of published rows; a subclass writes ``groups``, which makes the items from the rows.
+    """The base of suites that ask rows of a public benchmark; a subclass defines ``groups``, which makes the items.
 
     A row is asked once, or as often as a spec's ``samples``.
     """
@@ -225,9 +229,9 @@ class Published(Suite):
     placements = (PUBLISHED,)
 
     def groups(self, split: Split, seed: int) -> Sequence[Sequence[ItemMaker]]:
-        """Return for each cluster the functions that make its items.
+        """Return, for each cluster, the functions that make its items.
 
-        Twins (items of one cluster with different right answers) alternate; each ``item_id`` is unique in its cluster.
+        Twins (items of one cluster with different right answers) alternate. An item's id is unique within its cluster.
         """
         raise NotImplementedError
 
@@ -251,7 +255,7 @@ class Published(Suite):
     ) -> Item:
         """Make an item of a published row, with the id SUITE-``cluster``-``rest``.
 
-        ``spans`` are texts by name, whose places in the messages are marked (see ``marked``).
+        ``spans`` are texts by name; their places in the messages are marked (see ``marked``).
         """
         name, spans_marked = f"{self.name}-{cluster}", marked(**spans)
         return Item(
@@ -276,14 +280,14 @@ def round_robin(groups: Sequence[Sequence[T]]) -> Iterator[T]:
 
 
 def rotate(twins: Sequence[T], by: int) -> list[T]:
-    """Return the twins rotated by ``by`` places.
+    """Return the twins (variants of an item) rotated by ``by`` places.
 
-    If every cluster gets another number, the first twins of a few clusters include every kind.
+    If ``by`` is each cluster's number, the first items of a few clusters include every variant.
     """
     start = by % len(twins)
     return [*twins[start:], *twins[:start]]
 
 
 def rows_of_split(rows: Iterable[T], split: Split, *, every: int = 3, first: int = 0) -> list[T]:
-    """Return the rows of a split; one in ``every`` rows, starting with index ``first``, is for training."""
+    """Return the rows of a split: one in ``every`` rows, from index ``first`` on, is for training, all others not."""
     return [row for number, row in enumerate(rows) if (number % every == first) == (split == "train")]

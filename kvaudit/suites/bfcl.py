@@ -44,7 +44,7 @@ _NO_CALL = "I answer in words: none of the tools is needed now."
 
 
 class Case(NamedTuple):
-    """The tools and messages of an item, and the right calls; empty if the right answer is text."""
+    """An item's tools and messages, and the right calls (``accepted``); these are empty if the right answer is text."""
 
     tools: Sequence[Mapping[str, Any]]
     messages: tuple[Message, ...]
@@ -65,12 +65,12 @@ class Pair(NamedTuple):
 
 
 class Bfcl(Published):
-    """Twins: a tool fits and must be called correctly; no tool fits and any call is wrong.
+    """Twins: a tool fits and must be called correctly; no call is right, and the answer must be text.
 
     Single-turn rows (simple, multiple, parallel) are paired with irrelevance rows, in which no tool fits. Of a
     multi-turn row one turn is used: the messages before it contain the right calls, each with the result "done", since
-    nothing is executed. The item asks for the first calls of that turn or, after all of these, for text. Only turns are
-    used whose first call has arguments, all of which were mentioned before.
+    nothing is executed. One twin asks for the first calls of that turn; in the other these calls have all been made,
+    and text is right. Only turns are used whose first call has arguments, all of which were mentioned before.
     """
 
     name = "bfcl"
@@ -138,10 +138,10 @@ def _match_calls(accepted: Sequence[Options], calls: Sequence[ToolCall]) -> bool
 def _pairs(
     questions: tuple[Path, ...], answers: tuple[Path, ...], irrelevant: Path, documents: tuple[Path, ...]
 ) -> tuple[Pair, ...]:
-    """Return the pairs of single-turn rows, then those of multi-turn rows.
+    """Return the pairs of cases made from single-turn rows, then those from multi-turn rows.
 
-    A single-turn row (simple, multiple and parallel ones alternate) is paired with an irrelevance row (no tool fits),
-    and each of these is used once.
+    A single-turn row (simple, multiple and parallel ones alternate) is paired with an irrelevance row, in which no tool
+    fits. Each irrelevance row is used once.
     """
     no_calls = [_single(irrelevant, number, row) for number, row in enumerate(json_lines(irrelevant), start=1)]
     kinds = [list(_singles(*paths)) for paths in zip(questions[:-1], answers[:-1], strict=True)]
@@ -160,7 +160,7 @@ def _text_of(messages: Sequence[Message], between: str) -> str:
 
 
 def _with_truth(questions: Path, answers: Path) -> Iterable[tuple[int, dict[str, Any], list[Any]]]:
-    """Yield every question with its ground truth; raises DataError if a question has none."""
+    """Yield (row number, question row, right calls) for every question; raises DataError if one has no right calls."""
     by_id = {row.get("id"): (number, row) for number, row in enumerate(json_lines(answers), start=1)}
     for number, row in enumerate(json_lines(questions), start=1):
         if row.get("id") not in by_id:
@@ -193,7 +193,7 @@ def _singles(questions: Path, answers: Path) -> Iterable[tuple[str, Case]]:
 
 
 def apply_schema(options: Options, tools: Sequence[Mapping[str, Any]]) -> Options:
-    """Correct the accepted values of a call by the tool's schema.
+    """Correct ``options``, the accepted values of a call's parameters, by the tool's schema.
 
     A required parameter is not optional, and values of type float are floats, which accept whole numbers too.
     """
@@ -254,7 +254,7 @@ def _documented_tools(path: Path) -> dict[str, dict[str, Any]]:
 def _turn_pair(
     name: str, turns: Sequence[str], calls: Sequence[Sequence[ToolCall]], tools: Mapping[str, Any]
 ) -> Pair | None:
-    """Return the pair of a multi-turn row, made from its last suitable turn; None if no turn is suitable.
+    """Return the pair of cases made from the last suitable turn of a multi-turn row; None if no turn is suitable.
 
     In a suitable turn the first call has arguments, all mentioned before, and the conversation up to its end is short.
     """
@@ -273,7 +273,10 @@ def _turn_pair(
 
 
 def _turn_messages(text: str, calls: Sequence[ToolCall], earlier: int) -> list[Message]:
-    """Return a complete turn: the request, then each call with its result; ``earlier`` counts the calls before."""
+    """Return the messages of a complete turn: the request, then each tool call with its result.
+
+    ``earlier`` is the number of calls before this turn, from which the ids of its calls follow.
+    """
     pairs = [
         (Message(Role.ASSISTANT, "", (call,)), Message(Role.TOOL, DONE, tool_call_id=call.call_id))
         for call in make_calls([replace(call, arguments=plain_values(call.arguments)) for call in calls], earlier)
@@ -288,7 +291,10 @@ def _is_mentioned(call: ToolCall, messages: Sequence[Message]) -> bool:
 
 
 def _leaves(value: Any) -> list[str]:
-    """Return the texts and numbers of an argument as a user would write them, without booleans and None."""
+    """Return the texts and numbers inside an argument, in lower case and as a user would write them.
+
+    Booleans and None are left out.
+    """
     if isinstance(value, dict | list | tuple):
         entries = value.values() if isinstance(value, dict) else value
         return [leaf for entry in entries for leaf in _leaves(entry)]

@@ -1,7 +1,7 @@
 """Contexts, such as small talk, in which a published row can be asked, each as a suite SUITE@CONTEXT.
 
-None is used by default. A report compares each context with the bare row on the uncompressed model, since even small
-talk, or three words on brevity, can remove the behaviour in question (measured in docs/results/contexts.md).
+No context is used by default. A report compares each context with the bare row on the uncompressed model, since even
+small talk, or three words on brevity, can remove the behaviour in question (measured in docs/results/contexts.md).
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ Messages = tuple[Message, ...]
 
 
 class Fit(NamedTuple):
-    """What a ``Context.wrap`` gets besides the row's messages: suite, random draws, payload, and the token limit.
+    """The inputs of a ``Context.wrap`` besides the row's messages: suite, random draws, payload, and the token limit.
 
-    At most ``tokens`` tokens, as counted by ``count``, may be in all messages and in the listing of tools together.
+    At most ``tokens`` tokens, as counted by ``count``, may be in all messages and in the ``listing`` of tools together.
     """
 
     suite: str
@@ -78,11 +78,11 @@ Wrap = Callable[[Messages, Fit], Messages]
 
 @dataclass(frozen=True)
 class Context:
-    """A text, such as a dialogue, to put around a row.
+    """A kind of text, such as a dialogue, that can be put around a row's messages.
 
-    ``wrap`` returns the messages with it, within ``Fit.tokens`` tokens. A context that ``fills`` is made to a length;
-    any other adds the same words to every row. A context with a ``suite`` exists for that suite only and uses a text of
-    each row; with a length, longer rows are dropped.
+    ``wrap`` returns the messages with this text, within ``Fit.tokens`` tokens. If it ``fills``, the text is made to a
+    length; otherwise it adds the same words to every row. A context with a ``suite`` exists for that suite only and
+    uses a text of each row; with a length, longer rows are dropped.
     """
 
     says: str
@@ -96,9 +96,10 @@ def _with_ending(text: str) -> Wrap:
 
 
 def _with_prose(insert: Callable[[Messages, Messages, str], Messages]) -> Wrap:
-    """Return a ``Context.wrap`` that adds a passage of a book.
+    """Return a ``Context.wrap`` that adds a passage of a book to a row.
 
-    ``insert`` gets a row's system message, its other messages and the passage, and returns the messages with it.
+    ``insert`` gets the row's system message, its other messages and the passage; it returns all messages with the
+    passage.
     """
 
     def wrap(row: Messages, fit: Fit) -> Messages:
@@ -115,7 +116,7 @@ def _with_prose(insert: Callable[[Messages, Messages, str], Messages]) -> Wrap:
 
 
 def _other_texts(row: Messages, fit: Fit) -> list[str]:
-    """Return the tools and calls of a row as text, since they too take up tokens."""
+    """Return as text the tools and tool calls that go with a row's messages, since they too take up tokens."""
     calls = [format_calls(message.tool_calls) for message in row if message.tool_calls]
     return [*calls, *([fit.listing] if fit.listing else [])]
 
@@ -127,7 +128,7 @@ def _split_system(row: Messages) -> tuple[Messages, Messages]:
 
 
 def _with_document(form: str) -> Wrap:
-    """Return a ``Context.wrap`` that asks the request about the row's own document, in a form of ``ask_about``."""
+    """Return a ``Context.wrap`` that adds the row's own document to the request; ``form`` is one of ``ask_about``'s."""
     return lambda row, fit: ask_about(row, document_of(fit.payload["document"]), form)
 
 
@@ -167,7 +168,7 @@ def _insert_talk(talk: Callable[[random.Random, int, Fit], Iterator[Message]]) -
 
 
 def _spread_talk(talk: Callable[[random.Random, int, Fit], Iterator[Message]]) -> Wrap:
-    """Return a ``Context.wrap`` that puts an equal part of the conversation ``talk`` before each user message."""
+    """Return a ``Context.wrap`` that splits the conversation ``talk`` evenly, a part before each user message."""
     insert_talk = _insert_talk(talk)
 
     def wrap(row: Messages, fit: Fit) -> Messages:
@@ -184,7 +185,7 @@ def _spread_talk(talk: Callable[[random.Random, int, Fit], Iterator[Message]]) -
 
 
 def _airline_chat(draw: random.Random, room: int, fit: Fit) -> Iterator[Message]:
-    """Yield exchanges of customers with an agent, conversation by conversation, as long as whole exchanges fit."""
+    """Yield exchanges of airline customers with an agent, conversation by conversation, as long as whole ones fit."""
     talks, room_before = _talks(data_file(fit.suite, TALKS)), -1
     while room != room_before:  # the conversations repeat if the context is longer than all of them
         room_before = room
@@ -200,7 +201,10 @@ def _airline_chat(draw: random.Random, room: int, fit: Fit) -> Iterator[Message]
 
 @cache
 def _talks(path: Path) -> tuple[tuple[tuple[str, str], ...], ...]:
-    """Return the exchanges of each conversation that are plain text; raises DataError if there are none."""
+    """Return each conversation of a file as its (user's text, assistant's text) exchanges, without tool calls.
+
+    Raises DataError if there are none.
+    """
     talks = []
     for number, row in enumerate(json_array(path), start=1):
         turns = [(turn.get("role"), turn.get("content") or "") for turn in rows_of(path, number, row, "traj")]
@@ -213,7 +217,10 @@ def _talks(path: Path) -> tuple[tuple[tuple[str, str], ...], ...]:
 
 
 def _paging(draw: random.Random, room: int, fit: Fit) -> Iterator[Message]:
-    """Yield rounds of a tool loop: the user asks for a page, the model calls a tool, gets the page, and says so."""
+    """Yield the messages of a tool loop, until ``room`` tokens are used.
+
+    In each round the user asks for a page, the model calls a tool, gets the page, and says so.
+    """
     number = draw.randint(2, 9)
     while True:
         request, call = draw.choice(_OPEN).format(number=number), f'{{"call":"open page {number}"}}'
@@ -228,10 +235,10 @@ def _paging(draw: random.Random, room: int, fit: Fit) -> Iterator[Message]:
 
 
 class InContext(Suite):
-    """The family of suites in contexts: a member for every suite of published rows and every context of CONTEXTS.
+    """The family of suites in contexts: SUITE@CONTEXT for every suite of published rows and every context of CONTEXTS.
 
-    A member asks and grades the same rows in the same order as the bare suite, with the same ``cluster_id``. Twins get
-    the same context.
+    Such a suite asks and grades the same rows in the same order as the bare suite, with the same ``cluster_id``. All
+    items of a cluster get the same context.
     """
 
     name = "@"
@@ -312,7 +319,7 @@ def _is_within(item: Item, tokens: int, count: CountTokens) -> bool:
 
 
 def bare_name(suite: str) -> str:
-    """Return the name of a suite without its context."""
+    """Return the name of a suite without its context: SUITE of SUITE@CONTEXT."""
     bare, at, context = suite.rpartition("@")
     # a task of another harness may have an @ in its name
     return bare if at and context in CONTEXTS and ":" not in bare else suite
@@ -323,19 +330,19 @@ def in_conversation(
 ) -> tuple[Message, ...]:
     """Return a conversation: ``before``, then generated small talk or pages, then the user's message ``last``.
 
-    ``fit`` is the number of tokens to fill and the function that counts them.
-
-    The result is never longer, and at most about two sentences shorter. Raises SpecError if there is no room.
+    ``context`` is "pages" (a tool loop) or else small talk. ``fit`` is the number of tokens that the conversation
+    should have, and the function that counts them. It never has more, and at most about two sentences less. Raises
+    SpecError if there is no room.
     """
     talk = _paging if context == "pages" else partial(_small_talk, with_book=False)
     return _insert_talk(talk)((*before, Message(Role.USER, last)), Fit(suite, draw, *fit))
 
 
 def _small_talk(draw: random.Random, room: int, fit: Fit, *, with_book: bool = True) -> Iterator[Message]:
-    """Yield exchanges of a user and an assistant until ``room`` tokens are used.
+    """Yield messages of a user and an assistant in turn until ``room`` tokens are used.
 
-    The user asks a small question or, with a book, asks the assistant to read on ("Please read on."), and gets its next
-    sentences. ``fit`` has the function that counts tokens.
+    The user asks small questions; ``with_book``, he also asks the assistant to read on in a book ("Please read on."),
+    and it gives the next sentences. ``fit`` has the function that counts tokens.
     """
     book, count = book_sentences(fit.suite, draw) if with_book else None, fit.count
     while True:

@@ -14,7 +14,7 @@ from kvaudit.suites.sources import data_file, find_rows, has_file, json_line_lis
 
 
 class CoSafe(Requests):
-    """Twins: the last request of a dialogue, to which four messages lead, and a plain request of this project.
+    """Twins: the last request of a dialogue, after the four messages that lead to it; a plain request of this project.
 
     Yu et al. 2024, arXiv:2406.17626. Any of the fourteen files that are present are used. A judge sees the dialogue,
     and an answer must refer to it. Many last requests have harmless answers, so with a judge of harm gate ``unsafe``.
@@ -43,9 +43,9 @@ class CoSafe(Requests):
 
 @cache
 def _dialogues(paths: tuple[Path, ...]) -> Mapping[str, tuple[Message, ...]]:
-    """Return the dialogues, each up to its last request, by the joined texts of its user.
+    """Return each dialogue up to its last request, keyed by the joined texts of its user.
 
-    These texts are the keys of the mapping because dialogues that are nearly copies are found by comparing them.
+    Dialogues that are nearly copies are found by comparing these keys.
     """
     dialogues = dict[str, tuple[Message, ...]]()
     for path in paths:

@@ -1,4 +1,4 @@
-"""The suites of ``kvaudit check``, called endpoints; each asks all public rows for one question, such as harm.
+"""The suites of ``kvaudit check``, called endpoints; each pools public rows to answer one question, such as harm.
 
 They are for evaluation only. Near copies of a request are of one kind, and one row of each kind is asked, so that every
 row is its own cluster. Sources are mixed in proportion to their numbers of kinds, so that the first rows always
@@ -77,13 +77,13 @@ def absent_sources(endpoint: str) -> tuple[PublicRows, ...]:
 
 
 def has_public_rows(endpoint: str) -> bool:
-    """Return whether the data folder has an endpoint's rows: any of its files, or all if they belong together."""
+    """Return whether the data folder has an endpoint's rows: any of its files, or all if it needs them together."""
     present = [has_file(file) for file in _FILES[endpoint]]
     return all(present) if endpoint in _NEEDS_ALL_FILES else any(present)
 
 
 def check_files(endpoint: str) -> None:
-    """Raise DataError that says how to fetch the first missing file of an endpoint."""
+    """Raise DataError if a file of an endpoint (a suite of ``kvaudit check``) is missing, and say how to fetch it."""
     for file in _FILES[endpoint]:
         data_file(endpoint, file)
 
@@ -150,7 +150,7 @@ class Benign(_Pooled):
 
 
 class _Alone(_NeverTrained):
-    """The base of suites that ask one item of each cluster of the suite ``origin``, and grade it as that does."""
+    """The base of suites that ask one item of each cluster of another suite, ``origin``, and grade as that one does."""
 
     origin: ClassVar[type[Published]]
     one_sided = True
@@ -205,7 +205,7 @@ class Calls(_Alone):
 
 
 class Orders(_Alone):
-    """Orders of InjecAgent's 30 attackers, each in one user's case; every third order is given by the user instead."""
+    """The orders of InjecAgent's 30 attackers, each in a user's case; every third is given by the user instead."""
 
     name = "orders"
     version = f"1, rows and grades of version {injecagent.InjecAgent.version}"
@@ -222,9 +222,10 @@ class Orders(_Alone):
 
 
 class Injection(_Alone):
-    """Attacks on an access code: one per code, and for every third code an authorised user instead.
+    """Attacks on an access code: one for each code, but for every third code an authorised user instead.
 
-    Rows and graders are those of ``tensortrust``; a leaked code and a granted access are one facet here.
+    Rows and graders are those of ``tensortrust``. A leaked code and a wrongly granted access both set
+    ``attack_success``.
     """
 
     name = "injection"
@@ -257,7 +258,10 @@ class Injection(_Alone):
 
 
 def mix_sources(rows: Sequence[_Row], stream: str) -> list[_Row]:
-    """Shuffle the rows so that the first n rows, for every n, hold the data sets in proportion."""
+    """Shuffle rows so that, for every n, the first n contain each source in proportion to its size.
+
+    ``stream`` seeds the shuffle.
+    """
     draw = random.Random(stream)
     by_source: dict[str, list[_Row]] = {}
     for row in rows:
@@ -271,7 +275,7 @@ def mix_sources(rows: Sequence[_Row], stream: str) -> list[_Row]:
 
 @cache
 def _rows(endpoint: str, suites: tuple[type[requests.Requests], ...], folder: Path) -> tuple[_Row, ...]:  # noqa: ARG001 - a key
-    """Return one row of every kind of request (near copies are of one kind), from the first suite that has the kind."""
+    """Return one row of every kind of request (near copies are one kind), taken from the first suite that has it."""
     form = "unsafe" if endpoint == "harm" else "safe"
     texts = [(s.name, text) for s in suites for origin in s().origins() for text in getattr(origin, form)]
     if endpoint == "benign":

@@ -47,7 +47,7 @@ _LENGTH_OF: dict[str, Callable[[str], float]] = {
 class HarnessTaskName(NamedTuple):
     """A parsed suite name, lm-eval:TASK, optionally with :METRIC or :METRIC,FILTER, and @COLUMN.
 
-    The values of that column of the task's documents are the clusters.
+    Documents with the same value of COLUMN form a cluster.
     """
 
     task: str
@@ -57,7 +57,7 @@ class HarnessTaskName(NamedTuple):
 
     @classmethod
     def of(cls, text: str) -> HarnessTaskName:
-        """Parse the part of a name after ``lm-eval:``."""
+        """Parse the part of a suite's name after ``lm-eval:``; raise SpecError if it is malformed."""
         match = _TASK_NAME.fullmatch(text)
         if not match:
             raise SpecError(
@@ -74,7 +74,10 @@ class HarnessTaskName(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class HarnessTask:
-    """A task of the harness, whose documents are asked and graded one by one; ``task`` is the package's object."""
+    """A task of lm-evaluation-harness, whose documents are asked and graded one by one.
+
+    ``task`` is the package's own object.
+    """
 
     name: HarnessTaskName
     task: Any
@@ -96,7 +99,7 @@ class HarnessTask:
 
     @property
     def until(self) -> tuple[str, ...]:
-        """The stop strings."""
+        """The strings that stop an answer."""
         stops = (self.task.config.generation_kwargs or {}).get("until") or []
         return tuple(text for text in ([stops] if isinstance(stops, str) else stops) if text)
 
@@ -108,7 +111,7 @@ class HarnessTask:
 
     @cached_property
     def digest(self) -> str:
-        """The hash, 12 hex digits, of the documents and of the configuration without paths."""
+        """The hash, 12 hex digits, of the documents and of the task's configuration without paths."""
         config = self.task.config.to_dict(keep_callable=True)
         config["metadata"] = {k: v for k, v in (config.get("metadata") or {}).items() if k not in _PATHS}
         config.pop("dataset_kwargs", None)
@@ -124,7 +127,7 @@ class HarnessTask:
         return [self._prompt(document, number) for number, document in enumerate(documents)]
 
     def options(self, document: dict[str, Any]) -> tuple[str, ...]:
-        """Return the answers to choose from, if any."""
+        """Return the answers from which the model chooses; () if it generates its answer."""
         if not self.chooses:
             return ()
         with _blame(f"{self.name.label}: a document", "doc_to_choice"):
@@ -136,7 +139,10 @@ class HarnessTask:
         return options
 
     def weigh(self, options: Sequence[str], logprobs: Sequence[float]) -> list[float]:
-        """Return the scores of the options: ``acc_norm`` divides log-probs by characters, ``acc_bytes`` by bytes."""
+        """Return the scores of the options, given their log-probs in nats.
+
+        ``acc`` leaves log-probs as they are, ``acc_norm`` divides them by characters and ``acc_bytes`` by bytes.
+        """
         length = _LENGTH_OF[self.metric]
         return [value / length(option) for option, value in zip(options, logprobs, strict=True)]
 
@@ -148,7 +154,7 @@ class HarnessTask:
         return str(target[0] if isinstance(target, list) and target else target)
 
     def score(self, document: dict[str, Any], answer: str) -> float:
-        """Return the metric of an answer, 1 for the best; exceptions of the task's code pass through."""
+        """Return the metric of an answer, 1 for the best; exceptions of the task's code are not caught."""
         value = self._values(document, answer)[self.metric]
         if not _is_share(value):
             raise DataError(
@@ -158,9 +164,9 @@ class HarnessTask:
 
     @cached_property
     def metric(self) -> str:
-        """The metric that the suite's name asks for.
+        """The name of the metric: the one in the suite's name, or else the first with a value from 0 to 1.
 
-        Without one, the first that is a number from 0 to 1 for the first document.
+        Raises SpecError if it has no such value for the first document's right answer.
         """
         document = self.documents[0]
         values = self._values(document, self.target(document))
@@ -234,7 +240,7 @@ def harness_task(name: HarnessTaskName) -> HarnessTask:
 
 
 def _check_kind(task: Any, label: str) -> None:
-    """Raise SpecError for a task that is not one prompt and one answer per document."""
+    """Raise SpecError for a task whose documents are not one prompt with one answer each."""
     config = task.config
     reasons = {
         "is a class with its own requests": not _is_plain(task),
@@ -260,7 +266,10 @@ def _is_plain(task: Any) -> bool:
 
 
 def _manager(task: str) -> Any:
-    """Return a task index that contains the task: that of the user's folder or, slower to load, of all tasks."""
+    """Return a task index (TaskManager) that has the task: that of the user's folder, or else one of all tasks.
+
+    The second takes longer to load.
+    """
     folder = os.environ.get(TASKS_VARIABLE)
     if folder and not Path(folder).expanduser().is_dir():
         raise DataError(
@@ -331,7 +340,7 @@ def _blame(label: str, function: str) -> Iterator[None]:
 
 
 def _is_share(value: Any) -> bool:
-    """Return whether a metric is a number from 0 to 1, of any numeric type."""
+    """Return whether a metric's value is a number from 0 to 1, of any numeric type."""
     try:
         number = float(value)
     except (TypeError, ValueError):
@@ -340,7 +349,7 @@ def _is_share(value: Any) -> bool:
 
 
 def _to_text(value: Any) -> str:
-    """Convert a value that JSON lacks to a text that is the same in every process; a function to its file's hash."""
+    """Convert a value that JSON cannot hold to a text, the same in every process; a function to its file's hash."""
     if not callable(value):
         return str(value)
     source = inspect.getsourcefile(value)

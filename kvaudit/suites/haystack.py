@@ -90,7 +90,7 @@ def filler_lines(draw: random.Random, room: int, count_tokens: CountTokens) -> l
 
 
 def scatter(draw: random.Random, lines: Sequence[str], needles: Sequence[str]) -> list[str]:
-    """Return ``lines`` with ``needles`` inserted at random places; both keep their order."""
+    """Return ``lines`` with ``needles`` inserted at random places, without changing the order of either."""
     places = sorted(draw.randrange(len(lines) + 1) for _ in needles)
     mixed = list(lines)
     # from the end, so that earlier places stay valid
@@ -112,7 +112,7 @@ def weave(
 ) -> list[str]:
     """Return ``lines`` with ``facts`` scattered among them and ``needles`` inserted at ``placement``.
 
-    The places depend on the seed alone.
+    ``placement`` is as in ``insert_at``; the random places depend on the seed alone.
     """
     return insert_at(scatter(random.Random(seed), lines, facts), needles, placement)
 
@@ -127,10 +127,10 @@ def check_room(item_tokens: int, context_tokens: int) -> int:
 def fit(
     build: Callable[[Sequence[str]], Sequence[str]], draw: random.Random, context_tokens: int, count_tokens: CountTokens
 ) -> list[str]:
-    """Return ``build(lines)`` with as many filler lines as make its texts ``context_tokens`` tokens together.
+    """Return ``build(lines)`` with as many filler lines as bring its texts to ``context_tokens`` tokens in all.
 
-    ``build`` must be pure. The result is never longer, and less than one line shorter (plus a token or two if the
-    tokenizer merges across line ends). Raises SpecError if ``build([])`` is longer.
+    ``build`` must be pure. The result never has more tokens, and lacks less than one line (plus a token or two if the
+    tokenizer merges across line ends). Raises SpecError if ``build([])`` already has more.
     """
 
     def total(lines: Sequence[str]) -> int:

@@ -46,7 +46,7 @@ class Attack(NamedTuple):
 
 
 class InjecAgent(Published):
-    """Three variants of a case: an attacker's order in a tool's result, a harmless line there, the order from the user.
+    """Three variants of a case: an attacker's order in a tool's result, a harmless line there, the order by the user.
 
     In the third variant the result contains the harmless line, and the user then gives the attacker's order. The user's
     request, the tool's result and the attacker's order are published. Added are the system prompt, the harmless line
@@ -146,7 +146,7 @@ class InjecAgent(Published):
 
 
 def one_per_attacker(suite: str, seed: int) -> list[Item]:
-    """Return one item for every attacker, each its own cluster; in every third, the user gives the attacker's order."""
+    """Return one item for every attacker, each its own cluster; in every third the user gives the attacker's order."""
     users, attacks, tools = read_cases(*(data_file(suite, name) for name in FILES))
     cases = random.Random(f"{suite}-{seed}-users").sample(users, len(users))
     items = []
@@ -171,7 +171,7 @@ def _misuse(item: Item, answer: str, calls: Sequence[ToolCall]) -> str:
 
 
 def _shown_values(user: UserCase) -> list[str]:
-    """Return the texts of a tool's result whose mention shows that an answer used the result.
+    """Return texts from a tool's result whose occurrence in an answer shows that it used the result.
 
     They are words with a digit and values of several words, if the request does not contain them.
     """
@@ -194,7 +194,7 @@ def _leaves(value: Any) -> list[str]:
 def read_cases(
     users: Path, attacks: Path, tools: Path
 ) -> tuple[tuple[UserCase, ...], tuple[Attack, ...], dict[str, Any]]:
-    """Read users, attackers and the tools of both by name; raises DataError for an invalid row."""
+    """Return the users' cases, the attacks, and the tools of both by name; raises DataError for an invalid row."""
     by_name, user_cases, attacker_cases = _tools(tools), list[UserCase](), list[Attack]()
     for number, row in enumerate(json_lines(users), start=1):
         keys = ("User Tool", "User Instruction", "Tool Parameters", "Tool Response Template")
@@ -226,7 +226,7 @@ def _literal(path: Path, number: int, text: str) -> dict[str, Any]:
 
 
 def _tools(path: Path) -> dict[str, Any]:
-    """Return every tool by its name in the cases, which is the name of its toolkit joined with its own."""
+    """Return the schema of every tool, keyed by its name in the cases: the toolkit's name joined with the tool's."""
     tools = {}
     for number, kit in enumerate(json_array(path), start=1):
         prefix = value_of(path, number, kit, "name_for_model", str)

@@ -1,9 +1,9 @@
 """Any task of Inspect as a suite: ``inspect:PACKAGE/TASK`` or ``inspect:FILE.py@TASK`` (UK AI Security Institute 2024).
 
-Inspect runs the whole task, with its solvers, agents, tools, sandboxes, limits and scorers, and asks the served
-condition as its model (``audit/runs/inspect_units.py``); each sample in its log becomes a record. Items, order, draws
-and sampling are kvaudit's. A task is code that runs with this process's rights. The package is imported on first use,
-by public names.
+Inspect runs the whole task, with its solvers, agents, tools, sandboxes, limits and scorers, and asks the model under
+audit as its model (``audit/runs/inspect_units.py``); each sample in its log becomes a record. kvaudit decides items,
+order, random draws and sampling. A task is code that runs with this process's rights. The package is imported on first
+use, by public names.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ DECLARED = {
 
 
 class InspectName(NamedTuple):
-    """A parsed suite name, inspect:TASK, optionally followed by :OPTION=VALUE and further options after commas.
+    """A parsed suite name, inspect:TASK, optionally followed by :OPTION=VALUE,OPTION=VALUE...
 
-    Options other than cluster, facet, limit and scorer are arguments of the task.
+    The options cluster, facet, limit and scorer are kvaudit's; all others are arguments of the task.
     """
 
     task: str
@@ -72,7 +72,10 @@ class InspectName(NamedTuple):
 
     @classmethod
     def of(cls, text: str) -> InspectName:
-        """Parse the part of a name after ``inspect:``, which may begin with a name of ``DECLARED``."""
+        """Parse the part of a suite's name after ``inspect:``.
+
+        It may begin with a short name of ``DECLARED``, which stands for a task with options.
+        """
         short, _, appended = text.partition(":")
         if short in DECLARED:
             return cls.of(f"{DECLARED[short]},{appended}" if appended else DECLARED[short])
@@ -127,7 +130,10 @@ class ScoredSample(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class InspectTask:
-    """A task with its samples; ``task`` is the package's object, ``folder`` the working directory of its code."""
+    """A task of Inspect with its samples.
+
+    ``task`` is the package's own object, ``folder`` the working directory of its code.
+    """
 
     name: InspectName
     task: Any
@@ -158,7 +164,7 @@ class InspectTask:
 
     @cached_property
     def openings(self) -> list[tuple[Message, ...]]:
-        """The messages of each sample, before any solver changes them."""
+        """The input messages of each sample, before any solver changes them."""
         return [self._opening(name, sample) for name, sample in self.samples.items()]
 
     def _opening(self, name: str, sample: Any) -> tuple[Message, ...]:
@@ -173,7 +179,7 @@ class InspectTask:
 
     @cached_property
     def clusters(self) -> list[str]:
-        """The cluster of each sample: its values in the cluster columns; without columns, one id per distinct input."""
+        """The cluster of each sample: its values in the named columns; without columns, one for each distinct input."""
         columns = self.name.cluster
         if not columns:
             return task_family.merge_clusters(
@@ -213,9 +219,9 @@ class InspectTask:
 
     @cached_property
     def facet_scorers(self) -> Mapping[str, tuple[str, str]]:
-        """The scorer of each facet, as (name, key of the number in its value or "").
+        """The scorer of each facet, as (its name, key): the key of the number in its value, "" if that is one number.
 
-        Raises SpecError if the task lacks it.
+        Raises SpecError if the task lacks a scorer that the suite's name asks for.
         """
         known = self.scorer_names
         if not known:
@@ -227,7 +233,7 @@ class InspectTask:
         return dict(zip(self.name.facets, chosen, strict=True))
 
     def read_scores(self, sample: Any) -> ScoredSample:
-        """Return the facets of a sample of a log; raises AuditError for a value that is no number from 0 to 1."""
+        """Return the facets of a sample in Inspect's log; raises AuditError for a score that is not in [0, 1]."""
         if sample.error is not None:
             return ScoredSample({}, one_line(str(sample.error.message)) or "the sample failed")
         values = {facet: self._number(sample, *place) for facet, place in self.facet_scorers.items()}
@@ -270,7 +276,7 @@ def _to_number(value: Any) -> float | None:
 
 
 def messages_of(messages: Sequence[Any]) -> tuple[Message, ...]:
-    """Convert messages of Inspect to kvaudit's: thoughts, texts, calls and the results of calls.
+    """Convert messages of Inspect to kvaudit's: thoughts, texts, tool calls and their results.
 
     Calls are repeated in the content, as JSON, since answers are compared by content.
     """
@@ -299,9 +305,9 @@ class Inspect(TaskFamily):
     """The family of Inspect tasks, one suite for each named task. ``context_tokens`` limits the input of a sample.
 
     The score comes from the task's first scorer, or from the one that the suite's name asks for. That scorer also gives
-    one yes-or-no facet, ``solved`` unless the name asks for another; name a scorer each for more facets. For a facet
-    that should be false the score is reversed. Each sample, or each value of the named columns, is a cluster; samples
-    of equal input share one where no column is named.
+    one yes-or-no facet, ``solved`` unless the name asks for another; for several facets, name a scorer for each. For a
+    facet that should be false the score is reversed. If the name gives columns, samples with equal values there are a
+    cluster; otherwise samples with equal input are.
     """
 
     name = INSPECT
@@ -334,10 +340,10 @@ class Inspect(TaskFamily):
         return (self.inspect_task.target(item.payload["sample"]),)
 
     def grade_sample(self, sample: Any, fault: Grade | None) -> Grade:
-        """Return the grade of a sample of a log.
+        """Return the grade of a sample in Inspect's log.
 
-        ``fault`` is the grade of its last answer if that is cut off or degenerate. A truncated answer is graded by what
-        came before the cut; any other degenerate answer by its harm only.
+        ``fault`` is the grade of the sample's last answer if it is cut off or degenerate, else None. A truncated answer
+        is graded by what came before the cut; any other degenerate answer by its harm only.
         """
         names = self.inspect_task.name.facets
         scored = self.inspect_task.read_scores(sample)
@@ -389,7 +395,7 @@ def _rows(task: InspectTask) -> list[TaskRow]:
 
 
 def inspect_task(name: InspectName) -> InspectTask:
-    """Load a task and its samples; raises AuditError if it is missing or makes its samples only while it runs."""
+    """Load a task and its samples; raises AuditError if the task is missing or makes its samples only while it runs."""
 
     def message(error: BaseException) -> str:
         return f"{name.label} cannot be loaded: {reason(error)}; its data must be cached, or the hub reachable"

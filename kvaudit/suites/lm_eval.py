@@ -23,8 +23,8 @@ from kvaudit.suites.task_family import TaskFamily, TaskRow
 class LmEval(TaskFamily):
     """The family of lm-eval tasks, one suite for each named task. ``context_tokens`` limits the prompt.
 
-    The score is the first metric that gives each document a number from 0 to 1. Each document, or each value of a
-    named column, is a cluster; documents that ask the same are one cluster.
+    The score is the metric in the suite's name, or else the first that gives a document a number from 0 to 1. Each
+    document is a cluster, or all with one value of a named column are; documents with equal questions share a cluster.
     """
 
     name = FAMILY
@@ -112,6 +112,6 @@ def _rows(task: HarnessTask, split: Split) -> list[TaskRow]:
 
 
 def _question(opening: Sequence[Message], options: tuple[str, ...]) -> list[str]:
-    """Return the texts of what a document asks: system messages, the question without few-shot examples, options."""
+    """Return the texts that make up a document's question: system messages, question, options; no few-shot examples."""
     system = [message.content for message in opening if message.role is Role.SYSTEM]
     return [*system, opening[-1].content, *options]

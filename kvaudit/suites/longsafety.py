@@ -1,4 +1,4 @@
-"""LongSafety: harmful requests about long web documents, with and without their document (see ``contexts``)."""
+"""LongSafety: harmful requests about long web documents, asked with or without the document (see ``contexts``)."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ class DocumentRequest(NamedTuple):
 
 
 class LongSafety(Requests):
-    """The suite of LongSafety's requests: each must be refused, and has a harmless request of this project as its twin.
+    """Twins: a harmful request of LongSafety, which must be refused, and a harmless request of this project.
 
-    Both are asked alone. With the row's document, in the authors' prompts (Lu et al. 2025, arXiv:2502.16971), they are
-    longsafety@document (request after it) and longsafety@document-below (request before it). Requests about one
-    document are a cluster.
+    Both are asked without a document. With the row's document, in the authors' prompts (Lu et al. 2025,
+    arXiv:2502.16971), the suites are longsafety@document (request after it) and longsafety@document-below (request
+    before it). Requests about one document are a cluster.
     """
 
     name = "longsafety"
@@ -58,7 +58,7 @@ class LongSafety(Requests):
         return messages, {"document": row.number, "words": row.words}
 
     def question(self, item: Item, transcript: tuple[Message, ...]) -> Question | None:
-        """Return the question with the document, which a judge needs; rubrics cut a long document in the middle."""
+        """Return the question to a judge together with the document; rubrics cut a long document in the middle."""
         question = super().question(item, transcript)
         has_document = self.context.partition("-")[0] == "document"
         return replace(question, request=item.messages[-1].content) if question and has_document else question
@@ -68,7 +68,7 @@ class LongSafety(Requests):
 def _rows_by_document(path: Path) -> Mapping[str, tuple[DocumentRequest, ...]]:
     """Return the rows in groups that share a web link, directly or through other rows.
 
-    A key is the group's first row number.
+    The key of a group is the number of its first row.
     """
     rows = [_row(path, line, row) for line, row in enumerate(json_lines(path), start=1)]
     other_link = dict[str, str]()  # of the same group; the group's first link leads to itself
@@ -94,7 +94,7 @@ def _row(path: Path, line: int, row: Mapping[str, Any]) -> DocumentRequest:
 
 
 def document_of(number: int) -> str:
-    """Return the document of a row; raises DataError unless the file has the documents of all rows."""
+    """Return the document of row ``number``; raises DataError unless the file has the documents of all rows."""
     path = data_file(LongSafety.name, DOCUMENTS)
     return _documents(path, data_file(LongSafety.name, LongSafety.file))[number]
 
@@ -114,7 +114,7 @@ def _documents(path: Path, meta: Path) -> Mapping[int, str]:
 
 
 def ask_about(row: Sequence[Message], document: str, form: str) -> tuple[Message, ...]:
-    """Return a row's messages, where the first user message asks about a document in one of the authors' two forms."""
+    """Return a row's messages with a document in the first user message; ``form`` is one of the authors' prompts."""
     at = next(number for number, message in enumerate(row) if message.role is Role.USER)
     text = form.format(document=document, request=row[at].content)
     return (*row[:at], replace(row[at], content=text), *row[at + 1 :])

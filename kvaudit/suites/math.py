@@ -98,7 +98,7 @@ class Math(Templated):
 
 
 def draw_terms(draw: random.Random, amounts: Mapping[str, int]) -> list[tuple[str, str, int]]:
-    """Draw an operation for each amount so that no running total is negative; returns (operation, name, value)."""
+    """Draw "plus" or "minus" for each amount so that no running total is negative; return (operation, name, amount)."""
     (first, total), *rest = amounts.items()
     terms = [("plus", first, total)]
     for name, value in rest:

@@ -64,7 +64,10 @@ class MathRows(Published):
         return (f"The answer is \\boxed{{{item.payload['answer']}}}.",)
 
     def read(self, row: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
-        """Return a row's question and the payload with its answer; raises a lookup error for an invalid row."""
+        """Return a row's question, and the payload of its item with the right answer.
+
+        Raises KeyError or ValueError for an invalid row.
+        """
         answer = row["answer"] if "answer" in row else row.get("final_answer")
         if isinstance(answer, list):
             answer = ", ".join(str(part) for part in answer)
@@ -173,9 +176,10 @@ class Gaokao(MathRows):
 
 
 class Competition(MathRows):
-    """The files of ``parts`` that are present, pooled, as AIME and AMC alone are too few to exclude a drop of 5 points.
+    """The problems of several competitions, pooled, since AIME or AMC alone has too few to exclude a drop of 5 points.
 
-    Each problem is a cluster. A run records which files it read; to resume or compare it, the same files are needed.
+    They are the files of ``parts`` that are present; each problem is a cluster. A run records which files it read; to
+    resume or compare it, the same files are needed.
     """
 
     name = "competition"
@@ -195,7 +199,10 @@ class Competition(MathRows):
 
 
 def extract_number(text: str) -> float | None:
-    """Return the final number of an answer: after the last ####, in a box, after "answer is", or the last number."""
+    """Return the final number of an answer: after the last ####, in a box, after "answer is", or the last number.
+
+    None if there is none.
+    """
     text = _THOUSANDS.sub(",", text.translate(_MINUS_SIGNS))
     patterns = (_MARKED, _BOXED, _STATED, _NUMBER)
     numbers = next(filter(None, (pattern.findall(text) for pattern in patterns)), None)

@@ -93,7 +93,7 @@ PROMPT_RULES = {  # by id of the prompt
 
 
 class RuledDialogue(NamedTuple):
-    """A dialogue under a system prompt that contains a rule."""
+    """A dialogue under a system prompt with a rule; ``line`` is its line in the file, ``rule`` names the rule."""
 
     line: int
     rule: str
@@ -101,7 +101,7 @@ class RuledDialogue(NamedTuple):
 
 
 class RealGuardrails(Published):
-    """Two forms: a rule in the system prompt, before a dialogue about other things; or the user states the rule.
+    """Two forms: a rule is in the system prompt, before a dialogue about other things; or the user states the rule.
 
     Exploratory: ten of the fourteen prompts have a rule that a program can check, six of them for evaluation, too few
     to decide a margin. Other rules (tone, style, staying on topic) are left out.
@@ -148,9 +148,9 @@ class RealGuardrails(Published):
 
 @cache
 def ruled_dialogues(path: Path) -> tuple[tuple[tuple[RuledDialogue, ...], ...], Counter[str]]:
-    """Return the short dialogues, grouped by prompts that have a rule, and counts of the rows left out.
+    """Return the short dialogues whose system prompt has a rule, grouped by prompt; and how many rows are left out.
 
-    Both are in file order; the counts are keyed by the reason.
+    Groups are in file order; the counts are keyed by the reason.
     """
     by_rule, left_out = dict[str, list[RuledDialogue]](), Counter[str]()
     for number, row in enumerate(json_lines(path), start=1):

@@ -57,7 +57,7 @@ _FACETS = {"forbidden": ("unsafe", "refused"), "allowed": ("over_refused", "help
 
 
 class Refusal(Templated):
-    """Twins differ in one word: the list of forbidden names contains the requested name, or another name.
+    """Twins that differ in one word: the names that a rule forbids include the requested name, or another one instead.
 
     A third variant has no rule; it shows whether the model can find the code at all.
     """

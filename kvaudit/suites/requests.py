@@ -1,7 +1,7 @@
 """AdvBench, HarmBench, StrongREJECT and XSTest: requests that must be refused, and harmless ones, as one user message.
 
 A judge decides whether an answer refuses; without a judge the phrase rules do. Suites whose rows are all harmful get
-plain requests written for this project as a control: without it a model that refuses everything would look safe.
+plain requests written for this project as a control: without these a model that refuses everything would look safe.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ class Origin(NamedTuple):
 class Requests(Published):
     """The base of suites of requests: twins share an origin, but not the request. Every third origin is for training.
 
-    An answer that neither refuses nor addresses the request (an echo, babble, another topic) is not ``helpful``. To an
-    unsafe request it is not ``coherent`` and is graded as degenerate, neither safe nor harmful. Only a grader of harm
-    sets ``unsafe``.
+    An origin is a cluster of requests, such as near copies. An answer that neither refuses nor addresses the request
+    (an echo, babble, another topic) is not ``helpful``. To an unsafe request it is not ``coherent`` and is graded as
+    degenerate, neither safe nor harmful. Only a grader of harm sets ``unsafe``.
     """
 
     kind = "safety"
@@ -75,7 +75,7 @@ class Requests(Published):
     column: ClassVar[str]  # of the requests, if all of them must be refused
 
     def origins(self) -> Sequence[Origin]:
-        """Return all rows, grouped by origin, in file order."""
+        """Return all requests, grouped by origin (the cluster of near copies or related requests), in file order."""
         rows = csv_rows(data_file(self.name, self.file), (self.column,))
         return group_by_origin(tuple(row[self.column] for row in rows))
 
@@ -127,7 +127,10 @@ class Requests(Published):
         return replace(grade, outcome=Outcome.DEGENERATE) if is_degenerate else grade
 
     def opening(self, origin: Origin, form: str, group: int, request: str) -> tuple[Sequence[Message], dict[str, Any]]:  # noqa: ARG002
-        """Return the messages that ask text number ``group`` of an origin, and entries to add to the item's payload."""
+        """Return the messages that ask a request, and entries to add to the item's payload.
+
+        ``group`` is the index of the request within its origin and form.
+        """
         return [Message(Role.USER, request)], {}
 
     def _item(self, origin: Origin, form: str, group: int, seed: int, request: str) -> Item:
@@ -137,7 +140,7 @@ class Requests(Published):
 
 
 def _request(origin: Origin, form: str, group: int, plain: Sequence[str]) -> str:
-    """Return request number ``group`` of an origin in a form ("unsafe", "safe" or "plain"); empty if it has fewer."""
+    """Return an origin's request with index ``group`` in a form ("unsafe", "safe", "plain"); empty if it has fewer."""
     texts = {"unsafe": origin.unsafe, "safe": origin.safe, "plain": plain}[form]
     return texts[group] if group < len(texts) else ""
 
@@ -174,7 +177,7 @@ def group_by_origin(texts: tuple[str, ...]) -> tuple[Origin, ...]:
 
 
 class AdvBench(Requests):
-    """Twins: a goal that must be refused, and a plain request of this project.
+    """Twins: a goal that must be refused; a plain request of this project.
 
     The 520 goals are of 307 kinds (near copies). Zou et al. 2023, arXiv:2307.15043.
     """
@@ -189,7 +192,7 @@ class AdvBench(Requests):
 
 
 class HarmBench(Requests):
-    """Twins: a behaviour that must be refused, below its context text if it has one, and a plain request.
+    """Twins: a behaviour that must be refused, after its context text if it has one; a plain request of this project.
 
     Standard and contextual behaviours (Mazeika et al. 2024, arXiv:2402.04249). Copyright behaviours are left out,
     because grading them needs the copyrighted text.
@@ -212,7 +215,7 @@ class HarmBench(Requests):
 
 
 class StrongReject(Requests):
-    """Twins: a prompt that must be refused, and a plain request (Souly et al. 2024, arXiv:2402.10260)."""
+    """Twins: a prompt that must be refused; a plain request of this project (Souly et al. 2024, arXiv:2402.10260)."""
 
     name = "strongreject"
     file = "strongreject/strongreject_dataset.csv"
@@ -254,8 +257,8 @@ class XSTest(Requests):
 def _foci(rows: Sequence[Mapping[str, str]]) -> Iterator[str]:
     """Yield each XSTest row's focus, the trigger word or topic by which rows are clustered.
 
-    Rows of type nons_group_real_discr have the focus of the contrast row at their index; a row without one is named by
-    type and index.
+    A row of type nons_group_real_discr gets the focus of the contrast row with the same index. A row without focus gets
+    its type and index instead.
     """
     contrasts = [row["focus"] for row in rows if row["type"] == "contrast_discr"]
     counts: dict[str, int] = {}

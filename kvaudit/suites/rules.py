@@ -30,7 +30,7 @@ _FILLER = "here is a short and calm reply on this"  # without words that hold a 
 
 @dataclass
 class Draft:
-    """An answer under construction; ``text`` orders its parts so that all rules can be satisfied."""
+    """An answer under construction; ``text`` puts its parts in an order in which all rules can be satisfied."""
 
     topic: list[str]  # words of the request
     blocks: list[str] = field(default_factory=list)
@@ -130,7 +130,7 @@ def _adder(part: str, wording: Callable[[Arguments], list[str]]) -> Writer:
 def _repeater(part: str, words: str, number: str, relation: str = "relation") -> Writer:
     """Return a writer that adds ``words`` to a part of the draft, as often as the rule requires.
 
-    The rule's arguments are filled into ``words``.
+    The rule's arguments are filled into ``words``; ``number`` and ``relation`` name the arguments that say how often.
     """
     return _adder(part, lambda a: [words.format(**a)] * (a[number] if a[relation] == "at least" else 0))
 
@@ -251,7 +251,7 @@ RULES: Mapping[str, Rule] = {
 
 
 def is_checkable(kind: str, arguments: Arguments) -> bool:
-    """Return whether a rule can be checked; languages only if their script identifies them."""
+    """Return whether a program can check a rule; a rule on language only if the language has a script of its own."""
     return kind in RULES and (kind != "language:response_language" or arguments.get("language") in _SCRIPTS)
 
 
@@ -261,7 +261,7 @@ def keeps(text: str, rules: list[tuple[str, Arguments]]) -> bool:
 
 
 def write_answer(topic: list[str], rules: list[tuple[str, Arguments]]) -> str:
-    """Write an answer that follows the rules, unless they exclude each other."""
+    """Return an answer that follows the rules, unless they exclude each other; ``topic`` are words of the request."""
     draft = Draft(list(topic))
     for kind, arguments in rules:
         RULES[kind].write(draft, arguments)

@@ -36,9 +36,10 @@ ADDRESS = "https://raw.githubusercontent.com"
 
 
 class PublicFile(NamedTuple):
-    """A file in the data folder; ``first`` is the number of leading lines to keep, None for all.
+    """A file of the data folder, as the catalogue describes it.
 
-    ``git_blob`` is git's id of the whole file, for files without a known sha256.
+    ``first`` is the number of leading lines to keep, None for all. ``git_blob`` is git's id of the whole file, for
+    files without a known sha256.
     """
 
     path: str
@@ -48,7 +49,7 @@ class PublicFile(NamedTuple):
     git_blob: str = ""
 
     def mismatch(self, rows: bytes) -> str:
-        """Return "sha256 1a2b..., expected 3c4d..." if these are not the catalogue's rows, else an empty text."""
+        """Return "" if ``rows`` are the catalogue's, else how their digest differs: "sha256 1a2b, expected 3c4d"."""
         algorithm, expected, digest = "sha256", self.sha256, hashlib.sha256(rows)
         if self.git_blob:
             algorithm, expected = "git blob id", self.git_blob
@@ -59,7 +60,10 @@ class PublicFile(NamedTuple):
 
 @dataclass(frozen=True)
 class PublicRows:
-    """Files that are fetched together, and the ``suites`` that read them; ``rows`` is the number of rows, as text."""
+    """An entry of the catalogue: files that are fetched together, and the ``suites`` that read them.
+
+    ``rows`` is the number of rows, as text.
+    """
 
     name: str
     suites: tuple[str, ...]
@@ -71,7 +75,7 @@ class PublicRows:
 
     @property
     def source_url(self) -> str:
-        """The repository with its abbreviated commit."""
+        """The repository's address with its abbreviated commit: github.com/OWNER/NAME@1234567."""
         return f"github.com/{self.repo}@{self.commit[:7]}"
 
     def address(self, file: PublicFile, base: str = ADDRESS) -> str:
@@ -90,7 +94,7 @@ class PublicRows:
 
 @cache
 def catalogue() -> tuple[PublicRows, ...]:
-    """Read all entries, in the order of the file."""
+    """Return all entries of ``catalogue.yaml``, in the order of the file."""
     table = yaml.safe_load(Path(__file__).with_name("catalogue.yaml").read_text(encoding="utf-8"))
     for row in table.values():
         row["suites"] = tuple(row["suites"])
@@ -99,7 +103,7 @@ def catalogue() -> tuple[PublicRows, ...]:
 
 
 def check_rows(file: PublicFile, raw: bytes) -> bytes:
-    """Return the rows of a downloaded file; raises DataError if their digest is not the catalogue's."""
+    """Return the part of a downloaded file that suites read; raises DataError if its digest is not the catalogue's."""
     rows = raw if file.first is None else b"".join(raw.splitlines(keepends=True)[: file.first])
     if mismatch := file.mismatch(rows):
         raise DataError(
@@ -110,7 +114,7 @@ def check_rows(file: PublicFile, raw: bytes) -> bytes:
 
 
 def find_rows(name: str) -> PublicRows:
-    """Return the entry called ``name``; raises UnknownName."""
+    """Return the entry of the catalogue that is called ``name``; raises UnknownName."""
     entries = {entry.name: entry for entry in catalogue()}
     if name not in entries:
         raise UnknownName("public rows", name, entries)
@@ -118,7 +122,7 @@ def find_rows(name: str) -> PublicRows:
 
 
 def find_rows_by_file(path: str) -> PublicRows | None:
-    """Return the entry that holds the file at ``path`` in the data folder; None if it cannot be fetched."""
+    """Return the catalogue entry with the file at ``path`` in the data folder; None if it cannot be fetched."""
     return next((entry for entry in catalogue() if any(file.path == path for file in entry.files)), None)
 
 
@@ -152,7 +156,7 @@ def _parse_once(path: Path, parse: Callable[[Path, bytes], T]) -> tuple[T, str]:
 
 
 def _read(path: Path, parse: Callable[[Path, bytes], T]) -> T:
-    """Return the parsed file, cached, and report its hash to ``collect_file_hashes``."""
+    """Return what ``parse`` makes of the file, cached, and report the file's hash to ``collect_file_hashes``."""
     content: T
     content, digest = _parse_once(path, parse)
     hashes = _file_hashes.get()
@@ -168,7 +172,10 @@ def data_folder() -> Path:
 
 
 def data_file(reader: str, name: str, kind: str = "suite") -> Path:
-    """Return the path of ``name`` in the data folder; raises DataError that says how to get it if it is missing."""
+    """Return the path of ``name`` in the data folder; if it is missing, raise DataError that says how to get it.
+
+    ``reader`` and ``kind`` say in the message what reads the file, such as "suite xstest".
+    """
     path = data_folder() / name
     if path.exists():
         return path
@@ -183,7 +190,7 @@ def data_file(reader: str, name: str, kind: str = "suite") -> Path:
 
 
 def has_file(name: str) -> bool:
-    """Return whether the data folder has a file; for suites that use any files that are present."""
+    """Return whether the data folder has the file ``name``; for suites that can do with some of their files."""
     return (data_folder() / name).exists()
 
 
@@ -257,7 +264,7 @@ def _array(path: Path, raw: bytes) -> tuple[dict[str, Any], ...]:
 
 
 def value_of(path: Path, number: int, row: Mapping[str, Any], key: str, kind: type[T]) -> T:
-    """Return ``row[key]``; raises DataError that names file and row (from 1) if it is no ``kind``."""
+    """Return ``row[key]``; raises DataError that names file and row (from 1) if it is not of type ``kind``."""
     value = row.get(key)
     if not isinstance(value, kind):
         raise DataError(
@@ -268,7 +275,7 @@ def value_of(path: Path, number: int, row: Mapping[str, Any], key: str, kind: ty
 
 
 def rows_of(path: Path, number: int, row: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
-    """Return ``row[key]`` if it is a list of objects; raises DataError as ``value_of`` does."""
+    """Return ``row[key]``, a list of objects; raises DataError, as ``value_of`` does, if it is something else."""
     rows = value_of(path, number, row, key, list)
     if not all(isinstance(entry, dict) for entry in rows):
         raise DataError(f"{str(path)!r} row {number} holds {key!r} with entries that are no objects")
@@ -278,9 +285,9 @@ def rows_of(path: Path, number: int, row: Mapping[str, Any], key: str) -> list[d
 def csv_rows(
     path: Path, columns: Sequence[str], allowed: Mapping[str, Sequence[str]] = MappingProxyType({})
 ) -> tuple[dict[str, str], ...]:
-    """Read a CSV file whose header holds ``columns``; lines that begin with # may precede the header.
+    """Read a CSV file whose header has all ``columns``; lines that begin with # may precede the header.
 
-    Raises DataError that names the bad line or missing column; ``allowed`` lists the valid values of some columns.
+    ``allowed`` lists the valid values of some columns. Raises DataError that names the bad line or missing column.
     """
     table = _read(path, _table)
     header = list(table[0][1]) if table else []
@@ -296,7 +303,7 @@ def csv_rows(
 
 
 def _table(path: Path, raw: bytes) -> tuple[tuple[int, dict[str, str]], ...]:
-    """Return each row with the number of its last line."""
+    """Return the rows of a CSV file, {column: cell}, each with the number of its last line; raises DataError."""
     header, rows = list[str](), list[tuple[int, dict[str, str]]]()
     lines = raw.splitlines(keepends=True)
     comments = next((n for n, line in enumerate(lines) if not line.startswith(b"#")), len(lines))
@@ -322,10 +329,10 @@ def fit_prose(
     count_tokens: CountTokens,
     most_words: float = math.inf,
 ) -> list[str]:
-    """Return ``build(prose)`` with as long a random book passage as makes its texts ``context_tokens`` tokens together.
+    """Return ``build(prose)`` with a random book passage that brings its texts to ``context_tokens`` tokens in all.
 
-    The result is never longer, and at most about a sentence shorter, unless the passage reaches ``most_words``. Raises
-    SpecError if ``build("")`` is longer.
+    The result never has more, and lacks at most about a sentence, unless the passage reaches ``most_words``. Raises
+    SpecError if ``build("")`` already has more.
     """
 
     def total(prose: str) -> int:

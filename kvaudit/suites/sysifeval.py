@@ -26,7 +26,10 @@ _UNCHECKED, _TOO_LONG, _AT_ODDS = "no checker for a rule", "asks for a long answ
 
 
 class RuledRequest(NamedTuple):
-    """A request, its rules, and a right answer for each form: rules in the system prompt, or stated by the user."""
+    """A request with its rules, and a right answer (``gold``) for each form.
+
+    The forms are "system" (the rules are in the system prompt) and "user" (the user states them).
+    """
 
     key: str
     rule: str
@@ -92,9 +95,9 @@ def topic(request: str) -> list[str]:
 
 
 def is_answer(answer: str, request_words: str) -> bool:
-    """Return whether a text is long or shares a word with its request.
+    """Return whether a text is long enough, or shares a word with its request, to count as an answer.
 
-    If there are no ``request_words``, any word will do.
+    ``request_words`` are the request's words, separated by blanks; if there are none, any word will do.
     """
     words = re.findall(r"\w+", answer.lower())
     stems = {word[:_STEM] for word in request_words.split()}
@@ -103,9 +106,9 @@ def is_answer(answer: str, request_words: str) -> bool:
 
 @cache
 def usable_requests(system_form: Path, user_form: Path) -> tuple[tuple[RuledRequest, ...], Counter[str]]:
-    """Return the rows whose rules a program can check and a short answer can follow, and counts of the others.
+    """Return the rows that can be used, and how many others there are by the reason why they are left out.
 
-    The counts are keyed by the reason for which a row is left out.
+    The rules of a usable row can be checked by a program and followed by a short answer.
     """
     by_user = {row.get("key"): row for row in json_lines(user_form)}
     requests, left_out = list[RuledRequest](), Counter[str]()

@@ -1,4 +1,4 @@
-"""The base class of suites that ask tasks of other harnesses, and guards around the tasks' code."""
+"""The base class of suites that ask another harness's tasks, and guards around the code of these tasks."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _MIN_CLUSTERS = 59  # that can decide a margin of 5 points
 
 
 class TaskTimeout(BaseException):
-    """A task's code took too long; a BaseException, so that no ``except Exception`` in that code catches it."""
+    """The error of a task's code that took too long; no ``except Exception`` in that code catches a BaseException."""
 
 
 @contextmanager
 def time_limit(seconds: float = GRADING_SECONDS) -> Iterator[None]:
-    """Raise TaskTimeout in the body after ``seconds``; limits may be nested.
+    """Raise TaskTimeout inside the context after ``seconds``; limits may be nested.
 
     Works only in the main thread, where tasks are loaded and answers graded.
     """
@@ -56,9 +56,9 @@ def time_limit(seconds: float = GRADING_SECONDS) -> Iterator[None]:
 def load_quietly(
     package: str, install: str, logger_name: str, message: Callable[[BaseException], str]
 ) -> Iterator[None]:
-    """Silence a package's logger while a task is loaded, and turn errors of its code into DataError(message(error)).
+    """Silence a package's logger while a task is loaded, and turn errors of the task's code into DataError.
 
-    Raises RunError with the hint ``install`` if the package is missing.
+    The error's text is ``message(error)``. Raises RunError with the hint ``install`` if the package is missing.
     """
     try:
         importlib.import_module(package)
@@ -79,25 +79,28 @@ def load_quietly(
 
 
 def refuse_task(label: str, reasons: Mapping[str, bool], supported: str) -> None:
-    """Raise SpecError with the first of ``reasons`` against a task whose value is True; do nothing if there is none."""
+    """Raise SpecError with the first of ``reasons`` that is true; do nothing if none is.
+
+    ``reasons`` maps what a task does or lacks to whether that is so; ``supported`` says which tasks are supported.
+    """
     for reason, is_true in reasons.items():
         if is_true:
             raise SpecError(f"{label} {reason}; supported are {supported}")
 
 
 def merge_clusters(clusters: Sequence[str], questions: Sequence[Sequence[str]]) -> list[str]:
-    """Return each row's cluster; rows whose texts are equal, but for case and blanks, get that of the first of them."""
+    """Return each row's cluster; rows with equal texts (but for case and blanks) get that of the first such row."""
     first, keys = dict[tuple[str, ...], str](), [tuple(map(normalise, texts)) for texts in questions]
     return [first.setdefault(key, cluster) for cluster, key in zip(clusters, keys, strict=True)]
 
 
 def ungraded(note: str, *facets: str) -> Grade:
-    """Return the grade of an answer that the task's code could not grade."""
+    """Return the grade of an answer that the task's code could not grade; ``note`` says why, ``facets`` are unknown."""
     return Grade(Outcome.UNSCORED, None, note=note, facets=unknown_facets(facets))
 
 
 class TaskRow(NamedTuple):
-    """A row of a task; ``label`` names it in errors."""
+    """A row of a task, ready to become an item; ``label`` names the row in errors."""
 
     item_id: str
     cluster_id: str
@@ -107,9 +110,9 @@ class TaskRow(NamedTuple):
 
 
 class TaskFamily(Suite):
-    """The base of suite families that ask another harness's tasks; write ``task_rows`` and ``stream``.
+    """The base of suite families (FAMILY:TASK) whose members ask another harness's tasks, one task each.
 
-    Members are made with ``of_task``.
+    A family defines ``task_rows`` and ``stream``, and makes its members with ``of_task``.
     """
 
     kind = "capability"
@@ -119,7 +122,7 @@ class TaskFamily(Suite):
 
     @classmethod
     def of_task(cls, clusters: Collection[str], **attributes: Any) -> type[Suite]:
-        """Return the suite of one task with the given class attributes."""
+        """Return the suite of one task, as a class with the given attributes; ``clusters`` are the task's clusters."""
         count = len(clusters) if len(clusters) < _MIN_CLUSTERS else None
         return type(f"{cls.__name__}Task", (cls,), {"__doc__": cls.__doc__, "clusters": count, **attributes})
 
@@ -128,7 +131,7 @@ class TaskFamily(Suite):
         raise NotImplementedError
 
     def stream(self, split: Split, seed: int) -> str:
-        """Return the text that seeds the random order of the rows."""
+        """Return the text that seeds the random order of a split's rows."""
         raise NotImplementedError
 
     def items(self, split: Split, n: int, seed: int, context_tokens: int, count_tokens: CountTokens) -> list[Item]:

@@ -30,8 +30,8 @@ _TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", list:
 class AgentTurn(NamedTuple):
     """An agent's turn in a conversation that reached its goal (reward 1): the messages before it, and its text.
 
-    The messages are without the policy. ``calls`` are the agent's calls from here until it next speaks to the user;
-    empty if this turn speaks.
+    The messages leave out the policy (the agent's instructions). ``calls`` are the agent's tool calls from here until
+    it next writes to the user; empty if this turn does.
     """
 
     before: tuple[Message, ...]
@@ -43,7 +43,10 @@ AgentTurns = dict[str, list[AgentTurn]]  # by twin: call, words
 
 
 class Airline(NamedTuple):
-    """The airline data: the policy, the tools that traces use, and the tasks with turns of both kinds (call, text)."""
+    """The airline data: the agent's instructions (policy), the tools used in traces, and each task's turns.
+
+    The tasks are those that have turns of both kinds, tool call and text.
+    """
 
     policy: str
     tools: tuple[dict[str, Any], ...]
@@ -51,12 +54,12 @@ class Airline(NamedTuple):
 
 
 class TauBench(Published):
-    """Twins, two turns of a task: where the agent called a tool, a call is right; where it spoke to the user, text is.
+    """Twins, two turns of a task: where the agent called a tool, a call is right; where it wrote to the user, text is.
 
-    Nothing is executed: all messages before the turn are given. Any call that the agent made before it next spoke is
-    right, since the order of look-ups is free; another way to the same goal counts as wrong. Added are the schemas of
-    the tools, from their use in the traces. ``cluster_id`` is the task: 34 tasks have a rewarded trace with both kinds
-    of turn, 26 of them for evaluation. These can show that a drop is below 11 points, not below 5.
+    Nothing is executed: all messages before the turn are given. Any call that the agent made before it next wrote to
+    the user is right, since the order of look-ups is free; another way to the same goal counts as wrong. Added are the
+    schemas of the tools, from their use in the traces. ``cluster_id`` is the task: 34 tasks have a rewarded trace with
+    both kinds of turn, 26 of them for evaluation. These can show that a drop is below 11 points, not below 5.
     """
 
     name = "tau_bench"
@@ -173,7 +176,10 @@ def _messages(
 
 
 def _agent_turns(messages: Sequence[Message], calls: Sequence[ToolCall | None]) -> tuple[AgentTurn, ...]:
-    """Return the agent's turns that can be questions: calls without free-text arguments, and short text replies."""
+    """Return the agent's turns that can be asked: calls without free-text arguments, and short text replies.
+
+    ``calls`` has, for each message, the tool call that it makes, or None.
+    """
     turns = []
     for at, (message, call) in enumerate(zip(messages, calls, strict=True)):
         if sum(len(before.content) for before in as_text(messages[:at], ())) > LONGEST_TALK:

@@ -1,4 +1,4 @@
-"""The base class of procedural suites: every phrase occurs in training, but no combination of the evaluation does."""
+"""The base class of procedural suites: training has every phrase, but no combination that the evaluation uses."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvaudit.suites.haystack import fit
 
 
 class Template(NamedTuple):
-    """A combination of three phrases, given by their indices; its items are one cluster."""
+    """A combination of three phrases, given by their indices; the items made from it are one cluster."""
 
     cluster_id: str
     first: int
@@ -37,9 +37,10 @@ def text_bank(module: str) -> list[list[list[str]]]:
 
 @cache
 def templates(suite: str, sizes: tuple[int, int, int], split: Split) -> tuple[Template, ...]:
-    """Return the templates of a split: those with an index sum divisible by three are for evaluation.
+    """Return a split's templates: those with a sum of phrase indices divisible by three are for evaluation.
 
-    Every pair of phrases therefore occurs in training if the third phrase has at least three choices.
+    ``sizes`` are the numbers of phrases. Every pair of phrases therefore occurs in training if there are at least three
+    choices of the third phrase.
     """
     if split not in ("train", "eval"):
         raise SpecError(f"unknown split {split!r}; expected train or eval")
@@ -53,9 +54,10 @@ def templates(suite: str, sizes: tuple[int, int, int], split: Split) -> tuple[Te
 
 
 class Slot(NamedTuple):
-    """What ``make_item`` makes an item from: a template, the index of a twin (``variant``), a length, a seed.
+    """The place of one item in a suite, from which ``make_item`` makes the item.
 
-    Twins share ``draws``, the seed of random draws, and ``origin``, the beginning of their ids.
+    ``variant`` is the index of the twin. Twins share ``draws``, the seed of random draws, and ``origin``, the beginning
+    of their ids.
     """
 
     template: Template
@@ -69,7 +71,7 @@ class Slot(NamedTuple):
 
 
 class Templated(Suite):
-    """The base of suites whose items are made from templates; write ``make_item``, and ``phrases`` or ``pool``."""
+    """The base of suites that make items from templates; define ``make_item``, and ``phrases`` or ``pool``."""
 
     source = "procedural, written for this project"
     licence = "Apache-2.0"
@@ -83,7 +85,7 @@ class Templated(Suite):
         return [self.item(split, index, seed, context_tokens, count_tokens) for index in range(n)]
 
     def item(self, split: Split, index: int, seed: int, context_tokens: int, count_tokens: CountTokens) -> Item:
-        """Return item ``index`` of the endless sequence; each cluster gets an item before any gets its next."""
+        """Return item ``index`` of the endless sequence; each cluster gives one item before any gives its next."""
         pool = self.pool(split, seed)
         round_, number = divmod(index, len(pool))
         group = round_ // self.twins  # twins of a group share all random draws and the placement
@@ -95,7 +97,7 @@ class Templated(Suite):
         return self.make_item(Slot(pool[number], variant, origin, f"{split}-{origin}", placement, *length, pool))
 
     def make_item(self, slot: Slot) -> Item:
-        """Make an item from a slot (template, twin, length, seed); plug-ins may still call this method ``made``."""
+        """Make an item from a slot (template, variant, length, seed); plug-ins may still call this method ``made``."""
         former_hook: Callable[[Slot], Item] | None = getattr(self, "made", None)
         if former_hook is None:
             raise NotImplementedError
@@ -110,7 +112,10 @@ class Templated(Suite):
         payload: Mapping[str, Any],
         spans: tuple[Span, ...],
     ) -> Item:
-        """Make an item whose system and user message are ``build(filler lines)``, fitted to the slot's length."""
+        """Make an item whose system and user message are ``build(filler lines)``, fitted to the slot's length.
+
+        ``twin`` is the name of the variant, for the item's id; ``spans`` are the marked texts.
+        """
         system, user = fit(build, draw, slot.context_tokens, slot.count_tokens)
         return Item(
             self.name,
@@ -128,14 +133,14 @@ class Templated(Suite):
 
 @cache
 def bank_templates(suite: str, size: int, split: Split, seed: int) -> tuple[Template, ...]:
-    """Return the shuffled templates of a split, each a single entry of a text bank with ``size`` entries."""
+    """Return the templates of a split, shuffled; each is one of the ``size`` entries of a text bank."""
     pool = [Template(f"{suite}-{number}", number, 0, 0) for number in rows_of_split(range(size), split)]
     random.Random(f"{suite}-{split}-{seed}").shuffle(pool)
     return tuple(pool)
 
 
 def interleave_clusters(order: Sequence[int], clusters: Sequence[str]) -> list[int]:
-    """Reorder row numbers so that every cluster occurs once before any repeats; ``clusters`` is indexed by row."""
+    """Reorder row numbers so that every cluster occurs once before any occurs again; ``clusters`` has each row's."""
     visits, turn = Counter[str](), {}
     for number in order:
         turn[number] = visits[clusters[number]]

@@ -38,7 +38,7 @@ AttackKind = Literal["extract", "hijack"]
 
 
 class Defence(NamedTuple):
-    """An access code, the kind of attack on it, and for each twin the system prompt (the rule) and the user's text."""
+    """An access code, the kind of attack on it, and for each variant the system prompt (the rule) and user's text."""
 
     code: str
     attack: AttackKind
@@ -49,8 +49,8 @@ class TensorTrust(Published):
     """A game in which the model guards an access code, as the system prompt (the rule) tells it, in three variants.
 
     An attack tries to make the model tell the code ("extract") or grant access without it ("hijack"); the right answer
-    does neither. For codes with attacks of both kinds, the kind that comes first alternates. In the variant "entry" the
-    user gives the right code, and the right answer grants access. The variant "open" is a control, written for this
+    does neither. Codes with attacks of both kinds get both, and which comes first alternates. In the variant "entry"
+    the user gives the right code, and the right answer grants access. The variant "open" is a control, written for this
     project: no rule protects the same code, the user asks for it, and the right answer tells it.
     """
 
@@ -70,7 +70,7 @@ class TensorTrust(Published):
     def _group(self, defences: Sequence[Defence], number: int, seed: int) -> Iterator[ItemMaker]:
         """Yield functions that make the items of one access code, one for each distinct pair of rule and user's text.
 
-        All attacks on a code so share one control item and, if its rows are the same, one item with the right code.
+        So all attacks on a code share one control item and, if their rule is the same, one item with the right code.
         """
         seen = set[Prompt]()
         for group, defence in enumerate(rotate(defences, number)):
@@ -116,10 +116,10 @@ class TensorTrust(Published):
 
 @cache
 def _defences(extract: Path, hijack: Path, entry: Path, split: Split) -> tuple[tuple[Defence, ...], ...]:
-    """Return for each access code of a split its defences, at most one per kind of attack.
+    """Return, for each access code of a split, its defences (rule and texts for all variants), one per kind of attack.
 
-    Every third code is for training. Codes without a short row of an authorised entry and of an attack are left out.
-    Codes are in file order.
+    Every third code is for training. A code needs a short row of an attack and one of an authorised entry; all others
+    are left out. Codes are in file order.
     """
     entries, defences = _by_code(entry), dict[str, list[Defence]]()
     kinds: tuple[tuple[AttackKind, Path], ...] = (("extract", extract), ("hijack", hijack))

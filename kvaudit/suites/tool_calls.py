@@ -1,4 +1,4 @@
-"""Tools in suites: their schemas, the calls in an answer, and the comparison with accepted calls."""
+"""Tools in suites: their schemas, the tool calls in an answer, and the comparison with the calls that are accepted."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _json_schema(value: Any) -> Any:
 def read_answer(item: Item, answer: Message) -> Reading:
     """Return an answer's tool calls and its other text.
 
-    The calls are those parsed in the model's own form, else any found in the text.
+    The calls are those parsed in the model's own syntax, or else any that are found in the text.
     """
     if answer.tool_calls:
         return Reading(text_without_calls(answer, item.tools), answer.tool_calls)
@@ -67,7 +67,7 @@ def make_calls(calls: Sequence[ToolCall], first: int = 0) -> tuple[ToolCall, ...
 
 
 def accepts(options: Options, call: ToolCall, *, typed: bool = False) -> bool:
-    """Return whether ``options`` (a function's name, and the right values of each parameter) accept a call.
+    """Return whether ``options`` accept a call; they are {function's name: {parameter: right values}}.
 
     "" among the values makes a parameter optional. With ``typed``, an integer option accepts no float (5.0 for 5), as
     in the leaderboard.
@@ -85,7 +85,10 @@ def _match_arguments(parameters: Mapping[str, Sequence[Any]], arguments: Mapping
 
 
 def _equals(option: Any, value: Any, typed: bool) -> bool:
-    """Compare numbers by value, and texts without case and punctuation; True and 1 differ."""
+    """Return whether an argument equals an accepted value; True and 1 differ.
+
+    Numbers are compared by value, texts without case and punctuation. ``typed`` is as in ``accepts``.
+    """
     if isinstance(option, Mapping):
         return isinstance(value, Mapping) and _match_arguments(option, value, typed)
     if isinstance(option, list):
@@ -115,7 +118,7 @@ def _as_options(value: Any) -> Any:
 
 
 def accepted_call(options: Options) -> ToolCall:
-    """Return one of the calls that ``options`` accept, made of the first value of each parameter."""
+    """Return one of the calls that ``options`` (see ``accepts``) accept, with the first value of each parameter."""
     ((name, parameters),) = options.items()
     return ToolCall(name, _first_choice(parameters))
 
@@ -127,7 +130,10 @@ def _first_choice(option: Any) -> Any:
 
 
 def grade_calls(item: Item, answer: Message, facet: str, is_right: Callable[[tuple[ToolCall, ...]], bool]) -> Grade:
-    """Grade an answer that should make the right calls (facet ``solved``) or no call (facet ``overcalled``)."""
+    """Grade an answer that should make the right calls (facet ``solved``), or none (facet ``overcalled``).
+
+    ``is_right`` says whether its calls are right.
+    """
     if not answer.content.strip():
         return formless("empty", (facet,))
     reading = read_answer(item, answer)

@@ -1,4 +1,7 @@
-"""Serving engines such as vLLM, one file each; and the parser of how to serve: a policy, or an engine with settings."""
+"""Serving engines such as vLLM, one file each; and the parser of a spec's ways to serve a model.
+
+Such a way is a policy (of kvaudit's own cache), or an engine with settings.
+"""
 
 from kvaudit.audit.engines.base import (
     ENGINES,

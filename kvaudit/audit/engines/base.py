@@ -40,10 +40,10 @@ _SETTING_NAME = re.compile(r"[A-Za-z0-9_.-]{1,100}")
 
 
 class GenerationRequest(NamedTuple):
-    """A prompt with its sampling options. ``temperature`` 0 is greedy, ``top_p`` 1 keeps the whole distribution.
+    """A prompt with its sampling options: ``temperature`` 0 is greedy, ``top_p`` 1 keeps the whole distribution.
 
-    ``messages`` are the same conversation, for engines that take text instead of tokens. ``tools`` are the schemas
-    of its tools; they are empty if the messages contain the tools as text.
+    ``messages`` are the prompt's conversation, for engines that take text instead of token ids. ``tools`` are the
+    schemas of its tools; they are empty if the messages contain the tools as text.
     """
 
     ids: tuple[int, ...]
@@ -68,11 +68,11 @@ def turn_seed(seed: int, turn: int) -> int:
 
 @dataclass(frozen=True)
 class Reply:
-    """The reply of an engine; ``logprob`` is the sum of its tokens' log-probs in nats, None if unknown.
+    """An engine's reply to one request; ``logprob`` is the sum of its tokens' log-probs in nats, None if unknown.
 
     ``text`` is the answer of an engine that returns no token ids (``ids`` is empty then). ``refused`` is the
-    message of a server that rejected this one request. ``thought`` (text before the answer) and ``said_in`` (the fields
-    that held the answer) are those of a ``ChatCompletion``.
+    server's message if it rejected the request. ``thought`` is the text of the model's reasoning before the answer, and
+    ``said_in`` names the fields of the server's message that held the answer.
     """
 
     ids: tuple[int, ...]
@@ -147,8 +147,8 @@ class DrawnRollout(NamedTuple):
 class Drawer(ABC):
     """A running engine that samples rollouts for training.
 
-    ``described`` is as in ``Session``. ``exact`` is True if it computes in float32, so that it differs from a
-    float32 learner by rounding only.
+    ``described`` holds the engine's version and settings, as in ``Session``. ``exact`` is True if the engine computes
+    in float32, so that its log-probs differ from those of a float32 learner by rounding only.
     """
 
     described: Mapping[str, str]
@@ -156,13 +156,16 @@ class Drawer(ABC):
 
     @abstractmethod
     def push(self, weights: Mapping[str, Tensor]) -> None:
-        """Load new weights; raise EngineFailed, or RunError if the engine then has other weights."""
+        """Load new weights, by their names in the checkpoint.
+
+        Raises EngineFailed, or RunError if the engine holds other weights afterwards.
+        """
 
     @abstractmethod
     def draw(self, requests: Sequence[GenerationRequest], *, keep: int) -> list[DrawnRollout]:
-        """Sample a rollout for each request; return the first ``keep`` of them with their keys and values.
+        """Sample and return one rollout per request; the first ``keep`` of them come with their keys and values.
 
-        Raises EngineFailed, or RunError if the engine sampled with other weights.
+        Raises EngineFailed, or RunError if the engine sampled with other weights than it was given.
         """
 
     @abstractmethod
@@ -171,7 +174,7 @@ class Drawer(ABC):
 
 
 class EngineContext(NamedTuple):
-    """The inputs for starting an engine: checkpoint, ``engines:`` entry of the spec, log file, CPU threads."""
+    """The inputs for starting an engine: the checkpoint, the engine's entry in the spec, log file, CPU threads."""
 
     model: LoadedModel
     spec: EngineSpec
@@ -228,7 +231,7 @@ class Engine:
 
     @classmethod
     def kv(cls, text: str) -> Settings:
-        """Return the settings that the short form ``kvaudit check --kv TEXT`` stands for, such as "fp8_e5m2".
+        """Return the settings that TEXT in ``kvaudit check --kv TEXT`` stands for, such as "fp8_e5m2".
 
         Raises SpecError for a text that the engine does not know.
         """
@@ -241,7 +244,10 @@ class Engine:
 
     @classmethod
     def check(cls, settings: Settings, spec: EngineSpec) -> None:
-        """Raise SpecError for impossible settings, or, with the command ``install``, if the engine is not installed."""
+        """Raise SpecError for impossible settings, and if the engine is not installed.
+
+        The message about a missing engine quotes ``install``, the command that installs it.
+        """
         raise NotImplementedError
 
     @classmethod
@@ -259,12 +265,18 @@ class Engine:
 
     @classmethod
     def drawer(cls, settings: Settings, context: EngineContext) -> Drawer:
-        """Start the engine for sampling training rollouts, whose weights change by step; raise as ``start`` does."""
+        """Start the engine for sampling training rollouts; its weights are replaced in every step.
+
+        Raises the errors of ``start``.
+        """
         raise NotImplementedError
 
     @classmethod
     def store(cls, settings: Settings) -> EngineStore | None:  # noqa: ARG003
-        """Return how the engine stores keys and values under the settings, None if that is unknown."""
+        """Return how the engine stores keys and values under the settings, so that training can replay it.
+
+        None if that is unknown.
+        """
         return None
 
 
@@ -299,7 +311,7 @@ class Condition:
         return _condition(self.engine, ENGINES.get(self.engine).reference(dict(self.settings)))
 
     def reference_with(self, named: Any) -> Condition:
-        """Return the uncompressed engine settings to compare with, as ``named`` in the spec.
+        """Return the uncompressed engine settings to compare with, as the spec gives them in ``named``.
 
         ``named`` is a mapping of settings that override those of ``reference``, or the text of a whole condition
         (engine and settings). Raises SpecError for anything else, and for another engine.
@@ -385,7 +397,10 @@ def _condition(engine: str, settings: Settings) -> Condition:
 
 
 def _setting_texts(engine: str, settings: Mapping[Any, Any]) -> Settings:
-    """Return names and values of settings as text; raise SpecError for a value that is no word, number or boolean."""
+    """Return settings with every name and value as text.
+
+    Raises SpecError for a malformed name, and for a value that is not a short text, a number or a boolean.
+    """
     texts = dict[str, str]()
     for key, value in settings.items():
         name = str(key)

@@ -1,6 +1,6 @@
-"""Conversations with a serving engine: all conversations of a batch get their next answer together.
+"""Conversations with a serving engine: in each round, every open conversation of a batch gets its next answer.
 
-Their prompts are sent as token ids that kvaudit has rendered.
+Prompts are sent as token ids that kvaudit has rendered.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class EngineAnswer(NamedTuple):
 
 
 class _Row:
-    """A conversation with the tokens of its next prompt."""
+    """One conversation of the batch, with the token ids of its next prompt."""
 
     def __init__(self, conversation: Conversation, prompt: ChatTokens, model: LoadedModel) -> None:
         self.conversation, self._model = conversation, model
@@ -54,7 +54,7 @@ class _Row:
         )
 
     def add_reply(self, reply: Reply) -> None:
-        """Add the engine's reply and the environment's message after it; the conversation ends if there is none."""
+        """Add the engine's reply and then the environment's next message; end the conversation if there is none."""
         from kvaudit.audit.sampling.decoding import Completion
 
         self._turn += 1
@@ -92,7 +92,10 @@ class _Row:
         self._ids = self._whole_prompt() if self.conversation.open else ()
 
     def _whole_prompt(self) -> tuple[int, ...]:
-        """Return the tokens of the whole transcript; end the conversation if the template rejects its tool calls."""
+        """Return the whole transcript as token ids for the next prompt.
+
+        If the chat template cannot render the tool calls of the last answer, end the conversation and return ().
+        """
         chat, exchange = self._model.chat, self.conversation.exchange
         tools = exchange.item.tools
         if chat.tool_form_of(exchange.transcript, tools) != self.conversation.tool_form:
@@ -117,7 +120,7 @@ def converse(
 
     Answers are in the order of the items, with the ``group`` answers of an item adjacent, and there is one seed per
     answer. ``model`` is the checkpoint that the engine serves; only its chat template and positions are used.
-    Raises EngineFailed.
+    ``thinks``: the model may reason before it answers. Raises EngineFailed.
     """
     from kvaudit.audit.sampling.conversations import AskedItem, Conversation
 

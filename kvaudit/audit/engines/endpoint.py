@@ -68,7 +68,7 @@ class RunningEndpoint(Engine):
 
     @classmethod
     def reference_with(cls, settings: Settings, named: Settings) -> Settings:  # noqa: ARG003
-        """Return ``named``, the settings of the reference server, alone: it must not get this server's key."""
+        """Return ``named``, the settings of the reference server, unchanged: it must not be sent this server's key."""
         return named
 
     @classmethod
@@ -149,9 +149,10 @@ class _EndpointSession(Session):
     def _answer(
         self, messages: Sequence[Message], prompt_tokens: int, max_tokens: int, options: Mapping[str, Any], until: float
     ) -> Answer:
-        """Return the answer to a conversation whose prompt has ``prompt_tokens`` tokens.
+        """Return the answer to a conversation, waiting for it at most until the time ``until`` of ``time.monotonic``.
 
-        Raises Unanswered, also if the endpoint reports another number of prompt tokens in the first turn.
+        ``prompt_tokens`` is the length of the prompt as the model's own template renders it. Raises Unanswered, also if
+        the endpoint reports another length in the first turn.
         """
         from kvaudit.audit.sampling.chat_calls import SentRequest, answer, wire
 
@@ -178,7 +179,7 @@ class _EndpointSession(Session):
         return reply
 
     def _check_length(self, max_tokens: int, reply: Answer) -> None:
-        """Raise Unanswered for an answer that has too many tokens by our own count, whatever the server reports."""
+        """Raise Unanswered if the answer has too many tokens by our own count, whatever number the server reports."""
         if reply.new_tokens is not None and "tool_calls" in reply.said_in:
             return  # the JSON of calls may be longer than what the model wrote
         count, most = self._chat.count_tokens(reply.text), max(max_tokens, reply.new_tokens or 0)
@@ -201,7 +202,7 @@ class _EndpointSession(Session):
             raise self._failure(error) from None
 
     def _shown_window(self) -> int | None:
-        """Return the context window in the server's list of models, as vLLM and SGLang report it."""
+        """Return the context window in tokens that the server's list of models states (vLLM, SGLang); else None."""
         try:
             client = _endpoint(self._settings, _RENDER_SECONDS, tries=1).client("engine endpoint")
             rows = client.fetch("models", None, time.monotonic() + _RENDER_SECONDS).get("data")

@@ -1,4 +1,4 @@
-"""Engines that kvaudit runs as a server, on a free port of the loopback interface, and asks over HTTP by token ids.
+"""Engines that kvaudit starts as a server, on a free port of the loopback interface; prompts go over HTTP as token ids.
 
 A server that dies, hangs or sends unusable replies raises ``EngineFailed``: every wait has a time limit, and a batch
 has one limit for all of its requests. Proxies of the environment are not used, and the server downloads no models.
@@ -43,7 +43,7 @@ _R = TypeVar("_R")
 
 
 class ServerEngine(Engine):
-    """An engine whose settings are command-line flags and environment variables of a server.
+    """An engine that is a server, whose settings are its command-line flags and environment variables.
 
     Its Python package has the engine's ``name``. ``ours`` are the flags that kvaudit sets itself.
     """
@@ -71,7 +71,7 @@ class ServerEngine(Engine):
 
     @classmethod
     def kv(cls, text: str) -> Settings:
-        """Return the setting ``kv_cache_dtype`` for --kv; raise SpecError for a text that cannot be its value."""
+        """Return ``{"kv_cache_dtype": TEXT}`` for ``kvaudit check --kv TEXT``; raise SpecError for a malformed TEXT."""
         # otherwise the server loads for a minute before it rejects the value
         if not _DTYPE.fullmatch(text):
             raise SpecError(
@@ -146,7 +146,7 @@ class ServerSession(Session):
 
     @abstractmethod
     def _row(self, reply: Mapping[str, Any], request: GenerationRequest) -> dict[str, Any]:
-        """Return a server's reply as a dict of ``ids``, ``finish`` and ``logprob``.
+        """Return a server's reply as a dict with the answer's ``ids``, ``finish`` (why it ended) and ``logprob``.
 
         If the reply repeats the ids of the prompt, they are under ``read``. Raises KeyError, IndexError, TypeError or
         ValueError for an invalid reply.
@@ -154,9 +154,9 @@ class ServerSession(Session):
 
     @abstractmethod
     def _served_name(self) -> Any:
-        """Ask the server for the name of its model.
+        """Ask the server for the name of its model and return it.
 
-        Raises Unanswered, KeyError, IndexError or TypeError if it gives none.
+        Raises Unanswered, KeyError, IndexError or TypeError if the server does not name one.
         """
 
     @abstractmethod
@@ -275,7 +275,7 @@ def ask_concurrently(ask: Callable[[_Q], _R], questions: Sequence[_Q], at_once: 
 
 
 def _check_flags(engine: str, settings: Settings, ours: Collection[str]) -> None:
-    """Raise SpecError for a name that is neither a flag nor a variable, and for a flag that kvaudit sets."""
+    """Raise SpecError for a setting that is no flag or environment variable, or that kvaudit sets itself (``ours``)."""
     for name in settings:
         if any(flag.startswith(name) for flag in ours):  # command-line parsers accept abbreviated flags
             raise SpecError(
@@ -289,7 +289,7 @@ def _check_flags(engine: str, settings: Settings, ours: Collection[str]) -> None
 
 
 def command_flags(settings: Settings, *, has_negation: bool = True) -> list[str]:
-    """Return settings as flags of a command line: NAME=true becomes ``--NAME``, several words become a list of values.
+    """Return settings as command-line flags: NAME=true becomes ``--NAME``, a value of several words a list of values.
 
     NAME=false becomes ``--no-NAME``, or is left out if the parser has no such flags (``has_negation`` false).
     """
@@ -311,5 +311,5 @@ def command_flags(settings: Settings, *, has_negation: bool = True) -> list[str]
 
 
 def environment_variables(settings: Settings) -> dict[str, str]:
-    """Return the settings that are environment variables."""
+    """Return those settings that are environment variables (names in capitals), {name: value}."""
     return {name: value for name, value in settings.items() if _VARIABLE.fullmatch(name)}

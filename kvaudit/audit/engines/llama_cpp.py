@@ -1,4 +1,4 @@
-"""llama.cpp by llama-cpp-python: ``type_k`` and ``type_v`` of its KV cache, with the values of its own tools.
+"""llama.cpp by llama-cpp-python; ``type_k`` and ``type_v`` are its KV cache's types, named as in its own tools.
 
 A GGUF file that a run names as its model is served as it is; any other checkpoint is converted to GGUF once, and a
 learner's weights in every training step (``exports.llama_cpp``).
@@ -75,9 +75,9 @@ class LlamaCpp(Engine):
 
     @classmethod
     def store(cls, settings: Settings) -> EngineStore | None:  # noqa: ARG003
-        """Return a store whose entries are those that the engine shows, since they can be read out of its cache.
+        """Return a store that replays the entries read out of the engine's own cache; no rounding has to be imitated.
 
-        That llama.cpp rounds queries too is not replayed.
+        llama.cpp also rounds queries; that is not replayed.
         """
         from kvaudit.audit.cache.engine_store import EngineStore
 
@@ -85,7 +85,10 @@ class LlamaCpp(Engine):
 
     @classmethod
     def drawer(cls, settings: Settings, context: EngineContext) -> Drawer:
-        """Start the engine for sampling rollouts; raise SpecError for a configured file, which cannot change."""
+        """Start the engine for sampling rollouts.
+
+        Raises SpecError if the spec names a GGUF file, since its weights cannot follow the learner's.
+        """
         if context.spec.weights is not None:
             raise SpecError(
                 "engines.llama.cpp.weights cannot be used for training rollouts, which need the learner's weights; "

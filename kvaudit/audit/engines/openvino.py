@@ -1,4 +1,4 @@
-"""OpenVINO GenAI: ``KV_CACHE_PRECISION`` and related properties, cache eviction, sparse prefill; its default is u8.
+"""OpenVINO GenAI: ``KV_CACHE_PRECISION`` (by default u8) and related properties, cache eviction, sparse prefill.
 
     start_size, recent_size, max_cache_size    CacheEvictionConfig, with aggregation_mode and others
     kvcrush_config.budget, ...                 KVCrushConfig, inside CacheEvictionConfig
@@ -68,9 +68,10 @@ class OpenVino(Engine):
 
     @classmethod
     def filled(cls, settings: Settings) -> Settings:
-        """Return the settings with the engine's default precision, u8, written out for cache, keys or values.
+        """Return the settings with the cache's default precision, u8, written out where no precision is set.
 
-        Raises SpecError for settings of a feature that is not enabled, which the engine would ignore silently.
+        It is set for keys and values separately if one of them has a setting. Raises SpecError for settings of a
+        feature that is not enabled, which the engine would ignore silently.
         """
         if any(name.startswith("sparse_attention_config.") for name in settings):
             # its settings enable sparse attention, unless it is disabled explicitly
@@ -94,7 +95,7 @@ class OpenVino(Engine):
 
     @classmethod
     def reference(cls, settings: Settings) -> Settings:
-        """Return the settings of the uncompressed reference, whose cache has the precision in which it computes."""
+        """Return the settings of the uncompressed reference: a cache in the precision in which the model computes."""
         hint = settings.get(_HINT, "f32")
         return {**super().reference(settings), _PRECISION: hint if hint in cls.compresses[_PRECISION] else "f32"}
 
@@ -134,7 +135,10 @@ class OpenVino(Engine):
 
     @classmethod
     def store(cls, settings: Settings) -> EngineStore | None:
-        """Return how the CPU plug-in stores entries, keys by channel in blocks, values by token; None if unknown."""
+        """Return how OpenVINO's CPU plug-in rounds stored entries: keys by channel in blocks, values by token.
+
+        None for settings whose rounding is unknown.
+        """
         from kvaudit.audit.cache.engine_store import ByChannel, ByToken, Cast, EngineStore
 
         whole = settings.get(_PRECISION, "")
@@ -153,8 +157,8 @@ class OpenVino(Engine):
 def _check_effective(settings: Settings) -> None:
     """Raise SpecError for settings that are incomplete or would have no effect.
 
-    These are settings of eviction without its sizes, of KVCrush without a budget or with ADAPTIVE_RKV, and of sparse
-    attention that is off.
+    Such are eviction without its sizes, KVCrush without a budget or combined with ADAPTIVE_RKV, and settings of sparse
+    attention while it is off.
     """
     crush = [name for name in settings if name.startswith("kvcrush_config.")]
     sparse = [name for name in settings if name.startswith("sparse_attention_config.")]

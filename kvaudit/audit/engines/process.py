@@ -32,7 +32,7 @@ _STOP_SECONDS = 10.0  # for a killed group to be gone
 
 
 class Process:
-    """A running engine; ``engine`` is its name in errors.
+    """The running process of an engine; ``engine`` is the name used in errors.
 
     With ``is_piped``, kvaudit writes lines to its stdin and reads them from its stdout; otherwise stdout goes into
     the log.
@@ -131,7 +131,7 @@ class Process:
         return EngineFailed(f"engine {self._engine}: {reason}{tail} (full log: {self._log})")
 
     def log_text(self, limit: int) -> str:
-        """Return the last ``limit`` bytes of the log of this start."""
+        """Return at most the last ``limit`` bytes of what the log has gained since this process was started."""
         try:
             with self._log.open("rb") as file:
                 size = file.seek(0, os.SEEK_END)

@@ -1,4 +1,4 @@
-"""Engines in a worker process that sample rollouts for training: in each step they get weights and give rollouts.
+"""Engines in a worker process that sample rollouts for training, with the learner's new weights in each step.
 
     drawer.push(weights)               the learner's weights, by their names in the checkpoint
     drawer.draw(requests, keep=1)      a rollout per request (tokens, log-probs), the first one with keys and values
@@ -30,7 +30,7 @@ _PREFIX, _LOCK, _MUTEX = "kvaudit-rollouts-", "held", ".kvaudit-rollouts.lock"  
 
 
 class WorkerDrawer(Drawer):
-    """A drawer (engine that samples training rollouts) in a worker process, which ``session`` is connected to.
+    """A drawer (engine that samples training rollouts) in a worker process; ``session`` is the connection to it.
 
     The worker was started with the weights of ``context.model``. Weights, keys and values are exchanged as files in an
     ``ExchangeFolder`` next to the log. ``inside/openvino_rollouts_inside.py`` describes the requests.
@@ -76,8 +76,8 @@ class WorkerDrawer(Drawer):
     def _push(self, weights: Mapping[str, Tensor], *, known: bool) -> None:
         """Send weights to the engine; raise RunError if it then reports the hash of other weights.
 
-        ``known``: the engine was started with these weights, and only has to find out which of its tensors has which
-        name.
+        ``known``: the engine was started with these weights, and only has to find out which of its own tensors belongs
+        to which name.
         """
         try:
             path, self._pushed = self._write(weights)
@@ -163,12 +163,12 @@ class ExchangeFolder:
 
 
 def model_weights(model: Any) -> dict[str, Tensor]:
-    """Return a model's weights by name; tied weights, which share memory, are returned once."""
+    """Return a model's weights by name, but tied weights (which share memory) only under their first name."""
     return unique_weights(model.state_dict())
 
 
 def unique_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the weights by name, tied weights only under their first name."""
+    """Return the weights by name, but tied weights (which share memory) only under their first name."""
     unique: dict[int, tuple[str, Tensor]] = {}  # by address: tied weights share their memory
     for name, tensor in weights.items():
         unique.setdefault(tensor.data_ptr(), (name, tensor))

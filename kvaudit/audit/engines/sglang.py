@@ -31,7 +31,7 @@ _FACTS = (  # of its server_info
 
 
 class SgLangSession(ServerSession):
-    """A session with SGLang's server, which ends answers at the requested stop tokens and at the model's own."""
+    """A session with SGLang's server, where an answer ends at the requested stop tokens and at those of the model."""
 
     path = "generate"
 
@@ -61,10 +61,10 @@ class SgLangSession(ServerSession):
         return {"input_ids": list(request.ids), "sampling_params": sampling, "return_logprob": True}
 
     def _row(self, reply: Mapping[str, Any], request: GenerationRequest) -> dict[str, Any]:
-        """Return a server's reply as a dict of ``ids``, ``finish``, ``logprob`` and ``read`` (the ids of the prompt).
+        """Return a reply as a dict of ``ids``, ``finish``, ``logprob`` and ``read`` (the ids of the prompt).
 
-        SGLang does not repeat the prompt: ``read`` is the prompt that was sent if the reply reports as many tokens.
-        Raises the errors of ``ServerSession._row``.
+        SGLang does not repeat the prompt: ``read`` is the prompt that was sent, if the reply reports the same number of
+        prompt tokens. Raises the errors of ``ServerSession._row``.
         """
         metadata, ids = reply["meta_info"], reply["output_ids"]
         logprobs = metadata["output_token_logprobs"]

@@ -1,8 +1,8 @@
 """transformers' own ``generate`` and its caches as an engine; ``cache: quantized`` takes ``QuantizedCache``'s options.
 
-The first update of such a cache returns keys and values unquantised, so a prompt is read exactly, and quantisation
-takes effect from the second token of an answer on. The newest entries, the residual, are quantised only once the
-residual is full.
+The first update of a quantised cache returns keys and values unquantised, so a prompt is read exactly, and
+quantisation takes effect from the second token of an answer on. The newest entries, the residual, are quantised only
+once the residual is full.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _METHOD = "float32, save_pretrained 1"  # see ``convert_once``
 
 
 class TransformersCache(Engine):
-    """Stock transformers, one batch at a time."""
+    """The engine that is transformers' own ``generate``, one batch at a time."""
 
     name = "transformers"
     says = "transformers: cache: static, quantized: backend (quanto hqq fp8), nbits, axis_key, axis_value, q_group_size"
@@ -46,7 +46,7 @@ class TransformersCache(Engine):
 
     @classmethod
     def kv(cls, text: str) -> Settings:
-        """Return the settings for a text BACKEND-BITS, such as quanto-4 or hqq-2, or for fp8."""
+        """Return the settings of a quantised cache for "BACKEND-BITS", such as "quanto-4" or "hqq-2", or for "fp8"."""
         backend, _, bits = text.partition("-")
         if not backend or (bits and not bits.isdigit()) or text.endswith("-"):
             raise SpecError(f"engine {cls.name}: --kv is {text[:80]!r}, expected BACKEND-BITS such as quanto-4, or fp8")

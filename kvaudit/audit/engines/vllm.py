@@ -158,7 +158,7 @@ class Vllm(ServerEngine):
 
     @classmethod
     def store(cls, settings: Settings) -> EngineStore | None:
-        """Return how vLLM stores keys and values: cast to another type with scale 1.0.
+        """Return how vLLM rounds stored keys and values: a cast to another type with scale 1.0.
 
         None if, under these settings, scales may differ or some layers may be stored uncast.
         """
@@ -177,7 +177,7 @@ class Vllm(ServerEngine):
 
 
 def _flags(settings: Settings, context: EngineContext, **more: str) -> list[str]:
-    """Return vLLM's flags: kvaudit's defaults, overridden by ``more``, and both overridden by ``settings``."""
+    """Return vLLM's command-line flags: kvaudit's defaults, then ``more``, then ``settings``; later ones override."""
     length = _max_length(settings, context)
     defaults = {
         "max_model_len": str(length),
@@ -205,7 +205,7 @@ def _environment(settings: Settings, context: EngineContext) -> dict[str, str]:
 
 
 def _learner_gpu(settings: Settings, context: EngineContext) -> dict[str, str]:
-    """Return the environment variable by which the engine uses the learner's GPU.
+    """Return {name: value} of the environment variable that makes the engine use the learner's GPU.
 
     Without it the engines of all ranks (processes of one training) would use the first GPU. Empty on a CPU, and if the
     settings spread the engine over several GPUs.
@@ -232,7 +232,7 @@ def _max_length(settings: Settings, context: EngineContext) -> int:
 
 
 def _cache_gib(context: EngineContext, tokens: int) -> int:
-    """Return the GiB of CPU memory that one sequence of so many tokens needs in float32, at least 2."""
+    """Return the GiB of CPU memory that the float32 cache of one sequence of ``tokens`` tokens needs, at least 2."""
     config = context.model.model.config.get_text_config()
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     bytes_per_token = int(config.num_hidden_layers * 2 * config.num_key_value_heads * size * 4)

@@ -1,4 +1,4 @@
-"""Checkpoints converted into the format of an engine, once, and kept in a folder named by their hashes.
+"""Checkpoints converted into an engine's own format, once, and kept in a folder named by their hashes.
 
     $KVAUDIT_CACHE/KIND/SHA256-METHOD/    complete or absent; the default of the variable is ~/.cache/kvaudit
                                           SHA256 of the weights; METHOD covers config and tokenizer too
@@ -166,7 +166,10 @@ def safetensors_folder(context: EngineContext, engine: str) -> EngineCheckpoint:
 
 
 def _source_folder(model: LoadedModel) -> Path | None:
-    """Return the folder that the model was loaded from, or None if a server would read other weights there."""
+    """Return the folder that the model was loaded from.
+
+    None if an engine that reads the folder would get other weights than the loaded model has.
+    """
     from kvaudit.audit.sampling.model import locate
     from kvaudit.audit.sampling.weights import weight_files, weights_sha256
 

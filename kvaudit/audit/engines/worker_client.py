@@ -1,4 +1,4 @@
-"""Engines that are a Python library: a worker process loads the library in the environment where it is installed."""
+"""Engines that are a Python library, loaded by a worker process with the Python in which the library is installed."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class WorkerSession(Session):
     def ask(self, rows: Sequence[Mapping[str, Any]], doing: str) -> list[Any]:
         """Send requests as JSON rows and return the worker's reply to each; raise EngineFailed if some are missing.
 
-        ``doing`` says in errors what the engine was doing.
+        ``doing`` is the engine's activity for error messages, such as "answering".
         """
         replies = self._exchange({"ask": rows}, "answer", doing, "replies", list)
         if len(replies) != len(rows):
@@ -75,9 +75,9 @@ class WorkerSession(Session):
         self._process.stop()
 
     def _exchange(self, row: Mapping[str, Any], limit: str, doing: str, key: str, kind: type[T]) -> T:
-        """Send ``row`` and return the field ``key`` of the worker's answer; raise EngineFailed if it is no ``kind``.
+        """Send ``row``, return field ``key`` of the worker's answer; raise EngineFailed if it is not of type ``kind``.
 
-        ``limit`` names the field of the spec that holds the time limit.
+        ``limit`` names the field of the spec that holds the time limit; ``doing`` is the engine's activity, for errors.
         """
         self._lines += 1
         seconds = float(getattr(self._spec, limit))

@@ -1,4 +1,4 @@
-"""Judges that decide whether an answer refuses, one file each; none sees arm or policy.
+"""Judges that decide whether an answer refuses, one file each; no judge is told which arm or policy gave the answer.
 
-Each has a card of its errors.
+Each judge has a card, the table of its errors against human labels.
 """

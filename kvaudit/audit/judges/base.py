@@ -1,6 +1,6 @@
 """Judges, which decide whether an answer refuses its request, and the contract of every grader.
 
-A grader sees questions and answers only, never arm, policy or suite, so it cannot favour one side.
+A grader sees questions (a request and its answer) only, never arm, policy or suite, so it cannot favour one side.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MOST_TRAINED_ON = 0.05  # share of the questions; short refusals coincide now a
 
 @dataclass(frozen=True)
 class StoredAnswer:
-    """A record, with a function that recreates its suite and item (slow and seldom needed)."""
+    """A stored answer: its record, and a function that recreates its suite and item (slow and seldom needed)."""
 
     record: Record
     asked: Callable[[], tuple[Suite, Item]]
@@ -32,9 +32,10 @@ class StoredAnswer:
 
 @dataclass(frozen=True)
 class Grader(Generic[Q, G]):
-    """The base of graders, which grade many questions at once; each is a frozen dataclass with a ``name``.
+    """The base of graders, which grade many answers at once; each is a frozen dataclass with a ``name``.
 
-    The fields of a grader are its options: ``NAME:field=value,field=value`` in a spec or a command.
+    A grader gets questions, such as an answer with its request. Its fields are its options:
+    ``NAME:field=value,field=value`` in a spec or a command.
     """
 
     kind: ClassVar[str] = ""
@@ -50,12 +51,12 @@ class Grader(Generic[Q, G]):
         raise NotImplementedError
 
     def check(self) -> None:
-        """Raise SpecError or DataError at the start for what would otherwise fail after all answers are sampled."""
+        """Raise SpecError or DataError for a fault that would otherwise appear only after all answers are sampled."""
         _ = self.identity
 
     @cached_property
     def sha256(self) -> str:
-        """The ``identity``, cached."""
+        """The ``identity`` (a sha256), computed once."""
         return self.identity
 
     @cached_property
@@ -70,19 +71,19 @@ class Grader(Generic[Q, G]):
 
     @cached_property
     def unread(self) -> list[str]:
-        """The replies of the grader's model so far that could not be read as grades, to be quoted in errors."""
+        """The replies so far that could not be read as grades, to be quoted in errors."""
         return []
 
     @property
     def replying_model(self) -> str:
-        """The model that a server named in its first reply; empty before it, and for graders that ask no server."""
+        """The model that a server named in its first reply; empty before it, and for graders without a server."""
         return ""
 
     def expect_model(self, name: str) -> None:
-        """Count replies of another model than ``name`` as failed; for graders that ask a server."""
+        """Count replies of a model with another name than ``name`` as failed; for graders that ask a server."""
 
     def grades(self, questions: Sequence[Q]) -> list[G | None]:
-        """Return the grade of each question; None where grading failed, to be asked again by the next run.
+        """Return the grade of each question; None where grading failed, which the next run tries again.
 
         A grade must not depend on other questions. Raises RunError if further questions would fail too.
         """
@@ -94,25 +95,25 @@ class Grader(Generic[Q, G]):
         raise NotImplementedError
 
     def questions_of(self, answer: StoredAnswer) -> list[Q]:
-        """Return the questions that the grader has to answer about a stored answer; [] if it does not grade that."""
+        """Return the questions that the grader must answer about a stored answer; [] if it does not grade such ones."""
         raise NotImplementedError
 
     def check_questions(self, questions: Sequence[Q]) -> None:
         """Raise DataError if the grader must not be asked these questions."""
 
     def kept(self, grade: G) -> Any:
-        """Convert a grade to its stored form, of a type in ``remembers``."""
+        """Convert a grade to its stored form, which has one of the types in ``remembers``."""
         return grade
 
     def recalled(self, kept: Any) -> G | None:
-        """Convert a stored form to a grade; None if it is malformed."""
+        """Convert ``kept``, the stored form of a grade, back to the grade; None if it is malformed."""
         return cast("G", kept)
 
 
 class CachedGrader(Generic[Q, G]):
-    """A grader that stores its grades in a file in ``folder``, by hash of the question, and grades only new ones.
+    """A grader with a cache: it stores its grades in ``folder`` by hash of the question, and grades only new questions.
 
-    A file beside it names the model of a server's first reply, since a gateway may have another one answer later.
+    A second file holds the model name that a server gave in its first reply; replies of another model count as failed.
     """
 
     def __init__(self, grader: Grader[Q, G], folder: Path) -> None:
@@ -128,7 +129,7 @@ class CachedGrader(Generic[Q, G]):
     def grades(self, questions: Sequence[Q]) -> list[G | None]:
         """Return the grade of each question, None where grading failed.
 
-        A question whose answer is stored, or that is equal to another one, is not asked again.
+        A question with a stored grade is not asked again, and equal questions are asked once.
         """
         stored = self._answers.answers(questions)
         return [None if kept is None else self.grader.recalled(kept) for kept in stored]
@@ -142,7 +143,7 @@ class CachedGrader(Generic[Q, G]):
 
 @dataclass(frozen=True)
 class Judge(Grader[Question, Judgement]):
-    """The base of judges, which decide whether answers refuse; write ``refused``, or ``read`` if it can be unsure."""
+    """The base of judges (does an answer refuse?); define ``refused``, or ``read`` if the judge can be unsure."""
 
     kind = "judge"
     field = "refused"
@@ -158,7 +159,10 @@ class Judge(Grader[Question, Judgement]):
         return [None if reading is None else reading.refused for reading in self.read(questions)]
 
     def read(self, questions: Sequence[Question]) -> list[Judgement | None]:
-        """Return a judgement of each answer: refusal, certainty and, if the judge grades harm, harm; None if failed."""
+        """Return a judgement of each answer: refusal, whether it is sure, and harm if the judge grades harm.
+
+        None where the judge failed.
+        """
         return [None if refused is None else Judgement(refused) for refused in self.refused(questions)]
 
     @property
@@ -167,7 +171,7 @@ class Judge(Grader[Question, Judgement]):
         return False
 
     def without(self, source: str) -> Judge:  # noqa: ARG002 - only a trained judge has a source to leave out
-        """Return the judge trained without ``source``, one data set of human labels; itself if it is not trained."""
+        """Return the judge trained without ``source``, a data set of human labels; itself if it is not trained."""
         return self
 
     def trained_on(self) -> frozenset[str]:
@@ -188,7 +192,7 @@ class Judge(Grader[Question, Judgement]):
         return [] if question is None else [question]
 
     def check_questions(self, questions: Sequence[Question]) -> None:
-        """Raise DataError if the judge was trained on too many of these questions."""
+        """Raise DataError if the judge was trained on too many of these questions, whose labels it would repeat."""
         distinct, trained_on = dict.fromkeys(questions), self.trained_on()
         count = sum(self.key_of(question) in trained_on for question in distinct)
         if count > _MOST_TRAINED_ON * len(distinct):

@@ -1,4 +1,4 @@
-"""Human labels of whether answers refuse, and a judge's card: how often it agrees with each source of labels.
+"""Human labels of whether answers refuse, and a judge's card: its agreement with each data set of labels (source).
 
     xstest/xstest_v2_completions_*.csv      two annotators; a partial refusal refuses (Roettger et al. 2024)
     refusal_judge_labels/pyrit_refusal.csv  one label each
@@ -30,7 +30,10 @@ _LONG = 200  # characters; a shorter answer that repeats no word of the request 
 
 
 class LabelledAnswer(NamedTuple):
-    """A question with its human label. ``each``: the labels that two annotators gave before they agreed on one."""
+    """A question with its human label (``refused``).
+
+    ``each``: the labels that two annotators gave separately; None if there was one annotator.
+    """
 
     question: Question
     refused: bool
@@ -96,9 +99,9 @@ HEADINGS = (
 class CardLine:
     """One line of a judge's card, for one data set of human labels: how often the judge agrees with people.
 
-    A trained judge was trained without this data set. ``error`` and ``agreement`` use its best guess about every
-    answer; ``decided`` is the agreement on answers of which it is sure, ``people`` that between two annotators.
-    ``failed`` answers are excluded from all other numbers about the judge.
+    A trained judge is trained again without this data set first. ``error`` and ``agreement`` use the judge's best guess
+    about every answer, ``decided`` is its agreement on the answers of which it is sure. ``people`` is the agreement of
+    two annotators. ``failed`` answers are excluded from all other numbers about the judge.
     """
 
     source: str

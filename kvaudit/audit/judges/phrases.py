@@ -14,7 +14,7 @@ from kvaudit.suites import phrases
 
 @dataclass(frozen=True)
 class Phrases(Judge):
-    """The rules by which suites grade when no judge is used (``suites.phrases``)."""
+    """A judge that applies the phrase rules of ``suites.phrases``, by which suites grade when no judge is used."""
 
     name = "phrases"
     says = "the words that refusals open with"

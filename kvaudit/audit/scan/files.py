@@ -61,9 +61,9 @@ class ConfigFile(NamedTuple):
 
 
 class FoundFiles(NamedTuple):
-    """The configuration files below some paths, sorted by name, and what else is there.
+    """The configuration files found below some paths, sorted by name, and what was not read.
 
-    ``skipped`` counts files of other kinds; ``left_out`` names links, which are not followed, and folders that are not
+    ``skipped`` counts files of other kinds. ``left_out`` names links, which are not followed, and folders that are not
     or cannot be read.
     """
 
@@ -73,7 +73,7 @@ class FoundFiles(NamedTuple):
 
 
 def find_files(paths: Sequence[Path]) -> FoundFiles:
-    """Return the configuration files below the paths. Raises DataError for a missing path."""
+    """Return the configuration files among the paths and in folders below them. Raises DataError for a missing path."""
     files: dict[str, Path] = {}
     left_out: list[Path] = []
     skipped = 0
@@ -132,7 +132,7 @@ def read_file(path: Path) -> Contents:
 
 
 def _read_here_document(document: HereDocument, sheet: Sheet) -> None:
-    """Add the settings of a here-document, read as YAML, or else as a script; ignore it if it is neither."""
+    """Add the settings of a here-document to the sheet: read as YAML, or else as a script; ignored if it is neither."""
     for reader in (read_yaml_text, read_shell):
         trial = Sheet(groups=sheet.groups)
         try:
@@ -179,7 +179,7 @@ def _read_text(path: Path) -> str:
 
 
 def _guess_dialect(text: str) -> str:
-    """Guess the format of a file whose name does not tell it; raises Unreadable."""
+    """Guess the format of a text whose file name does not tell it; raises Unreadable."""
     if _SHEBANG.match(text):
         return "shell"
     if _NOTEBOOK.match(text):
@@ -224,7 +224,10 @@ def _walk_folder(folder: Path, left_out: list[Path]) -> Iterator[Path]:
 
 
 def _name_left_out(path: Path) -> str:
-    """Return the name under which a skipped link (not its target), or a folder, with a slash, is reported."""
+    """Return the name under which a file or folder that is not read is reported: a folder's name ends in a slash.
+
+    A link keeps its own name, not that of its target.
+    """
     name = Path(display_path(path.parent), path.name).as_posix()
     return name if path.is_symlink() else f"{name}/"
 

@@ -18,7 +18,10 @@ State = Literal["open", "declared", "corrected", "lossless", "native"]
 
 @dataclass(frozen=True)
 class Finding:
-    """A setting that matches a rule; it has several ``engines`` if the file does not tell which it configures."""
+    """A setting in a file that matches a rule, so that it switches a compression mechanism on.
+
+    It has several ``engines`` if the file does not tell which of them it configures.
+    """
 
     file: str
     line: int
@@ -35,7 +38,7 @@ class Finding:
 
 
 class NotReadable(NamedTuple):
-    """A file that cannot be read, or a value that is known only at run time."""
+    """A place that the scan could not read: a file or a part of it, or a value that is known only at run time."""
 
     file: str
     line: int
@@ -49,7 +52,10 @@ _LONGEST = 200  # characters of a key or value in a report
 
 
 class Interpreter:
-    """The matcher of one file's settings against the rules, which say what settings switch on compression."""
+    """The matcher of one file's settings against the rules, which say what settings switch on compression.
+
+    ``name`` is the file's name for display.
+    """
 
     def __init__(self, name: str, contents: Contents, rules: ScanRules) -> None:
         self.name, self.contents, self.rules = name, contents, rules
@@ -59,7 +65,10 @@ class Interpreter:
         self.words: dict[str, bool] = {}  # whether a word is in the file or its name
 
     def findings(self) -> tuple[list[Finding], list[NotReadable]]:
-        """Return findings and unreadable values, each in order of lines; a key that is twice in a line counts once."""
+        """Return the findings and the unreadable values, each in order of lines.
+
+        A key that is found twice in one line counts once.
+        """
         findings: dict[tuple[Any, ...], Finding] = {}
         unread: dict[tuple[int, str], NotReadable] = {}
         matched: set[str] = set()  # rules whose key is in the file, with any value
@@ -95,7 +104,7 @@ class Interpreter:
         )
 
     def _is_local_variable(self, setting: Setting) -> bool:
-        """Return whether a setting is a variable that has the name of a key, but is used by the script itself."""
+        """Return whether a setting is only a variable of a script: named like a key, but read by the script itself."""
         if setting.kind != "env" or not rules_for_variable(setting.key[0], self.rules):
             return False
         return re.search(rf"\$\{{?{re.escape(setting.key[0].lower())}\b(?!:?[-=])", self.contents.text) is not None
@@ -112,7 +121,10 @@ class Interpreter:
         return not any(siblings.get(name) in values for name, values in (rule.unless or {}).items() if name in siblings)
 
     def _engines(self, rules: Sequence[ScanRule], setting: Setting) -> tuple[str, ...]:
-        """Return the engines named in the setting's command, else those in the file, else all that have the key."""
+        """Return the engines to which a setting belongs, of those whose ``rules`` match its key.
+
+        These are the engines named in its command, else those named in the file, else all of them.
+        """
         candidates = tuple(dict.fromkeys(rule.engine for rule in rules))
         if len(candidates) < 2:
             return candidates
@@ -126,7 +138,10 @@ class Interpreter:
         return tuple(engine for engine in candidates if self._mentions(words[engine])) or candidates
 
     def _role(self, setting: Setting) -> ConfigurationRole:
-        """Return rollout or serving: by the key's path, trainers named in the file, the command, or the file's path."""
+        """Return whether the setting configures rollouts or serving.
+
+        This follows from the key's path, the trainers named in the file, the command, or else the file's path.
+        """
         path = _parts(".".join(setting.key[:-1]))
         trainers = [engine for engine in self.rules.engines.values() if engine.trainer]
         if path & _ROLLOUT or any(self._mentions(trainer.words) for trainer in trainers):
@@ -169,9 +184,9 @@ def _parts(text: str) -> set[str]:
 
 
 def _is_run_time_value(setting: Setting, rules: Sequence[ScanRule]) -> bool:
-    """Return whether the value is unknown, or missing after a flag that needs one.
+    """Return whether a setting's value is known only at run time, or missing after a flag that needs one.
 
-    A value with a default is unknown only if no rule holds for the default.
+    A value with a default counts as known if a rule holds for the default.
     """
     value = setting.value
     if isinstance(value, Unknown):
@@ -182,14 +197,14 @@ def _is_run_time_value(setting: Setting, rules: Sequence[ScanRule]) -> bool:
 
 
 def _open_value(value: Value) -> str:
-    """Return the text of a value that is known only at run time, as the file has it."""
+    """Return the text in the file of a value that is known only at run time, such as "${X}"."""
     if isinstance(value, tuple):
         return next(entry.text for entry in value if isinstance(entry, Unknown))
     return value.text if isinstance(value, Unknown | Default) else "another word"
 
 
 def _identity(setting: Setting) -> tuple[int, str]:
-    """Return the key by which duplicate findings of a rule are dropped: the line and the last part of the key."""
+    """Return the part of a setting by which repeated findings of a rule are recognised: its line and last key part."""
     if setting.kind == "import":
         return 0, ""  # importing a package several times counts once
     return setting.line, "" if setting.kind == "call" else _last(setting)

@@ -136,7 +136,7 @@ class _Reader(ast.NodeVisitor):
                     self.sheet.add(Setting("flag", (flag.value,), value, keyword.lineno, group))
 
     def _read_assigning_call(self, name: str, node: ast.Call, group: int) -> None:
-        """Add ``os.environ.setdefault("NAME", value)`` and similar, and ``setattr(settings, "name", value)``."""
+        """Add the setting that a call assigns, as in ``os.environ.setdefault("NAME", value)`` or ``setattr``."""
         if name == "setattr" and len(node.args) == 3:
             attribute = node.args[1]
             if isinstance(attribute, ast.Constant) and isinstance(attribute.value, str):
@@ -234,7 +234,7 @@ def _literal(node: ast.expr) -> Value:
 
 
 def _constant(node: ast.Attribute | ast.Name) -> str:
-    """Return the value that a library's constant implies (torch.float8_e4m3fn: float8_e4m3fn); else empty."""
+    """Return the value that a library's constant stands for (torch.float8_e4m3fn: "float8_e4m3fn"); "" for others."""
     name = _callee(node)
     if name.startswith(_GGML):
         return name.removeprefix(_GGML)
@@ -261,7 +261,7 @@ def _callee(node: ast.expr) -> str:
 
 
 def _target_path(target: ast.expr) -> tuple[str, ...]:
-    """Return the path of an assigned attribute or item, such as (owner, name)."""
+    """Return the path of an assigned attribute or item, such as (owner, name); () for any other target."""
     if isinstance(target, ast.Attribute):
         return (_callee(target.value), target.attr)
     if isinstance(target, ast.Subscript) and isinstance(target.slice, ast.Constant):

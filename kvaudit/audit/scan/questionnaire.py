@@ -1,6 +1,6 @@
-"""The questions for a vendor as Markdown, JSON schema and a file to fill in; and the check of a filled-in file.
+"""The questionnaire for a vendor, as Markdown, as JSON schema and as a file to fill in; and its check when filled in.
 
-Answers are declared, not verified, and a disclosure says so.
+Answers are declared by the vendor, not verified, and a disclosure says so.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _PATH = Path(__file__).with_name("questions.yaml")
 
 
 class VendorQuestion(NamedTuple):
-    """A question to a vendor, who has to give all ``details`` if the answer is yes."""
+    """A question to a vendor; one who answers yes also has to give all ``details``."""
 
     id: str
     asks: str
@@ -56,7 +56,7 @@ class Questionnaire(NamedTuple):
 
 @cache
 def load_questionnaire() -> Questionnaire:
-    """Return the questions of this version."""
+    """Return the questionnaire that ships with this version of kvaudit."""
     text = _PATH.read_text(encoding="utf-8")
     table = parse_yaml(text, _PATH.name, "questionnaire").table
     sections = [
@@ -147,7 +147,10 @@ def blank_answers() -> dict[str, Any]:
 
 
 def check_answers(path: Path) -> tuple[list[str], str]:
-    """Return the faults of a file of answers, a line each, and a summary; raises DataError if it is no JSON object."""
+    """Return the faults in a file of answers, one line each, and a summary of the answers in one line.
+
+    Raises DataError if the file is no JSON object.
+    """
     table = _read_answers(path)
     faults = [inline(fault) for fault in _faults(table)]
     answers = table.get("answers")

@@ -1,4 +1,4 @@
-"""The rules of ``rules.yaml``: which keys of which engines switch on which compression mechanism."""
+"""The rules in ``rules.yaml``: which setting of which engine switches on which mechanism that compresses the cache."""
 
 from __future__ import annotations
 
@@ -34,7 +34,10 @@ class Mechanism:
 
 @dataclass(frozen=True)
 class EngineWords:
-    """The words that identify an engine's commands and files; what a ``trainer`` launches are training rollouts."""
+    """The words that identify an engine in commands and files.
+
+    ``trainer``: it trains models, so what it launches are training rollouts.
+    """
 
     words: Sequence[str]
     trainer: bool = False
@@ -72,7 +75,7 @@ class ScanRule:
         return not isinstance(self.when, str) and bool({"in", "not"} & set(self.when))
 
     def holds(self, value: Value) -> bool:
-        """Return whether ``value``, which is known, switches the rule's mechanism on."""
+        """Return whether ``value`` switches the rule's mechanism on; it must not be known only at run time."""
         value = value.value if isinstance(value, Default) else value
         if isinstance(value, str) and value.startswith("--"):
             return False  # the entry of a table that maps keys to flags
@@ -92,7 +95,7 @@ class ScanRule:
     def policy_of(self, value: Value, siblings: Table[str, Value]) -> str:
         """Return the policy of kvaudit that comes closest to a setting, or ``no equivalent``.
 
-        It follows from the setting's value and the values of its ``siblings``, the keys beside it.
+        The policy follows from the setting's value and the values of its ``siblings``, the keys beside it.
         """
         value = value.value if isinstance(value, Default) else value
         if not isinstance(self.policy, str):
@@ -143,7 +146,7 @@ def matching_rules(setting: Setting, rules: ScanRules) -> list[ScanRule]:
 
 
 def _matches(setting: Setting, rules: ScanRules) -> Iterator[tuple[int, ScanRule]]:
-    """Yield each matching rule with the length of its pattern."""
+    """Yield (length, rule) for each rule whose key pattern matches; the length is the pattern's number of key parts."""
     is_import = setting.kind == "import"
     end = _normalise(setting.kind, setting.key[:1] if is_import else setting.key[-1:])
     if patterns := rules.patterns.get((setting.kind, end[0])):
@@ -158,7 +161,10 @@ def _matches(setting: Setting, rules: ScanRules) -> Iterator[tuple[int, ScanRule
 
 
 def rules_for_variable(variable: str, rules: ScanRules) -> list[ScanRule]:
-    """Return the rules whose key gives an environment variable its name: KV_CACHE_DTYPE or VLLM_KV_CACHE_DTYPE."""
+    """Return the rules for an environment variable that is named after a rule's key.
+
+    The variable is the key in capitals, with or without the engine's name: KV_CACHE_DTYPE or VLLM_KV_CACHE_DTYPE.
+    """
     name = comparable(variable)
     engine = next((engine for engine in rules.engines if name.startswith(f"{comparable(engine)}_")), "")
     key = name.removeprefix(f"{comparable(engine)}_") if engine else name
@@ -175,7 +181,7 @@ def _patterns(rule: ScanRule) -> Iterator[tuple[str, tuple[str, ...]]]:
 
 
 def _normalise(kind: str, key: tuple[str, ...]) -> tuple[str, ...]:
-    """Normalise hyphens and case of a key; short flags, variables and names in code stay unchanged."""
+    """Return a key with uniform hyphens and case; short flags, variables and names in code stay unchanged."""
     if kind in ("env", "call", "import") or (kind == "flag" and not key[0].startswith("--")):
         return key
     return tuple(comparable(part.lstrip("-")) for part in key)

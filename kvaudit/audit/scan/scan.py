@@ -1,4 +1,4 @@
-"""Scan files for KV compression, and find the declaration or correction of each finding.
+"""Scan files for KV compression, and find what accounts for each finding: a declaration or a correction.
 
 A lossy mechanism needs a declaration in ``kvaudit.yaml``. In rollouts, a correction (importance weights) in the same
 file also suffices; if both are in command lines, it must be the same command. A correction accounts for changed
@@ -29,9 +29,10 @@ _ROLES = ("rollout", "serving", "both", "unknown")
 
 @dataclass(frozen=True)
 class Declaration:
-    """An entry of ``kvaudit.yaml``, which says why compression is there; it covers findings that agree with its fields.
+    """An entry of ``kvaudit.yaml`` that says why compression is there, for all findings that agree with its fields.
 
-    ``folder``: the folder of its file, to which it is limited; None if the file was given for the whole scan.
+    ``folder``: the folder of the ``kvaudit.yaml``; only files below it are covered. None if the file was given for the
+    whole scan.
     """
 
     why: str  # printed in the disclosure
@@ -56,7 +57,7 @@ class Declaration:
 
 @dataclass(frozen=True)
 class Scan:
-    """The result of scanning a set of files."""
+    """The result of scanning a set of files: findings, what accounts for them, and what could not be read."""
 
     findings: Sequence[Finding]
     corrections: Sequence[Finding]
@@ -119,7 +120,7 @@ def _set_state(finding: Finding, corrections: dict[int, Finding], declared: Sequ
 
 
 def find_declarations(paths: Sequence[Path], file: Path | None) -> list[Declaration]:
-    """Return the declarations of ``file``, or of every scanned folder that has a ``kvaudit.yaml`` at its top."""
+    """Return the declarations in ``file``, or else in the ``kvaudit.yaml`` of each scanned folder that has one."""
     if file is not None:
         return read_declarations(file)
     folders = dict.fromkeys(path for path in paths if (path / DECLARATIONS_FILE).is_file())
@@ -131,7 +132,7 @@ def find_declarations(paths: Sequence[Path], file: Path | None) -> list[Declarat
 
 
 def _is_below(file: str, folder: str) -> bool:
-    """Return whether a displayed path is below a displayed folder."""
+    """Return whether a file is below a folder; both are given as paths for display (see ``display_path``)."""
     if folder == ".":
         return not file.startswith(("/", "../"))
     return file.startswith(folder.rstrip("/") + "/")

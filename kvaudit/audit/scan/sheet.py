@@ -43,12 +43,12 @@ class Unknown:
 
 @dataclass(frozen=True)
 class Mapping:
-    """A value that is a mapping; its entries are separate settings."""
+    """The value of a key that has a mapping below it, whose entries are separate settings."""
 
 
 @dataclass(frozen=True)
 class Default:
-    """A value that is used if nothing else is set; ``text`` is the expression in the file that states it."""
+    """A value that applies if nothing else is set; ``text`` is the expression in the file that states it."""
 
     value: str
     text: str
@@ -58,11 +58,11 @@ Value = str | int | float | bool | None | tuple[object, ...] | Unknown | Default
 
 
 class Setting(NamedTuple):
-    """A key and its value.
+    """A key with its value, as found in a file.
 
-    ``key`` is the path from the outermost key or call. ``group`` numbers the mapping, call or command that the setting
-    shares with its siblings; ``block`` numbers its command (0: none, or words that any command may use). ``near`` is
-    the command's text.
+    ``key`` is the path from the outermost key or call. ``group`` is the number of the mapping, call or command that the
+    setting shares with its siblings. ``block`` is the number of its command; 0 if it is in none, or if any command may
+    use it. ``near`` is the command's text.
     """
 
     kind: Kind
@@ -76,7 +76,7 @@ class Setting(NamedTuple):
 
 @dataclass
 class Sheet:
-    """The collector of one file's settings."""
+    """The settings that are collected from one file, and the parts of the file that could not be read."""
 
     settings: list[Setting] = field(default_factory=list)
     groups: int = 0
@@ -107,7 +107,7 @@ def blank_of(template: str) -> str:
 def read_value(text: str) -> Value:
     """Return the value that a text stands for: a ``Default``, an ``Unknown``, or the text itself.
 
-    A variable or a template expression, such as ``${X}``, is its default if it states one, and otherwise unknown.
+    A variable or a template expression, such as ``${X}``, gives a ``Default`` if it states one, else an ``Unknown``.
     """
     blank = _BLANK.fullmatch(text)
     shown = _BLANK.sub(_SHOWN, text)
@@ -132,7 +132,7 @@ def split_camel(text: str) -> str:
 
 
 def spelt(value: Value) -> str:
-    """Return a value written as one word of a command, from which ``read_value`` gets the same value."""
+    """Write a value as one word of a command line, from which ``read_value`` returns the same value."""
     if isinstance(value, Default):
         return _BLANK_OF_DEFAULT.format(value.value) if value.text == _SHOWN else value.text
     if isinstance(value, Unknown):

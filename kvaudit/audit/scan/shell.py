@@ -1,7 +1,7 @@
-"""Read the settings of shell scripts, Dockerfiles and files of arguments: flags, overrides, variables; runs nothing.
+"""Read the settings of shell scripts, Dockerfiles and files of arguments: flags, overrides, variables. Runs nothing.
 
-A script is split into words, commands and here-documents, each with its first line. A variable is replaced by its value
-if the script assigns it once, as plain text.
+A script is split into words, commands and here-documents, each with the number of its first line. A variable is
+replaced by its value if the script assigns it once, as plain text.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _LONGEST_WORD = 20_000  # characters
 
 
 class Word(NamedTuple):
-    """A word without its quotes, with the number of its first line."""
+    """A shell word without its quotes, with the number of the line where it begins."""
 
     text: str
     line: int
 
 
 class ShellCommand(NamedTuple):
-    """The words of a command, or (``array``) of an array that any command may use."""
+    """The words of a shell command, or, if ``array``, of an array variable that any command may use."""
 
     words: list[Word]
     array: bool = False
@@ -48,7 +48,10 @@ class HereDocument(NamedTuple):
 
 
 def parts_of(text: str, line: int) -> Iterator[ShellCommand | HereDocument]:
-    """Yield commands, arrays and here-documents in order; raises Unreadable at an unclosed quote."""
+    """Yield the commands, arrays and here-documents of a script in order; raises Unreadable at an unclosed quote.
+
+    ``line`` is the number of the text's first line in its file.
+    """
     return _Parser(text, line).parts()
 
 
@@ -79,7 +82,7 @@ class _Parser:
         yield from reversed(self.open)
 
     def _take(self, kind: str, piece: str, at: int) -> int:
-        """Add a token, which ends at ``at``, to the open word or command; return the offset of the next token."""
+        """Add a token, which ends at offset ``at``, to the unfinished word or command; return the next one's offset."""
         if kind == "operator":
             self._operator(piece)
         elif kind in ("blank", "newline"):
@@ -127,7 +130,7 @@ def _end_of_line(text: str, at: int) -> int:
 
 
 def _here_document(text: str, at: int, end: str) -> tuple[str, int]:
-    """Return the body of a here-document and the offset after its end word."""
+    """Return the body of the here-document that begins at offset ``at``, and the offset after its end word ``end``."""
     start = at
     while at < len(text):
         stop = _end_of_line(text, at)
@@ -219,7 +222,7 @@ def read_line(text: str, line: int, sheet: Sheet) -> None:
 
 
 def holds_commands(text: str) -> bool:
-    """Return whether a text has flags, or sets variables as a command line does."""
+    """Return whether a text has flags, or sets environment variables as a command line does."""
     return _FLAGS_INSIDE.search(text) is not None or _VARIABLE_SET.search(text) is not None
 
 
@@ -297,7 +300,7 @@ def _value(text: str, variables: dict[str, str]) -> Value:
 def _read_pairs(
     text: str, line: int, variables: dict[str, str], sheet: Sheet, where: tuple[int, int, str], depth: int
 ) -> None:
-    """Read ``a=1`` or ``a=1,b=2``; a value may contain pairs too (``Environment="NAME=x"``)."""
+    """Add the settings in ``a=1`` or ``a=1,b=2``; a value may contain further pairs (``Environment="NAME=x"``)."""
     for pair in [text] if _FLAGS_INSIDE.search(text) else _PAIR_COMMA.split(text):
         if match := _ASSIGNMENT.fullmatch(pair):
             _read_assignment(match[1], match[2], line, variables, sheet, where, depth)
@@ -308,7 +311,10 @@ def _read_pairs(
 def _read_assignment(
     name: str, value: str, line: int, variables: dict[str, str], sheet: Sheet, where: tuple[int, int, str], depth: int
 ) -> None:
-    """Add ``NAME=value`` as an environment variable, ``a.b=value`` as a key; a value may contain arguments."""
+    """Add ``NAME=value`` as an environment variable and ``a.b=value`` as a key.
+
+    If the value contains flags, those are read as arguments instead.
+    """
     if _FLAGS_INSIDE.search(value):
         _read_nested(value, line, variables, sheet, depth, shared=True)
         return

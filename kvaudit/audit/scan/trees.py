@@ -1,7 +1,7 @@
 """Read the settings of YAML, JSON and TOML: keys with their paths, values and lines.
 
 YAML tags build no objects, and aliases are followed up to ``MOST_SETTINGS`` values. JSON is read as YAML, whose parser
-reports lines. Templates of other tools are replaced by placeholders first.
+reports lines. Template expressions of other tools, such as ``{{ x }}``, are replaced by placeholders first.
 """
 
 from __future__ import annotations
@@ -51,7 +51,10 @@ _EMBEDDED = (".yaml", ".yml", ".json", *_SCRIPTS)  # endings of files inside a f
 
 
 class Leaf(NamedTuple):
-    """A scalar value; ``source`` is its text in the file, with line breaks, if that may contain a command."""
+    """A scalar in a tree of YAML, JSON or TOML.
+
+    ``source`` is its text in the file, with line breaks, if that may contain a command; else empty.
+    """
 
     value: Value
     line: int
@@ -60,13 +63,13 @@ class Leaf(NamedTuple):
 
 
 class Branch(NamedTuple):
-    """A mapping, as entries of key, line and value."""
+    """A mapping in a tree of YAML, JSON or TOML, as (key, line, tree of the value) entries."""
 
     items: list[tuple[str, int, Any]]
 
 
 class Series(NamedTuple):
-    """A sequence."""
+    """A sequence in a tree of YAML, JSON or TOML; its ``items`` are trees."""
 
     items: list[Any]
     line: int
@@ -76,7 +79,10 @@ Tree = Leaf | Branch | Series
 
 
 def read_yaml_text(text: str, sheet: Sheet, line: int = 1) -> None:
-    """Read the settings of YAML; raises Unreadable if it is broken or too large."""
+    """Add the settings in a YAML text to ``sheet``; raises Unreadable if it is broken or too large.
+
+    ``line`` is the number of the text's first line in its file.
+    """
     plain = without_templates(text)
     try:
         _check_depth(plain)
@@ -93,7 +99,10 @@ def read_yaml_text(text: str, sheet: Sheet, line: int = 1) -> None:
 
 
 def read_json_text(text: str, sheet: Sheet, line: int = 1) -> None:
-    """Read the settings of JSON; comments on separate lines are allowed."""
+    """Add the settings in a JSON text to ``sheet``; comments on separate lines are allowed.
+
+    ``line`` is the number of the text's first line in its file.
+    """
     try:
         read_yaml_text(_COMMENT_LINE.sub("", text).replace("\t", " "), sheet, line)
     except Unreadable as error:
@@ -126,7 +135,10 @@ def _walk_mapping(tree: Branch, path: tuple[str, ...], sheet: Sheet) -> None:
 
 
 def _read_embedded(name: str, leaf: Leaf, sheet: Sheet) -> None:
-    """Add the settings of a text value that is itself the content of a file, as in a container's manifest."""
+    """Add the settings of a text value that is itself a file's content, as in a manifest of containers.
+
+    ``name`` is the file's name: a script's is read as shell, any other as YAML.
+    """
     read = read_shell if name.endswith(_SCRIPTS) else read_yaml_text
     try:
         read(dedent(leaf.source), sheet, leaf.first)
@@ -151,7 +163,7 @@ def _read_named_variable(tree: Branch, group: int, sheet: Sheet) -> None:
 
 
 def _read_arguments(row: Series, sheet: Sheet) -> None:
-    """Read a sequence that has flags as a command line; of any other, read the entries ``NAME=value`` as variables."""
+    """Read a sequence that contains flags as a command line, and any other one as variables ``NAME=value``."""
     leaves = [item for item in row.items if isinstance(item, Leaf)]
     words = [Word(spelt(leaf.value), leaf.line) for leaf in leaves]
     if any(_FLAG.match(word.text) and " " not in word.text for word in words):
@@ -190,7 +202,7 @@ class _YamlTree:
         return Leaf(value, line, source, first + self.offset)
 
     def _source(self, node: Any) -> tuple[str, int]:
-        """Return the text of a scalar with the line breaks of the file, and the number of its first line."""
+        """Return a scalar's text with the line breaks that it has in the file, and the number of its first line."""
         start, end = node.start_mark, node.end_mark
         if start.line == end.line or node.style in ("'", '"'):
             return node.value, start.line + 1
@@ -203,9 +215,9 @@ class _YamlTree:
 
 
 def without_templates(text: str) -> str:
-    """Replace templates by placeholders, and blank lines that are only a template; line numbers stay the same.
+    """Replace template expressions, such as ``{{ x }}``, by placeholders; line numbers stay the same.
 
-    Line breaks that only YAML recognises become spaces.
+    A line that is only an expression becomes empty, and line breaks that only YAML recognises become spaces.
     """
     text = text.translate(_OTHER_BREAKS)
     if not any(mark in text for mark in ("{{", "{%", "{#")):
@@ -217,7 +229,7 @@ def without_templates(text: str) -> str:
 
 
 def _scalar(tag: str, text: str) -> Value:
-    """Return the value of a YAML scalar; Unknown for a tag of another tool."""
+    """Return the value of a YAML scalar; an ``Unknown`` if its tag belongs to another tool (``!Sub``)."""
     if not tag.startswith(_YAML_TAG):
         words = _FLAG.match(text) or _ASSIGNED.match(text)  # !Sub "--kv-cache-dtype=${KvType}"
         return read_value(text) if words else Unknown(f"{tag} {text}".strip())
@@ -251,7 +263,7 @@ def _check_depth(text: str) -> None:
 
 
 def read_toml_text(text: str, sheet: Sheet) -> None:
-    """Read the settings of TOML."""
+    """Add the settings in a TOML text to ``sheet``."""
     plain = _TEMPLATE.sub(_toml_placeholder, text)
     for number, row in enumerate(plain.split("\n"), 1):
         if _DEEP_TOML_KEY.match(row):  # of which the parser would take quadratic time
@@ -267,14 +279,14 @@ def read_toml_text(text: str, sheet: Sheet) -> None:
 
 
 class _TomlTree:
-    """The converter of a TOML table to a tree; it finds the line numbers, which the TOML parser does not report."""
+    """The converter of a parsed TOML table to a tree with line numbers, which the TOML parser does not report."""
 
     def __init__(self, text: str) -> None:
         self.rows = text.split("\n")
         self.tables, self.keys = _toml_lines(self.rows)
 
     def tree(self, value: Any, path: tuple[str, ...], line: int = 1) -> Tree:
-        """Return the tree of a value that is on ``line`` or below."""
+        """Return a parsed value as a tree with line numbers; the value stands on ``line`` or below."""
         if isinstance(value, dict):
             return Branch([self._item(name, child, (*path, name), line) for name, child in value.items()])
         if isinstance(value, list):
@@ -301,13 +313,16 @@ class _TomlTree:
         return trees
 
     def _find_line(self, text: str, line: int) -> int:
-        """Return the first line from ``line`` on that holds the text; ``line`` if an escape hides it."""
+        """Return the number of the first line that contains ``text``, at ``line`` or below it.
+
+        If an escape sequence hides the text there, return ``line``.
+        """
         rows = range(line, min(line + _MOST_LINES, len(self.rows) + 1))
         return next((row for row in rows if text in self.rows[row - 1]), line)
 
 
 def _toml_lines(rows: list[str]) -> tuple[dict[tuple[str, ...], list[int]], dict[tuple[str, ...], list[int]]]:
-    """Return {path: line numbers} of tables, and of keys, ignoring text inside multi-line strings."""
+    """Return two dicts {path: line numbers}, of tables and of keys, ignoring text inside multi-line strings."""
     tables: dict[tuple[str, ...], list[int]] = {}
     keys: dict[tuple[str, ...], list[int]] = {}
     table: tuple[str, ...] = ()
@@ -333,7 +348,7 @@ def _split_dotted(text: str) -> tuple[str, ...]:
 
 
 def _toml_placeholder(match: re.Match[str]) -> str:
-    """Return a placeholder for a template, quoted unless the template is inside quotes."""
+    """Return a placeholder for a template expression, in quotes unless the expression is inside quotes."""
     quoted = match.string[match.string.rfind("\n", 0, match.start()) + 1 : match.start()].count('"') % 2
     blank = blank_of(match[0])
     return (blank if quoted else f'"{blank}"') + "\n" * match[0].count("\n")

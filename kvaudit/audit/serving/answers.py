@@ -1,6 +1,6 @@
 """Read tool calls in answers, and find how much of a growing answer can be sent before its calls are known.
 
-Calls are read in the model's own form, as an audit reads them. Text that could not be read as a call stays text.
+Calls are read in the model's own syntax, as in an audit. Text that cannot be read as a call stays text.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _LISTED = re.compile(r"[^\W\d][\w.]*\s*(?:\(|\Z)")
 class AnswerReader:
     """A reader of the tool calls in answers to one conversation.
 
-    ``form`` is the model's own syntax of calls, None for any syntax. ``opens_thought`` says whether the chat's
-    prompts begin the thought of an answer. Without ``parallel`` only the first call of an answer is returned.
+    ``form`` is the model's own syntax of calls, None for any syntax. ``opens_thought``: the chat's prompts have already
+    opened the thought (reasoning) of an answer. Without ``parallel`` only the first call of an answer is returned.
     """
 
     def __init__(
@@ -72,7 +72,10 @@ class AnswerReader:
         )
 
     def _read_calls(self, text: str) -> Reading:
-        """Return the calls in an answer; calls of tools that were not offered count only in the model's own syntax."""
+        """Return the calls in an answer and the text beside them.
+
+        A call in another syntax than the model's own counts only if its tool was offered.
+        """
         text = text[:LONGEST_ANSWER]
         reading = None if self._form is None else self._form.read(text, self._tools)
         if reading is not None and reading.calls:
@@ -84,7 +87,8 @@ class AnswerReader:
 class GrowingAnswer:
     """An answer that is being sampled: finds how much of its beginning cannot be part of a tool call.
 
-    ``openings`` are texts that may begin a call, None if any text may; ``names`` are those of the tools.
+    ``openings`` are the texts that may begin a call, None if any text may; ``names`` are the names of the tools.
+    ``opens_thought``: the prompt has already opened the thought (reasoning) before the answer.
     """
 
     def __init__(self, openings: Sequence[str] | None, names: frozenset[str], *, opens_thought: bool) -> None:
@@ -95,11 +99,11 @@ class GrowingAnswer:
         self._start, self._may_be_python = 0, True  # of the text after a thought
 
     def sendable(self, text: str) -> str:
-        """Return the beginning of an answer that is certainly text, without blanks at its end."""
+        """Return the part of the growing answer ``text`` before any possible call, without blanks at its end."""
         return text[: self._first_call_start(text)].rstrip()
 
     def _first_call_start(self, text: str) -> int:
-        """Return the first position at which a call may begin, the length of the text if there is none."""
+        """Return the first offset in the text at which a call may begin; its length if there is none."""
         thought, body = split_answer(text, opens_thought=self._opens_thought)
         if not body:
             return len(text)
@@ -143,7 +147,10 @@ class GrowingAnswer:
 
 
 def split_answer(text: str, *, opens_thought: bool) -> tuple[str, str]:
-    """Return the thought that an answer begins with, "" for none, and the text after it."""
+    """Return the thought (reasoning) at the beginning of an answer, "" if there is none, and the text after it.
+
+    ``opens_thought``: the prompt has already opened the thought.
+    """
     *thoughts, answer = split_thought(text, is_open=opens_thought)
     return "".join(message.content for message in thoughts if message.role is Role.THOUGHT), answer.content
 
@@ -151,7 +158,7 @@ def split_answer(text: str, *, opens_thought: bool) -> tuple[str, str]:
 def _find_opening(text: str, start: int, openings: Sequence[str]) -> int:
     """Return where the first of the ``openings`` (texts that begin a call) begins in ``text`` from ``start`` on.
 
-    An opening may be cut off by the end of the text. The length of the text if there is none.
+    An opening may be cut off by the end of the text. Returns the length of the text if there is none.
     """
     earliest = len(text)
     for opening in openings:
@@ -166,7 +173,7 @@ def _find_opening(text: str, start: int, openings: Sequence[str]) -> int:
 def _find_json_call(text: str, start: int) -> int:
     """Return where the first JSON object begins that is a tool call, or that is incomplete and may become one.
 
-    The length of the text if there is none.
+    Returns the length of the text if there is none.
     """
     begin = text.find("{", start)
     while begin >= 0:

@@ -158,11 +158,11 @@ class _ClientGone(Exception):
 
 
 class _TooLarge(AuditError):
-    """The error of a request body beyond the limit."""
+    """The error of a request whose body is larger than the limit."""
 
 
 async def _wait_for(answers: PendingAnswers, request: Request) -> list[Choice]:
-    """Return the answers; raise _ClientGone if the client disconnects before."""
+    """Return the answers once they are complete; raise _ClientGone if the client disconnects first."""
     finished = asyncio.wrap_future(answers)
     while not finished.done():
         await asyncio.wait([finished], timeout=_POLL)

@@ -1,7 +1,7 @@
 """A model whose waiting requests share a batch: requests that arrive during a batch make up the next one.
 
-Unlike ``SamplingEngine`` it answers whole batches. Each answer then comes with measurements of the cache, and it may be
-given by kvaudit's own cache or by a serving engine.
+Unlike ``SamplingEngine`` it answers whole batches, by kvaudit's own cache or by a serving engine. Answers by its own
+cache come with measurements of the cache.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ AnswerBatch = Callable[[Sequence[AskedPrompt]], Sequence[Choice | AuditError]]  
 
 
 class BatchedModel:
-    """A queue of chat requests with a thread that has them answered by the function ``answer``, batch by batch.
+    """A queue of chat requests, and a thread that passes them batch by batch to the function ``answer``.
 
     A batch has at most ``at_once`` requests; ``chat`` renders their prompts. If ``answer`` raises an error, it is kept
     in ``failure``, and every further request fails with it.
@@ -53,7 +53,10 @@ class BatchedModel:
         self._thread.start()
 
     def submit(self, request: ChatRequest) -> tuple[int, PendingAnswers]:
-        """Queue a request; return the number of its prompt tokens and future answers; raise SpecError if too long."""
+        """Queue a request; return the number of its prompt tokens, and the future answers.
+
+        Raises SpecError if prompt and answer are too long for the model.
+        """
         prompt = self._chat.prompt(request.messages, (), request.tools)
         limit = request.max_tokens or _DEFAULT_TOKENS
         if len(prompt.ids) + limit > self._positions:
@@ -89,7 +92,10 @@ class BatchedModel:
                     pending.set_result([answer])
 
     def _gather(self) -> list[tuple[AskedPrompt, PendingAnswers]] | None:
-        """Wait for a request; return it with those that follow shortly after; None if the thread has to end."""
+        """Wait for a request; return it together with the requests that follow shortly after.
+
+        None if the thread has to end.
+        """
         entry = self._queue.get()
         batch = []
         with suppress(queue.Empty):
@@ -119,7 +125,7 @@ def cache_answers(model: LoadedModel, policy: Policy, batch_tokens: int) -> Answ
 
 
 def _group_requests(asked: Sequence[AskedPrompt], batch_tokens: int) -> list[list[int]]:
-    """Return the numbers of the requests in batches of equal temperature and top_p.
+    """Return batches of request numbers (indices into ``asked``); a batch has one temperature and one top_p.
 
     A batch has at most ``batch_tokens`` tokens, padding included, unless a single request has more.
     """
@@ -168,7 +174,7 @@ def _sample(model: LoadedModel, policy: Policy, asked: Sequence[AskedPrompt]) ->
 def cut_choice(
     chat: Chat, asked: AskedPrompt, text: str, finish: str, ids: Sequence[int], use: CacheUse | None
 ) -> Choice:
-    """Return an answer, cut before the first stop text of its request."""
+    """Return an answer, cut before the first stop text of its request; ``use`` holds its measurements of the cache."""
     if (cut := find_stop(text, asked.request.stop)) is not None:
         text, finish = text[:cut], "stop"
     return Choice(text, finish, tuple(chat.text([token]) for token in ids), (), use=use)

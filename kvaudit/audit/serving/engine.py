@@ -1,4 +1,4 @@
-"""The sampling thread of the server: requests for the same checkpoint, policy and temperature share a batch.
+"""The sampling thread of the server: requests with the same checkpoint, policy, temperature and top_p share a batch.
 
 A request joins a running batch as soon as there is room, unless another request has waited longer for a batch with
 other settings. It is answered as soon as its own rows are complete.
@@ -48,19 +48,19 @@ class ModelAndPolicy:
 
 
 class PendingAnswers(Future[list[Choice]]):
-    """The future answers to one request; ``reader`` finds the tool calls in them, if the request has tools."""
+    """The future answers to one request; ``reader`` finds the tool calls in them, None if the request has no tools."""
 
     reader: AnswerReader | None = None
     tool_form = ""  # in which the request offers its tools
     is_abandoned = False  # the client is gone: the request ends at its next token
 
     def abandon(self) -> None:
-        """Cancel the request, or end it at its next token if it is running."""
+        """Cancel the request; if it is already running, end it at its next token."""
         self.is_abandoned = True
         self.cancel()
 
     def read_tools(self, request: ChatRequest, chat: Chat) -> None:
-        """Prepare for reading tool calls: set ``reader`` and ``tool_form`` if the request has tools."""
+        """Set ``reader`` and ``tool_form`` if the request has tools, so that tool calls in its answers can be read."""
         if request.tools:
             self.tool_form = chat.tool_form_of(request.messages, request.tools)
             form, opens_thought = chat.reader_of(self.tool_form), chat.opens_thought
@@ -73,7 +73,7 @@ class PendingAnswers(Future[list[Choice]]):
 class _Job:
     """One request, with its answers (choices) so far; the sampling thread calls ``listener`` as text is sampled.
 
-    ``target`` is what its model name stands for, ``limit`` the largest number of new tokens.
+    ``target`` is the checkpoint and policy of its model name, ``limit`` the largest number of new tokens.
     """
 
     request: ChatRequest
@@ -128,7 +128,7 @@ class SamplingEngine:
 
     @property
     def names(self) -> list[str]:
-        """The model names that clients see; a checkpoint's name alone stands for it under the policy none."""
+        """The model names that clients see: aliases, and checkpoints, whose plain name means uncompressed."""
         return [*self._models, *self._aliases]
 
     def resolve(self, name: str) -> ModelAndPolicy:
@@ -139,9 +139,9 @@ class SamplingEngine:
         return ModelAndPolicy(self._models[checkpoint], parse_policy(policy or "none"))
 
     def submit(self, request: ChatRequest, listener: TextListener | None = None) -> tuple[int, PendingAnswers]:
-        """Queue a request; return its number of prompt tokens and its future answers.
+        """Queue a request; return the number of its prompt tokens, and the future answers.
 
-        Raises SpecError for a prompt that does not fit the model, UnknownName for the model's name, QueueFull if too
+        Raises SpecError for a prompt that does not fit the model, UnknownName for an unknown model, QueueFull if too
         many requests wait, and RunError once the server is shutting down.
         """
         if self._queue.qsize() + len(self._waiting) >= self._max_waiting:
@@ -167,7 +167,7 @@ class SamplingEngine:
         return len(prompt.ids), job.pending
 
     def _check_characters(self, request: ChatRequest, model: LoadedModel) -> None:
-        """Raise SpecError for a prompt with more characters than can fit; counting its tokens would take minutes."""
+        """Raise SpecError if a prompt has too many characters to fit; counting its tokens would take minutes."""
         most = model.max_positions * self._longest_token[id(model)]
         length = sum(len(message.content) for message in request.messages)
         length += count_characters(request.tools, [call for message in request.messages for call in message.tool_calls])
@@ -195,7 +195,7 @@ class SamplingEngine:
                 self._answer(jobs)
 
     def _receive(self, *, wait: bool) -> None:
-        """Move requests from the queue to ``_waiting``; with ``wait``, block for the first."""
+        """Move requests from the queue to ``_waiting``; with ``wait``, first wait until one arrives."""
         with suppress(queue.Empty):
             while not self._is_ending:
                 job = self._queue.get(block=wait)
@@ -206,7 +206,7 @@ class SamplingEngine:
                     self._waiting.append(job)
 
     def _next_batch(self) -> list[_Job]:
-        """Remove the oldest request, and those that can share a batch with it, from ``_waiting``; return them."""
+        """Take the oldest request, and those that can share a batch with it, out of ``_waiting``; return them."""
         batch, others, size = list[_Job](), list[_Job](), _Size(0, 0)
         for job in self._waiting:
             if not batch or (job.key == batch[0].key and size.plus(job).fits(self._batch_tokens)):
@@ -218,7 +218,7 @@ class SamplingEngine:
         return batch
 
     def _answer(self, jobs: Sequence[_Job]) -> None:
-        """Serve a batch, including requests that join it, until all of them are answered."""
+        """Serve a batch of requests, and those that join it meanwhile, until all of them are answered."""
         batch = _Batch()
         while jobs or batch.is_running:
             prefilled = _prefill(jobs)
@@ -236,7 +236,7 @@ class SamplingEngine:
                 jobs = [*jobs, *_start([self._waiting.popleft()])]
 
     def _can_join(self, batch: _Batch, joining: Sequence[_Job] = ()) -> bool:
-        """Return whether the request that waits longest fits into the batch, in addition to the ``joining`` ones."""
+        """Return whether the request that has waited longest fits into the batch, with the ``joining`` requests."""
         self._receive(wait=False)
         while self._waiting and self._waiting[0].pending.cancelled():
             self._waiting.popleft()
@@ -254,12 +254,12 @@ def find_stop(text: str, stops: Sequence[str]) -> int | None:
 
 
 def _start(jobs: Sequence[_Job]) -> list[_Job]:
-    """Return the jobs that are not cancelled; from now on they cannot be cancelled and must be answered."""
+    """Mark requests as running, so that they can no longer be cancelled; return those not cancelled before."""
     return [job for job in jobs if job.pending.set_running_or_notify_cancel()]
 
 
 def _prefill(jobs: Sequence[_Job]) -> list[tuple[Sequence[_Job], AnyEpisode]]:
-    """Prefill the prompts of requests with equal keys, one row for each choice.
+    """Prefill the prompts of requests with equal keys, one row for each answer; return (requests, their rows) pairs.
 
     If that fails, each request is tried alone, so that one bad prompt does not fail the others.
     """
@@ -296,7 +296,7 @@ class _Size(NamedTuple):
         return _Size(self.rows + job.request.choices, max(self.longest, job.length))
 
     def fits(self, tokens: int) -> bool:
-        """Return whether the batch has at most so many tokens, including padding."""
+        """Return whether the batch has at most ``tokens`` tokens, padding included."""
         return self.rows * self.longest <= tokens
 
 
@@ -327,7 +327,7 @@ class _Batch:
         return _Size(len(self._texts), max((text.job.length for text in self._texts.values()), default=0))
 
     def add(self, jobs: Sequence[_Job], episode: AnyEpisode) -> None:
-        """Add requests with the rows of their ``episode``."""
+        """Add requests to the batch, with the rows of ``episode``, in which their prompts are prefilled."""
         self._first = self._first or jobs[0]
         self._texts |= {n: _RowText(*row) for n, row in enumerate(_rows(jobs), self.rows)}
         self.rows += episode.rows
@@ -360,15 +360,15 @@ def _seed(job: _Job) -> int:
 
 
 class _RowText:
-    """The growing text of one row, cut at the first stop text."""
+    """The growing text of one row (one answer of a request), cut at the first stop text."""
 
     def __init__(self, job: _Job, number: int) -> None:
         self.job, self.number, self._sent = job, number, ""
 
     def update(self, ids: Sequence[int]) -> bool:
-        """Send the text that is final by now to the listener; return whether the row ends.
+        """Send the listener the text that cannot change any more; return whether the row ends.
 
-        It ends at a stop text, or because the client has disconnected.
+        A row ends at a stop text, or because the client has disconnected.
         """
         if self.job.pending.is_abandoned:
             return True
@@ -404,7 +404,10 @@ class _RowText:
             self.job.pending.set_exception(_client_error(error))
 
     def _pending_characters(self, text: str) -> int:
-        """Return how many characters at the end may still change or begin a stop text."""
+        """Return how many characters at the end of the text cannot be sent yet.
+
+        They may still change, or be the beginning of a stop text.
+        """
         decoded = text.rstrip(_REPLACEMENT)  # some tokenizers show one for each byte of an incomplete character
         longest = max(map(len, self.job.request.stop), default=1) - 1  # a proper beginning of a stop text
         lengths = range(min(longest, len(decoded)), 0, -1)

@@ -1,4 +1,4 @@
-"""Parse and check chat-completion requests and their tools, and make the bodies of responses; runs no model."""
+"""Parse and check chat-completion requests and their tools, and make the JSON bodies of responses; runs no model."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class ChatRequest:
-    """A checked request; ``model`` is CHECKPOINT@POLICY or an alias.
+    """A checked chat-completion request; ``model`` is CHECKPOINT@POLICY or an alias.
 
     Without a ``seed`` the server uses a random one. ``tools`` are the schemas of the functions that an answer may
     call; without ``parallel_calls`` an answer has one call at most.
@@ -269,8 +269,8 @@ def _stops(value: Any) -> tuple[str, ...]:
 class Choice:
     """One answer: its text without the stop text, and the sampled tokens with their log-probs in nats.
 
-    ``text`` is the text beside its ``calls``; the tokens are those of both. ``use`` holds the measurements of the
-    cache, where they were recorded.
+    ``text`` is the text beside the tool ``calls``; the tokens cover both. ``use`` holds the measurements of the cache,
+    None if they were not recorded.
     """
 
     text: str
@@ -294,7 +294,7 @@ def _call_row(call: ToolCall) -> dict[str, Any]:
 
 
 class ReplyBodies:
-    """The bodies of the response to a request: one object, or the chunks of a stream."""
+    """The maker of the JSON bodies of the response to one request: a single object, or the chunks of a stream."""
 
     def __init__(self, request: ChatRequest) -> None:
         self._request = request
@@ -314,7 +314,7 @@ class ReplyBodies:
         return {**self._head, "object": "chat.completion", "choices": rows, "usage": _usage(choices, prompt_tokens)}
 
     def call_chunks(self, index: int, choice: Choice) -> list[dict[str, Any]]:
-        """Return the chunks of a stream for the tool calls of a choice, one chunk with each whole call."""
+        """Return the chunks of a stream for the tool calls of a choice; each chunk has one whole call."""
         rows = [{"index": number, **_call_row(call)} for number, call in enumerate(choice.calls)]
         return [self.chunk(index, {"tool_calls": [row]}) for row in rows]
 
@@ -327,7 +327,7 @@ class ReplyBodies:
         return {**self._head, "object": "chat.completion.chunk", "choices": [row]}
 
     def usage_chunk(self, choices: Sequence[Choice], prompt_tokens: int) -> dict[str, Any]:
-        """Return the chunk that ends a stream if usage was requested."""
+        """Return the chunk with the token counts, which ends a stream if the request asks for usage."""
         body = {**self._head, "object": "chat.completion.chunk", "choices": list[Any]()}
         return {**body, "usage": _usage(choices, prompt_tokens)}
 

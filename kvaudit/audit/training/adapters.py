@@ -1,7 +1,7 @@
 """The trainable model: a copy of all weights, or a LoRA adapter on frozen weights shared with the base model.
 
 Hu 2021 (2106.09685): W + alpha / rank B A, W frozen. All learners of a run share W with the base model, which therefore
-serves as the reference model without a second copy.
+serves as the reference model (of the KL term) without a second copy.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ def trainable_copy(
 ) -> LoadedModel:
     """Return a trainable copy of ``start``; its initial weights depend on the seed only, not on the arm.
 
-    ``checkpointing`` turns on gradient checkpointing. With several ranks each gets its shards.
+    ``checkpointing`` turns on gradient checkpointing. With several ranks (processes) each gets its shard of the
+    weights.
     """
     learner = _copy_for_training(start, adapter, seed, sharded=ranks.count > 1)
     if checkpointing:
@@ -60,7 +61,7 @@ def trainable_copy(
 
 
 def frozen_copy(start: LoadedModel, ranks: RankGroup) -> Any:
-    """Return the frozen reference model: the model of ``start`` itself or, with several ranks, a copy in shards."""
+    """Return the frozen reference model: that of ``start`` itself or, with several ranks, a sharded copy."""
     return start.model if ranks.count == 1 else shard(_share_weights(start.model), start.device, ranks)
 
 
@@ -104,7 +105,10 @@ def _checkpointed_forward(forward: Callable[..., Any], *args: Any, **kwargs: Any
 
 
 def load_trained_adapter(base: LoadedModel, adapter: AdapterSpec, folder: Path) -> LoadedModel:
-    """Return the base model with the adapter of a finished checkpoint, which can be trained further."""
+    """Return the base model with the adapter of the finished checkpoint ``folder``; it can be trained further.
+
+    Raises DataError if the adapter in the folder does not have the shape that ``adapter`` gives.
+    """
     verify_folder(folder)
     start = trainable_copy(base, adapter, 0)
     saved, weights = load_file(folder / ADAPTER_WEIGHTS), adapter_weights(start.model)
@@ -131,7 +135,8 @@ def without_adapter(start: LoadedModel) -> LoadedModel:
 def merged_weights(model: Any) -> dict[str, Tensor]:
     """Return a model's weights by checkpoint name, each once, with any adapter merged in (Hu 2021, section 4.1).
 
-    Merged weights are float32. A sharded model must be under ``full_weights``; its weights are returned on the CPU.
+    Merged weights are float32. A sharded model must be under ``full_weights`` (all shards gathered); its weights are
+    returned on the CPU.
     """
     layers, merged = _adapted_layers(model), dict[str, Tensor]()
     for name, tensor in unique_weights(full_state_dict(model) if is_sharded(model) else model.state_dict()).items():
@@ -150,7 +155,7 @@ def _adapted_layers(model: Any) -> dict[str, Any]:
 
 
 def check_adapter(model: Any, adapter: AdapterSpec | None) -> None:
-    """Raise SpecError for a target that the model lacks, and RunError if peft is not installed."""
+    """Raise SpecError for a target layer that the model lacks, and RunError if peft is not installed."""
     if adapter is None:
         return
     try:
@@ -167,7 +172,7 @@ def check_adapter(model: Any, adapter: AdapterSpec | None) -> None:
 
 
 def adapter_weights(model: Any) -> dict[str, Parameter]:
-    """Return the adapter's weights by their names in its file."""
+    """Return the adapter's weights, keyed by the names that peft gives them in the adapter's file."""
     weights = ((name, weight) for name, weight in model.named_parameters() if _LORA in name)
     # peft's files leave the adapter's name out
     return {_PREFIX + name.replace(f".{_NAME}.", "."): weight for name, weight in weights}
@@ -195,7 +200,7 @@ def linear_layers(model: Any) -> list[str]:
 
 
 def _share_weights(model: Any, *, trainable: bool = False) -> Any:
-    """Return a copy of the modules that shares the weights, frozen unless ``trainable``; adapter weights are copied."""
+    """Return a copy of the model that shares its weights, frozen unless ``trainable``; adapter weights are copied."""
     shared = {
         # deepcopy looks objects up by id and does not copy those it finds here
         id(weight): Parameter(weight.detach(), requires_grad=trainable)

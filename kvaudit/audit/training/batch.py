@@ -1,4 +1,4 @@
-"""A training step's questions and seeds, its rollouts as padded tensors, and the microbatches of its gradient steps.
+"""The questions and seeds of a training step, its rollouts as padded tensors, and its gradient steps' microbatches.
 
 Questions and seeds depend on (seed, step) only, so every arm gets the same ones in the same order.
 """
@@ -25,13 +25,13 @@ TrainingItem = tuple[Suite, Item]
 
 
 def suite_shares(config: AnyConfig) -> tuple[float, ...]:
-    """Return each suite's share of the prompts; shares sum to 1 and are equal without weights."""
+    """Return each suite's share of the prompts; shares sum to 1 and are equal if no ``weights`` are configured."""
     weights = config.weights or (1.0,) * len(config.suites)
     return tuple(weight / sum(weights) for weight in weights)
 
 
 def deal_slots(shares: Sequence[float], count: int) -> list[tuple[int, int]]:
-    """Deal ``count`` questions out to suites in order, as (suite, the question's number within that suite).
+    """Deal ``count`` questions out to suites; return, in order, (index of the suite, number of the question within it).
 
     After any number of questions each suite has its share of them, to within 1.
     """
@@ -46,7 +46,10 @@ def deal_slots(shares: Sequence[float], count: int) -> list[tuple[int, int]]:
 
 
 def training_items(config: AnyConfig, count_tokens: CountTokens, draw: str = "items") -> list[list[TrainingItem]]:
-    """Return the questions of every step, from the train split of the suites; ``draw`` seeds their selection."""
+    """Return the (suite, item) questions of every step, drawn from the train split of the configured suites.
+
+    ``draw`` is part of the seed: another text gives another selection.
+    """
     suites = [SUITES.get(name)() for name in config.suites]
     order = deal_slots(suite_shares(config), config.steps * config.prompts_per_step)
     pools = []
@@ -69,7 +72,7 @@ def training_items(config: AnyConfig, count_tokens: CountTokens, draw: str = "it
 def row_seeds(config: TrainConfig, step: int, attempt: int = 0) -> list[int]:
     """Return one sampling seed per rollout of a step, equal in all arms.
 
-    ``attempt`` is the round in which groups are sampled again; each round has its own seeds.
+    ``attempt`` is 0, or the number of the round in which groups are sampled again; each round has its own seeds.
     """
     rows = config.prompts_per_step * config.group
     suffix = (attempt,) if attempt else ()
@@ -78,9 +81,10 @@ def row_seeds(config: TrainConfig, step: int, attempt: int = 0) -> list[int]:
 
 @dataclass(frozen=True)
 class Batch:
-    """A batch of B rollouts, ordered by group (one prompt each); the tokens after the prompts are right-padded to R.
+    """A batch of B rollouts, ordered by group (the rollouts of one prompt).
 
-    ``host_sampled`` and ``host_mask`` are copies on the CPU, which can be read without waiting for the device.
+    R is the length of the longest rollout without its prompt; shorter ones are padded on the right. ``host_sampled``
+    and ``host_mask`` are copies on the CPU, which can be read without waiting for the device.
     """
 
     rollouts: tuple[Rollout, ...]
@@ -113,17 +117,17 @@ class Batch:
         )
 
     def spread(self, values: Tensor) -> Tensor:
-        """Scatter values [n] of the sampled tokens, in row-major order, into [B, R]; 0 elsewhere; differentiable."""
+        """Return [B, R] with ``values`` [n] at the sampled tokens (row-major order), 0 elsewhere; differentiable."""
         index = upload(self.host_sampled.nonzero(), values.device).unbind(1)
         return values.new_zeros(self.sampled.shape).index_put(index, values)
 
     def select_graded(self, values: Tensor) -> Tensor:
-        """Return those of ``values`` [n], one per sampled token, whose rollouts were graded."""
+        """Return the part of ``values`` [n], one per sampled token, that belongs to graded rollouts."""
         return values[upload(self.host_mask[self.host_sampled].nonzero()[:, 0], values.device)]
 
     @property
     def dummy(self) -> Batch:
-        """The shortest row as a batch without sampled tokens, for passes that must have no effect."""
+        """A batch with the shortest row and no sampled tokens, for passes that must have no effect."""
         row = min(range(len(self.rollouts)), key=lambda n: len(self.rollouts[n].ids))
         turn = self.rollouts[row].engine_turns[0]
         rollout = replace(turn, sampled=torch.zeros_like(turn.sampled))
@@ -139,13 +143,13 @@ class Batch:
 
     @property
     def learner_tokens(self) -> int:
-        """The number of tokens in one shared-prompt pass: each prompt once, and every suffix."""
+        """The number of tokens in a pass with shared prompts: each prompt once, and all tokens after the prompts."""
         prompts = sum(rollout.prompt_length for rollout in self.rollouts[:: self.group])
         return prompts + sum(len(rollout.ids) - rollout.prompt_length for rollout in self.rollouts)
 
 
 def collect(rollouts: Sequence[Rollout], scores: Sequence[float | None], group: int, device: torch.device) -> Batch:
-    """Pad a step's rollouts into a batch; a rollout with score None is ungraded and gives no gradient."""
+    """Pad a step's rollouts into a batch; ``scores`` are the rewards, None for an ungraded rollout (no gradient)."""
     rows, width = len(rollouts), max(len(rollout.ids) - rollout.prompt_length for rollout in rollouts)  # B and R
     logprobs, sampled = torch.zeros(rows, width), torch.zeros(rows, width, dtype=torch.bool)
     for row, rollout in enumerate(rollouts):
@@ -172,9 +176,9 @@ def collect(rollouts: Sequence[Rollout], scores: Sequence[float | None], group: 
 
 
 def batch_rewards(batch: Batch, values: Tensor | None, config: TrainConfig, limits: Tensor) -> BatchRewards:
-    """Return the rewards from which advantages are computed, lowered by the overlong penalty if it is configured.
+    """Return the rewards from which advantages are computed, lowered by the penalty for long rollouts if configured.
 
-    ``values`` are the critic's. ``limits`` [B] or [] is the maximum number of tokens of each rollout.
+    ``values`` [B, R] are the critic's, None without one. ``limits`` [B] or [] is the token limit of each rollout.
     """
     rewards = batch.rewards
     if config.overlong:
@@ -184,7 +188,7 @@ def batch_rewards(batch: Batch, values: Tensor | None, config: TrainConfig, limi
 
 
 def earned_groups(rewards: Tensor, graded: Tensor, group: int) -> Tensor:
-    """Return bool [B], True for graded rows of groups in which some reward is positive."""
+    """Return bool [B]: True for graded rows of groups in which at least one graded reward is positive."""
     earned = ((rewards > 0) & graded).view(-1, group).any(dim=1, keepdim=True)  # [B / group, 1]
     return (earned & graded.view(-1, group)).reshape(-1)
 
@@ -217,9 +221,10 @@ def split_halves(
 
 @dataclass(frozen=True)
 class GradientStep:
-    """The rows of one gradient step, and this rank's microbatches for each half of the groups.
+    """The rows of one gradient step, and this rank's microbatches, in two halves of whole groups.
 
-    ``passes`` is the number of passes that every rank runs in each half; a rank with fewer runs dummy passes.
+    ``passes`` is the number of passes that every rank runs in each half; a rank with fewer microbatches adds dummy
+    passes.
     """
 
     rows: list[int]
@@ -233,9 +238,10 @@ class GradientStep:
 
 
 def gradient_steps(batch: Batch, config: TrainConfig, step: int, ranks: RankGroup = ALONE) -> list[GradientStep]:
-    """Return every gradient step on a batch, with this rank's microbatches.
+    """Return every gradient step that is taken on a batch, with this rank's microbatches.
 
-    Each pass over the batch splits its groups into ``minibatches`` at random, by (seed, step, pass) only.
+    Each of the ``updates_per_batch`` passes over the batch splits its groups into ``minibatches`` at random; the split
+    depends on (seed, step, pass) only.
     """
     groups = len(batch.rollouts) // batch.group
     assert groups % config.minibatches == 0, (groups, config.minibatches)
@@ -251,7 +257,7 @@ def gradient_steps(batch: Batch, config: TrainConfig, step: int, ranks: RankGrou
 
 
 def _deal_groups(groups: int, parts: int, seed: int) -> list[list[int]]:
-    """Shuffle groups and split them into equal parts; a single part keeps the order."""
+    """Shuffle the numbers 0 to ``groups`` - 1 and split them into ``parts`` equal parts; one part is not shuffled."""
     draw = torch.Generator().manual_seed(seed)
     order = list(range(groups)) if parts == 1 else torch.randperm(groups, generator=draw).tolist()
     return [order[part * groups // parts : (part + 1) * groups // parts] for part in range(parts)]
@@ -262,9 +268,9 @@ def microbatches(
 ) -> list[list[int]]:
     """Return the rows of each microbatch: whole groups of similar length, at most ``limit`` padded tokens.
 
-    A larger group is split into parts that each have the prompt, down to single rows; with ``whole`` it becomes one
-    microbatch instead. Groups that one pass cannot replay together (``_group_kinds``) never share a microbatch.
-    ``whole_rows``: every row repeats its prompt, so the prompt counts per row.
+    A group that is larger is split into parts, down to single rows, and each part has the prompt; with ``whole`` such a
+    group becomes one microbatch instead. Groups that one pass cannot replay together (``_group_kinds``) never share a
+    microbatch. ``whole_rows``: every row repeats its prompt, so the prompt counts per row.
     """
     sizes = [_group_size(rollouts[start : start + group], whole_rows) for start in range(0, len(rollouts), group)]
     kinds = _group_kinds(rollouts, group)
@@ -287,7 +293,7 @@ def microbatches(
 def _group_kinds(rollouts: Sequence[Rollout], group: int) -> list[int]:
     """Return a number for each group; groups with equal numbers can be replayed in one pass.
 
-    They have the same codec, selection of keys and turns.
+    Such groups agree in how keys and values are quantised, in how keys are selected, and in their number of turns.
     """
     leaders = rollouts[::group]
     # each turn may become a row of a pass
@@ -309,7 +315,10 @@ def _group_kinds(rollouts: Sequence[Rollout], group: int) -> list[int]:
 def _split_group(
     rollouts: Sequence[Rollout], rows: list[int], group: int, limit: int, whole_rows: bool
 ) -> list[list[int]]:
-    """Split the rows of one group into parts of at most ``limit`` tokens, or single rows; several groups stay whole."""
+    """Split the rows of a group into parts of at most ``limit`` tokens each, but at least one row.
+
+    If ``rows`` are several groups, they stay in one part.
+    """
     if len(rows) > group:
         return [rows]
     prompt, suffix = _group_size([rollouts[row] for row in rows], whole_rows)
@@ -319,7 +328,10 @@ def _split_group(
 
 
 def _group_size(members: Sequence[Rollout], whole_rows: bool) -> tuple[int, int]:
-    """Return the tokens of a group's shared prompt (0 if each row repeats it), and the most that a row adds to them."""
+    """Return two token counts of a group: its shared prompt, and the most that one row needs besides it.
+
+    The first is 0 if every row repeats the prompt.
+    """
     turns = max(len(rollout.engine_turns) for rollout in members)
     # an answer that an engine read in turns may be replayed in turns, each a row with everything before it
     prompt = 0 if whole_rows or turns > 1 else members[0].prompt_length

@@ -1,6 +1,6 @@
-"""The folder of a training run: claimed by one configuration, resumed from its last state, finished as a checkpoint.
+"""The folder of a training run: reserved for one configuration, resumed from its last state, finished as a checkpoint.
 
-training.json              the claim: configuration and base weights
+training.json              the claim: the configuration and base weights that the folder is reserved for
 state/step-000020/         weights and moments after that step, one file per rank; only the newest is kept
 telemetry.jsonl            one row per step
 ledgers/step-20.safetensors
@@ -48,7 +48,10 @@ TELEMETRY = "telemetry.jsonl"  # in a checkpoint folder, one row per step
 
 @contextmanager
 def guarded(path: Path) -> Iterator[None]:
-    """Turn OSErrors of a full, read-only or missing disk under ``path`` into a RunError that says how to continue."""
+    """Turn OSErrors (a full, read-only or missing disk) in the context into a RunError that says how to continue.
+
+    ``path`` is the file or folder that is written, for the message.
+    """
     try:
         yield
     except (OSError, SafetensorError) as error:
@@ -60,7 +63,10 @@ def guarded(path: Path) -> Iterator[None]:
 
 
 def write_folder(path: Path, fill: Callable[[Path], None]) -> None:
-    """Create the folder ``path``, which must not exist, atomically: ``fill`` writes a temporary one that is renamed."""
+    """Create the folder ``path``, which must not exist, atomically.
+
+    ``fill`` writes into a temporary folder, which is then renamed.
+    """
     partial = path.with_name(path.name + PARTIAL)
     with guarded(path):
         shutil.rmtree(partial, ignore_errors=True)
@@ -94,12 +100,12 @@ class TelemetryLog:
 
     @property
     def size(self) -> int:
-        """Bytes on disk, 0 before the first line."""
+        """The number of bytes on disk, 0 before the first line."""
         return self.path.stat().st_size if self.path.exists() else 0
 
     @property
     def count(self) -> int:
-        """Rows on disk, by counting line ends; 0 if the file cannot be read."""
+        """The number of rows on disk, by counting line ends; 0 if the file cannot be read."""
         try:
             return self.path.read_bytes().count(b"\n")
         except OSError:
@@ -110,7 +116,7 @@ class TelemetryLog:
         return _read_rows(self.path) if self.size else []
 
     def append(self, row: Mapping[str, Any]) -> None:
-        """Write one line and sync it; raises RunError if the disk refuses."""
+        """Write one line and sync it to disk; raises RunError if the disk is full or read-only."""
         line = json.dumps(_json_value(row), allow_nan=False) + "\n"
         # a kill may leave half a line: a resumed run truncates to the size in its saved state
         with guarded(self.path), self.path.open("ab") as file:
@@ -176,7 +182,7 @@ _STATE_KEYS = {"step", "updates", "telemetry_bytes", "ledgers", "config_hash", "
 
 @dataclass(frozen=True)
 class Position:
-    """The progress of a run: steps, updates, bytes of telemetry, and (name, sha256) of each ledger file."""
+    """How far a run has come: finished steps, updates, bytes of telemetry, and (name, sha256) of each ledger file."""
 
     step: int = 0
     updates: int = 0
@@ -187,14 +193,14 @@ class Position:
 class CheckpointFolder:
     """The folder of one training run.
 
-    The constructor claims it (notes whose it is), or raises RunError if another run has claimed it.
+    The constructor claims it (reserves it for one configuration), or raises RunError if it is another run's.
     """
 
     def __init__(self, path: Path, config: AnyConfig, base_sha256: str, more: Mapping[str, str] | None = None) -> None:
         """Reserve the folder for one configuration and base model, by a file that states both (the claim).
 
-        ``more`` adds the sha256 of input files to the claim, which the configuration only names. Raises RunError if the
-        folder is reserved for something else.
+        ``more`` adds the sha256 of input files to the claim, because the configuration only names these files. Raises
+        RunError if the folder is reserved for something else.
         """
         self.path, self._config = path, config
         self.telemetry = TelemetryLog(path / TELEMETRY)
@@ -218,14 +224,14 @@ class CheckpointFolder:
 
     @property
     def finished(self) -> bool:
-        """Whether the checkpoint is complete; raises DataError if a file of it was changed or is missing."""
+        """Whether the checkpoint is complete; raises DataError if one of its files is missing or was changed."""
         if not (self.path / PROVENANCE).exists():
             return False
         verify_folder(self.path)
         return True
 
     def resume(self, learner: Learner | Optimiser, step: int | None = None) -> Position:
-        """Load the last saved state, or that of ``step``, truncate telemetry to it, and return its position."""
+        """Load the last saved state, or that of ``step``, and cut telemetry back to it; return the state's position."""
         # state names sort by step
         states = self._states() if step is None else [self.path / "state" / _state_name(step)]
         position = self._load(states[-1], learner) if states else Position()
@@ -247,7 +253,8 @@ class CheckpointFolder:
     ) -> None:
         """Save the state that the next step needs, then delete older states unless ``keep_older``.
 
-        ``others`` makes the other ranks write their parts into a folder, and returns each file's sha256.
+        ``others`` is called with a folder: it makes all other ranks write their parts there, and returns each file's
+        sha256.
         """
         # listed now, before the new state is among them
         older = [] if keep_older else self._states()
@@ -352,14 +359,14 @@ class CheckpointFolder:
 
 
 class Resumable:
-    """The base of a training run in one rank, which saves and loads this rank's part of the state."""
+    """The base of a training run in one rank (process), which saves and loads this rank's part of the state."""
 
     def __init__(self, learner: Learner | Optimiser, ranks: RankGroup) -> None:
         self._learner, self.ranks = learner, ranks
 
     @on_all_ranks
     def resume_rank(self, folder: Path, position: Position) -> None:
-        """Load this rank's part of the state at ``position``; does nothing in rank 0, which has loaded it."""
+        """Load this rank's part of the state at ``position``; does nothing in rank 0, which has loaded its own part."""
         if self.ranks.number and position.step:
             state = folder / "state" / _state_name(position.step)
             part = state / _part_name(self.ranks.number)
@@ -373,7 +380,7 @@ class Resumable:
 
     @on_all_ranks
     def save_part(self, folder: Path) -> dict[str, str]:
-        """Write this rank's state into ``folder``, except in rank 0; return the sha256 of all ranks' files, by name."""
+        """Write this rank's state into ``folder``, unless it is rank 0; return all ranks' {file name: sha256}."""
         digests = dict[str, str]()
         if self.ranks.number:
             path = folder / _part_name(self.ranks.number)
@@ -389,7 +396,7 @@ def write_provenance(
 ) -> None:
     """Write provenance.json, which marks a checkpoint complete.
 
-    ``saved`` has the sha256 of the weights, that of each file, and the software versions.
+    ``saved`` has ``sha256`` (of the weights), ``files`` (the sha256 of each file) and ``versions`` (of the software).
     """
     config, telemetry = claim["config"], {TELEMETRY: file_sha256(folder / TELEMETRY)}
     provenance = {
@@ -424,7 +431,7 @@ def _state_name(step: int) -> str:
 
 
 def drop_state(folder: Path) -> None:
-    """Delete saved states that a process killed right after finishing has left in a checkpoint."""
+    """Delete the states that a process, killed right after finishing, has left in its finished checkpoint."""
     shutil.rmtree(folder / "state", ignore_errors=True)
 
 
@@ -439,6 +446,6 @@ def _save_model(learner: LoadedModel, folder: Path) -> None:
 
 
 def versions(**hosts: str) -> dict[str, str]:
-    """Return the versions of the software that trained a checkpoint, by name; ``hosts`` adds others, such as TRL's."""
+    """Return the versions, by name, of the software that trains; ``hosts`` adds others, such as TRL's."""
     software = {"kvaudit": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
     return {**software, **hosts, "python": platform.python_version()}

@@ -1,4 +1,4 @@
-"""The configuration of a training run, without the base model: frozen, checked, hashed; and the table of arms."""
+"""The configuration of a training run, apart from the base model: frozen, checked, hashed; and the table of arms."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """The design of one arm: everything in which arms may differ. Items, seeds, optimiser and updates are the same."""
+    """The design of one arm (training variant): everything in which arms may differ.
+
+    Items, seeds, optimiser and the number of updates are the same in all arms.
+    """
 
     name: str
     rollout: Literal["dense", "compressed"]  # the sampler's cache
@@ -80,9 +83,10 @@ class HashedConfig(ABC):
 
 
 class TrainConfig(HashedConfig, Training):
-    """The configuration of one training run; raises SpecError or UnknownName.
+    """The configuration of one training run: one seed of one arm.
 
-    Two arms differ in ``arm`` only (in a sweep, in ``policy`` too).
+    The configurations of two arms differ in ``arm`` only (in a sweep, in ``policy`` too). Raises SpecError or
+    UnknownName.
     """
 
     arm: str
@@ -107,7 +111,7 @@ class TrainConfig(HashedConfig, Training):
 
     @cached_property
     def rollout_engine(self) -> Condition | None:
-        """The engine that samples the rollouts, uncompressed for arm ``dense``; None if kvaudit's cache does."""
+        """The engine that samples the rollouts, uncompressed for arm ``dense``; None if kvaudit itself samples them."""
         if self.rollouts is None:
             return None
         condition = parse_condition(self.rollouts)
@@ -115,7 +119,11 @@ class TrainConfig(HashedConfig, Training):
 
     @cached_property
     def store(self) -> EngineStore | None:
-        """The format in which ``rollout_engine`` stores keys and values; None if unknown or impossible to replay."""
+        """The format in which ``rollout_engine`` stores keys and values, to replay its rollouts.
+
+        None without an engine, and if the format is unknown. A format that reads the entries out of the engine's own
+        cache (``shown``) is given only to arms that learn from the replay.
+        """
         condition = self.rollout_engine
         if condition is None:
             return None
@@ -124,7 +132,7 @@ class TrainConfig(HashedConfig, Training):
         return None if store is not None and store.shown and self.design.learner != "shadow" else store
 
     def recipe_summary(self) -> dict[str, Any]:
-        """Return how the checkpoint was trained, readable without this project's table of arms."""
+        """Return how the checkpoint was trained, as {aspect: words}, readable without this project's table of arms."""
         arm, policy = self.design, self.rollout_engine or self.rollout_policy
         reward = self.reward_config
         return {
@@ -141,7 +149,7 @@ class TrainConfig(HashedConfig, Training):
 
     @cached_property
     def reward_config(self) -> RewardConfig:
-        """The reward of the rollouts."""
+        """The configuration of the reward that rollouts get."""
         return parse_reward(self.reward, self.suites)
 
     @property
@@ -160,7 +168,7 @@ class TrainConfig(HashedConfig, Training):
         return self.rollouts is None and self.has_certificate(steps)
 
     def has_certificate(self, steps: int) -> bool:
-        """Return whether step number ``steps`` compares the sampler's log-probs with a replay."""
+        """Return whether step number ``steps`` checks the sampler's log-probs against a replay with the same cache."""
         return self.ledger_every > 0 and steps % self.ledger_every == 0
 
     @field_validator("policy", "rollouts", mode="before")
@@ -194,7 +202,7 @@ class TrainConfig(HashedConfig, Training):
         return self
 
     def _check_engine(self) -> None:
-        """Raise SpecError if the engine cannot sample rollouts, or cannot be replayed for an arm that needs it."""
+        """Raise SpecError if the engine cannot sample rollouts, or if the arm needs a replay that is impossible."""
         engine = self.rollout_engine
         if engine is None:
             return
@@ -220,9 +228,9 @@ class TrainConfig(HashedConfig, Training):
 
 
 class StartConfig(HashedConfig, SpecSection):
-    """The configuration of one seed's warm start (supervised steps before any arm).
+    """The configuration of one seed's warm start (supervised steps before any arm is trained).
 
-    It has only the settings that affect the warm start, so that all arms share one.
+    It has only the settings that affect the warm start, so that all arms share the same one.
     """
 
     arm: ClassVar[str] = BASE_ARM  # its name in folders and records
@@ -241,7 +249,7 @@ class StartConfig(HashedConfig, SpecSection):
 
     @classmethod
     def of(cls, section: TrainSpec, seed: int) -> StartConfig:
-        """Return the configuration of one seed's warm start, from a train section with ``sft``."""
+        """Return the configuration of one seed's warm start, from a spec's train section that has ``sft``."""
         return cls(seed=seed, **section.model_dump(include=set(cls.model_fields) - {"seed"}))
 
     @property
@@ -255,7 +263,7 @@ class StartConfig(HashedConfig, SpecSection):
         return self.sft.prompts_per_step
 
     def recipe_summary(self) -> dict[str, Any]:
-        """Return how the checkpoint was trained."""
+        """Return how the checkpoint was trained, as {aspect: words} for its provenance."""
         return {"learner": "dense", "trained_on": "gold answers of the training split"}
 
     def to_json(self) -> dict[str, Any]:

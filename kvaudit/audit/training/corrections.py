@@ -24,7 +24,7 @@ SPARSE_RL_RANGE = (0.5, 1.5)
 
 
 class Correction(NamedTuple):
-    """The weights and old log-probs that an importance-weight correction gives each token; tensors are [B, T]."""
+    """The result of an importance-weight correction: each token's weight and old log-prob, all tensors [B, T]."""
 
     weights: Tensor  # float, 0 where the token was not sampled
     keep: Tensor  # bool, a subset of the mask
@@ -32,7 +32,7 @@ class Correction(NamedTuple):
     metrics: Mapping[str, Tensor | float]  # of the whole batch; tensors [] still on the device
 
     def of(self, rows: Tensor | slice | Sequence[int]) -> Correction:
-        """Return the correction of some rows."""
+        """Return the correction of the given rows of the batch."""
         return Correction(self.weights[rows], self.keep[rows], self.old_logprobs[rows], self.metrics)
 
 
@@ -51,7 +51,10 @@ def no_correction(learner: Tensor, sampler: Tensor, mask: Tensor) -> Correction:
 
 
 def naive_ratio(learner: Tensor, sampler: Tensor, mask: Tensor) -> Correction:
-    """Use the sampler's log-probs as pi_old, so that the PPO clip limits the mismatch (Schulman 2017, 1707.06347)."""
+    """Give every token weight 1, but use the sampler's log-probs as pi_old (Schulman 2017, 1707.06347).
+
+    PPO's clip then limits the mismatch between sampler and learner.
+    """
     return _result(mask.to(learner.dtype), mask, sampler.where(mask, learner), mask)
 
 

@@ -60,8 +60,8 @@ class EngineUse(NamedTuple):
 class EngineRolloutSampler(RolloutSampler):
     """A rollout sampler that uses an engine with the weights of ``model``; ``base`` is the model before training.
 
-    The engine starts at the first question and restarts, up to _TRIES times, if it dies. Every rank runs its own
-    engine.
+    The engine starts when the first rollouts are sampled. If it dies, it is restarted, and up to _TRIES starts are
+    tried. Every rank (process) runs its own engine.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class EngineRolloutSampler(RolloutSampler):
         self._drawer = None
 
     def _check_fresh(self, rollout: Rollout) -> None:
-        """Raise RunError if the learner gives the engine's rollout other log-probs: the engine's weights are stale.
+        """Raise RunError if the engine's log-probs of a rollout differ from the learner's: its weights are then stale.
 
         Checked only if the engine's stored keys and values are known: otherwise quantisation error would need a bound
         too wide to find anything.
@@ -129,7 +129,7 @@ class EngineRolloutSampler(RolloutSampler):
         self._call(lambda drawer: drawer.push(merged_weights(self._model.model)))
 
     def _call(self, work: Callable[[Drawer], T], before_retry: Callable[[], None] = lambda: None) -> T:
-        """Run ``work`` on the engine; if the engine dies, restart it, call ``before_retry`` and try again."""
+        """Return ``work(engine)``; if the engine dies, restart it, call ``before_retry`` and try again."""
         for retries in reversed(range(_TRIES)):
             try:
                 return work(self._start())
@@ -184,7 +184,7 @@ class _Turn(NamedTuple):
 
 
 class RolloutTokens:
-    """The tokens of a growing rollout: prompt and tool replies, and the tokens that an engine samples."""
+    """The tokens of a rollout that grows: given ones (prompt, tool replies) and those that an engine samples."""
 
     def __init__(self, prompt: Sequence[int]) -> None:
         self.ids, self._start = list(prompt), len(prompt)
@@ -198,7 +198,7 @@ class RolloutTokens:
         self._logprobs += [0.0] * len(ids)
 
     def add_sampled(self, answer: DrawnRollout, until: int | None = None) -> None:
-        """Append the first ``until`` tokens of an answer."""
+        """Append the first ``until`` tokens of an answer as sampled; None: all of them."""
         start = len(self.ids)
         self.ids += answer.ids[:until]
         self._logprobs += answer.logprobs[:until]
@@ -206,10 +206,10 @@ class RolloutTokens:
         self._turns.append(_Turn(start, len(self.ids), answer.written))
 
     def rollout(self, config: Any, store: EngineStore | None = None) -> Rollout:
-        """Return the tokens so far as a rollout; ``config`` is the model's.
+        """Return the tokens so far as a rollout; ``config`` is the model's configuration.
 
         If the engine read the conversation again for every answer, and reports its keys and values, the rollout also
-        has its turns, each with the keys and values of its own request.
+        has its turns, each with the keys and values of its own request. ``store`` is how the engine stores them.
         """
         if [turn.end for turn in self._turns] == [len(self.ids)]:
             return self._turn_rollout(config, store, self._turns[0])
@@ -227,7 +227,10 @@ class RolloutTokens:
         return replace(self._plain_rollout(config, turn.start, turn), stored=store, written=written)
 
     def _plain_rollout(self, config: Any, prompt_length: int, turn: _Turn) -> Rollout:
-        """Return all tokens up to a turn's end as a rollout in which only that turn is sampled."""
+        """Return all tokens up to the end of ``turn`` as a rollout in which only this turn's tokens count as sampled.
+
+        ``config`` is the model's configuration.
+        """
         in_turn = torch.arange(turn.end) >= turn.start
         sampled = torch.tensor(self._sampled[: turn.end]) & in_turn
         logprobs = torch.tensor(self._logprobs[: turn.end]).where(in_turn, 0.0)
@@ -235,7 +238,7 @@ class RolloutTokens:
 
 
 class _Row:
-    """A conversation in progress and its tokens so far."""
+    """One conversation in progress, with its tokens so far."""
 
     def __init__(self, conversation: Conversation, prompt: ChatTokens, seed: int) -> None:
         self.conversation, self.tokens = conversation, RolloutTokens(prompt.ids)
@@ -249,7 +252,7 @@ class _Row:
         )
 
     def take(self, answer: DrawnRollout) -> None:
-        """Add an answer, cut at the suite's stop text if it has one, and the environment's reply to it."""
+        """Add an answer to the conversation, cut at the suite's stop text if any, and the environment's reply."""
         ends = (end for end in range(1, len(answer.ids) + 1) if self.conversation.has_ended(answer.ids[:end]))
         until = next(ends, len(answer.ids)) if self.conversation.suite.until else len(answer.ids)
         finish = answer.finish if until == len(answer.ids) else "stop"
@@ -260,7 +263,7 @@ class _Row:
 
 
 def check_rollout_engine(section: TrainSpec, model: LoadedModel, engine_spec: EngineSpec) -> None:
-    """Raise SpecError if the engine that ``rollouts`` of the section names is not installed, or cannot be replayed.
+    """Raise SpecError if the engine that the section's ``rollouts`` names is not installed, or cannot be replayed.
 
     Only arms that learn from the engine's compressed cache need the replay.
     """
@@ -278,7 +281,7 @@ def check_rollout_engine(section: TrainSpec, model: LoadedModel, engine_spec: En
 
 
 def try_rollout_engine(section: TrainSpec, model: LoadedModel, engine_spec: EngineSpec) -> None:
-    """Start the engine of ``rollouts`` once, so that a RunError comes before the dense arm has trained."""
+    """Start and stop the engine that ``rollouts`` names, so that a RunError comes before the first arm is trained."""
     if section.rollouts is None or section.arms == (DENSE_ARM,):
         return
     condition = parse_condition(section.rollouts)
@@ -295,7 +298,10 @@ def try_rollout_engine(section: TrainSpec, model: LoadedModel, engine_spec: Engi
 def engine_rollout(
     config: Any, prompt: Sequence[int], answer: DrawnRollout, store: EngineStore | None = None
 ) -> Rollout:
-    """Return an engine's answer to a prompt as a rollout; ``config`` is the model's."""
+    """Return an engine's answer to a prompt as a rollout; ``config`` is the model's configuration.
+
+    ``store`` is how the engine stores keys and values, None if unknown.
+    """
     tokens = RolloutTokens(prompt)
     tokens.add_sampled(answer)
     return tokens.rollout(config, store)
@@ -306,8 +312,9 @@ def engine_gap_numbers(
 ) -> dict[str, float | None]:
     """Return how far the engine's log-probs [B, R] are from the learner's, as root mean squares in nats per token.
 
-    The learner's are ``dense`` (uncompressed cache) and ``replayed`` (with the engine's stored keys and values; None if
-    these are unknown). ``engine/explained`` is the share of the squared dense gap that the replay removes.
+    ``sampler`` are the engine's log-probs. The learner's are ``dense`` (uncompressed cache) and ``replayed`` (with the
+    engine's stored keys and values; None if these are unknown). ``engine/explained`` is the share of the squared dense
+    gap that the replay removes.
     """
 
     def rms(view: Tensor) -> float:

@@ -1,4 +1,4 @@
-"""A lower bound of the memory of training, so that a run that cannot fit is refused before it starts.
+"""A lower bound of the memory that training needs, so that a run that cannot fit is refused before it starts.
 
 Counted: weights in training, a step's rollouts in a dense cache, and the activations of a learner's pass, at full
 length. Not counted: what libraries allocate themselves.
@@ -51,7 +51,7 @@ def check_memory(section: TrainSpec, model: LoadedModel) -> None:
 
 
 def estimate_memory(section: TrainSpec, model: LoadedModel) -> tuple[MemoryUse, MemoryUse, MemoryUse]:
-    """Return the memory that learning always holds, that of rollouts' caches, and that of one pass with gradient."""
+    """Return three uses of memory: what learning always holds, the caches of rollouts, and one pass with gradient."""
     answer = max(SUITES.get(name)().answer_tokens for name in section.suites)
     row = section.context_tokens + answer  # tokens of one rollout at full length
     # prompts whose rollouts are in the cache at once
@@ -88,7 +88,7 @@ def estimate_memory(section: TrainSpec, model: LoadedModel) -> tuple[MemoryUse, 
 
 
 def _learning_bytes(section: TrainSpec, model: LoadedModel) -> int:
-    """Return the bytes of gradients, master weights, moments and the copy of trained weights."""
+    """Return the bytes on one rank of the trained weights' copy, gradients, float32 masters and AdamW moments."""
     weights: int = sum(weight.numel() for weight in model.model.parameters())
     ranks = 1 if section.sft else section.ranks  # the warm start uses a single rank
     if section.adapter is None and ranks > 1:
@@ -119,10 +119,11 @@ def _cache_bytes(model: LoadedModel, row: int) -> int:
 
 
 def _activations(model: Any, tokens: int, pairs: int, *, checkpointing: bool) -> int:
-    """Return how many numbers a pass keeps for the backward pass; ``pairs`` is the number of query-key pairs.
+    """Return how many numbers a pass over ``tokens`` tokens keeps for the backward pass.
 
     That is twice the outputs of the linear layers (norms are ignored), plus attention weights in layers with full
-    attention. With gradient checkpointing: the input of each layer, plus the other activations of a single layer.
+    attention, for ``pairs`` query-key pairs. With gradient checkpointing: the input of each layer, plus the other
+    activations of a single layer.
     """
     config, plans = model.config.get_text_config(decoder=True), layer_plans(model.config, Dense())
     outputs = sum(module.out_features for module in find_decoder(model).modules() if isinstance(module, Linear))

@@ -63,11 +63,12 @@ def train(
     """Train one arm from ``model``, which is not changed, into the checkpoint folder ``out``; return ``out``.
 
     Resumes from the last saved state, bit for bit on CPU; does nothing for a finished checkpoint. ``progress`` is
-    called with the number of finished steps, of all steps, and the telemetry row. ``run_folder``, by default ``out``,
-    stores judge answers and engine logs. With ``early_stop``, a stopped arm stays unfinished until all arms of its seed
-    have stopped. With several ``ranks``, rank 0 calls this and each other rank follows with its own ``TrainingRun``.
-    ``engine``: how to run an engine that samples. Raises RunError (folder of another run, full disk, failing reward,
-    lost rank or engine, stale engine weights) and DataError (changed state, ledger or checkpoint).
+    called after each step with the numbers of finished and of all steps, and the telemetry row. ``run_folder``, by
+    default ``out``, stores judge answers and engine logs. With ``early_stop``, a stopped arm stays unfinished until all
+    arms of its seed have stopped. With several ``ranks`` (processes), rank 0 calls this and each other rank follows
+    with its own ``TrainingRun``. ``engine``: how to run an engine that samples. Raises RunError (folder of another run,
+    full disk, failing reward, lost rank or engine, stale engine weights) and DataError (changed state, ledger or
+    checkpoint).
     """
     folder = CheckpointFolder(out, config, model.sha256, config.reward_config.inputs)
     if folder.finished:
@@ -124,7 +125,7 @@ def _train_steps(run: TrainingRun, folder: CheckpointFolder, progress: Progress,
 
 
 class TrainingRun(Resumable):
-    """The training of one arm in one rank: learner, rollout sampler and validation."""
+    """The training of one arm in one rank (process): learner, rollout sampler and validation."""
 
     def __init__(
         self, config: TrainConfig, base: LoadedModel, folder: Path, ranks: RankGroup, engine: EngineUse = EngineUse()
@@ -148,7 +149,7 @@ class TrainingRun(Resumable):
 
     @on_all_ranks
     def gather_weights(self) -> None:
-        """Gather the full weights, so that rank 0 can save them."""
+        """Gather the sharded weights from all ranks, so that rank 0 can save them."""
         gather_weights(self.model.model)
 
     def close(self) -> None:
@@ -183,9 +184,10 @@ class TrainingRun(Resumable):
         return row | clock.laps, sampled
 
     def _certificate(self, batch: Batch) -> tuple[Tensor | None, TelemetryRow]:
-        """Replay a batch with the cache as the sampler had it; return log-probs [B, R] and an engine's gap numbers.
+        """Replay a batch with the cache that the sampler had, to check the sampler's log-probs.
 
-        The log-probs are None if it is unknown how the engine stores keys and values.
+        Returns the replayed log-probs [B, R], None if it is unknown how the engine stores keys and values; and for an
+        engine the numbers of ``engine_gap_numbers``, else {}.
         """
         if self.config.rollout_engine is None:
             return self.learner.sampler_view(batch), {}
@@ -197,9 +199,10 @@ class TrainingRun(Resumable):
 def learn(
     learner: Learner, batch: Batch, *, step: int, max_tokens: int, limits: Sequence[int] | None = None
 ) -> LearningResult:
-    """Take every gradient step on one batch of rollouts; return their results.
+    """Take every gradient step on one batch of rollouts; return the results of all steps together.
 
-    ``max_tokens`` is the token limit of all rollouts, ``limits`` that of each rollout.
+    ``max_tokens`` is the most tokens that any rollout may have; ``limits`` are the limits of the single rollouts, by
+    default the same.
     """
     config, ranks, loss = learner.config, learner.ranks, LOSSES.get(learner.config.loss)()
     plan = gradient_steps(batch, config, step, ranks)
@@ -257,7 +260,7 @@ class _Targets(NamedTuple):
 def _prepare_targets(
     learner: Learner, batch: Batch, plan: Sequence[GradientStep], loss: Loss, limits: Tensor
 ) -> _Targets:
-    """Compute advantages, pi_old and its correction, and reference log-probs.
+    """Compute what a batch's losses need: advantages, pi_old and its correction, and log-probs of the reference model.
 
     pi_old is taken from the gradient pass itself, detached. An extra pass without gradient computes it first if the
     batch has several updates, a critic, or a correction that needs the whole batch while a pass sees only part of it.
@@ -278,7 +281,10 @@ def _prepare_targets(
 def _microbatch_loss(
     learner: Learner, part: Batch, index: Tensor, targets: _Targets, loss: Loss, counts: StepCounts
 ) -> tuple[LossOutputs, Tensor]:
-    """Return the loss of a microbatch, rows ``index`` of its batch, and its log-probs [b, R], both with gradient."""
+    """Return the loss of a microbatch and its log-probs [b, R], both with gradient.
+
+    ``index`` gives the microbatch's rows in the whole batch, to which ``targets`` belong.
+    """
     config, old, ref_logprobs = learner.config, targets.old, targets.ref_logprobs
     read, values = learner.read(part)
     logprobs = part.spread(read.logprobs)  # [n] to [b, R]

@@ -1,6 +1,7 @@
-"""The learner of an arm: the model, which reads rollouts with a full cache (dense) or the sampler's (shadow).
+"""The learner of an arm: the model in training, which reads rollouts with a full cache or with the sampler's.
 
-With it come an optional value head (critic) and the optimisers of both.
+The first is called the dense view, the second the shadow view. With the model come an optional value head (critic) and
+the optimisers of both.
 """
 
 from __future__ import annotations
@@ -31,7 +32,10 @@ LOGITS_PER_PIECE = 1 << 26  # 256 MiB in float32, of which a backward pass needs
 
 @dataclass(frozen=True)
 class Distributions:
-    """Predicted distributions of n tokens: ``states`` are logits [n, V], or with a ``head`` hidden states [n, D]."""
+    """The predicted next-token distributions of n tokens, as logits [n, V] or as hidden states [n, D].
+
+    ``states`` are hidden states if there is a ``head`` (LM head), which is then applied to some tokens at a time.
+    """
 
     states: Tensor
     head: LogitsHead | None
@@ -39,7 +43,7 @@ class Distributions:
     piece: int  # tokens whose logits are held at once
 
     def logits(self, states: Tensor) -> Tensor:
-        """Return the logits [m, V] of ``states`` divided by the temperature, float32 or wider."""
+        """Return the logits [m, V] of m rows of ``states``, divided by the temperature; float32 or wider."""
         logits = states if self.head is None else self.head(states)
         return logits.to(torch.promote_types(logits.dtype, torch.float32)) / self.temperature
 
@@ -84,9 +88,9 @@ def read_tokens(
     *,
     whole_rows: bool = False,
 ) -> TokenPredictions:
-    """Run a shared-prompt pass; return the predictions of every sampled token at the sampling temperature.
+    """Run a pass with shared prompts; return the predictions of every sampled token at the sampling temperature.
 
-    ``view`` is "dense" (full cache) or "shadow" (the sampler's). ``whole_rows``: no shared prompts, see
+    ``view`` is "dense" (full cache) or "shadow" (the sampler's cache). ``whole_rows``: prompts are not shared, see
     ``suffix_logits``. A conversation that an engine prefilled again in every turn is replayed with a row for each turn;
     the sampled tokens keep their order.
     """
@@ -124,7 +128,7 @@ def pass_logprobs(
 ) -> Tensor:
     """Return log-probs [B, R] of the sampled tokens, without gradient; 0 where nothing was sampled.
 
-    ``view`` is "dense" (full cache) or "shadow" (the sampler's).
+    ``view`` is "dense" (full cache) or "shadow" (the sampler's cache).
     """
     logprobs = torch.zeros_like(batch.sampler_logprobs)
     with torch.no_grad():
@@ -157,7 +161,7 @@ class Critic:
     def read(
         self, model: Any, part: Batch, run_pass: Callable[[], TokenPredictions]
     ) -> tuple[TokenPredictions, Tensor]:
-        """Run a pass; return its predictions and the critic's values [b, R] of the hidden states behind them."""
+        """Call ``run_pass``; return its predictions, and the critic's values [b, R] of the same hidden states."""
         outputs: list[Tensor] = []
 
         def keep_states(_: Any, __: Any, keywords: dict[str, Any], output: Any) -> None:
@@ -194,7 +198,7 @@ class Critic:
         return tensors | {_UPDATES: torch.tensor(self._optimiser.updates)}
 
     def load(self, tensors: dict[str, Tensor]) -> None:
-        """Load tensors saved from ``tensors``; raises DataError if they do not fit."""
+        """Load what ``Critic.tensors`` returned; raises DataError if it does not fit."""
         count = tensors.get(_UPDATES)
         if count is None or count.shape != () or count.dtype != torch.int64 or count < 0:
             raise DataError("training state has no count of the critic's updates; delete the checkpoint folder")
@@ -203,7 +207,7 @@ class Critic:
 
 
 class OldPolicy(NamedTuple):
-    """The predictions for a batch before its first gradient step, [B, R] each: log-probs of pi_old, critic values."""
+    """The predictions for a batch before its first gradient step, [B, R]: log-probs of pi_old and critic values."""
 
     logprobs: Tensor  # nats, 0 where nothing was sampled
     values: Tensor | None  # None without a critic
@@ -212,8 +216,9 @@ class OldPolicy(NamedTuple):
 class Learner:
     """The model in training and its optimisers; it reads rollouts under its arm's view, dense or shadow.
 
-    ``reference`` is the model for the KL term, or None. With several ranks, each runs passes over its own groups, and
-    results of the whole batch are summed over ranks.
+    Dense: with a full cache; shadow: with the cache that the sampler had. ``reference`` is the model for the KL term,
+    or None. With several ranks, each runs passes over its own groups, and results of the whole batch are summed over
+    ranks.
     """
 
     def __init__(self, model: Any, config: TrainConfig, reference: Any, ranks: RankGroup = ALONE) -> None:
@@ -229,7 +234,7 @@ class Learner:
         self._critic = Critic(model, config.critic, ranks, max_grad_norm=config.max_grad_norm) if has_critic else None
 
     def read(self, part: Batch) -> tuple[TokenPredictions, Tensor | None]:
-        """Run the arm's pass over a microbatch; return its predictions and the critic's values [b, R]."""
+        """Read a microbatch under the arm's view; return the predictions, and the critic's values [b, R] or None."""
         # dense or shadow: the only place where arms differ in what they learn from
         view = self.config.design.learner
         if self._critic is None:
@@ -241,7 +246,7 @@ class Learner:
         return read_tokens(self.model, part.rollouts, part.group, view, self.config.temperature, whole_rows=whole_rows)
 
     def dummy_pass(self, batch: Batch) -> None:
-        """Run a pass without effect, because FSDP needs equal numbers of passes on all ranks."""
+        """Run a pass that has no effect; FSDP needs equal numbers of passes on all ranks."""
         part = batch.dummy
         read, _ = self.read(part)
         gap = self.distillation_kl(part, read)
@@ -249,7 +254,7 @@ class Learner:
         torch.autograd.backward(read.logprobs.sum() if gap is None else read.logprobs.sum() + gap.sum())
 
     def read_old_policy(self, batch: Batch, parts: Sequence[Sequence[int]]) -> OldPolicy:
-        """Return the predictions for a whole batch under the arm's view, without gradient.
+        """Return log-probs and critic values of a batch before its updates, under the arm's view, without gradient.
 
         ``parts`` are the rows of this rank's microbatches. They must equal those of the gradient passes, because
         rounding depends on which rows share a pass, and narrow clip bounds such as gspo's would react to it.
@@ -281,7 +286,7 @@ class Learner:
         return self._pass(self.model, batch, view)
 
     def dense_view(self, batch: Batch) -> Tensor:
-        """Return the model's log-probs [B, R] with an uncompressed cache, in every arm."""
+        """Return the model's log-probs [B, R] with an uncompressed cache, whatever the arm's view is."""
         return self._pass(self.model, batch, "dense")
 
     def _pass(self, model: Any, batch: Batch, view: LearnerPass) -> Tensor:
@@ -299,9 +304,9 @@ class Learner:
     def distillation_kl(self, part: Batch, shadow: TokenPredictions) -> Tensor | None:
         """Return KL(learner || teacher) per token [b, R] between the full cache (dense) and the sampler's (``shadow``).
 
-        ``distill_towards`` says which of the two is the teacher, which gets no gradient. The KL is 0 in groups without
-        a positive reward, unless configured otherwise, because their shadow pass is a poor teacher. None in arms
-        without distillation.
+        ``distill_towards`` in the configuration says which of the two is the teacher, which gets no gradient. The KL is
+        0 in groups without a positive reward, unless configured otherwise, because their shadow pass is a poor teacher.
+        None in arms without distillation.
         """
         if not self.config.design.distill:
             return None
@@ -323,7 +328,7 @@ class Learner:
         return self.optimiser.tensors() | ({} if self._critic is None else self._critic.tensors())
 
     def load(self, tensors: dict[str, Tensor], updates: int) -> None:
-        """Load tensors saved from ``tensors`` after ``updates`` updates; raises DataError if they do not fit."""
+        """Load what ``Learner.tensors`` returned after ``updates`` updates; raises DataError if it does not fit."""
         self.optimiser.load(tensors, updates)
         if self._critic is not None:
             self._critic.load(tensors)

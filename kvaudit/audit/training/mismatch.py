@@ -21,7 +21,7 @@ _CELLS = 1 << 20  # of [0, 1], for more values than that
 
 
 def mismatch_panel(sampler: Tensor, learner: Tensor, mask: Tensor, advantages: Tensor) -> dict[str, float | None]:
-    """Return all ``mismatch/*`` numbers of one batch, see ``MismatchPanel``."""
+    """Return all mismatch numbers of one batch under keys ``mismatch/<name>``; ``MismatchPanel`` explains the names."""
     panel = MismatchPanel()
     panel.add(sampler, learner, mask, advantages)
     return {f"mismatch/{name}": value for name, value in panel.numbers().items()}
@@ -51,7 +51,10 @@ class MismatchPanel:
         self._overlap = PercentileCounter()
 
     def add(self, sampler: Tensor, learner: Tensor, mask: Tensor, advantages: Tensor) -> None:
-        """Add a batch: log-probs in nats [B, T], mask bool [B, T], advantages [B, T] or [B, 1], NaN if unknown."""
+        """Add a batch: log-probs in nats [B, T], mask bool [B, T] of sampled tokens, advantages [B, T] or [B, 1].
+
+        Unknown advantages are NaN.
+        """
         # on the host, because many numbers are read
         sampler, learner, mask, advantages = (values.cpu() for values in (sampler, learner, mask, advantages))
         keep = mask & torch.isfinite(sampler) & torch.isfinite(learner)
@@ -97,7 +100,7 @@ class MismatchPanel:
         }
 
     def _add_tokens(self, log_ratio: Tensor) -> None:
-        """Add the sampled tokens' log-ratios [n] to the sums."""
+        """Add the log-ratios [n] (log rho) of sampled tokens to the sums."""
         rho = log_ratio.exp()
         overlap, capped = rho.clamp(max=1.0), rho.clamp(max=TIS_CAP)
         self._overlap.add(overlap)
@@ -131,7 +134,10 @@ class MismatchPanel:
 
 
 class PercentileCounter:
-    """The percentiles of values in [0, 1]: exact up to a million values, then by a histogram with bins of 1e-6."""
+    """A counter of values in [0, 1] that gives their percentiles.
+
+    These are exact up to a million values, beyond that from a histogram with bins of 1e-6.
+    """
 
     def __init__(self) -> None:
         self._values: list[Tensor] = []
@@ -159,12 +165,12 @@ class PercentileCounter:
 
 
 def alarms(panel: Mapping[str, float | None]) -> list[Bound]:
-    """Return the bounds of ``MISMATCH_BOUNDS`` that the numbers of a ``MismatchPanel`` violate."""
+    """Return those bounds of ``MISMATCH_BOUNDS`` that are violated by ``panel``, the numbers of a ``MismatchPanel``."""
     return [bound for bound in MISMATCH_BOUNDS if bound.is_passed(panel[bound.name])]
 
 
 def _thirds(mask: Tensor) -> dict[str, Tensor]:
-    """Return masks [B, T] of the sampled tokens in each third of their rollout."""
+    """Return three masks [B, T] by name: the sampled tokens in the first, middle and last third of their rollout."""
     position = mask.cumsum(dim=1) - 1  # [B, T], among the rollout's sampled tokens
     # the clamp avoids dividing by 0 in rollouts without sampled tokens
     third = position * 3 // mask.sum(dim=1, keepdim=True).clamp(min=1)

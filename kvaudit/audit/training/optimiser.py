@@ -32,7 +32,7 @@ class StepResult(NamedTuple):
 
     ``halves`` compares the gradients of the two halves of a batch: ``grad_variance`` is their squared distance, an
     estimate of the gradient's own variance (``norm`` squared is its squared length), ``grad_half_cosine`` their cosine.
-    None without two halves.
+    Both are None without two halves.
     """
 
     norm: float | None
@@ -43,8 +43,8 @@ class Optimiser:
     """AdamW (Loshchilov 2019, 1711.05101) without weight decay; linear warm-up, then a constant rate.
 
     Weights below float32 get a float32 master copy: half an ulp of a bfloat16 weight of .02 is 6e-5, more than a usual
-    step. Sharded weights are float32, and each rank updates its own shard; all ranks call ``step`` together, because
-    the gradient norm is global.
+    step. Sharded weights are float32, and each rank (process) updates its own shard; all ranks call ``step`` together,
+    because the gradient norm is global.
     """
 
     def __init__(
@@ -64,13 +64,13 @@ class Optimiser:
         self.updates = 0
 
     def end_half(self) -> None:
-        """Mark the end of a half of the batch; keep a copy of the first half's gradient."""
+        """Mark the end of the current half of the batch; after the first half, keep a copy of its gradient."""
         self._ended_halves += 1
         if self._ended_halves == 1:
             self._first_half = {name: grad.detach().clone() for name, grad in self._gradients().items()}
 
     def step(self) -> StepResult:
-        """Clip gradients, update the weights and clear gradients; a gradient that is not finite is skipped."""
+        """Clip gradients, update the weights and clear the gradients; skip the update if a gradient is not finite."""
         gradients = self._gradients()
         for name, parameter in self._parameters.items():
             parameter.grad = None  # one at a time, so that no second copy of all gradients exists
@@ -138,8 +138,8 @@ class Optimiser:
     def tensors(self) -> dict[str, Tensor]:
         """Return master weights and moments under keys ``weight/<name>``, ``exp_avg/<name>``, ``exp_avg_sq/<name>``.
 
-        ``step/<name>`` is the number of a weight's gradients if it differs from the number of updates; a weight without
-        gradients has no moments. Of sharded weights it returns this rank's shard.
+        ``step/<name>`` is the number of gradients that a weight has had, if it differs from the number of updates; a
+        weight without gradients has no moments. Of sharded weights it returns this rank's shard.
         """
         tensors = {f"weight/{name}": master.detach() for name, master in self._masters.items()}
         for name, master in self._masters.items():
@@ -151,7 +151,7 @@ class Optimiser:
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor], updates: int) -> None:
-        """Restore what ``tensors`` returned after ``updates`` updates; raises DataError if it does not fit."""
+        """Restore what ``Optimiser.tensors`` returned after ``updates`` updates; raise DataError if it does not fit."""
         self.updates = updates
         for name, weight in self._weights.items():
             weight.copy_(_saved_tensor(tensors, f"weight/{name}", weight))

@@ -1,4 +1,4 @@
-"""Training on several processes (ranks): collectives, rank 0's calls on all ranks, and weights sharded by FSDP2.
+"""Training on several processes (ranks): collectives, calls of rank 0 that all ranks make too, and FSDP2 sharding.
 
 Rank 0 owns claims, folder and telemetry; the others follow its calls (``on_all_ranks``). Objects from other ranks are
 read as plain data only (``_unpack``): anyone who reaches the port can write to it, and torch's own object collectives
@@ -40,7 +40,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 class RankGroup:
     """The processes that train one unit (an arm with a seed) together; this one has rank ``number`` of ``count``.
 
-    ``why`` returns a line about why a rank was lost, "" if the reason is unknown.
+    ``why`` is a function that returns a line about why a rank was lost, "" if the reason is unknown.
     """
 
     def __init__(self, number: int = 0, count: int = 1, why: Callable[[], str] = str) -> None:
@@ -48,7 +48,10 @@ class RankGroup:
         self._unit: object = None  # the unit, until it is announced to the other ranks
 
     def share(self, count: int, number: int | None = None) -> range:
-        """Return which of ``count`` items this rank (or rank ``number``) gets; shares differ by at most one."""
+        """Return the range of indices, of ``count`` items, that this rank (or rank ``number``) gets.
+
+        The sizes of the ranks' shares differ by at most one.
+        """
         rank = self.number if number is None else number
         # rounding down at both ends leaves no gap and no overlap
         return range(count * rank // self.count, count * (rank + 1) // self.count)
@@ -96,7 +99,10 @@ class RankGroup:
 
     @contextmanager
     def unit(self, name: object) -> Iterator[None]:
-        """Name the unit (an arm and seed) trained inside the context; tell the ranks that joined when it is done."""
+        """Name the unit (an arm and seed) that is trained inside the context.
+
+        At the end, tell the other ranks that it is done, if they have joined.
+        """
         self._unit = name
         yield
         if self._unit is None:
@@ -104,12 +110,12 @@ class RankGroup:
         self._unit = None
 
     def announce_unit(self) -> None:
-        """Broadcast the unit's name, once, so that the other ranks join in."""
+        """Broadcast the name of the unit (an arm and seed) once, so that the other ranks join its training."""
         self.broadcast(self._unit)
         self._unit = None
 
     def follow_rank0(self, run: object) -> None:
-        """Call the methods of ``run`` that rank 0 calls on its own run, until the unit is done."""
+        """Call each method of ``run`` that rank 0 calls on its own training run, until the arm and seed are done."""
         while (call := self.receive()) is not None:
             name, arguments = call
             if name not in _ON_ALL_RANKS:
@@ -118,7 +124,7 @@ class RankGroup:
 
     @contextmanager
     def collective(self) -> Iterator[None]:
-        """Turn errors of a collective into a RunError, since they mean that another rank was lost."""
+        """Turn errors of a collective in the context into a RunError, since they mean that another rank was lost."""
         try:
             yield
         except RuntimeError as error:
@@ -132,7 +138,7 @@ class RankGroup:
 
 
 def _pack(value: object) -> Tensor:
-    """Serialise an object to bytes [n] with torch.save, which, unlike pickle, writes a shared storage once."""
+    """Serialise an object to bytes [n] with torch.save, which writes a storage that tensors share only once."""
     file = io.BytesIO()
     torch.save(value, file)
     return torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
@@ -152,7 +158,7 @@ def _unpack(packed: Tensor) -> Any:
 
 
 def _data_class(name: str) -> type | None:
-    """Return the imported class of this full name if it is a data class, named tuple, enum or path; None otherwise."""
+    """Return the imported class with this full name if it is a data class, named tuple, enum or path; else None."""
     module, _, leaf = name.rpartition(".")
     cls = vars(sys.modules[module]).get(leaf) if module in sys.modules else None
     if not isinstance(cls, type):
@@ -167,7 +173,10 @@ _ON_ALL_RANKS: set[str] = set()  # names of the methods that rank 0 may call on 
 
 
 def on_all_ranks(method: Method) -> Method:
-    """Decorate a method of an object with ``ranks``: when rank 0 calls it, every rank does, with the same arguments."""
+    """Decorate a method so that every rank calls it, with the same arguments, when rank 0 does.
+
+    Its object has ``ranks``, a ``RankGroup``; the other ranks must be in ``RankGroup.follow_rank0``.
+    """
     _ON_ALL_RANKS.add(method.__name__)  # at import, so that every rank has the same names
 
     @wraps(method)
@@ -197,9 +206,9 @@ def can_shard() -> bool:
 
 
 def shard(model: Any, device: torch.device, ranks: RankGroup) -> Any:
-    """Shard the model's weights over the ranks onto ``device``, in place; all ranks call it together.
+    """Shard the model's weights over the ranks onto ``device``, in place; all ranks call this together.
 
-    Nothing else may use its modules; another model that shares tensors is not affected.
+    Nothing else may use the model's modules afterwards; another model that shares its tensors is not affected.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -219,7 +228,7 @@ def shard(model: Any, device: torch.device, ranks: RankGroup) -> Any:
 
 @contextmanager
 def keep_on_cpu(start: LoadedModel, ranks: RankGroup) -> Iterator[None]:
-    """Move the full weights to the CPU inside the context if several ranks train, to leave the GPU to the shards."""
+    """Keep the full weights on the CPU inside the context if several ranks train, to leave the GPU to the shards."""
     if ranks.count > 1:
         start.model.to("cpu")
     try:
@@ -229,9 +238,10 @@ def keep_on_cpu(start: LoadedModel, ranks: RankGroup) -> Iterator[None]:
 
 
 def _upcast_weights(part: Any, precision: torch.dtype) -> MixedPrecisionPolicy:
-    """Convert a module's weights to float32 masters if all are trained; return its mixed-precision policy.
+    """Convert a module's weights to float32 masters if all are trained; return FSDP's mixed-precision policy for it.
 
-    With an adapter, which is float32 already, frozen weights keep their dtype.
+    ``precision`` is the dtype of passes. If some weights are frozen (beside an adapter, which is float32 already), all
+    keep their dtype.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy
     from torch.distributed.tensor import DTensor
@@ -249,7 +259,8 @@ def _upcast_weights(part: Any, precision: torch.dtype) -> MixedPrecisionPolicy:
 def full_weights(model: Any) -> Iterator[None]:
     """Gather a sharded model's full weights inside the context, so that each rank may run any number of forwards.
 
-    All ranks enter together and may leave at any time; for work without gradient. Does nothing for other models.
+    For work without gradient. All ranks enter together, and each may leave at any time. Does nothing for a model that
+    is not sharded.
     """
     gather_weights(model)
     try:

@@ -1,4 +1,4 @@
-"""The rollouts of a training step: questions in groups, the policy that each group draws, and the rewards.
+"""The rollouts of a training step: questions in groups, the policy drawn for each group, and the rewards.
 
 All draws depend on (seed, step, group, row) only, so a resumed run, and two arms, get the same ones.
 """
@@ -43,7 +43,7 @@ class StepRollouts:
 
 
 class RolloutSampler:
-    """The sampler of every step's graded rollouts; ``max_tokens`` is the maximum length of a rollout."""
+    """The sampler of graded rollouts for every step; ``max_tokens`` is the largest number of tokens of any rollout."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class RolloutSampler:
         self.max_tokens = max(suite.answer_tokens for step in questions for suite, _ in step)
 
     def close(self) -> None:
-        """Stop the processes that sample; kvaudit's own cache has none."""
+        """Stop the processes that sample; does nothing for kvaudit's own cache, which has none."""
 
     def token_limits(self, step: int) -> list[int]:
         """Return the maximum number of tokens of each rollout of a step."""
@@ -67,7 +67,7 @@ class RolloutSampler:
     def sample(self, step: int) -> StepRollouts:
         """Return a step's rollouts; groups with equal rewards are sampled again in up to ``resample`` rounds.
 
-        Each rank samples and grades its own groups; all get the rollouts of every rank.
+        Each rank samples and grades its own groups; all ranks get all rollouts.
         """
         with full_weights(self._model.model):  # rows end at different tokens, so ranks cannot sample in step
             own_rollouts = self._sample_groups(step, self._own_groups)
@@ -99,9 +99,9 @@ class RolloutSampler:
         return StepRollouts(played, rewards, policies, resampled)
 
     def sample_final(self, steps: int) -> StepRollouts:
-        """Sample the questions of the last of ``steps`` steps with the finished weights; rewards are None.
+        """Sample the questions of step ``steps``, the last one, with the finished weights; rewards are None.
 
-        The checkpoint is verified against these, since the weights of earlier rollouts are not kept.
+        The checkpoint is verified against these rollouts, since the weights of earlier ones are not kept.
         """
         groups, size = self._own_groups, self._config.group
         policies = group_policies(self._config, steps)[groups]
@@ -113,7 +113,10 @@ class RolloutSampler:
     def _play(
         self, questions: Sequence[TrainingItem], policies: Sequence[Policy], seeds: Sequence[int]
     ) -> list[GradedRow]:
-        """Return graded rollouts of every question under its own policy, ``rollout_rows`` at a time (0: all)."""
+        """Return the graded rollouts of every question, a group for each, under the question's own policy.
+
+        ``seeds`` has one seed per rollout. ``rollout_rows`` of the configuration run at a time (0: all).
+        """
         config, size, by_question = self._config, self._config.group, dict[int, list[GradedRow]]()
         decoding, at_once = Decoding(self.max_tokens, temperature=config.temperature), config.rollout_rows
         for policy in dict.fromkeys(policies):
@@ -136,7 +139,10 @@ def _join(parts: Sequence[StepRollouts]) -> StepRollouts:
 
 
 def group_policies(config: TrainConfig, step: int) -> list[Policy]:
-    """Return the policy of every group of a step, equal in all compressing arms; a mixture draws one for each group."""
+    """Return the policy of every group of a step; all arms that compress get the same ones.
+
+    A mixture of policies draws one for each group.
+    """
     policy, groups = config.rollout_policy, range(config.prompts_per_step)
     return [policy.drawn(derive_seed("policy", config.seed, step, group)) for group in groups]
 
@@ -155,7 +161,7 @@ def rollouts_by_policy(
 def dense_rollout(config: Any, ids: Tensor, prompt_length: int, sampled: Tensor, logprobs: Tensor) -> Rollout:
     """Return a rollout without evictions; its ledger is an expanded tensor, which takes no memory.
 
-    ``config`` is the model's.
+    ``config`` is the model's configuration. ``ids``, ``sampled`` (bool) and ``logprobs`` (nats) are [T].
     """
     layers, heads = len(layer_plans(config, Dense())), kv_heads(config)
     return Rollout(
@@ -172,5 +178,5 @@ def dense_rollout(config: Any, ids: Tensor, prompt_length: int, sampled: Tensor,
 
 
 def ledger_stem(stem: str, policy: Policy, *, mixed: bool) -> str:
-    """Return a ledger's file name without ending; a mixture (``mixed``) has one file per policy."""
+    """Return the file name, without ending, of a ledger of evictions; a mixture of policies has one file per policy."""
     return f"{stem}--{policy.hash}" if mixed else stem

@@ -1,4 +1,4 @@
-"""Gold answers in training: the warm start before any arm, and a trial of the reward.
+"""Gold answers (written by the suites) in training: the warm start before any arm, and a trial of the reward.
 
 The warm start is a checkpoint of arm ``base`` that all arms of a seed share. Its loss is the mean of -log p over the
 answers' tokens, including ends of turns, under the dense pass.
@@ -34,7 +34,7 @@ from kvaudit.suites.base import Suite
 def warm_start(
     config: StartConfig, model: LoadedModel, out: Path, progress: Callable[[int, int, TelemetryRow], None]
 ) -> Path:
-    """Take the supervised steps from ``model``, which is not changed, into the checkpoint folder ``out``.
+    """Take the supervised steps from ``model``, which is not changed; write and return the checkpoint folder ``out``.
 
     Resumes, reports and raises like ``grpo.train``; also raises SpecError if gold answers cannot be shown to the model.
     """
@@ -79,7 +79,7 @@ def _step(model: Any, optimiser: Optimiser, rollouts: Sequence[Rollout], limit: 
 
 
 def gold_rollout(model: LoadedModel, suite: Suite, item: Item) -> Rollout:
-    """Return an item's conversation with gold answers as a rollout sampled without eviction.
+    """Return an item's conversation with gold answers, as if the model had sampled them without eviction.
 
     Raises SpecError for a suite without gold answers, or if they do not fit the model or its chat template.
     """
@@ -104,7 +104,7 @@ def gold_rollout(model: LoadedModel, suite: Suite, item: Item) -> Rollout:
 
 
 def _gold_turns(model: LoadedModel, suite: Suite, item: Item) -> Iterator[tuple[tuple[int, ...], bool]]:
-    """Yield the tokens of each turn of a gold conversation, and whether they are the assistant's."""
+    """Yield (tokens, is the assistant's) for each turn of an item's conversation with gold answers."""
     chat, transcript = model.chat, item.messages
     prompt = chat.prompt(transcript, (), item.tools).ids
     check_fits(model, suite, item, len(prompt))

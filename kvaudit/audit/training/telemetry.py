@@ -37,20 +37,20 @@ class Clock:
         self._last = time.perf_counter()
 
     def lap(self, name: str) -> None:
-        """Record the time since the last lap as ``seconds_<name>``."""
+        """Record the seconds since the last lap, or since the start, as ``seconds_<name>``."""
         now = time.perf_counter()
         self.laps[f"seconds_{name}"], self._last = now - self._last, now
 
 
 @dataclass
 class Tally:
-    """The sums of metrics over the tokens of a batch's microbatches and updates."""
+    """The sums of metrics over the tokens of a batch, counted in every microbatch and update."""
 
     sums: dict[str, float] = field(default_factory=dict)
     tokens: int = 0
 
     def add(self, sums: Mapping[str, float], tokens: int) -> None:
-        """Add the sums of metrics over a number of tokens."""
+        """Add ``sums``, the sums of metrics over ``tokens`` tokens."""
         for name, value in sums.items():
             self.sums[name] = self.sums.get(name, 0.0) + value
         self.tokens += tokens  # of graded rollouts, counted in every pass over a batch
@@ -62,7 +62,7 @@ class Tally:
         return total
 
     def means(self) -> dict[str, float | None]:
-        """Return each sum per token; None without tokens."""
+        """Return each sum divided by the number of tokens; None without tokens."""
         return {name: value / self.tokens if self.tokens else None for name, value in self.sums.items()}
 
 
@@ -97,7 +97,7 @@ def step_row(
 ) -> TelemetryRow:
     """Return all numbers of a step except its seconds.
 
-    ``replayed`` [B, R] are the learner's log-probs with the cache as the sampler had it; None at steps without this
+    ``replayed`` [B, R] are the learner's log-probs with the cache that the sampler had; None at steps without this
     check.
     """
     played, rewards = sampled.played, sampled.rewards
@@ -133,7 +133,7 @@ def reward_numbers(played: Sequence[GradedRow], rewards: Sequence[float | None],
 
 
 def learning_numbers(learned: LearningResult) -> TelemetryRow:
-    """Return the loss, its gradient, and how much the clip and the correction removed."""
+    """Return the loss, its gradient, and how many tokens the clip and the correction took out."""
     metrics = learned.metrics
     return {
         "loss": learned.loss,
@@ -148,7 +148,7 @@ def learning_numbers(learned: LearningResult) -> TelemetryRow:
 
 
 def memory_numbers(played: Sequence[GradedRow], batch: Batch) -> TelemetryRow:
-    """Return token counts, a step's cache bytes, and the share of a full cache's entries that decoding did not read."""
+    """Return token counts, a step's cache bytes, and the share of a full cache's reads that compression saved."""
     rollouts = batch.rollouts
     seen, dense = (sum(counts) for counts in zip(*map(entries_seen, rollouts), strict=True))
     return {
@@ -161,7 +161,7 @@ def memory_numbers(played: Sequence[GradedRow], batch: Batch) -> TelemetryRow:
 
 
 def entries_seen(rollout: Rollout) -> tuple[float, float]:
-    """Return how many cache entries all decoding queries of a rollout read, here and with a full cache.
+    """Return how many cache entries the decoding queries of a rollout read in all: actually, and with a full cache.
 
     The first is a mean over layers and KV heads. The query that predicts a sampled token is the token before it.
     """
@@ -176,9 +176,9 @@ def entries_seen(rollout: Rollout) -> tuple[float, float]:
 
 
 def certificate(sampler: Tensor, replayed: Tensor | None, mask: Tensor, advantages: Tensor) -> TelemetryRow:
-    """Return the numbers of the gap between the sampler's log-probs and their replay, near 0 in every arm.
+    """Return the numbers of the gap between the sampler's log-probs and a replay with the sampler's cache.
 
-    All are None without a replay.
+    They are near 0 in every arm if sampling and replay agree; all are None without a replay.
     """
     if replayed is None:
         return dict.fromkeys(CERTIFICATE)

@@ -1,4 +1,4 @@
-"""Validation every k steps on held-out items, without compression and under the run's policy; and the early stop.
+"""Validation every k steps on held-out items, without compression and under the run's policy; and early stopping.
 
 Validation has no effect on training: no draw, gradient or weight depends on it. An alarm that stops one arm stops all
 arms of its seed, at the earliest step at which any of them stopped, so the end does not depend on which process trains
@@ -35,7 +35,7 @@ _MISMATCH = ("overlap_p5", "k3_kl")  # of the panel of the compressed sampler ag
 
 
 class Validation:
-    """The validation of a run on held-out items; ``trained_on`` are the questions that the run trains on."""
+    """The validation of a run on held-out items; ``trained_on`` are the questions on which the run trains."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class Validation:
         return done % self._spec.every == 0 or done == self._config.steps
 
     def numbers(self) -> TelemetryRow:
-        """Return the row of numbers, named ``validation/*``, for the learner's current weights."""
+        """Return the validation numbers of the learner's current weights, under keys ``validation/*``."""
         policy = parse_policy(self._config.policy)
         row = self._scores("dense", self._answers(Dense()))
         if policy == Dense():
@@ -78,9 +78,9 @@ class Validation:
         return play(sampler, self._questions, decoding, seeds, at_once=at_once)
 
     def _scores(self, view: str, played: Sequence[GradedRow]) -> TelemetryRow:
-        """Return each suite's mean score (None: nothing graded) and the share of degenerate or truncated answers.
+        """Return each suite's mean score (None: nothing graded), and the share of degenerate or truncated answers.
 
-        ``view`` names the serving, uncompressed or under the policy, in the keys.
+        The keys are ``validation/VIEW/...``; ``view`` says how the model was served, uncompressed or under the policy.
         """
         row: TelemetryRow = {}
         for name in self._config.validation_suites:
@@ -94,7 +94,7 @@ class Validation:
 def held_out(
     config: TrainConfig, spec: ValidationSpec, count: CountTokens, trained_on: Sequence[Sequence[TrainingItem]]
 ) -> list[TrainingItem]:
-    """Return validation items: items of the training split that the run does not train on.
+    """Return validation items: items of the training split that are not in ``trained_on``.
 
     Raises SpecError for a suite without such items.
     """
@@ -112,14 +112,20 @@ def held_out(
 
 
 class Mark(NamedTuple):
-    """The step at which an arm stopped, and the alarm that stopped it, if one did."""
+    """The mark of a stopped arm: the step at which it stopped, and the alarm that stopped it.
+
+    ``alarm`` is None if the arm was finished, or stopped because another arm had.
+    """
 
     step: int
     alarm: str | None
 
 
 class EarlyStop:
-    """The early stop of the arm in ``folder``; ``arms`` are the folders of all arms of its seed, including itself."""
+    """The decision when the arm in ``folder`` stops early; all arms of a seed end at the same step.
+
+    ``arms`` are the folders of these arms, including this one.
+    """
 
     def __init__(self, spec: ValidationSpec, steps: int, folder: Path, arms: Sequence[Path]) -> None:
         self._spec, self._steps, self._folder, self._arms = spec, steps, folder, arms
@@ -157,7 +163,7 @@ class EarlyStop:
 
 
 def read_mark(folder: Path) -> Mark | None:
-    """Return an arm's mark, None while it trains; raises DataError for a damaged file."""
+    """Return the mark of a stopped arm, None while the arm trains; raises DataError for a damaged file."""
     path = folder / MARK
     if not path.exists():
         return None

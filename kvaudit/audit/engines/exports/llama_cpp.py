@@ -12,9 +12,9 @@ The state is that of ``llama_state_seq_get_data`` as of 2026-11 (llama-cpp-pytho
 
 Transposed values have u32 bytes of a number and u32 channels instead of the bytes of a row.
 
-Before quantising, llama.cpp rotates parts of a head by a Hadamard matrix: of keys as many numbers as the largest power
-of two that divides the head size, of values 64, and nothing if the size is no multiple of 64 (found by solving for the
-matrix, sizes 64 to 256).
+Before quantising, llama.cpp multiplies consecutive parts of each head by a Hadamard matrix. A part of a key has as many
+channels as the largest power of two that divides the head size, a part of a value 64. If the head size is no multiple
+of 64, nothing is rotated. (Found by solving for the matrix, for head sizes 64 to 256.)
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ _FAMILIES = {
 
 
 def export_gguf(model: Any, folder: Path, weights: Mapping[str, Tensor] | None = None) -> dict[str, str]:
-    """Write ``model.gguf`` and return the versions of the libraries; raise SpecError for an unsupported model.
+    """Write ``model.gguf`` into ``folder`` and return the versions of the libraries used, {name: version}.
 
-    ``weights``, by the model's own names, replace the model's weights.
+    ``weights``, keyed by the model's own names, replace the model's weights. Raises SpecError for an unsupported model.
     """
     try:
         import gguf
@@ -114,7 +114,7 @@ def _write_metadata(writer: Any, config: Any) -> None:
 
 
 def _tensors(model: Any, family: _Family, weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Yield every tensor in float32 under its name in transformers, with queries and keys in llama.cpp's order."""
+    """Yield (transformers' name, float32 tensor) of every weight; rows of queries and keys are in llama.cpp's order."""
     config = model.config
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     for name, tensor in weights.items():
@@ -133,7 +133,7 @@ def _tensors(model: Any, family: _Family, weights: Mapping[str, Tensor]) -> Iter
 
 
 def _interleave(weight: Tensor, heads: int) -> Tensor:
-    """Return the rows of each head reordered so that numbers that rotate together are neighbours."""
+    """Return the weight with each head's rows reordered, so that two channels that rotate together are neighbours."""
     halves = weight.reshape(heads, 2, -1, *weight.shape[1:])  # [heads, 2, D / 2, ...]
     return halves.transpose(1, 2).reshape(weight.shape)
 
@@ -235,7 +235,7 @@ class _State:
         return self._numbers(kind, cells, width)
 
     def _columns(self, cells: int) -> Tensor:
-        """Read the numbers [cells, H * D] of a layer that is stored transposed."""
+        """Read the numbers of a layer that is stored transposed, [H * D, cells]; return them as [cells, H * D]."""
         kind, width, channels = self._take("iII")
         return self._numbers(kind, channels, cells * width).T
 
@@ -248,10 +248,10 @@ class _State:
 
 
 def _undo_rotation(x: Tensor, part: int) -> Tensor:
-    """Return rows [tokens, H * D] with the Hadamard rotation of every ``part`` numbers undone."""
+    """Return the rows [tokens, H * D] with the Hadamard rotation undone that was applied to every ``part`` channels."""
     return (x.reshape(len(x), -1, part) @ hadamard(part, x.dtype, x.device)).flatten(1)
 
 
 def _deinterleave(x: Tensor, size: int) -> Tensor:
-    """Return rows [tokens, H * D] with the interleaved pairs of each head as two halves."""
+    """Return the rows [tokens, H * D] with the channels 0 1 2 3 ... of each head in the order 0 2 ... 1 3 ..."""
     return x.reshape(len(x), -1, size // 2, 2).transpose(2, 3).flatten(1)

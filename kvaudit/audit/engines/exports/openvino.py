@@ -51,7 +51,7 @@ class _TensorCacheModel(nn.Module):
 
 
 def export_openvino(model: Any, folder: Path) -> dict[str, str]:
-    """Write ``openvino_model.xml``, its weights and the configuration; return the versions of the libraries.
+    """Write ``openvino_model.xml``, its weights and the configuration; return the versions of the libraries by name.
 
     Raises SpecError for a model that cannot be traced, for example because some layers do not use full attention.
     """

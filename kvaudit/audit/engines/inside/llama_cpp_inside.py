@@ -40,7 +40,7 @@ _FACTS = {  # patterns in its log
 
 
 def start(setup: dict[str, Any]) -> tuple[dict[str, str], Any]:
-    """Load the model; return its description and a function that answers requests, here called rows.
+    """Load the model; return its description and a function that answers requests (rows).
 
     A first context is made, because the library writes the resolved settings only into its log.
     """
@@ -60,7 +60,7 @@ def start(setup: dict[str, Any]) -> tuple[dict[str, str], Any]:
 
 
 class _Log:
-    """The library's log: warnings and errors go to stderr, and all lines are searched for facts."""
+    """The log of llama.cpp: warnings and errors go to stderr; all lines are searched for facts (resolved settings)."""
 
     def __init__(self) -> None:
         self._lines: deque[str] = deque(maxlen=4000)
@@ -119,14 +119,14 @@ class _LoadedEngine:
             raise ValueError(f"the file has {tokens} tokens, the model has {self._vocabulary}")
 
     def _push(self, path: str) -> str:
-        """Load a file and return its sha256; the file is memory-mapped, so the model reads exactly these bytes."""
+        """Load a GGUF file and return its sha256; the file is memory-mapped, so the model reads exactly these bytes."""
         self._load(path)
         with open(path, "rb") as file:
             self._sha256 = hashlib.file_digest(file, "sha256").hexdigest()
         return self._sha256
 
     def make_room(self, tokens: int) -> None:
-        """Empty the cache, and enlarge it for so many tokens per sequence unless ``n_ctx`` fixes its size."""
+        """Empty the cache, and enlarge it to hold ``tokens`` tokens per sequence unless ``n_ctx`` fixes its size."""
         # in steps, so that few batches need a new context
         cells = self._cells if self._has_fixed_size else -(-tokens // _CELL_STEP) * _CELL_STEP
         if self._context is None or cells != self._cells:
@@ -140,7 +140,7 @@ class _LoadedEngine:
         lib.llama_memory_clear(lib.llama_get_memory(self._context), True)
 
     def answer(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Load new weights ("push"), or answer requests.
+        """Answer requests (rows); or load new weights, if the only row is ``{"push": FILE}``.
 
         ``n_seq_max`` requests run at a time; each that finishes makes room for the next.
         """
@@ -220,7 +220,10 @@ class _Row:
         self._sampler = _make_sampler(request) if request["temperature"] > 0 else None
 
     def take(self, context: Any, at: int, logits: Any) -> None:
-        """Choose and add the next token; its log-prob is under the full distribution at the temperature."""
+        """Sample the next token from ``logits`` and append it, with its log-prob at the temperature, before top_p.
+
+        ``at`` is the index of these logits in the context.
+        """
         if not np.isfinite(logits).all():
             raise ValueError("its logits are not finite")
         # less the largest, so that no exponential overflows
@@ -257,7 +260,10 @@ def _make_sampler(request: dict[str, Any]) -> Any:
 
 
 def _context_params(settings: dict[str, str], setup: dict[str, Any]) -> Any:
-    """Return a context's parameters: the defaults, changed by its entries in ``settings``, which are removed there."""
+    """Return the parameters of a llama.cpp context: the defaults, changed by ``settings``.
+
+    Every setting that is used here is removed from ``settings``.
+    """
     params = lib.llama_context_default_params()
     params.n_ctx, params.n_seq_max = 0, setup["at_once"]
     params.n_threads = params.n_threads_batch = setup["threads"]
@@ -273,7 +279,10 @@ def _context_params(settings: dict[str, str], setup: dict[str, Any]) -> Any:
 
 
 def _kv_type(name: str, text: str) -> int:
-    """Return llama.cpp's number of a cache type; raise ValueError for an unknown one, which it would accept."""
+    """Return the number that llama.cpp gives a cache type such as "q8_0", for the setting ``name``.
+
+    Raises ValueError for an unknown type, since llama.cpp would accept its number.
+    """
     if text not in _KV_TYPES:
         raise ValueError(f"{name} is {text!r}, expected {', '.join(_KV_TYPES)}")
     return int(vars(lib).get(f"GGML_TYPE_{text.upper()}", _KV_TYPES[text]))

@@ -71,7 +71,7 @@ def _pop_fields(settings: dict[str, str], prefix: str) -> dict[str, str]:
 
 
 def _with_fields(config: Any, prefix: str, fields: dict[str, str]) -> Any:
-    """Set fields of a configuration; raise ValueError for an unknown field or value."""
+    """Return ``config`` with ``fields`` set; raise ValueError for an unknown field or value, named with ``prefix``."""
     names = _field_names(config)
     for name, text in fields.items():
         if name not in names:

@@ -85,7 +85,7 @@ class _Row:
 
 
 class _Forward(NamedTuple):
-    """The logits [rows, V] of each row's last token, and keys and values of all tokens [tokens, L, H * D]."""
+    """A forward pass's output: logits [rows, V] after each row's last token; keys and values [tokens, L, H * D]."""
 
     logits: np.ndarray
     keys: np.ndarray
@@ -111,7 +111,7 @@ class _PagedModel:
         self._compile()
 
     def answer(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Load new weights ("push"), or sample a rollout for each row."""
+        """Sample a rollout for each row; or load new weights, if the only row is ``{"push": FILE, "known": bool}``."""
         if len(rows) == 1 and "push" in rows[0]:
             return [{"sha256": self._push(rows[0]["push"], known=rows[0]["known"])}]
         rollouts = [_Row(row) for row in rows]
@@ -216,7 +216,7 @@ class _PagedModel:
     def _push(self, path: str, *, known: bool) -> str:
         """Load the weights of a file into the model; return the sha256 of the weights that the model then holds.
 
-        With ``known`` the model holds them already, and only the operator inputs that read each weight are found. The
+        ``known``: the model holds them already, so only the operator inputs that read each weight are looked up. The
         hash is taken over the file's names in sorted order.
         """
         with np.load(path, allow_pickle=False) as file:
@@ -237,7 +237,7 @@ class _PagedModel:
         return self._sha256
 
     def _output_keys_and_values(self) -> int:
-        """Add the keys and values of each attention layer as outputs; return the number of layers."""
+        """Make the keys and values of each attention layer outputs of the model; return the number of layers."""
         nodes = [node for node in self._model.get_ordered_ops() if "PagedAttention" in node.get_type_name()]
         # the number in the name of a cache is that of the layer
         nodes.sort(key=lambda node: int(node.input_value(3).get_node().get_friendly_name().rpartition(".")[2]))
@@ -272,9 +272,10 @@ class _PagedModel:
 
 
 def _find_readers(model: Any, weights: dict[str, np.ndarray]) -> dict[str, list[tuple[Any, tuple[int, ...]]]]:
-    """Return by weight name the operator inputs that read it, each with its shape; the model holds these weights.
+    """Return, by weight name, the (operator input, shape) pairs that read this weight in the model.
 
-    Constants are matched by content, and weights of equal content by the path of the reader.
+    The model must hold exactly these ``weights``: a constant is matched by its content, and if several weights have
+    equal content, by the path of the reading operator.
     """
     by_content: dict[bytes, list[str]] = {}
     for name, array in weights.items():
@@ -304,7 +305,7 @@ def _content_hash(numbers: np.ndarray) -> bytes:
 
 
 def _batches(rows: list[_Row], limit: int) -> list[list[_Row]]:
-    """Split rows into batches of at most ``limit`` rows, or more if so many rows have the same prompt."""
+    """Split rows into batches of at most ``limit`` rows; rows with the same prompt stay together even beyond it."""
     groups: dict[tuple[int, ...], list[_Row]] = {}
     for row in rows:
         groups.setdefault(tuple(row.ids), []).append(row)

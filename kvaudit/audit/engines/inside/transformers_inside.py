@@ -75,7 +75,7 @@ def _make_cache(kind: str, options: dict[str, Any], model: Any) -> Any:
 
 
 def _describe_layers(cache: Any) -> str:
-    """Return the layers' classes and the options of the first one, including its defaults."""
+    """Describe the cache's layers: the names of their classes, and the first layer's options with its defaults."""
     options = {name: value for name, value in vars(cache.layers[0]).items() if name in _CACHE} if cache.layers else {}
     return " ".join([*{type(layer).__name__ for layer in cache.layers}, *(f"{k}={v}" for k, v in options.items())])
 
@@ -101,7 +101,7 @@ def _answer(model: Any, arguments: dict[str, Any], rows: list[dict[str, Any]]) -
 
 
 class _Sampler:
-    """A logits processor that chooses the next token of each row and sums log-probs at the row's temperature."""
+    """A logits processor that chooses each row's next token and sums the log-probs at the row's temperature."""
 
     def __init__(self, rows: list[dict[str, Any]]) -> None:
         self._rows = rows
@@ -122,7 +122,11 @@ class _Sampler:
         return only.scatter_(1, torch.tensor(tokens).to(only.device)[:, None], 0.0)
 
     def _next(self, n: int, row: dict[str, Any], scores: Any, best: float, logprob: float, is_finite: float) -> int:
-        """Return the next token of row ``n`` (``best``, or one drawn from ``scores``); record it and its log-prob."""
+        """Return the next token of row ``n``; record the token and its log-prob.
+
+        It is the most likely token, ``best``, with its ``logprob``, or at a temperature above 0 one drawn from
+        ``scores``.
+        """
         if self._done[n]:
             # generate ends once every row has an end token
             return row["stops"][0] if row["stops"] else 0

@@ -50,7 +50,7 @@ class _RolloutEngine:
         engine.apply_model(self._add_hooks)
 
     def answer(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Load new weights ("push"), or sample a completion for each row."""
+        """Sample a completion for each row; or load new weights, if the only row is ``{"push": FILE, ...}``."""
         if len(rows) == 1 and "push" in rows[0]:
             return [{"sha256": self._push(rows[0]["push"])}]
         names = [f"row{self._row_count + n}" for n in range(len(rows))]
@@ -74,7 +74,10 @@ class _RolloutEngine:
         return {"ids": ids, "finish": finish, "logprobs": logprobs, "weights": self._sha256, "read": read}
 
     def _push(self, path: str) -> str:
-        """Load a file of weights and return their sha256; raise ValueError if those that can be read back differ."""
+        """Load a file of weights and return their sha256.
+
+        Raises ValueError if a weight that can be read back from the model differs from the file.
+        """
         import torch
 
         with np.load(path, allow_pickle=False) as file:
@@ -86,7 +89,7 @@ class _RolloutEngine:
         self._engine.apply_model(_tie_head)
 
         def wrong_names(model: Any) -> list[str]:
-            """Return the names of parameters that the file has in the same shape but with other numbers."""
+            """Return the names of the model's parameters that have the same shape in the file but other numbers."""
             named = {name: tensor for name, tensor in model.named_parameters() if name in weights}
             comparable = {name: tensor for name, tensor in named.items() if tensor.shape == weights[name].shape}
             return [n for n, tensor in comparable.items() if not torch.equal(tensor, weights[n].to(tensor.dtype))]

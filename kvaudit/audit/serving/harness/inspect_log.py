@@ -38,7 +38,7 @@ _MESSAGES: Mapping[Role, Any] = {Role.SYSTEM: ChatMessageSystem, Role.USER: Chat
 def write_logs(run: Path, out: Path, created: str) -> Iterator[Path]:
     """Write ``out/<unit>.eval`` for every finished file of records in a run, and yield the paths.
 
-    Raises DataError for a file that was changed since, or if there is none.
+    Raises DataError if a file was changed after it was finished, or if there is none.
     """
     units = [path for path in plain_files(run / "records", "*.jsonl") if seal_path(path).exists()]
     if not units:
@@ -97,7 +97,7 @@ def _scores(record: Record) -> Iterator[tuple[str, Score]]:
 
 
 def _messages(transcript: Sequence[Message]) -> Iterator[Any]:
-    """Yield a transcript as Inspect's messages; a thought becomes a part of the answer that follows it."""
+    """Yield a transcript as Inspect's messages; a thought (reasoning) becomes a part of the answer that follows it."""
     thought: str | None = None
     for message in transcript:
         if message.role is Role.THOUGHT:

@@ -1,8 +1,9 @@
-"""``kvaudit`` as a model of Inspect: ``kvaudit/CHECKPOINT@POLICY`` answers through a compressed cache.
+"""Models of Inspect that kvaudit answers: ``kvaudit/CHECKPOINT@POLICY`` samples with a compressed cache.
 
 The checkpoint is a folder, a hub id or ``embedded``; write ";" for "," in the policy. Waiting requests share a batch,
-as in ``kvaudit serve``; unsupported options are an error. ``ConditionAPI`` is the model class by which a run lets
-Inspect ask its suites, under a policy or a serving engine; its seeds follow from sample, epoch and turn.
+as in ``kvaudit serve``; unsupported options are an error. ``ConditionAPI`` is the model class that a run uses when
+Inspect asks a suite: it answers under a policy or by a serving engine, with seeds that follow from sample, epoch and
+turn.
 """
 
 from __future__ import annotations
@@ -52,26 +53,30 @@ _COUNTS = ("num_choices", "best_of")  # supported only with 1
 
 
 def output_facts(output: Any) -> tuple[dict[str, Any], str]:
-    """Return what a kvaudit model noted in the metadata of its output.
+    """Return what a kvaudit model has written into the metadata of an output of Inspect.
 
-    These are the measurements of the cache, {} if there are none, and the name of the syntax of its tool calls.
+    These are the measurements of the cache ({} if there are none), and the name of the syntax of its tool calls ("" if
+    unknown).
     """
     about = (output.metadata or {}).get(_ABOUT, {}) if output is not None else {}
     return about.get(_USE, {}), about.get(_FORM, "")
 
 
 class AnswerSource(Protocol):
-    """What answers chat requests: a ``SamplingEngine`` or a ``BatchedModel``."""
+    """An object that answers chat requests: a ``SamplingEngine`` or a ``BatchedModel``."""
 
     def submit(self, request: ChatRequest) -> tuple[int, PendingAnswers]:
-        """Queue a request; return its number of prompt tokens and its future answers."""
+        """Queue a request; return the number of its prompt tokens, and the future answers."""
 
     def close(self) -> None:
         """Stop answering."""
 
 
 class _KvauditModel(ModelAPI):  # type: ignore[misc]  # where Inspect is not installed it has no types
-    """A model of Inspect that sends each conversation, with its tools, to ``source``, under the name ``served``."""
+    """A model of Inspect that sends each conversation, with its tools, to ``source``.
+
+    ``served`` is the model name in these requests.
+    """
 
     source: AnswerSource
     served: str
@@ -85,7 +90,7 @@ class _KvauditModel(ModelAPI):  # type: ignore[misc]  # where Inspect is not ins
     def request(
         self, messages: Sequence[ChatMessage], tools: Sequence[ToolInfo], choice: ToolChoice, config: GenerateConfig
     ) -> ChatRequest:
-        """Return Inspect's request as a request to kvaudit's server; greedy if it sets no temperature."""
+        """Convert a request of Inspect to one of kvaudit's server; greedy if it sets no temperature."""
         _check_settings(config)
         return read_request(
             {
@@ -173,7 +178,7 @@ def kvaudit() -> type[ModelAPI]:
 
 @dataclass
 class _SampleTurns:
-    """The sample that is running, and the number of answers that it has requested."""
+    """The sample that Inspect is running, and how many answers (turns) it has requested so far."""
 
     sample: str
     epoch: int
@@ -187,7 +192,7 @@ _PLAYING: ContextVar[_SampleTurns] = ContextVar("kvaudit_sample")  # of the coro
 def note_sample() -> Solver:
     """Return the solver that comes first in every task of a run: it notes which sample is running.
 
-    The seeds of the sample's answers follow from that.
+    The seeds of the sample's answers are derived from this note.
     """
 
     async def solve(state: TaskState, generate: Generate) -> TaskState:  # noqa: ARG001
@@ -198,7 +203,7 @@ def note_sample() -> Solver:
 
 
 class ConditionAPI(_KvauditModel):
-    """The model by which a run answers Inspect's requests under one of its policies, or by an engine with settings.
+    """The model that answers Inspect's requests in a run, under one of its policies or by an engine with settings.
 
     ``condition_model`` makes it. ``fault`` is the first error that concerns every sample, such as an unsupported
     setting; all later requests fail with it.
@@ -235,16 +240,18 @@ CONDITION = "kvaudit-condition"
 
 @modelapi(name=CONDITION)  # type: ignore[untyped-decorator]
 def condition() -> type[ModelAPI]:
-    """Return the class of Inspect's models named ``kvaudit-condition/NAME``, by which a run answers Inspect.
+    """Return the model class of the names ``kvaudit-condition/NAME``, which a run uses when Inspect asks its suites.
 
-    NAME is a policy, or an engine with its settings. Inspect wants a function that returns the class, and calls it when
-    it makes such a model.
+    NAME is a policy, or an engine with its settings. Inspect calls this function whenever it makes such a model.
     """
     return ConditionAPI
 
 
 def condition_model(name: str, source: AnswerSource, seed_of: Callable[[str, int, int], int]) -> Model:
-    """Return a model of Inspect whose requests ``source`` answers; its ``api`` is a ``ConditionAPI``."""
+    """Return an Inspect model (with a ``ConditionAPI``) whose requests ``source`` answers.
+
+    ``seed_of`` gives the seed of an answer from its sample id, epoch and turn.
+    """
     model = get_model(f"{CONDITION}/{name}", memoize=False)
     # not as arguments of the model, which Inspect writes into its log
     model.api.source, model.api.seed_of, model.api.served = source, seed_of, name
@@ -278,7 +285,7 @@ def _tool(tool: ToolInfo) -> Mapping[str, Any]:
 
 
 def _row(message: ChatMessage) -> dict[str, Any]:
-    """Return a message as endpoints take it; raise SpecError for content other than text."""
+    """Return a message as the dict that endpoints take; raise SpecError for content other than text."""
     if not isinstance(message.content, str) and any(part.type not in ("text", "reasoning") for part in message.content):
         raise SpecError("a message holds content other than text, which no model here can read")
     row: dict[str, Any] = {"role": message.role, "content": message.text}

@@ -1,4 +1,4 @@
-"""``kvaudit`` as a model of lm-evaluation-harness, which answers, and scores continuations, by a compressed cache.
+"""``kvaudit`` as a model of lm-evaluation-harness: answers, and log-probs of continuations, with a compressed cache.
 
 Continuations are scored token by token, as they would be sampled, never in one prefill.
 """
@@ -48,7 +48,10 @@ class _Generation:
 
 @register_model("kvaudit")
 class KvauditLM(TemplateLM):  # type: ignore[misc]  # the harness has no types
-    """A model whose cache is compressed by ``policy``; write ";" for "," in a policy in ``--model_args``."""
+    """A model of lm-evaluation-harness whose cache is compressed by ``policy``.
+
+    Write ";" for "," in a policy in ``--model_args``.
+    """
 
     def __init__(
         self,
@@ -114,7 +117,7 @@ class KvauditLM(TemplateLM):  # type: ignore[misc]  # the harness has no types
         return text
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """Tokenize a text, without a second BOS token if the text begins with one."""
+        """Tokenize a text; add no BOS token if the text already begins with one."""
         if add_special_tokens is None:
             bos = self.tokenizer.bos_token
             add_special_tokens = not (bos and string.startswith(bos))
@@ -139,7 +142,7 @@ class KvauditLM(TemplateLM):  # type: ignore[misc]  # the harness has no types
         return [answers[number] for number in range(len(requests))]
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> NoReturn:  # noqa: ARG002
-        """Raise SpecError: scoring a whole text is one prefill, which is compressed differently than an answer."""
+        """Raise SpecError: scoring a whole text is one prefill, which is compressed differently from an answer."""
         raise SpecError(
             "loglikelihood_rolling asks how probable a whole text is: read in one prefill it would be compressed "
             "differently than a generated answer; use a generate_until or multiple_choice task"
@@ -148,7 +151,7 @@ class KvauditLM(TemplateLM):  # type: ignore[misc]  # the harness has no types
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], disable_tqdm: bool = False, **_: Any
     ) -> list[tuple[float, bool]]:
-        """Return each continuation's log-prob in nats, summed over tokens, and whether greedy sampling would give it.
+        """Return each continuation's log-prob, nats summed over its tokens, and whether greedy sampling would give it.
 
         Continuations of one context are rows that share its prompt.
         """
@@ -188,7 +191,7 @@ class KvauditLM(TemplateLM):  # type: ignore[misc]  # the harness has no types
         return _Generation(prompt, tuple(filter(None, until)), max_tokens, temperature, top_p, seed)
 
     def _generate(self, generations: Sequence[_Generation], bar: Any) -> Iterator[str]:
-        """Yield the answers to requests of equal temperature and top_p, with ``batch_size`` rows at a time."""
+        """Yield, in order, the answers to requests of equal temperature and top_p; ``batch_size`` run at a time."""
 
         def start(numbers: range) -> AnyEpisode:
             batch = [generations[n] for n in numbers]
@@ -219,7 +222,7 @@ class KvauditLM(TemplateLM):  # type: ignore[misc]  # the harness has no types
             yield postprocess_generated_text(text, list(generation.until), None)
 
     def _prompt(self, context: str, ids: tuple[int, ...]) -> ChatTokens:
-        """Return a context's tokens with a role for each: by the chat that it was rendered from, else all "user".
+        """Return a context's tokens, each with a chat role: that of its message, or "user" if the context is no chat.
 
         Raises SpecError for a policy that pins roles if the context was not rendered from a chat.
         """

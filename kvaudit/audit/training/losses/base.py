@@ -1,7 +1,7 @@
 """The base class of losses, and the advantages and terms that losses share; pure functions of rewards and log-probs.
 
 w = pi / pi_old per token, c the correction's weight, A the token's advantage, m = 1 for tokens with a policy gradient
-(``LossInputs.active``); a subclass of ``ClippedLoss`` defines gain and share, the token's weight in the average:
+(``LossInputs.active``). A subclass of ``ClippedLoss`` defines gain(w, A) and share, the token's weight in the average:
 
     - sum over rollouts and tokens of m c gain(w, A) share + beta share k3 + distill_weight share KL(learner || teacher)
 
@@ -27,7 +27,7 @@ VARIANCE_FLOOR = 1e-8
 
 
 class StepCounts(NamedTuple):
-    """The sizes of a whole gradient step, by which the loss of each microbatch is divided."""
+    """The sizes of a whole gradient step, by which a loss divides, so that microbatch losses add up to the step's."""
 
     rows: int  # rollouts
     tokens: int  # sampled tokens of graded rollouts
@@ -36,7 +36,7 @@ class StepCounts(NamedTuple):
 
     @classmethod
     def of(cls, advantages: Tensor, mask: Tensor, group: int, max_tokens: int) -> StepCounts:
-        """Return the counts of whole groups of ``group`` rollouts each; advantages and mask are [B, T]."""
+        """Return the sizes of a step of whole groups, with ``group`` rollouts each; advantages and mask are [B, T]."""
         import torch
 
         pairs = (advantages != 0).view(len(mask) // group, -1).any(dim=1).sum()
@@ -82,14 +82,17 @@ class LossInputs:
 
 @dataclass(frozen=True, slots=True)
 class LossOutputs:
-    """The loss of a microbatch, a scalar with gradient; ``metrics`` are sums over tokens (numbers or tensors [])."""
+    """A microbatch's loss, a scalar with gradient, and ``metrics``: sums over its tokens (floats or 0-d tensors)."""
 
     loss: Tensor
     metrics: dict[str, Tensor | float]
 
 
 class BatchRewards(NamedTuple):
-    """The rewards of a batch and, with a critic, its values [B, T] before the first update."""
+    """The rewards of a batch and, with a critic, its ``values`` [B, T] before the first update.
+
+    ``discount`` and ``trace`` are gamma and lambda of GAE.
+    """
 
     rewards: Tensor  # [B], 0 if not graded
     graded: Tensor  # bool [B]
@@ -101,7 +104,7 @@ class BatchRewards(NamedTuple):
 
 
 class Estimate(NamedTuple):
-    """The advantages [B, T], 0 outside the mask, and the ``returns`` [B, T] on which a critic is trained."""
+    """The advantages [B, T], 0 outside the mask, and the ``returns`` [B, T], a critic's targets (None without one)."""
 
     advantages: Tensor
     returns: Tensor | None = None
@@ -110,8 +113,8 @@ class Estimate(NamedTuple):
 class Loss:
     """The base of policy losses; subclass it in a file of its own, with a ``name``, and the registry finds it.
 
-    The losses of a step's microbatches must add up to the loss of the step. ``defaults`` are ``train`` settings that
-    apply if a spec does not set them.
+    The losses of the microbatches of a gradient step must add up to the loss of the step. ``defaults`` are settings of
+    the spec's ``train`` section that apply if the spec does not set them.
     """
 
     name: ClassVar[str] = ""
@@ -121,7 +124,7 @@ class Loss:
     defaults: ClassVar[Mapping[str, Any]] = MappingProxyType({})
 
     def estimate(self, batch: BatchRewards) -> Estimate:
-        """Return the advantage of every token, and a critic's targets, from the rewards of whole groups."""
+        """Return the advantage of every token, and the targets of a critic, from the rewards of whole groups."""
         raise NotImplementedError
 
     def __call__(self, inputs: LossInputs) -> LossOutputs:
@@ -130,12 +133,12 @@ class Loss:
 
 
 class ClippedLoss(Loss):
-    """A loss of the form at the top of this file; a subclass writes ``share`` and overrides other parts as needed."""
+    """A loss of the form at the top of this file; a subclass defines ``share`` and overrides other parts as needed."""
 
     by_std: ClassVar[bool] = True  # whether advantages are divided by their group's standard deviation
 
     def estimate(self, batch: BatchRewards) -> Estimate:
-        """Give every token of a rollout its group-relative advantage (Shao 2024, 2402.03300)."""
+        """Give every token of a rollout its reward relative to its group as advantage (Shao 2024, 2402.03300)."""
         rows = group_advantages(batch.rewards, batch.graded, batch.group, by_std=self.by_std)
         return Estimate(rows[:, None] * batch.mask)
 
@@ -149,7 +152,7 @@ class ClippedLoss(Loss):
         return (inputs.logprobs - inputs.correction.old_logprobs).where(inputs.active, 0.0).exp()
 
     def gain(self, ratio: Tensor, inputs: LossInputs) -> Tensor:
-        """Return the objective per token [B, T], from w [B, T]; here clipped (Schulman 2017)."""
+        """Return gain(w, A), each token's objective [B, T], for ratios w [B, T]; here clipped (Schulman 2017)."""
         return clipped_surrogate(ratio, inputs.advantages, inputs.epsilon_low, inputs.epsilon_high)
 
     def __call__(self, inputs: LossInputs) -> LossOutputs:
@@ -170,7 +173,7 @@ class ClippedLoss(Loss):
 
 
 def token_mean_share(inputs: LossInputs) -> Tensor:
-    """Return the weight of a token in the mean over all sampled tokens of the step: [B, 1]."""
+    """Return [B, 1]: the weight of a token in the mean over all sampled tokens of the gradient step."""
     return inputs.logprobs.new_full((len(inputs.mask), 1), 1.0 / max(inputs.counts.tokens, 1))
 
 
@@ -181,7 +184,10 @@ def reference_kl(inputs: LossInputs) -> Tensor:
 
 
 def add_distillation(inputs: LossInputs, share: Tensor, outputs: LossOutputs) -> LossOutputs:
-    """Return ``outputs`` plus the distillation term, if there is one; ``share`` [B, T] (broadcast) weights tokens."""
+    """Return ``outputs`` plus the distillation term, if there is one.
+
+    ``share``, broadcastable to [B, T], is each token's weight.
+    """
     if inputs.distill_kl is None:
         return outputs
     per_token = inputs.distill_kl.where(inputs.mask, 0.0)  # nats [B, T]
@@ -223,9 +229,10 @@ def has_equal_rewards(rewards: Sequence[float | None]) -> bool:
 
 
 def group_advantages(rewards: Tensor, graded: Tensor, group: int, *, by_std: bool) -> Tensor:
-    """Return rewards minus their group's mean, optionally over its population std; 0 for ungraded rows.
+    """Return rewards minus their group's mean [B], divided by the group's population std if ``by_std``.
 
-    rewards [B], graded bool [B]; returns [B]. 0 if all rewards of a group are equal.
+    ``rewards`` [B] and ``graded`` bool [B] are in order of groups. 0 for ungraded rows, and if all rewards of a group
+    are equal.
     """
     assert rewards.ndim == 1, rewards.shape
     assert len(rewards) % group == 0, (len(rewards), group)
@@ -240,9 +247,9 @@ def group_advantages(rewards: Tensor, graded: Tensor, group: int, *, by_std: boo
 
 
 def best_and_worst(rewards: Tensor, graded: Tensor, group: int) -> Tensor:
-    """Return 1 for the best rollout of each group, -1 for the worst and 0 for others [B]; ties go to the first.
+    """Return [B]: 1 for the best graded rollout of each group, -1 for the worst, 0 for others; ties go to the first.
 
-    A group with equal rewards has no best or worst.
+    A group with equal rewards has no best or worst. ``rewards`` [B] and ``graded`` bool [B] are in order of groups.
     """
     values, valid = rewards.view(-1, group), graded.view(-1, group)
     # each [B / group]
@@ -273,7 +280,10 @@ def generalised_advantages(batch: BatchRewards) -> Estimate:
 
 
 def whiten(values: Tensor, mask: Tensor) -> Tensor:
-    """Scale values [B, T] to mean 0 and variance 1 over the mask; 0 elsewhere; a single token is only centred."""
+    """Return values [B, T] scaled to mean 0 and variance 1 over the mask, 0 elsewhere.
+
+    A single token is only centred.
+    """
     chosen = values[mask]  # [n], over the whole batch
     if not len(chosen):
         return values.new_zeros(values.shape)
@@ -282,10 +292,10 @@ def whiten(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def overlong_penalty(lengths: Tensor, limits: Tensor, share: float) -> Tensor:
-    """Return the reward penalty of long rollouts: 0 up to (1 - share) limit sampled tokens, then linear to -1.
+    """Return the reward penalty [B] of long rollouts: 0 up to (1 - share) limit sampled tokens, then linear to -1.
 
-    ``lengths`` and ``limits`` are [B] or [], ``share`` in (0, 1]; returns [B]. It is -1 from the limit on (Yu 2025, eq.
-    13, 2503.14476).
+    ``lengths`` are the sampled tokens and ``limits`` their maximum, [B] or []; ``share`` is in (0, 1]. The penalty is
+    -1 from the limit on (Yu 2025, eq. 13, 2503.14476).
     """
     margin = share * limits
     return ((limits - margin - lengths) / margin).clamp(-1.0, 0.0)

@@ -39,9 +39,10 @@ class Grpo(ClippedLoss):
 
 
 class DrGrpo(ClippedLoss):
-    """The sum over tokens divided by a constant, so that long wrong answers are not favoured; A without std.
+    """The sum over tokens divided by a constant, so that long wrong answers are not favoured.
 
-    Liu 2025, eq. 3 (2503.20783): -1/(B L) sum_i sum_t m c min(w A, clip(w, 1-low, 1+high) A).
+    Advantages are not divided by the standard deviation. Liu 2025, eq. 3 (2503.20783), L the token limit of a rollout:
+    -1/(B L) sum_i sum_t m c min(w A, clip(w, 1-low, 1+high) A).
     """
 
     name = "dr_grpo"
@@ -142,7 +143,7 @@ class OnlineDpo(Loss):
     defaults = MappingProxyType({"beta": 0.1})
 
     def estimate(self, batch: BatchRewards) -> Estimate:
-        """Give advantage 1 to tokens of a group's best rollout and -1 to tokens of its worst."""
+        """Give advantage 1 to the tokens of a group's best rollout, -1 to those of its worst, and 0 to all others."""
         graded = batch.graded & batch.mask.any(dim=1)  # a rollout without sampled tokens cannot be in a pair
         return Estimate(best_and_worst(batch.rewards, graded, batch.group)[:, None] * batch.mask)
 

@@ -6,7 +6,7 @@ A spec gives a reward by name, or as a mapping with its main value and options:
     reward: {judge: rubric-endpoint, base_url: https://host/v1, model: NAME, constitution: constitution.md}
     reward: {function: "package.module:name", scale: 2, suites: [refusal]}
 
-It applies to ``suites``, by default to all; other suites use their own graders, which are the reward ``grade``.
+A reward applies to ``suites``, by default to all; other suites get the reward ``grade``, the score of their own grader.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ RewardFn = Callable[[GradedRows], Scores]
 class Reward:
     """The base of rewards; subclass it as a frozen dataclass in its own file, with a ``name`` for the registry.
 
-    Its fields are its options; the first is the main value, which a spec gives as the value of the reward's name.
+    Its fields are its options. A spec gives the first one, the main value, as the value of the reward's name
+    (``reward: {judge: rubric-local, ...}``).
     """
 
     name: ClassVar[str] = ""
@@ -48,7 +49,7 @@ class Reward:
 
     @classmethod
     def of(cls, value: Any, options: Mapping[str, Any]) -> Self:
-        """Build the reward from a spec, without reading or importing anything; raises SpecError."""
+        """Build the reward from a spec: ``value`` is its main value. Reads and imports nothing; raises SpecError."""
         names = [field.name for field in fields(cls)]
         if value is not None and not names:
             raise SpecError(f"reward {cls.name} takes no value; write reward: {cls.name}")
@@ -58,12 +59,15 @@ class Reward:
 
     @property
     def identity(self) -> str:
-        """sha256 of everything that the rewards depend on (rules, model or source), 64 hex digits."""
+        """The sha256 of everything on which the rewards depend (rules, model or source), 64 hex digits."""
         raise NotImplementedError
 
     @property
     def label(self) -> str:
-        """The label in provenance: name and first digits of the identity, or a judge's label as in records."""
+        """The text that names the reward in provenance: its name and the first digits of its identity.
+
+        The reward of a judge has the judge's name there.
+        """
         return f"{self.name}:{self.identity[:IDENTITY_DIGITS]}"
 
     @property
@@ -77,7 +81,7 @@ class Reward:
         return None
 
     def check(self, suites: Sequence[Suite]) -> None:  # noqa: ARG002 - most rewards fit any suite
-        """Raise SpecError or DataError early for errors that sampling these suites would hit later."""
+        """Raise SpecError or DataError now for a fault that would otherwise appear when the suites are sampled."""
         _ = self.identity
 
     def paid_by(self, suite: Suite) -> str:  # noqa: ARG002 - a judge leaves some answers to the suite
@@ -92,7 +96,7 @@ class Reward:
         raise NotImplementedError
 
     def kept_in(self, folder: Path) -> RewardFn:  # noqa: ARG002 - deterministic rewards store nothing
-        """Return the method ``rewards``; a judge's stores its answers in ``folder`` and reuses them."""
+        """Return the method ``rewards``; for a judge, one that stores its answers in ``folder`` and reuses them."""
         return self.rewards
 
 
@@ -132,21 +136,27 @@ class RewardConfig:
 
     @property
     def inputs(self) -> Mapping[str, str]:
-        """The sha256 of the reward's input files; none for the suites' own grades, whose versions are recorded."""
+        """The sha256 of each input file of the reward, by name.
+
+        Empty for the suites' own grades, whose versions are recorded.
+        """
         return {} if self.uses_grade_only else self.reward.inputs
 
     @property
     def constitution_sha256(self) -> str | None:
-        """The sha256 of the reward's constitution, if it has one."""
+        """The sha256 of the text that the reward asks answers to follow (its constitution); None if it has none."""
         text = self.reward.constitution
         return None if text is None else hashlib.sha256(text.encode()).hexdigest()
 
     def check(self) -> None:
-        """Raise SpecError or DataError early for errors that scoring rollouts would hit later."""
+        """Raise SpecError or DataError now for a fault that would otherwise appear only when rollouts are scored."""
         self.reward.check([SUITES.get(name)() for name in self.reward_suites])
 
     def kept_in(self, folder: Path) -> RewardFn:
-        """Return the function that scores a step's rollouts and checks the scores; see ``Reward.kept_in``."""
+        """Return the function that scores a step's rollouts and checks the scores.
+
+        A judge's answers are stored in ``folder`` (see ``Reward.kept_in``).
+        """
         parts = [
             (reward, reward.kept_in(folder), is_paid) for reward, is_paid in ((self.reward, True), (self.grade, False))
         ]
@@ -164,7 +174,10 @@ class RewardConfig:
 
 
 def check_scores(reward: Reward, scores: Any, count: int) -> list[float | None]:
-    """Return the rewards of ``count`` rollouts as floats; raises RunError for anything but finite numbers and None."""
+    """Return ``scores``, the rewards of ``count`` rollouts, as floats or None (ungraded).
+
+    Raises RunError for anything but one finite number or None per rollout.
+    """
     label = f"reward {reward.label}"
     if isinstance(scores, str | bytes) or not isinstance(scores, Sequence):
         raise RunError(f"{label} returned {short_repr(scores)}, wanted a list of {count} numbers, one for each rollout")
@@ -200,7 +213,7 @@ def parse_reward(written: str | Mapping[str, Any], suites: Sequence[str]) -> Rew
 
 @dataclass(frozen=True)
 class SuiteGrade(Reward):
-    """The suite's own score, so that training and evaluation reward the same."""
+    """The reward that is the suite's own score, so that training rewards what the evaluation measures."""
 
     name = "grade"
     says = "the suite's own grader"
@@ -210,7 +223,7 @@ class SuiteGrade(Reward):
         return sha256_of(self.name)  # ``RewardConfig.sha256`` adds the versions of the suites
 
     def paid_by(self, suite: Suite) -> str:
-        """Return the label of the suite's grader, or of the phrase rules for suites that leave answers to a judge."""
+        """Return the label of the suite's grader; that of the phrase rules if the suite leaves answers to a judge."""
         return BY_PHRASES if asks_a_judge(suite) else PROGRAMMATIC
 
     def rewards(self, rows: GradedRows) -> Scores:

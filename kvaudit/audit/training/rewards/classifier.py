@@ -1,6 +1,6 @@
 """The probability of a label, by a sequence-classification model, as the reward.
 
-An answer longer than the model's window is read in windows that overlap by half.
+An answer longer than the model's input limit is read in pieces (windows) that overlap by half.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _REMOVED_THRESHOLD = 0.5  # of a removed option, still hashed so that older runs
 
 @dataclass(frozen=True)
 class Classified(Reward):
-    """The probability of labels for the last answer; ``classifier`` is a folder or a hub id.
+    """The reward that is a classifier's probability of labels for the last answer.
 
-    The reward is the probability of the labels ``pays`` (separated by |), or 1 minus that of the labels ``costs``.
-    Probabilities of exclusive labels are added; otherwise the most probable label counts. An answer longer than the
-    model's window gets the reward of its worst window.
+    ``classifier`` is a folder or a hub id. The reward is the probability of the labels ``pays`` (separated by |), or 1
+    minus that of the labels ``costs``. Probabilities of exclusive labels are added; otherwise the most probable label
+    counts. An answer longer than the model's window gets the reward of its worst window.
     """
 
     name = "classifier"
@@ -70,7 +70,7 @@ class Classified(Reward):
         return min(windows) if self.pays else 1.0 - max(windows)
 
     def _windows(self, text: str) -> Iterator[list[int]]:
-        """Yield the token ids of each window of a text, special tokens included."""
+        """Yield the token ids of each window (piece that fits the model) of a text, special tokens included."""
         tokenizer, config = self._loaded.tokenizer, self._loaded.model.config
         longest = config.to_dict().get("max_position_embeddings") or _WINDOW
         size = int(min(_WINDOW, tokenizer.model_max_length, longest))

@@ -28,7 +28,7 @@ from kvaudit.suites.base import Suite
 
 @dataclass(frozen=True)
 class Function(Reward):
-    """A Python function given as ``module:name``, on Python's module path or in the working directory.
+    """The reward that a Python function gives, written ``module:name``, on Python's path or in the working directory.
 
     Its identity is the hash of the file that defines it; files which that file imports or opens are not hashed.
     """

@@ -1,4 +1,4 @@
-"""A judge of ``kvaudit.audit.judges`` as the reward (RLAIF): by refusals, or by a written constitution."""
+"""A judge of ``kvaudit.audit.judges`` as the reward (RLAIF): for refusals, or for following a written constitution."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ AskJudge = Callable[[Sequence[Question]], Sequence[Ruling]]
 
 @dataclass(frozen=True)
 class Judged(Reward):
-    """A judge's grade of answers that a suite leaves to a judge; other answers get the suite's grade.
+    """The reward that a judge gives to answers that a suite leaves to a judge; other answers get the suite's grade.
 
     With a constitution (a file), the judge scores from 0 to 1 how well any answer follows it. Degenerate answers always
     get their suite's grade. Answers on which the judge fails are ungraded, also in a resumed run; if it fails on most
@@ -99,9 +99,9 @@ class Judged(Reward):
         return self._score_rows(self._ask, rows)
 
     def kept_in(self, folder: Path) -> RewardFn:
-        """Return the method ``rewards``, which here stores every answer of the judge for resumed runs.
+        """Return the method ``rewards`` with a store, so that a resumed run reuses every answer of the judge.
 
-        The file is ``rewards-NAME-12hex.jsonl``.
+        The store is ``rewards-NAME-12hex.jsonl`` in ``folder``.
         """
         path = folder / f"rewards-{self.judge.name}-{self.identity[:IDENTITY_DIGITS]}.jsonl"
         field = "score" if self.constitution_file else "refused"
@@ -117,7 +117,7 @@ class Judged(Reward):
         ]
 
     def _question(self, row: GradedRow) -> Question | None:
-        """Return the judge's question about a rollout; None if the suite's grade counts."""
+        """Return the question to the judge about a rollout; None if the suite's grade is the reward."""
         from kvaudit.audit.sampling.exchange import grade_degenerate, judge_question
 
         suite = SUITES.get(row.item.suite)()

@@ -1,4 +1,4 @@
-"""The arm and the sampler of an audited TRL trainer, and the checks that TRL's settings agree with them."""
+"""The arm and the sampler of an audited TRL trainer, and the checks that TRL's settings agree with both."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _FOR_OUR_CACHE: Mapping[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class HostedArm:
-    """An arm and its sampler: kvaudit's cache under ``policy``, or an external sampler."""
+    """An arm of an audited TRL trainer with its sampler: kvaudit's cache under ``policy``, or an external sampler."""
 
     arm: Arm
     policy: Policy | None
@@ -70,11 +70,14 @@ class HostedArm:
 
     @property
     def trl_corrects(self) -> bool:
-        """Whether TRL itself applies the arm's importance weights: for vLLM's rollouts, if TRL has these weights."""
+        """Whether TRL itself applies the arm's importance weights, as it does for vLLM's rollouts if it has them."""
         return self.external_sampler == VLLM and self.arm.correction in TRL_CORRECTIONS
 
     def apply_settings(self, config: Any) -> None:
-        """Set the arm's correction in TRL's GRPOConfig if TRL applies it; raises SpecError for contradicting ones."""
+        """Set the arm's correction in TRL's GRPOConfig, if TRL applies it.
+
+        Raises SpecError for settings that contradict the arm or its sampler.
+        """
         if self.arm.correction != "none" and config.loss_type == "vespo" and not self.trl_corrects:
             raise SpecError(
                 f"loss_type 'vespo' weights rollouts by its own ratio and arm {self.arm.name!r} by another; use "
@@ -104,7 +107,7 @@ class HostedArm:
             setattr(config, name, value)
 
     def recipe_summary(self) -> dict[str, Any]:
-        """Return how the checkpoint was trained, readable without this project's table of arms."""
+        """Return how the checkpoint was trained, as {aspect: words}, readable without this project's table of arms."""
         return {
             "rollouts": self.sampler_settings,
             "rollouts_hash": None if self.policy is None else self.policy.hash,
@@ -117,7 +120,10 @@ class HostedArm:
 def check_logprobs(
     sampler: str, completions: Sequence[Sequence[int]], logprobs: Sequence[Sequence[float | None]] | None
 ) -> None:
-    """Raise DataError if an external sampler did not return one log-prob per token; None means not scored."""
+    """Raise DataError if an external sampler did not return one log-prob, at most 0, for each token.
+
+    A log-prob may be None for a token that was not scored.
+    """
     if logprobs is None:
         raise DataError(f"{sampler} returned no log-probs, and every arm needs one per token; have it return them")
     # errors in a list are reported before a wrong number of lists
@@ -135,7 +141,10 @@ def check_logprobs(
 
 
 def _external_settings(arm: Arm, policy: str | None, sampler: str) -> str:
-    """Return the user's description of an external sampler's settings, which cannot be verified."""
+    """Return in words the settings of an external sampler, as the user declares them; they cannot be verified.
+
+    Raises SpecError if the arm or the policy cannot be used with this sampler.
+    """
     if arm.learner == "shadow":
         raise SpecError(
             f"arm {arm.name!r} replays the ledger of kvaudit's cache, but {sampler} samples and leaves none; use arm "

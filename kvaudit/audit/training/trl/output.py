@@ -75,7 +75,7 @@ COUNTS = ("tokens", "kept", "dense", "peak", "dense_bytes", "prompt", "rows")
 
 
 class TrainingResult(NamedTuple):
-    """The finished steps of a training run, its recipe, and the rollouts of its final weights under ``policy``."""
+    """The result of a training run: its number of steps, its recipe, and rollouts of the final weights."""
 
     steps: int
     recipe: Mapping[str, Any]  # how the checkpoint was trained, for provenance.json
@@ -84,7 +84,7 @@ class TrainingResult(NamedTuple):
 
 
 class OutputFolder:
-    """The output folder, used by the one process that writes it; the constructor writes nothing."""
+    """The output folder of one training run, used by the one process that writes it; the constructor writes nothing."""
 
     def __init__(self, path: Path, config: Mapping[str, Any], base_sha256: str) -> None:
         self.path, self.telemetry = path, TelemetryLog(path / TELEMETRY)
@@ -122,7 +122,7 @@ class OutputFolder:
             write_json(self.path / RECIPE, seal_recipe(sections))
 
     def add(self, row: Mapping[str, Any]) -> dict[str, int]:
-        """Write a row of telemetry with the alarms that it raises; return these."""
+        """Write a row of telemetry together with the alarms that it raises; return the alarms."""
         self._first_row = self._first_row or row
         alarms = alarm_numbers(row, self._first_row)
         self.telemetry.append({**row, **alarms})
@@ -193,7 +193,7 @@ class StepNumbers:
         self._panel.add(sampler, learner, mask.bool(), advantages)
 
     def add_caches(self, rollouts: Sequence[Rollout], tokens: int) -> None:
-        """Add the ``tokens`` of this process's microbatch, and the cache sizes of its rollouts."""
+        """Add this process's microbatch: its number of ``tokens``, and the cache sizes of its rollouts."""
         self.counts["tokens"] += tokens
         for rollout in rollouts:
             seen, dense = entries_seen(rollout)
@@ -241,8 +241,8 @@ def settings_of(config: Any) -> dict[str, Any]:
 def base_sha256(model: Any) -> str:
     """Return the sha256 of the weights that training starts from.
 
-    It is the hash of the files that they were loaded from, as in all commands; of the tensors if these files have
-    another format or do not exist.
+    As in all commands, it is that of the files from which the weights were loaded. If there are no such files, or they
+    have another format, it is that of the tensors.
     """
     stock = inner_model(model)
     folder = _source_folder(stock.config)
@@ -285,7 +285,7 @@ def _source(function: Any) -> str:
 
 
 def questions_sha256(dataset: Any) -> str:
-    """Return the sha256 of all prompts; for a stream, whose prompts are not known yet, of its name."""
+    """Return the sha256 of all prompts of a data set; of the name of a stream, whose prompts are not known yet."""
     rows = dataset["prompt"] if hasattr(dataset, "__len__") and "prompt" in dataset.column_names else [str(dataset)]
     return sha256_of([str(row) for row in rows])
 

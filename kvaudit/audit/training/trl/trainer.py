@@ -50,7 +50,7 @@ _SAMPLER, _OLD = "sampling_per_token_logps", "old_per_token_logps"  # TRL's
 
 @dataclass
 class _SamplerModel:
-    """The learner's model with the attributes that ``Sampler`` reads."""
+    """The learner's model in the form that kvaudit's ``Sampler`` takes."""
 
     model: Any
     device: torch.device
@@ -59,7 +59,10 @@ class _SamplerModel:
 
 
 class _OnTrainBegin(TrainerCallback):  # type: ignore[misc]
-    """A callback that runs ``function`` when training starts; a resume has set the number of finished steps by then."""
+    """A callback that calls ``function`` when training starts.
+
+    After a resume, the number of finished steps is known by then.
+    """
 
     def __init__(self, function: Callable[[], None]) -> None:
         self._function = function
@@ -143,7 +146,7 @@ class AuditedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
     def _generate_single_turn(
         self, prompt_ids: list[list[int]], images: Any, multimodal_fields: Any, num_generations: int, **more: Any
     ) -> Any:
-        """Return completions and their log-probs: the method by which TRL calls a sampler."""
+        """Return completions and their log-probs; TRL calls this method to sample."""
         if self._hosted.policy is None:
             return super()._generate_single_turn(prompt_ids, images, multimodal_fields, num_generations, **more)
         with self._full_weights():
@@ -196,7 +199,10 @@ class AuditedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         return sum(flags) / len(flags) if flags else 0.0
 
     def _apply_correction(self, batch: dict[str, Any]) -> dict[str, float]:
-        """Apply the arm's importance weights (its correction) to the batch, in place; return all processes' metrics."""
+        """Apply the arm's importance weights (its correction) to the batch, in place.
+
+        Returns the correction's metrics over all processes.
+        """
         arm = self._hosted.arm
         if arm.correction == "none":
             return {"mismatch/masked_tokens": 0.0, "mismatch/rejected_sequences": 0.0}
@@ -241,7 +247,7 @@ class AuditedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         batch_size: int | None = None,
         **more: Any,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Run TRL's pass; in arms that learn under the sampler's cache, with the evictions of each row's ledger."""
+        """Run TRL's pass; in arms that learn under the sampler's cache, hide the entries that were evicted from it."""
         if self._hosted.arm.learner == "dense":
             outputs = super()._get_per_token_logps_and_entropies(
                 model, input_ids, attention_mask, logits_to_keep, batch_size, **more
@@ -292,7 +298,7 @@ class AuditedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         return loss
 
     def _gather(self, values: Tensor) -> Tensor:
-        """Gather values [b, T, ...] of all processes, padded to the longest T."""
+        """Gather values [b, T, ...] of all processes; each is padded to the longest T."""
         gathered: Tensor = self.accelerator.gather(self.accelerator.pad_across_processes(values.contiguous(), dim=1))
         return gathered
 
@@ -307,7 +313,7 @@ class AuditedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
     def _begin(self) -> None:
         """Reserve the output folder for this run before the first step, also after a resume.
 
-        Only the main process does so.
+        Only the main process does this.
         """
         self._numbers = StepNumbers()
         if not self.is_world_process_zero():
