@@ -434,6 +434,13 @@ def test_people_do_not_label_a_run_in_rounds(held: Path, tmp_path: Path) -> None
     assert not (tmp_path / "sheet.csv").exists()
 
 
+def test_a_run_in_rounds_is_not_compared_with_bounds_for_a_fixed_number_of_rows(held: Path) -> None:
+    words = ["compare", held, held, "--select-a", "policy=none", "--select-b", "policy=int8"]
+    done = CliRunner().invoke(app, [str(word) for word in [*words, "--items-are-independent"]])
+    assert done.exit_code == 2
+    assert "is a run in rounds, whose rows ended when its own gate had decided" in done.stderr
+
+
 def test_rows_that_share_a_template_are_refused(tmp_path: Path) -> None:
     spec = asked("int8")
     spec["evaluate"]["suites"], spec["gate"] = {"refusal": {"items": "all"}}, {"margins": {"refusal.unsafe": 5}}

@@ -158,6 +158,7 @@ def compare(
     for points in (margin, *(margins or {}).values()):
         margin_of(points, "--margin")
     _check_ratios(ratios or {}, margins or {})
+    _refuse_rounds(sides)
     if not 0 < alpha < 0.5:
         raise SpecError(f"--alpha is {alpha:g}; give a number above 0 and below 0.5")
     direction = direction_of(
@@ -193,6 +194,17 @@ def compare(
     problems = (*sides.reference.problems, *sides.candidate.problems)
     findings = Findings(drift, rules, decide(drift, rules), calibration=shipped_rates(), problems=problems)
     return MetricComparison(sides, metric, findings, pairs.notes, direction, records)
+
+
+def _refuse_rounds(sides: Sides) -> None:
+    """Raise SpecError for a run in rounds, whose rows ended because its own gate had decided."""
+    for log in (sides.reference, sides.candidate):
+        if log.run is not None and log.run.spec.evaluate.rounds is not None:
+            raise SpecError(
+                f"{str(log.path)!r} is a run in rounds, whose rows ended when its own gate had decided, so that bounds "
+                "for a fixed number of rows do not hold; read its verdict with kvaudit gate, or compare runs that ask a "
+                "fixed number (kvaudit run)"
+            )
 
 
 def _comparison(title: str, records: pd.DataFrame, seeds: Sequence[int]) -> Comparison:
