@@ -12,6 +12,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -145,11 +146,17 @@ def where() -> str:
     """File and function of ours that is nearest, ``stock`` where there is none."""
     frame: Any = sys._getframe(1)
     while frame is not None:
-        path = Path(frame.f_code.co_filename)
-        if path.is_relative_to(OURS):
-            return f"{path.relative_to(OURS)}:{frame.f_code.co_name}"
+        if name := _name(frame.f_code.co_filename):
+            return f"{name}:{frame.f_code.co_name}"
         frame = frame.f_back
     return "stock"
+
+
+@cache
+def _name(file: str) -> str | None:
+    """A file of ours by its path in the package, None for one of others."""
+    path = Path(file)
+    return str(path.relative_to(OURS)) if path.is_relative_to(OURS) else None
 
 
 def _flat(x: Any) -> Iterator[Any]:

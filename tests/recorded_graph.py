@@ -7,7 +7,7 @@ A step that is replayed wrongly here would be replayed wrongly there.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from pretend_gpu import where
@@ -23,12 +23,21 @@ class GraphError(AssertionError):
     """What no graph can hold."""
 
 
+class Operator(NamedTuple):
+    """What ran, and the results it allocated, each by its place among the tensors of what it returned."""
+
+    func: Any
+    args: Any
+    kwargs: Any
+    made: list[tuple[int, Tensor]]
+
+
 class RecordedGraph(TorchDispatchMode):
-    """The operators that ran inside it, each with its arguments and results."""
+    """The operators that ran inside it and did more than show a tensor in another way."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.operators: list[tuple[Any, Any, Any, list[Tensor]]] = []
+        self.operators: list[Operator] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -37,8 +46,10 @@ class RecordedGraph(TorchDispatchMode):
         result = func(*args, **kwargs)
         given = {tensor.untyped_storage().data_ptr() for tensor in tensors_in((args, kwargs))}
         # a view needs no copy: it shows what its base holds
-        made = [tensor for tensor in tensors_in(result) if tensor.untyped_storage().data_ptr() not in given]
-        self.operators.append((func, args, kwargs, made))
+        results = enumerate(tensors_in(result))
+        made = [(n, tensor) for n, tensor in results if tensor.untyped_storage().data_ptr() not in given]
+        if made or func._schema.is_mutable:
+            self.operators.append(Operator(func, args, kwargs, made))
         return result
 
     def replay(self) -> None:
@@ -46,15 +57,20 @@ class RecordedGraph(TorchDispatchMode):
         for func, args, kwargs, made in self.operators:
             result = func(*args, **kwargs)
             if made:
-                given = {tensor.untyped_storage().data_ptr() for tensor in tensors_in((args, kwargs))}
-                new = [tensor for tensor in tensors_in(result) if tensor.untyped_storage().data_ptr() not in given]
-                for old, tensor in zip(made, new, strict=True):
-                    old.copy_(tensor)
+                new = tensors_in(result)
+                for n, old in made:
+                    old.copy_(new[n])
 
 
 def tensors_in(values: Any) -> list[Tensor]:
     """Return the tensors in nested tuples, lists and dicts."""
-    return [leaf for leaf in torch.utils._pytree.tree_leaves(values) if isinstance(leaf, Tensor)]
+    if isinstance(values, Tensor):
+        return [values]
+    if isinstance(values, dict):
+        values = values.values()
+    elif not isinstance(values, (tuple, list)):
+        return []
+    return [tensor for value in values for tensor in tensors_in(value)]
 
 
 class Recorder:
