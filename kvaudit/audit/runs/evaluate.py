@@ -62,6 +62,7 @@ from kvaudit.core.tool_forms.text import list_tools
 from kvaudit.reports.records.load import SAME_ORDER, SHUFFLED
 from kvaudit.suites.base import SUITES, CountTokens, Split, Suite
 from kvaudit.suites.inspect_task import Inspect
+from kvaudit.suites.templates import Templated
 
 RowsDone = Callable[[Unit, int, int], None]  # unit, rows done, rows in total
 Batches = dict[tuple[str, int], list[list[Item]]]  # by suite and context length
@@ -439,7 +440,8 @@ def round_size(spec: RunSpec, suite: Suite, count: CountTokens) -> int:
 
 def count_clusters(suite: Suite, seed: int, context: int, count: CountTokens) -> int:
     """Return the number of clusters (items of one origin) that a suite can make; raise SpecError for over 20,000."""
-    number = 64
+    # a suite of templates makes one item of each before any gets its next
+    number = len(suite.pool("eval", seed)) + 1 if isinstance(suite, Templated) else 64
     while True:
         names = [item.cluster_id for item in make_items("evaluate", suite, "eval", number, seed, context, count)]
         seen = set[str]()
