@@ -52,9 +52,10 @@ def tiny(loud: tuple[int, ...] = (), *, by: float = 4.0, outliers: bool = False)
     return SimpleNamespace(model=model, device=torch.device("cpu"))
 
 
-def asked(model: Any) -> list[Request]:
+def asked(model: Any, count: int = 4) -> list[Request]:
+    """One of every kind, or more."""
     found = []
-    for n in range(6):
+    for n in range(count):
         ids = torch.randint(1, 61, (TOKENS + n,), generator=torch.Generator().manual_seed(n))
         kv = CodedAttention(model, Case("uncompressed", 0.0, {}))
         with torch.no_grad():
@@ -63,8 +64,8 @@ def asked(model: Any) -> list[Request]:
     return found
 
 
-def diagnosed(model: Any) -> Diagnosis:
-    return run_diagnosis(model, asked(model), Codes(4, SIZE))
+def diagnosed(model: Any, count: int = 4) -> Diagnosis:
+    return run_diagnosis(model, asked(model, count), Codes(4, SIZE))
 
 
 @torch.no_grad()
@@ -104,7 +105,7 @@ def test_keys_by_channel_share_a_scale_over_thirty_two_positions_and_no_further(
 
 
 def test_outlying_key_channels_are_found_and_finer_groups_are_advised() -> None:
-    found = diagnosed(tiny(tuple(range(LAYERS)), outliers=True))
+    found = diagnosed(tiny(tuple(range(LAYERS)), outliers=True), 6)
     keys, values = found.parts
     assert found.mode == "outlier-crushes-safety"
     assert keys.nats > 10 * values.nats

@@ -356,7 +356,7 @@ def test_the_port_is_bound_before_models_are_loaded() -> None:
 
 
 def test_sigterm_ends_a_server_with_incomplete_and_running_requests() -> None:
-    code = "import kvaudit.audit.commands.serve as one; one._GRACE = 1; from kvaudit.audit.cli import app; app()"
+    code = "import kvaudit.audit.commands.serve as one; one._GRACE = 0.2; from kvaudit.audit.cli import app; app()"
     words = [sys.executable, "-c", code, "serve", "embedded", "--port", "0"]
     process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:

@@ -428,5 +428,8 @@ def test_an_arm_that_is_trained_cannot_be_given_too() -> None:
 
 def test_checkpoints_are_evaluated_with_the_number_of_items_that_the_pilot_gives(trained: Path, tmp_path: Path) -> None:
     grid = {"policies": ["none"], "suites": {"refusal": {"items": "auto"}}, "context_tokens": [128], "pilot": 24}
-    code, output, _ = run(tmp_path, spec(trained, evaluate=grid))
+    code, output, folder = run(tmp_path, spec(trained, evaluate=grid, gate={"margins": {"refusal": 15}}))
     assert (code, "KeyError" in output) == (0, False)
+    given = json.loads((folder / "provenance.json").read_text())["pilot"]["found"]["items"]["refusal"]
+    assert given > 24
+    assert {len(path.read_text().splitlines()) for path in (folder / "records").glob("*.jsonl")} == {given}
