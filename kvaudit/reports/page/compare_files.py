@@ -202,8 +202,8 @@ def _refuse_rounds(sides: Sides) -> None:
         if log.run is not None and log.run.spec.evaluate.rounds is not None:
             raise SpecError(
                 f"{str(log.path)!r} is a run in rounds, whose rows ended when its own gate had decided, so that bounds "
-                "for a fixed number of rows do not hold; read its verdict with kvaudit gate, or compare runs of a fixed "
-                "number (kvaudit run)"
+                "for a fixed number of rows do not hold; read its verdict with kvaudit gate, or compare runs of "
+                "a fixed number (kvaudit run)"
             )
 
 
