@@ -104,9 +104,9 @@ class CachedLayer:
         self.counts = self.schedule.arrived
 
     def flush(self, forward: Forward, *, on_write: bool) -> None:
-        """Quantise the entries that are due, if the quantiser does so at this moment.
+        """Quantise the entries that are due, if this is the moment at which the quantiser does so.
 
-        ``on_write``: the moment before the new queries attend, otherwise after.
+        There are two moments in a forward: before the new queries attend (``on_write`` is True), and after (False).
         """
         if isinstance(self.store, QuantisedStore) and self.store.on_write == on_write:
             assert forward.coded is not None
@@ -187,8 +187,8 @@ class CachedLayer:
     ) -> tuple[Tensor, Tensor]:
         """Return the attention output [B, G*H, 1, D] of one query per row, and the numbers of the units that it reads.
 
-        The policy selects the units, runs of ``selector.unit`` positions. Nothing is evicted from such a store, so
-        every head holds the same positions.
+        A unit is a run of ``selector.unit`` positions; the policy selects which ones to read. A policy that selects
+        never evicts, so every head holds the same positions.
         """
         store, positions = self.store, forward.positions
         assert call.query.shape[2] == 1, call.query.shape
@@ -282,7 +282,10 @@ class CachedLayer:
         return self.counts.all_equal(self.store.length)
 
     def can_replace(self, eviction: Eviction, length: int) -> bool:
-        """Return whether exactly one of ``length`` entries per head is evicted, so that the newest takes its place."""
+        """Return whether an eviction removes exactly one of each head's ``length`` entries.
+
+        The newest entry can then take the slot of the evicted one.
+        """
         # the newest entry would be out of order, which policies over neighbours and runs of codes cannot use; and heads
         # that share a budget may each lose more than one entry
         if self.evictor.ordered or self.evictor.shares_heads or isinstance(self.store, QuantisedStore):

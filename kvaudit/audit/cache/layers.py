@@ -163,7 +163,7 @@ class States:
         *,
         conv_kernel_size: int,
     ) -> Tensor:
-        """Append convolution inputs [B, C, Q]; return the kept inputs followed by the new ones."""
+        """Append convolution inputs [B, C, Q]; return the inputs kept from earlier calls followed by the new ones."""
         before = self.tensors.get((_CONVOLUTION, state_idx))
         inputs = conv_states if before is None else torch.cat([before, conv_states], -1)
         # the last [B, C, kernel] are kept, with zeros before the first token

@@ -107,7 +107,10 @@ class Rollout:
 
     @property
     def engine_turns(self) -> tuple[Rollout, ...]:
-        """One rollout per request to an engine: each turn with all text before it; this rollout if it has no turns."""
+        """The rollout split into one rollout per request to an engine: each turn, preceded by all text before it.
+
+        A rollout that has no turns is returned alone.
+        """
         return self.turns or (self,)
 
 
@@ -185,7 +188,10 @@ def _scalars(rollout: Rollout) -> dict[str, Any]:
 
 
 def _shorten(times: Tensor) -> Tensor:
-    """Return times as uint16 if they fit, with its largest number for never; times go up to the number of tokens."""
+    """Return times, of which the largest is the number of tokens, as uint16 if they fit, else unchanged.
+
+    In uint16 the largest number of the type stands for never.
+    """
     if times.shape[-1] >= _SHORT_NEVER - 1:
         return times
     return times.clamp(max=_SHORT_NEVER).to(_SHORT)  # NEVER becomes the largest number
@@ -301,7 +307,7 @@ def _parse_runs(runs: Any) -> tuple[tuple[int, int], ...]:
 
 
 def _fault(rollout: Rollout) -> str | None:
-    """Return what is wrong with a rollout, to be appended to the name of its ledger; None if nothing is."""
+    """Return what is wrong with a rollout, as a phrase to follow the name of its ledger; None if nothing is."""
     tokens = rollout.ids.shape[0]
     if rollout.experts is not None and (rollout.experts.dim() != 3 or len(rollout.experts) != tokens):
         return f": experts {tuple(rollout.experts.shape)} do not fit {tokens} tokens"

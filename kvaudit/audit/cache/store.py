@@ -287,7 +287,7 @@ class Store:
     def close_gaps(self) -> None:
         """Move the entries of every head into its first slots, if the store then needs fewer slots.
 
-        Without this, the store would grow as rows join and leave.
+        Without this, the store would grow with every row that joins or leaves.
         """
         if self._slots:  # not a layer without entries
             used = self.positions >= 0
@@ -326,7 +326,11 @@ class Store:
 def _move_newest(
     ledger: Tensor, slots: Sequence[Tensor], slot: Tensor, position: Tensor, next_query: Tensor, last: int
 ) -> None:
-    """Move slot ``last`` of every tensor [B, H, C, ...] into ``slot`` [1], evicting its entry at ``position`` [1]."""
+    """Evict the entry at ``position`` [1] from ``slot`` [1], and move the newest entry, in slot ``last``, there.
+
+    This is done in every tensor of ``slots`` [B, H, C, ...]; ``ledger`` records that ``next_query`` does not see the
+    entry.
+    """
     ledger.index_copy_(2, position, next_query.expand(*ledger.shape[:2], 1))
     for tensor in slots:
         tensor.index_copy_(2, slot, tensor.narrow(2, last, 1).clone())

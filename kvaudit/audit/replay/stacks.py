@@ -62,9 +62,9 @@ class RolloutLists(NamedTuple):
 
 
 class StackLine(BaseModel):
-    """The base of the pydantic models of a line, one per training stack; unknown keys are ignored.
+    """The base of the pydantic models of one line of a rollout file; each training stack has a subclass.
 
-    The two fields defined here are kvaudit's own and allowed in a line of any stack.
+    Unknown keys are ignored. The fields defined here are kvaudit's own and allowed in a line of any stack.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -302,7 +302,8 @@ STACKS: Mapping[str, tuple[frozenset[str], type[StackLine]]] = {
 def import_rollouts(path: Path, undrawn: list[str] | None = None) -> Iterator[ImportedRollout]:
     """Yield the rollouts of a file; raises DataError with file and line at the first invalid one.
 
-    A rollout without a sampled token, such as an aborted one, is skipped, and its location is added to ``undrawn``.
+    A rollout without a sampled token, such as an aborted one, is skipped. Its location (such as ``line 3``) is appended
+    to ``undrawn``, if that is given.
     """
     if not path.is_file():
         raise DataError(f"rollouts {str(path)!r} do not exist; give a file of one rollout a line, see {PAGE}")

@@ -261,9 +261,10 @@ class Chat:
         calls: Sequence[ToolCall] = (),
         tools: Tools = (),
     ) -> ChatTokens:
-        """Return the tokens that follow a completion, as ``reply``, without what the completion already holds of them.
+        """Return the tokens of ``reply`` that the completion does not hold already.
 
-        If ``completion`` ends with an end-of-turn token, everything up to this token is left out.
+        ``reply`` begins with the end of the answer. If ``completion`` ends with an end-of-turn token, the tokens of
+        ``reply`` up to and including this token are left out.
         """
         rendered = self.reply(messages, spans, calls=calls, tools=tools)
         if completion and completion[-1] in self.stop_ids:
@@ -409,7 +410,10 @@ class Chat:
         return ChatTokens(tuple(encoded["input_ids"]), roles, spans)
 
     def _text_after(self, before: tuple[Message, ...], messages: Sequence[Message], tools: Tools = ()) -> str:
-        """Return the text that the template writes after ``before``, which ends with a placeholder answer or call."""
+        """Return the text that the template writes for ``messages`` after ``before``, and for the next answer's header.
+
+        ``before`` ends with a placeholder for an answer or a call.
+        """
         text = self._template([*before, *messages], tools)
         if not before:
             return text
@@ -444,8 +448,8 @@ class Chat:
     def _rows(self, messages: Sequence[Message], arguments_as: ArgumentsAs | None) -> list[dict[str, Any]]:
         """Return messages as the dicts that a chat template takes; texts of roles that it lacks go into user messages.
 
-        ``arguments_as`` is given for a conversation with tools: "object" or "text" is how the template takes a call's
-        arguments. Then results keep the role ``tool``, because the template writes them.
+        ``arguments_as`` is given only for a conversation with tools: "object" or "text" is how the template takes a
+        call's arguments. Tool results then keep the role ``tool``, because such a template can write them.
         """
         support = {Role.SYSTEM: self.system_role, Role.TOOL: self.tool_role}
         if arguments_as:
@@ -527,10 +531,11 @@ def _with_slots(messages: Sequence[Message]) -> list[Message]:
 
 
 def _find_varying(text: str, texts: Mapping[int, _Stretch], frame: str, other: str, role: Role) -> list[_Stretch]:
-    """Return the parts of ``text``, outside of messages, where the template wrote tools or calls, with ``role`` set.
+    """Return the parts of the prompt ``text``, outside of messages, where the template wrote tools or calls.
 
-    They are found where two renderings differ: ``frame``, with the same tools and calls, and ``other``, with others.
-    ``texts`` has the part of ``text`` that each message takes up, by its number and in the order of the text.
+    They are found where two renderings differ: ``frame``, with the same tools and calls as ``text``, and ``other``,
+    with different ones. ``texts`` has the part of ``text`` that each message takes up, by its number and in the order
+    of the text. ``role`` becomes the role of the returned parts.
     """
     starts = [0, *(stretch.end for stretch in texts.values())]
     ends = [*(stretch.start for stretch in texts.values()), len(text)]
@@ -604,9 +609,9 @@ def _find_stretches(text: str, frame: str, messages: Sequence[Message]) -> dict[
 
 
 def _find_form(text: str, position: int, content: str) -> tuple[str, Sequence[int] | None]:
-    """Return a message's text as the template wrote it at ``position``, and the offsets of its characters there.
+    """Return the form of a message's text at ``position`` of the rendered ``text``, and its characters' offsets there.
 
-    The template may write it unchanged (offsets None), stripped or as JSON. Offsets are as in ``_Stretch``.
+    The template may write ``content`` unchanged (offsets None), stripped or as JSON. Offsets are as in ``_Stretch``.
     """
     if text.startswith(content, position):
         return content, None

@@ -94,7 +94,8 @@ def differing_part(text: str, other: str) -> tuple[int, int]:
 class ResponseTemplate(ToolForm):
     """The syntax of tool calls that one tokenizer defines by its ``response_template``.
 
-    ``prompt`` is a prompt as the template renders it; the parser needs its end, with which an answer may begin.
+    ``prompt`` is a prompt as the chat template renders it. The parser needs it, because its end may be the beginning of
+    the answer.
     """
 
     name = "tokenizer"
