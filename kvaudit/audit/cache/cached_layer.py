@@ -350,9 +350,10 @@ class CachedLayer:
     def victims_on_host(self, newest: int | None, before: int, pins: Pins | None) -> Victims | None:
         """Return slot and position of the entry to evict in every head, computed on the CPU.
 
-        This is possible only for policies that rank by position alone. None if rows or heads may differ. ``before`` is
-        the number of slots in use before the new entry, and ``newest`` the new entry's position (None if it differs
-        between rows). The position of each slot is read from the device once and then kept in the schedule.
+        This is possible only for policies that rank by position alone. None if the entry may differ between rows or
+        heads. ``before`` is the number of slots in use before the new entry, and ``newest`` the new entry's position
+        (None if it differs between rows). The position of each slot is read from the device once and then kept in the
+        schedule.
         """
         schedule = self.schedule
         if newest is None or pins is not None:

@@ -128,7 +128,10 @@ def kv_heads(config: Any) -> int:
 
 
 def layer_kinds(config: Any) -> list[str]:
-    """Return the kind of every layer, in transformers' words; empty for a config without layers or attention heads."""
+    """Return the kind of every layer, in transformers' words, such as "full_attention" or "sliding_attention".
+
+    The list is empty for a config without layers or attention heads.
+    """
     text = config.get_text_config(decoder=True)
     if hasattr(text, "layer_types") and text.layer_types:  # a property in some configs, so not a key of the dict
         return list(text.layer_types)

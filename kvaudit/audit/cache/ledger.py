@@ -140,7 +140,10 @@ def _pad_rows(rows: Sequence[Tensor], value: int) -> Tensor | None:
 
 
 def save_ledgers(path: Path, rollouts: Sequence[Rollout], policy: Policy) -> str:
-    """Write the rollouts to ``path`` and return the file's sha256. Raises SpecError for a policy without replay."""
+    """Write the rollouts to ``path`` and return the file's sha256.
+
+    Raises SpecError for a policy that cannot be replayed.
+    """
     if not policy.replayable:
         raise SpecError(
             f"policy {policy.canonical!r} cannot be replayed, so no eviction ledger can be kept; choose another policy"

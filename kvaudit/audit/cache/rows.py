@@ -352,7 +352,10 @@ class QuantisationTimes:
 
 
 class Span(NamedTuple):
-    """The slots from ``first`` up to, but not including, ``end``, or those at the offsets ``places`` from ``first``."""
+    """A set of slots: those from ``first`` up to, but not including, ``end``, or only some of them.
+
+    ``places``, if given, are the offsets from ``first`` of the slots in the set.
+    """
 
     first: int
     end: int

@@ -1,7 +1,7 @@
-"""The record of the keys that each query selected, under a policy that lets it, and the masks for a replay of it.
+"""The record of the keys that each query selected, under a policy that selects keys, and masks for its replay.
 
-Nothing is evicted from such a cache, so ``evicted_at`` cannot record the selection. The record is one list of units
-(runs of positions) per query, layer and head.
+Such a policy evicts nothing, so ``evicted_at`` cannot record the selection. The record is one list of units (runs of
+positions) per query, layer and head.
 """
 
 from __future__ import annotations

@@ -233,7 +233,7 @@ class Store:
     def replace(self, victims: Victims, next_query: Tensor, longest: int) -> None:
         """Evict the entry in one slot per row and head, and move the entry of the last slot in use into it.
 
-        ``next_query`` and ``longest`` are as in ``keep``.
+        ``next_query`` int32 [B, 1, 1] is the position of each row's next query, at most ``longest``.
         """
         last = self.length - 1
         self.reserve_ledger(longest)

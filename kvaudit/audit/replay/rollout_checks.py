@@ -234,7 +234,7 @@ def _due_quantisation(rollout: Rollout, codec: Quantiser, until: Callable[[int, 
 def selection_breach(rollout: Rollout, policy: Policy, plans: Sequence[LayerPlan]) -> str | None:
     """Return how the recorded selections contradict the policy, or None if they agree.
 
-    It compares which queries selected, in which layers, and how many units (runs of positions) each query selected.
+    Checked are which queries selected, in which layers, and how many units (runs of positions) each query selected.
     """
     selector, selection = selector_of(policy), rollout.selection
     if selector is None:

@@ -153,7 +153,7 @@ class StepRunner:
     def begin_turn(self) -> None:
         """Drop all captured steps (CUDA graphs) if they no longer fit the model.
 
-        They do not if the weights have moved in memory, or if training mode or autocast has changed.
+        They no longer fit if the weights have moved in memory, or if training mode or autocast has changed.
         """
         if self._graphs and self._describe_model() != self._model_state:
             self._graphs.clear()

@@ -335,7 +335,7 @@ class Chat:
         return [text.format(role, texts) for role, support, texts in roles if support == "user"]
 
     def _role_support(self, role: Role, *, first: bool) -> Literal["native", "user"]:
-        """Return "native" if the template writes messages of ``role``, else "user": their text must go there.
+        """Return "native" if the template writes messages of ``role``, "user" if their text must go into user messages.
 
         ``first``: the role is tried at the beginning of a conversation, not at its end.
         """
@@ -410,9 +410,9 @@ class Chat:
         return ChatTokens(tuple(encoded["input_ids"]), roles, spans)
 
     def _text_after(self, before: tuple[Message, ...], messages: Sequence[Message], tools: Tools = ()) -> str:
-        """Return the text that the template writes for ``messages`` after ``before``, and for the next answer's header.
+        """Return what the template writes after the text of ``before``, up to the header of the next answer.
 
-        ``before`` ends with a placeholder for an answer or a call.
+        ``before`` is empty or ends with a placeholder for an answer or a call.
         """
         text = self._template([*before, *messages], tools)
         if not before:
