@@ -110,7 +110,7 @@ class Operand(NamedTuple):
 
 
 def is_available(device: torch.device) -> bool:
-    """Return whether the kernels run on ``device``: a GPU with triton installed, or any device under triton's interpreter."""
+    """Return whether the kernels run on ``device``: triton is installed, and ``device`` is a GPU or simulated by triton."""
     interprets = os.environ.get("TRITON_INTERPRET", "0") == "1"
     return triton is not None and (device.type == "cuda" or interprets)
 
