@@ -168,7 +168,10 @@ class CachedLayer:
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def _masked_attention(self, entries: Entries, call: AttentionCall, query_positions: Tensor) -> Tensor:
-        """Return the attention output of some rows' queries at positions [b, Q], computed in blocks of small masks."""
+        """Return the attention output [b, G*H, Q, D] of some rows' queries at positions [b, Q].
+
+        It is computed in blocks of queries, so that masks are small.
+        """
         store, query = self.store, call.query
         # one mask for all heads, until evictions let them differ
         positions = store.positions[entries.rows, :1] if store.uniform else store.positions[entries.rows]
@@ -327,7 +330,7 @@ class CachedLayer:
     def evict(self, eviction: Eviction, forward: Forward, view: View, importance: Tensor, pins: Pins | None) -> None:
         """Drop the entries of the lowest ``importance`` [b, H, K], in each row down to its budget.
 
-        ``view`` holds these entries. Pinned ones are dropped last.
+        ``view`` holds the entries to choose from. Pinned ones are dropped last.
         """
         pinned, store = self._pins_of(eviction, view, pins), self.store
         self.counts = self.schedule.remaining
@@ -342,7 +345,7 @@ class CachedLayer:
     def victims(self, eviction: Eviction, view: View, importance: Tensor, pins: Pins | None) -> Victims:
         """Return slot and position of the entry to evict in every head: that of the lowest ``importance`` [B, H, K].
 
-        Pinned entries and those that the policy protects come last.
+        Pinned entries and those that the policy protects are evicted only if there are no others.
         """
         slots = victim_slots(importance, view.positions, view.seen, self.evictor, self._pins_of(eviction, view, pins))
         return Victims(slots, view.positions.gather(2, slots[:, :, None]))
@@ -408,7 +411,7 @@ class CachedLayer:
         return None if pins is None or self.plan.sliding_window is not None else pins.at(view.positions, eviction.rows)
 
     def _keep(self, kept: Tensor, forward: Forward) -> None:
-        """Drop the slots where ``kept`` [B, H, length] is False; as many remain as the fullest head needs."""
+        """Drop the slots where ``kept`` [B, H, length] is False; as many slots remain as the fullest head needs."""
         # how heads share a budget is known on the device only, so this waits for it
         width = int(kept.sum(-1).max()) if self.evictor.shares_heads else self.counts.largest
         self.store.keep(kept, width, forward.next_query, forward.longest)

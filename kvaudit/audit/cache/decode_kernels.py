@@ -110,7 +110,7 @@ class Operand(NamedTuple):
 
 
 def is_available(device: torch.device) -> bool:
-    """Return whether the kernels run on ``device``: triton is installed, and ``device`` is a GPU or simulated by triton."""
+    """Return whether the kernels run on ``device``: triton is installed, and works on a GPU or as interpreter."""
     interprets = os.environ.get("TRITON_INTERPRET", "0") == "1"
     return triton is not None and (device.type == "cuda" or interprets)
 
@@ -726,7 +726,7 @@ def _scale_channels(
 ) -> tl.tensor:
     """Apply scales and zeros to keys quantised per channel, ``numbers`` [TILE, padded].
 
-    They are in a table with one row per group of keys; the group of each key is looked up.
+    Scales and zeros are in a table with one row per group of keys; the group of each key is looked up.
     """
     batch, head, place, inside = at
     group = tl.load(part[2] + batch * strides[6] + head * strides[7] + place, mask=inside, other=-1).to(tl.int64)

@@ -279,7 +279,7 @@ class FixedStep:
     def _forward_of(self, positions: Tensor, next_query: Tensor, longest: int) -> Forward:
         """Return the ``Forward`` (what all layers need to know) of a step.
 
-        ``longest`` may be 0 if the ledger is long enough for all rows already.
+        ``longest`` is the number of tokens of the longest row; it may be 0 if the ledger is long enough already.
         """
         return Forward(
             positions,

@@ -208,7 +208,10 @@ def _lengthen(times: Tensor) -> Tensor:
 
 
 def load_ledgers(path: Path, *, sha256: str | None = None) -> tuple[list[Rollout], Policy]:
-    """Read a ledger file; return rollouts and policy. Raises DataError for a missing, damaged or changed file."""
+    """Read a ledger file; return rollouts and policy.
+
+    Raises DataError for a file that is missing, damaged or not the one with this ``sha256``.
+    """
     if not path.is_file():
         raise DataError(f"ledger {str(path)!r} does not exist")
     if sha256 is not None and (got := hashlib.sha256(path.read_bytes()).hexdigest()) != sha256:

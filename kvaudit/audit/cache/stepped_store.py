@@ -144,7 +144,7 @@ class SteppedStore(QuantisedStore):
         return self._aligned
 
     def most_exact(self, seen: list[int]) -> int:
-        """Return the most exact (not quantised) entries that any row can have in the next step.
+        """Return the largest number of exact (not quantised) entries that a row can have in the next step.
 
         ``seen`` are the tokens of each row before that step.
         """
@@ -267,7 +267,7 @@ class SteppedStore(QuantisedStore):
         return keys, values
 
     def code_step(self, slots: tuple[Tensor, Tensor]) -> None:
-        """Quantise the entries that are due in this step; ``slots`` are those of the keys and of the values.
+        """Quantise the entries that are due in this step into ``slots``: those of the keys and those of the values.
 
         Keys that are quantised in groups of several positions wait for ``end_step``, since a group must be full first.
         """

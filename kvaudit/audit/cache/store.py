@@ -26,7 +26,10 @@ class Entries(NamedTuple):
 
 
 class EntryBytes(NamedTuple):
-    """The bytes of one cache entry in one head, as (key, value): stored exactly, and as codes with parameters."""
+    """The bytes of one cache entry in one head, as pairs (key, value).
+
+    There is a pair for entries stored exactly, and a pair for codes with their parameters.
+    """
 
     exact: tuple[float, float] = (0.0, 0.0)
     coded: tuple[float, float] = (0.0, 0.0)
@@ -79,7 +82,10 @@ class Store:
         return keys[rows], values[rows]
 
     def _in_use(self, name: str) -> Tensor:
-        """Return the tensor ``name`` in the slots in use; if these are all slots, no view is made, which takes time."""
+        """Return the tensor ``name`` in the slots in use.
+
+        If all slots are in use the tensor itself is returned, since making a view takes time.
+        """
         tensor = self._slots[name]
         return tensor if tensor.shape[2] == self.length else tensor.narrow(2, 0, self.length)
 

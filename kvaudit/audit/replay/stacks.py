@@ -407,7 +407,7 @@ def _split_prompt(ids: list[int], lists: Mapping[str, list[Any]], end: int, rewa
 
 
 def _placeholder_fault(rollout: Rollout) -> str | None:
-    """Return a message if a log-prob is a placeholder, as the -9999 that engines write for -inf; None if none is."""
+    """Return a message if a log-prob is a placeholder, like the -9999 that engines write for -inf; else None."""
     drawn = rollout.sampled.nonzero()[:, 0]
     low = (rollout.sampler_logprobs[drawn] <= _LOWEST).nonzero()
     if not len(low):

@@ -265,7 +265,10 @@ _fused_forwards: dict[type, Callable[..., Any]] = {}
 
 
 def _has_own_forward(layer: Any) -> bool:
-    """Return whether a layer's forward is that of its class, perhaps wrapped by gradient checkpointing."""
+    """Return whether a layer runs the forward of its class, not one that somebody has put in its place.
+
+    A forward that is wrapped for gradient checkpointing counts as that of the class.
+    """
     forward = vars(layer).get("forward")
     return forward is None or (isinstance(forward, partial) and forward.func.__module__.startswith("kvaudit."))
 

@@ -70,7 +70,7 @@ class ChatTokens:
         assert len(self.ids) == len(self.roles)
 
     def drop(self, count: int) -> ChatTokens:
-        """Return these tokens, with roles and spans, without the first ``count``."""
+        """Return the tokens after the first ``count``, with their roles and spans."""
         spans = {name: tuple(n - count for n in numbers if n >= count) for name, numbers in self.spans.items()}
         return ChatTokens(self.ids[count:], self.roles[count:], spans)
 
@@ -106,8 +106,8 @@ class Chat:
     def prompt(self, messages: Sequence[Message], spans: Sequence[Span] = (), tools: Tools = ()) -> ChatTokens:
         """Return the prompt as tokens, including the header of the answer, with the tokens of the marked ``spans``.
 
-        A span is a text that the suite marks. One whose text is ``list_tools(tools)`` is the template's listing of the
-        tools.
+        A span is a text that the suite marks. A span whose text is ``list_tools(tools)`` stands for the listing of the
+        tools that the template writes.
         """
         return self._render((), *self.request_of(messages, tools), spans)
 
@@ -186,7 +186,7 @@ class Chat:
 
     @cached_property
     def _arguments_as(self) -> ArgumentsAs | None:
-        """How the template takes a tool call's arguments: as an "object" or as JSON "text"; None if it lacks tools."""
+        """How the template takes a tool call's arguments: an "object" or JSON "text"; None if it takes no tools."""
         for arguments_as in ("object", "text"):
             try:
                 text = self._apply(self._rows(PROBE, arguments_as), [TOOL_SLOT])
@@ -349,7 +349,7 @@ class Chat:
             return "user"
 
     def _check_options(self) -> None:
-        """Raise SpecError for an option that kvaudit sets, and for one that changes nothing.
+        """Raise SpecError for an option that kvaudit sets itself, and for one that changes nothing.
 
         Templates do not list their options, so each one is tested by leaving it out.
         """

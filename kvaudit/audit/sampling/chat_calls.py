@@ -97,9 +97,9 @@ def answer(
 ) -> Answer:
     """Return a completion as an ``Answer``; raise Unanswered if it cannot be the answer to ``request``.
 
-    The token counts that the endpoint reports are checked against our own. Two are accepted unchecked: one that is not
-    a number, and one that is too small because the endpoint has read the beginning of the conversation before
-    (``readings``) and may not count cached tokens. ``seconds`` is the duration of the call.
+    The token counts that the endpoint reports are checked against our own. Two are ignored: one that is not a number,
+    and one that is too small because the endpoint has read the beginning of the conversation before (``readings``) and
+    may not count cached tokens. ``seconds`` is the duration of the call.
     """
     new_tokens = _number(completion.usage, "completion_tokens") or None
     if request.has_tools and completion.calls:

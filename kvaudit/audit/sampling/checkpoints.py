@@ -109,7 +109,10 @@ def _adapter_chain(name_or_path: str) -> list[str]:
 
 
 def check_comparable(name_or_path: str, base: LoadedModel) -> None:
-    """Raise DataError if architecture, tokenizer or chat template of the two models differ; read no weights."""
+    """Raise DataError if a model differs from ``base`` in architecture, tokenizer or chat template.
+
+    No weights are read.
+    """
     folder = locate(name_or_path)
     if is_adapter(folder):
         _check_base(folder, name_or_path, base)
