@@ -121,8 +121,8 @@ class Exchange:
 def grade_transcript(suite: Suite, item: Item, transcript: Sequence[Message], finish_reason: str) -> Grade:
     """Grade a finished conversation from its transcript alone; ``finish_reason`` says how it ended.
 
-    Degenerate answers (empty, not text) are graded here and not by the suite. The suite grades two kinds of them after
-    all: a truncated answer that has text, and an endless loop, since both may have done harm before.
+    Degenerate answers (empty, not text) are graded here and not by the suite. The suite does grade two kinds of them: a
+    truncated answer, by the text before the cut, and an endless loop, in which harm may have been done.
     """
     degenerate_grade = grade_degenerate(suite, item, transcript, finish_reason)
     if degenerate_grade is None:
