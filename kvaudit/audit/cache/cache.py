@@ -158,7 +158,7 @@ class EvictingCache:
         return gather_columns(self._attend(call._replace(query=query, key=key, value=value)), inverse)
 
     def take(self, call: AttentionCall) -> None:
-        """Update the cache as ``attend`` does, without computing attention, which another cache has done."""
+        """Update the cache as ``attend`` does, but do not compute attention: another cache has computed it already."""
         require_single_call(call.layer, self._attended, len(self.layers))
         assert self.forward.is_first, "the output is known only if both caches held the same"
         assert self._order is None  # shared prompts are right-padded
@@ -176,7 +176,7 @@ class EvictingCache:
     def _attend_selected(self, layer: CachedLayer, selector: Selector, call: AttentionCall) -> Tensor:
         """Return the attention of one query per row over the runs of positions (units) that the policy selects.
 
-        The selected units are recorded.
+        The numbers of the selected units are recorded.
         """
         view = layer.view(slice(None), self.forward, self.row_keys, packed=False)
         out, units = layer.selected_attention(call, self.forward, selector, view)
@@ -185,7 +185,7 @@ class EvictingCache:
         return out
 
     def _compress(self, call: AttentionCall) -> None:
-        """Update the policy's statistics of queries, then evict and quantise."""
+        """Update the policy's statistics of past queries with those of the call, then evict and quantise."""
         layer, forward = self.layers[call.layer], self.forward
         layer.add_queries(call.query, forward)
         self._update_bytes(layer)
@@ -218,7 +218,7 @@ class EvictingCache:
     def coded_counts(self) -> tuple[Counts, Counts] | None:
         """Return how many keys and how many values of each row are quantised after this forward.
 
-        None without a quantiser.
+        These are two ``Counts`` (a number per row); None without a quantiser.
         """
         return self._times.counts() if self._times else None
 
@@ -399,7 +399,7 @@ class EvictingCache:
 
     @property
     def bytes_peaks(self) -> list[int]:
-        """The peak bytes of each row: an equal share of the most bytes that a batch with this row had allocated."""
+        """The peak bytes of each row: the largest (allocated bytes / rows) of any batch that the row was part of."""
         return [max(before, self._peak // len(self._peaks)) for before in self._peaks]
 
     def retention(self) -> Tensor:
@@ -488,7 +488,7 @@ class EvictingCache:
 
 
 def _rank_together(layers: Sequence[CachedLayer], views: Sequence[View]) -> Sequence[Tensor]:
-    """Return for each layer the importance [b, H, K] by which it evicts, adjusted across layers by ``Evictor.agreed``.
+    """Return the importance [b, H, K] by which each layer evicts, as adjusted across layers by ``Evictor.agreed``.
 
     ``views`` holds, for each layer, what the policy needs to rank that layer's entries.
     """

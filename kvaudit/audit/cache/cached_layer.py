@@ -104,9 +104,9 @@ class CachedLayer:
         self.counts = self.schedule.arrived
 
     def flush(self, forward: Forward, *, on_write: bool) -> None:
-        """Quantise the entries that are due, if the quantiser does so at this moment.
+        """Quantise the entries that are due, if this is the moment at which the quantiser does so.
 
-        ``on_write``: the moment before the new queries attend, otherwise after.
+        There are two moments in a forward: before the new queries attend (``on_write`` is True), and after (False).
         """
         if isinstance(self.store, QuantisedStore) and self.store.on_write == on_write:
             assert forward.coded is not None
@@ -168,7 +168,10 @@ class CachedLayer:
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def _masked_attention(self, entries: Entries, call: AttentionCall, query_positions: Tensor) -> Tensor:
-        """Return the attention output of some rows' queries at positions [b, Q], computed in blocks of small masks."""
+        """Return the attention output [b, G*H, Q, D] of some rows' queries at positions [b, Q].
+
+        It is computed in blocks of queries, so that masks are small.
+        """
         store, query = self.store, call.query
         # one mask for all heads, until evictions let them differ
         positions = store.positions[entries.rows, :1] if store.uniform else store.positions[entries.rows]
@@ -187,8 +190,8 @@ class CachedLayer:
     ) -> tuple[Tensor, Tensor]:
         """Return the attention output [B, G*H, 1, D] of one query per row, and the numbers of the units that it reads.
 
-        The policy selects the units, runs of ``selector.unit`` positions. Nothing is evicted from such a store, so
-        every head holds the same positions.
+        A unit is a run of ``selector.unit`` positions; the policy selects which ones to read. A policy that selects
+        never evicts, so every head holds the same positions.
         """
         store, positions = self.store, forward.positions
         assert call.query.shape[2] == 1, call.query.shape
@@ -282,7 +285,10 @@ class CachedLayer:
         return self.counts.all_equal(self.store.length)
 
     def can_replace(self, eviction: Eviction, length: int) -> bool:
-        """Return whether exactly one of ``length`` entries per head is evicted, so that the newest takes its place."""
+        """Return whether an eviction removes exactly one of each head's ``length`` entries.
+
+        The newest entry can then take the slot of the evicted one.
+        """
         # the newest entry would be out of order, which policies over neighbours and runs of codes cannot use; and heads
         # that share a budget may each lose more than one entry
         if self.evictor.ordered or self.evictor.shares_heads or isinstance(self.store, QuantisedStore):
@@ -324,7 +330,7 @@ class CachedLayer:
     def evict(self, eviction: Eviction, forward: Forward, view: View, importance: Tensor, pins: Pins | None) -> None:
         """Drop the entries of the lowest ``importance`` [b, H, K], in each row down to its budget.
 
-        ``view`` holds these entries. Pinned ones are dropped last.
+        ``view`` holds the entries to choose from. Pinned ones are dropped last.
         """
         pinned, store = self._pins_of(eviction, view, pins), self.store
         self.counts = self.schedule.remaining
@@ -339,7 +345,7 @@ class CachedLayer:
     def victims(self, eviction: Eviction, view: View, importance: Tensor, pins: Pins | None) -> Victims:
         """Return slot and position of the entry to evict in every head: that of the lowest ``importance`` [B, H, K].
 
-        Pinned entries and those that the policy protects come last.
+        Pinned entries and those that the policy protects are evicted only if there are no others.
         """
         slots = victim_slots(importance, view.positions, view.seen, self.evictor, self._pins_of(eviction, view, pins))
         return Victims(slots, view.positions.gather(2, slots[:, :, None]))
@@ -347,9 +353,10 @@ class CachedLayer:
     def victims_on_host(self, newest: int | None, before: int, pins: Pins | None) -> Victims | None:
         """Return slot and position of the entry to evict in every head, computed on the CPU.
 
-        This is possible only for policies that rank by position alone. None if rows or heads may differ. ``before`` is
-        the number of slots in use before the new entry, and ``newest`` the new entry's position (None if it differs
-        between rows). The position of each slot is read from the device once and then kept in the schedule.
+        This is possible only for policies that rank by position alone. None if the entry may differ between rows or
+        heads. ``before`` is the number of slots in use before the new entry, and ``newest`` the new entry's position
+        (None if it differs between rows). The position of each slot is read from the device once and then kept in the
+        schedule.
         """
         schedule = self.schedule
         if newest is None or pins is not None:
@@ -404,7 +411,7 @@ class CachedLayer:
         return None if pins is None or self.plan.sliding_window is not None else pins.at(view.positions, eviction.rows)
 
     def _keep(self, kept: Tensor, forward: Forward) -> None:
-        """Drop the slots where ``kept`` [B, H, length] is False; as many remain as the fullest head needs."""
+        """Drop the slots where ``kept`` [B, H, length] is False; as many slots remain as the fullest head needs."""
         # how heads share a budget is known on the device only, so this waits for it
         width = int(kept.sum(-1).max()) if self.evictor.shares_heads else self.counts.largest
         self.store.keep(kept, width, forward.next_query, forward.longest)

@@ -55,9 +55,9 @@ class Scratch:
         self._bytes: dict[torch.Size, tuple[Tensor, Tensor]] = {}  # such a view, and its bytes
 
     def like(self, other: Tensor, dtype: torch.dtype, number: int = 0) -> Tensor:
-        """Return an uninitialised tensor shaped like ``other``; its memory lasts until the next such call.
+        """Return an uninitialised tensor shaped like ``other``.
 
-        Calls with another ``dtype`` or another ``number`` have memory of their own.
+        Its memory is used again by the next call with the same ``dtype`` and ``number``.
         """
         views = self._views.setdefault((dtype, number), {})
         view = views.get(other.shape)
@@ -85,7 +85,10 @@ class Scratch:
 
 
 def unpack(packed: Tensor, bits: int, scratch: Scratch | None = None) -> Tensor:
-    """Unpack bytes into codes: the inverse of ``pack``. Each byte is widened to a word with a byte per code."""
+    """Unpack bytes into codes: the inverse of ``pack``.
+
+    Each byte is first widened to a word that has one byte for each of its codes; ``scratch`` lends the memory.
+    """
     if bits == 8:
         return packed
     memory = scratch or Scratch()
@@ -212,7 +215,10 @@ def drop_empty_groups(group: Tensor, table: Tensor, max_groups: int | None = Non
 
 
 class Block(NamedTuple):
-    """The size of a block that is decoded at once: all tokens of some heads, or some tokens of one head."""
+    """The size of a block of codes that is decoded at once.
+
+    The block has all ``tokens`` of some ``heads``, or some of the tokens of one head.
+    """
 
     heads: int
     tokens: int
@@ -326,9 +332,9 @@ def token_mix(shares: Tensor, codes: Tensor, parameters: Tensor, products: CodeP
 
 
 def _by_group(parameters: Tensor) -> tuple[Tensor, ...]:
-    """Return parameters [B, H, C, n, P] as P contiguous tensors [B * H, n, C].
+    """Return the parameters (scales, zeros) [B, H, C, n, P] of codes as P contiguous tensors [B * H, n, C].
 
-    If each head has one scale for all its entries, the only tensor is [B * H, 1, 1].
+    If each head has one scale for all its entries, the result is a single tensor [B * H, 1, 1].
     """
     if parameters.shape[3:].numel() == 1:
         scale = parameters[:, :, :1] if parameters.stride(2) == 0 else parameters

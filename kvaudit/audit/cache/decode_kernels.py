@@ -110,7 +110,7 @@ class Operand(NamedTuple):
 
 
 def is_available(device: torch.device) -> bool:
-    """Return whether the kernels run on ``device``: triton is installed, and it is a GPU or triton's interpreter."""
+    """Return whether the kernels run on ``device``: triton is installed, and works on a GPU or as interpreter."""
     interprets = os.environ.get("TRITON_INTERPRET", "0") == "1"
     return triton is not None and (device.type == "cuda" or interprets)
 
@@ -129,7 +129,10 @@ def refuse(x: Tensor, error: Exception) -> None:
 
 
 def decodes(kind: str, device: torch.device) -> bool:
-    """Return whether ``attend_codes`` decodes codes of ``kind`` on ``device``: e4m3 needs compute capability 8.9."""
+    """Return whether ``attend_codes`` can decode codes of ``kind`` on ``device``.
+
+    On a GPU e4m3 needs compute capability 8.9; every other kind can be decoded anywhere.
+    """
     return kind != "e4m3" or device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
 
 
@@ -147,8 +150,9 @@ def attend_slots(
 
     query [B, G*H, D], keys [B, H, C, D], values [B, H, C, Dv], positions int32 [B, H or 1, C] (-1 = empty slot),
     query_positions [B] (-1 = no query), sink_logits [G*H]. A query at q sees positions 0 .. q, with a ``window`` the
-    last ``window`` of them; what unseen slots hold does not matter, NaN neither. Strides are free but for the last
-    dimension. As for all functions here, a first call outside of a capture compiles what the capture then launches.
+    last ``window`` of them; what unseen slots hold does not matter, not even NaN. All strides but that of the last
+    dimension are free. The first call compiles the kernel, so make it before capturing a CUDA graph, as for all
+    functions here.
     """
     parts = (_exact_operand(keys), _exact_operand(values))
     return _attend(query, parts, positions, query_positions, scaling, sink_logits, window)
@@ -201,9 +205,9 @@ def write_ring(
     slot: Tensor,
     mass: Tensor | None = None,
 ) -> None:
-    """Write an entry as ``write_slot`` does, but its key and value into rings [B, H, R, D] and [B, H, R, Dv].
+    """Write an entry as ``write_slot`` does, but its key and value into ring buffers [B, H, R, D] and [B, H, R, Dv].
 
-    Their place is the row's query position % R; nothing is written into the rings of a row without a query.
+    Their index in the ring is the row's query position % R; nothing is written for a row without a query.
     """
     rings = (ring_keys, ring_values)
     _write(rings, positions, (key, value), query_positions, slot, mass, (ring_keys.shape[2], ring_values.shape[2]))
@@ -328,9 +332,10 @@ def _coded_operand(part: CodedPart) -> Operand:
 
 
 def _with_rows(layout: Layout, tile: int) -> Layout:
-    """Return ``layout`` with ``rows`` set to how many rows of the scales' table a tile of ``tile`` slots uses.
+    """Return ``layout`` with ``rows`` set to how many rows of the table of scales one tile of slots uses.
 
-    ``run`` becomes 0 instead if there is no table, or if tiles and runs do not fit into each other in whole numbers.
+    A tile is ``tile`` slots that are read together, a run is slots that share a row of the table. If there is no table,
+    or if neither a tile is whole runs nor a run whole tiles, ``run`` is set to 0 instead.
     """
     run = layout.run
     if layout.groups != BY_TABLE or run == 0 or max(run, tile) % min(run, tile):
@@ -439,7 +444,8 @@ def _attend_exact(
 ) -> tl.tuple:
     """Return the weighted sums of values [G, Dv], largest logits [G] and total weights [G] over a range of slots.
 
-    All of these slots hold exact (unquantised) keys and values. ``read`` is as in ``_attend_coded``.
+    All of these slots hold exact (unquantised) keys and values. ``read`` = (row, head, slot positions, query position,
+    begin, end).
     """
     batch, head, positions, newest, begin, end = read
     ROWS: tl.constexpr = SHAPE.rows
@@ -475,8 +481,8 @@ def _attend_coded(
     """Return the sums, largest logits and total weights over a range of slots, some of which hold codes.
 
     ``read`` = (row, head, slot positions, query position, begin, end); the result has the form of ``_attend_exact``. A
-    first loop covers the tiles before the first exact entry that is seen. It reads positions and the parameters of
-    tokens one tile ahead by hand, since the compiler does not pipeline loads of so few bytes.
+    first loop covers the tiles before the first exact (unquantised) entry that the query sees. It loads positions and
+    the parameters of tokens one tile ahead by hand, since the compiler does not pipeline loads of so few bytes.
     """
     batch, head, positions, newest, begin, end = read
     ROWS: tl.constexpr = SHAPE.rows
@@ -584,7 +590,10 @@ def _is_seen(position: tl.tensor, newest: tl.tensor, SHAPE: tl.constexpr) -> tl.
 def _slots_before(
     oldest: tl.tensor, positions: tl.tensor, begin: tl.tensor, end: tl.tensor, newest: tl.tensor, SHAPE: tl.constexpr
 ) -> tl.tensor:
-    """Return how many slots lie between ``begin`` and the first seen entry whose position is ``oldest`` or later."""
+    """Return how many slots from ``begin`` on come before the first recent entry; all up to ``end`` if there is none.
+
+    A recent entry is one at position ``oldest`` or later that the query at position ``newest`` may attend to.
+    """
     SCAN: tl.constexpr = SHAPE.scan
     place = tl.arange(0, SCAN)
     first = tl.zeros([SCAN], tl.int32) + (end - begin)
@@ -657,7 +666,8 @@ def _decode(
 ) -> tl.tensor:
     """Return the keys or values [TILE, padded] that ``packed`` codes stand for, in ``dtype``.
 
-    ``at`` = (row, head, slots [TILE], mask of the slots to read); ``first`` is the first slot of the tile.
+    ``at`` = (row, head, slots [TILE], mask of the slots to read); ``first`` is the first slot of the tile. Entries at
+    positions below ``done`` are quantised.
     """
     batch, head, _, _ = at
     numbers = _numbers_of(packed, LAYOUT)
@@ -678,7 +688,7 @@ def _read_ring(
 ) -> tl.tensor:
     """Return the unquantised entries [TILE, padded] from the ring buffer that holds the newest ones.
 
-    Only positions from ``done`` on are unquantised; for others the result is 0.
+    Positions below ``done`` are quantised already; for them the result is 0.
     """
     batch, head, _, _ = at
     channel = tl.arange(0, LAYOUT.padded)
@@ -716,7 +726,7 @@ def _scale_channels(
 ) -> tl.tensor:
     """Apply scales and zeros to keys quantised per channel, ``numbers`` [TILE, padded].
 
-    They are in a table with one row per group of keys; the group of each key is looked up.
+    Scales and zeros are in a table with one row per group of keys; the group of each key is looked up.
     """
     batch, head, place, inside = at
     group = tl.load(part[2] + batch * strides[6] + head * strides[7] + place, mask=inside, other=-1).to(tl.int64)
@@ -762,10 +772,10 @@ def _scale_tokens(numbers: tl.tensor, parameters: tl.tuple, LAYOUT: tl.constexpr
 
 @_jit()
 def _read_parameters(part: tl.tuple, strides: tl.tuple, at: tl.tuple, LAYOUT: tl.constexpr) -> tl.tuple:
-    """Return the scales and zeros [TILE, groups] of the slots that ``at`` names, or the one scale of the head.
+    """Return the scales and zeros [TILE, groups] of the entries in some slots, or the one scale of the head.
 
-    ``at`` is as in ``_read_entries``. For keys quantised per channel the result is meaningless and not used: their
-    parameters are in a table (see ``_scale_channels``).
+    ``at`` = (row, head, slots [TILE], mask of the slots to read). For keys quantised per channel the result is
+    meaningless and not used: their parameters are in a table (see ``_scale_channels``).
     """
     batch, head, place, inside = at
     if LAYOUT.groups == -1:  # BY_TABLE

@@ -65,7 +65,10 @@ class ByChannel:
     bits: int
 
     def read_back(self, blocks: Tensor, is_written: Tensor) -> Tensor:
-        """Return the numbers that queries read for blocks [..., BLOCK, D] with entries ``is_written`` [..., BLOCK]."""
+        """Return the numbers that queries read back from blocks [..., BLOCK, D].
+
+        ``is_written`` [..., BLOCK] marks the slots that hold an entry.
+        """
         x, mask = blocks.float(), is_written[..., None]  # mask [..., BLOCK, 1]
         low = x.masked_fill(~mask, torch.inf).amin(-2, keepdim=True)  # [..., 1, D]
         high = x.masked_fill(~mask, -torch.inf).amax(-2, keepdim=True)
@@ -78,7 +81,8 @@ class ByChannel:
     def read_in_order(self, blocks: Tensor, prompt: Tensor, until: Tensor) -> BlockReads:
         """Return what queries read of keys [B, H, n, BLOCK, D] if the prompt is written at once, later keys one by one.
 
-        ``prompt`` and ``until``, bool [B, n, BLOCK], mark the entries of the prompt, and all entries that are written.
+        ``prompt`` bool [B, n, BLOCK] marks the entries of the prompt, ``until`` all entries that are written in the
+        end.
         """
         stored = self.read_back(blocks, prompt[:, None])  # the prompt's entries are written together
         steps = []
@@ -106,9 +110,10 @@ class BlockReads(NamedTuple):
 
 @dataclass(frozen=True)
 class EngineStore:
-    """The formats in which an engine stores keys and values; None: unchanged.
+    """The formats in which an engine stores keys and values; None for either means stored unchanged.
 
-    ``shown``: the keys and values that the engine returns are those that its queries read.
+    ``shown``: when the engine exports keys and values, it exports what its queries read, not what it was given to
+    store.
     """
 
     keys: Cast | ByToken | ByChannel | None

@@ -78,10 +78,10 @@ def attention_mass(
 
 
 def _reach(query_positions: Tensor, positions: Tensor, start: int, before: int | None) -> int:
-    """Return how many leading slots hold all that the queries [B, Q] can see, rounded up to a multiple of QUERY_BLOCK.
+    """Return how many slots, from the first on, hold everything that the queries [B, Q] can see.
 
-    ``positions`` [B, H, K] are those of the slots; ``start`` is the number of the first query. With ``before`` (see
-    ``attention_mass``) nothing is read from a device.
+    The number is rounded up to a multiple of QUERY_BLOCK. ``positions`` [B, H, K] are those of the slots; ``start`` is
+    the number of the first query. With ``before`` (see ``attention_mass``) nothing is read from a device.
     """
     if before is None:
         visible = (positions <= query_positions.max()).flatten(0, 1).any(0).nonzero()  # [n, 1], slot numbers
@@ -130,7 +130,7 @@ def victim_slots(
 ) -> Tensor:
     """Return the slot [B, H] of the entry to evict from each head that has one entry more than its budget.
 
-    It holds the entry that ``keep_mask`` would drop, but here the slots need not be in order of position.
+    The entry is the one that ``keep_mask`` would drop. Unlike there, the slots need not be in order of position.
     """
     rank = _rank(importance, positions, seen, policy, pinned)
     is_lowest = rank == rank.amin(-1, keepdim=True)

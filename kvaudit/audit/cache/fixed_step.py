@@ -79,10 +79,10 @@ class FixedStep:
     # --- on the host --------------------------------------------------------------------------------------------------
 
     def prepare(self, tokens: Sequence[int], room: int, pinned: Tensor | None = None) -> Hashable:
-        """Count one token per row (-1 = none), load the numbers of the step, and return the key of its run.
+        """Count one token per row (-1 = none), load the numbers of the step, and return a key of what the step uses.
 
-        Steps of equal keys can replay the same CUDA graph. ``room`` is the expected number of further steps. ``pinned``
-        bool [B, 1] marks tokens that are never evicted.
+        A CUDA graph captured under an equal key can be replayed for this step. ``room`` is the expected number of
+        further steps. ``pinned`` bool [B, 1] marks tokens that are never evicted.
         """
         cache, before = self._cache, self._cache.seen.tolist()
         first = tuple(seen if token >= 0 else -1 for token, seen in zip(tokens, before, strict=True))
@@ -131,7 +131,8 @@ class FixedStep:
         """Prepare the stores of layers that quantise for a step of rows that had seen ``before`` tokens.
 
         Returns the numbers for ``StepCoding`` (which entries the step reads as codes and which it quantises), and
-        whether the layout of some store has changed.
+        whether the layout of some store has changed. ``has_moved``: other operations have changed the cache since the
+        step before.
         """
         self._until = until = self._cache.coded_counts()
         if until is None:
@@ -197,7 +198,7 @@ class FixedStep:
             store.reserve_for_steps(store.length + 1, room, max_slots=layer.schedule.max_slots)
 
     def _describe(self) -> Hashable:
-        """Return a key of everything that capturing a run fixes: addresses, shapes, and decisions of the host."""
+        """Return a key of everything that a captured CUDA graph fixes: addresses, shapes, and decisions of the host."""
         parts: list[Hashable] = [self._rows]
         for layer in self._cache.layers:
             store, replaces = layer.store, layer.schedule in self._replacing
@@ -235,7 +236,7 @@ class FixedStep:
         cache.end_step()
 
     def _evict_between(self) -> bool:
-        """Evict from the layers that must and in which the step replaced no entry; return whether there were any."""
+        """Evict from the layers that are due and whose step replaced no entry; return whether there were any."""
         cache = self._cache
         due = [schedule for schedule in self._schedules if schedule.eviction and schedule not in self._replacing]
         if due:
@@ -278,7 +279,7 @@ class FixedStep:
     def _forward_of(self, positions: Tensor, next_query: Tensor, longest: int) -> Forward:
         """Return the ``Forward`` (what all layers need to know) of a step.
 
-        ``longest`` may be 0 if the ledger is long enough for all rows already.
+        ``longest`` is the number of tokens of the longest row; it may be 0 if the ledger is long enough already.
         """
         return Forward(
             positions,

@@ -45,7 +45,10 @@ class Ranks(NamedTuple):
 
 @cache
 def ranks(codec: Quantiser, device: torch.device) -> Ranks:
-    """Return the ranks of a codec's codes; codes of equal value (as +0 and -0) share a rank."""
+    """Return the ranks of a codec's codes, ordered by the value that a code stands for.
+
+    Codes of equal value, such as +0 and -0, share a rank.
+    """
     codes = torch.arange(2**codec.bits, dtype=torch.uint8)
     decoded = codec.numbers(codes, torch.empty_like(codes, dtype=torch.float64))
     numbers, rank_of = torch.unique(decoded, return_inverse=True)
@@ -72,14 +75,17 @@ def pack_hints(index: Tensor, low: Tensor) -> Tensor:
 
 
 def unpack_hints(words: Tensor) -> tuple[Tensor, Tensor]:
-    """Unpack words into element numbers and the low bits of the codes' ranks: the inverse of ``pack_hints``."""
+    """Unpack rounding hints (words made by ``pack_hints``) into their two parts, each int64 [n].
+
+    These are the element numbers and the low bits of the codes' ranks.
+    """
     wide = words.to(torch.int64)
     index, is_hint = (wide // _LOW).cumsum(0), wide // _LOW < _FAR
     return index[is_hint], wide[is_hint] % _LOW
 
 
 def are_valid_hints(words: Tensor) -> bool:
-    """Return whether these are words that ``pack_hints`` can have made: uint16 [N], naming no element twice."""
+    """Return whether ``words`` can be rounding hints made by ``pack_hints``: uint16 [N] that name no element twice."""
     if words.dtype is not torch.uint16 or words.dim() != 1:
         return False
     return bool((unpack_hints(words)[0].diff() > 0).all())
@@ -247,7 +253,7 @@ def _pieces(tensors: Sequence[Tensor]) -> Iterator[tuple[int, list[Tensor]]]:
 
 
 class LayerPart(NamedTuple):
-    """The keys (``part`` 0) or values (1) of a layer; ``width`` is the larger head size of both."""
+    """The keys (``part`` 0) or values (``part`` 1) of a layer; ``width`` is the larger of the two head sizes."""
 
     layer: int
     part: int
@@ -268,12 +274,12 @@ class Hints(NamedTuple):
 
 
 class HintTable:
-    """The recorded hints of a batch, for a replay whose columns are at row positions [B, K] (-1 = padding).
+    """The recorded rounding hints of a batch, for a replay whose K keys are at row positions [B, K] (-1 = padding).
 
-    Hints for later tokens are ignored. ``strays`` collects (row, layer) of each hint that cannot be right: its value
-    is near no border between two codes in the replay, or the replay has no column for its token. After an update of the
-    weights, and under a reference model, honest hints are strays too, so check them only when replaying the sampler's
-    own weights.
+    A hint is the recorded code of a value near the border between two codes. Hints for tokens after the replayed ones
+    are ignored. ``strays`` collects (row, layer) of each hint that cannot be right: its value is near no border in the
+    replay, or the replay has no key for its token. After an update of the weights, and under a reference model, honest
+    hints are strays too, so check them only when replaying the sampler's own weights.
     """
 
     def __init__(self, words: Sequence[Tensor], positions: Tensor, layers: int, strays: Strays | None = None) -> None:
@@ -323,7 +329,7 @@ class HintTable:
 
 
 def _columns(positions: Tensor, row: Tensor, token: Tensor) -> Tensor:
-    """Return the index along K at which each position ``token`` [N] of row ``row`` [N] stands: [N], -1 if nowhere.
+    """Return where along K each position ``token`` [N] of row ``row`` [N] is found: indices [N], -1 if nowhere.
 
     ``positions`` [B, K] are the row positions of a batch of padded rows.
     """

@@ -55,8 +55,8 @@ class LastQueries(LayerState):
     def add(self, query: Tensor, positions: Tensor, places: tuple[Tensor, Tensor] | None, *, real: Tensor) -> None:
         """Add queries [B, N, Q, D] of N heads at positions [B, Q] (-1 = padding).
 
-        ``real`` [B, Q], on the CPU, is False at padding. ``places``, for a single column (Q = 1): the rows with a
-        query, and the query's index in the ring.
+        ``real`` [B, Q], on the CPU, is False at padding. ``places`` is given only if Q = 1: the rows that have a query,
+        and the index of each such query in the ring.
         """
         if not self._queries.numel():
             self._queries = query.new_zeros(*query.shape[:2], self._window, query.shape[3])
@@ -200,7 +200,7 @@ class UnitExtremes(LayerState):
         self._low = self._high = torch.empty(0)  # [B, H, 1 + U, D]
 
     def add(self, keys: Tensor, positions: Tensor, longest: int) -> None:
-        """Add keys [B, H, Q, D] at positions [B, Q] (-1 = padding), all below ``longest``."""
+        """Add keys [B, H, Q, D] at positions [B, Q] (-1 = padding); all positions are below ``longest``."""
         if not self._low.numel():
             batch, heads, _, size = keys.shape
             self._low = keys.new_full((batch, heads, 1, size), float("inf"))
@@ -219,7 +219,7 @@ class UnitExtremes(LayerState):
 
     @property
     def extremes(self) -> Extremes:
-        """The minima and maxima of all rows, in the dtype of the keys, without the run for padding."""
+        """The minima and maxima of all rows, in the dtype of the keys, without those kept for padding."""
         return Extremes(self._low[:, :, 1:], self._high[:, :, 1:])
 
     def join(self, other: LayerState) -> None:
@@ -261,7 +261,10 @@ class MovingSinks(LayerState):
         store.overwrite_keys(rows, self._sink, self._rotary.turn(first, by[:, None].expand(-1, first.shape[2])))
 
     def _allocate(self, store: Store) -> Tensor:
-        """Return the keys in a store's sink slots; the first call also allocates memory for the keys as computed."""
+        """Return the keys in a store's sink slots (those of the first tokens).
+
+        The first call also allocates memory for a copy of them as the model computed them, before any rotation.
+        """
         keys = store.entries(slice(None))[0][:, :, : self._sink]
         if not self._has_first.numel():
             self._first = keys.new_zeros(*keys.shape[:2], self._sink, keys.shape[3])
@@ -269,7 +272,10 @@ class MovingSinks(LayerState):
         return keys
 
     def join_stores(self, other: MovingSinks, stores: tuple[Store, Store]) -> None:
-        """Append the sinks of the rows of ``other``; ``stores`` are this layer's two stores before they join."""
+        """Append the sinks of the rows of ``other``, as two batches become one.
+
+        ``stores`` are the store of this layer and that of ``other``, before they are joined.
+        """
         self._allocate(stores[0])
         other._allocate(stores[1])
         self.join(other)

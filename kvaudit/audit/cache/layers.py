@@ -128,7 +128,10 @@ def kv_heads(config: Any) -> int:
 
 
 def layer_kinds(config: Any) -> list[str]:
-    """Return the kind of every layer, in transformers' words; empty for a config without layers or attention heads."""
+    """Return the kind of every layer, in transformers' words, such as "full_attention" or "sliding_attention".
+
+    The list is empty for a config without layers or attention heads.
+    """
     text = config.get_text_config(decoder=True)
     if hasattr(text, "layer_types") and text.layer_types:  # a property in some configs, so not a key of the dict
         return list(text.layer_types)
@@ -163,7 +166,7 @@ class States:
         *,
         conv_kernel_size: int,
     ) -> Tensor:
-        """Append convolution inputs [B, C, Q]; return the kept inputs followed by the new ones."""
+        """Append convolution inputs [B, C, Q]; return the inputs kept from earlier calls followed by the new ones."""
         before = self.tensors.get((_CONVOLUTION, state_idx))
         inputs = conv_states if before is None else torch.cat([before, conv_states], -1)
         # the last [B, C, kernel] are kept, with zeros before the first token

@@ -107,7 +107,10 @@ class Rollout:
 
     @property
     def engine_turns(self) -> tuple[Rollout, ...]:
-        """One rollout per request to an engine: each turn with all text before it; this rollout if it has no turns."""
+        """The rollout split into one rollout per request to an engine: each turn, preceded by all text before it.
+
+        A rollout that has no turns is returned alone.
+        """
         return self.turns or (self,)
 
 
@@ -137,7 +140,10 @@ def _pad_rows(rows: Sequence[Tensor], value: int) -> Tensor | None:
 
 
 def save_ledgers(path: Path, rollouts: Sequence[Rollout], policy: Policy) -> str:
-    """Write the rollouts to ``path`` and return the file's sha256. Raises SpecError for a policy without replay."""
+    """Write the rollouts to ``path`` and return the file's sha256.
+
+    Raises SpecError for a policy that cannot be replayed.
+    """
     if not policy.replayable:
         raise SpecError(
             f"policy {policy.canonical!r} cannot be replayed, so no eviction ledger can be kept; choose another policy"
@@ -185,7 +191,10 @@ def _scalars(rollout: Rollout) -> dict[str, Any]:
 
 
 def _shorten(times: Tensor) -> Tensor:
-    """Return times as uint16 if they fit, with its largest number for never; times go up to the number of tokens."""
+    """Return times, of which the largest is the number of tokens, as uint16 if they fit, else unchanged.
+
+    In uint16 the largest number of the type stands for never.
+    """
     if times.shape[-1] >= _SHORT_NEVER - 1:
         return times
     return times.clamp(max=_SHORT_NEVER).to(_SHORT)  # NEVER becomes the largest number
@@ -199,7 +208,10 @@ def _lengthen(times: Tensor) -> Tensor:
 
 
 def load_ledgers(path: Path, *, sha256: str | None = None) -> tuple[list[Rollout], Policy]:
-    """Read a ledger file; return rollouts and policy. Raises DataError for a missing, damaged or changed file."""
+    """Read a ledger file; return rollouts and policy.
+
+    Raises DataError for a file that is missing, damaged or not the one with this ``sha256``.
+    """
     if not path.is_file():
         raise DataError(f"ledger {str(path)!r} does not exist")
     if sha256 is not None and (got := hashlib.sha256(path.read_bytes()).hexdigest()) != sha256:
@@ -301,7 +313,7 @@ def _parse_runs(runs: Any) -> tuple[tuple[int, int], ...]:
 
 
 def _fault(rollout: Rollout) -> str | None:
-    """Return what is wrong with a rollout, to be appended to the name of its ledger; None if nothing is."""
+    """Return what is wrong with a rollout, as a phrase to follow the name of its ledger; None if nothing is."""
     tokens = rollout.ids.shape[0]
     if rollout.experts is not None and (rollout.experts.dim() != 3 or len(rollout.experts) != tokens):
         return f": experts {tuple(rollout.experts.shape)} do not fit {tokens} tokens"

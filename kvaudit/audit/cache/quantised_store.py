@@ -171,9 +171,9 @@ class QuantisedStore(Store):
         return split_last(table, self._tail[0].shape[3]).transpose(-1, -2)
 
     def _parameters(self, part: int, rows: Tensor | slice, until: int | None = None) -> Tensor:
-        """Return the P parameters (scale, zero) of each of n channel groups of entries coded per token.
+        """Return the P parameters (scale, zero) of each of n channel groups of entries: [b, H, length, n, P].
 
-        They are [b, H, length, n, P].
+        The entries are keys (``part`` 0) or values (1) coded per token.
         """
         scales = self._fixed[part]
         if scales is not None:
@@ -185,7 +185,7 @@ class QuantisedStore(Store):
         return self.positions[rows, :, self._start :] >= done[:, None, None]
 
     def _with_tail(self, decoded: Tensor, part: int, rows: Tensor | slice) -> Tensor:
-        """Overwrite in ``decoded`` keys (``part`` 0) or values (1) the entries that are still exact; return it."""
+        """Write the keys (``part`` 0) or values (1) that are still exact into ``decoded``, and return it."""
         done = max(self._done[part].smallest, self._start)
         if self._aligned:  # the same number in all rows
             if done < self.length:
@@ -197,7 +197,7 @@ class QuantisedStore(Store):
 
     @property
     def attends_codes(self) -> bool:
-        """Whether ``attend_one`` may be used: only from float32 on does it round as a learner's replay does."""
+        """Whether ``attend_one`` may be used: below float32 it does not round as a learner's replay does."""
         return self._tail[0].dtype in (torch.float32, torch.float64)
 
     def attend_one(
@@ -427,7 +427,7 @@ class QuantisedStore(Store):
         self._hints.add(part, x, codes, parameters, entries.mask, positions, entries.places)
 
     def _due_positions(self, entries: DueEntries) -> Tensor | int:
-        """Return the positions [B, H, slots] of entries to quantise; only the first if slot s holds position s."""
+        """Return the positions [B, H, slots] of the entries to quantise; if slot s holds position s, only the first."""
         return entries.slots.start if self._aligned else self._slots["positions"][:, :, entries.slots]
 
     def hints_of(self, row: int, layer: int, layers: int) -> tuple[Tensor, Tensor]:
@@ -494,6 +494,6 @@ def _tail_from(tail: Tensor, first: int) -> Tensor:
 
 
 def _is_between(positions: Tensor, done: Counts, until: Counts) -> Tensor:
-    """Return which positions [B, H, n] lie from ``done`` up to, but not including, ``until``."""
+    """Return which positions [B, H, n] lie in [``done``, ``until``), bounds that every row has of its own."""
     device = positions.device
     return (positions >= done.to(device)[:, None, None]) & (positions < until.to(device)[:, None, None])

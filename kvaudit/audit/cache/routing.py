@@ -167,7 +167,7 @@ class _BlockHooks:
         self._routes, self._from_attention = None, False
 
     def __call__(self, *_: Any) -> None:
-        """Start intercepting the block's top-k, which chooses its experts (a hook before the block)."""
+        """Start intercepting the block's call of top-k, by which it chooses its experts (a hook before the block)."""
         if self._routes is None:
             return
         layer = self._layer
@@ -254,7 +254,10 @@ def _expert_count(model: Any) -> int:
 
 
 def check_experts(records: Sequence[Tensor | None], model: Any, *, reroute: bool) -> None:
-    """Raise DataError if recorded experts [..., M, k] do not fit the model, or are missing and ``reroute`` is off."""
+    """Raise DataError if recorded experts [..., M, k] do not fit the model, or if they are missing but needed.
+
+    With ``reroute`` they are not needed, because the model selects its experts again.
+    """
     blocks = hook_expert_blocks(model)
     for experts in records:
         if experts is None and blocks and not reroute:

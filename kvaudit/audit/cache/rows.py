@@ -47,9 +47,9 @@ class Counts:
 
 
 class NewTokens(NamedTuple):
-    """How many tokens each row adds in a forward of ``width`` columns (``counts``), and the position of its ``first``.
+    """How many tokens each row adds in a forward of ``width`` columns.
 
-    ``first`` is -1 in a row that adds none.
+    ``counts`` has the number for each row, ``first`` the position of the row's first new token, -1 if there is none.
     """
 
     width: int
@@ -58,7 +58,7 @@ class NewTokens(NamedTuple):
 
     @property
     def is_aligned(self) -> bool:
-        """Whether there is no padding and all rows begin at the same position."""
+        """Whether the forward has no padding and all rows begin at the same position."""
         return min(self.counts) == self.width and len(set(self.first)) == 1
 
 
@@ -76,9 +76,10 @@ def read_new_tokens(positions: Tensor) -> NewTokens:
 
 
 class Eviction(NamedTuple):
-    """One step of eviction: the ``rows`` of the batch that lose entries in it, and the ``budgets`` of all rows.
+    """One step of eviction: ``rows`` are those of the batch that lose entries in it, ``budgets`` those of all rows.
 
-    ``rows`` is a slice for all rows, otherwise a tensor of row numbers on the device.
+    A budget is how many entries per head the step keeps. ``rows`` is a slice for all rows, otherwise a tensor of row
+    numbers on the device.
     """
 
     rows: Tensor | slice
@@ -157,9 +158,9 @@ class Schedule:
             self.eviction = Eviction(slice(None) if all(due) else upload(due_rows, device), budgets)
 
     def ring_places(self, device: torch.device) -> tuple[Tensor, Tensor] | None:
-        """Return the rows that have a token, and the index of each one's query in the ring buffer ``LastQueries``.
+        """Return the rows that have a new token, and the index of each one's query in the ring buffer ``LastQueries``.
 
-        None unless the forward has one column and the policy stores past queries.
+        None unless the forward has at most one token per row and the policy stores past queries.
         """
         if self._ring_places and self._ring_places_on_device is None:
             # both in one copy
@@ -209,7 +210,7 @@ class RowKeys:
         yield from self._prompts or ()
 
     def entries(self, positions: Tensor, rows: Tensor | slice) -> Tensor:
-        """Return the key that seeds the random draws of each entry's row, broadcastable to positions [b, H, K]."""
+        """Return the random key of each entry, which seeds its draws; broadcastable to [b, H, K]."""
         keys = self._keys[rows][:, None, None]  # [b, 1, 1]
         if self._prompts is None:
             return keys
@@ -270,7 +271,10 @@ class Pins:
             )
 
     def at(self, positions: Tensor, rows: Tensor | slice) -> Tensor:
-        """Return which slots of some rows are pinned, bool [b, H, K], by their positions [b, H, K] (-1 = empty)."""
+        """Return which slots of some rows hold a pinned entry, bool [b, H, K].
+
+        ``positions`` [b, H, K] are those of the slots, -1 = empty.
+        """
         if not self._pinned.shape[1]:
             return torch.zeros_like(positions, dtype=torch.bool)
         if self._on_device is None:
@@ -313,7 +317,10 @@ class QuantisationTimes:
         self._values: list[list[int]] = [[] for _ in range(rows)]
 
     def advance(self, seen: Sequence[int], new: Sequence[int]) -> None:
-        """Count ``new`` tokens per row, and record what is quantised because of them; ``seen`` includes them."""
+        """Count ``new`` tokens per row, and record which entries are quantised because of them.
+
+        ``seen`` are the tokens of each row, the new ones included.
+        """
         for row, (count, more) in enumerate(zip(seen, new, strict=True)):
             if more:
                 for until, times in ((self._codec.keys_until, self._keys), (self._codec.values_until, self._values)):
@@ -345,7 +352,10 @@ class QuantisationTimes:
 
 
 class Span(NamedTuple):
-    """The slots from ``first`` up to, but not including, ``end``, or those at the offsets ``places`` from ``first``."""
+    """A set of slots: those from ``first`` up to, but not including, ``end``, or only some of them.
+
+    ``places``, if given, are the offsets from ``first`` of the slots in the set.
+    """
 
     first: int
     end: int
@@ -372,7 +382,7 @@ class TailLayout:
         self._spans: dict[tuple[Counts, Counts], Span | None] = {}
 
     def add(self, positions: Tensor) -> None:
-        """Append the positions [B, Q] of the next forward, on the CPU."""
+        """Append the positions [B, Q], on the CPU, of the entries that the next forward adds."""
         self._spans.clear()
         if self._positions is not None:
             tail = self._positions[:, self._freed :] if self._freed else self._positions

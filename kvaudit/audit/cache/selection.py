@@ -1,7 +1,7 @@
-"""The record of the keys that each query selected, under a policy that lets it, and the masks for a replay of it.
+"""The record of the keys that each query selected, under a policy that selects keys, and masks for its replay.
 
-Nothing is evicted from such a cache, so ``evicted_at`` cannot record the selection. The record is one list of units
-(runs of positions) per query, layer and head.
+Such a policy evicts nothing, so ``evicted_at`` cannot record the selection. The record is one list of units (runs of
+positions) per query, layer and head.
 """
 
 from __future__ import annotations
@@ -63,9 +63,10 @@ def unit_mask(units: Tensor, positions: Tensor, unit: int, max_units: int) -> Te
 
 
 def slot_mask(units: Tensor, length: int, unit: int, max_units: int) -> Tensor:
-    """Return which of the first ``length`` slots each query selected, bool [B, A, Q, K]; slot n holds position n.
+    """Return which of the first ``length`` slots each query selected, bool [B, A, Q, length].
 
-    A query lists runs of ``unit`` positions (units). The general form is ``unit_mask``, which is slower.
+    Slot n must hold position n. ``units`` [B, A, Q, k] are the numbers of the listed runs of ``unit`` positions. The
+    general form is ``unit_mask``, which is slower.
     """
     marks = _mark_units(units, max_units)[..., 1:, None]  # [B, A, Q, max_units, 1]
     return marks.expand(*marks.shape[:-1], unit).flatten(3)[..., :length]
@@ -74,7 +75,7 @@ def slot_mask(units: Tensor, length: int, unit: int, max_units: int) -> Tensor:
 def _mark_units(units: Tensor, max_units: int) -> Tensor:
     """Return which runs of positions (units) each query has listed, bool [B, A, Q, 1 + max_units].
 
-    The first column is for NO_UNIT, which fills short lists.
+    ``units`` are the numbers of the listed ones. The first column is for NO_UNIT, which fills short lists.
     """
     marks = torch.zeros(*units.shape[:3], 1 + max_units, dtype=torch.bool, device=units.device)
     return marks.scatter_(3, units.long().clamp(min=NO_UNIT) + 1, True)

@@ -25,7 +25,7 @@ FirstForward = Callable[[KVHandler], Tensor]  # runs the first chunk with this o
 
 
 class Prompts(NamedTuple):
-    """The prompts of a batch, right-padded: ids and row positions [B, T] on the CPU, -1 at padding."""
+    """The prompts of a batch, right-padded: ``ids`` and row ``positions`` [B, T] on the CPU, -1 at padding."""
 
     ids: Tensor
     positions: Tensor
@@ -36,7 +36,7 @@ _Recorded = AttentionCall | tuple[int, States]  # number and new states of a lay
 
 @dataclass
 class _Recorder:
-    """A ``KVHandler`` that passes attention calls on to a cache and records them; their queries only if ``queries``."""
+    """A ``KVHandler`` that passes attention calls on to a cache and records them, with queries only if ``queries``."""
 
     cache: EvictingCache
     queries: bool
@@ -66,7 +66,10 @@ class _Recorder:
 
 @dataclass(eq=False)
 class _Prefill:
-    """The computed first chunk of a batch of prompts, kept for ``waiting`` more policies that will reuse it."""
+    """The computed first chunk of a batch of prompts.
+
+    It is kept until ``waiting`` more policies have reused it.
+    """
 
     prompts: Prompts
     policy: Policy

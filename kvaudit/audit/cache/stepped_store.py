@@ -47,11 +47,11 @@ class ExactRing:
 
     @property
     def entries(self) -> Tensor:
-        """The columns without the last, [B, H, R, D]."""
+        """All columns of the ring but the last, which is never read: [B, H, R, D]."""
         return self.columns[:, :, : self.size]
 
     def fill(self, tail: Tensor, positions: Tensor, done: Tensor) -> None:
-        """Copy the entries of ``tail`` [B, H, T, D] whose ``positions`` [B, T] are at least ``done`` [B]."""
+        """Copy the entries of ``tail`` [B, H, T, D] at ``positions`` [B, T] of ``done`` [B] or later into the ring."""
         places = torch.where(positions >= done[:, None], positions % self.size, self.size)
         self.columns.scatter_(2, _spread(places, self.columns), tail)
 
@@ -144,7 +144,7 @@ class SteppedStore(QuantisedStore):
         return self._aligned
 
     def most_exact(self, seen: list[int]) -> int:
-        """Return the most exact (not quantised) entries that any row can have in the next step.
+        """Return the largest number of exact (not quantised) entries that a row can have in the next step.
 
         ``seen`` are the tokens of each row before that step.
         """
@@ -209,7 +209,7 @@ class SteppedStore(QuantisedStore):
     # --- a step -------------------------------------------------------------------------------------------------------
 
     def begin_step(self, coding: StepCoding) -> None:
-        """Set which entries are read as codes, and which one is quantised, in the decode step that begins."""
+        """Set which entries the decode step that begins reads as codes, and which one it quantises."""
         self._coding = coding
 
     def _write_entries_at(self, slot: Tensor, key: Tensor, value: Tensor, positions: Tensor) -> None:  # noqa: ARG002
@@ -267,7 +267,7 @@ class SteppedStore(QuantisedStore):
         return keys, values
 
     def code_step(self, slots: tuple[Tensor, Tensor]) -> None:
-        """Quantise the entries that are due in this step; ``slots`` are those of the keys and of the values.
+        """Quantise the entries that are due in this step into ``slots``: those of the keys and those of the values.
 
         Keys that are quantised in groups of several positions wait for ``end_step``, since a group must be full first.
         """
@@ -366,7 +366,10 @@ class SteppedStore(QuantisedStore):
 
 
 def _write_slots(tensor: Tensor, slots: Tensor, leaves: Tensor, new: Tensor) -> None:
-    """Write ``new`` [B, H, n, ...] into slots [B, n] of ``tensor`` [B, H, C, ...] where ``leaves`` [B, n] marks it."""
+    """Write ``new`` [B, H, n, ...] into the slots [B, n] of ``tensor`` [B, H, C, ...] where ``leaves`` [B, n] is True.
+
+    ``leaves`` marks the entries that stop being exact because they are quantised now.
+    """
     rows = torch.arange(len(slots), device=slots.device)[:, None]
     mask = leaves[:, :, None] if tensor.dim() == 3 else leaves[:, :, None, None]
     old = tensor[rows, :, slots]  # [B, n, H, ...]

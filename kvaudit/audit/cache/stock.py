@@ -238,7 +238,7 @@ class CompressedCache(Cache):  # type: ignore[misc]
         return on_host, positions[0] if positions else None
 
     def _add_columns(self, attention_mask: Tensor | None, real: Tensor) -> None:
-        """Note which new columns are ``real`` tokens; raise SpecError if the mask contradicts the earlier columns."""
+        """Note which new columns are ``real`` tokens; raise SpecError if the mask contradicts earlier columns."""
         before = real[:, :0] if self._real is None else self._real  # [B, columns so far]
         self._real = torch.cat([before, real], 1)
         if attention_mask is None:
@@ -349,7 +349,7 @@ def _refuse_weights(decoder: Any, _: Any, kwargs: dict[str, Any]) -> None:
 
 
 def _cache_shape(config: Any) -> tuple[Any, ...]:
-    """Return the properties of a model on which a cache depends: layers, heads and positions."""
+    """Return the properties of a model on which a cache depends, as a tuple to compare: layers, heads and positions."""
     text = config.get_text_config(decoder=True)
     return layer_plans(config, Dense()), kv_heads(config), getattr(text, "rope_parameters", None)
 

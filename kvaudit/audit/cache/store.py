@@ -26,7 +26,10 @@ class Entries(NamedTuple):
 
 
 class EntryBytes(NamedTuple):
-    """The bytes of one cache entry in one head, as (key, value): stored exactly, and as codes with parameters."""
+    """The bytes of one cache entry in one head, as pairs (key, value).
+
+    There is a pair for entries stored exactly, and a pair for codes with their parameters.
+    """
 
     exact: tuple[float, float] = (0.0, 0.0)
     coded: tuple[float, float] = (0.0, 0.0)
@@ -79,7 +82,10 @@ class Store:
         return keys[rows], values[rows]
 
     def _in_use(self, name: str) -> Tensor:
-        """Return the tensor ``name`` in the slots in use; if these are all slots, no view is made, which takes time."""
+        """Return the tensor ``name`` in the slots in use.
+
+        If all slots are in use the tensor itself is returned, since making a view takes time.
+        """
         tensor = self._slots[name]
         return tensor if tensor.shape[2] == self.length else tensor.narrow(2, 0, self.length)
 
@@ -233,7 +239,7 @@ class Store:
     def replace(self, victims: Victims, next_query: Tensor, longest: int) -> None:
         """Evict the entry in one slot per row and head, and move the entry of the last slot in use into it.
 
-        ``next_query`` and ``longest`` are as in ``keep``.
+        ``next_query`` int32 [B, 1, 1] is the position of each row's next query, at most ``longest``.
         """
         last = self.length - 1
         self.reserve_ledger(longest)
@@ -287,7 +293,7 @@ class Store:
     def close_gaps(self) -> None:
         """Move the entries of every head into its first slots, if the store then needs fewer slots.
 
-        Without this, the store would grow as rows join and leave.
+        Without this, the store would grow with every row that joins or leaves.
         """
         if self._slots:  # not a layer without entries
             used = self.positions >= 0
@@ -326,7 +332,11 @@ class Store:
 def _move_newest(
     ledger: Tensor, slots: Sequence[Tensor], slot: Tensor, position: Tensor, next_query: Tensor, last: int
 ) -> None:
-    """Move slot ``last`` of every tensor [B, H, C, ...] into ``slot`` [1], evicting its entry at ``position`` [1]."""
+    """Evict the entry at ``position`` [1] from ``slot`` [1], and move the newest entry, in slot ``last``, there.
+
+    This is done in every tensor of ``slots`` [B, H, C, ...]; ``ledger`` records that ``next_query`` does not see the
+    entry.
+    """
     ledger.index_copy_(2, position, next_query.expand(*ledger.shape[:2], 1))
     for tensor in slots:
         tensor.index_copy_(2, slot, tensor.narrow(2, last, 1).clone())

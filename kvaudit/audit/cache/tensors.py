@@ -35,7 +35,7 @@ def gather_entries(table: Tensor, indices: Tensor) -> Tensor:
 def upload(tensor: Tensor, device: torch.device) -> Tensor:
     """Copy a CPU tensor to ``device`` without waiting for the work queued there.
 
-    The copy is asynchronous on CUDA only, which reads ordinary memory before the call returns.
+    Only CUDA copies asynchronously. Even then, ordinary (not pinned) memory has been read when the call returns.
     """
     return tensor.to(device, non_blocking=device.type == "cuda")
 

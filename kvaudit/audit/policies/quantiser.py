@@ -133,7 +133,7 @@ class Quantiser(Policy):
         raise NotImplementedError
 
     def decode(self, codes: Tensor, parameters: Tensor) -> Tensor:
-        """Return decoded entries, in the dtype of their parameters [..., P] (scale, or scale and zero)."""
+        """Return decoded entries, in the dtype of ``parameters`` [..., P] (scale, or scale and zero)."""
         import torch
 
         numbers = self.numbers(codes, torch.empty_like(codes, dtype=parameters.dtype))
@@ -169,7 +169,7 @@ class Absmax(Quantiser):
 
     @property
     def default_scale(self) -> str:
-        """The value of the option ``scales`` for a policy that does not set it; empty if a policy has to."""
+        """The value of the option ``scales`` for a policy that does not set it; empty if the option must be set."""
         return ""
 
     @property

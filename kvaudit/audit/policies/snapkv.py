@@ -159,7 +159,10 @@ class PyramidKV(SnapKV):
 
 @dataclass(frozen=True)
 class _Layer(SnapKV):
-    """The policy of one layer of PyramidKV: ``budget`` is the layer's for long rows, ``mean`` the mean over layers."""
+    """The policy of one layer of PyramidKV.
+
+    ``mean`` is the budget that a layer has on average, ``budget`` that of this layer once rows are long.
+    """
 
     mean: int = 0
     layer: int = 0
@@ -183,7 +186,10 @@ class _Layer(SnapKV):
         return self._total(self.layer + 1, seen) - self._total(self.layer, seen)
 
     def _total(self, count: int, seen: Tensor) -> Tensor:
-        """Return the sum of the budgets of the first ``count`` layers, int64 like ``seen``, the tokens of each row."""
+        """Return the sum of the budgets of the first ``count`` layers for each row, int64.
+
+        ``seen`` are the tokens of each row.
+        """
         import torch
 
         beyond = self.mean - self.window  # of a layer, on average

@@ -263,7 +263,10 @@ def quantisation_times(
 
 
 def _times_at(rows: Sequence[Tensor], positions: Tensor) -> Tensor:
-    """Return the times [B, K] of row positions [B, K], from the times [T] of each row; NEVER at padding."""
+    """Return the times [B, K] at which the entries at row positions [B, K] were quantised; NEVER at padding.
+
+    ``rows`` has the times [T] of each row.
+    """
     times = pad_sequence(list(rows), batch_first=True, padding_value=NEVER).to(positions.device)  # [B, T]
     return torch.where(positions >= 0, times.gather(1, positions.clamp(min=0).long()), NEVER)
 
@@ -326,8 +329,9 @@ def mixed_precision_attention(
 ) -> Tensor:
     """Return attention [B, G*H, Q, D] in which each query reads some entries exact and others decoded.
 
-    ``decoded`` keys and values [B, H, K, D] replace the call's where ``is_coded`` [B, Q, K], one mask each;
-    ``visible`` bool [B, 1 or H, Q, K]. Logits and softmax are float32 at least.
+    ``decoded`` are the keys and the values [B, H, K, D] after decoding. A query reads them, instead of those of
+    ``call``, where ``is_coded`` [B, Q, K] is True (a mask for keys, another for values). ``visible`` is bool [B, 1 or
+    H, Q, K]. Logits and softmax are float32 at least.
     """
     batch, heads, length, size = call.query.shape
     dtype = torch.promote_types(call.query.dtype, torch.float32)

@@ -352,7 +352,7 @@ def _to_recorded(path: Path, header: FileHeader, rollouts: Sequence[Rollout]) ->
 
 
 class _RolloutError(ValueError):
-    """A ValueError whose message already names the rollout, so that no caller adds the name."""
+    """The error in a rollout file whose message already names the rollout, so that no caller adds the name."""
 
 
 def _require(holds: bool, number: int, fault: str) -> None:

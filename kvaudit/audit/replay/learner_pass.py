@@ -98,7 +98,8 @@ def suffix_states(
 ) -> tuple[Tensor, Tensor, LogitsHead]:
     """Return hidden states [B, R, D] that predict the suffix tokens, their valid mask [B, R], and the head for logits.
 
-    They are the model's last ones; the head turns them into logits. Arguments as in ``suffix_logits``.
+    The states are the output of the model's decoder; the head turns them into logits. Arguments as in
+    ``suffix_logits``.
     """
     with capture_states(model) as head:
         _, valid = suffix_logits(model, rollouts, group=group, view=view, logits_to_keep=1, whole_rows=whole_rows)

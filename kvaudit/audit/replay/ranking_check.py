@@ -43,8 +43,8 @@ _MAX_ELEMENTS = 1 << 24  # of the keys, or of a slots x slots matrix, of one bat
 class ChoiceCount(NamedTuple):
     """The number of recorded choices, and how many of them the policy makes again.
 
-    A choice is one evicted cache entry or, if the policy selects entries for each query instead of evicting them, one
-    selected block of consecutive positions.
+    A choice is one evicted cache entry. If the policy instead selects entries for each query, a choice is one selected
+    block of consecutive positions.
     """
 
     evicted: int
@@ -56,8 +56,9 @@ class RankingAgreement(NamedTuple):
 
     ``lowest`` is the smallest such share in one rollout, number ``rollout``; the check passes if ``lowest`` is at least
     ``required``. In a two-byte dtype, a rollout with at most ``_ALLOWED_FLIPS`` different choices counts as a share of
-    1. For a policy that selects instead of evicting (``selects``), ``evicted`` counts the units that queries selected,
-    where there were more to choose from, without the query's own unit.
+    1. ``evicted`` is the number of those entries. A policy that selects instead of evicting (``selects``) is checked by
+    units, which are runs of positions. Then ``evicted`` is the number of units that queries selected, without a query's
+    own unit and without queries that had no unit to leave out.
     """
 
     evicted: int
@@ -71,8 +72,8 @@ class RankingAgreement(NamedTuple):
 def check_ranking(model: Any, rollouts: Sequence[Rollout], policy: Policy) -> RankingAgreement | str:
     """Return how often the policy, ranking again, repeats the recorded evictions or selections, over all rollouts.
 
-    If that cannot be checked, return the reason as text. The rollouts must keep the policy's schedule (see
-    ``eviction_breach``).
+    If that cannot be checked, return the reason as text. The rollouts must follow the policy's schedule, which says
+    when to evict (``eviction_breach`` tests this).
     """
     evictor, selects = evictor_of(policy), selector_of(policy) is not None
     if not (evictor.evicts or selects):
@@ -103,7 +104,7 @@ def check_ranking(model: Any, rollouts: Sequence[Rollout], policy: Policy) -> Ra
 def repeat_choices(model: Any, rollout: Rollout, policy: Policy, rotary: Rotary | None) -> ChoiceCount:
     """Return how many choices (evictions or selections) a rollout records, and how many of them the policy repeats.
 
-    The rollout must keep the policy's schedule (see ``eviction_breach``).
+    The rollout must follow the policy's schedule, which says when to evict (``eviction_breach`` tests this).
     """
     plans, steps = layer_plans(model.config, policy), forward_steps(rollout, policy.chunk)
     device, tokens = next(model.parameters()).device, steps[-1].seen
@@ -139,7 +140,7 @@ class Reranking(Replay):
         self.evicted = self.repeated = 0
 
     def attend(self, call: AttentionCall) -> Tensor:
-        """Repeat the layer's rankings, then attend (see ``Replay.attend``)."""
+        """Rank the layer's entries again, as at each recorded eviction or selection, then attend as ``Replay``."""
         plan, codes = self._plans[call.layer], self._codes
         if plan.is_governed and plan.evictor.evicts:
             assert self._evicted_at is not None
@@ -153,7 +154,7 @@ class Reranking(Replay):
     def _count_selections(self, call: AttentionCall, selector: Selector) -> None:
         """Count the units (runs of positions) that queries selected, and how many of them the policy selects again.
 
-        A query's own unit is not counted, nor are queries that had no more units than they selected.
+        A query's own unit is not counted, nor is a query that had no unit to leave out.
         """
         selection = self._rollout.selection
         assert selection is not None
@@ -254,7 +255,7 @@ class RecordedLayer:
     codes: QuantisationTimes | None
 
     def batch_size(self, size: int) -> int:
-        """Return how many evictions from ``size`` entries to rank at once, to bound memory."""
+        """Return how many evictions, each from ``size`` entries, to rank in one batch, so that memory stays bounded."""
         # a batch holds D numbers per entry; a ranking by similarity holds one per pair of entries
         return max(1, _MAX_ELEMENTS // (self.call.key.shape[1] * size * max(size, self.call.key.shape[3])))
 
@@ -326,7 +327,10 @@ class RecordedLayer:
         return torch.where(self.at[:, None, : order.shape[2]] < counts, order, -1)
 
     def entries(self, positions: Tensor, times: Tensor) -> tuple[Tensor, Tensor]:
-        """Return keys and values [E, H, K, D] at positions [E, H, K], decoded if quantised before ``times`` [E]."""
+        """Return the keys and values at ``positions`` [E, H, K], as they were before E evictions: [E, H, K, D] each.
+
+        An entry is decoded if it was quantised before ``times[e]``, the query before which eviction e took place.
+        """
         exact = [_at_positions(x, positions) for x in (self.call.key, self.call.value)]
         if self.decoded is None or self.codes is None:
             return exact[0], exact[1]
@@ -370,7 +374,10 @@ class RecordedLayer:
 
 
 def _at_positions(tensor: Tensor, positions: Tensor) -> Tensor:
-    """Return ``tensor`` [1, H, T, ...] at positions [E, H, K]: [E, H, K, ...]; arbitrary where the position is -1."""
+    """Return the entries of ``tensor`` [1, H, T, ...] at the positions [E, H, K] of E evictions: [E, H, K, ...].
+
+    They are arbitrary where the position is -1.
+    """
     heads = torch.arange(positions.shape[1], device=positions.device)[:, None]
     return tensor[0].expand(positions.shape[1], *tensor.shape[2:])[heads, positions]
 

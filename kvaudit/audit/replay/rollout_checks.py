@@ -160,9 +160,10 @@ def eviction_breach(rollout: Rollout, plans: Sequence[LayerPlan]) -> str | None:
 
 
 def forward_steps(rollout: Rollout, chunk: int) -> list[ForwardStep]:
-    """Return the forwards of a row: prompt tokens in chunks, sampled tokens one by one, the last token in none.
+    """Return the forwards that fed a row: prompt tokens in chunks, sampled tokens one by one.
 
-    A sampled token that is followed by given tokens, such as a tool's reply, is fed with them.
+    A sampled token that is followed by given tokens, such as a tool's reply, is fed with them. A sampled token at the
+    end of the row was never fed.
     """
     sampled = rollout.sampled.tolist()
     end = len(sampled) - sampled[-1]  # a token drawn last was never fed
@@ -179,7 +180,10 @@ def forward_steps(rollout: Rollout, chunk: int) -> list[ForwardStep]:
 
 
 def due_evictions(policy: Evictor, steps: Sequence[ForwardStep]) -> list[DueEviction]:
-    """Return the evictions that a policy makes in a row fed by ``steps``, by its ``interval``, ``phase`` and budget."""
+    """Return the evictions that a policy makes in a row fed by ``steps``.
+
+    They follow from the policy's ``interval``, ``phase`` and budget, and from the number of tokens.
+    """
     if not policy.evicts:
         return []
     due, size, decoded, before = [], 0, 0, 0  # decoded: steps since the last eviction
@@ -216,9 +220,10 @@ def quantisation_breach(rollout: Rollout, policy: Policy) -> str | None:
 
 
 def _due_quantisation(rollout: Rollout, codec: Quantiser, until: Callable[[int, int], int], chunk: int) -> Tensor:
-    """Return the first query [T] that should read each entry quantised by the codec's schedule; NEVER if none should.
+    """Return for each of T entries the first query that should read it quantised: int32 [T], NEVER if none should.
 
-    ``until`` is the codec's ``keys_until`` or ``values_until``; ``chunk`` is how many prompt tokens enter at once.
+    This follows from the codec's schedule. ``until`` is the codec's ``keys_until`` or ``values_until``; ``chunk`` is
+    how many prompt tokens enter at once.
     """
     times: list[int] = []
     for seen, _ in forward_steps(rollout, chunk):
@@ -229,7 +234,7 @@ def _due_quantisation(rollout: Rollout, codec: Quantiser, until: Callable[[int, 
 def selection_breach(rollout: Rollout, policy: Policy, plans: Sequence[LayerPlan]) -> str | None:
     """Return how the recorded selections contradict the policy, or None if they agree.
 
-    It compares which queries selected, in which layers, and how many units (runs of positions) each query selected.
+    Checked are which queries selected, in which layers, and how many units (runs of positions) each query selected.
     """
     selector, selection = selector_of(policy), rollout.selection
     if selector is None:
@@ -258,7 +263,10 @@ def selection_breach(rollout: Rollout, policy: Policy, plans: Sequence[LayerPlan
 
 
 def _protection_fault(evicted_at: Tensor, policy: Evictor) -> str | None:
-    """Describe a protected entry (sink or recent one) that a layer [H, T] evicted; None if there is none."""
+    """Return a text about a protected entry (sink or recent one) that a layer evicted; None if there is none.
+
+    ``evicted_at`` [H, T] says when each entry left.
+    """
     if not policy.evicts:
         return None
     age = evicted_at - torch.arange(evicted_at.shape[1])  # queries that saw the entry
@@ -272,7 +280,10 @@ def _protection_fault(evicted_at: Tensor, policy: Evictor) -> str | None:
 
 
 def _schedule_fault(evicted_at: Tensor, policy: Evictor, due: Sequence[DueEviction]) -> str | None:
-    """Describe the first query at which a layer [H, T] evicted a wrong number of entries; None if there is none."""
+    """Return a text about the first query at which a layer evicted a wrong number of entries; None if there is none.
+
+    ``evicted_at`` [H, T] are the layer's times, ``due`` the evictions that token counts demand.
+    """
     due_at, evicted = {eviction.query: eviction for eviction in due}, _eviction_counts(evicted_at)  # left [H, T + 1]
     for query in sorted({*due_at, *evicted.any(0).nonzero()[:, 0].tolist()}):
         if query not in due_at:
@@ -284,9 +295,10 @@ def _schedule_fault(evicted_at: Tensor, policy: Evictor, due: Sequence[DueEvicti
 
 
 def _count_fault(evicted: Tensor, due: DueEviction, policy: Evictor) -> tuple[str, int, int] | None:
-    """Check the numbers of entries evicted from each head, ``evicted`` [H]; return None if they are those due.
+    """Return None if each head evicted as many entries as were due, else the three parts of a message.
 
-    Otherwise the parts of a message: who keeps a wrong number (as in "head 3 keeps"), that number, and the right one.
+    The parts are who keeps a wrong number of entries (as in "head 3 keeps"), that number, and the right one.
+    ``evicted`` [H] is the number of entries that left each head.
     """
     if policy.shares_heads:
         kept, budget = int(len(evicted) * due.size - evicted.sum()), len(evicted) * due.budget
@@ -303,7 +315,7 @@ def _no_eviction(policy: Evictor, query: int, due: Sequence[DueEviction]) -> str
 
 
 def _eviction_counts(evicted_at: Tensor) -> Tensor:
-    """Return how many entries of each head were evicted at each query: int64 [H, T + 1]."""
+    """Return how many entries each head evicted just before each query, int64 [H, T + 1]."""
     width = evicted_at.shape[1] + 1
     counts = torch.zeros(len(evicted_at), width + 1, dtype=torch.int64)
     # NEVER falls into the last column, which is cut off
@@ -311,7 +323,10 @@ def _eviction_counts(evicted_at: Tensor) -> Tensor:
 
 
 def _sliding_window_fault(evicted_at: Tensor, window: int, due: Sequence[DueEviction]) -> str | None:
-    """Describe the first entry of a sliding-window layer [H, T] that was evicted at a wrong time; None if none was."""
+    """Return a text about the first entry that a sliding-window layer evicted at a wrong time; None if there is none.
+
+    ``evicted_at`` [H, T] are the layer's times, ``due`` the evictions that token counts demand.
+    """
     edges = torch.tensor([eviction.query for eviction in due], dtype=torch.int64)
     # an entry leaves with the first eviction that is more than a window later: edge - window > entry
     place = torch.searchsorted(edges - window, torch.arange(evicted_at.shape[1]), right=True)

@@ -40,8 +40,9 @@ from kvaudit.core.errors import DataError, RunError, SpecError
 def shadow(model: Any, ledger: Ledger, *, reroute: bool = False) -> Iterator[None]:
     """Inside the context, make ``model(ids, attention_mask=...)`` attend to what the sampler's queries saw.
 
-    That is what ``ledger`` records, in row positions; ``ids`` may be padded on either side if a 2-D mask marks the
-    padding. With ``reroute`` a mixture-of-experts model selects its experts again.
+    ``ledger`` is the record of what they saw, by row positions (numbers of tokens, without padding). ``ids`` may be
+    padded on either side if a 2-D mask marks the padding. With ``reroute`` a mixture-of-experts model selects its
+    experts again.
     """
     model = inner_model(model)
     prepare_model(model)

@@ -62,9 +62,9 @@ class RolloutLists(NamedTuple):
 
 
 class StackLine(BaseModel):
-    """The base of the pydantic models of a line, one per training stack; unknown keys are ignored.
+    """The base of the pydantic models of one line of a rollout file; each training stack has a subclass.
 
-    The two fields defined here are kvaudit's own and allowed in a line of any stack.
+    Unknown keys are ignored. The fields defined here are kvaudit's own and allowed in a line of any stack.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -302,7 +302,8 @@ STACKS: Mapping[str, tuple[frozenset[str], type[StackLine]]] = {
 def import_rollouts(path: Path, undrawn: list[str] | None = None) -> Iterator[ImportedRollout]:
     """Yield the rollouts of a file; raises DataError with file and line at the first invalid one.
 
-    A rollout without a sampled token, such as an aborted one, is skipped, and its location is added to ``undrawn``.
+    A rollout without a sampled token, such as an aborted one, is skipped. Its location (such as ``line 3``) is appended
+    to ``undrawn``, if that is given.
     """
     if not path.is_file():
         raise DataError(f"rollouts {str(path)!r} do not exist; give a file of one rollout a line, see {PAGE}")
@@ -406,7 +407,7 @@ def _split_prompt(ids: list[int], lists: Mapping[str, list[Any]], end: int, rewa
 
 
 def _placeholder_fault(rollout: Rollout) -> str | None:
-    """Return a message if a log-prob is a placeholder, as the -9999 that engines write for -inf; None if none is."""
+    """Return a message if a log-prob is a placeholder, like the -9999 that engines write for -inf; else None."""
     drawn = rollout.sampled.nonzero()[:, 0]
     low = (rollout.sampler_logprobs[drawn] <= _LOWEST).nonzero()
     if not len(low):

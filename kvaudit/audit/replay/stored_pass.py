@@ -62,10 +62,10 @@ def stored_logits(
 def _prompts(
     model: Any, leaders: Sequence[Rollout], store: EngineStore, layers: int, lengths: Tensor, device: torch.device
 ) -> StoredReplay:
-    """Run the model on the prompts of all groups, of ``lengths`` [groups] tokens, and return the replay that did it.
+    """Run the model on the prompts of all groups; return the ``StoredReplay`` that computed the attention.
 
     It holds the prompts' keys and values, to which the suffixes attend. ``leaders`` are the first rollouts of the
-    groups.
+    groups, ``lengths`` [groups] the tokens of their prompts.
     """
     ids = pad_sequence([r.ids[: r.prompt_length] for r in leaders], batch_first=True)
     queries = position_columns(lengths, torch.zeros_like(lengths))
@@ -83,10 +83,11 @@ class StoredReplay:
     this is less exact, since a difference in the last bit changes codes in every later layer. If the engine exports
     what its queries read (``EngineStore.shown``), that replaces the learner's values, and is valid for one update only.
 
-    ``queries`` are row positions [B, Q], -1 = padding, and ``lengths`` [B] the lengths of the prompts, both on the
-    host, where columns are computed once, so that no layer waits for the ``device``. Without a ``prefix`` queries begin
-    at the first token; with a prefix, at the prompt's last token, and each row of the prefix serves ``group`` rows.
-    ``written`` are the engine's keys and values of the queries' tokens, [B, L, H, Q, D] each.
+    ``prefix`` is the earlier pass over the prompts, whose keys and values this pass reads; each of its rows serves
+    ``group`` rows. Without a prefix a row is passed from its first token on, with one from the prompt's last token on.
+    ``queries`` [B, Q] are the positions of the passed tokens in their rows, -1 = padding, and ``lengths`` [B] the
+    lengths of the prompts. Both are on the CPU, so that no layer waits for the ``device``. ``written`` are the keys and
+    values of the passed tokens that the engine exported, [B, L, H, Q, D] each.
     """
 
     routes = None
@@ -173,7 +174,7 @@ class StoredReplay:
     def _attend_by_blocks(
         self, call: AttentionCall, coding: ByChannel, keys: tuple[Tensor, Tensor], value: Tensor
     ) -> Tensor:
-        """Return attention over keys that the engine quantised in blocks of BLOCK positions, from position 0 on.
+        """Return attention [B, G*H, Q, D] over keys that the engine quantised in blocks of BLOCK positions, from 0 on.
 
         ``keys`` are the learner's and the engine's, [B, H, K, D] each.
         """
@@ -200,10 +201,10 @@ class StoredReplay:
         """Return, for each query, the keys of the block that it is in, and the position at which that block begins.
 
         Keys are [B, H, Q, BLOCK, D], positions [B, Q]. The engine quantises a block anew whenever a key joins it, so
-        each query of a block reads its keys in another state. ``blocks`` are the exact keys of the learner and of the
-        engine, [B, H, n, BLOCK, D]. A prompt's query gets the rounding of ``prefilled``, the blocks [B, H, n, BLOCK, D]
-        after the prefill; a later query that of ``tail``, the blocks from number ``start`` on as the query in each
-        slot read them (``BlockReads.same_block``).
+        each query of a block reads the same keys with other rounding errors. ``blocks`` are the exact keys of the
+        learner and of the engine, [B, H, n, BLOCK, D]. A query in the prompt reads the block as the prefill left it
+        (``prefilled``, [B, H, n, BLOCK, D]). A later query reads it as it was at that query: ``tail``, for the blocks
+        from number ``start`` on (``BlockReads.same_block``).
         """
         at = self.queries.clamp(min=0)
         block, place = at // BLOCK, at % BLOCK  # each [B, Q]
@@ -217,9 +218,9 @@ class StoredReplay:
 
 
 def _columns_by_position(keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Return, for each position, the column that holds it and whether any column does: [B, n * BLOCK] each.
+    """Return, for each position, the index along K of its key, and whether there is one: [B, n * BLOCK] each.
 
-    ``keys`` [B, K] are the positions of the columns, -1 = padding.
+    ``keys`` [B, K] are the positions of the keys, -1 = padding.
     """
     width = (int(keys.max()) // BLOCK + 1) * BLOCK
     place = torch.full((len(keys), width + 1), -1)
@@ -234,8 +235,8 @@ def _attention(
 ) -> Tensor:
     """Return softmax attention [B, G*H, Q, D] of the call's queries over ``keys``, computed in float32 or wider.
 
-    ``near`` = (BLOCK keys for each query, [B, H, Q, BLOCK, D]; columns [B, Q]): a query reads its own keys in place of
-    those of ``keys`` from that column on.
+    With ``near`` each query reads BLOCK keys of its own in place of those of ``keys`` from one column (index along K)
+    on. ``near`` = (these keys [B, H, Q, BLOCK, D], the columns [B, Q]).
     """
     batch, heads, length, size = call.query.shape
     dtype = torch.promote_types(call.query.dtype, torch.float32)
@@ -271,9 +272,9 @@ def _wrote_same_prompts(rollouts: Sequence[Rollout], group: int) -> bool:
 def _engine_spans(
     rollouts: Sequence[Rollout], spans: Sequence[tuple[int, int]], device: torch.device
 ) -> tuple[Tensor, Tensor] | None:
-    """Return the keys and values that the engine wrote in a span [start, end) of each row; None if it exports none.
+    """Return the keys and values that the engine wrote in a span [start, end) of each row: [B, L, H, n, D] each.
 
-    They are right-padded: [B, L, H, columns, D] each.
+    Rows are right-padded to the longest span, n. None if the engine exports no keys and values.
     """
     written = [r.written for r in rollouts if r.written is not None]
     if not written:
@@ -293,7 +294,7 @@ def _in_blocks(x: Tensor, dim: int) -> Tensor:
 
 
 def _gather_columns(x: Tensor, columns: Tensor) -> Tensor:
-    """Return the entries of ``x`` [B, H, K, D] at ``columns`` [B, n], the same in every head: [B, H, n, D]."""
+    """Return the entries of ``x`` [B, H, K, D] at the indices ``columns`` [B, n] along K: [B, H, n, D]."""
     return x.gather(2, columns[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
 
 
@@ -308,5 +309,5 @@ def _count_layers(model: Any) -> int:
 
 
 def _add_error(learner: Tensor, stored: Tensor, written: Tensor) -> Tensor:
-    """Return the learner's numbers plus the engine's rounding error, ``stored`` - ``written``."""
+    """Return the learner's keys or values plus the engine's rounding error, ``stored`` - ``written``."""
     return learner + (stored - written)

@@ -150,7 +150,7 @@ class Floats:
 
     @property
     def alternatives(self) -> Iterator[Coding]:
-        """The other eight-bit float format, if it is worth trying."""
+        """The other eight-bit float format as a remedy, if it is worth trying; else nothing."""
         if self.better is not None:
             yield Coding("fp8_e4m3", self.cost, self.better)
 
@@ -237,7 +237,7 @@ def collect_requests(
 
 @torch.no_grad()
 def _logits(model: LoadedModel, ids: Tensor, prompt_length: int, kv: CodedAttention) -> Tensor:
-    """Return the logits [n, V] that predict the n tokens of the answer."""
+    """Return the logits [n, V] that predict the n tokens of ``ids`` from ``prompt_length`` on (the answer)."""
     keep = len(ids) - prompt_length + 1  # the answer's tokens and the one before them
     out = model.model(input_ids=ids[None], use_cache=False, kv=kv, logits_to_keep=keep)
     kv.settle()

@@ -55,9 +55,10 @@ class Measure(ABC, Generic[WorkUnit, ServedBatch, Total]):
     @classmethod
     @abstractmethod
     def trial(cls, run: RunFolder) -> Self:
-        """Return an instance for the tests, which serves a part of a finished run again.
+        """Return an instance that serves a part of a finished run again, for the tests of all measures.
 
-        It may rely on this: the run's first arm was trained on rollouts without compression and kept the last of them.
+        The tests promise that the run's first arm was trained on rollouts without compression, and that the rollouts of
+        its last training step are in the run's folder.
         """
 
     @abstractmethod
@@ -265,9 +266,10 @@ class AnswerSet(NamedTuple):
 
 @dataclass(frozen=True)
 class RerunAnswer:
-    """An answer that was served again under one policy, with the recorded one if the run served that policy.
+    """An answer that was served again under one policy.
 
-    ``shading`` says, for each token before the answer, by how many heads the cache still held it.
+    ``record`` is the recorded answer, None if the run did not serve that policy. ``row`` is the new answer. ``shading``
+    says, for each token before the new answer, by how many heads the cache still held it.
     """
 
     policy: Policy  # the one drawn, of a mixture

@@ -77,7 +77,11 @@ class Shade(AnswerMeasure[Shadings]):
             yield f"{self.label(unit)}: {same} of {len(total)} answers came out as recorded"
 
     def _missing_records(self, unit: Unit) -> dict[AnswerKey, Record]:
-        """Return the records of those requested answers of a unit for which no shading (see ``Shade``) is stored."""
+        """Return the records of those requested answers of a unit for which no shading is stored.
+
+        A unit is one checkpoint under one policy on one suite at one length; a shading says which tokens the cache
+        still held.
+        """
         requested = self._requested.get(unit.name, ())
         missing = set(requested) - set(read_shadings(self._run.path, unit.name)) if requested else set()
         records = finished_records(self._run, unit) if missing else ()
@@ -155,7 +159,7 @@ def match_run_policies(run: RunFolder, texts: Sequence[str]) -> list[Policy]:
 def _records_at(run: RunFolder, place: AnswerPlace) -> Mapping[str, Record]:
     """Return the records of one item and sample as {policy: record}; raise SpecError if there are none.
 
-    Raises DataError if they hold no transcripts to compare with.
+    Raises DataError if the records hold no transcripts, to which a new answer could be compared.
     """
     rows: dict[str, dict[tuple[str, int, int], Record]] = {}  # by policy; by suite, length and sample
     items = set[str]()

@@ -254,7 +254,7 @@ def _ranking_of(
 
 
 def _ledger_breach(unit: RecordedRollouts, policy: Policy, config: Any) -> str | None:
-    """Return how a ledger contradicts the policy that it names, or None."""
+    """Return how the ledger of some rollout in a file contradicts the policy that the file names; None if none does."""
     if unit.policy_hash is not None and unit.policy_hash != policy.hash:
         return f"the ledger names {policy.canonical}, whose hash is {policy.hash}, and the hash {unit.policy_hash}"
     trained = unit.trained_policy
@@ -324,7 +324,7 @@ def _agreement_line(agreement: RankingAgreement | str) -> str:
 
 
 def _percent(share: float) -> str:
-    """Return a percentage with two digits, rounded down: 100 % only if the share is 1."""
+    """Return a share as a percentage with two decimals, rounded down, so that only 1 gives "100.00 %"."""
     return f"{math.floor(share * 10_000) / 100:.2f} %"
 
 

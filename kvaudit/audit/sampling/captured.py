@@ -108,9 +108,9 @@ def _address(weight: Tensor) -> int:
 
 
 def _why_not_replayed(model: Any) -> str | None:
-    """Return why replaying the captured model would skip a part of it, as the end of a message; None if it would not.
+    """Return why replaying a captured CUDA graph would skip a part of the model; None if it would not.
 
-    Hooks are Python code, which a CUDA graph does not call.
+    The reason is text for the end of a message. Hooks, for example, are Python code, which a CUDA graph does not call.
     """
     for module in model.modules():
         for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
@@ -138,7 +138,7 @@ class StepRunner:
 
     @staticmethod
     def for_cache(model: Any, cache: EvictingCache, device: torch.device) -> StepRunner | None:
-        """Return a runner, or None if steps have to be computed one operator after the other."""
+        """Return a runner for the steps of ``cache``; None if they have to be computed one operator after the other."""
         mode = step_mode(device)
         if mode == "eager":
             return None
@@ -153,7 +153,7 @@ class StepRunner:
     def begin_turn(self) -> None:
         """Drop all captured steps (CUDA graphs) if they no longer fit the model.
 
-        They do not if the weights have moved in memory, or if training mode or autocast has changed.
+        They no longer fit if the weights have moved in memory, or if training mode or autocast has changed.
         """
         if self._graphs and self._describe_model() != self._model_state:
             self._graphs.clear()
@@ -265,7 +265,10 @@ _fused_forwards: dict[type, Callable[..., Any]] = {}
 
 
 def _has_own_forward(layer: Any) -> bool:
-    """Return whether a layer's forward is that of its class, perhaps wrapped by gradient checkpointing."""
+    """Return whether a layer runs the forward of its class, not one that somebody has put in its place.
+
+    A forward that is wrapped for gradient checkpointing counts as that of the class.
+    """
     forward = vars(layer).get("forward")
     return forward is None or (isinstance(forward, partial) and forward.func.__module__.startswith("kvaudit."))
 

@@ -70,7 +70,7 @@ class ChatTokens:
         assert len(self.ids) == len(self.roles)
 
     def drop(self, count: int) -> ChatTokens:
-        """Return these tokens, with roles and spans, without the first ``count``."""
+        """Return the tokens after the first ``count``, with their roles and spans."""
         spans = {name: tuple(n - count for n in numbers if n >= count) for name, numbers in self.spans.items()}
         return ChatTokens(self.ids[count:], self.roles[count:], spans)
 
@@ -106,8 +106,8 @@ class Chat:
     def prompt(self, messages: Sequence[Message], spans: Sequence[Span] = (), tools: Tools = ()) -> ChatTokens:
         """Return the prompt as tokens, including the header of the answer, with the tokens of the marked ``spans``.
 
-        A span is a text that the suite marks. One whose text is ``list_tools(tools)`` is the template's listing of the
-        tools.
+        A span is a text that the suite marks. A span whose text is ``list_tools(tools)`` stands for the listing of the
+        tools that the template writes.
         """
         return self._render((), *self.request_of(messages, tools), spans)
 
@@ -186,7 +186,7 @@ class Chat:
 
     @cached_property
     def _arguments_as(self) -> ArgumentsAs | None:
-        """How the template takes a tool call's arguments: as an "object" or as JSON "text"; None if it lacks tools."""
+        """How the template takes a tool call's arguments: an "object" or JSON "text"; None if it takes no tools."""
         for arguments_as in ("object", "text"):
             try:
                 text = self._apply(self._rows(PROBE, arguments_as), [TOOL_SLOT])
@@ -261,9 +261,10 @@ class Chat:
         calls: Sequence[ToolCall] = (),
         tools: Tools = (),
     ) -> ChatTokens:
-        """Return the tokens that follow a completion, as ``reply``, without what the completion already holds of them.
+        """Return the tokens of ``reply`` that the completion does not hold already.
 
-        If ``completion`` ends with an end-of-turn token, everything up to this token is left out.
+        ``reply`` begins with the end of the answer. If ``completion`` ends with an end-of-turn token, the tokens of
+        ``reply`` up to and including this token are left out.
         """
         rendered = self.reply(messages, spans, calls=calls, tools=tools)
         if completion and completion[-1] in self.stop_ids:
@@ -334,7 +335,7 @@ class Chat:
         return [text.format(role, texts) for role, support, texts in roles if support == "user"]
 
     def _role_support(self, role: Role, *, first: bool) -> Literal["native", "user"]:
-        """Return "native" if the template writes messages of ``role``, else "user": their text must go there.
+        """Return "native" if the template writes messages of ``role``, "user" if their text must go into user messages.
 
         ``first``: the role is tried at the beginning of a conversation, not at its end.
         """
@@ -348,7 +349,7 @@ class Chat:
             return "user"
 
     def _check_options(self) -> None:
-        """Raise SpecError for an option that kvaudit sets, and for one that changes nothing.
+        """Raise SpecError for an option that kvaudit sets itself, and for one that changes nothing.
 
         Templates do not list their options, so each one is tested by leaving it out.
         """
@@ -409,7 +410,10 @@ class Chat:
         return ChatTokens(tuple(encoded["input_ids"]), roles, spans)
 
     def _text_after(self, before: tuple[Message, ...], messages: Sequence[Message], tools: Tools = ()) -> str:
-        """Return the text that the template writes after ``before``, which ends with a placeholder answer or call."""
+        """Return what the template writes after the text of ``before``, up to the header of the next answer.
+
+        ``before`` is empty or ends with a placeholder for an answer or a call.
+        """
         text = self._template([*before, *messages], tools)
         if not before:
             return text
@@ -444,8 +448,8 @@ class Chat:
     def _rows(self, messages: Sequence[Message], arguments_as: ArgumentsAs | None) -> list[dict[str, Any]]:
         """Return messages as the dicts that a chat template takes; texts of roles that it lacks go into user messages.
 
-        ``arguments_as`` is given for a conversation with tools: "object" or "text" is how the template takes a call's
-        arguments. Then results keep the role ``tool``, because the template writes them.
+        ``arguments_as`` is given only for a conversation with tools: "object" or "text" is how the template takes a
+        call's arguments. Tool results then keep the role ``tool``, because such a template can write them.
         """
         support = {Role.SYSTEM: self.system_role, Role.TOOL: self.tool_role}
         if arguments_as:
@@ -527,10 +531,11 @@ def _with_slots(messages: Sequence[Message]) -> list[Message]:
 
 
 def _find_varying(text: str, texts: Mapping[int, _Stretch], frame: str, other: str, role: Role) -> list[_Stretch]:
-    """Return the parts of ``text``, outside of messages, where the template wrote tools or calls, with ``role`` set.
+    """Return the parts of the prompt ``text``, outside of messages, where the template wrote tools or calls.
 
-    They are found where two renderings differ: ``frame``, with the same tools and calls, and ``other``, with others.
-    ``texts`` has the part of ``text`` that each message takes up, by its number and in the order of the text.
+    They are found where two renderings differ: ``frame``, with the same tools and calls as ``text``, and ``other``,
+    with different ones. ``texts`` has the part of ``text`` that each message takes up, by its number and in the order
+    of the text. ``role`` becomes the role of the returned parts.
     """
     starts = [0, *(stretch.end for stretch in texts.values())]
     ends = [*(stretch.start for stretch in texts.values()), len(text)]
@@ -604,9 +609,9 @@ def _find_stretches(text: str, frame: str, messages: Sequence[Message]) -> dict[
 
 
 def _find_form(text: str, position: int, content: str) -> tuple[str, Sequence[int] | None]:
-    """Return a message's text as the template wrote it at ``position``, and the offsets of its characters there.
+    """Return the form of a message's text at ``position`` of the rendered ``text``, and its characters' offsets there.
 
-    The template may write it unchanged (offsets None), stripped or as JSON. Offsets are as in ``_Stretch``.
+    The template may write ``content`` unchanged (offsets None), stripped or as JSON. Offsets are as in ``_Stretch``.
     """
     if text.startswith(content, position):
         return content, None

@@ -44,7 +44,7 @@ class Answer:
 class SentRequest(NamedTuple):
     """A chat-completion request as it was sent: its messages (``rows``) and what is known of its size.
 
-    ``tokens`` is the number of prompt tokens, ``exact`` or estimated; ``limit`` that of new tokens asked for.
+    ``tokens`` is the number of prompt tokens, estimated unless ``exact``; ``limit`` is how many new tokens it allows.
     """
 
     rows: WireRows
@@ -63,9 +63,9 @@ def wire(transcript: Sequence[Message], tool_role: str) -> list[dict[str, Any]]:
 
 
 class Readings:
-    """The conversations that an endpoint has read so far; it may leave their tokens, if cached, out of its counts.
+    """The conversations that an endpoint has read so far, to check the prompt tokens that it reports.
 
-    Thread-safe.
+    An endpoint may leave tokens that it has read before, and cached, out of its counts. Thread-safe.
     """
 
     def __init__(self) -> None:
@@ -78,7 +78,7 @@ class Readings:
             self._prefixes.update(pairs[:end] for end in range(1, len(pairs) + 1))
 
     def unread(self, rows: WireRows) -> float:
-        """Return the share of a conversation's characters that come after the longest beginning read before."""
+        """Return the share of a conversation's characters after the longest prefix that was read before."""
         pairs = _pairs(rows)
         with self._lock:
             length = next((end for end in range(len(pairs), 0, -1) if pairs[:end] in self._prefixes), 0)
@@ -97,8 +97,9 @@ def answer(
 ) -> Answer:
     """Return a completion as an ``Answer``; raise Unanswered if it cannot be the answer to ``request``.
 
-    The endpoint's token counts are checked against ours, except a count that is not a number, and except a count of
-    prompt tokens that is too small for a conversation whose beginning the endpoint has read before (``readings``).
+    The token counts that the endpoint reports are checked against our own. Two are ignored: one that is not a number,
+    and one that is too small because the endpoint has read the beginning of the conversation before (``readings``) and
+    may not count cached tokens. ``seconds`` is the duration of the call.
     """
     new_tokens = _number(completion.usage, "completion_tokens") or None
     if request.has_tools and completion.calls:
@@ -119,9 +120,9 @@ def answer(
 
 
 def _with_calls(completion: ChatCompletion) -> ChatCompletion:
-    """Return a completion whose text ends with the tool calls that the server has parsed out of it.
+    """Return a completion with the tool calls that the server parsed out of its text appended to the text again.
 
-    Its finish reason becomes "stop" if the calls ended it.
+    A finish reason that stands for "ended by a tool call" becomes "stop".
     """
     reason = "stop" if completion.finish_reason in _ENDED_BY_CALLS else completion.finish_reason
     fields = "content and tool_calls" if completion.text.strip() else "tool_calls"
@@ -149,8 +150,8 @@ def _finish(completion: ChatCompletion, new_tokens: int | None, limit: int) -> F
 def _prompt_tokens(usage: Any, request: SentRequest, readings: Readings) -> int | None:
     """Return the number of prompt tokens that an endpoint reports, checked against the request.
 
-    None if it reports none, or counts only the part that it had not read before (``readings``). Raises Unanswered if
-    the number does not fit the request.
+    None if the endpoint reports none, or counts only the tokens that it had not read in earlier requests
+    (``readings``). Raises Unanswered if the number does not fit the request.
     """
     read = _number(usage, "prompt_tokens") or None
     if read is None:
@@ -171,9 +172,9 @@ def _prompt_tokens(usage: Any, request: SentRequest, readings: Readings) -> int 
 
 
 def _check_length(completion: ChatCompletion, finish: Finish, new_tokens: int | None, limit: int) -> None:
-    """Raise Unanswered if an answer's length, or its count of new tokens, cannot be true under the request's limit.
+    """Raise Unanswered if an answer's length, or its count of new tokens, cannot be true for its request.
 
-    It may be far too long, or be cut off well below the limit. Thoughts may exceed the limit.
+    The answer may be far longer than the request's limit, or be cut off well below it. Thoughts may exceed the limit.
     """
     most = max(limit, new_tokens or 0)
     if len(completion.text) > (most + _SPARE) * _LONGEST_TOKEN:  # whatever it claims

@@ -44,7 +44,8 @@ PROBE_TEXTS = (_NAME, _VALUE, PROBE[-1].content)
 def tool_fields(message: Message, names: dict[str, str], arguments_as: ArgumentsAs) -> dict[str, Any]:
     """Return the fields about tools (calls, or the id of a result's call) of a message's dict for a chat template.
 
-    ``names`` maps call ids to names of tools; it gets the message's calls, for the results that follow.
+    ``names`` maps call ids to names of tools. The calls of this message are added to it, so that the results of the
+    calls, in later messages, find the names.
     """
     fields: dict[str, Any] = {}
     if message.tool_calls:
@@ -94,7 +95,8 @@ def differing_part(text: str, other: str) -> tuple[int, int]:
 class ResponseTemplate(ToolForm):
     """The syntax of tool calls that one tokenizer defines by its ``response_template``.
 
-    ``prompt`` is a prompt as the template renders it; the parser needs its end, with which an answer may begin.
+    ``prompt`` is a prompt as the chat template renders it. The parser needs it, because its end may be the beginning of
+    the answer.
     """
 
     name = "tokenizer"

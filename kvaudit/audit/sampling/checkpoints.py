@@ -50,7 +50,7 @@ def load_model_or_adapter(
 ) -> LoadedModel:
     """Load a model; for the folder of an adapter, load the base that its config names and merge the adapter into it.
 
-    The base may itself be an adapter.
+    The base may itself be an adapter. ``chat`` has the options of the chat template.
     """
     base, *adapters = reversed(_adapter_chain(name_or_path))
     model = load_model(base, dtype=dtype, device=device, chat=chat)
@@ -81,7 +81,7 @@ def checkpoint_sha256(folder: Path) -> str:
 def checkpoint_files(folder: Path) -> dict[str, str]:
     """Return {name: sha256} of the files besides weights that loading the checkpoint in a folder reads.
 
-    Those of an adapter are its base model's; empty if that is a GGUF file.
+    For an adapter these are the files of its base model. Empty if the model is a GGUF file.
     """
     base = _adapter_chain(str(folder.resolve()))[-1]
     return {} if base.endswith(".gguf") else files_read(locate(base))
@@ -109,7 +109,10 @@ def _adapter_chain(name_or_path: str) -> list[str]:
 
 
 def check_comparable(name_or_path: str, base: LoadedModel) -> None:
-    """Raise DataError if architecture, tokenizer or chat template of the two models differ; read no weights."""
+    """Raise DataError if a model differs from ``base`` in architecture, tokenizer or chat template.
+
+    No weights are read.
+    """
     folder = locate(name_or_path)
     if is_adapter(folder):
         _check_base(folder, name_or_path, base)

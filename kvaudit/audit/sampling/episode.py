@@ -130,10 +130,10 @@ class Episode:
     ) -> list[Completion | None]:
         """Sample one completion for every row; ``limits`` has the token limit of each row (0: skip the row).
 
-        A turn ends at a stop token, at its limit, or when ``ends_turn`` returns True. A row for which
-        ``on_turn_end`` returns False must not continue later; without that callback every row may.
-        ``should_pause`` is called after every step: when it returns True, unfinished turns get no completion
-        yet and the next call continues them.
+        A turn ends at a stop token, at its limit, or when ``ends_turn`` returns True. A row for which ``on_turn_end``
+        returns False must not continue later; without that callback every row may. ``should_pause`` is called after
+        every step. When it returns True, this call ends: unfinished turns get None for a completion, and the next call
+        continues them.
         """
         caps = [decoding.max_new_tokens] * self.rows if limits is None else list(limits)
         completions: list[Completion | None] = [None] * self.rows
@@ -204,10 +204,10 @@ class Episode:
         finish_turn: Callable[[int, list[int], list[float]], bool],
         should_pause: ShouldPause | None = None,
     ) -> None:
-        """Run a turn of every row with a limit above 0: feed the tokens from ``next_tokens`` to the cache one by one.
+        """Run a turn (sample an answer) in every row with a limit above 0, and feed its tokens to the cache one by one.
 
-        A turn has at most ``limits`` tokens in each row. ``finish_turn`` is called after every token of a row and
-        returns whether its turn is over.
+        A row gets at most ``limits`` tokens. ``next_tokens`` chooses each token from the logits; ``finish_turn`` is
+        called after every token of a row and returns whether its turn is over.
         """
         running = [limit > 0 for limit in limits]
         if self._runner is not None:
@@ -319,7 +319,10 @@ class Episode:
 
     @torch.no_grad()
     def _feed_queued(self, running: Sequence[bool]) -> None:
-        """Prefill the input that ``extend`` has queued in running rows, after sampled tokens not in the cache yet."""
+        """Feed each running row the input that ``extend`` has queued for it.
+
+        Sampled tokens of the row that are not in the cache yet are fed before.
+        """
         fed = [on and bool(tokens) for on, tokens in zip(running, self._queued, strict=True)]
         if not any(fed):
             return

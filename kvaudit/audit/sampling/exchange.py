@@ -62,9 +62,9 @@ class Exchange:
         self._turns = 0
 
     def to_messages(self, text: str, finish_reason: str = "stop", thought: str | None = None) -> tuple[Message, ...]:
-        """Return an answer as messages: a thought, if there is one, and the rest.
+        """Return an answer as messages: its thought, if there is one, and then the rest.
 
-        ``thought`` is one that the server sent in a separate field.
+        ``thought`` is the thought if the server sent it in a field of its own; otherwise it is looked for in ``text``.
         """
         messages: tuple[Message, ...] = (Message(Role.ASSISTANT, text),)
         if thought is not None:
@@ -121,8 +121,8 @@ class Exchange:
 def grade_transcript(suite: Suite, item: Item, transcript: Sequence[Message], finish_reason: str) -> Grade:
     """Grade a finished conversation from its transcript alone; ``finish_reason`` says how it ended.
 
-    Degenerate answers (empty, looping, not text) are graded here and not by the suite, with two exceptions: the text of
-    a truncated answer before the cut, and a loop, by which harm may have been done.
+    Degenerate answers (empty, not text) are graded here and not by the suite. The suite does grade two kinds of them: a
+    truncated answer, by the text before the cut, and an endless loop, in which harm may have been done.
     """
     degenerate_grade = grade_degenerate(suite, item, transcript, finish_reason)
     if degenerate_grade is None:

@@ -24,7 +24,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 def total_bytes() -> int:
-    """Return the memory of the machine, or of the container that this process is in, used or not."""
+    """Return the bytes of memory of the machine, or of the container that this process is in, used or not."""
     limits = [_limit(group, name) for group in _groups() for name in _LIMITS]
     return min([_installed(), *(limit for limit in limits if limit is not None)])
 

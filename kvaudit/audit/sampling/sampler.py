@@ -141,7 +141,7 @@ class MixedEpisode:
         return self._gather(lambda _, episode: episode.rollouts())
 
     def _gather(self, work: Callable[[list[int], Episode], Sequence[T]]) -> list[T]:
-        """Call ``work`` with each policy's episode and its row numbers; return the results in the order of all rows."""
+        """Call ``work`` with each policy's row numbers and episode; return the results in the order of all rows."""
         results: dict[int, T] = {}
         for rows, episode in self._episodes.values():
             results |= dict(zip(rows, work(rows, episode), strict=True))
@@ -153,7 +153,7 @@ _SHARE = 4  # a quarter of the rows must be free before prompts enter, since ent
 
 
 class ContinuousBatch:
-    """A batch of rows into which new prompts enter, each with ``group`` rows, when other rows have finished.
+    """A batch of rows into which new prompts enter when other rows have finished; each prompt has ``group`` rows.
 
     ``open_episode`` starts the rows of a range of prompts; at most ``capacity`` prompts share the batch. Iterate over
     this object, and decode each yielded episode (the batch) with ``should_pause``. Row n belongs to prompt n //

@@ -38,9 +38,10 @@ _READ += ["*.model", "*.jinja", "additional_chat_templates/*.jinja", INDEX]
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the weight files that transformers loads from a folder, sorted by name; it may hold others, not loaded.
+    """Return the weight files that transformers loads from a folder, sorted by name; other files are left out.
 
-    Raises DataError if the folder has no weights, or a file that makes transformers load others.
+    Raises DataError if the folder has no weights, or holds a file because of which transformers would load other
+    weights.
     """
     for pattern, reason in _ELSEWHERE.items():
         for path in plain_files(folder, pattern):
