@@ -85,7 +85,7 @@ app = typer.Typer(
 
 
 def _add_commands(commands: Sequence[Command]) -> None:
-    """Add every command to typer's ``app``, or to the command that holds it."""
+    """Add every command to typer's ``app``, or to its group command if it belongs to one."""
     holders = {command.name: typer.Typer(**_TYPER) for command in commands if command.call is None}
     for command in commands:
         parent, call = holders.get(command.group, app), holders.get(command.name, command.call)

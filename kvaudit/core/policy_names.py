@@ -65,7 +65,7 @@ def match_policies(texts: Iterable[str], canonical: Sequence[str]) -> list[str]:
 
     Users write ``snapkv:budget=48``, records hold every field. A policy matches if it has the same names and equal
     values in all fields that both mention; of several, the one with the most equal fields wins, then the first. A
-    second text gets another match if there is one.
+    policy that an earlier text has got is only taken if no other matches.
     """
     matches: list[str] = []
     for text in texts:

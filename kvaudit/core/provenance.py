@@ -171,7 +171,11 @@ def pilot_items(provenance: Mapping[str, Any]) -> Mapping[str, int]:
 
 
 def all_looks(provenance: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the looks (tests between the rounds of a run) in order: ``items``, ``seconds`` and ``words`` of each."""
+    """Return the looks (tests between the rounds of a run) in order.
+
+    Of each: ``items``, the rows asked so far by suite; ``seconds``, the time of its round; ``words``, the status of
+    each gated metric.
+    """
     looks = table_of(provenance, LOOKS)
     return [table_of(looks, name) for name in sorted((name for name in looks if name.isdigit()), key=int)]
 

@@ -200,9 +200,10 @@ class Evaluator:
     def _unit_batches(
         self, suite: Suite, unit: Unit, folder: str, rows: Mapping[str, range] | None = None
     ) -> list[list[Item]]:
-        """Return the batches of items in which a unit is asked, none of them empty.
+        """Return a unit's items in batches, none empty; ``rows`` is each suite's range to ask in a run in rounds.
 
-        ``folder`` names its records' folder: the pilot's has fewer items; for the floor, engines may get another order.
+        ``folder`` names the folder of its records: the pilot (trial answers) has fewer items; in the floor (repeated
+        requests) an engine may get another order.
         """
         context = unit.context_tokens
         if rows is not None:
@@ -240,9 +241,9 @@ class Evaluator:
         suite: Suite,
         rows: Mapping[str, range] | None,
     ) -> None:
-        """Store the hash of the prompts of every unfinished unit, merged with the hash that an earlier process stored.
+        """Store the hash of the prompts of every unfinished unit, added to the hashes that an earlier process stored.
 
-        In a run in rounds it covers the rows of all rounds so far and replaces the earlier hash.
+        In a run in rounds, the hash covers the rows of all rounds so far and replaces the earlier one.
         """
         due = {unit: file for unit, file in files.items() if rows or file.batches < len(batches)}
         if not due:
@@ -273,7 +274,8 @@ class Evaluator:
     ) -> list[Record]:
         """Let a unit's policy or engine answer a batch of items; return the graded records.
 
-        ``prompt_cache`` has prompts by item id and is filled here; ``logs`` is the folder for the logs of Inspect.
+        ``prompt_cache`` has prompts by item id and is filled here. ``shared`` keeps prefilled beginnings of prompts for
+        other policies. ``logs`` is the folder for the logs of Inspect.
         """
         if isinstance(suite, Inspect):
             return self._play_in_inspect(unit, suite, items, logs) if items else []
@@ -308,7 +310,7 @@ class Evaluator:
             return play_unit(inspect_unit, items, batched)
 
     def _decoding(self, suite: Suite, items: Sequence[Item]) -> tuple[Decoding, list[int], int, bool]:
-        """Return the decoding settings, a seed per answer, the answers per item, and whether the model thinks first."""
+        """Return (decoding settings, a seed per answer, number of answers per item, whether the model thinks first)."""
         section, samples = self._spec.evaluate, self._spec.evaluate.samples_of(suite.name)
         decoding = Decoding(suite.max_new_tokens, temperature=section.temperature, top_p=section.top_p)
         # the samples of an item are adjacent
@@ -411,7 +413,7 @@ def _prompt_text(chat: Chat, item: Item) -> str:
 
 
 def tool_forms_of(chat: Chat, batches: Sequence[Sequence[Item]]) -> dict[str, int]:
-    """Return the number of items by the name of the form in which their prompts offer tools, if they offer any."""
+    """Return how many items offer tools in each form (way to write tools into a prompt): {name of the form: items}."""
     forms = (chat.tool_form_of(item.messages, item.tools) for batch in batches for item in batch)
     return dict(sorted(Counter(filter(None, forms)).items()))
 

@@ -109,7 +109,7 @@ def kept_samples(unit: InspectUnit) -> Rows:
 
 
 def _by_item(unit: InspectUnit, samples: Sequence[Any]) -> Iterator[tuple[tuple[str, int], Any]]:
-    """Yield each sample of an Inspect log with its key: the item's id, and the epoch (repetition) counted from 0."""
+    """Yield ((item id, repetition counted from 0), sample) for each sample of an Inspect log."""
     name = unit.suite.inspect_task.task.name
     for sample in samples:
         yield (f"{name}-{sample.id}", sample.epoch - 1), sample

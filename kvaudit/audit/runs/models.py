@@ -51,7 +51,7 @@ class Models:
         self.batches: Batches = {} if prepared is None else prepared.batches
 
     def resized(self, spec: RunSpec, suites: Collection[str]) -> Models:
-        """Return these models for a ``spec`` with other numbers of items for ``suites``; their items are made anew."""
+        """Return these models for a ``spec`` with other numbers of items for ``suites``, whose items are made anew."""
         batches = {key: parts for key, parts in self.batches.items() if key[0] not in suites}
         prepared = None if self._prepared is None else self._prepared._replace(batches=batches)
         models = Models(self._run, spec, self._print_line, prepared, self._processes)

@@ -134,7 +134,10 @@ def check_possible(spec: RunSpec, count: CountTokens) -> None:
 
 
 class Churn(NamedTuple):
-    """How many of ``pairs`` answers are graded differently (``differing``): uncompressed, and under a gated policy."""
+    """How many answers a gated policy changes.
+
+    Of ``pairs`` items answered both uncompressed and under the policy, ``differing`` have different values of a metric.
+    """
 
     differing: int
     pairs: int
@@ -219,7 +222,10 @@ def _design(spec: RunSpec, metric: Metric, discordance: float) -> Design:
 
 
 def churns_of(spec: RunSpec, metric: Metric, answers: Answers) -> Iterator[Churn]:
-    """Yield, for each gated policy and length, how many answers the policy changes in a metric, over all seeds."""
+    """Yield, for each gated policy and length, how many answers differ from the uncompressed ones in a metric.
+
+    Answers of all seeds are counted together.
+    """
     references = spec.evaluate.references
     values = {unit: {(r.item_id, r.sample_index): _value(r, metric) for r in rows} for unit, rows in answers.items()}
     for length in gated_lengths(spec, metric.suite):

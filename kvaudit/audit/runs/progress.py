@@ -228,7 +228,7 @@ class RunBar:
 
 
 class _Comparison(NamedTuple):
-    """A comparison of two sides: its name, and the pairs of a unit with the unit that it is compared with."""
+    """A comparison of two sides: its name, and pairs of units (one per side) of the same seed, suite and length."""
 
     name: str
     pairs: Sequence[tuple[Unit, Unit]]
@@ -337,7 +337,10 @@ def _comparisons(spec: RunSpec) -> Iterator[_Comparison]:
 def _pairs(
     units: Mapping[tuple[str, int, str, str, int], Unit], ours: tuple[str, str], theirs: tuple[str, str]
 ) -> Iterator[tuple[Unit, Unit]]:
-    """Yield pairs of units that differ in arm and policy only: ``ours`` (arm, policy) with ``theirs``."""
+    """Yield pairs of units that are equal but for arm and policy: one of ``ours`` (arm, policy) with one of ``theirs``.
+
+    The keys of ``units`` are (arm, seed, policy, suite, length).
+    """
     for (arm, seed, policy, suite, context), unit in units.items():
         against = units.get((theirs[0], seed, theirs[1], suite, context))
         if (arm, policy) == ours and against is not None:

@@ -110,7 +110,7 @@ def stored_units(run: RunFolder) -> tuple[list[StoredUnit], list[str]]:
 
 
 def read_unit(records: Path) -> StoredUnit:
-    """Return the finished unit of a record file, described by its seal and its first line."""
+    """Return the finished unit of a record file, described by its seal (file with its sha256) and its first line."""
     with records.open("rb") as lines:
         first = _record(records, 1, lines.readline())
     return StoredUnit(records, read_json(seal_path(records)), first.suite, first.context_tokens, first.suite_version)

@@ -72,9 +72,10 @@ class UnitFiles:
 
 
 def sealed_records(files: UnitFiles, identity: tuple[str, str, str]) -> Mapping[Row, Record]:
-    """Return the records of a finished unit by item id and sample index; empty for an unfinished unit.
+    """Return the records of a finished unit by (item id, sample index); empty for an unfinished unit.
 
-    Raises DataError if the file differs from its seal, or has records of another ``identity``.
+    Raises DataError if the file differs from its seal (stored sha256), or has records of another ``identity``:
+    checkpoint, policy or version of the suite.
     """
     if not files.seal.exists():
         return {}
@@ -130,7 +131,8 @@ def kept_rows(files: UnitFiles) -> Mapping[Row, Record]:
 def reopen_refused(files: UnitFiles, identity: tuple[str, str, str]) -> int:
     """Remove the seal of a finished unit of which the server refused requests, so that they are asked again.
 
-    Keeps its other answers; returns the number of refused requests.
+    Keeps its other answers; returns the number of refused requests. ``identity`` is what all records of the unit share:
+    sha256 of the checkpoint, policy hash and suite version.
     """
     rows = sealed_records(files, identity)
     refused = sum(bool(record.unanswered) for record in rows.values())

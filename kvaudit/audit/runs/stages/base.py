@@ -30,9 +30,10 @@ from kvaudit.core.text import inline, length_label
 class RunContext:
     """What a stage needs from its process.
 
-    ``spec`` has the numbers of items that the pilot has fixed so far. ``takeover``: see ``Claims``.
-    ``rank_command`` is the command that starts another rank of a training unit; the number of threads is added to it.
-    With ``asks_refused``, requests that a server refused are sent again.
+    ``spec`` has the numbers of items that the pilot has fixed so far. ``takeover`` says that processes on other
+    machines are gone, so that their units are free. ``rank_command`` is the command that starts another process for
+    training the same unit; the number of threads is added to it. With ``asks_refused``, requests that a server refused
+    are sent again.
     """
 
     run: RunFolder

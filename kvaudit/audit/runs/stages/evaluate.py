@@ -81,7 +81,7 @@ class EvaluateStage(Stage):
         return FloorStage(self.context, self._worker, self._grid.units)
 
     def _print_refusals(self) -> None:
-        """Print how many requests a server refused, with the command that sends them again (not in rounds)."""
+        """Print how many requests a server refused and, except in rounds, the command that sends them again."""
         run = self.context.run
         units = [unit for unit in self._grid.units if isinstance(unit.policy, Condition)]
         seals = [UnitFiles.of(run.records, unit).seal for unit in units]
@@ -93,7 +93,10 @@ class EvaluateStage(Stage):
 
 
 class GridStage(Stage):
-    """Answers every unit (checkpoint, policy, suite, length) of the run; ``has_asked``: if this process did any."""
+    """Answers every unit (checkpoint, policy, suite, length) of the run.
+
+    ``has_asked`` is True if this process has asked any request.
+    """
 
     def __init__(self, context: RunContext, worker: UnitWorker) -> None:
         super().__init__(context)
