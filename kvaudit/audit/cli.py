@@ -24,7 +24,7 @@ _FORMER_NAMES = {former: name for command in _COMMANDS for former, name in comma
 
 
 class CommandGroup(TyperGroup):
-    """A group that lists commands under headings with whole summaries, and refuses an option given twice."""
+    """A group that lists its commands under headings with uncut summaries, and refuses an option given twice."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002
         rows: dict[str, list[tuple[str, str]]] = {}

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 
 class Bound(NamedTuple):
-    """A bound on a number of the training log: ``least`` or ``most``, what passing it means, and what to do then."""
+    """A bound on a number of the training log: its limit (``least`` or ``most``), what passing it means, a remedy."""
 
     name: str
     least: float | None

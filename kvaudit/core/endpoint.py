@@ -319,7 +319,7 @@ class EndpointModel:
         return self._first_model.get("name", "")
 
     def expect_model(self, name: str) -> None:
-        """Refuse replies of any model but ``name``; no effect after the first reply or call."""
+        """Refuse replies of any model but ``name``; no effect after the first reply or a former call of this method."""
         self._first_model.setdefault("name", name)
 
     @cached_property

@@ -42,7 +42,7 @@ class Span:
 
 
 def marked(**texts: str) -> tuple[Span, ...]:
-    """Return a ``Span`` for each NAME=text; empty texts are dropped."""
+    """Return a ``Span`` (text that decides an item, such as a rule) for each NAME=text; empty texts are dropped."""
     return tuple(Span(name, text) for name, text in texts.items() if text.strip())
 
 
@@ -63,9 +63,10 @@ class KeptSpan:
 
 
 def find_spans(spans: Iterable[Span], messages: Sequence[str]) -> dict[str, list[Place]]:
-    """Return, by name of the span, where its text (without surrounding space) occurs in the messages.
+    """Return where the texts of spans (texts that decide an item) occur in the messages: {name of the span: places}.
 
-    Each occurrence is a place, since the model sees all. Names without an occurrence are left out.
+    Each occurrence is a place, since the model sees all; space around a text is ignored. Names without an occurrence
+    are left out.
     """
     places: dict[str, list[Place]] = {}
     for span in spans:
@@ -77,7 +78,7 @@ def find_spans(spans: Iterable[Span], messages: Sequence[str]) -> dict[str, list
 
 
 def span_error(spans: Iterable[Span], messages: Sequence[str], *, may_come_later: bool) -> str | None:
-    """Return what is wrong with the spans of an item, as the end of a sentence, or None.
+    """Return what is wrong with an item's spans (texts that decide it), as the end of a sentence, or None.
 
     ``messages`` are the texts of the prompt. ``may_come_later``: a span may occur in a reply of the environment instead
     of the prompt.

@@ -323,7 +323,7 @@ class RunSpec(SpecSection):
         return self
 
     def _check_own_policy_only(self) -> None:
-        """Raise SpecError if own_policy_only is set, but some arm has no policy of training that can be served."""
+        """Raise SpecError if each arm is to be served under its own training policy, but some arm cannot be."""
         if not self.evaluate.own_policy_only:
             return
         if self.train is None:

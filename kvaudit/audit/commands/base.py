@@ -58,7 +58,7 @@ option, argument = partial(typer.Option, show_default=False), partial(typer.Argu
 
 
 class PlainCommand(TyperCommand):
-    """A typer command whose help labels an argument that may be repeated as ``<str>``, not ``<list[str]>``."""
+    """A typer command whose help writes ``<str>``, not ``<list[str]>``, for an argument that may be repeated."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         write_rows = formatter.write_dl
@@ -197,7 +197,7 @@ def end_on_sigterm() -> None:
 
 @contextmanager
 def user_errors(*command: object) -> Iterator[None]:
-    """Print errors of the body that the user can fix as one line on stderr, and exit with their code, usually 2.
+    """Print an error of the body, if the user can fix it, as one line on stderr; exit with its code, usually 2.
 
     ``command`` holds the words of the command that continues the work. It is printed after ctrl-C or SIGTERM.
     """

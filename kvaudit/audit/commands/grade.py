@@ -224,9 +224,9 @@ def adjudicate(
 
 
 def _write_sheet(run: Path, out: Path, select: Sequence[str], *, concordant: int | None, seed: int) -> None:
-    """Write a sheet of answers for people to label, and its key file.
+    """Write a sheet of answers for people to label, and a key file that says which records they come from.
 
-    Raises RunError if the sheet exists, since it may hold labels.
+    Raises RunError if one of the files exists, since it may hold labels, SpecError for a run in rounds.
     """
     from kvaudit.reports.records.load import load_run
     from kvaudit.reports.run import drift_and_rules

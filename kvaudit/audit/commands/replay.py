@@ -283,7 +283,7 @@ def _prepare_replay(dtype: str, temperature: float | None, plugins: Sequence[Pat
 def _print_measure(measure: Measure[WorkUnit, ServedBatch, Total], results: Sequence[tuple[WorkUnit, Total]]) -> int:
     """Print the results of serving records again.
 
-    Returns exit code 3 if it is a pass-or-fail check and found a difference, else 0.
+    Returns exit code 3 if the ``measure`` is a pass-or-fail check that found a difference, else 0.
     """
     console = wide_console()
     for line in measure.lines(results):

@@ -201,9 +201,9 @@ def plan_workers(
 ) -> tuple[int, int | None]:
     """Return the number of worker processes and the number of threads of each (None: one for each idle core).
 
-    ``first_threads`` is the number with which the run started. Rounding can depend on it, so a run keeps it:
-    several processes have one thread each, and a run with more threads continues with one process. ``here`` says
-    whether this process is a worker, so that its cores count.
+    ``first_threads`` is the number with which the run started. Rounding can depend on it, so a run keeps it: with one
+    thread it may have several processes, with more threads only one. ``here`` says whether this process is a worker, so
+    that its cores count.
     """
     from kvaudit.audit.runs.ranks import is_launched
 

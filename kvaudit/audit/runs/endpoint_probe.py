@@ -278,7 +278,7 @@ class Calls:
 
 
 def _stored_answers(raw: bytes) -> Iterator[tuple[str, Answer]]:
-    """Yield the key and the answer of each call in a file; skip failures and damaged lines, which are asked again."""
+    """Yield (``call_key``, answer) of each call in calls.jsonl; skip failures and damaged lines, which are asked again."""
     for line in raw.splitlines():
         try:
             row = json.loads(line)
@@ -483,10 +483,7 @@ class Probe:
     def _next_answer(
         self, unit: ProbeUnit, transcript: Sequence[Message], tools: Tools, seed: int, sample: int
     ) -> Answer:
-        """Return the answer to the next call of a conversation: the stored one, or else the endpoint's, now stored too.
-
-        Raises Unanswered if there is none.
-        """
+        """Return the answer to the next call of a conversation, stored or else asked for; raise Unanswered if none."""
         # whether an endpoint takes tools is unknown, so they are part of the prompt as text
         body = request_body(self._plan, unit.suite, as_text(transcript, tools), seed & _LARGEST_SEED)
         key, rows = call_key(body, sample), body["messages"]

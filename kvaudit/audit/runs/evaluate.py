@@ -85,12 +85,12 @@ def grid(spec: RunSpec) -> list[Unit]:
 
 
 def served_policies(spec: RunSpec) -> list[ServingMode]:
-    """Return the grid's policies and engines with settings (conditions), in the order of the spec."""
+    """Return what serves the evaluation, in the order of the spec: policies, and engines with settings (conditions)."""
     return [parse_serving_mode(text) for text in spec.evaluate.policies]
 
 
 def cache_policies(spec: RunSpec) -> list[Policy]:
-    """Return the grid's policies of kvaudit's own cache, without the engines."""
+    """Return the policies of the evaluation that kvaudit's own cache serves, without those of engines."""
     return [policy for policy in served_policies(spec) if isinstance(policy, Policy)]
 
 
@@ -101,7 +101,7 @@ def selecting_policies(spec: RunSpec) -> list[str]:
 
 
 def suite_as_asked(spec: RunSpec, name: str) -> Suite:
-    """Return a suite with the spec's settings: answer length, thinking included, and where decisive texts stand."""
+    """Return a suite with the spec's settings: tokens of answer and thought, and the place of decisive texts."""
     suite, settings, thinking = SUITES.get(name)(), spec.evaluate.suites[name], spec.evaluate.think
     suite.max_new_tokens = settings.max_new_tokens or suite.max_new_tokens
     suite.max_new_tokens += thinking.budget if thinking else 0
@@ -432,7 +432,7 @@ def evaluation_items(spec: RunSpec, suite: Suite, context: int, count: CountToke
 
 
 def round_size(spec: RunSpec, suite: Suite, count: CountTokens) -> int:
-    """Return the number of items in one round of a suite: every cluster once with all its twins, or all public rows."""
+    """Return how many items one round of a suite has: all public rows, or ``suite.twins`` per cluster (origin)."""
     section = spec.evaluate
     if (rows := suite.rows("eval", section.seed)) is not None:
         return rows

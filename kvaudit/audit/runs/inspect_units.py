@@ -63,7 +63,7 @@ class InspectUnit(NamedTuple):
 
 
 def inspect_batches(items: Sequence[Item]) -> list[list[Item]]:
-    """Return items in batches: a small first one, then as many items at once as Inspect runs samples."""
+    """Return items in batches: a small one first, then batches of as many items as Inspect runs samples at a time."""
     starts = [0, *range(_FIRST_BATCH, len(items), SAMPLES_AT_ONCE)]
     ends = [*starts[1:], len(items)]
     return [list(items[start:end]) for start, end in zip(starts, ends, strict=True) if start < end]

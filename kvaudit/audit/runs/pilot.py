@@ -51,8 +51,8 @@ def with_kept_gate(spec: RunSpec, provenance: Mapping[str, Any]) -> RunSpec:
 def pilot_units(spec: RunSpec, units: Sequence[Unit] | None = None) -> list[Unit]:
     """Return the units of which the pilot asks some items: the reference arm's, uncompressed and under gated policies.
 
-    The uncompressed units include those of each engine with a gated condition. ``units`` is the grid, if the caller has
-    it.
+    For a gated engine setting, the uncompressed ones are those of its reference setting. ``units`` is the grid (all
+    units), if the caller has it.
     """
     if not spec.evaluate.pilot_size:
         return []
@@ -250,7 +250,10 @@ def _value(record: Record, metric: Metric) -> float | bool | None:
 
 
 def most_items(spec: RunSpec, name: str, layout: Layout, count: CountTokens) -> int:
-    """Return the most items to ask of a suite: one round, or several if further rounds would ask new questions."""
+    """Return the most items to ask of a suite: one round (``layout``), or several if further rounds ask new questions.
+
+    One round asks every cluster (items of one origin) once, or all public rows.
+    """
     suite, section = suite_as_asked(spec, name), spec.evaluate
     if suite.rows("eval", section.seed) is not None:
         return len(layout)

@@ -313,7 +313,7 @@ class FoundSoFar:
 
 
 def policy_labels(spec: RunSpec) -> dict[str, str]:
-    """Return a short label for each policy of the grid and each engine setting."""
+    """Return {policy or engine setting of the evaluation: short label}."""
     policies = spec.evaluate.policies
     return {**short_names(policies), **condition_names(spec.evaluate.references)}
 

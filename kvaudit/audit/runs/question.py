@@ -192,7 +192,7 @@ def _uncovered_topics(endpoints: Sequence[Endpoint], *, is_long: bool) -> Iterat
 def kept_entries(config: ServingConfig) -> int | None:
     """Return how many cache entries a configuration keeps at most; None if it evicts none or does not say.
 
-    Eviction shows only in prompts that are longer.
+    Eviction shows only in prompts that are longer than that.
     """
     served = config.served
     if isinstance(served, Condition):
@@ -234,7 +234,10 @@ def _prompt_length(model: str, kept: int | None) -> int:
 def engine_config(
     name: str, kv: str | None, settings: Mapping[str, str], *, python: str | None, weights: str | None
 ) -> ServingConfig:
-    """Return an engine's configuration from its short setting ``kv`` and others; raise SpecError or UnknownName."""
+    """Return an engine's configuration from ``kv``, a value of ``--kv`` such as u4, and other ``settings``.
+
+    ``python`` and ``weights`` are those of ``EngineSpec``. Raises SpecError or UnknownName.
+    """
     engine = ENGINES.get(name)
     if not engine.compresses:
         raise SpecError(

@@ -25,7 +25,7 @@ _OVERHEAD = 1.15  # total time / time that the answers take
 def look_sizes(rows: int, first: int = FIRST_LOOK, pilot: int = PILOT_ITEMS) -> list[int]:
     """Return the numbers of rows of a suite after which a look (a test between rounds) is taken.
 
-    These are the pilot's rows, ``first``, then 1.5 times the last number, and finally ``rows``.
+    These are the pilot's rows, ``first``, then each time 1.5 times the number before, and finally ``rows``.
     """
     looks, look = [pilot] if pilot < min(first, rows) else [], first
     while look < rows:

@@ -47,7 +47,7 @@ class StoredUnit:
         return int(self.seal.get("records", 0))
 
     def check(self) -> None:
-        """Raise DataError if the record file differs from its seal."""
+        """Raise DataError if the record file differs from its seal (the file with its sha256)."""
         with self.records.open("rb") as file:
             check_sealed(self.records, hashlib.file_digest(file, "sha256").hexdigest(), self.seal)
 
@@ -90,7 +90,8 @@ class Items:
 def stored_units(run: RunFolder) -> tuple[list[StoredUnit], list[str]]:
     """Return the finished units of a run, sorted by suite and length, and the names of the unfinished record files.
 
-    Raises DataError if there is no finished unit, or one of a suite that the spec does not ask.
+    A unit is one checkpoint, policy, suite and length. Raises DataError if there is no finished unit, or one of a suite
+    that the spec does not ask.
     """
     units, unfinished = [], []
     for records in plain_files(run.records, "*.jsonl"):

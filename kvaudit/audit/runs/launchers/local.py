@@ -33,7 +33,7 @@ CPU_TIMES = Path("/proc/stat")  # Linux
 
 
 def idle_cores() -> int:
-    """Return the number of idle cores, at least one, since two processes on one core are slower than one.
+    """Return the number of idle cores, at least one; more processes than idle cores are slower.
 
     The load is sampled for a moment, because a load average still counts processes that have just ended.
     """

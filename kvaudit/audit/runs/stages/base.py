@@ -52,7 +52,10 @@ class RunContext:
         return replace(self, spec=spec, models=self.models.resized(spec, items.keys()))
 
     def rows_of(self, unit: Unit, most_items: int | None = None) -> int:
-        """Return the number of answers to at most ``most_items`` items of a unit, estimated before items are made."""
+        """Return the number of answers to at most ``most_items`` items of a unit (checkpoint, policy, suite, length).
+
+        It is estimated if the items are not made yet.
+        """
         evaluate, batches = self.spec.evaluate, self.models.batches.get((unit.suite, unit.context_tokens))
         items = evaluate.suites[unit.suite].items
         if not isinstance(items, int):
@@ -143,8 +146,8 @@ class UnitWorker:
     ) -> bool:
         """Answer the units that are not finished in ``folder`` (have no seal); return whether there were any.
 
-        ``phase`` names the work on the bar, and ``parts`` returns the units as parts of the bar. In a run in rounds,
-        ``rows`` are the rows to ask, by suite.
+        A unit is a checkpoint, policy, suite and length. ``phase`` names the work on the progress bar, and ``parts``
+        returns the units as parts of the bar. In a run in rounds, ``rows`` are the rows to ask, by suite.
         """
         context, bar = self._context, self._context.bar
         files = {unit: UnitFiles.of(folder, unit) for unit in units}

@@ -132,7 +132,7 @@ class GridStage(Stage):
 
 
 class FloorStage(Stage):
-    """Asks the first items of each unit that an engine serves twice more, to measure the engine's noise."""
+    """Asks engines the first items of each of their units twice more, to measure the engines' own noise."""
 
     def __init__(self, context: RunContext, worker: UnitWorker, units: Sequence[Unit]) -> None:
         super().__init__(context)

@@ -198,7 +198,7 @@ def join_rounds(run: Path, units: Sequence[Unit], looks: Sequence[Mapping[str, A
 
 
 def gate_statuses(run: Path) -> dict[str, str]:
-    """Return by gated metric the gate's status for the rows asked so far: the worst one over all settings."""
+    """Return {gated metric: its status for the rows asked so far}, the worst of the statuses under all settings."""
     data = load_run(run)
     comparison, rules = declared_rules(data, GateOverrides())
     drift = drift_of(data, comparison, rules.alpha, gated_facets(comparison, rules))
