@@ -103,8 +103,8 @@ def _thinking(value: Any) -> Any:
 def _by_context(name: str, section: Any, names: PluginNames | None) -> dict[str, Any]:
     """Return {suite: section}, one entry for each name in the section's key ``context``: SUITE@CONTEXT.
 
-    A context is a long text before each row. A suite without a context keeps its name; its section gets no length,
-    since its rows are asked as published.
+    A context is a long text before each row. For the name ``published`` the entry is SUITE without a context and
+    length.
     """
     if not isinstance(section, Mapping) or "context" not in section:
         return {name: {} if section is None else section}

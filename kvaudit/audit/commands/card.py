@@ -123,8 +123,8 @@ def _load_page(run: Path, overrides: GateOverrides) -> Page:
 def _hub_files(page: Page, hub: Path, benchmark: str | None, arm: str | None) -> dict[Path, str]:
     """Return the files with an arm's results for the Hugging Face hub as {path: text}; paths begin with ``hub``.
 
-    ``benchmark`` is ORGANISATION/DATASET on the hub. Raises SpecError if it is missing, or if ``arm`` is although there
-    are several arms.
+    ``benchmark`` is ORGANISATION/DATASET on the hub. Raises SpecError if it is missing, or if there are several arms
+    and ``arm`` is None.
     """
     from kvaudit.reports.page.publish import HUB_FOLDER, hub_results
 

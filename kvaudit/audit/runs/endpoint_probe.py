@@ -278,7 +278,7 @@ class Calls:
 
 
 def _stored_answers(raw: bytes) -> Iterator[tuple[str, Answer]]:
-    """Yield (``call_key``, answer) of each call in calls.jsonl; skip failures and damaged lines, which are asked again."""
+    """Yield (``call_key``, answer) of each call in calls.jsonl; skip failures and damaged lines (asked again)."""
     for line in raw.splitlines():
         try:
             row = json.loads(line)
