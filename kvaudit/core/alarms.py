@@ -1,4 +1,4 @@
-"""The alarms of training: bounds on numbers of the telemetry (log of training steps), for trainer and report."""
+"""The alarms of training: bounds on numbers of the telemetry (log of training steps), shared by trainer and report."""
 
 from __future__ import annotations
 

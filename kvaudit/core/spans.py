@@ -125,14 +125,15 @@ Shadings = dict[AnswerKey, Shading | None]  # None: serving it again gave anothe
 
 
 def shading_file(run: Path, unit: str) -> Path:
-    """Return the path of the file that says how much of the cache held each token of a unit's answers."""
+    """Return the path of a unit's shading file, which says what prompt tokens the cache still held."""
     return run / SHADING_FOLDER / f"{unit}.json"
 
 
 def read_shadings(run: Path, unit: str) -> Shadings:
-    """Return, by answer, how much of the cache held each token; None for an answer that came out differently.
+    """Return a unit's shadings: which prompt tokens the cache still held, by answer.
 
-    Empty if there is no such file or the unit's records have changed since. Raises DataError for a damaged file.
+    The value is None for an answer that came out differently when it was served again. Empty if there is no such file
+    or the unit's records have changed since. Raises DataError for a damaged file.
     """
     path = shading_file(run, unit)
     if not path.exists():
@@ -147,7 +148,10 @@ def read_shadings(run: Path, unit: str) -> Shadings:
 
 
 def write_shadings(run: Path, unit: str, shadings: Mapping[AnswerKey, Shading | None]) -> None:
-    """Write how much of the cache held each token of a unit's answers, atomically; raises RunError if that fails."""
+    """Write a unit's shading file, atomically: which prompt tokens the cache still held, for each answer.
+
+    Raises RunError if that fails.
+    """
     rows = [{**answer._asdict(), "shading": shading and asdict(shading)} for answer, shading in shadings.items()]
     path = shading_file(run, unit)
     try:

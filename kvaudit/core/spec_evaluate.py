@@ -190,7 +190,7 @@ class EvaluateSpec(SpecSection):
         return self.suites[suite].samples or self.samples
 
     def written(self) -> dict[str, Any]:
-        """Return the section as plain values; ``think`` without a token budget becomes ``strip``."""
+        """Return the section as plain values; ``think`` is written as ``strip`` if thoughts have no extra tokens."""
         row = super().written()
         thinking = row.pop("think", None)
         if thinking is not None:

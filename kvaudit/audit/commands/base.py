@@ -228,7 +228,7 @@ def user_errors(*command: object) -> Iterator[None]:
 
 
 def _is_gone(folder: Path) -> bool:
-    """Return whether a folder is gone, or disappears within a second, as while it is deleted file by file."""
+    """Return whether a folder is gone, or goes within a second (it may be about to be deleted file by file)."""
     until = time.monotonic() + 1.0
     while is_there := folder.exists():
         if time.monotonic() >= until:

@@ -361,12 +361,12 @@ def work_on_groups(
 ) -> None:
     """Work on every unit that is not done, and wait for the units that other live processes have claimed.
 
-    The units of a group, whose lock files are in one folder, are claimed and worked on together. A process first
-    takes groups that no other process has begun, then any free unit. A process that finds nothing free signals the
-    others, which release half of their units. ``on_done`` is called once for every unit, whichever process did it.
-    ``on_wait`` is called with a line whenever the processes that hold the remaining units change. ``work`` must
-    check its claims. The time is linear in the number of units: a process has at most one group, and only claimed
-    groups are checked again.
+    The units of a group, whose lock files are in one folder, are claimed and worked on together. A process first takes
+    groups that no other process has begun, then any free unit. A process that finds nothing free signals the others,
+    which release half of their units. ``on_done`` is called once for every unit, whichever process did it. ``on_wait``
+    is called with a line whenever the processes that hold the remaining units change. ``work`` must check its claims,
+    because another process may have taken a unit over. The time is linear in the number of units: a process has at most
+    one group, and only claimed groups are checked again.
     """
     claims, printed = Claims(takeover=takeover), ""
     has_groups = untouched = any(len(group) > 1 for group in groups)

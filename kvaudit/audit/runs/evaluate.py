@@ -1,4 +1,4 @@
-"""The evaluation grid: checkpoint x serving policy x suite x context length, each unit with a file of records."""
+"""The evaluation grid: checkpoint x serving policy x suite x context length, a file of records for each (a unit)."""
 
 from __future__ import annotations
 
@@ -223,7 +223,7 @@ class Evaluator:
         return [batch for batch in pilot_batches if batch]
 
     def _existing_rows(self, unit: Unit, run: RunFolder, folder: Path) -> dict[Row, Record]:
-        """Return a unit's answers that are not asked again: the pilot's, and those kept in a file that was reopened.
+        """Return, by (item id, sample), the answers not asked again: the pilot's, and those in a reopened file.
 
         A file is reopened to ask requests again that a server refused; answers to these items are not kept.
         """

@@ -220,7 +220,7 @@ def _grade_if_degenerate(suite: Inspect, item: Item, transcript: Sequence[Messag
 
 
 def session_answers(session: Session, model: LoadedModel) -> AnswerBatch:
-    """Return a function that answers requests by an engine; where the engine refuses one, the answer is a RunError."""
+    """Return a function that answers requests by the engine of ``session``; a refused request gets a RunError."""
     from kvaudit.audit.serving.batched import cut_choice
 
     chat = model.chat

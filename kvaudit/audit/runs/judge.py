@@ -212,7 +212,7 @@ class Judging:
         return grade, reading is None or reading.sure
 
     def _open_folder(self) -> None:
-        """Make the folder or check that it belongs to this run, and copy the other files that a report shows."""
+        """Make the output folder, or check that it belongs to this run; copy other files that a report shows."""
         run, out = self._run, self._out
         provenance = run.provenance()
         if out.path.resolve() == run.path.resolve():

@@ -191,9 +191,9 @@ def _control_table(suite: str, control: Control) -> dict[str, Any]:
 
 
 def _needed_items(spec: RunSpec, metric: Metric, answers: Answers, layout: Layout, most: int) -> dict[str, Any]:
-    """Return how many items a metric needs, and why, as a table for provenance.json.
+    """Return how many items a metric needs, at most ``most``, and why, as a table for provenance.json.
 
-    It is planned for the length and policy at which most of the pilot's answers changed.
+    The number is planned for the length and policy at which most of the pilot's answers changed.
     """
     worst = max(churns_of(spec, metric, answers), key=lambda c: planned_discordance(c.differing, c.pairs), default=None)
     discordance = ASSUMED_CHURN if worst is None else planned_discordance(worst.differing, worst.pairs)
@@ -203,9 +203,9 @@ def _needed_items(spec: RunSpec, metric: Metric, answers: Answers, layout: Layou
 
 
 def _design(spec: RunSpec, metric: Metric, discordance: float) -> Design:
-    """Return the statistical design by which the pilot plans: the spec's samples and seeds, and no true drift.
+    """Return the design (planned sizes and margin) from which the pilot computes how many items a metric needs.
 
-    ``discordance`` is the share of items whose answers differ.
+    It has the spec's samples and seeds, and no true drift. ``discordance`` is the share of items whose answers differ.
     """
     assert spec.gate.alpha is not None
     is_trained = spec.train is not None

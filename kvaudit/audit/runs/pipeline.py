@@ -91,7 +91,10 @@ class Pipeline:
                 self._context = STAGES[name](self._context).work()
 
     def follow(self, ranks: RankGroup) -> None:
-        """Train, as a rank other than the first, the units (an arm and seed each) that the first rank announces."""
+        """Train the units (an arm and seed each) that the first rank announces, as another rank.
+
+        Ranks are processes that train a unit together.
+        """
         TrainStage(self._context).follow(ranks)
 
     @property

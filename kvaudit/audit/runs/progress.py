@@ -139,7 +139,7 @@ class Part(NamedTuple):
 
 
 class RunBar:
-    """The progress of a run over its stages, in answers, including those sampled in training.
+    """The progress bar of a run over all its stages, counted in answers, including those sampled in training.
 
     Use it as a context manager. Where there is no terminal, it prints a line every 20 seconds, less often in a run of
     hours, followed by the lines that ``summary`` returns. It reads other processes' progress from disk at the same

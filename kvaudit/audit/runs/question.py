@@ -38,7 +38,7 @@ _KEY = "key"  # key of a server's settings: the environment variable with its AP
 
 @dataclass(frozen=True)
 class ServingConfig:
-    """A serving configuration to check, in a spec's terms: an entry of ``evaluate.policies``, and ``engines``."""
+    """A serving configuration to check, as in a spec: an entry of ``evaluate.policies``, and options in ``engines``."""
 
     policy: Any
     engines: Mapping[str, Any] = field(default_factory=dict)

@@ -139,9 +139,10 @@ def join_ranks(ranks: int, *, any_gpu: bool) -> Iterator[RankGroup]:
 
 
 def _connect(number: int, ranks: int, any_gpu: bool, address: str, reason: Callable[[], str]) -> RankGroup:
-    """Connect this process to the other ranks as rank ``number`` of ``ranks``; return the group.
+    """Connect this process to the other ranks (processes that train a unit together) as rank ``number`` of ``ranks``.
 
-    ``reason()`` says later why an exchange with the others failed. Raises RunError if the ranks cannot connect.
+    Returns the group of ranks. ``reason()`` says later why an exchange with the others failed. Raises RunError if the
+    ranks cannot connect.
     """
     on_gpus = any_gpu and torch.cuda.is_available()
     if on_gpus:

@@ -80,7 +80,10 @@ def visible_gpus() -> list[str]:
 
 
 class ExtraWorker:
-    """A worker process on this machine, with ``env`` added to its environment; a thread prints a line if it fails."""
+    """A worker process on this machine, with ``env`` added to its environment.
+
+    If the worker fails, a thread of this process prints a line about it.
+    """
 
     kind = "worker"
     consequence = "its claims go back to the others"

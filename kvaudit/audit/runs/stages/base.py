@@ -130,7 +130,7 @@ def _count_lines(path: Path) -> int:
 
 
 class UnitWorker:
-    """Answers units in this process, one checkpoint at a time, and counts their answers on the run's bar."""
+    """Answers units in this process, one checkpoint at a time, and counts their answers on the run's progress bar."""
 
     def __init__(self, context: RunContext) -> None:
         self._context = context
@@ -195,7 +195,7 @@ class UnitWorker:
         return is_work_left
 
     def _evaluator_of(self, pair: Pair) -> Evaluator:
-        """Return the evaluator of a checkpoint (arm and seed); the weights of the last one are freed first."""
+        """Return the evaluator of a checkpoint (arm and seed), after freeing the weights of the previous one."""
         if self._evaluator is None or self._evaluator[0] != pair:
             self._evaluator = None
             gc.collect()  # hooks and bound methods of some models keep their weights in a cycle

@@ -5,8 +5,8 @@ Engines are then asked their first requests twice more, which measures their own
     RUN/floor/again/UNIT.jsonl       the same requests in the same batches, by an engine that was restarted
     RUN/floor/shuffled/UNIT.jsonl    the same requests in another order, so in other batches
 
-A compressed engine's answers can depend on the other requests in a batch. The floor counts the answers that change
-between two runs of the same condition, or when only their order changes; the report shows it beside every effect.
+A compressed engine's answers can depend on the other requests in a batch. The floor counts the answers that change when
+the same engine setting is asked again, or when only the order changes; the report shows it beside every effect.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from kvaudit.reports.records.load import FLOOR_FOLDER, SAME_ORDER, SHUFFLED
 
 
 class EvaluateStage(Stage):
-    """Answers every unit of the grid, then asks engines some items twice more, to measure their noise."""
+    """Answers every unit of the grid (all units), then asks engines some items twice more, to measure their noise."""
 
     def __init__(self, context: RunContext) -> None:
         super().__init__(context)

@@ -158,7 +158,7 @@ def _reason_for_size(suite: str, sizes: Mapping[str, Any]) -> str:
 
 
 def hopeless_suites(results: Mapping[str, Any]) -> dict[str, str]:
-    """Return the suites in which even more answers could not make any gated metric measurable, with the reason."""
+    """Return {suite: reason} for suites in which even more answers could not make any gated metric measurable."""
     return {
         suite: f"{controls[0]['standing']}, {controls[0]['says']}"
         for suite, controls in _controls_by_suite(results).items()
