@@ -119,7 +119,7 @@ class Comparison:
         return self.compared.records
 
     def table(self) -> pd.DataFrame:
-        """Return one row per suite and length, and one per facet of each, with the columns of ``Run.table()``."""
+        """Return a row per suite and length, and one per facet at each of them, with the columns of ``Run.table()``."""
         return _contrast_table(self.compared.findings)
 
 
@@ -231,9 +231,10 @@ def gate(
     waivers: Path | str | None = None,
     on_inconclusive: str | None = None,
 ) -> Verdict:
-    """Return the verdict of a run, with ``status`` and the ``exit_code`` of the command.
+    """Return the verdict of a run, with its ``status`` and the ``exit_code`` of the command ``kvaudit gate``.
 
-    Raises SpecError for a ``gate_file`` that was not declared when the run began.
+    ``on_inconclusive`` chooses the exit code of INCONCLUSIVE: ``block`` 4, ``warn`` 0. Raises SpecError for a
+    ``gate_file`` that was not declared when the run began.
 
     >>> gate("runs/mine").exit_code
     3

@@ -24,7 +24,7 @@ _FORMER_NAMES = {former: name for command in _COMMANDS for former, name in comma
 
 
 class CommandGroup(TyperGroup):
-    """A group that lists commands under headings with whole summaries, and refuses an option given twice."""
+    """A group that lists its commands under headings with uncut summaries, and refuses an option given twice."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002
         rows: dict[str, list[tuple[str, str]]] = {}
@@ -85,7 +85,7 @@ app = typer.Typer(
 
 
 def _add_commands(commands: Sequence[Command]) -> None:
-    """Add every command to typer's ``app``, or to the command that holds it."""
+    """Add every command to typer's ``app``, or to its group command if it belongs to one."""
     holders = {command.name: typer.Typer(**_TYPER) for command in commands if command.call is None}
     for command in commands:
         parent, call = holders.get(command.group, app), holders.get(command.name, command.call)

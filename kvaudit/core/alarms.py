@@ -1,4 +1,4 @@
-"""The alarms of training: bounds on numbers of the telemetry (log of training steps), for trainer and report."""
+"""The alarms of training: bounds on numbers of the telemetry (log of training steps), shared by trainer and report."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 
 class Bound(NamedTuple):
-    """A bound on a number of the training log: ``least`` or ``most``, what passing it means, and what to do then."""
+    """A bound on a number of the training log: its limit (``least`` or ``most``), what passing it means, a remedy."""
 
     name: str
     least: float | None
@@ -51,7 +51,7 @@ ALARMS = {bound.name: bound for bound in (*MISMATCH_BOUNDS, FLAT, ENTROPY)}
 
 
 def alarm_numbers(row: Mapping[str, Any], first: Mapping[str, Any]) -> dict[str, int]:
-    """Return the entries ``alarm/NAME`` of a telemetry row: 1 for an alarm that is raised, else 0.
+    """Return the entries ``alarm/NAME`` of a row of the telemetry (log of training steps): 1 for a raised alarm, or 0.
 
     ``first`` is the first row of the training run, with whose entropy the row's is compared.
     """
@@ -63,10 +63,10 @@ def alarm_numbers(row: Mapping[str, Any], first: Mapping[str, Any]) -> dict[str,
 
 
 def alarm_key(name: str) -> str:
-    """Return the key of an alarm in a telemetry row, ``alarm/NAME``."""
+    """Return the key ``alarm/NAME``, under which a row of the telemetry (log of training steps) stores an alarm."""
     return f"alarm/{name}"
 
 
 def active_alarms(row: Mapping[str, Any]) -> list[Bound]:
-    """Return the alarms that are raised in a telemetry row."""
+    """Return the bounds whose alarm is raised in a row of the telemetry (log of training steps)."""
     return [bound for name, bound in ALARMS.items() if row.get(alarm_key(name)) == 1]

@@ -82,7 +82,7 @@ class RefusedRequest(Unanswered):
 
 
 class HttpReply(NamedTuple):
-    """An HTTP reply of a server."""
+    """An HTTP reply of a server: its status, body, and header Retry-After, None if it has none."""
 
     status: int
     body: bytes
@@ -255,10 +255,11 @@ def ask_all(
 
 @dataclass(frozen=True, kw_only=True)
 class EndpointModel:
-    """The options of a plug-in that asks a model on a server, such as a judge; ``who`` names the plug-in in errors.
+    """The base of plug-ins that ask a model on a server, such as a judge; the fields are options of the plug-in.
 
-    ``key`` names the environment variable of the key, "" for none. ``timeout`` is in seconds for a whole reply,
-    ``tries`` the most tries of one request, ``parallel`` the number of requests at a time.
+    ``who`` names the plug-in in errors. ``key`` names the environment variable of the key, "" for none. ``timeout`` is
+    in seconds for a whole reply, ``tries`` the most tries of one request, ``parallel`` the number of requests at a
+    time.
     """
 
     who: ClassVar[str] = ""
@@ -319,7 +320,7 @@ class EndpointModel:
         return self._first_model.get("name", "")
 
     def expect_model(self, name: str) -> None:
-        """Refuse replies of any model but ``name``; no effect after the first reply or call."""
+        """Refuse replies of any model but ``name``; no effect after the first reply or a former call of this method."""
         self._first_model.setdefault("name", name)
 
     @cached_property

@@ -1,4 +1,4 @@
-"""The facets (yes-or-no properties of an answer, such as ``refused``), and the kinds of contrast that a gate decides.
+"""The facets (yes-or-no properties of an answer, such as ``refused``), and the kinds of comparison that a gate decides.
 
 Facets have the same meaning in all suites; a suite that needs another facet adds it here. A facet is True or False for
 one answer, and None if the answer cannot be read.
@@ -77,15 +77,15 @@ def suite_of(metric: str) -> str:
 
 
 def unreadable_facets(eligible: Iterable[str]) -> dict[str, bool | None]:
-    """Return the values of facets for an answer that cannot be read: ``well_formed`` False, None for ``eligible``."""
+    """Return the facets of an answer that cannot be read: None for each name in ``eligible``, ``well_formed`` False."""
     return {**dict.fromkeys(eligible), WELL_FORMED: False}
 
 
 def unknown_facets(eligible: Iterable[str]) -> dict[str, bool | None]:
-    """Return the values of facets for an answer that could not be judged: None for each in ``eligible``."""
+    """Return the facets of an answer that could not be judged: None for ``well_formed`` and those in ``eligible``."""
     return dict.fromkeys((*eligible, WELL_FORMED))
 
 
 def readable_facets(values: Mapping[str, bool]) -> dict[str, bool | None]:
-    """Return the values of facets for an answer that could be read: ``values`` and ``well_formed`` True."""
+    """Return the facets of an answer that could be read: the given ``values``, and ``well_formed`` True."""
     return {**values, WELL_FORMED: True}

@@ -142,10 +142,10 @@ def in_file_name(name: str) -> str:
 
 
 def write_output(path: Path, text: str) -> None:
-    """Write an output file atomically, with its parent folders; raises RunError if it cannot.
+    """Write an output file atomically, with its parent folders; raise RunError if it cannot be written.
 
-    A link is followed: the file that it names is written. What is no file, such as a device, is not replaced, nor is a
-    file that is read-only, not even for root.
+    A link is followed: the file that it names is written. Raises RunError also for a read-only file, even as root, and
+    for anything but a file, such as a device.
     """
     if path.exists() and not (path.is_file() and path.stat().st_mode & _WRITABLE):
         kind = "read-only" if path.is_file() else "a folder, a pipe or a device"

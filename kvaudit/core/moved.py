@@ -320,7 +320,10 @@ class MovedModules(MetaPathFinder):
 
 
 class _Alias(Loader):
-    """A loader that makes the module at its new path known under the old path; without a new path, an empty package."""
+    """A loader that imports a module from its new path and makes it known under the old path too.
+
+    Without a new path it makes an empty package.
+    """
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -334,6 +337,6 @@ class _Alias(Loader):
 
 
 def install() -> None:
-    """Install the finder of former paths; it comes last, so that other imports do not become slower."""
+    """Install the import finder of former module paths after all others, so that other imports do not become slower."""
     if not any(isinstance(finder, MovedModules) for finder in sys.meta_path):
         sys.meta_path.append(MovedModules())

@@ -65,7 +65,7 @@ def match_policies(texts: Iterable[str], canonical: Sequence[str]) -> list[str]:
 
     Users write ``snapkv:budget=48``, records hold every field. A policy matches if it has the same names and equal
     values in all fields that both mention; of several, the one with the most equal fields wins, then the first. A
-    second text gets another match if there is one.
+    policy that an earlier text has got is only taken if no other matches.
     """
     matches: list[str] = []
     for text in texts:
@@ -193,7 +193,7 @@ def engine_settings(text: str) -> dict[str, str]:
 
 
 def reference_of(policy: str, references: Mapping[str, str]) -> str:
-    """Return the uncompressed policy or engine setting that ``policy`` is compared with; itself, if it is one."""
+    """Return the uncompressed policy or engine setting that ``policy`` is compared with; itself if uncompressed."""
     if policy in references.values():
         return policy
     return references.get(policy, DENSE_POLICY)
@@ -272,9 +272,9 @@ def _is_constant(value: str) -> bool:
 
 
 def _without_shared_words(names: Collection[str]) -> dict[str, str]:
-    """Return names of settings without the words common to all; whole names if short ones would be empty or equal.
+    """Return {name of a setting: the name without the words common to all}.
 
-    The keys are the whole names.
+    The short names are the whole names if they would be empty or equal otherwise.
     """
     words = {name: name.split("_") for name in names}
     shared = set.intersection(*map(set, words.values())) if words else set[str]()

@@ -171,7 +171,11 @@ def pilot_items(provenance: Mapping[str, Any]) -> Mapping[str, int]:
 
 
 def all_looks(provenance: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the looks (tests between the rounds of a run) in order: ``items``, ``seconds`` and ``words`` of each."""
+    """Return the looks (tests between the rounds of a run) in order.
+
+    Of each: ``items``, the rows asked so far by suite; ``seconds``, the time of its round; ``words``, the status of
+    each gated metric.
+    """
     looks = table_of(provenance, LOOKS)
     return [table_of(looks, name) for name in sorted((name for name in looks if name.isdigit()), key=int)]
 
@@ -363,7 +367,10 @@ def check_sealed(
 
 
 class RecipeChange(NamedTuple):
-    """An entry that differs between two recipes; ``before`` or ``after`` is None if the entry is missing there."""
+    """An entry that differs between two recipes (records of how checkpoints were trained).
+
+    ``before`` or ``after`` is None if the entry is missing there.
+    """
 
     section: str
     entry: str
@@ -372,7 +379,10 @@ class RecipeChange(NamedTuple):
 
 
 def seal_recipe(sections: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the content of recipe.json: ``sections`` (name -> content), with the sha256 of each and of all."""
+    """Return the content of recipe.json, the record of how checkpoints were trained.
+
+    It has ``sections`` (name -> content) with the sha256 of each and of all.
+    """
     table = {name: {"sha256": sha256_of(sections[name]), "holds": sections[name]} for name in RECIPE_SECTIONS}
     return {"format": RECIPE_FORMAT, "version": RECIPE_VERSION, "sha256": _recipe_sha256(table), "sections": table}
 
@@ -407,7 +417,7 @@ def read_recipe(path: Path) -> dict[str, Any]:
 
 
 def recipe_digests(recipe: Mapping[str, Any]) -> dict[str, str]:
-    """Return the sha256 of every section of a recipe, by its name."""
+    """Return the sha256 of every section of a recipe (record of how checkpoints were trained), by section name."""
     return {name: str(recipe["sections"][name]["sha256"]) for name in RECIPE_SECTIONS}
 
 

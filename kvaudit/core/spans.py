@@ -42,7 +42,7 @@ class Span:
 
 
 def marked(**texts: str) -> tuple[Span, ...]:
-    """Return a ``Span`` for each NAME=text; empty texts are dropped."""
+    """Return a ``Span`` (text that decides an item, such as a rule) for each NAME=text; empty texts are dropped."""
     return tuple(Span(name, text) for name, text in texts.items() if text.strip())
 
 
@@ -63,9 +63,10 @@ class KeptSpan:
 
 
 def find_spans(spans: Iterable[Span], messages: Sequence[str]) -> dict[str, list[Place]]:
-    """Return, by name of the span, where its text (without surrounding space) occurs in the messages.
+    """Return where the texts of spans (texts that decide an item) occur in the messages: {name of the span: places}.
 
-    Each occurrence is a place, since the model sees all. Names without an occurrence are left out.
+    Each occurrence is a place, since the model sees all; space around a text is ignored. Names without an occurrence
+    are left out.
     """
     places: dict[str, list[Place]] = {}
     for span in spans:
@@ -77,7 +78,7 @@ def find_spans(spans: Iterable[Span], messages: Sequence[str]) -> dict[str, list
 
 
 def span_error(spans: Iterable[Span], messages: Sequence[str], *, may_come_later: bool) -> str | None:
-    """Return what is wrong with the spans of an item, as the end of a sentence, or None.
+    """Return what is wrong with an item's spans (texts that decide it), as the end of a sentence, or None.
 
     ``messages`` are the texts of the prompt. ``may_come_later``: a span may occur in a reply of the environment instead
     of the prompt.
@@ -124,14 +125,15 @@ Shadings = dict[AnswerKey, Shading | None]  # None: serving it again gave anothe
 
 
 def shading_file(run: Path, unit: str) -> Path:
-    """Return the path of the file that says how much of the cache held each token of a unit's answers."""
+    """Return the path of a unit's shading file, which says what prompt tokens the cache still held."""
     return run / SHADING_FOLDER / f"{unit}.json"
 
 
 def read_shadings(run: Path, unit: str) -> Shadings:
-    """Return, by answer, how much of the cache held each token; None for an answer that came out differently.
+    """Return a unit's shadings: which prompt tokens the cache still held, by answer.
 
-    Empty if there is no such file or the unit's records have changed since. Raises DataError for a damaged file.
+    The value is None for an answer that came out differently when it was served again. Empty if there is no such file
+    or the unit's records have changed since. Raises DataError for a damaged file.
     """
     path = shading_file(run, unit)
     if not path.exists():
@@ -146,7 +148,10 @@ def read_shadings(run: Path, unit: str) -> Shadings:
 
 
 def write_shadings(run: Path, unit: str, shadings: Mapping[AnswerKey, Shading | None]) -> None:
-    """Write how much of the cache held each token of a unit's answers, atomically; raises RunError if that fails."""
+    """Write a unit's shading file, atomically: which prompt tokens the cache still held, for each answer.
+
+    Raises RunError if that fails.
+    """
     rows = [{**answer._asdict(), "shading": shading and asdict(shading)} for answer, shading in shadings.items()]
     path = shading_file(run, unit)
     try:

@@ -203,7 +203,7 @@ class RunSpec(SpecSection):
     def served(self, arm: str) -> tuple[str, ...]:
         """Return the policies under which an arm's checkpoints are served.
 
-        These are all policies of the grid, or with own_policy_only the policy that the arm was trained under and
+        These are all policies of the evaluation, or with own_policy_only the policy that the arm was trained under and
         ``none``.
         """
         policies = self.evaluate.policies
@@ -323,7 +323,7 @@ class RunSpec(SpecSection):
         return self
 
     def _check_own_policy_only(self) -> None:
-        """Raise SpecError if own_policy_only is set, but some arm has no policy of training that can be served."""
+        """Raise SpecError if each arm is to be served under its own training policy, but some arm cannot be."""
         if not self.evaluate.own_policy_only:
             return
         if self.train is None:
@@ -541,7 +541,10 @@ def with_gate(
 
 
 def defaults_kept(defaults: Collection[str], table: Mapping[str, Any]) -> list[str]:
-    """Return the metrics in ``defaults`` whose suite has no margin or ratio in ``table``, the gate file's mapping."""
+    """Return those ``defaults`` (metrics with a default margin) to whose suite a gate file gives no margin or ratio.
+
+    ``table`` is the content of the gate file.
+    """
     sections = [table.get(key) for key in ("margins", "ratios")]
     # anything but a mapping is refused later
     limited = {suite_of(str(name)) for section in sections if isinstance(section, Mapping) for name in section}

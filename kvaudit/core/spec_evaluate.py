@@ -60,9 +60,10 @@ def _pilot(value: Any) -> Any:
 
 
 def _without_reference(policy: Any) -> tuple[Any, Any]:
-    """Return a policy without its key ``reference``, and that key's value.
+    """Split a policy of a spec: return the policy without its key ``reference``, and that key's value or None.
 
-    Only the mapping of an engine may have the key; any other policy is returned unchanged, with None.
+    The key names the uncompressed setting to compare with. Only a mapping with the key ``engine`` may have it; any
+    other policy is returned unchanged, with None.
     """
     if not isinstance(policy, Mapping) or ENGINE not in policy:
         return policy, None
@@ -100,9 +101,10 @@ def _thinking(value: Any) -> Any:
 
 
 def _by_context(name: str, section: Any, names: PluginNames | None) -> dict[str, Any]:
-    """Return {suite: section} with one entry for each context in the section's key ``context``: SUITE@CONTEXT.
+    """Return {suite: section}, one entry for each name in the section's key ``context``: SUITE@CONTEXT.
 
-    A context is a long text before each row. The entry for rows as published has no length.
+    A context is a long text before each row. For the name ``published`` the entry is SUITE without a context and
+    length.
     """
     if not isinstance(section, Mapping) or "context" not in section:
         return {name: {} if section is None else section}
@@ -188,7 +190,7 @@ class EvaluateSpec(SpecSection):
         return self.suites[suite].samples or self.samples
 
     def written(self) -> dict[str, Any]:
-        """Return the section as plain values; ``think`` without a token budget becomes ``strip``."""
+        """Return the section as plain values; ``think`` is written as ``strip`` if thoughts have no extra tokens."""
         row = super().written()
         thinking = row.pop("think", None)
         if thinking is not None:
@@ -410,7 +412,7 @@ def fill_probe_grid(grid: Any, names: PluginNames | None = None) -> Any:
 def check_probe_grid(grid: EvaluateSpec) -> None:
     """Raise SpecError for an evaluate section that a probe cannot ask of an endpoint.
 
-    It may set no policies, must give numbers of items, and needs a short length to compare a long one with.
+    The section must not set policies, must give numbers of items, and needs a short length to compare a long one with.
     """
     if grid.policies != PROBE_DEFAULTS["policies"]:
         raise SpecError("evaluate.policies cannot be used with probe: an endpoint's cache policy cannot be set")

@@ -59,7 +59,10 @@ class AdapterSpec(SpecSection):
 
 
 class CriticSpec(SpecSection):
-    """The options of a loss with a value head (Schulman 2016, 1506.02438): GAE's gamma and lambda, value clip, rate."""
+    """The options of a loss with a value head (Schulman 2016, 1506.02438).
+
+    They are GAE's gamma and lambda, the clip of a value's change, and the value head's learning rate.
+    """
 
     discount: Share = 1.0  # gamma
     trace: Share = 0.95  # lambda
@@ -246,7 +249,10 @@ class TrainSpec(Training, Pairs):  # the fields of the last base come first in a
     @model_validator(mode="before")
     @classmethod
     def _fill_policy(cls, value: Any) -> Any:
-        """Set ``policy`` to none for a sweep of policies or an engine's rollouts: then only arm ``dense`` uses it."""
+        """Set ``policy`` to ``none`` if the section has a sweep of ``policies``, or ``rollouts`` of an engine.
+
+        Then only arm ``dense`` uses ``policy``. Raises SpecError if the section has more than one of the three.
+        """
         if not isinstance(value, Mapping):
             return value
         if (rollouts := value.get("rollouts")) is not None:

@@ -156,7 +156,7 @@ def is_key_like(text: str) -> bool:
 
 
 def safe_variable_name(name: str) -> str:
-    """Return an environment variable's name for an error message; words in its place if it may be a key itself."""
+    """Return an environment variable's name for an error message; if it may be a key itself, a phrase in its place."""
     is_name = _VARIABLE_NAME.fullmatch(name) and any(word in name for word in _SECRET_WORDS)
     return name if is_name else f"that `key` names ({HIDDEN}: it may be the key itself; wanted a name such as API_KEY)"
 

@@ -58,7 +58,7 @@ option, argument = partial(typer.Option, show_default=False), partial(typer.Argu
 
 
 class PlainCommand(TyperCommand):
-    """A typer command whose help labels an argument that may be repeated as ``<str>``, not ``<list[str]>``."""
+    """A typer command whose help writes ``<str>``, not ``<list[str]>``, for an argument that may be repeated."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         write_rows = formatter.write_dl
@@ -100,7 +100,10 @@ class Command:
 
     @property
     def sort_key(self) -> tuple[int, int]:
-        """The command's place in the help: number of its heading, then order; members of a group command come last."""
+        """The command's place in the help: (number of its heading, order below it).
+
+        Members of a group command come last.
+        """
         return HELP_HEADINGS.index(self.group) if self.group in HELP_HEADINGS else len(HELP_HEADINGS), self.order
 
 
@@ -194,7 +197,7 @@ def end_on_sigterm() -> None:
 
 @contextmanager
 def user_errors(*command: object) -> Iterator[None]:
-    """Print errors of the body that the user can fix as one line on stderr, and exit with their code, usually 2.
+    """Print an error of the body, if the user can fix it, as one line on stderr; exit with its code, usually 2.
 
     ``command`` holds the words of the command that continues the work. It is printed after ctrl-C or SIGTERM.
     """
@@ -225,7 +228,7 @@ def user_errors(*command: object) -> Iterator[None]:
 
 
 def _is_gone(folder: Path) -> bool:
-    """Return whether a folder is gone, or disappears within a second, as while it is deleted file by file."""
+    """Return whether a folder is gone, or goes within a second (it may be about to be deleted file by file)."""
     until = time.monotonic() + 1.0
     while is_there := folder.exists():
         if time.monotonic() >= until:

@@ -121,7 +121,11 @@ def _load_page(run: Path, overrides: GateOverrides) -> Page:
 
 
 def _hub_files(page: Page, hub: Path, benchmark: str | None, arm: str | None) -> dict[Path, str]:
-    """Return the text of each result file for the Hugging Face hub, by its path below the folder ``hub``."""
+    """Return the files with an arm's results for the Hugging Face hub as {path: text}; paths begin with ``hub``.
+
+    ``benchmark`` is ORGANISATION/DATASET on the hub. Raises SpecError if it is missing, or if there are several arms
+    and ``arm`` is None.
+    """
     from kvaudit.reports.page.publish import HUB_FOLDER, hub_results
 
     candidates = page.findings.comparison.candidates or (page.findings.comparison.reference,)
@@ -165,7 +169,10 @@ def _print_recipe(run: Path, other: Path | None) -> None:
 
 
 def _change_lines(before: Any, after: Any) -> Iterator[str]:
-    """Yield the change of a recipe's entry as a line "before -> after"; for longer texts, each line that differs."""
+    """Yield how an entry of a recipe (the record of how checkpoints were trained) differs between two runs.
+
+    That is one line "before -> after"; for texts of several lines, each line that differs.
+    """
     if isinstance(before, str) and isinstance(after, str) and "\n" in before + after:
         import difflib
 

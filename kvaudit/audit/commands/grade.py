@@ -152,8 +152,8 @@ def _note_judge(
 ) -> None:
     """Store in the run folder ``out`` what its report says of this judge.
 
-    That is the earlier verdict, how often the judge agrees with earlier grades, and with ``card`` how often with human
-    labels.
+    That is the earlier verdict, ``agreement`` (by suite, how often the judge agrees with earlier grades), and with
+    ``card`` how often it agrees with human labels.
     """
     from kvaudit.audit.runs.folder import existing_run
 
@@ -224,9 +224,9 @@ def adjudicate(
 
 
 def _write_sheet(run: Path, out: Path, select: Sequence[str], *, concordant: int | None, seed: int) -> None:
-    """Write a sheet of answers for people to label, and its key file.
+    """Write a sheet of answers for people to label, and a key file that says which records they come from.
 
-    Raises RunError if the sheet exists, since it may hold labels.
+    Raises RunError if one of the files exists, since it may hold labels, SpecError for a run in rounds.
     """
     from kvaudit.reports.records.load import load_run
     from kvaudit.reports.run import drift_and_rules
@@ -283,9 +283,9 @@ def _write_sheet(run: Path, out: Path, select: Sequence[str], *, concordant: int
 
 
 def _gated_contrasts(drift: Drift, rules: Rules) -> list[Contrast]:
-    """Return, for each gated cell, the one comparison (contrast) whose answers people label: the cell's first.
+    """Return one comparison (contrast) per gated cell, the cell's first: people label its answers.
 
-    Cells that only combine comparisons of other kinds (such as a worst case) are left out.
+    Cells that only combine several comparisons, such as the worst case over policies, are left out.
     """
     from kvaudit.reports.verdict.family import gated_cells
 

@@ -156,7 +156,7 @@ def list_arms() -> None:
 
 @contextmanager
 def _with_plugins(plugins: Sequence[Path] | None) -> Iterator[None]:
-    """Load plug-ins, then run the body of the with statement; print errors that the user can fix as one line."""
+    """Load plug-ins, then run the body of the with statement; print an error that the user can fix, as one line."""
     with user_errors():
         from kvaudit.audit.runs.names import load_plugins
 

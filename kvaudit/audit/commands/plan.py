@@ -121,7 +121,10 @@ def _plan_next(path: Path) -> None:
 
 
 def _cell_line(findings: Findings, cell: GatedCell, d: Decision) -> str:
-    """Return a line on a gated cell (a suite under a policy): its verdict, its size, the size that would decide it."""
+    """Return a line on a gated cell (a suite under a policy): its verdict and size.
+
+    For an INCONCLUSIVE cell it also gives the number of items that would decide it, or why there is none.
+    """
     from kvaudit.reports.verdict.chance import templates_for
     from kvaudit.reports.verdict.verdict import Status
 
@@ -224,9 +227,9 @@ def _chance(sizes: Sizes) -> str:
 
 
 def _template_price(sizes: Sizes) -> str:
-    """Return in words the lowest estimate that can pass, and the lowest true drift that passes with ``power``.
+    """Return a text with the lowest estimated drift that can pass, and the lowest true drift that likely passes.
 
-    The power is the wanted probability of a PASS.
+    Likely means with the wanted probability of a PASS, the design's ``power``.
     """
     from kvaudit.reports.verdict.sizes import lowest_drift
 
@@ -239,10 +242,10 @@ def _template_price(sizes: Sizes) -> str:
 
 
 def _improvements(sizes: Sizes) -> Iterator[tuple[str, str]]:
-    """Yield lines (heading, text) with the chance to pass: as planned, after each improvement, or with more items.
+    """Yield lines (heading, text) with the probability of a PASS: as planned, after each improvement, with more items.
 
     Improvements are more samples, seeds or templates. Each is added to those before it, the cheapest first: samples and
-    seeds need no new texts. With fewer templates than a least number, C_min, nothing can pass.
+    seeds need no new texts. If there are too few templates for any PASS, yields the number needed instead.
     """
     from kvaudit.reports.sections.shared.words import percent
     from kvaudit.reports.verdict.sizes import larger_designs, with_more_items
@@ -260,7 +263,7 @@ def _improvements(sizes: Sizes) -> Iterator[tuple[str, str]]:
 
 
 def _answers(d: Design) -> str:
-    """Return the number of answers of a design, and the time if the speed is known."""
+    """Return a text with the number of answers that a design (planned sizes) takes, and the time if known."""
     from kvaudit.reports.verdict.sizes import SECONDS_PER_HOUR
 
     grid = f"{d.answers} ({d.arms} arms{_seeds_text(d)}, {d.policies} policies, {d.samples} answers to an item)"

@@ -95,7 +95,10 @@ def _find_rollouts(
 
 
 def _take_first(sources: list[RecordedRollouts], count: str | None) -> list[RecordedRollouts]:
-    """Return the first ``count`` rollouts, all of them for None; raise SpecError for a count out of range."""
+    """Return the recorded rollouts, cut to the first ``count`` over all files; all of them if it is None.
+
+    Raises SpecError for a count out of range.
+    """
     if count is None:
         return sources
     remaining, total = int(count), sum(len(recorded.rollouts) for recorded in sources)
@@ -221,7 +224,7 @@ def view(
 
 
 def _shade_answers(path: Path, unshaded: Mapping[str, set[AnswerKey]], plugins: Sequence[Path]) -> None:
-    """Serve answers that differ from the reference's again, to store which prompt tokens the cache still held.
+    """Serve again the answers that differ from the reference's; store which prompt tokens the cache still held.
 
     ``unshaded`` names, by record file, the answers for which that is not stored yet.
     """
@@ -280,7 +283,7 @@ def _prepare_replay(dtype: str, temperature: float | None, plugins: Sequence[Pat
 def _print_measure(measure: Measure[WorkUnit, ServedBatch, Total], results: Sequence[tuple[WorkUnit, Total]]) -> int:
     """Print the results of serving records again.
 
-    Returns exit code 3 if it is a pass-or-fail check and found a difference, else 0.
+    Returns exit code 3 if the ``measure`` is a pass-or-fail check that found a difference, else 0.
     """
     console = wide_console()
     for line in measure.lines(results):

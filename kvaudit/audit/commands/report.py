@@ -134,9 +134,9 @@ def print_verdict(console: Console, findings: Findings, run: Path | None = None)
 
 
 def _write_pin(folders: Sequence[Path], out: Path) -> None:
-    """Write a pin, the file with the sha256 of finished checkpoints, or of all seeds of an arm.
+    """Write a pin: a file with the sha256 of finished checkpoints.
 
-    Raises RunError if ``out`` exists.
+    A folder may hold one checkpoint or all seeds of an arm. Raises RunError if ``out`` exists.
     """
     if out.exists():
         raise RunError(f"{str(out)!r} exists, and a pin must not change; give another --out")
@@ -157,7 +157,10 @@ def _write_pin(folders: Sequence[Path], out: Path) -> None:
 
 
 def _pin_entries(folder: Path) -> Iterator[PinnedCheckpoint]:
-    """Yield the entries of a pin for the checkpoint in ``folder``, or for all seeds in it; check their hashes first."""
+    """Yield the entries in a pin (file of hashes) for the checkpoint in ``folder``, or for each seed's in that folder.
+
+    The checkpoints are first checked against their own hashes.
+    """
     seeds = sorted(folder.glob(f"seed-*/{PROVENANCE}"))
     if (folder / PROVENANCE).is_file():
         yield _pin_trained(folder)
@@ -168,9 +171,10 @@ def _pin_entries(folder: Path) -> Iterator[PinnedCheckpoint]:
 
 
 def _pin_trained(folder: Path) -> PinnedCheckpoint:
-    """Return the entry of a pin for a checkpoint that kvaudit trained: arm, seed, policy and the hashes of its files.
+    """Return the entry in a pin (file of checkpoint hashes) for a checkpoint that kvaudit trained.
 
-    Raises DataError if the checkpoint's provenance lacks one of these or names other weights.
+    It holds arm, seed, policy and the hashes of the files. Raises DataError if the checkpoint's provenance lacks one of
+    these or names other weights.
     """
     from kvaudit.audit.sampling.checkpoints import checkpoint_files
 
@@ -191,10 +195,10 @@ def _pin_trained(folder: Path) -> PinnedCheckpoint:
 
 
 def _weights_sha256(folder: Path, provenance: Mapping[str, Any]) -> str:
-    """Return the sha256 of a checkpoint's weights; an adapter's includes the hash of its base model.
+    """Return the sha256 of a checkpoint's weights; for an adapter it also covers the base model.
 
-    The base model's hash is taken from ``provenance``, without reading its files, if that leads to the sha256 that
-    ``provenance`` states for the adapter.
+    An adapter's is computed from the base model's hash in ``provenance`` if the result is the sha256 that
+    ``provenance`` states; only otherwise are the base model's files read.
     """
     from kvaudit.audit.sampling.checkpoints import adapter_sha256, checkpoint_sha256, is_adapter
 
@@ -206,14 +210,20 @@ def _weights_sha256(folder: Path, provenance: Mapping[str, Any]) -> str:
 
 
 def _arm_name(folder: Path, arm: str, seed: int) -> str:
-    """Return the arm's name in its run: ``arm``; for a run with several training policies the folder's, ARM_POLICY."""
+    """Return the arm's name in its run: ``arm``, or ARM_POLICY if the run trains arms under several policies.
+
+    The name ARM_POLICY is that of the folder above ``seed-N``.
+    """
     folder = folder.resolve()
     name = folder.parent.name
     return name if folder.name == f"seed-{seed}" and name.startswith(f"{arm}_") else arm
 
 
 def _pin_untrained(folder: Path) -> PinnedCheckpoint:
-    """Return the entry of a pin for a model trained outside kvaudit; its arm and seed are placeholders."""
+    """Return the entry in a pin (file of checkpoint hashes) for a model trained outside kvaudit.
+
+    Its arm and seed are placeholders.
+    """
     from kvaudit.audit.sampling.checkpoints import checkpoint_files, checkpoint_sha256
     from kvaudit.core.spec_train import BASE_ARM
 

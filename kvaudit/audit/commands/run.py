@@ -151,7 +151,10 @@ def _continue_command(spec: Path, out: Path | None, options: RunOptions, *, only
 
 
 def _check_unused(mode: str, options: Mapping[str, object]) -> None:
-    """Raise SpecError if ``options`` has one that is given but has no effect with ``mode``, such as --join."""
+    """Raise SpecError if an option is given that has no effect with ``mode`` (an option such as --join).
+
+    ``options`` maps names of options to their values.
+    """
     for name, value in options.items():
         if value:
             raise SpecError(f"{name} has no effect with {mode}; leave one of the two out")
@@ -198,9 +201,9 @@ def plan_workers(
 ) -> tuple[int, int | None]:
     """Return the number of worker processes and the number of threads of each (None: one for each idle core).
 
-    ``first_threads`` is the number with which the run started. Rounding can depend on it, so a run keeps it:
-    several processes have one thread each, and a run with more threads continues with one process. ``here`` says
-    whether this process is a worker, so that its cores count.
+    ``first_threads`` is the number with which the run started. Rounding can depend on it, so a run keeps it: with one
+    thread it may have several processes, with more threads only one. ``here`` says whether this process is a worker, so
+    that its cores count.
     """
     from kvaudit.audit.runs.ranks import is_launched
 
@@ -238,7 +241,7 @@ def _ranks(spec: RunSpec) -> int:
 
 
 def _gpus(spec: RunSpec) -> int:
-    """Return the number of GPUs that one worker needs: one per rank, or as many as the largest engine spreads over."""
+    """Return the number of GPUs that one worker needs: as many as training has ranks, or the largest engine needs."""
     from kvaudit.audit.engines.base import ENGINES, is_engine
     from kvaudit.core.policy_names import engine_name, engine_settings
 
@@ -347,10 +350,11 @@ def open_pipeline(
     on_first_answer: OnFirstAnswer | None = None,
     processes: int = 1,
 ) -> tuple[Pipeline, RunFolder]:
-    """Check a run, open or create its folder, and return the pipeline that works on it, and the run.
+    """Check a run, open or create its folder, and return the pipeline that works on it, and the run folder.
 
-    A new folder is created only after all checks. A process with ``works`` False works on no unit and loads no model;
-    its workers check whether the model fits. ``on_first_answer``: see ``prepare_run``.
+    A new folder is created only after all checks. With ``works`` False this process works on no unit and loads no
+    model; its workers check whether the model fits. ``on_first_answer`` is called with the beginning of an answer under
+    every serving configuration. ``processes`` is the number of processes that work on the run on this machine.
     """
     from rich.console import Console
 

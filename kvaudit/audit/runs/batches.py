@@ -82,7 +82,10 @@ def _take_batches(batches: Sequence[list[Item]], number: int) -> list[list[Item]
 
 
 def _shuffle_batches(batches: Sequence[list[Item]], seed: int, unit: Unit) -> list[list[Item]]:
-    """Return batches of the same sizes with all items shuffled; the order depends only on seed, suite and length."""
+    """Return batches of the same sizes with all items shuffled; the order depends only on ``seed``, suite and length.
+
+    Suite and length are those of the ``unit``.
+    """
     items = [item for batch in batches for item in batch]
     random.Random(derive_seed("floor", seed, unit.suite, unit.context_tokens)).shuffle(items)
     remaining = iter(items)

@@ -112,7 +112,7 @@ class Claim:
 
     @contextmanager
     def heartbeat(self) -> Iterator[None]:
-        """Touch the file at intervals from a thread while the body runs."""
+        """Touch the lock file at intervals from a thread while the body runs, to show that this process lives."""
         ended = threading.Event()
 
         def beat() -> None:
@@ -177,9 +177,10 @@ class Claims:
         return None
 
     def _take(self, path: Path) -> tuple[Claim | None, bool]:
-        """Sign the lock file if it is free; return the claim, and whether another machine may be signing it too.
+        """Sign (write this process's number into) the lock file if it is free.
 
-        The claim is None if another process has the file.
+        Return the claim, None if another process has the file, and whether a process on another machine may be signing
+        it at the same time.
         """
         file, is_new, is_locked = _open_and_lock(path)
         state = _ClaimState.of(file)
@@ -208,7 +209,7 @@ class Claims:
 
 
 def _open_and_lock(path: Path) -> tuple[int, bool, bool]:
-    """Open the lock file and try to lock it; return the file, whether it is new, and whether it is locked."""
+    """Open the lock file and try to lock it; return (file descriptor, is it new, is it locked)."""
     while True:
         try:
             file, is_new = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666), True
@@ -254,7 +255,10 @@ class IdleSignal:
         self._path.touch()
 
     def was_sent(self) -> bool:
-        """Return whether a process has touched the file since the last call; whose clock its time is by is unknown."""
+        """Return whether a process has touched the file since the last call.
+
+        It compares the file's time only with its earlier one, because another machine's clock may have set it.
+        """
         earlier, self._last = self._last, self._time()
         return self._last != earlier
 
@@ -285,7 +289,7 @@ class ClaimedUnits(Generic[T]):
     def keep(self, unit: T) -> bool:
         """Return whether a unit is still claimed; if another process is idle, first release half of the other units.
 
-        Call this before every batch, when the files of all units are complete.
+        Call this only between batches: another process resumes a released unit from complete batches in its file.
         """
         others = [other for other in self._claimed if other != unit and not self._is_done(other)]
         if unit in self._claimed and others and self._idle.was_sent():
@@ -298,9 +302,9 @@ class ClaimedUnits(Generic[T]):
 def _claim_group(
     claims: Claims, group: Sequence[T], lock: Callable[[T], Path], *, untouched: bool
 ) -> Iterator[dict[T, _HeldUnit]]:
-    """Claim the free units of a group while the body runs; yield them.
+    """Claim (lock) the free units of a group while the body runs; yield the lock of each claimed unit.
 
-    ``untouched``: claim none if the first is taken.
+    With ``untouched``, claim none if another process has the group's first unit.
     """
     claimed_units: dict[T, _HeldUnit] = {}
     with ExitStack() as stack:
@@ -357,12 +361,12 @@ def work_on_groups(
 ) -> None:
     """Work on every unit that is not done, and wait for the units that other live processes have claimed.
 
-    The units of a group, whose lock files are in one folder, are claimed and worked on together. A process first
-    takes groups that no other process has begun, then any free unit. A process that finds nothing free signals the
-    others, which release half of their units. ``on_done`` is called once for every unit, whichever process did it.
-    ``on_wait`` is called with a line whenever the processes that hold the remaining units change. ``work`` must
-    check its claims. The time is linear in the number of units: a process has at most one group, and only claimed
-    groups are checked again.
+    The units of a group, whose lock files are in one folder, are claimed and worked on together. A process first takes
+    groups that no other process has begun, then any free unit. A process that finds nothing free signals the others,
+    which release half of their units. ``on_done`` is called once for every unit, whichever process did it. ``on_wait``
+    is called with a line whenever the processes that hold the remaining units change. ``work`` must check its claims,
+    because another process may have taken a unit over. The time is linear in the number of units: a process has at most
+    one group, and only claimed groups are checked again.
     """
     claims, printed = Claims(takeover=takeover), ""
     has_groups = untouched = any(len(group) > 1 for group in groups)

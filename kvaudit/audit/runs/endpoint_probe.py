@@ -278,7 +278,7 @@ class Calls:
 
 
 def _stored_answers(raw: bytes) -> Iterator[tuple[str, Answer]]:
-    """Yield the key and the answer of each call in a file; skip failures and damaged lines, which are asked again."""
+    """Yield (``call_key``, answer) of each call in calls.jsonl; skip failures and damaged lines (asked again)."""
     for line in raw.splitlines():
         try:
             row = json.loads(line)
@@ -393,7 +393,7 @@ class Probe:
         return group_failures(failed, lasting)
 
     def _check_unchanged(self, asked: dict[str, str]) -> None:
-        """Store what is asked and the address; raise RunError if the run folder began with others."""
+        """Store the hashes of what is ``asked``, and the address; raise RunError if the run began with others."""
         for table, entries in ((ENDPOINT_REQUESTS, asked), (ENDPOINT, {"base_url": self._url})):
             for key, now in entries.items():
                 then = self._run.keep(table, key, now)
@@ -418,7 +418,7 @@ class Probe:
         return sum(self._rows(unit) for unit in self._plan.units if self._is_done(unit))
 
     def _answer_unit(self, unit: ProbeUnit, claim: Claim) -> None:
-        """Hold all conversations of a unit, then write and seal its records."""
+        """Hold all conversations of a unit, then write their records and the seal that marks the file as finished."""
         self._rows_before, self._new_rows = self._done_rows(), 0
         self._calls = Calls(self._run.path / CALLS)  # read anew: another process may have asked since
         conversations = self._hold_conversations(unit)
@@ -483,7 +483,7 @@ class Probe:
     def _next_answer(
         self, unit: ProbeUnit, transcript: Sequence[Message], tools: Tools, seed: int, sample: int
     ) -> Answer:
-        """Return the answer to the next call of a conversation, stored or from the endpoint; raise Unanswered."""
+        """Return the answer to the next call of a conversation, stored or else asked for; raise Unanswered if none."""
         # whether an endpoint takes tools is unknown, so they are part of the prompt as text
         body = request_body(self._plan, unit.suite, as_text(transcript, tools), seed & _LARGEST_SEED)
         key, rows = call_key(body, sample), body["messages"]
@@ -517,7 +517,7 @@ class Probe:
             raise Unanswered(f"an answer of model {name!r}, the first was of model {first!r}")
 
     def _count_failure(self, why: Unanswered) -> None:
-        """Count a failed call; raises RunError if later calls would fail too."""
+        """Count a failed call; raise RunError if all requests would fail, or too many calls have failed in a row."""
         with self._lock:
             self._failures_in_a_row += 1
             if why.scope is not Scope.ENDPOINT and self._failures_in_a_row < _FAILURES_IN_A_ROW:

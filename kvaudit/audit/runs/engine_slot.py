@@ -45,7 +45,7 @@ OnFirstAnswer = Callable[[str, Item, str], None]  # policy or condition, item, t
 class EngineSlot(Session):
     """A session that passes requests to the one engine that currently runs, and starts it when needed.
 
-    ``around(condition)`` gives a context manager in which every start happens, such as one that shows it.
+    ``around(condition)`` returns a context manager that encloses every start of an engine, for example to show it.
     """
 
     def __init__(

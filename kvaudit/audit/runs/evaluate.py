@@ -1,4 +1,4 @@
-"""The evaluation grid: checkpoint x serving policy x suite x context length, each unit with a file of records."""
+"""The evaluation grid: checkpoint x serving policy x suite x context length, a file of records for each (a unit)."""
 
 from __future__ import annotations
 
@@ -86,12 +86,12 @@ def grid(spec: RunSpec) -> list[Unit]:
 
 
 def served_policies(spec: RunSpec) -> list[ServingMode]:
-    """Return the grid's policies and engines with settings (conditions), in the order of the spec."""
+    """Return what serves the evaluation, in the order of the spec: policies, and engines with settings (conditions)."""
     return [parse_serving_mode(text) for text in spec.evaluate.policies]
 
 
 def cache_policies(spec: RunSpec) -> list[Policy]:
-    """Return the grid's policies of kvaudit's own cache, without the engines."""
+    """Return the policies of the evaluation that kvaudit's own cache serves, without those of engines."""
     return [policy for policy in served_policies(spec) if isinstance(policy, Policy)]
 
 
@@ -102,7 +102,7 @@ def selecting_policies(spec: RunSpec) -> list[str]:
 
 
 def suite_as_asked(spec: RunSpec, name: str) -> Suite:
-    """Return a suite with the spec's settings: answer length, thinking included, and where decisive texts stand."""
+    """Return a suite with the spec's settings: tokens of answer and thought, and the place of decisive texts."""
     suite, settings, thinking = SUITES.get(name)(), spec.evaluate.suites[name], spec.evaluate.think
     suite.max_new_tokens = settings.max_new_tokens or suite.max_new_tokens
     suite.max_new_tokens += thinking.budget if thinking else 0
@@ -201,9 +201,10 @@ class Evaluator:
     def _unit_batches(
         self, suite: Suite, unit: Unit, folder: str, rows: Mapping[str, range] | None = None
     ) -> list[list[Item]]:
-        """Return the batches of items in which a unit is asked, none of them empty.
+        """Return a unit's items in batches, none empty; ``rows`` is each suite's range to ask in a run in rounds.
 
-        ``folder`` names its records' folder: the pilot's has fewer items; for the floor, engines may get another order.
+        ``folder`` names the folder of its records: the pilot (trial answers) has fewer items; in the floor (repeated
+        requests) an engine may get another order.
         """
         context = unit.context_tokens
         if rows is not None:
@@ -223,7 +224,7 @@ class Evaluator:
         return [batch for batch in pilot_batches if batch]
 
     def _existing_rows(self, unit: Unit, run: RunFolder, folder: Path) -> dict[Row, Record]:
-        """Return a unit's answers that are not asked again: the pilot's, and those kept in a file that was reopened.
+        """Return, by (item id, sample), the answers not asked again: the pilot's, and those in a reopened file.
 
         A file is reopened to ask requests again that a server refused; answers to these items are not kept.
         """
@@ -241,9 +242,9 @@ class Evaluator:
         suite: Suite,
         rows: Mapping[str, range] | None,
     ) -> None:
-        """Store the hash of the prompts of every unfinished unit, merged with the hash that an earlier process stored.
+        """Store the hash of the prompts of every unfinished unit, added to the hashes that an earlier process stored.
 
-        In a run in rounds it covers the rows of all rounds so far and replaces the earlier hash.
+        In a run in rounds, the hash covers the rows of all rounds so far and replaces the earlier one.
         """
         due = {unit: file for unit, file in files.items() if rows or file.batches < len(batches)}
         if not due:
@@ -274,7 +275,8 @@ class Evaluator:
     ) -> list[Record]:
         """Let a unit's policy or engine answer a batch of items; return the graded records.
 
-        ``prompt_cache`` has prompts by item id and is filled here; ``logs`` is the folder for the logs of Inspect.
+        ``prompt_cache`` has prompts by item id and is filled here. ``shared`` keeps prefilled beginnings of prompts for
+        other policies. ``logs`` is the folder for the logs of Inspect.
         """
         if isinstance(suite, Inspect):
             return self._play_in_inspect(unit, suite, items, logs) if items else []
@@ -309,7 +311,7 @@ class Evaluator:
             return play_unit(inspect_unit, items, batched)
 
     def _decoding(self, suite: Suite, items: Sequence[Item]) -> tuple[Decoding, list[int], int, bool]:
-        """Return the decoding settings, a seed per answer, the answers per item, and whether the model thinks first."""
+        """Return (decoding settings, a seed per answer, number of answers per item, whether the model thinks first)."""
         section, samples = self._spec.evaluate, self._spec.evaluate.samples_of(suite.name)
         decoding = Decoding(suite.max_new_tokens, temperature=section.temperature, top_p=section.top_p)
         # the samples of an item are adjacent
@@ -412,7 +414,7 @@ def _prompt_text(chat: Chat, item: Item) -> str:
 
 
 def tool_forms_of(chat: Chat, batches: Sequence[Sequence[Item]]) -> dict[str, int]:
-    """Return the number of items by the name of the form in which their prompts offer tools, if they offer any."""
+    """Return how many items offer tools in each form (way to write tools into a prompt): {name of the form: items}."""
     forms = (chat.tool_form_of(item.messages, item.tools) for batch in batches for item in batch)
     return dict(sorted(Counter(filter(None, forms)).items()))
 
@@ -431,7 +433,7 @@ def evaluation_items(spec: RunSpec, suite: Suite, context: int, count: CountToke
 
 
 def round_size(spec: RunSpec, suite: Suite, count: CountTokens) -> int:
-    """Return the number of items in one round of a suite: every cluster once with all its twins, or all public rows."""
+    """Return how many items one round of a suite has: all public rows, or ``suite.twins`` per cluster (origin)."""
     section = spec.evaluate
     if (rows := suite.rows("eval", section.seed)) is not None:
         return rows

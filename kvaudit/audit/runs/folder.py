@@ -1,4 +1,4 @@
-"""The run folder: it holds one spec, on which any number of processes work, and which resumes after a kill.
+"""The run folder, on which any number of processes work, and which can be resumed after a kill; it holds one spec.
 
     spec.yaml  provenance.json  checkpoints/<arm>/seed-<n>/  records/<unit>.jsonl + <unit>.done.json  report/
 
@@ -48,7 +48,10 @@ class RunFolder:
 
     @property
     def sized(self) -> RunSpec:
-        """The spec with the numbers of items that the pilot fixed or the rounds have reached, if any are stored."""
+        """The spec with the numbers of items that the pilot (trial answers) fixed or the rounds have reached so far.
+
+        If neither is stored, it is the spec unchanged.
+        """
         return self.spec.sized(item_counts(self.provenance()))
 
     @property

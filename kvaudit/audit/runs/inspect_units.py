@@ -63,7 +63,7 @@ class InspectUnit(NamedTuple):
 
 
 def inspect_batches(items: Sequence[Item]) -> list[list[Item]]:
-    """Return items in batches: a small first one, then as many items at once as Inspect runs samples."""
+    """Return items in batches: a small one first, then batches of as many items as Inspect runs samples at a time."""
     starts = [0, *range(_FIRST_BATCH, len(items), SAMPLES_AT_ONCE)]
     ends = [*starts[1:], len(items)]
     return [list(items[start:end]) for start, end in zip(starts, ends, strict=True) if start < end]
@@ -109,7 +109,7 @@ def kept_samples(unit: InspectUnit) -> Rows:
 
 
 def _by_item(unit: InspectUnit, samples: Sequence[Any]) -> Iterator[tuple[tuple[str, int], Any]]:
-    """Yield each sample of an Inspect log with its key: the item's id, and the epoch (repetition) counted from 0."""
+    """Yield ((item id, repetition counted from 0), sample) for each sample of an Inspect log."""
     name = unit.suite.inspect_task.task.name
     for sample in samples:
         yield (f"{name}-{sample.id}", sample.epoch - 1), sample
@@ -220,7 +220,7 @@ def _grade_if_degenerate(suite: Inspect, item: Item, transcript: Sequence[Messag
 
 
 def session_answers(session: Session, model: LoadedModel) -> AnswerBatch:
-    """Return a function that answers requests by an engine; where the engine refuses one, the answer is a RunError."""
+    """Return a function that answers requests by the engine of ``session``; a refused request gets a RunError."""
     from kvaudit.audit.serving.batched import cut_choice
 
     chat = model.chat

@@ -108,7 +108,7 @@ class Judging:
         return changes
 
     def agreement(self) -> dict[str, list[int]]:
-        """Return, by suite, how many answers are desired by both grades, by the old, by the new, and by neither."""
+        """Return, by suite, [answers desired by both grades, by the old only, by the new only, by neither]."""
         totals: dict[str, list[int]] = {}
         for unit in self.units:
             pairs = read_json(self._seal(unit))["changed"].get("pairs", [])
@@ -197,7 +197,10 @@ class Judging:
             yield StoredAnswer(record, partial(suite_and_item, number, record))
 
     def _grade(self, old: Record, suite: Suite, item: Item, readings: list[Judgement | None]) -> tuple[Grade, bool]:
-        """Return the new grade, by the judge if it was asked and else by the suite, and whether the grader is sure."""
+        """Return (the new grade, whether its grader is sure) for an answer with the record ``old``.
+
+        ``readings`` are the judge's replies. The judge grades if there are any, else the suite does.
+        """
         reading = readings[0] if readings else None
         if self._judge is None or not readings:
             grade = grade_transcript(suite, item, old.transcript, old.finish_reason)
@@ -209,7 +212,7 @@ class Judging:
         return grade, reading is None or reading.sure
 
     def _open_folder(self) -> None:
-        """Make the folder or check that it belongs to this run, and copy the other files that a report shows."""
+        """Make the output folder, or check that it belongs to this run; copy other files that a report shows."""
         run, out = self._run, self._out
         provenance = run.provenance()
         if out.path.resolve() == run.path.resolve():
@@ -249,14 +252,21 @@ class Judging:
         return {**provenance, "suite_versions": {name: SUITES.get(name).version for name in names}, JUDGED: judged}
 
     def _identity(self, unit: StoredUnit) -> dict[str, Any]:
-        """Return what a unit's new grades depend on; a unit whose seal stores the same values is judged already."""
+        """Return all that a unit's new grades depend on, as JSON.
+
+        If the seal of the unit's finished file stores the same values, the unit is judged already.
+        """
         by = {"suite": SUITES.get(unit.suite).version, "kvaudit": __version__, "plug-ins": dict(self._plugins)}
         judge = {} if self._judge is None else {"judge": self._judge.identity}
         return {"from": unit.sha256, "by": {**by, **judge}}
 
 
 def _changes(old: Record, new: Record, judge: Judge | None) -> dict[str, int]:
-    """Return what the new grade changed about an answer: 1 or 0 for each of ``_COUNTS``, such as scores or outcomes."""
+    """Return 1 or 0 for each of the counts of ``SuiteChange``: what the new grade changed about one answer.
+
+    ``answers`` is always 1; ``scores`` and ``outcomes``: whether they changed; ``judged``: the judge graded it;
+    ``unsure``: its grader is not sure; ``failed``: the judge gave no grade.
+    """
     is_judged = judge is not None and new.judge == judge.label
     return {
         "answers": 1,

@@ -51,7 +51,7 @@ class Models:
         self.batches: Batches = {} if prepared is None else prepared.batches
 
     def resized(self, spec: RunSpec, suites: Collection[str]) -> Models:
-        """Return these models for a ``spec`` with other numbers of items for ``suites``; their items are made anew."""
+        """Return these models for a ``spec`` with other numbers of items for ``suites``, whose items are made anew."""
         batches = {key: parts for key, parts in self.batches.items() if key[0] not in suites}
         prepared = None if self._prepared is None else self._prepared._replace(batches=batches)
         models = Models(self._run, spec, self._print_line, prepared, self._processes)
@@ -99,7 +99,10 @@ class Models:
             self._print_line(f"chat: {text}")
 
     def load_on_rank(self, rank: int) -> None:
-        """Load the base model on a rank other than the first; raise RunError if rank 0 has different weights."""
+        """Load the base model on a rank other than the first; raise RunError if rank 0 has different weights.
+
+        Ranks are processes that train a unit together.
+        """
         spec, sha256 = self._spec, noted_value(self._run, "base_sha256")
         self._base = load_model_or_adapter(spec.model_path, dtype=spec.dtype, device=spec.device, chat=spec.chat)
         if self._base.sha256 != sha256:

@@ -51,8 +51,8 @@ def with_kept_gate(spec: RunSpec, provenance: Mapping[str, Any]) -> RunSpec:
 def pilot_units(spec: RunSpec, units: Sequence[Unit] | None = None) -> list[Unit]:
     """Return the units of which the pilot asks some items: the reference arm's, uncompressed and under gated policies.
 
-    The uncompressed units include those of each engine with a gated condition. ``units`` is the grid, if the caller has
-    it.
+    For a gated engine setting, the uncompressed ones are those of its reference setting. ``units`` is the grid (all
+    units), if the caller has it.
     """
     if not spec.evaluate.pilot_size:
         return []
@@ -134,7 +134,10 @@ def check_possible(spec: RunSpec, count: CountTokens) -> None:
 
 
 class Churn(NamedTuple):
-    """How many of ``pairs`` answers are graded differently (``differing``): uncompressed, and under a gated policy."""
+    """How many answers a gated policy changes.
+
+    Of ``pairs`` items answered both uncompressed and under the policy, ``differing`` have different values of a metric.
+    """
 
     differing: int
     pairs: int
@@ -188,9 +191,9 @@ def _control_table(suite: str, control: Control) -> dict[str, Any]:
 
 
 def _needed_items(spec: RunSpec, metric: Metric, answers: Answers, layout: Layout, most: int) -> dict[str, Any]:
-    """Return how many items a metric needs, and why, as a table for provenance.json.
+    """Return how many items a metric needs, at most ``most``, and why, as a table for provenance.json.
 
-    It is planned for the length and policy at which most of the pilot's answers changed.
+    The number is planned for the length and policy at which most of the pilot's answers changed.
     """
     worst = max(churns_of(spec, metric, answers), key=lambda c: planned_discordance(c.differing, c.pairs), default=None)
     discordance = ASSUMED_CHURN if worst is None else planned_discordance(worst.differing, worst.pairs)
@@ -200,9 +203,9 @@ def _needed_items(spec: RunSpec, metric: Metric, answers: Answers, layout: Layou
 
 
 def _design(spec: RunSpec, metric: Metric, discordance: float) -> Design:
-    """Return the statistical design by which the pilot plans: the spec's samples and seeds, and no true drift.
+    """Return the design (planned sizes and margin) from which the pilot computes how many items a metric needs.
 
-    ``discordance`` is the share of items whose answers differ.
+    It has the spec's samples and seeds, and no true drift. ``discordance`` is the share of items whose answers differ.
     """
     assert spec.gate.alpha is not None
     is_trained = spec.train is not None
@@ -219,7 +222,10 @@ def _design(spec: RunSpec, metric: Metric, discordance: float) -> Design:
 
 
 def churns_of(spec: RunSpec, metric: Metric, answers: Answers) -> Iterator[Churn]:
-    """Yield, for each gated policy and length, how many answers the policy changes in a metric, over all seeds."""
+    """Yield, for each gated policy and length, how many answers differ from the uncompressed ones in a metric.
+
+    Answers of all seeds are counted together.
+    """
     references = spec.evaluate.references
     values = {unit: {(r.item_id, r.sample_index): _value(r, metric) for r in rows} for unit, rows in answers.items()}
     for length in gated_lengths(spec, metric.suite):
@@ -244,7 +250,10 @@ def _value(record: Record, metric: Metric) -> float | bool | None:
 
 
 def most_items(spec: RunSpec, name: str, layout: Layout, count: CountTokens) -> int:
-    """Return the most items to ask of a suite: one round, or several if further rounds would ask new questions."""
+    """Return the most items to ask of a suite: one round (``layout``), or several if further rounds ask new questions.
+
+    One round asks every cluster (items of one origin) once, or all public rows.
+    """
     suite, section = suite_as_asked(spec, name), spec.evaluate
     if suite.rows("eval", section.seed) is not None:
         return len(layout)

@@ -37,9 +37,10 @@ class Pipeline:
     """One process's work on a run folder; several processes may work on the same folder.
 
     Without ``prepared`` (the loaded model and items) the model is loaded when it is first needed. ``plugins`` maps file
-    names to their sha256. ``takeover``: see ``Claims``. ``rank_command``: see ``RunContext``. ``processes`` is the
-    number of processes that work on the run on this machine. With ``asks_refused``, requests that a server refused are
-    sent again. Raises DataError if a finished checkpoint has changed, RunError if the run began with other plug-ins.
+    names to their sha256. ``takeover`` says that processes on other machines are gone, so that their units are free.
+    ``rank_command`` starts another process that trains the same unit. ``processes`` is the number of processes that
+    work on the run on this machine. With ``asks_refused``, requests that a server refused are sent again. Raises
+    DataError if a finished checkpoint has changed, RunError if the run began with other plug-ins.
     """
 
     def __init__(
@@ -90,7 +91,10 @@ class Pipeline:
                 self._context = STAGES[name](self._context).work()
 
     def follow(self, ranks: RankGroup) -> None:
-        """Train, as a rank other than the first, the units (an arm and seed each) that the first rank announces."""
+        """Train the units (an arm and seed each) that the first rank announces, as another rank.
+
+        Ranks are processes that train a unit together.
+        """
         TrainStage(self._context).follow(ranks)
 
     @property
@@ -134,7 +138,7 @@ def _set_threads(run: RunFolder, threads: int | None) -> None:
 
 
 def _note_names(run: RunFolder, spec: RunSpec) -> None:
-    """Store the number of threads, the policies by name and hash, and the kinds and versions of the suites."""
+    """Store in provenance.json the number of threads, each policy's hash, and each suite's kind and version."""
     run.note(
         threads=run.provenance().get("threads", torch.get_num_threads()),
         policies={policy.canonical: policy.hash for policy in served_policies(spec)},

@@ -117,9 +117,10 @@ def _training_suites(section: TrainSpec) -> tuple[str, ...]:
 
 
 def check_training(spec: RunSpec, model: LoadedModel) -> None:
-    """Raise the errors that training would raise, before the run begins: make the first items of every suite.
+    """Make the first items of every suite used in training, so that errors of training show before the run begins.
 
-    Also raises one for an adapter that does not fit the model, and for correct answers that its chat template rejects.
+    Also raises an error for an adapter that does not fit the model, and for right answers that its chat template
+    rejects.
     """
     if spec.train is not None:
         check_adapter(model.model, spec.train.adapter)

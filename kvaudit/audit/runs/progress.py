@@ -139,7 +139,7 @@ class Part(NamedTuple):
 
 
 class RunBar:
-    """The progress of a run over its stages, in answers, including those sampled in training.
+    """The progress bar of a run over all its stages, counted in answers, including those sampled in training.
 
     Use it as a context manager. Where there is no terminal, it prints a line every 20 seconds, less often in a run of
     hours, followed by the lines that ``summary`` returns. It reads other processes' progress from disk at the same
@@ -228,7 +228,7 @@ class RunBar:
 
 
 class _Comparison(NamedTuple):
-    """A comparison of two sides: its name, and the pairs of a unit with the unit that it is compared with."""
+    """A comparison of two sides: its name, and pairs of units (one per side) of the same seed, suite and length."""
 
     name: str
     pairs: Sequence[tuple[Unit, Unit]]
@@ -313,7 +313,7 @@ class FoundSoFar:
 
 
 def policy_labels(spec: RunSpec) -> dict[str, str]:
-    """Return a short label for each policy of the grid and each engine setting."""
+    """Return {policy or engine setting of the evaluation: short label}."""
     policies = spec.evaluate.policies
     return {**short_names(policies), **condition_names(spec.evaluate.references)}
 
@@ -337,7 +337,10 @@ def _comparisons(spec: RunSpec) -> Iterator[_Comparison]:
 def _pairs(
     units: Mapping[tuple[str, int, str, str, int], Unit], ours: tuple[str, str], theirs: tuple[str, str]
 ) -> Iterator[tuple[Unit, Unit]]:
-    """Yield pairs of units that differ in arm and policy only: ``ours`` (arm, policy) with ``theirs``."""
+    """Yield pairs of units that are equal but for arm and policy: one of ``ours`` (arm, policy) with one of ``theirs``.
+
+    The keys of ``units`` are (arm, seed, policy, suite, length).
+    """
     for (arm, seed, policy, suite, context), unit in units.items():
         against = units.get((theirs[0], seed, theirs[1], suite, context))
         if (arm, policy) == ours and against is not None:

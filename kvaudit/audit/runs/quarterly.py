@@ -101,7 +101,7 @@ class Price(NamedTuple):
 def price_of(spec: RunSpec, chat: Chat) -> Price:
     """Return how many requests and tokens a spec takes; its suites have one turn, so each answer is one request.
 
-    It counts the repeated requests that measure an engine's own noise (the A/A floor) too.
+    The repeated requests that measure an engine's own noise (the A/A floor) are counted too.
     """
     price = Price(0, 0, 0, 0, 0)
     for unit in grid(spec):

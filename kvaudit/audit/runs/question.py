@@ -1,8 +1,8 @@
-"""The spec of a check: whether a model may be served with a KV-cache setting, as a safety team asks.
+"""The spec of a check: whether a model may be served with a KV-cache setting.
 
-The metrics of ``kvaudit.suites.endpoints`` are measured in rounds of questions until each is decided or the time is
-used up. The spec alone fixes the questions, their order and the margins; how many are asked may depend on the machine's
-speed.
+The suites and metrics in ``kvaudit.suites.endpoints`` are measured in rounds of questions until each is decided or the
+time is used up. The spec alone fixes the questions, their order and the margins; how many are asked may depend on the
+machine's speed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _KEY = "key"  # key of a server's settings: the environment variable with its AP
 
 @dataclass(frozen=True)
 class ServingConfig:
-    """A serving configuration to check, in a spec's terms: an entry of ``evaluate.policies``, and ``engines``."""
+    """A serving configuration to check, as in a spec: an entry of ``evaluate.policies``, and options in ``engines``."""
 
     policy: Any
     engines: Mapping[str, Any] = field(default_factory=dict)
@@ -85,7 +85,10 @@ CONTEXT = "chat"  # inside such a conversation a model still refuses what it ref
 
 
 class CheckPlan(NamedTuple):
-    """The questions of a check: public rows in rounds (``endpoints``, a suite and metric each) or generated ones."""
+    """The questions of a check: rows of public data, asked in rounds, or generated questions.
+
+    ``endpoints`` are what the rows measure, a suite and a metric each.
+    """
 
     endpoints: tuple[Endpoint, ...]
     made_up: tuple[MadeUpSuite, ...]
@@ -99,7 +102,10 @@ class CheckPlan(NamedTuple):
     floor: int = 16
 
     def suite_of(self, endpoint: Endpoint) -> str:
-        """Return the name of an endpoint's suite, with the kind of conversation before its rows: NAME@CONTEXT."""
+        """Return the name of the suite that measures an endpoint (outcome of the check): NAME, or NAME@CONTEXT.
+
+        CONTEXT is the kind of conversation that comes before each row.
+        """
         return endpoint.name if self.context is None else f"{endpoint.name}@{self.context}"
 
 
@@ -169,7 +175,10 @@ def _missing_rows_text() -> str:
 
 
 def _uncovered_topics(endpoints: Sequence[Endpoint], *, is_long: bool) -> Iterator[str]:
-    """Yield the topics that this check does not cover, for the report."""
+    """Yield, for the report, the topics that a check with these metrics (``endpoints``) does not cover.
+
+    ``is_long`` says whether questions follow a long conversation.
+    """
     if "injection" not in [endpoint.name for endpoint in endpoints]:
         yield "attacks on a secret"
     if not set(AGENTS) <= set(endpoints):
@@ -183,7 +192,7 @@ def _uncovered_topics(endpoints: Sequence[Endpoint], *, is_long: bool) -> Iterat
 def kept_entries(config: ServingConfig) -> int | None:
     """Return how many cache entries a configuration keeps at most; None if it evicts none or does not say.
 
-    Eviction shows only in prompts that are longer.
+    Eviction shows only in prompts that are longer than that.
     """
     served = config.served
     if isinstance(served, Condition):
@@ -225,7 +234,10 @@ def _prompt_length(model: str, kept: int | None) -> int:
 def engine_config(
     name: str, kv: str | None, settings: Mapping[str, str], *, python: str | None, weights: str | None
 ) -> ServingConfig:
-    """Return an engine's configuration from its short setting ``kv`` and others; raise SpecError or UnknownName."""
+    """Return an engine's configuration from ``kv``, a value of ``--kv`` such as u4, and other ``settings``.
+
+    ``python`` and ``weights`` are those of ``EngineSpec``. Raises SpecError or UnknownName.
+    """
     engine = ENGINES.get(name)
     if not engine.compresses:
         raise SpecError(

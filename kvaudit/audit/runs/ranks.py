@@ -29,7 +29,7 @@ _EXIT_CODE_SECONDS = 60.0  # from the first sign that a rank has ended to its ex
 
 
 class _Rank(ExtraWorker):
-    """A rank other than the first, started as a process on this machine."""
+    """A rank (one of the processes that train a unit together) other than the first, started on this machine."""
 
     kind, consequence = "rank", "the other ranks of its unit stop too"
 
@@ -45,7 +45,7 @@ def is_follower(ranks: int) -> bool:
 
 
 def check_ranks(ranks: int, device: torch.device) -> None:
-    """Raise SpecError or RunError if this machine or torch cannot train units with this many ranks."""
+    """Raise SpecError or RunError if this machine or torch cannot train one unit by ``ranks`` processes together."""
     if ranks > 1 and not can_shard():
         raise RunError(
             f"train.ranks is {ranks}, but torch {torch.__version__} cannot shard a model as needed (FSDP2 with summed "
@@ -66,7 +66,7 @@ def check_ranks(ranks: int, device: torch.device) -> None:
 
 
 class _Failures:
-    """Collects the failures of ranks that were started here."""
+    """Collects the failures of ranks (processes that train a unit together) that were started here."""
 
     def __init__(self, print_line: PrintLine) -> None:
         self._print_line, self._lines = print_line, list[str]()
@@ -89,10 +89,10 @@ class _Failures:
 
 @contextmanager
 def start_ranks(ranks: int, job: Job, print_line: PrintLine, *, any_left: bool) -> Iterator[RankGroup]:
-    """Yield the group of ranks that train units in the body, with this process as the first.
+    """Yield the group of ranks (processes that train a unit together), with this process as the first.
 
-    The other ranks are started here unless a launcher has started them. With one rank, or if no launcher started any
-    and no unit is left to train (not ``any_left``), this process is alone.
+    The other ranks are started here unless a launcher has started them. The group is this process alone if ``ranks`` is
+    1, or if no launcher started any and no unit is left to train (not ``any_left``).
     """
     if ranks == 1 or not (any_left or is_launched()):
         yield ALONE
@@ -109,7 +109,10 @@ def start_ranks(ranks: int, job: Job, print_line: PrintLine, *, any_left: bool) 
 
 @contextmanager
 def _local_ranks(ranks: int, job: Job, print_line: PrintLine) -> Iterator[RankGroup]:
-    """Start the other ranks on this machine; they end with the body or with this process."""
+    """Start the other ranks (processes that train a unit together) here; yield the group of all.
+
+    They end with the body or with this process.
+    """
     failures, port = _Failures(print_line), free_port()
     env = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     job.logs.mkdir(parents=True, exist_ok=True)
@@ -127,15 +130,19 @@ def _local_ranks(ranks: int, job: Job, print_line: PrintLine) -> Iterator[RankGr
 
 @contextmanager
 def join_ranks(ranks: int, *, any_gpu: bool) -> Iterator[RankGroup]:
-    """Yield the group of ranks after joining it, not as the first; the rank is RANK, the GPU LOCAL_RANK."""
+    """Join the ranks (processes that train a unit together) as one other than the first; yield their group.
+
+    The environment variables RANK and LOCAL_RANK name this rank and its GPU.
+    """
     yield _connect(int(os.environ["RANK"]), ranks, any_gpu, "env://", str)
     dist.destroy_process_group()
 
 
 def _connect(number: int, ranks: int, any_gpu: bool, address: str, reason: Callable[[], str]) -> RankGroup:
-    """Connect this process to the other ranks as rank ``number`` of ``ranks``; return the group.
+    """Connect this process to the other ranks (processes that train a unit together) as rank ``number`` of ``ranks``.
 
-    ``reason()`` says later why an exchange with the others failed. Raises RunError if the ranks cannot connect.
+    Returns the group of ranks. ``reason()`` says later why an exchange with the others failed. Raises RunError if the
+    ranks cannot connect.
     """
     on_gpus = any_gpu and torch.cuda.is_available()
     if on_gpus:

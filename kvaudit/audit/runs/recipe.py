@@ -86,7 +86,10 @@ def _items_sha256(items: Iterable[Item]) -> str:
 
 
 def copy_provenance(source: Path, target: Path) -> None:
-    """Copy provenance and telemetry of a loaded checkpoint from ``source`` to ``target``; loading checked its files."""
+    """Copy provenance and telemetry (training log) of a loaded checkpoint from the folder ``source`` to ``target``.
+
+    The files are not checked here, since they were when the checkpoint was loaded.
+    """
     if not (source / PROVENANCE).is_file():
         return
     target.mkdir(parents=True, exist_ok=True)

@@ -25,7 +25,7 @@ _OVERHEAD = 1.15  # total time / time that the answers take
 def look_sizes(rows: int, first: int = FIRST_LOOK, pilot: int = PILOT_ITEMS) -> list[int]:
     """Return the numbers of rows of a suite after which a look (a test between rounds) is taken.
 
-    These are the pilot's rows, ``first``, then 1.5 times the last number, and finally ``rows``.
+    These are the pilot's rows, ``first``, then each time 1.5 times the number before, and finally ``rows``.
     """
     looks, look = [pilot] if pilot < min(first, rows) else [], first
     while look < rows:
@@ -36,11 +36,11 @@ def look_sizes(rows: int, first: int = FIRST_LOOK, pilot: int = PILOT_ITEMS) -> 
 
 @dataclass(frozen=True)
 class RowsPlan:
-    """The most rows that rounds may ask of each suite; fixed before the first round, and corrected once after it.
+    """The plan of how many rows of each suite to ask at most; made before the first round, corrected once after it.
 
-    All by suite: ``items`` are the rows to ask, ``seconds`` the time per row under all serving configurations together,
-    ``left_out`` the reason why it is not asked, and ``at_hand`` the rows that exist. ``first_items`` are the rows
-    planned before the first round; it is empty until the plan is corrected.
+    All by suite: ``items`` is the largest number of rows to ask, ``seconds`` the time per row under all serving
+    configurations together, ``left_out`` the reason why a suite is not asked, and ``at_hand`` the number of rows that
+    exist. ``first_items`` are the ``items`` before the correction; empty until then.
     """
 
     items: Mapping[str, int]
@@ -68,10 +68,11 @@ def rows_plan(
     first: int,
     gated: Collection[str],
 ) -> RowsPlan:
-    """Return a plan of the most rows of each suite: those of its first look, and for gated suites a share of the rest.
+    """Return a plan of the largest number of rows to ask of each suite.
 
-    The share is the same for all gated suites, and as large as ``minutes`` allow. ``at_hand`` has the existing rows of
-    each suite, ``seconds`` the time per row, ``left_out`` the suites not to ask with the reason.
+    That is the number at the first look (``first``) and, for gated suites, a share of the remaining rows. The share is
+    the same for all gated suites, and as large as ``minutes`` allow. ``at_hand`` is the number of existing rows by
+    suite, ``seconds`` the time per row, ``left_out`` the suites not to ask with the reason.
     """
     least = {suite: min(first, rows) for suite, rows in at_hand.items() if suite not in left_out}
     most = {suite: at_hand[suite] if suite in gated else rows for suite, rows in least.items()}
@@ -91,10 +92,10 @@ def is_first_asked(looks: Sequence[Mapping[str, Any]], pilot: int) -> bool:
 def corrected_items(
     plan: RowsPlan, looks: Sequence[Mapping[str, Any]], minutes: float, gated: Collection[str]
 ) -> dict[str, int]:
-    """Return the most rows of each suite, planned anew from the time that the rows so far took.
+    """Return the largest number of rows to ask of each suite, planned again from the time that the rows so far took.
 
-    These are the rows asked so far and, as time allows, the same share of each gated suite's remaining rows. They do
-    not depend on answers, so the number of rows at the last look is still fixed beforehand.
+    It is the number asked so far and, for each gated suite, the same share of the remaining rows, as large as the time
+    allows. Only the time decides, never the answers, so the tests stay valid.
     """
     asked, seconds = table_of(looks[-1], "items"), _measured_seconds(plan, looks)
     more = {suite: plan.at_hand.get(suite, rows) - rows for suite, rows in asked.items() if suite in gated}
@@ -109,9 +110,9 @@ def next_round(
 ) -> dict[str, range] | str:
     """Return the rows of the next round by suite, or the reason why there is none.
 
-    ``looks`` are the earlier tests with the rows asked before each. Until ``first`` rows of a suite have been asked,
-    time is no limit; a shown loss ends all rounds. A suite that is still open after its planned rows goes on while time
-    and rows are left; the betting test, whose bounds hold at every look, decides then.
+    ``looks`` are the earlier tests, with the rows asked before each. A shown loss ends all rounds. The time limit
+    ``minutes`` counts only once some suite has ``first`` rows. A suite that is still undecided after its planned rows
+    gets more while time and rows are left; its test then is the betting test, whose bounds hold at every look.
     """
     asked = {suite: 0 for suite in plan.items} | dict(table_of(looks[-1], "items") if looks else {})
     statuses: Mapping[str, str] = table_of(looks[-1], "words") if looks else {}
@@ -143,7 +144,7 @@ def next_round(
 
 
 def _measured_seconds(plan: RowsPlan, looks: Sequence[Mapping[str, Any]]) -> Mapping[str, float]:
-    """Return the plan's seconds per row by suite, corrected by the time that the rounds so far have taken."""
+    """Return the seconds per row by suite: the plan's, scaled by how much slower the rounds so far have been."""
     spent = _seconds_spent(looks)
     rows: Mapping[str, int] = table_of(looks[-1], "items") if looks else {}
     planned = sum(number * plan.seconds.get(suite, 0.0) for suite, number in rows.items())

@@ -28,7 +28,10 @@ from kvaudit.suites.sources import collect_file_hashes
 
 @dataclass(frozen=True)
 class StoredUnit:
-    """A finished unit of a run: one sealed record file; ``version`` is that of the suite that graded it."""
+    """A finished unit of a run: one record file with its seal (sha256).
+
+    ``version`` is that of the suite that graded it.
+    """
 
     records: Path
     seal: Mapping[str, Any] = field(hash=False)  # the path identifies a unit
@@ -38,16 +41,16 @@ class StoredUnit:
 
     @property
     def sha256(self) -> str:
-        """The sha256 of the record file according to its seal."""
+        """The sha256 of the record file, as stored in the seal when the file was finished."""
         return str(self.seal.get("sha256"))
 
     @property
     def rows(self) -> int:
-        """The number of records according to the seal."""
+        """The number of records, as stored in the seal when the file was finished."""
         return int(self.seal.get("records", 0))
 
     def check(self) -> None:
-        """Raise DataError if the record file differs from its seal."""
+        """Raise DataError if the record file differs from its seal (the file with its sha256)."""
         with self.records.open("rb") as file:
             check_sealed(self.records, hashlib.file_digest(file, "sha256").hexdigest(), self.seal)
 
@@ -60,9 +63,10 @@ class SuiteItems(NamedTuple):
 
 
 class Items:
-    """Makes the items that a run asked again from its spec, and keeps those of the last suite and length in memory.
+    """Makes again, from the spec of a run, the items that the run asked.
 
-    Raises DataError if the public rows differ from those that the run used.
+    Keeps those of the last suite and length in memory. Raises DataError if the public rows differ from those that the
+    run used.
     """
 
     def __init__(self, run: RunFolder) -> None:
@@ -90,7 +94,8 @@ class Items:
 def stored_units(run: RunFolder) -> tuple[list[StoredUnit], list[str]]:
     """Return the finished units of a run, sorted by suite and length, and the names of the unfinished record files.
 
-    Raises DataError if there is no finished unit, or one of a suite that the spec does not ask.
+    A unit is one checkpoint, policy, suite and length. Raises DataError if there is no finished unit, or one of a suite
+    that the spec does not ask.
     """
     units, unfinished = [], []
     for records in plain_files(run.records, "*.jsonl"):
@@ -110,7 +115,7 @@ def stored_units(run: RunFolder) -> tuple[list[StoredUnit], list[str]]:
 
 
 def read_unit(records: Path) -> StoredUnit:
-    """Return the finished unit of a record file, described by its seal and its first line."""
+    """Return the finished unit of a record file, described by its seal (file with its sha256) and its first line."""
     with records.open("rb") as lines:
         first = _record(records, 1, lines.readline())
     return StoredUnit(records, read_json(seal_path(records)), first.suite, first.context_tokens, first.suite_version)
@@ -132,9 +137,9 @@ def work_on_stored(
     lock: Callable[[StoredUnit], Path],
     work: Callable[[StoredUnit, Claim], None],
 ) -> None:
-    """Work on every unit that is not done, sharing them with other processes, under a bar that counts answers.
+    """Work on every unit that is not done, shared with other processes; a progress bar counts the answers.
 
-    Each unit is checked against its seal before ``work`` is called with it.
+    Each unit is checked against its seal (the stored sha256 of its records) before ``work`` is called with it.
     """
     rows_done = 0
 

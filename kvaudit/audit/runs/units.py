@@ -72,9 +72,10 @@ class UnitFiles:
 
 
 def sealed_records(files: UnitFiles, identity: tuple[str, str, str]) -> Mapping[Row, Record]:
-    """Return the records of a finished unit by item id and sample index; empty for an unfinished unit.
+    """Return the records of a finished unit by (item id, sample index); empty for an unfinished unit.
 
-    Raises DataError if the file differs from its seal, or has records of another ``identity``.
+    Raises DataError if the file differs from its seal (stored sha256), or has records of another ``identity``:
+    checkpoint, policy or version of the suite.
     """
     if not files.seal.exists():
         return {}
@@ -87,7 +88,7 @@ def sealed_records(files: UnitFiles, identity: tuple[str, str, str]) -> Mapping[
 
 
 def join_files(joined: UnitFiles, parts: Sequence[UnitFiles]) -> None:
-    """Write a unit's record file from the sealed files of its ``parts``, and seal it.
+    """Write a unit's record file from those of its ``parts``, and seal it (store its sha256).
 
     Raises DataError if a part is missing, is not sealed, or differs from its seal.
     """
@@ -122,7 +123,10 @@ def written_seconds(files: UnitFiles, rows: range) -> float:
 
 
 def kept_rows(files: UnitFiles) -> Mapping[Row, Record]:
-    """Return the answers that a unit keeps while its refused requests are sent again; empty for other units."""
+    """Return the answers that a unit keeps while its refused requests are sent again, by (item id, sample index).
+
+    Empty for other units.
+    """
     rows = _readable_rows(files.answered) if files.answered.exists() else ()
     return {(row.record.item_id, row.record.sample_index): row.record for row in rows}
 
@@ -130,7 +134,8 @@ def kept_rows(files: UnitFiles) -> Mapping[Row, Record]:
 def reopen_refused(files: UnitFiles, identity: tuple[str, str, str]) -> int:
     """Remove the seal of a finished unit of which the server refused requests, so that they are asked again.
 
-    Keeps its other answers; returns the number of refused requests.
+    Keeps its other answers; returns the number of refused requests. ``identity`` is what all records of the unit share:
+    sha256 of the checkpoint, policy hash and suite version.
     """
     rows = sealed_records(files, identity)
     refused = sum(bool(record.unanswered) for record in rows.values())
@@ -142,7 +147,7 @@ def reopen_refused(files: UnitFiles, identity: tuple[str, str, str]) -> int:
 
 
 class RecordFile:
-    """The record file of an unfinished unit, as a context manager.
+    """The record file of an unfinished unit (a checkpoint under one policy, suite and length), as a context manager.
 
     The attributes ``batches`` and ``rows`` are the numbers of complete batches in the file and of their records. Raises
     DataError if the file holds records of another ``identity`` (``Unit.identity``).
@@ -171,7 +176,10 @@ class RecordFile:
         self._refused += sum(bool(record.unanswered) for record in records)
 
     def seal(self, inputs: str | None) -> None:
-        """Write the seal that marks the file as finished; ``inputs`` is the hash of the run's inputs."""
+        """Write the seal (file with the record file's sha256) that marks it as finished.
+
+        ``inputs`` is the hash of the run's inputs.
+        """
         path = self._files.records
         raw = path.read_bytes()
         if len(raw) != self._size:

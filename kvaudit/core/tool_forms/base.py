@@ -111,7 +111,7 @@ def _is_shallow(value: Any, levels: int) -> bool:
 
 
 def decode_at(text: str, start: int) -> tuple[Any, int]:
-    """Return the JSON value at ``start``, after blanks, and its end; raise ValueError or RecursionError if none."""
+    """Return (JSON value at ``start`` after blanks, offset of its end); raise ValueError or RecursionError if none."""
     while start < len(text) and text[start].isspace():
         start += 1
     value, end = _DECODER.raw_decode(text, start)

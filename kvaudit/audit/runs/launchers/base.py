@@ -21,7 +21,7 @@ PrintLine = Callable[[str], None]
 class Job:
     """What every worker runs: ``kvaudit ARGUMENTS`` in ``folder``, with its output in ``logs``/worker-N.log.
 
-    If the run names no GPU (``any_gpu``), a launcher may give each worker any ``gpus`` of them.
+    If the run names no GPU (``any_gpu``), a launcher may give each worker any ``gpus`` GPUs.
     """
 
     arguments: Sequence[str]

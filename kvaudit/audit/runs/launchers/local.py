@@ -33,7 +33,7 @@ CPU_TIMES = Path("/proc/stat")  # Linux
 
 
 def idle_cores() -> int:
-    """Return the number of idle cores, at least one, since two processes on one core are slower than one.
+    """Return the number of idle cores, at least one; more processes than idle cores are slower.
 
     The load is sampled for a moment, because a load average still counts processes that have just ended.
     """
@@ -80,7 +80,10 @@ def visible_gpus() -> list[str]:
 
 
 class ExtraWorker:
-    """A worker process on this machine, with ``env`` added to its environment; a thread prints a line if it fails."""
+    """A worker process on this machine, with ``env`` added to its environment.
+
+    If the worker fails, a thread of this process prints a line about it.
+    """
 
     kind = "worker"
     consequence = "its claims go back to the others"

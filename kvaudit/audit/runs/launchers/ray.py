@@ -109,7 +109,10 @@ class Ray(Launcher):
 
 
 def _find(address: str) -> str:
-    """Return the address, with ``auto`` replaced by ray's choice: RAY_ADDRESS, a cluster here, or the last one."""
+    """Return the address to connect to: ``address``, or what ray finds for ``auto``.
+
+    For ``auto`` ray takes RAY_ADDRESS, else a cluster on this machine, else the one last used.
+    """
     if address != "auto":
         return address
     if named := os.environ.get(_ADDRESS):

@@ -30,9 +30,10 @@ from kvaudit.core.text import inline, length_label
 class RunContext:
     """What a stage needs from its process.
 
-    ``spec`` has the numbers of items that the pilot has fixed so far. ``takeover``: see ``Claims``.
-    ``rank_command`` is the command that starts another rank of a training unit; the number of threads is added to it.
-    With ``asks_refused``, requests that a server refused are sent again.
+    ``spec`` has the numbers of items that the pilot has fixed so far. ``takeover`` says that processes on other
+    machines are gone, so that their units are free. ``rank_command`` is the command that starts another process for
+    training the same unit; the number of threads is added to it. With ``asks_refused``, requests that a server refused
+    are sent again.
     """
 
     run: RunFolder
@@ -51,7 +52,10 @@ class RunContext:
         return replace(self, spec=spec, models=self.models.resized(spec, items.keys()))
 
     def rows_of(self, unit: Unit, most_items: int | None = None) -> int:
-        """Return the number of answers to at most ``most_items`` items of a unit, estimated before items are made."""
+        """Return the number of answers to at most ``most_items`` items of a unit (checkpoint, policy, suite, length).
+
+        It is estimated if the items are not made yet.
+        """
         evaluate, batches = self.spec.evaluate, self.models.batches.get((unit.suite, unit.context_tokens))
         items = evaluate.suites[unit.suite].items
         if not isinstance(items, int):
@@ -126,7 +130,7 @@ def _count_lines(path: Path) -> int:
 
 
 class UnitWorker:
-    """Answers units in this process, one checkpoint at a time, and counts their answers on the run's bar."""
+    """Answers units in this process, one checkpoint at a time, and counts their answers on the run's progress bar."""
 
     def __init__(self, context: RunContext) -> None:
         self._context = context
@@ -142,8 +146,8 @@ class UnitWorker:
     ) -> bool:
         """Answer the units that are not finished in ``folder`` (have no seal); return whether there were any.
 
-        ``phase`` names the work on the bar, and ``parts`` returns the units as parts of the bar. In a run in rounds,
-        ``rows`` are the rows to ask, by suite.
+        A unit is a checkpoint, policy, suite and length. ``phase`` names the work on the progress bar, and ``parts``
+        returns the units as parts of the bar. In a run in rounds, ``rows`` are the rows to ask, by suite.
         """
         context, bar = self._context, self._context.bar
         files = {unit: UnitFiles.of(folder, unit) for unit in units}
@@ -191,7 +195,7 @@ class UnitWorker:
         return is_work_left
 
     def _evaluator_of(self, pair: Pair) -> Evaluator:
-        """Return the evaluator of a checkpoint (arm and seed); the weights of the last one are freed first."""
+        """Return the evaluator of a checkpoint (arm and seed), after freeing the weights of the previous one."""
         if self._evaluator is None or self._evaluator[0] != pair:
             self._evaluator = None
             gc.collect()  # hooks and bound methods of some models keep their weights in a cycle

@@ -5,8 +5,8 @@ Engines are then asked their first requests twice more, which measures their own
     RUN/floor/again/UNIT.jsonl       the same requests in the same batches, by an engine that was restarted
     RUN/floor/shuffled/UNIT.jsonl    the same requests in another order, so in other batches
 
-A compressed engine's answers can depend on the other requests in a batch. The floor counts the answers that change
-between two runs of the same condition, or when only their order changes; the report shows it beside every effect.
+A compressed engine's answers can depend on the other requests in a batch. The floor counts the answers that change when
+the same engine setting is asked again, or when only the order changes; the report shows it beside every effect.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from kvaudit.reports.records.load import FLOOR_FOLDER, SAME_ORDER, SHUFFLED
 
 
 class EvaluateStage(Stage):
-    """Answers every unit of the grid, then asks engines some items twice more, to measure their noise."""
+    """Answers every unit of the grid (all units), then asks engines some items twice more, to measure their noise."""
 
     def __init__(self, context: RunContext) -> None:
         super().__init__(context)
@@ -81,7 +81,7 @@ class EvaluateStage(Stage):
         return FloorStage(self.context, self._worker, self._grid.units)
 
     def _print_refusals(self) -> None:
-        """Print how many requests a server refused, with the command that sends them again (not in rounds)."""
+        """Print how many requests a server refused and, except in rounds, the command that sends them again."""
         run = self.context.run
         units = [unit for unit in self._grid.units if isinstance(unit.policy, Condition)]
         seals = [UnitFiles.of(run.records, unit).seal for unit in units]
@@ -93,7 +93,10 @@ class EvaluateStage(Stage):
 
 
 class GridStage(Stage):
-    """Answers every unit (checkpoint, policy, suite, length) of the run; ``has_asked``: if this process did any."""
+    """Answers every unit (checkpoint, policy, suite, length) of the run.
+
+    ``has_asked`` is True if this process has asked any request.
+    """
 
     def __init__(self, context: RunContext, worker: UnitWorker) -> None:
         super().__init__(context)
@@ -129,7 +132,7 @@ class GridStage(Stage):
 
 
 class FloorStage(Stage):
-    """Asks the first items of each unit that an engine serves twice more, to measure the engine's noise."""
+    """Asks engines the first items of each of their units twice more, to measure the engines' own noise."""
 
     def __init__(self, context: RunContext, worker: UnitWorker, units: Sequence[Unit]) -> None:
         super().__init__(context)

@@ -34,7 +34,10 @@ _SAFETY_SUITES = ("harm", "benign")  # without one of these a check shows too li
 
 
 class PilotStage(Stage):
-    """Answers the pilot's units, then stores whether the reference has anything to lose and how many items to ask."""
+    """Answers the pilot's units: some items of every suite, asked of the reference.
+
+    Then stores whether the reference has anything to lose, and how many items to ask of each suite.
+    """
 
     def parts(self) -> Iterator[Part]:
         return iter(()) if self.is_done else self._unit_parts(self._units)
@@ -117,7 +120,7 @@ class PilotStage(Stage):
 
 
 def pilot_records(context: RunContext, unit: Unit) -> list[Record]:
-    """Return the pilot's records of a unit; raise DataError if they differ from their seal."""
+    """Return the pilot's records of a unit; raise DataError if they differ from their seal (stored sha256)."""
     files = UnitFiles.of(context.run.path / PILOT_FOLDER, unit)
     identity = unit.identity(context.models.sha256_of((unit.arm, unit.seed)))
     return list(sealed_records(files, identity).values())
@@ -155,7 +158,7 @@ def _reason_for_size(suite: str, sizes: Mapping[str, Any]) -> str:
 
 
 def hopeless_suites(results: Mapping[str, Any]) -> dict[str, str]:
-    """Return the suites in which even more answers could not make any gated metric measurable, with the reason."""
+    """Return {suite: reason} for suites in which even more answers could not make any gated metric measurable."""
     return {
         suite: f"{controls[0]['standing']}, {controls[0]['says']}"
         for suite, controls in _controls_by_suite(results).items()

@@ -143,7 +143,10 @@ class RoundsStage(Stage):
         return {suite: policies * total / max(1, rows[suite]) for suite, total in seconds.items()}
 
     def _ask(self, units: Sequence[Unit], number: int, rows: Mapping[str, range], asked: Mapping[str, int]) -> None:
-        """Answer the rows of round ``number``; store how many rows have been asked in all and the round's seconds."""
+        """Answer the rows of round ``number``; store how many rows have been asked by now, and the round's seconds.
+
+        ``asked`` is the number of rows before this round, ``rows`` the range to ask now, both by suite.
+        """
         folder = self.context.run.path / ROUNDS_FOLDER / str(number)
         make_folder(folder)
         round_units = [unit for unit in units if unit.suite in rows]
@@ -181,7 +184,7 @@ class RoundsStage(Stage):
 
 
 def join_rounds(run: Path, units: Sequence[Unit], looks: Sequence[Mapping[str, Any]]) -> None:
-    """Write each unit's record file by joining the unit's files of all rounds so far, and seal it.
+    """Write each unit's record file by joining the unit's files of all rounds so far, and seal it (store its sha256).
 
     There is one entry of ``looks`` for each round. Raises DataError if the file of a round is missing, is not sealed,
     or differs from its seal.
@@ -195,7 +198,7 @@ def join_rounds(run: Path, units: Sequence[Unit], looks: Sequence[Mapping[str, A
 
 
 def gate_statuses(run: Path) -> dict[str, str]:
-    """Return by gated metric the gate's status for the rows asked so far: the worst one over all settings."""
+    """Return {gated metric: its status for the rows asked so far}, the worst of the statuses under all settings."""
     data = load_run(run)
     comparison, rules = declared_rules(data, GateOverrides())
     drift = drift_of(data, comparison, rules.alpha, gated_facets(comparison, rules))

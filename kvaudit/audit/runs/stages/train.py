@@ -70,7 +70,10 @@ class TrainStage(Stage):
         return context
 
     def follow(self, ranks: RankGroup) -> None:
-        """Train, as a rank other than the first, the units (an arm and seed each) that the first rank announces."""
+        """Train the units (an arm and seed each) that the first rank announces, as another rank.
+
+        Ranks are processes that train a unit together.
+        """
         context = self.context
         section = context.spec.train
         assert section is not None
