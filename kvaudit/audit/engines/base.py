@@ -273,9 +273,9 @@ class Engine:
 
     @classmethod
     def store(cls, settings: Settings) -> EngineStore | None:  # noqa: ARG003
-        """Return how the engine stores keys and values under the settings, so that training can replay it.
+        """Return how the engine rounds the keys and values that it stores under the settings; None if unknown.
 
-        None if that is unknown.
+        With it, training can replay rollouts: recompute their log-probs from equally rounded keys and values.
         """
         return None
 

@@ -68,7 +68,10 @@ class RunningEndpoint(Engine):
 
     @classmethod
     def reference_with(cls, settings: Settings, named: Settings) -> Settings:  # noqa: ARG003
-        """Return ``named``, the settings of the reference server, unchanged: it must not be sent this server's key."""
+        """Return ``named``, the settings of the reference server, unchanged.
+
+        No setting of this server is added, because its key must not be sent to the reference server.
+        """
         return named
 
     @classmethod
@@ -88,9 +91,10 @@ class RunningEndpoint(Engine):
 
     @classmethod
     def start(cls, settings: Settings, context: EngineContext) -> Session:
-        """Connect to the server; raise SpecError if it renders a conversation differently than the model's template.
+        """Connect to the server and return the session.
 
-        Raises EngineFailed if it gives no answer.
+        Raises SpecError if the server renders a conversation into other tokens than the model's own chat template
+        does, and EngineFailed if the server gives no answer.
         """
         return _EndpointSession(settings, context)
 
@@ -110,7 +114,10 @@ class _EndpointSession(Session):
         self.window = self._shown_window()
 
     def answer(self, requests: Sequence[GenerationRequest]) -> list[Reply]:
-        """Return a reply to each request: the answer as ``text``, or the server's message if it ``refused`` it."""
+        """Return a reply to each request; its ``text`` is the answer.
+
+        For a request that the server rejected, ``refused`` is the server's message instead.
+        """
         until = time.monotonic() + self._spec.answer
         first_use = {request.messages: n for n, request in reversed(list(enumerate(requests)))}
         # each prompt once before repetitions, whose reported prompt tokens may leave out what the server has cached
@@ -151,8 +158,8 @@ class _EndpointSession(Session):
     ) -> Answer:
         """Return the answer to a conversation, waiting for it at most until the time ``until`` of ``time.monotonic``.
 
-        ``prompt_tokens`` is the length of the prompt as the model's own template renders it. Raises Unanswered, also if
-        the endpoint reports another length in the first turn.
+        ``prompt_tokens`` is the length of the prompt as the model's own template renders it. Raises Unanswered if no
+        answer comes in time, or if the endpoint reports another length of the prompt in the first turn.
         """
         from kvaudit.audit.sampling.chat_calls import SentRequest, answer, wire
 

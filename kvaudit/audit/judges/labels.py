@@ -1,6 +1,6 @@
 """Human labels of whether answers refuse, and a judge's card: its agreement with each data set of labels (source).
 
-    xstest/xstest_v2_completions_*.csv      two annotators; a partial refusal refuses (Roettger et al. 2024)
+    xstest/xstest_v2_completions_*.csv      two annotators; a partial refusal is a refusal (Roettger et al. 2024)
     refusal_judge_labels/pyrit_refusal.csv  one label each
 
 PyRIT also labels off-topic answers as refusals, which suites recognise on their own

@@ -281,7 +281,7 @@ def _context_params(settings: dict[str, str], setup: dict[str, Any]) -> Any:
 def _kv_type(name: str, text: str) -> int:
     """Return the number that llama.cpp gives a cache type such as "q8_0", for the setting ``name``.
 
-    Raises ValueError for an unknown type, since llama.cpp would accept its number.
+    Raises ValueError for a type in which llama.cpp cannot keep its cache, since llama.cpp would accept any number.
     """
     if text not in _KV_TYPES:
         raise ValueError(f"{name} is {text!r}, expected {', '.join(_KV_TYPES)}")
