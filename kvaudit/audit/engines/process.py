@@ -71,7 +71,7 @@ class Process:
     def is_running(self) -> bool:
         """Whether the engine still runs.
 
-        The supervisor process outlives the engine by a moment, so the log is searched for its note that the engine ended.
+        The supervisor process outlives the engine by a moment, so the log is searched for its note about the end.
         """
         return self._process.poll() is None and PROCESS_ENDED not in self.log_text(_LAST_BYTES)
 

@@ -278,7 +278,7 @@ class CheckpointFolder:
             shutil.rmtree(folder, ignore_errors=True)
 
     def drop_ledgers_beyond(self, position: Position) -> None:
-        """Delete the ledgers of steps after ``position``."""
+        """Delete the ledger files (saved rollouts with their evictions) of steps after ``position``."""
         names = {name for name, _ in position.ledgers}
         for path in (self.path / LEDGERS).glob("*.safetensors"):
             if path.name not in names:
@@ -410,9 +410,9 @@ def write_provenance(
 
 
 def write_ledgers(folder: Path, stem: str, policy: Policy, rollouts: Sequence[Rollout]) -> tuple[str, str]:
-    """Write rollouts with their eviction ledgers to ``ledgers/<stem>.safetensors``, atomically.
+    """Write rollouts with their ledgers (when each cache entry was evicted), atomically.
 
-    Returns the file's name and sha256.
+    Returns name and sha256 of the file, ``ledgers/<stem>.safetensors``.
     """
     path = folder / LEDGERS / f"{stem}.safetensors"
     partial = path.with_name(path.name + PARTIAL)

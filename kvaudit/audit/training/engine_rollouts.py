@@ -104,10 +104,10 @@ class EngineRolloutSampler(RolloutSampler):
         self._drawer = None
 
     def _check_fresh(self, rollout: Rollout) -> None:
-        """Raise RunError if the engine's log-probs of a rollout differ from the learner's: its weights are then stale.
+        """Raise RunError if the engine's log-probs of a rollout differ from the learner's, as with stale weights.
 
-        Checked only if the engine's stored keys and values are known: otherwise quantisation error would need a bound
-        too wide to find anything.
+        Checked only if it is known how the engine stores keys and values: otherwise the allowed difference would have
+        to cover quantisation error too, and nothing would be found.
         """
         if any(turn.stored is None or turn.written is None for turn in rollout.engine_turns):
             return
@@ -263,9 +263,10 @@ class _Row:
 
 
 def check_rollout_engine(section: TrainSpec, model: LoadedModel, engine_spec: EngineSpec) -> None:
-    """Raise SpecError if the engine that the section's ``rollouts`` names is not installed, or cannot be replayed.
+    """Raise SpecError if the engine that the section's ``rollouts`` names is not installed.
 
-    Only arms that learn from the engine's compressed cache need the replay.
+    Raises it too if an arm learns from the engine's compressed cache, but it is unknown how the engine stores some
+    layers of this model.
     """
     if section.rollouts is None:
         return

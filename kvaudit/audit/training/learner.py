@@ -34,7 +34,7 @@ LOGITS_PER_PIECE = 1 << 26  # 256 MiB in float32, of which a backward pass needs
 class Distributions:
     """The predicted next-token distributions of n tokens, as logits [n, V] or as hidden states [n, D].
 
-    ``states`` are hidden states if there is a ``head`` (LM head), which is then applied to some tokens at a time.
+    ``states`` are hidden states if there is a ``head`` (LM head); it is then applied to ``piece`` tokens at a time.
     """
 
     states: Tensor
@@ -90,9 +90,9 @@ def read_tokens(
 ) -> TokenPredictions:
     """Run a pass with shared prompts; return the predictions of every sampled token at the sampling temperature.
 
-    ``view`` is "dense" (full cache) or "shadow" (the sampler's cache). ``whole_rows``: prompts are not shared, see
-    ``suffix_logits``. A conversation that an engine prefilled again in every turn is replayed with a row for each turn;
-    the sampled tokens keep their order.
+    ``view`` is "dense" (full cache) or "shadow" (the sampler's cache). ``whole_rows``: every row repeats its prompt. A
+    conversation that an engine prefilled again in every turn is replayed with a row for each turn; the sampled tokens
+    keep their order.
     """
     if view == "shadow" and any(rollout.turns for rollout in rollouts):
         rollouts, group = [turn for rollout in rollouts for turn in rollout.engine_turns], 1

@@ -44,7 +44,7 @@ class Clock:
 
 @dataclass
 class Tally:
-    """The sums of metrics over the tokens of a batch, counted in every microbatch and update."""
+    """The sums of a batch's metrics over the tokens of all microbatches and updates, and the number of tokens."""
 
     sums: dict[str, float] = field(default_factory=dict)
     tokens: int = 0
@@ -67,7 +67,7 @@ class Tally:
 
 
 def tally_metrics(metrics: Sequence[Mapping[str, Tensor | float]], tokens: Sequence[int]) -> Tally:
-    """Add up the metrics and token counts of microbatches, in order, with a single read from the device."""
+    """Add up the metrics (sums over tokens) and token counts of microbatches, with a single read from the device."""
     values, tally = iter(read_floats([value for sums in metrics for value in sums.values()])), Tally()
     for sums, count in zip(metrics, tokens, strict=True):
         tally.add({name: next(values) for name in sums}, count)
@@ -161,9 +161,9 @@ def memory_numbers(played: Sequence[GradedRow], batch: Batch) -> TelemetryRow:
 
 
 def entries_seen(rollout: Rollout) -> tuple[float, float]:
-    """Return how many cache entries the decoding queries of a rollout read in all: actually, and with a full cache.
+    """Return how many cache entries all decoding queries of a rollout read together, and how many if none were evicted.
 
-    The first is a mean over layers and KV heads. The query that predicts a sampled token is the token before it.
+    The first number is a mean over layers and KV heads. A decoding query is the token before a sampled one.
     """
     length = len(rollout.ids)
     queries = torch.zeros(length, dtype=torch.int64)

@@ -122,9 +122,9 @@ class Mark(NamedTuple):
 
 
 class EarlyStop:
-    """The decision when the arm in ``folder`` stops early; all arms of a seed end at the same step.
+    """The object that decides when the arm in ``folder`` stops early; all arms of a seed end at the same step.
 
-    ``arms`` are the folders of these arms, including this one.
+    ``arms`` are the folders of all arms of the seed, including this one.
     """
 
     def __init__(self, spec: ValidationSpec, steps: int, folder: Path, arms: Sequence[Path]) -> None:

@@ -5,8 +5,8 @@ w = pi / pi_old per token, c the correction's weight, A the token's advantage, m
 
     - sum over rollouts and tokens of m c gain(w, A) share + beta share k3 + distill_weight share KL(learner || teacher)
 
-Departures from the papers: two clip bounds (Yu 2025, 2503.14476); c and the token mask; the KL terms average like the
-policy term and are not weighted by c.
+Departures from the papers: lower and upper clip bound differ (Yu 2025, 2503.14476); the factors c and m; the KL terms
+are averaged like the policy term, but not weighted by c.
 """
 
 from __future__ import annotations

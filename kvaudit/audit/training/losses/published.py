@@ -72,9 +72,9 @@ class Dapo(ClippedLoss):
 class Gspo(Grpo):
     """One ratio per rollout, so that clipping acts on whole sequences, as the reward does.
 
-    Zheng 2025, eq. 13 and 14 (2507.18071): as grpo with w_t = sg(s) pi_t / sg(pi_t), s = (pi / pi_old)^(1/|o|). Value
-    and gradient equal those of eq. 5 if all tokens of a rollout have one advantage and weight; here both may differ by
-    token. Tokens masked by a correction count in s.
+    Zheng 2025, eq. 13 and 14 (2507.18071): as grpo with w_t = sg(s) pi_t / sg(pi_t), s = (pi / pi_old)^(1/|o|), sg =
+    stop-gradient. Value and gradient equal those of eq. 5 if all tokens of a rollout have the same advantage and the
+    same weight; here advantage and weight may differ by token. Tokens masked by a correction count in s.
     """
 
     name = "gspo"

@@ -247,7 +247,7 @@ class AuditedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         batch_size: int | None = None,
         **more: Any,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Run TRL's pass; in arms that learn under the sampler's cache, hide the entries that were evicted from it."""
+        """Run TRL's pass; in arms that learn under the sampler's cache, hide the entries evicted while sampling."""
         if self._hosted.arm.learner == "dense":
             outputs = super()._get_per_token_logps_and_entropies(
                 model, input_ids, attention_mask, logits_to_keep, batch_size, **more
