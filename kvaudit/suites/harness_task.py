@@ -166,7 +166,7 @@ class HarnessTask:
     def metric(self) -> str:
         """The name of the metric: the one in the suite's name, or else the first with a value from 0 to 1.
 
-        Raises SpecError if it has no such value for the first document's right answer.
+        Raises SpecError if no such metric gives the first document's right answer a value from 0 to 1.
         """
         document = self.documents[0]
         values = self._values(document, self.target(document))
@@ -266,9 +266,9 @@ def _is_plain(task: Any) -> bool:
 
 
 def _manager(task: str) -> Any:
-    """Return a task index (TaskManager) that has the task: that of the user's folder, or else one of all tasks.
+    """Return a task index (TaskManager) that has the task: that of the user's folder, or else that of all tasks.
 
-    The second takes longer to load.
+    The index of all tasks takes longer to load.
     """
     folder = os.environ.get(TASKS_VARIABLE)
     if folder and not Path(folder).expanduser().is_dir():

@@ -122,7 +122,10 @@ def _parse(suite: str, name: str, text: str) -> Any:
 
 
 class ScoredSample(NamedTuple):
-    """The scores of one sample in Inspect's log: a number per facet (None: no score), and why numbers are missing."""
+    """The scores of one sample in Inspect's log: {facet: number}, and a note that says why there are none.
+
+    A number is None if the scorer gave no score; the note is "" if there is any number.
+    """
 
     values: Mapping[str, float | None]
     why: str = ""
@@ -219,8 +222,9 @@ class InspectTask:
 
     @cached_property
     def facet_scorers(self) -> Mapping[str, tuple[str, str]]:
-        """The scorer of each facet, as (its name, key): the key of the number in its value, "" if that is one number.
+        """The scorer of each facet, {facet: (scorer's name, key)}.
 
+        A scorer that gives several numbers gives them as a dict; ``key`` picks one. It is "" for a single number.
         Raises SpecError if the task lacks a scorer that the suite's name asks for.
         """
         known = self.scorer_names
