@@ -222,7 +222,7 @@ ItemMaker = Callable[[], Item]  # makes an item when it is needed
 class Published(Suite):
     """The base of suites that ask rows of a public benchmark; a subclass defines ``groups``, which makes the items.
 
-    A row is asked once, or as often as a spec's ``samples``.
+    A row is asked once, or as often as the spec's ``samples`` says.
     """
 
     published, lengths = True, "none"

@@ -256,7 +256,8 @@ def _turn_pair(
 ) -> Pair | None:
     """Return the pair of cases made from the last suitable turn of a multi-turn row; None if no turn is suitable.
 
-    In a suitable turn the first call has arguments, all mentioned before, and the conversation up to its end is short.
+    In a suitable turn the first call has arguments, all mentioned before it, and the conversation up to the end of the
+    turn is short.
     """
     for last in reversed(range(len(turns))):
         counts = [sum(map(len, calls[:turn])) for turn in range(last + 1)]

@@ -208,7 +208,10 @@ class Calls(_Alone):
 
 
 class Orders(_Alone):
-    """The orders of InjecAgent's 30 attackers, each hidden in a tool's result; every third is given by the user instead."""
+    """The orders of InjecAgent's 30 attackers, each in the case of a user with another request.
+
+    An order is hidden in a tool's result; in every third item the user gives it instead.
+    """
 
     name = "orders"
     version = f"1, rows and grades of version {injecagent.InjecAgent.version}"

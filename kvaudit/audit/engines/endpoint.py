@@ -60,7 +60,7 @@ class RunningEndpoint(Engine):
 
     @classmethod
     def reference(cls, settings: Settings) -> Settings:
-        """Raise SpecError, since a spec must name the reference of an endpoint."""
+        """Raise SpecError: the spec must name the server to compare with, since cache settings here are unknown."""
         raise SpecError(
             f"engine endpoint: the cache settings of {settings['model']} at {settings['base_url']} are unknown; name "
             "the server to compare it with, reference: {base_url: http://..., model: ...}"
@@ -76,7 +76,7 @@ class RunningEndpoint(Engine):
 
     @classmethod
     def check(cls, settings: Settings, spec: EngineSpec) -> None:
-        """Raise SpecError if the key is not set or the server does not answer, before a model is loaded."""
+        """Raise SpecError if the API key's variable is not set or the server does not answer; loads no model."""
         _endpoint(settings, spec.answer).client("engine endpoint")
         url = f"{settings['base_url'].rstrip('/')}/models"
         try:

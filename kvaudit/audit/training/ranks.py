@@ -287,7 +287,7 @@ def _sharded_modules(model: Any) -> list[FSDPModule]:
 
 
 def full_state_dict(model: Any) -> dict[str, Tensor]:
-    """Return every checkpoint tensor of a sharded model, which must be under ``full_weights``, on the CPU."""
+    """Return every checkpoint tensor of a sharded model, on the CPU, by name; call it inside ``full_weights``."""
     state, copies = dict[str, Tensor](), dict[int, Tensor]()
     # module by module, because FSDP's own state_dict is always sharded
     for path, module in model.named_modules():

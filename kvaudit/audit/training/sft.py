@@ -104,7 +104,7 @@ def gold_rollout(model: LoadedModel, suite: Suite, item: Item) -> Rollout:
 
 
 def _gold_turns(model: LoadedModel, suite: Suite, item: Item) -> Iterator[tuple[tuple[int, ...], bool]]:
-    """Yield (tokens, is the assistant's) for each turn of an item's conversation with gold answers."""
+    """Yield (token ids, whether the assistant wrote them) for each turn of an item's conversation with gold answers."""
     chat, transcript = model.chat, item.messages
     prompt = chat.prompt(transcript, (), item.tools).ids
     check_fits(model, suite, item, len(prompt))

@@ -113,7 +113,7 @@ def step_row(
 
 
 def reward_numbers(played: Sequence[GradedRow], rewards: Sequence[float | None], config: TrainConfig) -> TelemetryRow:
-    """Return mean rewards, overall and by suite, and the shares of equal-reward groups and of unusable answers."""
+    """Return mean rewards, overall and by suite, the share of equal-reward groups, and that of unusable answers."""
     graded = [reward for reward in rewards if reward is not None]
     groups = [rewards[start : start + config.group] for start in range(0, len(rewards), config.group)]
     outcomes = [row.grade.outcome for row in played]
@@ -133,7 +133,7 @@ def reward_numbers(played: Sequence[GradedRow], rewards: Sequence[float | None],
 
 
 def learning_numbers(learned: LearningResult) -> TelemetryRow:
-    """Return the loss, its gradient, and how many tokens the clip and the correction took out."""
+    """Return the loss, its gradient's norm, KL terms, and how many tokens the clip and the correction took out."""
     metrics = learned.metrics
     return {
         "loss": learned.loss,
@@ -148,7 +148,10 @@ def learning_numbers(learned: LearningResult) -> TelemetryRow:
 
 
 def memory_numbers(played: Sequence[GradedRow], batch: Batch) -> TelemetryRow:
-    """Return token counts, a step's cache bytes, and the share of a full cache's reads that compression saved."""
+    """Return token counts, the peak bytes of the rollouts' caches, and what compression saved.
+
+    The saving is the share of a full cache's entries that decoding did not have to read.
+    """
     rollouts = batch.rollouts
     seen, dense = (sum(counts) for counts in zip(*map(entries_seen, rollouts), strict=True))
     return {

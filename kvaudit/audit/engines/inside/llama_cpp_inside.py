@@ -42,7 +42,8 @@ _FACTS = {  # patterns in its log
 def start(setup: dict[str, Any]) -> tuple[dict[str, str], Any]:
     """Load the model; return its description and a function that answers requests (rows).
 
-    A first context is made, because the library writes the resolved settings only into its log.
+    A first context is made at once, since llama.cpp reports the settings that it resolved only in the log of that step.
+    Raises ValueError if the cache types in the log are not those of the settings.
     """
     engine = _LoadedEngine(setup)
     engine.make_room(1)

@@ -133,7 +133,11 @@ class Loss:
 
 
 class ClippedLoss(Loss):
-    """A loss of the form at the top of this file; a subclass defines ``share`` and overrides other parts as needed."""
+    """A policy loss that is a weighted sum over tokens of a gain, by default clipped, plus KL terms.
+
+    The module's docstring has the formula. A subclass defines ``share``, each token's weight in the sum, and overrides
+    other parts as needed.
+    """
 
     by_std: ClassVar[bool] = True  # whether advantages are divided by their group's standard deviation
 
@@ -204,7 +208,7 @@ def k3(logprobs: Tensor, reference: Tensor) -> Tensor:
     """Return r - log r - 1 with r = ref / pi, per token (Schulman 2020, "Approximating KL divergence").
 
     As a loss over samples of pi its expected gradient is that of KL(ref || pi), which agrees with KL(pi || ref) near
-    pi = ref; that of mean(log pi - log ref) is 0.
+    pi = ref. The expected gradient of mean(log pi - log ref), the other usual estimate, is 0.
     """
     log_ratio = reference - logprobs  # [B, T] nats
     return log_ratio.exp() - log_ratio - 1.0

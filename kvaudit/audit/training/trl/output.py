@@ -291,7 +291,7 @@ def _source(function: Any) -> str:
 
 
 def questions_sha256(dataset: Any) -> str:
-    """Return the sha256 of all prompts of a data set; of the name of a stream, whose prompts are not known yet."""
+    """Return the sha256 of all prompts of a data set; for a stream, whose prompts are not known yet, of its name."""
     rows = dataset["prompt"] if hasattr(dataset, "__len__") and "prompt" in dataset.column_names else [str(dataset)]
     return sha256_of([str(row) for row in rows])
 
