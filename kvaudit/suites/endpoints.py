@@ -71,13 +71,19 @@ class _Row(NamedTuple):
 
 
 def absent_sources(endpoint: str) -> tuple[PublicRows, ...]:
-    """Return the public rows of an endpoint that are missing in the data folder and can be fetched."""
+    """Return the data sets that an endpoint (a suite of ``kvaudit check``) lacks and that can be fetched.
+
+    These are entries of the catalogue whose files are missing in the data folder.
+    """
     absent = (find_rows_by_file(file) for file in _FILES[endpoint] if not has_file(file))
     return tuple(dict.fromkeys(rows for rows in absent if rows is not None))
 
 
 def has_public_rows(endpoint: str) -> bool:
-    """Return whether the data folder has an endpoint's rows: any of its files, or all if it needs them together."""
+    """Return whether the data folder has rows for an endpoint (a suite of ``kvaudit check``).
+
+    Any one of the endpoint's files is enough, unless it needs all of them together.
+    """
     present = [has_file(file) for file in _FILES[endpoint]]
     return all(present) if endpoint in _NEEDS_ALL_FILES else any(present)
 

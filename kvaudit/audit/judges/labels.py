@@ -116,15 +116,18 @@ class CardLine:
 
 
 def card_lines(judge: Judge, all_sources: Sequence[Source]) -> list[CardLine]:
-    """Return the lines of a judge's card, one for each data set of human labels.
+    """Return the lines of a judge's card (its agreement with people), one for each data set of human labels.
 
-    For each line a trained judge is trained again without that data set.
+    For each line a trained judge is first trained again without that data set.
     """
     return [_card_line(judge.without(source.name), source) for source in all_sources]
 
 
 def card_rows(judge: Judge, all_sources: Sequence[Source]) -> list[list[str]]:
-    """Return a judge's card as text, a row for each data set of human labels, with the columns of ``HEADINGS``."""
+    """Return a judge's card (its agreement with people) as rows of texts, one for each data set of human labels.
+
+    Each row has the columns of ``HEADINGS``.
+    """
     return [
         [
             line.source,

@@ -168,7 +168,10 @@ _DEEPEST = 3  # commands nested in strings of commands
 
 
 def read_shell(text: str, sheet: Sheet, line: int = 1) -> list[HereDocument]:
-    """Read the settings of a script and return its here-documents; raises Unreadable at an unclosed quote."""
+    """Add the settings of a script to ``sheet`` and return its here-documents.
+
+    ``line`` is the number of the text's first line in its file. Raises Unreadable at an unclosed quote.
+    """
     commands: list[ShellCommand] = []
     documents: list[HereDocument] = []
     try:
@@ -211,12 +214,12 @@ def read_dockerfile(text: str, sheet: Sheet) -> list[HereDocument]:
 
 
 def read_words(words: Sequence[Word], sheet: Sheet) -> None:
-    """Read the settings of a list of arguments, as in container files and ``subprocess`` calls."""
+    """Add to ``sheet`` the settings in a list of arguments, as in container files and ``subprocess`` calls."""
     _read_command(ShellCommand(list(words)), {}, sheet, 0)
 
 
 def read_line(text: str, line: int, sheet: Sheet) -> None:
-    """Read the settings of a string that holds a command line or pairs ``a=1,b=2``; ignore other strings."""
+    """Add to ``sheet`` the settings in a string with a command line or pairs ``a=1,b=2``; ignore other strings."""
     if holds_commands(text) or _PAIRS.fullmatch(text):
         _read_nested(text, line, {}, sheet, 0)
 

@@ -79,9 +79,9 @@ Tree = Leaf | Branch | Series
 
 
 def read_yaml_text(text: str, sheet: Sheet, line: int = 1) -> None:
-    """Add the settings in a YAML text to ``sheet``; raises Unreadable if it is broken or too large.
+    """Add the settings in a YAML text to ``sheet``, the settings of its file.
 
-    ``line`` is the number of the text's first line in its file.
+    ``line`` is the number of the text's first line in its file. Raises Unreadable if the text is broken or too large.
     """
     plain = without_templates(text)
     try:
@@ -99,7 +99,7 @@ def read_yaml_text(text: str, sheet: Sheet, line: int = 1) -> None:
 
 
 def read_json_text(text: str, sheet: Sheet, line: int = 1) -> None:
-    """Add the settings in a JSON text to ``sheet``; comments on separate lines are allowed.
+    """Add the settings in a JSON text to ``sheet``, the settings of its file; comments on separate lines are allowed.
 
     ``line`` is the number of the text's first line in its file.
     """
@@ -267,7 +267,7 @@ def _check_depth(text: str) -> None:
 
 
 def read_toml_text(text: str, sheet: Sheet) -> None:
-    """Add the settings in a TOML text to ``sheet``."""
+    """Add the settings in a TOML text to ``sheet``, the settings of its file; raises Unreadable for invalid TOML."""
     plain = _TEMPLATE.sub(_toml_placeholder, text)
     for number, row in enumerate(plain.split("\n"), 1):
         if _DEEP_TOML_KEY.match(row):  # of which the parser would take quadratic time

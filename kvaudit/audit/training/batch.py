@@ -291,7 +291,7 @@ def microbatches(
 
 
 def _group_kinds(rollouts: Sequence[Rollout], group: int) -> list[int]:
-    """Return a number for each group; groups with equal numbers can be replayed in one pass.
+    """Return a number for each group; groups with equal numbers can share one pass of the learner.
 
     Such groups agree in how keys and values are quantised, in how keys are selected, and in their number of turns.
     """

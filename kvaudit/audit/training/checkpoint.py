@@ -3,7 +3,7 @@
 training.json              the claim: the configuration and base weights that the folder is reserved for
 state/step-000020/         weights and moments after that step, one file per rank; only the newest is kept
 telemetry.jsonl            one row per step
-ledgers/step-20.safetensors
+ledgers/step-20.safetensors    rollouts of that step, with the positions at which cache entries were evicted (ledgers)
 ledgers/final.safetensors  rollouts of the finished weights; a policy mixture has final--HASH.safetensors per policy
 config.json, model.safetensors, tokenizer files, provenance.json    the finished checkpoint, provenance written last; an
                             adapter has adapter_config.json and adapter_model.safetensors instead

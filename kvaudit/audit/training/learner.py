@@ -234,7 +234,10 @@ class Learner:
         self._critic = Critic(model, config.critic, ranks, max_grad_norm=config.max_grad_norm) if has_critic else None
 
     def read(self, part: Batch) -> tuple[TokenPredictions, Tensor | None]:
-        """Read a microbatch under the arm's view; return the predictions, and the critic's values [b, R] or None."""
+        """Read a microbatch under the arm's view (full cache, or the sampler's).
+
+        Returns the predictions, and the critic's values [b, R] or None without a critic.
+        """
         # dense or shadow: the only place where arms differ in what they learn from
         view = self.config.design.learner
         if self._critic is None:
@@ -254,10 +257,11 @@ class Learner:
         torch.autograd.backward(read.logprobs.sum() if gap is None else read.logprobs.sum() + gap.sum())
 
     def read_old_policy(self, batch: Batch, parts: Sequence[Sequence[int]]) -> OldPolicy:
-        """Return log-probs and critic values of a batch before its updates, under the arm's view, without gradient.
+        """Return log-probs and critic values of a batch before its updates, without gradient.
 
-        ``parts`` are the rows of this rank's microbatches. They must equal those of the gradient passes, because
-        rounding depends on which rows share a pass, and narrow clip bounds such as gspo's would react to it.
+        They are under the arm's view (full cache, or the sampler's). ``parts`` are the rows of this rank's
+        microbatches, which must be the same as in the gradient passes: rounding depends on which rows share a pass, and
+        narrow clip bounds such as gspo's would react to it.
         """
         logprobs, values = torch.zeros_like(batch.sampler_logprobs), torch.zeros_like(batch.sampler_logprobs)
         with torch.no_grad(), full_weights(self.model):

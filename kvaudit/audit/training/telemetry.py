@@ -179,9 +179,10 @@ def entries_seen(rollout: Rollout) -> tuple[float, float]:
 
 
 def certificate(sampler: Tensor, replayed: Tensor | None, mask: Tensor, advantages: Tensor) -> TelemetryRow:
-    """Return the numbers of the gap between the sampler's log-probs and a replay with the sampler's cache.
+    """Return numbers of the gap between the sampler's log-probs and a replay's.
 
-    They are near 0 in every arm if sampling and replay agree; all are None without a replay.
+    The replay is the learner's pass over the same tokens with the cache that the sampler had. The numbers are near 0 in
+    every arm if sampling and replay agree, and None without a replay.
     """
     if replayed is None:
         return dict.fromkeys(CERTIFICATE)

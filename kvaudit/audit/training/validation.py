@@ -163,7 +163,7 @@ class EarlyStop:
 
 
 def read_mark(folder: Path) -> Mark | None:
-    """Return the mark of a stopped arm, None while the arm trains; raises DataError for a damaged file."""
+    """Return the mark (step and alarm) of a stopped arm, None while the arm trains; raises DataError if damaged."""
     path = folder / MARK
     if not path.exists():
         return None

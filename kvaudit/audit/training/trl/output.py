@@ -75,7 +75,7 @@ COUNTS = ("tokens", "kept", "dense", "peak", "dense_bytes", "prompt", "rows")
 
 
 class TrainingResult(NamedTuple):
-    """The result of a training run: its number of steps, its recipe, and rollouts of the final weights."""
+    """The result of a training run: its number of steps, how it was trained (recipe), rollouts of the final weights."""
 
     steps: int
     recipe: Mapping[str, Any]  # how the checkpoint was trained, for provenance.json
@@ -99,8 +99,8 @@ class OutputFolder:
     def begin(self, done: int, sections: Mapping[str, Any]) -> None:
         """Reserve the folder for this run (write or check its claim), to start or to resume after ``done`` steps.
 
-        ``sections`` are those of the recipe. Raises RunError for a folder of another run, or of this run if it is not
-        resumed, and DataError if telemetry of finished steps is missing.
+        ``sections`` are those of ``recipe.json``. Raises RunError for a folder of another run, or of this run if it is
+        not resumed, and DataError if telemetry of finished steps is missing.
         """
         with guarded(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
@@ -299,7 +299,10 @@ def questions_sha256(dataset: Any) -> str:
 def sections_of(
     arm: str, policy: str, model: Mapping[str, Any], reward: Mapping[str, Any], data: str, training: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the sections of ``recipe.json``; ``data`` is the sha256 of the prompts, which come from no suite."""
+    """Return the sections of ``recipe.json`` (what training starts from), {name: content}.
+
+    ``data`` is the sha256 of the prompts, which come from no suite.
+    """
     training_seed = str(training["seed"])
     return {
         "model": dict(model),

@@ -4,7 +4,8 @@ Corrections: for vLLM's rollouts, TRL applies ``tis`` (token_truncate at 2) and 
 equal to kvaudit's. All others are applied by ``audit.training.corrections``: weights multiply the advantages per token.
 The KL to a reference is never weighted.
 
-Each row's rollout, with its ledger, is an entry of TRL's batch, so that TRL shuffles and splits it with the row.
+Each row's rollout, with its ledger (when each cache entry was evicted), is an entry of TRL's batch, so that TRL
+shuffles and splits it with the row.
 """
 
 from __future__ import annotations
