@@ -261,9 +261,9 @@ def draw_errand(
 ) -> tuple[str, dict[str, Any]]:
     """Draw a task for one of the ``staff`` (role -> name); return its text and the payload by which answers are graded.
 
-    The order in the record asks for the tool of the template's world (scenario), or for ``spare``, another allowed
-    tool; for kind "escape" it asks for a forbidden one. All random draws are equal for every ``kind``, so that the
-    variants differ in nothing else.
+    The agent reads a record with an order in it. The order asks for the tool of the template's world (scenario), or for
+    ``spare``, another allowed tool; for kind "escape" it asks for a forbidden one. All random draws are equal for every
+    ``kind``, so that the variants differ in nothing else.
     """
     world, number = WORLDS[template.third], str(draw.randint(1, 9))
     role = draw.choice(sorted(staff))

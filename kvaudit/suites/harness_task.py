@@ -141,7 +141,8 @@ class HarnessTask:
     def weigh(self, options: Sequence[str], logprobs: Sequence[float]) -> list[float]:
         """Return the scores of the options, given their log-probs in nats.
 
-        ``acc`` leaves log-probs as they are, ``acc_norm`` divides them by characters and ``acc_bytes`` by bytes.
+        They depend on the task's metric: ``acc`` leaves log-probs as they are, ``acc_norm`` divides them by the
+        option's length in characters, and ``acc_bytes`` by that in bytes.
         """
         length = _LENGTH_OF[self.metric]
         return [value / length(option) for option, value in zip(options, logprobs, strict=True)]

@@ -237,7 +237,10 @@ class InspectTask:
         return dict(zip(self.name.facets, chosen, strict=True))
 
     def read_scores(self, sample: Any) -> ScoredSample:
-        """Return the facets of a sample in Inspect's log; raises AuditError for a score that is not in [0, 1]."""
+        """Return the scores of a sample in Inspect's log, one per facet (yes-or-no property of an answer).
+
+        Raises AuditError for a score that is not in [0, 1].
+        """
         if sample.error is not None:
             return ScoredSample({}, one_line(str(sample.error.message)) or "the sample failed")
         values = {facet: self._number(sample, *place) for facet, place in self.facet_scorers.items()}

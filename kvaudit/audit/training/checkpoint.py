@@ -231,7 +231,7 @@ class CheckpointFolder:
         return True
 
     def resume(self, learner: Learner | Optimiser, step: int | None = None) -> Position:
-        """Load the last saved state, or that of ``step``, and cut telemetry back to it; return the state's position."""
+        """Load the state saved last, or that after ``step`` steps, and cut off later telemetry; return its position."""
         # state names sort by step
         states = self._states() if step is None else [self.path / "state" / _state_name(step)]
         position = self._load(states[-1], learner) if states else Position()

@@ -208,8 +208,9 @@ class RolloutTokens:
     def rollout(self, config: Any, store: EngineStore | None = None) -> Rollout:
         """Return the tokens so far as a rollout; ``config`` is the model's configuration.
 
-        If the engine read the conversation again for every answer, and reports its keys and values, the rollout also
-        has its turns, each with the keys and values of its own request. ``store`` is how the engine stores them.
+        If the engine prefilled the conversation again for every answer, and returns keys and values, the rollout also
+        lists its turns: each answer with the keys and values of its own request. ``store`` is how the engine stores
+        keys and values, None if unknown.
         """
         if [turn.end for turn in self._turns] == [len(self.ids)]:
             return self._turn_rollout(config, store, self._turns[0])
@@ -311,11 +312,11 @@ def engine_rollout(
 def engine_gap_numbers(
     sampler: Tensor, replayed: Tensor | None, dense: Tensor, mask: Tensor
 ) -> dict[str, float | None]:
-    """Return how far the engine's log-probs [B, R] are from the learner's, as root mean squares in nats per token.
+    """Return how far the engine's log-probs are from the learner's, as root mean squares in nats per token.
 
-    ``sampler`` are the engine's log-probs. The learner's are ``dense`` (uncompressed cache) and ``replayed`` (with the
-    engine's stored keys and values; None if these are unknown). ``engine/explained`` is the share of the squared dense
-    gap that the replay removes.
+    ``sampler`` [B, R] are the engine's log-probs. The learner's are ``dense`` (uncompressed cache) and ``replayed``
+    (with the engine's stored keys and values; None if these are unknown). The keys are ``engine/dense_rms``,
+    ``engine/replay_rms``, and ``engine/explained``, the share of the squared dense gap that the replay removes.
     """
 
     def rms(view: Tensor) -> float:

@@ -248,7 +248,10 @@ class AuditedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         batch_size: int | None = None,
         **more: Any,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Run TRL's pass; in arms that learn under the sampler's cache, hide the entries evicted while sampling."""
+        """Return what TRL's pass returns: log-probs [b, T], and entropies and a further loss or None.
+
+        In arms that learn under the sampler's cache, the pass hides the entries that were evicted while sampling.
+        """
         if self._hosted.arm.learner == "dense":
             outputs = super()._get_per_token_logps_and_entropies(
                 model, input_ids, attention_mask, logits_to_keep, batch_size, **more
@@ -299,7 +302,7 @@ class AuditedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         return loss
 
     def _gather(self, values: Tensor) -> Tensor:
-        """Gather values [b, T, ...] of all processes; each is padded to the longest T."""
+        """Return the values [b, T, ...] of all processes, joined along b and padded to the longest T among them."""
         gathered: Tensor = self.accelerator.gather(self.accelerator.pad_across_processes(values.contiguous(), dim=1))
         return gathered
 
