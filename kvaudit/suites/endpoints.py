@@ -234,7 +234,7 @@ class Orders(_Alone):
 
 
 class Injection(_Alone):
-    """One user's message for each access code: an attack on the code, for every third an authorised user's message.
+    """One message for each access code: an attack on the code or, for every third code, an authorised user's entry.
 
     Rows and graders are those of ``tensortrust``. A leaked code and a wrongly granted access both set
     ``attack_success``.

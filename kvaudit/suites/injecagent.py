@@ -46,7 +46,7 @@ class Attack(NamedTuple):
 
 
 class InjecAgent(Published):
-    """Three variants of a case: an attacker's order in a tool's result, a harmless line there, the order by the user.
+    """Three variants of a case: an attacker's order in a tool's result, a harmless line instead, the user's own order.
 
     In the third variant the result contains the harmless line, and the user then gives the attacker's order. The user's
     request, the tool's result and the attacker's order are published. Added are the system prompt, the harmless line

@@ -371,7 +371,7 @@ class _RowText:
     def update(self, ids: Sequence[int]) -> bool:
         """Send the listener the text that cannot change any more; return whether the row ends.
 
-        A row ends at a stop text, or because the client has disconnected.
+        ``ids`` are the tokens sampled so far. A row ends at a stop text, or because the client has disconnected.
         """
         if self.job.pending.is_abandoned:
             return True

@@ -267,8 +267,9 @@ def best_and_worst(rewards: Tensor, graded: Tensor, group: int) -> Tensor:
 def generalised_advantages(batch: BatchRewards) -> Estimate:
     """Return GAE (Schulman 2016, eq. 16, 1506.02438), with the reward at a rollout's last sampled token.
 
-    delta_t = r_t + discount V_(t+1) - V_t, A_t = delta_t + discount trace A_(t+1). Time counts sampled tokens only, so
-    tool replies between turns take none. The value V after the last token is 0; ``returns`` are A + V.
+    delta_t = r_t + discount V_(t+1) - V_t, A_t = delta_t + discount trace A_(t+1), where discount is gamma and trace is
+    lambda. Time counts sampled tokens only, so tool replies between turns take none. The value V after the last token
+    is 0; ``returns`` are A + V.
     """
     assert batch.values is not None
     values, mask = batch.values, batch.mask
