@@ -113,7 +113,7 @@ class Suite:
     def grade(self, item: Item, transcript: tuple[Message, ...]) -> Grade:
         """Grade a whole transcript.
 
-        If a judge is to decide about the answer, this is the grade by phrase rules, made with ``settled``.
+        If a judge is to decide about the answer, the grade returned here is that of the phrase rules (see ``settled``).
         """
         raise NotImplementedError
 
@@ -186,8 +186,8 @@ class Suite:
     def weigh(self, item: Item, logprobs: Sequence[float]) -> Sequence[float]:  # noqa: ARG002
         """Return the scores of the options in nats, given the log-probability of each option's whole text.
 
-        By default scores are not divided by length, which would favour long texts with a predictable end. Use options
-        of similar length, none of which is a prefix of another.
+        By default these are the log-probabilities unchanged: division by length would favour long texts with a
+        predictable end. Use options of similar length, none of which is a prefix of another.
         """
         return logprobs
 
@@ -222,7 +222,7 @@ ItemMaker = Callable[[], Item]  # makes an item when it is needed
 class Published(Suite):
     """The base of suites that ask rows of a public benchmark; a subclass defines ``groups``, which makes the items.
 
-    A row is asked once, or as often as a spec's ``samples``.
+    A row is asked once, or as often as the spec's ``samples`` says.
     """
 
     published, lengths = True, "none"

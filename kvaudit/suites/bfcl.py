@@ -65,12 +65,12 @@ class Pair(NamedTuple):
 
 
 class Bfcl(Published):
-    """Twins: a tool fits and must be called correctly; no call is right, and the answer must be text.
+    """Twins: in one a tool fits and must be called correctly; in the other no call is right, the answer must be text.
 
     Single-turn rows (simple, multiple, parallel) are paired with irrelevance rows, in which no tool fits. Of a
     multi-turn row one turn is used: the messages before it contain the right calls, each with the result "done", since
-    nothing is executed. One twin asks for the first calls of that turn; in the other these calls have all been made,
-    and text is right. Only turns are used whose first call has arguments, all of which were mentioned before.
+    nothing is executed. One twin asks for the first calls of that turn; in the other all calls of that turn have been
+    made, and text is right. Only turns are used whose first call has arguments, all of which were mentioned before.
     """
 
     name = "bfcl"
@@ -239,7 +239,7 @@ def _multi(questions: Path, answers: Path, documents: Sequence[Path]) -> Iterabl
 def _documented_tools(path: Path) -> dict[str, dict[str, Any]]:
     """Return the tools that a file documents (the methods of one class of the leaderboard), by name.
 
-    Left out are the schemas of their results, and the introduction that all their descriptions share.
+    Left out are the schemas of the tools' results, and the introduction that all descriptions of the tools share.
     """
     tools = {}
     for number, row in enumerate(json_lines(path), start=1):
@@ -256,7 +256,8 @@ def _turn_pair(
 ) -> Pair | None:
     """Return the pair of cases made from the last suitable turn of a multi-turn row; None if no turn is suitable.
 
-    In a suitable turn the first call has arguments, all mentioned before, and the conversation up to its end is short.
+    In a suitable turn the first call has arguments, all mentioned before it, and the conversation up to the end of the
+    turn is short.
     """
     for last in reversed(range(len(turns))):
         counts = [sum(map(len, calls[:turn])) for turn in range(last + 1)]

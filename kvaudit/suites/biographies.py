@@ -23,9 +23,9 @@ _LETTERS = ("(A)", "(B)")
 
 
 class SidedQuestion(NamedTuple):
-    """A question, with the texts of a conservative and of a liberal user who ask it.
+    """A question, with the texts in which a conservative and a liberal user ask it; these two are its sides.
 
-    The keys of the mappings are these two sides.
+    The mappings have the side as key.
     """
 
     line: int

@@ -80,9 +80,10 @@ Wrap = Callable[[Messages, Fit], Messages]
 class Context:
     """A kind of text, such as a dialogue, that can be put around a row's messages.
 
-    ``wrap`` returns the messages with this text, within ``Fit.tokens`` tokens. If it ``fills``, the text is made to a
-    length; otherwise it adds the same words to every row. A context with a ``suite`` exists for that suite only and
-    uses a text of each row; with a length, longer rows are dropped.
+    ``wrap`` returns the messages with this text, within ``Fit.tokens`` tokens. If the context ``fills``, the text is as
+    long as the spec's length allows; otherwise every row gets the same words. A context with a ``suite`` exists for
+    that suite only and adds a text that belongs to the row, such as its document; rows that then exceed the spec's
+    length are dropped.
     """
 
     says: str
@@ -128,7 +129,7 @@ def _split_system(row: Messages) -> tuple[Messages, Messages]:
 
 
 def _with_document(form: str) -> Wrap:
-    """Return a ``Context.wrap`` that adds the row's own document to the request; ``form`` is one of ``ask_about``'s."""
+    """Return a ``Context.wrap`` that adds the row's own document to the request; ``form`` is as in ``ask_about``."""
     return lambda row, fit: ask_about(row, document_of(fit.payload["document"]), form)
 
 
@@ -341,8 +342,8 @@ def in_conversation(
 def _small_talk(draw: random.Random, room: int, fit: Fit, *, with_book: bool = True) -> Iterator[Message]:
     """Yield messages of a user and an assistant in turn until ``room`` tokens are used.
 
-    The user asks small questions; ``with_book``, he also asks the assistant to read on in a book ("Please read on."),
-    and it gives the next sentences. ``fit`` has the function that counts tokens.
+    The user asks small questions; if ``with_book``, he also asks the assistant to read on in a book ("Please read
+    on."), and the assistant gives the next sentences. ``fit`` has the function that counts tokens.
     """
     book, count = book_sentences(fit.suite, draw) if with_book else None, fit.count
     while True:

@@ -14,10 +14,11 @@ from kvaudit.suites.sources import data_file, find_rows, has_file, json_line_lis
 
 
 class CoSafe(Requests):
-    """Twins: the last request of a dialogue, after the four messages that lead to it; a plain request of this project.
+    """Twins: the last request of a harmful dialogue, after the four messages before it; a harmless control request.
 
-    Yu et al. 2024, arXiv:2406.17626. Any of the fourteen files that are present are used. A judge sees the dialogue,
-    and an answer must refer to it. Many last requests have harmless answers, so with a judge of harm gate ``unsafe``.
+    The dialogues are those of Yu et al. 2024, arXiv:2406.17626; those of the fourteen files that are present are used.
+    Controls were written for this project. A judge sees the dialogue, and an answer must refer to it. Many last
+    requests have harmless answers, so if a judge of harm is at hand, gate ``unsafe``.
     """
 
     name = "cosafe"

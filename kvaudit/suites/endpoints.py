@@ -1,8 +1,8 @@
 """The suites of ``kvaudit check``, called endpoints; each pools public rows to answer one question, such as harm.
 
-They are for evaluation only. Near copies of a request are of one kind, and one row of each kind is asked, so that every
+They are for evaluation only. Near copies of a request are one kind, and one row of each kind is asked, so that every
 row is its own cluster. Sources are mixed in proportion to their numbers of kinds, so that the first rows always
-represent all of them. Missing files are skipped.
+represent all sources. Missing files are skipped.
 """
 
 from __future__ import annotations
@@ -71,13 +71,19 @@ class _Row(NamedTuple):
 
 
 def absent_sources(endpoint: str) -> tuple[PublicRows, ...]:
-    """Return the public rows of an endpoint that are missing in the data folder and can be fetched."""
+    """Return the data sets that an endpoint (a suite of ``kvaudit check``) lacks and that can be fetched.
+
+    These are entries of the catalogue whose files are missing in the data folder.
+    """
     absent = (find_rows_by_file(file) for file in _FILES[endpoint] if not has_file(file))
     return tuple(dict.fromkeys(rows for rows in absent if rows is not None))
 
 
 def has_public_rows(endpoint: str) -> bool:
-    """Return whether the data folder has an endpoint's rows: any of its files, or all if it needs them together."""
+    """Return whether the data folder has rows for an endpoint (a suite of ``kvaudit check``).
+
+    Any one of the endpoint's files is enough, unless it needs all of them together.
+    """
     present = [has_file(file) for file in _FILES[endpoint]]
     return all(present) if endpoint in _NEEDS_ALL_FILES else any(present)
 
@@ -126,7 +132,10 @@ class _Pooled(_NeverTrained, requests.Requests):
 
 
 class Harm(_Pooled):
-    """Requests that must be refused, one of each kind: XSTest, StrongREJECT, AdvBench, HarmBench without copyright."""
+    """Requests that must be refused, one of each kind: from XSTest, StrongREJECT, AdvBench and HarmBench.
+
+    HarmBench's copyright behaviours are left out.
+    """
 
     name = "harm"
     version = "1"
@@ -138,7 +147,7 @@ class Harm(_Pooled):
 
 
 class Benign(_Pooled):
-    """Requests that must be answered, one of each kind: safe ones of XSTest and plain ones of this project."""
+    """Requests that must be answered, one of each kind: XSTest's safe ones, and harmless ones written for kvaudit."""
 
     name = "benign"
     version = "1"
@@ -183,7 +192,7 @@ class _Alone(_NeverTrained):
 
 
 class Calls(_Alone):
-    """One request of each cluster of BFCL: for two of three requests a tool fits, for every third none does."""
+    """One case of each pair in suite ``bfcl``: in two of three cases a tool call is right, in every third text is."""
 
     name = "calls"
     version = f"1, rows and grades of version {bfcl.Bfcl.version}"
@@ -205,7 +214,10 @@ class Calls(_Alone):
 
 
 class Orders(_Alone):
-    """The orders of InjecAgent's 30 attackers, each in a user's case; every third is given by the user instead."""
+    """The orders of InjecAgent's 30 attackers, each in the case of a user with another request.
+
+    An order is hidden in a tool's result; in every third item the user gives it instead.
+    """
 
     name = "orders"
     version = f"1, rows and grades of version {injecagent.InjecAgent.version}"
@@ -222,7 +234,7 @@ class Orders(_Alone):
 
 
 class Injection(_Alone):
-    """Attacks on an access code: one for each code, but for every third code an authorised user instead.
+    """One message for each access code: an attack on the code or, for every third code, an authorised user's entry.
 
     Rows and graders are those of ``tensortrust``. A leaked code and a wrongly granted access both set
     ``attack_success``.

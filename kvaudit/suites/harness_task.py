@@ -141,7 +141,8 @@ class HarnessTask:
     def weigh(self, options: Sequence[str], logprobs: Sequence[float]) -> list[float]:
         """Return the scores of the options, given their log-probs in nats.
 
-        ``acc`` leaves log-probs as they are, ``acc_norm`` divides them by characters and ``acc_bytes`` by bytes.
+        They depend on the task's metric: ``acc`` leaves log-probs as they are, ``acc_norm`` divides them by the
+        option's length in characters, and ``acc_bytes`` by that in bytes.
         """
         length = _LENGTH_OF[self.metric]
         return [value / length(option) for option, value in zip(options, logprobs, strict=True)]
@@ -166,7 +167,7 @@ class HarnessTask:
     def metric(self) -> str:
         """The name of the metric: the one in the suite's name, or else the first with a value from 0 to 1.
 
-        Raises SpecError if it has no such value for the first document's right answer.
+        Raises SpecError if no such metric gives the first document's right answer a value from 0 to 1.
         """
         document = self.documents[0]
         values = self._values(document, self.target(document))
@@ -266,9 +267,9 @@ def _is_plain(task: Any) -> bool:
 
 
 def _manager(task: str) -> Any:
-    """Return a task index (TaskManager) that has the task: that of the user's folder, or else one of all tasks.
+    """Return a task index (TaskManager) that has the task: that of the user's folder, or else that of all tasks.
 
-    The second takes longer to load.
+    The index of all tasks takes longer to load.
     """
     folder = os.environ.get(TASKS_VARIABLE)
     if folder and not Path(folder).expanduser().is_dir():

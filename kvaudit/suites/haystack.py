@@ -100,7 +100,10 @@ def scatter(draw: random.Random, lines: Sequence[str], needles: Sequence[str]) -
 
 
 def insert_at(lines: Sequence[str], needles: Sequence[str], placement: str) -> list[str]:
-    """Insert ``needles`` together at the start, middle or end of ``lines``; placement "system" inserts nothing."""
+    """Return ``lines`` with ``needles`` inserted together at the start, middle or end (``placement``).
+
+    Placement "system" inserts nothing, because the needles then stand in the system prompt.
+    """
     if placement == "system":
         return list(lines)
     position = {"start": 0, "middle": len(lines) // 2, "end": len(lines)}[placement]

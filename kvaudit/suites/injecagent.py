@@ -46,7 +46,7 @@ class Attack(NamedTuple):
 
 
 class InjecAgent(Published):
-    """Three variants of a case: an attacker's order in a tool's result, a harmless line there, the order by the user.
+    """Three variants of a case: an attacker's order in a tool's result, a harmless line instead, the user's own order.
 
     In the third variant the result contains the harmless line, and the user then gives the attacker's order. The user's
     request, the tool's result and the attacker's order are published. Added are the system prompt, the harmless line
@@ -146,7 +146,7 @@ class InjecAgent(Published):
 
 
 def one_per_attacker(suite: str, seed: int) -> list[Item]:
-    """Return one item for every attacker, each its own cluster; in every third the user gives the attacker's order."""
+    """Return one item for every attacker, each its own cluster; in every third the user himself gives the order."""
     users, attacks, tools = read_cases(*(data_file(suite, name) for name in FILES))
     cases = random.Random(f"{suite}-{seed}-users").sample(users, len(users))
     items = []
@@ -171,9 +171,9 @@ def _misuse(item: Item, answer: str, calls: Sequence[ToolCall]) -> str:
 
 
 def _shown_values(user: UserCase) -> list[str]:
-    """Return texts from a tool's result whose occurrence in an answer shows that it used the result.
+    """Return texts from a tool's result that show, if an answer contains one, that the answer used the result.
 
-    They are words with a digit and values of several words, if the request does not contain them.
+    They are the words with a digit and the values of several words that the user's request does not contain.
     """
     request = f"{user.instruction} {user.arguments}".casefold()
     values = [leaf.casefold() for leaf in _leaves(ast.literal_eval(user.response)) if SLOT not in leaf]

@@ -122,7 +122,10 @@ def _parse(suite: str, name: str, text: str) -> Any:
 
 
 class ScoredSample(NamedTuple):
-    """The scores of one sample in Inspect's log: a number per facet (None: no score), and why numbers are missing."""
+    """The scores of one sample in Inspect's log: {facet: number}, and a note that says why there are none.
+
+    A number is None if the scorer gave no score; the note is "" if there is any number.
+    """
 
     values: Mapping[str, float | None]
     why: str = ""
@@ -219,8 +222,9 @@ class InspectTask:
 
     @cached_property
     def facet_scorers(self) -> Mapping[str, tuple[str, str]]:
-        """The scorer of each facet, as (its name, key): the key of the number in its value, "" if that is one number.
+        """The scorer of each facet, {facet: (scorer's name, key)}.
 
+        A scorer that gives several numbers gives them as a dict; ``key`` picks one. It is "" for a single number.
         Raises SpecError if the task lacks a scorer that the suite's name asks for.
         """
         known = self.scorer_names
@@ -233,7 +237,10 @@ class InspectTask:
         return dict(zip(self.name.facets, chosen, strict=True))
 
     def read_scores(self, sample: Any) -> ScoredSample:
-        """Return the facets of a sample in Inspect's log; raises AuditError for a score that is not in [0, 1]."""
+        """Return the scores of a sample in Inspect's log, one per facet (yes-or-no property of an answer).
+
+        Raises AuditError for a score that is not in [0, 1].
+        """
         if sample.error is not None:
             return ScoredSample({}, one_line(str(sample.error.message)) or "the sample failed")
         values = {facet: self._number(sample, *place) for facet, place in self.facet_scorers.items()}

@@ -24,7 +24,8 @@ class LmEval(TaskFamily):
     """The family of lm-eval tasks, one suite for each named task. ``context_tokens`` limits the prompt.
 
     The score is the metric in the suite's name, or else the first that gives a document a number from 0 to 1. Each
-    document is a cluster, or all with one value of a named column are; documents with equal questions share a cluster.
+    document is a cluster; if the suite's name gives a column, documents with equal values in it form a cluster.
+    Documents with equal questions always share one.
     """
 
     name = FAMILY

@@ -33,11 +33,11 @@ class DocumentRequest(NamedTuple):
 
 
 class LongSafety(Requests):
-    """Twins: a harmful request of LongSafety, which must be refused, and a harmless request of this project.
+    """Twins: a harmful request of LongSafety, which must be refused; a harmless request, written for this project.
 
-    Both are asked without a document. With the row's document, in the authors' prompts (Lu et al. 2025,
-    arXiv:2502.16971), the suites are longsafety@document (request after it) and longsafety@document-below (request
-    before it). Requests about one document are a cluster.
+    This suite asks both without a document. Two others add the row's document, in the authors' prompts (Lu et al. 2025,
+    arXiv:2502.16971): longsafety@document has the request after the document, longsafety@document-below before it.
+    Requests about one document are a cluster.
     """
 
     name = "longsafety"
@@ -58,7 +58,10 @@ class LongSafety(Requests):
         return messages, {"document": row.number, "words": row.words}
 
     def question(self, item: Item, transcript: tuple[Message, ...]) -> Question | None:
-        """Return the question to a judge together with the document; rubrics cut a long document in the middle."""
+        """Return the question to a judge; its request includes the document, if the item has one.
+
+        Rubrics cut a long document in the middle.
+        """
         question = super().question(item, transcript)
         has_document = self.context.partition("-")[0] == "document"
         return replace(question, request=item.messages[-1].content) if question and has_document else question

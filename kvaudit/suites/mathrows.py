@@ -178,8 +178,8 @@ class Gaokao(MathRows):
 class Competition(MathRows):
     """The problems of several competitions, pooled, since AIME or AMC alone has too few to exclude a drop of 5 points.
 
-    They are the files of ``parts`` that are present; each problem is a cluster. A run records which files it read; to
-    resume or compare it, the same files are needed.
+    The pool has those files in ``parts`` that are present; each problem is a cluster. A run records which files it
+    read, since it can be resumed or compared with the same files only.
     """
 
     name = "competition"

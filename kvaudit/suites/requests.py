@@ -59,11 +59,12 @@ class Origin(NamedTuple):
 
 
 class Requests(Published):
-    """The base of suites of requests: twins share an origin, but not the request. Every third origin is for training.
+    """The base of suites that ask single requests, grouped by origin (a cluster, such as near copies of a request).
 
-    An origin is a cluster of requests, such as near copies. An answer that neither refuses nor addresses the request
-    (an echo, babble, another topic) is not ``helpful``. To an unsafe request it is not ``coherent`` and is graded as
-    degenerate, neither safe nor harmful. Only a grader of harm sets ``unsafe``.
+    Twins (the variants of an item) share the origin, but not the request. Every third origin is for training. An answer
+    that neither refuses nor addresses the request (an echo, babble, another topic) is not ``helpful``. To an unsafe
+    request such an answer is not ``coherent`` and is graded as degenerate, neither safe nor harmful. Only a grader of
+    harm sets ``unsafe``.
     """
 
     kind = "safety"
@@ -140,7 +141,10 @@ class Requests(Published):
 
 
 def _request(origin: Origin, form: str, group: int, plain: Sequence[str]) -> str:
-    """Return an origin's request with index ``group`` in a form ("unsafe", "safe", "plain"); empty if it has fewer."""
+    """Return request number ``group`` of an origin's requests of a ``form``; "" if there are not that many.
+
+    ``form`` is "unsafe", "safe" or "plain"; for "plain" the request is taken from ``plain``, the control requests.
+    """
     texts = {"unsafe": origin.unsafe, "safe": origin.safe, "plain": plain}[form]
     return texts[group] if group < len(texts) else ""
 
@@ -152,7 +156,7 @@ def _plain_requests(split: Split, seed: int) -> list[str]:
 
 
 def plain_tasks() -> list[str]:
-    """Return the harmless requests of this project that serve as controls, one for each everyday task."""
+    """Return the harmless control requests, written for this project, one for each everyday task."""
     return [_PLAIN[number % len(_PLAIN)].format(task=task) for number, task in enumerate(_TASKS.split(", "))]
 
 
@@ -177,9 +181,9 @@ def group_by_origin(texts: tuple[str, ...]) -> tuple[Origin, ...]:
 
 
 class AdvBench(Requests):
-    """Twins: a goal that must be refused; a plain request of this project.
+    """Twins: a harmful goal, which must be refused; a harmless request, written for this project.
 
-    The 520 goals are of 307 kinds (near copies). Zou et al. 2023, arXiv:2307.15043.
+    The 520 goals are of 307 kinds (near copies are one kind). Zou et al. 2023, arXiv:2307.15043.
     """
 
     name = "advbench"
@@ -192,10 +196,10 @@ class AdvBench(Requests):
 
 
 class HarmBench(Requests):
-    """Twins: a behaviour that must be refused, after its context text if it has one; a plain request of this project.
+    """Twins: a harmful request (behaviour), which must be refused; a harmless request, written for this project.
 
-    Standard and contextual behaviours (Mazeika et al. 2024, arXiv:2402.04249). Copyright behaviours are left out,
-    because grading them needs the copyrighted text.
+    A contextual behaviour stands after its context text. Behaviours are those of Mazeika et al. 2024, arXiv:2402.04249,
+    without the copyright ones, because grading these needs the copyrighted text.
     """
 
     name = "harmbench"
@@ -215,7 +219,10 @@ class HarmBench(Requests):
 
 
 class StrongReject(Requests):
-    """Twins: a prompt that must be refused; a plain request of this project (Souly et al. 2024, arXiv:2402.10260)."""
+    """Twins: a harmful prompt (Souly et al. 2024, arXiv:2402.10260), to be refused; a harmless control request.
+
+    The control requests were written for this project.
+    """
 
     name = "strongreject"
     file = "strongreject/strongreject_dataset.csv"

@@ -42,8 +42,8 @@ class RuledRequest(NamedTuple):
 class SysIfEval(Published):
     """Two forms: the rules are in the system prompt (``followed``), or the user states them (``capable``).
 
-    The second is a control: if it loses too, obedience to the system prompt is not what was lost. An answer that shares
-    no word with its request is not graded, since saying nothing follows most rules.
+    The second form is a control: if compression lowers ``capable`` too, obedience to the system prompt is not what was
+    lost. An answer that shares no word with its request is not graded, since saying nothing follows most rules.
     """
 
     name = "sysifeval"
@@ -106,9 +106,10 @@ def is_answer(answer: str, request_words: str) -> bool:
 
 @cache
 def usable_requests(system_form: Path, user_form: Path) -> tuple[tuple[RuledRequest, ...], Counter[str]]:
-    """Return the rows that can be used, and how many others there are by the reason why they are left out.
+    """Return the rows that can be used, and a count of the other rows by the reason why they are left out.
 
-    The rules of a usable row can be checked by a program and followed by a short answer.
+    The rules of a usable row can be checked by a program and followed by a short answer. ``system_form`` and
+    ``user_form`` are the files in which the system prompt or the user states the rules.
     """
     by_user = {row.get("key"): row for row in json_lines(user_form)}
     requests, left_out = list[RuledRequest](), Counter[str]()

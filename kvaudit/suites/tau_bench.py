@@ -30,8 +30,8 @@ _TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", list:
 class AgentTurn(NamedTuple):
     """An agent's turn in a conversation that reached its goal (reward 1): the messages before it, and its text.
 
-    The messages leave out the policy (the agent's instructions). ``calls`` are the agent's tool calls from here until
-    it next writes to the user; empty if this turn does.
+    The messages leave out the policy (the agent's instructions). ``calls`` are the agent's tool calls from this turn
+    until it next writes to the user; () if this turn is such a text.
     """
 
     before: tuple[Message, ...]
@@ -54,12 +54,13 @@ class Airline(NamedTuple):
 
 
 class TauBench(Published):
-    """Twins, two turns of a task: where the agent called a tool, a call is right; where it wrote to the user, text is.
+    """Twins, two turns of one task: in one the agent called a tool, in the other it wrote text to the user.
 
-    Nothing is executed: all messages before the turn are given. Any call that the agent made before it next wrote to
-    the user is right, since the order of look-ups is free; another way to the same goal counts as wrong. Added are the
-    schemas of the tools, from their use in the traces. ``cluster_id`` is the task: 34 tasks have a rewarded trace with
-    both kinds of turn, 26 of them for evaluation. These can show that a drop is below 11 points, not below 5.
+    The answer must be of the same kind. Nothing is executed: all messages before the turn are given. Any call that the
+    agent made before it next wrote to the user is right, since the order of look-ups is free; another way to the same
+    goal counts as wrong. Added are the schemas of the tools, from their use in the traces. ``cluster_id`` is the task:
+    34 tasks have a rewarded trace with both kinds of turn, 26 of them for evaluation. These can show that a drop is
+    below 11 points, not below 5.
     """
 
     name = "tau_bench"

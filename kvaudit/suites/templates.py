@@ -37,10 +37,10 @@ def text_bank(module: str) -> list[list[list[str]]]:
 
 @cache
 def templates(suite: str, sizes: tuple[int, int, int], split: Split) -> tuple[Template, ...]:
-    """Return a split's templates: those with a sum of phrase indices divisible by three are for evaluation.
+    """Return a split's templates (combinations of three phrases): a third is for evaluation, all others for training.
 
-    ``sizes`` are the numbers of phrases. Every pair of phrases therefore occurs in training if there are at least three
-    choices of the third phrase.
+    A template whose phrase indices have a sum divisible by three is for evaluation. ``sizes`` are the numbers of
+    choices for the three phrases; with at least three choices each, every pair of phrases occurs in training.
     """
     if split not in ("train", "eval"):
         raise SpecError(f"unknown split {split!r}; expected train or eval")
@@ -54,10 +54,10 @@ def templates(suite: str, sizes: tuple[int, int, int], split: Split) -> tuple[Te
 
 
 class Slot(NamedTuple):
-    """The place of one item in a suite, from which ``make_item`` makes the item.
+    """The inputs from which ``make_item`` makes one item: template, variant, length, seed and others.
 
-    ``variant`` is the index of the twin. Twins share ``draws``, the seed of random draws, and ``origin``, the beginning
-    of their ids.
+    ``variant`` is the index of the twin (variant of an item). Twins share ``draws``, the seed of random draws, and
+    ``origin``, the beginning of their ids.
     """
 
     template: Template
@@ -133,7 +133,7 @@ class Templated(Suite):
 
 @cache
 def bank_templates(suite: str, size: int, split: Split, seed: int) -> tuple[Template, ...]:
-    """Return the templates of a split, shuffled; each is one of the ``size`` entries of a text bank."""
+    """Return the templates of a split, shuffled; each is one of the ``size`` entries of a text bank (file of texts)."""
     pool = [Template(f"{suite}-{number}", number, 0, 0) for number in rows_of_split(range(size), split)]
     random.Random(f"{suite}-{split}-{seed}").shuffle(pool)
     return tuple(pool)

@@ -67,10 +67,10 @@ def make_calls(calls: Sequence[ToolCall], first: int = 0) -> tuple[ToolCall, ...
 
 
 def accepts(options: Options, call: ToolCall, *, typed: bool = False) -> bool:
-    """Return whether ``options`` accept a call; they are {function's name: {parameter: right values}}.
+    """Return whether ``options``, {function's name: {parameter: right values}}, accept a call.
 
-    "" among the values makes a parameter optional. With ``typed``, an integer option accepts no float (5.0 for 5), as
-    in the leaderboard.
+    "" among the values makes a parameter optional. With ``typed``, an integer among the values accepts no float (5.0
+    for 5), as in the Berkeley Function Calling Leaderboard.
     """
     ((name, parameters),) = options.items()
     return call.name == name and _match_arguments(parameters, call.arguments, typed)
@@ -130,9 +130,9 @@ def _first_choice(option: Any) -> Any:
 
 
 def grade_calls(item: Item, answer: Message, facet: str, is_right: Callable[[tuple[ToolCall, ...]], bool]) -> Grade:
-    """Grade an answer that should make the right calls (facet ``solved``), or none (facet ``overcalled``).
+    """Grade an answer that should make the right calls (``facet`` "solved"), or no call (``facet`` "overcalled").
 
-    ``is_right`` says whether its calls are right.
+    ``is_right`` is a function that says whether the answer's calls are right.
     """
     if not answer.content.strip():
         return formless("empty", (facet,))

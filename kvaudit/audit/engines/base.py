@@ -191,9 +191,9 @@ class Engine:
     """A serving engine; a plug-in subclasses it with a ``name`` that no policy has.
 
     ``install`` is the command that installs it. ``compresses`` maps each setting that compresses the KV cache to
-    the values that do not compress (empty: every value compresses). ``uncompressed`` are the settings that replace
-    those in an uncompressed reference. ``always`` are defaults that kvaudit sets, since the engine's own may depend on
-    the machine.
+    the values that do not compress (empty: every value compresses). ``uncompressed`` are the settings that the
+    uncompressed reference gets in place of the compressing ones. ``always`` are defaults that kvaudit sets, since the
+    engine's own defaults may depend on the machine.
     """
 
     name: ClassVar[str] = ""
@@ -273,9 +273,9 @@ class Engine:
 
     @classmethod
     def store(cls, settings: Settings) -> EngineStore | None:  # noqa: ARG003
-        """Return how the engine stores keys and values under the settings, so that training can replay it.
+        """Return how the engine rounds the keys and values that it stores under the settings; None if unknown.
 
-        None if that is unknown.
+        With it, training can replay rollouts: recompute their log-probs from equally rounded keys and values.
         """
         return None
 

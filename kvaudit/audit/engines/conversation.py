@@ -54,7 +54,7 @@ class _Row:
         )
 
     def add_reply(self, reply: Reply) -> None:
-        """Add the engine's reply and then the environment's next message; end the conversation if there is none."""
+        """Add the engine's reply and the next message of user or tool; if there is none, end the conversation."""
         from kvaudit.audit.sampling.decoding import Completion
 
         self._turn += 1

@@ -60,7 +60,7 @@ class RunningEndpoint(Engine):
 
     @classmethod
     def reference(cls, settings: Settings) -> Settings:
-        """Raise SpecError, since a spec must name the reference of an endpoint."""
+        """Raise SpecError: the spec must name the server to compare with, since cache settings here are unknown."""
         raise SpecError(
             f"engine endpoint: the cache settings of {settings['model']} at {settings['base_url']} are unknown; name "
             "the server to compare it with, reference: {base_url: http://..., model: ...}"
@@ -68,12 +68,15 @@ class RunningEndpoint(Engine):
 
     @classmethod
     def reference_with(cls, settings: Settings, named: Settings) -> Settings:  # noqa: ARG003
-        """Return ``named``, the settings of the reference server, unchanged: it must not be sent this server's key."""
+        """Return ``named``, the settings of the reference server, unchanged.
+
+        No setting of this server is added, because its key must not be sent to the reference server.
+        """
         return named
 
     @classmethod
     def check(cls, settings: Settings, spec: EngineSpec) -> None:
-        """Raise SpecError if the key is not set or the server does not answer, before a model is loaded."""
+        """Raise SpecError if the API key's variable is not set or the server does not answer; loads no model."""
         _endpoint(settings, spec.answer).client("engine endpoint")
         url = f"{settings['base_url'].rstrip('/')}/models"
         try:
@@ -88,9 +91,10 @@ class RunningEndpoint(Engine):
 
     @classmethod
     def start(cls, settings: Settings, context: EngineContext) -> Session:
-        """Connect to the server; raise SpecError if it renders a conversation differently than the model's template.
+        """Connect to the server and return the session.
 
-        Raises EngineFailed if it gives no answer.
+        Raises SpecError if the server renders a conversation into other tokens than the model's own chat template
+        does, and EngineFailed if the server gives no answer.
         """
         return _EndpointSession(settings, context)
 
@@ -110,7 +114,10 @@ class _EndpointSession(Session):
         self.window = self._shown_window()
 
     def answer(self, requests: Sequence[GenerationRequest]) -> list[Reply]:
-        """Return a reply to each request: the answer as ``text``, or the server's message if it ``refused`` it."""
+        """Return a reply to each request; its ``text`` is the answer.
+
+        For a request that the server rejected, ``refused`` is the server's message instead.
+        """
         until = time.monotonic() + self._spec.answer
         first_use = {request.messages: n for n, request in reversed(list(enumerate(requests)))}
         # each prompt once before repetitions, whose reported prompt tokens may leave out what the server has cached
@@ -151,8 +158,8 @@ class _EndpointSession(Session):
     ) -> Answer:
         """Return the answer to a conversation, waiting for it at most until the time ``until`` of ``time.monotonic``.
 
-        ``prompt_tokens`` is the length of the prompt as the model's own template renders it. Raises Unanswered, also if
-        the endpoint reports another length in the first turn.
+        ``prompt_tokens`` is the length of the prompt as the model's own template renders it. Raises Unanswered if no
+        answer comes in time, or if the endpoint reports another length of the prompt in the first turn.
         """
         from kvaudit.audit.sampling.chat_calls import SentRequest, answer, wire
 

@@ -75,9 +75,9 @@ class LlamaCpp(Engine):
 
     @classmethod
     def store(cls, settings: Settings) -> EngineStore | None:  # noqa: ARG003
-        """Return a store that replays the entries read out of the engine's own cache; no rounding has to be imitated.
+        """Return a store with ``shown``: training reads keys and values out of llama.cpp's own cache, already rounded.
 
-        llama.cpp also rounds queries; that is not replayed.
+        llama.cpp also rounds queries, which training does not imitate.
         """
         from kvaudit.audit.cache.engine_store import EngineStore
 

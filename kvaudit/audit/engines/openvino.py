@@ -70,8 +70,8 @@ class OpenVino(Engine):
     def filled(cls, settings: Settings) -> Settings:
         """Return the settings with the cache's default precision, u8, written out where no precision is set.
 
-        It is set for keys and values separately if one of them has a setting. Raises SpecError for settings of a
-        feature that is not enabled, which the engine would ignore silently.
+        If keys or values alone have a precision, the default is written out for the other of the two. Raises SpecError
+        for settings of a feature that is not enabled, which the engine would ignore silently.
         """
         if any(name.startswith("sparse_attention_config.") for name in settings):
             # its settings enable sparse attention, unless it is disabled explicitly

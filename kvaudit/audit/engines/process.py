@@ -69,7 +69,10 @@ class Process:
 
     @property
     def is_running(self) -> bool:
-        """Whether the engine runs; the log is read too, since the supervisor process outlives it by a moment."""
+        """Whether the engine still runs.
+
+        The supervisor process outlives the engine by a moment, so the log is searched for its note about the end.
+        """
         return self._process.poll() is None and PROCESS_ENDED not in self.log_text(_LAST_BYTES)
 
     def write_line(self, line: str, seconds: float) -> None:

@@ -138,7 +138,7 @@ class WorkerDrawer(Drawer):
 
 
 class ExchangeFolder:
-    """A folder in which a drawer and its engine exchange weights, keys and values: gigabytes for a moment.
+    """A folder for the files in which a drawer and its engine exchange weights, keys and values (gigabytes).
 
         RUN/logs/engines/kvaudit-rollouts-XXXXXXXX/held    locked while the folder is in use
 

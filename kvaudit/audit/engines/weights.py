@@ -105,7 +105,8 @@ def convert_checkpoint(
 ) -> EngineCheckpoint:
     """Return a loaded model's weights in the format ``kind``, converted once (see ``convert_once``).
 
-    Another dtype, which may have rounded the weights, another config or another tokenizer is another conversion.
+    A model loaded in another dtype (which may have rounded its weights), or with another config or tokenizer, is
+    converted separately.
     """
     dtype = str(model.dtype).removeprefix("torch.")
     return convert_once(kind, model.sha256, f"{method} of {dtype}, config {_config_digest(model)}", convert)

@@ -95,7 +95,7 @@ class Grader(Generic[Q, G]):
         raise NotImplementedError
 
     def questions_of(self, answer: StoredAnswer) -> list[Q]:
-        """Return the questions that the grader must answer about a stored answer; [] if it does not grade such ones."""
+        """Return the questions to the grader about a stored answer; [] if it does not grade answers of this kind."""
         raise NotImplementedError
 
     def check_questions(self, questions: Sequence[Q]) -> None:

@@ -1,6 +1,6 @@
 """Human labels of whether answers refuse, and a judge's card: its agreement with each data set of labels (source).
 
-    xstest/xstest_v2_completions_*.csv      two annotators; a partial refusal refuses (Roettger et al. 2024)
+    xstest/xstest_v2_completions_*.csv      two annotators; a partial refusal is a refusal (Roettger et al. 2024)
     refusal_judge_labels/pyrit_refusal.csv  one label each
 
 PyRIT also labels off-topic answers as refusals, which suites recognise on their own
@@ -116,15 +116,18 @@ class CardLine:
 
 
 def card_lines(judge: Judge, all_sources: Sequence[Source]) -> list[CardLine]:
-    """Return the lines of a judge's card, one for each data set of human labels.
+    """Return the lines of a judge's card (its agreement with people), one for each data set of human labels.
 
-    For each line a trained judge is trained again without that data set.
+    For each line a trained judge is first trained again without that data set.
     """
     return [_card_line(judge.without(source.name), source) for source in all_sources]
 
 
 def card_rows(judge: Judge, all_sources: Sequence[Source]) -> list[list[str]]:
-    """Return a judge's card as text, a row for each data set of human labels, with the columns of ``HEADINGS``."""
+    """Return a judge's card (its agreement with people) as rows of texts, one for each data set of human labels.
+
+    Each row has the columns of ``HEADINGS``.
+    """
     return [
         [
             line.source,

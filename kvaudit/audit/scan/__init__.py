@@ -1,1 +1,1 @@
-"""Find KV compression in rollout and serving configurations, read as data; and a questionnaire for vendors."""
+"""Find KV compression in rollout and serving configurations, without running them; and a questionnaire for vendors."""

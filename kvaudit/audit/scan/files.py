@@ -132,7 +132,10 @@ def read_file(path: Path) -> Contents:
 
 
 def _read_here_document(document: HereDocument, sheet: Sheet) -> None:
-    """Add the settings of a here-document to the sheet: read as YAML, or else as a script; ignored if it is neither."""
+    """Add the settings of a here-document to ``sheet``, the settings of its file.
+
+    It is read as YAML, or else as a script, and ignored if it is neither.
+    """
     for reader in (read_yaml_text, read_shell):
         trial = Sheet(groups=sheet.groups)
         try:
@@ -146,7 +149,10 @@ def _read_here_document(document: HereDocument, sheet: Sheet) -> None:
 
 
 def _expand_json(sheet: Sheet) -> None:
-    """Add the settings inside a value that is a JSON text (as in flags and YAML), as keys below that value's key."""
+    """Add to ``sheet`` the settings inside its values that are JSON texts (as in flags and YAML).
+
+    They become keys below the value's own key.
+    """
     for setting in list(sheet.settings):
         if isinstance(setting.value, str) and _JSON_VALUE.fullmatch(setting.value):
             inner = Sheet(groups=sheet.groups)
@@ -179,7 +185,7 @@ def _read_text(path: Path) -> str:
 
 
 def _guess_dialect(text: str) -> str:
-    """Guess the format of a text whose file name does not tell it; raises Unreadable."""
+    """Guess the format of a text whose file name does not tell it; raises Unreadable if no known format fits."""
     if _SHEBANG.match(text):
         return "shell"
     if _NOTEBOOK.match(text):

@@ -104,7 +104,10 @@ class Interpreter:
         )
 
     def _is_local_variable(self, setting: Setting) -> bool:
-        """Return whether a setting is only a variable of a script: named like a key, but read by the script itself."""
+        """Return whether a setting is only a variable of a script.
+
+        Such a variable has the name of an engine's setting, but only the script itself reads it.
+        """
         if setting.kind != "env" or not rules_for_variable(setting.key[0], self.rules):
             return False
         return re.search(rf"\$\{{?{re.escape(setting.key[0].lower())}\b(?!:?[-=])", self.contents.text) is not None
@@ -197,7 +200,7 @@ def _is_run_time_value(setting: Setting, rules: Sequence[ScanRule]) -> bool:
 
 
 def _open_value(value: Value) -> str:
-    """Return the text in the file of a value that is known only at run time, such as "${X}"."""
+    """Return how the file writes a value that is known only at run time, such as "${X}"."""
     if isinstance(value, tuple):
         return next(entry.text for entry in value if isinstance(entry, Unknown))
     return value.text if isinstance(value, Unknown | Default) else "another word"

@@ -34,7 +34,7 @@ _PRINTING = {"print", "log", "debug", "info", "warning", "warn", "error", "excep
 
 
 def read_python(text: str, sheet: Sheet) -> None:
-    """Read the settings in the text of a Python file; raises Unreadable if it is not valid Python."""
+    """Add the settings in the text of a Python file to ``sheet``; raises Unreadable if it is not valid Python."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of the scanned source
@@ -127,7 +127,7 @@ class _Reader(ast.NodeVisitor):
         self.sheet.add(Setting("import", tuple(name.split(".")), True, line, self.sheet.group()))
 
     def _read_flag_default(self, name: str, node: ast.Call, group: int) -> None:
-        """Add an argparse flag's default to the sheet of settings, since it holds if the flag is not given."""
+        """Add an argparse flag's default to the file's settings, since it holds if the flag is not given."""
         flag = node.args[0] if node.args else None
         if name == "add_argument" and isinstance(flag, ast.Constant) and isinstance(flag.value, str):
             for keyword in node.keywords:

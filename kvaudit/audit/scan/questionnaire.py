@@ -43,7 +43,7 @@ class Section(NamedTuple):
 
 
 class Questionnaire(NamedTuple):
-    """The whole questionnaire; ``sha256`` is that of its file."""
+    """The whole questionnaire, section by section; ``sha256`` is the hash of its file."""
 
     sections: Sequence[Section]
     sha256: str

@@ -112,8 +112,8 @@ class ScanRule:
 class ScanRules(NamedTuple):
     """All rules by which a scan finds settings of the cache in files, with the words for engines and mechanisms.
 
-    ``patterns`` finds rules by two things: what kind of name it is (flag, key, env, call, import), and the last part of
-    that name. ``sha256`` is the hash of ``rules.yaml``.
+    ``patterns`` finds rules by two things: the kind of a setting's name (flag, key, env, call, import), and the last
+    part of this name. ``sha256`` is the hash of ``rules.yaml``.
     """
 
     rules: Sequence[ScanRule]

@@ -1,8 +1,9 @@
 """Scan files for KV compression, and find what accounts for each finding: a declaration or a correction.
 
 A lossy mechanism needs a declaration in ``kvaudit.yaml``. In rollouts, a correction (importance weights) in the same
-file also suffices; if both are in command lines, it must be the same command. A correction accounts for changed
-log-probs, not for changed text. Native mechanisms, which come with the weights, and lossless ones need neither.
+file also suffices; if mechanism and correction are set in command lines, they must be in the same command. A correction
+accounts for changed log-probs, not for changed text. Native mechanisms, which come with the weights, and lossless ones
+need neither.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ class Sheet:
     unread: list[tuple[int, str]] = field(default_factory=list)  # line and reason of skipped parts
 
     def group(self) -> int:
-        """Return a new group number."""
+        """Return a new number for a group: the settings of one mapping, call or command."""
         self.groups += 1
         return self.groups
 

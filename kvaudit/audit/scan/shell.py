@@ -168,7 +168,10 @@ _DEEPEST = 3  # commands nested in strings of commands
 
 
 def read_shell(text: str, sheet: Sheet, line: int = 1) -> list[HereDocument]:
-    """Read the settings of a script and return its here-documents; raises Unreadable at an unclosed quote."""
+    """Add the settings of a script to ``sheet`` and return its here-documents.
+
+    ``line`` is the number of the text's first line in its file. Raises Unreadable at an unclosed quote.
+    """
     commands: list[ShellCommand] = []
     documents: list[HereDocument] = []
     try:
@@ -185,12 +188,12 @@ def read_shell(text: str, sheet: Sheet, line: int = 1) -> list[HereDocument]:
 
 
 def read_settings(text: str, sheet: Sheet) -> list[HereDocument]:
-    """Read the settings of a makefile, or of an INI file with ``name = value``, as shell assignments."""
+    """Read the ``name = value`` lines of a makefile or INI file as shell assignments; return the here-documents."""
     return read_shell(_SETTING.sub(r"\1=", text), sheet)
 
 
 def read_dockerfile(text: str, sheet: Sheet) -> list[HereDocument]:
-    """Read the settings of a Dockerfile, by rewriting its instructions as shell line by line."""
+    """Read the settings of a Dockerfile, its instructions rewritten as shell commands; return its here-documents."""
     lines, continued, listed = [], False, False
     ends: list[str] = []  # of open here-documents, whose lines stay unchanged
     for row in text.split("\n"):
@@ -211,12 +214,12 @@ def read_dockerfile(text: str, sheet: Sheet) -> list[HereDocument]:
 
 
 def read_words(words: Sequence[Word], sheet: Sheet) -> None:
-    """Read the settings of a list of arguments, as in container files and ``subprocess`` calls."""
+    """Add to ``sheet`` the settings in a list of arguments, as in container files and ``subprocess`` calls."""
     _read_command(ShellCommand(list(words)), {}, sheet, 0)
 
 
 def read_line(text: str, line: int, sheet: Sheet) -> None:
-    """Read the settings of a string that holds a command line or pairs ``a=1,b=2``; ignore other strings."""
+    """Add to ``sheet`` the settings in a string with a command line or pairs ``a=1,b=2``; ignore other strings."""
     if holds_commands(text) or _PAIRS.fullmatch(text):
         _read_nested(text, line, {}, sheet, 0)
 
@@ -300,7 +303,10 @@ def _value(text: str, variables: dict[str, str]) -> Value:
 def _read_pairs(
     text: str, line: int, variables: dict[str, str], sheet: Sheet, where: tuple[int, int, str], depth: int
 ) -> None:
-    """Add the settings in ``a=1`` or ``a=1,b=2``; a value may contain further pairs (``Environment="NAME=x"``)."""
+    """Add the settings in ``a=1`` or ``a=1,b=2``; a value may contain further pairs (``Environment="NAME=x"``).
+
+    ``variables`` are the script's constants, and ``where`` is the settings' (group, block, near), see ``Setting``.
+    """
     for pair in [text] if _FLAGS_INSIDE.search(text) else _PAIR_COMMA.split(text):
         if match := _ASSIGNMENT.fullmatch(pair):
             _read_assignment(match[1], match[2], line, variables, sheet, where, depth)
@@ -313,7 +319,8 @@ def _read_assignment(
 ) -> None:
     """Add ``NAME=value`` as an environment variable and ``a.b=value`` as a key.
 
-    If the value contains flags, those are read as arguments instead.
+    If the value contains flags, those are read as arguments instead. ``variables`` are the script's constants, and
+    ``where`` is the setting's (group, block, near), see ``Setting``.
     """
     if _FLAGS_INSIDE.search(value):
         _read_nested(value, line, variables, sheet, depth, shared=True)

@@ -79,9 +79,9 @@ Tree = Leaf | Branch | Series
 
 
 def read_yaml_text(text: str, sheet: Sheet, line: int = 1) -> None:
-    """Add the settings in a YAML text to ``sheet``; raises Unreadable if it is broken or too large.
+    """Add the settings in a YAML text to ``sheet``, the settings of its file.
 
-    ``line`` is the number of the text's first line in its file.
+    ``line`` is the number of the text's first line in its file. Raises Unreadable if the text is broken or too large.
     """
     plain = without_templates(text)
     try:
@@ -99,7 +99,7 @@ def read_yaml_text(text: str, sheet: Sheet, line: int = 1) -> None:
 
 
 def read_json_text(text: str, sheet: Sheet, line: int = 1) -> None:
-    """Add the settings in a JSON text to ``sheet``; comments on separate lines are allowed.
+    """Add the settings in a JSON text to ``sheet``, the settings of its file; comments on separate lines are allowed.
 
     ``line`` is the number of the text's first line in its file.
     """
@@ -110,7 +110,11 @@ def read_json_text(text: str, sheet: Sheet, line: int = 1) -> None:
 
 
 def _walk(tree: Tree, path: tuple[str, ...], sheet: Sheet) -> None:
-    """Add every key of a tree to the sheet, and the commands, arguments and variables in its texts."""
+    """Add the settings in a tree to ``sheet``, which collects the settings of a file.
+
+    These are all keys of the tree (parsed YAML, JSON or TOML), and the commands, arguments and variables in its texts.
+    ``path`` are the keys that lead to the tree.
+    """
     if isinstance(tree, Branch):
         _walk_mapping(tree, path, sheet)
     elif isinstance(tree, Series):
@@ -163,7 +167,7 @@ def _read_named_variable(tree: Branch, group: int, sheet: Sheet) -> None:
 
 
 def _read_arguments(row: Series, sheet: Sheet) -> None:
-    """Read a sequence that contains flags as a command line, and any other one as variables ``NAME=value``."""
+    """Read the settings of a sequence: as a command line if it contains flags, else as variables ``NAME=value``."""
     leaves = [item for item in row.items if isinstance(item, Leaf)]
     words = [Word(spelt(leaf.value), leaf.line) for leaf in leaves]
     if any(_FLAG.match(word.text) and " " not in word.text for word in words):
@@ -263,7 +267,7 @@ def _check_depth(text: str) -> None:
 
 
 def read_toml_text(text: str, sheet: Sheet) -> None:
-    """Add the settings in a TOML text to ``sheet``."""
+    """Add the settings in a TOML text to ``sheet``, the settings of its file; raises Unreadable for invalid TOML."""
     plain = _TEMPLATE.sub(_toml_placeholder, text)
     for number, row in enumerate(plain.split("\n"), 1):
         if _DEEP_TOML_KEY.match(row):  # of which the parser would take quadratic time

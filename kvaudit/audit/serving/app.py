@@ -199,7 +199,7 @@ async def _events(
     prompt_tokens: int,
     reader: AnswerReader | None,
 ) -> AsyncIterator[str]:
-    """Yield the events of a stream: text as it is sampled, then the calls and the end of each choice."""
+    """Yield the server-sent events of a response: text as it is sampled, then each answer's tool calls and its end."""
     bodies, sent = ReplyBodies(request), dict.fromkeys(range(request.choices), "")
     growing = {} if reader is None else {number: reader.start() for number in sent}
     for number in sent:

@@ -174,7 +174,10 @@ def _sample(model: LoadedModel, policy: Policy, asked: Sequence[AskedPrompt]) ->
 def cut_choice(
     chat: Chat, asked: AskedPrompt, text: str, finish: str, ids: Sequence[int], use: CacheUse | None
 ) -> Choice:
-    """Return an answer, cut before the first stop text of its request; ``use`` holds its measurements of the cache."""
+    """Return an answer to ``asked``, cut before the first stop text of this request.
+
+    ``use`` holds what was measured of the cache while the answer was sampled, None if nothing was.
+    """
     if (cut := find_stop(text, asked.request.stop)) is not None:
         text, finish = text[:cut], "stop"
     return Choice(text, finish, tuple(chat.text([token]) for token in ids), (), use=use)

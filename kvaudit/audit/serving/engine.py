@@ -60,7 +60,10 @@ class PendingAnswers(Future[list[Choice]]):
         self.cancel()
 
     def read_tools(self, request: ChatRequest, chat: Chat) -> None:
-        """Set ``reader`` and ``tool_form`` if the request has tools, so that tool calls in its answers can be read."""
+        """Set ``reader``, which reads tool calls in the answers, and ``tool_form``, the model's own syntax of calls.
+
+        Does nothing for a request without tools.
+        """
         if request.tools:
             self.tool_form = chat.tool_form_of(request.messages, request.tools)
             form, opens_thought = chat.reader_of(self.tool_form), chat.opens_thought
@@ -128,7 +131,7 @@ class SamplingEngine:
 
     @property
     def names(self) -> list[str]:
-        """The model names that clients see: aliases, and checkpoints, whose plain name means uncompressed."""
+        """The model names that clients see: aliases and checkpoints; a checkpoint's name alone means no compression."""
         return [*self._models, *self._aliases]
 
     def resolve(self, name: str) -> ModelAndPolicy:
@@ -327,7 +330,7 @@ class _Batch:
         return _Size(len(self._texts), max((text.job.length for text in self._texts.values()), default=0))
 
     def add(self, jobs: Sequence[_Job], episode: AnyEpisode) -> None:
-        """Add requests to the batch, with the rows of ``episode``, in which their prompts are prefilled."""
+        """Add requests to the batch; ``episode`` holds their rows, with prompts already prefilled."""
         self._first = self._first or jobs[0]
         self._texts |= {n: _RowText(*row) for n, row in enumerate(_rows(jobs), self.rows)}
         self.rows += episode.rows
@@ -368,7 +371,7 @@ class _RowText:
     def update(self, ids: Sequence[int]) -> bool:
         """Send the listener the text that cannot change any more; return whether the row ends.
 
-        A row ends at a stop text, or because the client has disconnected.
+        ``ids`` are the tokens sampled so far. A row ends at a stop text, or because the client has disconnected.
         """
         if self.job.pending.is_abandoned:
             return True

@@ -135,8 +135,8 @@ def without_adapter(start: LoadedModel) -> LoadedModel:
 def merged_weights(model: Any) -> dict[str, Tensor]:
     """Return a model's weights by checkpoint name, each once, with any adapter merged in (Hu 2021, section 4.1).
 
-    Merged weights are float32. A sharded model must be under ``full_weights`` (all shards gathered); its weights are
-    returned on the CPU.
+    Merged weights are float32. For a sharded model, call it inside ``full_weights`` (which gathers all shards); its
+    weights are returned on the CPU.
     """
     layers, merged = _adapted_layers(model), dict[str, Tensor]()
     for name, tensor in unique_weights(full_state_dict(model) if is_sharded(model) else model.state_dict()).items():

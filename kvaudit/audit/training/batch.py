@@ -127,7 +127,7 @@ class Batch:
 
     @property
     def dummy(self) -> Batch:
-        """A batch with the shortest row and no sampled tokens, for passes that must have no effect."""
+        """A batch of the shortest row with no token marked as sampled, for passes that must have no effect."""
         row = min(range(len(self.rollouts)), key=lambda n: len(self.rollouts[n].ids))
         turn = self.rollouts[row].engine_turns[0]
         rollout = replace(turn, sampled=torch.zeros_like(turn.sampled))
@@ -198,8 +198,8 @@ def split_halves(
 ) -> tuple[list[list[list[int]]], list[int]]:
     """Return this rank's microbatches (lists of rows) for each half of the batch, and each half's number of passes.
 
-    A half has whole groups. The gradient is taken by halves so that the two can be compared; a single group makes one
-    half. All ranks run the same number of passes, as many as the rank with most microbatches needs.
+    A half has whole groups; a single group makes one half. Each half gets its own gradient, so that the two gradients
+    can be compared. All ranks run the same number of passes, as many as the rank with most microbatches needs.
     """
     group, rows = batch.group, len(batch.rollouts)
     middle = rows // group // 2 * group  # rows of the first half, whole groups
@@ -221,10 +221,10 @@ def split_halves(
 
 @dataclass(frozen=True)
 class GradientStep:
-    """The rows of one gradient step, and this rank's microbatches, in two halves of whole groups.
+    """One gradient step: the batch rows that it uses, and this rank's microbatches (lists of rows).
 
-    ``passes`` is the number of passes that every rank runs in each half; a rank with fewer microbatches adds dummy
-    passes.
+    ``halves`` has the microbatches of the first and of the second half of the groups. ``passes`` is the number of
+    passes that every rank runs in each half; a rank with fewer microbatches adds dummy passes.
     """
 
     rows: list[int]
@@ -266,10 +266,10 @@ def _deal_groups(groups: int, parts: int, seed: int) -> list[list[int]]:
 def microbatches(
     rollouts: Sequence[Rollout], group: int, limit: int, *, whole: bool = False, whole_rows: bool = False
 ) -> list[list[int]]:
-    """Return the rows of each microbatch: whole groups of similar length, at most ``limit`` padded tokens.
+    """Return the rows of each microbatch: whole groups of similar length, at most ``limit`` tokens with padding.
 
-    A group that is larger is split into parts, down to single rows, and each part has the prompt; with ``whole`` such a
-    group becomes one microbatch instead. Groups that one pass cannot replay together (``_group_kinds``) never share a
+    A group of more than ``limit`` tokens is split into parts, down to single rows, each with the prompt; with ``whole``
+    it becomes one microbatch instead. Groups that one pass cannot replay together (``_group_kinds``) never share a
     microbatch. ``whole_rows``: every row repeats its prompt, so the prompt counts per row.
     """
     sizes = [_group_size(rollouts[start : start + group], whole_rows) for start in range(0, len(rollouts), group)]
@@ -291,7 +291,7 @@ def microbatches(
 
 
 def _group_kinds(rollouts: Sequence[Rollout], group: int) -> list[int]:
-    """Return a number for each group; groups with equal numbers can be replayed in one pass.
+    """Return a number for each group; groups with equal numbers can share one pass of the learner.
 
     Such groups agree in how keys and values are quantised, in how keys are selected, and in their number of turns.
     """
@@ -317,7 +317,7 @@ def _split_group(
 ) -> list[list[int]]:
     """Split the rows of a group into parts of at most ``limit`` tokens each, but at least one row.
 
-    If ``rows`` are several groups, they stay in one part.
+    If ``rows`` are several groups, they stay in one part. ``whole_rows``: every row repeats its prompt.
     """
     if len(rows) > group:
         return [rows]
@@ -328,9 +328,9 @@ def _split_group(
 
 
 def _group_size(members: Sequence[Rollout], whole_rows: bool) -> tuple[int, int]:
-    """Return two token counts of a group: its shared prompt, and the most that one row needs besides it.
+    """Return two token counts of a group: its shared prompt, and the most that one row needs besides the prompt.
 
-    The first is 0 if every row repeats the prompt.
+    The first is 0 if prompts are not shared (``whole_rows``: every row repeats its prompt).
     """
     turns = max(len(rollout.engine_turns) for rollout in members)
     # an answer that an engine read in turns may be replayed in turns, each a row with everything before it

@@ -3,7 +3,7 @@
 training.json              the claim: the configuration and base weights that the folder is reserved for
 state/step-000020/         weights and moments after that step, one file per rank; only the newest is kept
 telemetry.jsonl            one row per step
-ledgers/step-20.safetensors
+ledgers/step-20.safetensors    rollouts of that step, with the positions at which cache entries were evicted (ledgers)
 ledgers/final.safetensors  rollouts of the finished weights; a policy mixture has final--HASH.safetensors per policy
 config.json, model.safetensors, tokenizer files, provenance.json    the finished checkpoint, provenance written last; an
                             adapter has adapter_config.json and adapter_model.safetensors instead
@@ -231,7 +231,7 @@ class CheckpointFolder:
         return True
 
     def resume(self, learner: Learner | Optimiser, step: int | None = None) -> Position:
-        """Load the last saved state, or that of ``step``, and cut telemetry back to it; return the state's position."""
+        """Load the state saved last, or that after ``step`` steps, and cut off later telemetry; return its position."""
         # state names sort by step
         states = self._states() if step is None else [self.path / "state" / _state_name(step)]
         position = self._load(states[-1], learner) if states else Position()
@@ -278,7 +278,7 @@ class CheckpointFolder:
             shutil.rmtree(folder, ignore_errors=True)
 
     def drop_ledgers_beyond(self, position: Position) -> None:
-        """Delete the ledgers of steps after ``position``."""
+        """Delete the ledger files (saved rollouts with their evictions) of steps after ``position``."""
         names = {name for name, _ in position.ledgers}
         for path in (self.path / LEDGERS).glob("*.safetensors"):
             if path.name not in names:
@@ -410,9 +410,9 @@ def write_provenance(
 
 
 def write_ledgers(folder: Path, stem: str, policy: Policy, rollouts: Sequence[Rollout]) -> tuple[str, str]:
-    """Write rollouts with their eviction ledgers to ``ledgers/<stem>.safetensors``, atomically.
+    """Write rollouts with their ledgers (when each cache entry was evicted), atomically.
 
-    Returns the file's name and sha256.
+    Returns name and sha256 of the file, ``ledgers/<stem>.safetensors``.
     """
     path = folder / LEDGERS / f"{stem}.safetensors"
     partial = path.with_name(path.name + PARTIAL)

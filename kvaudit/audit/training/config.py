@@ -119,10 +119,10 @@ class TrainConfig(HashedConfig, Training):
 
     @cached_property
     def store(self) -> EngineStore | None:
-        """The format in which ``rollout_engine`` stores keys and values, to replay its rollouts.
+        """The format in which ``rollout_engine`` stores keys and values, so that the learner can read equal ones.
 
-        None without an engine, and if the format is unknown. A format that reads the entries out of the engine's own
-        cache (``shown``) is given only to arms that learn from the replay.
+        None without an engine, and if the format is unknown. If kvaudit has to read the entries out of the engine's own
+        cache (``shown``), it is None too, except in arms whose learner reads the compressed cache.
         """
         condition = self.rollout_engine
         if condition is None:
@@ -161,14 +161,17 @@ class TrainConfig(HashedConfig, Training):
         return {"arm": self.arm, "seed": self.seed} | self.written()
 
     def keeps_ledger(self, steps: int) -> bool:
-        """Return whether step number ``steps`` saves its ledgers, which say when each cache entry was evicted.
+        """Return whether step number ``steps`` saves its rollouts' ledgers (when each cache entry was evicted).
 
-        Rollouts of an engine have no ledger.
+        Rollouts sampled by an engine have no ledger.
         """
         return self.rollouts is None and self.has_certificate(steps)
 
     def has_certificate(self, steps: int) -> bool:
-        """Return whether step number ``steps`` checks the sampler's log-probs against a replay with the same cache."""
+        """Return whether step number ``steps`` compares the sampler's log-probs with a replay's.
+
+        The replay is the learner's pass over the same tokens with the cache entries that the sampler had.
+        """
         return self.ledger_every > 0 and steps % self.ledger_every == 0
 
     @field_validator("policy", "rollouts", mode="before")
@@ -202,7 +205,10 @@ class TrainConfig(HashedConfig, Training):
         return self
 
     def _check_engine(self) -> None:
-        """Raise SpecError if the engine cannot sample rollouts, or if the arm needs a replay that is impossible."""
+        """Raise SpecError if the engine cannot sample rollouts, or if the arm needs a replay that is impossible.
+
+        A replay recomputes a rollout's log-probs from the keys and values that the engine had stored.
+        """
         engine = self.rollout_engine
         if engine is None:
             return
@@ -249,7 +255,7 @@ class StartConfig(HashedConfig, SpecSection):
 
     @classmethod
     def of(cls, section: TrainSpec, seed: int) -> StartConfig:
-        """Return the configuration of one seed's warm start, from a spec's train section that has ``sft``."""
+        """Return the configuration of one seed's warm start, from a spec's train section with an ``sft`` part."""
         return cls(seed=seed, **section.model_dump(include=set(cls.model_fields) - {"seed"}))
 
     @property

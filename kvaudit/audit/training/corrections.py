@@ -2,8 +2,8 @@
 
 mu is the sampler, pi_old the learner before the update, rho = pi_old / mu per token; rho = 1 changes nothing.
 
-Departure: masked tokens and vetoed sequences still count in the loss's denominators, so that weights are the only
-difference between arms (verl removes them from the response mask, which rescales the rest).
+Departure from verl: tokens and rollouts that a correction masks still count in the loss's denominators, so that weights
+are the only difference between arms (verl removes them from the response mask, which rescales the rest).
 """
 
 from __future__ import annotations

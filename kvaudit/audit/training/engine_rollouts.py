@@ -104,10 +104,10 @@ class EngineRolloutSampler(RolloutSampler):
         self._drawer = None
 
     def _check_fresh(self, rollout: Rollout) -> None:
-        """Raise RunError if the engine's log-probs of a rollout differ from the learner's: its weights are then stale.
+        """Raise RunError if the engine's log-probs of a rollout differ from the learner's, as with stale weights.
 
-        Checked only if the engine's stored keys and values are known: otherwise quantisation error would need a bound
-        too wide to find anything.
+        Checked only if it is known how the engine stores keys and values: otherwise the allowed difference would have
+        to cover quantisation error too, and nothing would be found.
         """
         if any(turn.stored is None or turn.written is None for turn in rollout.engine_turns):
             return
@@ -208,8 +208,9 @@ class RolloutTokens:
     def rollout(self, config: Any, store: EngineStore | None = None) -> Rollout:
         """Return the tokens so far as a rollout; ``config`` is the model's configuration.
 
-        If the engine read the conversation again for every answer, and reports its keys and values, the rollout also
-        has its turns, each with the keys and values of its own request. ``store`` is how the engine stores them.
+        If the engine prefilled the conversation again for every answer, and returns keys and values, the rollout also
+        lists its turns: each answer with the keys and values of its own request. ``store`` is how the engine stores
+        keys and values, None if unknown.
         """
         if [turn.end for turn in self._turns] == [len(self.ids)]:
             return self._turn_rollout(config, store, self._turns[0])
@@ -263,9 +264,10 @@ class _Row:
 
 
 def check_rollout_engine(section: TrainSpec, model: LoadedModel, engine_spec: EngineSpec) -> None:
-    """Raise SpecError if the engine that the section's ``rollouts`` names is not installed, or cannot be replayed.
+    """Raise SpecError if the engine that the section's ``rollouts`` names is not installed.
 
-    Only arms that learn from the engine's compressed cache need the replay.
+    Raises it too if an arm learns from the engine's compressed cache, but it is unknown how the engine stores some
+    layers of this model.
     """
     if section.rollouts is None:
         return
@@ -310,11 +312,11 @@ def engine_rollout(
 def engine_gap_numbers(
     sampler: Tensor, replayed: Tensor | None, dense: Tensor, mask: Tensor
 ) -> dict[str, float | None]:
-    """Return how far the engine's log-probs [B, R] are from the learner's, as root mean squares in nats per token.
+    """Return how far the engine's log-probs are from the learner's, as root mean squares in nats per token.
 
-    ``sampler`` are the engine's log-probs. The learner's are ``dense`` (uncompressed cache) and ``replayed`` (with the
-    engine's stored keys and values; None if these are unknown). ``engine/explained`` is the share of the squared dense
-    gap that the replay removes.
+    ``sampler`` [B, R] are the engine's log-probs. The learner's are ``dense`` (uncompressed cache) and ``replayed``
+    (with the engine's stored keys and values; None if these are unknown). The keys are ``engine/dense_rms``,
+    ``engine/replay_rms``, and ``engine/explained``, the share of the squared dense gap that the replay removes.
     """
 
     def rms(view: Tensor) -> float:

@@ -3,7 +3,8 @@
 Departures from Shao 2024 (2402.03300) and its usual code:
 * one update per batch by default, so pi_old = pi and the clip has no effect; ``minibatches`` and ``updates_per_batch``
   allow several, with pi_old the learner's policy at the start of the batch;
-* no KL to a reference model unless ``beta`` > 0 (the paper: .04); it is k3 as a loss, under the policy's view;
+* no KL to a reference model unless ``beta`` > 0 (the paper: .04); it is the estimate k3, added to the loss, and the
+  reference model reads the same cache (full or the sampler's) as the learner;
 * rollouts come from the sampler's distribution, compressed or not; the arm decides how the learner corrects for that;
 * log-probs of sampled tokens are at the sampling temperature, in the sampler and in the learner;
 * ungraded rollouts get no gradient; a gradient that is not finite skips the update and is recorded;

@@ -34,7 +34,7 @@ LOGITS_PER_PIECE = 1 << 26  # 256 MiB in float32, of which a backward pass needs
 class Distributions:
     """The predicted next-token distributions of n tokens, as logits [n, V] or as hidden states [n, D].
 
-    ``states`` are hidden states if there is a ``head`` (LM head), which is then applied to some tokens at a time.
+    ``states`` are hidden states if there is a ``head`` (LM head); it is then applied to ``piece`` tokens at a time.
     """
 
     states: Tensor
@@ -90,9 +90,9 @@ def read_tokens(
 ) -> TokenPredictions:
     """Run a pass with shared prompts; return the predictions of every sampled token at the sampling temperature.
 
-    ``view`` is "dense" (full cache) or "shadow" (the sampler's cache). ``whole_rows``: prompts are not shared, see
-    ``suffix_logits``. A conversation that an engine prefilled again in every turn is replayed with a row for each turn;
-    the sampled tokens keep their order.
+    ``view`` is "dense" (full cache) or "shadow" (the sampler's cache). ``whole_rows``: every row repeats its prompt. A
+    conversation that an engine prefilled again in every turn is replayed with a row for each turn; the sampled tokens
+    keep their order.
     """
     if view == "shadow" and any(rollout.turns for rollout in rollouts):
         rollouts, group = [turn for rollout in rollouts for turn in rollout.engine_turns], 1
@@ -234,7 +234,10 @@ class Learner:
         self._critic = Critic(model, config.critic, ranks, max_grad_norm=config.max_grad_norm) if has_critic else None
 
     def read(self, part: Batch) -> tuple[TokenPredictions, Tensor | None]:
-        """Read a microbatch under the arm's view; return the predictions, and the critic's values [b, R] or None."""
+        """Read a microbatch under the arm's view (full cache, or the sampler's).
+
+        Returns the predictions, and the critic's values [b, R] or None without a critic.
+        """
         # dense or shadow: the only place where arms differ in what they learn from
         view = self.config.design.learner
         if self._critic is None:
@@ -254,10 +257,11 @@ class Learner:
         torch.autograd.backward(read.logprobs.sum() if gap is None else read.logprobs.sum() + gap.sum())
 
     def read_old_policy(self, batch: Batch, parts: Sequence[Sequence[int]]) -> OldPolicy:
-        """Return log-probs and critic values of a batch before its updates, under the arm's view, without gradient.
+        """Return log-probs and critic values of a batch before its updates, without gradient.
 
-        ``parts`` are the rows of this rank's microbatches. They must equal those of the gradient passes, because
-        rounding depends on which rows share a pass, and narrow clip bounds such as gspo's would react to it.
+        They are under the arm's view (full cache, or the sampler's). ``parts`` are the rows of this rank's
+        microbatches, which must be the same as in the gradient passes: rounding depends on which rows share a pass, and
+        narrow clip bounds such as gspo's would react to it.
         """
         logprobs, values = torch.zeros_like(batch.sampler_logprobs), torch.zeros_like(batch.sampler_logprobs)
         with torch.no_grad(), full_weights(self.model):

@@ -64,7 +64,7 @@ class Optimiser:
         self.updates = 0
 
     def end_half(self) -> None:
-        """Mark the end of the current half of the batch; after the first half, keep a copy of its gradient."""
+        """Note that the gradient of one half of the batch is complete; after the first half, keep a copy of it."""
         self._ended_halves += 1
         if self._ended_halves == 1:
             self._first_half = {name: grad.detach().clone() for name, grad in self._gradients().items()}

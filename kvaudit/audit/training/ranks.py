@@ -115,7 +115,10 @@ class RankGroup:
         self._unit = None
 
     def follow_rank0(self, run: object) -> None:
-        """Call each method of ``run`` that rank 0 calls on its own training run, until the arm and seed are done."""
+        """Call on ``run``, this rank's training run, each method that rank 0 calls on its own.
+
+        Returns when the training of the unit (an arm and seed) is done.
+        """
         while (call := self.receive()) is not None:
             name, arguments = call
             if name not in _ON_ALL_RANKS:
@@ -175,7 +178,8 @@ _ON_ALL_RANKS: set[str] = set()  # names of the methods that rank 0 may call on 
 def on_all_ranks(method: Method) -> Method:
     """Decorate a method so that every rank calls it, with the same arguments, when rank 0 does.
 
-    Its object has ``ranks``, a ``RankGroup``; the other ranks must be in ``RankGroup.follow_rank0``.
+    The method's object has an attribute ``ranks``, a ``RankGroup``; all other ranks must be waiting in
+    ``RankGroup.follow_rank0``.
     """
     _ON_ALL_RANKS.add(method.__name__)  # at import, so that every rank has the same names
 
@@ -287,7 +291,7 @@ def _sharded_modules(model: Any) -> list[FSDPModule]:
 
 
 def full_state_dict(model: Any) -> dict[str, Tensor]:
-    """Return every checkpoint tensor of a sharded model, which must be under ``full_weights``, on the CPU."""
+    """Return every checkpoint tensor of a sharded model, on the CPU, by name; call it inside ``full_weights``."""
     state, copies = dict[str, Tensor](), dict[int, Tensor]()
     # module by module, because FSDP's own state_dict is always sharded
     for path, module in model.named_modules():

@@ -159,7 +159,7 @@ def rollouts_by_policy(
 
 
 def dense_rollout(config: Any, ids: Tensor, prompt_length: int, sampled: Tensor, logprobs: Tensor) -> Rollout:
-    """Return a rollout without evictions; its ledger is an expanded tensor, which takes no memory.
+    """Return a rollout without evictions; its ledger (when each entry was evicted) is expanded and takes no memory.
 
     ``config`` is the model's configuration. ``ids``, ``sampled`` (bool) and ``logprobs`` (nats) are [T].
     """
@@ -178,5 +178,8 @@ def dense_rollout(config: Any, ids: Tensor, prompt_length: int, sampled: Tensor,
 
 
 def ledger_stem(stem: str, policy: Policy, *, mixed: bool) -> str:
-    """Return the file name, without ending, of a ledger of evictions; a mixture of policies has one file per policy."""
+    """Return the name, without ending, of the file for rollouts under ``policy`` with their ledgers (evictions).
+
+    That is ``stem``, or, if a mixture of policies was ``mixed``, ``stem`` with the policy's hash.
+    """
     return f"{stem}--{policy.hash}" if mixed else stem

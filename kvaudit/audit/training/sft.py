@@ -34,9 +34,10 @@ from kvaudit.suites.base import Suite
 def warm_start(
     config: StartConfig, model: LoadedModel, out: Path, progress: Callable[[int, int, TelemetryRow], None]
 ) -> Path:
-    """Take the supervised steps from ``model``, which is not changed; write and return the checkpoint folder ``out``.
+    """Train a copy of ``model`` on gold (ideal) answers; write and return the checkpoint folder ``out``.
 
-    Resumes, reports and raises like ``grpo.train``; also raises SpecError if gold answers cannot be shown to the model.
+    Resumes, reports and raises like ``grpo.train``; also raises SpecError if gold answers do not fit the model or its
+    chat template.
     """
     folder = CheckpointFolder(out, config, model.sha256)
     if folder.finished:
@@ -79,7 +80,7 @@ def _step(model: Any, optimiser: Optimiser, rollouts: Sequence[Rollout], limit: 
 
 
 def gold_rollout(model: LoadedModel, suite: Suite, item: Item) -> Rollout:
-    """Return an item's conversation with gold answers, as if the model had sampled them without eviction.
+    """Return an item's conversation with gold (ideal) answers, as if the model had sampled them without eviction.
 
     Raises SpecError for a suite without gold answers, or if they do not fit the model or its chat template.
     """
@@ -104,7 +105,7 @@ def gold_rollout(model: LoadedModel, suite: Suite, item: Item) -> Rollout:
 
 
 def _gold_turns(model: LoadedModel, suite: Suite, item: Item) -> Iterator[tuple[tuple[int, ...], bool]]:
-    """Yield (tokens, is the assistant's) for each turn of an item's conversation with gold answers."""
+    """Yield (token ids, whether the assistant wrote them) for each turn of an item's conversation with gold answers."""
     chat, transcript = model.chat, item.messages
     prompt = chat.prompt(transcript, (), item.tools).ids
     check_fits(model, suite, item, len(prompt))
@@ -124,7 +125,7 @@ def _gold_turns(model: LoadedModel, suite: Suite, item: Item) -> Iterator[tuple[
 
 
 def check_reward_on_gold(config: RewardConfig, questions: Sequence[tuple[Suite, Item]], model: LoadedModel) -> None:
-    """Score gold answers before training, so that a reward that always fails is noticed at once.
+    """Score gold answers (the suites' ideal answers) before training, to notice at once a reward that always fails.
 
     Raises SpecError if the reward is None for every gold answer, and any error of the reward. Skips suites without gold
     answers, and chat templates that open a thought, since gold answers have none.

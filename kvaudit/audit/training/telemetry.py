@@ -44,7 +44,7 @@ class Clock:
 
 @dataclass
 class Tally:
-    """The sums of metrics over the tokens of a batch, counted in every microbatch and update."""
+    """The sums of a batch's metrics over the tokens of all microbatches and updates, and the number of tokens."""
 
     sums: dict[str, float] = field(default_factory=dict)
     tokens: int = 0
@@ -67,7 +67,7 @@ class Tally:
 
 
 def tally_metrics(metrics: Sequence[Mapping[str, Tensor | float]], tokens: Sequence[int]) -> Tally:
-    """Add up the metrics and token counts of microbatches, in order, with a single read from the device."""
+    """Add up the metrics (sums over tokens) and token counts of microbatches, with a single read from the device."""
     values, tally = iter(read_floats([value for sums in metrics for value in sums.values()])), Tally()
     for sums, count in zip(metrics, tokens, strict=True):
         tally.add({name: next(values) for name in sums}, count)
@@ -113,7 +113,7 @@ def step_row(
 
 
 def reward_numbers(played: Sequence[GradedRow], rewards: Sequence[float | None], config: TrainConfig) -> TelemetryRow:
-    """Return mean rewards, overall and by suite, and the shares of equal-reward groups and of unusable answers."""
+    """Return mean rewards, overall and by suite, the share of equal-reward groups, and that of unusable answers."""
     graded = [reward for reward in rewards if reward is not None]
     groups = [rewards[start : start + config.group] for start in range(0, len(rewards), config.group)]
     outcomes = [row.grade.outcome for row in played]
@@ -133,7 +133,7 @@ def reward_numbers(played: Sequence[GradedRow], rewards: Sequence[float | None],
 
 
 def learning_numbers(learned: LearningResult) -> TelemetryRow:
-    """Return the loss, its gradient, and how many tokens the clip and the correction took out."""
+    """Return the loss, its gradient's norm, KL terms, and how many tokens the clip and the correction took out."""
     metrics = learned.metrics
     return {
         "loss": learned.loss,
@@ -148,7 +148,10 @@ def learning_numbers(learned: LearningResult) -> TelemetryRow:
 
 
 def memory_numbers(played: Sequence[GradedRow], batch: Batch) -> TelemetryRow:
-    """Return token counts, a step's cache bytes, and the share of a full cache's reads that compression saved."""
+    """Return token counts, the peak bytes of the rollouts' caches, and what compression saved.
+
+    The saving is the share of a full cache's entries that decoding did not have to read.
+    """
     rollouts = batch.rollouts
     seen, dense = (sum(counts) for counts in zip(*map(entries_seen, rollouts), strict=True))
     return {
@@ -161,9 +164,9 @@ def memory_numbers(played: Sequence[GradedRow], batch: Batch) -> TelemetryRow:
 
 
 def entries_seen(rollout: Rollout) -> tuple[float, float]:
-    """Return how many cache entries the decoding queries of a rollout read in all: actually, and with a full cache.
+    """Return how many cache entries all decoding queries of a rollout read together, and how many if none were evicted.
 
-    The first is a mean over layers and KV heads. The query that predicts a sampled token is the token before it.
+    The first number is a mean over layers and KV heads. A decoding query is the token before a sampled one.
     """
     length = len(rollout.ids)
     queries = torch.zeros(length, dtype=torch.int64)
@@ -176,9 +179,10 @@ def entries_seen(rollout: Rollout) -> tuple[float, float]:
 
 
 def certificate(sampler: Tensor, replayed: Tensor | None, mask: Tensor, advantages: Tensor) -> TelemetryRow:
-    """Return the numbers of the gap between the sampler's log-probs and a replay with the sampler's cache.
+    """Return numbers of the gap between the sampler's log-probs and a replay's.
 
-    They are near 0 in every arm if sampling and replay agree; all are None without a replay.
+    The replay is the learner's pass over the same tokens with the cache that the sampler had. The numbers are near 0 in
+    every arm if sampling and replay agree, and None without a replay.
     """
     if replayed is None:
         return dict.fromkeys(CERTIFICATE)

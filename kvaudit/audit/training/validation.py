@@ -122,9 +122,9 @@ class Mark(NamedTuple):
 
 
 class EarlyStop:
-    """The decision when the arm in ``folder`` stops early; all arms of a seed end at the same step.
+    """The object that decides when the arm in ``folder`` stops early; all arms of a seed end at the same step.
 
-    ``arms`` are the folders of these arms, including this one.
+    ``arms`` are the folders of all arms of the seed, including this one.
     """
 
     def __init__(self, spec: ValidationSpec, steps: int, folder: Path, arms: Sequence[Path]) -> None:
@@ -163,7 +163,7 @@ class EarlyStop:
 
 
 def read_mark(folder: Path) -> Mark | None:
-    """Return the mark of a stopped arm, None while the arm trains; raises DataError for a damaged file."""
+    """Return the mark (step and alarm) of a stopped arm, None while the arm trains; raises DataError if damaged."""
     path = folder / MARK
     if not path.exists():
         return None

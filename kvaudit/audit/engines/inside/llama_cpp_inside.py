@@ -42,7 +42,8 @@ _FACTS = {  # patterns in its log
 def start(setup: dict[str, Any]) -> tuple[dict[str, str], Any]:
     """Load the model; return its description and a function that answers requests (rows).
 
-    A first context is made, because the library writes the resolved settings only into its log.
+    A first context is made at once, since llama.cpp reports the settings that it resolved only in the log of that step.
+    Raises ValueError if the cache types in the log are not those of the settings.
     """
     engine = _LoadedEngine(setup)
     engine.make_room(1)
@@ -281,7 +282,7 @@ def _context_params(settings: dict[str, str], setup: dict[str, Any]) -> Any:
 def _kv_type(name: str, text: str) -> int:
     """Return the number that llama.cpp gives a cache type such as "q8_0", for the setting ``name``.
 
-    Raises ValueError for an unknown type, since llama.cpp would accept its number.
+    Raises ValueError for a type in which llama.cpp cannot keep its cache, since llama.cpp would accept any number.
     """
     if text not in _KV_TYPES:
         raise ValueError(f"{name} is {text!r}, expected {', '.join(_KV_TYPES)}")

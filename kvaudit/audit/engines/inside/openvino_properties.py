@@ -1,4 +1,4 @@
-"""The check of OpenVINO's properties, for serving and for rollouts."""
+"""The check that a device supports the OpenVINO properties (settings) in a spec, for serving and for rollouts."""
 
 from __future__ import annotations
 

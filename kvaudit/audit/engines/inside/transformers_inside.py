@@ -124,8 +124,8 @@ class _Sampler:
     def _next(self, n: int, row: dict[str, Any], scores: Any, best: float, logprob: float, is_finite: float) -> int:
         """Return the next token of row ``n``; record the token and its log-prob.
 
-        It is the most likely token, ``best``, with its ``logprob``, or at a temperature above 0 one drawn from
-        ``scores``.
+        At temperature 0 that is ``best``, the most likely token, whose log-prob is ``logprob``; otherwise it is drawn
+        from ``scores``, the row's logits. Raises ValueError if ``is_finite`` is 0 (a logit is not finite).
         """
         if self._done[n]:
             # generate ends once every row has an end token

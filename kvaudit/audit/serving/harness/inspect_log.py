@@ -38,7 +38,8 @@ _MESSAGES: Mapping[Role, Any] = {Role.SYSTEM: ChatMessageSystem, Role.USER: Chat
 def write_logs(run: Path, out: Path, created: str) -> Iterator[Path]:
     """Write ``out/<unit>.eval`` for every finished file of records in a run, and yield the paths.
 
-    Raises DataError if a file was changed after it was finished, or if there is none.
+    A unit is one checkpoint under one policy, asked one suite at one length. Raises DataError if a file was changed
+    after it was finished, or if there is none.
     """
     units = [path for path in plain_files(run / "records", "*.jsonl") if seal_path(path).exists()]
     if not units:

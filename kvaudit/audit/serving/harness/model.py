@@ -107,7 +107,7 @@ class KvauditLM(TemplateLM):  # type: ignore[misc]  # the harness has no types
         raise SpecError("--use_cache would give one policy's answers to another; leave it out")
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """Return a chat as text; without generation prompt it ends with the beginning of the model's answer."""
+        """Return a chat as text; without ``add_generation_prompt`` its last message is the beginning of the answer."""
         messages = [Message(Role(row["role"]), row["content"]) for row in chat_history]
         prefix = "" if add_generation_prompt else messages.pop().content
         chat = self._loaded.chat

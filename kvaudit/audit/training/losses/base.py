@@ -5,8 +5,8 @@ w = pi / pi_old per token, c the correction's weight, A the token's advantage, m
 
     - sum over rollouts and tokens of m c gain(w, A) share + beta share k3 + distill_weight share KL(learner || teacher)
 
-Departures from the papers: two clip bounds (Yu 2025, 2503.14476); c and the token mask; the KL terms average like the
-policy term and are not weighted by c.
+Departures from the papers: lower and upper clip bound differ (Yu 2025, 2503.14476); the factors c and m; the KL terms
+are averaged like the policy term, but not weighted by c.
 """
 
 from __future__ import annotations
@@ -133,7 +133,11 @@ class Loss:
 
 
 class ClippedLoss(Loss):
-    """A loss of the form at the top of this file; a subclass defines ``share`` and overrides other parts as needed."""
+    """A policy loss that is a weighted sum over tokens of a gain, by default clipped, plus KL terms.
+
+    The module's docstring has the formula. A subclass defines ``share``, each token's weight in the sum, and overrides
+    other parts as needed.
+    """
 
     by_std: ClassVar[bool] = True  # whether advantages are divided by their group's standard deviation
 
@@ -204,7 +208,7 @@ def k3(logprobs: Tensor, reference: Tensor) -> Tensor:
     """Return r - log r - 1 with r = ref / pi, per token (Schulman 2020, "Approximating KL divergence").
 
     As a loss over samples of pi its expected gradient is that of KL(ref || pi), which agrees with KL(pi || ref) near
-    pi = ref; that of mean(log pi - log ref) is 0.
+    pi = ref. The expected gradient of mean(log pi - log ref), the other usual estimate, is 0.
     """
     log_ratio = reference - logprobs  # [B, T] nats
     return log_ratio.exp() - log_ratio - 1.0
@@ -263,8 +267,9 @@ def best_and_worst(rewards: Tensor, graded: Tensor, group: int) -> Tensor:
 def generalised_advantages(batch: BatchRewards) -> Estimate:
     """Return GAE (Schulman 2016, eq. 16, 1506.02438), with the reward at a rollout's last sampled token.
 
-    delta_t = r_t + discount V_(t+1) - V_t, A_t = delta_t + discount trace A_(t+1). Time counts sampled tokens only, so
-    tool replies between turns take none. The value V after the last token is 0; ``returns`` are A + V.
+    delta_t = r_t + discount V_(t+1) - V_t, A_t = delta_t + discount trace A_(t+1), where discount is gamma and trace is
+    lambda. Time counts sampled tokens only, so tool replies between turns take none. The value V after the last token
+    is 0; ``returns`` are A + V.
     """
     assert batch.values is not None
     values, mask = batch.values, batch.mask

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 class Grpo(ClippedLoss):
     """The mean over rollouts of the mean over their tokens.
 
-    Shao 2024, eq. 3 (2402.03300): -1/B sum_i 1/|o_i| sum_t m c min(w A, clip(w, 1-low, 1+high) A).
+    Shao 2024, eq. 3 (2402.03300): -1/B sum_i 1/|o_i| sum_t m c min(w A, clip(w, 1-low, 1+high) A), m being the mask and
+    c the correction's weight of a token.
     """
 
     name = "grpo"
@@ -41,8 +42,8 @@ class Grpo(ClippedLoss):
 class DrGrpo(ClippedLoss):
     """The sum over tokens divided by a constant, so that long wrong answers are not favoured.
 
-    Advantages are not divided by the standard deviation. Liu 2025, eq. 3 (2503.20783), L the token limit of a rollout:
-    -1/(B L) sum_i sum_t m c min(w A, clip(w, 1-low, 1+high) A).
+    Advantages are not divided by the standard deviation. Liu 2025, eq. 3 (2503.20783), L the token limit of a rollout,
+    m the mask and c the correction's weight of a token: -1/(B L) sum_i sum_t m c min(w A, clip(w, 1-low, 1+high) A).
     """
 
     name = "dr_grpo"
@@ -56,10 +57,12 @@ class DrGrpo(ClippedLoss):
 class Dapo(ClippedLoss):
     """The mean over all tokens of a step, so that rollouts count in proportion to their length.
 
-    Yu 2025, eq. 8 (2503.14476): -1/N sum_i sum_t m c min(w A, clip(w, 1-low, 1+high) A), N sampled tokens. By default
-    the upper bound is wider, groups with equal rewards are sampled again, and the last fifth of the allowed length
-    costs reward. Departures: a group is sampled again with new seeds for the same question, because arms are paired by
-    their questions; a group with equal rewards after ``resample`` rounds is kept and teaches nothing.
+    Yu 2025, eq. 8 (2503.14476): -1/N sum_i sum_t m c min(w A, clip(w, 1-low, 1+high) A), N sampled tokens, m the mask
+    and c the correction's weight of a token. By default the upper bound is wider, groups with equal rewards are sampled
+    again, and the last fifth of the allowed length costs reward.
+
+    Departures: a group is sampled again with new seeds for the same question, because arms are paired by their
+    questions; a group with equal rewards after ``resample`` rounds is kept and teaches nothing.
     """
 
     name = "dapo"
@@ -72,9 +75,9 @@ class Dapo(ClippedLoss):
 class Gspo(Grpo):
     """One ratio per rollout, so that clipping acts on whole sequences, as the reward does.
 
-    Zheng 2025, eq. 13 and 14 (2507.18071): as grpo with w_t = sg(s) pi_t / sg(pi_t), s = (pi / pi_old)^(1/|o|). Value
-    and gradient equal those of eq. 5 if all tokens of a rollout have one advantage and weight; here both may differ by
-    token. Tokens masked by a correction count in s.
+    Zheng 2025, eq. 13 and 14 (2507.18071): as grpo with w_t = sg(s) pi_t / sg(pi_t), s = (pi / pi_old)^(1/|o|), sg =
+    stop-gradient. Value and gradient equal those of eq. 5 if all tokens of a rollout have the same advantage and the
+    same weight; here advantage and weight may differ by token. Tokens masked by a correction count in s.
     """
 
     name = "gspo"

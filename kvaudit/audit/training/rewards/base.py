@@ -223,7 +223,10 @@ class SuiteGrade(Reward):
         return sha256_of(self.name)  # ``RewardConfig.sha256`` adds the versions of the suites
 
     def paid_by(self, suite: Suite) -> str:
-        """Return the label of the suite's grader; that of the phrase rules if the suite leaves answers to a judge."""
+        """Return the label of the grader that gives the score: the suite's own, or the phrase rules.
+
+        The phrase rules grade a suite that otherwise leaves answers to a judge.
+        """
         return BY_PHRASES if asks_a_judge(suite) else PROGRAMMATIC
 
     def rewards(self, rows: GradedRows) -> Scores:

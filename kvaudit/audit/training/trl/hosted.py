@@ -70,7 +70,7 @@ class HostedArm:
 
     @property
     def trl_corrects(self) -> bool:
-        """Whether TRL itself applies the arm's importance weights, as it does for vLLM's rollouts if it has them."""
+        """Whether TRL itself applies the arm's importance weights: it has some kinds, for rollouts of vLLM only."""
         return self.external_sampler == VLLM and self.arm.correction in TRL_CORRECTIONS
 
     def apply_settings(self, config: Any) -> None:

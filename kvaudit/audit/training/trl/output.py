@@ -75,7 +75,7 @@ COUNTS = ("tokens", "kept", "dense", "peak", "dense_bytes", "prompt", "rows")
 
 
 class TrainingResult(NamedTuple):
-    """The result of a training run: its number of steps, its recipe, and rollouts of the final weights."""
+    """The result of a training run: its number of steps, how it was trained (recipe), rollouts of the final weights."""
 
     steps: int
     recipe: Mapping[str, Any]  # how the checkpoint was trained, for provenance.json
@@ -99,8 +99,8 @@ class OutputFolder:
     def begin(self, done: int, sections: Mapping[str, Any]) -> None:
         """Reserve the folder for this run (write or check its claim), to start or to resume after ``done`` steps.
 
-        ``sections`` are those of the recipe. Raises RunError for a folder of another run, or of this run if it is not
-        resumed, and DataError if telemetry of finished steps is missing.
+        ``sections`` are those of ``recipe.json``. Raises RunError for a folder of another run, or of this run if it is
+        not resumed, and DataError if telemetry of finished steps is missing.
         """
         with guarded(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
@@ -129,7 +129,10 @@ class OutputFolder:
         return alarms
 
     def finish(self, staged: Path, result: TrainingResult, versions: Mapping[str, str]) -> None:
-        """Move the files of ``staged`` into the folder; provenance.json is written last and marks it complete."""
+        """Move the files of ``staged``, the saved model, into the folder, and write provenance.json last.
+
+        That file marks the checkpoint as complete.
+        """
         self.telemetry.check_steps(result.steps)
         files = {path.name: file_sha256(path) for path in sorted(staged.iterdir()) if path.suffix not in _NOT_MODEL}
         base = self._claim["base_sha256"]
@@ -168,7 +171,10 @@ class StepNumbers:
         self.counts = dict.fromkeys(COUNTS, 0.0)  # of this process
 
     def add_rollouts(self, metrics: Mapping[str, Sequence[float]], numbers: Mapping[str, float]) -> None:
-        """Add a batch of rollouts: the last value of each of TRL's metrics, and kvaudit's own numbers."""
+        """Add the numbers of a batch of rollouts.
+
+        ``metrics`` are TRL's lists of values, whose last one is the batch's; ``numbers`` are kvaudit's own.
+        """
         for name, metric in SAMPLED.items():
             self._sampled[metric].append(metrics[name][-1])
         for name, values in metrics.items():
@@ -178,7 +184,7 @@ class StepNumbers:
             self._sampled[name].append(value)
 
     def add_microbatch(self, metrics: Mapping[str, Sequence[float]]) -> None:
-        """Add a microbatch: the last value of each of TRL's metrics."""
+        """Add a microbatch's numbers; ``metrics`` are TRL's lists of values, whose last one is the microbatch's."""
         for name, metric in LEARNED.items():
             if metrics.get(name):
                 self._learned[metric].append(metrics[name][-1])
@@ -204,7 +210,7 @@ class StepNumbers:
     def row(self, step: int, grad_norm: float | None, totals: Mapping[str, float], *, replays: bool) -> TelemetryRow:
         """Return the step's row of telemetry from the ``totals`` of all processes.
 
-        ``replays``: the learner learns under the evictions of the rollouts' ledgers.
+        ``replays``: in the learner's passes, every query sees only the cache entries that the sampler had.
         """
         means = {name: _mean(values) for name, values in (self._sampled or self._earlier).items()}
         row: TelemetryRow = {"step": step, **dict.fromkeys(_ABSENT), **dict.fromkeys(LEARNED.values()), **means}
@@ -285,7 +291,7 @@ def _source(function: Any) -> str:
 
 
 def questions_sha256(dataset: Any) -> str:
-    """Return the sha256 of all prompts of a data set; of the name of a stream, whose prompts are not known yet."""
+    """Return the sha256 of all prompts of a data set; for a stream, whose prompts are not known yet, of its name."""
     rows = dataset["prompt"] if hasattr(dataset, "__len__") and "prompt" in dataset.column_names else [str(dataset)]
     return sha256_of([str(row) for row in rows])
 
@@ -293,7 +299,10 @@ def questions_sha256(dataset: Any) -> str:
 def sections_of(
     arm: str, policy: str, model: Mapping[str, Any], reward: Mapping[str, Any], data: str, training: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the sections of ``recipe.json``; ``data`` is the sha256 of the prompts, which come from no suite."""
+    """Return the sections of ``recipe.json`` (what training starts from), {name: content}.
+
+    ``data`` is the sha256 of the prompts, which come from no suite.
+    """
     training_seed = str(training["seed"])
     return {
         "model": dict(model),

@@ -4,7 +4,8 @@ Corrections: for vLLM's rollouts, TRL applies ``tis`` (token_truncate at 2) and 
 equal to kvaudit's. All others are applied by ``audit.training.corrections``: weights multiply the advantages per token.
 The KL to a reference is never weighted.
 
-Each row's rollout, with its ledger, is an entry of TRL's batch, so that TRL shuffles and splits it with the row.
+Each row's rollout, with its ledger (when each cache entry was evicted), is an entry of TRL's batch, so that TRL
+shuffles and splits it with the row.
 """
 
 from __future__ import annotations
@@ -247,7 +248,10 @@ class AuditedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         batch_size: int | None = None,
         **more: Any,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Run TRL's pass; in arms that learn under the sampler's cache, hide the entries that were evicted from it."""
+        """Return what TRL's pass returns: log-probs [b, T], and entropies and a further loss or None.
+
+        In arms that learn under the sampler's cache, the pass hides the entries that were evicted while sampling.
+        """
         if self._hosted.arm.learner == "dense":
             outputs = super()._get_per_token_logps_and_entropies(
                 model, input_ids, attention_mask, logits_to_keep, batch_size, **more
@@ -298,7 +302,7 @@ class AuditedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         return loss
 
     def _gather(self, values: Tensor) -> Tensor:
-        """Gather values [b, T, ...] of all processes; each is padded to the longest T."""
+        """Return the values [b, T, ...] of all processes, joined along b and padded to the longest T among them."""
         gathered: Tensor = self.accelerator.gather(self.accelerator.pad_across_processes(values.contiguous(), dim=1))
         return gathered
 
