@@ -70,7 +70,7 @@ def match_policies(texts: Iterable[str], canonical: Sequence[str]) -> list[str]:
     matches: list[str] = []
     for text in texts:
         similar = [policy for policy in canonical if policy == text or _agrees(text, policy)]
-        similar.sort(key=lambda policy: (policy != text, -_common(text, policy)))
+        similar.sort(key=lambda policy: (policy != text, -_equal_field_count(text, policy)))
         unused = [policy for policy in similar if policy not in matches]  # two texts mean two policies if there are two
         matches.append((unused or similar or [text])[0])
     return matches
@@ -144,7 +144,7 @@ def _agrees(text: str, canonical: str) -> bool:
     )
 
 
-def _common(text: str, canonical: str) -> int:
+def _equal_field_count(text: str, canonical: str) -> int:
     """Return the number of fields that have equal values in two policies of the same structure."""
     pairs = zip(_form(text).fields, _form(canonical).fields, strict=True)
     return sum(len(short.items() & full.items()) for short, full in pairs)
@@ -220,7 +220,8 @@ def condition_names(references: Mapping[str, str]) -> dict[str, str]:
     conditions = list(dict.fromkeys([*references, *references.values()]))
     settings = {text: engine_settings(text) for text in conditions}
     names = {
-        text: _condition_name(text, settings[text], _setting_gaps(text, settings, references)) for text in conditions
+        text: _condition_name(text, settings[text], _differing_settings(text, settings, references))
+        for text in conditions
     }
     for name in list(names.values()):
         twins = [text for text in conditions if names[text] == name]
@@ -239,7 +240,9 @@ def condition_names(references: Mapping[str, str]) -> dict[str, str]:
     return unique if len(set(unique.values())) == len(unique) else dict(zip(unique, unique, strict=True))
 
 
-def _setting_gaps(text: str, settings: Mapping[str, Mapping[str, str]], references: Mapping[str, str]) -> list[str]:
+def _differing_settings(
+    text: str, settings: Mapping[str, Mapping[str, str]], references: Mapping[str, str]
+) -> list[str]:
     """Return the names of the settings in which an engine's condition differs from its reference.
 
     ``settings`` are those of every condition by its text. For a reference, returns the settings in which it differs

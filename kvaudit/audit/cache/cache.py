@@ -27,7 +27,7 @@ from kvaudit.audit.cache.rows import (
     Eviction,
     NewTokens,
     Pins,
-    QuantisationTimes,
+    QuantisationClock,
     RowKeys,
     Schedule,
     TailLayout,
@@ -70,7 +70,7 @@ class EvictingCache:
         self.row_keys = RowKeys(row_keys)
         governed = [plan.evictor for plan in plans if plan.is_governed]
         self.pins = Pins(governed, rows) if policy.pinned_roles else None
-        self._times = QuantisationTimes(codec, rows) if codec else None
+        self._times = QuantisationClock(codec, rows) if codec else None
         self.changes = 0  # counts what may have moved or replaced tensors: all but steps of fixed shapes
         # of the steps of fixed shapes whose hints are to be examined: the positions [B] of keys and values that left
         self.coded_steps: list[tuple[list[int], list[int]]] = []

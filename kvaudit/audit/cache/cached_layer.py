@@ -246,11 +246,11 @@ class CachedLayer:
 
     def step_attention(self, call: AttentionCall, forward: Forward) -> Tensor:
         """Return the attention output [B, G*H, 1, D] of one query per row over all slots, with empty slots masked."""
-        if decode_kernels.compute(call.query):
+        if decode_kernels.is_used(call.query):
             try:
                 return self._attend_by_kernel(call, forward)
             except Exception as error:  # triton raises many types if it cannot compile; nothing was computed yet
-                decode_kernels.refuse(call.query, error)
+                decode_kernels.disable_for(call.query, error)
         entries = Entries(slice(None), *self.store.entries(slice(None)))
         return self._masked_attention(entries, call, forward.positions)
 
@@ -433,7 +433,7 @@ class CachedLayer:
         self.store.close_gaps()
         other.store.close_gaps()
         if self._sinks and other._sinks:
-            self._sinks.join_stores(other._sinks, (self.store, other.store))
+            self._sinks.join_sinks(other._sinks, (self.store, other.store))
         self.store.join(other.store)
         for state, other_state in zip(self._independent, other._independent, strict=True):
             state.join(other_state)

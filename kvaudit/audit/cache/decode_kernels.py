@@ -115,13 +115,13 @@ def is_available(device: torch.device) -> bool:
     return triton is not None and (device.type == "cuda" or interprets)
 
 
-def compute(x: Tensor) -> bool:
+def is_used(x: Tensor) -> bool:
     """Return whether the kernels are used for heads of the dtype and size of ``x`` [B, H, 1, D]; never in float64."""
     kind = (x.dtype, x.shape[-1])
     return x.dtype in _DTYPES and kind not in _refused and is_available(x.device)
 
 
-def refuse(x: Tensor, error: Exception) -> None:
+def disable_for(x: Tensor, error: Exception) -> None:
     """Stop using the kernels for heads of the dtype and size of ``x``, because of ``error``, and print a note."""
     _refused.add((x.dtype, x.shape[-1]))
     line = str(error).strip().partition("\n")[0] or type(error).__name__

@@ -271,7 +271,7 @@ class MovingSinks(LayerState):
             self._has_first = torch.zeros(len(keys), dtype=torch.bool, device=keys.device)
         return keys
 
-    def join_stores(self, other: MovingSinks, stores: tuple[Store, Store]) -> None:
+    def join_sinks(self, other: MovingSinks, stores: tuple[Store, Store]) -> None:
         """Append the sinks of the rows of ``other``, as two batches become one.
 
         ``stores`` are the store of this layer and that of ``other``, before they are joined.

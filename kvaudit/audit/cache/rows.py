@@ -305,7 +305,7 @@ class Pins:
 # --- when entries are quantised ---------------------------------------------------------------------------------------
 
 
-class QuantisationTimes:
+class QuantisationClock:
     """The time at which each key and value was quantised, the same in every layer and head.
 
     It is given as the position of the first query that reads the entry as a code.
@@ -346,7 +346,7 @@ class QuantisationTimes:
     def reindex(self, rows: Tensor) -> None:
         self._keys, self._values = ([list(times[row]) for row in rows.tolist()] for times in (self._keys, self._values))
 
-    def join(self, other: QuantisationTimes) -> None:
+    def join(self, other: QuantisationClock) -> None:
         self._keys += other._keys
         self._values += other._values
 

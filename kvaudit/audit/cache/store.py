@@ -183,7 +183,7 @@ class Store:
         The entry is ``key`` [B, H, 1, D] and ``value``, at ``positions`` int32 [B, 1].
         """
         slot_positions, mass = self._slots["positions"], self._slots.get("mass")
-        if decode_kernels.compute(key):
+        if decode_kernels.is_used(key):
             self._write_by_kernel(slot, key, value, positions[:, 0])
             return
         slot_positions.index_copy_(2, slot, positions[:, None].expand(-1, slot_positions.shape[1], -1))

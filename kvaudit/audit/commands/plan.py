@@ -188,7 +188,7 @@ def _figures(sizes: Sizes) -> Iterator[tuple[str, str]]:
         together = f"{percent(sizes.passes**d.policies)} if they were independent, at most {percent(sizes.passes)}"
         yield f"chance to pass all {d.policies} policies", together
     if d.ratio is None:
-        yield "price of the template rule", _template_price(sizes)
+        yield "price of the template rule", _passing_bounds(sizes)
     impossible = f"more than the {percent(d.discordance)} of the items that differ can lose"
     yield (
         f"power to find a drop of {100 * d.margin:.4g} pp",
@@ -226,7 +226,7 @@ def _chance(sizes: Sizes) -> str:
     return f"{percent(sizes.passes)} {assumed}; {interval}"
 
 
-def _template_price(sizes: Sizes) -> str:
+def _passing_bounds(sizes: Sizes) -> str:
     """Return a text with the lowest estimated drift that can pass, and the lowest true drift that likely passes.
 
     Likely means with the wanted probability of a PASS, the design's ``power``.

@@ -345,7 +345,7 @@ class Evaluator:
             return inspect_batches(items)
         lengths = {}
         for item in items:
-            prompt = opening_tokens(self._model, item)
+            prompt = prompt_token_count(self._model, item)
             check_spans(suite, item)
             check_fits(self._model, suite, item, prompt)
             rows = max(1, len(suite.options(item)))  # each option is a row after the prompt
@@ -482,7 +482,7 @@ def make_items(
         raise SpecError(f"{section}.suites {suite.name}: {error}") from error
 
 
-def opening_tokens(model: LoadedModel, item: Item) -> int:
+def prompt_token_count(model: LoadedModel, item: Item) -> int:
     """Return the number of tokens in an item's prompt; raise SpecError, with the suite's name, if rendering fails."""
     try:
         return len(model.chat.prompt(item.messages, (), item.tools).ids)

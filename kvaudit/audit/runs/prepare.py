@@ -14,7 +14,7 @@ from kvaudit.audit.runs.evaluate import (
     Evaluator,
     cache_policies,
     make_items,
-    opening_tokens,
+    prompt_token_count,
     served_policies,
     suite_as_asked,
 )
@@ -128,7 +128,7 @@ def check_training(spec: RunSpec, model: LoadedModel) -> None:
             context, suite, seed = spec.train.context_tokens, SUITES.get(name)(), spec.train.seeds[0]
             number = suite.item_count("train", spec.train.prompts_per_step, seed)
             for item in make_items("train", suite, "train", number, seed, context, model.chat.count_tokens):
-                opening_tokens(model, item)
+                prompt_token_count(model, item)
                 if spec.train.sft is not None and name in spec.train.suites:
                     gold_rollout(model, suite, item)
 

@@ -79,7 +79,7 @@ def quarterly_text(model: str, config: ServingConfig, judge: str, command: str) 
     return "\n".join(lines) + "\n"
 
 
-class Price(NamedTuple):
+class RequestCounts(NamedTuple):
     """The number of requests and tokens that a run needs, and the same for its judge."""
 
     requests: int
@@ -98,12 +98,12 @@ class Price(NamedTuple):
             yield f"time: {self.requests / rate / _SECONDS:,.0f} minutes at {rate:g} answers per second"
 
 
-def price_of(spec: RunSpec, chat: Chat) -> Price:
+def price_of(spec: RunSpec, chat: Chat) -> RequestCounts:
     """Return how many requests and tokens a spec takes; its suites have one turn, so each answer is one request.
 
     The repeated requests that measure an engine's own noise (the A/A floor) are counted too.
     """
-    price = Price(0, 0, 0, 0, 0)
+    price = RequestCounts(0, 0, 0, 0, 0)
     for unit in grid(spec):
         suite = suite_as_asked(spec, unit.suite)
         items = evaluation_items(spec, suite, unit.context_tokens, chat.count_tokens)
@@ -116,5 +116,5 @@ def price_of(spec: RunSpec, chat: Chat) -> Price:
         texts = [message.content for question in questions for message in HARM.messages(question)]
         judge_read = sum(map(chat.count_tokens, texts)) + suite.max_new_tokens * len(questions)
         counts = (len(requests), sum(tokens[item.item_id] for item in requests), len(requests) * suite.max_new_tokens)
-        price = Price(*(a + b for a, b in zip(price, (*counts, len(questions), judge_read), strict=True)))
+        price = RequestCounts(*(a + b for a, b in zip(price, (*counts, len(questions), judge_read), strict=True)))
     return price

@@ -18,8 +18,8 @@ from kvaudit.audit.scan.sheet import (
     Unknown,
     Unreadable,
     Value,
+    as_word,
     read_value,
-    spelt,
 )
 from kvaudit.audit.scan.shell import Word, read_line, read_words
 
@@ -68,7 +68,7 @@ class _Reader(ast.NodeVisitor):
         self._read_flag_default(name, node, group)
         self._read_assigning_call(name, node, group)
         if name in _TAKE_WORDS:
-            words = [Word(spelt(self._value(argument)), argument.lineno) for argument in node.args]
+            words = [Word(as_word(self._value(argument)), argument.lineno) for argument in node.args]
             if any(_FLAG.match(word.text) and " " not in word.text for word in words):
                 read_words(words, self.sheet)
                 return
@@ -169,7 +169,7 @@ class _Reader(ast.NodeVisitor):
 
     def _read_sequence(self, node: ast.List | ast.Tuple, path: tuple[str, ...]) -> None:
         """Read a list with flags as a command line, as for ``subprocess``; of any other list, read the entries."""
-        words = [Word(spelt(self._value(item)), item.lineno) for item in node.elts]
+        words = [Word(as_word(self._value(item)), item.lineno) for item in node.elts]
         if any(_FLAG.match(word.text) and " " not in word.text for word in words):
             read_words(words, self.sheet)
             return

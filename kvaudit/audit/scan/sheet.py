@@ -94,7 +94,7 @@ class Sheet:
         self.settings.append(setting)
 
 
-def blank_of(template: str) -> str:
+def placeholder_of(template: str) -> str:
     """Return a word that replaces a template expression of a file, such as ``{{ x }}``, so that the file can be read.
 
     The word contains the expression's default, if it has one; ``read_value`` recognises the word.
@@ -131,7 +131,7 @@ def split_camel(text: str) -> str:
     return _CAMEL.sub("_", text)
 
 
-def spelt(value: Value) -> str:
+def as_word(value: Value) -> str:
     """Write a value as one word of a command line, from which ``read_value`` returns the same value."""
     if isinstance(value, Default):
         return _BLANK_OF_DEFAULT.format(value.value) if value.text == _SHOWN else value.text

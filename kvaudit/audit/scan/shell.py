@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from kvaudit.audit.scan.sheet import Setting, Sheet, Unknown, Unreadable, Value, blank_of, read_value
+from kvaudit.audit.scan.sheet import Setting, Sheet, Unknown, Unreadable, Value, placeholder_of, read_value
 
 _TOKEN = re.compile(
     r"""(?P<blank>[ \t\r\f\v]+|\\\r?\n)
@@ -175,7 +175,7 @@ def read_shell(text: str, sheet: Sheet, line: int = 1) -> list[HereDocument]:
     commands: list[ShellCommand] = []
     documents: list[HereDocument] = []
     try:
-        for part in parts_of(_TEMPLATE.sub(lambda match: blank_of(match[0]), text), line):
+        for part in parts_of(_TEMPLATE.sub(lambda match: placeholder_of(match[0]), text), line):
             if isinstance(part, HereDocument):
                 documents.append(part)
             else:

@@ -24,9 +24,9 @@ from kvaudit.audit.scan.sheet import (
     Unknown,
     Unreadable,
     Value,
-    blank_of,
+    as_word,
+    placeholder_of,
     read_value,
-    spelt,
 )
 from kvaudit.audit.scan.shell import Word, read_line, read_shell, read_words
 
@@ -169,7 +169,7 @@ def _read_named_variable(tree: Branch, group: int, sheet: Sheet) -> None:
 def _read_arguments(row: Series, sheet: Sheet) -> None:
     """Read the settings of a sequence: as a command line if it contains flags, else as variables ``NAME=value``."""
     leaves = [item for item in row.items if isinstance(item, Leaf)]
-    words = [Word(spelt(leaf.value), leaf.line) for leaf in leaves]
+    words = [Word(as_word(leaf.value), leaf.line) for leaf in leaves]
     if any(_FLAG.match(word.text) and " " not in word.text for word in words):
         read_words(words, sheet)
         return
@@ -229,7 +229,7 @@ def without_templates(text: str) -> str:
     for pattern in (_COMMENT, _STATEMENT):
         text = pattern.sub(lambda match: "\n" * match[0].count("\n"), text)
     text = _TEMPLATE_LINE.sub("", text)
-    return _TEMPLATE.sub(lambda match: blank_of(match[0]) + "\n" * match[0].count("\n"), text)
+    return _TEMPLATE.sub(lambda match: placeholder_of(match[0]) + "\n" * match[0].count("\n"), text)
 
 
 def _scalar(tag: str, text: str) -> Value:
@@ -354,5 +354,5 @@ def _split_dotted(text: str) -> tuple[str, ...]:
 def _toml_placeholder(match: re.Match[str]) -> str:
     """Return a placeholder for a template expression, in quotes unless the expression is inside quotes."""
     quoted = match.string[match.string.rfind("\n", 0, match.start()) + 1 : match.start()].count('"') % 2
-    blank = blank_of(match[0])
+    blank = placeholder_of(match[0])
     return (blank if quoted else f'"{blank}"') + "\n" * match[0].count("\n")

@@ -28,14 +28,14 @@ class Glm(ToolForm):
             schemas = properties_of(tools, match[1])
             values, end = read_tagged(text, match.end(), _GLM_KEY, _GLM_CLOSE)
             arguments = {
-                name: typed(value, schemas[name]) if name in schemas else _by_form(value)
+                name: typed(value, schemas[name]) if name in schemas else _json_or_text(value)
                 for name, value in values.items()
             }
             if closing := _GLM_END.match(text, end):
                 yield FoundCall(match.start(), closing.end(), match[1], arguments)
 
 
-def _by_form(value: str) -> Any:
+def _json_or_text(value: str) -> Any:
     """Return the value of an argument without schema: parsed as JSON if it is JSON, else the text unchanged."""
     try:
         return json.loads(value)

@@ -274,7 +274,7 @@ def part_reasons(data: RunData, comparison: Comparison) -> Iterator[Reason]:
     """Yield the reasons why a run, or a part of one, is INVALID: records are missing, or contradict provenance."""
     yield from _incomplete(data, comparison)
     yield from _conflicts(data.records)
-    yield from _unlisted(data)
+    yield from _differing_hashes(data)
     if ENDPOINT not in data.provenance:  # the weights behind an endpoint are unknown
         yield from _unpinned(data, comparison)
     yield from _other_inputs(data)
@@ -326,7 +326,7 @@ def _conflicts(records: pd.DataFrame) -> Iterator[Reason]:
             yield Reason(ReasonCode.HASH, f"{noun} differs within {', '.join(names)}")
 
 
-def _unlisted(data: RunData) -> Iterator[Reason]:
+def _differing_hashes(data: RunData) -> Iterator[Reason]:
     """Yield a reason against deciding the run if policies or suites have other hashes than provenance says."""
     for table, name, column in (("policies", "policy", "policy_hash"), ("suite_versions", "suite", "suite_version")):
         listed = table_of(data.provenance, table)

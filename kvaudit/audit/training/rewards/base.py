@@ -84,7 +84,7 @@ class Reward:
         """Raise SpecError or DataError now for a fault that would otherwise appear when the suites are sampled."""
         _ = self.identity
 
-    def paid_by(self, suite: Suite) -> str:  # noqa: ARG002 - a judge leaves some answers to the suite
+    def grader_label(self, suite: Suite) -> str:  # noqa: ARG002 - a judge leaves some answers to the suite
         """Return the label of the grader or judge that scores the answers of this suite."""
         return self.label
 
@@ -132,7 +132,7 @@ class RewardConfig:
     def judges(self) -> dict[str, str]:
         """The label of the grader or judge that scores the answers, by suite."""
         rewards = {name: self.reward if name in self.reward_suites else self.grade for name in self.suites}
-        return {name: reward.paid_by(SUITES.get(name)()) for name, reward in rewards.items()}
+        return {name: reward.grader_label(SUITES.get(name)()) for name, reward in rewards.items()}
 
     @property
     def inputs(self) -> Mapping[str, str]:
@@ -222,7 +222,7 @@ class SuiteGrade(Reward):
     def identity(self) -> str:
         return sha256_of(self.name)  # ``RewardConfig.sha256`` adds the versions of the suites
 
-    def paid_by(self, suite: Suite) -> str:
+    def grader_label(self, suite: Suite) -> str:
         """Return the label of the grader that gives the score: the suite's own, or the phrase rules.
 
         The phrase rules grade a suite that otherwise leaves answers to a judge.

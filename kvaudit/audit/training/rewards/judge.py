@@ -92,7 +92,7 @@ class Judged(Reward):
             )
         super().check(suites)
 
-    def paid_by(self, suite: Suite) -> str:
+    def grader_label(self, suite: Suite) -> str:
         return self.label if self.constitution_file or asks_a_judge(suite) else PROGRAMMATIC
 
     def rewards(self, rows: GradedRows) -> Scores:
