@@ -98,7 +98,7 @@ class Answer:
 
 
 def answers(decided: Decided) -> tuple[Answer, ...]:
-    """Return the answers to the report's questions: to all three for trained arms, else to "serving" alone."""
+    """Return an ``Answer`` to each question of the report: to all three for trained arms, else to "serving" alone."""
     sides, gated, reasons = decided.comparison, decided.verdict.gated, decided.verdict.reasons
     result, seeds = list[Answer](), len(sides.seeds)
     scope = f"for {plural(seeds, 'seed')}, no claim about the recipe: " if seeds < SEEDS_NEEDED else ""
@@ -181,8 +181,9 @@ def _not_measurable_count(cells: Sequence[Decision], status: Status) -> str:
 def severity_order(sides: Comparison) -> Callable[[Decision], tuple[int, int, float]]:
     """Return a sort key that puts the worst cell first.
 
-    Among cells of one status, safety facets come first, other facets next, scores (in which opposite errors cancel)
-    last. Within each of these kinds the cell whose bound lies furthest beyond its margin comes first.
+    Among cells of one status, those of safety facets come first, then other facets, then scores, in which opposite
+    errors cancel. Among cells of one of these three kinds, the one whose bound lies furthest beyond its margin comes
+    first.
     """
 
     def key(d: Decision) -> tuple[int, int, float]:

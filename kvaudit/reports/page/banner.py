@@ -69,7 +69,7 @@ def make_banner(findings: Findings, title: str, description: str, lines: Iterabl
 
 
 def run_banner(findings: Findings) -> Banner:
-    """Return the banner of a run."""
+    """Return the banner of a run, which is the top of its report."""
     head = findings.verdict.head
     title = f"KV-cache compression audit: {findings.drift.run}"
     return make_banner(findings, title, describe_cell(findings, head) if head else "", banner_lines(findings, head))

@@ -182,7 +182,11 @@ def _log_notes(a: Log, b: Log, metric: str) -> Iterator[str]:
 
 
 def _unify_suite_names(tables: list[pd.DataFrame], a: Log) -> list[pd.DataFrame]:
-    """Give files with one suite each the same suite name, unless both name theirs differently."""
+    """Return the tables with the same suite name in both, if each file has one suite and their names do not differ.
+
+    A suite without a name takes that of the other file. If the files cannot share a name, nothing changes but that
+    suites without a name get a default one.
+    """
     suite_names = [set(table["suite"]) - {ONE_SUITE} for table in tables]
     single = all(table["suite"].nunique() == 1 for table in tables) and len(suite_names[0] | suite_names[1]) < 2
     name = str(min(suite_names[0] | suite_names[1], default=ONE_SUITE)) if single else ONE_SUITE
@@ -381,9 +385,9 @@ def names_harm(name: str) -> bool:
 
 
 def _has_word(name: str, beginnings: tuple[str, ...], whole: Collection[str], but: tuple[str, ...] = ()) -> bool:
-    """Return whether a word of ``name``, or two in a row, is one of ``whole`` or begins like one of ``beginnings``.
+    """Return whether a word of ``name`` is in ``whole``, or starts with one of ``beginnings`` but with none of ``but``.
 
-    Words that begin like one of ``but`` do not count.
+    Two adjacent words are also tried as one word for ``beginnings`` ("strong_reject" as "strongreject").
     """
     words = [word for word in re.split(r"[^a-z0-9]+", _CAMEL.sub("_", name).lower()) if word]
     pairs = ["".join(pair) for pair in pairwise(words)]  # strong_reject
@@ -392,9 +396,9 @@ def _has_word(name: str, beginnings: tuple[str, ...], whole: Collection[str], bu
 
 
 def _names_to_check(logs: Sequence[Log], metric: str) -> Iterator[str]:
-    """Yield the names that may say which way a metric is better: its own; if that is generic ("score"), also others.
+    """Yield the names that may say which way a metric is better.
 
-    The others are those of the suites and of the task.
+    The first is the metric's own name. If that is generic ("score"), the names of the suites and of the task follow.
     """
     yield metric
     if metric.lower() not in _GENERIC_NAMES:

@@ -211,7 +211,7 @@ class SectionResults(NamedTuple):
 
 
 def compute_sections(inputs: Inputs, *depths: Depth) -> SectionResults:
-    """Compute the sections of the given depths.
+    """Compute the sections whose ``depth`` (how complete a report needs them) is one of ``depths``.
 
     A section that finds a file unusable has no value, and the reason is added to the problems.
     """

@@ -104,7 +104,11 @@ def kappa(first: npt.ArrayLike, second: npt.ArrayLike) -> Kappa:
 
 
 def _error(table: npt.NDArray[np.float64], estimate: float, chance: float, n: int) -> float:
-    """Return the standard error of kappa from the shares [L, L] of label pairs."""
+    """Return the standard error of kappa.
+
+    ``table`` [L, L] holds the shares of pairs of labels by two judges, ``estimate`` is kappa, ``chance`` the agreement
+    expected by chance, ``n`` the number of pairs.
+    """
     rows, columns = table.sum(axis=1), table.sum(axis=0)
     diagonal = np.sum(np.diag(table) * (1 - (rows + columns) * (1 - estimate)) ** 2)
     # labels i and j are each multiplied by the other judge's share: column i, row j
@@ -201,5 +205,5 @@ def _gap(reference: Proportion, candidate: Proportion) -> Part:
 
 
 def _absolute(weight: float, gap: Part) -> Part:
-    """Return |gap|, with ``weight``, as a part of a sum; its interval begins at 0 if that of the gap includes 0."""
+    """Return |gap|, weighted, as one part of a MOVER sum; its interval begins at 0 if that of the gap includes 0."""
     return Part(weight, abs(gap.estimate), max(0.0, gap.low, -gap.high), max(abs(gap.low), abs(gap.high)))

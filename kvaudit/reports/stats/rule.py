@@ -109,10 +109,11 @@ def calls_of(
     uneven: bool,
     shown: npt.ArrayLike,
 ) -> npt.NDArray[np.int8]:
-    """Return the outcome (``Call``) of each cell [...]: is its loss shown to be ``within`` the limit, did it drop?
+    """Return the outcome (``Call``) of each cell [...] from what was shown about it.
 
-    ``dropped`` marks significant drops. ``shown`` is the result of the template rule. If templates are not ``enough``,
-    or are ``uneven`` in size, no cell passes.
+    ``within`` marks cells whose loss is shown to be within the limit, ``dropped`` those with a significant drop,
+    ``shown`` those that meet the template rule. If there are not ``enough`` templates, or they are ``uneven`` in size,
+    no cell passes.
     """
     passed = np.where(np.asarray(shown), np.where(dropped, Call.PASS_NOTED, Call.PASS), Call.TEMPLATES)
     # the last reason that applies is reported
@@ -140,7 +141,10 @@ def cleared(passes: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
 
 
 class Part(NamedTuple):
-    """The term of one suite in a difference: ``weight`` times its mean per item, sum(sums) / sum(counts)."""
+    """The contribution of one suite to a weighted sum of suites: ``weight`` times its mean per item, sums over counts.
+
+    ``sums`` and ``counts`` are by template.
+    """
 
     weight: float
     sums: Array  # [C]

@@ -147,9 +147,10 @@ class Reader:
 
 
 def log_of(reader: Reader, path: Path, rows: list[Row], problems: Problems, **fields: Any) -> Log:
-    """Return the log of a file with these rows.
+    """Return the log of a file with these ``rows``; ``fields`` are further fields of ``Log``.
 
-    Without rows, raises DataError. It names the scale of the scores if that is not [0, 1], or else the first problem.
+    Raises DataError if there are no rows. The message names the range of the scores if that is not [0, 1], or else the
+    first problem.
     """
     if not rows:
         for metric, scale in problems.scales.items():
@@ -421,7 +422,7 @@ class SharedFields:
     """The fields of a file's rows whose values several items share, so that they could name clusters."""
 
     def __init__(self, prefix: str = "", known: Iterable[str] = ()) -> None:
-        """Take a ``prefix`` to put before fields' names, and the ``known`` fields, which mean something else."""
+        """Take a ``prefix`` to put before the fields' names, and the ``known`` fields, which never name clusters."""
         self._prefix, self._known_fields = prefix, frozenset(known)
         self._items: set[str] = set()
         self._values: dict[str, dict[str, int]] = {}  # field -> item -> hash of its value
