@@ -216,9 +216,9 @@ def churn_words(findings: Decided, d: Decision) -> str:
 
 
 def unscored_lines(sides: Comparison, head: Decision) -> list[str]:
-    """Return a line with two drifts: if all unscored answers counted against the candidate, and if all counted for it.
+    """Return a line with the drift of ``head``, all unscored answers counted against the candidate, then for it.
 
-    Empty if no answer is unscored.
+    For a facet these are the answers in which it could not be read. Empty if there are none.
     """
     if head.worst is None or head.best is None or head.worst == head.best:
         return []

@@ -11,12 +11,12 @@ templates, or none, and then its variance does not show them. So a PASS also nee
 1988, Biometrika 75:237) over template totals: how unlikely are weights of the observed templates, plus one unseen
 template that lost everything, for which the mean is at the margin? The worst unseen point is that of bounded means
 (Honda & Takemura 2010, COLT; Phan et al. 2021, ICML). ``SHARPNESS`` makes the chi-square limit valid for C_min
-templates; it was found by simulation (``bench.calibration``). Without discordance the ratio is C * -log(1 - margin),
-the exponent of C_min, which is required as well: the chi-square limit alone would accept 34 templates where C_min is
-59. The number of templates that may break changes in steps, and a chi-square does not: just before a step it is too
-lenient by half. So a sample must also be less likely than the fewest broken templates that the binomial law does not
-exclude (``EXACT``), capped by ``STEEPEST``: without the cap 8 points of PASS would be lost where many answers differ,
-which blurs the steps.
+templates; it was found by simulation (``bench.calibration``). If no answer differs, the log ratio is
+C * -log(1 - margin). C_min templates are required as well, because the chi-square limit alone would accept 34 where
+C_min is 59. The number of templates that may break changes in steps, and a chi-square does not: just before a step it
+is too lenient by half. So a sample must also be less likely than the fewest broken templates that the binomial law does
+not exclude (``EXACT``). ``STEEPEST`` caps this second limit: without the cap 8 points of PASS would be lost where many
+answers differ, which blurs the steps.
 No statistic: decisions from bounds, and one bound without an estimate.
 """
 

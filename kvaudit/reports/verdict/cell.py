@@ -331,10 +331,10 @@ def templates_of(c: Contrast, sign: int = 1) -> list[Part]:
 
 
 def readings_of(c: Contrast, sign: int = 1) -> list[list[Part]]:
-    """Return a contrast's differences by template for every other way to count uncertain answers.
+    """Return a contrast's differences by template, once for every other way to count its uncertain answers.
 
-    An answer is uncertain if the judge was unsure of it, or if it has no score. Empty where human labels decide.
-    ``sign`` -1 exchanges loss and gain.
+    An answer is uncertain if the judge was unsure of it, or if it has no score; the contrast itself counts it in one
+    way. Empty where human labels decide. ``sign`` -1 exchanges loss and gain.
     """
     readings = () if c.judged else c.readings
     return [[Part(sign * part.weight, part.sums, part.counts) for part in sums] for sums in readings]
@@ -419,7 +419,10 @@ def _template_bound(test: DecidedTest, margin: float | None, alpha: float) -> fl
 
 
 def _effective_templates(templates: Sequence[Part], effect: Effect) -> float:
-    """Return how many templates of equal size these are worth (effective number); of several suites the smallest."""
+    """Return the effective number of templates: how many of equal size they are worth.
+
+    Of several suites it is the smallest.
+    """
     return min((effective_clusters(part.counts) for part in templates), default=effect.n_clusters)
 
 
@@ -431,6 +434,6 @@ def _parity(tests: Sequence[DecidedTest], margin: float) -> str:
 
 
 def by_judge(row: FamilyRow) -> FamilyRow:
-    """Return a test that human labels decide with the judge's labels in their place; any other test unchanged."""
+    """Return a test with its effect by the judge's labels if human labels decide it; any other test unchanged."""
     c = row.contrast
     return FamilyRow(replace(c, effect=c.judged, sums=c.judged_sums, judged=None), row.sign) if c.judged else row

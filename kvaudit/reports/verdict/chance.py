@@ -165,11 +165,12 @@ def flipped_audits(
     audits: int,
     unwanted: Array | None = None,
 ) -> Audits:
-    """Simulate audits without drift: the given templates (sums [C], counts [C]), ``times`` over, with random signs.
+    """Simulate audits without drift: the given templates, each used ``times`` times, with a random sign each time.
 
-    ``moved`` is the sum of absolute differences over all items, ``floor`` the least design effect to assume.
-    ``unwanted`` [C] are the unwanted events of the reference. A changed sign exchanges reference and candidate in a
-    template, so the reference then has as many unwanted events there as the candidate had.
+    ``sums`` [C] and ``counts`` [C] are the templates' summed differences and numbers of items, ``moved`` is the sum of
+    absolute differences over all items, ``floor`` the least design effect to assume. ``unwanted`` [C] are the unwanted
+    events of the reference. A changed sign exchanges reference and candidate in a template, so the reference then has
+    as many unwanted events there as the candidate had.
     """
     rng = np.random.default_rng(2)
     size = _affordable(times * len(sums), audits, fewest=_FEWEST_FLIPPED)
@@ -256,8 +257,8 @@ def _lower(audits: Audits, alpha: float) -> Array:
 def larger_run(c: Contrast, margin: float, sign: int, ratio: float | None = None) -> Larger | None:
     """Return how much larger a run would have to be for a contrast to pass if there is no drift; None if unknown.
 
-    It is unknown if the estimate is past the margin already (for a test of a gain, ``sign`` -1, if a gain is past it),
-    and for several combined suites, which share one margin. With a ``ratio`` the margin is the loss that it allows.
+    It is unknown if the estimate is past the margin already, and for several combined suites, which share one margin.
+    ``sign`` is 1 for a test of a drop and -1 for one of a gain. With a ``ratio`` the margin is the loss that it allows.
     """
     e = c.judged or c.effect
     if e is None or c.effect is None or sign * c.effect.estimate <= -margin or len(c.sums) != 1:

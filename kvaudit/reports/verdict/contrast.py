@@ -98,7 +98,7 @@ def _read(rows: pd.DataFrame) -> Array:
 
 
 class _SuiteRows:
-    """The rows [n] of one suite at one length."""
+    """The graded answers [n] of one suite at one context length, one row each, to be averaged by item."""
 
     def __init__(
         self, suite: str, context: int, items: npt.NDArray[np.str_], clusters: npt.NDArray[np.str_], read: Array
@@ -109,7 +109,7 @@ class _SuiteRows:
     def answers(
         self, facet: str, good: Array, known: npt.NDArray[np.bool_], formless: npt.NDArray[np.bool_]
     ) -> Iterator[Answers]:
-        """Yield Answers of the ``known`` rows averaged by item, or nothing if there are none.
+        """Yield one ``Answers``: the ``known`` rows averaged by item; nothing if no row is known.
 
         ``good`` [n] is 1 where the answer is as wanted; ``formless`` marks answers that have no readable form.
         """
@@ -245,8 +245,8 @@ class ClusterSums:
 class UnwantedEvents:
     """How often the unwanted event (such as "unsafe") happened with the reference and with the candidate, by cluster.
 
-    ``before`` counts the events that only the reference had, ``after`` those that only the candidate had, over all
-    items.
+    ``before`` counts the items with the event only under the reference, ``after`` those with it only under the
+    candidate.
     """
 
     reference: npt.NDArray[np.float64]  # [C]

@@ -89,9 +89,10 @@ TWINS = {
 class Control:
     """Whether one metric at one length can be measured, as the reference's answers show.
 
-    ``rate`` is how often the wanted behaviour happens, ``low`` and ``high`` its one-sided bounds (None below six
-    templates); ``answers`` counts the graded answers, ``says`` is one sentence with the figure. ``hopeless``: more
-    answers would hardly make the metric measurable, because the rate is shown to be below ``HEALTHY_RATE``.
+    ``rate`` is how often the wanted behaviour happens, ``low`` and ``high`` its one-sided bounds (None if the items
+    have fewer than six templates, that is origins in common); ``answers`` counts the graded answers, ``says`` is one
+    sentence with the figure. ``hopeless``: more answers would hardly make the metric measurable, because the rate is
+    shown to be below ``HEALTHY_RATE``.
     """
 
     metric: str
@@ -287,9 +288,9 @@ def _frequency(answers: Answers) -> str:
 
 
 class Controls:
-    """The controls of a run: whether each metric could show a loss, as the reference's own answers tell.
+    """The controls of a run: for each metric, whether it could show a loss, judged by the reference's own answers.
 
-    They are made of its uncompressed answers, and of those under the policy of each contrast.
+    They are made of the reference's uncompressed answers, and of those under the policy of each contrast.
     """
 
     def __init__(self, drift: Drift, margins: Mapping[str, float], ratios: Mapping[str, float] | None = None) -> None:
@@ -402,7 +403,10 @@ class Moves(NamedTuple):
 
 @dataclass(frozen=True)
 class NoiseComparison:
-    """Whether a setting changes answers more than asking again does, on the answers that were asked twice."""
+    """Whether a setting changes answers more than an engine's noise does, which is what changes when it is asked again.
+
+    Only answers that were asked twice are compared.
+    """
 
     answers: int
     setting_moves: Moves
@@ -426,7 +430,7 @@ class Canary(NamedTuple):
 
 @dataclass(frozen=True)
 class Canaries:
-    """Whether each engine's setting changes any answers (its canary), by place and over all places.
+    """Whether each engine's setting changes any answers (its canary), for every place and over all places.
 
     A place is an arm, setting (condition), suite and length. Both tables are empty for a run without engines.
     """
@@ -464,7 +468,10 @@ def _answers_under(policy: str, records: pd.DataFrame) -> pd.DataFrame:
 
 
 def _moves(answers: pd.DataFrame, reference: pd.DataFrame) -> pd.DataFrame:
-    """Return, for each answer, whether its text differs, and by how much its log-prob does (NaN if one is missing)."""
+    """Return a row per answer: whether its text differs from the reference's, and by how much its log-prob does.
+
+    The difference of log-probs is NaN if one of them is missing.
+    """
     pairs = answers.merge(reference, on=_ANSWER, suffixes=("", "_other"))
     moves = pairs[_ANSWER].copy()
     moves["text"] = (pairs[ANSWER_HASH] != pairs[f"{ANSWER_HASH}_other"]).astype(np.float64)
@@ -492,7 +499,7 @@ def _moves_of(texts: pd.Series, logprobs: pd.Series) -> Moves:
 
 
 def checked_by_canary(c: Contrast, comparison: Comparison, canaries: Canaries) -> Contrast:
-    """Return the contrast; without an effect, and with a reason, if an engine's setting changed nothing in its cells.
+    """Return the contrast; if an engine's setting changed nothing in its cells, without effect but with a reason.
 
     In a run in rounds all rows are short and of one kind, so a setting that has an effect anywhere counts as applied.
     """

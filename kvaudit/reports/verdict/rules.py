@@ -233,7 +233,10 @@ def refuse_late_rules(rules: Rules) -> None:
 
 
 def changes(run_comparison: Comparison, run_rules: Rules, comparison: Comparison, rules: Rules) -> Iterator[str]:
-    """Yield a description of every difference between these rules and those that the run began with (``run_rules``)."""
+    """Yield a description of every difference between ``rules`` and ``run_rules``, with which the run began.
+
+    ``comparison`` and ``run_comparison`` belong to these rules.
+    """
     for name, old, new in (
         ("profile", run_rules.profile or "none", rules.profile or "none"),
         ("alpha", run_rules.alpha, rules.alpha),

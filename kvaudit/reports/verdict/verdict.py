@@ -141,10 +141,10 @@ class ArmVerdict:
 
 @dataclass(frozen=True)
 class Adjustment:
-    """How p-values are adjusted for multiple testing: the method, why it is not max-T, and the smallest p-value.
+    """How p-values are adjusted for multiple testing.
 
-    ``reason`` is empty if the method is max-T. ``critical`` is how many standard errors below 0 the lowest cell must
-    lie for a FAIL.
+    ``method`` is max-T, or another for the ``reason`` given; ``floor`` is the smallest possible p-value. ``critical``
+    is how many standard errors below 0 the lowest cell must lie for a FAIL.
     """
 
     method: str

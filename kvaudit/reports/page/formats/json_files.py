@@ -119,7 +119,7 @@ def _short(value: float | None) -> float | None:
 
 
 def render_drift(page: Page) -> str:
-    """Return drift.json: the findings, without the contrasts."""
+    """Return drift.json: the findings, without the contrasts, which are in contrasts.csv."""
     findings = page.findings
     # emptied first, since asdict would copy them, which takes long
     body: dict[str, Any] = {"format": _DRIFT_FORMAT, **asdict(replace(findings.drift, contrasts=(), answers={}))}

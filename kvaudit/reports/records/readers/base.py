@@ -278,7 +278,10 @@ class CollectedScores:
             self._errors.append((row.metric, f"{place}: {row.metric}: {error}"))
 
     def report(self) -> None:
-        """Add to the problems the errors of every metric that has scores, or all errors if no metric has scores."""
+        """Add the collected errors to the problems.
+
+        Errors of a metric that has no score at all are left out, unless no metric has one.
+        """
         scored = {row.metric for row in self.rows if not math.isnan(row.score)}
         for metric, text in self._errors:
             if not scored or metric in scored:
