@@ -278,7 +278,7 @@ def _limit_and_bound(sides: Comparison, d: Decision) -> tuple[str, str]:
 def _sign(sides: Comparison, d: Decision) -> int:
     """Return the factor from a cell's drift to percentage points of the event shown: 100, or -100 for an unwanted one.
 
-    A drift is that of the wanted outcome, so more of an unwanted event is a negative drift.
+    A drift counts the wanted outcome, so more of an unwanted event is a negative drift.
     """
     facet = facet_of_metric(sides, d.suite)
     return 100 if facet is None or facet.wanted else -100

@@ -332,9 +332,9 @@ def _ratios(comparison: Comparison, by_name: Mapping[str, float]) -> dict[str, f
 
 
 def _checked_names(comparison: Comparison, by_name: Iterable[str], option: str) -> tuple[str, ...]:
-    """Return the names of all suites and facets; raises UnknownName if ``by_name`` contains any other.
+    """Return the names of all suites and facets; raises UnknownName if a name given by the user is none of them.
 
-    ``option`` is the command-line option that the error names.
+    ``by_name`` are the names that the user gave, ``option`` is the command-line option that the error mentions.
     """
     names = (*comparison.suites, *comparison.facets)
     for name in by_name:

@@ -51,7 +51,7 @@ class Event:
 
     @property
     def name(self) -> str:
-        """The name of the event: that of its facet, or "broken form" for the facet ``well_formed``."""
+        """The name of the event: the facet's own name, or "broken form" for the facet ``well_formed``."""
         return "broken form" if self.facet.name == WELL_FORMED else self.facet.name
 
     @property

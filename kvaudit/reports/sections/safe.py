@@ -41,9 +41,9 @@ class SafeSection(Section[tuple[SafeBudget, ...]]):
         return replace(super().passage(value, decided), title=f"Safe {' and '.join(axes)}", explain=explain)
 
     def tables(self, value: tuple[SafeBudget, ...], decided: Decided) -> Iterator[Table]:
-        """Yield a table of budgets and one of lengths: the last that passed and the first that failed.
+        """Yield a table of budgets and one of lengths, with a row for each tested sequence of budgets or lengths.
 
-        They have a row for each tested sequence of budgets or lengths.
+        A row names the last budget or length that passed and the first that failed.
         """
         yield _table([s for s in value if s.axis == "budget"], "policy family")
         yield _table([s for s in value if s.axis == "length"], "policy")

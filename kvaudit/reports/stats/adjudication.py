@@ -61,7 +61,10 @@ class Labelled(NamedTuple):
 
     @property
     def totals(self) -> Array:
-        """The human-labelled differences [..., C], summed over all pairs of a template."""
+        """The human-labelled differences summed over all pairs of each template [..., C].
+
+        A pair without a label counts as the mean of the labelled pairs that the judge graded alike.
+        """
         return self.gains - self.losses + self.alike * self.means
 
 

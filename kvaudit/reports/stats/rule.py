@@ -157,7 +157,8 @@ class Part(NamedTuple):
 def shows_margin(sums: npt.ArrayLike, counts: npt.ArrayLike, *, margin: float, alpha: float) -> npt.NDArray[np.bool_]:
     """Return whether totals [..., C] of templates with ``counts`` [C] items rule out a loss of ``margin``.
 
-    They must do so weighted by items, like the drift, and by templates, so that no large template decides alone.
+    The loss must be ruled out with templates weighted by their items, like the drift, and once more with equal weights,
+    so that no large template decides alone.
     """
     sizes = np.asarray(counts, dtype=np.float64)
     # [..., C], each total minus its value at a loss of the margin
@@ -193,7 +194,7 @@ def chi_square_limit(clusters: int, alpha: float) -> float:
 def _exact_limit(clusters: int, margin: float, alpha: float) -> float:
     """Return the log-likelihood ratio that a sample must exceed to rule out a loss of the margin, 0 for no limit.
 
-    It is that of a sample of equal templates with the fewest broken ones that are not too unlikely. k broken ones are
+    It is the ratio of a sample of equal templates with as few broken ones as are not too unlikely. k broken ones are
     too unlikely if P(at most k broken) is EXACT * alpha or less when each template breaks with probability ``margin``.
     """
     broken = 0

@@ -341,7 +341,7 @@ def readings_of(c: Contrast, sign: int = 1) -> list[list[Part]]:
 
 
 def _mirrored(effect: Effect, sign: int) -> Effect:
-    """Return the effect unchanged for a test of a drop (sign 1), with both directions exchanged for a gain (-1)."""
+    """Return the effect as a test needs it: unchanged for a drop (1), with loss and gain exchanged for a gain (-1)."""
     if sign > 0:
         return effect
     return replace(

@@ -340,10 +340,10 @@ class Drift:
     """Every rate and every difference of a run; ``decide`` makes the verdict from it.
 
     ``reasons`` says why the run as a whole is INVALID, and is empty if it is not. ``alpha`` is the level of the
-    one-sided bounds, ``weights`` the sha256 of the reference's checkpoints by seed, as in the records, and ``files`` by
-    seed those of their other files, by name. ``unclustered`` is set where no field says which items share a template,
-    so that each item is its own cluster. ``answers`` are the reference's answers by serving policy;
-    ``controls.Controls`` checks by them whether each metric could show a loss.
+    one-sided bounds. ``weights`` are the sha256 of the reference's checkpoints by seed, as in the records, and
+    ``files`` the sha256 of these checkpoints' other files, by seed and name. ``unclustered`` is set where no field says
+    which items share a template, so that each item is its own cluster. ``answers`` are the reference's answers by
+    serving policy; ``controls.Controls`` checks by them whether each metric could show a loss.
     """
 
     run: str

@@ -442,8 +442,8 @@ class Canaries:
 def canaries_of(records: pd.DataFrame, repeated: Mapping[str, pd.DataFrame], comparison: Comparison) -> Canaries:
     """Return, for every engine's condition (its setting), whether its answers show that the setting acts (a canary).
 
-    They must differ from the uncompressed answers by more than the engine's own noise. ``repeated`` holds the records
-    of requests asked a second time, by their order: same or shuffled.
+    It acts if they differ from the uncompressed answers by more than the engine's own noise. ``repeated`` holds the
+    records of requests asked a second time, by their order: same or shuffled.
     """
     places, conditions = dict[tuple[str, str, str, int], Canary](), dict[str, Canary]()
     for condition, reference in comparison.references.items():

@@ -224,7 +224,7 @@ def apply_downgrades(
 
 
 def _fail(d: Decision, reason: Reason) -> Decision:
-    """Return the decision with FAIL for the checkpoints and for their recipe: one failing seed fails a recipe."""
+    """Return the decision with FAIL for the checkpoints and for their recipe, since one failing seed fails a recipe."""
     if d.status is Status.INVALID:
         return d
     recipe, judged = (None if status is None else worst([status, Status.FAIL]) for status in (d.recipe, d.judged))

@@ -473,7 +473,7 @@ def _bound(plus: Scores, minus: Scores, weights: Sequence[Weights], present: npt
 
 
 def widened_to(effect: Effect, other: Effect) -> Effect:
-    """Return the first effect, with an interval and p-values at least as wide as those of the second.
+    """Return the first effect, with its interval at least as wide, and its p-values as large, as those of the second.
 
     A claim about a recipe is at least as uncertain as the claim about its checkpoints. A claim about unsure or unscored
     answers has to hold under every way to count them.

@@ -129,8 +129,8 @@ def is_shown(c: Contrast, sides: Comparison, rules: Rules) -> bool:
 def is_base(c: Contrast, sides: Comparison, rules: Rules) -> bool:
     """Return whether a contrast is one from which other gated cells are computed.
 
-    These are worst (all policies must pass), selectivity (safety dropped more than capability) and parity (no gain
-    either).
+    Those cells are worst (all policies must pass), selectivity (safety dropped more than capability) and parity (no
+    gain either).
     """
     if c.estimand != sides.base or c.context_tokens not in rules.contexts or not _is_decided(c, sides, rules):
         return False

@@ -109,9 +109,9 @@ class _Questions:
 
 
 def _document_keys(document: Any) -> Iterator[str]:
-    """Yield hashes by which a document is known: that of all its fields, and that of all but its ids.
+    """Yield hashes by which a document is known: first of all its fields, then of all fields except its ids.
 
-    The first needs some text in the document; the second needs text that is long enough to identify it.
+    The first hash is left out if the document has no text, the second unless some text is long enough to identify it.
     """
     if not isinstance(document, dict):
         return
