@@ -55,7 +55,10 @@ SENTENCES = {
 
 
 def make_banner(findings: Findings, title: str, description: str, lines: Iterable[str]) -> Banner:
-    """Return the banner of a run or of a comparison of two files."""
+    """Return the banner of a run or of a comparison of two files.
+
+    ``description`` says what the quoted drift compares, and ``lines`` go below it.
+    """
     head = findings.verdict.head
     return Banner(
         title=inline(title),

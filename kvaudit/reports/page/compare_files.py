@@ -83,7 +83,8 @@ def read_sides(
 ) -> Sides:
     """Read both files; ``cluster`` is the --cluster option, ``select`` chooses a cell of each file that has several.
 
-    Raises SpecError and DataError for files that cannot be read, and for a run whose checkpoints were changed after it.
+    ``lower_is_better`` and ``higher_is_better`` say which way a metric is better, if its name does not. Raises
+    SpecError and DataError for files that cannot be read, and for a run whose checkpoints were changed after it.
     """
     if cluster is not None and items_are_independent:
         raise SpecError("--cluster and --items-are-independent contradict each other; give one")
@@ -296,7 +297,8 @@ def _margins(
 ) -> dict[str, float]:
     """Return margins in score units (0.05 = 5 pp) by suite or facet: those named by the user, and ``margin`` elsewhere.
 
-    In a suite that the user gave neither margin nor ratio, ``margin`` holds for every metric of ``_deciding_metrics``.
+    ``by_name`` and ``ratios`` are what the user gave by name. In a suite that has neither, ``margin`` holds for every
+    metric of ``_deciding_metrics``.
     """
     names = _checked_names(comparison, by_name, "--margin")
     points = dict(by_name)

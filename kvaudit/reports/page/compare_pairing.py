@@ -85,9 +85,10 @@ def _unshared_metrics(a: Log, b: Log) -> list[tuple[str, list[str]]]:
 def pair_logs(
     a: Log, b: Log, metric: str, *, lower_is_better: bool = False, own_clusters: bool = False
 ) -> PairedScores:
-    """Return the paired rows of one metric. ``own_clusters``: the user named the clusters (--cluster).
+    """Return the paired rows of one metric; ``a`` is the reference file, ``b`` the candidate.
 
-    Raises DataError for scores outside [0, 1], SpecError if --cluster matches nothing.
+    ``own_clusters``: the user named the clusters (--cluster). Raises DataError for scores outside [0, 1], SpecError if
+    --cluster matches nothing.
     """
     check_scale(a, b, metric)
     tables = [log.rows[log.rows["metric"] == metric].drop(columns="metric") for log in (a, b)]
@@ -354,7 +355,10 @@ class Direction(NamedTuple):
 
 
 def direction_of(logs: Sequence[Log], metric: str, *, lower: bool, higher: bool) -> Direction:
-    """Return which way a metric is better; raises SpecError if neither the options nor the name settle it."""
+    """Return which way a metric is better; raises SpecError if neither the options nor the name settle it.
+
+    ``lower`` and ``higher`` are the options --lower-is-better and --higher-is-better.
+    """
     if lower and higher:
         raise SpecError("--lower-is-better and --higher-is-better contradict each other; give one")
     oriented = [log for log in logs if READERS.get(log.reader).has_direction]

@@ -194,7 +194,8 @@ def _budget_curve(drift: Drift, panel: Panel, family: PolicyFamily, arm: str, x:
 def _scores_at(panel: Panel, doses: Sequence[Sequence[CellKey]]) -> tuple[_Scores | None, str]:
     """Return an arm's scores at several doses (budgets) averaged over seeds, or None and the reason.
 
-    All are taken from one score table, that of a suite at one length; ``doses`` lists the checkpoints at each dose.
+    ``doses`` lists the arm's cells (checkpoint and policy) at each dose, a cell per seed; ``panel`` is the score table
+    of a suite at one length.
     """
     cells = sorted({cell for dose in doses for cell in dose})
     reasons = broken_contract(panel, cells) if cells else ()

@@ -120,7 +120,10 @@ def _largest_of_cell(
 
 
 def record_of(data: RunData, loss: LostItem, cell: CellKey, facets: Container[str]) -> pd.Series:
-    """Return the record of a lost item on one side: of several samples the candidate's worst, the reference's best."""
+    """Return the record of a lost item on one side: of several samples the candidate's worst, the reference's best.
+
+    ``cell`` is the side (checkpoint and policy), ``facets`` are the metrics that are facets.
+    """
     records, suite, facet = data.records, loss.decision.suite, None
     if suite in facets:
         suite, facet = facet_of(suite)

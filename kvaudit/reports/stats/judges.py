@@ -43,13 +43,13 @@ class ExactBounds(NamedTuple):
 
 
 def clopper_pearson(successes: float, trials: float, *, level: float = LEVEL) -> Proportion:
-    """Return the exact interval of a proportion of independent trials."""
+    """Return the exact (Clopper-Pearson) interval of a proportion of independent trials."""
     low, high = clopper_pearson_bounds(successes, trials, level=level)
     return Proportion(successes / trials if trials else None, float(low), float(high), successes, trials, level)
 
 
 def clopper_pearson_bounds(successes: npt.ArrayLike, trials: npt.ArrayLike, *, level: float = LEVEL) -> ExactBounds:
-    """Return the exact bounds of many proportions [...]."""
+    """Return the exact (Clopper-Pearson) bounds of many proportions, ``successes`` [...] of ``trials`` [...]."""
     k, n = np.asarray(successes, dtype=np.float64), np.asarray(trials, dtype=np.float64)
     assert 0 < level < 1, level
     assert np.all((k >= 0) & (k <= n)), (successes, trials)

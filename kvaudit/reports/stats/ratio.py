@@ -80,7 +80,9 @@ def events_of(reference: Array, candidate: Array, counts: npt.NDArray[np.int64],
 def tang_scores(both: Array, before: Array, after: Array, n: Array | float, theta: Array | float) -> Array:
     """Return score statistics [...] of H0: candidate = theta * reference; positive if the data lie above theta.
 
-    The discordant share under H0 is its maximum likelihood value, the larger root of a quadratic. Z(1) is McNemar's.
+    Of ``n`` items, ``both`` have the event on both sides, ``before`` with the reference only, ``after`` with the
+    candidate only. The discordant share under H0 is its maximum likelihood value, the larger root of a quadratic. At
+    theta = 1 the statistic is McNemar's.
     """
     # a p^2 + b p + c = 0, where p is the share of events of the reference only
     a = n * (1 + theta)

@@ -58,7 +58,10 @@ def tango_scores(losses: Array, gains: Array, n: Array, delta: Array | float) ->
 
 
 def tango_interval(losses: float, gains: float, n: float, quantile: float) -> Interval:
-    """Return Tango's interval: at its ends the score statistic is +quantile (low end) and -quantile (high end)."""
+    """Return Tango's interval of (gains - losses) / n, the difference of two proportions.
+
+    At its ends the score statistic is +quantile (low end) and -quantile (high end).
+    """
     low, high = tango_bounds(np.array(losses), np.array(gains), np.array(n), np.array([quantile, -quantile]))
     return Interval(float(low), float(high))
 

@@ -203,7 +203,10 @@ class _RuleText(NamedTuple):
 def _reasons(
     call: Call, effect: Effect, margin: float, templates: Sequence[Part], text: _RuleText
 ) -> tuple[Reason, ...]:
-    """Return why the rule's outcome ``call`` is not a PASS, as a tuple of one Reason; empty for a PASS."""
+    """Return why the rule's outcome ``call`` is not a PASS, as a tuple of one Reason; empty for a PASS.
+
+    ``text`` holds the phrases from which the reason is written.
+    """
     size = "beyond the margin" if text.is_beyond else "its size open"
     total = "lost everything" if text.loss == "regression" else "gained everything"
     effective = _effective_templates(templates, effect)
@@ -363,7 +366,10 @@ def decision(
     adjustment: Adjustment,
     decide_test: Callable[[FamilyRow, float, float | None], DecidedTest],
 ) -> Decision:
-    """Return the decision of a cell: it passes if all its tests do, and shows the numbers of the worst test."""
+    """Return the decision of a cell: it passes if all its tests do, and shows the numbers of the worst test.
+
+    ``decide_test`` decides one test, from its row, margin and limit on a ratio (or None).
+    """
     suite = cell.rows[0].contrast.suite
     if cell.margin is None and cell.ratio is None:
         missing = Reason(ReasonCode.NO_MARGIN, f"no margin declared for suite {suite!r}; add it to gate.margins")

@@ -113,8 +113,9 @@ def _unwanted(
 ) -> Array:
     """Draw the number of the reference's unwanted events in each template [P] of a pool.
 
-    The reference has the event on every item that the candidate gains, on none that it loses, and at one common rate on
-    the others.
+    The reference has the event on every item that the candidate gains, on none that it loses, and on the others at one
+    rate, so that ``happens`` is its rate over all. An item has its own difference (``single``), or where ``is_shared``
+    the one of its ``template``.
     """
     # a gain was unwanted before; the remaining events lie on items that did not move
     rate = (happens - (differences.discordance + differences.drift) / 2) / (1 - differences.discordance)
@@ -270,7 +271,10 @@ def larger_run(c: Contrast, margin: float, sign: int, ratio: float | None = None
 
 
 def _would_pass(c: Contrast, e: Effect, margin: float, ratio: float | None, times: int, audits: int) -> bool:
-    """Return whether ``times`` as many templates like those of a contrast pass with power .8, without true drift."""
+    """Return whether ``times`` as many templates like those of a contrast pass with power .8, without true drift.
+
+    ``e`` is the contrast's effect by the labels that the simulation uses, ``audits`` the number of simulated audits.
+    """
     [templates] = c.judged_sums or c.sums  # by the labels of ``e``
     unwanted = None if ratio is None or not c.unwanted else c.unwanted[0].reference
     simulated = flipped_audits(

@@ -179,7 +179,11 @@ def _table(answers: Iterable[Any]) -> pd.DataFrame:
 def _control(
     facets: Mapping[str, Answers], answers: Answers, margins: Mapping[str, float], margin: float, how: str
 ) -> Control:
-    """Return the control of a metric: can the metric show a loss? A score can if all of its facets can."""
+    """Return the control of a metric: can the metric show a loss? A score can if all of its facets can.
+
+    ``facets`` are the answers by facet; a facet without one of ``margins`` has ``margin``, that of the score. ``how``
+    says how the answers were served, such as "uncompressed".
+    """
     control = _of_metric(facets, answers, margin, how)
     if answers.facet:
         return control
@@ -266,7 +270,10 @@ def _correlation(first: Answers, second: Answers) -> Array:
 
 
 def _residuals(answers: Answers, codes: npt.NDArray[np.int64], clusters: int) -> Array:
-    """Return, for each template [C], the sum over its items of their deviation from the mean over all items."""
+    """Return, for each template [C], the sum over its items of their deviation from the mean over all items.
+
+    ``codes`` is the template of each item, as a number below ``clusters``.
+    """
     above = answers.wanted - answers.wanted.mean()
     residuals: Array = np.bincount(codes, weights=above, minlength=clusters).astype(np.float64)
     return residuals

@@ -134,7 +134,10 @@ def _checkpoints(records: pd.DataFrame, arm: str) -> dict[int, frozenset[str]]:
 def contrasts(
     comparison: Comparison, tables: Panels, alpha: float, facets: CellFilter | None = None
 ) -> Iterator[Contrast]:
-    """Yield every measured difference of a run; at a planned length without records it has reasons and no effect."""
+    """Yield every measured difference of a run; at a planned length without records it has reasons and no effect.
+
+    ``facets`` limits the cells in which facets are compared; None compares them in all.
+    """
     for metric in (*comparison.suites, *comparison.facets):
         cells = facets if metric in comparison.facets else None
         for context in comparison.lengths[metric]:
@@ -429,7 +432,7 @@ def two_sides(weights: Sequence[Weights]) -> tuple[list[CellKey], list[CellKey]]
 
 
 def paired_scores(panel: Panel, weights: Sequence[Weights], present: npt.NDArray[np.bool_]) -> tuple[Array, Array]:
-    """Return the scores [S, N] of candidate and reference by pair of seeds.
+    """Return the scores of candidate and reference, two arrays [S, N]: a row per pair of seeds, a column per item.
 
     Where one side of a pair could not be read, both sides take the item's mean over its other pairs.
     """
