@@ -64,7 +64,7 @@ class AnswerGroup:
 
     @property
     def names(self) -> str:
-        """The names of the first subjects as text, and how many more there are."""
+        """The names of the first settings or arms of the group as text, and how many more there are."""
         return join_names(map(shorten, self.subjects))
 
     @property

@@ -120,7 +120,7 @@ def judges_table(two_judges: TwoJudges) -> Table:
 
 
 def agreement_notes(two_judges: TwoJudges) -> tuple[str, ...]:
-    """Return a sentence per file with the kappa of the two judges."""
+    """Return a sentence for each of the two files with the agreement (Cohen's kappa) of the two judges on it."""
     sides = ((REFERENCE, two_judges.reference), (CANDIDATE, two_judges.candidate))
     return tuple(f"Answers of the {name}: {_kappa(k)}" for name, k in sides)
 

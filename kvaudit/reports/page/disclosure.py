@@ -97,7 +97,7 @@ class MeasuredCell:
 
     @property
     def sentence(self) -> str:
-        """The metric as a sentence with its drift, margin and reason."""
+        """What the cell measures, with its drift, margin and reason, as a sentence."""
         margin = "" if self.margin is None else f", margin {100 * self.margin:.4g} pp"
         return f"{self.says} {self.number}{margin}. {self.why}".strip()
 

@@ -96,7 +96,10 @@ def _cleared_text(s: SafeBudget | None) -> str:
 
 
 def cleared_sentence(s: SafeBudget) -> str:
-    """Return a sentence such as "refusal cleared to budget 96, not at 64"."""
+    """Return a sentence such as "refusal cleared to budget 96, not at 64".
+
+    The test at budget 96 is the last that passed, the one at 64 the first that did not.
+    """
     missed = "" if s.failed is None else f"not at {s.failed}"
     if s.cleared is None:
         return f"{s.suite} cleared at no {s.axis}: {missed}" if missed else f"{s.suite} not tested"

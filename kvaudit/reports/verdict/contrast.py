@@ -167,7 +167,7 @@ class CellName:
 
     @property
     def place(self) -> CellPlace:
-        """The five fields as a tuple, which serves as a key."""
+        """The key of the cell and its difference, as a tuple: estimand, arm, policy, suite, length."""
         return self.estimand, self.arm, self.policy, self.suite, self.context_tokens
 
     @property

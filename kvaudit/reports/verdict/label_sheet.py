@@ -82,17 +82,20 @@ class Key:
 
 
 def key_path(sheet: Path) -> Path:
-    """Return the path of the key of a sheet."""
+    """Return the path of a label sheet's key, the file that says whose answers its rows show."""
     return sheet.with_suffix(".key.json")
 
 
 def render_key(key: Key) -> str:
-    """Return the key as JSON."""
+    """Return the key of a label sheet (which says whose answers its rows show) as JSON."""
     return json.dumps(asdict(key), ensure_ascii=True, indent=1) + "\n"
 
 
 def read_key(sheet: Path) -> Key:
-    """Read the key of a sheet; raises DataError if it is missing or no key."""
+    """Read the key of a label sheet; raises DataError if it is missing or no key.
+
+    The key says whose answers the rows of the sheet show.
+    """
     path = key_path(sheet)
     try:
         return _parse_key(json.loads(path.read_text(encoding="utf-8")))

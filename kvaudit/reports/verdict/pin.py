@@ -59,7 +59,7 @@ class Pin:
         return hashlib.sha256(json.dumps(weights, separators=(",", ":")).encode()).hexdigest()
 
     def weights(self, arm: str) -> dict[int, str]:
-        """Return the sha256 of an arm's weights by seed."""
+        """Return the sha256 of an arm's pinned weights by training seed."""
         return {c.seed: c.sha256 for c in self.checkpoints if c.arm == arm}
 
     def differences(

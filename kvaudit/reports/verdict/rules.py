@@ -83,7 +83,7 @@ class Rules:
         return None if estimand in self.estimand_margins else self.ratios.get(suite)
 
     def holds(self, metric: str) -> bool:
-        """Return whether a suite or facet has a margin or a ratio."""
+        """Return whether a margin or a limit on the ratio of rates is declared for a suite or facet."""
         return metric in self.margins or metric in self.ratios
 
 
@@ -328,7 +328,7 @@ class Ratio:
 
     @property
     def is_within(self) -> bool:
-        """Whether the ratio is shown to lie below the limit."""
+        """Whether the ratio is shown to lie below the limit: its upper confidence bound does."""
         return self.times.upper < self.limit
 
 

@@ -325,7 +325,7 @@ def with_ratio(design: Design, ratio: float | None, happens: float | None) -> De
 
 
 def check_design(design: Design) -> None:
-    """Raise SpecError for the first invalid option."""
+    """Raise SpecError for the first option of a planned run that is invalid."""
     for name, most in _COUNTS.items():
         value, least = getattr(design, name), 2 if name == "clusters" else 1
         if not least <= value <= most:

@@ -176,7 +176,7 @@ class Verdict:
 
     @property
     def gated(self) -> list[Decision]:
-        """The cells that decide the verdict."""
+        """The decisions on the cells that decide the verdict."""
         return [d for d in self.decisions if d.gated]
 
     @property
@@ -219,7 +219,7 @@ class Decided:
 
     @property
     def comparison(self) -> Comparison:
-        """The two sides of every difference."""
+        """The comparison that the run makes: its arms and policies, and what each is compared with."""
         return self.drift.comparison
 
     @property

@@ -120,7 +120,7 @@ class Problems:
     scales: dict[str, OffScaleScores] = field(default_factory=dict)
 
     def add(self, text: str, metric: str = ANY_METRIC) -> None:
-        """Add the ``text`` of a problem, for one answer that was skipped."""
+        """Add the ``text`` of a problem that made the reader skip one answer of ``metric``."""
         self.texts.append(text)
         self.counts[metric] += 1
 
@@ -185,7 +185,7 @@ def first_objects(path: Path) -> list[dict[str, Any]]:
 
 
 def json_object(raw: bytes) -> dict[str, Any] | None:
-    """Return a JSON object, None for anything else."""
+    """Return the JSON object in ``raw``, None if it is anything else."""
     try:
         value = json.loads(raw)
     except (ValueError, RecursionError):
@@ -222,7 +222,7 @@ def _normalised(value: Any) -> Any:
 
 
 def metric_name(text: str) -> str:
-    """Return a metric's name in printable form."""
+    """Return a metric's name as one printable line of limited length."""
     return inline(clip(text, _MAX_METRIC_LENGTH))
 
 

@@ -240,7 +240,7 @@ class _JsonLog:
         return name == HEADER
 
     def json(self, name: str) -> dict[str, Any]:
-        """Return the header or a sample; raises DataError if it is no object."""
+        """Return the JSON object called ``name``, the header or a sample; raises DataError if it is no object."""
         value = self._log if name == HEADER else self._members[name]
         if not isinstance(value, dict):
             raise DataError("not a JSON object")

@@ -52,7 +52,7 @@ class LmEval(Reader):
         return not path.is_dir() and any(set(row) >= _KEYS for row in first_objects(path))
 
     def read(self, path: Path, request: Request) -> Log:
-        """Return every metric of every line."""
+        """Return the log with a row for every metric of every line."""
         problems, shared = Problems(), SharedFields("doc.")
         scores, decoding, questions = CollectedScores(problems), set[str](), _Questions()
         repeats = Counter[str]()  # lines of each document in a log that names no filters

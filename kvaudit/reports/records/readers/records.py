@@ -51,7 +51,7 @@ class Records(Reader):
         return any(keys <= set(row) and row["format"] in READABLE_FORMATS for row in first_objects(path))
 
     def read(self, path: Path, request: Request) -> Log:
-        """Return the records of one arm under one policy."""
+        """Return the log of the selected records, which are of one arm under one policy."""
         data = load_run(path) if path.is_dir() else None
         frame, problems = _read_file(path) if data is None else (data.records, data.problems)
         files = set(frame["file"].astype(str))
