@@ -105,7 +105,7 @@ def read_sides(
 
 @dataclass(frozen=True)
 class MetricComparison:
-    """The comparison of two files on one metric."""
+    """The comparison of two files on one metric: findings with the verdict, notes to print, the paired records."""
 
     sides: Sides
     metric: str

@@ -99,7 +99,10 @@ class Grid:
 
 @dataclass(frozen=True)
 class Screen:
-    """The first screen of a run's report. ``facts`` are names and values; ``alarm`` is shown before anything else."""
+    """The first screen of a run's report. ``facts`` are names and values, such as the model and the date.
+
+    ``alarm`` is shown before anything else.
+    """
 
     title: str
     status: Status

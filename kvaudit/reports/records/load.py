@@ -69,7 +69,10 @@ class Evidence:
 
 @dataclass(frozen=True)
 class RunData:
-    """What a report reads of a run. ``records`` has a row per graded sample; ``file`` and ``line`` name its record."""
+    """The content of a run folder as a report reads it: records, spec, provenance, telemetry and problems.
+
+    ``records`` has a row per graded sample; ``file`` and ``line`` name its record.
+    """
 
     run: Path
     records: pd.DataFrame

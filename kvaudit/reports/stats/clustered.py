@@ -39,7 +39,7 @@ class Totals(NamedTuple):
 
 
 class ManyTotals(NamedTuple):
-    """The ``Totals`` of many samples with the same clusters."""
+    """The ``Totals`` of many samples [...] with the same clusters, for computing all at once."""
 
     sums: Array  # [..., C]
     counts: Array  # [C] items, or [..., C] if they differ

@@ -126,8 +126,8 @@ def _answers_of_gated_cell(answers: Mapping[CellPlace, PairedAnswers], cell: Key
 class CellLabels(CellName):
     """The human labels (1 as wanted, 0 not) of one gated cell, by hash of the labelled text.
 
-    ``seed`` and ``concordant`` (a number) fix which of the pairs that the judge graded alike were drawn. ``spread`` is
-    whether they were drawn in turn over the templates, as they are since format 3.
+    ``seed`` and ``concordant`` (a number) fix which of the pairs that the judge graded alike were drawn. ``spread``
+    says whether they were drawn in turn over the templates, which formats before 3 did not do.
     """
 
     seed: int

@@ -369,7 +369,7 @@ _STEP = 1.1
 
 
 class LayoutItem(NamedTuple):
-    """The template and the facets of one item of a suite."""
+    """One item of a suite as planning sees it: its template and its facets."""
 
     cluster: str
     facets: tuple[str, ...]
@@ -379,7 +379,7 @@ Layout = Sequence[LayoutItem]  # one round, in the order in which items are aske
 
 
 class Metric(NamedTuple):
-    """What is to pass, with its margin in score units: a suite's score, or one of its facets."""
+    """A metric that a planned run is to pass, a suite's score or one of its facets, with its margin in score units."""
 
     suite: str
     facet: str | None

@@ -261,7 +261,7 @@ def parse_number(text: str) -> float:
 class CollectedScores:
     """The scores of a file and the errors among them, collected while the file is read.
 
-    ``report`` drops metrics of which no value is a number.
+    ``report`` drops the errors of metrics of which no value is a number.
     """
 
     problems: Problems
