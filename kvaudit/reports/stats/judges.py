@@ -197,7 +197,10 @@ def _part(weight: float, proportion: Proportion) -> Part:
 
 
 def _gap(reference: Proportion, candidate: Proportion) -> Part:
-    """Return the gap candidate - reference with its interval; if an arm has no labels, the widest that is possible."""
+    """Return the gap candidate - reference of one rate (sensitivity or specificity) of the judge, with its interval.
+
+    If an arm has no labels, the interval is the widest that is possible.
+    """
     if reference.estimate is None or candidate.estimate is None:
         return Part(1.0, 0.0, candidate.low - reference.high, candidate.high - reference.low)
     gap = mover([_part(1.0, candidate), _part(-1.0, reference)])

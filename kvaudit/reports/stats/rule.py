@@ -89,8 +89,8 @@ def calls(
     """Return the outcome (``Call``) of each cell [...] from its one-sided bounds at ``alpha`` and adjusted p-value.
 
     ``clusters`` is the effective number (``effective_clusters``), since few large templates may carry the loss.
-    ``shown`` [...] is the result of the template rule (``shows_margin``). Whether a drop is significant follows from
-    the p-value adjusted for multiple testing, also beside a PASS.
+    ``shown`` [...] is the result of the template rule (``shows_margin``). A drop is significant if its p-value,
+    adjusted for multiple testing, is; a PASS may have a significant drop too.
     """
     return calls_of(
         np.asarray(lower) > -margin,

@@ -172,7 +172,7 @@ def _arm_verdicts(gated: Sequence[Decision]) -> tuple[ArmVerdict, ...]:
 
 
 def _headline(decisions: Sequence[Decision]) -> int | None:
-    """Return the index of the gated cell that decides: the worst status, then the lowest bound relative to its margin.
+    """Return the index of the gated cell to quote: the worst status, then the lowest bound relative to its margin.
 
     Only cells with an effect count; cells that are not measurable count only if no cell is measurable. None without
     any.

@@ -145,7 +145,7 @@ def _is_chosen(c: Contrast, rules: Rules) -> bool:
 
 
 def _is_decided(c: Contrast, sides: Comparison, rules: Rules) -> bool:
-    """Return whether a metric is decided: a facet with a margin, or a suite's score.
+    """Return whether a metric is decided: a facet that has a margin, or in most cases a suite's score.
 
     A suite's score is not decided if only facets of the suite have margins. A suite without any margin is decided too,
     so that its cell says that the margin is missing; not in a run in rounds.
