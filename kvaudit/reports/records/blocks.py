@@ -155,8 +155,7 @@ def _facets(tables: Sequence[Any], formats: Sequence[int]) -> dict[str, list[flo
 
 
 def _spans(tables: Sequence[Mapping[str, _SpanLine]]) -> dict[str, list[float]]:
-    """Return, for every span, the share of its cache entries that was kept, by record; NaN where a record lacks the
-    span.
+    """Return, for every span, the share of its cache entries that was kept, by record; NaN where a record lacks it.
 
     A span is a named text of the prompt, such as "rule". Raises ValueError for an unknown name, bad share or bad place.
     """

@@ -65,8 +65,7 @@ class ContextsSection(Section[tuple[ContextEffect, ...]]):
         return tuple(_effects(inputs.decided.drift)) or None
 
     def tables(self, value: tuple[ContextEffect, ...], decided: Decided) -> Iterator[Table]:
-        """Yield the table of rates of each facet: on the rows as published, on the same rows in a context, and the
-        difference.
+        """Yield the table of rates of each facet, on the rows as published and in the context, and of the difference.
 
         A context is text that is put around the rows.
         """

@@ -410,10 +410,7 @@ def _unwanted(panel: Panel, weights: list[Weights], present: npt.NDArray[np.bool
 
 
 def _unread(panel: Panel, weights: list[Weights], recorded: npt.NDArray[np.bool_]) -> Rates:
-    """Return both sides' shares of unreadable answers.
-
-    They are mean(best) - mean(floor) of the scores, as ``best`` counts an unreadable answer as 1 and ``floor`` as 0.
-    """
+    """Return both sides' shares of unreadable answers: mean(best - floor), which count such an answer as 1 and as 0."""
     candidate, reference = (
         float(np.mean([(panel.best[cell] - panel.floor[cell])[recorded] for cell in side]))
         for side in two_sides(weights)
@@ -457,10 +454,7 @@ def _combine(table: Scores, weights: Weights, present: npt.NDArray[np.bool_]) ->
 
 
 def _between(plus: Scores, minus: Scores, weights: Weights, present: npt.NDArray[np.bool_]) -> Array:
-    """Return the weighted sums [N] of ``_combine``, but from two tables of scores.
-
-    Cells of positive weight take their scores from ``plus``, all others from ``minus``.
-    """
+    """Return the sums [N] of ``_combine``, with scores from ``plus`` where the weight is positive, else from ``minus``."""
     return _combine(plus, {cell: weight for cell, weight in weights.items() if weight > 0}, present) + _combine(
         minus, {cell: weight for cell, weight in weights.items() if weight <= 0}, present
     )
