@@ -454,7 +454,7 @@ def _combine(table: Scores, weights: Weights, present: npt.NDArray[np.bool_]) ->
 
 
 def _between(plus: Scores, minus: Scores, weights: Weights, present: npt.NDArray[np.bool_]) -> Array:
-    """Return the sums [N] of ``_combine``, with scores from ``plus`` where the weight is positive, else from ``minus``."""
+    """Return the sums [N] of ``_combine``, with scores from ``plus`` for positive weights, else from ``minus``."""
     return _combine(plus, {cell: weight for cell, weight in weights.items() if weight > 0}, present) + _combine(
         minus, {cell: weight for cell, weight in weights.items() if weight <= 0}, present
     )
