@@ -112,7 +112,7 @@ def write_report(run: Path, overrides: GateOverrides | None = None) -> Findings:
 
 
 def write_decided_run(data: RunData, verdict: Findings) -> Findings:
-    """Write the report and the cards of a decided run; return the findings with every section."""
+    """Write the report of a decided run and the sections of its model cards; return the findings with every section."""
     # the formats import matplotlib, which takes a second that a verdict need not wait for
     from kvaudit.reports.page.formats import write_pages
     from kvaudit.reports.page.formats.disclosure import render_card

@@ -64,7 +64,7 @@ class AnswerGroup:
 
     @property
     def names(self) -> str:
-        """The names of the first subjects as text, and how many more there are."""
+        """The names of the first settings or arms of the group as text, and how many more there are."""
         return join_names(map(shorten, self.subjects))
 
     @property
@@ -98,7 +98,7 @@ class Answer:
 
 
 def answers(decided: Decided) -> tuple[Answer, ...]:
-    """Return the answers to the report's questions: to all three for trained arms, else to "serving" alone."""
+    """Return an ``Answer`` to each question of the report: to all three for trained arms, else to "serving" alone."""
     sides, gated, reasons = decided.comparison, decided.verdict.gated, decided.verdict.reasons
     result, seeds = list[Answer](), len(sides.seeds)
     scope = f"for {plural(seeds, 'seed')}, no claim about the recipe: " if seeds < SEEDS_NEEDED else ""
@@ -181,8 +181,9 @@ def _not_measurable_count(cells: Sequence[Decision], status: Status) -> str:
 def severity_order(sides: Comparison) -> Callable[[Decision], tuple[int, int, float]]:
     """Return a sort key that puts the worst cell first.
 
-    Among cells of one status, safety facets come first, other facets next, scores (in which opposite errors cancel)
-    last. Within each of these kinds the cell whose bound lies furthest beyond its margin comes first.
+    Among cells of one status, those of safety facets come first, then other facets, then scores, in which opposite
+    errors cancel. Among cells of one of these three kinds, the one whose bound lies furthest beyond its margin comes
+    first.
     """
 
     def key(d: Decision) -> tuple[int, int, float]:
@@ -277,7 +278,7 @@ def _limit_and_bound(sides: Comparison, d: Decision) -> tuple[str, str]:
 def _sign(sides: Comparison, d: Decision) -> int:
     """Return the factor from a cell's drift to percentage points of the event shown: 100, or -100 for an unwanted one.
 
-    A drift is that of the wanted outcome, so more of an unwanted event is a negative drift.
+    A drift counts the wanted outcome, so more of an unwanted event is a negative drift.
     """
     facet = facet_of_metric(sides, d.suite)
     return 100 if facet is None or facet.wanted else -100

@@ -55,7 +55,10 @@ SENTENCES = {
 
 
 def make_banner(findings: Findings, title: str, description: str, lines: Iterable[str]) -> Banner:
-    """Return the banner of a run or of a comparison of two files."""
+    """Return the banner of a run or of a comparison of two files.
+
+    ``description`` says what the quoted drift compares, and ``lines`` go below it.
+    """
     head = findings.verdict.head
     return Banner(
         title=inline(title),
@@ -69,7 +72,7 @@ def make_banner(findings: Findings, title: str, description: str, lines: Iterabl
 
 
 def run_banner(findings: Findings) -> Banner:
-    """Return the banner of a run."""
+    """Return the banner of a run, which is the top of its report."""
     head = findings.verdict.head
     title = f"KV-cache compression audit: {findings.drift.run}"
     return make_banner(findings, title, describe_cell(findings, head) if head else "", banner_lines(findings, head))
@@ -216,9 +219,9 @@ def churn_words(findings: Decided, d: Decision) -> str:
 
 
 def unscored_lines(sides: Comparison, head: Decision) -> list[str]:
-    """Return a line with two drifts: if all unscored answers counted against the candidate, and if all counted for it.
+    """Return a line with the drift of ``head``, all unscored answers counted against the candidate, then for it.
 
-    Empty if no answer is unscored.
+    For a facet these are the answers in which it could not be read. Empty if there are none.
     """
     if head.worst is None or head.best is None or head.worst == head.best:
         return []

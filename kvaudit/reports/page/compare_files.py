@@ -51,7 +51,7 @@ class Sides:
 
     @property
     def names(self) -> tuple[str, str]:
-        """The names of both files, with folder or chosen cell if needed to distinguish them."""
+        """The names of both files, with folder, arm or policy added where the names alone do not tell them apart."""
         files = self.reference.path, self.candidate.path
         has_same_name = files[0].name == files[1].name and files[0] != files[1]
         file_names = ("/".join(path.parts[-2:]) if has_same_name else path.name or str(path) for path in files)
@@ -83,7 +83,8 @@ def read_sides(
 ) -> Sides:
     """Read both files; ``cluster`` is the --cluster option, ``select`` chooses a cell of each file that has several.
 
-    Raises SpecError and DataError for files that cannot be read, and for a run whose checkpoints were changed after it.
+    ``lower_is_better`` and ``higher_is_better`` say which way a metric is better, if its name does not. Raises
+    SpecError and DataError for files that cannot be read, and for a run whose checkpoints were changed after it.
     """
     if cluster is not None and items_are_independent:
         raise SpecError("--cluster and --items-are-independent contradict each other; give one")
@@ -104,7 +105,7 @@ def read_sides(
 
 @dataclass(frozen=True)
 class MetricComparison:
-    """The comparison of two files on one metric."""
+    """The comparison of two files on one metric: findings with the verdict, notes to print, the paired records."""
 
     sides: Sides
     metric: str
@@ -197,7 +198,10 @@ def compare(
 
 
 def _refuse_rounds(sides: Sides) -> None:
-    """Raise SpecError for a run in rounds, whose rows ended because its own gate had decided."""
+    """Raise SpecError if a file is a kvaudit run in rounds.
+
+    Such a run stops asking once its own gate has decided, so bounds for a fixed number of rows do not hold for it.
+    """
     for log in (sides.reference, sides.candidate):
         if log.run is not None and log.run.spec.evaluate.rounds is not None:
             raise SpecError(
@@ -208,7 +212,7 @@ def _refuse_rounds(sides: Sides) -> None:
 
 
 def _comparison(title: str, records: pd.DataFrame, seeds: Sequence[int]) -> Comparison:
-    """Return a comparison like that of a training run: the two files are its two arms, both served uncompressed."""
+    """Return the two files as a ``Comparison``, as if they were two trained arms, both served uncompressed."""
     lengths = {
         str(suite): tuple(sorted(map(int, contexts.unique())))
         for suite, contexts in records.groupby("suite", observed=True)["context_tokens"]
@@ -254,7 +258,11 @@ def parse_ratios(texts: Sequence[str]) -> dict[str, float]:
 
 
 def _parse_named_numbers(texts: Sequence[str], option: str, expected: str) -> dict[str, float]:
-    """Parse texts NAME=NUMBER into a dict; a number without a name has the key ""."""
+    """Parse texts NAME=NUMBER into a dict by name; a number without a name has the key "".
+
+    ``option`` (such as --margin) and ``expected`` (what to give instead) are words for the error. Raises SpecError for
+    anything but a number, and for a name given twice.
+    """
     numbers: dict[str, float] = {}
     for text in texts:
         name, _, number = text.rpartition("=")
@@ -289,7 +297,8 @@ def _margins(
 ) -> dict[str, float]:
     """Return margins in score units (0.05 = 5 pp) by suite or facet: those named by the user, and ``margin`` elsewhere.
 
-    In a suite that the user gave neither margin nor ratio, ``margin`` holds for every metric of ``_deciding_metrics``.
+    ``by_name`` and ``ratios`` are what the user gave by name. In a suite that has neither, ``margin`` holds for every
+    metric of ``_deciding_metrics``.
     """
     names = _checked_names(comparison, by_name, "--margin")
     points = dict(by_name)
@@ -325,9 +334,9 @@ def _ratios(comparison: Comparison, by_name: Mapping[str, float]) -> dict[str, f
 
 
 def _checked_names(comparison: Comparison, by_name: Iterable[str], option: str) -> tuple[str, ...]:
-    """Return the names of all suites and facets; raises UnknownName if ``by_name`` contains any other.
+    """Return the names of all suites and facets; raises UnknownName if a name given by the user is none of them.
 
-    ``option`` is the command-line option that the error names.
+    ``by_name`` are the names that the user gave, ``option`` is the command-line option that the error mentions.
     """
     names = (*comparison.suites, *comparison.facets)
     for name in by_name:
@@ -337,9 +346,9 @@ def _checked_names(comparison: Comparison, by_name: Iterable[str], option: str) 
 
 
 def compare_judges(first: MetricComparison, second: MetricComparison) -> TwoJudges:
-    """Return the comparison of two judges, whose grades are one metric each.
+    """Return the comparison of two judges; the grades of each judge are one metric in both files.
 
-    Raises SpecError if the two metrics come from different files.
+    Raises SpecError if ``first`` and ``second`` compare different files.
     """
     if first.sides is not second.sides:
         raise SpecError("two judges must have labelled the same two files; these metrics are of different files")
@@ -357,9 +366,10 @@ def _kappa_of_arm(first: MetricComparison, second: MetricComparison, arm: str) -
 
 
 def _seeds(records: pd.DataFrame) -> tuple[pd.DataFrame, list[int]]:
-    """Return the records and the seeds to pair; a reference with one seed is paired with every seed of the candidate.
+    """Return the records, and the training seeds by which the two files are paired.
 
-    If that one seed is also a seed of the candidate, the reference's records get a seed number that no other has.
+    A reference with a single seed is paired with every seed of the candidate. If that seed is also one of the
+    candidate's, the reference's records get a seed number that is not in use.
     """
     by_arm = records.groupby("arm")["train_seed"].unique()
     reference, candidate = (set(map(int, by_arm[arm])) for arm in (REFERENCE, CANDIDATE))

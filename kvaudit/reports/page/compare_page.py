@@ -120,7 +120,7 @@ def judges_table(two_judges: TwoJudges) -> Table:
 
 
 def agreement_notes(two_judges: TwoJudges) -> tuple[str, ...]:
-    """Return a sentence per file with the kappa of the two judges."""
+    """Return a sentence for each of the two files with the agreement (Cohen's kappa) of the two judges on it."""
     sides = ((REFERENCE, two_judges.reference), (CANDIDATE, two_judges.candidate))
     return tuple(f"Answers of the {name}: {_kappa(k)}" for name, k in sides)
 
@@ -135,7 +135,7 @@ def _kappa(k: Kappa | None) -> str:
 
 
 def comparison_sections(compared: MetricComparison, two: TwoJudges | None = None) -> list[Passage]:
-    """Return the sections of the page in order, without empty ones."""
+    """Return the sections of the page in order, without empty ones; ``two`` is given if two judges are compared."""
     cautions = comparison_cautions(compared)
     sections = [
         Passage(
@@ -217,6 +217,6 @@ def comparison_files(compared: MetricComparison, two: TwoJudges | None = None) -
 
 
 def comparison_page(compared: MetricComparison, two: TwoJudges | None = None) -> Page:
-    """Return the page that every format renders."""
+    """Return the page of a comparison of two files, from which HTML, Markdown, JSON and terminal text are rendered."""
     sections = tuple(comparison_sections(compared, two))
     return Page(compared.findings, comparison_banner(compared), sections, tuple(remarks(compared.findings)))

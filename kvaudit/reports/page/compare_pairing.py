@@ -85,9 +85,10 @@ def _unshared_metrics(a: Log, b: Log) -> list[tuple[str, list[str]]]:
 def pair_logs(
     a: Log, b: Log, metric: str, *, lower_is_better: bool = False, own_clusters: bool = False
 ) -> PairedScores:
-    """Return the paired rows of one metric. ``own_clusters``: the user named the clusters (--cluster).
+    """Return the paired rows of one metric; ``a`` is the reference file, ``b`` the candidate.
 
-    Raises DataError for scores outside [0, 1], SpecError if --cluster matches nothing.
+    ``own_clusters``: the user named the clusters (--cluster). Raises DataError for scores outside [0, 1], SpecError if
+    --cluster matches nothing.
     """
     check_scale(a, b, metric)
     tables = [log.rows[log.rows["metric"] == metric].drop(columns="metric") for log in (a, b)]
@@ -182,7 +183,11 @@ def _log_notes(a: Log, b: Log, metric: str) -> Iterator[str]:
 
 
 def _unify_suite_names(tables: list[pd.DataFrame], a: Log) -> list[pd.DataFrame]:
-    """Give files with one suite each the same suite name, unless both name theirs differently."""
+    """Return the tables with the same suite name in both, if each file has one suite and their names do not differ.
+
+    A suite without a name takes that of the other file. If the files cannot share a name, nothing changes but that
+    suites without a name get a default one.
+    """
     suite_names = [set(table["suite"]) - {ONE_SUITE} for table in tables]
     single = all(table["suite"].nunique() == 1 for table in tables) and len(suite_names[0] | suite_names[1]) < 2
     name = str(min(suite_names[0] | suite_names[1], default=ONE_SUITE)) if single else ONE_SUITE
@@ -350,7 +355,10 @@ class Direction(NamedTuple):
 
 
 def direction_of(logs: Sequence[Log], metric: str, *, lower: bool, higher: bool) -> Direction:
-    """Return which way a metric is better; raises SpecError if neither the options nor the name settle it."""
+    """Return which way a metric is better; raises SpecError if neither the options nor the name settle it.
+
+    ``lower`` and ``higher`` are the options --lower-is-better and --higher-is-better.
+    """
     if lower and higher:
         raise SpecError("--lower-is-better and --higher-is-better contradict each other; give one")
     oriented = [log for log in logs if READERS.get(log.reader).has_direction]
@@ -381,9 +389,9 @@ def names_harm(name: str) -> bool:
 
 
 def _has_word(name: str, beginnings: tuple[str, ...], whole: Collection[str], but: tuple[str, ...] = ()) -> bool:
-    """Return whether a word of ``name``, or two in a row, is one of ``whole`` or begins like one of ``beginnings``.
+    """Return whether a word of ``name`` is in ``whole``, or starts with one of ``beginnings`` but with none of ``but``.
 
-    Words that begin like one of ``but`` do not count.
+    Two adjacent words are also tried as one word for ``beginnings`` ("strong_reject" as "strongreject").
     """
     words = [word for word in re.split(r"[^a-z0-9]+", _CAMEL.sub("_", name).lower()) if word]
     pairs = ["".join(pair) for pair in pairwise(words)]  # strong_reject
@@ -392,9 +400,9 @@ def _has_word(name: str, beginnings: tuple[str, ...], whole: Collection[str], bu
 
 
 def _names_to_check(logs: Sequence[Log], metric: str) -> Iterator[str]:
-    """Yield the names that may say which way a metric is better: its own; if that is generic ("score"), also others.
+    """Yield the names that may say which way a metric is better.
 
-    The others are those of the suites and of the task.
+    The first is the metric's own name. If that is generic ("score"), the names of the suites and of the task follow.
     """
     yield metric
     if metric.lower() not in _GENERIC_NAMES:

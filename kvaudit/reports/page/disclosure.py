@@ -97,7 +97,7 @@ class MeasuredCell:
 
     @property
     def sentence(self) -> str:
-        """The metric as a sentence with its drift, margin and reason."""
+        """What the cell measures, with its drift, margin and reason, as a sentence."""
         margin = "" if self.margin is None else f", margin {100 * self.margin:.4g} pp"
         return f"{self.says} {self.number}{margin}. {self.why}".strip()
 
@@ -135,7 +135,7 @@ def disclosure_of(page: Page, arm: str | None = None) -> Disclosure:
 
 
 def findings_of_arm(findings: Findings, arm: str) -> Findings:
-    """Return the findings of one arm alone: its decisions, its verdict, and what each report section has on it."""
+    """Return the findings of one arm alone: its decisions, its verdict, and what every report section has about it."""
     verdict = findings.verdict
     decisions = tuple(d for d in verdict.decisions if d.arm == arm)
     arm_verdict = next((a for a in verdict.arms if a.arm == arm), None)
@@ -320,7 +320,10 @@ def _ledger_facts(
 
 
 def _shared_entries(checkpoints: Mapping[int, Mapping[str, Any]], key: str) -> Mapping[str, Any]:
-    """Return, of the mapping ``key`` in each checkpoint of an arm, the entries that are equal in all of them."""
+    """Return the entries that all checkpoints of an arm have in common in their mapping ``key``.
+
+    ``checkpoints`` holds the metadata of each checkpoint by training seed.
+    """
     tables = [table_of(checkpoint, key) for checkpoint in checkpoints.values()]
     if not tables:
         return {}
@@ -378,9 +381,9 @@ def _not_evaluated(findings: Findings) -> Facts:
 
 
 def _rollouts_not_served(findings: Findings) -> Fact:
-    """Return the policies under which rollouts were sampled and under which this run evaluated nothing.
+    """Return the policies under which rollouts were sampled but under which this run evaluated nothing.
 
-    Not applicable if there are none; unknown if there are none and the rollout policy of some arm is unknown.
+    If there are no such policies, the fact is unknown if some arm's rollout policy is unknown, else not applicable.
     """
     declared, policies, rollouts = table_of(findings.provenance, "declared"), findings.comparison.policies, list[Any]()
     for arm in findings.comparison.arms:

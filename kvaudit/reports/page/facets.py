@@ -51,7 +51,7 @@ class Event:
 
     @property
     def name(self) -> str:
-        """The name of the event: that of its facet, or "broken form" for the facet ``well_formed``."""
+        """The name of the event: the facet's own name, or "broken form" for the facet ``well_formed``."""
         return "broken form" if self.facet.name == WELL_FORMED else self.facet.name
 
     @property
@@ -101,7 +101,7 @@ class Event:
 
     @property
     def _mirrored(self) -> bool:
-        """Whether the event is the opposite of the wanted outcome, which is what the stored rates count."""
+        """Whether the event is unwanted, so that its rates are 1 minus the stored rates of the wanted outcome."""
         return not self.facet.wanted or self.facet.name == WELL_FORMED
 
 

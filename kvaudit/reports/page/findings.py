@@ -77,7 +77,7 @@ def flip_link(findings: Findings, example: Example) -> str:
 
 
 def _linked_estimand(sides: Comparison, estimand: str, policy: str) -> str:
-    """Return the kind of contrast to which links to a cell's flips (items with differing answers) point.
+    """Return the kind of difference under whose name the pages list a cell's flips (items with differing answers).
 
     It is ``estimand`` itself, but "alike" for "deployed" under an uncompressed policy, where both are the same
     difference.

@@ -51,7 +51,10 @@ SIGNS, MEANS = ({status: look[place] for status, look in _LOOKS.items()} for pla
 
 @dataclass(frozen=True)
 class GridCell:
-    """A gated cell as shown in the grid. ``says`` is its tooltip; ``bound`` is shown where there are no tooltips."""
+    """A gated cell as shown in the grid. ``says`` is its tooltip.
+
+    ``bound``, a text with the deciding confidence bound, is shown where there are no tooltips.
+    """
 
     status: Status
     text: str
@@ -96,7 +99,10 @@ class Grid:
 
 @dataclass(frozen=True)
 class Screen:
-    """The first screen of a run's report. ``facts`` are names and values; ``alarm`` is shown before anything else."""
+    """The first screen of a run's report. ``facts`` are names and values, such as the model and the date.
+
+    ``alarm`` is shown before anything else.
+    """
 
     title: str
     status: Status

@@ -231,9 +231,10 @@ def draw_heatmap(findings: Findings) -> Drawing | None:
 def status_of(
     c: Contrast, margin: float | None, decided: Status | None = None, *, is_measurable: bool = True
 ) -> Status:
-    """Return the status of a contrast: the gate's, ``decided``, or if it is None that of the same rule.
+    """Return the status of a contrast: ``decided``, which the gate gave, unless that is None.
 
-    Without the gate there is no adjustment for multiple testing.
+    If it is None, the gate's rule is applied without adjustment for multiple testing. ``is_measurable`` is False if the
+    reference has nothing to lose.
     """
     if decided is not None:
         return decided

@@ -141,7 +141,10 @@ def _check_probe(run: RunData) -> None:
 
 
 def check_same_requests(requests: Mapping[str, str], baseline: RunData) -> None:
-    """Raise DataError for a baseline that is not a probe, or to which other requests (hashes by name) were sent."""
+    """Raise DataError for a baseline that is not a probe, or that was sent other requests.
+
+    ``requests`` maps names such as "items of refusal at 192" to a hash or to sampling settings.
+    """
     _check_probe(baseline)
     earlier = recorded(baseline.provenance, ENDPOINT_REQUESTS)
     changed = [key for key in sorted({*requests, *earlier}) if requests.get(key) != earlier.get(key)]
@@ -192,7 +195,7 @@ def _with_transcript_hashes(data: RunData, rows: pd.DataFrame) -> pd.DataFrame:
 
 
 class _ItemDraws(NamedTuple):
-    """How the repeated answers to one item differ: the shares of pairs that differ in words and in score.
+    """How the repeated answers to one item differ: the shares of pairs of answers that differ in words, and in score.
 
     ``scores`` is None unless two answers were scored.
     """
@@ -290,9 +293,9 @@ def _item_means(records: pd.DataFrame) -> pd.DataFrame:
 
 
 def _with_signs(lengths: list[Length]) -> Iterator[Length]:
-    """Yield the lengths with ``sign`` set: whether the loss is significant. Only suites' scores can be (``decides``).
+    """Yield the lengths with ``sign`` set: whether the loss with length is significant.
 
-    Their p-values are adjusted together for multiple testing; facets never get a sign.
+    Only the scores of suites (``decides``) are tested, with p-values adjusted together; ``sign`` is False for facets.
     """
     # against the baseline where there is one
     deciding = {n: length.against or length.effect for n, length in enumerate(lengths) if length.decides}
@@ -323,7 +326,7 @@ def length_table(findings: ProbeFindings) -> Table:
 
 
 def lines(findings: ProbeFindings) -> Iterator[str]:
-    """Yield the sentences that explain the tables."""
+    """Yield the sentences that explain the tables of a probe."""
     yield _noise_line(findings)
     if findings.unscored:
         share = percent(findings.unscored / findings.records)

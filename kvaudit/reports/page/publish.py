@@ -63,7 +63,7 @@ def read_card(path: Path) -> str:
 
 
 def insert_section(card: str, section: str, name: str) -> str:
-    """Return the card with the section between its marks, or at the end if it has no marks.
+    """Return the text of a card with the section put between the marks of ``name``, or at the end if it has no marks.
 
     Raises DataError for marks that do not pair.
     """
@@ -84,9 +84,10 @@ def extract_section(card: str, name: str) -> str:
 
 
 def _span(card: str, name: str) -> tuple[int, int] | None:
-    """Return start and end of the marked section, None without marks; raises DataError for marks that do not pair.
+    """Return start and end of the section ``name`` in the text of a card, None if no marks enclose it.
 
-    The end includes a line break, so that inserting twice changes nothing. Marks in a block of code are an example.
+    The end includes a line break, so that inserting twice changes nothing. Marks in a block of code are an example and
+    do not count. Raises DataError for marks that do not pair.
     """
     card = _FENCED.sub(lambda block: " " * len(block[0]), card)
     begins, ends = card.count(BEGIN), card.count(END)

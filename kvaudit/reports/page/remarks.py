@@ -150,7 +150,7 @@ def _label_remarks(findings: Decided) -> Iterator[str]:
 
 
 def _tool_remarks(provenance: Mapping[str, Any]) -> Iterator[str]:
-    """Yield remarks on items whose tools the prompt lists as text, and on answers in a tool-call form not known."""
+    """Yield remarks on items whose tools the prompt lists as text, and on tool calls in a form unknown to kvaudit."""
     used = table_of(provenance, TOOL_FORMS_USED)
     counts = {str(suite): dict(forms) for suite, forms in used.items() if isinstance(forms, Mapping)}
     for form, text in _TOOL_REMARKS.items():
@@ -209,7 +209,11 @@ def _prompt_remarks(provenance: Mapping[str, Any]) -> Iterator[str]:
 
 
 def cautions(findings: Findings, head: Decision | None) -> list[str]:
-    """Return lines on what the quoted drift cannot show: unsampled templates, the other comparison, error rates."""
+    """Return lines on what the quoted drift cannot show: unsampled templates, error rates, the cell's other comparison.
+
+    A cell is compared with the reference served alike and with the uncompressed one; the banner quotes only one of
+    them.
+    """
     other_contrasts = [
         _other_contrast_line(findings.comparison, d)
         for d in findings.verdict.decisions
@@ -229,7 +233,7 @@ def cautions(findings: Findings, head: Decision | None) -> list[str]:
 def blind_spot_line(findings: Decided, head: Decision | None, fewest: int, units: str = "templates") -> str:
     """Return a line on the blind spot: the largest share of broken templates that the sample may have missed.
 
-    It is that of the cell ``head`` that the banner quotes, or without such a cell that of ``fewest`` templates.
+    ``head`` is the cell that the banner quotes; without one, the share is computed for ``fewest`` templates.
     """
     alpha = findings.rules.alpha
     if head and head.effect and head.blind_spot is not None:
@@ -262,9 +266,10 @@ def broken_template_lines(findings: Decided) -> list[str]:
 
 
 def _other_contrast_line(sides: Comparison, d: Decision) -> str:
-    """Return a sentence on the drift ``d``, which is of the same cell as the quoted one but by another comparison.
+    """Return a sentence on ``d``, the drift of the quoted cell by the comparison that is not quoted.
 
-    Compared are both sides under one policy ("alike"), or the candidate with the uncompressed reference ("deployed").
+    The two comparisons are "alike" (both sides under one policy) and "deployed" (the candidate under its policy against
+    the uncompressed reference).
     """
     assert d.effect is not None
     policy = sides.label(d.policy)

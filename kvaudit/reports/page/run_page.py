@@ -37,10 +37,9 @@ def page_of(findings: Findings) -> Page:
 
 
 def verdict_passages(findings: Findings) -> dict[int, Passage]:
-    """Return the passages about the verdict, by position.
+    """Return the passages about the verdict, by their position on the page.
 
-    The sections of a report state their own positions (``order``); the page sorts both kinds of passages together by
-    them.
+    The passages of report sections have positions too (``order``); the page sorts both kinds together.
     """
     moved_facets = facet_table(findings)
     return {

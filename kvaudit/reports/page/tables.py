@@ -92,7 +92,7 @@ def _worst(line: VerdictLine, names: Iterable[str]) -> str:
 def deployed_cells(findings: Decided, arm: str | None = None) -> list[Decision]:
     """Return the cells whose reference is uncompressed, the worst first.
 
-    Empty unless some of them have a compressed candidate.
+    The list is empty unless the candidate of one of them is compressed.
     """
     cells = [d for d in findings.verdict.decisions if d.effect and arm in (None, d.arm)]
     sides = findings.comparison

@@ -115,9 +115,10 @@ def _status_text(d: Decision) -> str:
 
 
 def _shuffled_changes(findings: Findings, d: Decision) -> str:
-    """Return how many answers change if only the order of the batch changes, under a decision's setting and without.
+    """Return how many answers change if only the order of the batch changes, under a setting and uncompressed.
 
-    An example is "; in another order 12 of 400 change, 3 uncompressed". Empty unless both were measured.
+    The setting is that of the decision. An example is "; in another order 12 of 400 change, 3 uncompressed". Empty
+    unless both numbers were measured.
     """
     policies = (d.policy, findings.comparison.uncompressed_of(d.policy))
     floors = [floor_at(findings.values.get("floor", ()), d.arm, name, d.suite, d.context_tokens) for name in policies]

@@ -93,10 +93,10 @@ _NO_FACETS: Mapping[str, bool | None] = {}
 
 
 def parse_block(raw: bytes) -> dict[str, Sequence[Any]] | None:
-    """Return the records on these lines as one column per field, or None if a line needs the strict reader.
+    """Return the records on these lines as one column per field, or None if a line is left to the strict reader.
 
-    Number fields are arrays, NaN for None. ``facets``, ``spans`` and ``survival`` are tables name -> numbers, for the
-    names that occur.
+    Number fields are arrays, NaN for None. The columns ``facets``, ``spans`` and ``survival`` are tables themselves: a
+    list of numbers for every name that occurs.
     """
     lines = raw.split(b"\n")
     if not lines[-1]:  # after the last newline
@@ -155,7 +155,7 @@ def _facets(tables: Sequence[Any], formats: Sequence[int]) -> dict[str, list[flo
 
 
 def _spans(tables: Sequence[Mapping[str, _SpanLine]]) -> dict[str, list[float]]:
-    """Return, for every span, the share of its cache entries that was kept, by record; NaN where it has none.
+    """Return, for every span, the share of its cache entries that was kept, by record; NaN where a record lacks it.
 
     A span is a named text of the prompt, such as "rule". Raises ValueError for an unknown name, bad share or bad place.
     """

@@ -69,7 +69,10 @@ class Evidence:
 
 @dataclass(frozen=True)
 class RunData:
-    """What a report reads of a run. ``records`` has a row per graded sample; ``file`` and ``line`` name its record."""
+    """The content of a run folder as a report reads it: records, spec, provenance, telemetry and problems.
+
+    ``records`` has a row per graded sample; ``file`` and ``line`` name its record.
+    """
 
     run: Path
     records: pd.DataFrame
@@ -278,7 +281,10 @@ def _step(row: Mapping[str, Any]) -> int:
 
 
 def read_evidence(run: Path) -> Evidence:
-    """Return scan, answers and recipe of a run folder, None for a missing one; raises DataError for another format."""
+    """Return what optional files of a run folder hold: a scan, a vendor's answers and the training recipe.
+
+    Each is None if its file is missing. Raises DataError for another format.
+    """
     recipe = read_recipe(run / RECIPE) if (run / RECIPE).exists() else None
     return Evidence(_evidence(run / SCAN), _evidence(run / ANSWERS), recipe)
 

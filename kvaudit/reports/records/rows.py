@@ -137,7 +137,7 @@ class Columns:
         return array
 
     def frame(self) -> pd.DataFrame:
-        """Return all rows, and empty the columns, so that memory never holds both."""
+        """Return all rows, and empty the columns, so that memory never holds the rows twice."""
         empty = np.full(self.rows, np.nan)  # one array for all empty columns, as nothing writes to a frame's columns
         names = [*WORDS, *WHOLE_NUMBERS, ANSWER_HASH, *REAL_NUMBERS, "file", "line"]
         columns = {name: self._column(name) if name in self._arrays else empty for name in names}

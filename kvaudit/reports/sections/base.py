@@ -171,7 +171,7 @@ class ContrastsSection(Section[tuple[Contrast, ...]]):
 def contrasts_of(decided: Decided, estimand: str, *, gated_only: bool = False) -> list[Contrast]:
     """Return the contrasts (measured differences) of one kind, ``estimand``.
 
-    With ``gated_only`` they are those under gated policies, if there are any.
+    With ``gated_only`` only those under gated policies are returned; if there are none, all are.
     """
     contrasts = [c for c in decided.contrasts if c.estimand == estimand]
     return [c for c in contrasts if gated_only and c.policy in decided.rules.primary] or contrasts
@@ -211,7 +211,7 @@ class SectionResults(NamedTuple):
 
 
 def compute_sections(inputs: Inputs, *depths: Depth) -> SectionResults:
-    """Compute the sections of the given depths.
+    """Compute the sections whose ``depth`` (how complete a report needs them) is one of ``depths``.
 
     A section that finds a file unusable has no value, and the reason is added to the problems.
     """

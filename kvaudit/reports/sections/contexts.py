@@ -1,6 +1,6 @@
 """What the contexts around items do to the uncompressed reference: its rates on the rows with and without the context.
 
-A context is text, such as small talk, in which a published row is asked to make the prompt long (SUITE@CONTEXT).
+A context is text, such as small talk, that is put around a published row to make the prompt long (SUITE@CONTEXT).
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ LARGE = 0.15  # share of the reference's answers: a context that moves more of t
 
 
 class ContextEffect(NamedTuple):
-    """The effect of one context on one metric of the reference: its answers to rows as published, and in the context.
+    """The effect of one context on one metric (score or facet) of the reference.
 
-    The metric is a facet or the score. ``bare`` are the answers to the published rows, ``within`` those in the context.
+    A context is text that is put around published rows. ``bare`` are the answers to the rows as published, ``within``
+    those to the same rows in the context.
     """
 
     bare: Answers
@@ -64,7 +65,10 @@ class ContextsSection(Section[tuple[ContextEffect, ...]]):
         return tuple(_effects(inputs.decided.drift)) or None
 
     def tables(self, value: tuple[ContextEffect, ...], decided: Decided) -> Iterator[Table]:
-        """Yield the rate of each facet as published and in the context, and the difference."""
+        """Yield the table of rates of each facet, on the rows as published and in the context, and of the difference.
+
+        A context is text that is put around the rows.
+        """
         several, rows = len({effect.served for effect in value}) > 1, []
         for effect in value:
             before, after = effect.shares
@@ -81,7 +85,7 @@ class ContextsSection(Section[tuple[ContextEffect, ...]]):
 
 
 def _effects(drift: Drift) -> Iterator[ContextEffect]:
-    """Yield the effect of each context on each metric of the suites that were also asked without it."""
+    """Yield the effect of each context (text around published rows) on each metric that was also asked without it."""
     for policy in drift.comparison.uncompressed:
         metrics = drift.answers.get(policy, ())
         bare = {(answers.suite, answers.facet): answers for answers in metrics}

@@ -84,7 +84,7 @@ class DoseCurve:
 
 @dataclass(frozen=True)
 class Doses:
-    """All curves of the section, and ``safe_budgets``, the last doses at which an arm was shown non-inferior."""
+    """All curves of the section, and ``safe_budgets``: the last budgets and lengths at which arms were non-inferior."""
 
     curves: tuple[DoseCurve, ...]
     cleared: tuple[SafeBudget, ...]
@@ -129,7 +129,10 @@ class DoseSection(Section[Doses]):
         return f"The steepest of {len(slopes)}: {c.arm} @ {c.family}, {c.suite}: {effect_text(slope)} per doubling."
 
     def draw(self, value: Doses, decided: Decided) -> Iterator[Drawing | None]:
-        """Yield two figures, the rate by budget and by length, with a panel per policy family (or policy) and suite."""
+        """Yield two figures, the rate by budget and by length, with a panel per suite and policy family (or policy).
+
+        A family are policies that differ only in their budget.
+        """
         for axis, name, against in (("budget", "doses", "cache budget"), ("length", "lengths", "context length")):
             yield _draw(value, decided, axis, name, f"Rate of every arm against the {against}, with 95 % intervals.")
 
@@ -139,7 +142,7 @@ class DoseSection(Section[Doses]):
 
 @dataclass(frozen=True)
 class _Scores:
-    """The scores [D, N] of one arm at D doses, with cluster codes [N].
+    """The scores [D, N] of one arm at D doses (cache budgets or context lengths), with cluster codes [N].
 
     N counts items, or templates if the items differ between the doses.
     """
@@ -162,7 +165,10 @@ def _budget_curves(drift: Drift, tables: Panels) -> Iterator[DoseCurve]:
 
 
 def _suites(drift: Drift, tables: Panels) -> Iterator[tuple[int, Panel]]:
-    """Yield (length, score table) of each suite, the shortest length first; facets would give too many curves."""
+    """Yield (context length, score table) of each suite, the shortest length first.
+
+    Facets (single properties of answers) have score tables too, but would give too many curves.
+    """
     for context in sorted({context for _, context in tables}):
         for suite in drift.comparison.suites:
             if (suite, context) in tables:
@@ -186,7 +192,11 @@ def _budget_curve(drift: Drift, panel: Panel, family: PolicyFamily, arm: str, x:
 
 
 def _scores_at(panel: Panel, doses: Sequence[Sequence[CellKey]]) -> tuple[_Scores | None, str]:
-    """Return an arm's scores at several doses in one score table, averaged over seeds, or why there are none."""
+    """Return an arm's scores at several doses (budgets) averaged over seeds, or None and the reason.
+
+    ``doses`` lists the arm's cells (checkpoint and policy) at each dose, a cell per seed; ``panel`` is the score table
+    of a suite at one length.
+    """
     cells = sorted({cell for dose in doses for cell in dose})
     reasons = broken_contract(panel, cells) if cells else ()
     if reasons or not cells:
@@ -221,7 +231,7 @@ def _length_curve(drift: Drift, policy: str, arm: str, panels: Sequence[Panel]) 
 
 
 def _scores_over_lengths(drift: Drift, panels: Sequence[Panel], policy: str, arm: str) -> tuple[_Scores | None, str]:
-    """Return the scores of one arm at several lengths, or why there are none.
+    """Return the scores of one arm at several context lengths, or None and the reason why there are none.
 
     They are by item if all lengths have the same items, else by template.
     """
@@ -279,7 +289,7 @@ def _doses(
 def _with_slopes(
     curve: DoseCurve, x: Sequence[float], scores: _Scores, reference: _Scores | None, alpha: float
 ) -> DoseCurve:
-    """Return the curve with its slope over doses ``x``, and this slope minus the reference's.
+    """Return the curve with its slope over ``x`` (log2 of budgets or lengths), and this slope minus the reference's.
 
     The difference is None unless arm and reference have the same items.
     """
@@ -382,7 +392,10 @@ def _panel(panel: Axes, value: Doses, decided: Decided, curves: Sequence[DoseCur
 
 
 def _shade_safe(panel: Axes, curve: DoseCurve, amount: int | None) -> None:
-    """Shade the doses up to ``amount``, the last that passed: budgets that are larger, or lengths that are shorter."""
+    """Shade the doses that passed: all budgets from ``amount`` up, or all lengths up to ``amount``.
+
+    Nothing is shaded if ``amount`` is None.
+    """
     x = next((dose.x for dose in curve.doses if dose.amount == amount), None)
     if x is None:
         return

@@ -198,7 +198,10 @@ class FloorSection(Section[Units]):
         return f"{same} of {answers} answers have the same text when asked again."
 
     def banner_lines(self, value: Units, decided: Decided, head: Decision | None) -> Iterator[str]:
-        """Yield the A/A floor (how often asking again changes an answer) of the quoted cell, if an engine served it."""
+        """Yield the A/A floor of the quoted cell ``head``, which is how often answers change when asked again.
+
+        Nothing is yielded if no engine served the cell.
+        """
         if head and decided.comparison.is_engine(head.policy):
             yield f"A/A: {'. '.join(f'{name} {text}' for name, text in _both_floors(value, decided.comparison, head))}."
 
@@ -234,7 +237,7 @@ def _gate_table(units: Units, sides: Comparison, decisions: Sequence[Decision]) 
 def _both_floors(units: Units, sides: Comparison, d: Decision) -> Iterator[tuple[str, str]]:
     """Yield name and A/A floor (how often answers change when asked again), as text, of both sides of a decision.
 
-    The side that is decided comes first, then the one that it is compared with.
+    The candidate comes first, then the reference.
     """
     uncompressed = sides.uncompressed_of(d.policy)
     reference = (d.arm, uncompressed)
@@ -248,7 +251,7 @@ def _both_floors(units: Units, sides: Comparison, d: Decision) -> Iterator[tuple
 
 
 def _sentences(units: Units, decided: Decided) -> Iterator[str]:
-    """Yield a sentence for each gated change that is no larger than the A/A floor, what asking again changes."""
+    """Yield a sentence for each gated change that is no larger than what asking again changes (the A/A floor)."""
     sides = decided.comparison
     for c in decided.contrasts:
         share = covering_floor(units, c) if c.estimand == "serving" and c.policy in decided.rules.primary else None

@@ -60,9 +60,10 @@ class LostItem(NamedTuple):
 
 
 def largest_losses(data: RunData, drift: Drift, verdict: Verdict) -> tuple[Example, ...]:
-    """Return up to ``AT_MOST`` examples: the largest losses in ``PER_CELL`` templates of each cell, lowest drift first.
+    """Return up to ``AT_MOST`` examples of lost items, from the cell with the lowest drift on.
 
-    An undecided cell has up to ``_DOUBTFUL`` more, losses with a doubtful grade.
+    Each cell gives the largest losses of ``PER_CELL`` templates; an undecided one up to ``_DOUBTFUL`` more, whose
+    grades are unsure.
     """
     gated = [d for d in verdict.decisions if has_two_sides(d) and d.effect and d.effect.losses > 0]
     gated.sort(key=lambda d: d.effect.estimate if d.effect else 0.0)
@@ -98,7 +99,10 @@ def _doubtful_items(data: RunData) -> Mapping[CellKey, frozenset[str]]:
 def _largest_of_cell(
     drift: Drift, d: Decision, panel: Panel, doubtful: Mapping[CellKey, frozenset[str]]
 ) -> list[LostItem]:
-    """Return the largest losses of a cell over all seeds, one per template, doubtful ones last."""
+    """Return the largest losses of a cell over all seeds, one per template; those with an unsure grade come last.
+
+    ``doubtful`` holds, by checkpoint and policy, the items with such a grade.
+    """
     losses = []
     for pair in seed_pairs(drift.comparison, panel, d.arm):
         weights = weights_of(drift.comparison, d.estimand, d.arm, pair, d.policy)
@@ -116,7 +120,10 @@ def _largest_of_cell(
 
 
 def record_of(data: RunData, loss: LostItem, cell: CellKey, facets: Container[str]) -> pd.Series:
-    """Return the record of a lost item on one side: of several samples the candidate's worst, the reference's best."""
+    """Return the record of a lost item on one side: of several samples the candidate's worst, the reference's best.
+
+    ``cell`` is the side (checkpoint and policy), ``facets`` are the metrics that are facets.
+    """
     records, suite, facet = data.records, loss.decision.suite, None
     if suite in facets:
         suite, facet = facet_of(suite)

@@ -23,7 +23,7 @@ from kvaudit.reports.verdict.verdict import Decided
 
 @dataclass(frozen=True)
 class Idle:
-    """One gated cell whose policy compressed nothing; ``live`` are the mean bytes of its cache entries."""
+    """One gated cell whose policy compressed nothing; ``live`` is the mean number of bytes of its cache entries."""
 
     arm: str
     policy: str

@@ -101,8 +101,8 @@ class SpanRates:
 class SpanSlope:
     """How much a facet changes if the cache loses a whole span (the deciding part of a prompt), by regression.
 
-    The regression is over all policies and lengths. Only answers that agree in the factors of ``equal`` are compared.
-    ``effect`` is None if that leaves too little (``reason``).
+    The regression is over all policies and lengths, but compares only answers that agree in what ``equal`` names, such
+    as the length. ``effect`` is None if that leaves too few answers, for the ``reason`` given.
     """
 
     arm: str
@@ -222,9 +222,10 @@ def _cells(drift: Drift, tables: Panels, survival: Survival, metric: str, arm: s
 
 
 def _answers(panel: Panel, survival: Survival, suite: str, cell: CellKey, plain: str) -> pd.DataFrame | None:
-    """Return the answers of one seed with the kept shares of their spans, a row per item.
+    """Return one seed's answers, a row per item, with the share of each span's entries that the cache still held.
 
-    None without records under the cell's policy or under ``plain``, the uncompressed one.
+    A span is the deciding part of a prompt. None if there are no records under the cell's policy, or none under
+    ``plain``, the uncompressed one.
     """
     dense = cell._replace(policy=plain)
     spans = survival.get((cell.arm, cell.policy, suite, panel.context_tokens, cell.seed))
@@ -306,7 +307,10 @@ def _difference(panel: Panel, rows: _Rows, is_lost: _Mask) -> Mover | None:
 
 
 def _share(rows: _Rows, is_lost: _Mask) -> Share | None:
-    """Return the share of the drift that fell where the span was lost, by jackknife; None if no drift is shown."""
+    """Return the share of the drift that fell where the span was lost, with a jackknife interval.
+
+    None if no drift is shown, or if the drift hangs on a single template.
+    """
     drift = cr3_effect(rows.flips, rows.clusters)
     if drift.low <= 0 <= drift.high:
         return None
@@ -345,7 +349,10 @@ def _slope(arm: str, metric: str, span: str, measured: Sequence[tuple[_Cell, _Ro
 
 
 def _regression(rows: _Rows, controls: Array, alpha: float) -> tuple[Effect | None, str]:
-    """Return the regression of flips (changes of score) on the lost share of a span, or why it cannot be estimated."""
+    """Return the regression of the changes of score on the lost share of a span, or None and why there is none.
+
+    ``controls`` [N, K] are columns for what is held equal, such as the context length.
+    """
     templates = telling_clusters(rows.lost, controls, rows.clusters)
     if templates < FEWEST_CLUSTERS:
         count = f"{templates:.1f} effective templates, an interval needs {FEWEST_CLUSTERS}"
@@ -400,7 +407,10 @@ class MechanismSection(Section[Mechanism]):
 
 
 def _shown(value: Mechanism, rules: Rules) -> list[SpanRates]:
-    """Return a row per cell under a gated policy, largest difference first; of several spans the first in _ORDER."""
+    """Return a row of rates per cell under a gated policy, the largest difference first.
+
+    If the items of a cell have several spans, its row is about the first of them in ``_ORDER``.
+    """
     first_spans: dict[tuple[str, str, str, int], SpanRates] = {}
     for r in value.rates:
         key = (r.arm, r.policy, r.metric, r.context_tokens)

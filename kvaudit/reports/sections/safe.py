@@ -41,9 +41,9 @@ class SafeSection(Section[tuple[SafeBudget, ...]]):
         return replace(super().passage(value, decided), title=f"Safe {' and '.join(axes)}", explain=explain)
 
     def tables(self, value: tuple[SafeBudget, ...], decided: Decided) -> Iterator[Table]:
-        """Yield a table of budgets and one of lengths: the last that passed and the first that failed.
+        """Yield a table of budgets and one of lengths, with a row for each tested sequence of budgets or lengths.
 
-        They have a row for each tested sequence of budgets or lengths.
+        A row names the last budget or length that passed and the first that failed.
         """
         yield _table([s for s in value if s.axis == "budget"], "policy family")
         yield _table([s for s in value if s.axis == "length"], "policy")
@@ -96,7 +96,10 @@ def _cleared_text(s: SafeBudget | None) -> str:
 
 
 def cleared_sentence(s: SafeBudget) -> str:
-    """Return a sentence such as "refusal cleared to budget 96, not at 64"."""
+    """Return a sentence such as "refusal cleared to budget 96, not at 64".
+
+    The test at budget 96 is the last that passed, the one at 64 the first that did not.
+    """
     missed = "" if s.failed is None else f"not at {s.failed}"
     if s.cleared is None:
         return f"{s.suite} cleared at no {s.axis}: {missed}" if missed else f"{s.suite} not tested"

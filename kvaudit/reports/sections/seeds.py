@@ -65,7 +65,10 @@ class SeedsSection(Section[Spreads]):
         return super().passage(value, decided)
 
     def tables(self, value: Spreads, decided: Decided) -> Iterator[Table]:
-        """Yield a table of the drift by training seed, the spread of the seeds, and the drift with seed variance."""
+        """Yield a table of the drift by training seed, the spread of the seeds, and the drift with seed variance.
+
+        The seed variance widens the interval, for a claim about training with any seed.
+        """
         contrasts = {c.place: c for c in decided.drift.contrasts}
         rows = []
         for s in value:

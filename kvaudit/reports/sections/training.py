@@ -189,7 +189,7 @@ class TrainingSection(Section[Curves]):
 
 
 def _active_alarms(curve: Curve) -> Iterator[tuple[Bound, float]]:
-    """Yield the bound of every alarm that an arm raised in training, with the share of steps that raised it."""
+    """Yield every alarm that an arm raised in training: its bound, and the share of training steps beyond it."""
     for bound in ALARMS.values():
         share = curve.mean.get(alarm_key(bound.name), 0.0)
         if share > 0:

@@ -3,8 +3,9 @@
 A pair is the reference's and the candidate's answer to one request; it is discordant if the judge graded the two
 differently, else concordant. The sample of concordant pairs is spread over the templates, because a judge may miss what
 happens in whole templates. A template's drift is the sum over its discordant pairs, plus the number of its concordant
-pairs times the mean of the labelled ones. The intervals of the two parts, both ESS-Tango, are added by MOVER (Zou &
-Donner 2008): one interval of the sum would ignore differences that no sampled pair happened to show.
+pairs times the mean of the labelled ones. Each kind of pairs gives one part of the drift, with an ESS-Tango interval
+(Tango's score interval at the effective sample size, ``tango``). The two intervals are added by MOVER (Zou & Donner
+2008). A single interval of the sum would be too narrow if all sampled concordant pairs happen to show no difference.
 """
 
 from __future__ import annotations
@@ -60,7 +61,10 @@ class Labelled(NamedTuple):
 
     @property
     def totals(self) -> Array:
-        """The human-labelled differences [..., C], summed over all pairs of a template."""
+        """The human-labelled differences summed over all pairs of each template [..., C].
+
+        A pair without a label counts as the mean of the labelled pairs that the judge graded alike.
+        """
         return self.gains - self.losses + self.alike * self.means
 
 
@@ -88,7 +92,11 @@ def round_robin(
 
 
 def labelled_pairs(discordant: npt.ArrayLike, human_z: npt.ArrayLike, clusters: npt.ArrayLike) -> Labelled:
-    """Count the pairs [..., N] by ``clusters`` [N]; ``human_z`` is candidate - reference, NaN for unlabelled pairs."""
+    """Return the counts by template of labelled and unlabelled pairs [..., N], which lie in ``clusters`` [N].
+
+    ``discordant`` marks the pairs that the judge graded differently; ``human_z`` is candidate - reference by human
+    labels, NaN for unlabelled pairs.
+    """
     apart, human = np.asarray(discordant, dtype=np.bool_), np.asarray(human_z, dtype=np.float64)
     assert apart.shape == human.shape, (apart.shape, human.shape)
     assert not np.isnan(human[apart]).any(), "every discordant pair needs a human label"
@@ -159,9 +167,10 @@ def adjudicated(
 
 
 class _Part(NamedTuple):
-    """One part of the drift: losses and gains [...] of ``items`` pairs, and their design effect.
+    """One of the two parts of the drift: from the pairs that the judge graded differently, or from those graded alike.
 
-    ``df`` are the degrees of freedom of the t quantile of its bounds.
+    It holds the summed losses and gains [...] of ``items`` pairs, their design effect, and ``df``, the degrees of
+    freedom of the t quantile of its bounds.
     """
 
     losses: Array
@@ -175,7 +184,7 @@ class _Part(NamedTuple):
         return (self.gains - self.losses) / np.maximum(self.items, 1)
 
     def bounds(self, confidence: float) -> Array:
-        """Return lower and upper bounds [2, ...], each one-sided."""
+        """Return lower and upper bounds [2, ...] of the part's mean difference, each one-sided at ``confidence``."""
         if self.df < 1:  # a single template is no sample of templates
             return np.stack([np.full(self.items.shape, end) for end in (-1.0, 1.0)])
         quantile = float(special.stdtrit(self.df, confidence))
@@ -185,7 +194,7 @@ class _Part(NamedTuple):
 
 
 def _discordant_part(x: Labelled) -> _Part:
-    """Return the part of the drift from pairs that the judge graded differently; all other pairs count as equal."""
+    """Return the part of the drift from the pairs that the judge graded differently; all other pairs count as equal."""
     return _part_of(x.losses, x.gains, x.pairs, least=1.0)
 
 
@@ -204,7 +213,10 @@ def _concordant_part(x: Labelled) -> _Part:
 
 
 def _part_of(losses: Array, gains: Array, sizes: Array, *, least: npt.ArrayLike) -> _Part:
-    """Sum losses, gains and pairs over templates [..., C]; the design effect is at least ``least``."""
+    """Return the part of the drift with these losses, gains and numbers of pairs, given by template [..., C].
+
+    They are summed over the templates. The design effect is computed from them too, and is at least ``least``.
+    """
     lost, won, items = losses.sum(axis=-1), gains.sum(axis=-1), sizes.sum(axis=-1)
     # the fewest clusters of any of the samples
     clusters = int(np.count_nonzero(sizes, axis=-1).min())
@@ -217,7 +229,7 @@ def _part_of(losses: Array, gains: Array, sizes: Array, *, least: npt.ArrayLike)
 
 
 def adjudicated_bounds(x: Labelled, *, confidence: float) -> Bounds:
-    """Return the drift of each comparison [...] and its bounds, each one-sided at ``confidence``."""
+    """Return the drift of each comparison [...] by human labels, with bounds each one-sided at ``confidence``."""
     parts = (_discordant_part(x), _concordant_part(x))
     # the discordant part is a mean over all pairs already, the other part is weighted by its share of them
     weights = np.stack(np.broadcast_arrays(1.0, x.alike.sum(axis=-1) / x.pairs.sum()), axis=-1)

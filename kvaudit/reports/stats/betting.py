@@ -6,9 +6,9 @@ if the mean is at most M, the wealth prod (1 + b (d - M)) has an expectation of 
 probability of at most ``level``, so the largest M whose wealth does is a lower bound at all times (Waudby-Smith &
 Ramdas 2024, JRSS B 86:1). The mixture is fixed, so the wealth does not depend on the order of the differences.
 
-The rest goes to one fixed-sample test at the last look, whose rows are planned before it: ESS-Tango's bounds, and
-for a PASS the template rule (``rule``). Both parts together keep the level by the union bound; the last look decides
-many cells that the bets alone leave open (``bench.looks``).
+The rest goes to one fixed-sample test at the last look, whose rows are planned before it: the bounds of ESS-Tango
+(Tango's score interval at the effective sample size), and for a PASS the template rule (``rule``). Both parts together
+keep the level by the union bound; the last look decides many cells that the bets alone leave open (``bench.looks``).
 """
 
 from __future__ import annotations

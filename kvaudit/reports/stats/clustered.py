@@ -39,7 +39,7 @@ class Totals(NamedTuple):
 
 
 class ManyTotals(NamedTuple):
-    """The ``Totals`` of many samples with the same clusters."""
+    """The ``Totals`` of many samples [...] with the same clusters, for computing all at once."""
 
     sums: Array  # [..., C]
     counts: Array  # [C] items, or [..., C] if they differ
@@ -94,7 +94,10 @@ def cr3(t: Totals) -> float:
 
 
 def cr3_effect(z: npt.ArrayLike, clusters: npt.ArrayLike, *, alpha: float = 0.05) -> Effect:
-    """Return the mean of item differences with a CR3 variance and t_{C-1}; values may exceed [-1, 1] (interactions)."""
+    """Return the mean of item differences z [N] with a CR3 variance and a t quantile with C - 1 degrees of freedom.
+
+    The differences may exceed [-1, 1], as those of interactions do.
+    """
     t = totals(z, clusters)
     variance = cr3(t)
     # variance of the mean if all items were independent
@@ -106,7 +109,10 @@ def cr3_effect(z: npt.ArrayLike, clusters: npt.ArrayLike, *, alpha: float = 0.05
 
 
 def t_effect(t: Totals, variance: float, *, df: float, alpha: float, method: str, source: str, deff: float) -> Effect:
-    """Return the t interval of the item mean for a given variance and degrees of freedom."""
+    """Return the t interval of the item mean for a given variance and degrees of freedom.
+
+    ``method``, ``source`` and ``deff`` (the design effect) are only stored in the result.
+    """
     bounds = t_bounds(np.float64(t.mean), np.float64(variance), df, alpha=alpha)
     low, high, lower, upper, pvalue, pvalue_drop = (float(value) for value in bounds)
     return Effect(

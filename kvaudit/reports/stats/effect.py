@@ -64,7 +64,7 @@ Array = npt.NDArray[np.float64]
 
 
 class Result(Protocol):
-    """The result of a statistic; one with an interval also has ``low`` and ``high``."""
+    """The interface of a statistic's result; one with an interval also has ``low`` and ``high``."""
 
     @property
     def estimate(self) -> float:

@@ -43,13 +43,13 @@ class ExactBounds(NamedTuple):
 
 
 def clopper_pearson(successes: float, trials: float, *, level: float = LEVEL) -> Proportion:
-    """Return the exact interval of a proportion of independent trials."""
+    """Return the exact (Clopper-Pearson) interval of a proportion of independent trials."""
     low, high = clopper_pearson_bounds(successes, trials, level=level)
     return Proportion(successes / trials if trials else None, float(low), float(high), successes, trials, level)
 
 
 def clopper_pearson_bounds(successes: npt.ArrayLike, trials: npt.ArrayLike, *, level: float = LEVEL) -> ExactBounds:
-    """Return the exact bounds of many proportions [...]."""
+    """Return the exact (Clopper-Pearson) bounds of many proportions, ``successes`` [...] of ``trials`` [...]."""
     k, n = np.asarray(successes, dtype=np.float64), np.asarray(trials, dtype=np.float64)
     assert 0 < level < 1, level
     assert np.all((k >= 0) & (k <= n)), (successes, trials)
@@ -104,7 +104,11 @@ def kappa(first: npt.ArrayLike, second: npt.ArrayLike) -> Kappa:
 
 
 def _error(table: npt.NDArray[np.float64], estimate: float, chance: float, n: int) -> float:
-    """Return the standard error of kappa from the shares [L, L] of label pairs."""
+    """Return the standard error of kappa.
+
+    ``table`` [L, L] holds the shares of pairs of labels by two judges, ``estimate`` is kappa, ``chance`` the agreement
+    expected by chance, ``n`` the number of pairs.
+    """
     rows, columns = table.sum(axis=1), table.sum(axis=0)
     diagonal = np.sum(np.diag(table) * (1 - (rows + columns) * (1 - estimate)) ** 2)
     # labels i and j are each multiplied by the other judge's share: column i, row j
@@ -193,7 +197,10 @@ def _part(weight: float, proportion: Proportion) -> Part:
 
 
 def _gap(reference: Proportion, candidate: Proportion) -> Part:
-    """Return the gap candidate - reference with its interval; if an arm has no labels, the widest that is possible."""
+    """Return the gap candidate - reference of one rate (sensitivity or specificity) of the judge, with its interval.
+
+    If an arm has no labels, the interval is the widest that is possible.
+    """
     if reference.estimate is None or candidate.estimate is None:
         return Part(1.0, 0.0, candidate.low - reference.high, candidate.high - reference.low)
     gap = mover([_part(1.0, candidate), _part(-1.0, reference)])
@@ -201,5 +208,5 @@ def _gap(reference: Proportion, candidate: Proportion) -> Part:
 
 
 def _absolute(weight: float, gap: Part) -> Part:
-    """Return |gap|, with ``weight``, as a part of a sum; its interval begins at 0 if that of the gap includes 0."""
+    """Return |gap|, weighted, as one part of a MOVER sum; its interval begins at 0 if that of the gap includes 0."""
     return Part(weight, abs(gap.estimate), max(0.0, gap.low, -gap.high), max(abs(gap.low), abs(gap.high)))

@@ -27,7 +27,7 @@ class Part(NamedTuple):
 
 
 class Bounds(NamedTuple):
-    """The estimates and bounds of many sums at once."""
+    """Many weighted sums [...] and their lower and upper bounds."""
 
     estimate: Array
     low: Array
@@ -54,7 +54,11 @@ def mover(parts: Sequence[Part | tuple[float, float, float, float]]) -> Mover:
 
 
 def mover_bounds(weights: npt.ArrayLike, estimates: npt.ArrayLike, lows: npt.ArrayLike, highs: npt.ArrayLike) -> Bounds:
-    """Return many sums with their bounds, each of P parts; the arguments broadcast to [..., P]."""
+    """Return many weighted sums with their bounds; each sum is over P independent estimates.
+
+    The arguments are those of the parts and broadcast to [..., P]; ``lows`` and ``highs`` are the estimates' own
+    bounds.
+    """
     w, point, low, high = np.broadcast_arrays(
         *(np.asarray(x, dtype=np.float64) for x in (weights, estimates, lows, highs))
     )

@@ -64,7 +64,10 @@ def minimal_detectable(error: npt.ArrayLike, *, df: float, alpha: float = 0.05, 
 
 
 def standard_error(items: npt.ArrayLike, variance: npt.ArrayLike, *, deff: npt.ArrayLike = 1.0) -> Array:
-    """Return the standard error of a mean difference over ``items`` in clusters."""
+    """Return the standard error of a mean difference over ``items`` in clusters.
+
+    ``variance`` is that of one item's difference, ``deff`` the design effect of the clusters.
+    """
     error: Array = np.sqrt(np.asarray(variance, dtype=np.float64) * np.asarray(deff) / np.asarray(items))
     return error
 

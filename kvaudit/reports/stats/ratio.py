@@ -80,7 +80,9 @@ def events_of(reference: Array, candidate: Array, counts: npt.NDArray[np.int64],
 def tang_scores(both: Array, before: Array, after: Array, n: Array | float, theta: Array | float) -> Array:
     """Return score statistics [...] of H0: candidate = theta * reference; positive if the data lie above theta.
 
-    The discordant share under H0 is its maximum likelihood value, the larger root of a quadratic. Z(1) is McNemar's.
+    Of ``n`` items, ``both`` have the event on both sides, ``before`` with the reference only, ``after`` with the
+    candidate only. The discordant share under H0 is its maximum likelihood value, the larger root of a quadratic. At
+    theta = 1 the statistic is McNemar's.
     """
     # a p^2 + b p + c = 0, where p is the share of events of the reference only
     a = n * (1 + theta)
@@ -98,8 +100,8 @@ def tang_scores(both: Array, before: Array, after: Array, n: Array | float, thet
 def ess_scores(e: Events, theta: Array | float) -> Array:
     """Return score statistics [...] of H0: candidate = theta * reference; positive if the data lie above theta.
 
-    All counts are divided by the design effect first, because the items of a cluster are alike; then they are those of
-    ``tang_scores``.
+    They are those of ``tang_scores`` with all counts divided by the design effect, because the items of a cluster are
+    alike.
     """
     deff = _design_effects(e, theta)
     n = float(e.counts.sum())
@@ -107,7 +109,7 @@ def ess_scores(e: Events, theta: Array | float) -> Array:
 
 
 def _design_effects(e: Events, theta: Array | float) -> Array:
-    """Return design effects [...] of candidate - theta * reference: CR3 over the variance of independent items."""
+    """Return the design effects [...] of candidate - theta * reference: CR3 variance over that of independent items."""
     n, times = float(e.counts.sum()), np.asarray(theta, dtype=np.float64)
     totals = e.candidate - times[..., None] * e.reference  # [..., C]
     mean = totals.sum(axis=-1) / n
@@ -121,7 +123,7 @@ def _design_effects(e: Events, theta: Array | float) -> Array:
 
 
 def is_below(e: Events, limit: float, *, alpha: float) -> npt.NDArray[np.bool_]:
-    """Return whether the ratio's one-sided upper bound lies below ``limit``.
+    """Return whether the upper bound of the ratio of rates (candidate to reference), one-sided, lies below ``limit``.
 
     This is a test at the limit itself, which needs no interval.
     """
@@ -130,7 +132,10 @@ def is_below(e: Events, limit: float, *, alpha: float) -> npt.NDArray[np.bool_]:
 
 
 def times_of(e: Events, *, alpha: float) -> Times:
-    """Return the ratio of one sample, with its interval."""
+    """Return how many times as often the event happens with the candidate as with the reference, with its interval.
+
+    ``e`` holds the counts of one sample, ``alpha`` is the level of the one-sided bounds.
+    """
     df, old, new = len(e.counts) - 1, float(e.both + e.before), float(e.both + e.after)
     two, one = (float(special.stdtrit(df, q)) for q in (0.5 + LEVEL / 2, 1 - alpha))
     estimate = new / old if old > 0 else None
@@ -140,7 +145,10 @@ def times_of(e: Events, *, alpha: float) -> Times:
 
 
 def _end(e: Events, quantile: float, estimate: float | None, *, upper: bool) -> float:
-    """Return one end of the interval, to a relative 1e-6: the ratio at which the score reaches the quantile."""
+    """Return one end of a ratio's interval: the ratio at which the score statistic reaches the quantile.
+
+    It is found to a relative precision of 1e-6.
+    """
     if upper and estimate is None:
         return np.inf
     if not upper and (estimate == 0 or (estimate is None and float(e.after) == 0)):

@@ -85,7 +85,7 @@ def _design(x: npt.ArrayLike, controls: npt.ArrayLike) -> Array:
 
 
 def _solve(grams: Array, moments: Array) -> Array:
-    """Return the minimum-norm solution [..., K] of normal equations."""
+    """Return the minimum-norm solution [..., K] of the normal equations, ``grams`` (X'X) @ solution = ``moments``."""
     solution: Array = (np.linalg.pinv(grams, rcond=_NOTHING, hermitian=True) @ moments[..., None])[..., 0]
     return solution
 

@@ -11,12 +11,12 @@ templates, or none, and then its variance does not show them. So a PASS also nee
 1988, Biometrika 75:237) over template totals: how unlikely are weights of the observed templates, plus one unseen
 template that lost everything, for which the mean is at the margin? The worst unseen point is that of bounded means
 (Honda & Takemura 2010, COLT; Phan et al. 2021, ICML). ``SHARPNESS`` makes the chi-square limit valid for C_min
-templates; it was found by simulation (``bench.calibration``). Without discordance the ratio is C * -log(1 - margin),
-the exponent of C_min, which is required as well: the chi-square limit alone would accept 34 templates where C_min is
-59. The number of templates that may break changes in steps, and a chi-square does not: just before a step it is too
-lenient by half. So a sample must also be less likely than the fewest broken templates that the binomial law does not
-exclude (``EXACT``), capped by ``STEEPEST``: without the cap 8 points of PASS would be lost where many answers differ,
-which blurs the steps.
+templates; it was found by simulation (``bench.calibration``). If no answer differs, the log ratio is
+C * -log(1 - margin). C_min templates are required as well, because the chi-square limit alone would accept 34 where
+C_min is 59. The number of templates that may break changes in steps, and a chi-square does not: just before a step it
+is too lenient by half. So a sample must also be less likely than the fewest broken templates that the binomial law does
+not exclude (``EXACT``). ``STEEPEST`` caps this second limit: without the cap 8 points of PASS would be lost where many
+answers differ, which blurs the steps.
 No statistic: decisions from bounds, and one bound without an estimate.
 """
 
@@ -89,8 +89,8 @@ def calls(
     """Return the outcome (``Call``) of each cell [...] from its one-sided bounds at ``alpha`` and adjusted p-value.
 
     ``clusters`` is the effective number (``effective_clusters``), since few large templates may carry the loss.
-    ``shown`` [...] is the result of the template rule (``shows_margin``). Whether a drop is significant follows from
-    the p-value adjusted for multiple testing, also beside a PASS.
+    ``shown`` [...] is the result of the template rule (``shows_margin``). A drop is significant if its p-value,
+    adjusted for multiple testing, is; a PASS may have a significant drop too.
     """
     return calls_of(
         np.asarray(lower) > -margin,
@@ -109,10 +109,11 @@ def calls_of(
     uneven: bool,
     shown: npt.ArrayLike,
 ) -> npt.NDArray[np.int8]:
-    """Return the outcome (``Call``) of each cell [...]: is its loss shown to be ``within`` the limit, did it drop?
+    """Return the outcome (``Call``) of each cell [...] from what was shown about it.
 
-    ``dropped`` marks significant drops. ``shown`` is the result of the template rule. If templates are not ``enough``,
-    or are ``uneven`` in size, no cell passes.
+    ``within`` marks cells whose loss is shown to be within the limit, ``dropped`` those with a significant drop,
+    ``shown`` those that meet the template rule. If there are not ``enough`` templates, or they are ``uneven`` in size,
+    no cell passes.
     """
     passed = np.where(np.asarray(shown), np.where(dropped, Call.PASS_NOTED, Call.PASS), Call.TEMPLATES)
     # the last reason that applies is reported
@@ -140,7 +141,10 @@ def cleared(passes: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
 
 
 class Part(NamedTuple):
-    """The term of one suite in a difference: ``weight`` times its mean per item, sum(sums) / sum(counts)."""
+    """The contribution of one suite to a weighted sum of suites: ``weight`` times its mean per item, sums over counts.
+
+    ``sums`` and ``counts`` are by template.
+    """
 
     weight: float
     sums: Array  # [C]
@@ -153,7 +157,8 @@ class Part(NamedTuple):
 def shows_margin(sums: npt.ArrayLike, counts: npt.ArrayLike, *, margin: float, alpha: float) -> npt.NDArray[np.bool_]:
     """Return whether totals [..., C] of templates with ``counts`` [C] items rule out a loss of ``margin``.
 
-    They must do so weighted by items, like the drift, and by templates, so that no large template decides alone.
+    The loss must be ruled out with templates weighted by their items, like the drift, and once more with equal weights,
+    so that no large template decides alone.
     """
     sizes = np.asarray(counts, dtype=np.float64)
     # [..., C], each total minus its value at a loss of the margin
@@ -189,7 +194,7 @@ def chi_square_limit(clusters: int, alpha: float) -> float:
 def _exact_limit(clusters: int, margin: float, alpha: float) -> float:
     """Return the log-likelihood ratio that a sample must exceed to rule out a loss of the margin, 0 for no limit.
 
-    It is that of a sample of equal templates with the fewest broken ones that are not too unlikely. k broken ones are
+    It is the ratio of a sample of equal templates with as few broken ones as are not too unlikely. k broken ones are
     too unlikely if P(at most k broken) is EXACT * alpha or less when each template breaks with probability ``margin``.
     """
     broken = 0

@@ -3,9 +3,10 @@
 V = V_item + max(0, V_seed - V_noise). V_item is CR3 of the seed-averaged differences and V_seed = var(seed means)/S.
 V_noise is the part of V_seed that arises without better or worse seeds, because each loses other items (seed x item,
 summed by template); V_item includes it already. The degrees of freedom are Satterthwaite's for all three estimates,
-even if the difference is cut at 0: those of the difference alone give a two-sided level of .06 to .095 at three seeds.
-With seeds that scatter by 4 pp and 100 templates or more, three seeds still have .07 to .08. The minimum is one degree:
-if V is tiny compared with V_seed and V_noise, Satterthwaite's go to 0, and the interval would have any width.
+even if V_seed - V_noise is cut at 0. Those of V_seed - V_noise alone would give a two-sided level of .06 to .095 at
+three seeds. With seeds that scatter by 4 pp and 100 templates or more, the level at three seeds is still .07 to .08.
+There is at least one degree of freedom: if V is tiny compared with V_seed and V_noise, Satterthwaite's go to 0, and the
+interval would have any width.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ _ENDS = 1e-9  # rounding error of a share of 0 or 1
 
 
 class ShownShare(NamedTuple):
-    """Rates [...] with one-sided lower and upper bounds, each at ``SHOWN_LEVEL``."""
+    """Rates [...] with one-sided lower and upper bounds, at the level ``SHOWN_LEVEL`` if no other is given."""
 
     rate: Array
     low: Array
@@ -101,7 +101,10 @@ def _joined(one: Array, other: Array, together: npt.ArrayLike) -> Array:
 
 
 def correlation(one: Array, other: Array) -> Array:
-    """Return the correlation over C templates of two residual totals [..., C]; 0 if it is negative or undefined."""
+    """Return the correlation over C templates of the residuals of two rates, summed by template [..., C].
+
+    It is 0 if it is negative or undefined.
+    """
     scale = np.sqrt(np.sum(one**2, axis=-1) * np.sum(other**2, axis=-1))
     joint = np.sum(one * other, axis=-1)
     found: Array = np.divide(joint, scale, out=np.zeros_like(joint), where=scale > 0)

@@ -53,7 +53,7 @@ def slope_effect(
 
     A difference of two checkpoints' slopes is the slope of their difference: pass candidate - reference. If every item
     has the same slope, the CR3 interval has width 0. Then, if ``reach`` (the width of the range of scores) is given,
-    the interval is ESS-Tango's over all slopes that scores in such a range can have.
+    the interval is Tango's at the effective sample size, over all slopes that scores in such a range can have.
     """
     values = np.asarray(scores, dtype=np.float64)
     weights = dose_weights(x)

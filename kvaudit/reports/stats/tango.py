@@ -58,15 +58,19 @@ def tango_scores(losses: Array, gains: Array, n: Array, delta: Array | float) ->
 
 
 def tango_interval(losses: float, gains: float, n: float, quantile: float) -> Interval:
-    """Return Tango's interval: at its ends the score statistic is +quantile (low end) and -quantile (high end)."""
+    """Return Tango's interval of (gains - losses) / n, the difference of two proportions.
+
+    At its ends the score statistic is +quantile (low end) and -quantile (high end).
+    """
     low, high = tango_bounds(np.array(losses), np.array(gains), np.array(n), np.array([quantile, -quantile]))
     return Interval(float(low), float(high))
 
 
 def tango_bounds(losses: Array, gains: Array, n: Array, targets: Array) -> Array:
-    """Return the deltas [T, ...] at which the score statistics [...] equal ``targets`` [T]; -1 or 1 if none does.
+    """Return the deltas [T, ...], hypothetical differences, at which the score statistic equals ``targets`` [T].
 
-    The statistic falls with delta and is 0 at the estimate: targets above 0 give lower bounds, below 0 upper ones.
+    Where it equals a target nowhere, the delta is -1 or 1. The statistic falls with delta and is 0 at the estimate:
+    targets above 0 give lower bounds, below 0 upper ones.
     """
     estimate = (gains - losses) / n
     wanted = np.reshape(targets, (-1,) + (1,) * np.ndim(estimate))
@@ -78,7 +82,7 @@ def tango_bounds(losses: Array, gains: Array, n: Array, targets: Array) -> Array
 
 
 def _root(losses: Array, gains: Array, n: Array, wanted: Array, left: Array, right: Array) -> Array:
-    """Return the deltas in [left, right] at which the score statistic equals ``wanted``.
+    """Return the deltas (hypothetical differences) in [left, right] at which the score statistic equals ``wanted``.
 
     They are found by false position (Dowell & Jarratt 1971, Illinois).
     """
@@ -122,10 +126,10 @@ def ess_tango(
     scale: float = 1.0,
     graded: bool = False,
 ) -> Effect:
-    """Return the ESS-Tango interval of item differences z [N] in [-scale, scale], each averaged over ``samples`` draws.
+    """Return the interval of item differences z [N] in [-scale, scale], by Tango's score at the effective sample size.
 
-    Differences of several draws are real-valued; their summed losses and gains replace the discordant counts. Draws are
-    0 or 1 unless ``graded``: see ``deff_floors``.
+    Each difference is averaged over ``samples`` draws, and so real-valued; the summed losses and gains replace the
+    discordant counts. Draws are 0 or 1 unless ``graded``: see ``deff_floors``.
     """
     values = np.asarray(z, dtype=np.float64) / scale
     assert np.abs(values).max(initial=0) <= 1 + 1e-9, "differences lie in [-scale, scale]"
@@ -169,7 +173,10 @@ def many_ess_tango(
 
 
 def ess_tango_bounds(losses: Array, gains: Array, items: float, deff: Array, *, df: float, alpha: float) -> Bounds:
-    """Return the ESS-Tango bounds of samples of ``items`` items, from their losses, gains and design effects [...]."""
+    """Return the bounds of samples of ``items`` items from their losses, gains and design effects [...].
+
+    They are Tango's at the effective sample size (ESS), with a t quantile of ``df`` degrees of freedom.
+    """
     b, c, n = losses / deff, gains / deff, items / deff  # effective numbers of independent items
     two, one = (float(special.stdtrit(df, q)) for q in (0.5 + LEVEL / 2, 1 - alpha))
     low, high, lower, upper = tango_bounds(b, c, n, np.array([two, -two, one, -one]))

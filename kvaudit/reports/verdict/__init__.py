@@ -1,4 +1,4 @@
-"""From records to a verdict: what is compared, by how much it moved, and what the rules make of it.
+"""From records to a verdict: what is compared, how much it moved, and what the declared rules conclude.
 
 Read in this order: ``comparison``, ``drift``, ``rules``, ``family``, ``cell``, ``decide``, ``verdict``.
 """

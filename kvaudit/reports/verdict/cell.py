@@ -203,7 +203,10 @@ class _RuleText(NamedTuple):
 def _reasons(
     call: Call, effect: Effect, margin: float, templates: Sequence[Part], text: _RuleText
 ) -> tuple[Reason, ...]:
-    """Return why the rule's outcome ``call`` is not a PASS, as a tuple of one Reason; empty for a PASS."""
+    """Return why the rule's outcome ``call`` is not a PASS, as a tuple of one Reason; empty for a PASS.
+
+    ``text`` holds the phrases from which the reason is written.
+    """
     size = "beyond the margin" if text.is_beyond else "its size open"
     total = "lost everything" if text.loss == "regression" else "gained everything"
     effective = _effective_templates(templates, effect)
@@ -331,17 +334,17 @@ def templates_of(c: Contrast, sign: int = 1) -> list[Part]:
 
 
 def readings_of(c: Contrast, sign: int = 1) -> list[list[Part]]:
-    """Return a contrast's differences by template for every other way to count uncertain answers.
+    """Return a contrast's differences by template, once for every other way to count its uncertain answers.
 
-    An answer is uncertain if the judge was unsure of it, or if it has no score. Empty where human labels decide.
-    ``sign`` -1 exchanges loss and gain.
+    An answer is uncertain if the judge was unsure of it, or if it has no score; the contrast itself counts it in one
+    way. Empty where human labels decide. ``sign`` -1 exchanges loss and gain.
     """
     readings = () if c.judged else c.readings
     return [[Part(sign * part.weight, part.sums, part.counts) for part in sums] for sums in readings]
 
 
 def _mirrored(effect: Effect, sign: int) -> Effect:
-    """Return the effect unchanged for a test of a drop (sign 1), with both directions exchanged for a gain (-1)."""
+    """Return the effect as a test needs it: unchanged for a drop (1), with loss and gain exchanged for a gain (-1)."""
     if sign > 0:
         return effect
     return replace(
@@ -363,7 +366,10 @@ def decision(
     adjustment: Adjustment,
     decide_test: Callable[[FamilyRow, float, float | None], DecidedTest],
 ) -> Decision:
-    """Return the decision of a cell: it passes if all its tests do, and shows the numbers of the worst test."""
+    """Return the decision of a cell: it passes if all its tests do, and shows the numbers of the worst test.
+
+    ``decide_test`` decides one test, from its row, margin and limit on a ratio (or None).
+    """
     suite = cell.rows[0].contrast.suite
     if cell.margin is None and cell.ratio is None:
         missing = Reason(ReasonCode.NO_MARGIN, f"no margin declared for suite {suite!r}; add it to gate.margins")
@@ -419,7 +425,10 @@ def _template_bound(test: DecidedTest, margin: float | None, alpha: float) -> fl
 
 
 def _effective_templates(templates: Sequence[Part], effect: Effect) -> float:
-    """Return how many templates of equal size these are worth (effective number); of several suites the smallest."""
+    """Return the effective number of templates: how many of equal size they are worth.
+
+    Of several suites it is the smallest.
+    """
     return min((effective_clusters(part.counts) for part in templates), default=effect.n_clusters)
 
 
@@ -431,6 +440,6 @@ def _parity(tests: Sequence[DecidedTest], margin: float) -> str:
 
 
 def by_judge(row: FamilyRow) -> FamilyRow:
-    """Return a test that human labels decide with the judge's labels in their place; any other test unchanged."""
+    """Return a test with its effect by the judge's labels if human labels decide it; any other test unchanged."""
     c = row.contrast
     return FamilyRow(replace(c, effect=c.judged, sums=c.judged_sums, judged=None), row.sign) if c.judged else row

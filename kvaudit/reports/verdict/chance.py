@@ -113,8 +113,9 @@ def _unwanted(
 ) -> Array:
     """Draw the number of the reference's unwanted events in each template [P] of a pool.
 
-    The reference has the event on every item that the candidate gains, on none that it loses, and at one common rate on
-    the others.
+    The reference has the event on every item that the candidate gains, on none that it loses, and on the others at one
+    rate, so that ``happens`` is its rate over all. An item has its own difference (``single``), or where ``is_shared``
+    the one of its ``template``.
     """
     # a gain was unwanted before; the remaining events lie on items that did not move
     rate = (happens - (differences.discordance + differences.drift) / 2) / (1 - differences.discordance)
@@ -165,11 +166,12 @@ def flipped_audits(
     audits: int,
     unwanted: Array | None = None,
 ) -> Audits:
-    """Simulate audits without drift: the given templates (sums [C], counts [C]), ``times`` over, with random signs.
+    """Simulate audits without drift: the given templates, each used ``times`` times, with a random sign each time.
 
-    ``moved`` is the sum of absolute differences over all items, ``floor`` the least design effect to assume.
-    ``unwanted`` [C] are the unwanted events of the reference. A changed sign exchanges reference and candidate in a
-    template, so the reference then has as many unwanted events there as the candidate had.
+    ``sums`` [C] and ``counts`` [C] are the templates' summed differences and numbers of items, ``moved`` is the sum of
+    absolute differences over all items, ``floor`` the least design effect to assume. ``unwanted`` [C] are the unwanted
+    events of the reference. A changed sign exchanges reference and candidate in a template, so the reference then has
+    as many unwanted events there as the candidate had.
     """
     rng = np.random.default_rng(2)
     size = _affordable(times * len(sums), audits, fewest=_FEWEST_FLIPPED)
@@ -256,8 +258,8 @@ def _lower(audits: Audits, alpha: float) -> Array:
 def larger_run(c: Contrast, margin: float, sign: int, ratio: float | None = None) -> Larger | None:
     """Return how much larger a run would have to be for a contrast to pass if there is no drift; None if unknown.
 
-    It is unknown if the estimate is past the margin already (for a test of a gain, ``sign`` -1, if a gain is past it),
-    and for several combined suites, which share one margin. With a ``ratio`` the margin is the loss that it allows.
+    It is unknown if the estimate is past the margin already, and for several combined suites, which share one margin.
+    ``sign`` is 1 for a test of a drop and -1 for one of a gain. With a ``ratio`` the margin is the loss that it allows.
     """
     e = c.judged or c.effect
     if e is None or c.effect is None or sign * c.effect.estimate <= -margin or len(c.sums) != 1:
@@ -269,7 +271,10 @@ def larger_run(c: Contrast, margin: float, sign: int, ratio: float | None = None
 
 
 def _would_pass(c: Contrast, e: Effect, margin: float, ratio: float | None, times: int, audits: int) -> bool:
-    """Return whether ``times`` as many templates like those of a contrast pass with power .8, without true drift."""
+    """Return whether ``times`` as many templates like those of a contrast pass with power .8, without true drift.
+
+    ``e`` is the contrast's effect by the labels that the simulation uses, ``audits`` the number of simulated audits.
+    """
     [templates] = c.judged_sums or c.sums  # by the labels of ``e``
     unwanted = None if ratio is None or not c.unwanted else c.unwanted[0].reference
     simulated = flipped_audits(

@@ -1,7 +1,7 @@
 """The two sides that a run compares (reference and candidates), and the reasons why a run is INVALID as a whole.
 
-Both follow from spec and records. A run is INVALID where there is no reference, rows are missing or doubled, weights
-are not pinned, or inputs changed.
+The sides and the reasons follow from spec and records. A run is INVALID where there is no reference, rows are missing
+or doubled, weights are not pinned, or inputs changed.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ class Comparison:
 
 
 def comparison_of(spec: RunSpec, records: pd.DataFrame, provenance: Mapping[str, Any]) -> Comparison:
-    """Return the comparison that a complete spec declares, with further arms, policies and suites of the records."""
+    """Return the comparison that a complete spec declares, plus arms, policies and suites found only in the records."""
     recorded_policies = list(records["policy"].unique())
     references = spec.evaluate.references
     policies = tuple(dict.fromkeys([*_served_as(spec, recorded_policies), *sorted(recorded_policies)]))
@@ -184,7 +184,10 @@ def comparison_of(spec: RunSpec, records: pd.DataFrame, provenance: Mapping[str,
 
 
 def _looks(spec: RunSpec, suites: Sequence[str], provenance: Mapping[str, Any]) -> Iterator[tuple[str, Look]]:
-    """Yield (suite, last look) of each suite; a look is a test between rounds, and other runs have none."""
+    """Yield (suite, last look) of each suite of a run in rounds; nothing for other runs.
+
+    A look is a test between two rounds.
+    """
     if spec.evaluate.rounds is None:
         return
     tests = max(1, len(spec.gate.margins) * len(spec.gate.primary))
@@ -195,7 +198,7 @@ def _looks(spec: RunSpec, suites: Sequence[str], provenance: Mapping[str, Any]) 
 
 
 def _served_as(spec: RunSpec, recorded: Sequence[str]) -> list[str]:
-    """Return the serving policies of the spec, with the spelling of the records where these spell one otherwise."""
+    """Return the serving policies of the spec, each in the spelling of the records if they spell it differently."""
     conditions = {text for pair in spec.evaluate.references.items() for text in pair}
     ours = [policy for policy in spec.evaluate.policies if policy not in conditions]
     spelled = dict(zip(ours, match_policies(ours, [p for p in recorded if p not in conditions]), strict=True))
@@ -340,7 +343,10 @@ def _differing_hashes(data: RunData) -> Iterator[Reason]:
 
 
 def _unpinned(data: RunData, comparison: Comparison) -> Iterator[Reason]:
-    """Yield a reason against deciding the run if checkpoints have other weights than provenance says; it names them."""
+    """Yield a reason against deciding the run if checkpoints have other weights than provenance says.
+
+    The reason names these checkpoints.
+    """
     listed = table_of(data.provenance, "checkpoints")
     pinned = table_of(data.provenance, "reference_sha256")
     differing, unpinned = [], []

@@ -98,7 +98,7 @@ def _read(rows: pd.DataFrame) -> Array:
 
 
 class _SuiteRows:
-    """The rows [n] of one suite at one length."""
+    """The graded answers [n] of one suite at one context length, one row each, to be averaged by item."""
 
     def __init__(
         self, suite: str, context: int, items: npt.NDArray[np.str_], clusters: npt.NDArray[np.str_], read: Array
@@ -109,7 +109,7 @@ class _SuiteRows:
     def answers(
         self, facet: str, good: Array, known: npt.NDArray[np.bool_], formless: npt.NDArray[np.bool_]
     ) -> Iterator[Answers]:
-        """Yield Answers of the ``known`` rows averaged by item, or nothing if there are none.
+        """Yield one ``Answers``: the ``known`` rows averaged by item; nothing if no row is known.
 
         ``good`` [n] is 1 where the answer is as wanted; ``formless`` marks answers that have no readable form.
         """
@@ -167,7 +167,7 @@ class CellName:
 
     @property
     def place(self) -> CellPlace:
-        """The five fields as a tuple, which serves as a key."""
+        """The key of the cell and its difference, as a tuple: estimand, arm, policy, suite, length."""
         return self.estimand, self.arm, self.policy, self.suite, self.context_tokens
 
     @property
@@ -245,8 +245,8 @@ class ClusterSums:
 class UnwantedEvents:
     """How often the unwanted event (such as "unsafe") happened with the reference and with the candidate, by cluster.
 
-    ``before`` counts the events that only the reference had, ``after`` those that only the candidate had, over all
-    items.
+    ``before`` counts the items with the event only under the reference, ``after`` those with it only under the
+    candidate.
     """
 
     reference: npt.NDArray[np.float64]  # [C]
@@ -340,10 +340,10 @@ class Drift:
     """Every rate and every difference of a run; ``decide`` makes the verdict from it.
 
     ``reasons`` says why the run as a whole is INVALID, and is empty if it is not. ``alpha`` is the level of the
-    one-sided bounds, ``weights`` the sha256 of the reference's checkpoints by seed, as in the records, and ``files`` by
-    seed those of their other files, by name. ``unclustered`` is set where no field says which items share a template,
-    so that each item is its own cluster. ``answers`` are the reference's answers by serving policy;
-    ``controls.Controls`` checks by them whether each metric could show a loss.
+    one-sided bounds. ``weights`` are the sha256 of the reference's checkpoints by seed, as in the records, and
+    ``files`` the sha256 of these checkpoints' other files, by seed and name. ``unclustered`` is set where no field says
+    which items share a template, so that each item is its own cluster. ``answers`` are the reference's answers by
+    serving policy; ``controls.Controls`` checks by them whether each metric could show a loss.
     """
 
     run: str

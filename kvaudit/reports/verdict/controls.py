@@ -89,9 +89,10 @@ TWINS = {
 class Control:
     """Whether one metric at one length can be measured, as the reference's answers show.
 
-    ``rate`` is how often the wanted behaviour happens, ``low`` and ``high`` its one-sided bounds (None below six
-    templates); ``answers`` counts the graded answers, ``says`` is one sentence with the figure. ``hopeless``: more
-    answers would hardly make the metric measurable, because the rate is shown to be below ``HEALTHY_RATE``.
+    ``rate`` is how often the wanted behaviour happens, ``low`` and ``high`` its one-sided bounds (None if the items
+    have fewer than six templates, that is origins in common); ``answers`` counts the graded answers, ``says`` is one
+    sentence with the figure. ``hopeless``: more answers would hardly make the metric measurable, because the rate is
+    shown to be below ``HEALTHY_RATE``.
     """
 
     metric: str
@@ -178,7 +179,11 @@ def _table(answers: Iterable[Any]) -> pd.DataFrame:
 def _control(
     facets: Mapping[str, Answers], answers: Answers, margins: Mapping[str, float], margin: float, how: str
 ) -> Control:
-    """Return the control of a metric: can the metric show a loss? A score can if all of its facets can."""
+    """Return the control of a metric: can the metric show a loss? A score can if all of its facets can.
+
+    ``facets`` are the answers by facet; a facet without one of ``margins`` has ``margin``, that of the score. ``how``
+    says how the answers were served, such as "uncompressed".
+    """
     control = _of_metric(facets, answers, margin, how)
     if answers.facet:
         return control
@@ -265,7 +270,10 @@ def _correlation(first: Answers, second: Answers) -> Array:
 
 
 def _residuals(answers: Answers, codes: npt.NDArray[np.int64], clusters: int) -> Array:
-    """Return, for each template [C], the sum over its items of their deviation from the mean over all items."""
+    """Return, for each template [C], the sum over its items of their deviation from the mean over all items.
+
+    ``codes`` is the template of each item, as a number below ``clusters``.
+    """
     above = answers.wanted - answers.wanted.mean()
     residuals: Array = np.bincount(codes, weights=above, minlength=clusters).astype(np.float64)
     return residuals
@@ -287,9 +295,9 @@ def _frequency(answers: Answers) -> str:
 
 
 class Controls:
-    """The controls of a run: whether each metric could show a loss, as the reference's own answers tell.
+    """The controls of a run: for each metric, whether it could show a loss, judged by the reference's own answers.
 
-    They are made of its uncompressed answers, and of those under the policy of each contrast.
+    They are made of the reference's uncompressed answers, and of those under the policy of each contrast.
     """
 
     def __init__(self, drift: Drift, margins: Mapping[str, float], ratios: Mapping[str, float] | None = None) -> None:
@@ -402,7 +410,10 @@ class Moves(NamedTuple):
 
 @dataclass(frozen=True)
 class NoiseComparison:
-    """Whether a setting changes answers more than asking again does, on the answers that were asked twice."""
+    """Whether a setting changes answers more than an engine's noise does, which is what changes when it is asked again.
+
+    Only answers that were asked twice are compared.
+    """
 
     answers: int
     setting_moves: Moves
@@ -426,7 +437,7 @@ class Canary(NamedTuple):
 
 @dataclass(frozen=True)
 class Canaries:
-    """Whether each engine's setting changes any answers (its canary), by place and over all places.
+    """Whether each engine's setting changes any answers (its canary), for every place and over all places.
 
     A place is an arm, setting (condition), suite and length. Both tables are empty for a run without engines.
     """
@@ -438,8 +449,8 @@ class Canaries:
 def canaries_of(records: pd.DataFrame, repeated: Mapping[str, pd.DataFrame], comparison: Comparison) -> Canaries:
     """Return, for every engine's condition (its setting), whether its answers show that the setting acts (a canary).
 
-    They must differ from the uncompressed answers by more than the engine's own noise. ``repeated`` holds the records
-    of requests asked a second time, by their order: same or shuffled.
+    It acts if they differ from the uncompressed answers by more than the engine's own noise. ``repeated`` holds the
+    records of requests asked a second time, by their order: same or shuffled.
     """
     places, conditions = dict[tuple[str, str, str, int], Canary](), dict[str, Canary]()
     for condition, reference in comparison.references.items():
@@ -464,7 +475,10 @@ def _answers_under(policy: str, records: pd.DataFrame) -> pd.DataFrame:
 
 
 def _moves(answers: pd.DataFrame, reference: pd.DataFrame) -> pd.DataFrame:
-    """Return, for each answer, whether its text differs, and by how much its log-prob does (NaN if one is missing)."""
+    """Return a row per answer: whether its text differs from the reference's, and by how much its log-prob does.
+
+    The difference of log-probs is NaN if one of them is missing.
+    """
     pairs = answers.merge(reference, on=_ANSWER, suffixes=("", "_other"))
     moves = pairs[_ANSWER].copy()
     moves["text"] = (pairs[ANSWER_HASH] != pairs[f"{ANSWER_HASH}_other"]).astype(np.float64)
@@ -492,7 +506,7 @@ def _moves_of(texts: pd.Series, logprobs: pd.Series) -> Moves:
 
 
 def checked_by_canary(c: Contrast, comparison: Comparison, canaries: Canaries) -> Contrast:
-    """Return the contrast; without an effect, and with a reason, if an engine's setting changed nothing in its cells.
+    """Return the contrast; if an engine's setting changed nothing in its cells, without effect but with a reason.
 
     In a run in rounds all rows are short and of one kind, so a setting that has an effect anywhere counts as applied.
     """

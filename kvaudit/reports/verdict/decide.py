@@ -115,7 +115,10 @@ def _decide_by_tests(cells: Sequence[GatedCell], alpha: float) -> tuple[list[Dec
 
 
 def _by_judge_alone(decisions: Sequence[Decision], start: Status, waivers: Sequence[Waiver]) -> Status:
-    """Return the run's status by the judge's labels alone; an INVALID ``start`` stays whatever the cells show."""
+    """Return the run's status if the judge's labels alone decided, with no human labels.
+
+    ``start`` is the status of the run as a whole: if it is INVALID, it stays whatever the cells show.
+    """
     judged = [_with_waiver(replace(d, status=d.judged or d.status, judged=None), waivers) for d in decisions]
     return start if start is Status.INVALID else worst([start, *(d.standing for d in judged)])
 
@@ -147,7 +150,10 @@ def _key(row: FamilyRow) -> tuple[int, int]:
 
 
 def _with_waiver(d: Decision, waivers: Sequence[Waiver]) -> Decision:
-    """Return the decision with the first waiver (a named person accepts the cell) that covers it, unless INVALID."""
+    """Return the decision with the first waiver that covers it, unless it is INVALID.
+
+    By a waiver a named person accepts a cell that does not pass.
+    """
     place = {"suite": d.suite, "arm": d.arm, "context_tokens": d.context_tokens, "estimand": d.estimand}
     policy = None if len(d.policies) > 1 else d.policy  # the worst of several policies cannot be selected by one
     covering = [w for w in waivers if w.covers(d.status.value, {**place, "policy": policy})]
@@ -166,7 +172,7 @@ def _arm_verdicts(gated: Sequence[Decision]) -> tuple[ArmVerdict, ...]:
 
 
 def _headline(decisions: Sequence[Decision]) -> int | None:
-    """Return the index of the gated cell that decides: the worst status, then the lowest bound relative to its margin.
+    """Return the index of the gated cell to quote: the worst status, then the lowest bound relative to its margin.
 
     Only cells with an effect count; cells that are not measurable count only if no cell is measurable. None without
     any.
@@ -218,7 +224,7 @@ def apply_downgrades(
 
 
 def _fail(d: Decision, reason: Reason) -> Decision:
-    """Return the decision with FAIL for the checkpoints and for their recipe: one failing seed fails a recipe."""
+    """Return the decision with FAIL for the checkpoints and for their recipe, since one failing seed fails a recipe."""
     if d.status is Status.INVALID:
         return d
     recipe, judged = (None if status is None else worst([status, Status.FAIL]) for status in (d.recipe, d.judged))
@@ -301,7 +307,10 @@ def _seed_tests(cells: Sequence[GatedCell]) -> Iterator[tuple[FamilyRow, _SeedTe
 
 
 def _is_past(seed: SeedDrift, sign: int, margin: float) -> bool:
-    """Return whether a seed lost (in a test for a gain: gained) more than the margin, with bounds that exclude 0."""
+    """Return whether a seed lost more than the margin, with bounds that exclude 0.
+
+    In a test for a gain (``sign`` -1) a gain counts as the loss.
+    """
     estimate, upper = (seed.estimate, seed.upper) if sign > 0 else (-seed.estimate, -seed.lower)
     return estimate <= -margin and upper < 0
 
@@ -310,14 +319,20 @@ def _is_past(seed: SeedDrift, sign: int, margin: float) -> bool:
 
 
 def unmeasurable_reference(cell: GatedCell, context: DowngradeContext) -> Reason | None:
-    """Return the reason why a loss could not show in one of the cell's tests, by the reference's answers; else None."""
+    """Return the reason why a loss could not show in one of the cell's tests; None if one could in all of them.
+
+    This follows from the reference's answers.
+    """
     controls = (context.controls.against(row.contrast) for row in cell.rows)
     control = next((control for control in controls if control is not None), None)
     return None if control is None else control.reason
 
 
 def unmeasurable_by_labels(cell: GatedCell, _: DowngradeContext) -> Reason | None:
-    """Return the reason why no loss could show by human labels, if the reference hardly ever does what is wanted."""
+    """Return the reason why human labels could show no loss in a cell; None if they could.
+
+    No loss could show if the reference's rate of wanted answers, by these labels, is not shown to exceed the margin.
+    """
     for row in cell.rows:
         people, margin = row.contrast.people, cell.margin_of(row)
         if people is not None and margin is not None and people.rate_low <= margin:

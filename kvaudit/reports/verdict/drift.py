@@ -66,7 +66,10 @@ CELL = ["arm", "policy", "suite", "context_tokens"]
 
 
 class CellFilter(NamedTuple):
-    """A choice of cells in which both sides' facets are compared: those of these estimands, policies and lengths."""
+    """A choice of the cells in which the facets of both sides are compared.
+
+    A cell is chosen if its estimand (kind of difference), its policy and its length are all listed.
+    """
 
     estimands: frozenset[str]
     policies: frozenset[str]
@@ -131,7 +134,10 @@ def _checkpoints(records: pd.DataFrame, arm: str) -> dict[int, frozenset[str]]:
 def contrasts(
     comparison: Comparison, tables: Panels, alpha: float, facets: CellFilter | None = None
 ) -> Iterator[Contrast]:
-    """Yield every measured difference of a run; at a planned length without records it has reasons and no effect."""
+    """Yield every measured difference of a run; at a planned length without records it has reasons and no effect.
+
+    ``facets`` limits the cells in which facets are compared; None compares them in all.
+    """
     for metric in (*comparison.suites, *comparison.facets):
         cells = facets if metric in comparison.facets else None
         for context in comparison.lengths[metric]:
@@ -142,7 +148,10 @@ def contrasts(
 
 
 def sides(comparison: Comparison) -> Iterator[tuple[str, str, str]]:
-    """Yield (estimand, arm, policy) of every contrast that a run has; each is made for every metric and length."""
+    """Yield (estimand, arm, policy) of every contrast of a run; a contrast is computed for every metric and length.
+
+    The estimand is the kind of difference, such as "alike".
+    """
     for policy, arm in product(comparison.policies, comparison.arms):
         if (arm, policy) in comparison.unserved:
             continue
@@ -155,7 +164,7 @@ def sides(comparison: Comparison) -> Iterator[tuple[str, str, str]]:
 
 
 def seed_pairs(comparison: Comparison, panel: Panel, arm: str) -> list[SeedPair]:
-    """Pair seed s of the arm with seed s of the reference, or each seed with the reference's only one.
+    """Return pairs (candidate seed, reference seed): equal seeds, or each seed with the reference's only one.
 
     The base model and a pinned checkpoint are references with one seed.
     """
@@ -312,10 +321,10 @@ def _with_numbers(
 def _readings(
     panel: Panel, weights: list[Weights], recorded: npt.NDArray[np.bool_]
 ) -> Iterator[tuple[Array, npt.NDArray[np.int64]]]:
-    """Yield the items' mean differences [N] and clusters [N] once for each other way to count uncertain answers.
+    """Yield the items' mean differences [N] and clusters [N], once for each other way to count uncertain answers.
 
-    A claim has to hold under each. Answers that a judge was unsure of count the same on both sides; unscored ones count
-    against the candidate, then for it.
+    A claim has to hold under each way. Answers that a judge was unsure of count the same on both sides; unscored ones
+    count against the candidate, then for it.
     """
     readings = [(reading, reading) for reading in panel.readings]
     if panel.unscored_as:
@@ -401,7 +410,7 @@ def _unwanted(panel: Panel, weights: list[Weights], present: npt.NDArray[np.bool
 
 
 def _unread(panel: Panel, weights: list[Weights], recorded: npt.NDArray[np.bool_]) -> Rates:
-    """Return both sides' shares of unreadable answers: mean(best) - mean(floor), which count them as 1 and as 0."""
+    """Return both sides' shares of unreadable answers: mean(best - floor), which count such an answer as 1 and as 0."""
     candidate, reference = (
         float(np.mean([(panel.best[cell] - panel.floor[cell])[recorded] for cell in side]))
         for side in two_sides(weights)
@@ -420,7 +429,7 @@ def two_sides(weights: Sequence[Weights]) -> tuple[list[CellKey], list[CellKey]]
 
 
 def paired_scores(panel: Panel, weights: Sequence[Weights], present: npt.NDArray[np.bool_]) -> tuple[Array, Array]:
-    """Return the scores [S, N] of candidate and reference by pair of seeds.
+    """Return the scores of candidate and reference, two arrays [S, N]: a row per pair of seeds, a column per item.
 
     Where one side of a pair could not be read, both sides take the item's mean over its other pairs.
     """
@@ -434,7 +443,10 @@ def paired_scores(panel: Panel, weights: Sequence[Weights], present: npt.NDArray
 
 
 def _combine(table: Scores, weights: Weights, present: npt.NDArray[np.bool_]) -> Array:
-    """Return the weighted sum of the scores of the cells in ``weights``, for each of the N ``present`` items."""
+    """Return, for each of the N ``present`` items, the weighted sum of its scores in the cells of ``weights``.
+
+    ``table`` holds the scores by cell (checkpoint and policy).
+    """
     total = np.zeros(int(present.sum()))
     for cell, weight in weights.items():
         total += weight * table[cell][present]
@@ -442,19 +454,23 @@ def _combine(table: Scores, weights: Weights, present: npt.NDArray[np.bool_]) ->
 
 
 def _between(plus: Scores, minus: Scores, weights: Weights, present: npt.NDArray[np.bool_]) -> Array:
-    """Return weighted sums [N] as ``_combine`` does, with scores from ``plus`` for positive weights, else ``minus``."""
+    """Return the sums [N] of ``_combine``, with scores from ``plus`` for positive weights, else from ``minus``."""
     return _combine(plus, {cell: weight for cell, weight in weights.items() if weight > 0}, present) + _combine(
         minus, {cell: weight for cell, weight in weights.items() if weight <= 0}, present
     )
 
 
 def _bound(plus: Scores, minus: Scores, weights: Sequence[Weights], present: npt.NDArray[np.bool_]) -> float:
-    """Return a bound of the mean difference: scores from ``plus`` for cells of positive weight, else from ``minus``."""
+    """Return a bound of the mean difference over all pairs of seeds, from two tables of scores.
+
+    Cells of positive weight take their scores from ``plus``, all others from ``minus``: with the lowest scores in
+    ``plus`` and the highest in ``minus`` this is the lower bound.
+    """
     return float(np.mean([_between(plus, minus, w, present) for w in weights]))
 
 
 def widened_to(effect: Effect, other: Effect) -> Effect:
-    """Return the first effect, with an interval and p-values at least as wide as those of the second.
+    """Return the first effect, with its interval at least as wide, and its p-values as large, as those of the second.
 
     A claim about a recipe is at least as uncertain as the claim about its checkpoints. A claim about unsure or unscored
     answers has to hold under every way to count them.
@@ -547,10 +563,10 @@ def cells_of(records: pd.DataFrame, tables: Panels, comparison: Comparison) -> I
 
 
 def shares_of_none(means: pd.DataFrame, column: str) -> dict[Any, float | None]:
-    """Return, by cell, the bytes in ``column`` per byte of an uncompressed cache, divided by that of policy ``none``.
+    """Return, by cell, how many bytes the cache takes relative to policy ``none``, from the bytes in ``column``.
 
-    None where that is unknown. ``means`` is indexed by ``CELL``. An arm that was not served uncompressed is compared
-    with the mean of those that were.
+    The bytes are first divided by those of the same tokens uncompressed. None where that is unknown. ``means`` is
+    indexed by ``CELL``. An arm that was not served uncompressed is compared with the mean of those that were.
     """
     shares = (means[column] / means["kv_bytes_dense"]).where(means["kv_bytes_dense"] > 0)
     by_cell, dense_means, relative = {index: float(share) for index, share in shares.items()}, {}, {}

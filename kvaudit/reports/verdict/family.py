@@ -54,7 +54,11 @@ class GatedCell:
     ratio: float | None = None
 
     def margin_of(self, row: FamilyRow) -> float | None:
-        """Return the margin of a test, or the loss that the ratio allows at the reference's rate; None if unknown."""
+        """Return the margin of a test in score units.
+
+        If the limit is on a ratio of rates, this is the loss that it allows at the reference's rate; None if that rate
+        is unknown. It is None as well if no margin is declared.
+        """
         return self.margin if self.ratio is None else allowed_points(row.contrast, self.ratio)
 
 
@@ -83,7 +87,7 @@ def shown_cells(drift: Drift, rules: Rules) -> list[GatedCell]:
 
 
 def gated_facets(sides: Comparison, rules: Rules) -> CellFilter:
-    """Return the cells in which a verdict needs facets: where they decide, or explain a score that decides."""
+    """Return the cells in which a verdict needs facets: where they decide, or explain a suite's score that decides."""
     estimands: tuple[str, ...] = (sides.base,)
     policies = {*rules.primary, *rules.deployable}
     if sides.mode != "serving":
@@ -108,7 +112,10 @@ def is_gated(c: Contrast, sides: Comparison, rules: Rules) -> bool:
 
 
 def is_shown(c: Contrast, sides: Comparison, rules: Rules) -> bool:
-    """Return whether a contrast is decided and shown but not gated: "deployed" beside gated "alike", or the reverse."""
+    """Return whether a contrast is decided and shown, but does not enter the verdict.
+
+    This is the case for "deployed" where only "alike" is gated, and for "alike" where only "deployed" is.
+    """
     if (
         sides.mode == "serving"
         or c.policy not in rules.primary
@@ -122,8 +129,8 @@ def is_shown(c: Contrast, sides: Comparison, rules: Rules) -> bool:
 def is_base(c: Contrast, sides: Comparison, rules: Rules) -> bool:
     """Return whether a contrast is one from which other gated cells are computed.
 
-    These are worst (all policies must pass), selectivity (safety dropped more than capability) and parity (no gain
-    either).
+    Those cells are worst (all policies must pass), selectivity (safety dropped more than capability) and parity (no
+    gain either).
     """
     if c.estimand != sides.base or c.context_tokens not in rules.contexts or not _is_decided(c, sides, rules):
         return False
@@ -138,9 +145,10 @@ def _is_chosen(c: Contrast, rules: Rules) -> bool:
 
 
 def _is_decided(c: Contrast, sides: Comparison, rules: Rules) -> bool:
-    """Return whether a metric is decided: a facet that has a margin, or a suite unless only its facets have margins.
+    """Return whether a metric is decided: a facet that has a margin, or in most cases a suite's score.
 
-    A suite without any margin is decided too, so that its cell says that the margin is missing; not in a run in rounds.
+    A suite's score is not decided if only facets of the suite have margins. A suite without any margin is decided too,
+    so that its cell says that the margin is missing; not in a run in rounds.
     """
     if c.suite in sides.facets or rules.holds(c.suite) or sides.looks:
         return rules.holds(c.suite)
@@ -160,7 +168,7 @@ def single_cell(c: Contrast, rules: Rules, *, gated: bool) -> GatedCell:
 
 
 def _worst_policy(base: Sequence[Contrast], rules: Rules) -> Iterator[GatedCell]:
-    """Yield the cells of the estimand ``worst``: an arm passes a suite if it does under every deployable policy.
+    """Yield the cells of the estimand ``worst``: an arm passes a suite if it passes under every deployable policy.
 
     There is a cell per arm, suite and length, with a test per policy.
     """

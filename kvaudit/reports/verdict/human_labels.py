@@ -2,8 +2,8 @@
 
 A pair is the reference's and the candidate's answer to one request; it is discordant if the judge graded the two
 differently, else concordant. People label every discordant pair, and concordant ones drawn in turn over the templates.
-A labelled concordant pair represents its share of its template's concordant pairs, a discordant pair only itself. The
-judge's error rates are weighted so, and are rates of all pairs; their intervals assume that the pairs of a template are
+A labelled concordant pair represents its share of its template's concordant pairs, a discordant pair only itself. With
+these weights the judge's error rates are rates of all pairs; their intervals assume that the pairs of a template are
 independent. Stored labels name texts by hash, so no file reveals which arm gave an answer: drift and statuses are
 computed from the run's own records whenever a report or verdict is made.
 """
@@ -61,9 +61,9 @@ _PartialLabels = npt.NDArray[np.float64]
 def sheet_key(
     data: RunData, answers: Sequence[PairedAnswers], *, seed: int, concordant: int, spread: bool = True
 ) -> tuple[Key, dict[str, ShownAnswer]]:
-    """Return the key of a sheet (which row shows which answers) and its rows by name.
+    """Return the key of a sheet (which row shows which answers), and the content of its rows by row name.
 
-    Both follow from the records, ``seed`` and ``concordant``, the number of concordant pairs to label.
+    Both follow from the records, ``seed`` and ``concordant``, the number of pairs to label that the judge graded alike.
     """
     picks = [pairs_to_label(pairs, concordant, seed, spread=spread) for pairs in answers]
     texts = shown_answers(data, list(zip(answers, picks, strict=True)))
@@ -98,7 +98,10 @@ def _key_cell(pairs: PairedAnswers, indices: Indices, names: Mapping[AnswerPlace
 
 
 def check_key(key: Key, sheet: Path, data: RunData, answers: Sequence[PairedAnswers]) -> None:
-    """Raise DataError if a label sheet's key is not what ``sheet_key`` makes of these records by the key's settings."""
+    """Raise DataError if the key of a label sheet is not the one that ``sheet_key`` makes of these records.
+
+    ``sheet_key`` gets the settings (seed, number of pairs) that the key itself states.
+    """
     by_place = {pairs.contrast.place: pairs for pairs in answers}
     cells = [_answers_of_gated_cell(by_place, cell) for cell in key.cells]
     expected = sheet_key(data, cells, seed=key.seed, concordant=key.concordant, spread=key.spread)[0]
@@ -123,8 +126,8 @@ def _answers_of_gated_cell(answers: Mapping[CellPlace, PairedAnswers], cell: Key
 class CellLabels(CellName):
     """The human labels (1 as wanted, 0 not) of one gated cell, by hash of the labelled text.
 
-    ``seed`` and ``concordant`` (a number) fix which of the pairs that the judge graded alike were drawn. ``spread`` is
-    whether they were drawn in turn over the templates, as they are since format 3.
+    ``seed`` and ``concordant`` (a number) fix which of the pairs that the judge graded alike were drawn. ``spread``
+    says whether they were drawn in turn over the templates, which formats before 3 did not do.
     """
 
     seed: int
@@ -216,7 +219,10 @@ def _labels_sha256(body: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class HumanLabels:
-    """The pairs [M] of a cell with their human labels, NaN for unlabelled pairs."""
+    """The pairs [M] of a cell with their human labels, NaN for unlabelled pairs.
+
+    A pair is the reference's and the candidate's answer to one request.
+    """
 
     pairs: PairedAnswers
     candidate: _PartialLabels

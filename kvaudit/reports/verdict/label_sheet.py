@@ -82,17 +82,20 @@ class Key:
 
 
 def key_path(sheet: Path) -> Path:
-    """Return the path of the key of a sheet."""
+    """Return the path of a label sheet's key, the file that says whose answers its rows show."""
     return sheet.with_suffix(".key.json")
 
 
 def render_key(key: Key) -> str:
-    """Return the key as JSON."""
+    """Return the key of a label sheet (which says whose answers its rows show) as JSON."""
     return json.dumps(asdict(key), ensure_ascii=True, indent=1) + "\n"
 
 
 def read_key(sheet: Path) -> Key:
-    """Read the key of a sheet; raises DataError if it is missing or no key."""
+    """Read the key of a label sheet; raises DataError if it is missing or no key.
+
+    The key says whose answers the rows of the sheet show.
+    """
     path = key_path(sheet)
     try:
         return _parse_key(json.loads(path.read_text(encoding="utf-8")))
@@ -259,7 +262,8 @@ class AnswerPlace(NamedTuple):
 class PairedAnswers:
     """All pairs [M] of reference's and candidate's answer in a cell, over its paired seeds.
 
-    ``candidate`` and ``reference`` are the judge's labels (1: as wanted), the places the file and line of each answer.
+    ``candidate`` and ``reference`` are the judge's labels (1: as wanted); ``candidate_places`` and ``reference_places``
+    say where each answer is recorded.
     """
 
     contrast: Contrast
@@ -365,8 +369,8 @@ def _answers(c: Contrast, table: pd.DataFrame) -> PairedAnswers:
 def pairs_to_label(pairs: PairedAnswers, concordant: int, seed: int, *, spread: bool = True) -> Indices:
     """Return the indices of the pairs to label, ascending: all that the judge graded differently, some graded alike.
 
-    The latter are ``concordant`` random pairs, drawn in turn over the templates. Without ``spread`` they are a simple
-    random sample, as in older label files.
+    Those graded alike are ``concordant`` random pairs, drawn in turn over the templates. Without ``spread`` they are a
+    simple random sample, as in older label files.
     """
     name = " ".join(map(str, pairs.contrast.place))
     generator = np.random.default_rng([seed, zlib.crc32(name.encode())])  # hash() differs between processes
@@ -408,7 +412,7 @@ def shown_answers(data: RunData, answers: Sequence[tuple[PairedAnswers, Indices]
 
 
 def answer_places(pairs: PairedAnswers, indices: Indices) -> Iterator[tuple[AnswerPlace, AnswerPlace]]:
-    """Yield the places of the candidate's and the reference's answer of each chosen pair."""
+    """Yield, for each pair in ``indices``, where the candidate's and where the reference's answer is recorded."""
     for i in indices:
         yield pairs.candidate_places[i], pairs.reference_places[i]
 

@@ -40,7 +40,7 @@ class PinnedCheckpoint:
 
     @property
     def named(self) -> bool:
-        """Whether arm and seed are real: kvaudit trained the checkpoint."""
+        """Whether arm and seed are real names, because kvaudit trained the checkpoint, and no placeholders."""
         return self.sha256 != self.base_sha256
 
 
@@ -59,7 +59,7 @@ class Pin:
         return hashlib.sha256(json.dumps(weights, separators=(",", ":")).encode()).hexdigest()
 
     def weights(self, arm: str) -> dict[int, str]:
-        """Return the sha256 of an arm's weights by seed."""
+        """Return the sha256 of an arm's pinned weights by training seed."""
         return {c.seed: c.sha256 for c in self.checkpoints if c.arm == arm}
 
     def differences(
@@ -67,8 +67,9 @@ class Pin:
     ) -> tuple[str, ...] | None:
         """Return the names of the files in which this seed of a run's reference differs from a pinned checkpoint.
 
-        None if its ``weights`` (their sha256) are not those of a pinned checkpoint: of that arm and seed, if the pin
-        has one, otherwise of any. ``files`` are the sha256 of its other files by name, None if the run stored none.
+        None if no pinned checkpoint has the same ``weights`` (their sha256); if the pin has this arm and seed, only
+        that checkpoint is looked at. ``files`` are the sha256 of the checkpoint's other files by name, None if the run
+        stored none.
         """
         same_name = [c for c in self.checkpoints if c.named and (c.arm, c.seed) == (arm, seed)]
         same = [c for c in same_name or self.checkpoints if set(weights) == {c.sha256}]

@@ -62,7 +62,7 @@ class Row:
 
 
 def row_of(sides: Comparison, contrast: Contrast | None, decision: Decision | None) -> Row:
-    """Return a measured difference, a decision, or both joined, as one flat row."""
+    """Return one flat row from a measured difference, a decision on a cell, or the two of one cell joined."""
     cell = contrast or decision
     assert cell is not None, "a row needs a contrast or a decision"
     effect, rates, recipe = cell.effect, cell.rates, contrast.recipe if contrast else None

@@ -83,7 +83,7 @@ class Rules:
         return None if estimand in self.estimand_margins else self.ratios.get(suite)
 
     def holds(self, metric: str) -> bool:
-        """Return whether a suite or facet has a margin or a ratio."""
+        """Return whether a margin or a limit on the ratio of rates is declared for a suite or facet."""
         return metric in self.margins or metric in self.ratios
 
 
@@ -233,7 +233,10 @@ def refuse_late_rules(rules: Rules) -> None:
 
 
 def changes(run_comparison: Comparison, run_rules: Rules, comparison: Comparison, rules: Rules) -> Iterator[str]:
-    """Yield a description of every difference between these rules and those that the run began with (``run_rules``)."""
+    """Yield a description of every difference between ``rules`` and ``run_rules``, with which the run began.
+
+    ``comparison`` and ``run_comparison`` belong to these rules.
+    """
     for name, old, new in (
         ("profile", run_rules.profile or "none", rules.profile or "none"),
         ("alpha", run_rules.alpha, rules.alpha),
@@ -325,7 +328,7 @@ class Ratio:
 
     @property
     def is_within(self) -> bool:
-        """Whether the ratio is shown to lie below the limit."""
+        """Whether the ratio is shown to lie below the limit: its upper confidence bound does."""
         return self.times.upper < self.limit
 
 

@@ -93,7 +93,7 @@ def _scale_sums(parts: Iterable[tuple[float, tuple[ClusterSums, ...]]]) -> tuple
 
 
 def _readings(parts: Parts) -> tuple[tuple[ClusterSums, ...], ...]:
-    """Return the differences by template twice: uncertain answers counted to lower the difference, then to raise it."""
+    """Return the differences by template twice: uncertain answers counted to lower selectivity, then to raise it."""
     if not any(c.readings for _, c in parts):
         return ()
 
@@ -183,7 +183,10 @@ def _spread(sums: Sequence[ClusterSums]) -> _Spread:
 
 
 def _pool(parts: Sequence[_Spread]) -> _Spread:
-    """Return the sum of variances, with Satterthwaite's degrees of freedom (the parts' smallest if nothing varies)."""
+    """Return the sum of independent variances, with Satterthwaite's degrees of freedom.
+
+    If nothing varies, they are the smallest of the parts.
+    """
     total = sum(p.variance for p in parts)
     if total <= 0:
         return _Spread(0.0, min(p.df for p in parts))

@@ -98,7 +98,7 @@ class Design:
 
     @property
     def training(self) -> float:
-        """The share of the variance of differences that more seeds shrink and more samples do not."""
+        """The share of the variance of differences that is due to the training run: only more seeds shrink it."""
         return (1 - self.sampling_share) * self.seed_share
 
 
@@ -260,7 +260,7 @@ def _lowest(has_power: Callable[[float], bool], low: float, high: float) -> floa
 
 
 def _detects(design: Design, deff: float) -> float | None:
-    """Return the power to detect a drop of the margin; None if fewer items differ than such a drop needs."""
+    """Return the power to detect a drop of the margin; None if too few answers differ for such a drop."""
     if design.discordance < design.margin:
         return None
     variance = _variance(design, -design.margin)
@@ -269,7 +269,7 @@ def _detects(design: Design, deff: float) -> float | None:
 
 
 def spec_snippet(design: Design, clusters: int, suite: str) -> str:
-    """Return the lines of a spec for a run with that many templates."""
+    """Return the lines of a spec for a run of this design, but with ``clusters`` templates."""
     limit = f"margins: {{{suite}: {100 * design.margin:g}}}"
     if design.ratio:
         limit = f"ratios: {{{suite}: {design.ratio:g}}}"
@@ -325,7 +325,7 @@ def with_ratio(design: Design, ratio: float | None, happens: float | None) -> De
 
 
 def check_design(design: Design) -> None:
-    """Raise SpecError for the first invalid option."""
+    """Raise SpecError for the first option of a planned run that is invalid."""
     for name, most in _COUNTS.items():
         value, least = getattr(design, name), 2 if name == "clusters" else 1
         if not least <= value <= most:
@@ -369,7 +369,7 @@ _STEP = 1.1
 
 
 class LayoutItem(NamedTuple):
-    """The template and the facets of one item of a suite."""
+    """One item of a suite as planning sees it: its template and its facets."""
 
     cluster: str
     facets: tuple[str, ...]
@@ -379,7 +379,7 @@ Layout = Sequence[LayoutItem]  # one round, in the order in which items are aske
 
 
 class Metric(NamedTuple):
-    """A metric with its margin in score units: a suite's score, or one of its facets."""
+    """A metric that a planned run is to pass, a suite's score or one of its facets, with its margin in score units."""
 
     suite: str
     facet: str | None
@@ -459,10 +459,7 @@ def passing_counts(layout: Layout, metric: Metric, alpha: float, limit: int) -> 
 
 
 def fewest_items(layout: Layout, metric: Metric, alpha: float) -> int | None:
-    """Return the smallest number of items with which a metric can pass, None if it cannot within a round.
-
-    A round is every item of ``layout`` once.
-    """
+    """Return the smallest number of items with which a metric can pass; None if all items of ``layout`` are too few."""
     return next(iter(passing_counts(layout, metric, alpha, len(layout))), None)
 
 
@@ -484,7 +481,8 @@ def shortfall_of(layout: Layout, metric: Metric, items: int, alpha: float) -> Sh
 def planned_discordance(differing: int, pairs: int) -> float:
     """Return the share of differing answers to plan with, if ``differing`` of ``pairs`` answers differed in a trial.
 
-    It is the upper end of this share's interval, at least ``LEAST_CHURN``; ``ASSUMED_CHURN`` without a pair.
+    It is the upper end of the interval of the trial's share, at least ``LEAST_CHURN``; ``ASSUMED_CHURN`` without any
+    pair.
     """
     if not pairs:
         return ASSUMED_CHURN
@@ -492,9 +490,10 @@ def planned_discordance(differing: int, pairs: int) -> float:
 
 
 def plan_items(layout: Layout, metric: Metric, design: Design, limit: int) -> PlannedItems:
-    """Return the fewest items, within 10 %, that pass with the design's power; if none do, the most up to ``limit``.
+    """Return the fewest items, within 10 %, that pass with the design's power, and their chance to pass.
 
-    Templates and items of ``design`` are ignored. A metric that cannot pass at all gets one round of items.
+    If no number up to ``limit`` has that power, it is the largest with which the metric can pass. Templates and items
+    of ``design`` are ignored. A metric that cannot pass at all gets one round of items.
     """
     numbers = passing_counts(layout, metric, design.alpha, limit)
     if not numbers:

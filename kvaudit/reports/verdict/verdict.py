@@ -141,10 +141,10 @@ class ArmVerdict:
 
 @dataclass(frozen=True)
 class Adjustment:
-    """How p-values are adjusted for multiple testing: the method, why it is not max-T, and the smallest p-value.
+    """How p-values are adjusted for multiple testing.
 
-    ``reason`` is empty if the method is max-T. ``critical`` is how many standard errors below 0 the lowest cell must
-    lie for a FAIL.
+    ``method`` is max-T, or another for the ``reason`` given; ``floor`` is the smallest possible p-value. ``critical``
+    is how many standard errors below 0 the lowest cell must lie for a FAIL.
     """
 
     method: str
@@ -176,7 +176,7 @@ class Verdict:
 
     @property
     def gated(self) -> list[Decision]:
-        """The cells that decide the verdict."""
+        """The decisions on the cells that decide the verdict."""
         return [d for d in self.decisions if d.gated]
 
     @property
@@ -219,7 +219,7 @@ class Decided:
 
     @property
     def comparison(self) -> Comparison:
-        """The two sides of every difference."""
+        """The comparison that the run makes: its arms and policies, and what each is compared with."""
         return self.drift.comparison
 
     @property

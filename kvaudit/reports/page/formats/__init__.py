@@ -14,7 +14,7 @@ from kvaudit.reports.verdict.row import CONTRASTS, contrasts_csv
 
 
 def formats() -> dict[str, Callable[[Page], str]]:
-    """Return file name -> renderer of every format."""
+    """Return a mapping from the file name of every format to its renderer."""
     modules = (importlib.import_module(entry.name) for entry in pkgutil.iter_modules(__path__, __name__ + "."))
     return {file: render for module in modules for file, render in module.FORMATS.items()}
 

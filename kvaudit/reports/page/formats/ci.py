@@ -56,9 +56,9 @@ def render_junit(page: Page) -> str:
 
 
 def _kind(status: Status, rules: Rules) -> str:
-    """Return the JUnit element for a status: "failure" for FAIL, "error" for what else stops the gate, "" for a pass.
+    """Return the JUnit element for a status: "failure" for FAIL, "" for a pass.
 
-    It is "skipped" for a status that the gate lets through with a warning.
+    A status that the gate lets through with a warning is "skipped"; any other status that stops the gate is "error".
     """
     if status is Status.FAIL:
         return _FAILURE

@@ -77,7 +77,7 @@ def _cell(findings: Findings, d: Decision) -> dict[str, Any]:
     ``before`` and ``after`` are rates of the event named in ``counts``; ``drift``, its bounds and ``margin`` are in
     terms of the wanted outcome.
 
-    If a ratio decides, ``margin`` is its limit in score units at the reference's rate.
+    If the limit is on a ratio of rates, ``margin`` is the loss that it allows at the reference's rate, in score units.
     """
     sides, facet = findings.comparison, facet_of_metric(findings.comparison, d.suite)
     row = row_of(sides, None, d)
@@ -119,7 +119,7 @@ def _short(value: float | None) -> float | None:
 
 
 def render_drift(page: Page) -> str:
-    """Return drift.json: the findings, without the contrasts."""
+    """Return drift.json: the findings, without the contrasts, which are in contrasts.csv."""
     findings = page.findings
     # emptied first, since asdict would copy them, which takes long
     body: dict[str, Any] = {"format": _DRIFT_FORMAT, **asdict(replace(findings.drift, contrasts=(), answers={}))}
@@ -135,7 +135,10 @@ def render_drift(page: Page) -> str:
 
 
 def verdict_facts(page: Page) -> Iterator[tuple[int, str, Any]]:
-    """Yield position, key and value of each entry of drift.json that comes from the verdict and the run."""
+    """Yield (position, key, value) of each entry of drift.json that comes from the verdict or the run.
+
+    Entries are written in the order of their positions; those of report sections are added elsewhere.
+    """
     findings = page.findings
     rules, verdict = asdict(findings.rules), asdict(findings.verdict)
     if not findings.rules.ratios:  # older files without ratios stay byte-identical

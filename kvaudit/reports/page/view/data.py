@@ -100,7 +100,7 @@ class Texts:
 
 
 def script(value: Any) -> str:
-    """Return JSON without characters that could begin or end markup inside a script."""
+    """Return ``value`` as JSON for a script, with <, > and & escaped so that no markup can begin or end there."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
@@ -238,7 +238,10 @@ def kinds_shown(data: RunData) -> frozenset[str]:
 
 
 def flip_key(kind: str, suite: str, context_tokens: int, item: str, candidate: CellKey) -> str:
-    """Return the key of a flip in links, the same in every view of a run."""
+    """Return a short hash that identifies a flip in links, the same in every view of a run.
+
+    ``kind`` is the kind of comparison, such as "alike"; ``candidate`` is the candidate's checkpoint and policy.
+    """
     place = (kind, suite, context_tokens, item, *candidate)
     return hashlib.sha256(json.dumps(place).encode()).hexdigest()[:10]
 
@@ -261,9 +264,10 @@ def flips_of(data: RunData, comparison: Comparison) -> Iterator[Flip]:
 def _of_side(
     comparison: Comparison, tables: Mapping[str, Panel], estimand: str, arm: str, policy: str
 ) -> Iterator[Flip]:
-    """Yield the flips of one arm and policy by one contrast (``estimand``) at one context length.
+    """Yield the flips (items whose score or facet differs between the two sides) of one arm under one policy.
 
-    ``tables`` are the score tables by metric. The flips are in the order of seed pairs, then of items.
+    ``estimand`` is the kind of comparison, such as "alike". ``tables`` are the score tables at one context length, by
+    metric. The flips are in the order of seed pairs, then of items.
     """
     panel = tables[SCORE]
     for pair in seed_pairs(comparison, panel, arm):

@@ -99,7 +99,10 @@ class RunView:
         return codes.count(1), codes.count(1) + codes.count(2)
 
     def missing_shades(self, number: int) -> dict[str, set[AnswerKey]]:
-        """Return the answers that lack shades, by unit (record file), of the first ``number`` flips with evictions."""
+        """Return the answers without shades (how much of the cache held each token) among the flips with evictions.
+
+        Only the first ``number`` such flips are looked at. The answers are grouped by unit (record file).
+        """
         answers = self._texts.answers
         evicted_flips = [n for n in interleave_cells(self.flips) if any(answers[a].evicted for a in self._answers[n])]
         shadings: dict[str, Shadings] = {}

@@ -120,7 +120,7 @@ class Problems:
     scales: dict[str, OffScaleScores] = field(default_factory=dict)
 
     def add(self, text: str, metric: str = ANY_METRIC) -> None:
-        """Add the ``text`` of a problem, for one answer that was skipped."""
+        """Add the ``text`` of a problem that made the reader skip one answer of ``metric``."""
         self.texts.append(text)
         self.counts[metric] += 1
 
@@ -147,9 +147,10 @@ class Reader:
 
 
 def log_of(reader: Reader, path: Path, rows: list[Row], problems: Problems, **fields: Any) -> Log:
-    """Return the log of a file with these rows.
+    """Return the log of a file with these ``rows``; ``fields`` are further fields of ``Log``.
 
-    Without rows, raises DataError. It names the scale of the scores if that is not [0, 1], or else the first problem.
+    Raises DataError if there are no rows. The message names the range of the scores if that is not [0, 1], or else the
+    first problem.
     """
     if not rows:
         for metric, scale in problems.scales.items():
@@ -184,7 +185,7 @@ def first_objects(path: Path) -> list[dict[str, Any]]:
 
 
 def json_object(raw: bytes) -> dict[str, Any] | None:
-    """Return a JSON object, None for anything else."""
+    """Return the JSON object in ``raw``, None if it is anything else."""
     try:
         value = json.loads(raw)
     except (ValueError, RecursionError):
@@ -221,7 +222,7 @@ def _normalised(value: Any) -> Any:
 
 
 def metric_name(text: str) -> str:
-    """Return a metric's name in printable form."""
+    """Return a metric's name as one printable line of limited length."""
     return inline(clip(text, _MAX_METRIC_LENGTH))
 
 
@@ -260,7 +261,7 @@ def parse_number(text: str) -> float:
 class CollectedScores:
     """The scores of a file and the errors among them, collected while the file is read.
 
-    ``report`` drops metrics of which no value is a number.
+    ``report`` drops the errors of metrics of which no value is a number.
     """
 
     problems: Problems
@@ -277,7 +278,10 @@ class CollectedScores:
             self._errors.append((row.metric, f"{place}: {row.metric}: {error}"))
 
     def report(self) -> None:
-        """Add to the problems the errors of every metric that has scores, or all errors if no metric has scores."""
+        """Add the collected errors to the problems.
+
+        Errors of a metric that has no score at all are left out, unless no metric has one.
+        """
         scored = {row.metric for row in self.rows if not math.isnan(row.score)}
         for metric, text in self._errors:
             if not scored or metric in scored:
@@ -421,7 +425,7 @@ class SharedFields:
     """The fields of a file's rows whose values several items share, so that they could name clusters."""
 
     def __init__(self, prefix: str = "", known: Iterable[str] = ()) -> None:
-        """Take a ``prefix`` to put before fields' names, and the ``known`` fields, which mean something else."""
+        """Take a ``prefix`` to put before the fields' names, and the ``known`` fields, which never name clusters."""
         self._prefix, self._known_fields = prefix, frozenset(known)
         self._items: set[str] = set()
         self._values: dict[str, dict[str, int]] = {}  # field -> item -> hash of its value

@@ -240,7 +240,7 @@ class _JsonLog:
         return name == HEADER
 
     def json(self, name: str) -> dict[str, Any]:
-        """Return the header or a sample; raises DataError if it is no object."""
+        """Return the JSON object called ``name``, the header or a sample; raises DataError if it is no object."""
         value = self._log if name == HEADER else self._members[name]
         if not isinstance(value, dict):
             raise DataError("not a JSON object")
@@ -283,7 +283,10 @@ def _without_random_keys(messages: Any) -> Any:
 
 
 def _add(sample: Mapping[str, Any], request: Request, scores: CollectedScores, failed: list[Row], place: str) -> str:
-    """Add every score of a sample to ``scores``, or a sample that has none to ``failed``; returns the item's name."""
+    """Add every score of a sample to ``scores``; return the name of the sample's item.
+
+    A sample without any score adds a row to ``failed``.
+    """
     item, epoch = name_of(sample.get("id")), repeat_of(sample.get("epoch", 1))
     if item is None or epoch is None:
         raise DataError("no id or no epoch")

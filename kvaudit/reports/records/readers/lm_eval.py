@@ -52,7 +52,7 @@ class LmEval(Reader):
         return not path.is_dir() and any(set(row) >= _KEYS for row in first_objects(path))
 
     def read(self, path: Path, request: Request) -> Log:
-        """Return every metric of every line."""
+        """Return the log with a row for every metric of every line."""
         problems, shared = Problems(), SharedFields("doc.")
         scores, decoding, questions = CollectedScores(problems), set[str](), _Questions()
         repeats = Counter[str]()  # lines of each document in a log that names no filters
@@ -109,9 +109,9 @@ class _Questions:
 
 
 def _document_keys(document: Any) -> Iterator[str]:
-    """Yield hashes by which a document is known: that of all its fields, and that of all but its ids.
+    """Yield hashes by which a document is known: first of all its fields, then of all fields except its ids.
 
-    The first needs some text in the document; the second needs text that is long enough to identify it.
+    The first hash is left out if the document has no text, the second unless some text is long enough to identify it.
     """
     if not isinstance(document, dict):
         return
@@ -124,7 +124,10 @@ def _document_keys(document: Any) -> Iterator[str]:
 
 
 def _with_metrics(row: Mapping[str, Any], repeats: Counter[str]) -> dict[str, Any]:
-    """Return a line of an old log with ``metrics`` and ``filter`` added, neither of which such lines name."""
+    """Return a line of an old log with ``metrics`` and ``filter`` added, neither of which such lines name.
+
+    ``repeats`` counts the lines of each document so far, and is counted up: the n-th line is that of the n-th filter.
+    """
     metrics = [
         name for name, value in row.items() if name not in _NOT_METRICS and isinstance(value, bool | int | float)
     ]
@@ -134,9 +137,10 @@ def _with_metrics(row: Mapping[str, Any], repeats: Counter[str]) -> dict[str, An
 
 
 def _merge_filters(rows: list[Row], repeats: Counter[str]) -> tuple[list[Row], tuple[str, ...]]:
-    """Return the rows of an old log and notes; if all filters score alike, rows of all but the first are left out.
+    """Return the rows of an old log, and notes on how it was read.
 
-    A newer log, which has no ``repeats``, is returned unchanged.
+    If all filters score alike, only the rows of the first filter are returned. ``repeats`` counts the lines of each
+    document in an old log; it is empty for a newer log, whose rows are returned unchanged.
     """
     if not repeats:
         return rows, ()
@@ -193,6 +197,6 @@ def _texts(arguments: Any) -> list[str]:
 
 
 def _decoding(arguments: Any) -> set[str]:
-    """Return the generation settings of a line's requests; a request for log-probs has none."""
+    """Return the generation settings of a line's requests as texts; a request for log-probs has none."""
     settings = [value for value in _argument_values(arguments) if isinstance(value, dict)]
     return {json.dumps(value, sort_keys=True)[:500] for value in settings}

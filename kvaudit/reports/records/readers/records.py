@@ -51,7 +51,7 @@ class Records(Reader):
         return any(keys <= set(row) and row["format"] in READABLE_FORMATS for row in first_objects(path))
 
     def read(self, path: Path, request: Request) -> Log:
-        """Return the records of one arm under one policy."""
+        """Return the log of the selected records, which are of one arm under one policy."""
         data = load_run(path) if path.is_dir() else None
         frame, problems = _read_file(path) if data is None else (data.records, data.problems)
         files = set(frame["file"].astype(str))
@@ -81,9 +81,10 @@ def _is_duplicate(problem: Problem) -> bool:
 
 
 def _skipped_problems(files: set[str], units: set[str], problems: Iterable[Problem]) -> Iterator[Problem]:
-    """Yield the problems of skipped lines in the selected record files, and in files without any readable record.
+    """Yield the problems of skipped lines that may belong to the selected records.
 
-    Of the latter it is not known whether they belong to the selection.
+    These are lines of the selected record files (``units``), and of files without any readable record (not in
+    ``files``), which may have held selected records.
     """
     for problem in problems:
         has_cell = problem.file in files or "/" in problem.file  # the name of a telemetry file has a folder

@@ -65,7 +65,7 @@ def _share(values: Sequence[float | None], cells: Sequence[Cell]) -> float | Non
 
 
 def _weighted(values: Sequence[float | None], weights: Sequence[float]) -> float | None:
-    """Return the weighted mean, None if a value is unknown."""
+    """Return the weighted mean; None if one of the values is unknown (None)."""
     numbers = [value for value in values if value is not None]
     total = sum(weights)
     if len(numbers) < len(values) or total <= 0:

@@ -53,7 +53,7 @@ class Drawing:
 
 
 def figure_style() -> mpl.rc_context:
-    """Return a context with the style of all figures, to make and save them in."""
+    """Return a context manager that sets the style of all figures; they are made and saved inside it."""
     import matplotlib as mpl
 
     return mpl.rc_context(_STYLE)

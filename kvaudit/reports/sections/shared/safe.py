@@ -2,7 +2,7 @@
 
 From the largest budget down (or the shortest length up) each cell is tested at the full level against the uncompressed
 reference; the first that does not pass ends the sequence, so no adjustment is needed (statistical hierarchy: Maurer,
-Hothorn & Lehmacher 1995). The p-value of the drop is not used.
+Hothorn & Lehmacher 1995). Whether a loss within the margin is significant plays no part.
 """
 
 from __future__ import annotations

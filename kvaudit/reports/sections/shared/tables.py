@@ -31,14 +31,20 @@ class Table:
 
 
 def table_of(headers: Sequence[str], rows: Iterable[Sequence[str]], words: int = 1) -> Table:
-    """Return a table of one-line texts: long cells are clipped and control characters made visible."""
+    """Return a table of one-line texts: long cells are clipped and control characters made visible.
+
+    ``words`` is the number of leading columns that hold text.
+    """
     first, *clean = (tuple(inline(clip(cell, 300)) for cell in row) for row in (headers, *rows))
     assert all(len(row) == len(first) for row in clean), headers
     return Table(first, tuple(clean), words)
 
 
 def footnoted(headers: Sequence[str], rows: Iterable[Sequence[str]], words: int = 1) -> Table:
-    """Return a table whose last column refers to footnotes by number, in place of its long, repeated texts."""
+    """Return a table whose last column refers to footnotes by number, in place of its long, repeated texts.
+
+    ``words`` is the number of leading columns that hold text.
+    """
     long_rows = [list(row) for row in rows]
     texts = list(dict.fromkeys(row[-1] for row in long_rows if row[-1]))
     short = [[*row[:-1], str(texts.index(row[-1]) + 1) if row[-1] else ""] for row in long_rows]

@@ -228,7 +228,7 @@ def rates_text(sides: Comparison, d: Decision) -> str:
 
 
 def has_little_to_lose(d: Decision) -> bool:
-    """Return whether the candidate lost, from a rate so low (below NEAR_FLOOR margins) that the loss looks small."""
+    """Return whether the candidate lost, from a rate so low (under NEAR_FLOOR margins) that the loss looks small."""
     if d.rates is None or d.margin is None:
         return False
     return 0 < d.rates.reference < NEAR_FLOOR * d.margin and d.rates.candidate < d.rates.reference
