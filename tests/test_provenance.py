@@ -12,7 +12,7 @@ from reports_synthetic import build, tiny
 from kvaudit.audit.runs.folder import RunFolder
 from kvaudit.audit.runs.names import NAMES
 from kvaudit.core.errors import DataError
-from kvaudit.core.provenance import check_provenance, read_provenance
+from kvaudit.core.provenance import check_provenance, read_provenance, seal_looks
 from kvaudit.core.spec import load_spec
 from kvaudit.reports.records.load import load_run
 
@@ -42,7 +42,7 @@ DAMAGES: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: str(damage)[:60])
 def test_a_value_of_another_kind_is_refused(damage: dict[str, Any], tmp_path: Path) -> None:
-    (tmp_path / "provenance.json").write_text(json.dumps(damage))
+    (tmp_path / "provenance.json").write_text(json.dumps(seal_looks(damage)))
     with pytest.raises(DataError, match=r"provenance\.json'.*start another run with --out$"):
         read_provenance(tmp_path)
 

@@ -36,7 +36,7 @@ from kvaudit.audit.runs.stages.rounds import join_rounds, look_lines
 from kvaudit.audit.runs.units import PILOT_FOLDER, REFUSED, ROUNDS_FOLDER, Unit, UnitFiles
 from kvaudit.core.errors import DataError, SpecError
 from kvaudit.core.files import write_json
-from kvaudit.core.provenance import ENDED, LOOKS, TIME_SPENT, item_counts
+from kvaudit.core.provenance import ENDED, LOOKS, SEAL, TIME_SPENT, item_counts, seal_looks
 from kvaudit.core.spec import RunSpec, load_spec, parse_spec
 from kvaudit.reports.verdict.comparison import Look
 from kvaudit.reports.verdict.contrast import Contrast
@@ -272,6 +272,11 @@ def provenance(run: Path) -> dict[str, Any]:
     return json.loads((run / "provenance.json").read_text())
 
 
+def store(run: Path, noted: dict[str, Any]) -> None:
+    """Write what a run notes, its looks sealed as it seals them."""
+    (run / "provenance.json").write_text(json.dumps(seal_looks(noted)))
+
+
 def test_a_setting_that_changes_nothing_passes_as_soon_as_the_rows_can_show_it(held: Path) -> None:
     noted = provenance(held)
     assert list(look_lines(noted)) == [
@@ -300,7 +305,7 @@ def test_a_round_that_was_not_looked_at_is_looked_at_when_it_goes_on(held: Path,
     noted = provenance(copy)
     before = provenance(held)[LOOKS]
     del noted[LOOKS][ENDED], noted[LOOKS]["2"]["words"]
-    (copy / "provenance.json").write_text(json.dumps(noted))
+    store(copy, noted)
     shutil.rmtree(copy / "records")
     (copy / "records").mkdir()
     ran(asked("int8"), copy, "--resume")
@@ -315,7 +320,7 @@ def test_the_time_of_a_killed_process_counts(held: Path, tmp_path: Path) -> None
     shutil.copytree(held, copy)
     noted = provenance(copy)
     del noted[LOOKS][ENDED], noted[LOOKS]["2"]
-    (copy / "provenance.json").write_text(json.dumps(noted))
+    store(copy, noted)
     for file in [*(copy / "records").iterdir(), *(copy / ROUNDS_FOLDER / "2").glob("*.done.json")]:
         file.unlink()
     for path in (copy / ROUNDS_FOLDER / "2").glob("*.jsonl"):
@@ -334,7 +339,7 @@ def test_more_minutes_let_a_run_go_on_that_ran_out_of_time(
     noted = provenance(copy)
     noted[LOOKS][ENDED], noted[LOOKS]["2"]["words"] = TIME_SPENT, {"alone.solved": "INCONCLUSIVE"}
     noted[LOOKS]["2"]["seconds"] = 1799.0
-    (copy / "provenance.json").write_text(json.dumps(noted))
+    store(copy, noted)
     first = [file.read_bytes() for file in sorted((copy / "records").glob("*.jsonl"))]
 
     monkeypatch.setattr(SUITES, "_classes", SUITES.all())
@@ -347,7 +352,7 @@ def test_more_minutes_let_a_run_go_on_that_ran_out_of_time(
 
     for minutes in (30.0, 20.0):
         assert allow_more_minutes(copy, with_minutes(minutes)).evaluate.rounds.minutes == minutes
-        assert provenance(copy) == noted
+        assert provenance(copy) == seal_looks(noted)
     other = with_minutes(60.0).model_copy(update={"name": "another"})
     assert allow_more_minutes(copy, other) is other
     assert allow_more_minutes(copy, with_minutes(60.0)).evaluate.rounds.minutes == 30.0
@@ -411,12 +416,38 @@ def test_a_stopped_run_seals_no_round_that_was_edited(held: Path, tmp_path: Path
     shutil.copytree(held, copy)
     noted = provenance(copy)
     del noted[LOOKS][ENDED], noted[LOOKS]["2"]["words"]
-    (copy / "provenance.json").write_text(json.dumps(noted))
+    store(copy, noted)
     file = min((copy / ROUNDS_FOLDER / "1").glob("*.jsonl"))
     file.write_bytes(file.read_bytes() + b"\xff\xfe\n")
     line = ran(asked("int8"), copy, "--resume", code=2).strip().splitlines()[-1]
     assert line.startswith("error: record file ")
     assert "its seal says" in line
+
+
+def drop_suite(looks: dict[str, Any]) -> None:
+    del looks["2"]["items"]["alone"]
+
+
+def end_plan_here(looks: dict[str, Any]) -> None:
+    looks["planned"]["items"]["alone"] = 100
+
+
+def lose_seal(looks: dict[str, Any]) -> None:
+    del looks[SEAL]
+
+
+@pytest.mark.parametrize("change", [drop_suite, end_plan_here, lose_seal])
+def test_edited_looks_decide_nothing(held: Path, tmp_path: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Without its key a suite that failed was no longer asked; a plan that ends here makes this look the last."""
+    copy = tmp_path / "run"
+    shutil.copytree(held, copy)
+    noted = provenance(copy)
+    change(noted[LOOKS])
+    (copy / "provenance.json").write_text(json.dumps(noted))
+    for command in ("gate", "report", "card"):
+        done = CliRunner().invoke(app, [command, str(copy)])
+        assert (done.exit_code, "wanted the looks as the run sealed them" in done.stderr) == (2, True)
+    assert "wanted the looks as the run sealed them" in ran(asked("int8"), copy, "--resume", code=2)
 
 
 def test_a_run_in_rounds_asks_nothing_anew_that_was_refused(tmp_path: Path) -> None:

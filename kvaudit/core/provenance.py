@@ -45,6 +45,7 @@ PILOT = "pilot"  # answers of the reference before the grid: controls, and numbe
 PILOT_RESULT = "found"  # the one key of PILOT
 LOOKS = "looks"  # of rounds: the plan, then every look with its items, and why the rounds ended
 PLANNED, ENDED, MINUTES = "planned", "ended", "minutes"  # keys of LOOKS, besides the numbers of the looks from "1" on
+SEAL = "sha256"  # another key of LOOKS: the hash of all others, since rows and bounds follow from them
 TIME_SPENT = "the time is spent"  # one of the reasons why rounds end
 ANYWAY = "anyway"  # when --anyway let a run continue that cannot pass, or that has nothing to measure
 NOT_SHOWN = "not shown"  # under SERVED_BY: the engine reported nothing that could be checked
@@ -180,6 +181,17 @@ def all_looks(provenance: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [table_of(looks, name) for name in sorted((name for name in looks if name.isdigit()), key=int)]
 
 
+def seal_looks(provenance: dict[str, Any]) -> dict[str, Any]:
+    """Return the provenance with the sha256 of its looks stored among them; unchanged if the run has no looks."""
+    looks = table_of(provenance, LOOKS)
+    return {**provenance, LOOKS: {**looks, SEAL: _looks_sha256(looks)}} if looks else provenance
+
+
+def _looks_sha256(looks: Mapping[str, Any]) -> str:
+    entries = {name: entry for name, entry in looks.items() if name != SEAL}
+    return hashlib.sha256(json.dumps(entries, sort_keys=True).encode()).hexdigest()
+
+
 def last_look(provenance: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """Return the last look (test between the rounds of a run) as stored, None if there is none."""
     return next(reversed(all_looks(provenance)), None)
@@ -217,7 +229,10 @@ def _wrong_keys(provenance: dict[str, Any]) -> list[tuple[str, str]]:
         for key, value in lists
     ]
     checks += [(PILOT, "what a pilot found", _is_pilot(provenance.get(PILOT, {})))]
-    checks += [(LOOKS, "the looks of a run in rounds", _are_looks(provenance.get(LOOKS, {})))]
+    looks = provenance.get(LOOKS, {})
+    checks += [(LOOKS, "the looks of a run in rounds", _are_looks(looks))]
+    is_sealed = not looks or (isinstance(looks, dict) and looks.get(SEAL) == _looks_sha256(looks))
+    checks += [(LOOKS, "the looks as the run sealed them", is_sealed)]
     threads = provenance.get("threads")
     is_number = threads is None or (type(threads) is int and 1 <= threads <= MAX_THREADS)
     checks += [("threads", f"a whole number from 1 to {MAX_THREADS}", is_number)]
@@ -239,7 +254,7 @@ def _is_pilot(table: Any) -> bool:
 def _are_looks(table: Any) -> bool:
     if not isinstance(table, dict) or not isinstance(table.get(ENDED, ""), str):
         return False
-    planned, numbers = table.get(PLANNED, {}), table.keys() - {PLANNED, ENDED, MINUTES}
+    planned, numbers = table.get(PLANNED, {}), table.keys() - {PLANNED, ENDED, MINUTES, SEAL}
     return (
         isinstance(planned, dict)
         and _is_duration(table.get(MINUTES, 0.0))

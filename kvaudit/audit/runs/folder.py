@@ -31,6 +31,7 @@ from kvaudit.core.provenance import (
     check_inputs,
     item_counts,
     read_provenance,
+    seal_looks,
     table_of,
 )
 from kvaudit.core.spec import RunSpec, dump_spec, load_spec
@@ -76,7 +77,7 @@ class RunFolder:
             provenance = self.provenance() if (self.path / PROVENANCE).exists() else {}
             for key, value in entries.items():
                 provenance[key] = {**provenance.get(key, {}), **value} if isinstance(value, Mapping) else value
-            write_json(self.path / PROVENANCE, provenance)
+            write_json(self.path / PROVENANCE, seal_looks(provenance))
 
     def keep(self, table: str, key: str, value: Any) -> Any:
         """Store ``value`` in provenance.json under ``table`` and ``key`` if there is none yet; return the stored one.
@@ -92,7 +93,7 @@ class RunFolder:
                 )
             if key not in entries:
                 entries[key] = value
-                write_json(self.path / PROVENANCE, provenance)
+                write_json(self.path / PROVENANCE, seal_looks(provenance))
             return entries[key]
 
 
@@ -209,7 +210,7 @@ def allow_more_minutes(path: Path, spec: RunSpec) -> RunSpec:
         if looks.get(ENDED) == TIME_SPENT and longer.minutes > float(looks.get(MINUTES, 0.0)):
             del looks[ENDED]
         looks[MINUTES] = max(longer.minutes, float(looks.get(MINUTES, 0.0)))
-        write_json(path / PROVENANCE, {**provenance, LOOKS: looks})
+        write_json(path / PROVENANCE, seal_looks({**provenance, LOOKS: looks}))
     return stored
 
 
