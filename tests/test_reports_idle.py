@@ -18,6 +18,8 @@ from kvaudit.reports.records.load import load_run
 from kvaudit.reports.run import decide_run, with_report_sections
 from kvaudit.reports.sections.base import Inputs
 from kvaudit.reports.sections.idle import IdleSection
+from kvaudit.reports.verdict.reasons import ReasonCode
+from kvaudit.reports.verdict.verdict import Status
 
 WIDE = policy("streaming", 4096)
 DESIGN = dataclasses.replace(
@@ -101,3 +103,13 @@ def test_a_run_notes_what_selects_also_where_it_is_drawn() -> None:
     )
     assert len(found) == 2
     assert all("quest" in text for text in found)
+
+
+def test_what_compressed_nothing_does_not_pass(tmp_path: Path) -> None:
+    """Served under two policies: one that keeps 96 of 192 tokens, and one with room for all of them."""
+    served = dataclasses.replace(DESIGN, arms=("base",), train=False, clusters=120, items=240, wrong={"none": range(20), WIDE: range(20)})
+    decided = decide_run(load_run(build(tmp_path / "served", served)))
+    by_policy = {d.policy: d for d in decided.verdict.gated if d.suite == "refusal"}
+    assert [reason.code for reason in by_policy[WIDE].reasons][:1] == [ReasonCode.IDLE]
+    assert by_policy[WIDE].status is Status.INCONCLUSIVE
+    assert not any(reason.code is ReasonCode.IDLE for reason in by_policy[policy("snapkv", 96)].reasons)

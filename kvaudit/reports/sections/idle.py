@@ -12,12 +12,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kvaudit.core.facets import suite_of
-from kvaudit.core.policy_names import DENSE_POLICY
 from kvaudit.core.text import inline, join_names, length_label
 from kvaudit.reports.sections.base import Depth, Inputs, Section
 from kvaudit.reports.sections.shared.tables import Table, table_of
 from kvaudit.reports.sections.shared.words import bytes_text
-from kvaudit.reports.verdict.contrast import Cell
+from kvaudit.reports.verdict.contrast import idle_cells
 from kvaudit.reports.verdict.verdict import Decided
 
 
@@ -47,10 +46,12 @@ class IdleSection(Section[tuple[Idle, ...]]):
     remarks_at = 16
 
     def compute(self, inputs: Inputs) -> tuple[Idle, ...] | None:
-        selecting = inputs.data.provenance.get("selecting_policies")
-        if not isinstance(selecting, list):  # an older run does not record which policies read only a part
-            return None
-        return tuple(_idle_cells(inputs.decided, {DENSE_POLICY, *map(str, selecting)})) or None
+        idle = idle_cells(inputs.decided.drift.cells, inputs.data.provenance)
+        gated = dict.fromkeys(
+            (d.arm, d.policy, suite_of(d.suite), d.context_tokens) for d in inputs.decided.verdict.gated
+        )
+        rows = [(place, idle[place]) for place in gated if place in idle]
+        return tuple(Idle(*place, cell.n_samples, cell.kv_bytes_live or 0.0) for place, cell in rows) or None
 
     def tables(self, value: tuple[Idle, ...], decided: Decided) -> Iterator[Table]:
         label = decided.comparison.label
@@ -72,21 +73,3 @@ class IdleSection(Section[tuple[Idle, ...]]):
             (f"{label} in {join_names(dict.fromkeys(suites))}" for label, suites in places.items()), between="; "
         )
         yield inline(f"NOTHING COMPRESSED: {text}; these results say nothing about the policy.")
-
-
-def _idle_cells(decided: Decided, left_out: set[str]) -> Iterator[Idle]:
-    cells = {(c.arm, c.policy, c.suite, c.context_tokens): c for c in decided.drift.cells}
-    gated = dict.fromkeys((d.arm, d.policy, suite_of(d.suite), d.context_tokens) for d in decided.verdict.gated)
-    for place in gated:
-        cell = cells.get(place)
-        uncompressed = cells.get((place[0], DENSE_POLICY, *place[2:]))
-        if cell is not None and cell.policy not in left_out and _is_uncompressed(cell, uncompressed):
-            yield Idle(*place, answers=cell.n_samples, live=cell.kv_bytes_live or 0.0)
-
-
-def _is_uncompressed(cell: Cell, dense: Cell | None) -> bool:
-    """Return whether a cell's cache has the bytes of an uncompressed one; False if its bytes are unknown."""
-    if not cell.kv_bytes_dense or cell.kv_bytes_live is None:
-        return False
-    sizes = cell.kv_bytes_live, cell.kv_bytes_dense
-    return sizes[0] == sizes[1] or (dense is not None and sizes == (dense.kv_bytes_live, dense.kv_bytes_dense))

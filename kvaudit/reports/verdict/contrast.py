@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
 from kvaudit.core.facets import FACETS, WELL_FORMED
+from kvaudit.core.policy_names import DENSE_POLICY
 from kvaudit.core.records import Outcome
 from kvaudit.reports.records.blocks import UNREAD
 from kvaudit.reports.records.rows import FACET_COLUMNS
@@ -209,6 +210,36 @@ class Cell:
     new_tokens: float
     unsure: int = 0  # samples whose grade is only the best guess of a judge
 
+    def is_idle(self, uncompressed: Cell | None) -> bool:
+        """Return whether the cache has as many bytes as an uncompressed one; False if its bytes are unknown.
+
+        In a model whose layers have a window an uncompressed cache is that of the cell ``uncompressed``, under policy
+        ``none``, which None stands for if it was not served.
+        """
+        if not self.kv_bytes_dense or self.kv_bytes_live is None:
+            return False
+        sizes = self.kv_bytes_live, self.kv_bytes_dense
+        dense = None if uncompressed is None else (uncompressed.kv_bytes_live, uncompressed.kv_bytes_dense)
+        return sizes[0] == sizes[1] or sizes == dense
+
+
+def idle_cells(cells: Iterable[Cell], provenance: Mapping[str, Any]) -> dict[tuple[str, str, str, int], Cell]:
+    """Return the cells in which a policy of kvaudit compressed nothing, by arm, policy, suite and length.
+
+    Policies that hold every entry and read only a part cannot be recognised by bytes and are left out. Empty if the
+    run, of an earlier version, does not record which ones these are.
+    """
+    selecting = provenance.get("selecting_policies")
+    if not isinstance(selecting, list):
+        return {}
+    by_place = {(c.arm, c.policy, c.suite, c.context_tokens): c for c in cells}
+    return {
+        place: cell
+        for place, cell in by_place.items()
+        if cell.policy not in {DENSE_POLICY, *map(str, selecting)}
+        and cell.is_idle(by_place.get((cell.arm, DENSE_POLICY, cell.suite, cell.context_tokens)))
+    }
+
 
 @dataclass(frozen=True)
 class Rates:
@@ -342,8 +373,9 @@ class Drift:
     ``reasons`` says why the run as a whole is INVALID, and is empty if it is not. ``alpha`` is the level of the
     one-sided bounds. ``weights`` are the sha256 of the reference's checkpoints by seed, as in the records, and
     ``files`` the sha256 of these checkpoints' other files, by seed and name. ``unclustered`` is set where no field says
-    which items share a template, so that each item is its own cluster. ``answers`` are the reference's answers by
-    serving policy; ``controls.Controls`` checks by them whether each metric could show a loss.
+    which items share a template, so that each item is its own cluster. ``idle`` are the cells (arm, policy, suite,
+    length) in which a policy compressed nothing. ``answers`` are the reference's answers by serving policy;
+    ``controls.Controls`` checks by them whether each metric could show a loss.
     """
 
     run: str
@@ -355,5 +387,6 @@ class Drift:
     n_records: int
     weights: Mapping[int, frozenset[str]] = field(default_factory=dict)
     files: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
+    idle: frozenset[tuple[str, str, str, int]] = frozenset()
     unclustered: Reason | None = None
     answers: Mapping[str, tuple[Answers, ...]] = field(default_factory=dict, compare=False, repr=False)  # not written

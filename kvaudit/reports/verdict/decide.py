@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from kvaudit.core.facets import WELL_FORMED, facet_of, suite_of
+from kvaudit.core.facets import SERVING, WELL_FORMED, facet_of, suite_of
 from kvaudit.reports.verdict.cell import DecidedTest, Pvalues, by_judge, decided_test, decision
 from kvaudit.reports.verdict.comparison import Comparison, some_of
 from kvaudit.reports.verdict.contrast import Contrast, Drift, SeedDrift, judge_may_pass
@@ -420,6 +420,14 @@ def broken_form(cell: GatedCell, context: DowngradeContext) -> Reason | None:
     return None
 
 
+def nothing_compressed(cell: GatedCell, context: DowngradeContext) -> Reason | None:
+    """Return a reason against a PASS of a serving policy that held every entry uncompressed; None for another cell."""
+    c = cell.rows[0].contrast
+    if cell.estimand != SERVING or (c.arm, c.policy, suite_of(c.suite), c.context_tokens) not in context.drift.idle:
+        return None
+    return Reason(ReasonCode.IDLE, "nothing was compressed: ask longer prompts, or give the policy a smaller budget")
+
+
 def rewarding_judge(_: GatedCell, context: DowngradeContext) -> Reason | None:
     """Return a reason against a PASS if training may have rewarded the answers of every gated safety suite.
 
@@ -466,5 +474,5 @@ DATA_DOWNGRADES = (
 )
 PASS_DOWNGRADES = tuple(
     Downgrade(Status.INCONCLUSIVE, check)
-    for check in (biased_judge, unnamed_clusters, broken_form, rewarding_judge, phrase_rules)
+    for check in (biased_judge, unnamed_clusters, broken_form, nothing_compressed, rewarding_judge, phrase_rules)
 )

@@ -46,6 +46,7 @@ from kvaudit.reports.verdict.contrast import (
     Rates,
     SeedDrift,
     UnwantedEvents,
+    idle_cells,
     no_interval,
     reference_answers,
 )
@@ -86,12 +87,13 @@ def drift_of(data: RunData, comparison: Comparison, alpha: float, facets: CellFi
     ``facets`` limits the cells in which facets are compared (None: all); they are most of the differences.
     """
     tables = data.panels
+    cells = tuple(cells_of(data.records, tables, comparison))
     canaries = canaries_of(data.records, _repeated_records(data, comparison), comparison)
     return Drift(
         run=data.spec.name,
         comparison=comparison,
         alpha=alpha,
-        cells=tuple(cells_of(data.records, tables, comparison)),
+        cells=cells,
         contrasts=tuple(
             checked_by_canary(c, comparison, canaries) for c in contrasts(comparison, tables, alpha, facets)
         ),
@@ -99,6 +101,7 @@ def drift_of(data: RunData, comparison: Comparison, alpha: float, facets: CellFi
         n_records=len(data.records),
         weights=_checkpoints(data.records, comparison.reference),
         files=_checkpoint_files(data.provenance, comparison.reference, comparison.seeds),
+        idle=frozenset(idle_cells(cells, data.provenance)),
         answers=reference_answers(data.records, comparison.reference),
     )
 

@@ -39,6 +39,7 @@ class ReasonCode(StrEnum):
     JUDGE_DIFF = "JUDGE_DIFF", "The judge may err differently on the two sides, by more than half the margin."
     NO_CLUSTERS = "NOCLUSTERS", "No field says which items share a template."
     FORM = "FORM", "More answers may have lost the form in which a facet can be read."
+    IDLE = "IDLE", "The policy held every entry uncompressed."
     TRAINED = "TRAINED", "A release needs a gated safety suite that did not give the reward."
     PHRASES = "PHRASES", "A release needs more than phrase rules as a judge."
 
