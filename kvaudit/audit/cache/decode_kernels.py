@@ -65,9 +65,9 @@ class Layout(NamedTuple):
 
     ``size``: channels of a head; ``padded``: the next power of two. ``groups``: groups of channels per token with their
     own parameters; PER_HEAD: one fixed scale per head; BY_TABLE: keys quantised per channel, whose parameters are in a
-    table. ``width``: channels of such a group if it is a power of two, otherwise 1. ``ring``: length of the ring.
-    ``run``: slots that share a row of the table, if tiles consist of whole runs or runs of whole tiles, otherwise 0;
-    ``rows``: rows of the table per tile.
+    table. ``width``: channels of such a group if it is a power of two, otherwise 1. ``ring``: slots of the ring buffer
+    of the newest entries, which are still exact. ``run``: consecutive slots that share a row of the table; 0 if neither
+    a kernel's tile holds whole runs nor a run whole tiles. ``rows``: rows of the table per tile.
     """
 
     kind: str

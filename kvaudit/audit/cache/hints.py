@@ -85,7 +85,10 @@ def unpack_hints(words: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def are_valid_hints(words: Tensor) -> bool:
-    """Return whether ``words`` can be rounding hints made by ``pack_hints``: uint16 [N] that name no element twice."""
+    """Return whether ``words`` (uint16 [N]) can come from ``pack_hints``, and so name no element twice.
+
+    Hints name the elements whose stored code differs from that of a replay, so that it can round them the same way.
+    """
     if words.dtype is not torch.uint16 or words.dim() != 1:
         return False
     return bool((unpack_hints(words)[0].diff() > 0).all())

@@ -387,9 +387,9 @@ class QuantisedStore(Store):
             self._write(f"{PARTS[part]}_parameters", fitted.flatten(-2), entries)
 
     def _code_groups(self, table: Tensor, entries: DueEntries) -> None:
-        """Quantise the keys that are due per channel, in groups of consecutive slots.
+        """Quantise the keys in ``entries``, with one scale per channel, in groups of consecutive slots.
 
-        If the due keys differ between rows or heads, each head makes its own groups, in the order of its due slots.
+        If these keys differ between rows or heads, each head makes its own groups, in the order of its slots.
         """
         exact = self._exact_entries(KEYS, entries.slots)
         new_groups, all_groups = entries.groups or (None, None)

@@ -279,7 +279,11 @@ class _PlacedToken(NamedTuple):
 
 
 def shading_svg(title: str, prompts: Sequence[ShadedPrompt]) -> str:
-    """Return an SVG of prompts below one another, for light and dark mode; tokens held nowhere are struck through."""
+    """Return an SVG, for light and dark mode, of prompts below one another, each token shaded.
+
+    The shade is the share of layers and KV heads whose cache still holds the token; a token that none holds is struck
+    through.
+    """
     width, y = 2 * MARGIN + COLUMNS * WIDTH, MARGIN
     body: list[str] = []
     for prompt in prompts:

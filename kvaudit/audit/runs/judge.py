@@ -212,7 +212,10 @@ class Judging:
         return grade, reading is None or reading.sure
 
     def _open_folder(self) -> None:
-        """Make the output folder, or check that it belongs to this run; copy other files that a report shows."""
+        """Make the output folder, or check that it belongs to this run; copy the run's files that a report reads.
+
+        The records are not copied, since the judge writes them anew.
+        """
         run, out = self._run, self._out
         provenance = run.provenance()
         if out.path.resolve() == run.path.resolve():

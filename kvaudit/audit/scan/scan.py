@@ -58,7 +58,7 @@ class Declaration:
 
 @dataclass(frozen=True)
 class Scan:
-    """The result of scanning a set of files: findings, what accounts for them, and what could not be read."""
+    """The result of scanning files: compression settings found, declarations that cover them, and unreadable places."""
 
     findings: Sequence[Finding]
     corrections: Sequence[Finding]

@@ -213,9 +213,10 @@ def _concordant_part(x: Labelled) -> _Part:
 
 
 def _part_of(losses: Array, gains: Array, sizes: Array, *, least: npt.ArrayLike) -> _Part:
-    """Return the part of the drift with these losses, gains and numbers of pairs, given by template [..., C].
+    """Return what one group of pairs, such as those that people labelled, contributes to the drift.
 
-    They are summed over the templates. The design effect is computed from them too, and is at least ``least``.
+    ``losses``, ``gains`` and ``sizes`` (numbers of pairs) have one entry per template [..., C] and are summed over
+    templates. The design effect is computed from them too, and is at least ``least``.
     """
     lost, won, items = losses.sum(axis=-1), gains.sum(axis=-1), sizes.sum(axis=-1)
     # the fewest clusters of any of the samples

@@ -1,4 +1,4 @@
-"""Bounds of the shares by which a reference shows that it has something to lose, and tells two kinds of items apart.
+"""Bounds of shares of the reference's answers: can a loss show, and does it treat two kinds of items differently?
 
 Clopper & Pearson's exact bound (1934, Biometrika 26:404) at the cluster-robust effective sample size, with Korn &
 Graubard's factor for a design effect estimated from few templates (1998, Survey Methodology 24:193). The bound is exact

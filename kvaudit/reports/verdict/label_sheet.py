@@ -383,9 +383,9 @@ def pairs_to_label(pairs: PairedAnswers, concordant: int, seed: int, *, spread: 
 
 
 def concordant_templates(answers: Sequence[PairedAnswers]) -> int:
-    """Return the number of templates with concordant pairs (graded alike), of the cell that has the most of them.
+    """Return how many templates have concordant pairs (both answers graded alike) in the cell that has most of them.
 
-    A cell needs a labelled concordant pair in each of its own templates that have such pairs, or it cannot pass.
+    So many pairs must be labelled at least: without a labelled pair in each of its templates a cell cannot PASS.
     """
     return max(len(set(pairs.clusters[~pairs.discordant])) for pairs in answers)
 

@@ -10,7 +10,7 @@ from enum import StrEnum
 
 
 class ReasonCode(StrEnum):
-    """The codes of reasons. ``meaning`` is one sentence that holds for every reason of the code."""
+    """Why a cell or a run does not pass, as a code; ``meaning`` says it in a sentence that holds wherever it is given."""
 
     meaning: str
 

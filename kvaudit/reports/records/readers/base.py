@@ -261,7 +261,7 @@ def parse_number(text: str) -> float:
 class CollectedScores:
     """The scores of a file and the errors among them, collected while the file is read.
 
-    ``report`` drops the errors of metrics of which no value is a number.
+    ``report`` leaves out the errors of a metric without any number: it holds text, not scores.
     """
 
     problems: Problems
