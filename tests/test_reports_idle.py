@@ -14,6 +14,7 @@ from kvaudit.audit.runs.evaluate import selecting_policies
 from kvaudit.audit.runs.names import NAMES
 from kvaudit.core.spec import parse_spec
 from kvaudit.reports.page.remarks import remarks
+from kvaudit.reports.page.terminal import terminal_lines
 from kvaudit.reports.records.load import load_run
 from kvaudit.reports.run import decide_run, with_report_sections
 from kvaudit.reports.sections.base import Inputs
@@ -113,3 +114,5 @@ def test_what_compressed_nothing_does_not_pass(tmp_path: Path) -> None:
     assert [reason.code for reason in by_policy[WIDE].reasons][:1] == [ReasonCode.IDLE]
     assert by_policy[WIDE].status is Status.INCONCLUSIVE
     assert not any(reason.code is ReasonCode.IDLE for reason in by_policy[policy("snapkv", 96)].reasons)
+    line = next(line for line in terminal_lines(decided) if "streaming 4096" in line and "lost" in line)
+    assert "undecided, nothing was compressed: ask longer prompts" in line

@@ -17,10 +17,12 @@ from kvaudit.reports.records.load import SHUFFLED
 from kvaudit.reports.sections.shared.floor import floor_at
 from kvaudit.reports.sections.shared.tables import Example
 from kvaudit.reports.sections.shared.words import exceeds_margin, plural
+from kvaudit.reports.verdict.reasons import ReasonCode
 from kvaudit.reports.verdict.verdict import Decision, Status
 
 MOST_TERMINAL_LINES = 12
 _FLIPS = 2  # lost answers that are shown
+_NO_MORE_ROWS = (ReasonCode.FORM, ReasonCode.IDLE)  # reasons against a PASS that more rows do not remove
 _DOUBTFUL = 3  # of them by a doubtful grade, where an open cell has answers its judge is unsure of
 
 
@@ -109,6 +111,8 @@ def _cell_line(findings: Findings, d: Decision) -> str:
 
 
 def _status_text(d: Decision) -> str:
+    if d.status is Status.INCONCLUSIVE and not d.waiver and d.reasons and d.reasons[0].code in _NO_MORE_ROWS:
+        return f"{MEANS[d.standing]}, {d.reasons[0].text}"
     if d.status is not Status.FAIL or d.waiver:
         return MEANS[d.standing]
     return "worse, by more than the limit" if d.effect and exceeds_margin(d) else "worse, size open"
@@ -147,7 +151,8 @@ def _next_command(findings: Findings, run: Path, extras: TerminalExtras) -> Iter
     """Yield the command to type next; none if the setting may be served."""
     status, folder = findings.verdict.status, shlex.quote(str(run))
     ended = table_of(findings.provenance, LOOKS).get(ENDED)
-    if status is Status.INCONCLUSIVE and ended == TIME_SPENT and extras.longer:
+    blocked = any(d.reasons and d.reasons[0].code in _NO_MORE_ROWS for d in findings.verdict.gated)
+    if status is Status.INCONCLUSIVE and ended == TIME_SPENT and extras.longer and not blocked:
         yield extras.longer
     elif status in (Status.FAIL, Status.INCONCLUSIVE, Status.INVALID):
         yield f"kvaudit view {folder}"

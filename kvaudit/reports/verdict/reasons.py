@@ -10,7 +10,7 @@ from enum import StrEnum
 
 
 class ReasonCode(StrEnum):
-    """Why a cell or a run does not pass, as a code; ``meaning`` says it in a sentence that holds wherever it is given."""
+    """Why a cell or a run does not pass, as a code; ``meaning`` says it in a sentence that always holds."""
 
     meaning: str
 
