@@ -108,7 +108,9 @@ def test_a_run_notes_what_selects_also_where_it_is_drawn() -> None:
 
 def test_what_compressed_nothing_does_not_pass(tmp_path: Path) -> None:
     """Served under two policies: one that keeps 96 of 192 tokens, and one with room for all of them."""
-    served = dataclasses.replace(DESIGN, arms=("base",), train=False, clusters=120, items=240, wrong={"none": range(20), WIDE: range(20)})
+    served = dataclasses.replace(
+        DESIGN, arms=("base",), train=False, clusters=120, items=240, wrong={"none": range(20), WIDE: range(20)}
+    )
     decided = decide_run(load_run(build(tmp_path / "served", served)))
     by_policy = {d.policy: d for d in decided.verdict.gated if d.suite == "refusal"}
     assert [reason.code for reason in by_policy[WIDE].reasons][:1] == [ReasonCode.IDLE]
