@@ -6,6 +6,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -24,6 +25,7 @@ from kvaudit.audit.engines.base import (
     Settings,
     require_replies,
 )
+from kvaudit.audit.engines.sglang import check_auto_dtype
 from kvaudit.audit.policies import POLICIES
 from kvaudit.audit.sampling.model import load_model
 from kvaudit.core.errors import SpecError, UnknownName
@@ -282,3 +284,20 @@ def test_the_kv_option_of_a_server_is_one_word(name: str) -> None:
     for text in ("", "kv_cache_dtype=fp8", "fp8/fp8", "--fp8", "fp8 fp4"):
         with pytest.raises(SpecError, match=f"engine {name}: --kv is .*, expected a value of kv_cache_dtype"):
             engine.kv(text)
+
+
+@pytest.mark.parametrize(
+    ("quantisation", "dtype", "refused"),
+    [
+        ({"kv_cache_scheme": {"num_bits": 8}}, "auto", True),
+        ({"kv_cache_quant_algo": "FP8"}, "auto", True),
+        ({"kv_cache_quant_algo": "FP8"}, "bf16", False),
+        ({"kv_cache_scheme": None, "quant_method": "awq"}, "auto", False),
+        (None, "auto", False),
+    ],
+)
+def test_a_checkpoint_that_compresses_its_cache_is_no_uncompressed_reference(
+    quantisation: dict[str, Any] | None, dtype: str, refused: bool
+) -> None:
+    with pytest.raises(SpecError, match="set kv_cache_dtype, such as bf16") if refused else nullcontext():
+        check_auto_dtype({"kv_cache_dtype": dtype}, {"quantization_config": quantisation})

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 from kvaudit.audit.engines.base import EngineContext, GenerationRequest, Settings
 from kvaudit.audit.engines.http_server import ServerEngine, ServerSession, command_flags
+from kvaudit.core.errors import SpecError
 
 _OURS = {
     *("model", "model_path", "tokenizer_path", "host", "port", "served_model_name", "api_key", "config"),
@@ -36,6 +37,7 @@ class SgLangSession(ServerSession):
     path = "generate"
 
     def _command(self, folder: Path, settings: Settings, context: EngineContext) -> list[str]:
+        check_auto_dtype(settings, context.model.model.config.to_dict())
         defaults = {
             "context_length": str(context.model.max_positions),
             "max_running_requests": str(context.spec.at_once),
@@ -83,6 +85,20 @@ class SgLangSession(ServerSession):
         facts = {name: str(info[name]) for name in _FACTS if info.get(name) is not None}
         version = {"version": f"sglang {info['version']}"} if "version" in info else {}
         return {**version, "flags": " ".join(self._flags), **facts}
+
+
+def check_auto_dtype(settings: Settings, config: Mapping[str, Any]) -> None:
+    """Raise SpecError if ``kv_cache_dtype`` is auto and the checkpoint's config itself asks for a compressed cache.
+
+    SGLang then compresses the reference too, and reports auto. The keys are those of compressed-tensors and ModelOpt.
+    """
+    quantisation = config.get("quantization_config") or {}
+    asked = [key for key in ("kv_cache_scheme", "kv_cache_quant_algo") if quantisation.get(key)]
+    if asked and settings.get("kv_cache_dtype") == "auto":
+        raise SpecError(
+            f"engine sglang takes kv_cache_dtype auto from the checkpoint, whose config asks for a compressed cache "
+            f"({asked[0]}); set kv_cache_dtype, such as bf16"
+        )
 
 
 class SgLang(ServerEngine):
