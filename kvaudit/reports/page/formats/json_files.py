@@ -123,7 +123,8 @@ def render_drift(page: Page) -> str:
     findings = page.findings
     # emptied first, since asdict would copy them, which takes long
     body: dict[str, Any] = {"format": _DRIFT_FORMAT, **asdict(replace(findings.drift, contrasts=(), answers={}))}
-    del body["answers"], body["contrasts"]
+    for name in ("answers", "contrasts", "files", "idle"):  # idle and files only decide, and provenance has the files
+        del body[name]
     entries = [*verdict_facts(page)]
     for section in sections():
         facts = section.facts(findings.values.get(section.name))
