@@ -222,6 +222,20 @@ def test_serving_policies_of_one_checkpoint_are_adjudicated_over_all_samples(tmp
     assert cell.corrected.estimate == pytest.approx(cell.raw.estimate, abs=1e-12)
 
 
+def test_lost_labels_decide_nothing(tmp_path):
+    run = build(tmp_path / "run", Design(arms=("dense", "naive"), seeds=(11,), suites=("refusal",), policies=("none",)))
+    run = named_items(run)
+    assert command("grade", "adjudicate", run, "--out", tmp_path / "s.csv", "--concordant", 10**6).exit_code == 0
+    label(tmp_path / "s.csv")
+    command("grade", "adjudicate", run, "--read", tmp_path / "s.csv")
+    shutil.rmtree(run / "report")
+    for words in (("gate", run), ("report", run), ("card", run)):
+        done = command(*words)
+        assert (done.exit_code, "people labelled this run, and" in done.stderr) == (2, True)
+    assert command("grade", "adjudicate", run, "--read", tmp_path / "s.csv").exit_code != 2
+    assert command("gate", run).exit_code != 2
+
+
 def test_labels_may_turn_a_verdict(written, sheet):
     report = written[0] / "report" / "verdict.json"
     write_report(written[0])

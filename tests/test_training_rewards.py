@@ -345,9 +345,24 @@ def test_the_first_answer_to_a_question_stands_for_every_process(tmp_path: Path)
     assert one.answers(["c", "a"]) == [False, True]
 
 
+def test_an_edited_answer_is_asked_again(tmp_path: Path) -> None:
+    path = tmp_path / "answers.jsonl"
+    AnswerCache[str, bool](path, str, lambda asked: [False] * len(asked), "refused").answers(["a", "b"])
+    path.write_text(path.read_text().replace("false", "true", 1))
+    asked: list[str] = []
+
+    def ask(questions: Sequence[str]) -> list[bool]:
+        asked.extend(questions)
+        return [False] * len(questions)
+
+    assert AnswerCache[str, bool](path, str, ask, "refused").answers(["a", "b"]) == [False, False]
+    assert asked == ["a"]
+
+
 def test_a_line_that_a_kill_has_cut_costs_its_own_question_alone(tmp_path: Path) -> None:
     path = tmp_path / "answers.jsonl"
-    path.write_text('{"question": "a", "refused": true}\n{"question": "b", "ref')
+    AnswerCache[str, bool](path, str, lambda asked: [True] * len(asked), "refused").answers(["a"])
+    path.write_text(path.read_text() + '{"question": "b", "ref')
     keeping = [AnswerCache[str, bool](path, str, lambda asked: [False] * len(asked), "refused") for _ in range(2)]
     assert keeping[0].answers(["a", "b"]) == [True, False]
     assert keeping[1].answers(["a", "b"]) == [True, False]

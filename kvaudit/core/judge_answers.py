@@ -1,13 +1,15 @@
 """The question to a judge and its answer, and a cache of answers on disk by the hash of their question.
 
-    answers-NAME-12hex.jsonl    {"question": sha256, FIELD: true}, one line each, appended
+    answers-NAME-12hex.jsonl    {"question": sha256, FIELD: true, "sha256": 16hex}, one line each, appended
 
 Several processes may append to one file; all of them use the first answer to a question. Failures are not stored, so
-that the next run asks again, unless the cache is configured to store them.
+that the next run asks again, unless the cache is configured to store them. A line that was edited no longer fits its
+``sha256``, and its question is asked again.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Callable, Sequence
@@ -84,7 +86,8 @@ class AnswerCache(Generic[Q, A]):
     def _store(self, answers: dict[str, A | None]) -> None:
         with self._lock():
             self._read_new_lines()  # another process may have answered first
-            rows = [{"question": key, self._field: a} for key, a in answers.items() if key not in self._cached]
+            new = [(key, answer) for key, answer in answers.items() if key not in self._cached]
+            rows = [{"question": key, self._field: a, "sha256": self._digest(key, a)} for key, a in new]
             lines = "".join(json.dumps(row) + "\n" for row in rows)
             descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
             try:
@@ -105,8 +108,12 @@ class AnswerCache(Generic[Q, A]):
         for line in added.splitlines():
             try:
                 row = json.loads(line)
-                key, answer = row["question"], row[self._field]
+                key, answer, digest = row["question"], row[self._field], row["sha256"]
             except (ValueError, KeyError, TypeError):
                 continue
-            if isinstance(key, str) and type(answer) in self._kinds:
+            if isinstance(key, str) and type(answer) in self._kinds and digest == self._digest(key, answer):
                 self._cached.setdefault(key, answer)
+
+    def _digest(self, key: str, answer: A | None) -> str:
+        """Return a short sha256 of a line's content."""
+        return hashlib.sha256(json.dumps([key, self._field, answer]).encode()).hexdigest()[:16]

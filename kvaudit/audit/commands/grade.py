@@ -26,7 +26,7 @@ from kvaudit.audit.commands.base import (
 from kvaudit.audit.commands.report import print_verdict, write_report
 from kvaudit.core.errors import AuditError, DataError, RunError, SpecError
 from kvaudit.core.files import write_output
-from kvaudit.core.provenance import check_checkpoints
+from kvaudit.core.provenance import LABELLED, check_checkpoints
 from kvaudit.core.text import inline
 
 if TYPE_CHECKING:
@@ -298,6 +298,7 @@ def _read_sheet(run: Path, sheet: Path) -> int:
 
     A report that exists is written anew, so that its verdict is the printed one.
     """
+    from kvaudit.audit.runs.folder import RunFolder, utc_now
     from kvaudit.reports.records.load import load_run
     from kvaudit.reports.run import decide_run, drift_and_rules, write_decided_run
     from kvaudit.reports.verdict.human_labels import LABELS_FILE, apply_labels, check_key, collect_labels, render_labels
@@ -316,6 +317,7 @@ def _read_sheet(run: Path, sheet: Path) -> int:
     apply_labels(data, drift, labels)  # raises before anything is stored that could not be read back
     path = run / "report" / LABELS_FILE
     write_output(path, render_labels(labels))
+    RunFolder(run, data.spec).note(**{LABELLED: utc_now()})
     has_report = (run / "report" / "verdict.json").exists()
     findings = decide_run(data, everything=has_report)  # reads the labels just written
     if has_report:

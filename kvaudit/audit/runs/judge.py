@@ -36,7 +36,16 @@ from kvaudit.audit.sampling.exchange import grade_by_judge, grade_transcript, wi
 from kvaudit.core.errors import RunError
 from kvaudit.core.files import PARTIAL, mutex, read_json, write_json, write_whole
 from kvaudit.core.judge_answers import Judgement, Question
-from kvaudit.core.provenance import JUDGED, ORIGIN, PROVENANCE, RECIPE, Digests, check_checkpoints, seal_path
+from kvaudit.core.provenance import (
+    JUDGED,
+    LABELLED,
+    ORIGIN,
+    PROVENANCE,
+    RECIPE,
+    Digests,
+    check_checkpoints,
+    seal_path,
+)
 from kvaudit.core.records import Grade, Item, Record
 from kvaudit.suites.base import SUITES, Suite
 
@@ -252,6 +261,7 @@ class Judging:
         }
         if self._judge is not None:
             judged["judge"] = {"name": self._judge.name, "sha256": self._judge.identity}
+        provenance = {key: value for key, value in provenance.items() if key != LABELLED}  # labels stay with their run
         return {**provenance, "suite_versions": {name: SUITES.get(name).version for name in names}, JUDGED: judged}
 
     def _identity(self, unit: StoredUnit) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from kvaudit.core.files import read_json, write_json
 from kvaudit.core.provenance import CHECKPOINT_FILES, CHECKPOINTS, MODEL, RECIPE, ROWS, VERSIONS_USED, check_inputs
 from kvaudit.core.spec import RunSpec
 from kvaudit.core.spec_train import BASE_ARM
+from kvaudit.core.text import inline
 
 Pair = tuple[str, int]  # arm, seed
 
@@ -159,13 +160,24 @@ class Models:
         return self.trained_sha256(pair)
 
     def trained_sha256(self, pair: Pair) -> str:
-        """Return the sha256 of the weights of a checkpoint trained in this run; raise DataError if it is unfinished."""
+        """Return the sha256 of the weights of a checkpoint trained in this run.
+
+        Raises DataError if it is unfinished, or if its folder holds another arm's or seed's checkpoint.
+        """
         path = self._run.checkpoint(*pair)
         if not self.is_trained(pair):
             raise DataError(
                 f"checkpoint {str(path)!r} is missing or unfinished; train it first: kvaudit run --only train SPEC"
             )
-        return str(read_json(path / "provenance.json")["sha256"])
+        provenance = read_json(path / "provenance.json")
+        arm, seed = str(provenance.get("arm")), provenance.get("seed")
+        # in a sweep over policies the folder is named ARM_POLICY
+        if seed != pair[1] or not (pair[0] == arm or pair[0].startswith(f"{arm}_")):
+            raise DataError(
+                f"{str(path)!r} holds the checkpoint of arm {inline(arm[:40])}, seed {inline(str(seed)[:20])}; put "
+                "every checkpoint back into its own folder"
+            )
+        return str(provenance["sha256"])
 
     def is_trained(self, pair: Pair) -> bool:
         """Return whether the checkpoint of an arm and seed is finished."""

@@ -26,7 +26,7 @@ from kvaudit.audit.runs.stages.pilot import PilotStage
 from kvaudit.audit.runs.stages.train import TrainStage
 from kvaudit.audit.training.ranks import RankGroup
 from kvaudit.core.errors import RunError
-from kvaudit.core.provenance import JUDGED, PLUGINS, Digests, check_checkpoints, pilot_items
+from kvaudit.core.provenance import INPUTS, JUDGED, PLUGINS, SPEC, Digests, check_checkpoints, pilot_items
 from kvaudit.core.spec import RunSpec
 from kvaudit.suites.base import SUITES
 
@@ -65,6 +65,9 @@ class Pipeline:
         spec = run.spec.sized(pilot_items(run.provenance()))
         _check_versions(run, spec)
         check_inputs_unchanged(run, PLUGINS, plugins or {})
+        if SPEC in run.provenance()[INPUTS] or not any(run.records.glob("*.done.json")):
+            # a part of the hash in every seal, so that a unit of a run with other decoding is not taken for one here
+            check_inputs_unchanged(run, SPEC, {"spec.yaml": run.spec.sha256})
         _set_threads(run, threads)
         disable_progress_bar()  # transformers' own bars of loading and saving
         _note_names(run, spec)

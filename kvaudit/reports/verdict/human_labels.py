@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from kvaudit.core.errors import DataError
 from kvaudit.core.files import check_plain
+from kvaudit.core.provenance import LABELLED
 from kvaudit.core.text import one_line
 from kvaudit.reports.records.load import RunData
 from kvaudit.reports.stats.adjudication import Labelled, adjudicated, label_weights, labelled_pairs
@@ -240,11 +241,14 @@ class HumanLabels:
 
 
 def with_labels(data: RunData, drift: Drift) -> Drift:
-    """Return the drift with the run's human labels applied; raises DataError for labels of other records.
+    """Return the drift with the run's human labels applied; raises DataError for labels lost or of other records.
 
     Labels are ignored if they are about another reference arm than the drift's.
     """
     stored = load_labels(data.run)
+    if stored is None and LABELLED in data.provenance:
+        path = str(data.run / "report" / LABELS_FILE)
+        raise DataError(f"people labelled this run, and {path!r} is missing; restore it, or read their sheet again")
     if stored is None:
         return drift
     if stored.records != records_digest(data.records):
