@@ -22,6 +22,7 @@ from kvaudit.audit.engines import ENGINES
 from kvaudit.audit.runs.pilot import impossible_cells
 from kvaudit.audit.runs.question import (
     ServingConfig,
+    _uncovered_topics,
     endpoints_config,
     engine_config,
     exact_entries,
@@ -42,6 +43,7 @@ from kvaudit.reports.records.load import SHUFFLED, load_run
 from kvaudit.reports.run import decide_run
 from kvaudit.reports.sections.shared.floor import FloorUnit, RepeatFlips
 from kvaudit.reports.verdict.verdict import PASSED, Status
+from kvaudit.suites.endpoints import ENDPOINTS
 
 SNAPKV = policy("snapkv", 96)
 U4 = ("embedded", "--engine", "openvino", "--kv", "u4")
@@ -461,3 +463,9 @@ def test_an_address_as_the_model_leads_to_servers() -> None:
     assert "kvaudit check MODEL --reference URL#NAME --candidate URL#NAME" in err
     assert "engine: endpoint in evaluate.policies" in err
     assert "audit-an-engine.md" in err
+
+
+def test_endpoints_without_rows_are_named_as_not_asked() -> None:
+    topics = list(_uncovered_topics([ENDPOINTS[0]], is_long=True))
+    assert topics[:2] == ["harmless requests", "attacks on a secret"]
+    assert "harmful requests" not in topics

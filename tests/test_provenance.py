@@ -102,8 +102,9 @@ def test_a_sealed_unit_of_a_run_with_other_decoding_is_not_one_of_this(tmp_path:
 
 
 def test_a_checkpoint_in_the_folder_of_another_arm_or_seed_is_refused(tmp_path: Path) -> None:
-    table = {"name": "x", "model": "embedded", "evaluate": {"policies": ["none"], "suites": ["math"], "context_tokens": [96]}}
-    run = RunFolder(tmp_path, parse_spec(json.dumps({"format": 1, **table}), "x", NAMES))
+    grid = {"policies": ["none"], "suites": ["math"], "context_tokens": [96]}
+    table = {"format": 1, "name": "x", "model": "embedded", "evaluate": grid}
+    run = RunFolder(tmp_path, parse_spec(json.dumps(table), "x", NAMES))
     models = Models(run, run.spec, print)
     for name, arm, seed, is_right in (
         ("dense", "dense", 1, True),

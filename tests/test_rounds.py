@@ -21,8 +21,10 @@ from kvaudit.audit.runs.folder import allow_more_minutes
 from kvaudit.audit.runs.names import NAMES
 from kvaudit.audit.runs.round_plan import (
     DECIDED,
+    INVALID_BY_MISSING,
     LOSS,
     ROWS_SPENT,
+    UNANSWERED,
     RowsPlan,
     corrected_items,
     is_first_asked,
@@ -73,6 +75,13 @@ def test_the_pilots_rows_are_the_first_round_of_every_suite() -> None:
     assert next_round(PLAN, [first], 10, 96) == {"harm": range(32, 96), "benign": range(32, 96)}
     lost = look({"harm": 32, "benign": 32}, harm__refused="FAIL", benign__helpful="INCONCLUSIVE")
     assert next_round(PLAN, [lost], 10, 96) == LOSS
+
+
+def test_rows_that_a_side_does_not_answer_end_the_rounds_after_the_first_rows() -> None:
+    words = {"harm__refused": INVALID_BY_MISSING, "benign__helpful": "PASS"}
+    first = look({"harm": 32, "benign": 32}, **words)
+    assert next_round(PLAN, [first], 10, 96) == {"harm": range(32, 96)}
+    assert next_round(PLAN, [first, look({"harm": 96, "benign": 32}, **words)], 10, 96) == UNANSWERED
 
 
 def test_a_suite_without_a_margin_is_asked_up_to_its_plan() -> None:

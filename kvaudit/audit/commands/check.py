@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shlex
 from collections.abc import Iterator
@@ -30,6 +31,7 @@ from kvaudit.audit.commands.base import (
 from kvaudit.core.errors import DataError, SpecError, UnknownName
 from kvaudit.core.files import write_output
 from kvaudit.core.policy_names import DENSE_POLICY
+from kvaudit.core.provenance import all_looks
 from kvaudit.core.text import clip, inline, shipped_folder
 
 if TYPE_CHECKING:
@@ -230,7 +232,9 @@ def run_check(
     data = load_run(run.path)
     findings = write_decided_run(data, decide_run(data))
     note = " (made-up questions)" if plan.made_up else ""
-    longer = replace(options, minutes=_MORE_TIME * plan.minutes).command(model)
+    spent = sum(float(look.get("seconds", 0.0)) for look in all_looks(data.provenance)) / 60
+    # a first look that took longer than its limit leaves nothing of three times that limit
+    longer = replace(options, minutes=max(_MORE_TIME * plan.minutes, math.ceil(2 * spent))).command(model)
     context = TerminalExtras(plan.not_asked, f"{longer} --out {shlex.quote(str(run.path))} --resume", note)
     for line in terminal_lines(findings, run.path, context):
         print_line(console, line)

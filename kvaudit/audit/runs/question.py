@@ -179,8 +179,9 @@ def _uncovered_topics(endpoints: Sequence[Endpoint], *, is_long: bool) -> Iterat
 
     ``is_long`` says whether questions follow a long conversation.
     """
-    if "injection" not in [endpoint.name for endpoint in endpoints]:
-        yield "attacks on a secret"
+    asked = {endpoint.name for endpoint in endpoints}
+    topics = {"harm": "harmful requests", "benign": "harmless requests", "injection": "attacks on a secret"}
+    yield from (topic for name, topic in topics.items() if name not in asked)
     if not set(AGENTS) <= set(endpoints):
         yield "agents that read hostile tool results (--agents)"
     if not is_long:

@@ -17,6 +17,8 @@ from kvaudit.reports.stats.betting import decidable_churn, smallest_margin
 from kvaudit.reports.verdict.verdict import Status
 
 DECIDED, ROWS_SPENT, LOSS = "everything is decided", "the rows are spent", "a loss is shown"
+UNANSWERED = "too many answers are missing"
+INVALID_BY_MISSING = "INVALID, answers are missing"  # in place of a status: more rows would not change it
 # statuses that more rows may change
 OPEN = (Status.INCONCLUSIVE.value, Status.NOT_MEASURABLE.value, Status.INVALID.value)
 _OVERHEAD = 1.15  # total time / time that the answers take
@@ -118,7 +120,9 @@ def next_round(
     statuses: Mapping[str, str] = table_of(looks[-1], "words") if looks else {}
     if Status.FAIL.value in statuses.values():
         return LOSS
-    undecided = {facet_of(metric)[0] for metric, status in statuses.items() if status in OPEN}
+    if INVALID_BY_MISSING in statuses.values() and max(asked.values()) >= first:
+        return UNANSWERED
+    undecided = {facet_of(metric)[0] for metric, status in statuses.items() if status in (*OPEN, INVALID_BY_MISSING)}
     ungated = plan.items.keys() - {facet_of(metric)[0] for metric in statuses}  # all suites before the first look
     undecided |= {suite for suite in ungated if asked[suite] < plan.items[suite]}
     if not undecided:

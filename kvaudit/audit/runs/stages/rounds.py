@@ -22,6 +22,7 @@ from kvaudit.audit.runs.evaluate import grid
 from kvaudit.audit.runs.folder import make_folder
 from kvaudit.audit.runs.pilot import layout_of, pilot_units, with_kept_gate
 from kvaudit.audit.runs.round_plan import (
+    INVALID_BY_MISSING,
     OPEN,
     RowsPlan,
     corrected_items,
@@ -42,6 +43,7 @@ from kvaudit.reports.records.load import load_run
 from kvaudit.reports.verdict.decide import decide
 from kvaudit.reports.verdict.drift import drift_of
 from kvaudit.reports.verdict.family import gated_facets
+from kvaudit.reports.verdict.reasons import ReasonCode
 from kvaudit.reports.verdict.rules import GateOverrides, declared_rules
 from kvaudit.reports.verdict.verdict import Status
 
@@ -203,9 +205,11 @@ def gate_statuses(run: Path) -> dict[str, str]:
     comparison, rules = declared_rules(data, GateOverrides())
     drift = drift_of(data, comparison, rules.alpha, gated_facets(comparison, rules))
     statuses: dict[str, str] = {}
-    order = [Status.FAIL.value, *OPEN]
+    order = [Status.FAIL.value, INVALID_BY_MISSING, *OPEN]
     for decision in decide(drift, rules).gated:
-        settings = [status for status in (statuses.get(decision.suite), decision.status.value) if status]
+        is_missing = decision.status is Status.INVALID and decision.reasons[0].code is ReasonCode.MISSING
+        status = INVALID_BY_MISSING if is_missing else decision.status.value
+        settings = [status for status in (statuses.get(decision.suite), status) if status]
         statuses[decision.suite] = min(settings, key=lambda s: order.index(s) if s in order else len(order))
     return statuses
 
