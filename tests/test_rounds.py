@@ -177,9 +177,9 @@ def test_before_it_begins_it_says_what_it_can_show() -> None:
 
     assert list(plan_lines(plan, parse_spec(text, "x", NAMES))) == [
         "not asked of this model: injection (at floor: nothing)",
-        "harm: up to 1036 rows, about 10 minutes; a loss of 5 points is found or ruled out if fewer than 36 % of the "
-        "answers change",
-        "benign: up to 24 rows, about 1 minute; a loss of 10 points cannot be ruled out with so few rows, one of 13.3 "
+        "harm: up to 1036 rows, about 10 minutes; a loss of 5 points can be ruled out if fewer than 36 % of the "
+        "answers change, half of them for the better",
+        "benign: up to 24 rows, about 1 minute; a loss of 10 points cannot be ruled out with so few rows, one of 13.4 "
         "points can",
     ]
 

@@ -5,6 +5,7 @@ Everything here follows from the plan and the stored looks alone, so that a resu
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -177,8 +178,11 @@ def plan_lines(plan: RowsPlan, spec: RunSpec) -> Iterator[str]:
 
 
 def _detectable_loss(rows: int, points: float, alpha: float) -> str:
-    least = 100 * smallest_margin(rows, alpha)
+    least = math.ceil(1000 * smallest_margin(rows, alpha)) / 10
     if least > points:
         return f"a loss of {points:g} points cannot be ruled out with so few rows, one of {least:.1f} points can"
     churn = 100 * decidable_churn(rows, points / 100, alpha)
-    return f"a loss of {points:g} points is found or ruled out if fewer than {churn:.0f} % of the answers change"
+    return (
+        f"a loss of {points:g} points can be ruled out if fewer than {churn:.0f} % of the answers change, half of them "
+        "for the better"
+    )
