@@ -12,7 +12,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
-from reports_synthetic import Design, build, policy
+from reports_synthetic import Design, build, policy, tiny
 from suite_world import write_rows
 from typer.testing import CliRunner
 
@@ -469,3 +469,13 @@ def test_endpoints_without_rows_are_named_as_not_asked() -> None:
     topics = list(_uncovered_topics([ENDPOINTS[0]], is_long=True))
     assert topics[:2] == ["harmless requests", "attacks on a secret"]
     assert "harmful requests" not in topics
+
+
+def test_made_up_questions_are_named_wherever_the_run_is_read(tmp_path: Path) -> None:
+    run = build(tmp_path / "run", tiny())
+    path = run / "provenance.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "made_up": "refusal, math"}))
+    assert kvaudit("report", run)[0] != 2
+    _, out, _ = kvaudit("gate", run)
+    assert "MADE-UP QUESTIONS" in " ".join(out.split())
+    assert "refusal, math are kvaudit's own" in (run / "report" / "report.md").read_text()

@@ -34,6 +34,7 @@ ENDPOINT_REQUESTS = "asked"  # of an endpoint: items of a suite at a length -> s
 REWARD_JUDGES = "reward_judges"  # who graded each suite of training: itself (programmatic), or phrases
 INPUTS = "inputs"  # kind -> name -> sha256
 ROWS, MODEL, PLUGINS, REWARD, SPEC = "rows", "model files", "plug-ins", "reward", "spec"  # the kinds of inputs
+MADE_UP = "made_up"  # of a check that asked no public rows: its suites
 LABELLED = "labelled"  # when people's labels were last read: their file must be there
 TOOL_FORMS_USED = "tool_forms"  # suite -> form in which tools were offered (``core.tool_forms``) -> items
 TOOL_SYSTEM_MOVED = "tool_system_moved"  # true where tools put the system prompt into the user's message
@@ -67,7 +68,7 @@ _MOST_SECONDS = 1e9  # of a round
 _MAX_CHANGES = 3  # that an error message lists
 _TEXTS = (
     *("name", "spec_sha256", "spec_file_sha256", "started", "finished", "model", "base_sha256", "device", "dtype"),
-    *(ANYWAY, UNSTABLE_NAMES, LABELLED),
+    *(ANYWAY, UNSTABLE_NAMES, LABELLED, MADE_UP),
 )
 _TABLES = (
     *("versions", "host", "policies", "suite_kinds", "suite_versions", "checkpoints", "reference_sha256"),

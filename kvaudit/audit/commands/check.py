@@ -31,7 +31,7 @@ from kvaudit.audit.commands.base import (
 from kvaudit.core.errors import DataError, SpecError, UnknownName
 from kvaudit.core.files import write_output
 from kvaudit.core.policy_names import DENSE_POLICY
-from kvaudit.core.provenance import all_looks
+from kvaudit.core.provenance import MADE_UP, all_looks
 from kvaudit.core.text import clip, inline, shipped_folder
 
 if TYPE_CHECKING:
@@ -224,6 +224,8 @@ def run_check(
         resume=resume,
         on_first_answer=_print_first_answers(console, spec),
     )
+    if plan.made_up:
+        run.note(**{MADE_UP: ", ".join(suite.suite for suite in plan.made_up)})
     pipeline.work_on("pilot", "evaluate")
     from kvaudit.reports.page.terminal import TerminalExtras, terminal_lines
     from kvaudit.reports.records.load import load_run

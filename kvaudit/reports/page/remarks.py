@@ -8,6 +8,7 @@ from typing import Any
 
 from kvaudit.core.facets import PARITY, suite_of
 from kvaudit.core.provenance import (
+    MADE_UP,
     STOPPED,
     TOOL_FORMS_USED,
     TOOL_SYSTEM_MOVED,
@@ -55,6 +56,7 @@ def remarks(findings: Findings) -> Iterator[str]:
     why, stopped = findings.verdict.adjustment.reason, table_of(findings.provenance, STOPPED).items()
     positioned: list[tuple[int, Iterable[str]]] = [
         (10, not_measurable(findings)),
+        (15, _question_remarks(findings.provenance)),
         (20, _rule_remarks(findings)),
         (40, _judge_remarks(findings)),
         (41, _waiver_remarks(findings)),
@@ -83,6 +85,11 @@ def not_measurable(findings: Decided) -> list[str]:
         for (suite, length, why), count in cells.items()
     ]
     return [f"{Status.NOT_MEASURABLE.value}: {line}." for line in lines]
+
+
+def _question_remarks(provenance: Mapping[str, Any]) -> Iterator[str]:
+    if suites := provenance.get(MADE_UP):
+        yield inline(f"MADE-UP QUESTIONS: {suites} are kvaudit's own, which show less about a model than public rows.")
 
 
 def late_rules_alarm(rules: Rules) -> str:
