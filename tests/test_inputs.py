@@ -21,6 +21,7 @@ from kvaudit.audit.sampling import packing
 from kvaudit.audit.sampling.packing import is_packable_dtype
 from kvaudit.core.errors import RunError, SpecError
 from kvaudit.core.files import read_json
+from kvaudit.core.provenance import inputs_sha256
 from kvaudit.core.spec import load_spec
 from kvaudit.reports.page.remarks import remarks
 from kvaudit.reports.records.load import load_run
@@ -181,9 +182,12 @@ def test_a_list_of_inputs_that_was_edited_makes_the_run_invalid(started: Path) -
 def test_a_run_of_an_earlier_version_goes_on_and_says_what_is_not_known(started: Path) -> None:
     provenance = started / "run" / "provenance.json"
     old = {key: value for key, value in read_json(provenance).items() if key not in ("inputs", "worked_with")}
+    inputs = {kind: files for kind, files in read_json(provenance)["inputs"].items() if kind != "spec"}
     provenance.write_text(json.dumps(old))
-    seal = sealed(started)[0]
+    seal, *others = sealed(started)
     seal.write_text(json.dumps({key: value for key, value in read_json(seal).items() if key != "inputs"}))
+    for other in others:
+        other.write_text(json.dumps(read_json(other) | {"inputs": inputs_sha256(inputs)}))
     assert kvaudit(*goes_on(started))[0] == 0
     assert set(read_json(provenance)["inputs"]) == {"rows", "model files", "plug-ins"}
     assert reasons(started / "run") == []
