@@ -68,7 +68,8 @@ def run_evaluation(folder: Path, spec: RunSpec) -> None:
     for arm, seed in spec.arms:
         if arm != BASE_ARM:
             run.checkpoint(arm, seed).mkdir(parents=True)
-            write_json(run.checkpoint(arm, seed) / PROVENANCE, {"sha256": MODEL.sha256, "files": {}, "ledgers": {}})
+            finished = {"arm": arm, "seed": seed, "sha256": MODEL.sha256, "files": {}, "ledgers": {}}
+            write_json(run.checkpoint(arm, seed) / PROVENANCE, finished)
     with (
         mock.patch.object(stages, "Evaluator", FakeEvaluator),
         mock.patch.object(models, "load_comparable", return_value=MODEL),

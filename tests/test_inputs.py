@@ -165,7 +165,9 @@ def test_records_of_other_inputs_make_the_run_invalid(started: Path) -> None:
     unit = sealed(started)[1]
     edited(unit, inputs="f" * 64)
     (text,) = reasons(started / "run")
-    assert text.startswith("1 units were evaluated from other rows, plug-ins or model files than provenance lists")
+    assert text.startswith(
+        "1 units were evaluated from another spec, rows, plug-ins or model files than provenance lists"
+    )
     assert unit.name.replace(".done.json", ".jsonl") in text
     code, out, _ = kvaudit("gate", started / "run")
     assert code == 5

@@ -173,7 +173,7 @@ class Models:
         arm, seed = str(provenance.get("arm")), provenance.get("seed")
         # in a sweep over policies the folder is named ARM_POLICY
         is_own = seed == pair[1] and (pair[0] == arm or pair[0].startswith(f"{arm}_"))
-        if "arm" in provenance and not is_own:
+        if not is_own:
             raise DataError(
                 f"{str(path)!r} holds the checkpoint of arm {inline(arm[:40])}, seed {inline(str(seed)[:20])}; put "
                 "every checkpoint back into its own folder"

@@ -383,6 +383,6 @@ def _other_inputs(data: RunData) -> Iterator[Reason]:
     if differing:
         yield Reason(
             ReasonCode.INPUTS,
-            f"{len(differing)} units were evaluated from other rows, plug-ins or model files than provenance lists "
-            f"({some_of(differing)}): delete them and their seals, and resume the run",
+            f"{len(differing)} units were evaluated from another spec, rows, plug-ins or model files than provenance "
+            f"lists ({some_of(differing)}): delete them and their seals, and resume the run",
         )

@@ -61,7 +61,7 @@ class ReasonCode(StrEnum):
     INCOMPLETE = "INCOMPLETE", "Planned records are missing, or a unit is not sealed."
     HASH = "HASH", "Weights, policy, suite, judge or items differ where they must be equal."
     REF_HASH = "REFHASH", "The files are not those that provenance or the pin names."
-    INPUTS = "INPUTS", "Units were evaluated from other rows, plug-ins or model files than provenance lists."
+    INPUTS = "INPUTS", "Units were evaluated from another spec, rows, plug-ins or model files than provenance lists."
     NO_COMMON_ITEM = "NO_COMMON_ITEM", "The two files have no item in common."
 
 
