@@ -207,7 +207,7 @@ def gate_statuses(run: Path) -> dict[str, str]:
     statuses: dict[str, str] = {}
     order = [Status.FAIL.value, INVALID_BY_MISSING, *OPEN]
     for decision in decide(drift, rules).gated:
-        is_missing = decision.status is Status.INVALID and decision.reasons[0].code is ReasonCode.MISSING
+        is_missing = decision.status is Status.INVALID and ReasonCode.MISSING in {r.code for r in decision.reasons}
         status = INVALID_BY_MISSING if is_missing else decision.status.value
         settings = [status for status in (statuses.get(decision.suite), status) if status]
         statuses[decision.suite] = min(settings, key=lambda s: order.index(s) if s in order else len(order))
