@@ -181,9 +181,11 @@ def test_a_planted_read_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_planted_buffer_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     add = LastQueries.add_step
+    earlier = []  # kept, or the allocator may give a new buffer the address of one before
 
     def replaces(self: LastQueries, *rest: Any) -> None:
         add(self, *rest)
+        earlier.append(self._queries)
         self._queries = self._queries.clone()
 
     monkeypatch.setattr(LastQueries, "add_step", replaces)
