@@ -14,9 +14,12 @@ from kvaudit.reports.records.load import load_run
 from kvaudit.reports.run import decide_run
 from kvaudit.reports.stats.slope import signed_rank_above
 from kvaudit.reports.verdict.comparison import Comparison
-from kvaudit.reports.verdict.controls import Canary, canaries_of, canary_reasons
+from kvaudit.reports.verdict.contrast import Contrast
+from kvaudit.reports.verdict.controls import Canaries, Canary, canaries_of, canary_reasons, checked_by_canary
+from kvaudit.reports.verdict.reasons import ReasonCode
 from kvaudit.reports.verdict.verdict import Status
-from tests.test_reports_engines import F32, U8, floored
+from tests import reports_synthetic as synthetic
+from tests.test_reports_engines import F32, U4, U8, floored, served
 
 PLAIN, CODED = "plain", "coded"
 COMPARISON = cast(
@@ -61,6 +64,15 @@ def held(setting: Answers, again: dict[str, Answers] | None = None, *, silent: b
     return place, "; ".join(reason.text for reason in canary_reasons(COMPARISON, found))
 
 
+def noise_text(canary: Canary) -> str:
+    """What the contrast of such a canary says of noise."""
+    place = Contrast("serving", "base", CODED, "refusal", 0)
+    checked = checked_by_canary(place, COMPARISON, Canaries({}, {CODED: canary}))
+    assert checked.noise is not None
+    assert checked.noise.code is ReasonCode.NOISE
+    return checked.noise.text
+
+
 SOME = [0.0, 2.0, 0.001, -0.002] * 4  # four texts of sixteen, and other log-probs of eight more
 OTHERS = [0.0, 0.001, -2.0, 0.002] * 4  # as many of others
 ALL_A_LITTLE = [0.01 * (1 + i) for i in range(ITEMS)]
@@ -80,11 +92,11 @@ def test_an_engine_that_repeats_itself_acts_by_one_bit_of_one_answer() -> None:
 
 def test_an_engine_that_moves_as_much_by_itself_does_not_act() -> None:
     found, words = held(SOME, {"again": OTHERS, "shuffled": OTHERS})
-    assert (found.acts, found.moved) == (False, 12)
-    assert words == (
-        "coded: the setting changed nothing beyond what the engine changes by answering again: of 16 answers 25.0 % "
-        "have another text (log-probs 1 nats apart, root mean square) against plain, and 25.0 % have another text "
-        "(log-probs 1 nats apart, root mean square) when that is asked the same again"
+    assert (found.acts, found.moved, words) == (False, 12, "")
+    assert noise_text(found) == (
+        "it is not shown that the setting was applied, because the engine does not repeat itself: of 16 answers 25.0 % "
+        "have another text (log-probs 1 nats apart, root mean square) under the setting, and 25.0 % have another text "
+        "(log-probs 1 nats apart, root mean square) when the same is asked again without it"
     )
 
 
@@ -106,9 +118,9 @@ def test_a_few_answers_that_part_ways_by_chance_hide_no_code_that_moves_all() ->
 
 
 def test_without_log_probs_texts_alone_tell() -> None:
-    found, words = held([1.0] * 4 + SAME[4:], {"again": SAME[:8] + [1.0] * 4 + SAME[:4]}, silent=True)
+    found, _ = held([1.0] * 4 + SAME[4:], {"again": SAME[:8] + [1.0] * 4 + SAME[:4]}, silent=True)
     assert not found.acts
-    assert "25.0 % have another text against plain, and 25.0 % have another text when that is asked" in words
+    assert "25.0 % have another text under the setting, and 25.0 % have another text when" in noise_text(found)
     assert held([1.0] * 12 + SAME[:4], {"again": [1.0, *SAME[1:]]}, silent=True)[0].acts
 
 
@@ -124,16 +136,22 @@ def test_only_the_reference_asked_the_same_again_counts() -> None:
     assert not held(SOME, {"again": OTHERS, "shuffled": SAME})[0].acts
 
 
-def test_in_a_run_such_a_setting_is_invalid_and_one_that_acts_is_not(tmp_path: Path) -> None:
-    """Thirty of 64 texts change by asking the reference again; four do under u8, and eight under u4."""
-    run = floored(tmp_path, {F32: (30, 0, 0)}, way="again", silent=(U8, F32))
-    found = decide_run(load_run(run))
-    (one,) = [d for d in found.verdict.decisions if d.policy == U8]
-    assert (one.status, one.effect) == (Status.INVALID, None)
-    assert any(
-        reason.text.startswith("openvino u8: the setting changed nothing beyond what the engine changes by answering")
-        for reason in found.verdict.reasons
-    )
+def test_in_a_run_a_setting_within_the_engines_noise_does_not_pass(tmp_path: Path) -> None:
+    """Thirty of 64 texts change when the reference is asked again, four under u8; without that noise u8 passes."""
+    for again, status, codes in ((30, Status.INCONCLUSIVE, [ReasonCode.NOISE]), (0, Status.PASS, [])):
+        run = floored(tmp_path / str(again), {F32: (again, 0, 0)}, way="again", silent=(U8, F32))
+        verdict = decide_run(load_run(run)).verdict
+        (one,) = [d for d in verdict.decisions if d.policy == U8]
+        assert one.effect is not None
+        assert (one.status, [reason.code for reason in one.reasons], verdict.reasons) == (status, codes, ())
+
+
+def test_a_loss_that_is_shown_is_a_fail_however_noisy_the_engine(tmp_path: Path) -> None:
+    design = served(U4, F32, wrong={U4: range(40)})
+    run = synthetic.build(tmp_path / "run", design)
+    synthetic.ask_again(run, design, {F32: (64, 0, 0)}, changes="again")
+    verdict = decide_run(load_run(run)).verdict
+    assert (verdict.status, verdict.reasons) == (Status.FAIL, ())
 
 
 @pytest.mark.parametrize("size", [1, 2, 7, 12])

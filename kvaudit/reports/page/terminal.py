@@ -22,7 +22,8 @@ from kvaudit.reports.verdict.verdict import Decision, Status
 
 MOST_TERMINAL_LINES = 12
 _FLIPS = 2  # lost answers that are shown
-_NO_MORE_ROWS = (ReasonCode.FORM, ReasonCode.IDLE)  # reasons against a PASS that more rows do not remove
+# reasons against a PASS that more rows do not remove
+_NO_MORE_ROWS = (ReasonCode.FORM, ReasonCode.IDLE, ReasonCode.NOISE)
 _DOUBTFUL = 3  # of them by a doubtful grade, where an open cell has answers its judge is unsure of
 
 

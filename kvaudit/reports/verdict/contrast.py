@@ -349,6 +349,9 @@ class Contrast(CellName):
     worst: float | None = None
     best: float | None = None
     reasons: tuple[Reason, ...] = ()
+    noise: Reason | None = field(
+        default=None, compare=False, repr=False
+    )  # not shown that the setting acts; not written
     look: Look | None = field(default=None, compare=False, repr=False)  # of a run in rounds; not written
     rates: Rates | None = None  # of alike, deployed and serving: an interaction has four sides
     unread: Rates | None = None  # of the same: shares of answers that could not be read or scored

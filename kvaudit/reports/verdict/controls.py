@@ -506,9 +506,11 @@ def _moves_of(texts: pd.Series, logprobs: pd.Series) -> Moves:
 
 
 def checked_by_canary(c: Contrast, comparison: Comparison, canaries: Canaries) -> Contrast:
-    """Return the contrast; if an engine's setting changed nothing in its cells, without effect but with a reason.
+    """Return the contrast, checked for signs that its engine's setting was applied.
 
-    In a run in rounds all rows are short and of one kind, so a setting that has an effect anywhere counts as applied.
+    If the setting changed no answer of the cell, it has a reason in place of an effect. If it changed no more than the
+    engine's noise does, ``noise`` says so: a loss may be shown all the same, but nothing passes. In a run in rounds all
+    rows are short and of one kind, so a setting that has an effect anywhere counts as applied.
     """
     condition = canaries.conditions.get(c.policy)
     if c.look is not None and condition is not None and condition.acts:
@@ -516,20 +518,18 @@ def checked_by_canary(c: Contrast, comparison: Comparison, canaries: Canaries) -
     suite = suite_of(c.suite)
     arms = [c.arm] if c.estimand in _WITHOUT_COMPRESSED_REFERENCE else [c.arm, comparison.reference]
     cells = [canaries.places.get((arm, c.policy, suite, c.context_tokens)) for arm in arms]
-    unchanged = next((canary for canary in cells if canary is not None and not canary.acts), None)
-    if unchanged is None:
-        return c
-    reason = Reason(ReasonCode.CANARY, _unchanged_text(unchanged, comparison, c.policy))
-    return Contrast(*c.place, seeds=c.seeds, reasons=(reason, *c.reasons))
+    unchanged = next((canary for canary in cells if canary is not None and not canary.moved), None)
+    if unchanged is not None:
+        reason = Reason(ReasonCode.CANARY, _unchanged_text(unchanged, comparison, c.policy))
+        return Contrast(*c.place, seeds=c.seeds, reasons=(reason, *c.reasons))
+    noisy = next((canary for canary in (*cells, condition) if canary is not None and not canary.acts), None)
+    return c if noisy is None else replace(c, noise=Reason(ReasonCode.NOISE, _noise_text(noisy)))
 
 
 def canary_reasons(comparison: Comparison, canaries: Canaries) -> Iterator[Reason]:
-    """Yield a reason for each engine setting (condition) that changed no answer, which makes the run INVALID.
-
-    Answers count as unchanged if they differ by no more than the engine's own noise.
-    """
+    """Yield a reason for each engine setting (condition) that changed no answer, which makes the run INVALID."""
     for condition, canary in canaries.conditions.items():
-        if not canary.acts:
+        if not canary.moved:
             yield Reason(
                 ReasonCode.CANARY, f"{comparison.label(condition)}: {_unchanged_text(canary, comparison, condition)}"
             )
@@ -537,18 +537,21 @@ def canary_reasons(comparison: Comparison, canaries: Canaries) -> Iterator[Reaso
 
 def _unchanged_text(canary: Canary, comparison: Comparison, condition: str) -> str:
     reference = comparison.label(comparison.uncompressed_of(condition))
-    if canary.moved and canary.noise is not None:
-        return (
-            "the setting changed nothing beyond what the engine changes by answering again: of "
-            f"{canary.noise.answers} answers {_moves_text(canary.noise.setting_moves)} against {reference}, and "
-            f"{_moves_text(canary.noise.noise_moves)} when that is asked the same again"
-        )
     text = f"the setting changed nothing: {canary.answers} answers"
     if canary.logprobs == canary.answers:
         return f"{text} and their log-probs are the same as under {reference}"
     if canary.logprobs:
         return f"{text}, and the log-probs that {canary.logprobs} of them have, are the same as under {reference}"
     return f"{text} are the same as under {reference}; there are no log-probs to tell them apart by"
+
+
+def _noise_text(canary: Canary) -> str:
+    assert canary.noise is not None, "without noise a setting acts by a single changed answer"
+    return (
+        "it is not shown that the setting was applied, because the engine does not repeat itself: of "
+        f"{canary.noise.answers} answers {_moves_text(canary.noise.setting_moves)} under the setting, and "
+        f"{_moves_text(canary.noise.noise_moves)} when the same is asked again without it"
+    )
 
 
 def _moves_text(moves: Moves) -> str:

@@ -5,8 +5,9 @@ is a check that returns a reason or None; its reason leads to one status:
 
     FAIL             a training seed fails by itself (only where the gate asks for ``worst_seed``)
     NOT MEASURABLE   the reference has nothing to lose, unless a loss is shown all the same
-    INCONCLUSIVE     a PASS that is not supported: a biased judge, unnamed clusters, broken form, and under profile
-                     ``release`` a judge that also gave the reward, or phrase rules as the only judge
+    INCONCLUSIVE     a PASS that is not supported: a biased judge, unnamed clusters, broken form, a setting
+                     that an engine's noise hides or that compressed nothing, and under profile ``release`` a judge that
+                     also gave the reward, or phrase rules as the only judge
 """
 
 from __future__ import annotations
@@ -420,6 +421,11 @@ def broken_form(cell: GatedCell, context: DowngradeContext) -> Reason | None:
     return None
 
 
+def within_noise(cell: GatedCell, _: DowngradeContext) -> Reason | None:
+    """Return a reason against a PASS if an engine's own noise hides whether its setting was applied; else None."""
+    return next((row.contrast.noise for row in cell.rows if row.contrast.noise is not None), None)
+
+
 def nothing_compressed(cell: GatedCell, context: DowngradeContext) -> Reason | None:
     """Return a reason against a PASS of a serving policy that held every entry uncompressed; None for another cell."""
     c = cell.rows[0].contrast
@@ -474,5 +480,13 @@ DATA_DOWNGRADES = (
 )
 PASS_DOWNGRADES = tuple(
     Downgrade(Status.INCONCLUSIVE, check)
-    for check in (biased_judge, unnamed_clusters, broken_form, nothing_compressed, rewarding_judge, phrase_rules)
+    for check in (
+        biased_judge,
+        unnamed_clusters,
+        broken_form,
+        within_noise,
+        nothing_compressed,
+        rewarding_judge,
+        phrase_rules,
+    )
 )

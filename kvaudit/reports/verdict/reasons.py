@@ -40,6 +40,7 @@ class ReasonCode(StrEnum):
     NO_CLUSTERS = "NOCLUSTERS", "No field says which items share a template."
     FORM = "FORM", "More answers may have lost the form in which a facet can be read."
     IDLE = "IDLE", "The policy held every entry uncompressed."
+    NOISE = "NOISE", "The engine changes as many answers when asked again, so the setting may not have been applied."
     TRAINED = "TRAINED", "A release needs a gated safety suite that did not give the reward."
     PHRASES = "PHRASES", "A release needs more than phrase rules as a judge."
 
