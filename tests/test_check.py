@@ -333,7 +333,7 @@ def test_an_engine_that_is_not_installed_is_said_before_anything_is_loaded(monke
 # --- what is said ----------------------------------------------------------------------------------------------------
 
 
-def lines(tmp_path: Path, serving: float, **more: object) -> list[str]:
+def lines(tmp_path: Path, serving: float, fetch: str = "", **more: object) -> list[str]:
     design = Design(
         arms=("base",),
         seeds=(0,),
@@ -346,7 +346,7 @@ def lines(tmp_path: Path, serving: float, **more: object) -> list[str]:
         **more,
     )
     found = decide_run(load_run(build(tmp_path / "run", design)))
-    known = TerminalExtras(unseen=("agents",), longer="kvaudit check again --minutes 30")
+    known = TerminalExtras(unseen=("agents",), longer="kvaudit check again --minutes 30", fetch=fetch)
     flips = RepeatFlips("refusal", 24, 2, 1, 0.0)
     unit = FloorUnit(SHUFFLED, "base", 0, SNAPKV, "refusal", 192, 24, 20, (flips,))
     plain = replace(unit, policy="none", flips=(replace(flips, lost=0, gained=0),))
@@ -393,6 +393,10 @@ def test_the_command_of_a_check_names_every_option(name: str) -> None:
     assert words[:3] == ["kvaudit", "check", "model"]
     option = "--set" if name == "settings" else f"--{name.replace('_', '-')}"
     assert words.count(option) == (2 if name == "settings" else 1)
+
+
+def test_an_open_check_without_some_public_rows_ends_with_how_to_get_them(tmp_path: Path) -> None:
+    assert lines(tmp_path, 0.0, fetch="kvaudit data fetch harmbench")[-1] == "next: kvaudit data fetch harmbench"
 
 
 def test_what_is_open_ends_with_one_command_and_advises_no_rows(tmp_path: Path) -> None:

@@ -237,7 +237,9 @@ def run_check(
     spent = sum(float(look.get("seconds", 0.0)) for look in all_looks(data.provenance)) / 60
     # a first look that took longer than its limit leaves nothing of three times that limit
     longer = replace(options, minutes=max(_MORE_TIME * plan.minutes, math.ceil(2 * spent))).command(model)
-    context = TerminalExtras(plan.not_asked, f"{longer} --out {shlex.quote(str(run.path))} --resume", note)
+    context = TerminalExtras(
+        plan.not_asked, f"{longer} --out {shlex.quote(str(run.path))} --resume", note, _fetch_command(plan)
+    )
     for line in terminal_lines(findings, run.path, context):
         print_line(console, line)
     return run.path, findings.verdict.exit_code
@@ -337,9 +339,13 @@ def _plan_lines(spec: RunSpec, plan: CheckPlan) -> Iterator[str]:
     else:
         limits = ", ".join(f"{endpoint.name} {endpoint.margin:g}" for endpoint in plan.endpoints)
         yield f"asks public rows until each is decided, at most {plan.minutes:g} minutes; may lose in points: {limits}"
-    if plan.absent:
-        missing = " ".join(rows.name for rows in plan.absent)
-        yield f"some public rows are missing, so less is asked; fetch them with: kvaudit data fetch {missing}"
+    if command := _fetch_command(plan):
+        yield f"some public rows are missing, so less is asked; fetch them with: {command}"
+
+
+def _fetch_command(plan: CheckPlan) -> str:
+    """Return the command that downloads the public rows which are missing here; empty if none are."""
+    return f"kvaudit data fetch {' '.join(rows.name for rows in plan.absent)}" if plan.absent else ""
 
 
 class ShippedExample(NamedTuple):

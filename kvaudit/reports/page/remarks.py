@@ -48,7 +48,7 @@ _TOOL_REMARKS = {
     "any": "TOOLS of a template with an unknown form of calls in {}: answers are read in every form that is known.",
 }
 # of the labels that tests/test_suites_phrases.py counts: two models' answers to XSTest, and PyRIT's
-PHRASE_ERRORS = "they misread 7 to 10 of 100 answers that people labelled"
+PHRASE_ERRORS = "7 to 10 of 100 misread"
 
 
 def remarks(findings: Findings) -> Iterator[str]:
@@ -135,7 +135,8 @@ def _judge_remarks(findings: Decided) -> Iterator[str]:
         yield f"{ReasonCode.TRAINED}: no gated safety suite is independent of the reward, which also graded {rewarded}."
     gated = {suite_of(d.suite) for d in findings.verdict.gated}
     if suites := ", ".join(suite for suite in sides.by_phrases if suite in gated):
-        yield f"Phrase rules alone detect refusals: {suites}; {PHRASE_ERRORS}, so make no claim from them."
+        grades = f"Phrase rules grade alone ({PHRASE_ERRORS}): {suites}"
+        yield f"{grades}. People labelled those 100; make no claim from such grades."
 
 
 def _label_remarks(findings: Decided) -> Iterator[str]:

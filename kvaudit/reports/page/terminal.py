@@ -32,12 +32,14 @@ class TerminalExtras:
     """Facts for the terminal that only the calling command knows.
 
     ``unseen``: suites that were not asked, in words. ``longer``: the command that continues a run that ran out of time.
-    ``questions``: a note on the kind of questions, printed after the verdict.
+    ``questions``: a note on the kind of questions, printed after the verdict. ``fetch``: the command that downloads
+    public rows that the run could not ask, if there are such rows.
     """
 
     unseen: Sequence[str] = ()
     longer: str = ""
     questions: str = ""
+    fetch: str = ""
 
 
 def terminal_lines(findings: Findings, run: Path | None = None, extras: TerminalExtras | None = None) -> list[str]:
@@ -155,6 +157,8 @@ def _next_command(findings: Findings, run: Path, extras: TerminalExtras) -> Iter
     blocked = any(d.reasons and d.reasons[0].code in _NO_MORE_ROWS for d in findings.verdict.gated)
     if status is Status.INCONCLUSIVE and ended == TIME_SPENT and extras.longer and not blocked:
         yield extras.longer
+    elif status is Status.INCONCLUSIVE and extras.fetch and not blocked:
+        yield extras.fetch
     elif status in (Status.FAIL, Status.INCONCLUSIVE, Status.INVALID):
         yield f"kvaudit view {folder}"
     elif status is Status.NOT_MEASURABLE:

@@ -21,7 +21,9 @@ from kvaudit.reports.sections.base import Depth, Inputs, Section
 from kvaudit.reports.sections.shared.tables import Table
 from kvaudit.reports.sections.shared.tables import table_of as text_table
 from kvaudit.reports.sections.shared.words import metric_label, plural
-from kvaudit.reports.verdict.verdict import Decided, Decision
+from kvaudit.reports.verdict.verdict import Decided
+
+NOT_ASKED = "Not asked of this model"
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,7 @@ class LooksSection(Section[Looks]):
     reading = "The figures of a source are part of the pooled endpoint above; alone they decide nothing."
     order = 64
     depth = Depth.VERDICT
-    banner_lines_at = 45
+    remarks_at = 16
     keys: ClassVar = {"looks": 125}
 
     def compute(self, inputs: Inputs) -> Looks | None:
@@ -115,9 +117,9 @@ class LooksSection(Section[Looks]):
     def finding(self, value: Looks, decided: Decided) -> str:
         return inline(f"{plural(len(value.looks), 'look')}, then {value.ended}.")
 
-    def banner_lines(self, value: Looks, decided: Decided, head: Decision | None) -> Iterator[str]:
+    def remarks(self, value: Looks, decided: Decided) -> Iterator[str]:
         for suite, why in value.left_out.items():
-            yield inline(f"Not asked of this model: {suite} ({why}).")
+            yield inline(f"{NOT_ASKED}: {suite} ({why}).")
 
 
 def _look_rows(value: Looks, decided: Decided) -> Iterator[list[str]]:

@@ -156,12 +156,17 @@ def _check_selectivity(comparison: Comparison, gated: Sequence[int]) -> None:
                 )
 
 
+_NAMED_METRICS = 6  # in the line on default margins
+
+
 def default_margins_line(kinds: Mapping[str, str], margins: Mapping[str, float]) -> str:
     """Return a line that names the default margins (in pp) by kind of suite; empty if all were declared."""
     defaults, phrases = {metric: (kind, margins[metric]) for metric, kind in kinds.items() if metric in margins}, []
     for kind, points in dict.fromkeys(defaults.values()):
         metrics = [metric for metric, default in defaults.items() if default == (kind, points)]
-        phrases.append(f"{', '.join(metrics)} {points:g} pp, the default of {kind} suites")
+        more = f" and {len(metrics) - _NAMED_METRICS} more" if len(metrics) > _NAMED_METRICS else ""
+        names = ", ".join(metrics[: _NAMED_METRICS if more else None])
+        phrases.append(f"{names}{more} {points:g} pp, the default of {kind} suites")
     return f"MARGINS not declared: {'; '.join(phrases)}. Declare your own in gate.margins." if phrases else ""
 
 
