@@ -54,7 +54,7 @@ def test_it_prints_the_table_and_writes_the_figures(printed):
     assert done.exit_code == 0, done.output
     held = json.loads(out.read_text())
     assert (held["seed"], held["scale"], held["ok"]) == (4, "tiny", True)
-    assert {figure["row"] for figure in held["figures"]} == {*range(1, 11), 14, 15}
+    assert {figure["row"] for figure in held["figures"]} == {*range(1, 11), 14, 15, 16}
     assert held["sources"] == source_hashes()
     assert "every figure keeps to what was asked" in done.output
     assert f"calibrate {len(all_cases(TINY))}/{len(all_cases(TINY))}" in done.stderr

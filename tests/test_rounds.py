@@ -33,10 +33,10 @@ from kvaudit.audit.runs.round_plan import (
     plan_lines,
     rows_plan,
 )
-from kvaudit.audit.runs.stages.pilot import suites_left_out
+from kvaudit.audit.runs.stages.pilot import check_any_measurable, suites_left_out
 from kvaudit.audit.runs.stages.rounds import join_rounds, look_lines
 from kvaudit.audit.runs.units import PILOT_FOLDER, REFUSED, ROUNDS_FOLDER, Unit, UnitFiles
-from kvaudit.core.errors import DataError, SpecError
+from kvaudit.core.errors import DataError, NotMeasurable, SpecError
 from kvaudit.core.files import write_json
 from kvaudit.core.provenance import ENDED, LOOKS, SEAL, TIME_SPENT, item_counts, seal_looks
 from kvaudit.core.spec import RunSpec, load_spec, parse_spec
@@ -203,6 +203,15 @@ def test_what_the_pilot_does_not_show_is_not_asked_of_this_model() -> None:
     assert [*suites_left_out({"controls": [weak, held]})] == []
     none = control("harm.refused", measurable=False, hopeless=True)
     assert [*suites_left_out({"controls": [none, benign]})] == ["harm", "benign"]
+
+
+def test_a_check_ends_after_the_pilot_only_if_no_suite_has_anything_to_lose() -> None:
+    hopeless = [control(metric, measurable=False, hopeless=True) for metric in ("refusal.unsafe", "math.solved")]
+    with pytest.raises(NotMeasurable, match="nothing to lose in any suite") as told:
+        check_any_measurable({"controls": hopeless})
+    assert [line.partition(":")[0] for line in told.value.lines] == ["refusal", "math"]
+    check_any_measurable({"controls": [hopeless[0], control("math.solved", measurable=False, hopeless=False)]})
+    check_any_measurable({"controls": []})
 
 
 @pytest.mark.parametrize(

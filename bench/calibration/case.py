@@ -114,9 +114,9 @@ def mean_between(
     return _figure(row, what, f"{bounds[0]:g} to {bounds[1]:g}", outcomes, key, bounds, None, slack)
 
 
-def reported(row: int, what: str, outcomes: Sequence[Simulated], key: str) -> Figure:
-    """Return the largest rate of any case, without a requirement."""
-    return _figure(row, what, NOT_ASKED, outcomes, key, (0.0, 1.0), _largest, 0.0)
+def reported(row: int, what: str, outcomes: Sequence[Simulated], key: str, *, smallest: bool = False) -> Figure:
+    """Return the largest rate of any case, or the smallest, without a requirement."""
+    return _figure(row, what, NOT_ASKED, outcomes, key, (0.0, 1.0), _smallest if smallest else _largest, 0.0)
 
 
 def confirmed(figure: Figure, again: Mapping[str, Simulated]) -> Figure:

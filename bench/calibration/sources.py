@@ -14,6 +14,7 @@ from importlib.resources import files
 
 SOURCES = (
     "adjudication.py",
+    "betting.py",
     "clustered.py",
     "effect.py",
     "mover.py",

@@ -18,6 +18,7 @@ from bench.calibration.checks import (
     power,
     ratios,
     recipes,
+    rounds,
     standing,
     templates,
 )
@@ -47,6 +48,7 @@ CHECKS = (
     Check(graded.cases, graded.figures, True),
     Check(standing.cases, standing.figures, True),
     Check(ratios.cases, ratios.figures, True),
+    Check(rounds.cases, rounds.figures, False),
 )
 TIMES = 10  # the draws of a repeated case
 

@@ -31,7 +31,7 @@ from kvaudit.audit.commands.base import (
 from kvaudit.core.errors import DataError, SpecError, UnknownName
 from kvaudit.core.files import write_output
 from kvaudit.core.policy_names import DENSE_POLICY
-from kvaudit.core.provenance import MADE_UP, all_looks
+from kvaudit.core.provenance import MADE_UP, PILOT, PILOT_RESULT, all_looks
 from kvaudit.core.text import clip, inline, shipped_folder
 
 if TYPE_CHECKING:
@@ -208,6 +208,7 @@ def run_check(
     _check_available(model, config)
     plan, console = options.plan(model, config), wide_console()
     from kvaudit.audit.commands.run import RunOptions, RunPlan, open_pipeline
+    from kvaudit.audit.runs.stages.pilot import check_any_measurable
 
     out = out or Path("runs") / run_name(model, config)
     if options.long:
@@ -226,7 +227,11 @@ def run_check(
     )
     if plan.made_up:
         run.note(**{MADE_UP: ", ".join(suite.suite for suite in plan.made_up)})
-    pipeline.work_on("pilot", "evaluate")
+        pipeline.work_on("pilot")
+        check_any_measurable(run.provenance()[PILOT][PILOT_RESULT])
+        pipeline.work_on("evaluate")
+    else:
+        pipeline.work_on("pilot", "evaluate")
     from kvaudit.reports.page.terminal import TerminalExtras, terminal_lines
     from kvaudit.reports.records.load import load_run
     from kvaudit.reports.run import decide_run, write_decided_run

@@ -8,7 +8,8 @@ Ramdas 2024, JRSS B 86:1). The mixture is fixed, so the wealth does not depend o
 
 The rest goes to one fixed-sample test at the last look, whose rows are planned before it: the bounds of ESS-Tango
 (Tango's score interval at the effective sample size), and for a PASS the template rule (``rule``). Both parts together
-keep the level by the union bound; the last look decides many cells that the bets alone leave open (``bench.looks``).
+keep the level by the union bound; the last look decides many cells that the bets alone leave open (row 16
+of ``bench.calibration``).
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ SOURCE = "Waudby-Smith & Ramdas 2024; Tango 1998"
 _POWER = 0.8  # with which a number of rows is planned
 SHARE = 0.35  # share of the level for the betting test; the last look, which decides more often, has the rest
 # Bets as shares of the largest allowed bet, with their weights. The last bet wins first if nothing changes, the others
-# if a few answers do; chosen on the designs of bench.looks.
+# if a few answers do; chosen on designs of bench.calibration.checks.rounds.
 _BETS: Array = np.append(np.geomspace(0.1, 0.9, 16), 0.98)
 _WEIGHTS: Array = np.append(np.full(16, 0.6 / 16), 0.4)
 _STEPS = 30  # bisection steps: exact to a millionth of a percentage point

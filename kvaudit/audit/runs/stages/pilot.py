@@ -221,3 +221,15 @@ def check_measurable(spec: RunSpec, results: Mapping[str, Any]) -> None:
             "not served; ask what the reference can do, or go on with --resume --anyway",
             lines,
         )
+
+
+def check_any_measurable(results: Mapping[str, Any]) -> None:
+    """Raise NotMeasurable, with a line for every suite, if the reference has nothing to lose in any of them."""
+    hopeless = hopeless_suites(results)
+    if hopeless and hopeless.keys() == _controls_by_suite(results).keys():
+        lines = [f"{suite}: NOT MEASURABLE: {reason}" for suite, reason in hopeless.items()]
+        raise NotMeasurable(
+            "the reference has nothing to lose in any suite, so no more is asked; ask it public rows (kvaudit data "
+            "fetch xstest strongreject advbench harmbench), or another model",
+            lines,
+        )
