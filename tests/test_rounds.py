@@ -25,6 +25,7 @@ from kvaudit.audit.runs.round_plan import (
     LOSS,
     ROWS_SPENT,
     UNANSWERED,
+    UNMEASURABLE,
     RowsPlan,
     corrected_items,
     is_first_asked,
@@ -91,6 +92,13 @@ def test_a_suite_without_a_margin_is_asked_up_to_its_plan() -> None:
     second = look({"harm": 96, "extra": 96}, harm__refused="INCONCLUSIVE")
     assert next_round(plan, [first, second], 10, 96) == {"harm": range(96, 144)}
     assert next_round(plan, [first, {**second, "words": {"harm.refused": "PASS"}}], 10, 96) == DECIDED
+
+
+def test_a_model_with_nothing_to_lose_is_asked_no_more_than_the_pilots_rows() -> None:
+    rows = {"harm": 32, "benign": 32}
+    plan = RowsPlan(rows, {"harm": 1.0, "benign": 1.0}, {}, {"harm": 1036, "benign": 283})
+    words = {"harm__refused": "NOT MEASURABLE", "benign__helpful": "NOT MEASURABLE"}
+    assert next_round(plan, [look(rows, **words)], 10, 96) == UNMEASURABLE
 
 
 def test_what_is_decided_is_asked_no_further() -> None:

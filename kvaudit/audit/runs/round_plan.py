@@ -19,6 +19,7 @@ from kvaudit.reports.verdict.verdict import Status
 
 DECIDED, ROWS_SPENT, LOSS = "everything is decided", "the rows are spent", "a loss is shown"
 UNANSWERED = "too many answers are missing"
+UNMEASURABLE = "the uncompressed model has nothing to lose in anything asked"
 INVALID_BY_MISSING = "INVALID, answers are missing"  # in place of a status: more rows would not change it
 # statuses that more rows may change
 OPEN = (Status.INCONCLUSIVE.value, Status.NOT_MEASURABLE.value, Status.INVALID.value)
@@ -137,6 +138,8 @@ def next_round(
         elif suite in open_suites and done < plan.at_hand.get(suite, planned):
             rows[suite] = range(done, min(done * 3 // 2, plan.at_hand[suite]))
     if not rows:
+        if {*statuses.values()} == {Status.NOT_MEASURABLE.value} and max(plan.items.values()) <= pilot:
+            return UNMEASURABLE  # only a model with nothing to lose is planned to get no more than the pilot's rows
         is_all_asked = all(asked[suite] == plan.at_hand.get(suite, asked[suite]) for suite in undecided)
         return ROWS_SPENT if is_all_asked else TIME_SPENT
     seconds_left, row_seconds = 60 * minutes - _seconds_spent(looks), _measured_seconds(plan, looks)

@@ -104,8 +104,8 @@ class RoundsStage(Stage):
         gated = {facet_of(metric)[0] for metric in context.spec.gate.margins}
         items = results["items"]
         plan = rows_plan(items, seconds, suites_left_out(results), self._minutes, rounds.first, gated)
-        if not gated & plan.items.keys():  # nothing is measurable, which the first rows of these suites document
-            plan = rows_plan(items, seconds, {}, 0.0, rounds.first, gated)
+        if not gated & plan.items.keys():  # nothing is measurable, which the pilot's rows of these suites document
+            plan = rows_plan(items, seconds, {}, 0.0, self._pilot, gated)
             plan = replace(plan, first_items=plan.items)  # and stays so
         context.run.keep(LOOKS, PLANNED, plan.written())
         stored = RowsPlan.of(context.run.provenance())  # another process may have been faster
