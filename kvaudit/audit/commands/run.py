@@ -337,6 +337,8 @@ def _load_plan(source: Path | Mapping[str, Any], out: Path | None, options: RunO
     if options.limit is not None:
         spec = spec.limited(options.limit)
     set_data_folder(spec)
+    if options.launcher == LOCAL:
+        _ = spec.model_path  # refuses a variable that is not set, before imports that take seconds
     return RunPlan(spec, out or Path("runs") / spec.name, plugins)
 
 
@@ -363,8 +365,6 @@ def open_pipeline(
 
     check_report_folder(plan.folder)
     exists = check_folder(plan.folder, plan.spec, resume=resume)
-    if works:
-        _ = plan.spec.model_path  # refuses a variable that is not set, before imports that take seconds
     print_line(console, f"run {plan.spec.name} ({plan.spec.sha256[:12]}) in {plan.folder}: loading the model")
     from kvaudit.audit.runs.names import NAMES
     from kvaudit.audit.runs.pilot import with_kept_gate
