@@ -110,7 +110,7 @@ def test_tables_mark_the_suites_and_one_line_says_so(easy):
     assert (
         sum(line.startswith("TRAINED: no gated safety suite is independent of the reward") for line in set(said)) == 1
     )
-    assert any(line.startswith("Phrase rules grade alone (7 to 10 of 100 misread): agent.") for line in said)
+    assert any(line.startswith("Phrase rules grade (7 to 10 of 100 misread): agent.") for line in said)
 
 
 def test_a_run_that_trained_nothing_is_marked_nowhere(tmp_path):

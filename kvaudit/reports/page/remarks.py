@@ -135,7 +135,7 @@ def _judge_remarks(findings: Decided) -> Iterator[str]:
         yield f"{ReasonCode.TRAINED}: no gated safety suite is independent of the reward, which also graded {rewarded}."
     gated = {suite_of(d.suite) for d in findings.verdict.gated}
     if suites := ", ".join(suite for suite in sides.by_phrases if suite in gated):
-        grades = f"Phrase rules grade alone ({PHRASE_ERRORS}): {suites}"
+        grades = f"Phrase rules grade ({PHRASE_ERRORS}): {suites}"
         yield f"{grades}. People labelled those 100; make no claim from such grades."
 
 

@@ -66,6 +66,20 @@ class ReasonCode(StrEnum):
     NO_COMMON_ITEM = "NO_COMMON_ITEM", "The two files have no item in common."
 
 
+# the cell's own test would pass, but a PASS needs more
+PASS_NEEDS_MORE = frozenset(
+    {
+        ReasonCode.JUDGE_DIFF,
+        ReasonCode.NO_CLUSTERS,
+        ReasonCode.FORM,
+        ReasonCode.IDLE,
+        ReasonCode.NOISE,
+        ReasonCode.TRAINED,
+        ReasonCode.PHRASES,
+    }
+)
+
+
 @dataclass(frozen=True)
 class Reason:
     """Why a cell or a run does not pass: a code, and a sentence with the figures of this case."""
