@@ -25,7 +25,7 @@ from kvaudit.reports.records.load import RunData, load_run
 from kvaudit.reports.records.rows import CellKey
 from kvaudit.reports.stats.betting import betting_effect, clusters_show
 from kvaudit.reports.stats.effect import Array
-from kvaudit.reports.stats.rule import Part
+from kvaudit.reports.stats.rule import SuiteTotals
 from kvaudit.reports.stats.tango import ess_tango
 from kvaudit.reports.verdict.cell import decide_cell
 from kvaudit.suites.endpoints import ENDPOINTS
@@ -74,7 +74,7 @@ def decide_look(z: Array, margin: float, tests: int, *, is_last: bool) -> str:
 def decide_fixed_sample(z: Array) -> str:
     """Return the status that the rule of a fixed sample gives one facet."""
     effect = ess_tango(z, np.arange(len(z)), alpha=ALPHA)
-    return decide_cell(effect, 0.05, effect.pvalue_drop, [Part(1.0, z, np.ones(len(z)))])[0].value
+    return decide_cell(effect, 0.05, effect.pvalue_drop, [SuiteTotals(1.0, z, np.ones(len(z)))])[0].value
 
 
 def main(

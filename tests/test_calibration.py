@@ -28,7 +28,7 @@ from kvaudit.core.facets import FACETS, readable_facets
 from kvaudit.core.records import Outcome
 from kvaudit.reports.stats.clustered import many_totals, t_bounds
 from kvaudit.reports.stats.effect import Bounds, Effect
-from kvaudit.reports.stats.rule import Call, Part, calls, shows_margin, too_uneven
+from kvaudit.reports.stats.rule import Call, SuiteTotals, calls, shows_margin, too_uneven
 from kvaudit.reports.stats.seeds import Recipe, many_recipe_effects
 from kvaudit.reports.stats.tango import ess_tango, many_ess_tango
 from kvaudit.reports.verdict.cell import decide_cell
@@ -275,7 +275,7 @@ def test_the_gate_decides_as_the_simulated_rule(clusters, broken, largest):
                         )
                     )
                 )
-                status, reasons = decide_cell(effect, 0.05, pvalue, [Part(1.0, sums, counts)])
+                status, reasons = decide_cell(effect, 0.05, pvalue, [SuiteTotals(1.0, sums, counts)])
                 assert status is STATUS[call]
                 assert (call in (Call.CLUSTERS, Call.UNEVEN)) == any(r.code == "CLUSTERS" for r in reasons)
                 assert (call is Call.TEMPLATES) == any(r.code == "TEMPLATES" for r in reasons)

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from kvaudit.audit.cli import app
 from kvaudit.core.errors import SpecError
-from kvaudit.reports.stats.rule import Part
+from kvaudit.reports.stats.rule import SuiteTotals
 from kvaudit.reports.stats.tango import ess_tango
 from kvaudit.reports.verdict.cell import decide_cell
 from kvaudit.reports.verdict.chance import Differences, draw_audits, lowest_estimate, pass_rate, pool_of
@@ -85,7 +85,7 @@ def test_an_audit_passes_where_the_gate_passes_it(samples):
 
     def passes(z):
         effect = ess_tango(z, np.arange(70), samples=samples)
-        return decide_cell(effect, 0.1, 1.0, [Part(1.0, z, np.ones(70))])[0] in PASSED
+        return decide_cell(effect, 0.1, 1.0, [SuiteTotals(1.0, z, np.ones(70))])[0] in PASSED
 
     every = [passes(z) for z in found.sums]
     assert 5 < sum(every) < 55

@@ -13,7 +13,7 @@ from kvaudit.reports.page.tables import gate_table
 from kvaudit.reports.records.load import load_run
 from kvaudit.reports.run import decide_run
 from kvaudit.reports.sections.shared.words import decision_note
-from kvaudit.reports.stats.rule import Part, effective_clusters
+from kvaudit.reports.stats.rule import SuiteTotals, effective_clusters
 from kvaudit.reports.stats.tango import ess_tango
 from kvaudit.reports.verdict.cell import decide_cell
 from kvaudit.reports.verdict.chance import larger_run
@@ -37,7 +37,7 @@ def totals_of(losses, gains, clusters=60, size=5):
     sums = np.zeros(clusters)
     np.add.at(sums, np.arange(losses) % clusters, -1)
     sums[:gains] += 1
-    return [Part(1.0, sums, np.full(clusters, float(size)))]
+    return [SuiteTotals(1.0, sums, np.full(clusters, float(size)))]
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_too_few_clusters_never_pass_whatever_the_interval():
         clusters = int(rng.integers(6, 59))
         z = (rng.random(clusters) < 0.02) * -1.0
         effect = ess_tango(np.repeat(z, 20), np.repeat(np.arange(clusters), 20))
-        found, reasons = decide_cell(effect, 0.05, 1.0, [Part(1.0, 20 * z, np.full(clusters, 20))])
+        found, reasons = decide_cell(effect, 0.05, 1.0, [SuiteTotals(1.0, 20 * z, np.full(clusters, 20))])
         assert found is Status.INCONCLUSIVE or found is Status.FAIL
         assert reasons
 

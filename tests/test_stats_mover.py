@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from kvaudit.reports.stats.mover import Part, mover, mover_bounds
+from kvaudit.reports.stats.mover import WeightedEstimate, mover, mover_bounds
 from kvaudit.reports.stats.rule import cleared, fixed_sequence
 
 
 def test_a_single_part_is_returned():
-    found = mover([Part(1.0, 0.1, -0.05, 0.4)])
+    found = mover([WeightedEstimate(1.0, 0.1, -0.05, 0.4)])
     assert (found.estimate, found.low, found.high) == pytest.approx((0.1, -0.05, 0.4), abs=1e-12)
 
 

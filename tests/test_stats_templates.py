@@ -11,7 +11,7 @@ from kvaudit.reports.stats.rule import (
     EXACT,
     SHARPNESS,
     STEEPEST,
-    Part,
+    SuiteTotals,
     _log_ratio,
     chi_square_limit,
     clusters_required,
@@ -107,7 +107,7 @@ def test_many_samples_are_decided_as_one_each():
 
 def test_the_bound_is_where_the_rule_turns():
     sums, counts = np.random.default_rng(2).normal(0, 0.5, 72), np.full(72, 2)
-    bound = template_bound([Part(1.0, sums, counts)], alpha=0.05)
+    bound = template_bound([SuiteTotals(1.0, sums, counts)], alpha=0.05)
     assert bound == pytest.approx(-0.04440, abs=1e-4)
     assert shows_margin(sums, counts, margin=-bound + 1e-5, alpha=0.05)
     assert not shows_margin(sums, counts, margin=-bound - 1e-5, alpha=0.05)
@@ -117,9 +117,9 @@ def test_order_and_copies_of_the_items_change_nothing():
     rng = np.random.default_rng(3)
     sums, counts = rng.normal(0, 1, 60), rng.integers(2, 6, 60)
     order = rng.permutation(60)
-    bound = template_bound([Part(1.0, sums, counts)], alpha=0.05)
-    assert template_bound([Part(1.0, sums[order], counts[order])], alpha=0.05) == pytest.approx(bound, abs=1e-12)
-    assert template_bound([Part(1.0, 3 * sums, 3 * counts)], alpha=0.05) == pytest.approx(bound, abs=1e-12)
+    bound = template_bound([SuiteTotals(1.0, sums, counts)], alpha=0.05)
+    assert template_bound([SuiteTotals(1.0, sums[order], counts[order])], alpha=0.05) == pytest.approx(bound, abs=1e-12)
+    assert template_bound([SuiteTotals(1.0, 3 * sums, 3 * counts)], alpha=0.05) == pytest.approx(bound, abs=1e-12)
 
 
 def test_large_templates_do_not_speak_for_small_ones():
@@ -132,7 +132,7 @@ def test_large_templates_do_not_speak_for_small_ones():
 
 def test_a_difference_of_suites_adds_their_gaps_as_squares():
     counts = np.full(80, 3)
-    one, other = Part(1.0, np.zeros(80), counts), Part(-1.0, np.zeros(80), counts)
+    one, other = SuiteTotals(1.0, np.zeros(80), counts), SuiteTotals(-1.0, np.zeros(80), counts)
     alone = template_bound([one], alpha=0.05)
     assert template_bound([other], alpha=0.05) == pytest.approx(alone)
     assert template_bound([one, other], alpha=0.05) == pytest.approx(alone * np.sqrt(2))

@@ -15,7 +15,7 @@ from kvaudit.core.errors import AuditError
 from kvaudit.core.policy_names import folder_names
 from kvaudit.core.spec import RunSpec, dump_spec, load_spec
 from kvaudit.reports.verdict.comparison import comparison_of
-from kvaudit.reports.verdict.drift import AMPLIFICATION, sides
+from kvaudit.reports.verdict.drift import AMPLIFICATION, contrast_names
 
 INT8, SNAPKV = NAMES.policy("int8"), NAMES.policy("snapkv:budget=112")
 
@@ -119,11 +119,11 @@ def test_what_is_not_served_is_neither_missing_nor_contrasted() -> None:
     own = {("naive_int8", INT8), ("smd_int8", INT8), ("naive_snapkv-112", SNAPKV), ("smd_snapkv-112", SNAPKV)}
     candidates = {(unit.arm, unit.policy) for unit in found.planned if unit.arm != "dense" and unit.policy != "none"}
     assert candidates == own
-    assert {(arm, policy) for estimand, arm, policy in sides(found) if estimand == "interaction"} == own
+    assert {(arm, policy) for estimand, arm, policy in contrast_names(found) if estimand == "interaction"} == own
     assert found.trained_under == {
         "naive_int8": INT8,
         "naive_snapkv-112": SNAPKV,
         "smd_int8": INT8,
         "smd_snapkv-112": SNAPKV,
     }
-    assert {(arm, policy) for estimand, arm, policy in sides(found) if estimand == AMPLIFICATION} == own
+    assert {(arm, policy) for estimand, arm, policy in contrast_names(found) if estimand == AMPLIFICATION} == own

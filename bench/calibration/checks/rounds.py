@@ -107,7 +107,8 @@ def _bets_exceed(answers: Array, null: float, level: float) -> npt.NDArray[np.bo
     counts = np.stack([(answers < 0).sum(1), (answers == 0).sum(1), (answers > 0).sum(1)], axis=1)
     kinds, kind_of_draw = np.unique(counts, axis=0, return_inverse=True)
     wealth = np.array([log_wealth(np.repeat([-1.0, 0.0, 1.0], kind), null) for kind in kinds])
-    return wealth[kind_of_draw.ravel()] >= -np.log(level)
+    exceeded: npt.NDArray[np.bool_] = wealth[kind_of_draw.ravel()] >= -np.log(level)
+    return exceeded
 
 
 def _tango_lower(answers: Array, level: float) -> Array:

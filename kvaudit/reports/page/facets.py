@@ -251,7 +251,7 @@ def gated_events(findings: Decided) -> list[Event]:
 
 def _is_listed(findings: Decided, e: Event) -> bool:
 
-    return e.facet.kind == "safety" or e.moved in (WORSE, BETTER) or findings.rules.holds(e.contrast.suite)
+    return e.facet.kind == "safety" or e.moved in (WORSE, BETTER) or findings.rules.has_limit(e.contrast.suite)
 
 
 def failed_table(findings: Decided) -> Table:

@@ -25,7 +25,7 @@ from kvaudit.reports.sections.shared.words import effect_text, points
 from kvaudit.reports.stats.effect import Array
 from kvaudit.reports.verdict.comparison import Comparison
 from kvaudit.reports.verdict.contrast import CellName, Contrast
-from kvaudit.reports.verdict.drift import broken_contract, paired_scores, seed_pairs, two_sides, weights_of
+from kvaudit.reports.verdict.drift import incomparable_reasons, paired_scores, seed_pairs, two_sides, weights_of
 from kvaudit.reports.verdict.verdict import Decided, Decision
 
 if TYPE_CHECKING:
@@ -266,7 +266,7 @@ def both_sides(panel: Panel, comparison: Comparison, name: CellName) -> BothSide
     pairs = seed_pairs(comparison, panel, name.arm)
     weights = [weights_of(comparison, name.estimand, name.arm, pair, name.policy) for pair in pairs]
     positive, negative = two_sides(weights)
-    if not pairs or broken_contract(panel, sorted({*positive, *negative})):
+    if not pairs or incomparable_reasons(panel, sorted({*positive, *negative})):
         return None
     readable = [~np.isnan(np.stack([panel.scores[cell] for cell in cells])) for cells in (positive, negative)]  # [S, N]
     present: npt.NDArray[np.bool_] = np.any(readable[0] & readable[1], axis=0)  # [N]

@@ -39,7 +39,7 @@ from kvaudit.reports.stats.slope import isotonic, slope_effect
 from kvaudit.reports.stats.tango import rate_lower
 from kvaudit.reports.verdict.comparison import Comparison
 from kvaudit.reports.verdict.contrast import Drift
-from kvaudit.reports.verdict.drift import broken_contract, seed_pairs
+from kvaudit.reports.verdict.drift import incomparable_reasons, seed_pairs
 from kvaudit.reports.verdict.verdict import Decided
 
 if TYPE_CHECKING:
@@ -198,7 +198,7 @@ def _scores_at(panel: Panel, doses: Sequence[Sequence[CellKey]]) -> tuple[_Score
     of a suite at one length.
     """
     cells = sorted({cell for dose in doses for cell in dose})
-    reasons = broken_contract(panel, cells) if cells else ()
+    reasons = incomparable_reasons(panel, cells) if cells else ()
     if reasons or not cells:
         return None, reasons[0].text if reasons else "no seed to pair"
     present = ~np.isnan(panel.scores[cells[0]])

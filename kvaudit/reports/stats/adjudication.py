@@ -18,7 +18,7 @@ from scipy import special
 
 from kvaudit.reports.stats.clustered import ManyTotals, cr3_variance
 from kvaudit.reports.stats.effect import LEVEL, Effect, Statistic
-from kvaudit.reports.stats.mover import Bounds, mover_bounds
+from kvaudit.reports.stats.mover import SumBounds, mover_bounds
 from kvaudit.reports.stats.tango import design_effects, tango_bounds
 
 Array = npt.NDArray[np.float64]
@@ -229,7 +229,7 @@ def _part_of(losses: Array, gains: Array, sizes: Array, *, least: npt.ArrayLike)
     return _Part(lost, won, items, deff, clusters - 1)
 
 
-def adjudicated_bounds(x: Labelled, *, confidence: float) -> Bounds:
+def adjudicated_bounds(x: Labelled, *, confidence: float) -> SumBounds:
     """Return the drift of each comparison [...] by human labels, with bounds each one-sided at ``confidence``."""
     parts = (_discordant_part(x), _concordant_part(x))
     # the discordant part is a mean over all pairs already, the other part is weighted by its share of them

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from scipy import special
 
 from kvaudit.reports.stats.effect import LEVEL, Array
-from kvaudit.reports.stats.mover import Part, mover
+from kvaudit.reports.stats.mover import WeightedEstimate, mover
 from kvaudit.reports.stats.tango import Interval
 
 
@@ -191,22 +191,22 @@ def differential_bias(reference: JudgeError, candidate: JudgeError, rate: float)
     )
 
 
-def _part(weight: float, proportion: Proportion) -> Part:
+def _part(weight: float, proportion: Proportion) -> WeightedEstimate:
     assert proportion.estimate is not None
-    return Part(weight, proportion.estimate, proportion.low, proportion.high)
+    return WeightedEstimate(weight, proportion.estimate, proportion.low, proportion.high)
 
 
-def _gap(reference: Proportion, candidate: Proportion) -> Part:
+def _gap(reference: Proportion, candidate: Proportion) -> WeightedEstimate:
     """Return the gap candidate - reference of one rate (sensitivity or specificity) of the judge, with its interval.
 
     If an arm has no labels, the interval is the widest that is possible.
     """
     if reference.estimate is None or candidate.estimate is None:
-        return Part(1.0, 0.0, candidate.low - reference.high, candidate.high - reference.low)
+        return WeightedEstimate(1.0, 0.0, candidate.low - reference.high, candidate.high - reference.low)
     gap = mover([_part(1.0, candidate), _part(-1.0, reference)])
-    return Part(1.0, gap.estimate, gap.low, gap.high)
+    return WeightedEstimate(1.0, gap.estimate, gap.low, gap.high)
 
 
-def _absolute(weight: float, gap: Part) -> Part:
+def _absolute(weight: float, gap: WeightedEstimate) -> WeightedEstimate:
     """Return |gap|, weighted, as one part of a MOVER sum; its interval begins at 0 if that of the gap includes 0."""
-    return Part(weight, abs(gap.estimate), max(0.0, gap.low, -gap.high), max(abs(gap.low), abs(gap.high)))
+    return WeightedEstimate(weight, abs(gap.estimate), max(0.0, gap.low, -gap.high), max(abs(gap.low), abs(gap.high)))

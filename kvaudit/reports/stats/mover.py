@@ -17,7 +17,7 @@ import numpy.typing as npt
 Array = npt.NDArray[np.float64]
 
 
-class Part(NamedTuple):
+class WeightedEstimate(NamedTuple):
     """One independent estimate with its interval and its weight in the sum."""
 
     weight: float
@@ -26,7 +26,7 @@ class Part(NamedTuple):
     high: float
 
 
-class Bounds(NamedTuple):
+class SumBounds(NamedTuple):
     """Many weighted sums [...] and their lower and upper bounds."""
 
     estimate: Array
@@ -45,7 +45,7 @@ class Mover:
     source: str = "Zou & Donner 2008"
 
 
-def mover(parts: Sequence[Part | tuple[float, float, float, float]]) -> Mover:
+def mover(parts: Sequence[WeightedEstimate | tuple[float, float, float, float]]) -> Mover:
     """Return the interval of sum(weight * estimate) over independent parts (weight, estimate, low, high)."""
     assert parts, "a sum needs a part"
     weights, estimates, lows, highs = np.asarray(parts, dtype=np.float64).T
@@ -53,7 +53,9 @@ def mover(parts: Sequence[Part | tuple[float, float, float, float]]) -> Mover:
     return Mover(float(bounds.estimate), float(bounds.low), float(bounds.high))
 
 
-def mover_bounds(weights: npt.ArrayLike, estimates: npt.ArrayLike, lows: npt.ArrayLike, highs: npt.ArrayLike) -> Bounds:
+def mover_bounds(
+    weights: npt.ArrayLike, estimates: npt.ArrayLike, lows: npt.ArrayLike, highs: npt.ArrayLike
+) -> SumBounds:
     """Return many weighted sums with their bounds; each sum is over P independent estimates.
 
     The arguments are those of the parts and broadcast to [..., P]; ``lows`` and ``highs`` are the estimates' own
@@ -68,4 +70,4 @@ def mover_bounds(weights: npt.ArrayLike, estimates: npt.ArrayLike, lows: npt.Arr
     # distances to the bounds add up like standard errors
     below = np.sqrt(((w * point - ends.min(axis=0)) ** 2).sum(axis=-1))
     above = np.sqrt(((ends.max(axis=0) - w * point) ** 2).sum(axis=-1))
-    return Bounds(total, total - below, total + above)
+    return SumBounds(total, total - below, total + above)

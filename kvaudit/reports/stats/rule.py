@@ -140,7 +140,7 @@ def cleared(passes: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
     return count
 
 
-class Part(NamedTuple):
+class SuiteTotals(NamedTuple):
     """The contribution of one suite to a weighted sum of suites: ``weight`` times its mean per item, sums over counts.
 
     ``sums`` and ``counts`` are by template.
@@ -208,7 +208,7 @@ def _exact_limit(clusters: int, margin: float, alpha: float) -> float:
     return ratio * (1 + 1e-9)  # a sample with exactly so many broken templates must not pass by rounding
 
 
-def parts_show_margin(parts: Sequence[Part], *, margin: float, alpha: float) -> bool:
+def parts_show_margin(parts: Sequence[SuiteTotals], *, margin: float, alpha: float) -> bool:
     """Return whether a few broken templates of one or more suites cannot hide a loss of the margin (the template rule).
 
     For one suite this is ``shows_margin``; for several, ``template_bound`` must lie above minus the margin.
@@ -219,7 +219,7 @@ def parts_show_margin(parts: Sequence[Part], *, margin: float, alpha: float) -> 
     return template_bound(parts, alpha=alpha) > -margin
 
 
-def template_bound(parts: Sequence[Part], *, alpha: float) -> float:
+def template_bound(parts: Sequence[SuiteTotals], *, alpha: float) -> float:
     """Return the lowest difference that could still hide in a few broken templates (the template rule).
 
     The bounds of several suites are combined by MOVER. For one suite the result lies above -margin exactly if
@@ -266,7 +266,7 @@ def too_uneven(counts: npt.ArrayLike, margin: float, alpha: float) -> bool:
     return too_large(counts, margin) or largest_alone(counts, margin).unseen > alpha * (1 + 1e-9)
 
 
-def _part_bound(part: Part, alpha: float) -> float:
+def _part_bound(part: SuiteTotals, alpha: float) -> float:
     """Return the lowest weighted mean of one suite that could still hide in a few broken templates (the template rule).
 
     With a negative weight, losses of this suite count as gains.

@@ -17,7 +17,7 @@ from kvaudit.reports.stats.betting import clusters_show
 from kvaudit.reports.stats.effect import Effect
 from kvaudit.reports.stats.rule import (
     Call,
-    Part,
+    SuiteTotals,
     blind_spot,
     calls,
     calls_of,
@@ -105,9 +105,9 @@ def decide_cell(
     effect: Effect,
     margin: float,
     pvalue: float,
-    templates: Sequence[Part],
+    templates: Sequence[SuiteTotals],
     loss: str = "regression",
-    readings: Sequence[Sequence[Part]] = (),
+    readings: Sequence[Sequence[SuiteTotals]] = (),
 ) -> tuple[Status, tuple[Reason, ...]]:
     """Return status and reasons of one test against its margin.
 
@@ -201,7 +201,7 @@ class _RuleText(NamedTuple):
 
 
 def _reasons(
-    call: Call, effect: Effect, margin: float, templates: Sequence[Part], text: _RuleText
+    call: Call, effect: Effect, margin: float, templates: Sequence[SuiteTotals], text: _RuleText
 ) -> tuple[Reason, ...]:
     """Return why the rule's outcome ``call`` is not a PASS, as a tuple of one Reason; empty for a PASS.
 
@@ -230,7 +230,7 @@ def _reasons(
     return (reasons[call],) if call in reasons else ()
 
 
-def _largest_templates(templates: Sequence[Part], margin: float) -> str:
+def _largest_templates(templates: Sequence[SuiteTotals], margin: float) -> str:
     """Return a phrase on which templates hold so many of the items that a loss of the margin could hide in them."""
     if any(too_large(part.counts, margin) for part in templates):
         return f"one template holds more than {50 * margin:g} % of the items"
@@ -328,19 +328,19 @@ def _status_if_agreed(recipe: Status, status: Status) -> Status:
     return worst([recipe, status]) if recipe is status or {recipe, status} <= {*PASSED} else Status.INCONCLUSIVE
 
 
-def templates_of(c: Contrast, sign: int = 1) -> list[Part]:
+def templates_of(c: Contrast, sign: int = 1) -> list[SuiteTotals]:
     """Return a contrast's differences by template, one part for each suite; ``sign`` -1 exchanges loss and gain."""
-    return [Part(sign * part.weight, part.sums, part.counts) for part in c.sums]
+    return [SuiteTotals(sign * part.weight, part.sums, part.counts) for part in c.sums]
 
 
-def readings_of(c: Contrast, sign: int = 1) -> list[list[Part]]:
+def readings_of(c: Contrast, sign: int = 1) -> list[list[SuiteTotals]]:
     """Return a contrast's differences by template, once for every other way to count its uncertain answers.
 
     An answer is uncertain if the judge was unsure of it, or if it has no score; the contrast itself counts it in one
     way. Empty where human labels decide. ``sign`` -1 exchanges loss and gain.
     """
     readings = () if c.judged else c.readings
-    return [[Part(sign * part.weight, part.sums, part.counts) for part in sums] for sums in readings]
+    return [[SuiteTotals(sign * part.weight, part.sums, part.counts) for part in sums] for sums in readings]
 
 
 def _mirrored(effect: Effect, sign: int) -> Effect:
@@ -424,7 +424,7 @@ def _template_bound(test: DecidedTest, margin: float | None, alpha: float) -> fl
     return min(template_bound(parts, alpha=alpha) for parts in (templates_of(c, sign), *readings_of(c, sign)))
 
 
-def _effective_templates(templates: Sequence[Part], effect: Effect) -> float:
+def _effective_templates(templates: Sequence[SuiteTotals], effect: Effect) -> float:
     """Return the effective number of templates: how many of equal size they are worth.
 
     Of several suites it is the smallest.

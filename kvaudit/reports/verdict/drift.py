@@ -145,12 +145,12 @@ def contrasts(
         cells = facets if metric in comparison.facets else None
         for context in comparison.lengths[metric]:
             panel = tables.get((metric, context)) or _empty_panel(metric, context)
-            for estimand, arm, policy in sides(comparison):
+            for estimand, arm, policy in contrast_names(comparison):
                 if cells is None or cells.accepts(estimand, policy, context):
                     yield contrast(comparison, panel, estimand=estimand, arm=arm, policy=policy, alpha=alpha)
 
 
-def sides(comparison: Comparison) -> Iterator[tuple[str, str, str]]:
+def contrast_names(comparison: Comparison) -> Iterator[tuple[str, str, str]]:
     """Yield (estimand, arm, policy) of every contrast of a run; a contrast is computed for every metric and length.
 
     The estimand is the kind of difference, such as "alike".
@@ -249,7 +249,9 @@ def contrast(
     pairs = seed_pairs(comparison, panel, arm)
     weights = [weights_of(comparison, estimand, arm, pair, policy) for pair in pairs]
     cells = sorted({cell for w in weights for cell in w})
-    reasons = broken_contract(panel, cells) if weights else (Reason(ReasonCode.CELL, f"arm {arm} has no seed to pair"),)
+    reasons = (
+        incomparable_reasons(panel, cells) if weights else (Reason(ReasonCode.CELL, f"arm {arm} has no seed to pair"),)
+    )
     seeds = tuple(seed for seed, _ in pairs)
     blank = Contrast(estimand, arm, policy, panel.suite, panel.context_tokens, seeds=seeds, reasons=tuple(reasons))
     if [reason.code for reason in reasons] == [ReasonCode.FEW_CLUSTERS]:  # print the estimate alone
@@ -489,7 +491,7 @@ def widened_to(effect: Effect, other: Effect) -> Effect:
     )
 
 
-def broken_contract(panel: Panel, cells: Sequence[CellKey]) -> tuple[Reason, ...]:
+def incomparable_reasons(panel: Panel, cells: Sequence[CellKey]) -> tuple[Reason, ...]:
     """Return the reasons why the scores of these checkpoints and policies cannot be compared; empty if they can."""
     absent = [cell for cell in cells if cell not in panel.scores]
     if absent and not panel.scores and panel.suite.endswith(f".{UNSAFE}"):

@@ -150,9 +150,9 @@ def _is_decided(c: Contrast, sides: Comparison, rules: Rules) -> bool:
     A suite's score is not decided if only facets of the suite have margins. A suite without any margin is decided too,
     so that its cell says that the margin is missing; not in a run in rounds.
     """
-    if c.suite in sides.facets or rules.holds(c.suite) or sides.looks:
-        return rules.holds(c.suite)
-    return not any(facet_of(facet)[0] == c.suite for facet in sides.facets if rules.holds(facet))
+    if c.suite in sides.facets or rules.has_limit(c.suite) or sides.looks:
+        return rules.has_limit(c.suite)
+    return not any(facet_of(facet)[0] == c.suite for facet in sides.facets if rules.has_limit(facet))
 
 
 def _is_repeated(c: Contrast, sides: Comparison, rules: Rules) -> bool:

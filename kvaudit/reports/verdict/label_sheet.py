@@ -328,7 +328,7 @@ def _select(contrasts: list[Contrast], key: str, value: str) -> list[Contrast]:
 def _join_sides(records: pd.DataFrame, c: Contrast, candidate: CellKey, reference: CellKey) -> pd.DataFrame:
     """Return the records of candidate and reference side by side, a row per pair of answers.
 
-    ``broken_contract`` has checked that all answers have partners.
+    ``incomparable_reasons`` has checked that all answers have partners.
     """
     suite = suite_of(c.suite)
     facet = facet_of(c.suite)[1].name if suite != c.suite else None

@@ -82,7 +82,7 @@ class Rules:
         """Return the declared limit on the ratio of rates for a suite, None if the suite is held to a margin."""
         return None if estimand in self.estimand_margins else self.ratios.get(suite)
 
-    def holds(self, metric: str) -> bool:
+    def has_limit(self, metric: str) -> bool:
         """Return whether a margin or a limit on the ratio of rates is declared for a suite or facet."""
         return metric in self.margins or metric in self.ratios
 

@@ -229,7 +229,7 @@ class Decided:
         All other facets are in a section of their own.
         """
         facets = self.comparison.facets
-        return (c for c in self.drift.contrasts if c.suite not in facets or self.rules.holds(c.suite))
+        return (c for c in self.drift.contrasts if c.suite not in facets or self.rules.has_limit(c.suite))
 
 
 # --- waivers ---------------------------------------------------------------------------------------------------------

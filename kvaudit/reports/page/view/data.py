@@ -28,7 +28,7 @@ from kvaudit.core.text import inline, visible
 from kvaudit.reports.records.load import RunData
 from kvaudit.reports.records.rows import FACET_COLUMNS, SCORE, CellKey, Panel, RecordPlace, facet_scores
 from kvaudit.reports.verdict.comparison import Comparison
-from kvaudit.reports.verdict.drift import seed_pairs, sides, two_sides, weights_of
+from kvaudit.reports.verdict.drift import contrast_names, seed_pairs, two_sides, weights_of
 
 CHUNK = 300_000  # characters of one file of texts
 LEVELS = ascii_letters[26:] + ascii_letters[:26]  # A to Z, a to z
@@ -255,7 +255,7 @@ def flips_of(data: RunData, comparison: Comparison) -> Iterator[Flip]:
             tables = {SCORE: data.panels.get((suite, context))}
             tables |= {name: data.panels.get((f"{suite}.{name}", context)) for name in names}
             panels = {name: panel for name, panel in tables.items() if panel is not None}
-            for estimand, arm, policy in sides(comparison) if panels else ():
+            for estimand, arm, policy in contrast_names(comparison) if panels else ():
                 is_same_difference = estimand == "deployed" and comparison.is_uncompressed(policy)
                 if estimand in kinds and not is_same_difference:
                     yield from _of_side(comparison, panels, estimand, arm, policy)
