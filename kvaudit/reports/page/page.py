@@ -28,7 +28,6 @@ from kvaudit.reports.page.answers import (
 from kvaudit.reports.page.findings import Findings, flips_link
 from kvaudit.reports.page.remarks import late_rules_alarm, remarks
 from kvaudit.reports.sections.base import sections_in
-from kvaudit.reports.sections.looks import NOT_ASKED
 from kvaudit.reports.sections.shared.tables import Example, Passage, Table, table_of
 from kvaudit.reports.sections.shared.words import MOST_OF_NAME, shorten
 from kvaudit.reports.verdict.comparison import Comparison
@@ -264,10 +263,10 @@ def _lost_answers(findings: Findings) -> Iterator[Example]:
 
 
 def _remark_names(findings: Findings) -> str:
-    """Return the first words of every remark, except of those that answers or rounds state already."""
-    stated = {NOT_ASKED, *(d.status.value for d in findings.verdict.decisions)}
+    """Return the first words of every remark, except NOT MEASURABLE ones, which the answers state already."""
+    statuses = {d.status.value for d in findings.verdict.decisions}
     names = [re.split(r"[:.;](?: |$)", line)[0] for line in remarks(findings)]
-    return "; ".join(dict.fromkeys(_first_words(name) for name in names if name not in stated))
+    return "; ".join(dict.fromkeys(_first_words(name) for name in names if name not in statuses))
 
 
 def _first_words(line: str) -> str:

@@ -23,8 +23,6 @@ from kvaudit.reports.sections.shared.tables import table_of as text_table
 from kvaudit.reports.sections.shared.words import metric_label, plural
 from kvaudit.reports.verdict.verdict import Decided
 
-NOT_ASKED = "Not asked of this model"
-
 
 @dataclass(frozen=True)
 class Look:
@@ -119,7 +117,7 @@ class LooksSection(Section[Looks]):
 
     def remarks(self, value: Looks, decided: Decided) -> Iterator[str]:
         for suite, why in value.left_out.items():
-            yield inline(f"{NOT_ASKED}: {suite} ({why}).")
+            yield inline(f"Suite {suite} was not asked of this model: {why}.")
 
 
 def _look_rows(value: Looks, decided: Decided) -> Iterator[list[str]]:
