@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from typer.testing import CliRunner
@@ -41,6 +41,7 @@ from kvaudit.core.errors import DataError, NotMeasurable, SpecError
 from kvaudit.core.files import write_json
 from kvaudit.core.provenance import ENDED, LOOKS, SEAL, TIME_SPENT, item_counts, seal_looks
 from kvaudit.core.spec import RunSpec, load_spec, parse_spec
+from kvaudit.reports.sections.looks import Looks, LooksSection
 from kvaudit.reports.verdict.comparison import Look
 from kvaudit.reports.verdict.contrast import Contrast
 from kvaudit.reports.verdict.controls import Canaries, Canary, checked_by_canary
@@ -211,6 +212,13 @@ def test_what_the_pilot_does_not_show_is_not_asked_of_this_model() -> None:
     assert [*suites_left_out({"controls": [weak, held]})] == []
     none = control("harm.refused", measurable=False, hopeless=True)
     assert [*suites_left_out({"controls": [none, benign]})] == ["harm", "benign"]
+
+
+def test_what_was_left_out_is_a_remark_of_every_page() -> None:
+    value = Looks((), {}, "everything is decided", {"injection": "attacks that succeed: 10 of 20, at floor"}, ())
+    (line,) = LooksSection().remarks(value, cast(Any, None))
+    assert line == "Suite injection was not asked of this model: attacks that succeed: 10 of 20, at floor."
+    assert LooksSection.remarks_at > 0
 
 
 def test_a_check_ends_after_the_pilot_only_if_no_suite_has_anything_to_lose() -> None:
