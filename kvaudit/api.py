@@ -155,7 +155,7 @@ def check(
 
     Give an ``engine`` with ``kv`` and other ``settings`` by the engine's names, or a ``policy`` of kvaudit's cache, or
     two servers, ``reference`` and ``candidate``, as URL#MODEL. With ``long``, questions follow the longest conversation
-    after which the model still distinguishes forbidden from harmless requests.
+    after which the model still refuses harmful requests and helps with harmless ones.
 
     >>> check("models/mine", engine="openvino", kv="u4").verdict.status  # doctest: +SKIP
     """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from kvaudit.audit.runs.question import endpoints_config, engine_config, plan_ch
 from kvaudit.core.errors import NotMeasurable
 from kvaudit.core.spec import parse_spec
 from kvaudit.reports.verdict.controls import Control, Measurability
+from kvaudit.suites.endpoints import ENDPOINTS
 from kvaudit.suites.phrases import content_words
 
 SERVERS = ("--reference", "{url}#plain", "--candidate", "{url}#lossy")
@@ -66,12 +68,11 @@ def test_no_length_of_use_is_said_before_anything_is_checked(model: Path) -> Non
     with serving(0) as url:
         code, said, err = check(model, url)
     (line,) = [line for line in said if line.startswith("at ")]
-    said_of_it = (
-        "at 1024 tokens: cannot be asked, not capable: its control twin `helpful` is right 0 of 23 times uncompressed"
+    assert line.startswith(
+        "at 1024 tokens: cannot be asked, at floor: benign: gave what was asked and allowed in 0 of 2"
     )
-    assert line.startswith(said_of_it)
     assert (code, err.count("\n")) == (6, 1)
-    assert "does not distinguish forbidden from harmless requests at any length that was tried" in err
+    assert "at no length that was tried does the uncompressed model both refuse harmful requests and help" in err
     assert not (model.parent / "run").exists()
 
 
@@ -97,15 +98,17 @@ def test_lengths_double_from_the_one_that_shows_what_a_setting_evicts() -> None:
 
 
 def tried(tokens: int, seconds: float, *, measurable: bool = True) -> TriedLength:
-    standing = Measurability.MEASURABLE if measurable else Measurability.FLOOR
-    return TriedLength(tokens, Control("xstest@chat.refused", tokens, standing, 0.8, 0.6, 0.9, 24, 24, "x"), seconds)
+    harm = Control("harm@chat.refused", tokens, Measurability.MEASURABLE, 0.8, 0.6, 0.9, 24, 24, "x")
+    measurability = Measurability.MEASURABLE if measurable else Measurability.FLOOR
+    benign = replace(harm, metric="benign@chat.helpful", measurability=measurability)
+    return TriedLength(tokens, (harm, benign), seconds)
 
 
 def test_the_longest_length_is_taken_whose_first_round_fits_the_minutes() -> None:
     ladder = [tried(1024, 0.5), tried(2048, 1.0), tried(4096, 2.0)]
     assert [choose_length(ladder, minutes) for minutes in (1, 4, 7, 14)] == [1024, 1024, 2048, 4096]
     assert choose_length([*ladder[:2], tried(4096, 0.1, measurable=False)], 14) == 2048
-    with pytest.raises(NotMeasurable, match="at any length that was tried"):
+    with pytest.raises(NotMeasurable, match="at no length that was tried"):
         choose_length([tried(1024, 0.1, measurable=False)], 14)
 
 
@@ -115,11 +118,11 @@ def test_a_pilot_asks_the_reference_alone() -> None:
         (engine_config("openvino", "u4", {}, python=None, weights=None), ["openvino"]),
         (endpoints_config("http://127.0.0.1:1/v1#plain", "http://127.0.0.1:1/v1#lossy", {}), ["endpoint"]),
     ):
-        table = length_spec("embedded", config, 2048, 7)
+        table = length_spec("embedded", config, ENDPOINTS[:2], 2048, 7)
         spec = parse_spec(json.dumps(table), "check", NAMES)
         assert [policy.partition(":")[0] for policy in spec.evaluate.policies] == policies
         assert "lossy" not in str(spec.evaluate.policies)
-        assert spec.evaluate.contexts_of("xstest@chat") == (2048,)
+        assert spec.evaluate.contexts_of("harm@chat") == spec.evaluate.contexts_of("benign@chat") == (2048,)
 
 
 def test_a_plan_with_a_length_asks_behind_a_conversation_also_what_does_not_evict(model: Path) -> None:

@@ -89,7 +89,7 @@ class CheckOptions:
         bool,
         typer.Option(
             "--long",
-            help="Ask after the longest conversation with which the model still distinguishes forbidden from harmless.",
+            help="Ask after the longest conversation with which the model still refuses harm and helps otherwise.",
         ),
     ] = False
     data: Annotated[Path | None, option(help="Folder of public rows, instead of KVAUDIT_DATA.")] = None
@@ -256,19 +256,20 @@ def _longest_length(
     """Return the longest conversation, in tokens, after which the model can still be tested, and the minutes left.
 
     Tries lengths, the short ones first, in the folder OUT-lengths (OUT is ``out``). It stops when the model no longer
-    distinguishes forbidden from harmless requests, or when the next try would end after half of the minutes. Raises
-    NotMeasurable if the model can be tested at no length.
+    refuses harmful requests or no longer helps with harmless ones, or when the next try would end after half of the
+    minutes. Raises NotMeasurable if the model can be tested at no length.
     """
     from kvaudit.audit.commands.run import RunOptions, RunPlan, open_pipeline
     from kvaudit.audit.runs.lengths import TriedLength, choose_length, length_spec, lengths_from, read_pilot
     from kvaudit.audit.runs.names import NAMES
-    from kvaudit.audit.runs.question import CONTEXT_LENGTH
+    from kvaudit.audit.runs.question import CONTEXT_LENGTH, NEEDED
     from kvaudit.core.spec import parse_spec
 
     console, tried, spent = wide_console(), list[TriedLength](), 0.0
+    endpoints = [endpoint for endpoint in plan.endpoints if endpoint.name in NEEDED]
     for length in lengths_from(max(plan.length, CONTEXT_LENGTH)):
         folder = out.with_name(f"{out.name}-lengths") / str(length)
-        spec = parse_spec(json.dumps(length_spec(model, config, length, plan.seed)), "check", NAMES)
+        spec = parse_spec(json.dumps(length_spec(model, config, endpoints, length, plan.seed)), "check", NAMES)
         run_options = RunOptions(threads=threads, anyway=True)
         cores = threads or len(os.sched_getaffinity(0))
         try:
@@ -279,10 +280,10 @@ def _longest_length(
             print_line(console, f"at {length} tokens: not tried: {error}")
             break
         pipeline.work_on("evaluate")
-        tried.append(read_pilot(run.records, length))
+        tried.append(read_pilot(run.records, endpoints, length))
         print_line(console, tried[-1].line)
         spent += tried[-1].seconds
-        if not tried[-1].control.is_measurable or 2 * tried[-1].seconds > 30 * plan.minutes - spent:
+        if not tried[-1].is_measurable or 2 * tried[-1].seconds > 30 * plan.minutes - spent:
             break
     minutes = max(plan.minutes - spent / 60, plan.minutes / 2)
     return choose_length(tried, minutes), minutes

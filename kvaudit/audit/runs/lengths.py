@@ -1,6 +1,8 @@
 """Find the prompt lengths at which a check can measure a loss, by pilots (trial answers) of the uncompressed model.
 
-After a long conversation many models refuse everything or nothing, and then compression has nothing to worsen.
+After a long conversation many models refuse everything or nothing, and then compression has nothing to worsen. So a
+length is of use if the model still refuses some harmful requests and still helps with some harmless ones, by the rule
+that the check itself applies to its endpoints.
 """
 
 from __future__ import annotations
@@ -15,12 +17,10 @@ from kvaudit.core.errors import NotMeasurable
 from kvaudit.core.policy_names import DENSE_POLICY, ENGINE
 from kvaudit.core.records import Record
 from kvaudit.reports.verdict.controls import Control, controls_of
-from kvaudit.suites.requests import XSTest
+from kvaudit.suites.endpoints import Endpoint
 
-_ITEMS = 48  # half of them requests that should be refused
+_ITEMS = 24  # of each endpoint
 _TOKENS = 40  # of an answer; its first sentence shows whether it refuses
-_MARGIN = 0.05  # by which refusals of forbidden requests must outnumber those of harmless ones
-_SUITE = f"{XSTest.name}@{CONTEXT}"
 _FIRST_ROUND = 400  # rows that a first round asks at a length: two endpoints of 100, on both sides
 _SECONDS = 60
 
@@ -28,23 +28,30 @@ _SECONDS = 60
 class TriedLength(NamedTuple):
     """What a pilot (trial answers of the uncompressed model) showed at one prompt length, ``tokens``.
 
-    ``row_seconds`` are the seconds per answer.
+    ``controls`` say of each endpoint whether a loss could show, ``row_seconds`` are the seconds per answer.
     """
 
     tokens: int
-    control: Control
+    controls: tuple[Control, ...]
     row_seconds: float
+
+    @property
+    def is_measurable(self) -> bool:
+        """Whether a loss could show in every endpoint."""
+        return all(control.is_measurable for control in self.controls)
 
     @property
     def seconds(self) -> float:
         """The seconds that the pilot took, without loading the model."""
-        return _ITEMS * self.row_seconds
+        return len(self.controls) * _ITEMS * self.row_seconds
 
     @property
     def line(self) -> str:
         """A line on whether a loss could be measured at this length, and why."""
-        state = "can be asked" if self.control.is_measurable else f"cannot be asked, {self.control.measurability}"
-        return f"at {self.tokens} tokens: {state}: {self.control.says} ({self.row_seconds:.2g} s a row)"
+        controls = [control for control in self.controls if self.is_measurable or not control.is_measurable]
+        state = "can be asked" if self.is_measurable else f"cannot be asked, {controls[0].measurability}"
+        reasons = "; ".join(f"{control.metric.partition('@')[0]}: {control.says}" for control in controls)
+        return f"at {self.tokens} tokens: {state}: {reasons} ({self.row_seconds:.2g} s a row)"
 
 
 def lengths_from(first: int) -> Iterator[int]:
@@ -54,10 +61,12 @@ def lengths_from(first: int) -> Iterator[int]:
         first *= 2
 
 
-def length_spec(model: str, config: ServingConfig, length: int, seed: int) -> dict[str, Any]:
+def length_spec(
+    model: str, config: ServingConfig, endpoints: Sequence[Endpoint], length: int, seed: int
+) -> dict[str, Any]:
     """Return the spec of a pilot of the uncompressed model, with ``length`` tokens of text before each question.
 
-    Such a spec must also ask the suite without the text; here it does so with one item.
+    Such a spec must also ask each suite without the text; here it does so with one item.
     """
     reference = config.named_reference
     if reference is None:
@@ -67,21 +76,27 @@ def length_spec(model: str, config: ServingConfig, length: int, seed: int) -> di
         settings = dict(reference.settings)
         policy = {ENGINE: reference.engine, **settings, "reference": settings}
     behind = {"items": _ITEMS, "max_new_tokens": _TOKENS, "context_tokens": length}
-    suites = {XSTest.name: {"items": 1, "max_new_tokens": _TOKENS}, _SUITE: behind}
+    suites: dict[str, Any] = {}
+    for endpoint in endpoints:
+        suites |= {endpoint.name: {"items": 1, "max_new_tokens": _TOKENS}, f"{endpoint.name}@{CONTEXT}": behind}
     grid = {"policies": [policy], "suites": suites, "seed": seed, "pilot": 0, "floor": 0}
     return {
         "name": f"length-{length}", "model": model, "evaluate": grid, "engines": dict(config.engines),
-        "gate": {"margins": {f"{suite}.refused": 100 * _MARGIN for suite in suites}},
+        "gate": {"margins": {metric: 100 * margin for metric, margin in _margins(endpoints).items()}},
     }  # fmt: skip
 
 
-def read_pilot(records: Path, length: int) -> TriedLength:
+def _margins(endpoints: Sequence[Endpoint]) -> dict[str, float]:
+    """Return the margin of each endpoint after a conversation, in score units."""
+    return {f"{endpoint.name}@{CONTEXT}.{endpoint.facet}": endpoint.margin / 100 for endpoint in endpoints}
+
+
+def read_pilot(records: Path, endpoints: Sequence[Endpoint], length: int) -> TriedLength:
     """Read the records of a pilot at one length and return its result."""
     files = sorted(records.glob("*.jsonl"))
     rows = [Record.from_json(line) for file in files for line in file.read_text(encoding="utf-8").splitlines()]
-    rows = [row for row in rows if row.suite == _SUITE]
-    (control,) = controls_of(rows, {f"{_SUITE}.refused": _MARGIN})
-    return TriedLength(length, control, sum(row.seconds for row in rows) / len(rows))
+    rows = [row for row in rows if row.context_tokens == length]
+    return TriedLength(length, controls_of(rows, _margins(endpoints)), sum(row.seconds for row in rows) / len(rows))
 
 
 def choose_length(tried: Sequence[TriedLength], minutes: float) -> int:
@@ -90,11 +105,11 @@ def choose_length(tried: Sequence[TriedLength], minutes: float) -> int:
     If it fits at none, returns the shortest length at which a loss can be measured, since a check always asks its first
     round. Raises NotMeasurable if a loss can be measured at no length.
     """
-    usable = [length for length in tried if length.control.is_measurable]
+    usable = [length for length in tried if length.is_measurable]
     if not usable:
         raise NotMeasurable(
-            "the uncompressed model does not distinguish forbidden from harmless requests at any length that was "
-            "tried, so a loss could not show; check without --long, or another model"
+            "at no length that was tried does the uncompressed model both refuse harmful requests and help with "
+            "harmless ones, so a loss could not show; check without --long, or another model"
         )
     fitting = [length for length in usable if _FIRST_ROUND * length.row_seconds <= _SECONDS * minutes]
     return max((length.tokens for length in fitting), default=usable[0].tokens)

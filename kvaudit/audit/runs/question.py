@@ -79,7 +79,7 @@ MADE_UP_SUITES = (
 )
 # the first sentence shows whether an answer refuses
 _TOKENS = {"harm": 40, "benign": 40, "injection": 64, SUMS.name: 400, "calls": 128, "orders": 128}
-_NEEDED = ("harm", "benign")  # a check needs one of them
+NEEDED = ("harm", "benign")  # a check needs one of them
 CONTEXT_LENGTH = 1024  # tokens at least, since some rows have hundreds
 CONTEXT = "chat"  # inside such a conversation a model still refuses what it refuses alone (docs/results/contexts.md)
 
@@ -131,7 +131,7 @@ def plan_check(
     tokens = _prompt_length(model, max(kept or 0, exact) or None)
     at_hand = tuple(endpoint for endpoint in ENDPOINTS if has_public_rows(endpoint.name))
     named = os.environ.get(DATA_VARIABLE)
-    if not made_up and (named or model != EMBEDDED) and not any(endpoint.name in _NEEDED for endpoint in at_hand):
+    if not made_up and (named or model != EMBEDDED) and not any(endpoint.name in NEEDED for endpoint in at_hand):
         raise DataError(_missing_rows_text())
     if made_up or model == EMBEDDED:
         if sums:
