@@ -14,7 +14,8 @@ from pretend_gpu import GPU, pretend_gpu
 from recorded_graph import GraphError, RecordedGraph, Recorder
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from bench.exactness import random_ids, tiny_model
+from bench.exactness import random_ids
+from bench.models import Served, random_llama
 from kvaudit.audit.cache import decode_kernels, fixed_step, hints, quantised_store, stepped_store, tensors
 from kvaudit.audit.cache.fixed_step import FixedStep
 from kvaudit.audit.cache.layer_state import LastQueries
@@ -61,6 +62,11 @@ CODING = (
 WIDEST_GAP = 5e-5  # nats between sampler and shadow pass, in float32
 
 
+def tiny_model() -> Served:
+    """Two layers of random weights: a second one is enough to tell layers apart."""
+    return Served("tiny", random_llama(64, 2, vocabulary=97, spread=0.2).model.to(torch.float32), 4096)
+
+
 class Played:
     """Two turns of six rows of unequal prompts, with rows that finish early; steps by ``mode``."""
 
@@ -74,7 +80,7 @@ class Played:
         prompts = [random_ids(200)[:150], random_ids(200)[20:170], random_ids(200)]
         roles = [["system"] * 4 + ["user"] * (len(prompt) - 4) for prompt in prompts]
         parsed = parse_policy(policy)
-        self.episode = Sampler(tiny_model(torch.float32), parsed).open(prompts, range(6), group=2, roles=roles)
+        self.episode = Sampler(tiny_model(), parsed).open(prompts, range(6), group=2, roles=roles)
         self.turns = [self.episode.decode(Decoding(12), [12, 12, 5, 12, 9, 12])]
         self.episode.extend([[1, 2, 3]] * 6, [["user"] * 3] * 6)
         self.turns.append(self.episode.decode(Decoding(24), on_turn_end=lambda row, _: row % 2 == 0))
@@ -108,7 +114,7 @@ def gap(played: Played) -> float:
     """Nats between what was sampled and its shadow pass, codes at a border too: hints are examined steps later."""
     if not played.rollouts:
         return 0.0
-    logits, _ = suffix_logits(tiny_model(torch.float32).model, played.rollouts, group=2, view="shadow")
+    logits, _ = suffix_logits(tiny_model().model, played.rollouts, group=2, view="shadow")
     worst = 0.0
     for rollout, own in zip(played.rollouts, logits, strict=True):
         ids, drawn = rollout.ids[rollout.prompt_length :], rollout.sampled[rollout.prompt_length :]
@@ -137,7 +143,7 @@ class OpenStep:
     """A cache after a prompt, and its steps, whose operators are recorded."""
 
     def __init__(self, policy: str, room: int, prompt: int) -> None:
-        served = tiny_model(torch.float32)
+        served = tiny_model()
         self.model, self.room = served.model, room
         episode = Sampler(served, parse_policy(policy)).open([random_ids(200)[:prompt]], [0, 1], group=2)
         assert isinstance(episode, Episode)
@@ -219,7 +225,7 @@ def test_a_step_on_a_device_waits_for_nothing(policy: str, monkeypatch: pytest.M
     monkeypatch.setattr(decode_kernels, "is_available", lambda device: False)  # triton may be installed
     monkeypatch.setattr(FixedStep, "run", listening)
     monkeypatch.setattr(FixedStep, "_describe", lambda self: None)  # what is pretended has no address
-    served = tiny_model(torch.float32)
+    served = tiny_model()
     with sdpa_kernel(SDPBackend.MATH), pretend_gpu() as gpu:
         model = copy.deepcopy(served.model).to(GPU)
         chat = SimpleNamespace(stop_ids=set())
@@ -251,7 +257,7 @@ def test_a_capture_that_fails_is_said_once_and_changes_no_answer(
 @pytest.mark.parametrize(
     ("policy", "reason"),
     [
-        ("quest:budget=64,page=4", "queries that select what they attend to"),
+        ("quest:budget=64,page=4,dense=1", "queries that select what they attend to"),
         ("snapkv:budget=64,window=8+int8", "codes of a cache that evicts too"),
     ],
 )
@@ -347,7 +353,7 @@ def test_after_an_interrupted_step_nothing_is_sampled(mode: str, calls: int, mon
         return own(*args)
 
     monkeypatch.setattr(captured, "step_mode", lambda device: mode)
-    episode = Sampler(tiny_model(torch.float32), parse_policy("int8")).open([random_ids(20)], [0, 1], group=2)
+    episode = Sampler(tiny_model(), parse_policy("int8")).open([random_ids(20)], [0, 1], group=2)
     assert isinstance(episode, Episode)
     recorder = Recorder(lambda: [tensor for layer in episode._cache.layers for tensor in layer.tensors()])
     monkeypatch.setattr(captured, "capture_graph", recorder)
@@ -363,7 +369,7 @@ def test_after_an_interrupted_step_nothing_is_sampled(mode: str, calls: int, mon
 def test_weights_that_have_moved_are_read_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     turns = []
     for mode in ("eager", "graph"):
-        served = tiny_model(torch.float32)
+        served = tiny_model()
         monkeypatch.setattr(captured, "step_mode", lambda device, mode=mode: mode)
         episode = Sampler(served, parse_policy("snapkv:budget=32,window=8,interval=16")).open(
             [random_ids(60)], [0], group=1
@@ -391,7 +397,7 @@ def test_short_turns_that_pay_no_capture_are_not_called_restless(
 ) -> None:
     monkeypatch.setattr(text, "_noted", set())
     monkeypatch.setattr(captured, "step_mode", lambda device: "graph")
-    episode = Sampler(tiny_model(torch.float32), parse_policy("none")).open([random_ids(20)], [0, 1], group=2)
+    episode = Sampler(tiny_model(), parse_policy("none")).open([random_ids(20)], [0, 1], group=2)
     for _ in range(12):
         episode.decode(Decoding(captured.FEWEST_STEPS - 1))
     assert capsys.readouterr().err == ""
@@ -414,7 +420,7 @@ class Compiled:
 
 
 def test_fused_layers_are_of_one_thread_and_leave_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled, model, ids = Compiled(monkeypatch), tiny_model(torch.float32).model, torch.ones(1, 3, dtype=torch.int64)
+    compiled, model, ids = Compiled(monkeypatch), tiny_model().model, torch.ones(1, 3, dtype=torch.int64)
     before = [dict(vars(layer)) for layer in model.model.layers]
     within, leave = threading.Event(), threading.Event()
 
@@ -432,13 +438,13 @@ def test_fused_layers_are_of_one_thread_and_leave_no_trace(monkeypatch: pytest.M
     with captured.fused_layers(model):  # waits for the other thread
         model(ids)
     thread.join()
-    assert compiled.calls == 3
+    assert compiled.calls == 2
     assert not tensors.is_fusing()
     assert [dict(vars(layer)) for layer in model.model.layers] == before
 
 
 def test_a_layer_with_a_forward_of_its_own_is_not_fused(monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled, model, ids = Compiled(monkeypatch), tiny_model(torch.float32).model, torch.ones(1, 3, dtype=torch.int64)
+    compiled, model, ids = Compiled(monkeypatch), tiny_model().model, torch.ones(1, 3, dtype=torch.int64)
     checkpoint_layers(model)
     first = model.model.layers[0]
     steered = first.forward = lambda *args, _own=first.forward, **kwargs: _own(*args, **kwargs) + 1.0
@@ -446,7 +452,7 @@ def test_a_layer_with_a_forward_of_its_own_is_not_fused(monkeypatch: pytest.Monk
         expected = model(ids).logits
         with captured.fused_layers(model):
             assert torch.equal(model(ids).logits, expected)
-    assert compiled.calls == 2  # of layers whose gradients are checkpointed
+    assert compiled.calls == 1  # of layers whose gradients are checkpointed
     assert first.forward is steered
 
 
@@ -455,7 +461,7 @@ def test_hooks_of_a_model_are_called_at_every_step(
 ) -> None:
     monkeypatch.setattr(text, "_noted", set())
     monkeypatch.setattr(captured, "step_mode", lambda device: "graph")
-    served, calls = tiny_model(torch.float32), list[int]()
+    served, calls = tiny_model(), list[int]()
     served.model.enable_input_require_grads()  # a hook that changes no number
     episode = Sampler(served, parse_policy("none")).open([random_ids(20)], [0, 1], group=2)
     assert isinstance(episode, Episode)
