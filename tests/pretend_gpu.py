@@ -42,6 +42,9 @@ MATHS = 0  # the plain formula among torch's attention kernels: those of a GPU h
 BY_INDEX = (aten.index.Tensor, aten.index_put_.default)
 OWN_SHAPE = (aten.log_sigmoid_forward.default,)  # whose second result, kept for its backward pass, a GPU leaves empty
 READS, UPLOADS = "read", "upload"
+# calls that torch has said of once what they make and that they read nothing; what they make then is as large as on a
+# CPU, and torch's own account of it, which takes most of the time, is not asked for again
+PLAIN = set[tuple[Any, ...]]()
 
 
 class PretendGpu(TorchDispatchMode):
@@ -88,11 +91,17 @@ class PretendGpu(TorchDispatchMode):
             return args[0]
         strangers = [tuple(x.shape) for x in tensors if not isinstance(x, FakeTensor) and x.dim()]
         assert not strangers, f"{func} is asked to mix devices: {strangers} on the CPU"
+        call = (func, tuple(x is None for x in args), *kwargs)
+        if call in PLAIN:
+            return self._paired(None, self._real(func, args, kwargs))
         try:
             found = func(*self._known(args), **self._known(kwargs))
         except (DataDependentOutputException, DynamicOutputShapeException):
             self.note(READS)  # how large the result is, at the least
             found = None
+        else:
+            if not _shares(func):
+                PLAIN.add(call)
         return self._paired(None if func in OWN_SHAPE else found, self._real(func, args, kwargs))
 
     def _by_mask(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -136,7 +145,9 @@ class PretendGpu(TorchDispatchMode):
         if not isinstance(real, Tensor):
             return real
         if found is None:
-            found = torch.empty_strided(real.size(), real.stride(), dtype=real.dtype, device=GPU)
+            with no_dispatch():
+                like = torch.empty_strided(real.size(), real.stride(), dtype=real.dtype, device="meta")
+                found = FakeTensor(self._fake, like, GPU)
         assert (found.shape, found.dtype, found.device) == (real.shape, real.dtype, GPU), (found, real)
         found.twin = real
         return found
@@ -157,6 +168,12 @@ def _name(file: str) -> str | None:
     """A file of ours by its path in the package, None for one of others."""
     path = Path(file)
     return str(path.relative_to(OURS)) if path.is_relative_to(OURS) else None
+
+
+def _shares(func: Any) -> bool:
+    """Whether what an operator returns, or takes, is written in place or seen through another tensor."""
+    schema = func._schema
+    return any(part.alias_info is not None for part in (*schema.arguments, *schema.returns))
 
 
 def _flat(x: Any) -> Iterator[Any]:

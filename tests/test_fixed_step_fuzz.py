@@ -363,28 +363,36 @@ EQUAL = ("retention", "answer_start", "kv_bytes_live", "kv_bytes_dense", "pinned
 TENSORS = ("ids", "sampled", "evicted_at", "keys_quantised_at", "values_quantised_at", "experts")
 
 
-def compare(case: Case, single: Result, other: Result) -> None:
-    """Raise Bad where two results differ, up to the first draw within rounding that let them part."""
+def compare(case: Case, single: Result, other: Result) -> bool:
+    """Return whether two results are equal to the end; raise Bad where they differ before rounding let them part.
+
+    It does so where it decides a draw.
+    """
     if single.error != other.error:
         raise Bad(f"errors {single.error!r} and {other.error!r}")
     for turn, its in zip(single.turns, other.turns, strict=False):
         if part_in_turn(case, turn, its):
-            return
+            return False
     if len(single.turns) != len(other.turns) or len(single.rollouts) != len(other.rollouts):
         raise Bad("turns or rollouts are missing")
     for rollouts, others in zip(single.rollouts, other.rollouts, strict=True):
         for n, (one, two) in enumerate(zip(rollouts, others, strict=True)):
             compare_rollouts(n, one, two)
+            if case.dtype == torch.float64 and not alike(one.hints, two.hints):
+                raise Bad(f"hints of row {n}")
+            if case.dtype == torch.float64 and (one.sampler_logprobs - two.sampler_logprobs).abs().max() > 1e-5:
+                raise Bad(f"log-probs of row {n}")
+    return True
 
 
 def part_in_turn(case: Case, one: Turn, two: Turn) -> bool:
     """Whether two turns are equal up to a draw that rounding decided; raise Bad if they differ otherwise."""
-    near = 1e-4 if case.dtype == torch.float32 else 1e-8
+    bound = 1e-4 if case.dtype == torch.float32 else 1e-8
     pairs = zip(zip(one.ids, one.logprobs, strict=True), zip(two.ids, two.logprobs, strict=True), strict=False)
     for (a, logprob), (b, its_logprob) in pairs:
         if a != b and case.dtype == torch.float32:
             return True
-        if a == b and abs(logprob - its_logprob) > near:
+        if a == b and abs(logprob - its_logprob) > bound:
             raise Bad(f"log-probs {logprob} and {its_logprob} of row {one.row}")
     if one._replace(logprobs=()) != two._replace(logprobs=()):
         raise Bad(f"turns {one} and {two}")
@@ -393,28 +401,38 @@ def part_in_turn(case: Case, one: Turn, two: Turn) -> bool:
 
 def compare_rollouts(n: int, one: Rollout, two: Rollout) -> None:
     for name in TENSORS:
-        a, b = getattr(one, name), getattr(two, name)
-        if (a is None) != (b is None) or (a is not None and not torch.equal(a, b)):
+        if not alike(getattr(one, name), getattr(two, name)):
             raise Bad(f"{name} of row {n}")
     for name in EQUAL:
         if getattr(one, name) != getattr(two, name):
             raise Bad(f"{name} of row {n}: {getattr(one, name)} and {getattr(two, name)}")
-    if str(one.selection) != str(two.selection):
+    chosen = [() if own.selection is None else tuple(vars(own.selection).values()) for own in (one, two)]
+    if len(chosen[0]) != len(chosen[1]) or not all(map(alike, *chosen)):
         raise Bad(f"selection of row {n}")
+
+
+def alike(one: Any, two: Any) -> bool:
+    """Whether two parts of a record are equal."""
+    if isinstance(one, torch.Tensor) and isinstance(two, torch.Tensor):
+        return torch.equal(one, two)
+    return bool(one == two)
 
 
 @torch.no_grad()
 def check_shadow(case: Case, result: Result) -> None:
     """The shadow pass computes what was sampled, from the last record of every row."""
-    for rollout in result.rollouts[-1] if result.rollouts else []:
-        if len(rollout.ids) == rollout.prompt_length:
-            continue
-        logits, _ = suffix_logits(served(case.family, case.dtype).model, [rollout], group=1, view="shadow")
-        suffix, drawn = slice(rollout.prompt_length, None), rollout.sampled[rollout.prompt_length :]
-        seen = logits[0, : len(drawn)].double().log_softmax(-1).gather(1, rollout.ids[suffix][:, None])[:, 0]
-        gap = (seen - rollout.sampler_logprobs[suffix].double())[drawn].abs()
-        if len(gap) and float(gap.max()) > 5e-5:
-            raise Bad(f"shadow pass is off by {float(gap.max())}")
+    last = result.rollouts[-1] if result.rollouts else []
+    rows = [rollout for rollout in last if len(rollout.ids) > rollout.prompt_length]
+    # a mixture's rows may be of several codecs, which no pass mixes
+    for codec in list(dict.fromkeys(rollout.codec for rollout in rows)):
+        together = [rollout for rollout in rows if rollout.codec == codec]
+        logits, _ = suffix_logits(served(case.family, case.dtype).model, together, group=1, view="shadow")
+        for rollout, own in zip(together, logits, strict=True):
+            suffix, drawn = slice(rollout.prompt_length, None), rollout.sampled[rollout.prompt_length :]
+            seen = own[: len(drawn)].double().log_softmax(-1).gather(1, rollout.ids[suffix][:, None])[:, 0]
+            gap = (seen - rollout.sampler_logprobs[suffix].double())[drawn].abs()
+            if len(gap) and float(gap.max()) > 5e-5:
+                raise Bad(f"shadow pass is off by {float(gap.max())}")
 
 
 def check(seed: int, patch: pytest.MonkeyPatch) -> Result:
@@ -424,8 +442,9 @@ def check(seed: int, patch: pytest.MonkeyPatch) -> Result:
         check_shadow(case, single)
         for mode in ("graph", "fixed"):
             other = Player(case, mode, patch).play()
-            compare(case, single, other)
-            check_shadow(case, other)
+            # of equal records the shadow pass is the same
+            if not compare(case, single, other) or case.dtype == torch.float32:
+                check_shadow(case, other)
             if mode == "graph":
                 replayed = other
     except BaseException as error:
@@ -434,9 +453,14 @@ def check(seed: int, patch: pytest.MonkeyPatch) -> Result:
     return replayed
 
 
+# of the first 48 those which go where no other goes: a way through audit/, a family, a code, one operation upon another
+SEEDS = (0, 1, 2, 4, 5, 6, 8, 9, 10, 11, 12, 14, 16, 17, 19, 20, 21, 22)
+SEEDS += (23, 25, 26, 27, 28, 29, 32, 34, 35, 37, 38, 39, 40, 41, 42, 43, 45, 47)
+
+
 @pytest.mark.parametrize("block", range(3))
 def test_random_schedules_are_sampled_and_recorded_alike(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = [check(seed, monkeypatch) for seed in range(16 * block, 16 * block + 16)]
+    found = [check(seed, monkeypatch) for seed in SEEDS[block::3]]
     assert sum(result.replays for result in found) > 50
 
 
@@ -453,9 +477,9 @@ def test_prompts_that_enter_a_running_batch_are_sampled_alike(monkeypatch: pytes
     for seed, policy in enumerate(("kivi:bits=4,group=4,residual=4", "snapkv:budget=16,window=4,interval=3")):
         case = replace(drawn_case(seed), family="gemma3", policy=policy, dtype=torch.float64, failing=0.0, fewest=1)
         single, *others = (Player(case, mode, monkeypatch).stream() for mode in ("eager", "graph", "fixed"))
+        check_shadow(case, single)
         for other in others:
-            compare(case, single, other)
-            check_shadow(case, other)
+            assert compare(case, single, other)
 
 
 @pytest.mark.slow

@@ -46,7 +46,11 @@ HANDED_OVER = {"audit/training/grpo.py:learn", "audit/training/learner.py:__init
 
 @pytest.fixture(scope="module")
 def base(tiny_folder: Path) -> LoadedModel:
-    return sharp(tiny_folder)
+    """A model of one layer: a second one asks for nothing that the first does not, and each operation is done twice."""
+    loaded = sharp(tiny_folder)
+    del loaded.model.model.layers[1:]
+    loaded.model.config.num_hidden_layers = 1
+    return loaded
 
 
 @pytest.fixture(scope="module")

@@ -22,6 +22,7 @@ from conform.policies import asked_by, one_of_each, small_policies
 from transformers import AutoTokenizer
 from trl_world import POLICY, config, model, questions, rows, trainer
 
+from kvaudit.audit.policies import Policy
 from kvaudit.audit.replay.learner_pass import LearnerPass
 from kvaudit.audit.sampling.model import EMBEDDED, load_model, locate
 from kvaudit.audit.sampling.weights import weights_sha256
@@ -43,7 +44,14 @@ def gaps(out: Path) -> list[float]:
     return [row["mismatch/max_abs_gap"] for row in rows(out)]
 
 
-ASKING = one_of_each(small_policies(), asked_by)  # the others rank by the same of a model, and are replayed alike
+def seen_by_trl(policy: Policy) -> object:
+    """What a policy asks of a model, and whether a record has codes; which, the shadow pass alone knows."""
+    looks, alike, record = asked_by(policy)
+    return looks, alike, policy.quantises, policy.selects, None if policy.quantises else record
+
+
+# the others rank by the same of a model, and are replayed alike
+ASKING = one_of_each(small_policies(), seen_by_trl)
 EVERY = [
     pytest.param(policy.canonical, marks=[pytest.mark.slow] * (policy not in ASKING)) for policy in small_policies()
 ]

@@ -1,11 +1,14 @@
-"""Verification: a checkpoint's own rollouts are explained, and nothing that was tampered with is."""
+"""Verification: a checkpoint's own rollouts are explained, and nothing that was tampered with is.
+
+That a record of any policy is: ``conform/test_shadow.py``, which plays them all.
+"""
 
 from __future__ import annotations
 
 import json
 import re
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,8 +16,8 @@ from typing import Any
 
 import pytest
 import torch
-from conform.policies import further, one_of_each, policies_for, policy_id, record_of, small_policies, time_of
-from conform.world import played_once, prompts, shared, two_turns
+from conform.policies import policy_id, small_policies
+from conform.world import prompts, shared, two_turns
 from rerun_world import verify
 from training_world import config, play_for_parity, sha256, sharp, silent
 from typer.testing import CliRunner, Result
@@ -24,7 +27,7 @@ from kvaudit.audit.cache.layers import LayerPlan, layer_plans
 from kvaudit.audit.cache.ledger import NEVER, Rollout, load_ledgers, save_ledgers
 from kvaudit.audit.cache.rotary import find_rotary
 from kvaudit.audit.cli import app
-from kvaudit.audit.policies import Policy, evictor_of, parse_policy, quantiser_of
+from kvaudit.audit.policies import Policy, parse_policy, quantiser_of
 from kvaudit.audit.policies.snapkv import AdaKV
 from kvaudit.audit.replay.ranking_check import REQUIRED_AGREEMENT, ChoiceCount, check_ranking, repeat_choices
 from kvaudit.audit.replay.rollout_checks import RecordedRollouts, eviction_breach, quantisation_breach
@@ -35,12 +38,6 @@ from kvaudit.audit.sampling.sampler import Sampler
 from kvaudit.audit.training import grpo, rollouts
 
 FINAL = Path("ledgers", "final.safetensors")
-
-
-def scheduled_by(policy: Policy) -> object:
-    """What a ledger is held to by counting, whatever the policy ranks by."""
-    quantiser = quantiser_of(policy)
-    return record_of(policy), time_of(policy), None if quantiser is None else quantiser.canonical
 
 
 @pytest.fixture(scope="module")
@@ -394,43 +391,6 @@ def test_quantisation_is_due_after_the_forwards_that_turns_and_chunks_make() -> 
     early[6] = 6
     words = quantisation_breach(replace(rollout, values_quantised_at=early), policy)
     assert words == "the values of entry 6 are quantised at 6, due at 7"
-
-
-def on(policies: Sequence[Policy]) -> list[tuple[Policy, str]]:
-    """Policies on a plain model, and those that ask a model for the same beside a layer with a window of its own."""
-    beside = set(policies_for("asking", small_policies()))
-    return [*((p, "llama-gqa") for p in policies), *((p, "gemma3") for p in policies if p in beside)]
-
-
-def plays(played: Sequence[tuple[Policy, str]]) -> list[Any]:
-    """Plays as parameters, slow where the conformance suite has them so."""
-    return [
-        pytest.param(policy, name, id=f"{policy_id(policy)}-{name}", marks=[pytest.mark.slow] * (policy in further()))
-        for policy, name in played
-    ]
-
-
-SCHEDULED = on(one_of_each(policies_for("variant", small_policies()), scheduled_by))
-COMPRESSED = on([policy for policy in policies_for("compressed", small_policies()) if policy.replayable])
-
-
-@pytest.mark.parametrize(("policy", "model"), plays(SCHEDULED))
-def test_no_ledger_of_our_sampler_breaks_its_policy_s_rules(policy: Policy, model: str) -> None:
-    plans = layer_plans(shared(model).model.config, policy)
-    for rollout in played_once(policy, model).rollouts:
-        assert eviction_breach(rollout, plans) is None
-        assert quantisation_breach(rollout, policy) is None
-
-
-@pytest.mark.parametrize(("policy", "model"), plays(COMPRESSED))
-def test_a_policy_chooses_its_own_victims_again(policy: Policy, model: str) -> None:
-    loaded = shared(model)
-    # where rows draw by their keys, members of a group share that of their prompt
-    seeded = evictor_of(policy).seeded
-    played = two_turns(loaded, policy, group=2, lengths=(40, 9)) if seeded else played_once(policy, model)
-    made = [again(loaded, rollout, policy) for rollout in played.rollouts]
-    assert [one.repeated for one in made] == [one.evicted for one in made]
-    assert made[0].evicted > 0
 
 
 @pytest.mark.parametrize("text", ["snapkv:budget=11,window=4,interval=3", "fp8", "kivi:group=4,residual=8"])

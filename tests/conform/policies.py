@@ -107,7 +107,7 @@ def record_of(policy: Policy) -> object:
     return evictor.evicts, evictor.shares_heads, evictor.across_layers, *map(_type, others)
 
 
-def asked_by(policy: Policy) -> object:
+def asked_by(policy: Policy) -> tuple[object, ...]:
     """What a policy wants of a model beside its keys, in which model families differ."""
     evictor = evictor_of(policy)
     looks = evictor.accumulates, evictor.observed_queries > 0, evictor.moments, evictor.centres, evictor.seeded

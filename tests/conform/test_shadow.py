@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -11,29 +12,43 @@ import pytest
 import torch
 from torch import Tensor
 
-from conform.policies import policy_id, pytest_generate_tests, small
+from conform.policies import (
+    further,
+    one_of_each,
+    policies_for,
+    policy_id,
+    pytest_generate_tests,
+    record_of,
+    small,
+    small_policies,
+    time_of,
+)
 from conform.stepwise import stepwise_logits
 from conform.world import Played, feed, gap, ledger_of, new_cache, played_once, prompts, shared, two_turns
 from kvaudit import shadow
+from kvaudit.audit.cache.layers import layer_plans
 from kvaudit.audit.cache.ledger import NEVER, Rollout
+from kvaudit.audit.cache.rotary import find_rotary
 from kvaudit.audit.policies import Policy, evictor_of, quantiser_of
+from kvaudit.audit.replay.ranking_check import repeat_choices
+from kvaudit.audit.replay.rollout_checks import eviction_breach, quantisation_breach
 
 __all__ = ["pytest_generate_tests"]
 
 
-def test_shadow_pass_equals_the_sampler_over_two_turns(replayed: Policy) -> None:
+def test_shadow_pass_equals_the_sampler_over_two_turns(asking: Policy) -> None:
     """Beside a layer with a window of its own; other families meet the simulator and the public cache."""
-    assert gap(shared("gemma3"), played_once(replayed, "gemma3"), "shadow") < 1e-12
+    assert gap(shared("gemma3"), played_once(asking, "gemma3"), "shadow") < 1e-12
 
 
 def test_shadow_pass_is_exact_under_every_schedule(replayed_variant: Policy) -> None:
     assert gap(shared(), played_once(replayed_variant), "shadow") < 1e-12
 
 
-def test_shadow_pass_is_exact_in_float32(replayed: Policy) -> None:
+def test_shadow_pass_is_exact_in_float32(recorded: Policy) -> None:
     # weights as wide as in the float64 tests draw logits of 20 and more, whose float32 rounding alone reaches 1e-5
     loaded = shared(dtype=torch.float32, spread=0.2)
-    played = two_turns(loaded, replayed)
+    played = two_turns(loaded, recorded)
 
     assert gap(loaded, played, "shadow") < 1e-5
 
@@ -122,9 +137,10 @@ def test_batch_mates_and_padding_change_nothing(variant: Policy) -> None:
 
 
 def test_the_same_run_twice_is_the_same(policy: Policy) -> None:
-    loaded = shared()
+    first = played_once(policy)
+    torch.rand(1)  # or a policy that seeds the generator would leave it as it was after the first run
     random_state = torch.get_rng_state()
-    first, again = (two_turns(loaded, policy, short=True) for _ in range(2))
+    again = two_turns(shared(), policy)
     assert first.logprobs == again.logprobs
     for a, b in zip(first.rollouts, again.rollouts, strict=True):
         assert torch.equal(a.evicted_at, b.evicted_at)
@@ -143,3 +159,58 @@ def test_caches_that_share_a_policy_object_share_nothing_else(policy: Policy) ->
     for row in range(2):
         assert torch.equal(apart[row][0], first[row])
         assert torch.equal(apart[row][1], second[row])
+
+
+# --- a verifier finds nothing in what was recorded: here, because these plays are those of above --------------------
+
+
+def scheduled_by(policy: Policy) -> object:
+    """What a ledger is held to by counting, whatever the policy ranks by."""
+    quantiser = quantiser_of(policy)
+    return record_of(policy), time_of(policy), None if quantiser is None else quantiser.canonical
+
+
+def on(policies: Sequence[Policy]) -> list[tuple[Policy, str]]:
+    """Policies on a plain model, and those that ask a model for the same beside a layer with a window of its own."""
+    beside = set(policies_for("asking", small_policies()))
+    return [*((p, "llama-gqa") for p in policies), *((p, "gemma3") for p in policies if p in beside)]
+
+
+def plays(played: Sequence[tuple[Policy, str]]) -> list[Any]:
+    """Plays as parameters, slow where the conformance suite has them so."""
+    return [
+        pytest.param(policy, name, id=f"{policy_id(policy)}-{name}", marks=[pytest.mark.slow] * (policy in further()))
+        for policy, name in played
+    ]
+
+
+SCHEDULED = on(one_of_each(policies_for("variant", small_policies()), scheduled_by))
+COMPRESSED = on([policy for policy in policies_for("compressed", small_policies()) if policy.replayable])
+
+
+@pytest.fixture
+def registered(request: pytest.FixtureRequest) -> None:
+    """Skip a play of the registered policies where those of a file are under test."""
+    if request.config.getoption("policy_file"):
+        pytest.skip("plays the registered policies")
+
+
+@pytest.mark.usefixtures("registered")
+@pytest.mark.parametrize(("played", "model"), plays(SCHEDULED))
+def test_no_ledger_of_our_sampler_breaks_its_policy_s_rules(played: Policy, model: str) -> None:
+    plans = layer_plans(shared(model).model.config, played)
+    for rollout in played_once(played, model).rollouts:
+        assert eviction_breach(rollout, plans) is None
+        assert quantisation_breach(rollout, played) is None
+
+
+@pytest.mark.usefixtures("registered")
+@pytest.mark.parametrize(("played", "model"), plays(COMPRESSED))
+def test_a_policy_chooses_its_own_victims_again(played: Policy, model: str) -> None:
+    loaded, rotary = shared(model), find_rotary(shared(model).model, played)
+    # where rows draw by their keys, members of a group share that of their prompt
+    seeded = evictor_of(played).seeded
+    rollouts = (two_turns(loaded, played, group=2, lengths=(40, 9)) if seeded else played_once(played, model)).rollouts
+    made = [repeat_choices(loaded.model, rollout, played, rotary) for rollout in rollouts]
+    assert [one.repeated for one in made] == [one.evicted for one in made]
+    assert made[0].evicted > 0
