@@ -54,7 +54,7 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     write_agent_rows(tmp_path / "rows")
     write_requests(tmp_path / "rows")
     monkeypatch.setenv("KVAUDIT_DATA", str(tmp_path / "rows"))
-    return copy_model_with_positions(tmp_path / "model", 2048)
+    return copy_model_with_positions(tmp_path / "model", 4096)
 
 
 def check(model: Path, url: str, *words: object) -> tuple[int, list[str], str]:
