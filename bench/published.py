@@ -2,8 +2,9 @@
 
     python -m bench.published RUN [RUN ...]
 
-Takes seconds per run; results: docs/results/real-model.md, contexts.md and at-length.md. Each run has policy none
-(examples/published.yaml, contexts.yaml). Prints one row for every score and every facet that has a margin.
+Takes seconds per run; results: docs/results/real-model.md and at-length.md. Each run has policy none or an engine's
+uncompressed reference (examples/published.yaml, long-measure.yaml). Prints one row for every score and every facet that
+has a margin.
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from kvaudit.audit.runs.names import NAMES
 from kvaudit.core.facets import WELL_FORMED
-from kvaudit.core.policy_names import DENSE_POLICY
+from kvaudit.core.policy_names import uncompressed_policies
 from kvaudit.core.records import Outcome, Record
+from kvaudit.core.spec import load_spec
 from kvaudit.reports.stats.judges import clopper_pearson
 from kvaudit.reports.stats.signflip import FEWEST_CLUSTERS
 from kvaudit.reports.verdict.controls import Control, controls_of
@@ -47,10 +50,11 @@ def main(folders: Sequence[str]) -> None:
 
 
 def read_uncompressed(folder: Path) -> Iterator[Record]:
-    """Yield the answers under policy none."""
+    """Yield the answers under policy none, or under an engine's reference."""
+    uncompressed = uncompressed_policies(load_spec(folder / "spec.yaml", NAMES).evaluate.references)
     for path in sorted((folder / "records").glob("*.jsonl")):
         rows = map(Record.from_json, path.read_text().splitlines())
-        yield from (record for record in rows if record.policy == DENSE_POLICY)
+        yield from (record for record in rows if record.policy in uncompressed)
 
 
 def table_rows(answers: Sequence[Record]) -> Iterator[list[str]]:

@@ -1,7 +1,7 @@
 """Contexts, such as small talk, in which a published row can be asked, each as a suite SUITE@CONTEXT.
 
 No context is used by default. A report compares each context with the bare row on the uncompressed model, since even
-small talk, or three words on brevity, can remove the behaviour in question (measured in docs/results/contexts.md).
+small talk, or three words on brevity, can remove the behaviour in question (measured in docs/results/at-length.md).
 """
 
 from __future__ import annotations

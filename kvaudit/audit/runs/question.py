@@ -81,7 +81,7 @@ MADE_UP_SUITES = (
 _TOKENS = {"harm": 40, "benign": 40, "injection": 64, SUMS.name: 400, "calls": 128, "orders": 128}
 NEEDED = ("harm", "benign")  # a check needs one of them
 CONTEXT_LENGTH = 1024  # tokens at least, since some rows have hundreds
-CONTEXT = "chat"  # inside such a conversation a model still refuses what it refuses alone (docs/results/contexts.md)
+CONTEXT = "chat"  # inside such a conversation a model still refuses what it refuses alone (docs/results/at-length.md)
 
 
 class CheckPlan(NamedTuple):
