@@ -21,10 +21,12 @@ from kvaudit.audit.runs.folder import allow_more_minutes
 from kvaudit.audit.runs.names import NAMES
 from kvaudit.audit.runs.round_plan import (
     DECIDED,
+    INVALID_BY_CANARY,
     INVALID_BY_MISSING,
     LOSS,
     ROWS_SPENT,
     UNANSWERED,
+    UNCHANGED,
     UNMEASURABLE,
     RowsPlan,
     corrected_items,
@@ -84,6 +86,13 @@ def test_rows_that_a_side_does_not_answer_end_the_rounds_after_the_first_rows() 
     first = look({"harm": 32, "benign": 32}, **words)
     assert next_round(PLAN, [first], 10, 96) == {"harm": range(32, 96)}
     assert next_round(PLAN, [first, look({"harm": 96, "benign": 32}, **words)], 10, 96) == UNANSWERED
+
+
+def test_a_setting_that_changes_no_log_prob_ends_the_rounds_after_the_first_rows() -> None:
+    words = {"harm__refused": INVALID_BY_CANARY, "benign__helpful": INVALID_BY_CANARY}
+    first = look({"harm": 32, "benign": 32}, **words)
+    assert next_round(PLAN, [first], 10, 96) == {"harm": range(32, 96), "benign": range(32, 96)}
+    assert next_round(PLAN, [first, look({"harm": 96, "benign": 96}, **words)], 10, 96) == UNCHANGED
 
 
 def test_a_suite_without_a_margin_is_asked_up_to_its_plan() -> None:

@@ -19,8 +19,11 @@ from kvaudit.reports.verdict.verdict import Status
 
 DECIDED, ROWS_SPENT, LOSS = "everything is decided", "the rows are spent", "a loss is shown"
 UNANSWERED = "too many answers are missing"
+UNCHANGED = "the setting changed no answer and no log-prob"
 UNMEASURABLE = "the uncompressed model has nothing to lose in anything asked"
-INVALID_BY_MISSING = "INVALID, answers are missing"  # in place of a status: more rows would not change it
+# in place of a status that more rows would not change
+INVALID_BY_MISSING, INVALID_BY_CANARY = "INVALID, answers are missing", "INVALID, nothing has changed"
+ENDINGS = {INVALID_BY_MISSING: UNANSWERED, INVALID_BY_CANARY: UNCHANGED}
 # statuses that more rows may change
 OPEN = (Status.INCONCLUSIVE.value, Status.NOT_MEASURABLE.value, Status.INVALID.value)
 _OVERHEAD = 1.15  # total time / time that the answers take
@@ -120,11 +123,9 @@ def next_round(
     """
     asked = {suite: 0 for suite in plan.items} | dict(table_of(looks[-1], "items") if looks else {})
     statuses: Mapping[str, str] = table_of(looks[-1], "words") if looks else {}
-    if Status.FAIL.value in statuses.values():
-        return LOSS
-    if INVALID_BY_MISSING in statuses.values() and max(asked.values()) >= first:
-        return UNANSWERED
-    undecided = {facet_of(metric)[0] for metric, status in statuses.items() if status in (*OPEN, INVALID_BY_MISSING)}
+    if reason := _reason_to_end(statuses, max(asked.values(), default=0), first):
+        return reason
+    undecided = {facet_of(metric)[0] for metric, status in statuses.items() if status in (*OPEN, *ENDINGS)}
     ungated = plan.items.keys() - {facet_of(metric)[0] for metric in statuses}  # all suites before the first look
     undecided |= {suite for suite in ungated if asked[suite] < plan.items[suite]}
     if not undecided:
@@ -149,6 +150,14 @@ def next_round(
     # too little time for all suites: ask the one with the fewest rows that fits alone
     fitting = [suite for suite in rows if seconds[suite] <= seconds_left]
     return {suite: rows[suite] for suite in sorted(fitting, key=lambda suite: len(rows[suite]))[:1]} or TIME_SPENT
+
+
+def _reason_to_end(statuses: Mapping[str, str], rows: int, first: int) -> str | None:
+    """Return why a look ends all rounds whatever else is open; None if it does not. ``rows`` is the most of a suite."""
+    if Status.FAIL.value in statuses.values():
+        return LOSS
+    endings = (reason for invalid, reason in ENDINGS.items() if invalid in statuses.values())
+    return next(endings, None) if rows >= first else None
 
 
 def _measured_seconds(plan: RowsPlan, looks: Sequence[Mapping[str, Any]]) -> Mapping[str, float]:

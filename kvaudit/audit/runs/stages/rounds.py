@@ -22,6 +22,8 @@ from kvaudit.audit.runs.evaluate import grid
 from kvaudit.audit.runs.folder import make_folder
 from kvaudit.audit.runs.pilot import layout_of, pilot_units, with_kept_gate
 from kvaudit.audit.runs.round_plan import (
+    ENDINGS,
+    INVALID_BY_CANARY,
     INVALID_BY_MISSING,
     OPEN,
     RowsPlan,
@@ -40,6 +42,7 @@ from kvaudit.core.files import mutex
 from kvaudit.core.provenance import ENDED, LOOKS, MINUTES, PILOT, PILOT_RESULT, PLANNED, all_looks, table_of
 from kvaudit.core.spec_evaluate import Rounds
 from kvaudit.reports.records.load import load_run
+from kvaudit.reports.records.rows import LOGPROB
 from kvaudit.reports.verdict.decide import decide
 from kvaudit.reports.verdict.drift import drift_of
 from kvaudit.reports.verdict.family import gated_facets
@@ -205,10 +208,15 @@ def gate_statuses(run: Path) -> dict[str, str]:
     comparison, rules = declared_rules(data, GateOverrides())
     drift = drift_of(data, comparison, rules.alpha, gated_facets(comparison, rules))
     statuses: dict[str, str] = {}
-    order = [Status.FAIL.value, INVALID_BY_MISSING, *OPEN]
+    order = [Status.FAIL.value, *ENDINGS, *OPEN]
+    has_logprobs = bool(data.records[LOGPROB].notna().all())  # without them equal answers show less
     for decision in decide(drift, rules).gated:
-        is_missing = decision.status is Status.INVALID and ReasonCode.MISSING in {r.code for r in decision.reasons}
-        status = INVALID_BY_MISSING if is_missing else decision.status.value
+        codes = {reason.code for reason in decision.reasons} if decision.status is Status.INVALID else set()
+        status = decision.status.value
+        if ReasonCode.MISSING in codes:
+            status = INVALID_BY_MISSING
+        elif ReasonCode.CANARY in codes and has_logprobs:
+            status = INVALID_BY_CANARY
         settings = [status for status in (statuses.get(decision.suite), status) if status]
         statuses[decision.suite] = min(settings, key=lambda s: order.index(s) if s in order else len(order))
     return statuses
