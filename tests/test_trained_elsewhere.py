@@ -296,6 +296,101 @@ def test_an_adapter_whose_weights_have_no_place_is_refused_and_not_merged_as_not
         load_comparable(str(tmp_path / "adapter"), load_model(), dtype="float32", device="cpu")
 
 
+ATTENTION_LAYERS = {"target_modules": ["q_proj", "v_proj"]}
+
+
+def saved_adapter(folder: Path, **settings: Any) -> Any:
+    """An adapter of the embedded model, all of whose trained weights were moved, saved; returns it over its model."""
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    torch.manual_seed(0)
+    over = load_model().model
+    over.config._name_or_path = "embedded"
+    lora = peft.LoraConfig(r=2, init_lora_weights=False, task_type="CAUSAL_LM", **ATTENTION_LAYERS | settings)
+    adapted = peft.get_peft_model(over, lora)
+    with torch.no_grad():
+        for parameter in filter(lambda each: each.requires_grad, adapted.parameters()):
+            parameter.add_(0.01 * torch.randn_like(parameter))
+    adapted.save_pretrained(folder)
+    return adapted
+
+
+def changed_adapter(folder: Path, **changes: Any) -> Path:
+    config = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps(config | changes))
+    return folder
+
+
+@PEFT_ASKS_BY_AN_OLD_NAME
+@pytest.mark.parametrize(
+    ("changes", "lost"),
+    [
+        ({"target_modules": ["q_proj"]}, "8 of the 16"),
+        ({"target_modules": ["q_proj", "value_proj"]}, "8 of the 16"),
+        ({"layers_to_transform": [0]}, "12 of the 16"),
+        ({"exclude_modules": ["v_proj"]}, "8 of the 16"),
+    ],
+)
+def test_an_adapter_whose_config_has_no_place_for_its_tensors_is_refused(
+    changes: dict[str, Any], lost: str, tmp_path: Path
+) -> None:
+    saved_adapter(tmp_path / "adapter")
+    changed_adapter(tmp_path / "adapter", **changes)
+    with pytest.raises(DataError, match=rf"{lost} tensors .* no place of their own.*lora_A\.weight.* more") as caught:
+        load_comparable(str(tmp_path / "adapter"), load_model(), dtype="float32", device="cpu")
+    assert "\n" not in str(caught.value)
+
+
+@PEFT_ASKS_BY_AN_OLD_NAME
+def test_a_run_over_an_adapter_that_fits_in_part_ends_with_exit_code_2(tmp_path: Path) -> None:
+    saved_adapter(tmp_path / "adapter")
+    code, output, _ = run(tmp_path, spec(changed_adapter(tmp_path / "adapter", target_modules=["q_proj"])))
+    assert code == 2
+    assert "correct adapter_config.json (target_modules, layers_to_transform, use_dora), or merge the adapter" in output
+
+
+@PEFT_ASKS_BY_AN_OLD_NAME
+def test_a_magnitude_of_dora_in_an_adapter_without_dora_is_refused(tmp_path: Path) -> None:
+    saved_adapter(tmp_path / "adapter", use_dora=True)
+    changed_adapter(tmp_path / "adapter", use_dora=False)
+    with pytest.raises(DataError, match=r"8 of the 24 tensors .*lora_magnitude_vector"):
+        load_comparable(str(tmp_path / "adapter"), load_model(), dtype="float32", device="cpu")
+
+
+@PEFT_ASKS_BY_AN_OLD_NAME
+def test_an_adapter_that_holds_a_tensor_under_two_names_is_refused(tmp_path: Path) -> None:
+    saved_adapter(tmp_path / "adapter")
+    path = tmp_path / "adapter" / "adapter_model.safetensors"
+    tensors = load_file(path)
+    name = next(name for name in tensors if name.endswith("lora_B.weight"))
+    save_file(tensors | {name.replace("lora_B", "lora_B.default"): tensors[name] + 1}, path)
+    with pytest.raises(DataError, match=r"2 of the 17 tensors .*lora_B\.default\.weight"):
+        load_comparable(str(tmp_path / "adapter"), load_model(), dtype="float32", device="cpu")
+
+
+@PEFT_ASKS_BY_AN_OLD_NAME
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"target_modules": "all-linear"},
+        {"modules_to_save": ["lm_head"]},
+        {"modules_to_save": ["embed_tokens", "input_layernorm"]},
+        {"rank_pattern": {"v_proj": 4}, "alpha_pattern": {"v_proj": 3}},
+        {"use_dora": True},
+        {"bias": "all"},
+        {"bias": "lora_only"},
+        {"target_modules": ["q_proj", "embed_tokens"]},
+        {"trainable_token_indices": [1, 2]},
+        {"layers_to_transform": [0, 2]},
+    ],
+    ids=str,
+)
+@pytest.mark.filterwarnings("ignore::UserWarning")  # peft's, about embeddings that are tied
+def test_an_adapter_of_any_make_is_merged_whole(settings: dict[str, Any], tmp_path: Path) -> None:
+    adapted = saved_adapter(tmp_path / "adapter", **settings)
+    found = load_comparable(str(tmp_path / "adapter"), load_model(), dtype="float32", device="cpu").model.state_dict()
+    assert all(torch.equal(tensor, found[name]) for name, tensor in adapted.merge_and_unload().state_dict().items())
+
+
 def test_an_adapter_with_pickled_weights_is_refused(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA"}')
     (tmp_path / "adapter_model.bin").write_bytes(b"\x80")

@@ -261,7 +261,7 @@ def _load_folder(folder: Path, dtype: DtypeName, kind: Any = AutoModelForCausalL
         output_loading_info=True,
         **_LOCAL,
     )
-    check_complete(str(folder), model, info)
+    check_complete(str(folder), model, info, tensors)
     check_numbers(str(folder), model, tensors)
     return model, AutoTokenizer.from_pretrained(folder, **_LOCAL)
 

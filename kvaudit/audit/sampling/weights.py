@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from kvaudit.core.errors import DataError
 from kvaudit.core.files import plain_files
+from kvaudit.core.text import join_names, note_once
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _NAMED = "transformers_weights"  # the config key that names other weights
@@ -31,6 +32,7 @@ _SIZES = (
     *("hidden_size", "n_embd", "d_model", "intermediate_size", "vocab_size", "head_dim", "num_attention_heads"),
     *("num_key_value_heads", "n_head", "num_experts", "num_local_experts", "n_routed_experts"),
 )
+_MASK = re.compile(r"(^|\.)(attn|attention)\.(bias|masked_bias|causal_mask)$")  # stored by old GPT-like models
 _FLOATS = {"F64", "F32", "F16", "BF16"}
 # other files that transformers reads
 _READ = ["*config.json", "tokenizer.json", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"]
@@ -146,10 +148,11 @@ def check_sizes(folder: Path, tensors: list[TensorHeader]) -> None:
                 )
 
 
-def check_complete(name: str, model: Any, info: Mapping[str, Any]) -> None:
-    """Raise DataError if tensors are missing, have another shape, or belong to layers that the config omits.
+def check_complete(name: str, model: Any, info: Mapping[str, Any], tensors: Iterable[TensorHeader] = ()) -> None:
+    """Raise DataError if tensors are missing, have another shape, or were left out although they change the model.
 
-    ``info`` is transformers' loading report, which leaves out tied weights and buffers that may be missing.
+    ``info`` is transformers' loading report, which leaves out tied weights and buffers that may be missing; ``tensors``
+    are the headers of the weights. Whole modules that the model lacks, such as a vision tower, are noted.
     """
     if missing := sorted(info["missing_keys"]):
         raise DataError(f"model {name!r}: its weights lack {missing[0]}{_more(missing)}; copy the checkpoint again")
@@ -164,6 +167,55 @@ def check_complete(name: str, model: Any, info: Mapping[str, Any]) -> None:
             f"model {name!r}: its config leaves out {left_out[0]}{_more(left_out)}, which its weights have; "
             "copy both from one model"
         )
+    _check_left_out(name, model, info["unexpected_keys"], {tensor.name: tensor.shape for tensor in tensors})
+
+
+def _check_left_out(name: str, model: Any, keys: Iterable[str], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise DataError for tensors without which the modules that a model has compute something else; note the others.
+
+    Checkpoints of a base model name their tensors without the prefix of a model with a head, or the reverse.
+    """
+    prefix = f"{model.base_model_prefix}."
+    modules, buffers = dict(model.named_modules()), {buffer for buffer, _ in model.named_buffers()}
+    acting, idle = [], set()
+    for key in sorted(keys):
+        forms = (key, prefix + key, key.removeprefix(prefix))
+        is_mask = _MASK.search(key) and len(shapes.get(key, (1,))) in (0, 4)
+        if is_mask or buffers.intersection(forms):  # the model computes these itself
+            continue
+        if any(_changes(form, modules) for form in forms):
+            acting.append(key)
+        else:
+            idle.add(_absent_module(key, modules))
+    if acting:
+        raise DataError(
+            f"model {name!r}: its config has no place for {acting[0]}{_more(acting)}, without which the model computes "
+            "something else; merge adapters into the weights, or copy config and weights from one model"
+        )
+    if idle:
+        note_once(f"model {name!r}: not loaded, because the model has no such module: {join_names(sorted(idle), 5)}")
+
+
+def _changes(key: str, modules: Mapping[str, Any]) -> bool:
+    """Return whether a tensor that was left out belongs to a module that a model has, or into one of its layers."""
+    parts = key.split(".")[:-1]
+    owner = _longest_module(parts, modules)
+    if not owner:
+        return False
+    has_weights = any(True for _ in modules[".".join(owner)].parameters(recurse=False))
+    return owner == parts or has_weights or any(map(str.isdigit, owner))
+
+
+def _longest_module(parts: list[str], modules: Mapping[str, Any]) -> list[str]:
+    """Return the parts of the longest name, from the beginning, that is the name of a module; [] if none is."""
+    lengths = range(len(parts), 0, -1)
+    return next((parts[:length] for length in lengths if ".".join(parts[:length]) in modules), [])
+
+
+def _absent_module(key: str, modules: Mapping[str, Any]) -> str:
+    """Return the name of the outermost module of a tensor that a model lacks; the tensor's own if it is in none."""
+    parts = key.split(".")
+    return ".".join(parts[: len(_longest_module(parts[:-1], modules)) + 1])
 
 
 def check_numbers(name: str, model: Any, tensors: Iterable[TensorHeader] = ()) -> None:
