@@ -501,6 +501,59 @@ def test_a_reference_of_one_seed_serves_every_candidate() -> None:
     assert seed_pairs(sides, cast(Any, panel), "fast-0") == [(1, 0), (2, 0)]
 
 
+@pytest.mark.parametrize("is_copied", [False, True])
+@pytest.mark.parametrize(("arm", "seeds"), [("dense", (1, 2)), ("fast", (2, 3))])
+def test_seeds_of_one_arm_with_the_same_weights_are_refused_before_anything_is_asked(
+    arm: str, seeds: tuple[int, int], is_copied: bool, trained: Path, tmp_path: Path
+) -> None:
+    body = spec(trained)
+    for name, given in body["checkpoints"].items():
+        given["seeds"] = {seed: str(moved(trained, tmp_path / f"{name}-{seed}", seed)) for seed in (1, 2, 3)}
+    own, other = (Path(body["checkpoints"][arm]["seeds"][seed]) for seed in seeds)
+    if is_copied:
+        shutil.copy(own / "model.safetensors", other / "model.safetensors")
+    else:
+        body["checkpoints"][arm]["seeds"][seeds[1]] = str(own)
+    code, output, folder = run(tmp_path, body)
+    assert code == 2
+    assert f"checkpoints.{arm}: seeds {seeds[0]}, {seeds[1]} have the same weights" in output
+    assert not folder.exists()
+
+
+def moved(model: Path, folder: Path, seed: int) -> Path:
+    """A copy of a model with its final norm moved by the seed."""
+    shutil.copytree(model, folder)
+    weights = load_file(folder / "model.safetensors")
+    weights["model.norm.weight"] += 0.001 * seed
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@PEFT_ASKS_BY_AN_OLD_NAME
+@pytest.mark.parametrize("kind", ["the folder of the reference", "an adapter that was never trained"])
+def test_a_candidate_with_the_weights_of_the_reference_passes_with_a_remark(kind: str, tmp_path: Path) -> None:
+    folder = EMBEDDED
+    if "adapter" in kind:
+        folder = tmp_path / "adapter"
+        saved_adapter(folder)
+        tensors = load_file(folder / "adapter_model.safetensors")
+        nothing = {name: tensor * ("lora_A" in name) for name, tensor in tensors.items()}
+        save_file(nothing, folder / "adapter_model.safetensors")
+    body = spec(folder)
+    body["evaluate"] |= {"policies": ["none"]}
+    code, output, made = run(tmp_path, body)
+    assert code == 0, output
+    assert "read first: EQUAL WEIGHTS" in output
+    report = (made / "report" / "report.md").read_text()
+    assert "EQUAL WEIGHTS: fast (seed 1) has exactly the weights of dense." in report
+
+
+def test_a_candidate_with_weights_of_its_own_has_no_such_remark(trained: Path, tmp_path: Path) -> None:
+    body = spec(trained)
+    body["evaluate"] |= {"policies": ["none"]}
+    assert "EQUAL WEIGHTS" not in run(tmp_path, body)[1]
+
+
 def test_a_run_that_has_finished_has_not_finished_anew_when_it_is_resumed(trained: Path, tmp_path: Path) -> None:
     folder = run(tmp_path, spec(trained))[2]
     story = json.loads((folder / "provenance.json").read_text())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from itertools import combinations
 from typing import NamedTuple
 
 from transformers.utils.logging import disable_progress_bar
@@ -19,10 +21,10 @@ from kvaudit.audit.runs.evaluate import (
     suite_as_asked,
 )
 from kvaudit.audit.runs.ranks import check_ranks
-from kvaudit.audit.sampling.checkpoints import check_comparable, load_model_or_adapter
+from kvaudit.audit.sampling.checkpoints import check_comparable, holds_same_weights, load_model_or_adapter
 from kvaudit.audit.sampling.conversations import play
 from kvaudit.audit.sampling.decoding import Decoding
-from kvaudit.audit.sampling.model import LoadedModel
+from kvaudit.audit.sampling.model import LoadedModel, locate
 from kvaudit.audit.sampling.sampler import Sampler
 from kvaudit.audit.training.adapters import check_adapter
 from kvaudit.audit.training.engine_rollouts import check_rollout_engine, try_rollout_engine
@@ -59,6 +61,7 @@ def prepare_run(spec: RunSpec, *, trains: bool = True, on_first_answer: OnFirstA
     for arm, checkpoints in spec.checkpoints.items():
         for seed in checkpoints.seeds:
             check_comparable(str(spec.external_source(arm, seed)), model)
+        check_seeds_differ(arm, {seed: str(spec.external_source(arm, seed)) for seed in checkpoints.seeds})
     batches: Batches = {}
     with collect_file_hashes() as rows:
         check_training(spec, model)
@@ -92,6 +95,23 @@ def _show_first_answers(model: LoadedModel, spec: RunSpec, item: Item, on_answer
         suite = suite_as_asked(spec, item.suite)
         (row,) = play(Sampler(model, policy), [(suite, item)], Decoding(FIRST_TOKENS, temperature=0.0), [0])
         on_answer(policy.canonical, item, row.transcript[len(item.messages)].content)
+
+
+def check_seeds_differ(arm: str, sources: Mapping[int, str]) -> None:
+    """Raise SpecError if two seeds of an arm have the same weights: one training run is no evidence about a recipe."""
+    folders = {seed: locate(source) for seed, source in sources.items()}
+    alike = {
+        seed
+        for pair in combinations(folders, 2)
+        if holds_same_weights(*map(folders.__getitem__, pair))
+        for seed in pair
+    }
+    if alike:
+        raise SpecError(
+            f"checkpoints.{arm}: seeds {', '.join(map(str, sorted(alike)))} have the same weights, wanted those of "
+            "another training run for each seed; name the folder of each run, or give the one run as a single seed "
+            "(a reference as seed 0 serves all seeds of the others)"
+        )
 
 
 def check_contexts(spec: RunSpec, model: LoadedModel) -> None:

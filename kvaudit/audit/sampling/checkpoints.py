@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import filecmp
 import hashlib
 import re
 import warnings
@@ -28,6 +29,7 @@ from kvaudit.audit.sampling.weights import (
     file_sha256,
     files_read,
     headers,
+    weight_files,
     weights_sha256,
 )
 from kvaudit.core.errors import DataError, RunError
@@ -137,6 +139,23 @@ def check_comparable(name_or_path: str, base: LoadedModel) -> None:
                 f"{base_config.get(name)}; compare checkpoints of one architecture"
             )
     _check_prompts(name_or_path, base)
+
+
+def holds_same_weights(one: Path, other: Path) -> bool:
+    """Return whether two folders hold the same weights, or the same adapter; different ones are not read to the end."""
+    if one.samefile(other):
+        return True
+    files, others = _identifying_files(one), _identifying_files(other)
+    if [path.name for path in files] != [path.name for path in others]:
+        return False
+    return all(filecmp.cmp(*pair, shallow=False) for pair in zip(files, others, strict=True))
+
+
+def _identifying_files(folder: Path) -> list[Path]:
+    """Return the files that the sha256 of a checkpoint covers, without the base of an adapter."""
+    if not is_adapter(folder):
+        return weight_files(folder)
+    return [path for path in (folder / ADAPTER_CONFIG, folder / ADAPTER_WEIGHTS) if path.is_file()]
 
 
 def is_adapter(folder: Path) -> bool:

@@ -234,6 +234,20 @@ def check_numbers(name: str, model: Any, tensors: Iterable[TensorHeader] = ()) -
             raise DataError(f"model {name!r}: {key} holds NaN or infinity; copy the checkpoint again")
 
 
+def tensors_sha256(model: Any) -> str:
+    """Return the sha256 of a loaded model's tensors and their names.
+
+    It is the same for equal weights, however they were stored: in other shards, or as an adapter that changes nothing.
+    """
+    import torch
+
+    digest = hashlib.sha256()
+    for key, tensor in sorted(model.state_dict().items()):
+        digest.update(f"{key} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
 def _kind(key: str) -> str:
     """Return a tensor's name with ``*`` in place of the number of its layer."""
     return re.sub(r"\.\d+\.", ".*.", key)
