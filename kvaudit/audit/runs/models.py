@@ -22,6 +22,7 @@ from kvaudit.core.files import read_json, write_json
 from kvaudit.core.provenance import (
     CHECKPOINT_FILES,
     CHECKPOINTS,
+    INPUTS,
     LOADED,
     MODEL,
     RECIPE,
@@ -74,7 +75,10 @@ class Models:
         """Return the model before training; raise RunError if the run was started with other weights."""
         if self._base is None:
             is_trained = all(map(self.is_trained, trained_pairs(self._spec)))
-            model, batches, rows = self._prepared or prepare_run(self._spec, trains=not is_trained)
+            began_with = table_of(table_of(self._run.provenance(), INPUTS), ROWS)
+            model, batches, rows = self._prepared or prepare_run(
+                self._spec, trains=not is_trained, began_with=began_with
+            )
             self.batches.update(batches)
             sha256 = self._run.provenance().get("base_sha256")
             if sha256 not in (None, model.sha256):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from itertools import combinations
 from typing import NamedTuple
 
@@ -33,7 +34,7 @@ from kvaudit.audit.training.rewards.base import parse_reward
 from kvaudit.audit.training.sft import check_reward_on_gold, gold_rollout
 from kvaudit.core.errors import SpecError
 from kvaudit.core.policy_names import DENSE_POLICY
-from kvaudit.core.provenance import Digests
+from kvaudit.core.provenance import ROWS, Digests, check_inputs
 from kvaudit.core.records import Item
 from kvaudit.core.spec import RunSpec
 from kvaudit.core.spec_train import TrainSpec
@@ -49,11 +50,18 @@ class Prepared(NamedTuple):
     rows: Digests
 
 
-def prepare_run(spec: RunSpec, *, trains: bool = True, on_first_answer: OnFirstAnswer | None = None) -> Prepared:
+def prepare_run(
+    spec: RunSpec,
+    *,
+    trains: bool = True,
+    on_first_answer: OnFirstAnswer | None = None,
+    began_with: Digests | None = None,
+) -> Prepared:
     """Load the base model and make the items; raise an error for anything that is wrong with the spec.
 
     ``trains`` is False if nothing is left to train, so that only the memory for an evaluation is required.
-    ``on_first_answer`` is called with the beginning of an answer under every serving configuration.
+    ``on_first_answer`` is called with the beginning of an answer under every serving configuration. ``began_with`` has
+    the sha256 of the files of public rows from which a run that is resumed made its first items.
     """
     disable_progress_bar()
     model = load_model_or_adapter(spec.model_path, dtype=spec.dtype, device=spec.device, chat=spec.chat)
@@ -63,7 +71,7 @@ def prepare_run(spec: RunSpec, *, trains: bool = True, on_first_answer: OnFirstA
             check_comparable(str(spec.external_source(arm, seed)), model)
         check_seeds_differ(arm, {seed: str(spec.external_source(arm, seed)) for seed in checkpoints.seeds})
     batches: Batches = {}
-    with collect_file_hashes() as rows:
+    with collect_file_hashes() as rows, _explain_changed_rows(began_with or {}, rows):
         check_training(spec, model)
         if spec.train is not None and trains:
             check_ranks(spec.train.ranks, model.device)
@@ -80,6 +88,21 @@ def prepare_run(spec: RunSpec, *, trains: bool = True, on_first_answer: OnFirstA
             _show_first_answers(model, spec, item, on_first_answer)
         try_out_engines(_conditions(spec), model, spec, item, on_first_answer)
     return Prepared(model, batches, rows)
+
+
+@contextmanager
+def _explain_changed_rows(began_with: Digests, rows: Digests) -> Iterator[None]:
+    """Raise, in place of an error about items, a RunError that names the files of rows that have changed, if any."""
+    try:
+        yield
+    except SpecError:  # such as too few rows, of which the spec is innocent if there were enough before
+        known = rows.keys() & began_with.keys()
+        check_inputs(
+            f"{ROWS} under KVAUDIT_DATA",
+            {name: began_with[name] for name in known},
+            {name: rows[name] for name in known},
+        )
+        raise
 
 
 def _conditions(spec: RunSpec) -> list[Condition]:
