@@ -17,6 +17,7 @@ from conftest import CHATML, byte_tokenizer
 from safetensors.torch import load_file, save_file
 from test_cli import refused, refused_model
 
+from kvaudit.audit.engines.exports.llama_cpp import export_gguf
 from kvaudit.audit.sampling import model, rendering
 from kvaudit.audit.sampling.chat import Chat
 from kvaudit.audit.sampling.model import load_model, verify_folder
@@ -274,6 +275,22 @@ def test_a_gguf_file_that_lacks_a_tensor_is_refused(folder: Path, monkeypatch: p
     monkeypatch.setattr(model.AutoTokenizer, "from_pretrained", lambda *_, **__: byte_tokenizer())
     with pytest.raises(DataError, match=f"its weights lack {NORM}"):
         load_model(str(folder / "model.gguf"))
+
+
+@pytest.mark.parametrize(("kind", "is_dropped"), [("Llama", True), ("Qwen2", False)])
+def test_a_gguf_file_with_biases_that_transformers_drops_is_refused(
+    kind: str, is_dropped: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("gguf", reason="gguf is not installed")
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = getattr(transformers, f"{kind}Config")(vocab_size=259, num_key_value_heads=2, attention_bias=True, **sizes)
+    export_gguf(transformers.AutoModelForCausalLM.from_config(config), tmp_path)
+    monkeypatch.setattr(model, "_gguf_tokenizer", lambda _: byte_tokenizer())
+    if is_dropped:
+        with pytest.raises(DataError, match=r"has 8 biases, such as blk\.0\.attn_q\.bias, transformers loads 0"):
+            load_model(str(tmp_path / "model.gguf"))
+    else:
+        assert load_model(str(tmp_path / "model.gguf")).model.model.layers[0].self_attn.q_proj.bias is not None
 
 
 def test_a_tied_head_is_not_missing(folder: Path) -> None:

@@ -263,6 +263,7 @@ MOST_PAIRS = MOST_TENSORS = 1 << 16
 MOST_DIMENSIONS = 8
 _WIDTHS = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}  # bytes by type of value
 _STRING, _ARRAY = 8, 9
+_BIAS = re.compile(r"(^|\.)(attn_(q|k|v|qkv|output|norm)|ffn_(up|down|gate|norm)|output|output_norm)\.bias$")
 
 
 class _Cursor:
@@ -286,6 +287,11 @@ class _Cursor:
     def skip_text(self) -> None:
         self.skip(self.number("<Q"))
 
+    def text(self) -> str:
+        """Read the next text; an invalid character becomes one that no name has."""
+        start = self.skip(length := self.number("<Q"))
+        return self._data[start : start + length].decode(errors="replace")
+
     def skip_values(self, kind: int, count: int) -> None:
         """Step over ``count`` values of the type that GGUF numbers ``kind``; raise ValueError for an unknown type."""
         if kind == _STRING:
@@ -300,20 +306,23 @@ class _Cursor:
             raise ValueError(f"it holds values of type {kind}")
 
 
-def check_gguf(path: Path) -> None:
-    """Raise DataError if a GGUF file's header does not fit the file, before a library trusts its counts.
+def check_gguf(path: Path) -> list[str]:
+    """Return the names of a GGUF file's tensors.
+
+    Raises DataError if its header does not fit the file, before a library trusts its counts.
 
     The layout: magic, version, number of tensors, number of key-value pairs; the pairs; name, shape, type and
     offset of each tensor (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md).
     """
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            _walk_header(_Cursor(data), data[:4])
+            return _walk_header(_Cursor(data), data[:4])
     except (OSError, ValueError) as error:
         raise DataError(f"model file {str(path)!r} is no usable GGUF file: {error}; copy it again") from None
 
 
-def _walk_header(cursor: _Cursor, magic: bytes) -> None:
+def _walk_header(cursor: _Cursor, magic: bytes) -> list[str]:
+    """Return the names of the tensors; raise ValueError for a header of another form."""
     cursor.skip(4)
     if magic != b"GGUF":
         raise ValueError(f"it begins with {magic!r}")
@@ -329,8 +338,24 @@ def _walk_header(cursor: _Cursor, magic: bytes) -> None:
         if kind == _ARRAY:
             kind, count = cursor.number("<I"), cursor.number("<Q")  # of the elements
         cursor.skip_values(kind, count)
+    names = list[str]()
     for _ in range(tensors):
-        cursor.skip_text()
+        names.append(cursor.text())
         if (dimensions := cursor.number("<I")) > MOST_DIMENSIONS:
             raise ValueError(f"it holds a tensor of {dimensions} dimensions")
         cursor.skip(8 * dimensions + 4 + 8)  # sizes, type and offset
+    return names
+
+
+def check_gguf_biases(name: str, tensors: Iterable[str], model: Any) -> None:
+    """Raise DataError if a GGUF file has more biases than the model that transformers made of it, which drops them.
+
+    ``tensors`` are the names in the file. Biases of experts are left out, since a model holds several as one.
+    """
+    stored = [tensor for tensor in tensors if _BIAS.search(tensor)]
+    held = sum(key.endswith(".bias") for key in model.state_dict())
+    if len(stored) > held:
+        raise DataError(
+            f"model {name!r} has {len(stored)} biases, such as {stored[0]}, transformers loads {held}; give the model "
+            "as a folder in Hugging Face format"
+        )
