@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import struct
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from kvaudit.audit.sampling.weights import check_gguf
+from kvaudit.audit.sampling.weights import check_gguf, check_gguf_biases
 from kvaudit.core.errors import DataError
 
 
@@ -30,7 +31,15 @@ def header(*, magic: bytes = b"GGUF", version: int = 3, tensors: int = 1, pairs:
 
 def test_a_whole_header_passes(tmp_path: Path) -> None:
     (tmp_path / "m.gguf").write_bytes(header())
-    check_gguf(tmp_path / "m.gguf")
+    assert check_gguf(tmp_path / "m.gguf") == ["output.weight"]
+
+
+def test_biases_that_transformers_drops_are_refused() -> None:
+    model = SimpleNamespace(state_dict=lambda: {"model.layers.0.self_attn.q_proj.bias": None})
+    names = ["blk.0.attn_q.bias", "blk.0.attn_q.weight", "blk.0.exp_probs_b.bias", "blk.0.ffn_up_exps.bias"]
+    check_gguf_biases("m.gguf", names, model)
+    with pytest.raises(DataError, match=r"has 2 biases, such as blk\.0\.attn_q\.bias, transformers loads 1; give the"):
+        check_gguf_biases("m.gguf", [*names, "blk.0.attn_v.bias"], model)
 
 
 def test_every_shorter_file_is_refused(tmp_path: Path) -> None:

@@ -111,6 +111,17 @@ def test_public_rows_that_changed_are_refused_by_name(started: Path, elsewhere: 
     assert {path: path.read_bytes() for path in (started / "run" / "records").iterdir()} == before
 
 
+def test_rows_that_vanished_are_named_in_place_of_a_number_of_items_to_request(started: Path, elsewhere: Path) -> None:
+    path = elsewhere / "gsm8k" / "test.jsonl"
+    path.write_text(path.read_text().splitlines(keepends=True)[0])
+    message = refused(*goes_on(started))
+    assert "the run was started with other rows under KVAUDIT_DATA: gsm8k/test.jsonl had sha256 " in message
+    assert "put back what it was started with" in message
+    assert "request fewer" not in message
+    shutil.rmtree(started / "run")  # of a new run the rows are simply too few
+    assert "2 items requested, but its rows make 1 for eval; request fewer" in refused(*goes_on(started))
+
+
 def test_a_book_that_was_added_is_refused(started: Path, elsewhere: Path) -> None:
     (elsewhere / "long_text" / "new.txt").write_text("One more sentence. And one more.")
     assert "long_text/new.txt had sha256 none (it was not read), now " in refused(*goes_on(started))

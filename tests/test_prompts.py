@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +127,26 @@ def test_the_hash_is_of_the_texts_in_whatever_order_they_are_asked() -> None:
 )
 def test_what_a_template_may_write_anew_is_known_by_its_names(template: str, names: list[str]) -> None:
     assert unstable_names(template) == names
+
+
+@pytest.mark.parametrize("name", ["joiner() | string", "cycler('a').next", "messages | map('upper')"])
+def test_a_template_that_writes_the_address_of_an_object_is_known_by_what_it_writes(name: str) -> None:
+    assert Chat(byte_tokenizer("{{ " + name + " }}" + CHATML)).unstable_names == ["an object's address"]
+    assert Chat(byte_tokenizer()).unstable_names == []
+
+
+def test_a_second_ctrl_c_as_the_process_exits_prints_nothing() -> None:
+    program = """
+from kvaudit.audit.sampling.rendering import renderer
+
+class Interrupted:
+    def kill(self): pass
+    def communicate(self): raise KeyboardInterrupt
+
+renderer._process = Interrupted()
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
 
 
 def test_a_unit_that_went_on_another_day_stands_for_both() -> None:

@@ -1,11 +1,15 @@
 """Training seeds: how far they lie apart, what a recipe may claim, and the worst of them."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from reports_synthetic import Design, policy, tables_of, with_values
 from test_reports_drift import data_of, scored, spec_of
 
 from kvaudit.core.spec import RunSpec
+from kvaudit.reports.page.answers import answers
+from kvaudit.reports.page.remarks import remarks
 from kvaudit.reports.page.tables import gate_table
 from kvaudit.reports.run import decide_run
 from kvaudit.reports.stats.clustered import cr3, totals
@@ -76,6 +80,50 @@ def test_what_items_do_to_a_seed_is_counted_once_in_a_recipe():
     found = recipe_effect(z, np.arange(144) // 2)
     assert found.deff == 1
     assert found.df == pytest.approx(item**2 / (item**2 / 71 + seed**2 / 2 + noise**2 / 142))
+
+
+# --- seeds that are one training run --------------------------------------------------------------------------------
+
+
+def decided_with_weights(**weights):
+    """A run of three seeds in which naive loses nothing, with these weights of an arm's seeds."""
+    design = Design(
+        arms=("dense", "naive"), seeds=(1, 2, 3), policies=("none",), suites=("refusal",), clusters=72, items=144
+    )
+    rows = [
+        replace(row, checkpoint=weights.get(row.arm, {}).get(row.train_seed, row.checkpoint))
+        for row in scored(design, lambda _arm, _seed, _p, _i: True)
+    ]
+    return decide_run(data_of(rows, spec_of(design)))
+
+
+def answer_about_training(found):
+    return next(answer.line for answer in answers(found) if answer.question == "training")
+
+
+def test_three_training_runs_support_a_claim_about_the_recipe():
+    found = decided_with_weights()
+    assert found.verdict.recipe is Status.PASS
+    assert not [line for line in remarks(found) if line.startswith("EQUAL")]
+    assert "no claim about the recipe" not in answer_about_training(found)
+
+
+@pytest.mark.parametrize("weights", [{1: "a" * 64, 2: "a" * 64}, dict.fromkeys((1, 2, 3), "a" * 64)])
+@pytest.mark.parametrize("arm", ["naive", "dense"])
+def test_seeds_of_equal_weights_are_one_training_run_and_support_none(arm, weights):
+    found = decided_with_weights(**{arm: weights})
+    assert found.verdict.status is not Status.INVALID
+    assert found.verdict.recipe is None
+    [line] = [line for line in remarks(found) if line.startswith("EQUAL SEEDS: ")]
+    assert f"seeds {', '.join(map(str, weights))} of {arm} have the same weights" in line
+    assert answer_about_training(found).startswith("For 3 seeds, no claim about the recipe")
+
+
+def test_a_seed_with_the_weights_of_the_reference_is_named():
+    [line] = [
+        line for line in remarks(decided_with_weights(naive={2: "a" * 64}, dense={1: "a" * 64})) if "EQUAL" in line
+    ]
+    assert line.startswith("EQUAL WEIGHTS: naive (seed 2) has exactly the weights of dense.")
 
 
 # --- the worst of them ---------------------------------------------------------------------------------------------

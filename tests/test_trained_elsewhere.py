@@ -296,6 +296,101 @@ def test_an_adapter_whose_weights_have_no_place_is_refused_and_not_merged_as_not
         load_comparable(str(tmp_path / "adapter"), load_model(), dtype="float32", device="cpu")
 
 
+ATTENTION_LAYERS = {"target_modules": ["q_proj", "v_proj"]}
+
+
+def saved_adapter(folder: Path, **settings: Any) -> Any:
+    """An adapter of the embedded model, all of whose trained weights were moved, saved; returns it over its model."""
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    torch.manual_seed(0)
+    over = load_model().model
+    over.config._name_or_path = "embedded"
+    lora = peft.LoraConfig(r=2, init_lora_weights=False, task_type="CAUSAL_LM", **ATTENTION_LAYERS | settings)
+    adapted = peft.get_peft_model(over, lora)
+    with torch.no_grad():
+        for parameter in filter(lambda each: each.requires_grad, adapted.parameters()):
+            parameter.add_(0.01 * torch.randn_like(parameter))
+    adapted.save_pretrained(folder)
+    return adapted
+
+
+def changed_adapter(folder: Path, **changes: Any) -> Path:
+    config = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps(config | changes))
+    return folder
+
+
+@PEFT_ASKS_BY_AN_OLD_NAME
+@pytest.mark.parametrize(
+    ("changes", "lost"),
+    [
+        ({"target_modules": ["q_proj"]}, "8 of the 16"),
+        ({"target_modules": ["q_proj", "value_proj"]}, "8 of the 16"),
+        ({"layers_to_transform": [0]}, "12 of the 16"),
+        ({"exclude_modules": ["v_proj"]}, "8 of the 16"),
+    ],
+)
+def test_an_adapter_whose_config_has_no_place_for_its_tensors_is_refused(
+    changes: dict[str, Any], lost: str, tmp_path: Path
+) -> None:
+    saved_adapter(tmp_path / "adapter")
+    changed_adapter(tmp_path / "adapter", **changes)
+    with pytest.raises(DataError, match=rf"{lost} tensors .* no place of their own.*lora_A\.weight.* more") as caught:
+        load_comparable(str(tmp_path / "adapter"), load_model(), dtype="float32", device="cpu")
+    assert "\n" not in str(caught.value)
+
+
+@PEFT_ASKS_BY_AN_OLD_NAME
+def test_a_run_over_an_adapter_that_fits_in_part_ends_with_exit_code_2(tmp_path: Path) -> None:
+    saved_adapter(tmp_path / "adapter")
+    code, output, _ = run(tmp_path, spec(changed_adapter(tmp_path / "adapter", target_modules=["q_proj"])))
+    assert code == 2
+    assert "correct adapter_config.json (target_modules, layers_to_transform, use_dora), or merge the adapter" in output
+
+
+@PEFT_ASKS_BY_AN_OLD_NAME
+def test_a_magnitude_of_dora_in_an_adapter_without_dora_is_refused(tmp_path: Path) -> None:
+    saved_adapter(tmp_path / "adapter", use_dora=True)
+    changed_adapter(tmp_path / "adapter", use_dora=False)
+    with pytest.raises(DataError, match=r"8 of the 24 tensors .*lora_magnitude_vector"):
+        load_comparable(str(tmp_path / "adapter"), load_model(), dtype="float32", device="cpu")
+
+
+@PEFT_ASKS_BY_AN_OLD_NAME
+def test_an_adapter_that_holds_a_tensor_under_two_names_is_refused(tmp_path: Path) -> None:
+    saved_adapter(tmp_path / "adapter")
+    path = tmp_path / "adapter" / "adapter_model.safetensors"
+    tensors = load_file(path)
+    name = next(name for name in tensors if name.endswith("lora_B.weight"))
+    save_file(tensors | {name.replace("lora_B", "lora_B.default"): tensors[name] + 1}, path)
+    with pytest.raises(DataError, match=r"2 of the 17 tensors .*lora_B\.default\.weight"):
+        load_comparable(str(tmp_path / "adapter"), load_model(), dtype="float32", device="cpu")
+
+
+@PEFT_ASKS_BY_AN_OLD_NAME
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"target_modules": "all-linear"},
+        {"modules_to_save": ["lm_head"]},
+        {"modules_to_save": ["embed_tokens", "input_layernorm"]},
+        {"rank_pattern": {"v_proj": 4}, "alpha_pattern": {"v_proj": 3}},
+        {"use_dora": True},
+        {"bias": "all"},
+        {"bias": "lora_only"},
+        {"target_modules": ["q_proj", "embed_tokens"]},
+        {"trainable_token_indices": [1, 2]},
+        {"layers_to_transform": [0, 2]},
+    ],
+    ids=str,
+)
+@pytest.mark.filterwarnings("ignore::UserWarning")  # peft's, about embeddings that are tied
+def test_an_adapter_of_any_make_is_merged_whole(settings: dict[str, Any], tmp_path: Path) -> None:
+    adapted = saved_adapter(tmp_path / "adapter", **settings)
+    found = load_comparable(str(tmp_path / "adapter"), load_model(), dtype="float32", device="cpu").model.state_dict()
+    assert all(torch.equal(tensor, found[name]) for name, tensor in adapted.merge_and_unload().state_dict().items())
+
+
 def test_an_adapter_with_pickled_weights_is_refused(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA"}')
     (tmp_path / "adapter_model.bin").write_bytes(b"\x80")
@@ -404,6 +499,59 @@ def test_a_reference_of_one_seed_serves_every_candidate() -> None:
     assert sides.seeds == (1, 2)
     panel = SimpleNamespace(scores={CellKey("dense", 0, "none"): None})
     assert seed_pairs(sides, cast(Any, panel), "fast-0") == [(1, 0), (2, 0)]
+
+
+@pytest.mark.parametrize("is_copied", [False, True])
+@pytest.mark.parametrize(("arm", "seeds"), [("dense", (1, 2)), ("fast", (2, 3))])
+def test_seeds_of_one_arm_with_the_same_weights_are_refused_before_anything_is_asked(
+    arm: str, seeds: tuple[int, int], is_copied: bool, trained: Path, tmp_path: Path
+) -> None:
+    body = spec(trained)
+    for name, given in body["checkpoints"].items():
+        given["seeds"] = {seed: str(moved(trained, tmp_path / f"{name}-{seed}", seed)) for seed in (1, 2, 3)}
+    own, other = (Path(body["checkpoints"][arm]["seeds"][seed]) for seed in seeds)
+    if is_copied:
+        shutil.copy(own / "model.safetensors", other / "model.safetensors")
+    else:
+        body["checkpoints"][arm]["seeds"][seeds[1]] = str(own)
+    code, output, folder = run(tmp_path, body)
+    assert code == 2
+    assert f"checkpoints.{arm}: seeds {seeds[0]}, {seeds[1]} have the same weights" in output
+    assert not folder.exists()
+
+
+def moved(model: Path, folder: Path, seed: int) -> Path:
+    """A copy of a model with its final norm moved by the seed."""
+    shutil.copytree(model, folder)
+    weights = load_file(folder / "model.safetensors")
+    weights["model.norm.weight"] += 0.001 * seed
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@PEFT_ASKS_BY_AN_OLD_NAME
+@pytest.mark.parametrize("kind", ["the folder of the reference", "an adapter that was never trained"])
+def test_a_candidate_with_the_weights_of_the_reference_passes_with_a_remark(kind: str, tmp_path: Path) -> None:
+    folder = EMBEDDED
+    if "adapter" in kind:
+        folder = tmp_path / "adapter"
+        saved_adapter(folder)
+        tensors = load_file(folder / "adapter_model.safetensors")
+        nothing = {name: tensor * ("lora_A" in name) for name, tensor in tensors.items()}
+        save_file(nothing, folder / "adapter_model.safetensors")
+    body = spec(folder)
+    body["evaluate"] |= {"policies": ["none"]}
+    code, output, made = run(tmp_path, body)
+    assert code == 0, output
+    assert "read first: EQUAL WEIGHTS" in output
+    report = (made / "report" / "report.md").read_text()
+    assert "EQUAL WEIGHTS: fast (seed 1) has exactly the weights of dense." in report
+
+
+def test_a_candidate_with_weights_of_its_own_has_no_such_remark(trained: Path, tmp_path: Path) -> None:
+    body = spec(trained)
+    body["evaluate"] |= {"policies": ["none"]}
+    assert "EQUAL WEIGHTS" not in run(tmp_path, body)[1]
 
 
 def test_a_run_that_has_finished_has_not_finished_anew_when_it_is_resumed(trained: Path, tmp_path: Path) -> None:

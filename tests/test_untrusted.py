@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from conftest import CHATML, byte_tokenizer
 from safetensors.torch import load_file, save_file
 from test_cli import refused, refused_model
 
+from kvaudit.audit.engines.exports.llama_cpp import export_gguf
 from kvaudit.audit.sampling import model, rendering
 from kvaudit.audit.sampling.chat import Chat
 from kvaudit.audit.sampling.model import load_model, verify_folder
@@ -200,6 +202,63 @@ def test_a_config_of_more_or_fewer_layers_is_refused(layers: int, said: str, fol
         load_model(str(folder))
 
 
+VALUES = "model.layers.1.self_attn.v_proj"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        f"{VALUES}.bias",  # of a config without attention_bias
+        f"{VALUES}.lora_A.default.weight",
+        f"{VALUES.removeprefix('model.')}.lora_B.default.weight",  # of a checkpoint saved without its head
+        f"{VALUES}.weight_scale",
+        "model.layers.1.self_attn.k_norm.weight",  # of another architecture
+        "model.norm.bias",
+        "lm_head.bias",
+    ],
+)
+def test_a_tensor_that_would_change_a_module_of_the_model_is_refused(name: str, folder: Path) -> None:
+    said = refused_model(with_tensors(folder, **{name: torch.ones(16)}))
+    assert f"its config has no place for {name}, without which the model computes something else" in said
+
+
+def test_modules_that_a_model_lacks_are_left_out_and_noted(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names = ("model.visual.blocks.0.attn.qkv.bias", "mtp.layers.0.self_attn.q_proj.weight", "score.weight")
+    load_model(str(with_tensors(folder, **{name: torch.ones(2) for name in names})))
+    noted = "not loaded, because the model has no such module: model.visual, mtp, score\n"
+    assert capsys.readouterr().err.endswith(noted)
+
+
+OLD_BUFFERS = {
+    "attention.bias": torch.ones(1, 1, 8, 8),
+    "attention.masked_bias": torch.tensor(-1e9),
+    "attention.rotary_emb.inv_freq": torch.ones(4),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes", "layer", "extra"),
+    [
+        ("Qwen2", {}, "model.layers.0.", {"self_attn.rotary_emb.inv_freq": torch.ones(4)}),
+        ("Gemma2", {"head_dim": 8}, "model.layers.0.", {}),
+        ("Gemma3Text", {"head_dim": 8}, "model.layers.0.", {}),
+        ("GPTNeoX", {}, "gpt_neox.layers.0.", OLD_BUFFERS),
+        ("GPT2", {}, "h.0.", {"attn.bias": torch.ones(1, 1, 8, 8), "attn.masked_bias": torch.tensor(-1e9)}),
+        ("Mixtral", {"num_local_experts": 2}, "model.layers.0.", {}),
+    ],
+)
+def test_saved_models_of_other_families_load_with_the_buffers_of_old_versions(
+    kind: str, sizes: dict[str, int], layer: str, extra: dict[str, Any], folder: Path
+) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, **sizes}
+    config = getattr(transformers, f"{kind}Config")(vocab_size=259, num_key_value_heads=2, pad_token_id=0, **sizes)
+    made = transformers.AutoModelForCausalLM.from_config(config)
+    made.save_pretrained(folder)
+    with_tensors(folder, **{layer + name: tensor for name, tensor in extra.items()})
+    found = model._load_folder(folder, "float32")[0].state_dict()
+    assert all(torch.equal(tensor, found[name]) for name, tensor in made.state_dict().items())
+
+
 def test_a_gguf_file_that_lacks_a_tensor_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What transformers reports of such a file; reading one takes a package that the tests do without."""
     (folder / "model.gguf").write_bytes(b"GGUF")
@@ -216,6 +275,22 @@ def test_a_gguf_file_that_lacks_a_tensor_is_refused(folder: Path, monkeypatch: p
     monkeypatch.setattr(model.AutoTokenizer, "from_pretrained", lambda *_, **__: byte_tokenizer())
     with pytest.raises(DataError, match=f"its weights lack {NORM}"):
         load_model(str(folder / "model.gguf"))
+
+
+@pytest.mark.parametrize(("kind", "is_dropped"), [("Llama", True), ("Qwen2", False)])
+def test_a_gguf_file_with_biases_that_transformers_drops_is_refused(
+    kind: str, is_dropped: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("gguf", reason="gguf is not installed")
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = getattr(transformers, f"{kind}Config")(vocab_size=259, num_key_value_heads=2, attention_bias=True, **sizes)
+    export_gguf(transformers.AutoModelForCausalLM.from_config(config), tmp_path)
+    monkeypatch.setattr(model, "_gguf_tokenizer", lambda _: byte_tokenizer())
+    if is_dropped:
+        with pytest.raises(DataError, match=r"has 8 biases, such as blk\.0\.attn_q\.bias, transformers loads 0"):
+            load_model(str(tmp_path / "model.gguf"))
+    else:
+        assert load_model(str(tmp_path / "model.gguf")).model.model.layers[0].self_attn.q_proj.bias is not None
 
 
 def test_a_tied_head_is_not_missing(folder: Path) -> None:

@@ -27,6 +27,7 @@ RECIPE, RECIPE_FORMAT, RECIPE_VERSION = "recipe.json", "kvaudit.recipe", 1
 # keys of provenance.json
 CHECKPOINTS = "checkpoints"  # "arm/seed" -> sha256 of the weights
 CHECKPOINT_FILES = "checkpoint_files"  # "arm/seed" trained elsewhere -> name of a file besides weights -> sha256
+LOADED = "loaded_weights"  # "arm/seed" trained elsewhere, or base/0 -> sha256 of the tensors as loaded or merged
 JUDGED = "judged"  # of a run whose answers were graded again: the original run
 SERVED_BY = "engines"  # an engine's condition -> what the engine reported when it first answered under it
 ENDPOINT = "endpoint"  # of a probe: its address, and the model's name there
@@ -72,7 +73,7 @@ _TEXTS = (
 )
 _TABLES = (
     *("versions", "host", "policies", "suite_kinds", "suite_versions", "checkpoints", "reference_sha256"),
-    *(REWARD_JUDGES, ENDPOINT_REQUESTS, ENDPOINT, STOPPED, DEFAULT_MARGINS, PROMPTS),
+    *(REWARD_JUDGES, ENDPOINT_REQUESTS, ENDPOINT, STOPPED, DEFAULT_MARGINS, PROMPTS, LOADED),
 )
 _FINISHED = {"files": "", "ledgers": "ledgers"}  # key of a checkpoint's provenance -> folder of the files it lists
 

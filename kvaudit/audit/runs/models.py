@@ -15,10 +15,22 @@ from kvaudit.audit.runs.recipe import copy_provenance, joined_recipe, refusal_se
 from kvaudit.audit.sampling.checkpoints import load_comparable, load_model_or_adapter
 from kvaudit.audit.sampling.model import LoadedModel, load_model, locate
 from kvaudit.audit.sampling.packing import has_packable_weights
+from kvaudit.audit.sampling.weights import tensors_sha256
 from kvaudit.audit.training.adapters import load_trained_adapter
 from kvaudit.core.errors import DataError, RunError
 from kvaudit.core.files import read_json, write_json
-from kvaudit.core.provenance import CHECKPOINT_FILES, CHECKPOINTS, MODEL, RECIPE, ROWS, VERSIONS_USED, check_inputs
+from kvaudit.core.provenance import (
+    CHECKPOINT_FILES,
+    CHECKPOINTS,
+    INPUTS,
+    LOADED,
+    MODEL,
+    RECIPE,
+    ROWS,
+    VERSIONS_USED,
+    check_inputs,
+    table_of,
+)
 from kvaudit.core.spec import RunSpec
 from kvaudit.core.spec_train import BASE_ARM
 from kvaudit.core.text import inline
@@ -63,7 +75,10 @@ class Models:
         """Return the model before training; raise RunError if the run was started with other weights."""
         if self._base is None:
             is_trained = all(map(self.is_trained, trained_pairs(self._spec)))
-            model, batches, rows = self._prepared or prepare_run(self._spec, trains=not is_trained)
+            began_with = table_of(table_of(self._run.provenance(), INPUTS), ROWS)
+            model, batches, rows = self._prepared or prepare_run(
+                self._spec, trains=not is_trained, began_with=began_with
+            )
             self.batches.update(batches)
             sha256 = self._run.provenance().get("base_sha256")
             if sha256 not in (None, model.sha256):
@@ -142,6 +157,8 @@ class Models:
             )
         # a config decides as much as weights do: rope, scaling, the tokens that end an answer
         check_inputs(f"files of {key}", self._run.keep(CHECKPOINT_FILES, key, model.files), model.files)
+        self._keep_loaded(key, model)
+        self._keep_loaded(f"{BASE_ARM}/0", self.base())
         # copy it before its first answer is sealed: a run that has all answers no longer needs the folder
         copy_provenance(locate(name), self._run.checkpoint(*pair))
         if spec.train is None and not (self._run.path / RECIPE).exists():
@@ -150,6 +167,11 @@ class Models:
             if joined is not None:
                 write_json(self._run.path / RECIPE, joined)
         return model
+
+    def _keep_loaded(self, key: str, model: LoadedModel) -> None:
+        """Store what the loaded weights hash to, by which a report sees that two checkpoints are one model."""
+        if key not in table_of(self._run.provenance(), LOADED):  # hashing takes seconds for a large model
+            self._run.keep(LOADED, key, tensors_sha256(model.model))
 
     def sha256_of(self, pair: Pair) -> str:
         """Return the sha256 of the weights with which an arm and seed are evaluated, without loading them."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from itertools import combinations
 from typing import NamedTuple
 
 from transformers.utils.logging import disable_progress_bar
@@ -19,10 +22,10 @@ from kvaudit.audit.runs.evaluate import (
     suite_as_asked,
 )
 from kvaudit.audit.runs.ranks import check_ranks
-from kvaudit.audit.sampling.checkpoints import check_comparable, load_model_or_adapter
+from kvaudit.audit.sampling.checkpoints import check_comparable, holds_same_weights, load_model_or_adapter
 from kvaudit.audit.sampling.conversations import play
 from kvaudit.audit.sampling.decoding import Decoding
-from kvaudit.audit.sampling.model import LoadedModel
+from kvaudit.audit.sampling.model import LoadedModel, locate
 from kvaudit.audit.sampling.sampler import Sampler
 from kvaudit.audit.training.adapters import check_adapter
 from kvaudit.audit.training.engine_rollouts import check_rollout_engine, try_rollout_engine
@@ -31,7 +34,7 @@ from kvaudit.audit.training.rewards.base import parse_reward
 from kvaudit.audit.training.sft import check_reward_on_gold, gold_rollout
 from kvaudit.core.errors import SpecError
 from kvaudit.core.policy_names import DENSE_POLICY
-from kvaudit.core.provenance import Digests
+from kvaudit.core.provenance import ROWS, Digests, check_inputs
 from kvaudit.core.records import Item
 from kvaudit.core.spec import RunSpec
 from kvaudit.core.spec_train import TrainSpec
@@ -47,11 +50,18 @@ class Prepared(NamedTuple):
     rows: Digests
 
 
-def prepare_run(spec: RunSpec, *, trains: bool = True, on_first_answer: OnFirstAnswer | None = None) -> Prepared:
+def prepare_run(
+    spec: RunSpec,
+    *,
+    trains: bool = True,
+    on_first_answer: OnFirstAnswer | None = None,
+    began_with: Digests | None = None,
+) -> Prepared:
     """Load the base model and make the items; raise an error for anything that is wrong with the spec.
 
     ``trains`` is False if nothing is left to train, so that only the memory for an evaluation is required.
-    ``on_first_answer`` is called with the beginning of an answer under every serving configuration.
+    ``on_first_answer`` is called with the beginning of an answer under every serving configuration. ``began_with`` has
+    the sha256 of the files of public rows from which a run that is resumed made its first items.
     """
     disable_progress_bar()
     model = load_model_or_adapter(spec.model_path, dtype=spec.dtype, device=spec.device, chat=spec.chat)
@@ -59,8 +69,9 @@ def prepare_run(spec: RunSpec, *, trains: bool = True, on_first_answer: OnFirstA
     for arm, checkpoints in spec.checkpoints.items():
         for seed in checkpoints.seeds:
             check_comparable(str(spec.external_source(arm, seed)), model)
+        check_seeds_differ(arm, {seed: str(spec.external_source(arm, seed)) for seed in checkpoints.seeds})
     batches: Batches = {}
-    with collect_file_hashes() as rows:
+    with collect_file_hashes() as rows, _explain_changed_rows(began_with or {}, rows):
         check_training(spec, model)
         if spec.train is not None and trains:
             check_ranks(spec.train.ranks, model.device)
@@ -79,6 +90,21 @@ def prepare_run(spec: RunSpec, *, trains: bool = True, on_first_answer: OnFirstA
     return Prepared(model, batches, rows)
 
 
+@contextmanager
+def _explain_changed_rows(began_with: Digests, rows: Digests) -> Iterator[None]:
+    """Raise, in place of an error about items, a RunError that names the files of rows that have changed, if any."""
+    try:
+        yield
+    except SpecError:  # such as too few rows, of which the spec is innocent if there were enough before
+        known = rows.keys() & began_with.keys()
+        check_inputs(
+            f"{ROWS} under KVAUDIT_DATA",
+            {name: began_with[name] for name in known},
+            {name: rows[name] for name in known},
+        )
+        raise
+
+
 def _conditions(spec: RunSpec) -> list[Condition]:
     return [policy for policy in served_policies(spec) if isinstance(policy, Condition)]
 
@@ -92,6 +118,23 @@ def _show_first_answers(model: LoadedModel, spec: RunSpec, item: Item, on_answer
         suite = suite_as_asked(spec, item.suite)
         (row,) = play(Sampler(model, policy), [(suite, item)], Decoding(FIRST_TOKENS, temperature=0.0), [0])
         on_answer(policy.canonical, item, row.transcript[len(item.messages)].content)
+
+
+def check_seeds_differ(arm: str, sources: Mapping[int, str]) -> None:
+    """Raise SpecError if two seeds of an arm have the same weights: one training run is no evidence about a recipe."""
+    folders = {seed: locate(source) for seed, source in sources.items()}
+    alike = {
+        seed
+        for pair in combinations(folders, 2)
+        if holds_same_weights(*map(folders.__getitem__, pair))
+        for seed in pair
+    }
+    if alike:
+        raise SpecError(
+            f"checkpoints.{arm}: seeds {', '.join(map(str, sorted(alike)))} have the same weights, wanted those of "
+            "another training run for each seed; name the folder of each run, or give the one run as a single seed "
+            "(a reference as seed 0 serves all seeds of the others)"
+        )
 
 
 def check_contexts(spec: RunSpec, model: LoadedModel) -> None:

@@ -20,7 +20,7 @@ from kvaudit.audit.sampling.chat_tools import (
     slot_name,
     tool_fields,
 )
-from kvaudit.audit.sampling.rendering import TemplateRefusal, renderer, unstable_names
+from kvaudit.audit.sampling.rendering import TemplateRefusal, has_address, renderer, unstable_names
 from kvaudit.core.completions import THOUGHT_CLOSING, THOUGHT_OPENING
 from kvaudit.core.errors import SpecError
 from kvaudit.core.records import Message, Role, ToolCall
@@ -223,8 +223,11 @@ class Chat:
 
     @property
     def unstable_names(self) -> list[str]:
-        """The names used in the template that may make its output differ from day to day, such as strftime_now."""
-        return sorted({*unstable_names(self._source), *unstable_names(self._tool_source)})
+        """What the template uses that may make its output differ from day to day, such as strftime_now."""
+        names = {*unstable_names(self._source), *unstable_names(self._tool_source)}
+        if has_address(self._template([Message(Role.USER, ".")])):
+            names.add("an object's address")
+        return sorted(names)
 
     def reply(
         self,

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
+import filecmp
 import hashlib
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,13 +23,22 @@ from kvaudit.audit.sampling.model import (
     to_path,
     verify_folder,
 )
-from kvaudit.audit.sampling.weights import ADAPTER_CONFIG, check_numbers, file_sha256, files_read, weights_sha256
+from kvaudit.audit.sampling.weights import (
+    ADAPTER_CONFIG,
+    check_numbers,
+    file_sha256,
+    files_read,
+    headers,
+    weight_files,
+    weights_sha256,
+)
 from kvaudit.core.errors import DataError, RunError
 from kvaudit.core.files import read_json
-from kvaudit.core.text import install_command, short_repr
+from kvaudit.core.text import install_command, join_names, short_repr
 
 ADAPTER_WEIGHTS, _TOKENIZER = "adapter_model.safetensors", "tokenizer_config.json"
 _CACHED = re.compile(r"models--(?:[^/]*--)?([^/]+?)/snapshots/")  # folder names of the hub's cache
+_ADAPTER_NAME = re.compile(r"\.default(?=\.|$)")  # what peft calls an adapter; its files leave it out
 _SHAPE = ("model_type", "num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "vocab_size")
 
 
@@ -131,6 +141,23 @@ def check_comparable(name_or_path: str, base: LoadedModel) -> None:
     _check_prompts(name_or_path, base)
 
 
+def holds_same_weights(one: Path, other: Path) -> bool:
+    """Return whether two folders hold the same weights, or the same adapter; different ones are not read to the end."""
+    if one.samefile(other):
+        return True
+    files, others = _identifying_files(one), _identifying_files(other)
+    if [path.name for path in files] != [path.name for path in others]:
+        return False
+    return all(filecmp.cmp(*pair, shallow=False) for pair in zip(files, others, strict=True))
+
+
+def _identifying_files(folder: Path) -> list[Path]:
+    """Return the files that the sha256 of a checkpoint covers, without the base of an adapter."""
+    if not is_adapter(folder):
+        return weight_files(folder)
+    return [path for path in (folder / ADAPTER_CONFIG, folder / ADAPTER_WEIGHTS) if path.is_file()]
+
+
 def is_adapter(folder: Path) -> bool:
     """Return whether a folder holds an adapter and no whole model."""
     return (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").is_file()
@@ -189,12 +216,33 @@ def _merge_adapter(folder: Path, name: str, base: LoadedModel) -> LoadedModel:
             warnings.filterwarnings("error", message="Found missing adapter keys")
             # a copy: other arms use the base unchanged
             adapted: Any = PeftModel.from_pretrained(copy.deepcopy(base.model), folder)
+            # loaded again for its report, which from_pretrained does not return
+            report = adapted.load_adapter(folder, adapted.active_adapter)
+            _check_all_placed(folder, name, report.unexpected_keys)
             merged = adapted.merge_and_unload(safe_merge=True)
+    except DataError:
+        raise
     except Exception as error:  # an untrusted file can make libraries raise anything
         reason = str(error).partition("\n")[0][:200]
         raise DataError(f"adapter {name!r} does not fit {base.name!r} ({reason})") from None
     check_numbers(name, merged)
     return replace(base, model=merged.eval(), name=name, sha256=digest)
+
+
+def _check_all_placed(folder: Path, name: str, without_place: Collection[str]) -> None:
+    """Raise DataError if tensors of an adapter's file were not loaded: merged without them, it would be another model.
+
+    ``without_place`` are the tensors that the adapted model has no place for, by peft's names. Of two tensors that
+    differ in peft's name of the adapter alone, peft loads one.
+    """
+    stored = [header.name for header in headers([folder / ADAPTER_WEIGHTS])]
+    plain = [_ADAPTER_NAME.sub("", tensor) for tensor in stored]
+    if lost := sorted(without_place) or [tensor for tensor in stored if plain.count(_ADAPTER_NAME.sub("", tensor)) > 1]:
+        raise DataError(
+            f"adapter {name!r}: {len(lost)} of the {len(stored)} tensors in its {ADAPTER_WEIGHTS} have no place of "
+            f"their own in the adapted model ({join_names(lost, 2)}), wanted one for each; correct {ADAPTER_CONFIG} "
+            "(target_modules, layers_to_transform, use_dora), or merge the adapter and give the whole model"
+        )
 
 
 def adapter_sha256(folder: Path, base_sha256: str) -> str:

@@ -28,6 +28,7 @@ from kvaudit.audit.sampling.weights import (
     ADAPTER_CONFIG,
     check_complete,
     check_gguf,
+    check_gguf_biases,
     check_numbers,
     check_sizes,
     file_sha256,
@@ -261,7 +262,7 @@ def _load_folder(folder: Path, dtype: DtypeName, kind: Any = AutoModelForCausalL
         output_loading_info=True,
         **_LOCAL,
     )
-    check_complete(str(folder), model, info)
+    check_complete(str(folder), model, info, tensors)
     check_numbers(str(folder), model, tensors)
     return model, AutoTokenizer.from_pretrained(folder, **_LOCAL)
 
@@ -274,6 +275,7 @@ def _load_gguf(path: Path, dtype: DtypeName) -> tuple[Any, Any]:
         path.parent, gguf_file=path.name, dtype=torch_dtype, output_loading_info=True, **_LOCAL
     )
     check_complete(str(path), loaded, info)
+    check_gguf_biases(str(path), check_gguf(path), loaded)
     config = copy.deepcopy(loaded.config)
     if "quantization_config" in vars(config):
         # the weights are no longer quantised

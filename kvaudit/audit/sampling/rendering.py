@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 from typing import IO, Any
@@ -29,10 +30,16 @@ _CACHE_BYTES = 128 << 20
 _ENTRY = 256  # bytes of overhead for each cached text
 _UNSTABLE = ("strftime_now", "random", "lipsum")  # names that may make the output differ each time
 _WRITES = re.compile(r"\b(strftime_now|lipsum)\b|\|\s*(random)\b|\b(random)\s*\(")
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+>")
 _TOO_MUCH = (
     f"the chat template takes more than {SECONDS} s, {MEMORY >> 20} MB or {_CHARACTERS >> 20} million characters for "
     "one conversation; repair it or use another model"
 )
+
+
+def has_address(text: str) -> bool:
+    """Return whether a rendered text holds the address of a Python object, which another process would not repeat."""
+    return _ADDRESS.search(text) is not None
 
 
 def unstable_names(template: str) -> list[str]:
@@ -116,7 +123,15 @@ class Renderer:
 
 
 renderer = Renderer()
-atexit.register(renderer.end)
+
+
+def end_at_exit() -> None:
+    """End the subprocess as this process exits; a second Ctrl-C has nothing left to stop and prints nothing."""
+    with suppress(KeyboardInterrupt):
+        renderer.end()
+
+
+atexit.register(end_at_exit)
 
 
 def _start() -> subprocess.Popen[bytes]:

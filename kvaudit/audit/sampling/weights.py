@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from kvaudit.core.errors import DataError
 from kvaudit.core.files import plain_files
+from kvaudit.core.text import join_names, note_once
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _NAMED = "transformers_weights"  # the config key that names other weights
@@ -31,6 +32,7 @@ _SIZES = (
     *("hidden_size", "n_embd", "d_model", "intermediate_size", "vocab_size", "head_dim", "num_attention_heads"),
     *("num_key_value_heads", "n_head", "num_experts", "num_local_experts", "n_routed_experts"),
 )
+_MASK = re.compile(r"(^|\.)(attn|attention)\.(bias|masked_bias|causal_mask)$")  # stored by old GPT-like models
 _FLOATS = {"F64", "F32", "F16", "BF16"}
 # other files that transformers reads
 _READ = ["*config.json", "tokenizer.json", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"]
@@ -146,10 +148,11 @@ def check_sizes(folder: Path, tensors: list[TensorHeader]) -> None:
                 )
 
 
-def check_complete(name: str, model: Any, info: Mapping[str, Any]) -> None:
-    """Raise DataError if tensors are missing, have another shape, or belong to layers that the config omits.
+def check_complete(name: str, model: Any, info: Mapping[str, Any], tensors: Iterable[TensorHeader] = ()) -> None:
+    """Raise DataError if tensors are missing, have another shape, or were left out although they change the model.
 
-    ``info`` is transformers' loading report, which leaves out tied weights and buffers that may be missing.
+    ``info`` is transformers' loading report, which leaves out tied weights and buffers that may be missing; ``tensors``
+    are the headers of the weights. Whole modules that the model lacks, such as a vision tower, are noted.
     """
     if missing := sorted(info["missing_keys"]):
         raise DataError(f"model {name!r}: its weights lack {missing[0]}{_more(missing)}; copy the checkpoint again")
@@ -164,6 +167,55 @@ def check_complete(name: str, model: Any, info: Mapping[str, Any]) -> None:
             f"model {name!r}: its config leaves out {left_out[0]}{_more(left_out)}, which its weights have; "
             "copy both from one model"
         )
+    _check_left_out(name, model, info["unexpected_keys"], {tensor.name: tensor.shape for tensor in tensors})
+
+
+def _check_left_out(name: str, model: Any, keys: Iterable[str], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise DataError for tensors without which the modules that a model has compute something else; note the others.
+
+    Checkpoints of a base model name their tensors without the prefix of a model with a head, or the reverse.
+    """
+    prefix = f"{model.base_model_prefix}."
+    modules, buffers = dict(model.named_modules()), {buffer for buffer, _ in model.named_buffers()}
+    acting, idle = [], set()
+    for key in sorted(keys):
+        forms = (key, prefix + key, key.removeprefix(prefix))
+        is_mask = _MASK.search(key) and len(shapes.get(key, (1,))) in (0, 4)
+        if is_mask or buffers.intersection(forms):  # the model computes these itself
+            continue
+        if any(_changes(form, modules) for form in forms):
+            acting.append(key)
+        else:
+            idle.add(_absent_module(key, modules))
+    if acting:
+        raise DataError(
+            f"model {name!r}: its config has no place for {acting[0]}{_more(acting)}, without which the model computes "
+            "something else; merge adapters into the weights, or copy config and weights from one model"
+        )
+    if idle:
+        note_once(f"model {name!r}: not loaded, because the model has no such module: {join_names(sorted(idle), 5)}")
+
+
+def _changes(key: str, modules: Mapping[str, Any]) -> bool:
+    """Return whether a tensor that was left out belongs to a module that a model has, or into one of its layers."""
+    parts = key.split(".")[:-1]
+    owner = _longest_module(parts, modules)
+    if not owner:
+        return False
+    has_weights = any(True for _ in modules[".".join(owner)].parameters(recurse=False))
+    return owner == parts or has_weights or any(map(str.isdigit, owner))
+
+
+def _longest_module(parts: list[str], modules: Mapping[str, Any]) -> list[str]:
+    """Return the parts of the longest name, from the beginning, that is the name of a module; [] if none is."""
+    lengths = range(len(parts), 0, -1)
+    return next((parts[:length] for length in lengths if ".".join(parts[:length]) in modules), [])
+
+
+def _absent_module(key: str, modules: Mapping[str, Any]) -> str:
+    """Return the name of the outermost module of a tensor that a model lacks; the tensor's own if it is in none."""
+    parts = key.split(".")
+    return ".".join(parts[: len(_longest_module(parts[:-1], modules)) + 1])
 
 
 def check_numbers(name: str, model: Any, tensors: Iterable[TensorHeader] = ()) -> None:
@@ -182,6 +234,20 @@ def check_numbers(name: str, model: Any, tensors: Iterable[TensorHeader] = ()) -
             raise DataError(f"model {name!r}: {key} holds NaN or infinity; copy the checkpoint again")
 
 
+def tensors_sha256(model: Any) -> str:
+    """Return the sha256 of a loaded model's tensors and their names.
+
+    It is the same for equal weights, however they were stored: in other shards, or as an adapter that changes nothing.
+    """
+    import torch
+
+    digest = hashlib.sha256()
+    for key, tensor in sorted(model.state_dict().items()):
+        digest.update(f"{key} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
 def _kind(key: str) -> str:
     """Return a tensor's name with ``*`` in place of the number of its layer."""
     return re.sub(r"\.\d+\.", ".*.", key)
@@ -197,6 +263,7 @@ MOST_PAIRS = MOST_TENSORS = 1 << 16
 MOST_DIMENSIONS = 8
 _WIDTHS = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}  # bytes by type of value
 _STRING, _ARRAY = 8, 9
+_BIAS = re.compile(r"(^|\.)(attn_(q|k|v|qkv|output|norm)|ffn_(up|down|gate|norm)|output|output_norm)\.bias$")
 
 
 class _Cursor:
@@ -220,6 +287,11 @@ class _Cursor:
     def skip_text(self) -> None:
         self.skip(self.number("<Q"))
 
+    def text(self) -> str:
+        """Read the next text; an invalid character becomes one that no name has."""
+        start = self.skip(length := self.number("<Q"))
+        return self._data[start : start + length].decode(errors="replace")
+
     def skip_values(self, kind: int, count: int) -> None:
         """Step over ``count`` values of the type that GGUF numbers ``kind``; raise ValueError for an unknown type."""
         if kind == _STRING:
@@ -234,20 +306,23 @@ class _Cursor:
             raise ValueError(f"it holds values of type {kind}")
 
 
-def check_gguf(path: Path) -> None:
-    """Raise DataError if a GGUF file's header does not fit the file, before a library trusts its counts.
+def check_gguf(path: Path) -> list[str]:
+    """Return the names of a GGUF file's tensors.
+
+    Raises DataError if its header does not fit the file, before a library trusts its counts.
 
     The layout: magic, version, number of tensors, number of key-value pairs; the pairs; name, shape, type and
     offset of each tensor (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md).
     """
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            _walk_header(_Cursor(data), data[:4])
+            return _walk_header(_Cursor(data), data[:4])
     except (OSError, ValueError) as error:
         raise DataError(f"model file {str(path)!r} is no usable GGUF file: {error}; copy it again") from None
 
 
-def _walk_header(cursor: _Cursor, magic: bytes) -> None:
+def _walk_header(cursor: _Cursor, magic: bytes) -> list[str]:
+    """Return the names of the tensors; raise ValueError for a header of another form."""
     cursor.skip(4)
     if magic != b"GGUF":
         raise ValueError(f"it begins with {magic!r}")
@@ -263,8 +338,24 @@ def _walk_header(cursor: _Cursor, magic: bytes) -> None:
         if kind == _ARRAY:
             kind, count = cursor.number("<I"), cursor.number("<Q")  # of the elements
         cursor.skip_values(kind, count)
+    names = list[str]()
     for _ in range(tensors):
-        cursor.skip_text()
+        names.append(cursor.text())
         if (dimensions := cursor.number("<I")) > MOST_DIMENSIONS:
             raise ValueError(f"it holds a tensor of {dimensions} dimensions")
         cursor.skip(8 * dimensions + 4 + 8)  # sizes, type and offset
+    return names
+
+
+def check_gguf_biases(name: str, tensors: Iterable[str], model: Any) -> None:
+    """Raise DataError if a GGUF file has more biases than the model that transformers made of it, which drops them.
+
+    ``tensors`` are the names in the file. Biases of experts are left out, since a model holds several as one.
+    """
+    stored = [tensor for tensor in tensors if _BIAS.search(tensor)]
+    held = sum(key.endswith(".bias") for key in model.state_dict())
+    if len(stored) > held:
+        raise DataError(
+            f"model {name!r} has {len(stored)} biases, such as {stored[0]}, transformers loads {held}; give the model "
+            "as a folder in Hugging Face format"
+        )

@@ -102,7 +102,8 @@ def answers(decided: Decided) -> tuple[Answer, ...]:
     """Return an ``Answer`` to each question of the report: to all three for trained arms, else to "serving" alone."""
     sides, gated, reasons = decided.comparison, decided.verdict.gated, decided.verdict.reasons
     result, seeds = list[Answer](), len(sides.seeds)
-    scope = f"for {plural(seeds, 'seed')}, no claim about the recipe: " if seeds < SEEDS_NEEDED else ""
+    few = seeds < SEEDS_NEEDED or any(map(sides.alike, sides.arms))
+    scope = f"for {plural(seeds, 'seed')}, no claim about the recipe: " if few else ""
     for name in QUESTIONS if sides.mode == "training" else (SERVING,):
         cells = [d for d in gated if question_of(sides, d) == name]
         groups = tuple(_groups(sides, cells))

@@ -57,6 +57,7 @@ def remarks(findings: Findings) -> Iterator[str]:
     positioned: list[tuple[int, Iterable[str]]] = [
         (10, not_measurable(findings)),
         (15, _question_remarks(findings.provenance)),
+        (16, _weight_remarks(findings.comparison)),
         (20, _rule_remarks(findings)),
         (40, _judge_remarks(findings)),
         (41, _waiver_remarks(findings)),
@@ -90,6 +91,22 @@ def not_measurable(findings: Decided) -> list[str]:
 def _question_remarks(provenance: Mapping[str, Any]) -> Iterator[str]:
     if suites := provenance.get(MADE_UP):
         yield inline(f"MADE-UP QUESTIONS: {suites} are kvaudit's own, which show less about a model than public rows.")
+
+
+def _weight_remarks(sides: Comparison) -> Iterator[str]:
+    """Yield remarks on checkpoints that are one model although the run takes them for several."""
+    for arm in sides.arms if sides.mode == "training" else ():
+        if seeds := sides.alike(arm):
+            yield inline(
+                f"EQUAL SEEDS: seeds {join_names(map(str, seeds), 9)} of {arm} have the same weights, so they are one "
+                "training run and no claim is made about the recipe."
+            )
+    for arm in sides.candidates:
+        if seeds := sides.equal_to_reference(arm):
+            yield inline(
+                f"EQUAL WEIGHTS: {arm} (seed {join_names(map(str, seeds), 9)}) has exactly the weights of "
+                f"{sides.reference}. Check the path, and that the trainer saved what it trained."
+            )
 
 
 def late_rules_alarm(rules: Rules) -> str:

@@ -23,8 +23,10 @@ from kvaudit.core.policy_names import (
     uncompressed_policies,
 )
 from kvaudit.core.provenance import (
+    CHECKPOINTS,
     ENDPOINT,
     INPUTS,
+    LOADED,
     LOOKS,
     PLANNED,
     REWARD_JUDGES,
@@ -98,6 +100,7 @@ class Comparison:
     rewarded: tuple[str, ...] = ()  # the suites that were trained on, or whose judge gave the reward
     references: Mapping[str, str] = field(default_factory=dict)  # an engine's condition -> its uncompressed one
     looks: Mapping[str, Look] = field(default_factory=dict)  # by suite; only a run in rounds has them
+    weights: Mapping[tuple[str, int], str] = field(default_factory=dict)  # (arm, seed) -> what its weights hash to
 
     def uncompressed_of(self, policy: str) -> str:
         """Return the uncompressed policy that a policy is compared with."""
@@ -134,6 +137,17 @@ class Comparison:
     def base(self) -> str:
         """The kind of difference from which others are derived: "alike" where arms were trained, else "serving"."""
         return "alike" if self.mode == "training" else "serving"
+
+    def alike(self, arm: str) -> tuple[int, ...]:
+        """Return the seeds of an arm that have the same weights as another of its seeds: they are one training run."""
+        # the base model is the same whatever is trained from it
+        weights = {seed: sha256 for (name, seed), sha256 in sorted(self.weights.items()) if name == arm != BASE_ARM}
+        return tuple(seed for seed, sha256 in weights.items() if [*weights.values()].count(sha256) > 1)
+
+    def equal_to_reference(self, arm: str) -> tuple[int, ...]:
+        """Return the seeds of an arm that have the weights of a checkpoint of the reference."""
+        theirs = {sha256 for (name, _), sha256 in self.weights.items() if name == self.reference}
+        return tuple(sorted(seed for (name, seed), sha256 in self.weights.items() if name == arm and sha256 in theirs))
 
     @property
     def safety(self) -> tuple[str, ...]:
@@ -180,7 +194,17 @@ def comparison_of(spec: RunSpec, records: pd.DataFrame, provenance: Mapping[str,
         rewarded=tuple(suite for suite in suites if _is_rewarded(suite, spec, judges, provenance)),
         references=dict(references),
         looks=dict(_looks(spec, suites, provenance)),
+        weights=_weights([(arm, seed) for arm, seed in spec.arms], provenance),
     )
+
+
+def _weights(pairs: Iterable[tuple[str, int]], provenance: Mapping[str, Any]) -> dict[tuple[str, int], str]:
+    """Return what the weights of these (arm, seed) hash to: the loaded tensors if they were hashed, else the files."""
+    files = {f"{BASE_ARM}/0": provenance.get("base_sha256"), **table_of(provenance, CHECKPOINTS)}
+    # equal files hold equal tensors, so one that was hashed as loaded speaks for all
+    loaded = {str(files.get(key)): str(sha256) for key, sha256 in table_of(provenance, LOADED).items()}
+    stored = {(arm, seed): str(sha256) for arm, seed in pairs if (sha256 := files.get(f"{arm}/{seed}"))}
+    return {pair: loaded.get(sha256, sha256) for pair, sha256 in stored.items()}
 
 
 def _looks(spec: RunSpec, suites: Sequence[str], provenance: Mapping[str, Any]) -> Iterator[tuple[str, Look]]:

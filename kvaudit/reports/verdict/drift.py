@@ -259,7 +259,8 @@ def contrast(
     if reasons:
         return blank
     look = comparison.looks.get(suite_of(panel.suite))
-    return _with_numbers(replace(blank, look=look), panel, weights, cells, alpha)
+    alike = any(map(comparison.alike, {cell.arm for cell in cells}))
+    return _with_numbers(replace(blank, look=look), panel, weights, cells, alpha, 0 if alike else _fewest_seeds(cells))
 
 
 def _estimate_alone(panel: Panel, weights: list[Weights], recorded: npt.NDArray[np.bool_]) -> Reason:
@@ -273,8 +274,9 @@ def _estimate_alone(panel: Panel, weights: list[Weights], recorded: npt.NDArray[
 
 
 def _with_numbers(
-    blank: Contrast, panel: Panel, weights: list[Weights], cells: list[CellKey], alpha: float
+    blank: Contrast, panel: Panel, weights: list[Weights], cells: list[CellKey], alpha: float, seeds: int
 ) -> Contrast:
+    """Return the contrast with its effect, and with that of the recipe if ``seeds`` training runs support a claim."""
     # the items that these cells have records of: the same in each, or the contract would be broken
     recorded = ~np.isnan(panel.floor[cells[0]])
     z = np.stack([_combine(panel.scores, w, recorded) for w in weights])  # [S, N], NaN where a facet could not be read
@@ -295,7 +297,7 @@ def _with_numbers(
         effect = widened_to(effect, _effect_of(blank, panel, other_mean, other_clusters, draws, alpha))
         totals.append((_cluster_sums(panel, other_mean, other_clusters),))
     recipe = None
-    if _fewest_seeds(cells) >= SEEDS_NEEDED:
+    if seeds >= SEEDS_NEEDED:
         recipe = widened_to(recipe_effect(z, clusters, alpha=alpha), effect)
     if blank.estimand != INTERACTION:
         candidate, reference = paired_scores(panel, weights, present)
