@@ -37,7 +37,8 @@ _GAINED = {_NO_LOSS: (0, 0.02, 0.05, 0.10), _HALF: (0, 0.005, 0.025), _TWICE: (0
 _GAINED_AT_EDGE = (0, 0.005, 0.01, 0.05, 0.10)
 _LOSS = {_NO_LOSS: 0.0, _HALF: 0.5, _EDGE: 1.0, _TWICE: 2.0}  # in margins
 _ASKED = ((_NO_LOSS, "passed", 0.8), (_HALF, "passed", 0.8), (_TWICE, "failed", 0.9))
-_FALLS_SHORT = ((0.10, _HALF), (0.10, _TWICE))  # too few harmless rows exist
+# .8 and .9 were asked: too few harmless rows exist, and at half of 5 points one design in three passes in .79
+_FALLS_SHORT = ((0.05, _HALF), (0.10, _HALF), (0.10, _TWICE))
 WRONG_PASS = "check in rounds passes a loss at the margin"
 WRONG_FAIL = "check in rounds fails a loss at the margin"
 
@@ -147,7 +148,7 @@ def figures(outcomes: Sequence[Simulated], scale: Scale) -> list[Figure]:
             plan = (loss, margin, planned, rows)
             some = [o for o, case in own if (case.loss, case.margin, case.planned, case.rows) == plan]
             verb = {"passed": "passes", "failed": "fails"}[event]
-            what = f"same {verb} {loss}, margin {100 * margin:g} pp, {rows} rows, any share of answers that differ"
+            what = f"same {verb} {loss}, {100 * margin:g} pp, {rows} rows"
             if some and (margin, loss) in _FALLS_SHORT:
                 found.append(reported(ROUNDS_ROW, what, some, event, smallest=True))
             elif some:
