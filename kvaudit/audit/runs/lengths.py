@@ -77,12 +77,14 @@ def length_spec(
         policy = {ENGINE: reference.engine, **settings, "reference": settings}
     behind = {"items": _ITEMS, "max_new_tokens": _TOKENS, "context_tokens": length}
     suites: dict[str, Any] = {}
+    margins = {metric: 100 * margin for metric, margin in _margins(endpoints).items()}
     for endpoint in endpoints:
+        margins[f"{endpoint.name}.{endpoint.facet}"] = endpoint.margin
         suites |= {endpoint.name: {"items": 1, "max_new_tokens": _TOKENS}, f"{endpoint.name}@{CONTEXT}": behind}
     grid = {"policies": [policy], "suites": suites, "seed": seed, "pilot": 0, "floor": 0}
     return {
         "name": f"length-{length}", "model": model, "evaluate": grid, "engines": dict(config.engines),
-        "gate": {"margins": {metric: 100 * margin for metric, margin in _margins(endpoints).items()}},
+        "gate": {"margins": margins},
     }  # fmt: skip
 
 
