@@ -395,7 +395,7 @@ def _other_inputs(data: RunData) -> Iterator[Reason]:
     Inputs are public rows, plug-ins and model files.
     """
     inputs = data.provenance.get(INPUTS)
-    accepted = {inputs_sha256(inputs)}
+    accepted: set[str | None] = {inputs_sha256(inputs)}
     if SPEC not in table_of(data.provenance, INPUTS):
         accepted.add(None)  # a seal of an older format, which does not name the inputs; ``problem_lines`` says so
     differing = [unit for unit, sha256 in data.inputs.items() if sha256 not in accepted]
