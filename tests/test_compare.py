@@ -485,6 +485,16 @@ def test_other_decoding_settings_are_invalid(tmp_path):
     assert "the files were made with different decoding" in [reason.text for reason in done.verdict.reasons]
 
 
+def test_decoding_settings_that_differ_behind_a_long_beginning_are_invalid(tmp_path):
+    stops, logs = json.dumps(["stop " * 200]), []
+    for name, drawn in (("a", "false"), ("b", "true")):
+        text = LM_EVAL[0].read_text().replace('"do_sample": false', f'"a": {stops}, "do_sample": {drawn}')
+        logs.append(tmp_path / f"{name}.jsonl")
+        logs[-1].write_text(text)
+    done = compare(sides(*logs, "kind"), "exact_match,strict")
+    assert "the files were made with different decoding" in [reason.text for reason in done.verdict.reasons]
+
+
 def test_lm_eval_logs_compare_by_template():
     done = compare(sides(*LM_EVAL, "kind"), "exact_match,strict")
     effect = done.verdict.decisions[0].effect
