@@ -229,6 +229,7 @@ class Judging:
         provenance = run.provenance()
         if out.path.resolve() == run.path.resolve():
             raise RunError(f"{str(out.path)!r} is the run that is to be judged; give another --out")
+        present: Mapping[str, Any] = {}
         if check_folder(out.path, out.spec, resume=True):
             present = out.provenance()
             # the time of its start identifies a run
@@ -238,7 +239,7 @@ class Judging:
                 )
         make_folder(out.records)
         with mutex(out.path / ".provenance.lock"):
-            write_json(out.path / PROVENANCE, self._provenance(provenance))
+            write_json(out.path / PROVENANCE, self._provenance(provenance, present))
             for pattern, name in _COPIED.items():
                 for path in run.path.glob(pattern):
                     copy = out.path / path.relative_to(run.path).with_name(name)
@@ -248,8 +249,11 @@ class Judging:
             # last, because a folder with a spec must have all the rest
             write_whole(out.path / SPEC, (run.path / SPEC).read_text(encoding="utf-8"))
 
-    def _provenance(self, provenance: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the run's provenance with an entry ``judged``: which records, suite versions, plug-ins and judge."""
+    def _provenance(self, provenance: Mapping[str, Any], present: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the run's provenance with an entry ``judged``: which records, suite versions, plug-ins and judge.
+
+        ``present`` is the provenance that the output folder has, if any.
+        """
         names = self._run.spec.evaluate.suites
         digests = {unit.records.name: unit.sha256 for unit in self.units}
         judged = {
@@ -261,7 +265,10 @@ class Judging:
         }
         if self._judge is not None:
             judged["judge"] = {"name": self._judge.name, "sha256": self._judge.identity}
-        provenance = {key: value for key, value in provenance.items() if key != LABELLED}  # labels stay with their run
+        # labels stay with the run whose answers they are of
+        provenance = {key: value for key, value in provenance.items() if key != LABELLED}
+        if LABELLED in present:
+            provenance[LABELLED] = present[LABELLED]
         return {**provenance, "suite_versions": {name: SUITES.get(name).version for name in names}, JUDGED: judged}
 
     def _identity(self, unit: StoredUnit) -> dict[str, Any]:
